@@ -34,7 +34,8 @@ __global__ void __launch_bounds__(ampere::kThreads, 1)
     if (block == 0) grant(r, board, thread, ampere::kThreads, meet);
     const Team team = {thread % 32, 32, block + thread / 32 * r.communicating,
                        ampere::kThreads / 32 * r.communicating};
-    send_rows(r, sends, team);
+    LaneCopies copies;
+    send_rows(r, sends, team, copies);
     if (!r.computes) await_all(r, board, team);
     return;
   }

@@ -26,6 +26,31 @@ __device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from, int64
   }
 }
 
+// A piece's rows on their way: `from` of this rank's order, to `to` and behind it. begin() is called before
+// the rows' links are worked out, finish() behind it; when that returns to a lane, what it has copied is
+// written. In these, rows go through registers; in bulk.cuh through shared memory.
+class LaneCopies {
+ public:
+  __device__ __forceinline__ void begin(const Rank& r, uint8_t* to, int from, int rows, const Team&) {
+    to_ = to, rows_ = rows;
+    PMOE_UNROLL
+    for (int row = 0; row < kPiece; ++row)
+      token_[row] = row < rows ? r.by_choices.divide(read(r.slot + from + row)) : 0;
+  }
+
+  __device__ __forceinline__ void finish(const Rank& r, const Team& team) {
+    const int64_t row_bytes = r.layout.row_bytes;
+    PMOE_UNROLL
+    for (int row = 0; row < kPiece; ++row)
+      if (row < rows_)
+        copy_row(to_ + row * row_bytes, r.source + token_[row] * r.source_stride, row_bytes, team);
+  }
+
+ private:
+  uint8_t* to_;
+  int rows_, token_[kPiece];
+};
+
 template <class Meet>
 __device__ __forceinline__ void fill_board(const Rank& r, Board& board, int thread, int threads,
                                            const Meet& meet) {
@@ -85,7 +110,9 @@ __device__ __forceinline__ Link link_of(const Rank& r, const Sends& sends, const
 }
 
 // Writes all rows of this rank to where they are computed. Pieces are dealt out to the warps in turn.
-__device__ __forceinline__ void send_rows(const Rank& r, const Sends& sends, const Team& team) {
+template <class Copies>
+__device__ __forceinline__ void send_rows(const Rank& r, const Sends& sends, const Team& team,
+                                          Copies& copies) {
   PieceWalk walk(r.ranks(), r.experts());
   const auto rows = [&](int step, int e) { return sends.rows(target_at(step, r.rank, r.ranks()), e); };
   Piece piece;
@@ -105,13 +132,8 @@ __device__ __forceinline__ void send_rows(const Rank& r, const Sends& sends, con
     const int from = r.first_row + sends.first(target, piece.expert) + piece.begin;
     auto* const weights = reinterpret_cast<float*>(heap + r.layout.weights()) + to;
     auto* const links = reinterpret_cast<Link*>(heap + r.layout.links()) + to;
-    uint8_t* const inbox = r.inbox(target, to);
-    const int64_t row_bytes = r.layout.row_bytes;
     // On their way while links are worked out, which takes up to five reads one behind the other.
-    int token[kPiece];
-    PMOE_UNROLL
-    for (int row = 0; row < kPiece; ++row)
-      token[row] = row < piece.rows ? r.by_choices.divide(read(r.slot + from + row)) : 0;
+    copies.begin(r, r.inbox(target, to), from, piece.rows, team);
     for (int row = team.lane; row < piece.rows; row += team.lanes) {
       const int slot = read(r.slot + from + row);
       write(weights + row, read(r.weight + slot));
@@ -120,10 +142,7 @@ __device__ __forceinline__ void send_rows(const Rank& r, const Sends& sends, con
                       static_cast<uint32_t>(link.source), static_cast<uint32_t>(link.first)}};
       store16(links + row, words);
     }
-    PMOE_UNROLL
-    for (int row = 0; row < kPiece; ++row)
-      if (row < piece.rows)
-        copy_row(inbox + row * row_bytes, r.source + token[row] * r.source_stride, row_bytes, team);
+    copies.finish(r, team);
     sync_warp();
     nap(r.watch, team.number + 1000);
     if (team.lane == 0) signal(r.watch, heap + r.layout.arrival(r.rank, piece.expert, first, piece.number));

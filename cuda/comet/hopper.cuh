@@ -2,6 +2,7 @@
 // grouped_gemm/hopper.cuh, but for the order of their tiles and for what a tile waits for or tells (COMET,
 // section 3.2.1: thread block specialisation).
 #pragma once
+#include "comet/bulk.cuh"
 #include "comet/combine.cuh"
 #include "comet/dispatch.cuh"
 #include "comet/fused.h"
@@ -25,6 +26,13 @@ struct HopperShared {
 };
 static_assert(sizeof(HopperShared) <= 232448 - 1024, "more than a block of Hopper has");
 static_assert(sizeof(hopper::Shared::a) >= 4 * kSendsWords, "what is sent is counted where stages would be");
+
+// What a block that dispatches has where one that computes has its tiles.
+struct Sending {
+  BulkRing ring[hopper::kThreads / 32];
+  int32_t sends[kSendsWords];
+};
+static_assert(sizeof(Sending) <= sizeof(hopper::Shared));
 
 #if PMOE_HOPPER_CODE
 
@@ -136,12 +144,14 @@ __global__ void __launch_bounds__(hopper::kThreads, 1) dispatch_gemm(const __gri
   Board board(shared.board, r.ranks(), r.experts());
   fill_board(r, board, thread, hopper::kThreads, meet);
   if (block < r.communicating) {
-    Sends sends(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
+    auto& sending = reinterpret_cast<Sending&>(shared.gemm);
+    Sends sends(sending.sends, r.ranks(), r.experts());
     fill_sends(r, sends, thread, hopper::kThreads, meet);
     if (block == 0) grant(r, board, thread, hopper::kThreads, meet);
     const Team team = {thread % 32, 32, block + thread / 32 * r.communicating,
                        hopper::kThreads / 32 * r.communicating};
-    send_rows(r, sends, team);
+    HopperCopies copies(sending.ring[thread / 32], team);
+    send_rows(r, sends, team, copies);
     if (!r.computes) await_all(r, board, team);
     return;
   }

@@ -74,6 +74,36 @@ __device__ __forceinline__ void tma_load_3d(void* dst, const TensorMap* map, uin
       : "memory");
 }
 
+// ---- bulk copies between global and shared memory: addresses and sizes are multiples of 16 bytes
+
+__device__ __forceinline__ void bulk_load(void* dst, const void* src, uint64_t* bar, int bytes) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(dst)),
+      "l"(src), "r"(bytes), "r"(shared_address(bar))
+      : "memory");
+}
+
+__device__ __forceinline__ void bulk_store(void* dst, const void* src, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst),
+               "r"(shared_address(src)), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until all but the last kLeft groups of the thread's stores have read shared memory.
+template <int kLeft>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
+}
+
+// Until they are written, and seen by the thread's ordinary accesses: what it signals then announces them.
+template <int kLeft>
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
 // ---- clusters: blocks of one grid that see each other's shared memory
 
 __device__ __forceinline__ uint32_t cluster_rank() {
@@ -87,16 +117,20 @@ __device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// An arrival at the same barrier of the block with this rank in the cluster.
+// Where the same place is in the block with this rank in the cluster.
+__device__ __forceinline__ uint32_t cluster_address(const void* p, uint32_t rank) {
+  uint32_t remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(p)), "r"(rank));
+  return remote;
+}
+
+// An arrival at a barrier of any block of the cluster, by its cluster_address.
+__device__ __forceinline__ void mbarrier_arrive_remote(uint32_t bar) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
 __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* bar, uint32_t rank) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-      "}" ::"r"(shared_address(bar)),
-      "r"(rank)
-      : "memory");
+  mbarrier_arrive_remote(cluster_address(bar, rank));
 }
 
 // 16 bytes to the same place of the block with this rank, and their number to the same barrier there.

@@ -190,10 +190,12 @@ __device__ __forceinline__ void load_by_copies(const Loader<kForm, kHalves, kClu
 }
 
 // Operands in shared memory as warpgroup products take them: 128-byte swizzle, groups of 8 lines 1024 bytes
-// apart; transposed ones have further columns a box on (PTX ISA, "matrix descriptor").
+// apart; transposed ones have further columns a box on (PTX ISA, "matrix descriptor"). Lanes that agree by a
+// shuffle let the compiler reckon with it once a warp, in the registers in which products want it.
 __device__ __forceinline__ uint64_t descriptor(const void* p, bool transposed) {
-  const uint64_t leading = transposed ? box_bytes(kDepth) / 16 : 1;
-  return ((shared_address(p) & 0x3FFFFull) >> 4) | leading << 16 | (1024ull / 16) << 32 | 1ull << 62;
+  const uint32_t leading = transposed ? box_bytes(kDepth) / 16 : 1;
+  const uint32_t low = shfl((shared_address(p) & 0x3FFFFu) >> 4 | leading << 16, 0);
+  return low | (1024ull / 16) << 32 | 1ull << 62;
 }
 
 // Rows of the reduction beyond the group belong to other experts: their lines become zeros in both operands
@@ -212,11 +214,22 @@ __device__ __forceinline__ void clear_lines(Shared& shared, int stage, int first
   sync_named(1, kMultipliers);
 }
 
-// A stage is let go of in every block that loads into it.
-__device__ __forceinline__ void release(Shared& shared, int stage) {
-  const int lane = thread_again() & 31;
-  if (lane < read(&shared.cluster)) mbarrier_arrive_at(&shared.empty[stage], lane);
-}
+// Lets go of a stage in every block that loads into it: a lane for each. All that a step needs is in one
+// register.
+class Release {
+ public:
+  __device__ __forceinline__ explicit Release(Shared& shared) {
+    const int lane = thread_again() & 31;
+    if (lane < read(&shared.cluster)) empty_ = cluster_address(shared.empty, lane);
+  }
+
+  __device__ __forceinline__ void operator()(int stage) const {
+    if (empty_ != 0) mbarrier_arrive_remote(empty_ + stage * sizeof(uint64_t));
+  }
+
+ private:
+  uint32_t empty_ = 0;
+};
 
 // walk: the block's tiles. stored(tile): called by all of these threads when each has stored its part.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int kCluster, class Walk,
@@ -242,16 +255,17 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
       const int self = thread_again() - kLoaders;
       prefetch_halves<T>(p, tile, self / 32 * 16, self % 32, kColumns);
     }
+    const Release release(shared);
     int previous = 0;
     for (int step = 0; step < end; ++step, ring.advance()) {
+      // Each half of the tile's rows is 8 KiB of A, transposed or not.
+      const uint64_t a = descriptor(shared.a[ring.stage] + half * (kBytesA / 2), kTransposeA);
+      const uint64_t b = descriptor(shared.b[ring.stage], kTransposeB);
       mbarrier_wait(&shared.full[ring.stage], ring.full_parity());
       if constexpr (kForm == Form::kWeight) {
         const int left = tile.group_rows - step * kDepth;
         if (left < kDepth) clear_lines(shared, ring.stage, left, thread);
       }
-      // Each half of the tile's rows is 8 KiB of A, transposed or not.
-      const uint64_t a = descriptor(shared.a[ring.stage] + half * (kBytesA / 2), kTransposeA);
-      const uint64_t b = descriptor(shared.b[ring.stage], kTransposeB);
       wgmma_fence();
       PMOE_UNROLL
       for (int i = 0; i < kDepth / 16; ++i)
@@ -260,7 +274,7 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
       wgmma_commit();
       if (step > 0) {
         wgmma_wait<1>();
-        release(shared, previous);
+        release(previous);
       }
       previous = ring.stage;
     }
@@ -273,7 +287,7 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
     // Also where there was no step: a wait on some paths only would make the compiler add waits of its own.
     wgmma_wait<0>();
     pin_accumulators(d);
-    if (end > 0) release(shared, previous);
+    if (end > 0) release(previous);
     // Of two halves in one tile accumulators lie 64 apart. A block of 32 columns has no second place.
     constexpr int kStep = Stores::kBlockColumns, kBlocks = tile_columns(kHalves) / kStep;
     constexpr int kApart = kHalves ? 64 : kStep == 64 ? 16 : 0;

@@ -77,6 +77,11 @@ int main(int argc, char** argv) {
     wide.tokens = {33, 17}, wide.model = 520, wide.hidden = 8, wide.top_k = 1,
     wide.activation = Activation::kRelu;
     wide.chunk_columns = 256, wide.blocks = 2, wide.rounds = 1, go(wide);
+    if (hopper) {  // rows of two bulk copies each, the second one of 16 bytes
+      Case parts = small;
+      parts.tokens = {21, 3}, parts.experts = 1, parts.model = 2056, parts.hidden = 8, parts.rounds = 1;
+      parts.chunk_columns = 1024, go(parts);
+    }
     // Pairs of which the second has columns, has few, and has none; chunks of a pair, and of a tile.
     Case pairs = small;
     pairs.beside = hopper ? 2 : 1, pairs.communicating = 2, pairs.blocks = 4, pairs.rounds = 1;

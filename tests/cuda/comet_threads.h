@@ -248,7 +248,8 @@ void dispatch_thread(Member& m, Block& shared, int block, int warp) {
   Sends sends = shared.sends;
   world::fill(r, sends, warp, threads, meet);
   if (block == 0 && !m.is_granted_before) grant(r, board, warp, threads, meet);
-  send_rows(r, sends, {0, 1, block + warp * r.communicating, kWarps * r.communicating});
+  LaneCopies copies;
+  send_rows(r, sends, {0, 1, block + warp * r.communicating, kWarps * r.communicating}, copies);
 }
 
 void combine_thread(Member& m, Block& shared, int block, int warp) {

@@ -82,6 +82,7 @@ void test_descriptor(const char* what) {
     std::memcpy(box + 2 * i, &value, 2);
   }
   const uint64_t own = pmoe::hopper::descriptor(box, kTransposed);
+  if (pmoe::thread_again() != 0) return;  // it takes a warp, one of which looks
   GmmaDescriptor ours;
   ours.desc_ = own;
   const auto same = [&](auto field, const char* name) {
@@ -226,7 +227,7 @@ int main() {
   test_boxes<256, true>("transposed boxes of B");
   test_accumulators();
   try {
-    emu::launch(1, 1, 1, [] {
+    emu::launch(1, 32, 1, [] {
       test_descriptor<64, false>("A");
       test_descriptor<256, false>("B");
       test_descriptor<64, true>("transposed A");

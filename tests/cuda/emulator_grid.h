@@ -108,6 +108,10 @@ struct Copy {  // cp.async of one 16-byte unit of shared memory; run is empty on
   int unit;
 };
 
+struct BulkStore {  // of shared memory, first read and then written; empty once that has been done
+  Deferred read, write;
+};
+
 struct Meeting {  // a barrier: everybody of `expected` arrives, then the generation changes
   int arrived = 0;
   uint64_t generation = 0;
@@ -127,6 +131,8 @@ struct Fiber {
   std::string waits_for;
   std::vector<Copy> copies;              // cp.async, not yet in a group
   std::deque<std::vector<Copy>> groups;  // cp.async groups, oldest first
+  std::vector<BulkStore> stores;         // cp.async.bulk out of shared memory, not yet in a group
+  std::deque<std::vector<BulkStore>> store_groups;
   std::vector<int> unfenced;  // 16-byte units of shared memory that it has written by ordinary means
   uint64_t fenced = 0;        // of its warp's acquires of global memory: those before its last proxy fence
 };
@@ -373,7 +379,9 @@ inline void launch(unsigned grid_dim, unsigned block_dim, unsigned seed, std::fu
   last_passes = g.passes;
   if (g.error) std::rethrow_exception(g.error);
   for (const auto& fiber : g.fibers)
-    if (!fiber->copies.empty() || !fiber->groups.empty()) throw Error("cp.async never waited for");
+    if (!fiber->copies.empty() || !fiber->groups.empty() || !fiber->stores.empty() ||
+        !fiber->store_groups.empty())
+      throw Error("cp.async never waited for");
   for (const auto& block : g.blocks)
     for (const auto& group : block->warpgroups)
       if (!group.open.empty() || !group.groups.empty()) throw Error("wgmma never waited for");

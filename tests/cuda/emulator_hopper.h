@@ -113,16 +113,26 @@ inline void sync_cluster() {
             static_cast<int>(emu::grid->cluster * blockDim.x), "the cluster's barrier");
 }
 
-inline void mbarrier_arrive_at(uint64_t* bar, uint32_t rank) {
-  emu::Block& block = block_of_cluster(rank);
+// The rank above the address; the block's own has neither.
+inline uint32_t cluster_address(const void* p, uint32_t rank) {
+  block_of_cluster(rank);
+  return (rank + 1) << 24 | emu::address_of(*emu::self().block, p);
+}
+
+inline void mbarrier_arrive_remote(uint32_t bar) {
+  emu::Block& block = block_of_cluster((bar >> 24) - 1);
   if (block.left) throw emu::Error("an arrival at a block that has left");
-  uint64_t* remote = there(block, bar);
+  auto* const remote = reinterpret_cast<uint64_t*>(emu::at_address(block, bar & 0xFFFFFF));
   check_mbarrier(block, remote);
   MbarrierState& s = state_of(remote);
   if (s.pending == 0) throw emu::Error("more arrivals than an mbarrier expects");
   --s.pending;
   settle(s);
   emu::maybe_yield();
+}
+
+inline void mbarrier_arrive_at(uint64_t* bar, uint32_t rank) {
+  mbarrier_arrive_remote(cluster_address(bar, rank));
 }
 
 inline void store_async(Words* place, const Words& v, uint64_t* bar, uint32_t rank) {
@@ -192,6 +202,72 @@ inline void tma_load_3d_to(void* dst, const TensorMap* map, uint64_t* bar, int x
                            uint16_t ranks) {
   if (emu::read_map(map).rank != 3) throw emu::Error("tma_load_3d_to of a map that is not of rank 3");
   tma_load_to(dst, map, bar, x, y, z, ranks);
+}
+
+// ---- bulk copies
+
+inline void check_bulk(const void* shared, const void* global, int bytes, bool write) {
+  if (bytes <= 0 || bytes % 16) throw emu::Error("a bulk copy that is not of 16 bytes");
+  if (reinterpret_cast<uintptr_t>(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16)
+    throw emu::Error("a bulk copy of an address that is not aligned");
+  emu::address_of(*emu::self().block, static_cast<const uint8_t*>(shared) + bytes - 1);
+  emu::check_access(global, static_cast<size_t>(bytes), write);
+}
+
+inline void bulk_load(void* dst, const void* src, uint64_t* bar, int bytes) {
+  check_bulk(dst, src, bytes, false);
+  check_mbarrier(*emu::self().block, bar);
+  std::memset(dst, 0xFF, static_cast<size_t>(bytes));
+  emu::mark_clean(*emu::self().block, dst, bytes);
+  const auto load = [=] {
+    std::memcpy(dst, src, static_cast<size_t>(bytes));
+    mbarrier_complete(bar, bytes);
+  };
+  emu::grid->pending.push_back({load, emu::grid->passes});
+}
+
+inline void bulk_store(void* dst, const void* src, int bytes) {
+  check_bulk(src, dst, bytes, true);
+  emu::Fiber& fiber = emu::self();
+  if (fiber.fenced != fiber.block->acquires[fiber.linear / 32])
+    throw emu::Error("a bulk write behind an acquire without a fence of the asynchronous proxy");
+  const int unit = static_cast<int>(emu::address_of(*fiber.block, src) / 16);
+  for (int i = 0; i < bytes / 16; ++i)
+    if (fiber.block->dirty[unit + i])
+      throw emu::Error("a bulk copy of what was written without a proxy fence");
+  const auto held = std::make_shared<std::vector<uint8_t>>();
+  const auto* const from = static_cast<const uint8_t*>(src);
+  const auto read = [=] { held->assign(from, from + bytes); };
+  const auto write = [=] { std::memcpy(dst, held->data(), held->size()); };
+  fiber.stores.push_back({read, write});
+}
+
+inline void bulk_commit() {
+  emu::Fiber& fiber = emu::self();
+  fiber.store_groups.push_back(std::move(fiber.stores));
+  fiber.stores.clear();
+}
+
+inline void read_stores(std::vector<emu::BulkStore>& group) {
+  for (auto& store : group)
+    if (store.read) std::exchange(store.read, nullptr)();
+}
+
+template <int kLeft>
+void bulk_wait_read() {
+  auto& groups = emu::self().store_groups;
+  for (size_t i = 0; i + size_t{kLeft} < groups.size(); ++i) read_stores(groups[i]);
+}
+
+template <int kLeft>
+void bulk_wait() {
+  emu::maybe_yield();
+  auto& groups = emu::self().store_groups;
+  while (groups.size() > size_t{kLeft}) {
+    read_stores(groups.front());
+    for (auto& store : groups.front()) store.write();
+    groups.pop_front();
+  }
 }
 
 // ---- warpgroup products

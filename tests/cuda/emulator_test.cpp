@@ -82,6 +82,65 @@ void pipeline(const bf16* a, const TensorMap* b_map, float* out, Mistake mistake
   }
 }
 
+enum class BulkMistake {
+  kNone,
+  kNoReadWait,  // a slot is filled again while a store still reads it
+  kNoWait,      // stores are announced before they are written
+  kNoFence,     // they come behind an acquire, without a fence of the asynchronous proxy
+  kBytes,       // a size that is not of 16 bytes
+};
+
+constexpr int kParts = 6, kPartBytes = 64;
+
+// One thread copies parts through two slots of shared memory, and tells another one, which looks.
+void relay(const uint8_t* from, uint8_t* to, uint32_t* flags, BulkMistake mistake) {
+  struct Shared {
+    alignas(128) uint8_t slot[2][kPartBytes];
+    uint64_t full[2];
+  };
+  Shared& s = *reinterpret_cast<Shared*>(shared_memory());
+  if (threadIdx.x == 0) {
+    for (uint64_t& full : s.full) mbarrier_init(&full, 1);
+    load_acquire_system(flags);
+    if (mistake != BulkMistake::kNoFence) fence_proxy_async_global();
+    for (int i = 0; i < kParts; ++i) {
+      const int bytes = mistake == BulkMistake::kBytes ? 8 : kPartBytes;
+      if (mistake != BulkMistake::kNoReadWait) bulk_wait_read<1>();
+      mbarrier_arrive_expect(&s.full[i % 2], bytes);
+      bulk_load(s.slot[i % 2], from + i * kPartBytes, &s.full[i % 2], bytes);
+      mbarrier_wait(&s.full[i % 2], i / 2 % 2);
+      bulk_store(to + i * kPartBytes, s.slot[i % 2], bytes);
+      bulk_commit();
+    }
+    if (mistake == BulkMistake::kNoWait)
+      bulk_wait_read<0>();
+    else
+      bulk_wait<0>();
+    store_release_system(flags, 1);
+    for (int i = 0; i < 4; ++i) pause();
+    bulk_wait<0>();
+  } else if (threadIdx.x == 32) {
+    while (load_acquire_system(flags) == 0) pause();
+    if (std::memcmp(from, to, kParts * kPartBytes)) throw emu::Error("wrong bytes behind the flag");
+  }
+}
+
+void expect_bulk(const char* name, BulkMistake mistake, const std::string& word) {
+  alignas(16) uint8_t from[kParts * kPartBytes], to[kParts * kPartBytes] = {};
+  for (int i = 0; i < kParts * kPartBytes; ++i) from[i] = static_cast<uint8_t>(1 + i % 251);
+  uint32_t flags[1] = {0};
+  emu::forget_arrays();
+  std::string said = "ok";
+  try {
+    emu::launch(1, 64, 3, [&] { relay(from, to, flags, mistake); });
+  } catch (const emu::Error& error) {
+    said = error.what();
+  }
+  if (said.find(word) != std::string::npos) return;
+  ++failures;
+  std::printf("FAILED: %s: \"%s\", not \"%s\"\n", name, said.c_str(), word.c_str());
+}
+
 // Whether the run was right, and what was said of it if not.
 bool is_right(Mistake mistake, unsigned seed, int eagerness, std::string& said) {
   std::mt19937 random(seed);
@@ -149,6 +208,11 @@ int main() {
   expect_found("a wrong parity", Mistake::kWrongParity, "deadlock");
   expect_found("a write outside", Mistake::kOutside, "outside every array");
   expect_found("operands that differ", Mistake::kDisagree, "disagree");
+  expect_bulk("bulk copies", BulkMistake::kNone, "ok");
+  expect_bulk("a slot in use", BulkMistake::kNoReadWait, "wrong bytes");
+  expect_bulk("bulk stores not waited for", BulkMistake::kNoWait, "wrong bytes");
+  expect_bulk("a bulk store without a fence", BulkMistake::kNoFence, "without a fence");
+  expect_bulk("a bulk copy of 8 bytes", BulkMistake::kBytes, "not of 16 bytes");
   std::printf(failures ? "%d failures\n" : "ok\n", failures);
   return failures != 0;
 }

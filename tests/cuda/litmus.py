@@ -47,8 +47,8 @@ def read(place: str, thread: Thread, **more: Any) -> list[Event]:
     return [_event("R", place, thread, **more)]
 
 
-def write(place: str, thread: Thread) -> list[Event]:
-    return [_event("W", place, thread)]
+def write(place: str, thread: Thread, **more: Any) -> list[Event]:
+    return [_event("W", place, thread, **more)]
 
 
 def meet(name: str, *threads: Thread) -> list[Event]:
@@ -140,7 +140,8 @@ def rows_arrive() -> Litmus:
         lambda seen: seen("flag a", "c0") == "a0" and seen("flag b", "c1") == "b0"
         and None in [seen(f"row {i}", "c0") for i in range(3)],
         PROTOCOL | {
-            ("comet/dispatch.cuh", "send_rows"): ["copy_row", "sync_warp", "signal"],
+            ("comet/dispatch.cuh", "send_rows"): ["finish", "sync_warp", "signal"],
+            ("comet/dispatch.cuh", "finish"): ["copy_row"],
             ("comet/hopper.cuh", "load_as_rows_arrive"): [
                 "await_rows", "fence_proxy_async_global", "sync_warp", "fence_proxy_async_global",
                 "load_tile",
@@ -179,7 +180,49 @@ def inbox_is_granted() -> Litmus:
         and (None in (seen("grant 0", "s1"), seen("grant 1", "s1")) or seen("row", "before") == "s1"),
         PROTOCOL | {
             ("comet/dispatch.cuh", "grant"): ["write", "meet", "signal"],
-            ("comet/dispatch.cuh", "send_rows"): ["await", "sync_warp", "read", "copy_row"],
+            ("comet/dispatch.cuh", "send_rows"): ["await", "sync_warp", "read", "begin", "finish"],
+        },
+        {},
+    )  # fmt: skip
+
+
+def bulk_rows_arrive() -> Litmus:
+    """Rows that one lane has sent by bulk copies, and what another lane has written of them: the wait for
+    the copies is a fence of their proxy (PTX ISA, "Async proxy")."""
+    a0, a1 = lanes(0, 0, "a0", "a1")
+    (c0,) = lanes(1, 1, "c0")
+    return Litmus(
+        "rows arrive by bulk copies",
+        [
+            *write("row", a0, proxy="async"), *fence(a0), *write("link", a1), *meet("warp a", a0, a1),
+            *call(SIGNAL, "flag a", a0),
+            *call(AWAIT, "flag a", c0), *fence(c0), *read("row", c0, proxy="async"), *read("link", c0),
+        ],
+        lambda seen: seen("flag a", "c0") == "a0" and None in (seen("row", "c0"), seen("link", "c0")),
+        PROTOCOL | {
+            ("comet/dispatch.cuh", "send_rows"): ["finish", "sync_warp", "signal"],
+            ("comet/bulk.cuh", "finish"): ["bulk_store", "bulk_commit", "bulk_wait"],
+        },
+        {},
+    )  # fmt: skip
+
+
+def inbox_is_granted_to_bulk_copies() -> Litmus:
+    """As above, and the row comes by a bulk copy of the lane that has awaited the grant."""
+    before, g0 = lanes(0, 0, "before", "g0")
+    (s0,) = lanes(1, 1, "s0")
+    return Litmus(
+        "the inbox is granted to bulk copies",
+        [
+            *read("row", before), *meet("kernels of g", before, g0), *write("grant", g0),
+            *call(SIGNAL, "granted", g0),
+            *call(AWAIT, "granted", s0), *read("grant", s0), *fence(s0), *write("row", s0, proxy="async"),
+        ],
+        lambda seen: seen("granted", "s0") == "g0"
+        and (seen("grant", "s0") is None or seen("row", "before") == "s0"),
+        PROTOCOL | {
+            ("comet/dispatch.cuh", "send_rows"): ["await", "sync_warp", "read", "begin", "finish"],
+            ("comet/bulk.cuh", "begin"): ["fence_proxy_async_global", "load"],
         },
         {},
     )  # fmt: skip
@@ -276,6 +319,8 @@ def everything() -> list[Litmus]:
         rows_arrive(),
         rows_arrive_with_one_fence(),
         inbox_is_granted(),
+        bulk_rows_arrive(),
+        inbox_is_granted_to_bulk_copies(),
         tiles_are_done(),
         chunk_returns(),
         home_is_free(),

@@ -146,12 +146,31 @@ class Code:
         asks = (each for each in before if opcode(each) == "FCHK" or "0x1ffffff," in each)
         return is_predicated(last) and any(f" {predicate}," in each for each in asks)
 
+    @cached_property
+    def apart(self) -> set[int]:
+        """Blocks in which a warp's threads are where they have parted before an exchange of values: such code
+        stands at the end, and never runs where warps are together (`wrong_convergence`)."""
+        found: set[int] = set()
+        while True:
+            more = {
+                block
+                for block, before in enumerate(self.predecessors)
+                if before and all(each in found or self._parts_to(each, block) for each in before)
+            }
+            if more <= found:
+                return found
+            found |= more
+
+    def _parts_to(self, block: int, other: int) -> bool:
+        last = self.code[self.end(block) - 1]
+        return opcode(last) == "BRA.DIV" and _target(last) == self.begins[other]
+
     def innermost(self, *kinds: str, without: str = "never") -> list[str]:
         """The longest of the loops that have each kind of instruction, and inside no such loop."""
         best: list[str] = []
         taken: list[set[int]] = []
         for blocks in self.loops:
-            body = self.instructions(blocks)
+            body = self.instructions(blocks - self.apart)
             if any(starts(body, without)) or not all(any(starts(body, kind)) for kind in kinds):
                 continue
             if not any(each < blocks for each in taken):

@@ -105,6 +105,8 @@ SAME(mbarrier_arrive, (), mbarrier_arrive(bar()), ClusterBarrier::arrive(bar()))
 SAME(mbarrier_arrive_expect, (int bytes), mbarrier_arrive_expect(bar(), bytes),
      ClusterTransactionBarrier::arrive_and_expect_tx(bar(), bytes))
 SAME(mbarrier_wait, (uint32_t parity), mbarrier_wait(bar(), parity), ClusterBarrier::wait(bar(), parity))
+SAME(cluster_address, (uint32_t rank, uint32_t* out), *out = cluster_address(bar(), rank),
+     *out = cute::set_block_rank(cute::cast_smem_ptr_to_uint(bar()), rank))
 SAME(mbarrier_arrive_at, (uint32_t rank), mbarrier_arrive_at(bar(), rank),
      ClusterBarrier::arrive(bar(), rank, 1u))
 SAME(sync_cluster, (), sync_cluster(), cuda::ptx::barrier_cluster_arrive(cuda::ptx::sem_release);
@@ -122,6 +124,14 @@ SAME(cp_async_commit, (), cp_async_commit(), cute::cp_async_fence())
 SAME(cp_async_wait, (), cp_async_wait<2>(), cute::cp_async_wait<2>())
 SAME(tma_prefetch, (const __grid_constant__ TensorMap map), tma_prefetch(&map),
      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&map)))
+SAME(bulk_load, (const uint4* from, int bytes), bulk_load(box(), from, bar(), bytes),
+     cute::SM90_BULK_COPY_G2S::copy(from, bar(), box(), bytes))
+SAME(bulk_store, (uint4 * to, int bytes), bulk_store(to, box(), bytes),
+     cute::SM90_BULK_COPY_S2G::copy(box(), to, bytes))
+SAME(bulk_commit, (uint4 * to), bulk_store(to, box(), 64);
+     bulk_commit(), cute::SM90_BULK_COPY_S2G::copy(box(), to, 64); cute::tma_store_arrive())
+SAME(bulk_wait_read, (), bulk_wait_read<1>(), cute::tma_store_wait<1>())
+SAME(bulk_wait, (), bulk_wait<0>(), cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>{}))
 
 #define LOAD(NAME, PARAMETERS, OURS, LIBRARY, CUTLASS)                                \
   SAME(NAME, (const __grid_constant__ TensorMap map COMMA PARAMETERS), OURS, LIBRARY) \

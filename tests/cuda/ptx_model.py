@@ -225,5 +225,6 @@ class Execution:
         kept = generic | (self.base & bulk)
         kept |= frozenset((i, j) for i, j in then(self.base, to_bulk) if i in plain)
         kept |= frozenset((i, j) for i, j in then(from_bulk, self.base) if j in plain)
+        kept |= then(from_bulk, self.base, to_bulk)
         kept &= p.same_place
         return kept | then(self.observation, kept)

@@ -47,6 +47,12 @@ def test_a_bulk_read_behind_an_acquire_needs_its_proxy_fence() -> None:
         )
 
 
+@pytest.mark.slow
+def test_rows_may_go_through_registers_where_bulk_copies_are_in_doubt() -> None:
+    flags = ("-DPMOE_LANE_COPIES",)
+    compile_and_run("comet_test.cpp", flags=flags, product=product_of("grouped_gemm", "comet"))
+
+
 # ---- machine code, where there is nvcc
 
 
@@ -77,9 +83,13 @@ def test_the_sm_80_path_multiplies_by_warps(arch: str) -> None:
 
 
 @pytest.mark.usefixtures("extension_built")
-def test_rows_travel_16_bytes_at_a_time_several_of_them_in_flight() -> None:
+def test_rows_travel_in_bulk_or_16_bytes_at_a_time_several_of_them_in_flight() -> None:
     for path, arch in (("sm_90a", "sm_90a"), ("sm_80", "sm_80")):
         for name, code in fused(path, arch).items():
+            if path == "sm_90a" and "dispatch" in name:
+                bulk = {opcode(each) for each in code if opcode(each).startswith("UBLKCP")}
+                assert bulk == {"UBLKCP.S.G", "UBLKCP.G.S"}, name
+                continue
             wide = [each for each in code if opcode(each) in ("ST.E.128", "STG.E.128")]
             assert len(wide) >= 8, name
             if "dispatch" in name:  # kInFlight loads before the first store

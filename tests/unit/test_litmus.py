@@ -15,9 +15,9 @@ ALL = everything()
 
 def body_of(file: str, function: str) -> str:
     text = (CUDA / file).read_text()
-    begin = re.search(rf"^__device__ __forceinline__ [^;]*?\b{function}\(", text, re.MULTILINE)
+    begin = re.search(rf"^( *)__device__ __forceinline__ [^;]*?\b{function}\(", text, re.MULTILINE)
     assert begin, f"{file} has no {function}"
-    return text[begin.end() :].split("\n}\n")[0]
+    return text[begin.end() :].split(f"\n{begin[1]}}}\n")[0]
 
 
 @pytest.mark.parametrize("litmus", ALL, ids=lambda each: each.name)

@@ -90,7 +90,7 @@ def moving_steps() -> list[Step]:
 
 
 def fused_steps() -> list[Step]:
-    alone = "cuda/comet/dispatch.cuh, combine.cuh, launch.cu"
+    alone = "cuda/comet/bulk.cuh (-DPMOE_LANE_COPIES), dispatch.cuh, combine.cuh, launch.cu"
     steps = [
         Step(
             name="COMET, one rank", run=HERE + "worlds:check_world 1", needs=("routing",),

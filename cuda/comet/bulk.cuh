@@ -1,0 +1,91 @@
+// Rows that communicating warps of Hopper send, by bulk copies through shared memory: one lane asks for them,
+// none of them is held in a register, and four times as much is on its way as through registers. A block that
+// communicates has no tiles, so the memory of their stages is free. Built with -DPMOE_LANE_COPIES, rows go
+// through registers as elsewhere: to tell whose mistake it is.
+#pragma once
+#include "comet/dispatch.cuh"
+
+namespace pmoe::comet {
+
+constexpr int kBulkSlots = 4, kBulkBytes = 4096;  // of a warp: parts of rows on their way
+constexpr int kStoring = 1;                       // of these, whose stores may still read them
+
+// Of a warp.
+struct BulkRing {
+  alignas(128) uint8_t slot[kBulkSlots][kBulkBytes];
+  uint64_t full[kBulkSlots];
+};
+
+#if PMOE_HOPPER_CODE
+
+// See LaneCopies. A row is cut into parts of kBulkBytes and a rest. Parts are numbered through all pieces:
+// part i goes through slot i % kBulkSlots.
+class BulkCopies {
+ public:
+  __device__ __forceinline__ BulkCopies(BulkRing& ring, const Team& team) : ring_(ring) {
+    if (team.lane == 0) {
+      for (int i = 0; i < kBulkSlots; ++i) mbarrier_init(&ring.full[i], 1);
+      fence_mbarrier_init();
+    }
+    sync_warp();
+  }
+
+  __device__ __forceinline__ void begin(const Rank& r, uint8_t* to, int from, int rows, const Team& team) {
+    if (team.lane != 0) return;
+    // The inbox was granted: its reads of the round before come before these writes.
+    fence_proxy_async_global();
+    to_ = to, slot_ = r.slot + from, rows_ = rows, offset_ = 0;
+    for (int i = 0; i < kBulkSlots && rows_ > 0; ++i) load(r);
+  }
+
+  __device__ __forceinline__ void finish(const Rank& r, const Team& team) {
+    if (team.lane != 0) return;
+    const int row_bytes = static_cast<int>(r.layout.row_bytes);
+    for (int left = row_bytes; stored_ != loaded_; ++stored_) {
+      const uint32_t slot = stored_ % kBulkSlots;
+      const int bytes = smaller(left, kBulkBytes);
+      mbarrier_wait(&ring_.full[slot], stored_ / kBulkSlots % 2);
+      bulk_store(to_, ring_.slot[slot], bytes);
+      bulk_commit();
+      to_ += bytes;
+      left = left == bytes ? row_bytes : left - bytes;
+      if (rows_ == 0 || static_cast<int>(stored_ - first_) < kStoring) continue;
+      bulk_wait_read<kStoring>();
+      load(r);
+    }
+    first_ = stored_;
+    bulk_wait<0>();
+  }
+
+ private:
+  // The next part, if its slot is free.
+  __device__ __forceinline__ void load(const Rank& r) {
+    const int64_t left = r.layout.row_bytes - offset_;
+    const int bytes = static_cast<int>(smaller<int64_t>(left, kBulkBytes));
+    const int64_t token = r.by_choices.divide(read(slot_));
+    const uint32_t slot = loaded_++ % kBulkSlots;
+    mbarrier_arrive_expect(&ring_.full[slot], bytes);
+    bulk_load(ring_.slot[slot], r.source + token * r.source_stride + offset_, &ring_.full[slot], bytes);
+    offset_ += bytes;
+    if (bytes < left) return;
+    offset_ = 0, ++slot_, --rows_;
+  }
+
+  BulkRing& ring_;
+  uint8_t* to_ = nullptr;
+  const int32_t* slot_ = nullptr;
+  int rows_ = 0, offset_ = 0;
+  uint32_t loaded_ = 0, stored_ = 0, first_ = 0;
+};
+
+#ifndef PMOE_LANE_COPIES
+using HopperCopies = BulkCopies;
+#else
+struct HopperCopies : LaneCopies {
+  __device__ __forceinline__ HopperCopies(BulkRing&, const Team&) {}
+};
+#endif
+
+#endif  // PMOE_HOPPER_CODE
+
+}  // namespace pmoe::comet

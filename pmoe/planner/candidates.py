@@ -41,6 +41,7 @@ class PricedChoice(Choice):
         )
 
 
+@functools.lru_cache(maxsize=1024)
 def bound(
     sizes: LayerSizes,
     call: CallRows,
@@ -112,8 +113,8 @@ def within_budget(candidates: Sequence[PricedChoice], budget: int) -> PricedChoi
 class Advice:
     """What a layer should take, and its alternatives.
 
-    candidates: every n with every pair. decision: the one to take; why: in words. fastest: of all candidates.
-    eq10: seconds of a step by pair, by Eq. 10.
+    candidates: every n with every pair that was asked for. decision: the one to take; why: in words.
+    fastest: of all candidates. eq10: seconds of a step by pair, by Eq. 10.
     """
 
     candidates: Sequence[PricedChoice]
@@ -130,17 +131,18 @@ def advise(
     *,
     budget: int | None = None,
     slack: float = 1.25,
+    pairs: Sequence[Restore] = ALL_PAIRS,
 ) -> Advice:
     """n and the restore pair for a layer with ``num_tokens`` tokens a rank, evenly routed.
 
     budget: bytes, or None. With one the fastest candidate, by the simulator, that holds it for any routing;
     without, the cheapest of S1 to S4 by Eq. 10, with the n of least simulated time. slack: rows of a slot
-    over the balanced share.
+    over the balanced share. pairs: of the candidates, S1 to S4 among them.
 
     Raises ValueError with the least budget where nothing holds it.
     """
     candidates = evaluate(
-        sizes, num_tokens, degrees=[(n, n) for n in DEGREES], pairs=ALL_PAIRS, profile=profile, slack=slack
+        sizes, num_tokens, degrees=[(n, n) for n in DEGREES], pairs=pairs, profile=profile, slack=slack
     )
     if budget is None:
         pair, _ = cheapest_pair(sizes, profile, num_tokens, STRATEGIES.values())
@@ -151,7 +153,7 @@ def advise(
         why = f"the fastest that holds {budget} bytes for any routing"
     return Advice(
         candidates=candidates,
-        eq10={pair: eq10_seconds(sizes, profile, num_tokens, pair) for pair in ALL_PAIRS},
+        eq10={pair: eq10_seconds(sizes, profile, num_tokens, pair) for pair in pairs},
         decision=decision,
         why=why,
         fastest=_fastest(candidates),

@@ -425,7 +425,11 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
         ],
         python_requires=">=3.10",
         packages=find_packages(include=["pmoe", "pmoe.*"]),
-        package_data={"pmoe": ["py.typed"], "pmoe.planner": ["page.html"], "pmoe.papers": ["assumptions.md"]},
+        package_data={
+            "pmoe": ["py.typed"],
+            "pmoe.planner": ["page.html"],
+            "pmoe.papers": ["assumptions.md", "printed.json"],
+        },
         ext_modules=[] if why_no_kernels() else [Extension("pmoe._cuda", cuda_sources())],
         cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
         entry_points={

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -12,28 +13,25 @@ from typing import Any
 from pmoe.cli.arguments import refused_as, slack
 from pmoe.cli.output import Output, ms
 from pmoe.papers import comet_figures, fsmoe_layers, lancet_figures
+from pmoe.papers.assumptions import assumptions
 from pmoe.papers.comet_figures import Beside
-from pmoe.papers.fsmoe_table5 import CONTENTION, PAPER_DIFFERING, Table5, table5
-from pmoe.planner.timeline import draw
+from pmoe.papers.fsmoe_table5 import CONTENTION, PAPER_DIFFERING, table5
 from pmoe.text import table
 
-Rows = Sequence[Mapping[str, Any]]
+Fields = Mapping[str, Any]
+Rows = Sequence[Fields]
 
 ABOUT = "a paper's experiment from its own task costs"
-ASSUMED = {
-    "fsmoe-table5": fsmoe_layers.ASSUMPTIONS,
-    "comet": comet_figures.ASSUMPTIONS,
-    "lancet": lancet_figures.ASSUMPTIONS,
+TOLD = {
+    "fsmoe-table5": "FSMoE's Table 5: five systems, 1,458 layers, Testbed B",
+    "comet": "COMET's Table 3, the moves of n_c in its Fig. 8, and a fused layer beside a chunked one",
+    "lancet": "Lancet's section 7: a step of GPT-2 by system",
 }
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    told = (
-        "FSMoE's Table 5: five systems, 1,458 layers, Testbed B; COMET's Table 3, the moves of n_c in its "
-        "Fig. 8, and a fused layer beside a chunked one; or Lancet's section 7: a step of GPT-2 by system"
-    )
-    add("experiment", choices=list(ASSUMED), help=told)
+    add("experiment", choices=list(TOLD), help="; ".join(f"{name}: {told}" for name, told in TOLD.items()))
     both = "fsmoe-table5: seconds of collectives of both lanes together, over those alone"
     add("--contention", type=slack, metavar="C", help=f"{both} (default {CONTENTION})")
     drawn = "comet: the fused layer beside the chunked one, as a PNG"
@@ -42,16 +40,23 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> Output:
-    name = args.experiment
+    name, picture = args.experiment, args.draw
     if name != "fsmoe-table5" and args.contention is not None:
         raise ValueError(f"--contention ({args.contention:g}) is for fsmoe-table5, not for {name}")
-    if args.draw is not None and (name != "comet" or args.assumptions):
-        raise ValueError(f"--draw ({args.draw}) is for comet, without --assumptions")
+    if picture is not None and (name not in FIGURES or args.assumptions):
+        raise ValueError(f"--draw ({picture}) is for {', '.join(FIGURES)}, without --assumptions")
+    assumed = assumptions(name)
     if args.assumptions:
-        return Output(ASSUMED[name], _wrapped(ASSUMED[name]))
-    if name == "lancet":
-        return _lancet()
-    return _comet(args.draw) if name == "comet" else _table5(args.contention)
+        return Output(assumed, _wrapped(assumed))
+    if picture is not None:
+        with (
+            refused_as(f"--draw ({picture}) must be left out without matplotlib", ImportError),
+            refused_as(f"--draw ({picture}) must be a file to write", OSError, ValueError),
+        ):
+            FIGURES[name]().savefig(picture, dpi=130)
+    fields, lines = _table5(args.contention) if name == "fsmoe-table5" else PRINTED[name]()
+    told = f"\nassumed: pmoe simulate {name} --assumptions"
+    return Output({**fields, "assumptions": dict(assumed)}, itertools.chain(lines, [told]))
 
 
 def _wrapped(texts: Mapping[str, str]) -> Iterator[str]:
@@ -64,48 +69,32 @@ def _wrapped(texts: Mapping[str, str]) -> Iterator[str]:
 # ---- COMET's Table 3 and Fig. 8, and a fused layer beside a chunked one
 
 
-def _comet(picture: Path | None) -> Output:
-    cases, beside = comet_figures.figure8(), comet_figures.beside()
+def _comet() -> Output:
+    cases, beside, buffers = comet_figures.figure8(), comet_figures.beside(), comet_figures.table3()
     moves = comet_figures.moves(cases)
-    if picture is not None:
-        _draw(picture, beside)
     fields = {
-        "table3": comet_figures.table3(),
+        "table3": buffers,
         "figure8": cases,
         "moves": moves,
         "beside": {**asdict(beside), "fused": beside.fused},
         "machine": asdict(comet_figures.H800),
-        "assumptions": dict(comet_figures.ASSUMPTIONS),
     }
-    return Output(fields, _comet_lines(cases, moves, beside))
-
-
-def _draw(path: Path, beside: Beside) -> None:
-    title = f"Mixtral 8x7B, EP = 8, M = {beside.tokens}: a rank of 8 H800, simulated"
-    with (
-        refused_as(f"--draw ({path}) must be left out without matplotlib", ImportError),
-        refused_as(f"--draw ({path}) must be a file to write", OSError, ValueError),
-    ):
-        draw(path, comet_figures.panels(beside), title)
-
-
-def _comet_lines(cases: Rows, moves: Sequence[str], beside: Beside) -> Iterator[str]:
-    yield "COMET's Table 3: MB (2^20 bytes) of the communication buffer, 2 M N bytes\n"
     rows = [
         (each["model"], f"{each['tokens']}", f"{each['paper_mb']}", f"{each['num_bytes'] / 2**20:g}")
-        for each in comet_figures.table3()
+        for each in buffers
     ]
-    yield table([("model", "M", "paper", "computed"), *rows])
-    yield (
+    lines = (
+        "COMET's Table 3: MB (2^20 bytes) of the communication buffer, 2 M N bytes\n",
+        table([("model", "M", "paper", "computed"), *rows]),
         "\nCOMET's Fig. 8: the n_c of 132 blocks with which layer 1 is fastest; also the model's where "
         "communicating\nblocks are half as fast, and where M is of a TP group; us with the model's n_c and "
-        "the paper's\n"
+        "the paper's\n",
+        table(_case_rows(cases)),
+        "\n" + "\n".join(moves),
+        *_wrapped(assumptions("comet, why")),
+        _beside_line(beside),
     )
-    yield table(_case_rows(cases))
-    yield "\n" + "\n".join(moves)
-    yield textwrap.fill(comet_figures.WHY, 110)
-    yield _beside_line(beside)
-    yield "\nassumed: pmoe simulate comet --assumptions"
+    return Output(fields, lines)
 
 
 def _case_rows(cases: Rows) -> Iterator[Sequence[str]]:
@@ -131,22 +120,23 @@ def _beside_line(beside: Beside) -> str:
 
 
 def _lancet() -> Output:
-    rows, best = lancet_figures.section7(), lancet_figures.largest_gains
-    fields = {"rows": rows, "paper": lancet_figures.PAPER, "assumptions": lancet_figures.ASSUMPTIONS}
-    return Output(fields, _lancet_lines(rows, best(rows)))
+    rows, paper = lancet_figures.section7(), lancet_figures.PAPER
+    best = lancet_figures.largest_gains(rows)
+    lines = (
+        "Lancet's section 7: a training step by system, ms; its two passes alone and together\n",
+        _by_key(rows, left=2) + "\n",
+        *(f"{name}: {best[name]:.2f} at most; paper: {told}" for name, told in paper.items()),
+        *_wrapped(assumptions("lancet, why")),
+    )
+    return Output({"rows": rows, "paper": paper}, lines)
 
 
-def _lancet_lines(rows: Rows, best: Mapping[str, float]) -> Iterator[str]:
-    yield "Lancet's section 7: a training step by system, ms; its two passes alone and together\n"
+def _by_key(rows: Rows, left: int = 1) -> str:
+    """A table whose columns are the keys."""
     cells = [
-        [f"{each:.2f}" if isinstance(each, float) else f"{each}" for each in row.values()] for row in rows
+        [f"{cell:.2f}" if isinstance(cell, float) else f"{cell}" for cell in row.values()] for row in rows
     ]
-    yield table([[*rows[0]], *cells], left=range(2))
-    yield ""
-    for name, told in lancet_figures.PAPER.items():
-        yield f"{name}: {best[name]:.2f} at most; paper: {told}"
-    yield textwrap.fill(lancet_figures.WHY, 110)
-    yield "\nassumed: pmoe simulate lancet --assumptions"
+    return table([[*rows[0]], *cells], left=range(left))
 
 
 # ---- FSMoE's Table 5, and its Table 2 beside the model
@@ -155,38 +145,26 @@ def _lancet_lines(rows: Rows, best: Mapping[str, float]) -> Iterator[str]:
 def _table5(contention: float | None) -> Output:
     ideal, operations = table5(1.0), fsmoe_layers.table2()
     contended = table5(CONTENTION if contention is None else contention)
-    fields = {
-        "ideal": asdict(ideal),
-        "contended": asdict(contended),
-        "paper_differing": PAPER_DIFFERING,
-        "table2": operations,
-        "assumptions": dict(fsmoe_layers.ASSUMPTIONS),
-    }
-    return Output(fields, _table5_lines(ideal, contended, operations))
-
-
-def _table5_lines(ideal: Table5, contended: Table5, operations: Rows) -> Iterator[str]:
-    yield (
-        f"speed-up over Tutel, mean of {ideal.num_layers} layers; C: how many times as long communication "
-        "between nodes\nand inside the node take beside each other\n"
+    fields = {"ideal": ideal, "contended": contended, "table2": operations}
+    lines = (
+        f"speed-up over Tutel, mean of {ideal['num_layers']} layers; C: how many times as long communication "
+        "between nodes\nand inside the node take beside each other\n",
+        table(_system_rows(ideal, contended)),
+        f"\nlayers whose best degrees of both passes differ: {ideal['differing']} "
+        f"({ideal['differing_alone']} where backward carries no gradients), paper {PAPER_DIFFERING}\n",
+        "FSMoE's Table 2, Testbed B: ms of an operation in one pass, all of them beside nothing",
+        table(_operation_rows(operations), left=range(2)),
     )
-    yield table(_system_rows(ideal, contended))
-    yield (
-        f"\nlayers whose best degrees of both passes differ: {ideal.differing} ({ideal.differing_alone} "
-        f"where backward carries no gradients), paper {PAPER_DIFFERING}\n"
-    )
-    yield "FSMoE's Table 2, Testbed B: ms of an operation in one pass, all of them beside nothing"
-    yield table(_operation_rows(operations), left=range(2))
-    yield "\nassumed: pmoe simulate fsmoe-table5 --assumptions"
+    return Output({**fields, "paper_differing": PAPER_DIFFERING}, lines)
 
 
-def _system_rows(ideal: Table5, contended: Table5) -> Iterator[Sequence[str]]:
-    yield "system", "C = 1", "of one layer", f"C = {contended.contention:g}", "of one layer", "paper"
-    for name, alone in ideal.systems.items():
-        beside = contended.systems[name]
-        spans = [f"{each.smallest:.2f} - {each.largest:.2f}" for each in (alone, beside)]
-        paper = "-" if alone.paper is None else f"{alone.paper:.2f}"
-        yield name, f"{alone.mean:.3f}", spans[0], f"{beside.mean:.3f}", spans[1], paper
+def _system_rows(ideal: Fields, contended: Fields) -> Iterator[Sequence[str]]:
+    yield "system", "C = 1", "of one layer", f"C = {contended['contention']:g}", "of one layer", "paper"
+    for name, alone in ideal["systems"].items():
+        beside = contended["systems"][name]
+        spans = ["{smallest:.2f} - {largest:.2f}".format(**each) for each in (alone, beside)]
+        paper = "-" if alone["paper"] is None else f"{alone['paper']:.2f}"
+        yield name, f"{alone['mean']:.3f}", spans[0], f"{beside['mean']:.3f}", spans[1], paper
 
 
 def _operation_rows(operations: Rows) -> Iterator[Sequence[str]]:
@@ -196,3 +174,7 @@ def _operation_rows(operations: Rows) -> Iterator[Sequence[str]]:
         ratio = f"{modelled / measured:.2f}" if measured else "-"
         name = f"{each['model']} {each['direction']}"
         yield name, each["name"], *(f"{s * 1e3:.1f}" for s in seconds), ratio
+
+
+PRINTED = {"comet": _comet, "lancet": _lancet}
+FIGURES = {"comet": comet_figures.beside_figure}

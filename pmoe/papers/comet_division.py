@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pmoe.kernels.comet.launcher import COLUMNS, Division
@@ -15,7 +15,7 @@ from pmoe.papers import comet_tasks
 from pmoe.papers.comet_layers import TILE_COLUMNS, Arriving, DeviceRates, Returning
 from pmoe.planner.division import all_columns
 from pmoe.planner.simulator import Simulated, makespan, simulate
-from pmoe.planner.timeline import FUSED_LANES, Span
+from pmoe.planner.timeline import Span
 
 
 def fused_run(
@@ -27,13 +27,6 @@ def fused_run(
     else:
         tasks = comet_tasks.fused_combine_tasks(layer, device, n_c, chunk_columns)
     return simulate(tasks, lambda task: task.seconds)
-
-
-def fused_seconds(
-    layer: Arriving | Returning, device: DeviceRates, n_c: int, chunk_columns: int = TILE_COLUMNS
-) -> float:
-    """Of one fused kernel."""
-    return makespan(fused_run(layer, device, n_c, chunk_columns))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +57,7 @@ def best_division(
     for min_rows, n_c, negative in candidates:
         if min_rows * (1 - 1e-9) > best[0]:  # sums in another order differ by rounding
             break
-        best = min(best, (fused_seconds(layer, device, n_c, -negative), n_c, negative))
+        best = min(best, (makespan(fused_run(layer, device, n_c, -negative)), n_c, negative))
     seconds, n_c, negative = best
     division = Division(n_c) if isinstance(layer, Arriving) else Division(n_c, -negative)
     return BestDivision(division=division, seconds=seconds)
@@ -113,17 +106,18 @@ _RESOLUTION, _LEVELS = 200, 25
 
 
 def busy_bars(
-    run: Sequence[Simulated[comet_tasks.FusedTask]], device: DeviceRates, n_c: int, origin: float = 0.0
+    run: Sequence[Simulated[comet_tasks.FusedTask]],
+    lanes: Mapping[str, tuple[str | tuple[str, ...], int]],
+    origin: float = 0.0,
 ) -> list[Span]:
-    """A fused kernel on three lanes: the share of the computing and of the communicating blocks that is at
-    work on each level or chunk, and the link. origin: when it begins, in seconds.
+    """A fused kernel on few lanes: the share of the blocks that is at work on each level or chunk. lanes: by
+    name, how the lanes of its blocks begin, and their number. origin: when it begins, in seconds.
 
     Time is cut into 200 steps; neighbours of one height, to a 25th of the lane, are one bar.
     """
     total = makespan(run)
     drawn: list[Span] = []
-    prefixes, sizes = ("link", "comm ", "block "), (1, n_c, device.blocks - n_c)
-    for lane, prefix, size in zip(FUSED_LANES, prefixes, sizes, strict=True):
+    for lane, (prefix, size) in lanes.items():
         here = [item for item in run if item.task.lane.startswith(prefix) and item.end > item.start]
         work: dict[tuple[str, int], list[float]] = {}
         for item in here:

@@ -13,16 +13,19 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pmoe.papers.assumptions import assumptions
-from pmoe.papers.comet_division import BestDivision, best_division, busy_bars, fused_run, fused_seconds
+from pmoe.papers.assumptions import assumptions, printed
+from pmoe.papers.comet_division import BestDivision, best_division, busy_bars, fused_run
 from pmoe.papers.comet_layers import TILE_COLUMNS, Arriving, DeviceRates, Model, Returning, even_layer
-from pmoe.papers.comet_tasks import row_tiles
+from pmoe.papers.comet_tasks import FusedTask, row_tiles
 from pmoe.planner.simulator import Simulated, TaskCost, makespan, simulate, task_seconds
-from pmoe.planner.timeline import Span, simulated_bars
+from pmoe.planner.timeline import FUSED_LANES, Span, drawing, simulated_bars
 from pmoe.schedule.straight import forward_schedule
 from pmoe.schedule.tasks import Kind, Stages, Task, local_pieces, piece_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ASSUMPTIONS = assumptions("comet")
 """What the figures need and the paper does not say, or says in several ways. Written down before the first
@@ -50,43 +53,25 @@ RANKS = 8
 
 # ---- Table 3
 
-PAPER_MB: Mapping[tuple[str, int], int] = {
-    ("Mixtral 8x7B", 4096): 32,
-    ("Qwen2-MoE", 4096): 16,
-    ("Phi3.5-MoE", 4096): 32,
-    ("Mixtral 8x7B", 8192): 64,
-    ("Qwen2-MoE", 8192): 32,
-    ("Phi3.5-MoE", 8192): 64,
-}
-"""Table 3: by model and M."""
-
 
 def table3() -> list[dict[str, Any]]:
     """A row a cell of Table 3: bytes of the shared communication buffer by section 5.5's formula, M N
     elements of two bytes, and the paper's MB (2^20 bytes)."""
     return [
         {"model": name, "tokens": tokens, "num_bytes": 2 * tokens * MODELS[name].N, "paper_mb": paper}
-        for (name, tokens), paper in PAPER_MB.items()
+        for name, tokens, paper in printed("comet table 3")
     ]
 
 
 # ---- Fig. 8
 
-PAPER_N_C: Mapping[tuple[int, int], int | None] = {
-    (8, 4096): 18,
-    (8, 16384): 26,
-    (4, 4096): None,
-    (4, 16384): 46,
-}
-"""Best n_c by (TP, M), section 3.2.2; the text does not name the fourth."""
-
 
 @functools.cache
 def figure8() -> list[dict[str, Any]]:
-    """A row a case of Fig. 8, layer 1. paper: its best n_c; model, seconds: the model's and how long it takes
-    then; paper_seconds: with the paper's n_c. half_rate: the model's n_c where communicating blocks are half
-    as fast. per_group: where M is the tokens of a TP group."""
-    return [_case(tp, tokens, paper) for (tp, tokens), paper in PAPER_N_C.items()]
+    """A row a case of Fig. 8, layer 1. paper: its best n_c, which the text has of three; model, seconds: the
+    model's and how long it takes then; paper_seconds: with the paper's n_c. half_rate: the model's n_c where
+    communicating blocks are half as fast. per_group: where M is the tokens of a TP group."""
+    return [_case(*each) for each in printed("comet figure 8")]
 
 
 def _case(tp: int, tokens: int, paper: int | None) -> dict[str, Any]:
@@ -101,19 +86,10 @@ def _case(tp: int, tokens: int, paper: int | None) -> dict[str, Any]:
         "paper": paper,
         "model": best.division.n_c,
         "seconds": best.seconds,
-        "paper_seconds": None if paper is None else fused_seconds(layer, H800, paper),
+        "paper_seconds": None if paper is None else makespan(fused_run(layer, H800, paper)),
         "half_rate": _at_one_tile(layer, slower).division.n_c,
         "per_group": _at_one_tile(_mixtral(tokens * RANKS // tp, tp)[1], H800).division.n_c,
     }
-
-
-WHY = (
-    "In the model a rank's products and what it communicates grow with M alike; n_c moves with M only as "
-    "blocks get whole tiles and pieces, which are fewer at 4096. From TP = 8 to 4 a rank has half the rows, "
-    "each twice as long: its products take as long as before, sums of half the rows less, so fewer blocks "
-    "are enough. What gives the paper's 46 is not in its text."
-)
-"""Of the moves in Fig. 8, in the model."""
 
 
 def _mixtral(tokens: int, tp: int) -> tuple[Arriving, Returning]:
@@ -135,10 +111,8 @@ def moves(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     ):
         (paper, model), (moved_paper, moved_model) = of[start], of[end]
         same = (moved_model - model) * (moved_paper - paper) > 0
-        lines.append(
-            f"{told}: paper {paper} -> {moved_paper}, model {model} -> {moved_model}: "
-            + ("the same way" if same else "NOT the same way")
-        )
+        way = "the same way" if same else "NOT the same way"
+        lines.append(f"{told}: paper {paper} -> {moved_paper}, model {model} -> {moved_model}: {way}")
     return lines
 
 
@@ -221,14 +195,19 @@ def beside() -> Beside:
     )
 
 
+def fused_bars(run: Sequence[Simulated[FusedTask]], n_c: int, origin: float = 0.0) -> list[Span]:
+    """A fused kernel with n_c communicating blocks, as bars that begin at ``origin`` seconds."""
+    lanes = zip(FUSED_LANES, (("link", 1), ("comm ", n_c), ("block ", H800.blocks - n_c)), strict=False)
+    return busy_bars(run, dict(lanes), origin)
+
+
 def panels(found: Beside) -> dict[str, list[Span]]:
     """The drawing of `beside`: fused, and chunked in n = 2 and the best n."""
     arriving, returning = _mixtral(found.tokens, tp=1)
     first, second = found.dispatch.division, found.combine.division
-    run = fused_run(arriving, H800, first.n_c)
-    fused = busy_bars(run, H800, first.n_c)
+    fused = fused_bars(fused_run(arriving, H800, first.n_c), first.n_c)
     run = fused_run(returning, H800, second.n_c, second.chunk_columns)
-    fused += busy_bars(run, H800, second.n_c, origin=found.dispatch.seconds)
+    fused += fused_bars(run, second.n_c, found.dispatch.seconds)
     drawn = {
         f"fused, n_c = {first.n_c} of {H800.blocks} in layer 0, {second.n_c} in layer 1 "
         f"(T_N = {second.chunk_columns})": fused
@@ -236,3 +215,9 @@ def panels(found: Beside) -> dict[str, list[Span]]:
     for n in dict.fromkeys((2, min(found.chunked, key=found.chunked.__getitem__))):
         drawn[f"chunked, n = {n}"] = simulated_bars("forward", chunked_run(arriving, returning, H800, n))
     return drawn
+
+
+def beside_figure() -> Figure:
+    """Needs matplotlib."""
+    title = f"Mixtral 8x7B, EP = 8, M = {DRAWN_TOKENS}: a rank of 8 H800, simulated"
+    return drawing(panels(beside()), title)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pmoe.kernels.comet.launcher import COLUMNS
 
@@ -79,8 +80,7 @@ class Returning:
     element_size: int = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
+class Model(NamedTuple):
     """A row of Table 2: E experts, topk of them for a token; N wide rows, K wide hidden layers."""
 
     E: int

@@ -11,6 +11,7 @@ import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pmoe.papers.fsmoe_layers import (
     ALL_REDUCE,
@@ -161,32 +162,13 @@ def _contended_speeds(contention: float) -> Callable[[frozenset[str]], Mapping[s
 # ---- the table
 
 
-@dataclass(frozen=True, kw_only=True)
-class Table5Row:
-    """A system's speed-up over Tutel: mean, smallest and largest over the layers, and the paper's mean."""
+def table5(contention: float = CONTENTION) -> dict[str, Any]:
+    """What the command prints. Simulates all layers under one contention, of at least 1; 1 is ideal lanes.
 
-    mean: float
-    smallest: float
-    largest: float
-    paper: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table5:
-    """What the command prints. differing: layers whose best degrees of both passes differ, with the gradients
-    that FSMoE's backward carries; differing_alone: without any. at_largest: those where one is the
-    largest."""
-
-    contention: float
-    num_layers: int
-    systems: Mapping[str, Table5Row]
-    differing: int
-    differing_alone: int
-    at_largest: int
-
-
-def table5(contention: float = CONTENTION) -> Table5:
-    """Simulates all layers under one contention, of at least 1; 1 is ideal lanes."""
+    systems: speed-up over Tutel: mean, smallest and largest over the layers, and the paper's mean. differing:
+    layers whose best degrees of both passes differ, with the gradients that FSMoE's backward carries;
+    differing_alone: without any. at_largest: those where one is the largest.
+    """
     layers = [replace(layer, heads=1) for layer in table4()]  # heads change no cost: a third is simulated
     planned = [(layer, plans(layer)) for layer in layers]
     seconds = {
@@ -194,21 +176,20 @@ def table5(contention: float = CONTENTION) -> Table5:
         for name in planned[0][1]
     }
     chosen = [plan["FSMoE"] for _, plan in planned]
-    return Table5(
-        contention=contention,
-        num_layers=len(layers),
-        systems={name: _row(name, seconds["Tutel"], each) for name, each in seconds.items()},
-        differing=sum(plan.forward != plan.backward for plan in chosen),
-        differing_alone=sum(
+    return {
+        "contention": contention,
+        "num_layers": len(layers),
+        "systems": {name: _row(name, seconds["Tutel"], each) for name, each in seconds.items()},
+        "differing": sum(plan.forward != plan.backward for plan in chosen),
+        "differing_alone": sum(
             min(backward, key=lambda each: each.alone).degree != forward
             for forward, backward in (_best_degrees(moe_costs(layer), False) for layer in layers)
         ),
-        at_largest=sum(DEGREES[-1] in (plan.forward, plan.backward) for plan in chosen),
-    )
+        "at_largest": sum(DEGREES[-1] in (plan.forward, plan.backward) for plan in chosen),
+    }
 
 
-def _row(name: str, tutel: Sequence[float], seconds: Sequence[float]) -> Table5Row:
+def _row(name: str, tutel: Sequence[float], seconds: Sequence[float]) -> dict[str, float | None]:
     ratios = [base / each for base, each in zip(tutel, seconds, strict=True)]
-    return Table5Row(
-        mean=statistics.fmean(ratios), smallest=min(ratios), largest=max(ratios), paper=PAPER.get(name)
-    )
+    spread = {"mean": statistics.fmean(ratios), "smallest": min(ratios), "largest": max(ratios)}
+    return {**spread, "paper": PAPER.get(name)}

@@ -77,6 +77,7 @@ LEGEND: Mapping[str, tuple[str, str]] = {
     "L": ("#44aa55", "L experts, rows that stay"),
     "C": ("#ccbb44", "C experts, received rows"),
     "E": ("#bbaa66", "E experts, columns of all rows"),
+    "A": ("#777777", "A packets decoded, tasks handed out"),
     "LW": ("#99ddaa", "LW weight gradients, rows that stay"),
     "W": ("#eedd99", "W weight gradients, received rows"),
     "G": ("#cc6699", "G gather"),
@@ -109,8 +110,8 @@ SHARED: Mapping[str, str] = (
 LANES = ("communicate", "intra-node", "compute", "copy out", "copy in")
 """From the top. Copies are shown where there are any."""
 
-FUSED_LANES = ("link", "communicating blocks", "computing blocks")
-"""Those of a fused kernel (`pmoe.papers.comet_division.busy_bars`), from the top."""
+FUSED_LANES = ("link", "communicating blocks", "computing blocks", "subscriber", "scheduler", "processors")
+"""Those of fused kernels (`pmoe.papers.comet_division.busy_bars`), from the top; three are COMET's."""
 
 
 def draw(path: str | Path | IO[bytes], panels: Mapping[str, Sequence[Span]], title: str) -> None:
@@ -144,10 +145,10 @@ def _fused(content: Sequence[Span]) -> bool:
 
 
 def _lanes(content: Sequence[Span]) -> list[str]:
+    used = {bar.lane for bar in content}
     if _fused(content):
-        return list(FUSED_LANES)
-    used = {"communicate", "compute", *(bar.lane for bar in content)}
-    return [lane for lane in LANES if lane in used]
+        return [lane for lane in FUSED_LANES if lane in used]
+    return [lane for lane in LANES if lane in used | {"communicate", "compute"}]
 
 
 def _draw_panel(axis: Axes, name: str, content: Sequence[Span], longest: float) -> None:

@@ -1,0 +1,70 @@
+"""How many operations a forward pass launches (FlashDMoE's Table 1.1), for pmoe's ways to run a layer.
+
+    python bench/bench_launches.py
+
+Two kinds of numbers, told apart in the column "how":
+
+- profiler: on the CPU, torch's profiler; operations that compute or copy, each with what it calls as one.
+  Views, allocations and what only asks for sizes launch nothing on a GPU, and are left out, but what they
+  call counts. One rank, float32, top-2 of 8 experts.
+- construction: the launches that `pmoe/runners/one_rank.py` and the fused kernels make on one rank of a GPU.
+  No profiler has counted them yet; `bench/bench_alone.py` does on a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
+import pmoe
+from bench.flashdmoe import OPERATIONS
+from pmoe.text import table
+
+_NAMES = """empty empty_like empty_strided new_empty new_empty_strided resize_ set_ as_strided view
+_unsafe_view reshape expand permute transpose t slice select narrow split
+split_with_sizes unbind unsqueeze squeeze
+detach alias lift_fresh unflatten view_as expand_as item _local_scalar_dense is_nonzero result_type to
+contiguous resolve_conj resolve_neg _reshape_alias numpy_T mT chunk flatten unfold diagonal detach_"""
+NO_KERNEL = frozenset(f"aten::{name}" for name in _NAMES.split())
+CONSTRUCTED = {"one rank's kernels": 6, "fused=True": 5}
+"""On one rank of a GPU: docs/kernels.md and docs/comet.md say which."""
+
+
+def operations(n: int) -> list[str]:
+    """Those of a forward pass in n chunks that launch something."""
+    torch.manual_seed(0)
+    layer = pmoe.MoELayer(16, 32, num_experts=8, top_k=2, pipeline=n)
+    x = torch.randn(64, 16)
+    layer(x)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        layer(x)
+    found: list[str] = []
+
+    def count(event: Any) -> None:
+        if event.name.startswith("aten::") and event.name not in NO_KERNEL:
+            found.append(event.name)
+            return
+        for child in event.cpu_children:
+            count(child)
+
+    for event in profiler.events():
+        if event.cpu_parent is None:
+            count(event)
+    return found
+
+
+def rows() -> list[tuple[str, str, str]]:
+    counted = [(f"pmoe, engine, n = {n}", f"{len(operations(n))}", "profiler") for n in (1, 4, 8)]
+    built = [(f"pmoe, {name}", f"{number}", "construction") for name, number in CONSTRUCTED.items()]
+    papers = OPERATIONS.items()
+    return [*counted, *built, *((name, f"{number}", "the thesis") for name, number in papers)]
+
+
+if __name__ == "__main__":
+    print(table([("forward pass", "launches", "how"), *rows()], left=(0, 2)))

@@ -1,0 +1,249 @@
+"""FlashDMoE's Table 6.2, and its actors on a simulator: overlap efficiency, throughput, a late peer.
+
+    python bench/flashdmoe.py [--assumptions] [--draw FILE]
+
+`ASSUMPTIONS` were fixed before the first run, and nothing is fitted. The layer is COMET's
+(`pmoe.papers.comet_layers`), and so are writing to peers and the synchronous layer beside it.
+
+Letters: N ranks, H columns of a row, D of the hidden layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
+from bench.stated import assumptions, by_key, run, wrapped
+from pmoe.papers.comet_division import busy_bars
+from pmoe.papers.comet_figures import chunked_run
+from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Model, even_layer
+from pmoe.papers.comet_tasks import PIECE_ROWS, FusedTask, Launch
+from pmoe.planner.simulator import Simulated, makespan
+from pmoe.planner.timeline import drawing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ASSUMPTIONS = assumptions("flashdmoe")
+
+# ---- Table 6.2
+
+
+TABLE_6_2 = [
+    (4, 16, 64.0, 64.57),
+    (4, 32, 64.0, 64.55),
+    (4, 64, 128.01, 128.9),
+    (4, 128, 256.02, 257.96),
+    (8, 16, 128.01, 128.95),
+    (8, 32, 128.01, 128.9),
+    (8, 64, 128.01, 128.9),
+    (8, 128, 256.02, 258.15),
+    (16, 16, 256.02, 257.89),
+    (16, 32, 256.02, 257.79),
+    (16, 64, 256.02, 257.8),
+    (16, 128, 256.02, 258.53),
+]
+"""Thousands of tokens, experts, Size(L) and bookkeeping in MB (2^20 bytes), as the thesis prints them."""
+
+
+def symmetric_bytes(ranks: int, experts: int, capacity: int, row_bytes: int) -> int:
+    """Size(L) of P x R x B x E x C x H (section 5.3), two rounds and two buffers; experts: of a rank.
+
+    capacity: EC; a cell holds whole tiles of 128 rows. Example: 8, 2, 256, 4096 -> 64 MiB.
+    """
+    return ranks * 2 * 2 * experts * math.ceil(capacity / TILE_ROWS) * TILE_ROWS * row_bytes
+
+
+def table62() -> list[dict[str, Any]]:
+    """A row a line of Table 6.2, MB. rest: of the paper's bookkeeping without a hidden activation."""
+    rows = []
+    for thousands, experts, paper, bookkeeping in TABLE_6_2:
+        capacity = thousands * 1024 // experts
+        size = symmetric_bytes(8, experts // 8, capacity, 4096) / 2**20
+        hidden = symmetric_bytes(8, experts // 8, capacity, 4096 * 4) / 4 / 2**20
+        row = {"tokens": f"{thousands}K", "experts": experts, "EC": capacity, "cell": max(128, capacity)}
+        row |= {"Size(L)": size, "paper": paper, "bookkeeping, paper": bookkeeping}
+        rows.append({**row, "rest": bookkeeping - hidden})
+    return rows
+
+
+# ---- the actors
+
+H100 = DeviceRates(
+    blocks=132,
+    block_flops=247e12 / 132,
+    block_local_bytes=56e9,
+    block_peer_bytes=56e9,
+    link_bytes=300e9,
+    signal_seconds=2e-6,
+)
+DECODE, SCHEDULE, LAUNCHED = 0.2e-6, 0.1e-6, 5e-6
+TOKENS, LAYER = 8192, Model(E=64, topk=2, N=2048, K=2048)
+NUMBERS = (2, 4, 8)
+OPERATIONS: Mapping[str, int] = {
+    "FlashDMoE": 1,
+    "COMET": 33,
+    "Megatron-LM CUTLASS": 85,
+    "Megatron-LM TE": 261,
+    "Megatron-LM + DeepEP": 432,
+    "DeepSpeedMoE": 550,
+}
+"""Table 1.1: what a forward pass launches."""
+
+
+def actor_tasks(
+    layer: Arriving, device: DeviceRates, late: float = 0.0, ends: Mapping[str, float] | None = None
+) -> list[FusedTask]:
+    """The tasks of one rank's kernel (section 4.2). late: seconds by which the peer at level 1 is behind;
+    ends: when each task ends where none is behind.
+
+    By tile of rows: S, pieces that arrive; the subscriber, the scheduler; C, or L of rows from here, tiles of
+    the first product; the scheduler; E, tiles of the second, each written to its source by whoever computed
+    it; R, on the link; O, added to the output when it is back. As all ranks do the same, one comes from
+    rank + l when one goes to rank - l.
+    """
+    kernel, processors, piece = Launch(device, device.blocks - 1), device.blocks - 1, 0
+    landed = dict[tuple[int, int, int], list[str]]()
+    for level, rows_E in enumerate(layer.rows_WE):
+        for expert, rows in enumerate(rows_E):
+            for first in range(0, rows, PIECE_ROWS):
+                size = min(PIECE_ROWS, rows - first) * layer.row_bytes
+                block, piece = piece % processors, piece + 1
+                end = kernel.write(f"S{piece}", block, level, "S", level, read_bytes=size, write_bytes=size)
+                landed.setdefault((level, expert, first // TILE_ROWS), []).append(end)
+    inner, outer = (range(math.ceil(columns / TILE_COLUMNS)) for columns in (layer.columns, layer.reduction))
+    tile_bytes = TILE_ROWS * TILE_COLUMNS * layer.element_size
+    for i, ((level, *_), pieces) in enumerate(landed.items()):
+        kind, is_late = "C" if level else "L", late > 0 and level == 1
+        here = kernel.meet(f"A{i}", "S", level, device.signal_seconds + late * is_late, pieces)
+        told = kernel.add(f"D{i}", "subscriber", "A", level, DECODE, (here,))
+        told = kernel.add(f"G{i}", "scheduler", "A", level, SCHEDULE, (told,))
+        seconds = device.tile_seconds(layer.reduction)
+        tiles = [kernel.add(f"C{i}.{j}", "processor", kind, level, seconds, (told,)) for j in inner]
+        told = kernel.add(f"H{i}", "scheduler", "A", level, SCHEDULE, tiles)
+        written = tile_bytes / (device.block_peer_bytes if level else device.block_local_bytes)
+        for j in outer:
+            name, seconds = f"{i}.{j}", device.tile_seconds(layer.columns) + written
+            sent = kernel.add(f"E{name}", "processor", "E", level, seconds, (told,))
+            if level:
+                sent = kernel.add(f"R{name}", "link", "R", level, tile_bytes / device.link_bytes, (sent,))
+            since = ends[sent] + late if is_late and ends else 0.0  # not when this rank's own has gone
+            waits = () if is_late else (sent,)
+            back = kernel.meet(f"B{name}", "R", level, device.signal_seconds + since, waits)
+            told_back = kernel.add(f"U{name}", "subscriber", "A", level, DECODE, (back,))
+            seconds = 3 * tile_bytes / device.block_local_bytes
+            kernel.add(f"O{name}", "processor", "O", level, seconds, (told_back,))
+    return kernel.tasks
+
+
+def first_come(tasks: Iterable[FusedTask], processors: int) -> list[Simulated[FusedTask]]:
+    """Tasks of processors, computing and writing, go to the first that is free, in the order in which they
+    become ready, whoever was to do them (the scheduler is work-conserving); other lanes keep that order too.
+    """
+    tasks = list(tasks)
+    missing = {task.name: len(task.waits) for task in tasks}
+    users = defaultdict[str, list[int]](list)
+    for at, task in enumerate(tasks):
+        for name in task.waits:
+            users[name].append(at)
+    ready = [(0.0, at) for at, task in enumerate(tasks) if not task.waits]
+    free = {"processor": [0.0] * processors}
+    done, ends = list[Simulated[FusedTask]](), dict[str, float]()
+    while ready:
+        since, at = heapq.heappop(ready)
+        task = tasks[at]
+        servers = free.setdefault("processor" if task.lane.startswith("comm ") else task.lane, [0.0])
+        start = max(since, servers[0])
+        ends[task.name] = end = start + task.seconds
+        heapq.heapreplace(servers, end)
+        done.append(Simulated(task=task, start=start, end=end))
+        for user in users[task.name]:
+            missing[tasks[user].name] -= 1
+            if not missing[tasks[user].name]:
+                heapq.heappush(ready, (max(ends[name] for name in tasks[user].waits), user))
+    return done
+
+
+@functools.cache
+def actor_run(ranks: int, late: float = 0.0) -> list[Simulated[FusedTask]]:
+    """FlashDMoE's layer on a rank of so many."""
+    arriving, _ = even_layer(LAYER, TOKENS * ranks, ep=ranks)
+    ends = {each.task.name: each.end for each in actor_run(ranks)} if late else None
+    return first_come(actor_tasks(replace(arriving, element_size=4), H100, late, ends), H100.blocks - 1)
+
+
+def synchronous_seconds(ranks: int) -> tuple[float, float]:
+    """Of the synchronous layer without launches, and of one of its all-to-alls."""
+    arriving, returning = (
+        replace(each, element_size=4) for each in even_layer(LAYER, TOKENS * ranks, ep=ranks)
+    )
+    run = chunked_run(arriving, returning, H100, 1)
+    return makespan(run), max(each.end - each.start for each in run if each.task.kind == "S")
+
+
+def scaled_layers() -> list[dict[str, Any]]:
+    """A row for each number of ranks: ms, and by how much two ranks' time is shorter (6.4: overlap
+    efficiency), of the actors and of the synchronous layer, launches included; the share of processors' time
+    in which they work; million tokens a second of all ranks."""
+    rows = list[dict[str, Any]]()
+    for ranks in NUMBERS:
+        run, (slow, _) = actor_run(ranks), synchronous_seconds(ranks)
+        seconds, slow = makespan(run) + LAUNCHED, slow + OPERATIONS["Megatron-LM TE"] * LAUNCHED
+        busy = sum(each.end - each.start for each in run if each.task.lane.startswith(("processor", "comm ")))
+        first = rows[0] if rows else {"ms": seconds * 1e3, "synchronous ms": slow * 1e3}
+        row = {"GPUs": ranks, "ms": seconds * 1e3, "synchronous ms": slow * 1e3}
+        row |= {
+            "O_e": first["ms"] / row["ms"],
+            "synchronous O_e": first["synchronous ms"] / row["synchronous ms"],
+        }
+        row["processors busy %"] = 100 * busy / (H100.blocks - 1) / makespan(run)
+        rows.append({**row, "Mtokens/s": TOKENS * ranks / seconds / 1e6})
+    return rows
+
+
+def late_peers() -> list[dict[str, Any]]:
+    """A row for each delay of one peer of 8, and what it adds to either layer, ms."""
+    alone, (_, exchange) = makespan(actor_run(8)), synchronous_seconds(8)
+    rows = []
+    for ratio in (1.32, 11.0):
+        late = (ratio - 1) * exchange
+        added = makespan(actor_run(8, late)) - alone
+        row = {"all-to-all, p95": ratio, "late ms": late * 1e3, "synchronous ms": late * 1e3}
+        rows.append({**row, "actors ms": added * 1e3, "hidden %": 100 * (1 - added / late)})
+    return rows
+
+
+LANES = {"link": ("link", 1), "subscriber": ("subscriber", 1), "scheduler": ("scheduler", 1)}
+
+
+def actors_figure() -> Figure:
+    """The actors of a rank of 8, alone and with a late peer. Needs matplotlib."""
+    late = late_peers()[0]["late ms"] / 1e3
+    lanes = LANES | {"processors": (("processor", "comm "), H100.blocks - 1)}
+    runs = {"all alike": actor_run(8), f"one peer late by {late * 1e3:.2f} ms": actor_run(8, late)}
+    panels = {name: busy_bars(run, lanes) for name, run in runs.items()}
+    return drawing(panels, f"FlashDMoE's actors, {TOKENS} tokens a rank of 8 H100, simulated")
+
+
+def lines() -> Iterator[str]:
+    tables = {
+        "Table 6.2, MB (2^20 bytes); rest: bookkeeping less a hidden activation": table62(),
+        f"actors beside a synchronous layer, {TOKENS:,} tokens a GPU": scaled_layers(),
+        "one of 8 peers late: what it adds": late_peers(),
+    }
+    for title, rows in tables.items():
+        yield f"{title}\n\n{by_key(rows)}\n"
+    yield wrapped("flashdmoe, why")
+
+
+if __name__ == "__main__":
+    run("flashdmoe", lines, actors_figure)

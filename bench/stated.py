@@ -1,0 +1,55 @@
+"""Simulations from stated rates: what they assume (bench/stated.md), and their command line."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pmoe.text import table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def assumptions(name: str) -> Mapping[str, str]:
+    """A section of the page beside this file: texts by name."""
+    text = Path(__file__).with_name("stated.md").read_text(encoding="utf-8")
+    section = text.partition(f"\n# {name}\n")[2].partition("\n# ")[0]
+    blocks = (block.partition("\n") for block in section.strip().split("\n\n"))
+    return {about.removeprefix("## "): " ".join(told.split()) for about, _, told in blocks}
+
+
+def wrapped(name: str) -> str:
+    """A section as lines, each text beside its name."""
+    texts = assumptions(name)
+    width = max(map(len, texts)) + 2
+    return "\n".join(
+        textwrap.fill(told, 110, initial_indent=about.ljust(width), subsequent_indent=" " * width)
+        for about, told in texts.items()
+    )
+
+
+def by_key(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table whose columns are the keys."""
+    cells = [
+        [f"{cell:.2f}" if isinstance(cell, float) else f"{cell}" for cell in row.values()] for row in rows
+    ]
+    return table([[*rows[0]], *cells])
+
+
+def run(name: str, lines: Callable[[], Iterable[str]], figure: Callable[[], Figure]) -> None:
+    """Prints what a simulation finds, or what it assumes; draws its picture where asked."""
+    parser = argparse.ArgumentParser(description=f"{name}: simulated from stated rates")
+    parser.add_argument("--assumptions", action="store_true", help="print what is assumed, simulate nothing")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="also draw the picture, as a PNG")
+    args = parser.parse_args()
+    if args.assumptions:
+        print(wrapped(name))
+        return
+    print("\n".join(lines()))
+    print(f"\nassumed: python bench/{name}.py --assumptions")
+    if args.draw is not None:
+        figure().savefig(args.draw, dpi=130)

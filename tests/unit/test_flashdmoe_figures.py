@@ -1,0 +1,144 @@
+"""bench/flashdmoe.py: Table 6.2, and the actors by hand, against bounds and beside COMET's code."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench import flashdmoe
+from bench.flashdmoe import (
+    H100,
+    LAYER,
+    OPERATIONS,
+    TOKENS,
+    actor_run,
+    actor_tasks,
+    first_come,
+    late_peers,
+    lines,
+    scaled_layers,
+    symmetric_bytes,
+    synchronous_seconds,
+    table62,
+)
+from pmoe.papers.comet_layers import Arriving, DeviceRates, even_layer
+from pmoe.papers.comet_tasks import FusedTask
+from pmoe.planner.simulator import makespan, simulate
+
+ROOT = Path(__file__).resolve().parents[2]
+# A tile of reduction 4 takes a second; nothing else takes any time but 0.5 s of a signal.
+BY_HAND = DeviceRates(
+    blocks=3,
+    block_flops=2 * 128 * 256 * 4,
+    block_local_bytes=math.inf,
+    block_peer_bytes=math.inf,
+    link_bytes=math.inf,
+    signal_seconds=0.5,
+)
+SMALL = Arriving(rows_WE=((128,), (128,)), reduction=4, columns=4, element_size=4)
+
+
+def task(name: str, lane: str, seconds: float, *waits: str) -> FusedTask:
+    return FusedTask(name=name, lane=lane, waits=waits, kind="C", part=0, seconds=seconds)
+
+
+def test_table_6_2_is_exact() -> None:
+    rows = table62()
+    assert len(rows) == 12
+    for row in rows:
+        assert row["Size(L)"] == math.floor(row["paper"])  # the paper prints up to 0.02 more
+        assert row["EC"] * row["experts"] == int(row["tokens"][:-1]) * 1024
+        assert 0.5 < row["rest"] < 2.6
+    assert symmetric_bytes(8, 2, 256, 4096) == 64 * 2**20
+    assert symmetric_bytes(8, 8, 64, 4096) == 2 * symmetric_bytes(8, 4, 128, 4096)  # cells are whole tiles
+
+
+def test_the_first_free_processor_takes_what_is_ready_first_by_hand() -> None:
+    tasks = [task("a", "processor", 3), task("b", "comm 0", 1), task("c", "processor", 1, "b", "link")]
+    tasks += [task("d", "processor", 1), task("link", "link", 1.5)]
+    found = {each.task.name: (each.start, each.end) for each in first_come(tasks, 2)}
+    # d became ready at 0, c at 1.5: d goes first on the processor that b leaves
+    assert found == {"a": (0, 3), "b": (0, 1), "link": (0, 1.5), "d": (1, 2), "c": (2, 3)}
+
+
+def test_one_tile_of_each_rank_by_hand() -> None:
+    """Two processors, a tile from here and one from the peer: all at once, one product after the other."""
+    found = {each.task.name: each for each in first_come(actor_tasks(SMALL, BY_HAND), 2)}
+    decode, schedule = flashdmoe.DECODE, flashdmoe.SCHEDULE
+    at = 0.5 + decode + schedule
+    assert found["C0.0"].start == pytest.approx(at) and found["C0.0"].end == pytest.approx(at + 1)
+    assert found["E1.0"].end == pytest.approx(0.5 + 2 * decode + 2 * schedule + 2, abs=2e-7)
+    assert found["O1.0"].end == pytest.approx(3 + 3 * decode + 2 * schedule, abs=3e-7)
+
+
+def test_a_late_peer_holds_up_its_own_rows_alone() -> None:
+    ends = {each.task.name: each.end for each in first_come(actor_tasks(SMALL, BY_HAND), 2)}
+    late = {each.task.name: each.end for each in first_come(actor_tasks(SMALL, BY_HAND, 9.0, ends), 2)}
+    assert all(late[f"{kind}0.0"] == ends[f"{kind}0.0"] for kind in "CEO")  # rows of this rank
+    assert all(late[f"{kind}1.0"] == pytest.approx(ends[f"{kind}1.0"] + 9) for kind in "CEO")
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_no_run_beats_its_blocks_or_its_link(ranks: int) -> None:
+    run = actor_run(ranks)
+    processors = [each for each in run if each.task.lane.startswith(("processor", "comm "))]
+    work = sum(each.end - each.start for each in processors)
+    assert makespan(run) >= work / (H100.blocks - 1)
+    multiplied = 2 * 2 * 2 * TOKENS * LAYER.N * LAYER.K
+    assert work > multiplied / H100.block_flops
+    away = 2 * 2 * TOKENS * (ranks - 1) / ranks * LAYER.N * 4
+    sent = sum(each.end - each.start for each in run if each.task.lane == "link")
+    assert sent == pytest.approx(away / H100.link_bytes, rel=1e-6)
+    assert makespan(run) >= sent
+    starts = {each.task.name: each.start for each in run}
+    ends = {each.task.name: each.end for each in run}
+    assert all(starts[each.task.name] >= ends[name] - 1e-15 for each in run for name in each.task.waits)
+
+
+def test_no_processor_does_two_things_at_once_or_idles_while_something_is_ready() -> None:
+    arriving, _ = even_layer(LAYER, 512 * 4, ep=4)
+    run = first_come(actor_tasks(replace(arriving, element_size=4), H100), 8)
+    ends = {each.task.name: each.end for each in run}
+    mine = [each for each in run if each.task.lane.startswith(("processor", "comm ")) and each.task.seconds]
+    for each in mine[::17]:
+        at = each.start + each.task.seconds / 2
+        assert sum(other.start < at < other.end for other in mine) <= 8
+        ready = max((ends[name] for name in each.task.waits), default=0.0)
+        if each.start > ready + 1e-12:  # it waited: all were busy
+            at = (ready + each.start) / 2
+            assert sum(other.start <= at <= other.end for other in mine) >= 8
+
+
+def test_given_lanes_the_run_is_the_simulators() -> None:
+    """A lane's tasks that become ready in list order: the same as `simulate`."""
+    tasks = [task("a", "link", 2), task("b", "other", 1), task("c", "link", 1, "b"), task("d", "x", 1, "c")]
+    assert first_come(tasks, 1) == simulate(tasks, lambda each: each.seconds)
+
+
+def test_what_is_said_of_the_figures_follows() -> None:
+    two, four, eight = scaled_layers()
+    assert two["O_e"] == two["synchronous O_e"] == 1
+    assert min(four["O_e"], eight["O_e"]) > 0.9 > eight["synchronous O_e"]  # near 1, and less
+    assert all(row["ms"] < row["synchronous ms"] for row in (two, four, eight))
+    assert eight["Mtokens/s"] > 17.7  # of the paper, whose tiles are slower
+    few, many = late_peers()
+    assert few["actors ms"] < 0.05 * few["late ms"]
+    assert 0 < many["actors ms"] < many["late ms"] == many["synchronous ms"]
+    assert synchronous_seconds(8)[1] == pytest.approx(few["late ms"] / 0.32 / 1e3)
+    assert OPERATIONS["FlashDMoE"] == 1 and OPERATIONS["DeepSpeedMoE"] == 550
+
+
+def test_the_page_says_what_is_printed() -> None:
+    out = " ".join("\n".join(lines()).split())
+    page = " ".join((ROOT / "docs" / "flashdmoe.md").read_text(encoding="utf-8").split())
+    eight, (few, many) = scaled_layers()[-1], late_peers()
+    assert f"{eight['O_e']:.2f} at 8 GPUs, the synchronous layer {eight['synchronous O_e']:.2f}" in page
+    assert f"{eight['Mtokens/s']:.1f} million tokens" in page
+    assert f"{eight['processors busy %']:.0f} %" in page
+    assert f"{many['actors ms']:.2f} of {many['late ms']:.2f} ms" in page
+    assert re.search(r"16K 128 128 128 256\.00 256\.02 258\.53 2\.53", out)
+    assert f"{few['late ms']:.2f}" in out

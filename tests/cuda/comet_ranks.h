@@ -101,6 +101,7 @@ class World {
       check_hidden();
       if (!step("GEMM + combine", [&] { forward_combine(); })) return;
       check_output();
+      check_tiles();
       poison_inboxes();
       if (!step("dispatch + GEMM, backward", [&] { backward_dispatch(); })) return;
       check_dispatched(grad);
@@ -109,6 +110,7 @@ class World {
       check_dispatched(x);
       if (!step("GEMM + combine, backward", [&] { backward_combine(); })) return;
       check_input_gradient();
+      check_tiles();
     }
   }
 
@@ -402,6 +404,23 @@ class World {
           return sum * weight[received[r][i]];
         },
         "T_O");
+  }
+
+  // Each tile of the second product has counted once.
+  void check_tiles() {
+    const Path& path = c.hopper ? pmoe::comet::hopper_path : pmoe::comet::ampere_path;
+    const Chunks chunks = {c.model, c.chunk_columns};
+    for (int r = 0; r < c.ranks; ++r) {
+      int down = 0;
+      for (int e = 0; e < c.experts; ++e)
+        down += ceil_div(ends[r][e] - (e ? ends[r][e - 1] : 0), path.tile_rows);
+      const auto* const counters = reinterpret_cast<const Counters*>(bases[r] + layout.counters());
+      for (int chunk = 0; chunk < chunks.count(); ++chunk)
+        expect(counters->done[chunk] ==
+                   static_cast<uint32_t>(down * ceil_div(chunks.width(chunk), path.tile_columns)),
+               told(c) + " tiles of chunk " + std::to_string(chunk) + ": " +
+                   std::to_string(counters->done[chunk]));
+    }
   }
 
   void check_gradients() {

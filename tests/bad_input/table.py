@@ -70,7 +70,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "state": NOTHING, "layout": NOTHING, "prefix": "empty", "experts": "None list", "names": "None {}",
     },
     "from_pmoe": {
-        "state": NOTHING, "layout": NOTHING, "prefix": f"empty {TEXT}", "experts": "None list",
+        "state": NOTHING, "layout": NOTHING, "prefix": f"empty 10**400GiB {TEXT}", "experts": "None list",
         "names": "None {}",
     },
     "stats": {"model": "module", "all_ranks": FLAG, "group": NONE, "journal": NONE},

@@ -107,9 +107,9 @@ def actor_tasks(
     ends: when each task ends where none is behind.
 
     By tile of rows: S, pieces that arrive; the subscriber, the scheduler; C, or L of rows from here, tiles of
-    the first product; the scheduler; E, tiles of the second, each written to its source by whoever computed
-    it; R, on the link; O, added to the output when it is back. As all ranks do the same, one comes from
-    rank + l when one goes to rank - l.
+    the first product; the scheduler; E, tiles of the second, each written to its source by the
+    processor that computed it; R, on the link; O, added to the output when it is back. As all ranks do the
+    same, one comes from rank + l when one goes to rank - l.
     """
     kernel, processors, piece = Launch(device, device.blocks - 1), device.blocks - 1, 0
     landed = dict[tuple[int, int, int], list[str]]()
@@ -147,7 +147,8 @@ def actor_tasks(
 
 def first_come(tasks: Iterable[FusedTask], processors: int) -> list[Simulated[FusedTask]]:
     """Tasks of processors, computing and writing, go to the first that is free, in the order in which they
-    become ready, whoever was to do them (the scheduler is work-conserving); other lanes keep that order too.
+    become ready, not to those they were meant for (the scheduler is work-conserving); other lanes keep that
+    order too.
     """
     tasks = list(tasks)
     missing = {task.name: len(task.waits) for task in tasks}

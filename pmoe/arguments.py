@@ -114,7 +114,7 @@ def check_module(**modules: object) -> None:
     check_kind(nn.Module, "a torch.nn.Module", **modules)
 
 
-def check_tensors(dims: int | None, **tensors: Any) -> None:
+def check_tensors(dims: int | None, /, **tensors: Any) -> None:
     """TypeError unless each is a dense tensor, ValueError unless it has ``dims`` dimensions."""
     import torch  # not needed for numbers
 

@@ -167,7 +167,7 @@ def to_pmoe(
         layout: a key of `LAYOUTS`.
         prefix: of the layer in its model, "model.layers.0.mlp." say.
         experts: the numbers of X of the E experts, which the result has; None for all. ``state`` has these
-            alone, as a rank's has, or all E.
+            alone, as a rank's has, or all E; these alone in "megatron-grouped" and "tutel-llama".
         names: texts in the layout's names, and what yours have instead. DeepSpeed's experts are your own
             modules: {"dense_h_to_4h": "fc1", "dense_4h_to_h": "fc2"}, say.
 
@@ -207,7 +207,8 @@ def _place(layout: str, prefix: str, names: Mapping[str, str] | None) -> Place:
     for text, other in (names or {}).items():
         check_kind(str, "texts for texts", **{"names": text, f"names[{text!r}]": other})
         renamed = {own: each.replace(text, other) for own, each in found.names.items()}
-        if renamed == found.names or len({*renamed.values()}) < len(renamed):
+        parts = [part for each in renamed.values() for part in each.split()]
+        if renamed == found.names or len({*parts}) < len(parts):
             raise ValueError(f"names ({text!r}) must be in names of layout {layout!r}, and keep them apart")
         found = dataclasses.replace(found, names=renamed)
     return found, f"layout {layout!r}", prefix
@@ -217,6 +218,7 @@ def _read(state: Mapping[str, Any], experts: Iterable[int] | None, place: Place)
     """Checks all of ``state`` before it puts anything together."""
     layout, told, prefix = place
     check_kind(Mapping, "a state dict", state=state)
+    check_kind(str, "a text", **{f"key {key!r} of state": key for key in state})
     # Transformer Engine's _extra_state holds no weights.
     names = [key for key in state if key.startswith(prefix) and not key.endswith("_extra_state")]
     check_tensors(None, **{key: state[key] for key in names})

@@ -1,4 +1,4 @@
-"""What carries rows between ranks: the abstract Dispatch and Combine, the flat ones, and what they count."""
+"""What carries rows between ranks: the abstract Dispatch and Combine, the flat one, and what they count."""
 
 from __future__ import annotations
 

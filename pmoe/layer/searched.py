@@ -188,7 +188,7 @@ def _check_key(found: Any, here: Mapping[str, Any]) -> None:
 
 @dataclass
 class Learnt:
-    """What trials have found for layers of one key on one group: alike on all of its ranks.
+    """What trials have found for layers of one key on one group: the same on all of its ranks.
 
     key: all that changes the time. path: where rank 0 keeps it between runs; None elsewhere, or where nobody
     asked for it.
@@ -249,5 +249,5 @@ def held(ranks: Ranks, key: Mapping[str, Any], path: Path | None = None) -> Lear
 
 def _kept(path: Path | None, key: Mapping[str, Any], candidates: Sequence[int]) -> Tables:
     """Of the file; none where there is no file, or, with a warning, where it cannot be used."""
-    about = "what trials found before is not used, and measured anew"
+    about = "what trials found before is not used, and measured again"
     return {} if path is None else found_or({}, about, lambda: load_degrees(path, key, candidates))

@@ -1,4 +1,4 @@
-"""How much memory a step really takes, from the allocator's own events: exact, whoever allocated it and why.
+"""How much memory a step really takes, from the allocator's own events: exact for any allocation.
 
 Counted on the CPU are all tensors that this thread makes. What another thread frees (gloo's do, now and then,
 what they have sent) is seen to go when its place is taken again: a count may be too high, never too low.

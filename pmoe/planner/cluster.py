@@ -22,7 +22,7 @@ from pmoe.planner.profile import FORMAT, Operations, Profile, Versions
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Machines that are all alike, with equally many ranks.
+    """Equal machines with equally many ranks.
 
     memory_bytes: of a rank's device. compute: seconds by multiply-adds. copy: by bytes, between device and
     host, each way. inside, outside: by bytes to one peer, in the same machine and in another.

@@ -427,6 +427,10 @@ def test_arguments_that_are_none_are_refused() -> None:
     assert "names ('dense') must be in names of layout 'mixtral'" in refusal(theirs, names={"dense": "fc"})
     renamed = {"dense_h_to_4h": "fc", "dense_4h_to_h": "fc"}
     assert "keep them apart" in refusal(whole("deepspeed-moe"), "deepspeed-moe", names=renamed)
+    for same in ({"w3": "w1"}, {"w1": "w3", "w2": "w1"}):
+        assert "keep them apart" in refusal(theirs, names=same)
+    with pytest.raises(TypeError, match="key 0 of state"):
+        to_pmoe({**theirs, 0: theirs["gate.weight"]}, "mixtral")
     with pytest.raises(TypeError, match="state"):
         to_pmoe(pmoe.MoELayer(M, H, num_experts=E), "mixtral")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"experts\.0\.w1\.weight"):

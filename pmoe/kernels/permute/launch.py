@@ -47,6 +47,8 @@ def move(
         unpermute_backward(d_y, rows, d_rows)    d_rows[position] = weight * d_y
                                                  d_weight = <d_y, rows[position]>, 0 for dropped slots
 
+    Where nothing moves, all that it writes is 0.
+
     rows: those whose name ends with "rows" are routed, (num_rows, M); the others are by token, (T, M).
     """
     first, *_, last = rows.values()

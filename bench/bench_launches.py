@@ -13,6 +13,7 @@ Two kinds of numbers, told apart in the column "how":
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ CONSTRUCTED = {"one rank's kernels": 6, "fused=True": 5}
 
 def operations(n: int) -> list[str]:
     """Those of a forward pass in n chunks that launch something."""
+    print(f"n = {n}", file=sys.stderr, flush=True)
     torch.manual_seed(0)
     layer = pmoe.MoELayer(16, 32, num_experts=8, top_k=2, pipeline=n)
     x = torch.randn(64, 16)
@@ -67,4 +69,6 @@ def rows() -> list[tuple[str, str, str]]:
 
 
 if __name__ == "__main__":
+    summary, _, rest = (__doc__ or "").partition("\n\n")
+    argparse.ArgumentParser(description=summary, epilog=rest).parse_args()
     print(table([("forward pass", "launches", "how"), *rows()], left=(0, 2)))

@@ -362,6 +362,7 @@ NO_FOREIGN_FILE = {
     "pmoe/engine/host_pool.py:_available_bytes": "the system's /proc/meminfo",
     "pmoe/measure/bench.py:_full_name": "the system's /proc/cpuinfo",
     "pmoe/papers/assumptions.py:assumptions": "a text of pmoe itself",
+    "pmoe/papers/assumptions.py:printed": "numbers of pmoe itself",
     "pmoe/cli/__init__.py:_quiet_on_closed_pipe": "the system's /dev/null",
     "pmoe/comm/heap/device_memory.py:host_name": "the system's /proc/sys/kernel/random/boot_id",
 }

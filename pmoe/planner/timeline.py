@@ -77,7 +77,7 @@ LEGEND: Mapping[str, tuple[str, str]] = {
     "L": ("#44aa55", "L experts, rows that stay"),
     "C": ("#ccbb44", "C experts, received rows"),
     "E": ("#bbaa66", "E experts, columns of all rows"),
-    "A": ("#777777", "A packets decoded, tasks handed out"),
+    "A": ("#828282", "A packets decoded, tasks handed out"),
     "LW": ("#99ddaa", "LW weight gradients, rows that stay"),
     "W": ("#eedd99", "W weight gradients, received rows"),
     "G": ("#cc6699", "G gather"),

@@ -404,7 +404,8 @@ void test_world(World w, int warps) {
     for (int thread = 0; thread < 3; ++thread) grant(r, board, thread, 3, [] {});
   });
   each([&](const Rank& r, Board&, Sends& sends) {
-    for (int warp = 0; warp < warps; ++warp) send_rows(r, sends, {0, 1, warp, warps});
+    LaneCopies copies;
+    for (int warp = 0; warp < warps; ++warp) send_rows(r, sends, {0, 1, warp, warps}, copies);
   });
   const Flags flags = flags_behind_rows(w);
   test_writes(w, parts, false);

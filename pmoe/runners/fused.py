@@ -18,8 +18,7 @@ G = H or 2H rows of w1, n chunks, m pieces, S rows that leave.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -75,16 +74,6 @@ def one_rank_journey(routes: Routes) -> Journey:
     )
 
 
-@contextlib.contextmanager
-def all_or_give_up(steps: Steps) -> Iterator[None]:
-    """Takes all steps of a pass, or gives the heap up: memory may run out between two, on this rank alone."""
-    try:
-        yield
-    except BaseException as error:
-        steps.give_up(f"{type(error).__name__}: {error}")
-        raise
-
-
 def dense(rows: Tensor) -> Tensor:
     """The same rows without gaps, and on a boundary of 16 bytes."""
     rows = rows.contiguous()
@@ -106,7 +95,7 @@ class FusedRunner:
         sends_again = self.restore.dispatched == "communicate"
         keeps_hidden = keep and self.restore.hidden == "keep"
         weight_TK, w1, w2, b1, b2 = (inputs.weight_TK, *split_parameters(inputs.parameters))
-        with all_or_give_up(steps):
+        with steps.all_or_give_up():
             hidden_NG, active_NH = steps.dispatch_hidden(
                 journey, dense(inputs.x_TM), weight_TK, w1, b1, activation=activation, keep=keeps_hidden
             )
@@ -118,7 +107,7 @@ class FusedRunner:
         return y_TM, Saved([x_TM, weight_TK, w1, w2, b1, b2, hidden_NG, rows_NM], self._backward)
 
     def _backward(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
-        with all_or_give_up(self.steps):
+        with self.steps.all_or_give_up():
             of_x, of_weight, *of_parameters = self._gradients(tensors, wanted[3:], grad_TM)
         return [of_x, of_weight, None, *of_parameters[: len(wanted) - 3]]
 

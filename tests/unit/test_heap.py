@@ -212,7 +212,7 @@ def test_a_bound_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: 
     ],
 )
 def test_a_report_becomes_a_sentence(words: tuple[int, ...], told: str) -> None:
-    assert awaited([*words, 7, 0, 0, 0]) == f"{told}, in round 7"
+    assert awaited([*words, 7, 0, 0, 0], HeapShape.waits) == f"{told}, in round 7"
 
 
 def test_reports_are_read_as_the_kernels_write_them() -> None:
@@ -228,7 +228,7 @@ def test_reports_are_read_as_the_kernels_write_them() -> None:
 
 
 def test_rounds_are_unsigned() -> None:
-    assert awaited([2, 1, 0, 0, -1, 0, 0, 0]).endswith(f", in round {2**32 - 1}")
+    assert awaited([2, 1, 0, 0, -1, 0, 0, 0], HeapShape.waits).endswith(f", in round {2**32 - 1}")
 
 
 def test_a_wait_in_vain_is_told_before_the_next_launch_and_breaks_that_heap_alone(

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import ClassVar
 
 import torch
 
@@ -37,6 +38,14 @@ class HeapShape:
     home_rows: int
     d_model: int
     dtype: torch.dtype
+    waits: ClassVar[Sequence[str]] = (
+        "nothing",
+        "rank {peer}: the grant of room for rank {rank}'s rows for its experts",
+        "rank {peer}: the arrival of piece {part} of its rows for expert {expert} of rank {rank}",
+        "rank {peer} itself: the tiles of column chunk {part}",
+        "rank {peer}: the return of column chunk {part} of the rows of rank {rank}'s tokens",
+        "rank {peer}: the numbers of its rows for the experts of rank {rank}",
+    )
 
     def __post_init__(self) -> None:
         if self.row_bytes % ROW_ALIGNMENT_BYTES:
@@ -62,10 +71,14 @@ class HeapShape:
         """Of one rank's heap."""
         return self.places["bytes"]
 
+    @property
+    def kind(self) -> HeapShape:
+        """The same without rows: layers of one kind share a heap."""
+        return replace(self, rows=0, home_rows=0)
+
     def holds(self, other: HeapShape) -> bool:
-        """Whether a heap of this shape serves one of the other: the same, with as many rows or more."""
-        same = replace(other, rows=self.rows, home_rows=self.home_rows) == self
-        return same and other.rows <= self.rows and other.home_rows <= self.home_rows
+        """Whether a heap of this shape serves one of the other: the same kind, with as many rows or more."""
+        return self.kind == other.kind and other.rows <= self.rows and other.home_rows <= self.home_rows
 
 
 @cache
@@ -82,21 +95,14 @@ WAIT_SECONDS = "PMOE_WAIT_SECONDS"
 DEFAULT_WAIT_SECONDS, MAX_WAIT_SECONDS = 600.0, 86400.0
 
 
-def awaited(report: Sequence[int]) -> str:
-    """What a rank waited for in vain: `Report` and `Wait` of cuda/comet/watch.h, in words.
+def awaited(report: Sequence[int], waits: Sequence[str]) -> str:
+    """What a rank waited for in vain: `Report` and `Wait` of cuda/comet/watch.h, in `HeapShape.waits`' words.
 
     Example: "rank 1: the arrival of piece 2 of its rows for expert 3 of rank 0, in round 7"
     """
     wait, peer, expert, part, epoch, rank = report[:6]
-    sentences = (
-        "nothing",
-        f"rank {peer}: the grant of room for rank {rank}'s rows for its experts",
-        f"rank {peer}: the arrival of piece {part} of its rows for expert {expert} of rank {rank}",
-        f"rank {peer} itself: the tiles of column chunk {part}",
-        f"rank {peer}: the return of column chunk {part} of the rows of rank {rank}'s tokens",
-        f"rank {peer}: the numbers of its rows for the experts of rank {rank}",
-    )
-    return f"{sentences[wait]}, in round {epoch % 2**32}"
+    what = waits[wait].format(peer=peer, expert=expert, part=part, rank=rank)
+    return f"{what}, in round {epoch % 2**32}"
 
 
 class HeapError(RuntimeError):

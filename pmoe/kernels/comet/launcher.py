@@ -137,14 +137,14 @@ class HeapView(Protocol):
     def row_weight(self, count: int) -> Tensor: ...
 
 
-class Launcher:
-    """Launches for the ranks that this process runs, by their heaps, each divided as ``divide`` says."""
+class HeapLauncher:
+    """Launches for the ranks that this process runs, by their heaps."""
 
-    def __init__(self, heaps: Sequence[HeapView], divide: Divide) -> None:
+    def __init__(self, heaps: Sequence[HeapView]) -> None:
         """Raises ValueError where there are more ranks than a launch takes, or none."""
         if not 1 <= len(heaps) <= MAX_VIRTUAL:
             raise ValueError(f"heaps ({len(heaps)}) must be 1 to {MAX_VIRTUAL}: the ranks of one launch")
-        self.heaps, self.divide, self.device = tuple(heaps), divide, heaps[0].device
+        self.heaps, self.device = tuple(heaps), heaps[0].device
         shape = heaps[0].shape
         found, why = path(self.device)
         why = why or ranks_refusal(self.device, shape.num_ranks, shape.experts)
@@ -160,7 +160,41 @@ class Launcher:
                 f"{len(heaps)} ranks are less than 2, one that communicates and one that computes "
                 f"({SPARE_BLOCKS} is {spare})"
             )
-        self.tile_columns = path_facts(self.hopper)["tile_columns"]
+
+    def begin(self, *, is_round: bool = True) -> dict[str, int]:
+        """Device, stream, type and blocks of the next launch, which comes behind all earlier ones with these
+        heaps. is_round: a new round begins. Raises HeapError for a broken heap."""
+        stream = _stream_behind(self.heaps, self.device)
+        for heap in self.heaps:
+            heap.raise_if_failed()
+            if is_round:
+                heap.next_epoch()
+        element = ELEMENTS[self.heaps[0].shape.dtype]
+        return {"device": self.device.index or 0, "stream": stream, "element": element, "blocks": self.blocks}
+
+    def rank_fields(self, heap: HeapView) -> dict[str, int]:
+        """The fields that every launch gives for a rank."""
+        shape = heap.shape
+        return {
+            "ranks": shape.num_ranks,
+            "experts": shape.experts,
+            "row_bytes": shape.row_bytes,
+            "heaps": heap.peers.data_ptr(),
+            "rank": heap.rank,
+            "failed": heap.counters,
+            "report": heap.report.data_ptr(),
+            "epoch": heap.epoch,
+            "bound_nanoseconds": heap.bound_nanoseconds,
+        }
+
+
+class Launcher(HeapLauncher):
+    """COMET's kernels, each divided as ``divide`` says."""
+
+    def __init__(self, heaps: Sequence[HeapView], divide: Divide) -> None:
+        """Raises ValueError as `HeapLauncher` does."""
+        super().__init__(heaps)
+        self.divide, self.tile_columns = divide, path_facts(self.hopper)["tile_columns"]
 
     def launch(
         self,
@@ -173,21 +207,13 @@ class Launcher:
     ) -> None:
         """ranks: for each rank the fields of cuda/comet/read.h that are the launch's own; see `launches`."""
         division = self.divide(kernel, direction)
-        stream = _stream_behind(self.heaps, self.device)
-        for heap in self.heaps:
-            heap.raise_if_failed()
-            if kernel == "dispatch":
-                heap.next_epoch()
         extension.module().comet(
-            device=self.device.index or 0,
-            stream=stream,
+            **self.begin(is_round=kernel == "dispatch"),
             hopper=self.hopper,
             kernel=KERNELS[kernel],
-            element=ELEMENTS[self.heaps[0].shape.dtype],
             form=FORWARD if direction == "forward" else INPUT,
             epilogue=epilogue,
             activation=activation,
-            blocks=self.blocks,
             ranks=[
                 {**self.rank_fields(heap), **self._divided(division, own), **own}
                 for heap, own in zip(self.heaps, ranks, strict=True)
@@ -201,22 +227,10 @@ class Launcher:
         return {"n_c": n_c, "chunk_columns": columns}
 
     def rank_fields(self, heap: HeapView) -> dict[str, int]:
-        """The fields of cuda/comet/read.h that every launch gives for a rank."""
+        """Those of cuda/comet/read.h."""
         shape = heap.shape
-        return {
-            "ranks": shape.num_ranks,
-            "experts": shape.experts,
-            "local_experts": shape.experts,
-            "heap_rows": shape.rows,
-            "heap_home_rows": shape.home_rows,
-            "row_bytes": shape.row_bytes,
-            "heaps": heap.peers.data_ptr(),
-            "rank": heap.rank,
-            "failed": heap.counters,
-            "report": heap.report.data_ptr(),
-            "epoch": heap.epoch,
-            "bound_nanoseconds": heap.bound_nanoseconds,
-        }
+        sizes = {"local_experts": shape.experts, "heap_rows": shape.rows, "heap_home_rows": shape.home_rows}
+        return super().rank_fields(heap) | sizes
 
 
 def chunk_columns(division: Division, columns: int, tile_columns: int) -> int:

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pmoe.comm.heap import HeapShape, virtual_heaps
+from pmoe.comm.heap import CellShape, HeapShape, virtual_heaps
 from pmoe.kernels import comet
 from pmoe.kernels.comet import Journey, Launcher
 from pmoe.kernels.comet.launcher import Divide, Division, HeapView
+from pmoe.kernels.flashdmoe import CellRows, PersistentLauncher, RankPass
 from pmoe.kernels.route import Routes
 from pmoe.measure.fused_kernels import journeys_of
 from pmoe.ordering.sorted import chunk_bounds, sort_rows
@@ -153,6 +154,85 @@ class VirtualRanks:
         )
         of_x, of_weight = comet.gradient_combine(self.launcher, journeys, of_hidden, given.w1, dots)
         return of_x, of_weight, of_hidden, active
+
+
+class PersistentRanks:
+    """W ranks by FlashDMoE's kernels: one launch of all ranks a pass. Lists are by rank.
+
+    cell_rows: C, whole tiles. tokens: the most of a rank. Raises as `VirtualRanks` does.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        experts: int,
+        *,
+        cell_rows: int,
+        tokens: int,
+        d_model: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = CellShape(num_ranks, experts, cell_rows, tokens, d_model, dtype)
+        self.heaps = virtual_heaps(shape, device)
+        self.launcher = PersistentLauncher(self.heaps)
+
+    close = VirtualRanks.close
+    check = VirtualRanks.check
+
+    def forward(
+        self,
+        x: Sequence[Tensor],
+        weight: Sequence[Tensor],
+        rows: Sequence[CellRows],
+        given: FusedParameters,
+        *,
+        keep: bool = True,
+    ) -> list[dict[str, Tensor]]:
+        """The tensors of `RankPass`; of them "result", (T, M), is T_O."""
+        passes = self._passes(x, weight, rows, given)
+        for each in passes:
+            each.forward(keeps_input=keep, keeps_hidden=keep)
+        self.launcher.launch(passes)
+        return [each.tensors for each in passes]
+
+    def backward(
+        self,
+        grad: Sequence[Tensor],
+        weight: Sequence[Tensor],
+        rows: Sequence[CellRows],
+        given: FusedParameters,
+        kept: Sequence[dict[str, Tensor]],
+    ) -> list[dict[str, Tensor]]:
+        """kept: of `forward`. "result" is the gradient of the tokens."""
+        passes = self._passes(grad, weight, rows, given)
+        for each, of in zip(passes, kept, strict=True):
+            each.backward(x_TM=None, kept=[of["input"], of["hidden"]], needs=(True,) * 4)
+        self.launcher.launch(passes)
+        return [each.tensors for each in passes]
+
+    def _passes(
+        self,
+        source: Sequence[Tensor],
+        weight: Sequence[Tensor],
+        rows: Sequence[CellRows],
+        given: FusedParameters,
+    ) -> list[RankPass]:
+        parameters = zip(given.w1, given.w2, given.b1, given.b2, strict=True)
+        every = zip(self.heaps, rows, source, weight, parameters, strict=True)
+        return [RankPass(*each, given.activation) for each in every]
+
+
+def cell_rows_of(expert_TK: Tensor, num_experts: int) -> CellRows:
+    """Of a rank's tokens, of which no row is dropped. expert_TK: (T, K) of all ranks' experts."""
+    expert_S = expert_TK.reshape(-1).long()
+    by_expert = expert_S.argsort(stable=True)
+    position_S = torch.empty_like(by_expert).scatter_(
+        0, by_expert, torch.arange(len(by_expert)).to(by_expert)
+    )
+    return CellRows.of(
+        expert_TK, position_S.view_as(expert_TK), torch.bincount(expert_S, minlength=num_experts)
+    )
 
 
 def routes_of(expert_TK: Tensor, keep_TK: Tensor | None, num_ranks: int, num_experts: int) -> Routes:

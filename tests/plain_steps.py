@@ -14,18 +14,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.comm.base import FlatAllToAll, Traffic
 from pmoe.comm.ranks import Ranks, at_stage
+from pmoe.engine.autograd import Path
 from pmoe.engine.once import carriers
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.comet import Journey, Steps
+from pmoe.kernels.flashdmoe import CellRows
+from pmoe.layer import fused as layer_fused
 from pmoe.runners import fused_steps
+from pmoe.runners.fused import FusedRunner
 from pmoe.runners.fused_steps import Request
+from pmoe.schedule.restore import Restore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,12 +203,44 @@ def plain_steps(request: Request) -> PlainSteps:
     return PlainSteps(request.ranks)
 
 
+class PlainPasses(FusedRunner):
+    """Takes the place of `pmoe.runners.persistent.PersistentRunner`: `PlainSteps` on the same rows."""
+
+    name: ClassVar[Path] = "persistent"
+
+    @staticmethod
+    def of(ranks: Ranks, rows: CellRows, activation: str, restore: Restore) -> PlainPasses:
+        send_WE = rows.counts_A.view(ranks.size, -1)
+        recv_WE = send_WE.clone()
+        if ranks.size > 1:
+            dist.all_to_all_single(recv_WE, send_WE, group=ranks.group)
+        before_A = rows.counts_A.cumsum(0) - rows.counts_A
+        position_TK = (rows.row_TK + before_A[rows.expert_TK.long()]).masked_fill(rows.row_TK < 0, -1)
+        by_row = position_TK.view(-1).argsort(stable=True)
+        journey = Journey(
+            rank=ranks.rank,
+            expert_TK=rows.expert_TK,
+            position_TK=position_TK.int(),
+            slot_S=by_row[by_row.numel() - int(send_WE.sum()) :].int(),
+            send_WE=send_WE,
+            recv_WE=recv_WE,
+            num_received=int(recv_WE.sum()),
+        )
+        return PlainPasses(steps=PlainSteps(ranks), journey=journey, activation=activation, restore=restore)
+
+
+def plain_passes(request: Request) -> Ranks:
+    """For `using`, of a persistent kernel."""
+    return request.ranks
+
+
 @contextlib.contextmanager
-def using(make_steps: Callable[[Request], Steps | str]) -> Iterator[None]:
+def using(make_steps: Callable[[Request], Any]) -> Iterator[None]:
     """In the block, steps come from ``make_steps`` and not from the kernels, whose refusals are not asked."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_steps, "steps_for", make_steps)
         patch.setattr(fused_steps, "refusal", lambda *_, **__: None)
+        patch.setattr(layer_fused, "PersistentRunner", PlainPasses.of)
         yield
 
 

@@ -22,7 +22,7 @@ from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
-    from pmoe.kernels.comet import Steps
+    from pmoe.runners.fused_steps import FusedSteps
 
 
 class LeftCounts(Protocol):
@@ -69,7 +69,7 @@ class Agreed:
 
     counts: RankCounts | None = None
     choice: Choice | None = None
-    steps: Steps | None = None
+    steps: FusedSteps | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""COMET's fused kernels in a layer: which calls they take, and how those are decided.
+"""Fused kernels in a layer, COMET's or one persistent one: which calls they take, and how those are decided.
 
 What they do not take falls back to chunks, on all ranks together, with one warning for each reason.
 """
@@ -9,12 +9,13 @@ import functools
 
 import torch
 
-from pmoe.comm.counts import RankCounts
+from pmoe.comm.counts import RankCounts, RowsAsked
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes import Inputs
 from pmoe.engine.replay import hidden_from_checkpoints
 from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels.comet import Journey, Steps
+from pmoe.kernels.flashdmoe import CellRows
 from pmoe.layer.choose import choose
 from pmoe.layer.decision import Agreed, CallCounts, Decision
 from pmoe.layer.exact_counts import in_chunks, shared_counts, sort_early, sorted_rows, start
@@ -23,7 +24,9 @@ from pmoe.layer.route import make_inputs
 from pmoe.runners import fused, fused_steps
 from pmoe.runners.fused import FusedRunner
 from pmoe.runners.fused_forward import FusedForwardRunner
+from pmoe.runners.fused_steps import FusedSteps
 from pmoe.runners.one_rank import activation_of
+from pmoe.runners.persistent import PersistentRunner
 from pmoe.schedule.restore import KEEP, Restore
 from pmoe.warn import warn_once
 
@@ -32,7 +35,11 @@ def layer_refusal(parts: Parts) -> str | None:
     """Why no call of a layer is fused, whatever its tokens: the same on every rank."""
     if parts.spec.fused == "auto" and parts.ranks.size == 1:
         return "nothing travels on one rank"
-    return parts.refusal("fused")
+    return parts.refusal("persistent" if is_persistent(parts) else "fused")
+
+
+def is_persistent(parts: Parts) -> bool:
+    return parts.spec.fused == "persistent"
 
 
 def stacked(parts: Parts) -> StackedExperts:
@@ -70,7 +77,8 @@ def decide(call: Call) -> Decision:
     parts, replay = call.parts, call.replay
     routed, orders = sorted_rows(call)
     fuses = not replay.is_replay and may_fuse(parts, routed.x_TM.device, routed.dtype)
-    exchange = start(call, routed, orders, asks_max_rows=fuses)
+    of_rows: RowsAsked = "cell" if is_persistent(parts) else "received"
+    exchange = start(call, routed, orders, asks_max_rows=of_rows if fuses else None)
     inputs = make_inputs(parts, routed)
     expert_TK, keep_TK = orders.expert_TK, orders.keep_TK
     sort = functools.cache(lambda: fused.sort(expert_TK, keep_TK, parts.spec.num_experts))
@@ -95,14 +103,18 @@ def decide(call: Call) -> Decision:
     if steps is None:
         return in_chunks(call, routed, inputs, plan_for, choice, counts)
     counts_FE = orders.count(parts.num_bins)
-    journey = fused.make_journey(expert_TK, sort(), counts_FE, shared, parts.ranks.rank)
-    by_kernels = fused_runner(parts, steps, journey)
-    runner: Runner = by_kernels
-    plan = None
-    if choice is not None:
-        with hidden_from_checkpoints():
-            plan = plan_for(choice.backward, choice.backward, choice.restore)
-        runner = FusedForwardRunner(by_kernels, plan, shared.recv_device)
+    runner: Runner
+    plan, restore = None, fused_pair(parts) or KEEP  # of a call without a backward pass
+    if isinstance(steps, Steps):
+        journey = fused.make_journey(expert_TK, sort(), counts_FE, shared, parts.ranks.rank)
+        runner = by_kernels = fused_runner(parts, steps, journey)
+        if choice is not None:
+            with hidden_from_checkpoints():
+                plan = plan_for(choice.backward, choice.backward, choice.restore)
+            runner = FusedForwardRunner(by_kernels, plan, shared.recv_device)
+    else:
+        rows = CellRows.of(expert_TK, sort().position.view_as(expert_TK), counts_FE.sum(0))
+        runner = PersistentRunner(steps, rows, activation_of(stacked(parts)), restore)
     return Decision(
         call=call,
         routed=routed,
@@ -110,17 +122,17 @@ def decide(call: Call) -> Decision:
         runner=runner,
         counts=counts,
         plan=plan,
-        restore=by_kernels.restore,
+        restore=restore,
     )
 
 
 def fused_runner(parts: Parts, steps: Steps, journey: Journey) -> FusedRunner:
-    restore = fused_pair(parts) or KEEP  # of a call without a backward pass
+    restore = fused_pair(parts) or KEEP
     activation = activation_of(stacked(parts))
     return FusedRunner(steps=steps, journey=journey, activation=activation, restore=restore)
 
 
-def _steps(parts: Parts, inputs: Inputs, counts: RankCounts) -> Steps | None:
+def _steps(parts: Parts, inputs: Inputs, counts: RankCounts) -> FusedSteps | None:
     """What computes a call by the fused kernels; None, with a warning, where they do not take it."""
     if counts.max_rows is None:
         name, top_k = type(parts.gate).__name__, parts.spec.top_k
@@ -157,4 +169,7 @@ def make_request(
         max_rows=max_rows,
         needs_grad=needs_grad,
         slack=parts.spec.slack,
+        is_persistent=is_persistent(parts),
+        capacity_factor=parts.spec.capacity_factor,
+        sends_again=(fused_pair(parts) or KEEP).dispatched == "communicate",
     )

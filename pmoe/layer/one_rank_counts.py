@@ -13,6 +13,7 @@ from pmoe.engine.autograd import Runner
 from pmoe.engine.replay import hidden_from_checkpoints, may_run_again
 from pmoe.gates.base import Routing
 from pmoe.gates.topk import TopKGate
+from pmoe.kernels.comet import Steps
 from pmoe.kernels.route import Routes
 from pmoe.layer.decision import Agreed, CallCounts, Decision
 from pmoe.layer.fused import fused_pair, fused_runner, make_request, may_fuse, stacked
@@ -41,7 +42,7 @@ def decide(call: Call) -> Decision | None:
         routes = replay.route(x_TM, lambda: _routes(call, x_TM))
     routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux)
     runner: Runner = OneRankRunner(routes, one_rank.activation_of(stacked(parts)))
-    if agreed.steps is not None:
+    if isinstance(agreed.steps, Steps):
         runner = fused_runner(parts, agreed.steps, fused.one_rank_journey(routes))
     routed = Routed(x=x, x_TM=x_TM, gated=Gated(routing=routing), autocast=autocast_dtype(x))
     counts_E = routes.counts_nE[0].view(1, 1, -1)

@@ -1,4 +1,4 @@
-"""Who computes a fused call: COMET's kernels on a heap that layers share, and why they may refuse it."""
+"""Who computes a fused call: COMET's or FlashDMoE's kernels on a heap that layers share, or why none do."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from pmoe.comm.agreement import digest, largest, same
-from pmoe.comm.heap import HeapError, HeapShape, heap_for, host_name, nvshmem_heap, process_heap
+from pmoe.comm.heap import CellShape, HeapError, HeapShape, heap_for, host_name, nvshmem_heap, process_heap
 from pmoe.comm.ranks import Ranks
+from pmoe.gates.capacity import expert_capacity
 from pmoe.kernels import comet as kernels
 from pmoe.kernels.comet import Steps
 from pmoe.kernels.comet.launcher import Division
+from pmoe.kernels.comet.steps import HeapSteps
+from pmoe.kernels.flashdmoe import TILE_ROWS, PersistentLauncher
 from pmoe.kernels.product_request import bucket
 from pmoe.measure.division import agreed, agreed_layer, fused_layer_sizes
 from pmoe.planner.division import FusedLayerSizes, kernel_sizes
@@ -25,8 +28,9 @@ class Request:
     """What a call asks of the fused kernels; all but ``device`` is the same on every rank.
 
     dtype: of the rows. activation: as `pmoe.kernels.grouped_gemm` names it. experts: of a rank. max_tokens,
-    max_rows: the largest number of any rank's tokens, and of the rows that any rank receives. slack: of the
-    heap's rows over the balanced share.
+    max_rows: the largest number of any rank's tokens, and of the rows that any rank receives, or has for an
+    expert where is_persistent, a persistent kernel, is asked for. slack: of the heap's rows over the balanced
+    share. capacity_factor, sends_again: of a persistent kernel, as `heap_shape` says.
     """
 
     ranks: Ranks
@@ -41,7 +45,12 @@ class Request:
     max_rows: int
     needs_grad: bool
     slack: float = 1.25
+    is_persistent: bool = False
+    capacity_factor: float | None = None
+    sends_again: bool = False
 
+
+FusedSteps = Steps | HeapSteps[PersistentLauncher]
 
 _agreed: dict[tuple[object, ...], bool] = {}
 
@@ -57,7 +66,7 @@ def _captures(device: torch.device) -> str | None:
     return None
 
 
-def steps_for(request: Request) -> Steps | str:
+def steps_for(request: Request) -> FusedSteps | str:
     """The steps of such a call, or why there are none: steps on every rank, or on none.
 
     Collective the first time for a type and sizes: a rank's kernels may be missing, or its device another.
@@ -78,16 +87,19 @@ def steps_for(request: Request) -> Steps | str:
     return _kernel_steps(request)
 
 
-def _kernel_steps(request: Request) -> Steps | str:
+def _kernel_steps(request: Request) -> FusedSteps | str:
     """By the kernels, on the heap that all layers of this kind share. Whatever is refused is refused by
     numbers that all ranks share, or by an error that all raise."""
-    ranks = request.ranks
+    ranks, is_persistent = request.ranks, request.is_persistent
     shape = heap_shape(request)
     if request.max_rows > shape.rows:
-        return f"more rows arrive at a rank than its heap holds: {request.max_rows}, of {shape.rows}"
+        where = "go to an expert than its cell" if is_persistent else "arrive at a rank than its heap"
+        return f"more rows {where} holds: {request.max_rows}, of {shape.rows}"
     make = nvshmem_heap if _spans_nodes(request) else process_heap
     find_heap = functools.partial(heap_for, ranks, request.device, shape, make=make)
     try:
+        if is_persistent:
+            return HeapSteps(find_heap, PersistentLauncher)
         return Steps(find_heap, lambda kernel, direction: _division(request, kernel, direction))
     except HeapError:
         raise
@@ -107,18 +119,23 @@ def _spans_nodes(request: Request) -> bool:
 
 
 def heap_shape(request: Request) -> HeapShape:
-    """Of the heap that serves such a call: as many rows as the rank with most tokens may send, times the
-    slack for those that arrive. In steps of an eighth of a power of two, so that it is seldom made anew."""
-    step = max(bucket(request.max_tokens) // 8, 16)
+    """Of the heap that serves such a call. Tokens count in steps of an eighth of a power of two, so that it
+    is seldom made anew.
+
+    COMET's holds as many rows as the rank with most tokens may send, times the slack for those that arrive. A
+    cell of a persistent kernel holds the rows that the capacity_factor allows, or without one the balanced
+    share times the slack; in whole tiles, and no more than there are tokens.
+    """
+    step, top_k = max(bucket(request.max_tokens) // 8, 16), request.top_k
     tokens = math.ceil(request.max_tokens / step) * step
-    return HeapShape(
-        num_ranks=request.ranks.size,
-        experts=request.experts,
-        rows=math.ceil(tokens * request.top_k * request.slack),
-        home_rows=tokens * request.top_k,
-        d_model=request.d_model,
-        dtype=request.dtype,
-    )
+    ranks, experts, d_model, dtype = request.ranks.size, request.experts, request.d_model, request.dtype
+    if not request.is_persistent:
+        rows = math.ceil(tokens * top_k * request.slack)
+        return HeapShape(ranks, experts, rows, tokens * top_k, d_model, dtype)
+    factor = request.slack if request.capacity_factor is None else request.capacity_factor
+    rows = min(expert_capacity(factor, tokens, top_k, experts * ranks), tokens)
+    rows = max(math.ceil(rows / TILE_ROWS), 1) * TILE_ROWS
+    return CellShape(ranks, experts, rows, tokens, d_model, dtype, request.sends_again)
 
 
 def _division(request: Request, kernel: kernels.FusedKernel, direction: PassDirection) -> Division:

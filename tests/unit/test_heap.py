@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from pmoe.comm.heap import (
+    CellShape,
     Heap,
     HeapError,
     HeapShape,
@@ -213,6 +214,12 @@ def test_a_bound_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: 
 )
 def test_a_report_becomes_a_sentence(words: tuple[int, ...], told: str) -> None:
     assert awaited([*words, 7, 0, 0, 0], HeapShape.waits) == f"{told}, in round 7"
+
+
+def test_a_report_of_a_persistent_kernel_names_the_task() -> None:
+    told = "rank 1: the product tasks of tile 2 of rank 0's rows for its expert 3, in round 7"
+    assert awaited([4, 1, 3, 2, 7, 0, 0, 0], CellShape.waits) == told
+    assert len(CellShape.waits) == len(HeapShape.waits)
 
 
 def test_reports_are_read_as_the_kernels_write_them() -> None:

@@ -81,6 +81,37 @@ class HeapShape:
         return self.kind == other.kind and other.rows <= self.rows and other.home_rows <= self.home_rows
 
 
+@dataclass(frozen=True)
+class CellShape(HeapShape):
+    """The heap of a persistent kernel (`pmoe.kernels.flashdmoe`): FlashDMoE's layout L and its flags.
+
+    rows: C, of a cell, in whole tiles. home_rows: the most tokens of a rank.
+    sends_again: whether backward may send T_DI again, which takes a round of its own.
+    """
+
+    sends_again: bool = False
+    waits: ClassVar[Sequence[str]] = (
+        *HeapShape.waits[:2],
+        "rank {peer}: the dispatch task of tile {part} of its rows for expert {expert} of rank {rank}",
+        "rank {peer} itself: processors that take the tasks which its scheduler hands out",
+        "rank {peer}: the product tasks of tile {part} of rank {rank}'s rows for its expert {expert}",
+        HeapShape.waits[5],
+    )
+
+    @property
+    def places(self) -> Mapping[str, int]:
+        """As of `HeapShape`. The inbox is the first cell of L."""
+        found = self.sizes()
+        return found | {"counters": found["failed"], "inbox": found["begin"]}
+
+    def sizes(self, *, d_hidden: int = 8, halves: bool = False, blocks: int = 2) -> dict[str, int]:
+        """As cuda/flashdmoe/bind.cpp tells them: of the heap, and of the "workspace" of a layer's kernels."""
+        layout = {"ranks": self.num_ranks, "experts": self.experts, "capacity": self.rows}
+        layout |= {"row_bytes": self.row_bytes, "tokens": self.home_rows, "sends_again": self.sends_again}
+        layer = {"d_hidden": d_hidden, "halves": halves, "blocks": blocks}
+        return dict(device_memory.loaded_extension().flashdmoe_sizes(**layout, **layer))
+
+
 @cache
 def _places(ranks: int, experts: int, rows: int, home_rows: int, row_bytes: int) -> dict[str, int]:
     return dict(device_memory.loaded_extension().comet_layout(ranks, experts, rows, home_rows, row_bytes))

@@ -50,13 +50,16 @@ class Feature(str, enum.Enum):
 
 F = Feature
 
+BY_FUSED_KERNELS = frozenset(
+    {F.RANKS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE}
+    | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.EXTERNAL_ROUTING}
+)
+
 TAKES: dict[str, frozenset[Feature]] = {
     # ---- runners
     "pipeline": frozenset(Feature),
-    "fused": frozenset(
-        {F.RANKS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.FUSED}
-        | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.EXTERNAL_ROUTING}
-    ),
+    "fused": BY_FUSED_KERNELS | {F.FUSED},
+    "persistent": BY_FUSED_KERNELS | {F.PERSISTENT},
     # Nothing travels there, however it would.
     "one rank": frozenset({F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.HIERARCHICAL, F.OWN_EXCHANGE, F.ONE_LANE}),
     # A layer in the graph of torch.compile(model, backend="pmoe"), where its pipeline has no say.
@@ -79,7 +82,6 @@ TAKES: dict[str, frozenset[Feature]] = {
         | {F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.FUSED, F.PERSISTENT}
     ),
 }
-TAKES["persistent"] = TAKES["fused"] - {F.FUSED} | {F.PERSISTENT}
 TAKES["memory"] = TAKES["memory budget"] | (
     {F.HIERARCHICAL, F.SEND_ONCE, F.CALLBACKS, F.SHARED_EXPERT, F.PADDED, F.OWN_ORDER, F.PICKS_TOKENS}
     | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.MODULE_EXPERTS}

@@ -25,6 +25,7 @@ import torch
 
 import pmoe
 from pmoe.cli import main
+from pmoe.cli.cluster import load_cluster
 from pmoe.comm.ranks import Ranks
 from pmoe.graph.cost import Costs
 from pmoe.integrations.logging import StatsWriter
@@ -244,6 +245,24 @@ def made_costs(folder: Path) -> Path:
     return next(folder.iterdir())
 
 
+CLUSTER = """
+machines = 2
+ranks_per_machine = 2
+device_type = "cpu"
+memory_bytes = 1e9
+compute = { alpha_seconds = 1e-5, beta_seconds = 3e-11 }
+copy = { alpha_seconds = 1e-5, beta_seconds = 1e-10 }
+inside = { alpha_seconds = 1e-5, beta_seconds = 1e-9 }
+outside = { alpha_seconds = 1e-4, beta_seconds = 1e-8 }
+"""
+
+
+def made_cluster(folder: Path) -> Path:
+    path = folder / "cluster.toml"
+    path.write_text(CLUSTER)
+    return path
+
+
 # ---- a training run
 
 
@@ -303,6 +322,13 @@ KINDS: dict[str, Kind] = {
     "profile": of_profile(load_profile, "pmoe/measure/profile.py:load_profile"),
     "profile, by a command": of_profile(lambda path: planned("--profile", str(path))),
     "profile, in a folder": of_profile(lambda path: planned("--folder", str(path.parent))),
+    "cluster": Kind(
+        make=made_cluster,
+        read=lambda path: load_cluster(path, None),
+        opened_by=("pmoe/cli/cluster.py:load_cluster",),
+        remedy="must describe a cluster|must be a file to read",
+        is_json=False,
+    ),
     "divisions": of_divisions(read_divisions, "pmoe/measure/division.py:read_divisions"),
     "divisions, in a folder": of_divisions(lambda path: load_divisions(path.parent), may_be_missing=True),
     "degrees": of_degrees(

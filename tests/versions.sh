@@ -12,7 +12,7 @@ for each in "$@"; do
         "python$python" -m venv "$home" &&
             "$home/bin/pip" install -q ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch==$torch" &&
             "$home/bin/pip" install -q "torch==$torch" "transformers==$transformers" numpy scipy sortedcontainers \
-                matplotlib pytest pytest-timeout pytest-xdist && touch "$home/done"
+                'tomli; python_version < "3.11"' matplotlib pytest pytest-timeout pytest-xdist && touch "$home/done"
     fi
     if [ ! -e "$home/done" ]; then
         told+=("$each: not run, it could not be set up")

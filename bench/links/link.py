@@ -19,8 +19,8 @@ class Link(Protocol):
         flight. The links inside nodes stay as they are.
 
         bytes_per_second: see `bench.links`; float("inf") takes the limit away.
-        latency_seconds: what each message costs besides its bytes, occupying the link (alpha); 0 on the real
-            link, which cannot add any.
+        latency_seconds: what a message to each peer costs besides its bytes, occupying the link (alpha); 0
+            on the real link, which cannot add any.
         """
 
     def set_rates(

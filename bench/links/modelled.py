@@ -18,8 +18,9 @@ from bench.links.link import INFINITE, check_rate
 class ModelledLink:
     """A full-duplex serial link of one rank. Its messages queue in the order in which they are issued.
 
-    Shared by all groups of a process, as a network card would be. A message of s bytes out and r bytes
-    in occupies it for latency + max(s, r) / rate: a rank that sends little and receives much waits in truth
+    Shared by all groups of a process, as a network card would be. A collective of s bytes out and r bytes
+    in occupies it for latency * messages + max(s, r) / rate, with a message to or from each peer that rows
+    go to or come from, whichever are more: a rank that sends little and receives much waits in truth
     too. The model does not know when a peer issues its part, so a late peer delays this rank by its lateness
     alone and not by the transfer after it. That flatters a sequential layer more than a pipelined one.
     """
@@ -51,14 +52,14 @@ class ModelledLink:
         with self._lock:
             self._bytes_sent = 0
 
-    def carry(self, sent_bytes: int, received_bytes: int) -> float:
-        """Queues a message issued now; returns the time at which the link has carried it."""
+    def carry(self, sent_bytes: int, received_bytes: int, messages: int = 1) -> float:
+        """Queues a collective issued now; returns the time at which the link has carried it."""
         with self._lock:
             self._bytes_sent += sent_bytes
             self._free_at = max(self._free_at, self._clock())
             slower_bytes = max(sent_bytes, received_bytes)
             if slower_bytes:  # what stays on its rank costs nothing
-                self._free_at += self._latency_seconds + slower_bytes / self._bytes_per_second
+                self._free_at += messages * self._latency_seconds + slower_bytes / self._bytes_per_second
             return self._free_at
 
 
@@ -110,7 +111,9 @@ class ModelledLinks:
         outside = [i for i, node in enumerate(nodes) if node != nodes[own]]
 
         def carried(link: ModelledLink, members: list[int]) -> float:
-            return link.carry(sum(sent_bytes[i] for i in members), sum(received_bytes[i] for i in members))
+            sent, received = ([each[i] for i in members] for each in (sent_bytes, received_bytes))
+            messages = max(sum(size > 0 for size in each) for each in (sent, received))
+            return link.carry(sum(sent), sum(received), messages)
 
         ready_at = carried(self.inter, outside) if outside else 0.0
         return max(ready_at, carried(self.intra, inside)) if inside else ready_at

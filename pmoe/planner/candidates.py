@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from pmoe.comm.counts import num_bins, slot_rows
 from pmoe.planner.cost_model import cheapest_pair, eq10_seconds
@@ -21,7 +21,7 @@ from pmoe.planner.memory import PredictedMemory, predict
 from pmoe.planner.pass_rows import worst_rows
 from pmoe.planner.profile import Profile
 from pmoe.planner.simulator import makespan
-from pmoe.planner.timeline import Span, simulated_bars
+from pmoe.planner.timeline import Span, overlap, simulated_bars
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 from pmoe.warn import log
 
@@ -41,6 +41,7 @@ class PricedChoice(Choice):
         )
 
 
+@functools.lru_cache(maxsize=1024)
 def bound(
     sizes: LayerSizes,
     call: CallRows,
@@ -112,8 +113,8 @@ def within_budget(candidates: Sequence[PricedChoice], budget: int) -> PricedChoi
 class Advice:
     """What a layer should take, and its alternatives.
 
-    candidates: every n with every pair. decision: the one to take; why: in words. fastest: of all candidates.
-    eq10: seconds of a step by pair, by Eq. 10.
+    candidates: every n with every pair that was asked for. decision: the one to take; why: in words.
+    fastest: of all candidates. eq10: seconds of a step by pair, by Eq. 10. The rest is what was asked.
     """
 
     candidates: Sequence[PricedChoice]
@@ -121,6 +122,29 @@ class Advice:
     decision: PricedChoice
     why: str
     fastest: PricedChoice
+    sizes: LayerSizes
+    profile: Profile
+    tokens: int
+    slack: float
+    dispatch: str
+
+    @property
+    def way(self) -> dict[str, Any]:
+        """The decision by the names of a layer's options, and its seconds."""
+        took, place = self.decision, {"dispatch": self.dispatch, "esp": self.sizes.inside}
+        return {**place, "n": took.forward, "restore": str(took.restore), "seconds": took.seconds}
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Of a step: something travels, and nothing is computed."""
+        return overlap(step_bars(self.sizes, self.profile, self.tokens, self.decision)).exposed
+
+    @property
+    def even_bytes(self) -> int:
+        """As ``promised``, where a rank receives as many rows as it sends."""
+        took, even = self.decision, replace(self.sizes, num_ranks=self.sizes.inside, bypass_local=False)
+        degrees = (took.forward, took.backward)
+        return bound(even, even.call(self.tokens), *degrees, took.restore, self.slack).promised
 
 
 def advise(
@@ -130,17 +154,20 @@ def advise(
     *,
     budget: int | None = None,
     slack: float = 1.25,
+    pairs: Sequence[Restore] = ALL_PAIRS,
+    dispatch: str = "flat",
 ) -> Advice:
     """n and the restore pair for a layer with ``num_tokens`` tokens a rank, evenly routed.
 
     budget: bytes, or None. With one the fastest candidate, by the simulator, that holds it for any routing;
     without, the cheapest of S1 to S4 by Eq. 10, with the n of least simulated time. slack: rows of a slot
-    over the balanced share.
+    over the balanced share. pairs: of the candidates, S1 to S4 among them. dispatch: whose messages the
+    profile holds.
 
     Raises ValueError with the least budget where nothing holds it.
     """
     candidates = evaluate(
-        sizes, num_tokens, degrees=[(n, n) for n in DEGREES], pairs=ALL_PAIRS, profile=profile, slack=slack
+        sizes, num_tokens, degrees=[(n, n) for n in DEGREES], pairs=pairs, profile=profile, slack=slack
     )
     if budget is None:
         pair, _ = cheapest_pair(sizes, profile, num_tokens, STRATEGIES.values())
@@ -151,10 +178,15 @@ def advise(
         why = f"the fastest that holds {budget} bytes for any routing"
     return Advice(
         candidates=candidates,
-        eq10={pair: eq10_seconds(sizes, profile, num_tokens, pair) for pair in ALL_PAIRS},
+        eq10={pair: eq10_seconds(sizes, profile, num_tokens, pair) for pair in pairs},
         decision=decision,
         why=why,
         fastest=_fastest(candidates),
+        sizes=sizes,
+        profile=profile,
+        tokens=num_tokens,
+        slack=slack,
+        dispatch=dispatch,
     )
 
 

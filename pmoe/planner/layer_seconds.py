@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pmoe.planner.cost_model import Interference
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.profile import Profile
-from pmoe.planner.simulator import LOCAL_TWIN, Simulated, makespan, simulate_slowed, task_seconds
+from pmoe.planner.simulator import LOCAL_TWIN, Simulated, makespan, simulate, simulate_slowed, task_seconds
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.rings import rotating
 from pmoe.schedule.tasks import Kind, Task
@@ -19,7 +20,7 @@ def even_task_costs(sizes: LayerSizes, profile: Profile, num_tokens: int, n: int
     rows = num_tokens * sizes.top_k / n
     crossing = (sizes.num_across - 1) / sizes.num_across  # what a rank sends to itself crosses no link
     travelling = crossing if sizes.bypass_local else 1.0
-    shared = profile.message(rows * (sizes.inside - 1) * sizes.d_model * sizes.element_size)
+    shared = profile.sharing(sizes.inside)(rows * (sizes.inside - 1) * sizes.d_model * sizes.element_size)
     local = _costs_of_rows(sizes, profile, rows * (1 - travelling) * sizes.inside)
     return {
         Kind.DISPATCH: profile.message(rows * crossing * sizes.d_model * sizes.element_size),
@@ -55,7 +56,10 @@ def simulated_step(
     for direction, n in (("forward", forward), ("backward", backward)):
         schedule = rotating(direction, n, sizes.stages, restore=restore, rearranged=forward != backward)
         alone = task_seconds(even_task_costs(sizes, profile, num_tokens, n))
-        found[direction] = simulate_slowed(schedule.tasks, alone, profile.interference.speeds)
+        if profile.interference == Interference():  # the same, sooner
+            found[direction] = simulate(schedule.tasks, alone)
+        else:
+            found[direction] = simulate_slowed(schedule.tasks, alone, profile.interference.speeds)
     return found
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from pmoe.experts import make_stacked
+from pmoe.experts.base import Shard
 from pmoe.schedule.slots import HiddenColumns
 from pmoe.schedule.tasks import Stages
 
@@ -114,6 +115,7 @@ def sizes_from_options(
     *,
     top_k: int = 1,
     num_ranks: int = 1,
+    inside: int = 1,
     expert: str = "ffn",
     bias: bool = True,
     dtype: torch.dtype = torch.float32,
@@ -121,13 +123,15 @@ def sizes_from_options(
 ) -> LayerSizes:
     """What MoELayer(d_model, d_hidden, num_experts, ...) would have; the arguments are the layer's.
 
-    num_ranks: that share the experts. device_type: "cpu" or "cuda"; experts hold more for a row on one.
+    num_ranks: that share the experts. inside: ranks that each expert is split over.
+    device_type: "cpu" or "cuda"; experts hold more for a row on one.
 
-    Raises ValueError for top_k above num_experts, and num_experts that num_ranks does not divide.
+    Raises ValueError for top_k above num_experts, and num_experts that num_ranks / inside does not divide.
     """
-    check_fits(num_experts, top_k, num_ranks)
-    local = num_experts // num_ranks
-    experts = make_stacked(expert, d_model, d_hidden, local, "gelu", bias, device="meta", dtype=dtype)
+    across = num_ranks // inside
+    check_fits(num_experts, top_k, across)
+    made: dict[str, Any] = {"shard": Shard(0, inside), "device": "meta", "dtype": dtype}
+    experts = make_stacked(expert, d_model, d_hidden, num_experts // across, "gelu", bias, **made)
     return LayerSizes(
         d_model=d_model,
         num_experts=num_experts,
@@ -138,4 +142,6 @@ def sizes_from_options(
         weight_size=max(4, dtype.itemsize),
         expert_parameters=sum(parameter.numel() for parameter in experts.parameters()),
         gate_parameters=num_experts * d_model,
+        bypass_local=inside == 1,
+        inside=inside,
     )

@@ -136,6 +136,11 @@ class Profile(Identity):
         alpha = self.compute.alpha_seconds * alphas(weights, self.device_type)
         return alpha + self.compute.beta_seconds * multiply_adds
 
+    def sharing(self, inside: int) -> LineCost:
+        """Of what a rank sends to gather or sum rows among ``inside`` ranks, where that was measured."""
+        found = self.operations
+        return self.message if found is None or found.num_inside != inside else found.all_gather.line
+
     def rates(self, element_size: int) -> Rates:
         """For Eq. 10, with elements of ``element_size`` bytes: the rates of large tasks.
 

@@ -49,7 +49,7 @@ def simulate(tasks: Iterable[T], seconds: Callable[[T], float]) -> list[Simulate
     lane_free: dict[str, float] = {}
     done = []
     for task in tasks:
-        ready = max((end_of[name] for name in task.waits), default=0.0)
+        ready = max([end_of[name] for name in task.waits], default=0.0)
         start = max(ready, lane_free.get(task.lane, 0.0))
         end = start + seconds(task)
         end_of[task.name] = lane_free[task.lane] = end

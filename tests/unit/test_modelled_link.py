@@ -117,6 +117,12 @@ def test_with_one_rank_a_node_all_bytes_cross_nodes(clock: Clock) -> None:
     assert (links.bytes_sent, links.bytes_sent_inside) == (20, 0)
 
 
+def test_a_message_to_each_peer_has_a_latency(links: ModelledLinks) -> None:
+    links.set_rates(inter=100, intra=100, inter_latency_seconds=2)
+    assert links.carry([0, 1, 2, 3], 0, [0, 100, 50, 50], [0, 100, 0, 100]) == 100 + 2 * 2 + 1
+    assert links.carry([0, 1, 2, 3], 0, [0, 0, 0, 100], [0, 0, 100, 0]) == 105 + 2 + 1
+
+
 def test_each_level_has_a_rate_and_a_latency_of_its_own(links: ModelledLinks) -> None:
     links.set_rates(inter=100, intra=10, inter_latency_seconds=1, intra_latency_seconds=3)
     assert links.carry([0, 2], 0, [0, 100], [0, 100]) == 102

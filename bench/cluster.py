@@ -49,8 +49,8 @@ class Way:
     @property
     def even_bytes(self) -> int:
         """As `promised`, where a rank receives as many rows as it sends."""
-        took, even = self.advice.decision, replace(self.sizes, num_ranks=self.esp)
-        even = replace(even, bypass_local=self.sizes.num_ranks == 1)
+        took, is_alone = self.advice.decision, self.sizes.num_ranks == 1
+        even = replace(self.sizes, num_ranks=self.esp, bypass_local=is_alone)
         degrees = (took.forward, took.backward)
         return bound(even, even.call(self.tokens), *degrees, took.restore, self.slack).promised
 

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
-from bench.stated import assumptions, by_key, run, wrapped
+from bench.stated import assumptions, by_key, run
+from pmoe.papers.assumptions import wrapped
 from pmoe.papers.comet_division import busy_bars
 from pmoe.papers.comet_figures import chunked_run
 from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Model, even_layer
@@ -243,7 +244,7 @@ def lines() -> Iterator[str]:
     }
     for title, rows in tables.items():
         yield f"{title}\n\n{by_key(rows)}\n"
-    yield wrapped("flashdmoe, why")
+    yield from wrapped(assumptions("flashdmoe, why"))
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pmoe.papers.assumptions import section, wrapped
 from pmoe.text import table
 
 if TYPE_CHECKING:
@@ -16,20 +16,7 @@ if TYPE_CHECKING:
 
 def assumptions(name: str) -> Mapping[str, str]:
     """A section of the page beside this file: texts by name."""
-    text = Path(__file__).with_name("stated.md").read_text(encoding="utf-8")
-    section = text.partition(f"\n# {name}\n")[2].partition("\n# ")[0]
-    blocks = (block.partition("\n") for block in section.strip().split("\n\n"))
-    return {about.removeprefix("## "): " ".join(told.split()) for about, _, told in blocks}
-
-
-def wrapped(name: str) -> str:
-    """A section as lines, each text beside its name."""
-    texts = assumptions(name)
-    width = max(map(len, texts)) + 2
-    return "\n".join(
-        textwrap.fill(told, 110, initial_indent=about.ljust(width), subsequent_indent=" " * width)
-        for about, told in texts.items()
-    )
+    return section(Path(__file__).with_name("stated.md").read_text(encoding="utf-8"), name)
 
 
 def by_key(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -47,7 +34,7 @@ def run(name: str, lines: Callable[[], Iterable[str]], figure: Callable[[], Figu
     parser.add_argument("--draw", type=Path, metavar="FILE", help="also draw the picture, as a PNG")
     args = parser.parse_args()
     if args.assumptions:
-        print(wrapped(name))
+        print("\n".join(wrapped(assumptions(name))))
         return
     print("\n".join(lines()))
     print(f"\nassumed: python bench/{name}.py --assumptions")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from pmoe.cli.arguments import refused_as, slack
 from pmoe.cli.output import Output, ms
 from pmoe.papers import comet_figures, fsmoe_layers, lancet_figures
-from pmoe.papers.assumptions import assumptions
+from pmoe.papers.assumptions import assumptions, wrapped
 from pmoe.papers.comet_figures import Beside
 from pmoe.papers.fsmoe_table5 import CONTENTION, PAPER_DIFFERING, table5
 from pmoe.text import table
@@ -47,7 +46,7 @@ def run_command(args: argparse.Namespace) -> Output:
         raise ValueError(f"--draw ({picture}) is for {', '.join(FIGURES)}, without --assumptions")
     assumed = assumptions(name)
     if args.assumptions:
-        return Output(assumed, _wrapped(assumed))
+        return Output(assumed, wrapped(assumed))
     if picture is not None:
         with (
             refused_as(f"--draw ({picture}) must be left out without matplotlib", ImportError),
@@ -57,13 +56,6 @@ def run_command(args: argparse.Namespace) -> Output:
     fields, lines = _table5(args.contention) if name == "fsmoe-table5" else PRINTED[name]()
     told = f"\nassumed: pmoe simulate {name} --assumptions"
     return Output({**fields, "assumptions": dict(assumed)}, itertools.chain(lines, [told]))
-
-
-def _wrapped(texts: Mapping[str, str]) -> Iterator[str]:
-    """Each name with its text beside it, which continues below itself."""
-    width = max(map(len, texts)) + 2
-    for name, text in texts.items():
-        yield textwrap.fill(text, 110, initial_indent=name.ljust(width), subsequent_indent=" " * width)
 
 
 # ---- COMET's Table 3 and Fig. 8, and a fused layer beside a chunked one
@@ -91,7 +83,7 @@ def _comet() -> Output:
         "the paper's\n",
         table(_case_rows(cases)),
         "\n" + "\n".join(moves),
-        *_wrapped(assumptions("comet, why")),
+        *wrapped(assumptions("comet, why")),
         _beside_line(beside),
     )
     return Output(fields, lines)
@@ -126,7 +118,7 @@ def _lancet() -> Output:
         "Lancet's section 7: a training step by system, ms; its two passes alone and together\n",
         _by_key(rows, left=2) + "\n",
         *(f"{name}: {best[name]:.2f} at most; paper: {told}" for name, told in paper.items()),
-        *_wrapped(assumptions("lancet, why")),
+        *wrapped(assumptions("lancet, why")),
     )
     return Output({"rows": rows, "paper": paper}, lines)
 

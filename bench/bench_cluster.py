@@ -178,8 +178,7 @@ def run_whole(
 def file_for(case: Case, profile: Profile, links: Links, shared: int) -> str:
     """What the profile does not tell, or of ranks that have a core each."""
     lines = [f"machines = {case.machines}", f"ranks_per_machine = {case.local}", "memory_bytes = 4e9"]
-    slower = max(profile.copy_out, profile.copy_in, key=lambda line: line.beta_seconds)
-    tables = {"compute": times(profile.compute, shared), "copy": times(slower, shared)}
+    tables = {"compute": times(profile.compute, shared), "copy": times(profile.slower_copy, shared)}
     if case.local > 1:  # the part was one machine
         tables["outside"] = LineCost(links.latency + profile.message.alpha_seconds, 1 / links.inter)
     for name, line in tables.items():

@@ -142,8 +142,8 @@ def links_of(profile: Profile) -> dict[str, LineCost]:
 
 def fields_of(profile: Profile) -> dict[str, Any]:
     """The fields of a `Cluster` that a profile of a part of it tells, as `dataclasses.asdict` has them."""
-    slower = max(profile.copy_out, profile.copy_in, key=lambda line: line.beta_seconds)
-    costs: dict[str, Any] = {"compute": profile.compute, "copy": slower, "interference": profile.interference}
+    costs: dict[str, Any] = {"compute": profile.compute, "copy": profile.slower_copy}
+    costs["interference"] = profile.interference
     return {
         "device_type": profile.device_type,
         "measured": f"on a part, {profile.when}",

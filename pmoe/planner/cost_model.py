@@ -118,11 +118,10 @@ def lane_seconds(
     """
     q1, q2, q3 = workload(restore, direction, hidden_per_model=H / M, swiglu=swiglu)
     num_bytes = b * M * element_size
-    copy = max(profile.copy_out.beta_seconds, profile.copy_in.beta_seconds)
     return (
         q1 * b * H * M * profile.compute.beta_seconds,
         q2 * num_bytes * travelling * profile.message.beta_seconds,
-        q3 * num_bytes * copy,
+        q3 * num_bytes * profile.slower_copy.beta_seconds,
     )
 
 

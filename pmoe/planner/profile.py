@@ -112,6 +112,11 @@ class Profile(Identity):
     r_squared: float = 1.0
     operations: Operations | None = None
 
+    @property
+    def slower_copy(self) -> LineCost:
+        """Of the two directions, for what is told of copies in one number."""
+        return max(self.copy_out, self.copy_in, key=lambda line: line.beta_seconds)
+
     def __str__(self) -> str:
         """Whose it is, and when it was measured."""
         ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"

@@ -124,9 +124,8 @@ class Backward(Pass):
 
     def recompute(self, unit: Unit) -> None:
         recipe = next((kept.recipe for kept, _ in self.parts(unit)), None)
-        self.hidden[unit] = self.plan.modules.experts.recompute(
-            self.rows_of(unit), self.groups(unit), self.parameters, recipe, space=self.space(unit)
-        )
+        given = self.for_experts(unit, self.rows_of(unit))
+        self.hidden[unit] = self.plan.modules.experts.recompute(given, recipe)
 
     def hidden_of(self, unit: Unit) -> Hidden:
         if unit not in self.hidden:
@@ -158,16 +157,9 @@ class Backward(Pass):
             self._weights_in_source_order()
 
     def _input_gradient(self, unit: Unit, grad_NM: Tensor, weight_N: Tensor, out_NM: Tensor) -> Tensor:
-        rows_NM = self.rows_of(unit)
+        given = self.for_experts(unit, self.rows_of(unit), out_NM)
         _, grad_weight_N, self.pending[unit] = self.plan.modules.experts.input_gradient(
-            grad_NM,
-            rows_NM,
-            weight_N,
-            self.hidden_of(unit),
-            self.groups(unit),
-            self.parameters,
-            space=self.space(unit),
-            out=out_NM,
+            grad_NM, given, weight_N, self.hidden_of(unit)
         )
         return grad_weight_N
 

@@ -94,15 +94,8 @@ class Forward(Pass):
         remakes = self.keep and restore.hidden != "keep"
         recipe = experts.recipe(rows_NM.device) if remakes else None
         version = rows_NM._version if recipe is not None else 0
-        _, hidden = experts.compute(
-            rows_NM,
-            weight_N,
-            self.groups(unit),
-            self.parameters,
-            space=self.space(unit),
-            out=out_NM,
-            keep=self.keep and restore.hidden != "recompute",
-        )
+        keeps = self.keep and restore.hidden != "recompute"
+        _, hidden = experts.compute(self.for_experts(unit, rows_NM, out_NM), weight_N, keep=keeps)
         if self.keep:
             changed = recipe is not None and rows_NM._version != version
             if recipe is not None and restore.hidden == "recompute":

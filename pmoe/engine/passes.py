@@ -21,7 +21,7 @@ from pmoe.engine import lanes as engine
 from pmoe.engine.arena import Arena, pool
 from pmoe.engine.lanes import Actions
 from pmoe.engine.plan import PassPlan, Plan, WeightJourney, length
-from pmoe.experts.base import Allocate, Experts, Hidden
+from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden
 from pmoe.experts.products import RowGroups
 from pmoe.schedule.slots import BufferSizes
 from pmoe.schedule.tasks import Kind, Schedule, sequential
@@ -136,6 +136,7 @@ class Pass:
     home_name: str
     brought_by_S: str
     taken_by_R: str
+    parameters: Sequence[Tensor]
 
     def __init__(self, plan: Plan, cut: PassPlan, source_TM: Tensor, keep: bool) -> None:
         self.plan, self.cut, self.source_TM, self.keep = plan, cut, source_TM, keep
@@ -220,6 +221,9 @@ class Pass:
     def groups(self, unit: Unit) -> RowGroups:
         i, at = unit
         return self.cut.pieces[i].groups if at else self.cut.chunks[i].received
+
+    def for_experts(self, unit: Unit, rows_NM: Tensor, out: Tensor | None = None) -> ExpertRows:
+        return ExpertRows(rows_NM, self.groups(unit), self.parameters, self.space(unit), out)
 
     # ---- towards the experts
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pmoe.engine.backward_pass import Backward
 from pmoe.engine.forward_pass import Forward
 from pmoe.engine.lanes import Actions
-from pmoe.engine.passes import Kept, Pass, Unit
-from pmoe.experts.base import Experts
+from pmoe.engine.passes import Inputs, Kept, Pass, Unit
+from pmoe.experts.base import ExpertRows, Experts
 from pmoe.experts.products import RowGroups
 from pmoe.schedule.tasks import Kind
 
@@ -26,17 +25,19 @@ class _WithSharedExpert(Pass):
         assert found is not None
         return found
 
-    def place_shared(self) -> Tensor:
-        """Where its result for all tokens goes; `Pass.output` adds it."""
-        self.shared_TM = torch.empty_like(self.result_TM)
-        return self.shared_TM
-
-    def shared_groups(self) -> RowGroups:
+    def groups(self, unit: Unit) -> RowGroups:
+        if unit != SHARED:
+            return super().groups(unit)
         tokens = self.source_TM.shape[0]
         ends = None
         if self.source_TM.is_cuda:
             ends = torch.full((1,), tokens, dtype=torch.int32, device=self.source_TM.device)
         return RowGroups(counts=(tokens,), ends=ends)
+
+    def all_tokens(self, inputs: Inputs) -> ExpertRows:
+        """`Pass.output` adds its result."""
+        self.shared_TM = torch.empty_like(self.result_TM)
+        return ExpertRows(inputs.x_TM, self.groups(SHARED), inputs.shared_parameters, out=self.shared_TM)
 
 
 class ForwardWithSharedExpert(_WithSharedExpert, Forward):
@@ -47,14 +48,7 @@ class ForwardWithSharedExpert(_WithSharedExpert, Forward):
         inputs, shared = self.inputs, self.shared
         assert inputs.shared_weight_T is not None
         with inputs.autocast_for(shared):
-            _, hidden = shared.compute(
-                self.source_TM,
-                inputs.shared_weight_T,
-                self.shared_groups(),
-                inputs.shared_parameters,
-                out=self.place_shared(),
-                keep=self.keep,
-            )
+            _, hidden = shared.compute(self.all_tokens(inputs), inputs.shared_weight_T, keep=self.keep)
         if self.keep:
             self.left.kept[SHARED] = Kept(hidden=hidden)
 
@@ -74,14 +68,11 @@ class BackwardWithSharedExpert(_WithSharedExpert, Backward):
         assert inputs.shared_weight_T is not None and hidden is not None
         _, self.grad_shared_weight, self.shared_pending = self.shared.input_gradient(
             self.source_TM.clone(),  # it is written over, and every chunk still reads it
-            inputs.x_TM,
+            self.all_tokens(inputs),
             inputs.shared_weight_T,
             hidden,
-            self.shared_groups(),
-            inputs.shared_parameters,
-            out=self.place_shared(),
         )
 
     def shared_weight_gradient(self, _: int) -> None:
-        self.shared.weight_gradient(self.shared_pending, self.shared_groups(), self.shared_sums)
+        self.shared.weight_gradient(self.shared_pending, self.groups(SHARED), self.shared_sums)
         self.shared_pending = None

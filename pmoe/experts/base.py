@@ -36,6 +36,30 @@ def fresh(like: Tensor) -> Allocate:
     return lambda name, rows, columns: like.new_empty(rows, columns)
 
 
+@dataclass(frozen=True)
+class ExpertRows:
+    """Rows that experts compute, with all that they compute them with.
+
+    rows_NM: (N, M), T_DI, sorted by expert.
+    groups: where each expert's rows begin and end.
+    parameters: in the order of ``parameters()``. Under autocast they are cast copies, and the autograd
+        function must name them as its inputs.
+    space: gives memory by name, rows and columns; None allocates it.
+    out: (N, M), memory for the result; None takes it from ``space``.
+    """
+
+    rows_NM: Tensor
+    groups: RowGroups
+    parameters: Sequence[Tensor]
+    space: Allocate | None = None
+    out: Tensor | None = None
+
+    def new(self, name: str, columns: int, num_rows: int | None = None) -> Tensor:
+        """Memory (num_rows, columns) for what ``name`` says, uninitialised. num_rows: by default N."""
+        space = fresh(self.rows_NM) if self.space is None else self.space
+        return space(name, self.rows_NM.shape[0] if num_rows is None else num_rows, columns)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hidden:
     """What `Experts.input_gradient` needs beside the rows (T_M).
@@ -76,14 +100,8 @@ WHOLE = Shard()
 class Experts(nn.Module, abc.ABC):
     """The E_local experts of one rank. Subclass it for experts of another kind.
 
-    Its methods compute a chunk of N rows of M = d_model columns, sorted by expert. Arguments of several are:
-
-    rows_NM: (N, M), T_DI. weight_N: (N,), the rows' routing weights.
-    groups: where each expert's rows begin and end.
-    parameters: in the order of ``parameters()``. They come as an argument because under autocast they are
-        cast copies, and because the autograd function must name them as its inputs.
-    space: gives memory by name, rows and columns; None allocates it.
-    out: (N, M), memory for the result; None takes it from ``space``.
+    Its methods compute a chunk of N rows of M = d_model columns (`ExpertRows`). weight_N: (N,), the routing
+    weights of these rows.
     """
 
     num_local_experts: int
@@ -161,15 +179,7 @@ class Experts(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def compute(
-        self,
-        rows_NM: Tensor,
-        weight_N: Tensor,
-        groups: RowGroups,
-        parameters: Sequence[Tensor],
-        *,
-        space: Allocate | None = None,
-        out: Tensor | None = None,
-        keep: bool = True,
+        self, given: ExpertRows, weight_N: Tensor, *, keep: bool = True
     ) -> tuple[Tensor, Hidden | None]:
         """Returns T_DO (N, M), the experts' output times the routing weight, and what `input_gradient` needs
         beside the rows (T_M), None unless ``keep``."""
@@ -183,16 +193,8 @@ class Experts(nn.Module, abc.ABC):
         return True
 
     @abc.abstractmethod
-    def recompute(
-        self,
-        rows_NM: Tensor,
-        groups: RowGroups,
-        parameters: Sequence[Tensor],
-        recipe: Any,
-        *,
-        space: Allocate | None = None,
-    ) -> Hidden:
-        """T_M made again from T_DI, rows_NM (N, M). recipe: of `recipe`, or None for no rows."""
+    def recompute(self, given: ExpertRows, recipe: Any) -> Hidden:
+        """T_M made again from T_DI. recipe: of `recipe`, or None for no rows."""
 
     @abc.abstractmethod
     def join(
@@ -202,16 +204,7 @@ class Experts(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def input_gradient(
-        self,
-        grad_NM: Tensor,
-        rows_NM: Tensor,
-        weight_N: Tensor,
-        hidden: Hidden,
-        groups: RowGroups,
-        parameters: Sequence[Tensor],
-        *,
-        space: Allocate | None = None,
-        out: Tensor | None = None,
+        self, grad_NM: Tensor, given: ExpertRows, weight_N: Tensor, hidden: Hidden
     ) -> tuple[Tensor, Tensor, Any]:
         """Returns the gradients of rows (N, M) and of weight (N,), and what `weight_gradient` needs.
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from pmoe.arguments import check_count, check_module, list_of
-from pmoe.experts.base import Allocate, Experts, Hidden, Runs, Shard, row_dot
+from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden, Runs, Shard, row_dot
 from pmoe.experts.graphs import Graph, Shelf, gradients, record
 from pmoe.experts.products import GradientSum, RowGroups
 
@@ -80,17 +80,10 @@ class ModuleExperts(Experts):
         self.num_local_experts = len(self.local)
 
     def compute(
-        self,
-        rows_NM: Tensor,
-        weight_N: Tensor,
-        groups: RowGroups,
-        parameters: Sequence[Tensor],
-        *,
-        space: Allocate | None = None,
-        out: Tensor | None = None,
-        keep: bool = True,
+        self, given: ExpertRows, weight_N: Tensor, *, keep: bool = True
     ) -> tuple[Tensor, Hidden | None]:
-        out = torch.empty_like(rows_NM) if out is None else out
+        rows_NM, groups = given.rows_NM, given.groups
+        out = torch.empty_like(rows_NM) if given.out is None else given.out
         if not keep:
             for expert, at in groups.slices():
                 out[at] = self._run(expert, rows_NM[at]) * weight_N[at].unsqueeze(1)
@@ -124,18 +117,10 @@ class ModuleExperts(Experts):
         same_on_device = before is None or after is None or torch.equal(before, after)
         return same_on_device and torch.equal(recipe.random, now.random)
 
-    def recompute(
-        self,
-        rows_NM: Tensor,
-        groups: RowGroups,
-        parameters: Sequence[Tensor],
-        recipe: Recipe | None,
-        *,
-        space: Allocate | None = None,
-    ) -> Hidden:
+    def recompute(self, given: ExpertRows, recipe: Recipe | None) -> Hidden:
         graphs, tensors = list[Graph](), list[Tensor]()
         with contextlib.nullcontext() if recipe is None else recipe.followed(), self._same_buffers():
-            for graph, _ in self._graphs(rows_NM, groups):
+            for graph, _ in self._graphs(given.rows_NM, given.groups):
                 tensors += graph.shelf.close()
                 graphs.append(graph)
         return Hidden(tensors=tensors, graph=graphs, expendable=True)
@@ -185,18 +170,9 @@ class ModuleExperts(Experts):
         return output
 
     def input_gradient(
-        self,
-        grad_NM: Tensor,
-        rows_NM: Tensor,
-        weight_N: Tensor,
-        hidden: Hidden,
-        groups: RowGroups,
-        parameters: Sequence[Tensor],
-        *,
-        space: Allocate | None = None,
-        out: Tensor | None = None,
+        self, grad_NM: Tensor, given: ExpertRows, weight_N: Tensor, hidden: Hidden
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        out = torch.empty_like(grad_NM) if out is None else out
+        out = torch.empty_like(grad_NM) if given.out is None else given.out
         grad_weight_N = torch.empty_like(weight_N)
         wanted = list(self.parameters())
         totals: list[Tensor | None] = [None] * len(wanted)
@@ -204,7 +180,7 @@ class ModuleExperts(Experts):
         for graph in hidden.graph:
             at, shelf = graph.at, graph.shelf
             shelf.tensors = list(itertools.islice(every_tensor, graph.num_tensors))
-            shelf.rows = rows_NM[at]
+            shelf.rows = given.rows_NM[at]
             output = shelf.get(graph.saved_output)
             grad_weight_N[at] = row_dot(output, grad_NM[at].to(output.dtype)).to(grad_weight_N.dtype)
             if graph.output is None:

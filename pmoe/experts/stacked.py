@@ -11,7 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_count, check_flag, check_kind, check_place
-from pmoe.experts.base import WHOLE, Allocate, Experts, Hidden, Runs, Shard, fresh, local_part, row_dot
+from pmoe.experts.base import (
+    WHOLE,
+    Allocate,
+    ExpertRows,
+    Experts,
+    Hidden,
+    Runs,
+    Shard,
+    fresh,
+    local_part,
+    row_dot,
+)
 from pmoe.experts.products import (
     GradientSum,
     RowGroups,
@@ -158,27 +169,18 @@ class StackedExperts(Experts):
         return self.hidden_factor == 1 or device_type == "cpu"
 
     def compute(
-        self,
-        rows_NM: Tensor,
-        weight_N: Tensor,
-        groups: RowGroups,
-        parameters: Sequence[Tensor],
-        *,
-        space: Allocate | None = None,
-        out: Tensor | None = None,
-        keep: bool = True,
+        self, given: ExpertRows, weight_N: Tensor, *, keep: bool = True
     ) -> tuple[Tensor, Hidden | None]:
-        space = fresh(rows_NM) if space is None else space
-        w1, w2, b1, b2 = self.weights(parameters)
-        num_rows, num_hidden = rows_NM.shape[0], self.num_hidden
+        rows_NM, groups, num_hidden = given.rows_NM, given.groups, self.num_hidden
+        w1, w2, b1, b2 = self.weights(given.parameters)
         in_place = not keep and self._activates_in_place(rows_NM.device.type)
         # One launch of pmoe's kernels never stores a T_M that is not kept.
         fused = self._fused("forward", rows_NM, w1, groups, b1)
-        hidden_NG = space("T_M", num_rows, w1.shape[1]) if keep or in_place or fused is None else None
+        hidden_NG = given.new("T_M", w1.shape[1]) if keep or in_place or fused is None else None
         if in_place and hidden_NG is not None:
             active_NH = _first(hidden_NG, num_hidden, 1)
         else:
-            active_NH = space("active", num_rows, num_hidden)
+            active_NH = given.new("active", num_hidden)
         if fused is not None:
             grouped_gemm.hidden(
                 rows_NM, w1, groups.ends_E, activation=fused, bias_EG=b1,
@@ -190,7 +192,7 @@ class StackedExperts(Experts):
             self.activate(hidden_NG, active_NH)
         if not keep:
             hidden_NG = None  # what follows may take its memory
-        out = space("T_DO", num_rows, w2.shape[1]) if out is None else out
+        out = given.new("T_DO", w2.shape[1]) if given.out is None else given.out
         expert_product(active_NH, w2, groups, None if self.shard.index else b2, out=out, scale_N=weight_N)
         return out, None if hidden_NG is None else Hidden(tensors=[hidden_NG])
 
@@ -205,19 +207,11 @@ class StackedExperts(Experts):
         fits = not rows.is_cuda or grouped_gemm.misfit(rows.dtype, hidden=width) is None
         return fused if fits else None
 
-    def recompute(
-        self,
-        rows_NM: Tensor,
-        groups: RowGroups,
-        parameters: Sequence[Tensor],
-        recipe: Any,
-        *,
-        space: Allocate | None = None,
-    ) -> Hidden:
-        space = fresh(rows_NM) if space is None else space
-        w1, _, b1, _ = self.weights(parameters)
-        hidden_NG = space("T_M", rows_NM.shape[0], w1.shape[1])
-        return Hidden(tensors=[expert_product(rows_NM, w1, groups, b1, out=hidden_NG)], expendable=True)
+    def recompute(self, given: ExpertRows, recipe: Any) -> Hidden:
+        w1, _, b1, _ = self.weights(given.parameters)
+        hidden_NG = given.new("T_M", w1.shape[1])
+        expert_product(given.rows_NM, w1, given.groups, b1, out=hidden_NG)
+        return Hidden(tensors=[hidden_NG], expendable=True)
 
     def join(
         self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate | None = None
@@ -232,29 +226,19 @@ class StackedExperts(Experts):
         return Hidden(tensors=[hidden_NG], expendable=True)
 
     def input_gradient(
-        self,
-        grad_NM: Tensor,
-        rows_NM: Tensor,
-        weight_N: Tensor,
-        hidden: Hidden,
-        groups: RowGroups,
-        parameters: Sequence[Tensor],
-        *,
-        space: Allocate | None = None,
-        out: Tensor | None = None,
+        self, grad_NM: Tensor, given: ExpertRows, weight_N: Tensor, hidden: Hidden
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """As `Experts.input_gradient`: of rows (N, M) and weight (N,).
 
         Where T_M is expendable the activated hidden takes its place, a block of rows at a time, and two
         buffers of its size are all that a chunk needs.
         """
-        space = fresh(grad_NM) if space is None else space
-        w1, w2, _, b2 = self.weights(parameters)
-        (hidden_NG,) = hidden.tensors
+        groups, (hidden_NG,) = given.groups, hidden.tensors
+        w1, w2, _, b2 = self.weights(given.parameters)
         num_rows, num_hidden = grad_NM.shape[0], w2.shape[2]
-        grad_hidden_NG = space("dT_M", num_rows, w1.shape[1])
+        grad_hidden_NG = given.new("dT_M", w1.shape[1])
         in_place = hidden.expendable and self._activates_in_place(grad_NM.device.type)
-        active_NH = _first(hidden_NG, num_hidden, 1) if in_place else space("active", num_rows, num_hidden)
+        active_NH = _first(hidden_NG, num_hidden, 1) if in_place else given.new("active", num_hidden)
         scale_N1 = weight_N.unsqueeze(1)
         fused = self._fused("input", grad_NM, w2, groups)
         if fused is not None:
@@ -270,12 +254,14 @@ class StackedExperts(Experts):
             grad_weight_N = torch.empty_like(weight_N)
             rows = self._scratch_rows(grad_NM.device.type)
             if in_place:
-                scratch = space("scratch", min(rows, num_rows), num_hidden)
+                scratch = given.new("scratch", num_hidden, min(rows, num_rows))
             every = (hidden_NG, active_NH, grad_hidden_NG, grad_active_NH, grad_weight_N, scale_N1)
             for hidden_bG, active_bH, grad_bG, grad_bH, grad_weight_b, scale_b1 in _blocks(rows, *every):
                 block_bH = _first(scratch, hidden_bG.shape[0], 0) if in_place else active_bH
                 self.activate(hidden_bG, block_bH)
-                grad_weight_b.copy_(row_dot(block_bH, grad_bH, space("products", *grad_bH.shape)))
+                grad_weight_b.copy_(
+                    row_dot(block_bH, grad_bH, given.new("products", num_hidden, grad_bH.shape[0]))
+                )
                 grad_bH.mul_(scale_b1)
                 self.activation_gradient(grad_bG, hidden_bG)
                 if in_place:
@@ -283,9 +269,9 @@ class StackedExperts(Experts):
         if b2 is not None and not self.shard.index:
             for expert, (grad, grad_weight) in groups.parts(grad_NM, grad_weight_N):
                 grad_weight.add_((grad @ b2[expert]).to(grad_weight.dtype))
-        out = space("dT_DI", num_rows, w1.shape[2]) if out is None else out
+        out = given.new("dT_DI", w1.shape[2]) if given.out is None else given.out
         expert_input_gradient(grad_hidden_NG, w1, groups, out=out)
-        return out, grad_weight_N, (rows_NM, grad_hidden_NG, active_NH, grad_NM.mul_(scale_N1))
+        return out, grad_weight_N, (given.rows_NM, grad_hidden_NG, active_NH, grad_NM.mul_(scale_N1))
 
     def weight_gradient(
         self, pending: tuple[Tensor, ...], groups: RowGroups, sums: Sequence[GradientSum | None]

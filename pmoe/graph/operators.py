@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.comm.counts import Fault
-from pmoe.experts.base import Hidden
+from pmoe.experts.base import ExpertRows, Hidden
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.gates.capacity import within_capacity
 from pmoe.layer.parts import Parts
@@ -164,7 +164,8 @@ def experts(
     rows: Tensor, weight_N: Tensor, counts_RE: Tensor, parameters: Sequence[Tensor], layer: int
 ) -> tuple[Tensor, Tensor]:
     """(T_DO (N, M), T_M) of rows by expert; see `pmoe.experts.base.Experts.compute`."""
-    out, hidden = parts_of(layer).experts.compute(rows, weight_N, _groups(counts_RE, rows), parameters)
+    given = ExpertRows(rows, _groups(counts_RE, rows), parameters)
+    out, hidden = parts_of(layer).experts.compute(given, weight_N)
     assert hidden is not None
     return out, hidden.tensors[0]
 
@@ -187,8 +188,9 @@ def experts_input_gradient(
     layer: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of rows and weight_N, and three tensors for `experts_weight_gradient`."""
+    given = ExpertRows(rows, _groups(counts_RE, rows), parameters)
     out, grad_weight_N, (_, grad_hidden, active, grad_out) = parts_of(layer).experts.input_gradient(
-        grad.clone(), rows, weight_N, Hidden(tensors=[hidden]), _groups(counts_RE, rows), parameters
+        grad.clone(), given, weight_N, Hidden(tensors=[hidden])
     )
     return out, grad_weight_N, grad_hidden, active, grad_out
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pmoe.experts.base import ExpertRows
 from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.experts.stacked import StackedExperts
@@ -83,10 +84,11 @@ def _both_passes(experts: StackedExperts, operands: Sequence[Tensor]) -> list[Te
     rows_NM, grad_NM, narrow_N, *parameters = operands
     weight_N = narrow_N.to(torch.promote_types(narrow_N.dtype, torch.float32))
     groups = RowGroups(counts=COUNTS, ends=torch.tensor(COUNTS).cumsum(0).to(rows_NM.device, torch.int32))
-    out_NM, hidden = experts.compute(rows_NM, weight_N, groups, parameters, keep=True)
+    given = ExpertRows(rows_NM, groups, parameters)
+    out_NM, hidden = experts.compute(given, weight_N)
     assert hidden is not None
     hidden_NG = hidden.tensors[0].clone()
     sums = [GradientSum(each, 1) for each in parameters]
-    *grads, pending = experts.input_gradient(grad_NM.clone(), rows_NM, weight_N, hidden, groups, parameters)
+    *grads, pending = experts.input_gradient(grad_NM.clone(), given, weight_N, hidden)
     experts.weight_gradient(pending, groups, sums)
     return [out_NM, hidden_NG, *grads, *(each.result() for each in sums)]

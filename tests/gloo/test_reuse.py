@@ -14,6 +14,7 @@ import pmoe
 from pmoe import MoELayer, Restore, warn
 from pmoe.comm.counts import num_bins, slot_rows
 from pmoe.engine import passes
+from pmoe.experts.base import ExpertRows
 from pmoe.ordering.sorted import chunk_bounds
 from pmoe.schedule.restore import ALL_PAIRS
 from pmoe.schedule.slots import ALIGNMENT, BufferSizes
@@ -201,9 +202,9 @@ def little_memory_job(
     again: list[int] = []
     recompute = layer.experts.recompute
 
-    def watched(rows: Tensor, *args: Any, **options: Any) -> Any:
-        again.append(rows.shape[0])
-        return recompute(rows, *args, **options)
+    def watched(given: ExpertRows, recipe: Any) -> Any:
+        again.append(given.rows_NM.shape[0])
+        return recompute(given, recipe)
 
     layer.experts.recompute = watched
     before = host.limit_bytes

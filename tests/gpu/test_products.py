@@ -14,6 +14,7 @@ from torch import Tensor
 from pmoe.comm.agreement import largest
 from pmoe.comm.ranks import Ranks
 from pmoe.experts import FFNExperts, StackedExperts, products
+from pmoe.experts.base import ExpertRows
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.kernels.extension import loaded_architecture
@@ -200,14 +201,15 @@ def experts_step(experts: StackedExperts, dtype: torch.dtype, expendable: bool, 
     parameters = [each.detach().to(device, dtype) for each in experts.parameters()]
     poison_memory()
     with torch.no_grad():
-        out, hidden = experts.compute(rows, weight, groups, parameters, keep=keep)
-        again = experts.recompute(rows, groups, parameters, None)
+        given = ExpertRows(rows, groups, parameters)
+        out, hidden = experts.compute(given, weight, keep=keep)
+        again = experts.recompute(given, None)
         if hidden is None:
             hidden = again
         assert torch.equal(hidden.tensors[0], again.tensors[0]), "what is made again is not what was there"
         hidden = type(hidden)(tensors=hidden.tensors, expendable=expendable)
         sums = [GradientSum(parameter, 2) for parameter in parameters]
-        *grads, pending = experts.input_gradient(grad, rows, weight, hidden, groups, parameters)
+        *grads, pending = experts.input_gradient(grad, given, weight, hidden)
         for _ in range(2):
             experts.weight_gradient(pending, groups, sums)
     return [out, *grads, *(each.result() for each in sums)]

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import pmoe
 from pmoe.experts import FFNExperts
+from pmoe.experts.base import ExpertRows
 from pmoe.experts.ffn import ACTIVATIONS, find_activation
 from pmoe.experts.products import GradientSum
 from pmoe.experts.stacked import StackedExperts
@@ -97,17 +98,16 @@ def test_stacked_experts_equal_autograd(kind: str, bias: bool, counts: tuple[int
 
     with torch.no_grad():
         parameters = list(experts.parameters())
-        got_out, hidden = experts.compute(rows, weight, groups, parameters)
+        given = ExpertRows(rows, groups, parameters)
+        got_out, hidden = experts.compute(given, weight)
         kept = [tensor.clone() for tensor in hidden.tensors]
         assert relative_error(got_out, out.detach()) < 1e-13
-        thrown_away, nothing = experts.compute(rows, weight, groups, parameters, keep=False)
+        thrown_away, nothing = experts.compute(given, weight, keep=False)
         assert torch.equal(thrown_away, got_out)
         assert nothing is None
         for _ in range(2):  # a second backward finds everything as the first did
             sums = [GradientSum(parameter, 1) for parameter in parameters]
-            grad_rows, grad_weight, pending = experts.input_gradient(
-                grad.clone(), rows, weight, hidden, groups, parameters
-            )
+            grad_rows, grad_weight, pending = experts.input_gradient(grad.clone(), given, weight, hidden)
             experts.weight_gradient(pending, groups, sums)
             got = [grad_rows, grad_weight, *(s.result() for s in sums)]
             for name, a, b in zip(["rows", "weight", *named], got, expected, strict=True):
@@ -122,17 +122,17 @@ def a_step(experts: StackedExperts, dtype: torch.dtype, expendable: bool) -> lis
     weight = torch.rand(9).to(torch.promote_types(dtype, torch.float32))
     parameters = [parameter.detach().bfloat16().to(dtype) for parameter in experts.parameters()]
     groups, halves = groups_of(3, 0, 5, 1), (groups_of(3, 0, 1, 0), groups_of(0, 0, 4, 1))
-    out, kept = experts.compute(rows, weight, groups, parameters)
-    again = experts.recompute(rows, groups, parameters, None)
+    given = ExpertRows(rows, groups, parameters)
+    out, kept = experts.compute(given, weight)
+    again = experts.recompute(given, None)
     assert torch.equal(again.tensors[0], kept.tensors[0])
     sums = [GradientSum(parameter, 2) for parameter in parameters]
     found = [out]
     for at, half in ((slice(0, 4), halves[0]), (slice(4, 9), halves[1])):
         hidden = experts.join([(kept, [(at, slice(0, half.num_rows))])], half.num_rows)
         hidden = type(hidden)(tensors=hidden.tensors, expendable=expendable)
-        *grads, pending = experts.input_gradient(
-            grad[at].clone(), rows[at], weight[at], hidden, half, parameters
-        )
+        given = ExpertRows(rows[at], half, parameters)
+        *grads, pending = experts.input_gradient(grad[at].clone(), given, weight[at], hidden)
         experts.weight_gradient(pending, half, sums)
         found += grads
     return [*found, *(each.result() for each in sums)]
@@ -195,10 +195,8 @@ def test_a_hidden_that_is_not_kept_is_not_stored() -> None:
 
     experts._activates_in_place = lambda device_type: False  # as on a GPU
     with PRODUCTS.forcing(PMOE), torch.no_grad():
-        parameters = list(experts.parameters())
-        out, hidden = experts.compute(
-            rows, weight, groups_of(4, 0, 0, 0), parameters, space=space, keep=False
-        )
+        given = ExpertRows(rows, groups_of(4, 0, 0, 0), list(experts.parameters()), space)
+        out, hidden = experts.compute(given, weight, keep=False)
     assert asked == ["active", "T_DO"]
     assert hidden is None and out.isfinite().all()
 
@@ -245,7 +243,8 @@ def test_the_columns_of_swiglu_are_the_gate_first() -> None:
     with torch.no_grad():
         experts.w1[:, :D_HIDDEN] = 0  # silu(0) = 0 whatever the other half holds
         rows = torch.randn(4, D_MODEL, dtype=torch.float64)
-        out, _ = experts.compute(rows, torch.ones(4), groups_of(1, 1, 1, 1), list(experts.parameters()))
+        given = ExpertRows(rows, groups_of(1, 1, 1, 1), list(experts.parameters()))
+        out, _ = experts.compute(given, torch.ones(4))
     assert not out.any()
 
 

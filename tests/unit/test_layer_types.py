@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pmoe import MoELayer
+from pmoe.experts.base import ExpertRows
 from pmoe.experts.modules import ModuleExperts
 from pmoe.experts.products import RowGroups
 from pmoe.experts.swiglu import SwiGLUExperts
@@ -172,13 +173,9 @@ def test_a_shared_expert_runs_under_the_callers_autocast_if_it_is_a_module(
         y = layer(x)
         routed = plain_pytorch(layer, x)
         with torch.no_grad():
-            added = layer.shared_expert.compute(
-                x.bfloat16(),
-                torch.ones(TOKENS),
-                RowGroups(counts=(TOKENS,)),
-                [each.bfloat16() for each in layer.shared_expert.parameters()],
-                keep=False,
-            )[0]
+            parameters = [each.bfloat16() for each in layer.shared_expert.parameters()]
+            given = ExpertRows(x.bfloat16(), RowGroups(counts=(TOKENS,)), parameters)
+            added = layer.shared_expert.compute(given, torch.ones(TOKENS), keep=False)[0]
     if is_module:
         assert shared.seen == (True, torch.bfloat16, torch.bfloat16)
     assert y.dtype == torch.bfloat16 and error(y, (routed + added).double()) < 4e-3

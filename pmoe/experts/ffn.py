@@ -91,13 +91,6 @@ class FFNExperts(StackedExperts):
         )
         self.activation = activation
 
-    @property
-    def fused_activation(self) -> str | None:
-        """None where a subclass has a nonlinearity of its own."""
-        kind, own = type(self), FFNExperts
-        changed = (kind.activate, kind.activation_gradient) != (own.activate, own.activation_gradient)
-        return None if changed else self.activation
-
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
         find_activation(self.activation).value(hidden_NG, active_NH)
 

@@ -56,11 +56,15 @@ class StackedExperts(Experts):
 
     hidden_factor: int
     """G / H: 1 for feed-forward, 2 for gated experts."""
+    activation: str
+    """What `pmoe.kernels.grouped_gemm` calls the nonlinearity, of those that are pmoe's own."""
 
     @property
     def fused_activation(self) -> str | None:
-        """What `pmoe.kernels.grouped_gemm` calls ``activate`` and its gradient; None where it has neither."""
-        return None
+        """``activation``; None where a subclass elsewhere has a nonlinearity of its own."""
+        methods = (type(self).activate, type(self).activation_gradient)
+        are_ours = all(getattr(each, "__module__", "").startswith("pmoe.experts.") for each in methods)
+        return self.activation if are_ours else None
 
     def __init__(
         self,

@@ -12,13 +12,7 @@ class SwiGLUExperts(StackedExperts):
     """E_local gated experts. T_M is (N, 2H): the gate's H columns first, then the other factor's."""
 
     hidden_factor = 2
-
-    @property
-    def fused_activation(self) -> str | None:
-        """None where a subclass has a nonlinearity of its own."""
-        kind, own = type(self), SwiGLUExperts
-        changed = (kind.activate, kind.activation_gradient) != (own.activate, own.activation_gradient)
-        return None if changed else "swiglu"
+    activation = "swiglu"
 
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
         gate_NH, up_NH = hidden_NG.chunk(2, dim=1)

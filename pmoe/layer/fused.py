@@ -23,7 +23,6 @@ from pmoe.layer.route import make_inputs
 from pmoe.runners import fused, fused_steps
 from pmoe.runners.fused import FusedRunner
 from pmoe.runners.fused_forward import FusedForwardRunner
-from pmoe.runners.one_rank import activation_of
 from pmoe.schedule.restore import KEEP, Restore
 from pmoe.warn import warn_once
 
@@ -116,7 +115,7 @@ def decide(call: Call) -> Decision:
 
 def fused_runner(parts: Parts, steps: Steps, journey: Journey) -> FusedRunner:
     restore = fused_pair(parts) or KEEP  # of a call without a backward pass
-    activation = activation_of(stacked(parts))
+    activation = stacked(parts).activation
     return FusedRunner(steps=steps, journey=journey, activation=activation, restore=restore)
 
 
@@ -150,7 +149,7 @@ def make_request(
         dtype=dtype,
         d_model=parts.spec.d_model,
         d_hidden=stacked(parts).w2.shape[2],
-        activation=activation_of(stacked(parts)),
+        activation=stacked(parts).activation,
         experts=parts.experts.num_local_experts,
         top_k=parts.spec.top_k,
         max_tokens=max_tokens,

@@ -40,7 +40,7 @@ def decide(call: Call) -> Decision | None:
     with torch.autocast(x.device.type, enabled=False):
         routes = replay.route(x_TM, lambda: _routes(call, x_TM))
     routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux)
-    runner: Runner = OneRankRunner(routes, one_rank.activation_of(stacked(parts)))
+    runner: Runner = OneRankRunner(routes, stacked(parts).activation)
     if agreed.steps is not None:
         runner = fused_runner(parts, agreed.steps, fused.one_rank_journey(routes))
     routed = Routed(x=x, x_TM=x_TM, gated=Gated(routing=routing), autocast=autocast_dtype(x))

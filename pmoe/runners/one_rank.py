@@ -21,7 +21,6 @@ from torch import Tensor
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.autograd import Path, Saved, run_experts
 from pmoe.engine.passes import Inputs
-from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.stacked import StackedExperts, split_parameters
 from pmoe.gates import TopKGate
 from pmoe.gates.logits import router_logits
@@ -35,11 +34,6 @@ from pmoe.measure.products import measure_products, slower_kernels
 from pmoe.warn import warn_once
 
 _checked: dict[tuple[KernelCase, int, bool], str | None] = {}
-
-
-def activation_of(experts: StackedExperts) -> str:
-    """As `pmoe.kernels.grouped_gemm` names it."""
-    return experts.activation if isinstance(experts, FFNExperts) else "swiglu"
 
 
 def kernel_refusal(

@@ -19,7 +19,10 @@ from pmoe.schedule.tasks import Kind
 
 ROWS_IN = {Kind.COPY_ROWS_IN: "", Kind.LOCAL_COPY_ROWS_IN: "_L"}
 HIDDEN_IN = {Kind.COPY_HIDDEN_IN: "", Kind.LOCAL_COPY_HIDDEN_IN: "_L"}
-OUT = (Kind.COPY_ROWS_OUT, Kind.COPY_HIDDEN_OUT, Kind.LOCAL_COPY_ROWS_OUT, Kind.LOCAL_COPY_HIDDEN_OUT)
+OUT = {
+    **{Kind.COPY_ROWS_OUT.at(place): ("T_DI", place) for place in ("", "_L")},
+    **{Kind.COPY_HIDDEN_OUT.at(place): ("T_M", place) for place in ("", "_L")},
+}
 
 
 class CopyLimit:
@@ -53,11 +56,15 @@ def limited_copies() -> CopyLimit:
 
     def actions_out(forward: Any) -> Any:
         def act(kind: Kind, copy: Callable[[int], None], i: int) -> None:
-            leaving = sum(target.nbytes for target, _ in forward.leaving_device.get((kind, i), ()))
+            name, at = OUT[kind]
+            leaving = sum(target.nbytes for target, _ in forward.leaving_device.get((name, (i, at)), ()))
             limit.held(lambda: copy(i), lambda: leaving)
 
         actions = out(forward)
-        return {**actions, **{kind: functools.partial(act, kind, actions[kind]) for kind in OUT}}
+        return {
+            **actions,
+            **{kind: functools.partial(act, kind, actions[kind]) for kind in OUT.keys() & actions.keys()},
+        }
 
     def actions_in(backward: Any) -> Any:
         def arrived(kind: Kind, i: int) -> int:
@@ -70,8 +77,8 @@ def limited_copies() -> CopyLimit:
             limit.held(lambda: copy(i), lambda: arrived(kind, i))
 
         actions = back(backward)
-        limited = {kind: functools.partial(act, kind, actions[kind]) for kind in (*ROWS_IN, *HIDDEN_IN)}
-        return {**actions, **limited}
+        kinds = (ROWS_IN | HIDDEN_IN).keys() & actions.keys()
+        return {**actions, **{kind: functools.partial(act, kind, actions[kind]) for kind in kinds}}
 
     def measured(*args: Any) -> Any:
         def slow(kind: Any) -> Any:

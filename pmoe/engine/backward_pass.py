@@ -10,12 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.engine.lanes import Actions
 from pmoe.engine.passes import Forwarded, Inputs, Kept, Pass, Unit, split_by_chunk
 from pmoe.engine.plan import Plan
 from pmoe.experts.base import Hidden, Runs
 from pmoe.experts.products import GradientSum
-from pmoe.schedule.tasks import Kind
 
 
 @dataclass(kw_only=True)
@@ -61,22 +59,6 @@ class Backward(Pass):
             self.grad_weight_leaving = self.grad_weight_gathered = torch.empty_like(self.grad_weight_rows)
             self.grad_weight_home = weight.new_empty(self.journey.slot.shape[0])
 
-    def actions(self) -> Actions:
-        gradients = self.plan.modules.gradients
-        return {
-            **super().actions(),
-            Kind.GATHER_AGAIN: self.gather_again,
-            Kind.DISPATCH_AGAIN: lambda i: self.send_rows("send_again", self.brought_by_SI, i),
-            Kind.GRADIENTS: lambda _: None if gradients is None else gradients.inside(),
-            Kind.RECOMPUTE: lambda i: self.recompute((i, "")),
-            Kind.LOCAL_RECOMPUTE: lambda i: self.recompute((i, "_L")),
-            Kind.LOCAL: self.input_gradient_local,
-            Kind.LOCAL_WGRAD: lambda i: self.weight_gradient((i, "_L")),
-            Kind.COMPUTE: self.input_gradient,
-            Kind.WGRAD: lambda i: self.weight_gradient((i, "")),
-            Kind.WEIGHTS: self.return_weights,
-        }
-
     def run(self) -> list[Tensor | None]:
         """The gradients of ``inputs.all``."""
         gradients = self.plan.modules.gradients
@@ -100,6 +82,9 @@ class Backward(Pass):
     def gather_again(self, i: int) -> None:
         self.gather_rows(self.saved.inputs.x_TM, self.buffer("send_again", i), i)
 
+    def dispatch_again(self, i: int) -> dist.Work | None:
+        return self.send_rows("send_again", self.brought_by_SI, i)
+
     def arrived_again(self, i: int) -> Tensor:
         return self.buffer("T_DI", i)
 
@@ -122,7 +107,8 @@ class Backward(Pass):
                 self.rows[unit] = self.in_expert_order("T_DI", i, self.arrived_again(i))
         return self.rows[unit]
 
-    def recompute(self, unit: Unit) -> None:
+    def recompute(self, i: int, at: str = "") -> None:
+        unit = (i, at)
         recipe = next((kept.recipe for kept, _ in self.parts(unit)), None)
         given = self.for_experts(unit, self.rows_of(unit))
         self.hidden[unit] = self.plan.modules.experts.recompute(given, recipe)
@@ -133,12 +119,12 @@ class Backward(Pass):
                 kept = self.kept[unit].hidden
                 assert kept is not None
                 return kept
-            self.recompute(unit)
+            self.recompute(*unit)
         return self.hidden.pop(unit)
 
     # ---- gradients
 
-    def input_gradient_local(self, j: int) -> None:
+    def local(self, j: int) -> None:
         piece, unit = self.cut.pieces[j], (j, "_L")
         slot = self.cut.slot[piece.rows]
         grad_NM = self.gather_local(self.source_TM, self.temporary("dT_DO_L", j), j)
@@ -146,7 +132,7 @@ class Backward(Pass):
         grad_weight_N = self._input_gradient(unit, grad_NM, weight_N, self.home_rows(j, piece.rows))
         self.grad_weight[slot] = grad_weight_N.to(self.grad_weight.dtype)
 
-    def input_gradient(self, i: int) -> None:
+    def compute(self, i: int) -> None:
         out_NM = self.result_of(i)
         grad_NM = self.in_expert_order("dT_DO", i, self.arrived(i))
         grad_weight_N = self._input_gradient((i, ""), grad_NM, self.weight_of_chunk[i], out_NM)
@@ -171,14 +157,20 @@ class Backward(Pass):
         else:
             self.grad_weight_gathered.index_copy_(0, regroup, self.grad_weight_rows)
 
-    def return_weights(self, _: int) -> dist.Work | None:
+    def weights(self, _: int) -> dist.Work | None:
         return self.plan.modules.scalars.exchange(
             self.grad_weight_leaving, self.journey.recv, self.grad_weight_home, self.journey.send
         )
 
-    def weight_gradient(self, unit: Unit) -> None:
+    def wgrad(self, i: int, at: str = "") -> None:
+        unit = (i, at)
         self.plan.modules.experts.weight_gradient(self.pending.pop(unit), self.groups(unit), self.sums)
         self.rows.pop(unit, None)
+
+    def gradients(self, _: int) -> dist.Work | None:
+        """Other layers', as many as travel here."""
+        work: dist.Work | None = self.plan.modules.gradients.inside()
+        return work
 
 
 def gradient_sums(

@@ -8,10 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.engine.lanes import Actions
 from pmoe.engine.passes import Forwarded, Inputs, Kept, Pass, Unit, split_by_chunk
 from pmoe.engine.plan import Plan
-from pmoe.schedule.tasks import Kind
 
 
 @dataclass(frozen=True)
@@ -49,26 +47,18 @@ class Forward(Pass):
         arrived = sent.new_empty(self.cut.num_received)
         return Scalars(sent, arrived, arrived, arrived)
 
-    def actions(self) -> Actions:
-        return {
-            **super().actions(),
-            Kind.WEIGHTS: self.send_weights,
-            Kind.LOCAL: self.compute_local,
-            Kind.COMPUTE: self.compute,
-        }
-
     def run(self) -> Tensor:
         self.run_schedule()
         return self.result_TM
 
-    def send_weights(self, _: int) -> dist.Work | None:
+    def weights(self, _: int) -> dist.Work | None:
         return self.send_scalars(self.scalars[0])
 
     def send_scalars(self, of_rows: Scalars) -> dist.Work | None:
         journey, exchange = self.journey, self.plan.modules.scalars.exchange
         return exchange(of_rows.sent, journey.send, of_rows.own, journey.recv)
 
-    def compute_local(self, j: int) -> None:
+    def local(self, j: int) -> None:
         piece = self.cut.pieces[j]
         weight_N = self.weight.index_select(0, self.cut.slot[piece.rows])
         rows_NM = self.gather_local(self.source_TM, self.temporary("T_DI_L", j), j)

@@ -16,10 +16,8 @@ from torch import Tensor
 from pmoe.engine.backward_pass import Backward
 from pmoe.engine.callbacks import Hooks
 from pmoe.engine.forward_pass import Forward
-from pmoe.engine.lanes import Actions
 from pmoe.engine.passes import Pass
 from pmoe.experts.graphs import Graph, Shelf, gradients, record
-from pmoe.schedule.tasks import Kind
 
 
 class _Hooked(Pass):
@@ -48,9 +46,6 @@ class _Hooked(Pass):
 
     def _any(self, points: Sequence[str]) -> bool:
         return any(self.hooks.has(point) for point in points)
-
-    def actions(self) -> Actions:
-        return {**super().actions(), Kind.OPEN: self.open, Kind.CLOSE: self.close}
 
     # ---- towards the experts
 
@@ -130,9 +125,6 @@ class HookedForward(_Hooked, Forward):
 class HookedBackward(_Hooked, Backward):
     leaving_points = "after_combine", "before_combine"
     returning_points = "after_dispatch", "before_dispatch"
-
-    def actions(self) -> Actions:
-        return {**super().actions(), Kind.OPEN_AGAIN: self.open_again}
 
     def at(self, point: str, i: int, rows: Tensor, last: str | None = None) -> Tensor:
         if not self.hooks.has(point):

@@ -5,7 +5,6 @@ Backward fetches in the same way what forward kept in other chunks than its own 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,31 +15,29 @@ from pmoe.engine.arena import copy, pool
 from pmoe.engine.backward_pass import Backward, SavedForBackward
 from pmoe.engine.forward_pass import Forward
 from pmoe.engine.host_pool import HostMemoryError
-from pmoe.engine.lanes import Actions
 from pmoe.engine.passes import Inputs, Kept, Unit
 from pmoe.engine.plan import Plan
 from pmoe.experts.base import Hidden, Runs
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.slots import aligned
-from pmoe.schedule.tasks import Kind
 from pmoe.warn import warn_once
-
-_COPIES_OUT = {"T_DI": Kind.COPY_ROWS_OUT, "T_M": Kind.COPY_HIDDEN_OUT}
 
 
 class OffloadingForward(Forward):
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
         super().__init__(plan, inputs, keep)
-        self.leaving_device: dict[tuple[Kind, int], list[tuple[Tensor, Tensor]]] = {}
+        self.leaving_device: dict[tuple[str, Unit], list[tuple[Tensor, Tensor]]] = {}
         self.host_bytes_due = 0
         if plan.restore.dispatched == "offload":
             units = (*(piece.groups for piece in self.cut.pieces), *(c.received for c in self.cut.chunks))
             row_bytes = self.source_TM.shape[1] * self.source_TM.element_size()
             self.host_bytes_due = sum(aligned(groups.num_rows * row_bytes) for groups in units)
 
-    def actions(self) -> Actions:
-        kinds = [kind.at(place) for kind in _COPIES_OUT.values() for place in ("", "_L")]
-        return {**super().actions(), **{kind: functools.partial(self._copy_out, kind) for kind in kinds}}
+    def copy_rows_out(self, i: int, at: str = "") -> None:
+        self._copy_out("T_DI", (i, at))
+
+    def copy_hidden_out(self, i: int, at: str = "") -> None:
+        self._copy_out("T_M", (i, at))
 
     def put_away(self, unit: Unit, kept: Kept, rows_NM: Tensor, changed: bool) -> None:
         super().put_away(unit, kept, rows_NM, changed)
@@ -74,12 +71,11 @@ class OffloadingForward(Forward):
                 f"left, {leave} of them for T_DI"
             )
         targets = [host.take(each.shape, each.dtype) for each in tensors]
-        pairs = list(zip(targets, tensors, strict=True))
-        self.leaving_device[_COPIES_OUT[tensor].at(unit[1]), unit[0]] = pairs
+        self.leaving_device[tensor, unit] = list(zip(targets, tensors, strict=True))
         return targets
 
-    def _copy_out(self, kind: Kind, i: int) -> None:
-        for target, tensor in self.leaving_device.pop((kind, i), ()):
+    def _copy_out(self, name: str, unit: Unit) -> None:
+        for target, tensor in self.leaving_device.pop((name, unit), ()):
             if not self._lies_in_a_slot(tensor):
                 # A module's own, or a part of it: made on the compute lane, and freed once this returns.
                 hold_for(current_stream(tensor), tensor)
@@ -96,15 +92,6 @@ class FetchingBackward(Backward):
         super().__init__(plan, grad_TM, saved)
         self.compute_stream = current_stream(grad_TM)
 
-    def actions(self) -> Actions:
-        return {
-            **super().actions(),
-            Kind.COPY_ROWS_IN: lambda i: self.fetch_rows((i, "")),
-            Kind.COPY_HIDDEN_IN: lambda i: self.fetch_hidden((i, "")),
-            Kind.LOCAL_COPY_ROWS_IN: lambda i: self.fetch_rows((i, "_L")),
-            Kind.LOCAL_COPY_HIDDEN_IN: lambda i: self.fetch_hidden((i, "_L")),
-        }
-
     def parts(self, unit: Unit) -> list[tuple[Kept, Runs]]:
         i, at = unit
         joined = self.plan.joined
@@ -112,9 +99,9 @@ class FetchingBackward(Backward):
             return super().parts(unit)
         return [(self.kept[there, at], runs) for there, runs in (joined.local if at else joined.received)[i]]
 
-    def fetch_rows(self, unit: Unit) -> None:
+    def copy_rows_in(self, i: int, at: str = "") -> None:
         """Into the slot of T_DI, from the host or from what other chunks of forward kept."""
-        i, at = unit
+        unit = (i, at)
         rows_NM = self.temporary(f"T_DI{at}", i)
         for kept, runs in self.parts(unit):
             assert kept.rows_NM is not None
@@ -122,8 +109,9 @@ class FetchingBackward(Backward):
                 copy(rows_NM[here], kept.rows_NM[there])
         self.rows[unit] = rows_NM
 
-    def fetch_hidden(self, unit: Unit) -> None:
+    def copy_hidden_in(self, i: int, at: str = "") -> None:
         """Into the slot of T_M, or into memory of its own where modules saved what they liked."""
+        unit = (i, at)
         parts, experts = self.parts(unit), self.plan.modules.experts
         saved = [(kept.hidden, runs) for kept, runs in parts if kept.hidden is not None]
         if not saved or len(saved) < len(parts):
@@ -142,12 +130,12 @@ class FetchingBackward(Backward):
 
     def rows_of(self, unit: Unit) -> Tensor:
         if unit not in self.rows and self.plan.rearranged and self.plan.restore.dispatched == "keep":
-            self.fetch_rows(unit)
+            self.copy_rows_in(*unit)
         return super().rows_of(unit)
 
     def hidden_of(self, unit: Unit) -> Hidden:
         if unit not in self.hidden and self.plan.rearranged and self.plan.restore.hidden == "keep":
-            self.fetch_hidden(unit)
+            self.copy_hidden_in(*unit)
         return super().hidden_of(unit)
 
 

@@ -110,7 +110,7 @@ class OnceForward(_Once, Forward):
         self.number = self.scalar(self.cut.once.number)
         self.scalars.append(self.number)
 
-    def send_weights(self, _: int) -> dist.Work | None:
+    def weights(self, _: int) -> dist.Work | None:
         begun = [work for work in map(self.send_scalars, self.scalars) if work is not None]
         waits_for_all: Any = SimpleNamespace(wait=lambda: [work.wait() for work in begun])
         waited: dist.Work | None = waits_for_all if begun else None

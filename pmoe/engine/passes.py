@@ -8,6 +8,7 @@ not rotate. "_L" marks buffers of rows that stay.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from pmoe.engine.plan import PassPlan, Plan, WeightJourney, length
 from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden
 from pmoe.experts.products import RowGroups
 from pmoe.schedule.slots import BufferSizes
-from pmoe.schedule.tasks import Kind, Schedule, sequential
+from pmoe.schedule.tasks import Schedule, sequential
 
 if TYPE_CHECKING:
     from pmoe.engine.hooked import Passed
@@ -315,13 +316,12 @@ class Pass:
     # ---- run
 
     def actions(self) -> Actions:
-        """What each kind of task does to its chunk."""
-        return {
-            Kind.GATHER: self.gather,
-            Kind.DISPATCH: self.dispatch,
-            Kind.COMBINE: self.combine,
-            Kind.OUTPUT: self.output,
-        }
+        """What each kind of task does: the method of its name, of a chunk, with "_L" of rows that stay."""
+        return {kind: self._action(kind.name.lower()) for kind in self.schedule.kinds}
+
+    def _action(self, name: str) -> Callable[[int], dist.Work | None]:
+        method: Callable[..., dist.Work | None] = getattr(self, name.removeprefix("local_"))
+        return functools.partial(method, at="_L") if name.startswith("local_") else method
 
     def run_schedule(self) -> None:
         modules, stages = self.plan.modules, self.stages

@@ -11,10 +11,8 @@ from torch import Tensor
 from pmoe.comm.sharing import Sharing
 from pmoe.engine.backward_pass import Backward, SavedForBackward
 from pmoe.engine.forward_pass import Forward, Scalars
-from pmoe.engine.lanes import Actions
 from pmoe.engine.passes import Pass
 from pmoe.engine.plan import Plan
-from pmoe.schedule.tasks import Kind
 
 
 class _Sharded(Pass):
@@ -29,12 +27,8 @@ class _Sharded(Pass):
         self.own_buffer("arrived", i)
         self.own_buffer("copies", i)
 
-    def actions(self) -> Actions:
-        return {
-            **super().actions(),
-            Kind.ALL_GATHER: lambda i: self.gather_inside("arrived", self.received, "copies", i),
-            Kind.REDUCE_SCATTER: self.reduce_scatter,
-        }
+    def all_gather(self, i: int) -> None:
+        self.gather_inside("arrived", self.received, "copies", i)
 
     def gather_inside(self, arrived: str, received: str, copies: str, i: int) -> None:
         chunk = self.cut.chunks[i]
@@ -54,9 +48,6 @@ class _Sharded(Pass):
 
 
 class ShardedForward(_Sharded, Forward):
-    def actions(self) -> Actions:
-        return {**super().actions(), Kind.SHARE_WEIGHTS: self.share_weights}
-
     def scalar(self, sent: Tensor) -> Scalars:
         own = sum(self.journey.recv)
         copies = sent.new_empty(self.sharing.copies(own))
@@ -76,14 +67,10 @@ class ShardedBackward(_Sharded, Backward):
         self.grad_weight_leaving = self.grad_weight_rows.new_empty(own)
         self.grad_weight_parts = self.grad_weight_rows.new_empty(own * self.sharing.inside.size)
 
-    def actions(self) -> Actions:
-        return {
-            **super().actions(),
-            Kind.ALL_GATHER_AGAIN: lambda i: self.gather_inside("arrived_again", "T_DI", "copies_again", i),
-            Kind.SHARE_WEIGHTS: self.sum_weights,
-        }
+    def all_gather_again(self, i: int) -> None:
+        self.gather_inside("arrived_again", "T_DI", "copies_again", i)
 
-    def sum_weights(self, _: int) -> None:
+    def share_weights(self, _: int) -> None:
         """Each shard made a part of the inner products that are the routing weights' gradients."""
         leaving, parts = self.grad_weight_leaving, self.grad_weight_parts
         self.sharing.reduce_scatter(self.grad_weight_gathered, leaving, self.journey.gathered, parts)

@@ -8,11 +8,9 @@ import torch
 
 from pmoe.engine.backward_pass import Backward
 from pmoe.engine.forward_pass import Forward
-from pmoe.engine.lanes import Actions
 from pmoe.engine.passes import Inputs, Kept, Pass, Unit
 from pmoe.experts.base import ExpertRows, Experts
 from pmoe.experts.products import RowGroups
-from pmoe.schedule.tasks import Kind
 
 SHARED: Unit = (-1, "_S")
 """All tokens, by the shared expert."""
@@ -20,7 +18,7 @@ SHARED: Unit = (-1, "_S")
 
 class _WithSharedExpert(Pass):
     @property
-    def shared(self) -> Experts:
+    def expert(self) -> Experts:
         found = self.plan.modules.shared_expert
         assert found is not None
         return found
@@ -41,14 +39,11 @@ class _WithSharedExpert(Pass):
 
 
 class ForwardWithSharedExpert(_WithSharedExpert, Forward):
-    def actions(self) -> Actions:
-        return {**super().actions(), Kind.SHARED: self.compute_shared}
-
-    def compute_shared(self, _chunk: int) -> None:
-        inputs, shared = self.inputs, self.shared
+    def shared(self, _chunk: int) -> None:
+        inputs, expert = self.inputs, self.expert
         assert inputs.shared_weight_T is not None
-        with inputs.autocast_for(shared):
-            _, hidden = shared.compute(self.all_tokens(inputs), inputs.shared_weight_T, keep=self.keep)
+        with inputs.autocast_for(expert):
+            _, hidden = expert.compute(self.all_tokens(inputs), inputs.shared_weight_T, keep=self.keep)
         if self.keep:
             self.left.kept[SHARED] = Kept(hidden=hidden)
 
@@ -56,23 +51,16 @@ class ForwardWithSharedExpert(_WithSharedExpert, Forward):
 class BackwardWithSharedExpert(_WithSharedExpert, Backward):
     shared_pending: Any
 
-    def actions(self) -> Actions:
-        return {
-            **super().actions(),
-            Kind.SHARED: self.shared_gradient,
-            Kind.SHARED_WGRAD: self.shared_weight_gradient,
-        }
-
-    def shared_gradient(self, _chunk: int) -> None:
+    def shared(self, _chunk: int) -> None:
         inputs, hidden = self.saved.inputs, self.kept[SHARED].hidden
         assert inputs.shared_weight_T is not None and hidden is not None
-        _, self.grad_shared_weight, self.shared_pending = self.shared.input_gradient(
+        _, self.grad_shared_weight, self.shared_pending = self.expert.input_gradient(
             self.source_TM.clone(),  # it is written over, and every chunk still reads it
             self.all_tokens(inputs),
             inputs.shared_weight_T,
             hidden,
         )
 
-    def shared_weight_gradient(self, _: int) -> None:
-        self.shared.weight_gradient(self.shared_pending, self.groups(SHARED), self.shared_sums)
+    def shared_wgrad(self, _: int) -> None:
+        self.expert.weight_gradient(self.shared_pending, self.groups(SHARED), self.shared_sums)
         self.shared_pending = None

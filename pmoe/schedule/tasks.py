@@ -123,6 +123,11 @@ class Schedule:
         return frozenset(task.lane for task in self.tasks)
 
     @functools.cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """Of its tasks."""
+        return frozenset(task.kind for task in self.tasks)
+
+    @functools.cached_property
     def turns(self) -> dict[str, list[tuple[str, int, str]]]:
         """By name, the buffers that take turns in slots: (buffer, its chunk, its slot).
 

@@ -86,9 +86,10 @@ class Hooks:
     def has(self, point: str) -> bool:
         return bool(self.at.get(point))
 
-    def run(self, point: str, rows: Tensor, chunk: int, like: Tensor | None) -> Tensor:
-        """All hooks of a point, one after another. like: what columns and type the last one must return."""
-        num_rows = rows.shape[0]
+    def run(self, point: str, rows: Tensor, chunk: int, like: Tensor) -> Tensor:
+        """All hooks of a point, one after another. like: what columns and type rows have behind the last one,
+        unless they then travel to another point that has hooks."""
+        num_rows, behind = rows.shape[0], point.replace("before_", "after_")
         for name, hook in self.at[point]:
             rows = hook(rows, chunk)
             if not isinstance(rows, Tensor):
@@ -98,7 +99,8 @@ class Hooks:
                     f"callback {name} returned shape {tuple(rows.shape)} for the {num_rows} rows of chunk "
                     f"{chunk}; it must return as many rows as it was given, (N, columns)"
                 )
-        if like is not None and (rows.shape[1] != like.shape[1] or rows.dtype != like.dtype):
+        is_used = point == behind or not self.has(behind)
+        if is_used and (rows.shape[1] != like.shape[1] or rows.dtype != like.dtype):
             raise ValueError(
                 f"callback {name} returned {rows.shape[1]} columns of {rows.dtype}; it must return rows as "
                 f"the layer has them, {like.shape[1]} columns of {like.dtype}"

@@ -7,7 +7,8 @@ AG, and results between RS and R, in tasks of their own (HA, HB); elsewhere in t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,17 +33,16 @@ class _Hooked(Pass):
         assert found is not None
         return found
 
-    def at(self, point: str, i: int, rows: Tensor, last: str | None = None) -> Tensor:
-        """rows behind what stands at a point; ``last``: the point that may still follow before they are
-        used."""
+    def at(self, point: str, i: int, rows: Tensor) -> Tensor:
+        """rows behind what stands at a point."""
         raise NotImplementedError
 
-    def changed(self, point: str, i: int, rows: Tensor, like: Tensor | None) -> Tensor:
+    def changed(self, point: str, i: int, rows: Tensor) -> Tensor:
         """rows behind the hooks of a point, contiguous; nothing is kept for backward."""
         if not self.hooks.has(point):
             return rows
         with torch.no_grad():
-            return self.hooks.run(point, rows, i, like).contiguous()
+            return self.hooks.run(point, rows, i, self.source_TM).contiguous()
 
     def _any(self, points: Sequence[str]) -> bool:
         return any(self.hooks.has(point) for point in points)
@@ -54,10 +54,9 @@ class _Hooked(Pass):
         if not self._any(self.leaving_points):
             super().gather(i)
             return
-        before, behind = self.leaving_points
         chunk, rows_NM = self.cut.chunks[i], self.new(self.cut.chunks[i].num_sent, self.source_TM.shape[1])
         self.gather_rows(self.source_TM, rows_NM, i)
-        leaving = self.at(before, i, rows_NM, last=behind)
+        leaving = self.at(self.leaving_points[0], i, rows_NM)
         self.own[f"send.{i}"] = leaving
         self.own[f"{self.brought_by_S}.{i}"] = leaving.new_empty(chunk.num_arrived, leaving.shape[1])
 
@@ -90,8 +89,7 @@ class _Hooked(Pass):
 
     def _return_changed(self, name: str, i: int, rows_NM: Tensor) -> None:
         """What hooks make of results, ready to leave, and memory for what comes home."""
-        before, behind = self.returning_points
-        leaving = self.at(before, i, rows_NM, last=behind)
+        leaving = self.at(self.returning_points[0], i, rows_NM)
         self.own[f"{name}.{i}"] = leaving
         self.own[f"came.{i}"] = leaving.new_empty(self.cut.chunks[i].num_sent, leaving.shape[1])
 
@@ -111,14 +109,11 @@ class HookedForward(_Hooked, Forward):
     leaving_points = "before_dispatch", "after_dispatch"
     returning_points = "before_combine", "after_combine"
 
-    def at(self, point: str, i: int, rows: Tensor, last: str | None = None) -> Tensor:
-        if not self.hooks.has(point):
-            return rows
-        like = None if last is not None and self.hooks.has(last) else self.source_TM
-        if not self.keep:
-            return self.changed(point, i, rows, like)
-        parameters = self.inputs.hook_parameters
-        rows, self.left.passed[point, i] = through(self.hooks, point, rows, i, like, parameters)
+    def at(self, point: str, i: int, rows: Tensor) -> Tensor:
+        if not (self.keep and self.hooks.has(point)):
+            return self.changed(point, i, rows)
+        run = functools.partial(self.hooks.run, point, chunk=i, like=self.source_TM)
+        rows, self.left.passed[point, i] = through(run, rows, self.inputs.hook_parameters)
         return rows
 
 
@@ -126,7 +121,7 @@ class HookedBackward(_Hooked, Backward):
     leaving_points = "after_combine", "before_combine"
     returning_points = "after_dispatch", "before_dispatch"
 
-    def at(self, point: str, i: int, rows: Tensor, last: str | None = None) -> Tensor:
+    def at(self, point: str, i: int, rows: Tensor) -> Tensor:
         if not self.hooks.has(point):
             return rows
         parameters = self.saved.inputs.hook_parameters
@@ -146,17 +141,15 @@ class HookedBackward(_Hooked, Backward):
         x_TM, chunk = self.saved.inputs.x_TM, self.cut.chunks[i]
         rows = x_TM.new_empty(chunk.num_sent, x_TM.shape[1])
         self.gather_rows(x_TM, rows, i)
-        rows = self.changed("before_dispatch", i, rows, None if self.hooks.has("after_dispatch") else x_TM)
-        self.own[f"send_again.{i}"] = rows
+        self.own[f"send_again.{i}"] = rows = self.changed("before_dispatch", i, rows)
         self.own[f"{self.brought_by_SI}.{i}"] = rows.new_empty(chunk.num_arrived, rows.shape[1])
 
     def open_again(self, i: int) -> None:
-        rows, like = self.buffer("arrived_again", i), self.saved.inputs.x_TM
-        self.own[f"arrived_again.{i}"] = self.changed("after_dispatch", i, rows, like)
+        self.own[f"arrived_again.{i}"] = self.changed("after_dispatch", i, self.buffer("arrived_again", i))
 
     def arrived_again(self, i: int) -> Tensor:
-        rows, like = super().arrived_again(i), self.saved.inputs.x_TM
-        return rows if self.stages.sharded else self.changed("after_dispatch", i, rows, like)
+        rows = super().arrived_again(i)
+        return rows if self.stages.sharded else self.changed("after_dispatch", i, rows)
 
 
 @dataclass(frozen=True)
@@ -170,15 +163,15 @@ class Passed:
 
 
 def through(
-    hooks: Hooks, point: str, rows: Tensor, chunk: int, like: Tensor | None, parameters: Sequence[Tensor]
+    run: Callable[[Tensor], Tensor], rows: Tensor, parameters: Sequence[Tensor]
 ) -> tuple[Tensor, Passed]:
-    """The rows behind the hooks of ``point``, contiguous, and what `back_through` needs of them.
+    """The rows behind the hooks that ``run`` runs, contiguous, and what `back_through` needs of them.
 
     parameters: the hooks', whose memory is not kept for backward.
     """
     shelf = Shelf(frozenset(each.untyped_storage().data_ptr() for each in parameters))
     whole = slice(0, rows.shape[0])
-    graph, out = record(lambda given: hooks.run(point, given, chunk, like), rows, whole, shelf, own_rows=True)
+    graph, out = record(run, rows, whole, shelf, own_rows=True)
     return out.contiguous(), Passed(graph, tuple(shelf.close()), rows.shape, rows.dtype)
 
 

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.engine.passes import Forwarded, Inputs, Kept, Pass, Unit, split_by_chunk
+from pmoe.engine.passes import Forwarded, Kept, Pass, Unit, split_by_chunk
 from pmoe.engine.plan import Plan
 from pmoe.experts.base import Hidden, Runs
 from pmoe.experts.products import GradientSum
-
-
-@dataclass(kw_only=True)
-class SavedForBackward(Forwarded):
-    """What a backward pass starts from, beside the gradient. wanted: of which of ``inputs.all`` gradients
-    are."""
-
-    inputs: Inputs
-    wanted: Sequence[bool]
 
 
 class Backward(Pass):
@@ -31,7 +21,7 @@ class Backward(Pass):
     brought_by_SI = "T_DI"
     """What the all-to-all that sends T_DI again fills."""
 
-    def __init__(self, plan: Plan, grad_TM: Tensor, saved: SavedForBackward) -> None:
+    def __init__(self, plan: Plan, grad_TM: Tensor, saved: Forwarded) -> None:
         super().__init__(plan, plan.backward, grad_TM, keep=True)
         self.saved, self.kept, self.parameters = saved, saved.kept, saved.inputs.parameters
         self.regroup = saved.regroup or self.regroup  # which may be known since forward's rows arrived

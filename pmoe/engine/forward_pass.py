@@ -34,7 +34,7 @@ class Forward(Pass):
         super().__init__(plan, plan.forward, inputs.x_TM, keep)
         self.inputs, self.parameters = inputs, inputs.parameters
         self.weight = inputs.weight_TK.reshape(-1)
-        self.left = Forwarded()
+        self.left = Forwarded(inputs=inputs)
         self.scalars: list[Scalars] = []
         if self.cut.weights is not None:
             self.make_scalars()

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from pmoe.engine.arena import copy, pool
-from pmoe.engine.backward_pass import Backward, SavedForBackward
+from pmoe.engine.backward_pass import Backward
 from pmoe.engine.forward_pass import Forward
 from pmoe.engine.host_pool import HostMemoryError
-from pmoe.engine.passes import Inputs, Kept, Unit
+from pmoe.engine.passes import Forwarded, Inputs, Kept, Unit
 from pmoe.engine.plan import Plan
 from pmoe.experts.base import Hidden, Runs
 from pmoe.schedule.restore import Restore
@@ -88,7 +88,7 @@ class OffloadingForward(Forward):
 
 
 class FetchingBackward(Backward):
-    def __init__(self, plan: Plan, grad_TM: Tensor, saved: SavedForBackward) -> None:
+    def __init__(self, plan: Plan, grad_TM: Tensor, saved: Forwarded) -> None:
         super().__init__(plan, grad_TM, saved)
         self.compute_stream = current_stream(grad_TM)
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from pmoe.comm.base import Traffic
 from pmoe.comm.counts import CountsExchange, Fault, RankCounts
 from pmoe.comm.ranks import Grid
-from pmoe.engine.backward_pass import Backward, SavedForBackward
+from pmoe.engine.backward_pass import Backward
 from pmoe.engine.forward_pass import Forward
-from pmoe.engine.passes import Inputs
+from pmoe.engine.passes import Forwarded, Inputs
 from pmoe.engine.plan import Plan
 from pmoe.ordering.sorted import count_rows, sort_rows
 
@@ -173,6 +173,7 @@ def _padded(plan: Plan, inputs: Inputs) -> Inputs:
 class PaddedForward(Forward):
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
         super().__init__(plan, _padded(plan, inputs), keep)
+        self.left.inputs = inputs  # padded rows are made again
 
     def run(self) -> Tensor:
         result_NM = super().run()
@@ -181,7 +182,7 @@ class PaddedForward(Forward):
 
 
 class PaddedBackward(Backward):
-    def __init__(self, plan: Plan, grad_TM: Tensor, saved: SavedForBackward) -> None:
+    def __init__(self, plan: Plan, grad_TM: Tensor, saved: Forwarded) -> None:
         assert plan.padding is not None
         saved = replace(saved, inputs=_padded(plan, saved.inputs))
         super().__init__(plan, plan.padding.spread(grad_TM), saved)

@@ -94,12 +94,15 @@ class Kept:
 class Forwarded:
     """What a forward pass leaves for backward, whoever ran it.
 
+    inputs: of the call. wanted: of which of ``inputs.all`` gradients are, once that is known.
     kept: for each unit of ``plan.forward``.
     weight_received: (N,), the routing weights of the rows that its chunks received, by chunk and in expert
         order; None where none did.
     passed: what hooks saved. regroup: of chunks whose rows travelled once (`PassPlan.once`).
     """
 
+    inputs: Inputs
+    wanted: Sequence[bool] = ()
     kept: dict[Unit, Kept] = field(default_factory=dict)
     weight_received: Tensor | None = None
     passed: dict[tuple[str, int], Passed] = field(default_factory=dict)

@@ -9,9 +9,9 @@ import functools
 from torch import Tensor
 
 from pmoe.comm.sharing import Sharing
-from pmoe.engine.backward_pass import Backward, SavedForBackward
+from pmoe.engine.backward_pass import Backward
 from pmoe.engine.forward_pass import Forward, Scalars
-from pmoe.engine.passes import Pass
+from pmoe.engine.passes import Forwarded, Pass
 from pmoe.engine.plan import Plan
 
 
@@ -61,7 +61,7 @@ class ShardedForward(_Sharded, Forward):
 class ShardedBackward(_Sharded, Backward):
     brought_by_SI = "arrived_again"
 
-    def __init__(self, plan: Plan, grad_TM: Tensor, saved: SavedForBackward) -> None:
+    def __init__(self, plan: Plan, grad_TM: Tensor, saved: Forwarded) -> None:
         super().__init__(plan, grad_TM, saved)
         own = sum(self.journey.recv)
         self.grad_weight_leaving = self.grad_weight_rows.new_empty(own)

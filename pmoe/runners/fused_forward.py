@@ -32,7 +32,7 @@ class FusedForwardRunner:
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
         with all_or_give_up(self.fused.steps):
             y_TM, left = self._take_steps(inputs)
-        return y_TM, keep_for_backward(self.plan, inputs, left) if keep else None
+        return y_TM, keep_for_backward(self.plan, left) if keep else None
 
     def _take_steps(self, inputs: Inputs) -> tuple[Tensor, Forwarded]:
         plan, cut = self.plan, self.plan.forward
@@ -50,7 +50,7 @@ class FusedForwardRunner:
         units: dict[Unit, int] = {(i, ""): rows for i, rows in enumerate(received)}
         units |= {(j, "_L"): piece.groups.num_rows for j, piece in enumerate(cut.pieces)}
         rows_NM = steps.rows(journey) if plan.restore.dispatched == "keep" else None
-        left = Forwarded()
+        left = Forwarded(inputs=inputs)
         for unit, at in zip(units, index_N.split(list(units.values())), strict=True):
             kept = left.kept[unit] = Kept()
             kept.rows_NM = None if rows_NM is None else rows_NM.index_select(0, at)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pmoe.comm.ranks import telling
 from pmoe.engine.autograd import Path, Saved
-from pmoe.engine.backward_pass import Backward, SavedForBackward
+from pmoe.engine.backward_pass import Backward
 from pmoe.engine.forward_pass import Forward
 from pmoe.engine.passes import Forwarded, Inputs, Kept
 from pmoe.engine.plan import Plan
@@ -34,7 +34,7 @@ class PipelineRunner:
         with telling(plan.modules.grid.all):
             forward = _together((*(part for part, _ in parts), Forward))(plan, inputs, keep)
             y_TM = forward.run()
-        return y_TM, keep_for_backward(plan, inputs, forward.left) if keep else None
+        return y_TM, keep_for_backward(plan, forward.left) if keep else None
 
 
 def _special_parts(plan: Plan, *, moves: bool) -> list[tuple[type[Forward], type[Backward]]]:
@@ -73,25 +73,20 @@ def _together(parts: tuple[type, ...]) -> type[Any]:
     return parts[0] if len(parts) == 1 else type(parts[-1].__name__, parts[:-1], {})
 
 
-def keep_for_backward(plan: Plan, inputs: Inputs, left: Forwarded) -> Saved:
-    """What the engine's backward pass needs, its tensors in one list: inputs, then those of ``left``."""
-    needs_x = plan.restore.dispatched == "communicate" or plan.modules.stages.shared
-    tensors = inputs.all
-    without = inputs.like([None] * len(tensors))
-    if not needs_x:
-        tensors[0] = None
+def keep_for_backward(plan: Plan, left: Forwarded) -> Saved:
+    """What the engine's backward pass needs, its tensors in one list: those of ``left``, x_TM the first."""
+    tensors: list[Tensor | None] = []
     emptied = _swapped(left, tensors.append)
-    return Saved(tensors, functools.partial(_backward, plan, without, emptied))
+    if plan.restore.dispatched != "communicate" and not plan.modules.stages.shared:
+        tensors[0] = None
+    return Saved(tensors, functools.partial(_backward, plan, emptied))
 
 
 def _backward(
-    plan: Plan, inputs: Inputs, left: Forwarded, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor
+    plan: Plan, emptied: Forwarded, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor
 ) -> list[Tensor | None]:
-    """inputs, left: what `keep_for_backward` emptied."""
     found = iter(tensors)
-    given = inputs.like([next(found) for _ in inputs.all])
-    filled = _swapped(left, lambda _: next(found))
-    saved = SavedForBackward(inputs=given, wanted=wanted, **vars(filled))
+    saved = replace(_swapped(emptied, lambda _: next(found)), wanted=wanted)
     parts = _special_parts(plan, moves=plan.restore.offloads or plan.rearranged)
     with telling(plan.modules.grid.all):
         backward = _together((*(part for _, part in parts), Backward))(plan, grad_TM, saved)
@@ -102,7 +97,8 @@ def _backward(
 def _swapped(left: Forwarded, swap: Callable[[Any], Any]) -> Forwarded:
     """The same with what ``swap`` gives for each tensor, and for each that there might be, always in one
     order."""
-    found = Forwarded(weight_received=swap(left.weight_received))
+    inputs = left.inputs.like([swap(each) for each in left.inputs.all])
+    found = Forwarded(inputs=inputs, weight_received=swap(left.weight_received))
     for unit, kept in left.kept.items():
         rows_NM, hidden = swap(kept.rows_NM), kept.hidden
         if hidden is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,25 +19,8 @@ from pmoe.ordering.sorted import SortedRows, Tokens, chunk_bounds, count_rows, s
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
+    from pmoe.engine.once import MergedRows
     from pmoe.engine.padding import Padding
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ordered:
-    """The rows of a pass in n chunks, those that stay in so many pieces. slots: all kept slots by expert.
-    sent: the rows that leave, the same but where several slots share one (`pmoe.engine.once`): then
-    carrier_TK is the choice whose row a slot's token travels in, and sent_nP rows by chunk and rank, on the
-    device."""
-
-    n: int
-    pieces: int
-    expert_TK: Tensor
-    tokens: Tokens
-    has_drops: bool
-    slots: SortedRows
-    sent: SortedRows
-    carrier_TK: Tensor | None = None
-    sent_nP: Tensor | None = None
 
 
 PlanFor = Callable[[int, int, Restore], Plan]
@@ -53,14 +36,22 @@ class Orders:
     def __init__(self, modules: Modules, expert_TK: Tensor, keep_TK: Tensor | None, tokens: Tokens) -> None:
         self.expert_TK, self.keep_TK, self.tokens = expert_TK, keep_TK, tokens
         self.modules = modules
-        self._sorted: dict[int, Ordered] = {}
+        self._sorted: dict[int, SortedRows] = {}
         self._counted: dict[int, Tensor] = {}
 
-    def of(self, n: int) -> Ordered:
-        """For n chunks."""
+    def slots(self, n: int) -> SortedRows:
+        """All kept slots by chunk and expert."""
         if n not in self._sorted:
-            self._sorted[n] = self._sort(n)
+            modules, pieces = self.modules, self.modules.num_pieces(n)
+            experts, staying = modules.num_experts, modules.staying
+            self._sorted[n] = sort_rows(
+                self.expert_TK, self.keep_TK, n, experts, staying, pieces, self.tokens
+            )
         return self._sorted[n]
+
+    def sent(self, n: int) -> SortedRows:
+        """The rows that leave: the slots, but where several of them share a row (`pmoe.engine.once`)."""
+        return self.slots(n)
 
     def count(self, bins: int) -> Tensor:
         """(bins, E) rows"""
@@ -73,27 +64,18 @@ class Orders:
         """(bins, ranks) rows, where a token goes once to a rank (`pmoe.engine.once`); else None."""
         return None
 
-    def _sort(self, n: int) -> Ordered:
-        """All kept slots by chunk and expert."""
-        modules, expert_TK, keep_TK, tokens = self.modules, self.expert_TK, self.keep_TK, self.tokens
-        pieces = modules.num_pieces(n)
-        slots = sort_rows(expert_TK, keep_TK, n, modules.num_experts, modules.staying, pieces, tokens)
-        return Ordered(
-            n=n,
-            pieces=pieces,
-            expert_TK=expert_TK,
-            tokens=tokens,
-            has_drops=keep_TK is not None,
-            slots=slots,
-            sent=slots,
-        )
+    def number_rows(
+        self, n: int, weights: WeightJourney, shared: RankCounts, fine: Tensor
+    ) -> MergedRows | None:
+        """Which row carries each weight's token, where that is not its own."""
+        return None
 
     def plans(self, counts: RankCounts, padding: Padding | None = None) -> PlanFor:
         """What cuts these rows into chunks, for any degrees and pair."""
 
         def plan_for(forward: int, backward: int, restore: Restore) -> Plan:
             forward, backward = self._deep_enough(forward, backward, restore, counts.depth)
-            plan = make_plan(self.modules, self.of(forward), self.of(backward), counts, restore)
+            plan = make_plan(self, forward, backward, counts, restore)
             return plan if padding is None else replace(plan, padding=padding)
 
         return plan_for
@@ -109,38 +91,37 @@ class Orders:
         return forward, backward if self.modules.hooks is None else forward
 
 
-def make_plan(
-    modules: Modules, order: Ordered, backward_order: Ordered, shared: RankCounts, restore: Restore
-) -> Plan:
-    """Cuts the sorted rows into chunks without any further synchronisation. order, backward_order: the rows
-    as the two passes have them; the same object where their chunks are the same."""
+def make_plan(orders: Orders, n: int, n_backward: int, shared: RankCounts, restore: Restore) -> Plan:
+    """Cuts the sorted rows into n chunks, and into those of backward, without any further synchronisation."""
+    modules = orders.modules
     # Experts have their rows by the smallest chunks of either pass: so a chunk of one has its rows of a chunk
     # of the other in one run an expert.
-    bins = shared.joined(math.lcm(order.n, backward_order.n))
-    forward = backward = _cut(order, bins, modules)
+    bins = shared.joined(math.lcm(n, n_backward))
+    forward = backward = _cut(orders, n, bins)
     joined = None
-    if order.n != backward_order.n:
+    if n != n_backward:
         from pmoe.engine.rearranged import join_chunks
 
         rank = modules.grid.all.rank
         received, received_device = bins.recv, bins.recv_device
         if modules.stages.local:
             received, received_device = (without_own(each, rank) for each in (received, received_device))
-        joined = join_chunks(received, received_device, bins.recv[:, rank], order.n, backward_order.n)
-        backward = _cut(backward_order, bins, modules)
+        joined = join_chunks(received, received_device, bins.recv[:, rank], n, n_backward)
+        backward = _cut(orders, n_backward, bins)
     return Plan(
         modules=modules,
         forward=forward,
         backward=backward,
         joined=joined,
-        top_k=order.expert_TK.shape[1],
+        top_k=orders.expert_TK.shape[1],
         restore=restore,
-        slot_token=order.tokens.of_slot,
+        slot_token=orders.tokens.of_slot,
     )
 
 
-def _cut(order: Ordered, bins: RankCounts, modules: Modules) -> PassPlan:
-    n, num_pieces, tokens, top_k = order.n, order.pieces, order.tokens, order.expert_TK.shape[1]
+def _cut(orders: Orders, n: int, bins: RankCounts) -> PassPlan:
+    modules, tokens, top_k = orders.modules, orders.tokens, orders.expert_TK.shape[1]
+    num_pieces, slots, travelling = modules.num_pieces(n), orders.slots(n), orders.sent(n)
     grid, bypass_local = modules.grid, modules.stages.local
     rank = grid.all.rank
     shared = bins.joined(n)
@@ -196,22 +177,19 @@ def _cut(order: Ordered, bins: RankCounts, modules: Modules) -> PassPlan:
             first = end
     weights = once = None
     if modules.stages.remote:
-        kept = order.slots.slot[: int(shared.send.sum())]
-        weights = _weight_journey(kept, order.expert_TK, send, recv, fine, modules)
-        if shared.received_once_device is not None:
-            from pmoe.engine.once import number_rows
-
-            once = number_rows(weights, order, shared, fine)
-    sent_slot = order.sent.slot[:first]
+        kept = slots.slot[: int(shared.send.sum())]
+        weights = _weight_journey(kept, orders.expert_TK, send, recv, fine, modules)
+        once = orders.number_rows(n, weights, shared, fine)
+    sent_slot = travelling.slot[:first]
     token = sent_slot if top_k == 1 else sent_slot // top_k
     return PassPlan(
         chunks=tuple(chunks),
         pieces=tuple(pieces),
         weights=weights,
-        slot=order.slots.slot,
+        slot=slots.slot,
         row_token=token if tokens.of_slot is None else tokens.of_slot[token],
-        position=order.sent.position,
-        has_drops=order.has_drops or once is not None,
+        position=travelling.position,
+        has_drops=orders.keep_TK is not None or once is not None,
         once=once,
     )
 

@@ -6,7 +6,7 @@ With each routing weight travels which of the rows that its rank gets in its chu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.backward_pass import Backward
-from pmoe.engine.cut import Ordered, Orders
+from pmoe.engine.cut import Orders
 from pmoe.engine.forward_pass import Forward
 from pmoe.engine.passes import Pass, split_by_chunk
 from pmoe.engine.plan import Modules, WeightJourney
-from pmoe.ordering.sorted import Tokens, count_rows, sort_rows
+from pmoe.ordering.sorted import SortedRows, Tokens, count_rows, sort_rows
 from pmoe.schedule.restore import Restore
 
 
@@ -46,19 +46,34 @@ class OnceOrders(Orders):
         self._num_ranks = modules.grid.across.size
         self._rank_TK = expert_TK // modules.experts.num_local_experts
         self._carrier_TK, self._carries_TK = carriers(self._rank_TK, keep_TK)
+        self._sent: dict[int, SortedRows] = {}
 
     def count_once(self, bins: int) -> Tensor:
         """(bins, ranks) rows that travel."""
         return count_rows(self._rank_TK, self._carries_TK, bins, self._num_ranks, self.tokens)
 
-    def _sort(self, n: int) -> Ordered:
-        ranks, tokens, nowhere = self._num_ranks, self.tokens, range(0, 0)
-        return replace(
-            super()._sort(n),
-            sent=sort_rows(self._rank_TK, self._carries_TK, n, ranks, nowhere, 0, tokens),
-            carrier_TK=self._carrier_TK,
-            sent_nP=self.count_once(n),
-        )
+    def sent(self, n: int) -> SortedRows:
+        if n not in self._sent:
+            ranks, nowhere = self._num_ranks, range(0, 0)
+            self._sent[n] = sort_rows(self._rank_TK, self._carries_TK, n, ranks, nowhere, 0, self.tokens)
+        return self._sent[n]
+
+    def number_rows(self, n: int, weights: WeightJourney, shared: RankCounts, fine: Tensor) -> MergedRows:
+        """Counted from the first row of its chunk and rank. fine: rows by source, chunk, expert and bin."""
+        come_nW, tokens = shared.received_once_device, self.tokens
+        assert come_nW is not None
+        top_k, slot = self.expert_TK.shape[1], weights.slot
+        row = self.sent(n).position[slot // top_k * top_k + self._carrier_TK.view(-1)[slot]]
+        token = slot // top_k if tokens.of_slot is None else tokens.of_slot[slot]
+        # Where the rows of (chunk, rank) begin among all that this rank sends.
+        sent = self.count_once(n).view(-1)
+        chunk = ((token + 1) * n - 1) // max(tokens.count, 1)
+        destination = self._rank_TK.reshape(-1)[slot]
+        number = (row - (sent.cumsum(0) - sent)[chunk * self._num_ranks + destination]).int()
+        base_Wn = (come_nW.cumsum(1) - come_nW).t().reshape(-1)
+        rows_Wn = fine.sum((2, 3)).reshape(-1)
+        num_received = int(shared.recv.sum())
+        return MergedRows(number=number, base=base_Wn.repeat_interleave(rows_Wn, output_size=num_received))
 
     def _deep_enough(
         self, forward: int, backward: int, restore: Restore, depth: dict[int, int]
@@ -75,27 +90,6 @@ class MergedRows:
 
     number: Tensor
     base: Tensor
-
-
-def number_rows(weights: WeightJourney, order: Ordered, shared: RankCounts, fine: Tensor) -> MergedRows:
-    """Which row carries each weight's token, counted from the first row of its chunk and rank. fine: rows by
-    source, chunk, expert and bin."""
-    come_nW = shared.received_once_device
-    assert come_nW is not None and order.carrier_TK is not None and order.sent_nP is not None
-    expert_TK, tokens = order.expert_TK, order.tokens
-    top_k, slot = expert_TK.shape[1], weights.slot
-    n, num_across = order.sent_nP.shape
-    row = order.sent.position[slot // top_k * top_k + order.carrier_TK.view(-1)[slot]]
-    token = slot // top_k if tokens.of_slot is None else tokens.of_slot[slot]
-    # Where the rows of (chunk, rank) begin among all that this rank sends.
-    sent = order.sent_nP.view(-1)
-    chunk = ((token + 1) * n - 1) // max(tokens.count, 1)
-    destination = expert_TK.reshape(-1)[slot] // shared.send.shape[2]
-    number = (row - (sent.cumsum(0) - sent)[chunk * num_across + destination]).int()
-    base_Wn = (come_nW.cumsum(1) - come_nW).t().reshape(-1)
-    rows_Wn = fine.sum((2, 3)).reshape(-1)
-    num_received = int(shared.recv.sum())
-    return MergedRows(number=number, base=base_Wn.repeat_interleave(rows_Wn, output_size=num_received))
 
 
 class _Once(Pass):

@@ -95,7 +95,7 @@ def sort_early(parts: Parts, orders: Orders) -> None:
     """Sorts while the counts travel, where no count can change the chunks."""
     degrees = parts.spec.degrees
     if len(degrees) == 1 and not parts.spec.rotates:
-        orders.of(degrees[0])
+        orders.slots(degrees[0]), orders.sent(degrees[0])
 
 
 def in_chunks(

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pmoe.comm.counts import RankCounts, without_own
-from pmoe.comm.ranks import Grid
+from pmoe.comm.ranks import Grid, telling
 from pmoe.engine.plan import Chunk, Modules, PassPlan, Piece, Plan, WeightJourney
+from pmoe.engine.replay import hidden_from_checkpoints
 from pmoe.experts.products import RowGroups
 from pmoe.ordering.sorted import SortedRows, Tokens, chunk_bounds, count_rows, sort_rows
+from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
@@ -23,15 +24,13 @@ if TYPE_CHECKING:
     from pmoe.engine.padding import Padding
 
 
-PlanFor = Callable[[int, int, Restore], Plan]
-"""From n of the forward and of the backward pass, and the restore pair."""
-
-
 class Orders:
     """The slots of a call sorted by chunk and expert, once for each number of chunks.
 
-    expert_TK: (T, K) int64. keep_TK: (T, K) bool, None where all slots are kept.
+    expert_TK: (T, K) int64. keep_TK: (T, K) bool, None where all slots are kept. padding: as in `Plan`.
     """
+
+    padding: Padding | None = None
 
     def __init__(self, modules: Modules, expert_TK: Tensor, keep_TK: Tensor | None, tokens: Tokens) -> None:
         self.expert_TK, self.keep_TK, self.tokens = expert_TK, keep_TK, tokens
@@ -70,23 +69,17 @@ class Orders:
         """Which row carries each weight's token, where that is not its own."""
         return None
 
-    def plans(self, counts: RankCounts, padding: Padding | None = None) -> PlanFor:
-        """What cuts these rows into chunks, for any degrees and pair."""
+    def plan(self, counts: RankCounts, choice: Choice) -> Plan:
+        """These rows in chunks. Checkpoints do not see it: trials may have made parts of it."""
+        with telling(self.modules.grid.all), hidden_from_checkpoints():
+            return make_plan(self, *self._deep_enough(choice, counts.depth), counts, choice.restore)
 
-        def plan_for(forward: int, backward: int, restore: Restore) -> Plan:
-            forward, backward = self._deep_enough(forward, backward, restore, counts.depth)
-            plan = make_plan(self, forward, backward, counts, restore)
-            return plan if padding is None else replace(plan, padding=padding)
-
-        return plan_for
-
-    def _deep_enough(
-        self, forward: int, backward: int, restore: Restore, depth: dict[int, int]
-    ) -> tuple[int, int]:
+    def _deep_enough(self, choice: Choice, depth: dict[int, int]) -> tuple[int, int]:
         """Numbers of chunks, as deep as every rank's slots need them."""
+        forward, backward = choice.forward, choice.backward
         if depth:
             forward, backward = forward << depth[forward], backward << depth[backward]
-        if forward % backward and self.modules.experts.are_modules and restore.hidden != "recompute":
+        if forward % backward and self.modules.experts.are_modules and choice.restore.hidden != "recompute":
             backward = forward  # a saved graph cannot be split
         return forward, backward if self.modules.hooks is None else forward
 
@@ -116,6 +109,7 @@ def make_plan(orders: Orders, n: int, n_backward: int, shared: RankCounts, resto
         top_k=orders.expert_TK.shape[1],
         restore=restore,
         slot_token=orders.tokens.of_slot,
+        padding=orders.padding,
     )
 
 

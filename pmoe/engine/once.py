@@ -21,7 +21,7 @@ from pmoe.engine.forward_pass import Forward
 from pmoe.engine.passes import Pass, split_by_chunk
 from pmoe.engine.plan import Modules, WeightJourney
 from pmoe.ordering.sorted import SortedRows, Tokens, count_rows, sort_rows
-from pmoe.schedule.restore import Restore
+from pmoe.planner.degree import Choice
 
 
 def carriers(rank_TK: Tensor, keep_TK: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -75,10 +75,8 @@ class OnceOrders(Orders):
         num_received = int(shared.recv.sum())
         return MergedRows(number=number, base=base_Wn.repeat_interleave(rows_Wn, output_size=num_received))
 
-    def _deep_enough(
-        self, forward: int, backward: int, restore: Restore, depth: dict[int, int]
-    ) -> tuple[int, int]:
-        forward, _ = super()._deep_enough(forward, backward, restore, depth)
+    def _deep_enough(self, choice: Choice, depth: dict[int, int]) -> tuple[int, int]:
+        forward, _ = super()._deep_enough(choice, depth)
         return forward, forward
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pmoe.comm.counts import RankCounts, Slots
 from pmoe.engine.arena import pool
-from pmoe.engine.cut import PlanFor
+from pmoe.engine.cut import Orders
 from pmoe.engine.passes import Inputs
 from pmoe.layer.parts import Parts
 from pmoe.layer.route import Routed
@@ -15,19 +15,20 @@ from pmoe.warn import warn_once
 
 
 def choose(
-    parts: Parts, counts: RankCounts, inputs: Inputs, plan_for: PlanFor, restore: Restore | None = None
+    parts: Parts, counts: RankCounts, inputs: Inputs, orders: Orders, restore: Restore | None = None
 ) -> Choice:
-    """plan_for: makes the plan of any choice, for trials. restore: the pair, where something else has chosen
-    it. Collective where something is measured (`pmoe.layer.chosen`)."""
+    """orders: for the plans of trials. restore: the pair, where something else has chosen it. Collective
+    where something is measured (`pmoe.layer.chosen`)."""
     spec, n, several = parts.spec, parts.spec.fixed_degree, len(parts.pairs) > 1 and counts.needs_grad
     is_open = n is None or (restore is None and (several or spec.budget is not None))
     if is_open or inputs.x_TM.is_cuda:
         from pmoe.layer import chosen
+        from pmoe.layer.trials import Batch
 
         with inputs.autocast_for(parts.experts):  # as the experts will compute
             chosen.measure_products_of(parts, counts, inputs)
             if is_open:
-                return chosen.choose_among(parts, counts, inputs, plan_for, restore)
+                return chosen.choose_among(Batch(parts, counts, inputs, orders), restore)
     assert n is not None
     restore = with_room(restore or parts.pairs[0], counts)
     return Choice(forward=n, backward=spec.pipeline_backward or n, restore=restore)

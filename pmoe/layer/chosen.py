@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pmoe.comm.agreement import largest
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.arena import pool
-from pmoe.engine.cut import PlanFor
 from pmoe.engine.passes import Inputs
 from pmoe.layer.choose import with_room
 from pmoe.layer.parts import Parts
@@ -41,11 +40,9 @@ def measure_products_of(parts: Parts, counts: RankCounts, inputs: Inputs) -> Non
             measure_products(experts, parts.ranks, dtype, device, rows, needs_grad=counts.needs_grad)
 
 
-def choose_among(
-    parts: Parts, counts: RankCounts, inputs: Inputs, plan_for: PlanFor, restore: Restore | None
-) -> Choice:
+def choose_among(batch: Batch, restore: Restore | None) -> Choice:
     """As `pmoe.layer.choose.choose`."""
-    spec, batch = parts.spec, Batch(parts, counts, inputs, plan_for)
+    parts, spec, counts = batch.parts, batch.parts.spec, batch.counts
     if restore is None and spec.budget is not None:
         return _compared_with_steps(batch, _within_budget(batch))
     if restore is None:

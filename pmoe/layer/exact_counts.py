@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pmoe.comm.counts import CountsExchange, FaultError, RankCounts
 from pmoe.comm.ranks import telling
-from pmoe.engine.cut import Orders, PlanFor
+from pmoe.engine.cut import Orders
 from pmoe.engine.passes import Inputs
+from pmoe.engine.plan import Plan
 from pmoe.engine.replay import hidden_from_checkpoints
 from pmoe.layer.choose import choose, slots_to_ask
 from pmoe.layer.decision import Agreed, CallCounts, Decision
 from pmoe.layer.parts import Call, Parts
 from pmoe.layer.route import Routed, make_inputs, route_batch
 from pmoe.ordering.sorted import Tokens
-from pmoe.planner.degree import Choice
 from pmoe.runners.pipeline import PipelineRunner
 
 
@@ -31,12 +31,12 @@ def decide(call: Call) -> Decision:
 
     def agree() -> Agreed:
         counts = shared_counts(exchange, routed)
-        return Agreed(counts=counts, choice=choose(parts, counts, inputs, orders.plans(counts)))
+        return Agreed(counts=counts, choice=choose(parts, counts, inputs, orders))
 
     agreed = call.replay.once(agree)
-    assert agreed.counts is not None
+    assert agreed.counts is not None and agreed.choice is not None
     counts = CallCounts(agreed.counts.on_host(), agreed.counts.max_tokens)
-    return in_chunks(call, routed, inputs, orders.plans(agreed.counts), agreed.choice, counts)
+    return in_chunks(call, routed, inputs, orders.plan(agreed.counts, agreed.choice), counts)
 
 
 def sorted_rows(call: Call) -> tuple[Routed, Orders]:
@@ -98,13 +98,8 @@ def sort_early(parts: Parts, orders: Orders) -> None:
         orders.slots(degrees[0]), orders.sent(degrees[0])
 
 
-def in_chunks(
-    call: Call, routed: Routed, inputs: Inputs, plan_for: PlanFor, choice: Choice | None, counts: CallCounts
-) -> Decision:
+def in_chunks(call: Call, routed: Routed, inputs: Inputs, plan: Plan, counts: CallCounts) -> Decision:
     """The decision to run by the pipeline engine."""
-    assert choice is not None
-    with telling(call.parts.ranks), hidden_from_checkpoints():  # trials may have made parts of it
-        plan = plan_for(choice.forward, choice.backward, choice.restore)
     return Decision(
         call=call,
         routed=routed,

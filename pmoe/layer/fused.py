@@ -6,13 +6,13 @@ What they do not take falls back to chunks, on all ranks together, with one warn
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes import Inputs
-from pmoe.engine.replay import hidden_from_checkpoints
 from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels.comet import Journey, Steps
 from pmoe.layer.choose import choose
@@ -84,23 +84,23 @@ def decide(call: Call) -> Decision:
         if steps is not None and not (parts.spec.fused == "forward" and counts.needs_grad):
             return Agreed(counts=counts, steps=steps)
         restore = None if steps is None else fused_pair(parts)
-        choice = choose(parts, counts, inputs, orders.plans(counts), restore)
+        choice = choose(parts, counts, inputs, orders, restore)
         return Agreed(counts=counts, steps=steps, choice=choice)
 
     agreed = replay.once(agree)
     shared, choice, steps = agreed.counts, agreed.choice, agreed.steps
     assert shared is not None
-    counts, plan_for = CallCounts(shared.on_host(), shared.max_tokens), orders.plans(shared)
+    counts = CallCounts(shared.on_host(), shared.max_tokens)
     if steps is None:
-        return in_chunks(call, routed, inputs, plan_for, choice, counts)
+        assert choice is not None
+        return in_chunks(call, routed, inputs, orders.plan(shared, choice), counts)
     counts_FE = orders.count(parts.num_bins)
     journey = fused.make_journey(expert_TK, sort(), counts_FE, shared, parts.ranks.rank)
     by_kernels = fused_runner(parts, steps, journey)
     runner: Runner = by_kernels
     plan = None
     if choice is not None:
-        with hidden_from_checkpoints():
-            plan = plan_for(choice.backward, choice.backward, choice.restore)
+        plan = orders.plan(shared, replace(choice, forward=choice.backward))
         runner = FusedForwardRunner(by_kernels, plan, shared.recv_device)
     return Decision(
         call=call,

@@ -41,15 +41,16 @@ def decide(call: Call) -> Decision:
     counts = splits.counts(parts.ranks.size, device, max_tokens=max_tokens, needs_grad=kind.needs_grad)
     orders = Orders(parts, splits.expert_of_rows(device), None, Tokens(splits.num_rows))
     inputs = make_inputs(parts, routed)
-    plan_for = orders.plans(counts, padding)
+    orders.padding = padding
 
     def agree() -> Agreed:
         _compare(call, routed, kind)
-        return Agreed(choice=choose(parts, counts, inputs, plan_for))
+        return Agreed(choice=choose(parts, counts, inputs, orders))
 
     choice = call.replay.once(agree).choice
+    assert choice is not None
     totals = CallCounts(counts.on_host(), kind.num_tokens, kept_E)
-    return in_chunks(call, routed, inputs, plan_for, choice, totals)
+    return in_chunks(call, routed, inputs, orders.plan(counts, choice), totals)
 
 
 def _compare(call: Call, routed: Routed, kind: PaddedKind) -> None:

@@ -14,7 +14,7 @@ import torch
 from pmoe.comm.agreement import largest
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Runner
-from pmoe.engine.cut import PlanFor
+from pmoe.engine.cut import Orders
 from pmoe.engine.passes import Inputs
 from pmoe.layer.memory import memory_shape
 from pmoe.layer.parts import Parts
@@ -41,12 +41,12 @@ def adaptive_degree(max_rows: int, num_ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Batch:
-    """A routed batch whose counts are known, with its layer. plan_for: makes the plan of any choice."""
+    """A routed batch whose counts are known, with its layer and its rows."""
 
     parts: Parts
     counts: RankCounts
     inputs: Inputs
-    plan_for: PlanFor
+    orders: Orders
 
     @property
     def rows(self) -> int:
@@ -70,7 +70,7 @@ class Batch:
         return worth and not (are_modules or parts.hooks is not None or parts.sequential)
 
     def runner(self, choice: Choice) -> Runner:
-        return PipelineRunner(self.plan_for(choice.forward, choice.backward, choice.restore))
+        return PipelineRunner(self.orders.plan(self.counts, choice))
 
 
 def tried_seconds(batch: Batch, choices: Sequence[Choice]) -> list[tuple[float, float]]:

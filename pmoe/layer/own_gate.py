@@ -62,39 +62,29 @@ def check_routing(parts: Parts, routing: object, x_TM: Tensor) -> None:
         given |= vars(mix)
     given = {field: value for field, value in given.items() if value is not None or field in NEEDED}
     for field, value in given.items():
-        check_tensors(0 if field == "l_aux" else None, **{f"gate ({name}): {field}": value})
+        check_tensors({"l_aux": 0, "expert": 2}.get(field), **{f"gate ({name}): {field}": value})
         if value.is_meta or (field != "l_aux" and value.device != x_TM.device):
             raise ValueError(f"gate ({name}) returned {field} on {value.device}, not on {x_TM.device}")
         if field in NEEDED[1:] and not value.is_floating_point():
             raise TypeError(f"gate ({name}) returned {field} of dtype {value.dtype}; it must be floating")
-    shape = tuple(routing.expert.shape)
-    rows = num_tokens if routing.token is None and routing.mix is None else shape[:1] and shape[0]
-    if len(shape) != 2 or shape[0] != rows or tuple(routing.weight.shape) != shape:
-        raise ValueError(
-            f"gate ({name}) returned expert of shape {shape} and weight of shape "
-            f"{tuple(routing.weight.shape)}; both must be (T, K) with T = {num_tokens}"
-        )
-    wanted = {"expert": (shape, torch.int64), "keep": (shape, torch.bool), "token": (shape[:1], torch.int64)}
-    for field, (of_shape, dtype) in wanted.items():
-        value = getattr(routing, field)
-        if value is not None and (tuple(value.shape) != of_shape or value.dtype != dtype):
+    rows, top_k = routing.expert.shape
+    if routing.token is None and routing.mix is None:
+        rows = num_tokens
+    shapes = {"token": (rows,), **dict.fromkeys(("dispatch", "combine"), (num_tokens, rows))}
+    types = {"expert": torch.int64, "keep": torch.bool, "token": torch.int64}
+    for field, value in given.items():
+        shape, dtype = shapes.get(field, (rows, top_k)), types.get(field, value.dtype)
+        if field not in ("l_aux", "logits") and (tuple(value.shape), value.dtype) != (shape, dtype):
             raise ValueError(
                 f"gate ({name}) returned {field} of shape {tuple(value.shape)} and dtype {value.dtype}; it "
-                f"must be {of_shape} of {dtype}"
+                f"must be {shape} of {dtype}, for T = {num_tokens} tokens"
             )
-    if routing.token is not None and (shape[1] != 1 or routing.keep is not None):
+    if routing.token is not None and (top_k != 1 or routing.keep is not None):
         raise ValueError(
-            f"gate ({name}) returned token with {shape[1]} choices a row; there must be 1, and no keep: it "
+            f"gate ({name}) returned token with {top_k} choices a row; there must be 1, and no keep: it "
             "names only rows that it keeps"
         )
-    if routing.mix is not None:
-        mixed = tuple(tuple(each.shape) for each in (routing.mix.dispatch, routing.mix.combine))
-        if mixed != ((num_tokens, shape[0]),) * 2:
-            raise ValueError(
-                f"gate ({name}) returned mix of shapes {mixed}; both must be (T, S), that is "
-                f"({num_tokens}, {shape[0]})"
-            )
-        if parts.shared_expert is not None:
-            raise ValueError(
-                f"shared_expert ({parts.shared_expert}) must be None where the gate ({name}) mixes tokens"
-            )
+    if routing.mix is not None and parts.shared_expert is not None:
+        raise ValueError(
+            f"shared_expert ({parts.shared_expert}) must be None where the gate ({name}) mixes tokens"
+        )

@@ -83,7 +83,7 @@ def gate_job(rank: int, world: int, fault: str, who: int, options: dict[str, Any
 GATES = {
     "index": ("indices outside 0..num_experts - 1", "indices outside 0..num_experts - 1"),
     "nan": ("weights that are not finite", "weights that are not finite"),
-    "shape": ("gate (Broken) returned expert of shape", "its gate raised an error"),
+    "shape": ("gate (Broken) returned weight of shape (6, 1)", "its gate raised an error"),
     "keep": ("gate (Broken) returned keep of shape (8, 1)", "its gate raised an error"),
     "token": ("tokens that do not ascend", "tokens that do not ascend"),
     "float keep": (

@@ -78,12 +78,12 @@ def test_a_float32_gate_may_route_bfloat16_rows() -> None:
         (
             ByPosition(expert=torch.zeros(5, 2, dtype=torch.int64)),
             ValueError,
-            r"must be \(T, K\) with T = 11",
+            r"must be \(11, 2\) of torch.int64, for T = 11 tokens",
         ),
         (
             ByPosition(weight=torch.ones(11, 1)),
             ValueError,
-            r"weight of shape \(11, 1\); both must be \(T, K\)",
+            r"weight of shape \(11, 1\) and dtype torch.float\d+; it must be \(11, 2\)",
         ),
         (
             ByPosition(expert=torch.zeros(11, 2, dtype=torch.int32)),

@@ -13,8 +13,8 @@ EXPERTS = (
         name="weight-gradient-without-routing-weight",
         breaks="the gradient of w2 lacks the routing weight",
         file=STACKED,
-        old="(rows_NM, grad_hidden_NG, active_NH, grad_NM.mul_(scale_N1))",
-        new="(rows_NM, grad_hidden_NG, active_NH, grad_NM)",
+        old="(given.rows_NM, grad_hidden_NG, active_NH, grad_NM.mul_(scale_N1))",
+        new="(given.rows_NM, grad_hidden_NG, active_NH, grad_NM)",
         tests=TESTS,
     ),
     Plant(
@@ -37,8 +37,8 @@ EXPERTS = (
         name="recomputed-without-bias",
         breaks="T_M is made again without its bias",
         file=STACKED,
-        old="tensors=[expert_product(rows_NM, w1, groups, b1, out=hidden_NG)]",
-        new="tensors=[expert_product(rows_NM, w1, groups, None, out=hidden_NG)]",
+        old="expert_product(given.rows_NM, w1, given.groups, b1, out=hidden_NG)",
+        new="expert_product(given.rows_NM, w1, given.groups, None, out=hidden_NG)",
         tests=f"{TESTS} tests/unit/test_reuse.py",
     ),
     Plant(

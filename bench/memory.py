@@ -25,6 +25,7 @@ from bench.allocations import OTHER, Allocations, StepMemory, mark, moment, step
 from bench.timing import OUT
 from pmoe import MoELayer, Restore
 from pmoe.comm.ranks import Ranks
+from pmoe.experts.base import ExpertRows
 from pmoe.planner.theory import activations, model_states, saved_each
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
 
@@ -195,9 +196,9 @@ def parts_named(layer: MoELayer) -> Iterator[dict[str, str]]:
         mark(memory, f"{now['pass']} slots")
         return memory
 
-    def marked_compute(rows_NM: Tensor, *args: Any, **options: Any) -> Any:
-        found, hidden = compute(rows_NM, *args, **options)
-        mark(rows_NM, "kept T_DI")  # unless it lies in a slot, which has its name already
+    def marked_compute(given: ExpertRows, *args: Any, **options: Any) -> Any:
+        found, hidden = compute(given, *args, **options)
+        mark(given.rows_NM, "kept T_DI")  # unless it lies in a slot, which has its name already
         for tensor in () if hidden is None else hidden.tensors:
             mark(tensor, "kept T_M")
         return found, hidden

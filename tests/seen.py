@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pmoe import MoELayer
+from pmoe.experts.base import ExpertRows
 
 
 class Seen:
@@ -24,19 +25,17 @@ class Seen:
             activated.append(hidden.clone())
             activate(hidden, active)
 
-        def watched_compute(rows: Tensor, weight: Tensor, groups: Any, *args: Any, **options: Any) -> Any:
-            before = rows.clone()
+        def watched_compute(given: ExpertRows, *args: Any, **options: Any) -> Any:
+            before = given.rows_NM.clone()
             experts.activate = watched_activate
-            found = compute(rows, weight, groups, *args, **options)
+            found = compute(given, *args, **options)
             experts.activate = activate
-            self.forward.append((groups, before, activated.pop()))
+            self.forward.append((given.groups, before, activated.pop()))
             return found
 
-        def watched_gradient(
-            grad: Tensor, rows: Tensor, weight: Tensor, hidden: Any, groups: Any, *args: Any, **options: Any
-        ) -> Any:
-            self.backward.append((groups, rows.clone(), hidden.tensors[0].clone()))
-            return gradient(grad, rows, weight, hidden, groups, *args, **options)
+        def watched_gradient(grad: Tensor, given: ExpertRows, weight: Tensor, hidden: Any) -> Any:
+            self.backward.append((given.groups, given.rows_NM.clone(), hidden.tensors[0].clone()))
+            return gradient(grad, given, weight, hidden)
 
         experts.compute, experts.input_gradient = watched_compute, watched_gradient
 

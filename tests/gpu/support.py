@@ -5,6 +5,7 @@ Letters: T tokens, K choices, E experts, M = d_model.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from pmoe.comm.base import FlatAllToAll
 from pmoe.engine.arena import DevicePool
 from pmoe.engine.cuda_lanes import CudaLanes
 from pmoe.engine.lanes import Action
+from pmoe.experts.base import ExpertRows
 from pmoe.runners import one_rank as alone
 from pmoe.schedule.tasks import Lane, Task
 from tests.reference import ACTIVATIONS
@@ -206,17 +208,17 @@ def slow_experts(
     their output holds NaN until then."""
     compute, input_gradient = layer.experts.compute, layer.experts.input_gradient
 
-    def slow_compute(rows: Tensor, *args: Any, out: Tensor | None = None, **options: Any) -> Any:
-        if poison and out is None:
-            out = torch.full_like(rows, float("nan"))
+    def delayed(given: ExpertRows) -> ExpertRows:
+        if poison and given.out is None:
+            given = dataclasses.replace(given, out=torch.full_like(given.rows_NM, float("nan")))
         torch.cuda._sleep(cycles)
-        return compute(rows, *args, out=out, **options)
+        return given
 
-    def slow_input_gradient(grad: Tensor, *args: Any, out: Tensor | None = None, **options: Any) -> Any:
-        if poison and out is None:
-            out = torch.full_like(grad, float("nan"))
-        torch.cuda._sleep(cycles)
-        return input_gradient(grad, *args, out=out, **options)
+    def slow_compute(given: ExpertRows, *args: Any, **options: Any) -> Any:
+        return compute(delayed(given), *args, **options)
+
+    def slow_input_gradient(grad: Tensor, given: ExpertRows, *args: Any) -> Any:
+        return input_gradient(grad, delayed(given), *args)
 
     monkeypatch.setattr(layer.experts, "compute", slow_compute)
     monkeypatch.setattr(layer.experts, "input_gradient", slow_input_gradient)

@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from pmoe import MoELayer
+from pmoe.experts.base import ExpertRows
 from pmoe.graph import capture
 from tests.kit import AUX, D_HIDDEN, D_MODEL, NUM_EXPERTS, assert_same, build, gradients, loss_of, tokens
 from tests.own_experts import mlp
@@ -59,9 +60,9 @@ def test_a_checkpointed_layer_keeps_no_rows_between_the_passes(expert: object) -
     kept: list[weakref.ref[Any]] = []
     compute = layer.experts.compute
 
-    def watched(rows: Tensor, *args: Any, **options: Any) -> Any:
-        out, hidden = compute(rows, *args, **options)
-        storages = [tensor.untyped_storage() for tensor in (rows, *hidden.tensors)]
+    def watched(given: ExpertRows, *args: Any, **options: Any) -> Any:
+        out, hidden = compute(given, *args, **options)
+        storages = [tensor.untyped_storage() for tensor in (given.rows_NM, *hidden.tensors)]
         kept.extend(weakref.ref(each) for each in storages if each.data_ptr() not in weights)
         return out, hidden
 

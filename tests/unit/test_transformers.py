@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import pmoe
+from pmoe.experts.base import ExpertRows
 from pmoe.integrations.transformers.borrowed import BorrowedExperts
 from tests.spread import named
 from tests.tiny_transformers import (
@@ -81,9 +82,9 @@ def test_weights_are_used_where_they_lie(name: str) -> None:
     model, seen = make_model(name, "pmoe"), set()
     compute = BorrowedExperts.compute
 
-    def watched(self: Any, rows: Tensor, weight: Tensor, groups: Any, parameters: Any, **given: Any) -> Any:
-        seen.update(each.data_ptr() for each in parameters)
-        return compute(self, rows, weight, groups, parameters, **given)
+    def watched(self: Any, given: ExpertRows, weight: Tensor, **options: Any) -> Any:
+        seen.update(each.data_ptr() for each in given.parameters)
+        return compute(self, given, weight, **options)
 
     with mock.patch.object(BorrowedExperts, "compute", watched):
         trained(model, batch(2))

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pmoe.comm.agreement import from_first
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Grid, Ranks
 from pmoe.layer import MoELayer
 from pmoe.layer.memory import memory_shape
 from pmoe.layer.solved import layer_costs, operations_of
-from pmoe.measure.bench import COMMUNICATE, open_bench, seconds_of
-from pmoe.planner.costs import DegreeSeconds, GeneralizedLayer, LineCost, fit
+from pmoe.planner.costs import DegreeSeconds, GeneralizedLayer, LineCost
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import ScheduleOptions, simulated_degrees
 from pmoe.planner.gradient_partition import Partition, partition
@@ -83,12 +80,6 @@ class GradientBuffers:
         return GradientRange(memory[begin // item : end // item], inside)
 
 
-MESSAGE_BYTES = (1 << 16, 1 << 18, 1 << 20)
-"""Of the all-reduces that are measured."""
-
-REPEATS = 3
-
-
 class LayerBackward(NamedTuple):
     """When an MoE layer's backward pass began.
 
@@ -140,9 +131,9 @@ def find_partition(
     """Dense parts and MoE layers in turn, as generalized layers of their own (Section 5.2).
 
     What a dense part makes may travel in the MoE layer that follows. last_seconds: of the last dense part.
-    Collective: costs are measured, and all ranks take the first rank's partition.
+    Collective: costs may be measured, and all ranks take the first rank's partition.
     """
-    line = measure_all_reduce(ranks, buffers.memories[0])
+    line = all_reduce_line(ranks, buffers.memories[0])
     made = [buffers.ends[each.num_made] for each in seen]
     sizes = [end - begin for begin, end in pairwise([0, *made, buffers.ends[-1]])]
     parts = []
@@ -176,12 +167,7 @@ def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
     return simulated_degrees(costs, way, DEGREES if fixed is None else (fixed,))
 
 
-def measure_all_reduce(ranks: Ranks, like: Tensor) -> LineCost:
-    """Seconds of an all-reduce by bytes, of the slowest rank. like: any tensor of that type. Collective."""
-    seconds = []
-    with open_bench(ranks, like.device) as bench:
-        for num_bytes in MESSAGE_BYTES:
-            message = like.new_zeros(max(num_bytes // like.element_size(), 1))
-            piece = partial(dist.all_reduce, message, group=ranks.group)
-            seconds.append(seconds_of(bench, COMMUNICATE, piece, REPEATS))
-    return fit(zip(MESSAGE_BYTES, seconds, strict=True)).line
+def all_reduce_line(ranks: Ranks, like: Tensor) -> LineCost:
+    """Seconds of an all-reduce by bytes, of the slowest rank: stored, or measured once with FSMoE's other
+    lines. like: any tensor of that type. Collective."""
+    return operations_of(Grid.of_group(ranks), like.device, like.dtype).all_reduce.line

@@ -111,7 +111,7 @@ def job(
     with (
         mock.patch.object(solve, "operations_of", lambda *_: operations()),
         mock.patch.object(gradient_partitioning, "operations_of", lambda *_: operations()),
-        mock.patch.object(gradient_partitioning, "measure_all_reduce", lambda *_: LineCost(1e-5, 1e-7)),
+        mock.patch.object(gradient_partitioning, "all_reduce_line", lambda *_: LineCost(1e-5, 1e-7)),
         mock.patch.object(PartitionedStep, "_all_reduce", counted),
     ):
         hook = pmoe.GradientReducer(ours, partition=partition)
@@ -190,7 +190,7 @@ def lane_job(rank: int, world: int) -> list[list[str]]:
     model = build({"pipeline": 2, "bypass_local": False})
     with (
         mock.patch.object(gradient_partitioning, "operations_of", lambda *_: operations()),
-        mock.patch.object(gradient_partitioning, "measure_all_reduce", lambda *_: LineCost(1e-5, 1e-7)),
+        mock.patch.object(gradient_partitioning, "all_reduce_line", lambda *_: LineCost(1e-5, 1e-7)),
     ):
         hook = pmoe.GradientReducer(model, partition=pieces(0, 216, 0, 1000, 0, 1000, 0, 0))
         step(model, rank, 0)
@@ -283,7 +283,7 @@ def test_a_partition_that_sends_gradients_before_any_is_made_is_refused() -> Non
 
 
 def measured_job(rank: int, world: int) -> LineCost:
-    return gradient_partitioning.measure_all_reduce(Ranks(), torch.zeros(3, dtype=torch.float64))
+    return gradient_partitioning.all_reduce_line(Ranks(), torch.zeros(3, dtype=torch.float64))
 
 
 def test_all_ranks_measure_one_line_of_an_all_reduce() -> None:

@@ -21,7 +21,7 @@ from pmoe.experts.products import (
 from pmoe.kernels import grouped_gemm, product_request
 from pmoe.kernels.product_request import ProductOperands, ProductRequest
 from pmoe.kernels.registry import GROUPED_MM, LOOP, PMOE, PRODUCTS, Registry
-from pmoe.measure.product_bench import compute, random_operands
+from pmoe.measure.product_choices import compute, random_operands
 from pmoe.warn import GIVEN
 from tests.reference import relative_error
 

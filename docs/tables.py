@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from pmoe.papers.fsmoe_layers import ASSUMPTIONS
+from pmoe.papers.fsmoe_table5 import ASSUMPTIONS
 from pmoe.runners.features import TAKES, Feature
 
 REFUSERS = [taker for taker, takes in TAKES.items() if takes != frozenset(Feature)]

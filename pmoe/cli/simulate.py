@@ -11,10 +11,10 @@ from typing import Any
 
 from pmoe.cli.arguments import refused_as, slack
 from pmoe.cli.output import Output, ms
-from pmoe.papers import comet_figures, fsmoe_layers, lancet_figures
+from pmoe.papers import comet_figures, lancet_figures
 from pmoe.papers.assumptions import assumptions, wrapped
 from pmoe.papers.comet_figures import Beside
-from pmoe.papers.fsmoe_table5 import CONTENTION, PAPER_DIFFERING, table5
+from pmoe.papers.fsmoe_table5 import CONTENTION, PAPER_DIFFERING, table2, table5
 from pmoe.text import table
 
 Fields = Mapping[str, Any]
@@ -135,7 +135,7 @@ def _by_key(rows: Rows, left: int = 1) -> str:
 
 
 def _table5(contention: float | None) -> Output:
-    ideal, operations = table5(1.0), fsmoe_layers.table2()
+    ideal, operations = table5(1.0), table2()
     contended = table5(CONTENTION if contention is None else contention)
     fields = {"ideal": ideal, "contended": contended, "table2": operations}
     lines = (

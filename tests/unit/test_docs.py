@@ -31,7 +31,7 @@ from docs import pictures, tables
 from pmoe import cli
 from pmoe.measure.profile import save_profile
 from pmoe.papers import comet_figures
-from pmoe.papers.fsmoe_layers import ASSUMPTIONS
+from pmoe.papers.fsmoe_table5 import ASSUMPTIONS
 from pmoe.runners.features import TAKES, Feature
 from pmoe.schedule.restore import STRATEGIES
 from tests.browser import Page

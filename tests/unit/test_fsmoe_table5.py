@@ -8,17 +8,21 @@ from pathlib import Path
 import pytest
 
 from docs import tables
-from pmoe.papers.fsmoe_layers import (
+from pmoe.papers.fsmoe_table5 import (
     ALL_REDUCE,
     ASSUMPTIONS,
     MODELS,
+    PAPER,
     Configured,
+    SystemPlan,
     attention,
     moe_costs,
+    plan_seconds,
+    plans,
     table2,
     table4,
+    table5,
 )
-from pmoe.papers.fsmoe_table5 import PAPER, SystemPlan, plan_seconds, plans, table5
 from pmoe.planner.degree_search import ScheduleOptions, pass_seconds, stage_seconds
 from pmoe.planner.simulator import makespan, simulate, simulate_slowed
 from pmoe.schedule.tasks import Kind, Lane, make_task

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pmoe.papers.fsmoe_layers import moe_costs, table4
+from pmoe.papers.fsmoe_table5 import moe_costs, table4
 from pmoe.planner import degree_search
 from pmoe.planner.costs import LayerCosts, LineCost
 from pmoe.planner.degree import DEGREES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -122,36 +121,31 @@ class HierarchicalExchange(Dispatch, Combine):
         They go to ``out`` in order of rank. recv_rows: from each rank.
         """
         sizes = [recv_rows[rank] for rank in sources]
-        pieces = _runs(sizes, sorted(range(len(sources)), key=sources.__getitem__))
+        order = sorted(range(len(sources)), key=sources.__getitem__)
         shares = len(sources) // len(self.peers(across))
         received = [sum(sizes[start : start + shares]) for start in range(0, len(sizes), shares)]
-        straight = len(pieces) < 2
+        straight = _nothing_moves(sizes, order)
         got = self.step(rows, send_rows, received, out if straight else None, across=across)
         if not straight:
-            torch.cat([got[start:end] for start, end in pieces], out=out)
+            in_order(got, sizes, order, out)
 
 
-def in_order(rows: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
+def in_order(rows: Tensor, sizes: Sequence[int], order: Sequence[int], out: Tensor | None = None) -> Tensor:
     """Blocks of rows, one of each of ``sizes``, in another order, which names each once. The very same tensor
-    where nothing moves; else one copy, whatever the number of blocks.
+    where nothing moves; else one copy, into ``out`` where it is given, whatever the number of blocks.
 
     Example: rows a bb c with sizes (1, 2, 1) in order (1, 0, 2) -> bb a c.
     """
-    pieces = _runs(sizes, order)
-    return rows if len(pieces) < 2 else torch.cat([rows[start:end] for start, end in pieces])
+    if _nothing_moves(sizes, order):
+        return rows
+    blocks = rows.split_with_sizes(list(sizes))
+    return torch.cat([blocks[block] for block in order if sizes[block]], out=out)
 
 
-def _runs(sizes: Sequence[int], order: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, end) of the pieces to copy one behind the other; neighbours that stay so are one piece."""
-    starts = list(itertools.accumulate(sizes, initial=0))
-    runs: list[tuple[int, int]] = []
-    for block in order:
-        start, end = starts[block], starts[block + 1]
-        if runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], end)
-        elif end > start:
-            runs.append((start, end))
-    return runs
+def _nothing_moves(sizes: Sequence[int], order: Sequence[int]) -> bool:
+    """Empty blocks may change places."""
+    filled = [block for block in order if sizes[block]]
+    return filled == sorted(filled)
 
 
 def relayed(dispatch: Exchange, combine: Exchange, send_FP: Tensor, recv_FP: Tensor) -> list[Tensor]:

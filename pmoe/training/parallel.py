@@ -5,15 +5,7 @@ Model parallelism of the dense part is `torch.distributed.tensor.parallel`'s, ov
 the experts' is `MoELayer(mesh=meshes.experts)`. Every token meets the MoE layer on one rank only: where the
 ranks of "mp" hold the same tokens, they must be split among them before it (Fig. 2's ReduceScatter).
 
-What backward leaves in ``.grad``, and over whom it is summed:
-
-| parameters | .grad is from | summed over |
-|---|---|---|
-| plain dense ones, the gate and shared experts among them | this rank's tokens | all P ranks |
-| plain dense ones named ``replicated`` | its "mp" group's tokens | all P ranks, divided by MP |
-| DTensors split over "mp" | its "mp" group's tokens | "dp" |
-| DTensors replicated over "mp" | either: its placement is Partial or Replicate | as the first or the second |
-| experts (``allreduce = False``) | the tokens of its "ep" x "esp" ranks | "edp" |
+docs/flexible.md has the table of what backward leaves in ``.grad``, and over whom it is summed.
 
 Letters: P ranks; DP, MP, EDP, EP, ESP the sizes of the dimensions: P = DP * MP = EDP * EP * ESP.
 """

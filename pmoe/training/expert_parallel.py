@@ -1,14 +1,4 @@
-"""Expert parallelism beside DistributedDataParallel or FSDP2, which keep the dense part.
-
-    mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "ep"))
-    model = DistributedDataParallel(pmoe.parallelize(model, mesh))
-    # or, with FSDP2, after parallelize, for each block and for the model:
-    # fully_shard(block, ignored_params=pmoe.expert_parameters(model))
-    optimizer = AdamW(pmoe.parameter_groups(model), lr=1e-3)
-    ...
-    loss.backward()  # this rank's mean loss
-    pmoe.clip_grad_norm_(model, 1.0)
-    optimizer.step()
+"""Expert parallelism beside DistributedDataParallel or FSDP2, which keep the dense part (docs/training.md).
 
 Every rank is a data-parallel rank with tokens of its own. Losses are means over ranks, as in both wrappers:
 each gradient is the ranks' sum divided by their number.

@@ -211,7 +211,7 @@ def made_degrees(folder: Path) -> Path:
         path = kept_path(CACHED)
     table = GranularityTable()
     for tokens, n in ((100, 1), (400, 2), (900, 4)):
-        table.insert(tokens, PassDegrees(n, n))
+        table.points[tokens] = PassDegrees(n, n)
     assert path is not None
     save_degrees({"keep/keep, torch.float32": table}, path, CACHED)
     return path

@@ -38,53 +38,38 @@ class GranularityTable:
     Only the measured points are stored, sorted by B; a range is a longest run of neighbouring points of equal
     value. Where the hypothesis holds, these are what Algorithm 1's merging ends with, in whatever order the
     points came. Where it does not, a merged range would reach over another value's: here the point in between
-    cuts the run, and what was measured last stands. ``contradictions`` counts such measurements: one whose
-    value is not between those of its neighbours, and one that replaces another value at the same B.
+    cuts the run, and what was measured last stands.
 
     Every rank holds its own table. They answer alike where all record the same seconds.
 
     Example: 100 -> 2, 400 -> 2, 900 -> 4 gives (100..400: 2), (900..900: 4); of 300 it is 2, of 500 None.
-    Then 200 -> 4 gives (100: 2), (200: 4), (400: 2), (900: 4) and one contradiction.
+    Then 200 -> 4 gives (100: 2), (200: 4), (400: 2), (900: 4).
     """
 
     def __init__(self) -> None:
         self.points = SortedDict()  # measured B -> PassDegrees
-        self.contradictions = 0
 
     def lookup(self, B: int) -> PassDegrees | None:
         """The value of the range that holds B, in O(log k) for k measured points; None: a search is due."""
         exact: PassDegrees | None = self.points.get(B)
         if exact is not None:
             return exact
-        below, above = self._neighbours(B)
+        at = self.points.bisect_left(B)
+        if not 0 < at < len(self.points):
+            return None
+        below: PassDegrees
+        below, above = self.points.values()[at - 1 : at + 1]
         return below if below == above else None
 
     def record(self, B: int, seconds: Mapping[PassDegrees, float]) -> PassDegrees:
         """Learns and returns the fastest degrees at B; of equal ones, those with fewer chunks."""
         fastest = min(seconds, key=lambda each: (seconds[each], each.forward + each.backward, each))
-        self.insert(B, fastest)
+        self.points[B] = fastest
         return fastest
-
-    def insert(self, B: int, value: PassDegrees) -> None:
-        """``value`` was measured to be the fastest at B."""
-        if self.points.get(B) == value:
-            return
-        below, above = self._neighbours(B)
-        falls = (below is not None and below > value) or (above is not None and above < value)
-        self.contradictions += B in self.points or falls
-        self.points[B] = value
-
-    def _neighbours(self, B: int) -> tuple[PassDegrees | None, PassDegrees | None]:
-        """The values measured next below B, and at or next above it."""
-        at = self.points.bisect_left(B)
-        below = self.points.peekitem(at - 1)[1] if at > 0 else None
-        above = self.points.peekitem(at)[1] if at < len(self.points) else None
-        return below, above
 
     def to_fields(self) -> dict[str, Any]:
         """Everything that was measured, as JSON can hold it: points as [B, forward, backward]."""
-        points = [[B, value.forward, value.backward] for B, value in self.points.items()]
-        return {"contradictions": self.contradictions, "points": points}
+        return {"points": [[B, value.forward, value.backward] for B, value in self.points.items()]}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> GranularityTable:
@@ -92,8 +77,7 @@ class GranularityTable:
         table = cls()
         try:
             for B, forward, backward in fields["points"]:
-                table.insert(_count(B), PassDegrees(_count(forward), _count(backward)))
-            table.contradictions = _count(fields["contradictions"])
+                table.points[_count(B)] = PassDegrees(_count(forward), _count(backward))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no granularity table: {error!r}") from error
         return table

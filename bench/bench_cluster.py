@@ -1,7 +1,7 @@
 """Is a plan for more machines than were measured right?
 
 2 ranks are measured, as `pmoe profile` does, over one modelled link. From their profile and a file that says
-the rest, `plan_cluster.py` plans a layer for 4 machines of 1 rank, and for 2 machines of 2. Then 4 ranks
+the rest, `pmoe plan --cluster` plans a layer for 4 machines of 1 rank, and for 2 machines of 2. Then 4 ranks
 run every way that it chose from: each all-to-all and ESP degree with each n and pair. Prints how long it
 takes to plan 4,096 ranks, the predicted step over the measured one, and the chosen way's over the fastest's.
 
@@ -33,17 +33,18 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 import pmoe
-from bench.cluster import Way, plan_ways, sensitivity
 from bench.links import INFINITE, launch
 from bench.passes import Run, Setting, even_batch, measure, products_alone, timed
-from bench.plan_cluster import load_cluster
 from bench.quiet import Measured, measure_quietly
 from bench.timing import OUT, Timing, machine, table, write_json
+from pmoe.cli.cluster import load_cluster
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.rates import measure as measure_profile
+from pmoe.planner.candidates import Advice
 from pmoe.planner.cluster import Cluster
 from pmoe.planner.costs import LineCost
 from pmoe.planner.profile import Profile
+from pmoe.planner.ways import plan_ways, sensitivity
 from pmoe.schedule.restore import KEEP, STRATEGIES, Restore
 
 PAIRS = (KEEP, *STRATEGIES.values())
@@ -197,7 +198,7 @@ def loaded(text: str, profile: Profile | None) -> Cluster:
         return load_cluster(Path(file.name), profile)
 
 
-def planned(cluster: Cluster, setting: Setting) -> list[Way]:
+def planned(cluster: Cluster, setting: Setting) -> list[Advice]:
     """The fastest of all candidates by the simulator: the budget is the ranks' memory."""
     return plan_ways(
         cluster,
@@ -213,11 +214,11 @@ def layer_of(d_model: int, d_hidden: int, num_experts: int, **more: Any) -> dict
     return {**sizes, "dtype": torch.float32, **more}
 
 
-def predictions(ways: Sequence[Way]) -> dict[Choice, float]:
+def predictions(ways: Sequence[Advice]) -> dict[Choice, float]:
     return {
-        (way.dispatch, way.esp, each.forward, each.restore): each.seconds
+        (way.dispatch, way.sizes.inside, each.forward, each.restore): each.seconds
         for way in ways
-        for each in way.advice.candidates
+        for each in way.candidates
     }
 
 
@@ -230,8 +231,8 @@ def run_case(case: Case, setting: Setting, alone: Mapping[str, float], rounds: i
     profile = on_ranks(PART, profile_part, (links, in_part), in_part)[0]
     text = file_for(case, profile, links, shared)
     ways = planned(loaded(text, profile), setting)
-    predicted, took = predictions(ways), ways[0].advice.decision
-    chosen = (ways[0].dispatch, ways[0].esp, took.forward, took.restore)
+    predicted, took = predictions(ways), ways[0].decision
+    chosen = (ways[0].dispatch, ways[0].sizes.inside, took.forward, took.restore)
     given = (setting, links, case.local, list(predicted), chosen, rounds)
     result: Result = on_ranks(WORLD, run_whole, given, case.local)[0]
     final = {name: each["step"] for name, each in result.measured.times.items()}
@@ -287,7 +288,7 @@ outside = { alpha_seconds = 1e-5, beta_seconds = 2e-11 }
 """
 
 
-def plan_many() -> tuple[float, list[Way]]:
+def plan_many() -> tuple[float, list[Advice]]:
     """Seconds of planning 4,096 ranks from the file's text on, with how far each rate moves the answer."""
     start = time.perf_counter()
     cluster = loaded(MANY, None)
@@ -317,7 +318,7 @@ def main() -> None:
     seconds, ways = plan_many()
     print(
         f"4,096 ranks planned in {seconds:.2f} s, how far rates move the answer among it: "
-        f"{ways[0].dispatch}, ESP {ways[0].esp}, {ways[0].advice.decision}"
+        f"{ways[0].dispatch}, ESP {ways[0].sizes.inside}, {ways[0].decision}"
     )
     alone = on_ranks(PART, computation, (replace(setting, world=WORLD), rounds), 1)[0]
     found = {}

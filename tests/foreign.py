@@ -24,8 +24,8 @@ from unittest import mock
 import torch
 
 import pmoe
-from bench.plan_cluster import load_cluster
 from pmoe.cli import main
+from pmoe.cli.cluster import load_cluster
 from pmoe.comm.ranks import Ranks
 from pmoe.graph.cost import Costs
 from pmoe.integrations.logging import StatsWriter
@@ -325,6 +325,7 @@ KINDS: dict[str, Kind] = {
     "cluster": Kind(
         make=made_cluster,
         read=lambda path: load_cluster(path, None),
+        opened_by=("pmoe/cli/cluster.py:load_cluster",),
         remedy="must describe a cluster|must be a file to read",
         is_json=False,
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pmoe.schedule.restore import Restore
@@ -33,3 +33,20 @@ def ms(seconds: float) -> str:
 def pair_name(pair: Restore) -> str:
     """Example: "communicate/recompute S4"; pairs that the paper does not name have no number."""
     return f"{pair} {pair.strategy or ''}".rstrip()
+
+
+def by_key(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Cells of a table whose columns are the keys, which come first: seconds as ms, bytes as MiB.
+
+    Example: [{"n": 2, "even_bytes": 2**20}] -> [["n", "even MiB"], ["2", "1.00"]].
+    """
+    shown = {"seconds": ms, "bytes": mib, "change": "{:+.1%}".format}
+
+    def cell(name: str, value: Any) -> str:
+        if value is None or isinstance(value, bool):
+            return {None: "", True: "yes", False: "no"}[value]
+        plain = "{:.2f}".format if isinstance(value, float) else str
+        return shown.get(name.rpartition("_")[2], plain)(value)
+
+    head = [name.replace("seconds", "ms").replace("bytes", "MiB").replace("_", " ") for name in rows[0]]
+    return [head, *([cell(name, value) for name, value in row.items()] for row in rows)]

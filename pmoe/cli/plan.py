@@ -1,129 +1,146 @@
-"""`pmoe plan`: the n and the restore pair that a stored profile recommends for a layer."""
+"""`pmoe plan`: how to run a layer, by a stored profile or on machines that a file describes."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pmoe.cli import layer_arguments as layer
 from pmoe.cli.arguments import byte_count, refused_as
-from pmoe.cli.layer_arguments import add_layer_sizes, describe_layer, layer_fields, layer_shape, python_line
-from pmoe.cli.output import Output, mib, ms, pair_name
+from pmoe.cli.cluster import load_cluster
+from pmoe.cli.output import Output, by_key, mib, pair_name
 from pmoe.measure.profile import find_profile, load_profile
-from pmoe.planner.candidates import Advice, PricedChoice, advise, step_bars
+from pmoe.planner.candidates import Advice, PricedChoice, step_bars
+from pmoe.planner.cluster import Cluster
 from pmoe.planner.drawing import Point, inline_svg, page, part, scatter_figure
-from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.profile import Profile
 from pmoe.planner.timeline import drawing
+from pmoe.planner.ways import plan_ways, sensitivity
 from pmoe.text import table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ABOUT = "n and the restore pair for a layer, from a stored profile"
+ABOUT = "n and the restore pair for a layer, from a stored profile or for machines that a file describes"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    add_layer_sizes(command)
+    layer.add_layer_sizes(command)
     add = command.add_argument
     add("--budget", type=byte_count, help="most bytes on the device, such as 2GiB or '500 MB'")
     add("--profile", type=Path, metavar="FILE", help="default: the stored one that fits")
     add("--folder", type=Path, help="of stored profiles (default $PMOE_CACHE, ~/.cache/pmoe)")
+    described = "machines that one does not have (docs/cluster.md); what it leaves out is that of --profile"
+    add("--cluster", type=Path, metavar="FILE", help=described)
     add("--html", type=Path, metavar="FILE", help="also write one page with pictures")
 
 
 def run_command(args: argparse.Namespace) -> Output:
-    layer_shape(args, "cpu")  # bad sizes first
-    path, profile = _profile_for(args)
-    shape = layer_shape(args, profile.device_type)
+    layer.layer_shape(args, "cpu")  # bad sizes first
+    path, rates = _rates(args)
+    options = {"layer": layer.constructor_arguments(args), "num_tokens": args.tokens}
+    options |= {"budget": args.budget, "slack": args.slack}
     try:
-        advice = advise(shape, profile, args.tokens, budget=args.budget, slack=args.slack)
+        ways = plan_ways(rates, **options)
     except ValueError as error:
         raise ValueError(str(error).replace("memory_budget", "--budget", 1)) from None
+    way = ways[0]
+    fields = {
+        **layer.layer_fields(args),
+        "slack": args.slack,
+        "device": way.profile.device_type,
+        "budget_bytes": args.budget,
+        "profile": {"path": str(path), **asdict(way.profile.identity), "when": way.profile.when},
+        "ways": [*map(_way_fields, ways)],
+        "sensitivity": list(sensitivity(rates, ways, **options)) if isinstance(rates, Cluster) else [],
+        "decision": {**_candidate_fields(way.decision, way, args.budget), "why": way.why},
+        "fastest": _candidate_fields(way.fastest, way, args.budget),
+        "candidates": [_candidate_fields(each, way, args.budget) for each in way.candidates],
+        "python": _python(args, way),
+    }
     if args.html is not None:
-        _write_page(args, shape, profile, advice)
-    return Output(_fields(args, path, profile, advice), _lines(args, path, profile, advice))
+        _write_page(args, way, fields)
+    return Output(fields, _lines(args, way, fields))
 
 
-def _profile_for(args: argparse.Namespace) -> tuple[Path, Profile]:
-    if args.profile is None:
+def _rates(args: argparse.Namespace) -> tuple[Path, Profile | Cluster]:
+    """The file of a profile or of a cluster, and what it holds. A cluster says the number of ranks, too."""
+    if args.profile is None and args.cluster is None:
         return find_profile(args.folder, num_ranks=args.ranks, dtype=args.dtype)
+    rates: Profile | Cluster
+    if args.cluster is None:
+        path, rates = args.profile, _named_profile(args)
+    else:
+        of_part = None if args.profile is None else _named_profile(args)
+        path, rates = args.cluster, load_cluster(args.cluster, of_part)
+        args.ranks = rates.num_ranks if args.ranks == 1 else args.ranks
+    if args.ranks != rates.num_ranks:
+        raise ValueError(f"--ranks ({args.ranks}) must be that of {path} ({rates.num_ranks})")
+    return path, rates
+
+
+def _named_profile(args: argparse.Namespace) -> Profile:
+    path = args.profile
     with (
-        refused_as(f"--profile ({args.profile}) must be a file to read", OSError),
-        refused_as(f"--profile ({args.profile}) must hold a profile", ValueError),
+        refused_as(f"--profile ({path}) must be a file to read", OSError),
+        refused_as(f"--profile ({path}) must hold a profile", ValueError),
     ):
-        profile = load_profile(args.profile)
-    held_of = {"ranks": profile.num_ranks, "dtype": profile.dtype}
-    for name, held in held_of.items():
-        asked = getattr(args, name)
-        if asked != held:
-            raise ValueError(f"--{name} ({asked}) must be that of --profile {args.profile} ({held})")
-    return args.profile, profile
+        profile = load_profile(path)
+    if args.dtype != profile.dtype:
+        raise ValueError(f"--dtype ({args.dtype}) must be that of --profile {path} ({profile.dtype})")
+    return profile
 
 
-def _lines(args: argparse.Namespace, path: Path, profile: Profile, advice: Advice) -> Iterator[str]:
-    yield describe_layer(args, profile.device_type)
-    yield f"profile: {path}\n  {profile}\n"
-    header, *rows = _candidate_rows(advice, args.budget)
-    marks = ("<-" if each is advice.decision else "" for each in advice.candidates)
-    yield table([header, *([*row, mark] for row, mark in zip(rows, marks, strict=True))])
-    yield from _conclusions(advice)
+def _python(args: argparse.Namespace, way: Advice) -> str:
+    """The layer, to copy."""
+    profile, esp, restore = way.profile, way.sizes.inside, way.decision.restore
+    options: dict[str, Any] = {"memory_reuse": restore.strategy or restore}
+    if way.dispatch != "flat":
+        options |= {"dispatch": way.dispatch, "nodes": profile.num_ranks // profile.num_nodes}
+    line = layer.python_line(args, pipeline=way.decision.forward, **options)
+    if esp == 1:
+        return line
+    mesh = f"make_meshes(ep={profile.num_ranks // esp}, esp={esp}).experts"
+    return f"from pmoe.training.parallel import make_meshes\n{line[:-1]}, mesh={mesh})"
+
+
+def _tables(way: Advice, fields: Mapping[str, Any]) -> Iterator[tuple[list[list[str]], int | None]]:
+    """Cells of each, a header first, and which row below it is marked."""
+    if fields["sensitivity"]:
+        yield by_key(fields["ways"]), 0
+        yield by_key(fields["sensitivity"]), None
+    yield by_key(fields["candidates"]), way.candidates.index(way.decision)
+
+
+def _lines(args: argparse.Namespace, way: Advice, fields: Mapping[str, Any]) -> Iterator[str]:
+    yield layer.describe_layer(args, fields["device"])
+    yield f"rates: {fields['profile']['path']}\n  {way.profile}\n"
+    for rows, marked in _tables(way, fields):
+        yield table([[*row, "<-" * (i - 1 == marked)] for i, row in enumerate(rows)]) + "\n"
+    yield from _conclusions(way)
     if args.html is not None:
         yield f"wrote {args.html}"
-    yield f"  {_python(args, advice)}"
+    yield fields["python"]
 
 
-def _python(args: argparse.Namespace, advice: Advice) -> str:
-    restore = advice.decision.restore
-    return python_line(args, pipeline=advice.decision.forward, memory_reuse=restore.strategy or restore)
+def _conclusions(way: Advice) -> list[str]:
+    lines = [f"decision: {way.decision}", way.why]
+    return lines + [f"fastest of all: {way.fastest}"] * (way.fastest is not way.decision)
 
 
-def _candidate_rows(advice: Advice, budget: int | None) -> list[list[str]]:
-    """A header and one row for each candidate; with a budget, the last column says whether it fits."""
-    rows = [["pair", "n", "simulated ms", "Eq. 10 ms", "promised MiB", "host MiB", "fits"]]
-    for each in advice.candidates:
-        seconds = ms(each.seconds), ms(advice.eq10[each.restore])
-        memory = mib(each.memory.promised), mib(each.memory.host)
-        fits = "yes" if _fits(each, budget) else "no"
-        rows.append([pair_name(each.restore), str(each.forward), *seconds, *memory, fits])
-    return rows if budget is not None else [row[:-1] for row in rows]
-
-
-def _fits(candidate: PricedChoice, budget: int | None) -> bool:
-    return budget is None or candidate.memory.promised <= budget
-
-
-def _conclusions(advice: Advice) -> list[str]:
-    lines = [f"decision: {_candidate_line(advice.decision)}", f"  {advice.why}"]
-    if advice.fastest is not advice.decision:
-        lines.append(f"fastest of all: {_candidate_line(advice.fastest)}")
-    return lines
-
-
-def _candidate_line(candidate: PricedChoice) -> str:
-    memory = candidate.memory
-    on_host = f" and {mib(memory.host)} on the host" if memory.host else ""
-    return (
-        f"n={candidate.forward}, {pair_name(candidate.restore)}: {ms(candidate.seconds)} ms a step, "
-        f"at most {mib(memory.promised)} MiB on the device{on_host}"
-    )
-
-
-def _write_page(args: argparse.Namespace, shape: LayerSizes, profile: Profile, advice: Advice) -> None:
+def _write_page(args: argparse.Namespace, way: Advice, fields: Mapping[str, Any]) -> None:
     path = args.html
     with refused_as(f"--html ({path}) must be left out without matplotlib", ImportError):
-        pictures = _pictures(args, shape, profile, advice)
-    header, *rows = _candidate_rows(advice, args.budget)
-    marked = [i for i, each in enumerate(advice.candidates) if each is advice.decision]
-    candidates = part("table", header, rows, marked, words=1)
+        pictures = _pictures(way, args.budget)
+    tables = [part("table", head, rows, [marked], words=1) for (head, *rows), marked in _tables(way, fields)]
     budget = "" if args.budget is None else f", budget {mib(args.budget)} MiB"
-    lines = [line.strip() for line in _conclusions(advice)]
-    sentences = [f"{line[:1].upper()}{line[1:]}." for line in lines]
-    about = [describe_layer(args, profile.device_type) + budget, f"Profile: {profile}.", *sentences]
-    code = part("code", "In Python:", _python(args, advice))
-    text = page("pmoe plan", [*about, *pictures, candidates, code])
+    sentences = [f"{line[:1].upper()}{line[1:]}." for line in _conclusions(way)]
+    described = layer.describe_layer(args, fields["device"]) + budget
+    code = part("code", "In Python:", fields["python"])
+    text = page("pmoe plan", [described, f"Profile: {way.profile}.", *sentences, *pictures, *tables, code])
     with refused_as(f"--html ({path}) must be a file to write", OSError):
         path.write_text(text, encoding="utf-8")
 
@@ -144,10 +161,10 @@ def time_over_memory(advice: Advice, budget: int | None) -> Figure:
     return scatter_figure(points, title, budget)
 
 
-def _pictures(args: argparse.Namespace, shape: LayerSizes, profile: Profile, advice: Advice) -> list[str]:
-    name = f"n={advice.decision.forward}, {pair_name(advice.decision.restore)}"
-    bars = {name: step_bars(shape, profile, args.tokens, advice.decision)}
-    points = time_over_memory(advice, args.budget)
+def _pictures(way: Advice, budget: int | None) -> list[str]:
+    name = f"n={way.decision.forward}, {pair_name(way.decision.restore)}"
+    bars = {name: step_bars(way.sizes, way.profile, way.num_tokens, way.decision)}
+    points = time_over_memory(way, budget)
     figures = {
         "Predicted time of a step over the bytes that no routing exceeds": points,
         f"The schedule of the decision, {name}, as simulated": drawing(bars, "one step, simulated"),
@@ -155,29 +172,20 @@ def _pictures(args: argparse.Namespace, shape: LayerSizes, profile: Profile, adv
     return [part("picture", inline_svg(figure, about), about) for about, figure in figures.items()]
 
 
-def _fields(args: argparse.Namespace, path: Path, profile: Profile, advice: Advice) -> dict[str, Any]:
-    return {
-        **layer_fields(args),
-        "slack": args.slack,
-        "device": profile.device_type,
-        "budget_bytes": args.budget,
-        "profile": {"path": str(path), **asdict(profile.identity), "when": profile.when},
-        "decision": {**_candidate_fields(advice.decision, advice, args.budget), "why": advice.why},
-        "fastest": _candidate_fields(advice.fastest, advice, args.budget),
-        "candidates": [_candidate_fields(each, advice, args.budget) for each in advice.candidates],
-        "python": _python(args, advice),
-    }
+def _way_fields(way: Advice) -> dict[str, Any]:
+    num_bytes = {"even_bytes": way.even_bytes, "promised_bytes": way.decision.memory.promised}
+    return {**way.way, "exposed_seconds": way.exposed_seconds, **num_bytes}
 
 
 def _candidate_fields(each: PricedChoice, advice: Advice, budget: int | None) -> dict[str, Any]:
     return {
-        "n": each.forward,
         "restore": str(each.restore),
         "strategy": each.restore.strategy,
+        "n": each.forward,
         "seconds": each.seconds,
         "eq10_seconds": advice.eq10[each.restore],
         "promised_bytes": each.memory.promised,
         "peak_bytes": each.memory.peak,
         "host_bytes": each.memory.host,
-        "fits": _fits(each, budget),
+        "fits": budget is None or each.memory.promised <= budget,
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pmoe.cli.arguments import refused_as, slack
-from pmoe.cli.output import Output, ms
+from pmoe.cli.output import Output, by_key, ms
 from pmoe.papers import comet_figures, lancet_figures
 from pmoe.papers.assumptions import assumptions, wrapped
 from pmoe.papers.comet_figures import Beside
@@ -116,19 +116,11 @@ def _lancet() -> Output:
     best = lancet_figures.largest_gains(rows)
     lines = (
         "Lancet's section 7: a training step by system, ms; its two passes alone and together\n",
-        _by_key(rows, left=2) + "\n",
+        table(by_key(rows), left=range(2)) + "\n",
         *(f"{name}: {best[name]:.2f} at most; paper: {told}" for name, told in paper.items()),
         *wrapped(assumptions("lancet, why")),
     )
     return Output({"rows": rows, "paper": paper}, lines)
-
-
-def _by_key(rows: Rows, left: int = 1) -> str:
-    """A table whose columns are the keys."""
-    cells = [
-        [f"{cell:.2f}" if isinstance(cell, float) else f"{cell}" for cell in row.values()] for row in rows
-    ]
-    return table([[*rows[0]], *cells], left=range(left))
 
 
 # ---- FSMoE's Table 5, and its Table 2 beside the model

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from pmoe.comm.counts import num_bins, slot_rows
 from pmoe.planner.cost_model import cheapest_pair, eq10_seconds
@@ -21,7 +21,7 @@ from pmoe.planner.memory import PredictedMemory, predict
 from pmoe.planner.pass_rows import worst_rows
 from pmoe.planner.profile import Profile
 from pmoe.planner.simulator import makespan
-from pmoe.planner.timeline import Span, simulated_bars
+from pmoe.planner.timeline import Span, overlap, simulated_bars
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 from pmoe.warn import log
 
@@ -113,15 +113,41 @@ def within_budget(candidates: Sequence[PricedChoice], budget: int) -> PricedChoi
 class Advice:
     """What a layer should take, and its alternatives.
 
+    sizes, profile, num_tokens, slack: what `advise` was asked. dispatch: the all-to-all of the profile's
+        messages.
     candidates: every n with every pair that was asked for. decision: the one to take; why: in words.
     fastest: of all candidates. eq10: seconds of a step by pair, by Eq. 10.
     """
 
+    sizes: LayerSizes
+    profile: Profile
+    num_tokens: int
+    slack: float
+    dispatch: str
     candidates: Sequence[PricedChoice]
     eq10: dict[Restore, float]
     decision: PricedChoice
     why: str
     fastest: PricedChoice
+
+    @property
+    def way(self) -> dict[str, Any]:
+        """What to take, by the names of a layer's options, and the predicted seconds of a step."""
+        took, place = self.decision, {"dispatch": self.dispatch, "esp": self.sizes.inside}
+        return {**place, "n": took.forward, "restore": str(took.restore), "seconds": took.seconds}
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Of a step: something travels, and nothing is computed."""
+        return overlap(step_bars(self.sizes, self.profile, self.num_tokens, self.decision)).exposed
+
+    @property
+    def even_bytes(self) -> int:
+        """As `promised`, where a rank receives as many rows as it sends."""
+        took, is_alone = self.decision, self.sizes.num_ranks == 1
+        even = replace(self.sizes, num_ranks=self.sizes.inside, bypass_local=is_alone)
+        rows = even.call(self.num_tokens)
+        return bound(even, rows, took.forward, took.backward, took.restore, self.slack).promised
 
 
 def advise(
@@ -132,12 +158,13 @@ def advise(
     budget: int | None = None,
     slack: float = 1.25,
     pairs: Sequence[Restore] = ALL_PAIRS,
+    dispatch: str = "flat",
 ) -> Advice:
     """n and the restore pair for a layer with ``num_tokens`` tokens a rank, evenly routed.
 
     budget: bytes, or None. With one the fastest candidate, by the simulator, that holds it for any routing;
     without, the cheapest of S1 to S4 by Eq. 10, with the n of least simulated time. slack: rows of a slot
-    over the balanced share. pairs: of the candidates, S1 to S4 among them.
+    over the balanced share. pairs: of the candidates, S1 to S4 among them. dispatch: as `Advice` has it.
 
     Raises ValueError with the least budget where nothing holds it.
     """
@@ -152,6 +179,11 @@ def advise(
         decision = within_budget(candidates, budget)
         why = f"the fastest that holds {budget} bytes for any routing"
     return Advice(
+        sizes=sizes,
+        profile=profile,
+        num_tokens=num_tokens,
+        slack=slack,
+        dispatch=dispatch,
         candidates=candidates,
         eq10={pair: eq10_seconds(sizes, profile, num_tokens, pair) for pair in pairs},
         decision=decision,

@@ -10,6 +10,7 @@ ESP ranks of a machine share each expert, L counts one of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -57,6 +58,15 @@ class Cluster:
         if held[0] != here[0] or held[1] > here[1] or held[2] > here[2]:
             what = "a {} profile of {} machines of {} ranks".format(*held)
             raise ValueError("{} must be of a part of {}, {} machines of {}".format(what, *here))
+
+    def check_holds(self, num_bytes: int) -> None:
+        """Raises ValueError where a rank's experts, of so many bytes, are more than its memory."""
+        if num_bytes > self.memory_bytes:
+            least = math.ceil(num_bytes * self.num_ranks / self.memory_bytes)
+            raise ValueError(
+                f"memory_bytes ({self.memory_bytes:g}) must hold a rank's experts ({num_bytes} bytes): "
+                f"{self.num_ranks} ranks are too few, {least} could"
+            )
 
     def profile(self, dispatch: str, esp: int, dtype: str) -> Profile:
         """As `pmoe profile` might measure these ranks. The ``esp`` ranks of an expert gather and sum rows by

@@ -49,8 +49,10 @@ def simulate(tasks: Iterable[T], seconds: Callable[[T], float]) -> list[Simulate
     lane_free: dict[str, float] = {}
     done = []
     for task in tasks:
-        ready = max([end_of[name] for name in task.waits], default=0.0)
-        start = max(ready, lane_free.get(task.lane, 0.0))
+        start = lane_free.get(task.lane, 0.0)
+        for name in task.waits:  # max() would take half as long again
+            if end_of[name] > start:
+                start = end_of[name]
         end = start + seconds(task)
         end_of[task.name] = lane_free[task.lane] = end
         done.append(Simulated(task=task, start=start, end=end))

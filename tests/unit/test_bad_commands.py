@@ -32,7 +32,7 @@ NAMES = {"", "nan", "inf", "-inf", "-1", "0", "0.5", "1e400", "9" * 30, "no such
 TAKEN: dict[str, dict[str, set[str]]] = {
     "memory": dict.fromkeys((*SIZES, "--slack", "--n", "--n-backward", "--memory-reuse", "--device"), set()),
     "plan": {
-        **dict.fromkeys((*SIZES, "--slack", "--budget", "--profile"), set()),
+        **dict.fromkeys((*SIZES, "--slack", "--budget", "--profile", "--cluster"), set()),
         "--folder": set(),  # where nothing is stored
         "--html": set(),
     },

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 import pmoe
-from bench import plan_cluster
-from bench.cluster import OFF, plan_ways, sensitivity
-from bench.plan_cluster import load_cluster
+from pmoe import cli
+from pmoe.cli.cluster import load_cluster
 from pmoe.comm import NAMES
 from pmoe.comm.topology import Topology
 from pmoe.measure.profile import save_profile
@@ -27,6 +26,7 @@ from pmoe.planner.cluster import Cluster, fields_of, legs
 from pmoe.planner.costs import LineCost
 from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.planner.profile import Profile
+from pmoe.planner.ways import OFF, plan_ways, sensitivity
 from tests.snippets import ROOT, blocks
 from tests.unit.test_profile import MADE, OPERATIONS
 
@@ -158,8 +158,8 @@ def test_the_part_itself_is_planned_as_its_profile_says(tmp_path: Path) -> None:
     cluster = part_of(profile, machines=1, ranks_per_machine=4)
     (way,) = plan_ways(cluster, layer, 4096, among=[("flat", 1)])
     said = advise(sizes_from_options(**layer, num_ranks=4), profile, 4096)
-    assert [each.restore for each in way.advice.candidates] == [each.restore for each in said.candidates]
-    assert [each.seconds for each in way.advice.candidates] == pytest.approx(
+    assert [each.restore for each in way.candidates] == [each.restore for each in said.candidates]
+    assert [each.seconds for each in way.candidates] == pytest.approx(
         [each.seconds for each in said.candidates]
     )
 
@@ -172,7 +172,9 @@ def test_gathering_inside_a_machine_costs_what_its_own_link_does(tmp_path: Path)
     ways = {each: plan_ways(each, layer, 1024, among=[("flat", 2)])[0] for each in (cluster, slow)}
     sizes = ways[slow].sizes
     assert (sizes.num_across, sizes.columns.hidden, sizes.bypass_local) == (2, 128, False)
-    assert ways[slow].seconds - ways[cluster].seconds > 4 * 1024 * 64 * 4  # AG and RS of both passes
+    assert (
+        ways[slow].decision.seconds - ways[cluster].decision.seconds > 4 * 1024 * 64 * 4
+    )  # AG and RS of both passes
 
 
 # ---- the way that is chosen
@@ -194,7 +196,7 @@ def test_rates_that_are_off_move_the_answer_as_planning_everything_again_says(
     cluster, options = cluster_of(tmp_path, 8, 2), {**SMALL, "budget": budget}
     ways = plan_ways(cluster, **options)
     assert len(ways) == 3 + 1
-    assert [way.seconds for way in ways] == sorted(way.seconds for way in ways)
+    assert [way.decision.seconds for way in ways] == sorted(way.decision.seconds for way in ways)
     moves = list(sensitivity(cluster, ways, **options))
     assert [(each["rate"], each["times"]) for each in moves] == [
         (rate, factor) for rate in ("compute", "copy", "inside", "outside") for factor in (1 - OFF, 1 + OFF)
@@ -203,8 +205,8 @@ def test_rates_that_are_off_move_the_answer_as_planning_everything_again_says(
         line = getattr(cluster, each["rate"])
         moved = LineCost(line.alpha_seconds, line.beta_seconds / each["times"])
         best = plan_ways(replace(cluster, **{each["rate"]: moved}), **options)[0]
-        assert {name: each[name] for name in best.name} == best.name
-        assert each["seconds"] == best.seconds and each["change"] == best.seconds / ways[0].seconds - 1
+        assert {name: each[name] for name in best.way} == best.way
+        assert each["change"] == best.decision.seconds / ways[0].decision.seconds - 1
         if budget:  # without one Eq. 10 takes the pair, which is not always the fastest
             assert each["seconds"] <= each["first_seconds"]
             assert (each["times"] < 1) == (each["change"] > 0) or each["change"] == 0
@@ -213,10 +215,10 @@ def test_rates_that_are_off_move_the_answer_as_planning_everything_again_says(
 def test_a_budget_holds_in_each_way_and_the_least_of_all_is_named(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path, 4, 4)
     free = plan_ways(cluster, **SMALL)
-    promised = sorted(each.memory.promised for way in free for each in way.advice.candidates)
+    promised = sorted(each.memory.promised for way in free for each in way.candidates)
     budget = promised[len(promised) // 2]
     held = plan_ways(cluster, **SMALL, budget=budget)
-    assert held and all(way.advice.decision.memory.promised <= budget for way in held)
+    assert held and all(way.decision.memory.promised <= budget for way in held)
     with pytest.raises(ValueError, match=rf"memory_budget \(1 bytes\) must be at least {promised[0]} "):
         plan_ways(cluster, **SMALL, budget=1)
 
@@ -225,13 +227,13 @@ def test_a_budget_holds_in_each_way_and_the_least_of_all_is_named(tmp_path: Path
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
-    plan_cluster.main([*argv, "--json"])
+    assert cli.main(["plan", *argv, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     with pytest.raises(SystemExit, match="2"):
-        plan_cluster.main(argv)
+        cli.main(["plan", *argv])
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err
     return err
@@ -262,10 +264,11 @@ def test_text_holds_the_ways_the_rates_and_a_layer_to_copy(
 ) -> None:
     given = [*LAYER, "--cluster", str(file_of(tmp_path))]
     found = printed(capsys, *given)
-    plan_cluster.main(given)
+    cli.main(["plan", *given])
     out = capsys.readouterr().out
-    for text in ("cluster: ", "measured nowhere", "hierarchical_2d", "first ms", "+0.0%", found["python"]):
+    for text in ("rates: ", "measured nowhere", "hierarchical_2d", "first ms", "+0.0%"):
         assert text in out
+    assert out.count("<-") == 2 and all(line in out for line in found["python"].splitlines())
     layer = eval(found["python"].splitlines()[-1], {"pmoe": pmoe, "torch": torch, "make_meshes": no_mesh})
     assert (layer.d_model, layer.pipeline) == (1024, found["ways"][0]["n"])
 
@@ -284,7 +287,7 @@ def test_what_the_file_leaves_out_is_that_of_the_profile(
     found = printed(capsys, *LAYER, "--cluster", str(path), "--profile", str(profile))
     assert {(way["dispatch"], way["esp"]) for way in found["ways"]} == {("flat", 1), ("flat", 2), ("flat", 4)}
     assert [each["rate"] for each in found["sensitivity"][::2]] == ["compute", "copy", "inside"]
-    assert f"measured on a part, {MADE.when}" in found["profile"]
+    assert found["profile"]["when"] == f"on a part, {MADE.when}"
     said = refused(
         capsys,
         *LAYER,
@@ -313,8 +316,10 @@ BAD: list[tuple[Callable[[str], str], str]] = [
     (lambda text: text.replace("80e9", "nan"), "cluster.memory_bytes (nan) must be a finite number"),
     (lambda text: text.replace('"cuda"', '"tpu"'), "cluster.device_type ('tpu') must be one of cpu, cuda"),
     (lambda text: text.replace("80e9", "1e5"), "8 ranks are too few, "),
-    (lambda text: "machine = 3\n" + text, "machine is no key of it: machines, ranks_per_machine, "),
-    (lambda text: text.replace("beta_s", "beta_sec"), "compute.beta_sececonds is no key of it: alpha"),
+    (lambda text: "machine = 3\n" + text, "machine must be left out: a cluster has no such"),
+    (lambda text: text.replace("beta_s", "beta_sec"), "cluster.compute has no beta_seconds"),
+    (lambda text: text + "rate = 1", "outside.rate must be left out: a cluster has no such key"),
+    (lambda text: text + "[link]", "link must be left out: a cluster has no such key"),
     (lambda text: text.replace("[inside]", "[inside"), "must describe a cluster: "),
     (lambda text: "x = " + 5000 * "[", "must describe a cluster: "),
     (lambda text: text.replace("ranks_per_machine = 4", "ranks_per_machine = 3"), "num_experts (8) must be"),
@@ -356,7 +361,31 @@ def test_a_profile_of_other_machines_is_refused(
     assert told in refused(capsys, *LAYER, *given)
 
 
+def test_the_page_has_a_table_of_ways_one_of_rates_and_one_of_candidates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [*LAYER, "--cluster", str(file_of(tmp_path)), "--html", str(tmp_path / "plan.html")]
+    found, text = printed(capsys, *given), (tmp_path / "plan.html").read_text()
+    sizes = [len(found[name]) + 1 for name in ("ways", "sensitivity", "candidates")]
+    assert [table.count("<tr") for table in text.split("<table>")[1:]] == sizes
+    assert text.count('<tr class="marked">') == 2 and text.count("<svg ") == 2
+
+
+def test_the_clock_of_the_machines_that_were_measured_changes_no_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A part whose clock runs ahead of this machine's, or years behind."""
+    path = file_of(tmp_path, "machines = 1\nranks_per_machine = 8\nmemory_bytes = 1e10\n")
+    found = []
+    for when in ("2170-01-01T00:00:00+00:00", "1970-01-01T00:00:00+00:00"):
+        save_profile(replace(MADE, when=when), tmp_path / "profile.json")
+        given = [*LAYER, "--cluster", str(path), "--profile", str(tmp_path / "profile.json")]
+        found.append(printed(capsys, *given))
+        assert when in found[-1].pop("profile")["when"]
+    assert found[0] == found[1]
+
+
 def test_ranks_are_those_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [*LAYER, "--cluster", str(file_of(tmp_path))]
-    assert "--ranks (4) must be left out, or --cluster's (8)" in refused(capsys, *given, "--ranks", "4")
+    assert f"--ranks (4) must be that of {tmp_path}" in refused(capsys, *given, "--ranks", "4")
     assert printed(capsys, *given, "--ranks", "8")["ranks"] == 8

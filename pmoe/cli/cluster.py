@@ -1,0 +1,50 @@
+"""The file of `pmoe plan --cluster`: machines that one does not have."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pmoe.cli.arguments import refused_as
+from pmoe.measure.store import typed
+from pmoe.planner.cluster import Cluster, fields_of
+from pmoe.planner.cost_model import Interference
+from pmoe.planner.profile import Profile
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def load_cluster(path: Path, profile: Profile | None) -> Cluster:
+    """What the file says; of what it leaves out, what ``profile`` tells, which is of a part of the machines.
+
+    Raises ValueError, naming the file, where it cannot be read, where a key is missing, unknown or of no
+    such value, and for a profile of other machines.
+    """
+    with refused_as(f"--cluster ({path}) must be a file to read", OSError, ValueError):
+        text = path.read_bytes()
+    with refused_as(f"--cluster ({path}) must describe a cluster", ValueError, RecursionError):
+        said = tomllib.loads(text.decode())
+        measured = {} if profile is None else fields_of(profile)
+        fields = {"interference": vars(Interference()), "measured": ""} | measured | said
+        links = ("inside", "outside")
+        for number, (link, unused) in {"machines": links, "ranks_per_machine": links[::-1]}.items():
+            if fields.get(number) == 1 and link in fields:
+                fields.setdefault(unused, fields[link])
+        cluster: Cluster = typed(Cluster, fields, "cluster")
+        if unknown := _keys(said) - _keys(asdict(cluster)):
+            raise ValueError(f"{', '.join(sorted(unknown))} must be left out: a cluster has no such key")
+        if profile is not None:
+            cluster.check_part(profile)
+    return cluster
+
+
+def _keys(fields: Mapping[str, Any]) -> set[str]:
+    """Those of tables too, with the table's name in front."""
+    tables = {name: table for name, table in fields.items() if isinstance(table, dict)}
+    return {*fields, *(f"{name}.{key}" for name, table in tables.items() for key in table)}

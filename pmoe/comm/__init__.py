@@ -24,7 +24,8 @@ def make_exchanges(
     """The two modules of MoELayer's arguments of these names. Raises ValueError or TypeError for others."""
     combine = (dispatch if isinstance(dispatch, str) else "flat") if combine is None else combine
     for name, value, kind in (("dispatch", dispatch, Dispatch), ("combine", combine, Combine)):
-        rule = f"{name} ({value!r}) must be a pmoe.{kind.__name__} or one of {', '.join(NAMES)}"
+        names = ", ".join(NAMES + ("auto",) * (name == "dispatch"))
+        rule = f"{name} ({value!r}) must be a pmoe.{kind.__name__} or one of {names}"
         if isinstance(value, str) and value not in NAMES:
             raise ValueError(rule)
         if not isinstance(value, str | kind):

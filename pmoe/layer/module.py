@@ -86,7 +86,7 @@ class MoELayer(nn.Module):
 
         group: the process group; None is the default group, `Ranks.single()` one rank.
         mesh: instead of group, a device mesh of "ep" and "esp"; experts' hidden columns are split over "esp".
-        dispatch: "flat", "hierarchical_1d", "hierarchical_2d", or a `pmoe.Dispatch`.
+        dispatch: "flat", "hierarchical_1d", "hierarchical_2d", "auto" by the profile, or a `pmoe.Dispatch`.
         combine: the same of the way back, or a `pmoe.Combine`; None is as dispatch.
         nodes: for hierarchical ones, ranks a node or the node of each rank; None asks LOCAL_WORLD_SIZE.
         send_once: with top_k > 1 a token goes once to a rank that holds several of its experts.
@@ -170,6 +170,10 @@ class MoELayer(nn.Module):
         self.last, self.known, self.traffic = LastCall(), Known(), Traffic()
         self.gradients: Any = None  # set by `pmoe.GradientReducer`
         self.order = make_order(order)
+        if dispatch == "auto":
+            from pmoe.layer.auto_dispatch import fastest_dispatch
+
+            dispatch = fastest_dispatch(self.spec, self.grid, nodes, device, dtype)
         self.dispatch, self.combine = make_exchanges(dispatch, combine, nodes)
         self.scalars = FlatAllToAll()
         self._bind_to_ranks()

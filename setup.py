@@ -426,8 +426,8 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
         python_requires=">=3.10",
         packages=find_packages(include=["pmoe", "pmoe.*"]),
         package_data={
-            "pmoe": ["py.typed"],
-            "pmoe.planner": ["page.html"],
+            "pmoe": ["py.typed", "layouts.json"],
+            "pmoe.planner": ["page.html", "pictures.json"],
             "pmoe.papers": ["assumptions.md", "printed.json"],
         },
         ext_modules=[] if why_no_kernels() else [Extension("pmoe._cuda", cuda_sources())],

@@ -6,8 +6,10 @@ docs/weights.md says where each of the `LAYOUTS` was read, and what it was teste
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterable, Mapping
+from importlib.resources import files
 from typing import Any
 
 import torch
@@ -63,81 +65,8 @@ def _sizes_of(axes: Iterable[str], sizes: Mapping[str, int]) -> list[int]:
 
 # ---- the systems
 
-LINEAR = ("weight", "bias")
-GATE_UP = "experts.{e}.gate_proj.weight experts.{e}.up_proj.weight"
-DOWN = "experts.{e}.down_proj.weight"
-STACKS = ("experts.gate_up_proj", "experts.down_proj")
-QWEN = {
-    "shared_expert.w1": "shared_expert.gate_proj.weight shared_expert.up_proj.weight",
-    "shared_expert.w2": "shared_expert.down_proj.weight",
-    "shared_gate.weight": "shared_expert_gate.weight",
-}
-DEEPSEEK = {
-    "shared_expert.w1": "shared_experts.gate_proj.weight shared_experts.up_proj.weight",
-    "shared_expert.w2": "shared_experts.down_proj.weight",
-    "gate.bias": "gate.e_score_correction_bias",
-}
-MEGATRON = {
-    "shared_expert.w1": "shared_experts.linear_fc1.weight",
-    "shared_expert.w2": "shared_experts.linear_fc2.weight",
-    "shared_gate.weight": "shared_experts.gate_weight",
-    "gate.bias": "router.expert_bias",
-    "gate.logit_bias": "router.bias",
-}
-SEQUENTIAL = "experts.local_experts.{e}.linear_fc"
-DEEPSPEED = "deepspeed_moe.experts.deepspeed_experts.{e}.dense_"
-
-
-def _layout(router: str, w1: str, w2: str, *others: Mapping[str, str], biases: Any = (), **of: Any) -> Layout:
-    """biases: what names of weights have, and what those of their biases have in its place."""
-    names = {"gate.weight": router, "experts.w1": w1, "experts.w2": w2}
-    if biases:
-        names |= {"experts.b1": w1.replace(*biases), "experts.b2": w2.replace(*biases)}
-    return Layout(names=dict(names, **(others[0] if others else {})), **of)
-
-
-LAYOUTS: Mapping[str, Layout] = {
-    "mixtral": _layout(
-        "gate.weight", "experts.{e}.w1.weight experts.{e}.w3.weight", "experts.{e}.w2.weight", gated=True
-    ),
-    "qwen-moe": _layout("gate.weight", GATE_UP, DOWN, QWEN, gated=True),
-    "deepseek": _layout("gate.weight", GATE_UP, DOWN, DEEPSEEK, gated=True),
-    "mixtral-stacked": _layout("gate.weight", *STACKS, gated=True),
-    "qwen-moe-stacked": _layout("gate.weight", *STACKS, QWEN, gated=True),
-    "deepseek-stacked": _layout("gate.weight", *STACKS, DEEPSEEK, gated=True),
-    "gpt-oss": _layout(
-        "router.weight", *STACKS, {"gate.logit_bias": "router.bias"},
-        biases=("proj", "proj_bias"), gated=True,
-        axes={"experts.w1": "X M Hf", "experts.w2": "X H M", "experts.b1": "X Hf"},
-    ),
-    "megatron-sequential": _layout(
-        "router.weight", f"{SEQUENTIAL}1.weight", f"{SEQUENTIAL}2.weight", MEGATRON, biases=LINEAR, local=True
-    ),
-    "megatron-te-grouped": _layout(
-        "router.weight", "experts.linear_fc1.weight{e}", "experts.linear_fc2.weight{e}", MEGATRON,
-        biases=LINEAR, local=True,
-    ),
-    "megatron-grouped": _layout(
-        "router.weight", "experts.weight1", "experts.weight2", MEGATRON,
-        axes={"experts.w1": "M XfH|XMfH", "experts.w2": "XH M"},
-    ),
-    "deepspeed-moe": _layout(
-        "deepspeed_moe.gate.wg.weight", f"{DEEPSPEED}h_to_4h.weight", f"{DEEPSPEED}4h_to_h.weight",
-        biases=LINEAR, local=True,
-    ),
-    "tutel": _layout(
-        "gates.0.wg.weight", "experts.batched_fc1_w", "experts.batched_fc2_w",
-        biases=("_w", "_bias"), axes={"experts.w2": "X H M"}, gated=False, count="_num_global_experts",
-    ),
-    "tutel-llama": _layout(
-        "gates.0.wg.weight", "experts.W_fc1 experts.W_fc2", "experts.W_fc3",
-        axes={"experts.w1": "XMH", "experts.w2": "XHM"}, gated=True, count="_num_global_experts",
-    ),
-    "fairseq": _layout(
-        "gate.wg.weight", "experts.{e}.fc1.weight", "experts.{e}.fc2.weight",
-        biases=LINEAR, gated=False, local=True,
-    ),
-}  # fmt: skip
+_STATED = json.loads(files("pmoe").joinpath("layouts.json").read_text(encoding="utf-8"))
+LAYOUTS: Mapping[str, Layout] = {name: Layout(**fields) for name, fields in _STATED.items()}
 """By the name that `to_pmoe` and `from_pmoe` take."""
 
 Place = tuple[Layout, str, str]

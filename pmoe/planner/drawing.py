@@ -13,31 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pmoe.planner.timeline import TEXT_SIZE
+from pmoe.planner.timeline import PICTURES, TEXT_SIZE
 from pmoe.schedule.restore import ALL_PAIRS
 
 if TYPE_CHECKING:
     from jinja2 import Template
     from matplotlib.figure import Figure
 
-THEME: Mapping[str, tuple[str, str]] = {
-    "ink": ("#1d2125", "#e4e7ea"),
-    "soft": ("#5c646c", "#a0a8b0"),
-    "rule": ("#dfe3e6", "#343a40"),
-    "paper": ("#ffffff", "#14171a"),
-    "panel": ("#f6f7f8", "#1c2024"),
-    "mark": ("#fff3c4", "#4b4212"),
-    "bad": ("#d03030", "#e04848"),
-    "c0": ("#2f6db5", "#6aa5e8"),
-    "c1": ("#c04420", "#f08560"),
-    "c2": ("#23823a", "#62bf7a"),
-    "c3": ("#8f6c10", "#d8b84a"),
-    "c4": ("#8a3f8f", "#c88ad0"),
-    "c5": ("#0f7a82", "#58c3ca"),
-    "c6": ("#6b7280", "#a3acb5"),
-    "c7": ("#b03060", "#ee86a8"),
-    "c8": ("#7a5230", "#d3a574"),
-}
+THEME: Mapping[str, tuple[str, str]] = PICTURES["theme"]
 """CSS variables of a page: on light screens, on dark ones. c0 to c8 are those of series."""
 
 SERIES = [name for name in THEME if name.startswith("c")]

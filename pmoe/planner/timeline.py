@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from pmoe.planner.simulator import Simulated
 from pmoe.schedule.tasks import Lane, Task
@@ -70,33 +72,12 @@ def _bar(direction: str, task: Span | Task, start: float, end: float) -> Span:
     )
 
 
-LEGEND: Mapping[str, tuple[str, str]] = {
-    "S": ("#6699cc", "S dispatch"),
-    "R": ("#66ccee", "R combine"),
-    "P": ("#bbbbbb", "P routing weights"),
-    "L": ("#44aa55", "L experts, rows that stay"),
-    "C": ("#ccbb44", "C experts, received rows"),
-    "E": ("#bbaa66", "E experts, columns of all rows"),
-    "A": ("#828282", "A packets decoded, tasks handed out"),
-    "LW": ("#99ddaa", "LW weight gradients, rows that stay"),
-    "W": ("#eedd99", "W weight gradients, received rows"),
-    "G": ("#cc6699", "G gather"),
-    "O": ("#ee6677", "O output"),
-    "SI": ("#aac4dd", "SI dispatch again"),
-    "GI": ("#ddaac4", "GI gather again"),
-    "M": ("#ddaa33", "M hidden recomputed"),
-    "LM": ("#779944", "LM hidden recomputed, rows that stay"),
-    "AG": ("#8877cc", "AG gather inside the node"),
-    "RS": ("#88ccee", "RS sum inside the node"),
-    "AGI": ("#bbaaee", "AGI gather again"),
-    "PG": ("#dddddd", "PG routing weights inside the node"),
-    "X": ("#44aa99", "X shared expert"),
-    "XW": ("#99ddcc", "XW its weight gradients"),
-    "GAR": ("#b8608c", "GAR other layers' gradients"),
-    "HA": ("#999933", "HA, HB callbacks"),
-    "DI": ("#cc7788", "DI, HI copies of T_DI"),
-    "DM": ("#f4bbc8", "DM, HM copies of T_M"),
-}
+PICTURES: Mapping[str, Any] = json.loads(
+    files("pmoe.planner").joinpath("pictures.json").read_text(encoding="utf-8")
+)
+"""Colours and words of pictures: "theme" is that of pages, "legend" that of timelines."""
+
+LEGEND: Mapping[str, tuple[str, str]] = PICTURES["legend"]
 """By kind of task its colour and its meaning. Colours are distinguishable without colour vision (after Paul
 Tol's schemes). The lane says whether a copy goes out or in."""
 

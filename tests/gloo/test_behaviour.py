@@ -172,7 +172,7 @@ def chained_job(rank: int, world: int, expert: object) -> list[dict[str, Tensor]
     return [found, *({name: p.grad for name, p in layer.named_parameters()} for layer in layers)]
 
 
-@pytest.mark.parametrize("world, expert", spread([2, 4], ["ffn", mlp], every=2))
+@pytest.mark.parametrize("world, expert", spread([2, 4], ["ffn", mlp], every=3))
 def test_layers_chained_and_used_twice_in_one_graph_run_backward_in_step(world: int, expert: object) -> None:
     # One rank after another on one layer: the experts' gradients add up, the gate's is each rank's own.
     layers = [build(expert=expert), build(expert=expert, pipeline=3)]
@@ -262,7 +262,7 @@ def traffic_job(rank: int, world: int, options: dict[str, Any]) -> list[dict[str
 
 @pytest.mark.parametrize(
     "world, bypass_local, top_k, n, dtype",
-    spread([2, 4], [True, False], [(1, 1), (2, 3)], [torch.float64, torch.float32, torch.bfloat16], every=2),
+    spread([2, 4], [True, False], [(1, 1), (2, 3)], [torch.float64, torch.float32, torch.bfloat16], every=3),
 )
 def test_exactly_the_rows_of_other_ranks_experts_travel(
     world: int, bypass_local: bool, top_k: int, n: int, dtype: torch.dtype
@@ -386,7 +386,7 @@ def checkpoint_job(rank: int, world: int, use_reentrant: bool, options: dict[str
 
 @pytest.mark.parametrize(
     "world, options, use_reentrant",
-    spread([2, 4], [{}, {"expert": mlp}, {"expert": mlp, "pipeline": 1, "top_k": 1}], [True, False], every=2),
+    spread([2, 4], [{}, {"expert": mlp}, {"expert": mlp, "pipeline": 1, "top_k": 1}], [True, False], every=3),
     ids=named,
 )
 def test_a_checkpoint_around_the_layer_runs_every_ranks_forward_once_more(

@@ -159,7 +159,7 @@ def test_every_expert_equals_the_definition(
 
 @pytest.mark.parametrize(
     "n, n_backward, world, pair",
-    spread([1, 2, 4], [None, 1, 2, 4], [2, 4], [False, True, *PAIRS], every=7),
+    spread([1, 2, 4], [None, 1, 2, 4], [2, 4], [False, True, *PAIRS], every=13),
 )
 def test_forward_alone_fits_the_engines_backward(
     n: int, n_backward: int | None, world: int, pair: Any

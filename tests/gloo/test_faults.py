@@ -104,7 +104,7 @@ FAULTS = {
 
 @pytest.mark.parametrize(
     "world, who, fault, expert",
-    spread([(2, (1,)), (2, (0, 1)), (4, (2,)), (4, (0, 3))], list(FAULTS), ["ffn", mlp], every=3),
+    spread([(2, (1,)), (2, (0, 1)), (4, (2,)), (4, (0, 3))], list(FAULTS), ["ffn", mlp], every=5),
 )
 def test_a_fault_that_one_rank_sees_is_raised_by_all_before_any_row_travels(
     world: int, who: tuple[int, ...], fault: str, expert: object

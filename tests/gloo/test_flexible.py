@@ -44,7 +44,7 @@ MESHES = [(2, 1, 2), (2, 2, 1), (4, 2, 2), (4, 1, 4), (4, 4, 1)]
 """world, ep, esp"""
 
 
-@pytest.mark.parametrize("world, ep, esp, expert, n", spread(MESHES, ["ffn", "swiglu"], [1, 2, 3], every=3))
+@pytest.mark.parametrize("world, ep, esp, expert, n", spread(MESHES, ["ffn", "swiglu"], [1, 2, 3], every=4))
 def test_sharded_experts_equal_the_definition(world: int, ep: int, esp: int, expert: str, n: int) -> None:
     for top_k, capacity in ((1, None), (2, 0.6)):
         options = {"pipeline": n, "expert": expert, "capacity_factor": capacity}
@@ -66,7 +66,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(
     "pair, world, ep, esp, n, n_backward",
-    spread(PAIRS, [(2, 1, 2), (4, 2, 2), (4, 1, 4)], [(1, None), (3, None), (2, 4), (4, 2)], every=8),
+    spread(PAIRS, [(2, 1, 2), (4, 2, 2), (4, 1, 4)], [(1, None), (3, None), (2, 4), (4, 2)], every=9),
 )
 def test_sharded_experts_with_memory_reuse_equal_the_definition(
     pair: pmoe.Restore, world: int, ep: int, esp: int, n: int, n_backward: int | None
@@ -81,7 +81,7 @@ HIERARCHIES = [("hierarchical_1d", 1), ("hierarchical_1d", 2), ("hierarchical_2d
 
 @pytest.mark.parametrize(
     "world, name, nodes, send_once, bypass_local, reuse",
-    spread([2, 4], HIERARCHIES, [False, True], [False, True], [False, "S4"], every=5),
+    spread([2, 4], HIERARCHIES, [False, True], [False, True], [False, "S4"], every=9),
 )
 def test_hierarchical_collectives_equal_the_definition(
     world: int, name: str, nodes: int, send_once: bool, bypass_local: bool, reuse: bool | str
@@ -96,7 +96,7 @@ def test_dispatch_and_combine_may_differ(combine: str) -> None:
     check(4, Case(4, 2, options=options))
 
 
-@pytest.mark.parametrize("world, top_k, n", spread([1, 2, 4], [1, 2, 4, 8], [1, 2, 3], every=4))
+@pytest.mark.parametrize("world, top_k, n", spread([1, 2, 4], [1, 2, 4, 8], [1, 2, 3], every=7))
 def test_rows_that_travel_once_equal_the_definition(world: int, top_k: int, n: int) -> None:
     for capacity, load in ((None, "mixed"), (0.6, "mixed"), (None, "one expert")):
         options = {"send_once": True, "pipeline": n, "capacity_factor": capacity}
@@ -113,7 +113,7 @@ def test_rows_that_travel_once_with_memory_reuse_and_shards(
 
 
 @pytest.mark.parametrize(
-    "world, shared, expert", spread([1, 2, 4], [5, "module"], ["ffn", "swiglu"], every=3)
+    "world, shared, expert", spread([1, 2, 4], [5, "module"], ["ffn", "swiglu"], every=4)
 )
 def test_shared_experts_equal_the_definition(world: int, shared: int | str, expert: str) -> None:
     for reuse in (False, "S1", "S4"):
@@ -125,7 +125,7 @@ def test_shared_experts_equal_the_definition(world: int, shared: int | str, expe
 
 @pytest.mark.parametrize(
     "world, reuse, shared",
-    spread([1, 2, 4], [False, "S4", pmoe.Restore("offload", "keep")], [None, 5], every=2),
+    spread([1, 2, 4], [False, "S4", pmoe.Restore("offload", "keep")], [None, 5], every=3),
     ids=named,
 )
 def test_callbacks_equal_the_definition(world: int, reuse: Any, shared: int | None) -> None:
@@ -293,7 +293,7 @@ def kept_in_order(expert_TK: Tensor, factor: float, num_experts: int) -> Tensor:
 OPTIONS = [{"pipeline": 1}, {"pipeline": 3, "memory_reuse": "S4"}, {"pipeline": 2, "send_once": True}]
 
 
-@pytest.mark.parametrize("world, gate, options", spread([1, 2, 4], GATES, OPTIONS, every=5))
+@pytest.mark.parametrize("world, gate, options", spread([1, 2, 4], GATES, OPTIONS, every=9))
 def test_every_gate_runs_in_every_layer(world: int, gate: str, options: dict[str, Any]) -> None:
     for found in ranks(world).run(gated_job, gate, options):
         for name, difference in found.items():
@@ -390,7 +390,7 @@ def chosen_job(rank: int, world: int, folder: str, options: dict[str, Any]) -> f
     "options",
     [
         {"pipeline": True},
-        {"pipeline": True, "memory_reuse": True},
+        pytest.param({"pipeline": True, "memory_reuse": True}, marks=pytest.mark.slow),
         {"pipeline": 2, "memory_reuse": True, "memory_budget": "64MiB"},
     ],
     ids=str,

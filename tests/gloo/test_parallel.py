@@ -326,7 +326,7 @@ DENSE = ["sequence", "plain sequence", "gathered"]
 
 
 @pytest.mark.parametrize(
-    "world, ep, esp, dense", spread([(2, 2, 1), (2, 1, 2), (4, 1, 2), (4, 4, 1)], DENSE, every=2)
+    "world, ep, esp, dense", spread([(2, 2, 1), (2, 1, 2), (4, 1, 2), (4, 4, 1)], DENSE, every=3)
 )
 def test_attention_over_mp_beside_experts_on_other_meshes(world: int, ep: int, esp: int, dense: str) -> None:
     check(Case(world, 2, ep, esp, dense=dense))

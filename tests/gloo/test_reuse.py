@@ -94,7 +94,7 @@ def orders_job(rank: int, world: int, expert: Any, pairs: list[tuple[Restore]]) 
         assert pmoe.pool().host.bytes_in_use == pmoe.pool().device.bytes_in_use == 0
 
 
-@pytest.mark.parametrize("pairs", parts(ALL_PAIRS, every=4))
+@pytest.mark.parametrize("pairs", parts(ALL_PAIRS, every=7))
 @pytest.mark.parametrize("world, expert", spread([2, 4], ["ffn", mlp, dropping], every=2))
 def test_several_forwards_may_run_backward_in_any_order_and_twice(
     world: int, expert: Any, pairs: list[tuple[Restore]]
@@ -118,8 +118,8 @@ def checkpoint_job(rank: int, world: int, expert: Any, cases: list[tuple[Restore
     return lengths
 
 
-@pytest.mark.parametrize("cases", parts(ALL_PAIRS, [True, False], every=3))
-@pytest.mark.parametrize("world, expert", spread([2, 4], ["ffn", dropping], every=2))
+@pytest.mark.parametrize("cases", parts(ALL_PAIRS, [True, False], every=5))
+@pytest.mark.parametrize("world, expert", spread([2, 4], ["ffn", dropping], every=3))
 def test_a_checkpoint_around_a_layer_that_reuses_memory_runs_forward_once_more(
     world: int, expert: Any, cases: list[tuple[Restore, bool]]
 ) -> None:
@@ -173,7 +173,7 @@ def restored_job(rank: int, world: int, expert: str, cases: list[tuple[Any, ...]
     return rows
 
 
-@pytest.mark.parametrize("cases", parts(ALL_PAIRS, [True, False], RESTORED_DEGREES, every=4))
+@pytest.mark.parametrize("cases", parts(ALL_PAIRS, [True, False], RESTORED_DEGREES, every=7))
 @pytest.mark.parametrize("world, expert", spread([1, 2, 4], ["ffn", "swiglu"], every=2))
 def test_a_restored_tensor_is_bit_identical_to_the_one_of_forward(
     world: int, expert: str, cases: list[tuple[Any, ...]]

@@ -124,7 +124,7 @@ def test_output_and_gradients_equal_the_definition(
 
 @pytest.mark.parametrize(
     "world, n, capacity_factor, load",
-    spread([1, 2, 4], [1, 3], [None, 0.5], ["one expert", "some experts get none"], every=3),
+    spread([1, 2, 4], [1, 3], [None, 0.5], ["one expert", "some experts get none"], every=5),
 )
 def test_skewed_routing_equals_the_definition(
     world: int, n: int, capacity_factor: float | None, load: str
@@ -135,7 +135,7 @@ def test_skewed_routing_equals_the_definition(
 
 @pytest.mark.parametrize(
     "world, expert, activation, bias",
-    spread([1, 2, 4], [("ffn", "relu"), ("ffn", "silu"), ("swiglu", "gelu")], [True, False], every=2),
+    spread([1, 2, 4], [("ffn", "relu"), ("ffn", "silu"), ("swiglu", "gelu")], [True, False], every=3),
 )
 def test_every_expert_equals_the_definition(world: int, expert: str, activation: str, bias: bool) -> None:
     check(world, Case(2, 2, 2, expert=expert, activation=activation, bias=bias))
@@ -149,7 +149,7 @@ def test_switch_gate_equals_the_definition(world: int, n: int) -> None:
 
 @pytest.mark.parametrize(
     "world, n, bypass_local, sequential",
-    spread([1, 2, 4], [1, 2, True], [(False, False), (True, True), (False, True)], every=3),
+    spread([1, 2, 4], [1, 2, True], [(False, False), (True, True), (False, True)], every=5),
 )
 def test_rows_sent_to_oneself_and_sequential_runs_change_nothing(
     world: int, n: int, bypass_local: bool, sequential: bool
@@ -164,7 +164,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("pair, world, n", spread(PAIRS, [1, 2, 4], [1, 2, 3, 8], every=5), ids=named)
+@pytest.mark.parametrize("pair, world, n", spread(PAIRS, [1, 2, 4], [1, 2, 3, 8], every=9), ids=named)
 def test_every_restore_pair_equals_the_definition(pair: pmoe.Restore, world: int, n: int) -> None:
     check(world, Case(n, 2, 2, memory_reuse=pair))
     check(world, Case(n, 1, 4, 0.6, memory_reuse=pair, expert="swiglu"))
@@ -172,7 +172,7 @@ def test_every_restore_pair_equals_the_definition(pair: pmoe.Restore, world: int
 
 @pytest.mark.parametrize(
     "pair, world, n, n_backward",
-    spread(PAIRS, [1, 2, 4], [(1, 4), (4, 1), (2, 6), (6, 2), (3, 1), (1, 3)], every=4),
+    spread(PAIRS, [1, 2, 4], [(1, 4), (4, 1), (2, 6), (6, 2), (3, 1), (1, 3)], every=7),
     ids=named,
 )
 def test_backward_may_have_other_chunks_than_forward(
@@ -200,7 +200,7 @@ def test_skew_cuts_finer_and_changes_no_result(
 
 @pytest.mark.parametrize(
     "pair, world, bypass_local, sequential",
-    spread(PAIRS, [1, 2, 4], [(False, False), (True, True), (False, True)], every=4),
+    spread(PAIRS, [1, 2, 4], [(False, False), (True, True), (False, True)], every=7),
     ids=named,
 )
 def test_reuse_with_rows_sent_to_oneself_and_in_sequence_changes_nothing(

@@ -275,7 +275,7 @@ FLEXIBLE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "world, options, reuse, n", spread([2, 4], FLEXIBLE, [False, "S1", "S3", "S4"], [1, 3], every=11)
+    "world, options, reuse, n", spread([2, 4], FLEXIBLE, [False, "S1", "S3", "S4"], [1, 3], every=12)
 )
 def test_flexible_layers_never_race_and_no_buffer_is_freed_early(
     world: int, options: dict[str, Any], reuse: Any, n: int
@@ -326,7 +326,7 @@ def test_what_does_not_fit_on_the_host_is_made_again_without_a_race(world: int, 
 
 
 @pytest.mark.parametrize(
-    "world, pair, bypass_local", spread([1, 2], ["S1", "S2", "S3", "S4"], [True, False], every=3)
+    "world, pair, bypass_local", spread([1, 2], ["S1", "S2", "S3", "S4"], [True, False], every=5)
 )
 def test_layers_on_two_streams_share_lanes_and_host_memory_without_a_race(
     world: int, pair: str, bypass_local: bool
@@ -376,7 +376,7 @@ def test_an_error_that_abandons_nothing_is_found_to_free_early(world: int, metho
 
 @pytest.mark.parametrize(
     "world, pair, method",
-    spread([1, 2], ["S1", "S2", "S3", "S4"], ["compute", "input_gradient", "weight_gradient"], every=2),
+    spread([1, 2], ["S1", "S2", "S3", "S4"], ["compute", "input_gradient", "weight_gradient"], every=3),
 )
 def test_an_error_in_an_expert_leaves_no_copy_in_freed_buffers(world: int, pair: str, method: str) -> None:
     """It comes at the second call, when the first chunk's copies are under way."""

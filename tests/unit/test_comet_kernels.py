@@ -20,6 +20,7 @@ def test_both_kernels_both_ways_give_what_a_plain_loop_gives(program: Path) -> N
     assert run_program(program, timeout=250) == "ok\n"
 
 
+@pytest.mark.slow
 def test_a_collective_that_fits_beside_them_holds_up_no_kernel() -> None:
     """In any order of launches, and if it never ends; where it does not fit, every wait ends by its bound."""
     compile_and_run("neighbours_test.cpp", product=product_of("grouped_gemm", "comet"))

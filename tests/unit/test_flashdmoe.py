@@ -88,6 +88,7 @@ def test_backward_gives_the_plain_loop_s_gradients_and_repeats_to_the_bit(kernel
     assert run_program(kernel, "backward") == "0 failures\n"
 
 
+@pytest.mark.slow
 def test_four_ranks_and_every_activation_give_it_too(kernel: Path) -> None:
     assert run_program(kernel, "thorough") == "0 failures\n"
 

@@ -50,7 +50,7 @@ def limited_copies() -> CopyLimit:
     limit = CopyLimit()
     out, back, kinds = (
         offloaded.OffloadingForward.actions,
-        offloaded.FetchingBackward.actions,
+        offloaded.OffloadingBackward.actions,
         rates._kinds,
     )
 
@@ -92,6 +92,6 @@ def limited_copies() -> CopyLimit:
         return {name: slow(kind) if name.startswith("copy") else kind for name, kind in found.items()}
 
     offloaded.OffloadingForward.actions = actions_out  # type: ignore[method-assign]
-    offloaded.FetchingBackward.actions = actions_in  # type: ignore[method-assign]
+    offloaded.OffloadingBackward.actions = actions_in  # type: ignore[method-assign]
     rates._kinds = measured
     return limit

@@ -87,7 +87,7 @@ class OffloadingForward(Forward):
         return slot is not None and slot.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
-class FetchingBackward(Backward):
+class OffloadingBackward(Backward):
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: Forwarded) -> None:
         super().__init__(plan, grad_TM, saved)
         self.compute_stream = current_stream(grad_TM)

@@ -38,7 +38,7 @@ class _WithSharedExpert(Pass):
         return ExpertRows(inputs.x_TM, self.groups(SHARED), inputs.shared_parameters, out=self.shared_TM)
 
 
-class ForwardWithSharedExpert(_WithSharedExpert, Forward):
+class SharedExpertForward(_WithSharedExpert, Forward):
     def shared(self, _chunk: int) -> None:
         inputs, expert = self.inputs, self.expert
         assert inputs.shared_weight_T is not None
@@ -48,7 +48,7 @@ class ForwardWithSharedExpert(_WithSharedExpert, Forward):
             self.left.kept[SHARED] = Kept(hidden=hidden)
 
 
-class BackwardWithSharedExpert(_WithSharedExpert, Backward):
+class SharedExpertBackward(_WithSharedExpert, Backward):
     shared_pending: Any
 
     def shared(self, _chunk: int) -> None:

@@ -6,6 +6,7 @@ A pass is made of the plain one (`Forward`, `Backward`) and of what only some la
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -38,33 +39,19 @@ class PipelineRunner:
 
 
 def _special_parts(plan: Plan, *, moves: bool) -> list[tuple[type[Forward], type[Backward]]]:
-    """moves: T_DI or T_M is copied away, or fetched from where forward kept it."""
-    parts: list[tuple[type[Forward], type[Backward]]] = []
-    if plan.padding is not None:
-        from pmoe.engine.padding import PaddedBackward, PaddedForward
-
-        parts.append((PaddedForward, PaddedBackward))
-    if plan.modules.hooks is not None:
-        from pmoe.engine.hooked import HookedBackward, HookedForward
-
-        parts.append((HookedForward, HookedBackward))
-    if plan.modules.shared_expert is not None:
-        from pmoe.engine.shared_expert import BackwardWithSharedExpert, ForwardWithSharedExpert
-
-        parts.append((ForwardWithSharedExpert, BackwardWithSharedExpert))
-    if plan.modules.stages.sharded:
-        from pmoe.engine.sharded import ShardedBackward, ShardedForward
-
-        parts.append((ShardedForward, ShardedBackward))
-    if plan.forward.once is not None:
-        from pmoe.engine.once import OnceBackward, OnceForward
-
-        parts.append((OnceForward, OnceBackward))
-    if moves:
-        from pmoe.engine.offloaded import FetchingBackward, OffloadingForward
-
-        parts.append((OffloadingForward, FetchingBackward))
-    return parts
+    """What only some layers need, outermost first: two classes of a file of `pmoe.engine`, by its name and
+    theirs. moves: T_DI or T_M is copied away, or fetched from where forward kept it."""
+    asked = {
+        ("padding", "Padded"): plan.padding is not None,
+        ("hooked", "Hooked"): plan.modules.hooks is not None,
+        ("shared_expert", "SharedExpert"): plan.modules.shared_expert is not None,
+        ("sharded", "Sharded"): plan.modules.stages.sharded,
+        ("once", "Once"): plan.forward.once is not None,
+        ("offloaded", "Offloading"): moves,
+    }
+    names = [name for name, is_asked in asked.items() if is_asked]
+    parts = [(importlib.import_module(f"pmoe.engine.{file}"), name) for file, name in names]
+    return [(getattr(file, f"{name}Forward"), getattr(file, f"{name}Backward")) for file, name in parts]
 
 
 @functools.cache

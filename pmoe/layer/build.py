@@ -6,6 +6,7 @@ What is special (modules as experts, gates but the default) is imported where it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from pmoe.experts.base import Experts
 from pmoe.experts.ffn import find_activation
 from pmoe.gates import make_gate
 from pmoe.layer.parts import Parts
-from pmoe.layer.spec import LayerSpec
+from pmoe.layer.spec import LayerSpec, Switches
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
@@ -78,6 +79,28 @@ def check_together(parts: Parts, shared_expert: int | nn.Module | None) -> None:
             f"pipeline_backward ({spec.pipeline_backward}) must be at most pipeline ({spec.pipeline}) where "
             "experts are modules whose hidden is kept or offloaded: a saved graph cannot be split"
         )
+
+
+SIZES = ("d_model", "d_hidden", "num_experts", "top_k")
+"""Options that stay: the layer's modules are made for them."""
+
+
+def set_option(layer: MoELayer, name: str, value: object) -> None:
+    """Raises what building the layer would raise, and changes nothing then; AttributeError for a switch."""
+    if name in Switches.__dataclass_fields__:
+        raise AttributeError(
+            f"{name} ({value!r}) must be set in layer.switches: layer.switches = Switches({name}={value!r})"
+        )
+    before = layer.spec
+    found = replace(before, **{name: value})  # type: ignore[arg-type]
+    if name in SIZES and found != before:
+        raise ValueError(f"{name} ({value!r}) must stay {getattr(before, name)}, as the layer was built")
+    layer.spec = found
+    try:
+        check_together(layer.parts, layer.shared_expert)
+    except ValueError:
+        layer.spec = before
+        raise
 
 
 def make_layer_gate(

@@ -208,9 +208,7 @@ class MoELayer(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in LayerSpec.__dataclass_fields__ or name in Switches.__dataclass_fields__:
-            from pmoe.layer.set_option import set_option
-
-            set_option(self, name, value)
+            build.set_option(self, name, value)
             return
         super().__setattr__(name, value)
         if name in Parts.__dataclass_fields__:

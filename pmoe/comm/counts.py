@@ -300,14 +300,13 @@ class CountsExchange:
         not."""
         if not any(exchange.in_steps for exchange in self._exchanges):
             return []
-        from pmoe.comm.hierarchical import relayed
-
         rows = [self._own_FPX, self._grid.of_own_place(device_FWX)]
         rows = [each[..., -1].contiguous() if self._counted_once else each.sum(2) for each in rows]
         if self._bypass_local:
             rows = [without_own(each, self._ranks.rank) for each in rows]
-        dispatch, combine = self._exchanges
-        return relayed(dispatch, combine, *rows)
+        (send_FP, recv_FP), (dispatch, combine) = rows, self._exchanges
+        found = (dispatch.relay_counts(send_FP, recv_FP), combine.relay_counts(recv_FP, send_FP))
+        return [send_FP.new_empty(send_FP.shape[0], 0) if each is None else each for each in found]
 
     def _agree(self, recv_FWE: Tensor) -> Tensor:
         """The largest over all ranks of: the header's numbers, host shortage, rows received and whether they

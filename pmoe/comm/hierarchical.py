@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pmoe.comm.base import Combine, Dispatch, Exchange, RowCounts, Traffic, all_to_all
+from pmoe.comm.base import Combine, Dispatch, RowCounts, Traffic, all_to_all
 from pmoe.comm.ranks import Ranks, wait_for
 from pmoe.comm.topology import NodeGroups, Nodes, Topology, connect, find_topology
 
@@ -146,9 +146,3 @@ def _nothing_moves(sizes: Sequence[int], order: Sequence[int]) -> bool:
     """Empty blocks may change places."""
     filled = [block for block in order if sizes[block]]
     return filled == sorted(filled)
-
-
-def relayed(dispatch: Exchange, combine: Exchange, send_FP: Tensor, recv_FP: Tensor) -> list[Tensor]:
-    """The numbers of `Exchange.relay_counts` for both ways, of the rows that will travel."""
-    found = [dispatch.relay_counts(send_FP, recv_FP), combine.relay_counts(recv_FP, send_FP)]
-    return [send_FP.new_empty(send_FP.shape[0], 0) if counts is None else counts for counts in found]

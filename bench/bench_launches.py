@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,13 @@ def operations(n: int) -> list[str]:
     layer = pmoe.MoELayer(16, 32, num_experts=8, top_k=2, pipeline=n)
     x = torch.randn(64, 16)
     layer(x)
+    return launched(lambda: layer(x))
+
+
+def launched(call: Callable[[], object]) -> list[str]:
+    """The operations of a call that compute or copy, those inside another not counted."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        layer(x)
+        call()
     found: list[str] = []
 
     def count(event: Any) -> None:

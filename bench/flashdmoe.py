@@ -26,9 +26,17 @@ from bench.stated import assumptions, by_key, run
 from pmoe.papers.assumptions import wrapped
 from pmoe.papers.comet_division import busy_bars
 from pmoe.papers.comet_figures import chunked_run
-from pmoe.papers.comet_layers import TILE_COLUMNS, TILE_ROWS, Arriving, DeviceRates, Model, even_layer
-from pmoe.papers.comet_tasks import PIECE_ROWS, FusedTask, Launch
-from pmoe.planner.simulator import Simulated, makespan
+from pmoe.papers.comet_layers import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    Arriving,
+    DeviceRates,
+    Model,
+    Returning,
+    even_layer,
+)
+from pmoe.papers.comet_tasks import PIECE_ROWS, FusedTask, Launch, fused_combine_tasks, fused_dispatch_tasks
+from pmoe.planner.simulator import Simulated, makespan, simulate
 from pmoe.planner.timeline import drawing
 
 if TYPE_CHECKING:
@@ -90,6 +98,8 @@ H100 = DeviceRates(
 DECODE, SCHEDULE, LAUNCHED = 0.2e-6, 0.1e-6, 5e-6
 TOKENS, LAYER = 8192, Model(E=64, topk=2, N=2048, K=2048)
 NUMBERS = (2, 4, 8)
+SIZES, PAIR_BLOCKS, PAIR_COLUMNS, CHUNKS = (1024, 2048, 4096, 8192, 16384), (8, 16, 24, 32), 512, (1, 2, 4, 8)
+"""Tokens a rank; n_c and T_N of COMET's kernels; n of the pipeline."""
 OPERATIONS: Mapping[str, int] = {
     "FlashDMoE": 1,
     "COMET": 33,
@@ -224,6 +234,61 @@ def late_peers() -> list[dict[str, Any]]:
     return rows
 
 
+def pair_run(
+    arriving: Arriving, returning: Returning, blocks: tuple[int, int], late: float = 0.0
+) -> tuple[float, float]:
+    """Seconds of COMET's two kernels, with so many communicating blocks each. late: as in `actor_tasks`."""
+    tasks = fused_dispatch_tasks(arriving, H100, blocks[0])
+    levels = {task.name: task.part for task in tasks if task.kind == "S"}
+
+    def begins(task: FusedTask) -> float:
+        waits_for_it = task.lane == task.name and any(levels[name] == 1 for name in task.waits)
+        return task.seconds + late * waits_for_it
+
+    alone, first = (makespan(simulate(tasks, cost)) for cost in (lambda task: task.seconds, begins))
+    behind = alone + late - first  # the late peer's second kernel, to this one's
+
+    def returns(task: FusedTask) -> float:
+        return task.seconds + behind * (task.lane == task.name and task.kind == "R")
+
+    return first, makespan(simulate(fused_combine_tasks(returning, H100, blocks[1], PAIR_COLUMNS), returns))
+
+
+def pipeline_seconds(arriving: Arriving, returning: Returning, n: int, late: float = 0.0) -> float:
+    """Of the engine's schedule in n chunks, whose first all-to-all waits for the late peer."""
+    run = chunked_run(arriving, returning, H100, n)
+    first = min((each for each in run if each.task.kind == "S"), key=lambda each: each.start).task.name
+    took = {each.task.name: each.end - each.start for each in run}
+    tasks = [each.task for each in run]
+    return makespan(simulate(tasks, lambda task: took[task.name] + late * (task.name == first)))
+
+
+def ways_by_size() -> list[dict[str, Any]]:
+    """A row for each number of tokens a rank: ms by each way, then with a late peer."""
+    rows = list[dict[str, Any]]()
+    for tokens in SIZES:
+        layers = even_layer(LAYER, tokens * 8, ep=8)
+        arriving, returning = (replace(each, element_size=4) for each in layers)
+        exchange = max(
+            each.end - each.start
+            for each in chunked_run(arriving, returning, H100, 1)
+            if each.task.kind == "S"
+        )
+        pairs = {n_c: pair_run(arriving, returning, (n_c, n_c)) for n_c in PAIR_BLOCKS}
+        best = min(pairs, key=lambda n_c: pairs[n_c][0]), min(pairs, key=lambda n_c: pairs[n_c][1])
+        n = min(CHUNKS, key=lambda n: pipeline_seconds(arriving, returning, n) + 4 * n * LAUNCHED)
+        ends = {each.task.name: each.end for each in first_come(actor_tasks(arriving, H100), H100.blocks - 1)}
+        row: dict[str, Any] = {"tokens": tokens}
+        for name, late in (("", 0.0), (", late", 0.32 * exchange)):
+            actors = first_come(actor_tasks(arriving, H100, late, ends), H100.blocks - 1)
+            row[f"actors{name}"] = (makespan(actors) + LAUNCHED) * 1e3
+            row[f"pair{name}"] = (sum(pair_run(arriving, returning, best, late)) + 2 * LAUNCHED) * 1e3
+            chunked = pipeline_seconds(arriving, returning, n, late) + 4 * n * LAUNCHED
+            row[f"pipeline{name}"] = chunked * 1e3
+        rows.append(row)
+    return rows
+
+
 LANES = {"link": ("link", 1), "subscriber": ("subscriber", 1), "scheduler": ("scheduler", 1)}
 
 
@@ -241,6 +306,7 @@ def lines() -> Iterator[str]:
         "Table 6.2, MB (2^20 bytes); rest: bookkeeping less a hidden activation": table62(),
         f"actors beside a synchronous layer, {TOKENS:,} tokens a GPU": scaled_layers(),
         "one of 8 peers late: what it adds": late_peers(),
+        "three ways, ms, by tokens a rank of 8, alone and with a peer that is late": ways_by_size(),
     }
     for title, rows in tables.items():
         yield f"{title}\n\n{by_key(rows)}\n"

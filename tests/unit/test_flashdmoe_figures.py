@@ -14,17 +14,23 @@ from bench.flashdmoe import (
     H100,
     LAYER,
     OPERATIONS,
+    PAIR_COLUMNS,
     TOKENS,
     actor_run,
     actor_tasks,
     first_come,
     late_peers,
     lines,
+    pair_run,
+    pipeline_seconds,
     scaled_layers,
     symmetric_bytes,
     synchronous_seconds,
     table62,
+    ways_by_size,
 )
+from pmoe.papers.comet_division import fused_run
+from pmoe.papers.comet_figures import chunked_run
 from pmoe.papers.comet_layers import Arriving, DeviceRates, even_layer
 from pmoe.papers.comet_tasks import FusedTask
 from pmoe.planner.simulator import makespan, simulate
@@ -132,6 +138,27 @@ def test_what_is_said_of_the_figures_follows() -> None:
     assert OPERATIONS["FlashDMoE"] == 1 and OPERATIONS["DeepSpeedMoE"] == 550
 
 
+def test_ways_without_a_late_peer_are_comets_and_the_engines_models() -> None:
+    arriving, returning = even_layer(LAYER, 512 * 8, ep=8)
+    first, second = pair_run(arriving, returning, (8, 16))
+    assert first == makespan(fused_run(arriving, H100, 8))
+    assert second == makespan(fused_run(returning, H100, 16, PAIR_COLUMNS))
+    for n in (1, 4):
+        found = pipeline_seconds(arriving, returning, n)
+        assert found == pytest.approx(makespan(chunked_run(arriving, returning, H100, n)))
+
+
+def test_a_late_peer_delays_a_pair_and_a_pipeline_by_no_more_than_it_is_late() -> None:
+    arriving, returning = even_layer(LAYER, 512 * 8, ep=8)
+    for run in (
+        lambda late: sum(pair_run(arriving, returning, (8, 16), late)),
+        lambda late: pipeline_seconds(arriving, returning, 2, late),
+    ):
+        alone, late = run(0.0), run(1e-3)
+        assert alone < late <= alone + 1e-3 + 1e-12
+        assert run(1.0) > 1.0
+
+
 def test_the_page_says_what_is_printed() -> None:
     out = " ".join("\n".join(lines()).split())
     page = " ".join((ROOT / "docs" / "flashdmoe.md").read_text(encoding="utf-8").split())
@@ -142,3 +169,6 @@ def test_the_page_says_what_is_printed() -> None:
     assert f"{many['actors ms']:.2f} of {many['late ms']:.2f} ms" in page
     assert re.search(r"16K 128 128 128 256\.00 256\.02 258\.53 2\.53", out)
     assert f"{few['late ms']:.2f}" in out
+    for row in ways_by_size():
+        cells = [f"{row['tokens']:,}", *(f"{value:.2f}" for name, value in row.items() if name != "tokens")]
+        assert f"| {' | '.join(cells)} |" in page

@@ -93,10 +93,12 @@ def in_blocks(module: fx.GraphModule, layers: Collection[int]) -> fx.GraphModule
 
 
 def _split(graph: fx.Graph, found: BackwardExperts) -> None:
-    (grad,), send_WE, recv_WE = found.arrive.args[:3]  # type: ignore[misc]
+    of_message: Any = found.arrive.args
+    of_weights: Any = found.weights.args
+    (grad,), send_WE, recv_WE = of_message[:3]
     _, *kept, _, parameters, layer = found.compute.args
-    at = found.weights.args[0].index(kept[0])  # type: ignore[union-attr]
-    pending = [[*each[:at], *each[at + 1 :]] for each in found.weights.args[:5]]  # type: ignore[index]
+    at = of_weights[0].index(kept[0])
+    pending = [[*each[:at], *each[at + 1 :]] for each in of_weights[:5]]
 
     def call(before: fx.Node, what: str, target: Any, *args: Any) -> fx.Node:
         with graph.inserting_before(before):

@@ -29,8 +29,8 @@ PLANNER = (
         name="lanes-that-never-queue",
         breaks="the simulator runs tasks of one lane side by side",
         file="pmoe/planner/simulator.py",
-        old="        start = max(ready, lane_free.get(task.lane, 0.0))\n",
-        new="        start = ready\n",
+        old="        start = lane_free.get(task.lane, 0.0)\n",
+        new="        start = 0.0\n",
         tests="tests/unit/test_planner.py",
     ),
     Plant(

@@ -14,7 +14,7 @@ TRAINING = (
     Plant(
         name="halves-in-turn",
         breaks="gpt-oss's gate and up columns, which lie in turn, are taken for halves",
-        file=CONVERT,
+        file="pmoe/layouts.json",
         old='"experts.w1": "X M Hf"',
         new='"experts.w1": "X M fH"',
         tests=LAYOUTS,

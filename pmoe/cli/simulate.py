@@ -1,4 +1,4 @@
-"""`pmoe simulate`: an experiment of a paper, from the costs of tasks that the paper states."""
+"""`pmoe simulate`: an experiment of a paper, or large models on many ranks, from stated costs of tasks."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from pmoe.cli.arguments import refused_as, slack
+from pmoe.cli.cluster import load_cluster, tomllib
 from pmoe.cli.output import Output, by_key, ms
 from pmoe.papers import comet_figures, lancet_figures
 from pmoe.papers.assumptions import assumptions, wrapped
 from pmoe.papers.comet_figures import Beside
 from pmoe.papers.fsmoe_table5 import CONTENTION, PAPER_DIFFERING, table2, table5
+from pmoe.planner.scale import ScaledModel, scaling, scaling_ends
 from pmoe.text import table
 
 Fields = Mapping[str, Any]
 Rows = Sequence[Fields]
 
-ABOUT = "a paper's experiment from its own task costs"
+ABOUT = "a paper's experiment, or large models on many ranks, from stated task costs"
 TOLD = {
     "fsmoe-table5": "FSMoE's Table 5: five systems, 1,458 layers, Testbed B",
     "comet": "COMET's Table 3, the moves of n_c in its Fig. 8, and a fused layer beside a chunked one",
     "lancet": "Lancet's section 7: a step of GPT-2 by system",
+    "scale": "a step of three models on 8 to 4,096 ranks, and where they stop scaling",
 }
 
 
@@ -44,7 +47,7 @@ def run_command(args: argparse.Namespace) -> Output:
         raise ValueError(f"--contention ({args.contention:g}) is for fsmoe-table5, not for {name}")
     if picture is not None and (name not in FIGURES or args.assumptions):
         raise ValueError(f"--draw ({picture}) is for {', '.join(FIGURES)}, without --assumptions")
-    assumed = assumptions(name)
+    assumed = _stated()["assumptions"] if name == "scale" else assumptions(name)
     if args.assumptions:
         return Output(assumed, wrapped(assumed))
     if picture is not None:
@@ -160,5 +163,29 @@ def _operation_rows(operations: Rows) -> Iterator[Sequence[str]]:
         yield name, each["name"], *(f"{s * 1e3:.1f}" for s in seconds), ratio
 
 
-PRINTED = {"comet": _comet, "lancet": _lancet}
+# ---- large models on many ranks
+
+
+def _stated() -> dict[str, Any]:
+    """scale.toml, with its texts in one line each."""
+    stated = tomllib.loads(Path(__file__).with_name("scale.toml").read_text(encoding="utf-8"))
+    texts = {name: " ".join(text.split()) for name, text in stated["assumptions"].items()}
+    return {**stated, "assumptions": texts}
+
+
+def _scale() -> Output:
+    stated, fields, lines = _stated(), dict[str, Any](), list[str]()
+    models = {name: ScaledModel(**each) for name, each in stated["models"].items()}
+    rates = load_cluster(Path(__file__).with_name("scale_cluster.toml"), None)
+    for name, strong in (("weak", False), ("strong", True)):
+        rows = scaling(models, rates, strong=strong)
+        ends = scaling_ends(rows, strong=strong)
+        fields[name] = {"rows": rows, "ends": ends}
+        lines += [f"{name} scaling\n", table(by_key(rows)), ""]
+        lines += [f"{model} stops at {end['ranks']} ranks: {end['waits for']}" for model, end in ends.items()]
+        lines += [""]
+    return Output(fields, [*lines, *wrapped({"columns": stated["assumptions"]["columns"]})])
+
+
+PRINTED = {"comet": _comet, "lancet": _lancet, "scale": _scale}
 FIGURES = {"comet": comet_figures.beside_figure}

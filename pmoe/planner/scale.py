@@ -119,8 +119,9 @@ class ScaledStep:
     def peak_bytes(self) -> int:
         """Of the busiest rank: parameters, gradients, its part of the optimizer's state, all layers' saved
         bytes, and what one layer adds to them. As if a rank sent the rows that it receives."""
-        layers, ranks, alone = self.model.layers, self.rates.num_ranks, replace(self.sizes, num_ranks=1)
-        memory = bound(alone, alone.call(self.busiest_tokens), self.n, self.n, S4, SLACK)
+        layers, ranks = self.model.layers, self.rates.num_ranks
+        even = replace(self.sizes, num_ranks=1, bypass_local=False)
+        memory = bound(even, even.call(self.busiest_tokens), self.n, self.n, S4, SLACK)
         experts, dense = layers * self.sizes.expert_parameters, self.model.dense
         states = 2 * ELEMENT * (dense + experts)
         states += OPTIMIZER * (dense // ranks + experts * self.sizes.num_ranks // ranks)

@@ -169,16 +169,16 @@ def test_a_lossy_link_between_machines_costs_nothing_inside_one() -> None:
     assert 1 < lossy(step_of("Qwen3-235B-A22B", 32)) < 1.61
 
 
-@pytest.mark.parametrize("free", LIMITS)
-def test_what_takes_no_time_makes_a_step_shorter_by_at_most_what_it_took(free: str) -> None:
+def test_what_takes_no_time_makes_a_step_shorter_by_at_most_what_it_took() -> None:
     step = step_of("DeepSeek-V3", 512, n=4)
-    saved = step.seconds - replace(step, free=free).seconds
-    links = replace(step.rates, inside=LineCost(0.0, 0.0), outside=LineCost(0.0, 0.0))
-    alone = replace(step, rates=replace(step.rates, compute=LineCost(0.0, 0.0)))
-    launches = replace(step.rates, compute=LineCost(step.rates.compute.alpha_seconds, 0.0))
-    took = replace(step, rates=replace(links, compute=launches.compute)).seconds
-    most = {"all-to-alls": alone.seconds, "gradients": alone.seconds, "launches": took}[free]
-    assert 0 < saved <= most
+    saved = {free: step.seconds - replace(step, free=free).seconds for free in LIMITS}
+    assert all(each >= 0 for each in saved.values()) and saved["all-to-alls"] > saved["launches"] > 0
+    tasks = [rotating(each, 4, STAGES, restore=S4).tasks for each in ("forward", "backward")]
+    launched = sum(task.lane == Lane.COMPUTE for each in tasks for task in each)
+    assert saved["launches"] <= 58 * launched * 20e-6
+    nothing = LineCost(0.0, 0.0)
+    links = replace(step.rates, compute=nothing)
+    assert saved["all-to-alls"] + saved["gradients"] <= replace(step, rates=links).seconds
 
 
 @pytest.mark.parametrize("model", MODELS)

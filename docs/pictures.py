@@ -110,7 +110,10 @@ def draw_scaling(path: Path) -> None:
                 axis.plot([*speed], slow, "--", color=LIGHT[name], lw=1.2)
                 if model in found[kind]["ends"]:
                     end = found[kind]["ends"][model]
-                    at, below = (end["ranks"], speed[end["ranks"]]), -24 if strong or name == "c1" else 12
+                    at, below = (
+                        (end["ranks"], speed[end["ranks"]]),
+                        12 - 36 * strong - 58 * (name == "c1" and not strong),
+                    )
                     axis.plot(*at, **ring)
                     axis.annotate(end["waits for"], at, xytext=(12, below), textcoords="offset points")
             axis.plot([], [], "--", color="black", lw=1.2, label="with a straggler of 2 x" * strong)

@@ -74,30 +74,18 @@ def _comet() -> Output:
         "beside": {**asdict(beside), "fused": beside.fused},
         "machine": asdict(comet_figures.H800),
     }
-    rows = [
-        (each["model"], f"{each['tokens']}", f"{each['paper_mb']}", f"{each['num_bytes'] / 2**20:g}")
-        for each in buffers
-    ]
     lines = (
         "COMET's Table 3: MB (2^20 bytes) of the communication buffer, 2 M N bytes\n",
-        table([("model", "M", "paper", "computed"), *rows]),
-        "\nCOMET's Fig. 8: the n_c of 132 blocks with which layer 1 is fastest; also the model's where "
-        "communicating\nblocks are half as fast, and where M is of a TP group; us with the model's n_c and "
-        "the paper's\n",
-        table(_case_rows(cases)),
+        table(by_key(buffers)),
+        "\nCOMET's Fig. 8: the n_c of 132 blocks with which layer 1 is fastest, and its ms, by the model and\n"
+        "with the paper's; also the model's n_c where communicating blocks are half as fast, and where the\n"
+        "tokens are a TP group's\n",
+        table(by_key(cases)),
         "\n" + "\n".join(moves),
         *wrapped(assumptions("comet, why")),
         _beside_line(beside),
     )
     return Output(fields, lines)
-
-
-def _case_rows(cases: Rows) -> Iterator[Sequence[str]]:
-    yield "TP", "M", "paper", "model", "half rate", "M W / TP", "us", "us, paper's"
-    for case in cases:
-        names = ("tp", "tokens", "paper", "model", "half_rate", "per_group")
-        given = [str(case[name] or "-") for name in names]
-        yield *given, *(f"{s * 1e6:.0f}" if s else "-" for s in (case["seconds"], case["paper_seconds"]))
 
 
 def _beside_line(beside: Beside) -> str:

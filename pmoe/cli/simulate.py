@@ -77,9 +77,9 @@ def _comet() -> Output:
     lines = (
         "COMET's Table 3: MB (2^20 bytes) of the communication buffer, 2 M N bytes\n",
         table(by_key(buffers)),
-        "\nCOMET's Fig. 8: the n_c of 132 blocks with which layer 1 is fastest, and its ms, by the model and\n"
-        "with the paper's; also the model's n_c where communicating blocks are half as fast, and where the\n"
-        "tokens are a TP group's\n",
+        "\nCOMET's Fig. 8: the n_c of 132 blocks with which layer 1 is fastest, and its ms, by the model\n"
+        "and with the paper's; also the model's n_c where communicating blocks are half as fast, and\n"
+        "where the tokens are a TP group's\n",
         table(by_key(cases)),
         "\n" + "\n".join(moves),
         *wrapped(assumptions("comet, why")),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -21,10 +22,13 @@ from torch import Tensor
 
 from pmoe.comm.base import FlatAllToAll, Traffic
 from pmoe.comm.ranks import Ranks, at_stage
+from pmoe.engine.autograd import Path
 from pmoe.engine.once import carriers
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.comet import Journey, Steps
+from pmoe.layer import fused as layer_fused
 from pmoe.runners import fused_steps
+from pmoe.runners.fused import FusedRunner
 from pmoe.runners.fused_steps import Request
 
 
@@ -196,12 +200,19 @@ def plain_steps(request: Request) -> PlainSteps:
     return PlainSteps(request.ranks)
 
 
+class PlainPasses(FusedRunner):
+    """Takes the place of `pmoe.runners.fused.PersistentRunner`, by `PlainSteps`."""
+
+    name: ClassVar[Path] = "persistent"
+
+
 @contextlib.contextmanager
 def using(make_steps: Callable[[Request], Steps | str]) -> Iterator[None]:
     """In the block, steps come from ``make_steps`` and not from the kernels, whose refusals are not asked."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_steps, "steps_for", make_steps)
         patch.setattr(fused_steps, "refusal", lambda *_, **__: None)
+        patch.setattr(layer_fused, "PersistentRunner", PlainPasses)
         yield
 
 

@@ -1,5 +1,5 @@
-"""A layer by COMET's fused kernels: dispatch + first product, second product + combine, and the same two for
-the gradients (arXiv 2502.19811, Sections 3.1 and 3.2).
+"""A layer by fused kernels. COMET's: dispatch + first product, second product + combine, and the same two for
+the gradients (arXiv 2502.19811, Sections 3.1 and 3.2). Or FlashDMoE's: a pass is one persistent kernel.
 
 Nothing is cut into chunks: tiles of a product start as their rows arrive, and its columns leave as they are
 computed. One autograd function holds both passes. As in the pipeline engine T_DO is not saved, the routing is
@@ -29,7 +29,7 @@ from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Path, Saved
 from pmoe.engine.passes import Inputs
 from pmoe.experts.stacked import split_parameters
-from pmoe.kernels import grouped_gemm
+from pmoe.kernels import flashdmoe, grouped_gemm
 from pmoe.kernels.comet import Journey, Steps
 from pmoe.kernels.route import Routes
 from pmoe.ordering.sorted import SortedRows, sort_rows
@@ -102,20 +102,27 @@ class FusedRunner:
     name: ClassVar[Path] = "fused"
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
-        steps, journey, activation = self.steps, self.journey, self.activation
         sends_again = self.restore.dispatched == "communicate"
         keeps_hidden = keep and self.restore.hidden == "keep"
-        weight_TK, w1, w2, b1, b2 = (inputs.weight_TK, *split_parameters(inputs.parameters))
-        with all_or_give_up(steps):
-            hidden_NG, active_NH = steps.dispatch_hidden(
-                journey, dense(inputs.x_TM), weight_TK, w1, b1, activation=activation, keep=keeps_hidden
-            )
-            rows_NM = steps.rows(journey).clone() if keep and not sends_again else None
-            y_TM = steps.product_combine(journey, active_NH, w2, b2)
+        with all_or_give_up(self.steps):
+            y_TM, *kept = self._output(inputs, keeps_hidden, keeps_rows=keep and not sends_again)
         if not keep:
             return y_TM, None
         x_TM = inputs.x_TM if sends_again else None
-        return y_TM, Saved([x_TM, weight_TK, w1, w2, b1, b2, hidden_NG, rows_NM], self._backward)
+        tensors = [x_TM, inputs.weight_TK, *split_parameters(inputs.parameters), *kept]
+        return y_TM, Saved(tensors, self._backward)
+
+    def _output(
+        self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """T_O, and T_M and T_DI where they are kept."""
+        steps, journey, activation = self.steps, self.journey, self.activation
+        w1, w2, b1, b2 = split_parameters(inputs.parameters)
+        hidden_NG, active_NH = steps.dispatch_hidden(
+            journey, dense(inputs.x_TM), inputs.weight_TK, w1, b1, activation=activation, keep=keeps_hidden
+        )
+        rows_NM = steps.rows(journey).clone() if keeps_rows else None
+        return steps.product_combine(journey, active_NH, w2, b2), hidden_NG, rows_NM
 
     def _backward(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
         with all_or_give_up(self.steps):
@@ -162,3 +169,43 @@ class FusedRunner:
             of_b1 = grouped_gemm.sum_by_expert(grad_hidden_NG, ends_E)
         of_x, of_weight = steps.gradient_combine(journey, grad_hidden_NG, w1, dots_PN)
         return of_x, of_weight.to(weight_TK.dtype), of_w1, of_w2, of_b1, of_b2
+
+
+class PersistentRunner(FusedRunner):
+    """Both passes of a call, a launch each (`pmoe.kernels.flashdmoe`). T_DI and T_M are kept by cell.
+
+    The gate and the sorting of its slots come before (thesis, Algorithm 1, has them inside). Row counts,
+    grants and rows travel while the kernel runs; whether they fit is decided before, by the largest numbers
+    of any rank's tokens and of its rows for an expert, which come with every call's exchange of counts.
+    """
+
+    name: ClassVar[Path] = "persistent"
+
+    def _output(
+        self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        launcher, parameters = self.steps.launcher, split_parameters(inputs.parameters)
+        given = flashdmoe.pass_tensors(
+            launcher.heaps[0], self.journey, dense(inputs.x_TM), inputs.weight_TK, parameters, self.activation
+        )
+        made = flashdmoe.forward_tensors(given, keeps_input=keeps_rows, keeps_hidden=keeps_hidden)
+        flashdmoe.launch(launcher, "forward", self.activation, [made])
+        return made["result"], made["hidden"], made["input"]
+
+    def _gradients(
+        self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x_TM, weight_TK, w1, w2, b1, b2, *kept = tensors
+        tensors.clear()
+        launcher, parameters, x_TM = (
+            self.steps.launcher,
+            (w1, w2, b1, b2),
+            None if x_TM is None else dense(x_TM),
+        )
+        given = flashdmoe.pass_tensors(
+            launcher.heaps[0], self.journey, dense(grad_TM), weight_TK, parameters, self.activation, x_TM
+        )
+        made = flashdmoe.backward_tensors(given, kept=kept[::-1], needs=(*needs, False, False)[:4])
+        flashdmoe.launch(launcher, "backward", self.activation, [made])
+        of_weight = made["weight_gradient"].to(weight_TK.dtype)
+        return made["result"], of_weight, made["of_w1"], made["of_w2"], made["of_b1"], made["of_b2"]

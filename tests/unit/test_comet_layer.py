@@ -254,7 +254,9 @@ def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fused", ["backward", 1, None, "True"])
 def test_other_words_are_refused(fused: Any) -> None:
-    with pytest.raises(ValueError, match=r"fused \(.*\) must be False, True, \"forward\" or \"auto\""):
+    with pytest.raises(
+        ValueError, match=r"fused \(.*\) must be False, True, \"forward\", \"persistent\" or \"auto\""
+    ):
         make(fused=fused)
 
 

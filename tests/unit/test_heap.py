@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from pmoe.comm.heap import (
+    CellShape,
     Heap,
     HeapError,
     HeapShape,
@@ -212,7 +213,13 @@ def test_a_bound_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: 
     ],
 )
 def test_a_report_becomes_a_sentence(words: tuple[int, ...], told: str) -> None:
-    assert awaited([*words, 7, 0, 0, 0]) == f"{told}, in round 7"
+    assert awaited([*words, 7, 0, 0, 0], HeapShape.waits) == f"{told}, in round 7"
+
+
+def test_a_report_of_a_persistent_kernel_names_the_task() -> None:
+    told = "rank 1: the product tasks of tile 2 of rank 0's rows for its expert 3, in round 7"
+    assert awaited([4, 1, 3, 2, 7, 0, 0, 0], CellShape.waits) == told
+    assert len(CellShape.waits) == len(HeapShape.waits)
 
 
 def test_reports_are_read_as_the_kernels_write_them() -> None:
@@ -228,7 +235,7 @@ def test_reports_are_read_as_the_kernels_write_them() -> None:
 
 
 def test_rounds_are_unsigned() -> None:
-    assert awaited([2, 1, 0, 0, -1, 0, 0, 0]).endswith(f", in round {2**32 - 1}")
+    assert awaited([2, 1, 0, 0, -1, 0, 0, 0], HeapShape.waits).endswith(f", in round {2**32 - 1}")
 
 
 def test_a_wait_in_vain_is_told_before_the_next_launch_and_breaks_that_heap_alone(

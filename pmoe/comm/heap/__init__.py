@@ -18,9 +18,10 @@ Letters: W ranks, E experts of a rank, M = d_model.
 from pmoe.comm.heap.device_memory import host_name
 from pmoe.comm.heap.providers import close_heaps, heap_for, nvshmem_heap, process_heap, virtual_heaps
 from pmoe.comm.heap.rank_heap import Heap
-from pmoe.comm.heap.shape import HeapError, HeapShape
+from pmoe.comm.heap.shape import CellShape, HeapError, HeapShape
 
 __all__ = [
+    "CellShape",
     "Heap",
     "HeapError",
     "HeapShape",

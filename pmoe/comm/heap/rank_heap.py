@@ -106,7 +106,7 @@ class Heap:
         if self._words[0] == 0:
             return
         self._unusable = f"this heap of rank {self.rank} is broken since round {self.epoch}"
-        what = awaited(list(self._words))
+        what = awaited(list(self._words), self.shape.waits)
         raise HeapError(
             f"pmoe: rank {self.rank} waited {self.bound_seconds:g} s in vain for {what}. That rank has "
             f"ended, failed before, or was slower ({WAIT_SECONDS} sets the bound). What this round computed "

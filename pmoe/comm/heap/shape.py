@@ -9,7 +9,8 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
+from typing import ClassVar
 
 import torch
 
@@ -37,6 +38,14 @@ class HeapShape:
     home_rows: int
     d_model: int
     dtype: torch.dtype
+    waits: ClassVar[Sequence[str]] = (
+        "nothing",
+        "rank {peer}: the grant of room for rank {rank}'s rows for its experts",
+        "rank {peer}: the arrival of piece {part} of its rows for expert {expert} of rank {rank}",
+        "rank {peer} itself: the tiles of column chunk {part}",
+        "rank {peer}: the return of column chunk {part} of the rows of rank {rank}'s tokens",
+        "rank {peer}: the numbers of its rows for the experts of rank {rank}",
+    )
 
     def __post_init__(self) -> None:
         if self.row_bytes % ROW_ALIGNMENT_BYTES:
@@ -68,6 +77,32 @@ class HeapShape:
         return same and other.rows <= self.rows and other.home_rows <= self.home_rows
 
 
+@dataclass(frozen=True)
+class CellShape(HeapShape):
+    """The heap of a persistent kernel (`pmoe.kernels.flashdmoe`): FlashDMoE's layout L, its flags, and what
+    a rank's actors keep from round to round.
+
+    rows: C, of a cell, in whole tiles. home_rows: the most tokens of a rank. d_hidden: H.
+    sends_again: whether backward may send T_DI again, which takes a round of its own.
+    """
+
+    d_hidden: int = 0
+    sends_again: bool = False
+    waits: ClassVar[Sequence[str]] = (
+        *HeapShape.waits[:2],
+        "rank {peer}: the dispatch task of tile {part} of its rows for expert {expert} of rank {rank}",
+        "rank {peer} itself: processors that take the tasks which its scheduler hands out",
+        "rank {peer}: the product tasks of tile {part} of rank {rank}'s rows for its expert {expert}",
+        HeapShape.waits[5],
+    )
+
+    @cached_property
+    def places(self) -> Mapping[str, int]:
+        """As of `HeapShape`, by cuda/flashdmoe/bind.cpp. The inbox is the first cell of L."""
+        sizes = (self.num_ranks, self.experts, self.rows, self.home_rows, self.row_bytes, self.d_hidden)
+        return dict(device_memory.loaded_extension().flashdmoe_layout(*sizes, self.sends_again))
+
+
 @cache
 def _places(ranks: int, experts: int, rows: int, home_rows: int, row_bytes: int) -> dict[str, int]:
     return dict(device_memory.loaded_extension().comet_layout(ranks, experts, rows, home_rows, row_bytes))
@@ -82,21 +117,14 @@ WAIT_SECONDS = "PMOE_WAIT_SECONDS"
 DEFAULT_WAIT_SECONDS, MAX_WAIT_SECONDS = 600.0, 86400.0
 
 
-def awaited(report: Sequence[int]) -> str:
-    """What a rank waited for in vain: `Report` and `Wait` of cuda/comet/watch.h, in words.
+def awaited(report: Sequence[int], waits: Sequence[str]) -> str:
+    """What a rank waited for in vain: `Report` and `Wait` of cuda/comet/watch.h, in `HeapShape.waits`' words.
 
     Example: "rank 1: the arrival of piece 2 of its rows for expert 3 of rank 0, in round 7"
     """
     wait, peer, expert, part, epoch, rank = report[:6]
-    sentences = (
-        "nothing",
-        f"rank {peer}: the grant of room for rank {rank}'s rows for its experts",
-        f"rank {peer}: the arrival of piece {part} of its rows for expert {expert} of rank {rank}",
-        f"rank {peer} itself: the tiles of column chunk {part}",
-        f"rank {peer}: the return of column chunk {part} of the rows of rank {rank}'s tokens",
-        f"rank {peer}: the numbers of its rows for the experts of rank {rank}",
-    )
-    return f"{sentences[wait]}, in round {epoch % 2**32}"
+    what = waits[wait].format(peer=peer, expert=expert, part=part, rank=rank)
+    return f"{what}, in round {epoch % 2**32}"
 
 
 class HeapError(RuntimeError):

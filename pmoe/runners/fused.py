@@ -18,8 +18,7 @@ G = H or 2H rows of w1, n chunks, m pieces, S rows that leave.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -75,16 +74,6 @@ def one_rank_journey(routes: Routes) -> Journey:
     )
 
 
-@contextlib.contextmanager
-def all_or_give_up(steps: Steps) -> Iterator[None]:
-    """Takes all steps of a pass, or gives the heap up: memory may run out between two, on this rank alone."""
-    try:
-        yield
-    except BaseException as error:
-        steps.give_up(f"{type(error).__name__}: {error}")
-        raise
-
-
 def dense(rows: Tensor) -> Tensor:
     """The same rows without gaps, and on a boundary of 16 bytes."""
     rows = rows.contiguous()
@@ -104,7 +93,7 @@ class FusedRunner:
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
         sends_again = self.restore.dispatched == "communicate"
         keeps_hidden = keep and self.restore.hidden == "keep"
-        with all_or_give_up(self.steps):
+        with self.steps.all_or_give_up():
             y_TM, *kept = self._output(inputs, keeps_hidden, keeps_rows=keep and not sends_again)
         if not keep:
             return y_TM, None
@@ -125,7 +114,7 @@ class FusedRunner:
         return steps.product_combine(journey, active_NH, w2, b2), hidden_NG, rows_NM
 
     def _backward(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
-        with all_or_give_up(self.steps):
+        with self.steps.all_or_give_up():
             of_x, of_weight, *of_parameters = self._gradients(tensors, wanted[3:], grad_TM)
         return [of_x, of_weight, None, *of_parameters[: len(wanted) - 3]]
 

@@ -13,7 +13,7 @@ from pmoe.engine.passes import Forwarded, Inputs, Kept, Unit
 from pmoe.engine.plan import Plan
 from pmoe.experts.base import Hidden
 from pmoe.experts.stacked import split_parameters
-from pmoe.runners.fused import FusedRunner, all_or_give_up, dense
+from pmoe.runners.fused import FusedRunner, dense
 from pmoe.runners.pipeline import keep_for_backward
 
 
@@ -30,7 +30,7 @@ class FusedForwardRunner:
     name: ClassVar[Path] = "fused forward"
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
-        with all_or_give_up(self.fused.steps):
+        with self.fused.steps.all_or_give_up():
             y_TM, left = self._take_steps(inputs)
         return y_TM, keep_for_backward(self.plan, left) if keep else None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,9 +34,15 @@ class Steps:
             self._made = Launcher([heap], self._divide)
         return self._made
 
-    def give_up(self, why: str) -> None:
-        """A round was left in the middle by an error of this rank alone, and cannot be gone on with."""
-        self._made.heaps[0].give_up(why)
+    @contextlib.contextmanager
+    def all_or_give_up(self) -> Iterator[None]:
+        """Takes all steps of a pass, or gives the heap up: memory may run out between two, on this rank
+        alone, and a round that was left in the middle cannot be gone on with."""
+        try:
+            yield
+        except BaseException as error:
+            self._made.heaps[0].give_up(f"{type(error).__name__}: {error}")
+            raise
 
     def dispatch(self, journey: Journey, x_TM: Tensor, weight_TK: Tensor) -> None:
         """Rows and their routing weights to the ranks that compute them: `rows` and `row_weight` there."""

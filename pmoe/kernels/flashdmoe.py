@@ -95,13 +95,10 @@ def backward_tensors(
     needs: which of the four parameters want a gradient; it is None for the others.
     """
     _, capacity, width = given["active"].shape
-    # A heap with other cells may have taken the place of forward's.
-    input_ACM, hidden_ACG = (
-        each
-        if each is None or each.shape[1] == capacity
-        else F.pad(each, (0, 0, 0, capacity - each.shape[1]))
-        for each in kept
-    )
+    missing = next((capacity - each.shape[1] for each in kept if each is not None), 0)
+    if missing:  # a heap with other cells has taken the place of forward's
+        kept = [None if each is None else F.pad(each, (0, 0, 0, missing)) for each in kept]
+    input_ACM, hidden_ACG = kept
     wide, parts = given["w1"].shape[1], extension.module().row_dot_parts(False, width)
     for name, need in zip(("w1", "w2", "b1", "b2"), needs, strict=True):
         given[f"of_{name}"] = torch.empty_like(given[name]) if need and given[name] is not None else None

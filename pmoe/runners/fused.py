@@ -186,11 +186,8 @@ class PersistentRunner(FusedRunner):
     ) -> tuple[Tensor | None, ...]:
         x_TM, weight_TK, w1, w2, b1, b2, *kept = tensors
         tensors.clear()
-        launcher, parameters, x_TM = (
-            self.steps.launcher,
-            (w1, w2, b1, b2),
-            None if x_TM is None else dense(x_TM),
-        )
+        launcher, parameters = self.steps.launcher, (w1, w2, b1, b2)
+        x_TM = None if x_TM is None else dense(x_TM)
         given = flashdmoe.pass_tensors(
             launcher.heaps[0], self.journey, dense(grad_TM), weight_TK, parameters, self.activation, x_TM
         )

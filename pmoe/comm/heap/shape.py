@@ -86,7 +86,7 @@ class CellShape(HeapShape):
     sends_again: whether backward may send T_DI again, which takes a round of its own.
     """
 
-    d_hidden: int = 0
+    d_hidden: int
     sends_again: bool = False
     waits: ClassVar[Sequence[str]] = (
         *HeapShape.waits[:2],

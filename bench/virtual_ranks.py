@@ -193,7 +193,7 @@ class PersistentRanks:
         """The tensors of `pmoe.kernels.flashdmoe`; of them "result", (T, M), is T_O."""
         passes = self._passes(x, weight, journeys, given)
         made = [flashdmoe.forward_tensors(each, keeps_input=keep, keeps_hidden=keep) for each in passes]
-        flashdmoe.launch(self.launcher, "forward", given.activation, made)
+        flashdmoe.launch_pass(self.launcher, "forward", given.activation, made)
         return made
 
     def backward(
@@ -210,7 +210,7 @@ class PersistentRanks:
             flashdmoe.backward_tensors(each, kept=(of["input"], of["hidden"]), needs=(True,) * 4)
             for each, of in passes
         ]
-        flashdmoe.launch(self.launcher, "backward", given.activation, made)
+        flashdmoe.launch_pass(self.launcher, "backward", given.activation, made)
         return made
 
     def _passes(

@@ -112,7 +112,7 @@ def backward_tensors(
     }
 
 
-def launch(
+def launch_pass(
     launcher: Launcher, direction: PassDirection, activation: str, ranks: Sequence[RankTensors]
 ) -> None:
     """One launch of a pass, with the tensors of each rank of this process. Any two resident blocks of a rank

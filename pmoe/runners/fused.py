@@ -178,7 +178,7 @@ class PersistentRunner(FusedRunner):
             launcher.heaps[0], self.journey, dense(inputs.x_TM), inputs.weight_TK, parameters, self.activation
         )
         made = flashdmoe.forward_tensors(given, keeps_input=keeps_rows, keeps_hidden=keeps_hidden)
-        flashdmoe.launch(launcher, "forward", self.activation, [made])
+        flashdmoe.launch_pass(launcher, "forward", self.activation, [made])
         return made["result"], made["hidden"], made["input"]
 
     def _gradients(
@@ -192,6 +192,6 @@ class PersistentRunner(FusedRunner):
             launcher.heaps[0], self.journey, dense(grad_TM), weight_TK, parameters, self.activation, x_TM
         )
         made = flashdmoe.backward_tensors(given, kept=kept[::-1], needs=(*needs, False, False)[:4])
-        flashdmoe.launch(launcher, "backward", self.activation, [made])
+        flashdmoe.launch_pass(launcher, "backward", self.activation, [made])
         of_weight = made["weight_gradient"].to(weight_TK.dtype)
         return made["result"], of_weight, made["of_w1"], made["of_w2"], made["of_b1"], made["of_b2"]

@@ -108,6 +108,7 @@ class Way:
     keys: list[Key] = field(default_factory=list)
     first_seconds: float = 0.0
     link: list[float] = field(default_factory=list)
+    forward_link: list[float] = field(default_factory=list)
     peer: list[float] = field(default_factory=list)
     seconds: dict[str, PassSeconds] = field(default_factory=dict)
     peak_bytes: int = 0
@@ -155,6 +156,7 @@ class Rank:
         link, peer = self.waits.link, self.waits.peer
         y = way.call(self.x)
         loss = F.cross_entropy(y.flatten(0, 1), self.target.flatten()) + 0.01 * way.model.auxiliary_loss()
+        way.forward_link.append(self.waits.link - link)
         loss.backward()
         way.link.append(self.waits.link - link)
         way.peer.append(self.waits.peer - peer)
@@ -170,7 +172,7 @@ class Rank:
             self.step(name)
             way.first_seconds = way.first_seconds if at else time.perf_counter() - begin
         way.keys = [key for key in run.PROGRAMS if key not in known]
-        way.link.clear(), way.peer.clear()
+        way.link.clear(), way.forward_link.clear(), way.peer.clear()
         for key in way.keys:
             run.PROGRAMS[key].watch = way.seconds[key[0]] = PassSeconds()
 
@@ -230,6 +232,7 @@ def run_rank(link: Any, setting: Setting, rounds: int, folder: str, picture: str
         ways={
             name: {
                 "link ms": 1e3 * statistics.median(way.link),
+                "of it forward ms": 1e3 * statistics.median(way.forward_link),
                 "peer ms": 1e3 * statistics.median(way.peer),
                 "first step s": way.first_seconds,
                 "peak MiB": way.peak_bytes / 2**20,

@@ -127,12 +127,13 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
     order = (slot, position, send_WE, own_1E)
     travel, stay = operators.pack(rows, *order, layer.top_k)
     travel_weight, stay_weight = operators.pack(routing.weight.reshape(-1), *order, 1)
-    home = travel
+    home, arrived = travel, []
     if ranks > 1:
         arrived = messages.exchange_rows([travel, travel_weight], send_WE, recv_WE, None, False, number)
+    stayed = operators.experts(stay, stay_weight, own_1E, parameters, number)[0]
+    if ranks > 1:
         done = operators.experts(*arrived, recv_WE, parameters, number)[0]
         (home,) = messages.exchange_rows([done], recv_WE, send_WE, travel.shape[0], True, number)
-    stayed = operators.experts(stay, stay_weight, own_1E, parameters, number)[0]
     y_TM = operators.join(home, stayed, *order, layer.top_k, tokens)
     if layer.shared_expert is not None:
         y_TM = y_TM + _shared(layer, x_TM, rows)

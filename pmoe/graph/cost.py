@@ -20,7 +20,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from pmoe.comm.ranks import Ranks
 from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction
-from pmoe.graph.lower import CALLS, calls_of, communicates, is_result, label
+from pmoe.graph.lower import CALLS, OPS, calls_of, communicates, is_result, label
 from pmoe.measure.profile import profile_of
 from pmoe.measure.rounds import clock_of
 from pmoe.measure.store import cache_path, found_or, load_json, save_json, typed
@@ -174,6 +174,7 @@ def instructions_of(module: fx.GraphModule, costs: Mapping[str, Cost]) -> list[I
                 seconds=cost.seconds,
                 lane=COMMUNICATE if communicates(node) else COMPUTE,
                 num_bytes=cost.num_bytes,
+                is_counts=node.target is OPS.exchange_counts.default,
             )
         )
     return found

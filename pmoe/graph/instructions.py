@@ -18,7 +18,8 @@ COMPUTE, COMMUNICATE = "compute", "communicate"
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
     """waits: names of the instructions whose results it takes. holds: of whose memory it reads, views looked
-    through, the graph's inputs among them. seconds: alone on its lane. num_bytes: of memory that it makes."""
+    through, the graph's inputs among them. seconds: alone on its lane. num_bytes: of memory that it makes.
+    is_counts: whether it exchanges row counts, without which the computation around it cannot go on."""
 
     name: str
     waits: tuple[str, ...] = ()
@@ -26,10 +27,15 @@ class Instruction:
     seconds: float = 0.0
     lane: str = COMPUTE
     num_bytes: int = 0
+    is_counts: bool = False
 
     @property
     def communicates(self) -> bool:
         return self.lane == COMMUNICATE
+
+    @property
+    def ends_stage(self) -> bool:
+        return self.communicates and not self.is_counts
 
 
 def timeline(instructions: Iterable[Instruction]) -> list[Simulated[Instruction]]:

@@ -1,10 +1,10 @@
 """A graph with ranges of its instructions cut in parts, in the order of Lancet's pipeline (section 5.3).
 
 Parts are of the batch: part p of k holds the p-th k-th of its sequences. Inside a range, instructions that
-compute or communicate without the other kind between them are a stage; stages follow each other, and in each
-the parts do, in their order. The capacity that one part of the batch has used travels to the next (section
-2.3), so that a gate drops the rows that it drops of the whole batch. What somebody outside a range needs,
-backward among them, is joined at its end.
+compute without an all-to-all of rows between them are a stage; stages follow each other, and in each the
+parts do, in their order, every part's all-to-all behind what it sends. The capacity that one part of the
+batch has used travels to the next (section 2.3), so that a gate drops the rows that it drops of the whole
+batch. What somebody outside a range needs, backward among them, is joined at its end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from pmoe.graph.axes import IRREGULAR
-from pmoe.graph.lower import communicates, is_result, label
+from pmoe.graph.lower import is_result, label
 from pmoe.graph.ranges import Range, stages
 
 aten, moe = torch.ops.aten, torch.ops.pmoe_graph
@@ -117,7 +117,8 @@ class _Cutter:
                 inside.add(node)
             else:  # made of nothing that is cut: once for all parts
                 self.whole[node] = self._copy(node, self.whole.__getitem__)
-        for stage in stages((node for node in body if node in inside), communicates):
+        cut = (node for node in body if node in inside)
+        for stage in stages(cut, lambda node: node.target is moe.exchange.default):
             for part in range(k):
                 for node in stage:
                     self._emit(node, part, k, parts)

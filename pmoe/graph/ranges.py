@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from pmoe.graph.instructions import Instruction, total_seconds, users_of
+from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction, total_seconds, users_of
 
 T = TypeVar("T")
 
@@ -50,28 +50,34 @@ class Cuttable:
     can: Sequence[bool]
 
 
-def stages(body: Iterable[T], communicates: Callable[[T], bool]) -> list[list[T]]:
-    """Runs of instructions that compute, and of such that communicate."""
-    return [list(found) for _, found in itertools.groupby(body, key=communicates)]
+def stages(body: Iterable[T], ends_stage: Callable[[T], bool]) -> list[list[T]]:
+    """Runs of instructions that compute, each with the all-to-alls of rows that send what it made. An
+    exchange of counts ends none: the first part's rows would wait for the gates of all parts."""
+    found, ended = list[list[T]](), True
+    for each in body:
+        ends = ends_stage(each)
+        if not found or (ended and not ends):
+            found.append([])
+        found[-1].append(each)
+        ended = ends
+    return found
 
 
 def pipelined(body: Sequence[Instruction], k: int, costs: PartCosts) -> list[Instruction]:
-    """A range as its pipeline of stages: stage by stage, in each part by part."""
-    found = stages(body, lambda each: each.communicates)
-    stage_of = {each.name: at for at, stage in enumerate(found) for each in stage}
-    tasks: list[Instruction] = []
-    for at, stage in enumerate(found):
-        waits = sorted({stage_of[name] for each in stage for name in each.waits if name in stage_of} - {at})
-        seconds = sum(costs.part.get(each.name, 0.0) for each in stage)
-        for part in range(k):
-            tasks.append(
-                Instruction(
-                    name=f"{stage[0].name} to {stage[-1].name}, part {part}",
-                    waits=tuple(tasks[before * k + part].name for before in waits),
-                    seconds=seconds,
-                    lane=stage[0].lane,
-                )
-            )
+    """A range as its pipeline of stages: stage by stage, in each part by part, and each part's all-to-all as
+    soon as what it sends is computed."""
+    tasks, run_of = list[Instruction](), dict[str, str]()
+    for stage in stages(body, lambda each: each.ends_stage):
+        runs = []
+        for ends, found in itertools.groupby(stage, key=lambda each: each.ends_stage):
+            run = list(found)
+            waits = sorted({run_of[name] for each in run for name in each.waits if name in run_of})
+            name, lane = f"{run[0].name} to {run[-1].name}", COMMUNICATE if ends else COMPUTE
+            run_of.update(dict.fromkeys((each.name for each in run), name))
+            runs.append((name, waits, sum(costs.part.get(each.name, 0.0) for each in run), lane))
+        for part, (name, waits, seconds, lane) in itertools.product(range(k), runs):
+            ready = tuple(f"{each}, part {part}" for each in waits)
+            tasks.append(Instruction(name=f"{name}, part {part}", waits=ready, seconds=seconds, lane=lane))
     return tasks
 
 

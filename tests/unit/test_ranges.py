@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
-from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction, users_of
+from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction, total_seconds, users_of
 from pmoe.graph.ranges import (
     Cuttable,
     PartCosts,
@@ -84,16 +85,32 @@ def test_no_range_ends_where_it_may_not() -> None:
 
 
 def test_a_pipeline_is_that_of_figure_9() -> None:
-    """Stage by stage, in each part by part; a part's stage waits for its own last one."""
+    """Stage by stage, in each part by part; a part's stage waits for its own last one, and its all-to-all is
+    issued before the next part computes."""
     instructions, costs = chain(0)
     tasks = pipelined(instructions[:3], 2, costs[2])
     assert [each.name for each in tasks] == [
-        "c0 to c0, part 0", "c0 to c0, part 1", "m1 to m1, part 0", "m1 to m1, part 1", "c2 to c2, part 0",
+        "c0 to c0, part 0", "m1 to m1, part 0", "c0 to c0, part 1", "m1 to m1, part 1", "c2 to c2, part 0",
         "c2 to c2, part 1",
     ]  # fmt: skip
     assert [each.waits for each in tasks] == [
-        (), (), ("c0 to c0, part 0",), ("c0 to c0, part 1",), ("m1 to m1, part 0",), ("m1 to m1, part 1",),
+        (), ("c0 to c0, part 0",), (), ("c0 to c0, part 1",), ("m1 to m1, part 0",), ("m1 to m1, part 1",),
     ]  # fmt: skip
+
+
+def test_rows_of_the_first_part_do_not_wait_for_the_gates_of_all() -> None:
+    """Gate, counts, rows, experts: with counts inside the first stage, half the rows travel beside the second
+    gate."""
+    gate, rows, experts = (Instruction(name=name, seconds=2.0) for name in ("gate", "rows", "experts"))
+    counts = Instruction(name="counts", waits=("gate",), lane=COMMUNICATE, is_counts=True)
+    rows = replace(rows, waits=("counts",), lane=COMMUNICATE)
+    body = [gate, counts, rows, replace(experts, waits=("rows",))]
+    halves = PartCosts({each.name: each.seconds / 2 for each in body}, {})
+    assert [each.name for each in pipelined(body, 2, halves)][:2] == [
+        "gate to counts, part 0",
+        "rows to rows, part 0",
+    ]
+    assert total_seconds(pipelined(body, 2, halves)) == 4.0
 
 
 def test_costs_of_parts_are_measured_on_all_that_can_be_cut() -> None:

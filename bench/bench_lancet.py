@@ -127,6 +127,7 @@ class Result:
     predicted: dict[str, dict[str, float]]
     measured: dict[str, float]
     ranges: list[Any]
+    blocks: list[int]
 
 
 @contextlib.contextmanager
@@ -216,7 +217,7 @@ def run_rank(link: Any, setting: Setting, rounds: int, folder: str, picture: str
     for k, moved in FORCED:
         with forced(k):
             name = f"k={k}" + (", dW moved" if moved else "")
-            rank.add(name, backend="pmoe", options={"weight_gradients": moved})
+            rank.add(name, backend="pmoe", options={"weight_gradients": moved, "parts": k})
     times = interleaved({name: lambda name=name: rank.step(name) for name in rank.ways}, rounds)
     for name in rank.ways:
         rank.look_closer(name)
@@ -253,6 +254,7 @@ def run_rank(link: Any, setting: Setting, rounds: int, folder: str, picture: str
             for name, way in compiled.items()
         },
         ranges=[asdict(each) for program in programs[WHOLE] for each in program.plan.ranges],
+        blocks=[layer for program in programs[WHOLE] for layer in program.plan.blocks],
     )
 
 
@@ -357,7 +359,8 @@ def main() -> None:
         print(
             f"\n{setting}: X {result.expert_seconds * 1e3:.1f} ms, {result.bytes_per_second / 1e6:.1f} MB/s"
         )
-        print(table(new), f"\nwhole graph: {beside}; ranges {result.ranges}", flush=True)
+        print(table(new), f"\nwhole graph: {beside}", flush=True)
+        print(f"ranges {result.ranges}, experts in blocks in layers {result.blocks}", flush=True)
         rows += new
         runs.append({"setting": asdict(setting), "beside": beside, **asdict(replace(result, times={}))})
         runs[-1]["times"] = result.times

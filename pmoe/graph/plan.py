@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from pmoe.graph.axes import IRREGULAR, Axis, follow, infer
+from pmoe.graph.blocks import in_blocks
 from pmoe.graph.instructions import Instruction
 from pmoe.graph.lower import OPS, calls_of, communicates, is_result, label
 from pmoe.graph.parts import cut
@@ -22,11 +23,13 @@ from pmoe.graph.ranges import Cuttable, Range
 
 @dataclass(frozen=True)
 class RangePlan:
-    """names: of the instructions of the graph that the ranges are of. seconds: predicted for all of them."""
+    """names: of the instructions of the graph that the ranges are of. seconds: predicted for all of them.
+    blocks: layers whose experts are computed in blocks, in a backward graph."""
 
     names: tuple[str, ...] = ()
     ranges: tuple[Range, ...] = ()
     seconds: float = 0.0
+    blocks: tuple[int, ...] = ()
 
     def parts_of_layers(self) -> list[int]:
         """k of each layer, in order; 1 where it is not cut."""
@@ -69,7 +72,9 @@ class Cutting:
         return Cuttable(instructions, ends, [node not in self._refused for node in self.calls])
 
     def cut(self, plan: RangePlan) -> fx.GraphModule:
-        """The module with the plan's ranges in parts."""
+        """The module with the plan's ranges in parts, and its layers' experts in blocks."""
+        if plan.blocks:
+            return in_blocks(self._module, plan.blocks)
         if not plan.ranges:
             return self._module
         if self.names == plan.names and self.sequences > 1:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from pmoe.comm.agreement import digest, from_first, gathered, same
 from pmoe.comm.ranks import Ranks
-from pmoe.graph import weight_gradients
+from pmoe.graph import blocks, weight_gradients
 from pmoe.graph.cost import Cost, Costs, Profiled, costs_of, instructions_of, link_of
 from pmoe.graph.instructions import Instruction, peak_bytes, total_seconds
 from pmoe.graph.lower import (
@@ -142,19 +142,33 @@ class GraphRunner:
         for k in (each for each in PARTS if each <= most):
             everything = RangePlan(names, tuple(whole_ranges(graph, k)))
             by_k[k] = self._costs_of_parts(ranks, everything, list(boxed))
+        tried = self._costs_of_blocks(ranks, list(boxed)) if program.key[0] == "backward" else {}
         program.costs, results = self._profiled(ranks, self.module, boxed)
         if by_k and ranks.rank == 0:
             by_k[1] = PartCosts({name: cost.seconds for name, cost in program.costs.items()}, {})
             graph = replace(graph, instructions=instructions_of(self.module, program.costs))
             seconds, ranges = solve(graph, by_k)
             program.plan = RangePlan(names, tuple(ranges), seconds)
+        for plan, costs in {RangePlan(): program.costs, **tried}.items() if tried else ():
+            seconds = total_seconds(self._fastest(self.cutting.cut(plan), costs)[1])
+            if not program.plan.seconds or seconds < program.plan.seconds:
+                program.plan = replace(plan, seconds=seconds)
         return results
+
+    def _costs_of_blocks(self, ranks: Ranks, inputs: list[Any]) -> dict[RangePlan, dict[str, Cost]]:
+        """With the first layer's experts in blocks, and with all layers'."""
+        found = [each.layer for each in blocks.found_in(self.module.graph)] if self.options.parts > 1 else []
+        plans = {RangePlan(blocks=tuple(each)): None for each in (found[:1], found) if each}
+        return {
+            plan: self._profiled(ranks, self.cutting.cut(plan), list(inputs))[0]
+            for plan in from_first(ranks, list(plans), stage="agreeing on blocks to be measured")
+        }
 
     def _next_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any] | None:
         program = self.program
         if program.steps == 2:
             program.plan = from_first(ranks, program.plan, stage="agreeing on the ranges of a graph")
-            if program.plan.ranges:
+            if program.plan.ranges or program.plan.blocks:
                 module = self.cutting.cut(program.plan)
                 program.costs, results = self._profiled(ranks, module, boxed)
                 return results
@@ -181,8 +195,16 @@ class GraphRunner:
 
     def _ordered(self, module: fx.GraphModule) -> list[fx.Node]:
         """The nodes in the order that is predicted to be the fastest within the memory limit."""
-        program, costs = self.program, self.program.costs
-        before = program.before = instructions_of(module, costs)
+        program = self.program
+        program.before, program.instructions = self._fastest(module, program.costs)
+        by_name = {label(node): node for node in calls_of(module)}
+        return [by_name[each.name] for each in program.instructions]
+
+    def _fastest(
+        self, module: fx.GraphModule, costs: dict[str, Cost]
+    ) -> tuple[list[Instruction], list[Instruction]]:
+        """(the instructions as they stand, the same in the fastest order that fits)."""
+        before = instructions_of(module, costs)
         inputs = [label(node) for node in module.graph.find_nodes(op="placeholder")]
         given = {name: costs[name].num_bytes for name in inputs if name in costs}
         results = [label(each) for each in module.graph.output_node().all_input_nodes]
@@ -194,9 +216,7 @@ class GraphRunner:
             orders.append(weight_gradients.placed(before, assigned))
             orders.append(weight_gradients.listed(before, limit=limit, kept=kept, given=given))
         fitting = [order for order in orders if peak_bytes(order, kept, given) <= limit]
-        program.instructions = min(fitting or orders[:1], key=total_seconds)
-        by_name = {label(node): node for node in calls_of(module)}
-        return [by_name[each.name] for each in program.instructions]
+        return before, min(fitting or orders[:1], key=total_seconds)
 
 
 def _by_origin(module: fx.GraphModule, costs: dict[str, Cost]) -> PartCosts:

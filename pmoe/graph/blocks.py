@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from pmoe.graph.lower import OPS, label
+from pmoe.graph.operators import add_weight_gradient
 from pmoe.graph.parts import joined_rows
 
 BLOCKS = 2
@@ -46,7 +47,8 @@ def found_in(graph: fx.Graph) -> Iterator[BackwardExperts]:
         weights = next(iter(results[2].users), None) if 2 in results else None
         if not (_is(OPS.exchange, arrive) and _is(OPS.exchange, leave)):
             continue
-        if not _is(OPS.experts_weight_gradient, weights) or compute.args[4].meta["val"].shape[1] < BLOCKS:
+        adds = weights is not None and weights.target is add_weight_gradient
+        if not adds or compute.args[4].meta["val"].shape[1] < BLOCKS:
             continue
         is_plain = [*leave.args[0]] == [results[0], results.get(1)] and len(arrive.args[0]) == 1  # type: ignore
         if is_plain and len(arrived.users) == len(results[0].users) == len(results[1].users) == 1:
@@ -95,8 +97,7 @@ def in_blocks(module: fx.GraphModule, layers: Collection[int]) -> fx.GraphModule
 def _split(graph: fx.Graph, found: BackwardExperts) -> None:
     (grad,), send_WE, recv_WE = found.arrive.args[:3]  # type: ignore[misc]
     _, *kept, _, parameters, layer = found.compute.args
-    at = found.weights.args[0].index(kept[0])  # type: ignore[union-attr]
-    pending = [[*each[:at], *each[at + 1 :]] for each in found.weights.args[:5]]  # type: ignore[index]
+    sums = found.weights.args[0]
 
     def call(before: fx.Node, what: str, target: Any, *args: Any) -> fx.Node:
         with graph.inserting_before(before):
@@ -123,8 +124,8 @@ def _split(graph: fx.Graph, found: BackwardExperts) -> None:
             found.compute, "way home", OPS.exchange.default, results[:2], recv, send, None, True, layer
         )
         homes.append([call(found.compute, f"home {at}", operator.getitem, home, at) for at in range(2)])
-        for each, made in zip(pending, (own[0], *results[2:], recv), strict=True):
-            each.append(made)
+        given = (sums, own[0], *results[2:], recv, *found.weights.args[6:])
+        sums = call(found.weights, "weight gradients", add_weight_gradient, *given)
     for taken in list(found.leave.users):
         which: Any = taken.args[1]
         sent = [send for send, _, _ in arrived]
@@ -132,5 +133,4 @@ def _split(graph: fx.Graph, found: BackwardExperts) -> None:
             found.leave, f"result {which}", joined_rows, [each[which] for each in homes], sent, False
         )
         taken.replace_all_uses_with(whole)
-    for place, each in enumerate(pending):
-        found.weights.update_arg(place, each)
+    found.weights.replace_all_uses_with(sums)

@@ -21,6 +21,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from pmoe.comm.ranks import Ranks
 from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction
 from pmoe.graph.lower import CALLS, OPS, calls_of, communicates, is_result, label
+from pmoe.graph.operators import add_weight_gradient
 from pmoe.measure.profile import profile_of
 from pmoe.measure.rounds import clock_of
 from pmoe.measure.store import cache_path, found_or, load_json, save_json, typed
@@ -132,6 +133,8 @@ class Profiled(fx.Interpreter):
 def _may_repeat(node: fx.Node) -> bool:
     """Whether running it again changes nothing, neither its arguments nor the next random number."""
     target = node.target
+    if target is add_weight_gradient:
+        return False
     if not isinstance(target, torch._ops.OpOverload):
         return True
     return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags

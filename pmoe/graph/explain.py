@@ -153,6 +153,6 @@ def bars_of(direction: str, ran: Sequence[Simulated[Instruction]], free: Collect
 def _kind(each: Instruction, free: Collection[str]) -> str:
     if each.communicates:
         return "S"
-    if each.name.startswith("experts"):
+    if each.name.startswith(("experts", "add_weight_gradient")):
         return "W" if each.name in free else "C"
     return "LW" if each.name in free else "O"

@@ -76,26 +76,29 @@ def calls_of(module: fx.GraphModule) -> list[fx.Node]:
     return [node for node in module.graph.nodes if node.op == "call_function" and not is_result(node)]
 
 
-def merge_weight_gradients(graph: fx.Graph) -> None:
-    """Two blocks of rows of one layer whose weight gradients are only added become one instruction, which
-    adds in place."""
+def chain_weight_gradients(graph: fx.Graph) -> None:
+    """Blocks of rows of one layer whose weight gradients are only added become instructions that add in place
+    one behind the other, rows that stay first, for those need not arrive."""
     found: dict[int, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=OPS.experts_weight_gradient.default):
         found.setdefault(node.args[-1], []).append(node)
-    for nodes in found.values():
-        for first, second in zip(nodes, nodes[1:], strict=False):
-            sums = _sums(first, second)
-            if sums is None:
-                continue
-            pairs: Any = zip(first.args[:5], second.args[:5], strict=True)
-            joined = [[*ahead, *behind] for ahead, behind in pairs]
-            with graph.inserting_after(second):
-                both = graph.call_function(second.target, (*joined, *second.args[5:]))  # type: ignore[arg-type]
-            for at, total in sums.items():
-                with graph.inserting_before(total):
-                    part = graph.call_function(operator.getitem, (both, at))
-                part.meta = dict(total.meta)
-                total.replace_all_uses_with(part)
+    for layer, nodes in found.items():
+        sums = _sums(*nodes) if len(nodes) == 2 else None
+        if sums is None:
+            continue
+        made: Any = None
+        with graph.inserting_after(nodes[1]):
+            last = graph.call_function(operators.gradients_of, (None, layer))
+        for node in sorted(nodes, key=lambda node: node.args[4].meta["val"].shape[0]):  # type: ignore[union-attr]
+            with graph.inserting_before(last):
+                given = (made, *node.args[:6], len(nodes) + 1, layer)
+                made = graph.call_function(operators.add_weight_gradient, given)
+        last.args = (made, layer)
+        for at, total in sums.items():
+            with graph.inserting_before(total):
+                part = graph.call_function(operator.getitem, (last, at))
+            part.meta = dict(total.meta)
+            total.replace_all_uses_with(part)
     graph.eliminate_dead_code()
 
 

@@ -202,22 +202,42 @@ def _(grad: Tensor, rows: Tensor, weight_N: Tensor, hidden: Tensor, *others: Any
 
 @torch.library.custom_op("pmoe_graph::experts_weight_gradient", mutates_args=())
 def experts_weight_gradient(
-    rows: Sequence[Tensor],
-    grad_hidden: Sequence[Tensor],
-    active: Sequence[Tensor],
-    grad_out: Sequence[Tensor],
-    counts_RE: Sequence[Tensor],
+    rows: Tensor,
+    grad_hidden: Tensor,
+    active: Tensor,
+    grad_out: Tensor,
+    counts_RE: Tensor,
     parameters: Sequence[Tensor],
     layer: int,
 ) -> list[Tensor]:
-    """The parameters' gradients, summed over blocks of rows, and reduced as `pmoe.parallelize` says."""
-    found, sums = parts_of(layer).experts, [GradientSum(each, len(rows)) for each in parameters]
-    for block in zip(rows, grad_hidden, active, grad_out, counts_RE, strict=True):
-        *pending, counts = block
-        found.weight_gradient(tuple(pending), _groups(counts, block[0]), sums)
-    gradients = [each.result() for each in sums]
-    if found.reduce is not None:
-        found.reduce(gradients)
+    """The parameters' gradients, reduced as `pmoe.parallelize` says."""
+    block = (rows, grad_hidden, active, grad_out, counts_RE)
+    return gradients_of(add_weight_gradient(None, *block, parameters, 1, layer), layer)
+
+
+def add_weight_gradient(
+    sums: list[GradientSum] | None,
+    rows: Tensor,
+    grad_hidden: Tensor,
+    active: Tensor,
+    grad_out: Tensor,
+    counts_RE: Tensor,
+    parameters: Sequence[Tensor],
+    blocks: int,
+    layer: int,
+) -> list[GradientSum]:
+    """Adds a block of rows to a layer's gradients, in place. blocks: how many there will be, where this is
+    the first, whose sums are None."""
+    sums = [GradientSum(each, blocks) for each in parameters] if sums is None else sums
+    pending = (rows, grad_hidden, active, grad_out)
+    parts_of(layer).experts.weight_gradient(pending, _groups(counts_RE, rows), sums)
+    return sums
+
+
+def gradients_of(sums: list[GradientSum], layer: int) -> list[Tensor]:
+    gradients, reduce = [each.result() for each in sums], parts_of(layer).experts.reduce
+    if reduce is not None:
+        reduce(gradients)
     return gradients
 
 
@@ -236,11 +256,8 @@ def _experts_backward(ctx: Any, grad: Tensor, _hidden: Tensor) -> Any:
     grad_rows, grad_weight_N, *pending = experts_input_gradient(
         grad, rows, weight_N, hidden, counts_RE, parameters, ctx.layer
     )
-    blocks = [[each] for each in (rows, *pending, counts_RE)]
-    return (
-        grad_rows, grad_weight_N, None,
-        experts_weight_gradient(*blocks, parameters, ctx.layer), None,
-    )  # fmt: skip
+    gradients = experts_weight_gradient(rows, *pending, counts_RE, parameters, ctx.layer)
+    return grad_rows, grad_weight_N, None, gradients, None
 
 
 experts.register_autograd(_experts_backward, setup_context=_experts_setup)

@@ -15,9 +15,10 @@ SLACK = 1.1
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """parts: the most that a range of the forward pass is cut in; 1 cuts none. weight_gradients: whether they
-    are placed beside all-to-alls. memory_limit: bytes, or a string such as "2GiB", that results and inputs of
-    one pass may take at one time; None is a tenth more than they take in the order in which they were traced.
+    """parts: the most that a range of the forward pass is cut in; 1 cuts none, nor experts in blocks.
+    weight_gradients: whether they are placed beside all-to-alls. memory_limit: bytes, or a string such as
+    "2GiB", that results and inputs of one pass may take at one time; None is a tenth more than they take in
+    the order in which they were traced.
     """
 
     parts: int = 8

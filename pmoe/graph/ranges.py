@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -63,10 +63,24 @@ def stages(body: Iterable[T], ends_stage: Callable[[T], bool]) -> list[list[T]]:
     return found
 
 
+def turns(num_stages: int, k: int) -> Iterator[tuple[int, int]]:
+    """(stage, part) in their order. The two stages of a layer take turns, one part apart, so that no part's
+    way home waits for the dispatches of all; else stage by stage.
+
+    Example: (2, 3) -> (0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (1, 2).
+    """
+    for stage in range(0, num_stages, 2):
+        for turn in range(k + 1):
+            if turn < k:
+                yield stage, turn
+            if turn and stage + 1 < num_stages:
+                yield stage + 1, turn - 1
+
+
 def pipelined(body: Sequence[Instruction], k: int, costs: PartCosts) -> list[Instruction]:
-    """A range as its pipeline of stages: stage by stage, in each part by part, and each part's all-to-all as
-    soon as what it sends is computed."""
-    tasks, run_of = list[Instruction](), dict[str, str]()
+    """A range as its pipeline of stages: stages and parts in the order of `turns`, and each part's all-to-all
+    as soon as what it sends is computed."""
+    tasks, run_of, by_stage = list[Instruction](), dict[str, str](), []
     for stage in stages(body, lambda each: each.ends_stage):
         runs = []
         for ends, found in itertools.groupby(stage, key=lambda each: each.ends_stage):
@@ -75,7 +89,9 @@ def pipelined(body: Sequence[Instruction], k: int, costs: PartCosts) -> list[Ins
             name, lane = f"{run[0].name} to {run[-1].name}", COMMUNICATE if ends else COMPUTE
             run_of.update(dict.fromkeys((each.name for each in run), name))
             runs.append((name, waits, sum(costs.part.get(each.name, 0.0) for each in run), lane))
-        for part, (name, waits, seconds, lane) in itertools.product(range(k), runs):
+        by_stage.append(runs)
+    for at, part in turns(len(by_stage), k):
+        for name, waits, seconds, lane in by_stage[at]:
             ready = tuple(f"{each}, part {part}" for each in waits)
             tasks.append(Instruction(name=f"{name}, part {part}", waits=ready, seconds=seconds, lane=lane))
     return tasks

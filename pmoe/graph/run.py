@@ -24,11 +24,11 @@ from pmoe.graph.instructions import Instruction, peak_bytes, total_seconds
 from pmoe.graph.lower import (
     OPS,
     calls_of,
+    chain_weight_gradients,
     communicates,
     failed_at,
     label,
     lowered,
-    merge_weight_gradients,
     name_all,
 )
 from pmoe.graph.operators import LAYERS, parts_of
@@ -85,7 +85,7 @@ class GraphRunner:
         """batch: which of the inputs hold sequences, along their first dimension. is_tiny: of one, or none,
         which are traced another way than several."""
         _strip_checks(module.graph)
-        merge_weight_gradients(module.graph)
+        chain_weight_gradients(module.graph)
         name_all(module.graph)
         self.module, self.options = module, options
         exchanges = (
@@ -241,7 +241,12 @@ def _strip_checks(graph: fx.Graph) -> None:
 def check_same_graphs(ranks: Ranks, module: fx.GraphModule, is_tiny: bool, key: Key) -> None:
     """Raises ValueError on every rank where ranks run other operators, and names the first. Of a tiny batch's
     graph all-to-alls count alone. Collective."""
-    found = [(f"{node.target}", communicates(node)) for node in calls_of(module)]
+    calls = calls_of(module)
+    names = (
+        node.target if isinstance(node.target, torch._ops.OpOverload) else node.target.__name__
+        for node in calls
+    )  # type: ignore[union-attr]
+    found = [(f"{name}", communicates(node)) for name, node in zip(names, calls, strict=True)]
     mine = (found, not is_tiny)
     stage = f"comparing the {key[0]} graphs"
     (alike,) = same(ranks, torch.device("cpu"), [digest(name for name, _ in found)], stage=stage)

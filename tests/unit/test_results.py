@@ -24,6 +24,7 @@ DEPENDS = {
     "fairseq": (*RUN, "pmoe/integrations/fairseq"),
     "gates": ("pmoe/gates", "pmoe/ordering", "pmoe/layer"),
     "gradients": (*RUN, "pmoe/training"),
+    "lancet": (*RUN, "pmoe/graph"),
     "memory": (*RUN, "pmoe/planner"),
     "overhead": RUN,
     "overlap": RUN,

@@ -199,7 +199,12 @@ def synchronous_seconds(ranks: int) -> tuple[float, float]:
         replace(each, element_size=4) for each in even_layer(LAYER, TOKENS * ranks, ep=ranks)
     )
     run = chunked_run(arriving, returning, H100, 1)
-    return makespan(run), max(each.end - each.start for each in run if each.task.kind == "S")
+    return makespan(run), exchange_seconds(run)
+
+
+def exchange_seconds(run: Iterable[Simulated[Any]]) -> float:
+    """Of the longest all-to-all that sends rows away."""
+    return max(each.end - each.start for each in run if each.task.kind == "S")
 
 
 def scaled_layers() -> list[dict[str, Any]]:
@@ -269,11 +274,7 @@ def ways_by_size() -> list[dict[str, Any]]:
     for tokens in SIZES:
         layers = even_layer(LAYER, tokens * 8, ep=8)
         arriving, returning = (replace(each, element_size=4) for each in layers)
-        exchange = max(
-            each.end - each.start
-            for each in chunked_run(arriving, returning, H100, 1)
-            if each.task.kind == "S"
-        )
+        exchange = exchange_seconds(chunked_run(arriving, returning, H100, 1))
         pairs = {n_c: pair_run(arriving, returning, (n_c, n_c)) for n_c in PAIR_BLOCKS}
         best = min(pairs, key=lambda n_c: pairs[n_c][0]), min(pairs, key=lambda n_c: pairs[n_c][1])
         n = min(CHUNKS, key=lambda n: pipeline_seconds(arriving, returning, n) + 4 * n * LAUNCHED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from pmoe.cli.arguments import DTYPES, refuse_options, refused_as, whole_number
 from pmoe.cli.launch import all_ranks, own_device, split_by_node
 from pmoe.cli.output import Output
 from pmoe.measure.bench import identity
-from pmoe.measure.operations import LINE_SECONDS, measure_operations
+from pmoe.measure.operations import measure_operations
 from pmoe.measure.profile import profile_path, save_profile
 from pmoe.measure.rates import measure
 from pmoe.planner.cost_model import Interference
@@ -53,10 +52,8 @@ def run_command(args: argparse.Namespace) -> Output | None:
         path = args.out or profile_path(identity(ranks, device, dtype), args.folder)
         across, inside = split_by_node(ranks, args.inside)
         profile = measure(ranks, device, dtype, quick=args.quick)
-        seconds = math.inf if args.full else LINE_SECONDS / 5 if args.quick else LINE_SECONDS
-        operations = measure_operations(
-            ranks, device, dtype, across=across, inside=inside, line_seconds=seconds
-        )
+        asked = {"across": across, "inside": inside, "quick": args.quick, "full": args.full}
+        operations = measure_operations(ranks, device, dtype, **asked)
         profile = replace(profile, operations=operations)
         if ranks.rank:
             return None

@@ -2,14 +2,13 @@
 experts are sharded, measured on the live groups over the sizes of Section 6.2.
 
 The paper takes the mean of five runs; here it is the median, that of the slowest rank, after one run that
-does not count. On a slow link all sizes would take minutes: how many of them are measured follows from how
-long the smallest takes, a number that all ranks have agreed on.
+does not count. All of the paper's sizes take minutes on a slow link: unless they are asked for, a line goes
+through five sizes, of which the largest takes some milliseconds.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,13 +25,22 @@ from pmoe.measure.bench import (
     MESSAGES,
     Bench,
     TimedCall,
-    exchange,
     identity,
     open_bench,
-    seconds_of,
 )
-from pmoe.planner.costs import FREE, Fit, fit
-from pmoe.planner.profile import GOOD_FIT, WIDTH, Operations
+from pmoe.measure.lines import (
+    QUICK,
+    USUAL,
+    Effort,
+    LaneWork,
+    longest_units,
+    measured_line,
+    messages,
+    products,
+    transfer,
+)
+from pmoe.planner.costs import FREE, Fit
+from pmoe.planner.profile import WIDTH, Operations
 
 MESSAGE_STEP_BYTES, MESSAGE_STEPS = 4 * 2**18, 24
 """Section 6.2: from 2^18 to 24 * 2^18 float32 elements. Other types have as many bytes."""
@@ -44,12 +52,6 @@ to."""
 SMALLER = (16, 4)
 """Parts of the first size that are measured too: large messages alone do not tell what any one costs."""
 
-RUNS = 5
-"""Of each size, and one before them."""
-
-LINE_SECONDS = 0.5
-"""About how long measuring a line takes, where the whole set is not asked for."""
-
 
 def measure_operations(
     ranks: Ranks,
@@ -58,7 +60,8 @@ def measure_operations(
     *,
     across: Ranks | None = None,
     inside: Ranks | None = None,
-    line_seconds: float = LINE_SECONDS,
+    quick: bool = False,
+    full: bool = False,
 ) -> Operations:
     """Collective among ``ranks``; every rank returns the same.
 
@@ -66,23 +69,21 @@ def measure_operations(
     those that share each expert, a node's. Both are parts of ``ranks``, as large on every rank; None: all of
     them. Groups that do not meet are measured at the same time, as they would run; the slowest counts.
 
-    line_seconds: about how long each line may take. math.inf takes all sizes, 0 the three smallest.
+    quick: smaller sizes and fewer runs. full: all sizes of Section 6.2.
 
-    Raises as `identity` does; ValueError for line_seconds that is negative or no number, and for groups that
-    are no part of ``ranks`` or of unlike sizes; RuntimeError where a peer fails.
+    Raises as `identity` does; ValueError for groups that are no part of ``ranks`` or of unlike sizes;
+    RuntimeError where a peer fails.
     """
     begin = time.perf_counter()
     device = torch.device(device)
     identity(ranks, device, dtype)  # refuses what cannot be measured
-    if not line_seconds >= 0:
-        raise ValueError(f"line_seconds ({line_seconds}) must be at least 0")
+    effort = QUICK if quick else USUAL
     named = (("across", across), ("inside", inside))
     across, inside = (part_of(ranks, device, name, part) for name, part in named)
+    lines = dict.fromkeys(("all_to_all", "all_gather", "reduce_scatter", "all_reduce"), FREE)
     with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
-        lines = {
-            name: _operation_line(bench, among, make, line_seconds)
-            for name, (among, make) in _operations(device, dtype, across, inside).items()
-        }
+        for name, work in _operations(device, dtype, across, inside).items():
+            lines[name] = _line(bench, work, effort, full)
     [seconds] = largest(ranks, device, [time.perf_counter() - begin], stage=AGREEING)
     return Operations(num_across=across.size, num_inside=inside.size, seconds=seconds, **lines)
 
@@ -107,62 +108,35 @@ def part_of(whole: Ranks, device: torch.device, name: str, part: Ranks | None) -
     return part
 
 
-PieceMaker = Callable[[int], tuple[float, TimedCall]]
-"""Makes a piece of work of about a size; returns the size that it has, and the piece."""
-
-
 def _operations(
     device: torch.device, dtype: torch.dtype, across: Ranks, inside: Ranks
-) -> dict[str, tuple[Ranks | None, PieceMaker]]:
-    """By the name of their line in `Operations`, the ranks among which something travels; None: a product."""
-    width = WIDTH[device.type]
-    generator = torch.Generator(device).manual_seed(0)  # the caller's random numbers stay as they are
+) -> dict[str, LaneWork]:
+    """By the name of their line in `Operations`; without those of one rank, where nothing travels."""
+    sharing, size = Sharing(inside, Traffic()), dtype.itemsize
 
-    def random(rows: int) -> Tensor:
-        return torch.randn(rows, width, dtype=dtype, device=device, generator=generator)
+    def zeros(elements: int) -> Tensor:  # sums of them stay finite; written, so they have memory of their own
+        return torch.empty(elements, dtype=dtype, device=device).zero_()
 
-    def zeros(elements: int) -> Tensor:  # sums of them stay finite, however often they are added up
-        return torch.zeros(elements, dtype=dtype, device=device)
-
-    def share(size: int, ranks: Ranks) -> tuple[int, int, float]:
-        """How many other ranks, elements for each of them, and the bytes of those together."""
-        others = ranks.size - 1
-        elements = max(1, size // (others * dtype.itemsize))
-        return others, elements, float(others * elements * dtype.itemsize)
-
-    def make_gemm(elements: int) -> tuple[float, TimedCall]:
-        rows = elements // width
-        x, weight, y = random(rows), random(width), random(rows)
-        return float(rows * width * width), lambda: torch.mm(x, weight, out=y)
-
-    def make_all_to_all(size: int) -> tuple[float, TimedCall]:
-        others, n, num_bytes = share(size, across)
-        sent, received = zeros(others * n), zeros(others * n)
-        return num_bytes, lambda: exchange(across, sent, received, n)
-
-    sharing = Sharing(inside, Traffic())
-
-    def make_all_gather(size: int) -> tuple[float, TimedCall]:
-        _, n, num_bytes = share(size, inside)
+    def all_gather(n: int) -> TimedCall:
         rows, out, copies = zeros(n), zeros(inside.size * n), zeros(sharing.copies(n))
-        return num_bytes, _staged(inside, lambda: sharing.all_gather(rows, out, [n] * inside.size, copies))
+        return _staged(inside, lambda: sharing.all_gather(rows, out, [n] * inside.size, copies))
 
-    def make_reduce_scatter(size: int) -> tuple[float, TimedCall]:
-        _, n, num_bytes = share(size, inside)
+    def reduce_scatter(n: int) -> TimedCall:
         rows, out, parts = zeros(inside.size * n), zeros(n), zeros(inside.size * n)
-        return num_bytes, _staged(inside, lambda: sharing.reduce_scatter(rows, out, [n] * inside.size, parts))
+        return _staged(inside, lambda: sharing.reduce_scatter(rows, out, [n] * inside.size, parts))
 
-    def make_all_reduce(size: int) -> tuple[float, TimedCall]:
-        gradient = zeros(size // dtype.itemsize)
-        return float(size), _staged(across, lambda: dist.all_reduce(gradient, group=across.group))
+    def all_reduce(n: int) -> TimedCall:
+        gradient = zeros(n)
+        return _staged(across, lambda: dist.all_reduce(gradient, group=across.group))
 
-    return {
-        "gemm": (None, make_gemm),
-        "all_to_all": (across, make_all_to_all),
-        "all_gather": (inside, make_all_gather),
-        "reduce_scatter": (inside, make_reduce_scatter),
-        "all_reduce": (across, make_all_reduce),
-    }
+    works = {"gemm": products(device, dtype)}
+    if across.size > 1:
+        works["all_to_all"] = messages(across, device, dtype)
+        works["all_reduce"] = transfer(COMMUNICATE, size, all_reduce)
+    for name, make in (("all_gather", all_gather), ("reduce_scatter", reduce_scatter)):
+        if inside.size > 1:
+            works[name] = transfer(COMMUNICATE, (inside.size - 1) * size, make)
+    return works
 
 
 def _staged(ranks: Ranks, collective: TimedCall) -> TimedCall:
@@ -173,39 +147,13 @@ def _staged(ranks: Ranks, collective: TimedCall) -> TimedCall:
     return run
 
 
-def _operation_line(bench: Bench, among: Ranks | None, make: PieceMaker, line_seconds: float) -> Fit:
-    if among is None:
-        lane, step, steps = COMPUTE, GEMM_STEP, GEMM_STEPS
-    elif among.size > 1:
-        lane, step, steps = COMMUNICATE, MESSAGE_STEP_BYTES, MESSAGE_STEPS
+def _line(bench: Bench, work: LaneWork, effort: Effort, full: bool) -> Fit:
+    if full:
+        product = work.lane == COMPUTE
+        steps = GEMM_STEPS if product else MESSAGE_STEPS
+        first = GEMM_STEP // WIDTH[bench.device.type] if product else MESSAGE_STEP_BYTES // work.size
+        sizes = [*(first // part for part in SMALLER), *range(first, steps * first + 1, first)]
     else:
-        return FREE
-    _, first = make(step)
-    first_seconds = seconds_of(bench, lane, first, RUNS, min)  # interruptions would cost sizes
-    wanted = [multiple * step for multiple in multiples(steps, first_seconds, line_seconds)]
-    sizes = (*(step // part for part in SMALLER), *wanted)
-    for _ in range(2):  # a second time where they are on no line
-        samples = [(size, seconds_of(bench, lane, each, RUNS)) for size, each in map(make, sizes)]
-        found = fit(samples, relative=True)
-        if found.r_squared >= GOOD_FIT:
-            break
-    return found
-
-
-def multiples(steps: int, first_seconds: float, line_seconds: float) -> Sequence[int]:
-    """Which of the sizes 1 to ``steps`` times the first are measured in ``line_seconds``: as many as there is
-    time for, evenly spread over all; where three are too many, three evenly spread over the smaller ones, at
-    least 1, 2 and 3. An operation that costs something whatever its size takes less than is reckoned here.
-
-    Example: 24 steps, 0.01 s the first, 5 s -> 1, 6, 10, 15, 19, 24: 75 firsts, six times each, 4.5 s.
-    """
-
-    def spread(count: int, largest: int) -> list[int]:
-        return [1 + (i * (largest - 1) + (count - 1) // 2) // (count - 1) for i in range(count)]
-
-    wanted = [spread(count, steps) for count in range(steps, 3, -1)]
-    wanted += [spread(3, largest) for largest in range(steps, 3, -1)]
-    for sizes in wanted:
-        if sum(sizes) * (RUNS + 1) * first_seconds <= line_seconds:
-            return sizes
-    return spread(3, 3)
+        longest = longest_units(bench, work, effort.piece_seconds)
+        sizes = [longest >> i for i in range(5)]
+    return measured_line(bench, work, sizes, effort.repeats)

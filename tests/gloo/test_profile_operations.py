@@ -35,7 +35,7 @@ def nodes_of(world: int, size: int) -> dict[str, Ranks]:
 
 
 def measured(rank: int, world: int, size: int | None) -> Operations:
-    found = measure_operations(Ranks(), "cpu", line_seconds=0, **nodes_of(world, size) if size else {})
+    found = measure_operations(Ranks(), "cpu", quick=True, **nodes_of(world, size) if size else {})
     total = [None] * world
     dist.all_gather_object(total, rank)  # no rank is out of step
     assert total == list(range(world))
@@ -92,7 +92,7 @@ def refused(rank: int, world: int) -> list[str]:
     told = []
     for everybody, inside in ((layer, nodes_of(world, 2)["across"]), (Ranks(), uneven)):
         try:
-            measure_operations(everybody, "cpu", line_seconds=0, inside=inside)
+            measure_operations(everybody, "cpu", quick=True, inside=inside)
         except ValueError as error:
             told.append(str(error))
     return told

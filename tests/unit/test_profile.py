@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from pmoe.comm.ranks import Ranks
+from pmoe.measure import lines, store
 from pmoe.measure import profile as module
 from pmoe.measure import rates as measuring
-from pmoe.measure import store
 from pmoe.measure.bench import Marks, TimedCall, identity
 from pmoe.measure.profile import load_or_measure, load_profile, profile_from, profile_path, save_profile
 from pmoe.measure.rates import FACTORS, measure, speeds
@@ -316,17 +316,15 @@ class Priced:
         }
 
 
-def priced(seconds: Callable[[int], float]) -> measuring._LaneWork:
+def priced(seconds: Callable[[int], float]) -> lines.LaneWork:
     """Work in units of 10 bytes; so many units take seconds(units)."""
-    return measuring._LaneWork(
+    return lines.LaneWork(
         lane="copy", size=10, first_units=16, max_units=4096, make=lambda units: lambda: seconds(units)
     )
 
 
 def test_a_line_goes_through_three_sizes_and_forgets_the_first_piece() -> None:
-    line = measuring._rate_line(
-        Priced(), priced(lambda units: 1e-3 + 1e-5 * units), 160, measuring.QUICK
-    ).line
+    line = lines.measured_line(Priced(), priced(lambda units: 1e-3 + 1e-5 * units), (10, 40, 160), 9).line
     assert (line.alpha_seconds, line.beta_seconds) == pytest.approx((1e-3, 1e-6))
 
 
@@ -337,11 +335,11 @@ def test_sizes_that_are_on_no_line_are_measured_once_more() -> None:
 
         def seconds(units: int, late: int = late, tries: list[int] = tries) -> float:
             tries.append(units)
-            disturbed = tries.count(160) < late * (measuring.QUICK.repeats + 1)
+            disturbed = tries.count(160) < late * (9 + 1)
             return (3e-3 if units < 160 else 1e-3) if disturbed else 1e-5 * units
 
-        found = measuring._rate_line(Priced(), priced(seconds), 160, measuring.QUICK)
-        assert len(tries) == 2 * 3 * (measuring.QUICK.repeats + 1)
+        found = lines.measured_line(Priced(), priced(seconds), (10, 40, 160), 9)
+        assert len(tries) == 2 * 3 * (9 + 1)
         assert (found.r_squared > 0.99) == (late == 1)
 
 
@@ -366,7 +364,7 @@ def test_each_run_that_takes_a_bad_fit_warns_of_it(
 
 @pytest.mark.parametrize("seconds", [lambda units: 1e-6 * units**2, lambda units: 1e-2 / units])
 def test_where_no_line_from_zero_fits_it_goes_through_the_largest_size(seconds: Callable) -> None:
-    found = measuring._rate_line(Priced(), priced(seconds), 160, measuring.QUICK)
+    found = lines.measured_line(Priced(), priced(seconds), (10, 40, 160), 9)
     assert found.line.alpha_seconds == 0
     assert found(1600) == pytest.approx(seconds(160))
     assert (found.r_squared > 0.9) == (seconds(160) > seconds(10))  # of this line: the large sizes count
@@ -382,7 +380,7 @@ def test_where_no_line_from_zero_fits_it_goes_through_the_largest_size(seconds: 
     ],
 )
 def test_pieces_grow_until_they_are_long_and_size_shows(seconds: Callable, units: int) -> None:
-    assert measuring._units_for(Priced(), priced(seconds), measuring.QUICK) == pytest.approx(units, abs=1)
+    assert lines.longest_units(Priced(), priced(seconds), 2e-3) == pytest.approx(units, abs=1)
 
 
 def test_each_factor_is_the_speed_of_its_own_lane_beside_the_lanes_it_names() -> None:

@@ -1,10 +1,11 @@
-"""FSMoE's lines: which sizes are measured, one real measurement, and how they join a profile in its file.
+"""FSMoE's lines: all sizes of the paper, one real measurement, and how they join a profile in its file.
 
 No time is asserted: a busy machine may take any.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,11 @@ import pytest
 import torch
 
 from pmoe.comm.ranks import Ranks
+from pmoe.measure import operations
 from pmoe.measure import profile as module
-from pmoe.measure.operations import measure_operations, multiples
+from pmoe.measure.bench import Bench
+from pmoe.measure.lines import LaneWork
+from pmoe.measure.operations import measure_operations
 from pmoe.measure.profile import load_or_measure, load_profile, profile_path, save_profile
 from pmoe.planner.costs import FREE, Fit
 from pmoe.planner.profile import Operations
@@ -38,27 +42,6 @@ def assert_lines(operations: Operations, num_across: int, num_inside: int) -> No
     assert operations.seconds > 0
 
 
-# ---- the sizes
-
-
-@pytest.mark.parametrize(
-    ("steps", "first", "limit", "expected"),
-    [
-        (24, 0.01, float("inf"), [*range(1, 25)]),  # Section 6.2
-        (24, 0.01, 300 * 6 * 0.01, [*range(1, 25)]),  # time for all, each six times
-        (24, 0.01, 5.0, [1, 6, 10, 15, 19, 24]),
-        (12, 0.01, 20 * 6 * 0.01, [1, 7, 12]),
-        (24, 0.01, 20 * 6 * 0.01, [1, 7, 12]),  # three of all sizes are too many: of the smaller ones
-        (24, 60.0, 1.0, [1, 2, 3]),  # a very slow link
-        (24, 0.01, 0.0, [1, 2, 3]),
-    ],
-)
-def test_sizes_are_as_many_as_there_is_time_for_evenly_spread_and_at_least_three(
-    steps: int, first: float, limit: float, expected: list[int]
-) -> None:
-    assert list(multiples(steps, first, limit)) == expected
-
-
 # ---- measuring
 
 
@@ -66,16 +49,24 @@ def test_sizes_are_as_many_as_there_is_time_for_evenly_spread_and_at_least_three
 def test_one_rank_has_a_line_of_products_and_nothing_that_travels(dtype: torch.dtype) -> None:
     before = torch.get_rng_state()
     with torch.inference_mode():
-        found = measure_operations(Ranks(), "cpu", dtype, line_seconds=0)
+        found = measure_operations(Ranks(), "cpu", dtype, quick=True)
     assert_lines(found, 1, 1)
     assert found.gemm.num_sizes == 5
     assert torch.equal(torch.get_rng_state(), before), "measuring drew from the caller's random numbers"
 
 
-@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
-def test_a_line_cannot_take_less_than_no_time(seconds: float) -> None:
-    with pytest.raises(ValueError, match=r"line_seconds \((-1.0|nan)\) must be at least 0"):
-        measure_operations(Ranks(), "cpu", line_seconds=seconds)
+def test_all_sizes_of_the_paper_are_those_of_section_6_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, list[int]] = {}
+
+    def noted(bench: Bench, work: LaneWork, sizes: Iterable[int], repeats: int) -> Fit:
+        found = asked.setdefault(work.lane, [units * work.size for units in sizes])
+        return replace(FREE, num_sizes=len(found))
+
+    monkeypatch.setattr(operations, "measured_line", noted)
+    found = measure_operations(Ranks(), "cpu", full=True)
+    first, second, *products = (each // 512 for each in asked["compute"])  # elements of what the weight meets
+    assert products == [2**19 * i for i in range(1, 13)] and (first, second) == (2**15, 2**17)
+    assert found.gemm.num_sizes == 14
 
 
 # ---- the file

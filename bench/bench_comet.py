@@ -54,7 +54,8 @@ from bench.device import (
 from bench.grouped_gemm_cases import MODELS, QUICK_ROWS, ROWS, Model, draw
 from bench.timing import OUT, Timing, table, write_json
 from bench.virtual_ranks import FusedParameters, VirtualRanks, routes_of
-from pmoe.kernels import comet, grouped_gemm
+from pmoe.kernels import extension, grouped_gemm
+from pmoe.kernels.comet import launches
 from pmoe.kernels.comet.launcher import Division
 from pmoe.measure.rounds import in_turns
 
@@ -158,13 +159,15 @@ class Fused:
 
     def dispatch(self) -> None:
         given, scenario = self.given, self.scenario
-        _, self.active = comet.dispatch_hidden(
+        _, self.active = launches.dispatch_hidden(
             self.launcher, self.journeys, scenario.x_TM, scenario.weight_TK, given.w1, given.b1,
             activation="swiglu", keep=True,
         )  # fmt: skip
 
     def combine(self) -> Tensor:
-        return comet.product_combine(self.launcher, self.journeys, self.active, self.given.w2, self.given.b2)
+        return launches.product_combine(
+            self.launcher, self.journeys, self.active, self.given.w2, self.given.b2
+        )
 
     def pair(self, dispatch: Division, combine: Division) -> Callable[[], list[Callable[[], object]]]:
         def parts() -> list[Callable[[], object]]:
@@ -313,7 +316,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a quarter of the rows, 5 rounds, no file")
     arguments = parser.parse_args()
     need_gpu("bench_comet")
-    path, reason = comet.path(DEVICE)
+    path, reason = extension.path(DEVICE)
     if path is None:
         sys.exit(f"bench_comet: not run, {reason}")
     rounds = 5 if arguments.quick else arguments.rounds

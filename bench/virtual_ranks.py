@@ -16,10 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pmoe.comm.heap import HeapShape, virtual_heaps
-from pmoe.kernels import comet
-from pmoe.kernels.comet import Journey, Launcher
-from pmoe.kernels.comet.launcher import Divide, Division, HeapView
+from pmoe.comm.heap.providers import virtual_heaps
+from pmoe.kernels.comet import launches
+from pmoe.kernels.comet.launcher import Divide, Division, Launcher
+from pmoe.kernels.comet.launches import Journey
+from pmoe.kernels.heap.rank_heap import Heap
+from pmoe.kernels.heap.shape import HeapShape
 from pmoe.kernels.route import Routes
 from pmoe.measure.fused_kernels import journeys_of
 from pmoe.ordering.sorted import chunk_bounds, sort_rows
@@ -85,7 +87,7 @@ class VirtualRanks:
         dtype: torch.dtype,
         device: torch.device,
         division: Division | None = None,
-        make_launcher: Callable[[Sequence[HeapView], Divide], Launcher] = Launcher,
+        make_launcher: Callable[[Sequence[Heap], Divide], Launcher] = Launcher,
     ) -> None:
         shape = HeapShape(num_ranks, experts, rows, home_rows, d_model, dtype)
         self.shape, self.division = shape, Division(1) if division is None else division
@@ -119,7 +121,7 @@ class VirtualRanks:
         keep: bool = True,
     ) -> tuple[Tensor, list[Tensor] | None]:
         """T_O (T, M), and T_M by rank where it is kept: two launches."""
-        hidden, active = comet.dispatch_hidden(
+        hidden, active = launches.dispatch_hidden(
             self.launcher,
             journeys,
             x_TM,
@@ -129,7 +131,7 @@ class VirtualRanks:
             activation=given.activation,
             keep=keep,
         )
-        return comet.product_combine(self.launcher, journeys, active, given.w2, given.b2), hidden
+        return launches.product_combine(self.launcher, journeys, active, given.w2, given.b2), hidden
 
     def backward(
         self,
@@ -141,7 +143,7 @@ class VirtualRanks:
     ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
         """dT_I (T, M), the gradients of the weights (T, K); dT_M and the weighted activated hidden by rank:
         two launches, without the products that only the parameters wait for."""
-        of_hidden, active, dots = comet.dispatch_hidden_gradient(
+        of_hidden, active, dots = launches.dispatch_hidden_gradient(
             self.launcher,
             journeys,
             grad_TM,
@@ -151,7 +153,7 @@ class VirtualRanks:
             hidden,
             activation=given.activation,
         )
-        of_x, of_weight = comet.gradient_combine(self.launcher, journeys, of_hidden, given.w1, dots)
+        of_x, of_weight = launches.gradient_combine(self.launcher, journeys, of_hidden, given.w1, dots)
         return of_x, of_weight, of_hidden, active
 
 

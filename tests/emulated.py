@@ -16,12 +16,14 @@ import pytest
 import torch
 
 from bench import virtual_ranks as bench_virtual_ranks
-from pmoe.comm.heap import Heap, HeapShape, process_heap, virtual_heaps
-from pmoe.comm.heap import shape as heap_shape
+from pmoe.comm.heap.providers import process_heap, virtual_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension, gemm
 from pmoe.kernels.comet import launcher
 from pmoe.kernels.comet.launcher import Division
+from pmoe.kernels.heap import shape as heap_shape
+from pmoe.kernels.heap.rank_heap import Heap
+from pmoe.kernels.heap.shape import HeapShape
 from pmoe.runners import fused_steps as passes
 from tests.cuda.compiled import link_module
 from tests.heaps import FileMemory

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pmoe.kernels.comet.launcher import Divide, HeapView, Launcher
+from pmoe.kernels.comet.launcher import Divide, Launcher
+from pmoe.kernels.heap.rank_heap import Heap
 
 WAITS = ("nothing", "grant", "arrival", "tiles", "returned")
 """`Wait` of cuda/comet/watch.h, in words."""
@@ -27,16 +28,16 @@ class InjectedFaults:
             "not_waited": sum(1 << WAITS.index(name) for name in self.not_waited),
         }
 
-    def launcher(self, heaps: Sequence[HeapView], divide: Divide) -> FaultyLauncher:
+    def launcher(self, heaps: Sequence[Heap], divide: Divide) -> FaultyLauncher:
         return FaultyLauncher(heaps, divide, self)
 
 
 class FaultyLauncher(Launcher):
     """Every launch has these faults."""
 
-    def __init__(self, heaps: Sequence[HeapView], divide: Divide, faults: InjectedFaults) -> None:
+    def __init__(self, heaps: Sequence[Heap], divide: Divide, faults: InjectedFaults) -> None:
         super().__init__(heaps, divide)
         self.faults = faults
 
-    def rank_fields(self, heap: HeapView) -> dict[str, int]:
+    def rank_fields(self, heap: Heap) -> dict[str, int]:
         return {**super().rank_fields(heap), **self.faults.fields}

@@ -7,10 +7,10 @@ import weakref
 import torch
 from torch import Tensor
 
-from pmoe.comm.heap import device_memory
 from pmoe.comm.heap.providers import CollectiveSteps
-from pmoe.comm.heap.rank_heap import Heap
 from pmoe.comm.ranks import Ranks
+from pmoe.kernels.heap import device_memory
+from pmoe.kernels.heap.rank_heap import Heap
 
 _raised: weakref.WeakKeyDictionary[Heap, int] = weakref.WeakKeyDictionary()
 """How often each heap was probed: a flag stays raised."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from pmoe.comm.heap import shape
 from pmoe.kernels import extension
+from pmoe.kernels.heap import shape
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,8 @@ from pmoe.comm.base import FlatAllToAll, Traffic
 from pmoe.comm.ranks import Ranks, at_stage
 from pmoe.engine.once import carriers
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.comet import Journey, Steps
+from pmoe.kernels.comet.launches import Journey
+from pmoe.kernels.comet.steps import Steps
 from pmoe.runners import fused_steps
 from pmoe.runners.fused_steps import Request
 

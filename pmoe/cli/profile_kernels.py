@@ -15,7 +15,7 @@ from pmoe.cli.launch import all_ranks, own_device, world_size
 from pmoe.cli.output import Output, ms
 from pmoe.comm.agreement import from_first
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels import comet
+from pmoe.kernels import extension
 from pmoe.layer import MoELayer
 from pmoe.measure.division import as_fields, forget, fused_layer_sizes, load_divisions, save_divisions
 from pmoe.measure.fused_kernels import measure_kernels, time_layers
@@ -84,7 +84,7 @@ def _fused_device(args: argparse.Namespace) -> torch.device:
     if virtual is not None and world > 1:
         raise ValueError(f"--virtual-ranks ({virtual}) must be of one process, and there are {world}")
     device = own_device("cuda" if args.device is None else args.device)
-    _, reason = comet.path(device)
+    _, reason = extension.path(device)
     if reason is not None:
         raise ValueError(f"pmoe profile --kernels needs a CUDA device with the fused kernels: {reason}")
     return device

@@ -22,7 +22,7 @@ from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
-    from pmoe.kernels.comet import Steps
+    from pmoe.kernels.comet.steps import Steps
 
 
 class LeftCounts(Protocol):

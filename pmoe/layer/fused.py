@@ -14,7 +14,8 @@ from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes import Inputs
 from pmoe.experts.stacked import StackedExperts
-from pmoe.kernels.comet import Journey, Steps
+from pmoe.kernels.comet.launches import Journey
+from pmoe.kernels.comet.steps import Steps
 from pmoe.layer.choose import choose
 from pmoe.layer.decision import Agreed, CallCounts, Decision
 from pmoe.layer.exact_counts import in_chunks, shared_counts, sort_early, sorted_rows, start

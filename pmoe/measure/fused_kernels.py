@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from pmoe.arguments import check_not_negative
 from pmoe.comm.agreement import Agree, digest, largest
-from pmoe.comm.heap import HeapShape, process_heap, virtual_heaps
+from pmoe.comm.heap.providers import process_heap, virtual_heaps
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels import comet
-from pmoe.kernels.comet import Journey, Launcher
-from pmoe.kernels.comet.launcher import Division
+from pmoe.kernels.comet import launches
+from pmoe.kernels.comet.launcher import Division, Launcher
+from pmoe.kernels.comet.launches import Journey
+from pmoe.kernels.heap.shape import HeapShape
 from pmoe.kernels.route import Routes, route
 from pmoe.measure.division import AGREEING
 from pmoe.measure.rounds import begin_together, clock_of, event_seconds, marked, median_seconds, timestamp
@@ -80,7 +81,7 @@ def time_division(
     Rows are random and their routing is even. Collective over ``group``, whose ranks share nothing but the
     heap, or of one process for virtual ranks.
 
-    Raises as `pmoe.comm.heap.process_heap` and `virtual_heaps` do, and HeapError where a rank waits in vain.
+    Raises as `process_heap` and `virtual_heaps` do, and HeapError where a rank waits in vain.
     """
     dtype: torch.dtype = getattr(torch, kernel.dtype)
     ranks = kernel.num_ranks
@@ -126,19 +127,20 @@ def _launches(
     """The launch before the kernel that is timed, and that kernel's. w1 (E, G, M), w2 (E, M, H): by rank."""
     act, no_bias = "swiglu" if kernel.gated else "gelu", [None] * len(w1)
     hidden = partial(
-        comet.dispatch_hidden, launcher, journeys, x_TM, weight_TK, w1, no_bias, activation=act, keep=True
+        launches.dispatch_hidden, launcher, journeys, x_TM, weight_TK, w1, no_bias, activation=act, keep=True
     )
     kept, active = hidden()
     assert kept is not None
     gradient = partial(
-        comet.dispatch_hidden_gradient, launcher, journeys, x_TM, weight_TK, w2, no_bias, kept, activation=act
-    )
+        launches.dispatch_hidden_gradient, launcher, journeys, x_TM, weight_TK, w2, no_bias, kept,
+        activation=act,
+    )  # fmt: skip
     if kernel.kernel == "dispatch":
         return (lambda: None), (hidden if kernel.direction == "forward" else gradient)
     if kernel.direction == "forward":
-        return hidden, partial(comet.product_combine, launcher, journeys, active, w2, no_bias)
+        return hidden, partial(launches.product_combine, launcher, journeys, active, w2, no_bias)
     of_hidden, _, dots = gradient()
-    return gradient, partial(comet.gradient_combine, launcher, journeys, of_hidden, w1, dots)
+    return gradient, partial(launches.gradient_combine, launcher, journeys, of_hidden, w1, dots)
 
 
 def _agree_among(ranks: Ranks, device: torch.device) -> Agree:

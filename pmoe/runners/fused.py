@@ -30,7 +30,8 @@ from pmoe.engine.autograd import Path, Saved
 from pmoe.engine.passes import Inputs
 from pmoe.experts.stacked import split_parameters
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.comet import Journey, Steps
+from pmoe.kernels.comet.launches import Journey
+from pmoe.kernels.comet.steps import Steps
 from pmoe.kernels.route import Routes
 from pmoe.ordering.sorted import SortedRows, sort_rows
 from pmoe.schedule.restore import Restore

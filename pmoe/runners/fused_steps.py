@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from pmoe.comm.agreement import digest, largest, same
-from pmoe.comm.heap import HeapError, HeapShape, heap_for, host_name, nvshmem_heap, process_heap
+from pmoe.comm.heap.providers import heap_for, nvshmem_heap, process_heap
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels import comet as kernels
-from pmoe.kernels.comet import Steps
-from pmoe.kernels.comet.launcher import Division
+from pmoe.kernels import gemm
+from pmoe.kernels.comet.launcher import Division, FusedKernel, loading_refusal, ranks_refusal
+from pmoe.kernels.comet.steps import Steps
+from pmoe.kernels.heap.device_memory import host_name
+from pmoe.kernels.heap.shape import HeapError, HeapShape
 from pmoe.kernels.product_request import bucket
 from pmoe.measure.division import agreed, agreed_layer, fused_layer_sizes
 from pmoe.planner.division import FusedLayerSizes, kernel_sizes
@@ -48,7 +50,7 @@ _agreed: dict[tuple[object, ...], bool] = {}
 
 def refusal(device: torch.device, dtype: torch.dtype, *, d_model: int, d_hidden: int) -> str | None:
     """Why the kernels do not take such rows on this rank, whatever others may say; None where they do."""
-    return _captures(device) or kernels.refusal(device, dtype, d_model=d_model, d_hidden=d_hidden)
+    return _captures(device) or gemm.refusal(device, dtype, d_model=d_model, d_hidden=d_hidden)
 
 
 def _captures(device: torch.device) -> str | None:
@@ -66,8 +68,8 @@ def steps_for(request: Request) -> Steps | str:
     if why := _captures(device):
         return why
     why = refusal(device, dtype, d_model=request.d_model, d_hidden=request.d_hidden)
-    why = why or kernels.ranks_refusal(device, request.ranks.size, experts)
-    why = why or kernels.loading_refusal(device, request.ranks.size)
+    why = why or ranks_refusal(device, request.ranks.size, experts)
+    why = why or loading_refusal(device, request.ranks.size)
     key = ("refused", request.ranks.name, device, dtype, request.d_model, request.d_hidden, experts)
     if key not in _agreed:  # asked once for a key, which is as new on all ranks
         refuses = [float(why is not None)]
@@ -121,7 +123,7 @@ def heap_shape(request: Request) -> HeapShape:
     )
 
 
-def _division(request: Request, kernel: kernels.FusedKernel, direction: PassDirection) -> Division:
+def _division(request: Request, kernel: FusedKernel, direction: PassDirection) -> Division:
     return agreed(request.ranks, kernel_sizes(layer_sizes_of(request), kernel, direction), request.device)
 
 

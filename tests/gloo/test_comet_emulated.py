@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 import pmoe
-from pmoe.comm.heap import HeapError, close_heaps
+from pmoe.comm.heap import close_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet.launcher import Division
+from pmoe.kernels.heap.shape import HeapError
 from tests.emulated import compile_kernels, emulated
 from tests.pool import ranks
 from tests.reference import relative_error
@@ -118,7 +119,7 @@ def absent_job(rank: int, world: int, path: Path) -> str:
     """Rank 1 takes part in everything but the launches: rank 0 must tell for whom it waited, and go on."""
     import warnings
 
-    from pmoe.kernels import comet
+    from pmoe.kernels.comet import launcher
 
     os.environ["PMOE_WAIT_SECONDS"] = "0.002"  # of the emulator's time
     case = Case(tokens=(9, 9), steps=1)
@@ -127,7 +128,7 @@ def absent_job(rank: int, world: int, path: Path) -> str:
         with emulated(path), pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if rank == 1:
-                patch.setattr(comet.Launcher, "launch", lambda self, *args, **options: None)
+                patch.setattr(launcher.Launcher, "launch", lambda self, *args, **options: None)
             try:
                 torch.manual_seed(3)
                 layer = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, 2, dtype=BF16, fused=True)

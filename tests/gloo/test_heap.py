@@ -16,25 +16,16 @@ import torch
 import torch.distributed as dist
 
 from pmoe.comm import agreement as agree
-from pmoe.comm.heap import (
-    Heap,
-    HeapError,
-    HeapShape,
-    close_heaps,
-    device_memory,
-    heap_for,
-    nvshmem,
-    nvshmem_heap,
-    process_heap,
-    providers,
-)
-from pmoe.comm.heap.device_memory import tensor_at
+from pmoe.comm.heap import close_heaps, nvshmem, providers
 from pmoe.comm.heap.nvshmem import NvshmemMemory
-from pmoe.comm.heap.providers import heaps_of
-from pmoe.comm.heap.shape import WAIT_SECONDS, _places, wait_seconds
+from pmoe.comm.heap.providers import heap_for, heaps_of, nvshmem_heap, process_heap, wait_seconds
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
 from pmoe.kernels.comet.launcher import SPARE_BLOCKS
+from pmoe.kernels.heap import device_memory
+from pmoe.kernels.heap.device_memory import tensor_at
+from pmoe.kernels.heap.rank_heap import Heap
+from pmoe.kernels.heap.shape import WAIT_SECONDS, HeapError, HeapShape, _places
 from tests.heap_probe import probe_flag
 from tests.heaps import CPU, FileMemory, use_layout
 from tests.pool import GROUP_TIMEOUT_SECONDS, SHORT_TIMEOUT_SECONDS, Pool, ranks

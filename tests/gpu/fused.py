@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from bench.virtual_ranks import FusedParameters, VirtualRanks
-from pmoe.comm.heap import Heap
-from pmoe.comm.heap.device_memory import tensor_at
-from pmoe.kernels import comet
-from pmoe.kernels.comet import Journey, Launcher
-from pmoe.kernels.comet.launcher import Division
+from pmoe.kernels import extension
+from pmoe.kernels.comet import launches
+from pmoe.kernels.comet.launcher import Division, Launcher
+from pmoe.kernels.comet.launches import Journey
+from pmoe.kernels.heap.device_memory import tensor_at
+from pmoe.kernels.heap.rank_heap import Heap
 from tests.gpu import support
 from tests.gpu.grouped import (
     ACTIVATE,
@@ -399,31 +400,33 @@ class Player:
 
     def forward(self) -> Forward:
         self.poison()
-        hidden, active = comet.dispatch_hidden(
+        hidden, active = launches.dispatch_hidden(
             self.launcher, self.journeys, self.x_TM, self.weight_TK, self.given.w1, self.given.b1,
             activation=self.given.activation, keep=True,
         )  # fmt: skip
         assert hidden is not None
         rows, weights = self.arrived()
-        y = comet.product_combine(self.launcher, self.journeys, active, self.given.w2, self.given.b2)
+        y = launches.product_combine(self.launcher, self.journeys, active, self.given.w2, self.given.b2)
         return Forward(rows=rows, weights=weights, hidden=hidden, active=active, y=y)
 
     def backward(self, hidden: Sequence[Tensor], *, again: bool = True) -> Backward:
         """again: tokens' rows are dispatched once more in between, as where T_DI is not kept."""
         self.poison()
-        of_hidden, weighted, dots = comet.dispatch_hidden_gradient(
+        of_hidden, weighted, dots = launches.dispatch_hidden_gradient(
             self.launcher, self.journeys, self.grad_TM, self.weight_TK, self.given.w2, self.given.b2, hidden,
             activation=self.given.activation,
         )  # fmt: skip
         rows, weights = self.arrived()
         if again:
             self.poison()
-            comet.launches.dispatch(self.launcher, self.journeys, self.x_TM, self.weight_TK)
+            launches.dispatch(self.launcher, self.journeys, self.x_TM, self.weight_TK)
             for heap, found, own in zip(self.heaps, *self.arrived(), strict=True):
                 assert torch.equal(found, self.world.of_rows(heap.rank, self.world.x_TM)), "sent again"
                 wanted = self.world.weight_TK.reshape(-1)[self.world.received[heap.rank]]
                 assert torch.equal(own, wanted), "sent again"
-        of_x, of_weight = comet.gradient_combine(self.launcher, self.journeys, of_hidden, self.given.w1, dots)
+        of_x, of_weight = launches.gradient_combine(
+            self.launcher, self.journeys, of_hidden, self.given.w1, dots
+        )
         return Backward(
             rows=rows, weights=weights, of_hidden=of_hidden, weighted=weighted, of_x=of_x, of_weight=of_weight
         )
@@ -467,7 +470,7 @@ def play(case: Case, random: torch.Generator, *, where: torch.device | None = No
 
 def need_kernels() -> None:
     """Fails where the fused kernels do not run; skips where nobody built them on purpose."""
-    why = comet.path(DEVICE)[1]
+    why = extension.path(DEVICE)[1]
     if why is None:
         return
     if os.environ.get("PMOE_CUDA") == "0":

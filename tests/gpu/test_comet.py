@@ -15,8 +15,8 @@ import torch
 
 from bench.virtual_ranks import FusedParameters, VirtualRanks, routes_of
 from pmoe.gates.logits import router_logits
-from pmoe.kernels import comet, route
-from pmoe.kernels.comet import launcher
+from pmoe.kernels import extension, route
+from pmoe.kernels.comet import launcher, launches
 from pmoe.kernels.comet.launcher import Division
 from tests.faults import InjectedFaults
 from tests.gpu.fused import CPU, Case, World, need_kernels, play, virtual
@@ -34,7 +34,7 @@ MAX_KERNELS = 6
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whose kernels run."""
     need_kernels()
-    own, wanted = comet.path(DEVICE)[0], str(request.param)
+    own, wanted = extension.path(DEVICE)[0], str(request.param)
     if wanted == "sm_90a" and own != wanted:
         pytest.skip(f"this device runs {own}")
     monkeypatch.setattr(launcher, "path", lambda _: (wanted, None))
@@ -230,7 +230,7 @@ def test_without_t_m_the_activated_hidden_is_the_same(random: torch.Generator) -
     with virtual(case, world) as player:
         forward = player.forward()
         player.poison()
-        hidden, active = comet.dispatch_hidden(
+        hidden, active = launches.dispatch_hidden(
             player.launcher, player.journeys, player.x_TM, player.weight_TK, player.given.w1, player.given.b1,
             activation=case.activation, keep=False,
         )  # fmt: skip
@@ -253,10 +253,10 @@ def test_operands_that_do_not_fit_are_a_value_error_before_any_launch(
         x, weight, given = player.x_TM, player.weight_TK, player.given
 
         def dispatch(x: torch.Tensor = x, weight: torch.Tensor = weight) -> None:
-            comet.launches.dispatch(player.launcher, player.journeys, x, weight)
+            launches.dispatch(player.launcher, player.journeys, x, weight)
 
         def hidden(w1: list[torch.Tensor]) -> None:
-            comet.dispatch_hidden(
+            launches.dispatch_hidden(
                 player.launcher, player.journeys, x, weight, w1, given.b1, activation="gelu", keep=True
             )
 
@@ -288,9 +288,7 @@ def test_rows_that_a_heap_cannot_hold_are_a_value_error(random: torch.Generator)
         )  # fmt: skip
         journeys = world.journeys()
         with pytest.raises(ValueError, match=told):
-            comet.launches.dispatch(
-                owner.launcher, journeys, world.x_TM.to(DEVICE), world.weight_TK.to(DEVICE)
-            )
+            launches.dispatch(owner.launcher, journeys, world.x_TM.to(DEVICE), world.weight_TK.to(DEVICE))
         owner.close()
 
 

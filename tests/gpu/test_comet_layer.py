@@ -17,7 +17,7 @@ import torch
 import pmoe
 from pmoe.comm.heap import close_heaps
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels import comet
+from pmoe.kernels.comet import launcher
 from pmoe.kernels.registry import PMOE, PRODUCTS
 from tests.gpu.fused import need_kernels
 from tests.gpu.support import (
@@ -50,13 +50,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The fused launches, by the kernel. A layer that falls back fails, and nothing is measured."""
     need_kernels()
     found: list[str] = []
-    launch = comet.Launcher.launch
+    launch = launcher.Launcher.launch
 
-    def counted(self: comet.Launcher, kernel: str, *args: Any, **options: Any) -> None:
+    def counted(self: launcher.Launcher, kernel: str, *args: Any, **options: Any) -> None:
         found.append(kernel)
         launch(self, kernel, *args, **options)
 
-    monkeypatch.setattr(comet.Launcher, "launch", counted)
+    monkeypatch.setattr(launcher.Launcher, "launch", counted)
     measure_nothing(monkeypatch)
     with warnings.catch_warnings(), PRODUCTS.forcing(PMOE):
         warnings.filterwarnings("error", message="pmoe")

@@ -21,12 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.comm.heap import HeapError, HeapShape, close_heaps, process_heap
-from pmoe.comm.heap.shape import WAIT_SECONDS
+from pmoe.comm.heap import close_heaps
+from pmoe.comm.heap.providers import process_heap
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.comet import FusedKernel, Launcher
 from pmoe.kernels.comet import steps as kernel_steps
-from pmoe.kernels.comet.launcher import HeapView
+from pmoe.kernels.comet.launcher import FusedKernel, Launcher
+from pmoe.kernels.heap.rank_heap import Heap
+from pmoe.kernels.heap.shape import WAIT_SECONDS, HeapError, HeapShape
 from pmoe.kernels.registry import PMOE, PRODUCTS
 from pmoe.schedule.tasks import PassDirection
 from tests.faults import FaultyLauncher, InjectedFaults
@@ -101,7 +102,7 @@ class Parted(FaultyLauncher):
     combine    a first one, by which every sum comes home; a second one, which finds them there
     """
 
-    def __init__(self, heaps: Sequence[HeapView], divide: Any) -> None:
+    def __init__(self, heaps: Sequence[Heap], divide: Any) -> None:
         super().__init__(heaps, divide, InjectedFaults(not_waited=("grant", "arrival", "returned")))
 
     def launch(

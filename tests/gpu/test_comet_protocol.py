@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from pmoe.comm.heap import HeapError
-from pmoe.comm.heap.shape import WAIT_SECONDS
-from pmoe.kernels import comet
-from pmoe.kernels.comet import launcher
+from pmoe.kernels import extension
+from pmoe.kernels.comet import launcher, launches
+from pmoe.kernels.heap.shape import WAIT_SECONDS, HeapError
 from tests.faults import InjectedFaults
 from tests.gpu.fused import DEVICE, need_kernels
 from tests.gpu.integers import Integers
@@ -34,7 +33,7 @@ PLANTED_ROUNDS = 50
 @pytest.fixture(params=["sm_90a", "sm_80"], autouse=True)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     need_kernels()
-    own, wanted = comet.path(DEVICE)[0], str(request.param)
+    own, wanted = extension.path(DEVICE)[0], str(request.param)
     if wanted == "sm_90a" and own != wanted:
         pytest.skip(f"this device runs {own}")
     monkeypatch.setattr(launcher, "path", lambda _: (wanted, None))
@@ -145,15 +144,15 @@ def on_streams(world: Integers, rounds: int) -> list[int]:
         for rank, (own, stream) in enumerate(zip(ranks, streams, strict=True)):
             journey, w1, w2 = [turn.journeys[rank]], given.w1[rank : rank + 1], given.w2[rank : rank + 1]
             with torch.cuda.stream(stream):
-                hidden, active = comet.dispatch_hidden(
+                hidden, active = launches.dispatch_hidden(
                     own, journey, turn.x_TM, turn.weight_TK, w1, [None], activation="relu", keep=True
                 )
-                y = comet.product_combine(own, journey, active, w2, [None])
+                y = launches.product_combine(own, journey, active, w2, [None])
                 assert hidden is not None
-                of_hidden, _, dots = comet.dispatch_hidden_gradient(
+                of_hidden, _, dots = launches.dispatch_hidden_gradient(
                     own, journey, turn.grad_TM, turn.weight_TK, w2, [None], hidden, activation="relu"
                 )
-                of_x, of_weight = comet.gradient_combine(own, journey, of_hidden, w1, dots)
+                of_x, of_weight = launches.gradient_combine(own, journey, of_hidden, w1, dots)
             results.append((turn, journey[0], y, of_x, of_weight))
     world.virtual.check()
     wrong = set()
@@ -186,9 +185,9 @@ def test_ranks_may_be_a_launch_apart(monkeypatch: pytest.MonkeyPatch, num_ranks:
 # ---- ranks that never come
 
 
-def alone(world: Integers) -> comet.Launcher:
+def alone(world: Integers) -> launcher.Launcher:
     """Rank 0 by itself."""
-    return comet.Launcher(world.virtual.heaps[:1], lambda kernel, direction: world.virtual.division)
+    return launcher.Launcher(world.virtual.heaps[:1], lambda kernel, direction: world.virtual.division)
 
 
 @pytest.mark.parametrize("rounds", [0, 3], ids=lambda rounds: f"after {rounds} rounds")
@@ -203,11 +202,11 @@ def test_a_rank_that_never_sends_is_named_and_a_new_heap_serves(
         # Both launches, as a layer does: the second finds a heap that has failed, or learns of it by itself.
         with pytest.raises(HeapError, match="rank 0 waited 0.5 s in vain for rank [1-3]: the (grant|arrival)"
                            ) as failed:  # fmt: skip
-            _, active = comet.dispatch_hidden(
+            _, active = launches.dispatch_hidden(
                 own, turn.journeys[:1], turn.x_TM, turn.weight_TK, given.w1[:1], [None], activation="relu",
                 keep=False,
             )  # fmt: skip
-            comet.product_combine(own, turn.journeys[:1], active, given.w2[:1], [None])
+            launches.product_combine(own, turn.journeys[:1], active, given.w2[:1], [None])
             world.virtual.check()
         assert f", in round {1 + 2 * rounds}. " in str(failed.value)  # two dispatches a turn
         with pytest.raises(HeapError, match="a new heap must be made"):
@@ -221,12 +220,12 @@ def test_a_rank_that_never_returns_its_sums_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(WAIT_SECONDS, "0.5")
     with integers(2) as world:
         turn, given = world.turn(1), world.given
-        _, active = comet.dispatch_hidden(
+        _, active = launches.dispatch_hidden(
             world.virtual.launcher, turn.journeys, turn.x_TM, turn.weight_TK, given.w1, given.b1,
             activation="relu", keep=False,
         )  # fmt: skip
         world.virtual.check()
-        comet.product_combine(alone(world), turn.journeys[:1], active[:1], given.w2[:1], [None])
+        launches.product_combine(alone(world), turn.journeys[:1], active[:1], given.w2[:1], [None])
         with pytest.raises(HeapError, match=r"rank 1: the return of column chunk \d") as failed:
             world.virtual.check()
         assert ", in round 1. " in str(failed.value)
@@ -241,10 +240,10 @@ def test_whoever_waits_for_a_rank_that_has_failed_fails_too(monkeypatch: pytest.
     with integers(2) as world:
         turn, given = world.turn(1), world.given
         for rank in range(2):
-            own = comet.Launcher(
+            own = launcher.Launcher(
                 [world.virtual.heaps[rank]], lambda kernel, direction: world.virtual.division
             )
-            comet.dispatch_hidden(
+            launches.dispatch_hidden(
                 own, turn.journeys[rank : rank + 1], turn.x_TM, turn.weight_TK, given.w1[rank : rank + 1],
                 [None], activation="relu", keep=False,
             )  # fmt: skip

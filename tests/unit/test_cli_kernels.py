@@ -13,7 +13,7 @@ import torch
 
 from pmoe.cli import profile_kernels
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels import comet
+from pmoe.kernels import extension
 from pmoe.measure import division as among_ranks
 from pmoe.measure import fused_kernels
 from pmoe.measure.division import as_fields, division_path, load_divisions, save_divisions
@@ -45,7 +45,7 @@ def test_without_a_device_that_runs_them_one_message_says_why(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     if not options:
-        monkeypatch.setattr(comet, "path", lambda device: (None, "no code for this device"))
+        monkeypatch.setattr(extension, "path", lambda device: (None, "no code for this device"))
     assert refused(capsys, *KERNELS, *options).endswith(f"{told}\n")
 
 
@@ -90,7 +90,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FusedKernelSizes, Divis
         return 1e-3 + abs(division.n_c - 16) * 1e-5 + division.chunk_columns * 1e-9
 
     monkeypatch.setattr(fused_kernels, "time_division", time_division)
-    monkeypatch.setattr(comet, "path", lambda device: ("sm_90a", None))
+    monkeypatch.setattr(extension, "path", lambda device: ("sm_90a", None))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(among_ranks, "device_name", lambda device: "NVIDIA H200")
     properties = SimpleNamespace(multi_processor_count=132)

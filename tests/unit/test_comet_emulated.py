@@ -12,10 +12,11 @@ from torch import Tensor
 
 import pmoe
 from bench.virtual_ranks import FusedParameters, VirtualRanks, routes_of
-from pmoe.comm.heap import HeapError, close_heaps
+from pmoe.comm.heap import close_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet import launches
 from pmoe.kernels.comet.launcher import Division
+from pmoe.kernels.heap.shape import HeapError
 from tests.emulated import compile_kernels, emulated
 from tests.faults import InjectedFaults
 from tests.reference import relative_error

@@ -20,7 +20,7 @@ import pmoe
 from pmoe import warn
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.swiglu import SwiGLUExperts
-from pmoe.kernels.comet import Steps
+from pmoe.kernels.comet.steps import Steps
 from pmoe.planner.division import LayerSeconds
 from pmoe.runners import fused_steps as comet
 from pmoe.runners import one_rank as alone

@@ -16,24 +16,22 @@ from typing import Any
 import pytest
 import torch
 
-from pmoe.comm.heap import (
-    Heap,
-    HeapError,
-    HeapShape,
-    close_heaps,
-    device_memory,
+from pmoe.comm.heap import close_heaps
+from pmoe.comm.heap.providers import (
+    _without_group,
     heap_for,
     nvshmem_heap,
     process_heap,
     virtual_heaps,
+    wait_seconds,
 )
-from pmoe.comm.heap.device_memory import tensor_at
-from pmoe.comm.heap.providers import _without_group
-from pmoe.comm.heap.rank_heap import MAX_EPOCHS, open_heaps
-from pmoe.comm.heap.shape import WAIT_SECONDS, _places, awaited, wait_seconds
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
 from pmoe.kernels.comet.launcher import MAX_EXPERTS, MAX_RANKS, MAX_VIRTUAL
+from pmoe.kernels.heap import device_memory
+from pmoe.kernels.heap.device_memory import tensor_at
+from pmoe.kernels.heap.rank_heap import MAX_EPOCHS, Heap, open_heaps
+from pmoe.kernels.heap.shape import WAIT_SECONDS, HeapError, HeapShape, _places, awaited
 from tests.faults import WAITS
 from tests.heaps import CPU, FileMemory, use_layout
 
@@ -332,7 +330,8 @@ def test_what_fails_while_closing_is_a_warning() -> None:
 def test_a_process_may_end_with_open_heaps() -> None:
     program = (
         "import pytest, torch\n"
-        "from pmoe.comm.heap import HeapShape, heap_for, process_heap, virtual_heaps\n"
+        "from pmoe.comm.heap.providers import heap_for, process_heap, virtual_heaps\n"
+        "from pmoe.kernels.heap.shape import HeapShape\n"
         "from pmoe.comm.ranks import Ranks\n"
         "from tests.heaps import CPU, FileMemory, use_layout\n"
         "use_layout(pytest.MonkeyPatch())\n"

@@ -12,7 +12,7 @@ from pmoe import warn
 from pmoe.comm.heap import collectives
 from pmoe.comm.heap.collectives import warn_where_there_is_no_room
 from pmoe.kernels import extension
-from pmoe.kernels.comet import loading_refusal
+from pmoe.kernels.comet.launcher import loading_refusal
 
 NOT_SET = -(2**31)
 """NCCL_CONFIG_UNDEF_INT."""

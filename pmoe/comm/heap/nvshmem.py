@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from pmoe.comm.heap import device_memory
-from pmoe.comm.heap.device_memory import DeviceMemory
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
+from pmoe.kernels.heap import device_memory
+from pmoe.kernels.heap.device_memory import DeviceMemory
 
 _members: list[int] | None = None
 """The global ranks with which NVSHMEM was started in this process: it starts once."""
 
 
 class NvshmemMemory(DeviceMemory):
-    """NVSHMEM's, of one group of ranks: see `pmoe.comm.heap.nvshmem_heap`."""
+    """NVSHMEM's, of one group of ranks: see `pmoe.comm.heap.providers.nvshmem_heap`."""
 
     collective = True
 

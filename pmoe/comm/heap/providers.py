@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,14 +16,15 @@ import torch
 import torch.distributed as dist
 
 from pmoe.comm.agreement import gathered
-from pmoe.comm.heap import device_memory
 from pmoe.comm.heap.collectives import warn_where_there_is_no_room
-from pmoe.comm.heap.device_memory import DeviceMemory
 from pmoe.comm.heap.nvshmem import NvshmemMemory
-from pmoe.comm.heap.rank_heap import Heap, open_heaps
-from pmoe.comm.heap.shape import HeapShape, wait_seconds
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.comet import spare_blocks
+from pmoe.comm.subgroups import timeout_of
+from pmoe.kernels.comet.launcher import spare_blocks
+from pmoe.kernels.heap import device_memory
+from pmoe.kernels.heap.device_memory import DeviceMemory
+from pmoe.kernels.heap.rank_heap import Heap, open_heaps
+from pmoe.kernels.heap.shape import WAIT_SECONDS, HeapShape
 
 
 def virtual_heaps(
@@ -226,6 +229,35 @@ def _quietly(work: Callable[..., object], *args: object) -> None:
         work(*args)
     except Exception as error:
         warnings.warn(f"pmoe: closing a heap: {error}", stacklevel=2)
+
+
+# ---- for how long kernels wait for their peers
+
+
+DEFAULT_WAIT_SECONDS, MAX_WAIT_SECONDS = 600.0, 86400.0
+
+
+def wait_seconds(ranks: Ranks) -> float:
+    """For how long kernels of this rank wait: $PMOE_WAIT_SECONDS, at most the group's timeout; else that one.
+
+    A peer may be late by what a collective may: a checkpoint, an evaluation, a rank of another group. 600 s
+    for a group without a timeout. Raises ValueError for a variable that is not a number of seconds.
+    """
+    text = os.environ.get(WAIT_SECONDS)
+    timeout = None if ranks.group is None else timeout_of(ranks.group)
+    longest = DEFAULT_WAIT_SECONDS if timeout is None else timeout.total_seconds()
+    if text is not None:
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = math.nan
+        if not 0 < seconds <= MAX_WAIT_SECONDS:
+            raise ValueError(
+                f"{WAIT_SECONDS} ({text!r}) must be a number of seconds, more than 0 and at most "
+                f"{MAX_WAIT_SECONDS:g}"
+            )
+        return seconds if timeout is None else min(seconds, longest)
+    return min(longest, MAX_WAIT_SECONDS)
 
 
 # ---- heaps that layers share: one for each group, device, width, type and number of experts

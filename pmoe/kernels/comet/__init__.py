@@ -1,6 +1,6 @@
 """COMET's two fused kernels: dispatch + product, and product + top-k reduction + combine.
 
-Rows are written straight into the heap of the rank that computes them (`pmoe.comm.heap`), and tiles of the
+Rows are written straight into the heap of the rank that computes them (`pmoe.kernels.heap`), and tiles of the
 product start as their rows arrive; on the way back the columns of the result leave as they are computed. The
 kernels are in cuda/comet. (COMET, sections 3.1 and 3.2; arXiv 2502.19811.)
 
@@ -13,31 +13,3 @@ launched together.
 Letters: T tokens of this rank, K choices, S rows that leave, N rows that arrive, W ranks, E experts of a
 rank, P parts of the columns, M = d_model, H = d_hidden, G = H or 2H rows of w1.
 """
-
-from pmoe.kernels.comet.launcher import FusedKernel, Launcher, loading_refusal, ranks_refusal, spare_blocks
-from pmoe.kernels.comet.launches import (
-    Journey,
-    dispatch_hidden,
-    dispatch_hidden_gradient,
-    gradient_combine,
-    product_combine,
-)
-from pmoe.kernels.comet.steps import Steps
-from pmoe.kernels.extension import path
-from pmoe.kernels.gemm import refusal
-
-__all__ = [
-    "FusedKernel",
-    "Journey",
-    "Launcher",
-    "Steps",
-    "dispatch_hidden",
-    "dispatch_hidden_gradient",
-    "gradient_combine",
-    "path",
-    "product_combine",
-    "loading_refusal",
-    "ranks_refusal",
-    "refusal",
-    "spare_blocks",
-]

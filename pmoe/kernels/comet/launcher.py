@@ -7,15 +7,15 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import torch
-from torch import Tensor
 
 from pmoe.arguments import check_count
 from pmoe.kernels import extension
 from pmoe.kernels.extension import path
 from pmoe.kernels.gemm import ELEMENTS, FORWARD, INPUT, PLAIN, SPARE
+from pmoe.kernels.heap.rank_heap import Heap
 from pmoe.schedule.tasks import PassDirection
 
 MAX_RANKS, MAX_EXPERTS, MAX_CHUNKS = 64, 1024, 64
@@ -113,34 +113,10 @@ Divide = Callable[[FusedKernel, PassDirection], Division]
 """The division point of a launch; the same on every rank."""
 
 
-class HeapView(Protocol):
-    """The part of a rank's symmetric heap that launches need; `pmoe.comm.heap.Heap` has it."""
-
-    rank: int
-    epoch: int
-    device: torch.device
-    base: int
-    peers: Tensor
-    report: Tensor
-
-    @property
-    def shape(self) -> Any: ...
-    @property
-    def counters(self) -> int: ...
-    @property
-    def bound_nanoseconds(self) -> int: ...
-
-    def next_epoch(self) -> int: ...
-    def give_up(self, why: str) -> None: ...
-    def raise_if_failed(self) -> None: ...
-    def rows(self, count: int) -> Tensor: ...
-    def row_weight(self, count: int) -> Tensor: ...
-
-
 class Launcher:
     """Launches for the ranks that this process runs, by their heaps, each divided as ``divide`` says."""
 
-    def __init__(self, heaps: Sequence[HeapView], divide: Divide) -> None:
+    def __init__(self, heaps: Sequence[Heap], divide: Divide) -> None:
         """Raises ValueError where there are more ranks than a launch takes, or none."""
         if not 1 <= len(heaps) <= MAX_VIRTUAL:
             raise ValueError(f"heaps ({len(heaps)}) must be 1 to {MAX_VIRTUAL}: the ranks of one launch")
@@ -200,7 +176,7 @@ class Launcher:
         columns = chunk_columns(division, self.heaps[0].shape.d_model, self.tile_columns)
         return {"n_c": n_c, "chunk_columns": columns}
 
-    def rank_fields(self, heap: HeapView) -> dict[str, int]:
+    def rank_fields(self, heap: Heap) -> dict[str, int]:
         """The fields of cuda/comet/read.h that every launch gives for a rank."""
         shape = heap.shape
         return {
@@ -229,10 +205,10 @@ def chunk_columns(division: Division, columns: int, tile_columns: int) -> int:
     return min(-(-min_columns // tile_columns) * tile_columns, every)
 
 
-_last_stream: weakref.WeakKeyDictionary[HeapView, torch.cuda.Stream] = weakref.WeakKeyDictionary()
+_last_stream: weakref.WeakKeyDictionary[Heap, torch.cuda.Stream] = weakref.WeakKeyDictionary()
 
 
-def _stream_behind(heaps: Sequence[HeapView], device: torch.device) -> int:
+def _stream_behind(heaps: Sequence[Heap], device: torch.device) -> int:
     """The current stream, behind whatever was launched with these heaps: their rounds follow each other."""
     stream = torch.cuda.current_stream(device)
     for heap in heaps:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import extension
-from pmoe.kernels.comet.launcher import HeapView, Launcher
+from pmoe.kernels.comet.launcher import Launcher
 from pmoe.kernels.gemm import ACTIVATIONS, HIDDEN, HIDDEN_GRADIENT
+from pmoe.kernels.heap.rank_heap import Heap
 from pmoe.kernels.operands import address, at, check_memory, check_tensor
 
 
@@ -57,7 +58,7 @@ class Journey:
         return self.recv_WE.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-def journey_fields(heap: HeapView, journey: Journey) -> dict[str, int]:
+def journey_fields(heap: Heap, journey: Journey) -> dict[str, int]:
     """Where rows go."""
     shape, device = heap.shape, heap.device
     if journey.num_received > shape.rows:
@@ -92,7 +93,7 @@ def journey_fields(heap: HeapView, journey: Journey) -> dict[str, int]:
     }
 
 
-def dispatch_fields(heap: HeapView, journey: Journey, source_TM: Tensor, weight_TK: Tensor) -> dict[str, int]:
+def dispatch_fields(heap: Heap, journey: Journey, source_TM: Tensor, weight_TK: Tensor) -> dict[str, int]:
     """Rows of tokens leave, and arrive as A of the product."""
     shape = heap.shape
     wanted = (journey.expert_TK.shape[0], shape.d_model)
@@ -116,7 +117,7 @@ def dispatch_fields(heap: HeapView, journey: Journey, source_TM: Tensor, weight_
     }
 
 
-def combine_fields(heap: HeapView, journey: Journey, a: Tensor, result_TM: Tensor) -> dict[str, int]:
+def combine_fields(heap: Heap, journey: Journey, a: Tensor, result_TM: Tensor) -> dict[str, int]:
     """Products of A's rows are written where dispatched rows lay, summed, and sent to their tokens."""
     shape = heap.shape
     check_tensor("rows", a, dtypes=[shape.dtype], device=heap.device)
@@ -139,7 +140,7 @@ def combine_fields(heap: HeapView, journey: Journey, a: Tensor, result_TM: Tenso
 
 
 def check_expert_weight(
-    name: str, weight: Tensor, bias: Tensor | None, heap: HeapView, *, columns: int
+    name: str, weight: Tensor, bias: Tensor | None, heap: Heap, *, columns: int
 ) -> tuple[int, int, int]:
     """Its shape. columns: which of its dimensions is d_model."""
     check_memory(dense={name: weight, "bias": bias})

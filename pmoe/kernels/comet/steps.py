@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels.comet import launches
-from pmoe.kernels.comet.launcher import Divide, HeapView, Launcher
+from pmoe.kernels.comet.launcher import Divide, Launcher
 from pmoe.kernels.comet.launches import Journey
+from pmoe.kernels.heap.rank_heap import Heap
 
 
 class Steps:
@@ -21,7 +22,7 @@ class Steps:
     its place, for larger batches; the rounds of the two need no memory in common.
     """
 
-    def __init__(self, find_heap: Callable[[], HeapView], divide: Divide) -> None:
+    def __init__(self, find_heap: Callable[[], Heap], divide: Divide) -> None:
         self._find_heap, self._divide = find_heap, divide
         self._made = Launcher([find_heap()], divide)
 

@@ -5,17 +5,13 @@ cuda/comet/layout.h says the first two, through the extension.
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
-from pmoe.comm.heap import device_memory
-from pmoe.comm.ranks import Ranks
-from pmoe.comm.subgroups import timeout_of
+from pmoe.kernels.heap import device_memory
 
 ROW_ALIGNMENT_BYTES = 16
 
@@ -79,8 +75,6 @@ def _places(ranks: int, experts: int, rows: int, home_rows: int, row_bytes: int)
 WAIT_SECONDS = "PMOE_WAIT_SECONDS"
 """The environment variable: for how long a kernel waits for a peer."""
 
-DEFAULT_WAIT_SECONDS, MAX_WAIT_SECONDS = 600.0, 86400.0
-
 
 def awaited(report: Sequence[int]) -> str:
     """What a rank waited for in vain: `Report` and `Wait` of cuda/comet/watch.h, in words.
@@ -101,26 +95,3 @@ def awaited(report: Sequence[int]) -> str:
 
 class HeapError(RuntimeError):
     """A wait that lasted too long, or use of a heap that is broken or closed."""
-
-
-def wait_seconds(ranks: Ranks) -> float:
-    """For how long kernels of this rank wait: $PMOE_WAIT_SECONDS, at most the group's timeout; else that one.
-
-    A peer may be late by what a collective may: a checkpoint, an evaluation, a rank of another group. 600 s
-    for a group without a timeout. Raises ValueError for a variable that is not a number of seconds.
-    """
-    text = os.environ.get(WAIT_SECONDS)
-    timeout = None if ranks.group is None else timeout_of(ranks.group)
-    longest = DEFAULT_WAIT_SECONDS if timeout is None else timeout.total_seconds()
-    if text is not None:
-        try:
-            seconds = float(text)
-        except ValueError:
-            seconds = math.nan
-        if not 0 < seconds <= MAX_WAIT_SECONDS:
-            raise ValueError(
-                f"{WAIT_SECONDS} ({text!r}) must be a number of seconds, more than 0 and at most "
-                f"{MAX_WAIT_SECONDS:g}"
-            )
-        return seconds if timeout is None else min(seconds, longest)
-    return min(longest, MAX_WAIT_SECONDS)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pmoe.comm.heap import device_memory
-from pmoe.comm.heap.shape import WAIT_SECONDS, HeapError, HeapShape, awaited
+from pmoe.kernels.heap import device_memory
+from pmoe.kernels.heap.shape import WAIT_SECONDS, HeapError, HeapShape, awaited
 
 MAX_EPOCHS = 2**31 - 1
 """Later than that a flag that was never raised would count as raised (cuda/comet/protocol.h)."""

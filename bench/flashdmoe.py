@@ -3,7 +3,7 @@
     python bench/flashdmoe.py [--assumptions] [--draw FILE]
 
 `ASSUMPTIONS` were fixed before the first run, and nothing is fitted. The layer is COMET's
-(`pmoe.papers.comet_layers`), and so are writing to peers and the synchronous layer beside it.
+(`pmoe.papers.comet_tasks`), and so are writing to peers and the synchronous layer beside it.
 
 Letters: N ranks, H columns of a row, D of the hidden layer.
 """
@@ -24,18 +24,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 
 from bench.stated import assumptions, by_key, run
 from pmoe.papers.assumptions import wrapped
-from pmoe.papers.comet_division import busy_bars
-from pmoe.papers.comet_figures import chunked_run
-from pmoe.papers.comet_layers import (
+from pmoe.papers.comet_figures import busy_bars, chunked_run
+from pmoe.papers.comet_tasks import (
+    PIECE_ROWS,
     TILE_COLUMNS,
     TILE_ROWS,
     Arriving,
     DeviceRates,
+    FusedTask,
+    Launch,
     Model,
     Returning,
     even_layer,
+    fused_combine_tasks,
+    fused_dispatch_tasks,
 )
-from pmoe.papers.comet_tasks import PIECE_ROWS, FusedTask, Launch, fused_combine_tasks, fused_dispatch_tasks
 from pmoe.planner.simulator import Simulated, makespan, simulate
 from pmoe.planner.timeline import drawing
 

@@ -92,7 +92,7 @@ LANES = ("communicate", "intra-node", "compute", "copy out", "copy in")
 """From the top. Copies are shown where there are any."""
 
 FUSED_LANES = ("link", "communicating blocks", "computing blocks", "subscriber", "scheduler", "processors")
-"""Those of fused kernels (`pmoe.papers.comet_division.busy_bars`), from the top; three are COMET's."""
+"""Those of fused kernels (`pmoe.papers.comet_figures.busy_bars`), from the top; three are COMET's."""
 
 
 def draw(path: str | Path | IO[bytes], panels: Mapping[str, Sequence[Span]], title: str) -> None:

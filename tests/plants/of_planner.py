@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.plants.plant import Plant
 
 COST_MODEL = "pmoe/planner/cost_model.py"
-DEGREE = "pmoe/planner/pipeline_degree.py"
+DEGREE = "pmoe/planner/degree_search.py"
 CHOICES = "tests/gloo/test_best_choices.py"
 
 PLANNER = (

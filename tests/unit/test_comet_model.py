@@ -17,33 +17,34 @@ import pytest
 from pmoe import cli
 from pmoe.kernels.comet.launcher import Division
 from pmoe.papers.assumptions import assumptions
-from pmoe.papers.comet_division import (
-    all_chunks,
-    best_division,
-    fused_run,
-    min_seconds,
-)
 from pmoe.papers.comet_figures import (
     ASSUMPTIONS,
     H800,
+    all_chunks,
     beside,
+    best_division,
     chunked_run,
     figure8,
     fused_bars,
+    fused_run,
+    min_seconds,
     moves,
     panels,
     table3,
 )
-from pmoe.papers.comet_layers import (
+from pmoe.papers.comet_tasks import (
     TILE_COLUMNS,
     TILE_ROWS,
     Arriving,
     DeviceRates,
     Model,
     Returning,
+    Tile,
     even_layer,
+    fused_combine_tasks,
+    fused_dispatch_tasks,
+    tile_order,
 )
-from pmoe.papers.comet_tasks import Tile, fused_combine_tasks, fused_dispatch_tasks, tile_order
 from pmoe.planner.simulator import makespan
 from pmoe.planner.timeline import FUSED_LANES, LEGEND, draw
 

@@ -29,10 +29,8 @@ from bench.flashdmoe import (
     table62,
     ways_by_size,
 )
-from pmoe.papers.comet_division import fused_run
-from pmoe.papers.comet_figures import chunked_run
-from pmoe.papers.comet_layers import Arriving, DeviceRates, even_layer
-from pmoe.papers.comet_tasks import FusedTask
+from pmoe.papers.comet_figures import chunked_run, fused_run
+from pmoe.papers.comet_tasks import Arriving, DeviceRates, FusedTask, even_layer
 from pmoe.planner.simulator import makespan, simulate
 
 ROOT = Path(__file__).resolve().parents[2]

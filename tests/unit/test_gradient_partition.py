@@ -17,9 +17,8 @@ from pmoe.planner.costs import (
     all_reduce_seconds,
     bytes_within,
 )
-from pmoe.planner.degree_search import simulated_degrees
+from pmoe.planner.degree_search import MAX_DEGREE, find_degree, simulated_degrees
 from pmoe.planner.gradient_partition import Partition, partition
-from pmoe.planner.pipeline_degree import MAX_DEGREE, find_degree
 from tests.unit.test_pipeline_degree import BACKWARD, PAPERS, t_olp_moe
 
 LINE = LineCost(1e-4, 6e-10)

@@ -21,13 +21,16 @@ from pmoe.planner import degree_search
 from pmoe.planner.costs import LayerCosts, LineCost
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import (
+    MAX_DEGREE,
     ScheduleOptions,
     best_degree,
+    case_seconds,
+    find_degree,
+    formula_seconds,
     pass_seconds,
     simulated_degrees,
     stage_seconds,
 )
-from pmoe.planner.pipeline_degree import MAX_DEGREE, case_seconds, find_degree, formula_seconds
 from pmoe.planner.simulator import makespan, simulate
 from tests import fresh
 

@@ -26,6 +26,7 @@ from bench.pictures import plotting
 from bench.timing import OUT
 from pmoe.planner.cost_model import Interference, cheapest_pair
 from pmoe.planner.costs import LineCost
+from pmoe.planner.degree import Choice
 from pmoe.planner.drawing import PAIRS
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.layer_sizes import LayerSizes, sizes_from_options
@@ -109,7 +110,10 @@ def profile_of(regime: Regime) -> Profile:
 def simulated(regime: Regime, n: int) -> dict[str, float]:
     """Seconds of a step with each strategy."""
     shape, profile = shape_of(regime.ranks), profile_of(regime)
-    return {name: step_seconds(shape, profile, B, n, n, pair) for name, pair in STRATEGIES.items()}
+    return {
+        name: step_seconds(shape, profile, B, Choice(forward=n, backward=n, restore=pair))
+        for name, pair in STRATEGIES.items()
+    }
 
 
 @functools.cache
@@ -214,7 +218,10 @@ def main() -> None:
     print("| W | lanes | " + " | ".join(pairs) + " |\n" + "|---" * (len(pairs) + 2) + "|")
     for ranks, slowed in itertools.product(RANKS, (False, True)):
         shape, profile = shape_of(ranks), h200(ranks, SLOWED if slowed else Interference())
-        seconds = [step_seconds(shape, profile, B, args.n, args.n, pair) for pair in pairs.values()]
+        seconds = [
+            step_seconds(shape, profile, B, Choice(forward=args.n, backward=args.n, restore=pair))
+            for pair in pairs.values()
+        ]
         print(f"| {ranks} | {LANES[slowed]} | " + " | ".join(f"{each * 1e3:.2f}" for each in seconds) + " |")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     draw(args.out, args.n)

@@ -26,6 +26,7 @@ from pmoe.measure.profile import save_profile
 from pmoe.planner.candidates import PricedChoice, advise, evaluate, step_bars
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost
+from pmoe.planner.degree import all_choices
 from pmoe.planner.layer_sizes import LayerSizes, sizes_from_options
 from pmoe.planner.profile import FORMAT, Profile, Versions
 from pmoe.planner.timeline import draw
@@ -69,7 +70,7 @@ def shape() -> LayerSizes:
 
 def candidates(degrees: tuple[int, ...], pairs: tuple[Restore, ...]) -> list[PricedChoice]:
     both = [(n, n) for n in degrees]
-    return list(evaluate(shape(), TOKENS, degrees=both, pairs=pairs, profile=PROFILE, slack=1.25))
+    return evaluate(shape(), TOKENS, all_choices(both, pairs), profile=PROFILE, slack=1.25)
 
 
 def draw_steps(path: Path, drawn: dict[str, PricedChoice]) -> None:

@@ -24,7 +24,7 @@ from pmoe.engine.arena import pool
 from pmoe.layer import MoELayer
 from pmoe.measure.step_memory import step_peak_bytes
 from pmoe.planner.candidates import bound
-from pmoe.planner.degree import check_backward
+from pmoe.planner.degree import all_choices, check_backward
 from pmoe.planner.theory import theory
 from pmoe.schedule.restore import ALL_PAIRS, Restore
 from pmoe.text import table
@@ -60,9 +60,9 @@ def run_command(args: argparse.Namespace) -> Output:
     _check(args)
     device = parse_device(args.device, must_exist=args.measure)
     shape, backward = layer_shape(args, device.type), args.n_backward or args.n
-    rows = {}
-    for pair in ALL_PAIRS if args.memory_reuse is None else (args.memory_reuse,):
-        memory = bound(shape, shape.call(args.tokens), args.n, backward, pair, args.slack)
+    rows, pairs = {}, ALL_PAIRS if args.memory_reuse is None else (args.memory_reuse,)
+    for choice in all_choices([(args.n, backward)], pairs):
+        memory, pair = bound(shape, shape.call(args.tokens), choice, args.slack), choice.restore
         measured = _measured(args, pair, device) if args.measure else {}
         rows[pair] = {"restore": str(pair), "strategy": pair.strategy, **asdict(memory), **measured}
     sizes = {**layer_fields(args), "n": args.n, "n_backward": backward, "device": device.type}

@@ -16,7 +16,7 @@ from pmoe.layer.trials import Batch, tried_seconds
 from pmoe.measure.products import measure_products
 from pmoe.measure.profile import PROFILES
 from pmoe.planner.candidates import Chooser, Measured
-from pmoe.planner.degree import DEGREES, SOLVE, Choice
+from pmoe.planner.degree import DEGREES, SOLVE, Choice, all_choices
 from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.schedule.restore import Restore
@@ -79,7 +79,7 @@ def _tried(batch: Batch, choices: Sequence[Choice]) -> Measured:
 
 
 def _tried_cuts(batch: Batch, restore: Restore, degrees: Sequence[int]) -> Measured:
-    return _tried(batch, [Choice(forward=n, backward=n, restore=restore) for n in degrees])
+    return _tried(batch, all_choices([(n, n) for n in degrees], [restore]))
 
 
 def _compared_with_steps(batch: Batch, choice: Choice) -> Choice:
@@ -89,8 +89,7 @@ def _compared_with_steps(batch: Batch, choice: Choice) -> Choice:
     if profile is None or profile.when in _compared or (measured := _tried(batch, [choice])) is None:
         return choice
     _compared.add(profile.when)
-    degrees = (choice.forward, choice.backward, choice.restore)
-    seconds = step_seconds(batch.sizes, profile, counts.max_tokens, *degrees)
+    seconds = step_seconds(batch.sizes, profile, counts.max_tokens, choice)
     [rows] = largest(ranks, x_TM.device, [float(counts.recv.sum())], stage="comparing a profile with a step")
     seconds *= rows / (batch.rows * batch.parts.grid.inside.size)  # of the fullest rank
     took = sum(measured[0])
@@ -108,7 +107,7 @@ def _cheapest_pair(batch: Batch) -> Restore:
     n, m = spec.fixed_degree or 2, spec.pipeline_backward  # 2 where n follows the pair
 
     def tried(pairs: Sequence[Restore]) -> Measured:
-        return _tried(batch, [Choice(forward=n, backward=m or n, restore=pair) for pair in pairs])
+        return _tried(batch, all_choices([(n, m or n)], pairs))
 
     return _chooser_of(batch).pair(batch.sizes, batch.counts.max_tokens, batch.profile, tried)
 
@@ -119,10 +118,10 @@ def _within_budget(batch: Batch) -> Choice:
     spec, counts = batch.parts.spec, batch.counts
     pool(batch.inputs.x_TM.device).device.keep_at_most(spec.budget or 0)
     candidates = DEGREES if spec.fixed_degree is None else (spec.fixed_degree,)
-    degrees = [(n, spec.pipeline_backward or n) for n in candidates]
+    choices = all_choices([(n, spec.pipeline_backward or n) for n in candidates], batch.parts.pairs)
     tried = functools.partial(_tried, batch)
     fitting = functools.partial(
-        _chooser_of(batch).fitting, batch.sizes, counts.max_tokens, degrees, batch.profile, tried
+        _chooser_of(batch).fitting, batch.sizes, counts.max_tokens, choices, batch.profile, tried
     )
     choice = fitting()
     if counts.host_shortage and choice.restore.dispatched == "offload":

@@ -13,7 +13,7 @@ from pmoe.experts.base import Experts, local_part
 from pmoe.gates.base import Gate
 from pmoe.layer.parts import Parts
 from pmoe.planner.candidates import PricedChoice, bound, within_budget
-from pmoe.planner.degree import SOLVE, Choice
+from pmoe.planner.degree import SOLVE, Choice, all_choices
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.planner.memory import PredictedMemory, predict
 from pmoe.planner.pass_rows import counted_rows
@@ -104,12 +104,8 @@ def _ways(
     forward = spec.degrees if n is None else (n,)
     fixed = pipeline_backward or spec.pipeline_backward
     apart = spec.pipeline == SOLVE and spec.rotates and n is None and fixed is None
-    return [
-        Choice(forward=n, backward=backward, restore=pair)
-        for n in forward
-        for backward in (spec.degrees if apart else (fixed or n,))
-        for pair in pairs
-    ]
+    degrees = [(n, m) for n in forward for m in (spec.degrees if apart else (fixed or n,))]
+    return all_choices(degrees, pairs)
 
 
 def _checked_pair(memory_reuse: str | Restore) -> Restore:
@@ -122,17 +118,16 @@ def _checked_pair(memory_reuse: str | Restore) -> Restore:
 def _of_way(
     parts: Parts, sizes: LayerSizes, call: CallRows, counts: RankCounts | None, way: Choice
 ) -> PredictedMemory:
-    sizes = replace(sizes, rotates=sizes.rotates or way.forward != way.backward)
-    degrees, restore = (way.forward, way.backward), way.restore
+    sizes = replace(sizes, rotates=sizes.rotates or way.rearranged)
     if counts is None:
-        return bound(sizes, call, *degrees, restore, parts.spec.slack, parts.num_bins)
-    bins = counts.send.shape[0]
+        return bound(sizes, call, way, parts.spec.slack, parts.num_bins)
+    bins, degrees = counts.send.shape[0], (way.forward, way.backward)
     if any(bins % n for n in degrees):
         raise ValueError(f"pipeline {degrees} must divide the {bins} bins of row_counts")
-    forward, backward = (n << counts.depth.get(n, 0) for n in degrees)
+    cut = [n << counts.depth.get(n, 0) for n in degrees]
     rank, place = parts.ranks.rank, parts.grid.inside.rank
-    rows = {n: counted_rows(sizes, counts, rank, n, place) for n in (forward, backward)}
-    return predict(sizes, call, rows[forward], rows[backward], restore, rearranged=forward != backward)
+    forward, backward = (counted_rows(sizes, counts, rank, n, place) for n in cut)
+    return predict(sizes, call, forward, backward, way.restore, rearranged=cut[0] != cut[1])
 
 
 def rows_of_call(parts: Parts, num_tokens: int) -> CallRows:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from pmoe.comm.counts import num_bins, slot_rows
 from pmoe.planner.cost_model import cheapest_pair, eq10_seconds
-from pmoe.planner.degree import DEGREES, Choice
+from pmoe.planner.degree import DEGREES, Choice, all_choices
 from pmoe.planner.layer_seconds import simulated_step, step_seconds
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.planner.memory import PredictedMemory, predict
@@ -31,10 +31,10 @@ class PricedChoice(Choice):
     """One way to run a layer and its price: predicted seconds of a step, bytes for the worst routing."""
 
     seconds: float
-    memory: PredictedMemory
+    memory: PredictedMemory = field(hash=False)
 
     def __str__(self) -> str:
-        degrees = f"n={self.forward}" + f"/{self.backward}" * (self.backward != self.forward)
+        degrees = f"n={self.forward}" + f"/{self.backward}" * self.rearranged
         return (
             f"{degrees} {self.restore}: {self.seconds * 1e3:.3g} ms, "
             f"{self.memory.promised / 2**20:.1f} MiB at most"
@@ -43,51 +43,40 @@ class PricedChoice(Choice):
 
 @functools.lru_cache(maxsize=1024)
 def bound(
-    sizes: LayerSizes,
-    call: CallRows,
-    forward: int,
-    backward: int,
-    restore: Restore,
-    slack: float,
-    bins: int | None = None,
+    sizes: LayerSizes, call: CallRows, choice: Choice, slack: float, bins: int | None = None
 ) -> PredictedMemory:
     """The most bytes that any routing needs.
 
-    call: of the rank with most tokens. forward, backward: n of each pass. slack: rows of a slot over the
-    balanced share. bins: into which rows are counted, by default as for these two degrees.
+    call: of the rank with most tokens. slack: rows of a slot over the balanced share. bins: into which rows
+    are counted, by default as for the degrees of ``choice``.
     """
-    bins = num_bins((forward, backward), sizes.num_ranks, sizes.num_experts) if bins is None else bins
+    degrees = (choice.forward, choice.backward)
+    bins = num_bins(degrees, sizes.num_ranks, sizes.num_experts) if bins is None else bins
     limit = functools.partial(slot_rows, slack, sizes.top_k * sizes.inside, call.tokens)
-    rows = {n: worst_rows(sizes, call, n, bins, limit(n)) for n in (forward, backward)}
-    return predict(sizes, call, rows[forward], rows[backward], restore, rearranged=forward != backward)
+    forward, backward = (worst_rows(sizes, call, n, bins, limit(n)) for n in degrees)
+    return predict(sizes, call, forward, backward, choice.restore, rearranged=choice.rearranged)
 
 
 def evaluate(
     sizes: LayerSizes,
     num_tokens: int,
+    choices: Iterable[Choice],
     *,
-    degrees: Iterable[tuple[int, int]],
-    pairs: Sequence[Restore],
     profile: Profile | None,
     slack: float,
     bins: int | None = None,
 ) -> list[PricedChoice]:
-    """Every combination of degrees (forward, backward) and pairs, with its price.
+    """Every choice with its price.
 
     profile: of the machine; without one all seconds are 0. slack, bins: as `bound` takes them.
     """
     return [
         PricedChoice(
-            forward=forward,
-            backward=backward,
-            restore=pair,
-            seconds=0.0
-            if profile is None
-            else step_seconds(sizes, profile, num_tokens, forward, backward, pair),
-            memory=bound(sizes, sizes.call(num_tokens), forward, backward, pair, slack, bins),
+            **vars(each),
+            seconds=0.0 if profile is None else step_seconds(sizes, profile, num_tokens, each),
+            memory=bound(sizes, sizes.call(num_tokens), each, slack, bins),
         )
-        for forward, backward in degrees
-        for pair in pairs
+        for each in choices
     ]
 
 
@@ -144,10 +133,9 @@ class Advice:
     @property
     def even_bytes(self) -> int:
         """As `promised`, where a rank receives as many rows as it sends."""
-        took, is_alone = self.decision, self.sizes.num_ranks == 1
-        even = replace(self.sizes, num_ranks=self.sizes.inside, bypass_local=is_alone)
-        rows = even.call(self.num_tokens)
-        return bound(even, rows, took.forward, took.backward, took.restore, self.slack).promised
+        sizes = self.sizes
+        even = replace(sizes, num_ranks=sizes.inside, bypass_local=sizes.num_ranks == 1)
+        return bound(even, even.call(self.num_tokens), self.decision, self.slack).promised
 
 
 def advise(
@@ -168,9 +156,8 @@ def advise(
 
     Raises ValueError with the least budget where nothing holds it.
     """
-    candidates = evaluate(
-        sizes, num_tokens, degrees=[(n, n) for n in DEGREES], pairs=pairs, profile=profile, slack=slack
-    )
+    choices = all_choices([(n, n) for n in DEGREES], pairs)
+    candidates = evaluate(sizes, num_tokens, choices, profile=profile, slack=slack)
     if budget is None:
         pair, _ = cheapest_pair(sizes, profile, num_tokens, STRATEGIES.values())
         decision = _fastest([each for each in candidates if each.restore == pair])
@@ -196,8 +183,7 @@ def step_bars(sizes: LayerSizes, profile: Profile, num_tokens: int, chosen: Pric
     """When each task of a step would run: forward, and backward right behind it."""
     drawn: list[Span] = []
     origin = 0.0
-    step = simulated_step(sizes, profile, num_tokens, chosen.forward, chosen.backward, chosen.restore)
-    for direction, ran in step.items():
+    for direction, ran in simulated_step(sizes, profile, num_tokens, chosen).items():
         drawn += simulated_bars(direction, ran, origin)
         origin += makespan(ran)
     return drawn
@@ -218,7 +204,6 @@ NEAR = 1.25
 Measured = list[tuple[float, float]] | None
 """Seconds of both passes by choice, the same on every rank; None where trials are not for a layer."""
 TriedBy = Callable[[Sequence[T]], Measured]
-_Case = tuple[LayerSizes, int, tuple[tuple[int, int], ...], tuple[Restore, ...]]  # what is chosen for
 
 
 class Chooser:
@@ -232,7 +217,7 @@ class Chooser:
         self, *, pairs: Sequence[Restore], budget: int | None, slack: float, bins: int | None = None
     ) -> None:
         self.pairs, self.budget, self.slack, self.bins = tuple(pairs), budget, slack, bins
-        self._known: dict[_Case, Choice | None] = {}
+        self._known: dict[tuple[object, ...], Choice | None] = {}
         self._pairs: dict[tuple[object, ...], Restore] = {}
 
     def pair(
@@ -260,7 +245,7 @@ class Chooser:
         self,
         sizes: LayerSizes,
         max_tokens: int,
-        degrees: Sequence[tuple[int, int]],
+        choices: Sequence[Choice],
         profile: Callable[[], Profile],
         tried: TriedBy[PricedChoice],
         *,
@@ -268,20 +253,18 @@ class Chooser:
     ) -> Choice:
         """The fastest choice within the budget; none that offloads T_DI where the host is full.
 
-        degrees: (forward, backward) to choose from. tried: measures a few choices, where it can.
-        Raises ValueError with the least budget that would do.
+        tried: measures a few choices, where it can. Raises ValueError with the least budget that would do.
         """
-        pairs = self.pairs
         if host_is_full:
-            pairs = tuple(pair for pair in pairs if pair.dispatched != "offload") or tuple(
-                Restore("communicate", pair.hidden) for pair in pairs
-            )
+            choices = [each for each in choices if each.restore.dispatched != "offload"] or [
+                replace(each, restore=Restore("communicate", each.restore.hidden)) for each in choices
+            ]
         # What holds for more tokens holds for fewer: few numbers are decided on. None where nothing holds.
         for tokens in (_rounded_up(max_tokens), max_tokens):
-            case = (sizes, tokens, tuple(degrees), pairs)
+            case = (sizes, tokens, tuple(choices))
             if case not in self._known:
                 try:
-                    self._known[case] = self._fit(case, profile, tried)
+                    self._known[case] = self._fit(*case, profile, tried)
                 except ValueError:
                     if tokens == max_tokens:
                         raise
@@ -290,16 +273,19 @@ class Chooser:
                 return found
         raise AssertionError("unreachable: the last number of tokens fits or raises")
 
-    def _fit(self, case: _Case, profile: Callable[[], Profile], tried: TriedBy[PricedChoice]) -> Choice:
+    def _fit(
+        self,
+        sizes: LayerSizes,
+        tokens: int,
+        choices: Sequence[Choice],
+        profile: Callable[[], Profile],
+        tried: TriedBy[PricedChoice],
+    ) -> Choice:
         assert self.budget is not None
-        sizes, tokens, degrees, pairs = case
-        several = len(pairs) * len(degrees) > 1
-        rates = profile() if several else None
-        candidates = evaluate(
-            sizes, tokens, degrees=degrees, pairs=pairs, profile=rates, slack=self.slack, bins=self.bins
-        )
+        rates = profile() if len(choices) > 1 else None
+        candidates = evaluate(sizes, tokens, choices, profile=rates, slack=self.slack, bins=self.bins)
         best = within_budget(candidates, self.budget)
-        if several:
+        if rates is not None:
             few = _worth_trying([each for each in candidates if each.memory.promised <= self.budget])
             best = _fastest_tried(few, tried) or best
         log.info("memory_budget=%d takes %s for up to %d tokens a rank", self.budget, best, tokens)

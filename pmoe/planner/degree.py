@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pmoe.arguments import MOST
@@ -49,3 +50,13 @@ class Choice:
     forward: int
     backward: int
     restore: Restore
+
+    @property
+    def rearranged(self) -> bool:
+        """Backward has other chunks than forward."""
+        return self.forward != self.backward
+
+
+def all_choices(degrees: Iterable[tuple[int, int]], pairs: Sequence[Restore]) -> list[Choice]:
+    """Of each n of both passes with each pair."""
+    return [Choice(forward=n, backward=m, restore=pair) for n, m in degrees for pair in pairs]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pmoe.planner.cost_model import Interference
+from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.profile import Profile
 from pmoe.planner.simulator import LOCAL_TWIN, Simulated, makespan, simulate, simulate_slowed, task_seconds
-from pmoe.schedule.restore import Restore
 from pmoe.schedule.rings import rotating
 from pmoe.schedule.tasks import Kind, Task
 
@@ -48,13 +48,14 @@ def _costs_of_rows(sizes: LayerSizes, profile: Profile, rows: float) -> dict[Kin
 
 
 def simulated_step(
-    sizes: LayerSizes, profile: Profile, num_tokens: int, forward: int, backward: int, restore: Restore
+    sizes: LayerSizes, profile: Profile, num_tokens: int, choice: Choice
 ) -> dict[str, list[Simulated[Task]]]:
-    """By direction, a forward in ``forward`` chunks and a backward in ``backward`` chunks on the lanes of
-    ``profile``, which slow each other while they are busy (Fig. 3)."""
+    """By direction, both passes on the lanes of ``profile``, which slow each other while they are busy
+    (Fig. 3)."""
     found = {}
-    for direction, n in (("forward", forward), ("backward", backward)):
-        schedule = rotating(direction, n, sizes.stages, restore=restore, rearranged=forward != backward)
+    for direction, n in (("forward", choice.forward), ("backward", choice.backward)):
+        restore, rearranged = choice.restore, choice.rearranged
+        schedule = rotating(direction, n, sizes.stages, restore=restore, rearranged=rearranged)
         alone = task_seconds(even_task_costs(sizes, profile, num_tokens, n))
         if profile.interference == Interference():  # the same, sooner
             found[direction] = simulate(schedule.tasks, alone)
@@ -63,9 +64,6 @@ def simulated_step(
     return found
 
 
-def step_seconds(
-    sizes: LayerSizes, profile: Profile, num_tokens: int, forward: int, backward: int, restore: Restore
-) -> float:
+def step_seconds(sizes: LayerSizes, profile: Profile, num_tokens: int, choice: Choice) -> float:
     """Of `simulated_step`, one pass behind the other."""
-    passes = simulated_step(sizes, profile, num_tokens, forward, backward, restore)
-    return sum(map(makespan, passes.values()))
+    return sum(map(makespan, simulated_step(sizes, profile, num_tokens, choice).values()))

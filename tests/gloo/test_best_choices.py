@@ -20,7 +20,7 @@ from pmoe.layer.memory import memory_shape
 from pmoe.planner.candidates import bound
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost
-from pmoe.planner.degree import DEGREES
+from pmoe.planner.degree import DEGREES, Choice
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.profile import FORMAT, Profile, Versions
 from pmoe.runners import pipeline
@@ -204,7 +204,7 @@ def contradicted_job(rank: int, world: int, times: float) -> list[str]:
         rows = batch.counts.recv.sum() / COUNT  # evenly routed or not
         [most] = largest(batch.parts.ranks, torch.device("cpu"), [float(rows)], stage="a test")
         sizes = memory_shape(batch.parts)
-        seconds = step_seconds(sizes, profile(**lanes), COUNT, each.forward, each.backward, each.restore)
+        seconds = step_seconds(sizes, profile(**lanes), COUNT, each)
         return [(0.0, times * most * seconds)]
 
     chosen._compared.clear()
@@ -253,12 +253,16 @@ WIDE = 48
 OVERLAP_PAYS = lanes_of(D_HIDDEN / WIDE, 1.5, 0.2, alpha=0.02)
 
 
+def both_passes(n: int, pair: Restore) -> Choice:
+    return Choice(forward=n, backward=n, restore=pair)
+
+
 def candidates(sizes: Any, bins: int, given: dict[str, LineCost]) -> dict[tuple[int, int, Restore], Any]:
     """By n, n and pair: (seconds, the most bytes of any routing)."""
     return {
         (n, n, pair): (
-            step_seconds(sizes, profile(**given), COUNT, n, n, pair),
-            bound(sizes, sizes.call(COUNT), n, n, pair, SLACK, bins).promised,
+            step_seconds(sizes, profile(**given), COUNT, both_passes(n, pair)),
+            bound(sizes, sizes.call(COUNT), both_passes(n, pair), SLACK, bins).promised,
         )
         for n in DEGREES
         for pair in ALL_PAIRS

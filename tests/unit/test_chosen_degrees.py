@@ -16,7 +16,7 @@ import torch
 from pmoe.layer.solved import layer_costs, with_chunk_cost
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import Fit, LayerCosts, LineCost
-from pmoe.planner.degree import DEGREES
+from pmoe.planner.degree import DEGREES, Choice
 from pmoe.planner.degree_search import ScheduleOptions, best_degree, pass_seconds
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.layer_sizes import sizes_from_options
@@ -98,7 +98,10 @@ def test_the_simulator_of_a_budget_knows_what_more_chunks_cost(pair: Restore) ->
         when="",
     )
     measured = PAIR_MS[pair]
-    predicted = {n: 1e3 * step_seconds(SIZES, profile, TOKENS, n, n, pair) for n in measured}
+    predicted = {
+        n: 1e3 * step_seconds(SIZES, profile, TOKENS, Choice(forward=n, backward=n, restore=pair))
+        for n in measured
+    }
     assert regret(predicted, measured) == 0
     assert predicted[8] / predicted[2] == pytest.approx(measured[8] / measured[2], rel=0.05)
 

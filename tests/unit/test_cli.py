@@ -23,6 +23,7 @@ from pmoe.kernels import extension, status
 from pmoe.layer.memory import memory_shape
 from pmoe.measure.profile import load_profile, profile_path, save_profile
 from pmoe.planner.candidates import bound
+from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.planner.profile import Profile
 from pmoe.planner.theory import theory
@@ -150,7 +151,7 @@ def test_memory_of_one_pair_on_several_ranks(capsys: pytest.CaptureFixture[str])
     found = printed(capsys, "memory", *LAYER, "--ranks", "4", "--n", "8", "--memory-reuse", "S3")
     (row,) = found["pairs"]
     shape = sizes_from_options(16, 64, 8, num_ranks=4)
-    memory = bound(shape, shape.call(512), 8, 8, STRATEGIES["S3"], 1.25)
+    memory = bound(shape, shape.call(512), Choice(forward=8, backward=8, restore=STRATEGIES["S3"]), 1.25)
     assert (row["restore"], row["strategy"]) == ("offload/recompute", "S3")
     assert (row["peak"], row["promised"], row["host"]) == (memory.peak, memory.promised, memory.host)
     run("memory", *LAYER, "--memory-reuse", "keep/recompute")

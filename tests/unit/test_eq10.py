@@ -29,6 +29,7 @@ from bench.restore_regions import (
     table,
 )
 from pmoe.planner.cost_model import Interference, cheapest_pair, eq10_seconds, lane_seconds
+from pmoe.planner.degree import Choice
 from pmoe.planner.layer_seconds import simulated_step, step_seconds
 from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.schedule.restore import KEEP, STRATEGIES
@@ -127,7 +128,9 @@ def test_of_equals_the_one_with_least_work_on_all_lanes_is_taken() -> None:
 def test_copies_of_what_travels_run_beside_its_own_computing_where_few_rows_stay() -> None:
     regime = Regime(ranks=64, link=0.0625, copy=0.5, slowed=False)
     for direction in ("forward", "backward"):
-        spans = simulated_step(shape_of(64), profile_of(regime), B, 8, 8, STRATEGIES["S1"])[direction]
+        spans = simulated_step(
+            shape_of(64), profile_of(regime), B, Choice(forward=8, backward=8, restore=STRATEGIES["S1"])
+        )[direction]
         lane = Lane.COPY_OUT if direction == "forward" else Lane.COPY_IN
         copies = sum(item.end - item.start for item in spans if item.task.lane is lane)
         computing = [item for item in spans if item.task.lane is Lane.COMPUTE]
@@ -148,11 +151,14 @@ def test_with_an_h200s_ratios_the_hidden_activation_is_not_offloaded(
 ) -> None:
     shape, profile = shape_of(ranks), h200(ranks, interference)
     pair, _ = cheapest_pair(shape, profile, B, STRATEGIES.values())
-    seconds = {name: step_seconds(shape, profile, B, n, n, each) for name, each in STRATEGIES.items()}
+    seconds = {
+        name: step_seconds(shape, profile, B, Choice(forward=n, backward=n, restore=each))
+        for name, each in STRATEGIES.items()
+    }
     best = min(seconds, key=seconds.__getitem__)
     assert pair.strategy == best == "S4"
     assert min(seconds["S1"], seconds["S2"]) > 1.5 * seconds["S4"]
-    assert seconds["S4"] < 1.25 * step_seconds(shape, profile, B, n, n, KEEP)
+    assert seconds["S4"] < 1.25 * step_seconds(shape, profile, B, Choice(forward=n, backward=n, restore=KEEP))
 
 
 def test_with_an_h200s_ratios_and_wide_rows_offloading_the_hidden_activation_pays() -> None:
@@ -162,7 +168,10 @@ def test_with_an_h200s_ratios_and_wide_rows_offloading_the_hidden_activation_pay
     for interference in (Interference(), SLOWED):
         profile = h200(8, interference)
         pair, _ = cheapest_pair(shape, profile, B, STRATEGIES.values())
-        seconds = {name: step_seconds(shape, profile, B, 8, 8, each) for name, each in STRATEGIES.items()}
+        seconds = {
+            name: step_seconds(shape, profile, B, Choice(forward=8, backward=8, restore=each))
+            for name, each in STRATEGIES.items()
+        }
         assert pair.strategy == min(seconds, key=seconds.__getitem__) == "S2"
 
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 from bench import permutes
 from bench.device import COPY_BYTES, file_name, need_gpu, relative_error, show_gpu, time_in_turn
 from bench.timing import OUT, Timing, table, write_json
-from pmoe.kernels.permute import launch
+from pmoe.kernels.permute import operators
 
 GOAL = 0.85
 EXPERTS = 64
@@ -211,7 +211,7 @@ def exact(problem: Problem, kernel: Kernel) -> list[Tensor]:
 
 
 def run(problem: Problem, kernel: Kernel, parts: int) -> None:
-    launch.PARTS = parts
+    operators.PARTS = parts
     kernel.run(problem)
 
 
@@ -297,7 +297,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     need_gpu("bench_permute")
-    reason = launch.refusal(torch.device("cuda", 0), torch.bfloat16, 2)
+    reason = operators.refusal(torch.device("cuda", 0), torch.bfloat16, 2)
     if reason is not None:
         sys.exit(f"bench_permute: not run, {reason}")
     machine = show_gpu()

@@ -1,10 +1,10 @@
-"""The permute kernels into given memory, as `pmoe.kernels.permute.launch.move` launches them."""
+"""The permute kernels into given memory, as `pmoe.kernels.permute.operators.move` launches them."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from pmoe.kernels.permute.launch import move
+from pmoe.kernels.permute.operators import move
 
 
 def launch_permute(x: Tensor, position: Tensor, weight: Tensor | None, rows: Tensor) -> None:

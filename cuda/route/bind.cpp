@@ -1,4 +1,4 @@
-// Addresses and streams come as integers; pmoe/kernels/route/routes.py has checked what they stand for.
+// Addresses and streams come as integers; pmoe/kernels/route/reference.py has checked what they stand for.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>

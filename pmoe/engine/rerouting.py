@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.comm.counts import Fault, FaultError
-from pmoe.engine.gate_graph import is_capturing
-from pmoe.engine.recompute import routing_is_kept
+from pmoe.engine.recompute import is_capturing, routing_is_kept
 from pmoe.engine.replay import hidden_from_checkpoints
 from pmoe.gates.hash import hashed
 

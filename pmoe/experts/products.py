@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.product_request import Form, ProductOperands
-from pmoe.kernels.registry import GROUPED_MM, LOOP, PMOE, PRODUCTS
+from pmoe.kernels.registry import GROUPED_MM, LOOP, PMOE, PRODUCTS, Form, ProductOperands
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,8 +32,7 @@ from pmoe.experts.products import (
     scale_of,
 )
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.product_request import Form
-from pmoe.kernels.registry import PMOE
+from pmoe.kernels.registry import PMOE, Form
 from pmoe.schedule.slots import HiddenColumns
 
 V = TypeVar("V")

@@ -137,7 +137,7 @@ def make_experts(
         stacked = make_stacked(expert, *sizes, activation, bias, shard=layer.shard, **options)
         initialise(stacked, first_expert=layer.first_expert)
         return stacked
-    from pmoe.experts.given import given_experts
+    from pmoe.experts.modules import given_experts
 
     return given_experts(expert, sizes, layer.shard, layer.first_expert, options)
 
@@ -147,7 +147,7 @@ def make_grid(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) 
         return Grid.of_group(group)
     if group is not None:
         raise ValueError("group and mesh must not be given both: a mesh brings its groups")
-    from pmoe.comm.mesh import grid_of_mesh
+    from pmoe.comm.subgroups import grid_of_mesh
 
     return grid_of_mesh(mesh)
 

@@ -22,8 +22,7 @@ from pmoe.layer.exact_counts import in_chunks, shared_counts, sort_early, sorted
 from pmoe.layer.parts import Call, Parts
 from pmoe.layer.route import make_inputs
 from pmoe.runners import fused, fused_steps
-from pmoe.runners.fused import FusedRunner
-from pmoe.runners.fused_forward import FusedForwardRunner
+from pmoe.runners.fused import FusedForwardRunner, FusedRunner
 from pmoe.schedule.restore import KEEP, Restore
 from pmoe.warn import warn_once
 

@@ -186,7 +186,7 @@ class MoELayer(nn.Module):
         self.experts.mark_parameters()
         self.shared_expert: Experts | None = None
         if shared_expert is not None:
-            from pmoe.experts.given import shared_experts
+            from pmoe.experts.modules import shared_experts
 
             kind = expert if isinstance(expert, str) else "ffn"
             self.shared_expert = shared_experts(

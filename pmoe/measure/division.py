@@ -26,7 +26,7 @@ from pmoe.comm.agreement import digest, from_first, same
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet.launcher import Division
 from pmoe.kernels.extension import device_name
-from pmoe.kernels.product_request import bucket
+from pmoe.kernels.registry import bucket
 from pmoe.measure.store import (
     CorruptFileError,
     PathLike,

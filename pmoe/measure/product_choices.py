@@ -17,8 +17,7 @@ from torch import Tensor
 from pmoe.comm.agreement import Agree, digest
 from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient, expert_product
 from pmoe.kernels.extension import Architecture, loaded_architecture
-from pmoe.kernels.product_request import ProductOperands, ProductRequest
-from pmoe.kernels.registry import MeasuredChoice, Registry
+from pmoe.kernels.registry import MeasuredChoice, ProductOperands, ProductRequest, Registry
 from pmoe.measure.kernel_check import KernelCase, mismatch
 from pmoe.measure.rounds import event_seconds, marked, median_seconds, timestamp
 from pmoe.warn import warn_once

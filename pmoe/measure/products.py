@@ -17,8 +17,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Experts
 from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.product_request import Form, ProductRequest, bucket
-from pmoe.kernels.registry import PMOE, PRODUCTS
+from pmoe.kernels.registry import PMOE, PRODUCTS, Form, ProductRequest, bucket
 from pmoe.measure.kernel_check import KernelCase
 
 FINEST, LARGEST = 32, 2

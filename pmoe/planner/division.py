@@ -16,7 +16,7 @@ import torch
 
 from pmoe.arguments import check_count
 from pmoe.kernels.comet.launcher import COLUMNS, RULE_COLUMNS, Division, FusedKernel
-from pmoe.kernels.product_request import bucket
+from pmoe.kernels.registry import bucket
 from pmoe.schedule.tasks import PassDirection
 
 KERNELS: tuple[FusedKernel, ...] = get_args(FusedKernel)

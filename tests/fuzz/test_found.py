@@ -16,7 +16,8 @@ FOUND = {
         options={"bypass_local": False, "combine": "hierarchical_1d"},
         calls=(Call(between="inference"),),
     ),
-    # A mesh without "esp" had two groups, of which unpickling found one: an assertion failed. (comm/mesh.py)
+    # A mesh without "esp" had two groups, of which unpickling found one: an assertion failed.
+    # (comm/subgroups.py)
     "a pickled layer of a mesh": Case(
         options={"mesh": "ep", "dispatch": "hierarchical_1d", "nodes": 1}, calls=(Call(between="pickle"),)
     ),

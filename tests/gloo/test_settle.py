@@ -22,7 +22,7 @@ from pmoe.experts import FFNExperts, StackedExperts
 from pmoe.experts.base import Shard
 from pmoe.experts.modules import ModuleExperts
 from pmoe.experts.swiglu import SwiGLUExperts
-from pmoe.kernels import product_request
+from pmoe.kernels import registry as products
 from pmoe.kernels.extension import Architecture
 from pmoe.kernels.registry import GROUPED_MM, PRODUCTS, MeasuredChoice, Registry
 from pmoe.measure import products as settle
@@ -281,7 +281,7 @@ def reductions_of_layers(rank: int, world: int) -> dict[str, int]:
     patched = pytest.MonkeyPatch()
     with patched.context() as patch, bench.patched():
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-        patch.setattr(product_request, "device_name", lambda device: "NVIDIA H200")
+        patch.setattr(products, "device_name", lambda device: "NVIDIA H200")
         patch.setattr(
             settle, "largest", lambda ranks, device, values, **how: largest(ranks, CPU, values, **how)
         )

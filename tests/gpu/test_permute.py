@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bench import permutes
 from pmoe.kernels import extension
-from pmoe.kernels.permute import launch, permute, refusal, unpermute
+from pmoe.kernels.permute import operators, permute, refusal, unpermute
 from pmoe.warn import GIVEN
 from tests.gpu.support import DEVICE, LONG, NEEDS_GPU, poison_memory
 
@@ -184,7 +184,7 @@ def test_backward_launches(shape: tuple[int, int, int, float], dtype: torch.dtyp
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_any_number_of_parts_gives_the_same(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What bench_permute sweeps."""
-    monkeypatch.setattr(launch, "PARTS", parts)
+    monkeypatch.setattr(operators, "PARTS", parts)
     p = Problem((100, 4, 4096, 0.1), torch.bfloat16)
     rows, y = p.poisoned(p.num_rows), p.poisoned(p.num_tokens)
     d_x, d_rows = p.poisoned(p.num_tokens), p.poisoned(p.num_rows)
@@ -193,7 +193,7 @@ def test_any_number_of_parts_gives_the_same(parts: int, monkeypatch: pytest.Monk
     permutes.launch_unpermute(p.rows, p.position, p.weight, y)
     permutes.launch_permute_backward(p.rows, p.x, p.position, p.weight, d_x, d_weights[0])
     permutes.launch_unpermute_backward(p.x, p.rows, p.position, p.weight, d_rows, d_weights[1])
-    monkeypatch.setattr(launch, "PARTS", 0)
+    monkeypatch.setattr(operators, "PARTS", 0)
     assert torch.equal(rows, permute(p.x, p.position, p.num_rows, p.weight)) and torch.equal(rows, d_rows)
     assert torch.equal(y, unpermute(p.rows, p.position, p.weight)) and torch.equal(y, d_x)
     expected, magnitude = p.dots(p.x, p.rows)
@@ -425,7 +425,7 @@ def test_no_call_waits_for_the_device() -> None:
 def test_pytorch_operations_give_the_same_and_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     p = Problem((200, 3, 256, 0.2), torch.bfloat16)
     by_kernels = everything(p)
-    monkeypatch.setattr(launch, "refusal", lambda *_: "the test wants it so")
+    monkeypatch.setattr(operators, "refusal", lambda *_: "the test wants it so")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         plain = everything(p)

@@ -18,8 +18,7 @@ from pmoe.experts.base import ExpertRows
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.kernels.extension import loaded_architecture
-from pmoe.kernels.product_request import ProductOperands, ProductRequest
-from pmoe.kernels.registry import GROUPED_MM, LOOP, PMOE, PRODUCTS, Registry
+from pmoe.kernels.registry import GROUPED_MM, LOOP, PMOE, PRODUCTS, ProductOperands, ProductRequest, Registry
 from pmoe.measure import product_choices
 from pmoe.measure.kernel_check import KernelCase, mismatch
 from pmoe.measure.product_choices import measure_choices

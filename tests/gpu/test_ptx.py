@@ -158,7 +158,7 @@ def test_routing_from_ptx(tokens: int, experts: int, top_k: int, chunks: int) ->
     options = {"normalize": True, "z_loss_weight": 0.1}
     on_device = logits.to(DEVICE)
     assert route.refusal(on_device, top_k, chunks) is None
-    found = route.routes.empty_routes(on_device, top_k, chunks)
+    found = route.reference.empty_routes(on_device, top_k, chunks)
     route.operators.launch_route(on_device, found, **options)
     expected = route.reference.route(logits, top_k, num_chunks=chunks, **options)
     for name in ("expert_TK", "position_TK", "slot_N", "counts_nE", "ends_nE"):

@@ -24,7 +24,7 @@ from pmoe.kernels.comet.steps import Steps
 from pmoe.planner.division import LayerSeconds
 from pmoe.runners import fused_steps as comet
 from pmoe.runners import one_rank as alone
-from pmoe.runners.fused_forward import unit_index
+from pmoe.runners.fused import unit_index
 from pmoe.runners.fused_steps import Request
 from tests.plain_steps import PlainSteps, plain_steps, using
 from tests.reference import Definition, relative_error

@@ -18,9 +18,8 @@ from pmoe.experts.products import (
     expert_input_gradient,
     expert_product,
 )
-from pmoe.kernels import grouped_gemm, product_request
-from pmoe.kernels.product_request import ProductOperands, ProductRequest
-from pmoe.kernels.registry import GROUPED_MM, LOOP, PMOE, PRODUCTS, Registry
+from pmoe.kernels import grouped_gemm, registry
+from pmoe.kernels.registry import GROUPED_MM, LOOP, PMOE, PRODUCTS, ProductOperands, ProductRequest, Registry
 from pmoe.measure.product_choices import compute, random_operands
 from pmoe.warn import GIVEN
 from tests.reference import relative_error
@@ -139,7 +138,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product_request, "device_name", lambda device: "H200")
+    monkeypatch.setattr(registry, "device_name", lambda device: "H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 

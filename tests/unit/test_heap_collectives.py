@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pmoe import warn
-from pmoe.comm.heap import collectives
-from pmoe.comm.heap.collectives import warn_where_there_is_no_room
+from pmoe.comm.heap import providers
+from pmoe.comm.heap.providers import warn_where_there_is_no_room
 from pmoe.kernels import extension
 from pmoe.kernels.comet.launcher import loading_refusal
 
@@ -27,11 +27,11 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     warn.GIVEN.clear()
     for name in ("NCCL_MAX_CTAS", "NCCL_CGA_CLUSTER_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(collectives, "backend_options", lambda group: group)
+    monkeypatch.setattr(providers, "backend_options", lambda group: group)
 
 
 def told(monkeypatch: pytest.MonkeyPatch, *groups: SimpleNamespace, spare: int = 16) -> str:
-    monkeypatch.setattr(collectives, "_groups", lambda: list(groups))
+    monkeypatch.setattr(providers, "_groups", lambda: list(groups))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warn_where_there_is_no_room(spare)

@@ -209,7 +209,7 @@ def test_permutes(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, d_weight = (recorder.tensor(name, 3, 2, dtype=FLOAT) for name in ("weight", "d_weight"))
     permutes.launch_permute(x, position, None, rows)
     permutes.launch_unpermute(rows, position, weight, x)
-    monkeypatch.setattr(permute.launch, "PARTS", 2)
+    monkeypatch.setattr(permute.operators, "PARTS", 2)
     permutes.launch_permute_backward(d_rows, x, position, weight, d_x, d_weight)
     permutes.launch_unpermute_backward(x, rows, position, weight, d_rows, d_weight)
     moving = [None, 7, 0, 3, 2, 5, 64, "position"]
@@ -233,7 +233,7 @@ def test_where_nothing_moves_sums_are_zero_without_a_launch(recorder: Recorder) 
 def test_routes(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(route.operators, "_runs_kernel", lambda *sizes: True)
     logits = recorder.tensor("logits", 5, 4, dtype=FLOAT)
-    routes = route.routes.empty_routes(logits, 2, 3)
+    routes = route.reference.empty_routes(logits, 2, 3)
     for name, each in routes._asdict().items():
         recorder.named(name, each)
     route.operators.launch_route(logits, routes, normalize=True, z_loss_weight=0.5)

@@ -20,8 +20,7 @@ import torch
 from pmoe.comm.agreement import Agree
 from pmoe.kernels import extension
 from pmoe.kernels.extension import Architecture
-from pmoe.kernels.product_request import ProductRequest, bucket
-from pmoe.kernels.registry import ProductCandidate, Registry
+from pmoe.kernels.registry import ProductCandidate, ProductRequest, Registry, bucket
 from pmoe.measure import product_choices
 from pmoe.measure.kernel_check import KernelCase
 from pmoe.measure.product_choices import measure_choices

@@ -21,8 +21,7 @@ from pmoe.gates.logits import router_loss
 from pmoe.kernels.extension import load
 from pmoe.kernels.route import Routes, operators, reference, refusal, route
 from pmoe.kernels.route.operators import route_backward
-from pmoe.kernels.route.reference import ROUNDS
-from pmoe.kernels.route.routes import check_logits_memory
+from pmoe.kernels.route.reference import ROUNDS, check_logits_memory
 from pmoe.ordering.sorted import chunk_bounds, count_rows, sort_rows
 from pmoe.warn import GIVEN
 from tests.cuda.compiled import compile_and_run

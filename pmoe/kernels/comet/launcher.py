@@ -62,7 +62,7 @@ def path_facts(hopper: bool) -> dict[str, int]:
 def spare_blocks(num_ranks: int = 1) -> int:
     """Multiprocessors that are left to other kernels: $PMOE_SPARE_BLOCKS, else SPARE, or 0 for one rank.
 
-    See `pmoe.comm.heap.collectives`. Raises ValueError for a variable that is not a whole number.
+    See `pmoe.comm.heap.providers`. Raises ValueError for a variable that is not a whole number.
     """
     text = os.environ.get(SPARE_BLOCKS, "0" if num_ranks == 1 else str(SPARE))
     if not text.isdecimal():

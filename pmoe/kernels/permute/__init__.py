@@ -12,7 +12,6 @@ the same bits in any batch.
 Letters: T tokens, K choices, N routed rows (num_rows), M columns.
 """
 
-from pmoe.kernels.permute.launch import refusal
-from pmoe.kernels.permute.operators import permute, unpermute
+from pmoe.kernels.permute.operators import permute, refusal, unpermute
 
 __all__ = ["permute", "refusal", "unpermute"]

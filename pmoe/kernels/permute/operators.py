@@ -1,4 +1,6 @@
-"""Permute and unpermute as ``torch.library`` operators. Each is the other's gradient."""
+"""Permute and unpermute as ``torch.library`` operators, each the other's gradient; and `move`, which launches
+the kernels of cuda/permute into given tensors, without a custom operator's cost.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,139 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
-from pmoe.kernels.permute import launch, reference
-from pmoe.kernels.permute.launch import check_given, check_rows_memory, check_slots_memory
+from pmoe.kernels import extension
+from pmoe.kernels.operands import (
+    VECTOR_BYTES,
+    address,
+    check_floating,
+    check_memory,
+    check_tensor,
+    strides_fit,
+)
+from pmoe.kernels.permute import reference
 from pmoe.warn import warn_once
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""What the kernels move, by the numbers of RowType (cuda/permute/launch.h)."""
+
+MAX_CHOICES = 256
+"""Of a token: kMostChoices of cuda/permute/kernel.cuh."""
+
+PARTS = 0
+"""Warps that share a token; 0 leaves it to cuda/permute/layout.h. For benchmarks."""
+
+
+def refusal(device: torch.device, dtype: torch.dtype, top_k: int) -> str | None:
+    """Why the kernels do not move rows of this type, of ``top_k`` choices a token, there; None if they do."""
+    if dtype not in TYPES:
+        return f"dtype {dtype}: the kernels move {', '.join(map(str, TYPES))}"
+    if top_k > MAX_CHOICES:
+        return f"top_k ({top_k}): the kernels take {MAX_CHOICES} choices a token at most"
+    return extension.path(device)[1]
+
+
+def move(
+    kernel: str,
+    position_TK: Tensor,
+    weight_TK: Tensor | None,
+    num_rows: int,
+    d_weight_TK: Tensor | None = None,
+    **rows: Tensor,
+) -> None:
+    """One kernel, which writes the last of ``rows``, and d_weight where it computes gradients.
+
+        permute(x, rows)         rows[position] = weight * x; rows that no slot names stay as they are
+        unpermute(rows, y)       y = sum over k of weight * rows[position]
+        permute_backward(x, d_rows, d_x)         d_x = sum over k of weight * d_rows[position]
+                                                 d_weight = <x, d_rows[position]>, 0 for dropped slots
+        unpermute_backward(d_y, rows, d_rows)    d_rows[position] = weight * d_y
+                                                 d_weight = <d_y, rows[position]>, 0 for dropped slots
+
+    Where nothing moves, all that it writes is 0.
+
+    rows: those whose name ends with "rows" are routed, (num_rows, M); the others are by token, (T, M).
+    """
+    first, *_, last = rows.values()
+    check_slots_memory(position_TK, weight=weight_TK, d_weight=d_weight_TK)
+    check_rows_memory(**rows)
+    tokens, top_k = position_TK.shape
+    for name, each in rows.items():
+        shape = (num_rows if name.endswith("rows") else tokens, first.shape[1])
+        check_tensor(name, each, shape=shape, dtypes=[first.dtype], device=position_TK.device)
+    check_tensor("rows", first, dtypes=TYPES)
+    size = first.element_size()
+    row_bytes = first.shape[1] * size
+    written = [] if d_weight_TK is None else [d_weight_TK]
+    if not tokens or not top_k or not row_bytes:  # sums of nothing
+        for each in (last, *written):
+            each.zero_()
+        return
+    moving = extension.module().Moving(
+        first.device.index,
+        torch.cuda.current_stream(first.device).cuda_stream,
+        TYPES[first.dtype],
+        tokens,
+        top_k,
+        num_rows,
+        row_bytes,
+        position_TK.data_ptr(),
+        address(weight_TK),
+        PARTS,
+    )
+    places = [number for each in rows.values() for number in (each.data_ptr(), each.stride(0) * size)]
+    getattr(extension.module(), kernel)(moving, *places, *map(address, written))
+
+
+# ---- what rows, positions and weights must be. Every check raises ValueError
+
+
+def check_given(
+    position_TK: Tensor, weight_TK: Tensor | None, num_rows: int | None = None, **rows: Tensor
+) -> None:
+    """rows: as for `move`. The first of them says the others' columns and type."""
+    first = next(iter(rows.values()))
+    check_tensor("position", position_TK, shape=("T", "K"), dtypes=[torch.int32, torch.int64])
+    tokens, device = position_TK.shape[0], position_TK.device
+    if weight_TK is not None:
+        dtypes = dict.fromkeys([torch.float32, torch.promote_types(first.dtype, torch.float32)])
+        check_tensor("weight", weight_TK, shape=position_TK.shape, dtypes=dtypes, device=device)
+    for name, each in rows.items():
+        shape: tuple[int | str, int | str] = (
+            "rows" if name.endswith("rows") else tokens,
+            "M" if each is first else first.shape[1],
+        )
+        check_tensor(name, each, shape=shape, device=device)
+        check_floating(name, each)
+        check_tensor(name, each, dtypes=[first.dtype])
+    if num_rows is not None and not 0 <= num_rows <= position_TK.numel():
+        raise ValueError(
+            f"num_rows ({num_rows}) must be from 0 to {position_TK.numel()}, as many as there are positions"
+        )
+
+
+# ---- as the kernels read and write them
+
+
+def check_slots_memory(position_TK: Tensor, **weights: Tensor | None) -> None:
+    """weights: by name, a number a slot."""
+    check_tensor("position", position_TK, dtypes=[torch.int32], contiguous=True)
+    for name, each in weights.items():
+        if each is not None:
+            check_tensor(name, each, shape=position_TK.shape, dtypes=[torch.float32], contiguous=True)
+
+
+def check_rows_memory(**rows: Tensor) -> None:
+    for name, each in rows.items():
+        columns, size = each.shape[1], each.element_size()
+        if columns * size % VECTOR_BYTES:
+            raise ValueError(
+                f"{name}: a row's bytes ({columns} x {size} = {columns * size}) must be a multiple of "
+                f"{VECTOR_BYTES}"
+            )
+    check_memory(rows=rows)
+
+
+# ---- operators
 
 
 def permute(x_TM: Tensor, position_TK: Tensor, num_rows: int, weight_TK: Tensor | None = None) -> Tensor:
@@ -46,10 +177,10 @@ def unpermute(rows_NM: Tensor, position_TK: Tensor, weight_TK: Tensor | None = N
 def _runs_kernel(name: str, position: Tensor, weight: Tensor | None, **rows: Tensor) -> bool:
     """Whether the kernels take this; warns once why not. Bad memory is refused in either case."""
     first = next(iter(rows.values()))
-    reason = launch.refusal(first.device, first.dtype, position.shape[1])
+    reason = refusal(first.device, first.dtype, position.shape[1])
     if reason is None:
         return True
-    if first.dtype in launch.TYPES:
+    if first.dtype in TYPES:
         check_slots_memory(position, weight=weight)
         check_rows_memory(**rows)
     warn_once(f"{name} runs as PyTorch operations: {reason}", for_each_reason=True)
@@ -62,7 +193,7 @@ def _permute(x: Tensor, position: Tensor, num_rows: int, weight: Tensor | None) 
     if not (x.is_cuda and _runs_kernel("permute", position, weight, x=x)):
         return reference.permute(x, position, num_rows, weight)
     rows = x.new_empty(num_rows, x.shape[1])
-    launch.move("permute", position, weight, num_rows, x=x, rows=rows)
+    move("permute", position, weight, num_rows, x=x, rows=rows)
     return rows
 
 
@@ -78,7 +209,7 @@ def _unpermute(rows: Tensor, position: Tensor, weight: Tensor | None) -> Tensor:
     if not (rows.is_cuda and _runs_kernel("unpermute", position, weight, rows=rows)):
         return reference.unpermute(rows, position, weight)
     y = rows.new_empty(position.shape[0], rows.shape[1])
-    launch.move("unpermute", position, weight, rows.shape[0], rows=rows, y=y)
+    move("unpermute", position, weight, rows.shape[0], rows=rows, y=y)
     return y
 
 
@@ -97,7 +228,7 @@ def _permute_backward(d_rows: Tensor, x: Tensor, position: Tensor, weight: Tenso
         return reference.unpermute(d_rows, position, weight), d_weight
     d_x, d_weight = x.new_empty(x.shape), weight.new_empty(weight.shape)
     moved = {"x": x, "d_rows": d_rows, "d_x": d_x}
-    launch.move("permute_backward", position, weight, d_rows.shape[0], d_weight, **moved)
+    move("permute_backward", position, weight, d_rows.shape[0], d_weight, **moved)
     return d_x, d_weight
 
 
@@ -110,7 +241,7 @@ def _unpermute_backward(d_y: Tensor, rows: Tensor, position: Tensor, weight: Ten
         return d_rows, reference.dots(d_y, rows, position, weight)
     d_rows, d_weight = rows.new_empty(rows.shape), weight.new_empty(weight.shape)
     moved = {"d_y": d_y, "rows": rows, "d_rows": d_rows}
-    launch.move("unpermute_backward", position, weight, rows.shape[0], d_weight, **moved)
+    move("unpermute_backward", position, weight, rows.shape[0], d_weight, **moved)
     return d_rows, d_weight
 
 

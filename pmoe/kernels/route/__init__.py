@@ -9,7 +9,6 @@ Letters: T tokens, K choices, E experts, N = T*K slots, n chunks.
 """
 
 from pmoe.kernels.route.operators import refusal, route
-from pmoe.kernels.route.reference import top_indices
-from pmoe.kernels.route.routes import Routes
+from pmoe.kernels.route.reference import Routes, top_indices
 
 __all__ = ["Routes", "refusal", "route", "top_indices"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from pmoe.kernels import extension
 from pmoe.kernels.operands import MAX_ROWS, address, cuda_index
 from pmoe.kernels.route import reference
-from pmoe.kernels.route.routes import (
+from pmoe.kernels.route.reference import (
     Routes,
     check_logits_memory,
     check_route,

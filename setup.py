@@ -428,6 +428,7 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
         package_data={
             "pmoe": ["py.typed", "layouts.json"],
             "pmoe.planner": ["page.html", "pictures.json"],
+            "pmoe.integrations.report": ["report.html"],
             "pmoe.papers": ["assumptions.md", "printed.json"],
         },
         ext_modules=[] if why_no_kernels() else [Extension("pmoe._cuda", cuda_sources())],

@@ -37,7 +37,7 @@ def page(title: str, parts: Sequence[str], lead: str = "") -> str:
 
     parts: each a paragraph's text, or made by `part`. lead: a line below the title.
     """
-    return _template().render(title=title, lead=lead, parts=parts).strip() + "\n"
+    return template().render(title=title, lead=lead, parts=parts).strip() + "\n"
 
 
 def part(kind: str, *args: Any, **options: Any) -> str:
@@ -45,23 +45,24 @@ def part(kind: str, *args: Any, **options: Any) -> str:
 
     Example: part("table", header=["n", "ms"], rows=[["1", "2.5"]]).
     """
-    made: str = getattr(_template().module, kind)(*args, **options)
+    made: str = getattr(template().module, kind)(*args, **options)
     return made
 
 
 @functools.cache
-def _template() -> Template:
+def template(name: str = "planner/page.html") -> Template:
+    """A template by its path in pmoe."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("pmoe", "planner"),
+        loader=PackageLoader("pmoe", ""),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
     environment.globals.update(theme=THEME, title="", lead="", parts=[])
-    return environment.get_template("page.html")
+    return environment.get_template(name)
 
 
 # ---- pictures

@@ -27,14 +27,14 @@ class History:
     by_layer: dict[str, list[LayerRow]]
 
     @property
-    def latest(self) -> list[LayerRow]:
+    def latest(self) -> dict[str, LayerRow]:
         """The last row of each layer."""
-        return [rows[-1] for rows in self.by_layer.values()]
+        return {name: rows[-1] for name, rows in self.by_layer.items()}
 
     @property
     def last_step(self) -> int:
         ends = [curve.steps[-1] for curve in self.run.scalars.values()]
-        return max([*ends, *(row.step for row in self.latest)])
+        return max([*ends, *(row.step for row in self.latest.values())])
 
     def last(self, name: str) -> float | None:
         """The last value of a scalar."""
@@ -58,12 +58,15 @@ class History:
     @property
     def imbalance(self) -> float | None:
         """The worst layer's latest."""
-        return max((row.imbalance for row in self.latest if row.imbalance is not None), default=None)
+        return max((row.imbalance for row in self.latest.values() if row.imbalance is not None), default=None)
 
     @property
     def drop_rate(self) -> float | None:
         """The latest one of all layers together."""
-        slots = [(r.num_slots, r.drop_rate) for r in self.latest if r.num_slots and r.drop_rate is not None]
+        rows = self.latest.values()
+        slots = [
+            (row.num_slots, row.drop_rate) for row in rows if row.num_slots and row.drop_rate is not None
+        ]
         total = sum(num for num, _ in slots)
         return sum(num * rate for num, rate in slots) / total if total else None
 

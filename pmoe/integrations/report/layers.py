@@ -1,8 +1,7 @@
-"""The sections of a report about layers: load, choices, communication and memory."""
+"""What a report shows of layers: charts of load and communication, lines of tables of choices and memory."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median_low
 from typing import Any
@@ -15,19 +14,17 @@ from pmoe.integrations.report.charts import (
     format_number,
     format_seconds,
     format_share,
-    heat_legend,
     heat_map,
     line_chart,
 )
 from pmoe.integrations.report.history import COMMUNICATION, History, stretches
-from pmoe.integrations.run_folder import HOST_POOL_PEAK, POOL_PEAK, PREDICTED, TENSORS, LayerRow
-from pmoe.planner.drawing import SERIES, part
+from pmoe.integrations.run_folder import PASSES, PREDICTED, TENSORS, LayerRow
 
 MAX_LINES = 6
 """Layers that have a line of their own; of more, the median and the ends are drawn."""
 
 MAX_SHOWN = 6
-"""Heat maps that are shown at once, and half as many as other parts; the rest is folded away."""
+"""Heat maps that are shown at once, and half as many as lines of a table; the rest is folded away."""
 
 MAX_COLUMNS = 120
 """Of a heat map."""
@@ -35,21 +32,17 @@ MAX_COLUMNS = 120
 MAX_STRETCHES = 8
 """Of a layer, in the table of n and restore pairs."""
 
-grid = functools.partial(part, "grid")
-
 # ---- expert load
 
 
 def load_charts(history: History) -> list[str]:
-    if not history.by_layer:
-        return []
     charts: list[str] = []
     for whose, field in (("expert", "imbalance"), ("rank", "rank_imbalance")):
         title = f"Imbalance: rows of the busiest {whose}"
         charts += _by_layer(history, title, field, unit="over the mean", floor=1)
     if any(row.drop_rate for rows in history.by_layer.values() for row in rows):
         charts += _by_layer(history, "Dropped rows", "drop_rate", floor=0, show=format_share)
-    return [grid(charts), *_heat_maps(history)]
+    return charts
 
 
 def _by_layer(history: History, title: str, field: str, **options: Any) -> list[str]:
@@ -78,18 +71,13 @@ def _of_many(title: str, by_name: Mapping[str, Mapping[int, float]], **options: 
     return line_chart(title, lines, note=note, **options)
 
 
-def _heat_maps(history: History) -> list[str]:
-    """Of many layers those whose last row is the most uneven are shown, in the model's order."""
+def heat_maps(history: History) -> list[str]:
+    """First those `MAX_SHOWN` whose last row is the most uneven, in the model's order, then the others."""
     ran = {
         name: rows for name, rows in history.by_layer.items() if any(sum(r.tokens_per_expert) for r in rows)
     }
-    if not ran:
-        return []
     worst = sorted(ran, key=lambda name: ran[name][-1].imbalance or 0.0, reverse=True)[:MAX_SHOWN]
-    whose = f"; the {len(worst)} most uneven layers" if len(ran) > len(worst) else ""
-    maps = [_heat_map(name, ran[name]) for name in sorted(ran, key=lambda name: name not in worst)]
-    head = heat_legend(f"Rows of each expert, against an even share of its layer's rows{whose}")
-    return [head, *with_rest_folded(maps, MAX_SHOWN, "more layers", grid)]
+    return [_heat_map(name, ran[name]) for name in sorted(ran, key=lambda name: name not in worst)]
 
 
 def _heat_map(name: str, rows: Sequence[LayerRow]) -> str:
@@ -113,7 +101,7 @@ def _heat_map(name: str, rows: Sequence[LayerRow]) -> str:
 # ---- choices and communication
 
 
-def choices(history: History) -> list[str]:
+def choices(history: History) -> list[list[str]]:
     """How layers ran, by stretches of steps; layers that always ran in the same way share their lines."""
     names_of: dict[tuple[tuple[str, ...], ...], list[str]] = {}
     for name, rows in history.by_layer.items():
@@ -124,88 +112,47 @@ def choices(history: History) -> list[str]:
         left_out = len(found) - MAX_STRETCHES
         shown += f" (after {left_out} changes)" if left_out > 0 else ""
         lines += [[shown if i == 0 else "", *each] for i, each in enumerate(found[-MAX_STRETCHES:])]
-    if not lines:
-        return []
-    about = (
-        "What was really run at the steps that were logged, after fallbacks and after chunks were cut finer. "
-        "n: micro-batches of a pass. T_DI / T_M: what became of them between the passes."
-    )
-    header = ["layer", "steps", "computed by", "n forward", "n backward", "T_DI / T_M"]
-    return [about, part("table", header, lines, words=3)]
+    return lines
 
 
 def communication(history: History) -> list[str]:
-    if not history.by_layer:
-        return []
-    total, exposed = map(history.seconds_by_step, COMMUNICATION)
-    if not total:
-        steps = {row.step for row in history.run.rows}
-        return [f"No pass of the {len(steps):,} logged steps was recorded."]
-    if not any(total.values()):
-        return ["Nothing travelled in the passes that were recorded."]
-    charts = [_of_a_step(total, exposed)]
-    for direction in ("forward", "backward"):
-        title, field = f"Exposed communication, {direction}", f"{direction}_exposed"
-        charts += _by_layer(history, title, field, floor=0, show=format_seconds)
-    return [grid(charts)]
-
-
-def _of_a_step(total: Mapping[int, float], exposed: Mapping[int, float]) -> str:
+    """Charts; none where nothing travelled."""
+    seconds = map(history.seconds_by_step, COMMUNICATION)
+    names = ("something travels", "and nothing is computed")
     lines = [
         Line(name=name, xs=list(of), ys=list(of.values()), is_filled=True)
-        for name, of in (("something travels", total), ("and nothing is computed", exposed))
+        for name, of in zip(names, seconds, strict=True)
     ]
+    if not any(lines[0].ys):
+        return []
     note = (
         "Both passes of all layers; means over the ranks. Of a layer that a step calls several times, only "
         "the last call is in it; the exchange of row counts is not."
     )
-    return line_chart("Communication of a step", lines, floor=0, show=format_seconds, note=note)
+    charts = [line_chart("Communication of a step", lines, floor=0, show=format_seconds, note=note)]
+    for direction in PASSES:
+        title, field = f"Exposed communication, {direction}", f"{direction}_exposed"
+        charts += _by_layer(history, title, field, floor=0, show=format_seconds)
+    return charts
 
 
 # ---- memory
 
 
-def memory(history: History) -> list[str]:
-    rows = [(name, each[-1]) for name, each in history.by_layer.items() if each[-1].T_I_bytes is not None]
-    sizes = [(name, [getattr(row, f"{each}_bytes") or 0 for each in TENSORS]) for name, row in rows]
-    bars = [(name, values, format_bytes(sum(values))) for name, values in sizes]
-    keys = list(zip(TENSORS, SERIES, strict=False))
-    note = "Of rank 0 at the last logged step, each tensor as a whole. T_DO is never kept for backward."
-    lines = [
+def tensors(history: History) -> list[tuple[str, list[int], str]]:
+    """Bars: name of a layer, bytes of each of `TENSORS`, their sum as text."""
+    return [
+        (name, sizes, format_bytes(sum(sizes)))
+        for name, row in history.latest.items()
+        if row.T_I_bytes is not None
+        for sizes in [[getattr(row, f"{each}_bytes") or 0 for each in TENSORS]]
+    ]
+
+
+def predicted(history: History) -> list[list[str]]:
+    """Lines of a table: name of a layer, restore pair, each of `PREDICTED`."""
+    return [
         [name, row.restore or "kept", *(format_bytes(getattr(row, f"{each}_bytes")) for each in PREDICTED)]
-        for name, row in rows
+        for name, row in history.latest.items()
         if row.peak_bytes is not None
     ]
-    header = ["layer", "T_DI / T_M", "held between the passes", "added by a pass", "peak", "on the host"]
-    about = ["Predicted for the rows that came, on rank 0, parameters and input not counted:"]
-    max_items, more = 2 * MAX_SHOWN, "more layers"
-    return [
-        *with_rest_folded(
-            bars, max_items, more, lambda some: part("bars", "Memory by tensor", keys, some, note)
-        ),
-        *(about if lines else []),
-        *with_rest_folded(lines, max_items, more, lambda some: part("table", header, some, words=2)),
-        *_pools(history),
-    ]
-
-
-def _pools(history: History) -> list[str]:
-    device, host = history.last(POOL_PEAK), history.last(HOST_POOL_PEAK)
-    if not (device or host):
-        return []
-    return [
-        f"The pool that all layers of rank 0 share held at most {format_bytes(device)} on the device and "
-        f"{format_bytes(host)} on the host."
-    ]
-
-
-# ---- many layers
-
-
-def with_rest_folded(
-    items: Sequence[Any], max_items: int, what: str, made: Callable[[Sequence[Any]], str]
-) -> list[str]:
-    """The part ``made`` of the first items, and that of the rest, folded away under ``what`` they are."""
-    first, rest = items[:max_items], items[max_items:]
-    parts = [made(first)] if first else []
-    return [*parts, part("folded", f"{len(rest)} {what}", [made(rest)])] if rest else parts

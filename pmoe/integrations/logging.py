@@ -54,7 +54,7 @@ class Board:
         self._made = functools.partial(SummaryWriter, str(folder))
         self._writer: SummaryWriter | None = None
 
-    def show(self, scalars: Sequence[files.ScalarRow], step: int, found: Stats | None) -> None:
+    def show(self, scalars: Sequence[files.Row], step: int, found: Stats | None) -> None:
         """Adds scalars, and a step's statistics; hides what an earlier run wrote of the first step on."""
         if not scalars:
             return
@@ -126,7 +126,7 @@ class StatsWriter:
         self._last: int | None = None
         self._claim = contextlib.ExitStack()
         self._described: dict[str, Any] | None = None
-        self._rows: list[files.LayerRow] = []
+        self._rows: list[files.Row] = []
         self._scalars: list[tuple[int, str, float | Tensor]] = []
         self._recording = contextlib.ExitStack()
         self._journal: Journal | None = None
@@ -148,8 +148,8 @@ class StatsWriter:
             self._board = Board(self.folder / "tensorboard")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._claim.enter_context(files.claim(self.folder))
-        files.mend(self.folder / files.SCALARS, files.ScalarRow)
-        files.mend(self.folder / files.LAYERS, files.LayerRow)
+        files.mend(self.folder / files.SCALARS)
+        files.mend(self.folder / files.LAYERS)
         files.add_session(self.folder / files.RUN, self._session)
 
     def step(self, step: int, **scalars: float | Tensor) -> Stats | None:
@@ -210,12 +210,10 @@ class StatsWriter:
             if self._described is not None:
                 files.add_session(self.folder / files.RUN, self._described, instead=True)
                 self._described = None
-            files.append(self.folder / files.LAYERS, files.LayerRow, self._rows)
+            files.append(self.folder / files.LAYERS, self._rows)
             self._rows.clear()
-            lines = [
-                files.ScalarRow(step=step, name=name, value=float(of)) for step, name, of in self._scalars
-            ]
-            files.append(self.folder / files.SCALARS, files.ScalarRow, lines)
+            lines = [files.Row(step=step, name=name, value=float(of)) for step, name, of in self._scalars]
+            files.append(self.folder / files.SCALARS, lines)
             self._scalars.clear()
             if self._board is not None and self._last is not None:
                 self._board.show(lines, self._last, found)

@@ -4,9 +4,8 @@
     scalars.csv   step, name, value: losses, other numbers that a script names, and the pools' peaks
     layers.csv    one row for each layer and logged step: `pmoe.stats` in columns
 
-A line is a dataclass, a column a field. Lines are only ever appended, by one writer at a time (`claim`). A
-run that goes on from an earlier step writes steps again. The later lines hold: readers drop older lines of
-that step and of later steps.
+Lines are only ever appended, by one writer at a time (`claim`). A run that goes on from an earlier step
+writes steps again. The later lines hold: readers drop older lines of that step and of later steps.
 """
 
 from __future__ import annotations
@@ -18,93 +17,25 @@ import io
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 from pmoe.integrations.statistics import LayerStats
 from pmoe.measure.store import load_json, save_json
+
+Row = SimpleNamespace
+"""A line of a CSV file, a column an attribute."""
+
+RUN, SCALARS, LAYERS = "run.json", "scalars.csv", "layers.csv"
 
 TENSORS = ("T_I", "T_DI", "T_M", "T_DO", "T_O")
 PREDICTED = ("saved", "temporary", "peak", "host")
 PASSES = ("forward", "backward")
 TIMES = ("seconds", "communication", "exposed")
 
-
-@dataclass(frozen=True, kw_only=True)
-class ScalarRow:
-    """A line of scalars.csv."""
-
-    step: int
-    name: str
-    value: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerRow:
-    """A line of layers.csv, a field a column; None is an empty cell.
-
-    Fields mean what they mean in `LayerStats`. Bytes, by tensor and predicted, are rank 0's.
-    """
-
-    step: int
-    layer: str
-    path: str
-    n_forward: int | None = None
-    n_backward: int | None = None
-    restore: str | None = None
-    num_slots: int | None = None
-    drop_rate: float | None = None
-    imbalance: float | None = None
-    rank_imbalance: float | None = None
-    forward_seconds: float | None = None
-    forward_communication: float | None = None
-    forward_exposed: float | None = None
-    backward_seconds: float | None = None
-    backward_communication: float | None = None
-    backward_exposed: float | None = None
-    T_I_bytes: int | None = None
-    T_DI_bytes: int | None = None
-    T_M_bytes: int | None = None
-    T_DO_bytes: int | None = None
-    T_O_bytes: int | None = None
-    saved_bytes: int | None = None
-    temporary_bytes: int | None = None
-    peak_bytes: int | None = None
-    host_bytes: int | None = None
-    tokens_per_expert: tuple[int, ...]
-
-
-AnyRow = TypeVar("AnyRow", ScalarRow, LayerRow)
-
-
-def columns(kind: type[ScalarRow] | type[LayerRow]) -> list[str]:
-    """The header of a file of such rows."""
-    return [each.name for each in fields(kind)]
-
-
-def layer_row(step: int, each: LayerStats) -> LayerRow:
-    """The statistics of one layer at one step; seconds and ratios to six digits."""
-    values = {name: getattr(each, name) for name in columns(LayerRow) if hasattr(each, name)}
-    for direction in PASSES:
-        seen = getattr(each, direction)
-        values |= {f"{direction}_{name}": getattr(seen, name) for name in TIMES if seen is not None}
-    values |= {f"{name}_bytes": size for name, size in each.tensors.items()}
-    if each.predicted is not None:
-        values |= {f"{name}_bytes": getattr(each.predicted, name) for name in PREDICTED}
-    short = {name: float(f"{value:.6g}") for name, value in values.items() if isinstance(value, float)}
-    return LayerRow(step=step, layer=each.name, **{**values, **short})
-
-
-def cells_of(row: ScalarRow | LayerRow) -> list[Any]:
-    """The cells of a line, for `csv.writer`."""
-    return [" ".join(map(str, value)) if isinstance(value, tuple) else value for value in astuple(row)]
-
-
-def _parsed(annotation: str, cell: str) -> Any:
-    """The value of a cell, as the annotation of its field says; ValueError where it has none."""
-    kind, _, optional = annotation.partition(" | ")
-    return None if optional and not cell else PARSERS[kind](cell)
+Parse = Callable[[str], Any]
 
 
 def _whole(cell: str) -> int:
@@ -113,18 +44,46 @@ def _whole(cell: str) -> int:
     return value
 
 
-PARSERS: Mapping[str, Callable[[str], Any]] = {
-    "int": _whole,
-    "float": float,
-    "str": str,
-    "tuple[int, ...]": lambda cell: tuple(map(_whole, cell.split())),
+def _or_none(parse: Parse) -> Parse:
+    return lambda cell: parse(cell) if cell else None
+
+
+COLUMNS: Mapping[str, Mapping[str, Parse]] = {
+    SCALARS: {"step": _whole, "name": str, "value": float},
+    LAYERS: {
+        "step": _whole,
+        "layer": str,
+        "path": str,
+        **dict.fromkeys(("n_forward", "n_backward"), _or_none(_whole)),
+        "restore": _or_none(str),
+        "num_slots": _or_none(_whole),
+        **dict.fromkeys(("drop_rate", "imbalance", "rank_imbalance"), _or_none(float)),
+        **{f"{way}_{time}": _or_none(float) for way in PASSES for time in TIMES},
+        **{f"{each}_bytes": _or_none(_whole) for each in (*TENSORS, *PREDICTED)},
+        "tokens_per_expert": lambda cell: tuple(map(_whole, cell.split())),
+    },
 }
+"""The columns of a file, and what makes values of their cells; None is an empty one.
+
+Those of layers mean what they mean in `LayerStats`. Bytes, by tensor and predicted, are rank 0's.
+"""
+
+
+def layer_row(step: int, each: LayerStats) -> Row:
+    """The statistics of one layer at one step; seconds and ratios to six digits."""
+    values = {name: getattr(each, name) for name in COLUMNS[LAYERS] if hasattr(each, name)}
+    for direction in PASSES:
+        seen = getattr(each, direction)
+        values |= {f"{direction}_{name}": getattr(seen, name) for name in TIMES if seen is not None}
+    values |= {f"{name}_bytes": size for name, size in each.tensors.items()}
+    if each.predicted is not None:
+        values |= {f"{name}_bytes": getattr(each.predicted, name) for name in PREDICTED}
+    short = {name: float(f"{value:.6g}") for name, value in values.items() if isinstance(value, float)}
+    return Row(**{**values, **short, "step": step, "layer": each.name})
 
 
 # ---- the files
 
-
-RUN, SCALARS, LAYERS = "run.json", "scalars.csv", "layers.csv"
 
 FORMAT = 1
 
@@ -147,7 +106,7 @@ class Run:
     folder: Path
     sessions: list[dict[str, Any]]
     scalars: dict[str, Curve]
-    rows: list[LayerRow]
+    rows: list[Row]
 
 
 # ---- writing
@@ -185,18 +144,20 @@ def claim(folder: Path) -> BinaryIO:
     return file
 
 
-def append(path: Path, kind: type[AnyRow], rows: Iterable[AnyRow]) -> None:
+def append(path: Path, rows: Iterable[Row]) -> None:
     """Adds lines to a CSV file, which reach the disk; a new file gets its header first.
 
     Where that fails, as on a full disk, it adds nothing and raises OSError.
     """
-    text = io.StringIO(newline="")
+    columns, text = COLUMNS[path.name], io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     with open(path, "ab", buffering=0) as file:  # a buffer would be written once more when it is closed
         before = file.tell()
         if not before:
-            writer.writerow(columns(kind))
-        writer.writerows(map(cells_of, rows))
+            writer.writerow(columns)
+        for row in rows:
+            values = (getattr(row, name, None) for name in columns)
+            writer.writerow(" ".join(map(str, each)) if isinstance(each, tuple) else each for each in values)
         left = memoryview(text.getvalue().encode())
         try:
             while left:
@@ -207,11 +168,11 @@ def append(path: Path, kind: type[AnyRow], rows: Iterable[AnyRow]) -> None:
             raise
 
 
-def mend(path: Path, kind: type[ScalarRow] | type[LayerRow]) -> None:
+def mend(path: Path) -> None:
     """Prepares a CSV file of an earlier run for `append`: cuts off half a line that a crash left."""
     if not path.exists():
         return
-    header = ",".join(columns(kind)) + "\n"
+    header = ",".join(COLUMNS[path.name]) + "\n"
     with open(path, "rb+") as file:
         found = file.read()
         whole = found.rfind(b"\n") + 1
@@ -242,11 +203,11 @@ def read_run(folder: Path) -> Run:
         what = "it is a file" if folder.exists() else "there is no such folder"
         raise ValueError(f"{folder} {rule}: {what}")
     scalars: dict[str, Curve] = {}
-    for row in _in_force(_read(folder / SCALARS, ScalarRow)):
+    for row in _in_force(_read(folder / SCALARS)):
         curve = scalars.setdefault(row.name, Curve())
         curve.steps.append(row.step)
         curve.values.append(row.value)
-    rows = _in_force(_read(folder / LAYERS, LayerRow))
+    rows = _in_force(_read(folder / LAYERS))
     if not (scalars or rows):
         raise ValueError(f"{folder} {rule}: it holds no data")
     return Run(folder, read_sessions(folder / RUN), scalars, rows)
@@ -273,9 +234,9 @@ def _is_session(found: Any) -> bool:
     return isinstance(layers, list) and all(isinstance(each, dict) for each in (*parts, *layers))
 
 
-def _in_force(rows: Iterable[AnyRow]) -> list[AnyRow]:
+def _in_force(rows: Iterable[Row]) -> list[Row]:
     """Rows by ascending step; where the step goes back, older lines of that and later steps are left out."""
-    kept: list[AnyRow] = []
+    kept: list[Row] = []
     for row in rows:
         if kept and row.step < kept[-1].step:
             del kept[bisect.bisect_left(kept, row.step, key=lambda each: each.step) :]
@@ -283,7 +244,7 @@ def _in_force(rows: Iterable[AnyRow]) -> list[AnyRow]:
     return kept
 
 
-def _read(path: Path, kind: type[AnyRow]) -> Iterator[AnyRow]:
+def _read(path: Path) -> Iterator[Row]:
     """The whole lines of a CSV file; none where there is no such file."""
     if not os.path.lexists(path):
         return
@@ -291,8 +252,8 @@ def _read(path: Path, kind: type[AnyRow]) -> Iterator[AnyRow]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be text: {error}; without it the rest is read") from None
-    lines, header = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline="")), columns(kind)
-    types = [str(each.type) for each in fields(kind)]
+    lines, columns = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline="")), COLUMNS[path.name]
+    header = list(columns)
     try:
         if next(lines, header) != header:
             wanted = ",".join(header)
@@ -300,7 +261,8 @@ def _read(path: Path, kind: type[AnyRow]) -> Iterator[AnyRow]:
         for cells in lines:
             if len(cells) != len(header):
                 raise ValueError(f"{len(cells)} cells, not {len(header)}")
-            yield kind(**dict(zip(header, map(_parsed, types, cells), strict=True)))
+            parsed = zip(columns.items(), cells, strict=True)
+            yield Row(**{name: parse(cell) for (name, parse), cell in parsed})
     except (csv.Error, ValueError) as error:
         raise ValueError(
             f"{path}, line {lines.line_num}: {error}; without the line the rest is read"

@@ -8,6 +8,7 @@ import gc
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -177,11 +178,8 @@ def borrowed_swiglu(num_experts: int, d_model: int, d_hidden: int, dtype: torch.
 
 def borrowed_square(num_experts: int, d_model: int, d_hidden: int, dtype: torch.dtype) -> pmoe.Experts:
     """A nonlinearity that autograd differentiates."""
-    return borrowed.BorrowedActivation(
-        _stacks(num_experts, d_model, d_hidden, 1, dtype),
-        lambda hidden: hidden.relu().square(),
-        hidden_factor=1,
-    )
+    stacks = _stacks(num_experts, d_model, d_hidden, 1, dtype)
+    return borrowed.BorrowedActivation(replace(stacks, activation=lambda hidden: hidden.relu().square()))
 
 
 def _stacks(

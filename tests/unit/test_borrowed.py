@@ -4,6 +4,7 @@ against the plain definition under autograd, in float64."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,10 +50,9 @@ def made(kind: str, stacks: Stacks) -> tuple[Experts, Callable[[Tensor], Tensor]
     if kind == "swiglu":
         return BorrowedSwiGLU(stacks), swiglu
     if kind == "gelu":
-        return BorrowedFFN(stacks, "gelu"), F.gelu
-    if kind == "squared":
-        return BorrowedActivation(stacks, squared, hidden_factor=1), squared
-    return BorrowedActivation(stacks, clamped, hidden_factor=2), clamped
+        return BorrowedFFN(replace(stacks, activation="gelu")), F.gelu
+    function = squared if kind == "squared" else clamped
+    return BorrowedActivation(replace(stacks, activation=function)), function
 
 
 class Case:
@@ -75,7 +75,7 @@ class Case:
         if self.norm is not None:
             with torch.no_grad():
                 self.norm.weight.copy_(1 + 0.1 * leaf(D_MODEL))
-            self.experts = NormedExperts(self.stacks, self.activation, self.norm)
+            self.experts = NormedExperts(replace(self.stacks, activation=self.activation, norm=self.norm))
         self.x, self.weight = leaf(TOKENS, D_MODEL), leaf(TOKENS, TOP_K)
         # The last expert gets nothing.
         self.expert = torch.rand(TOKENS, EXPERTS - 1, generator=generator).argsort(1)[:, :TOP_K]

@@ -18,7 +18,7 @@ import torch
 
 import pmoe
 from pmoe import MoELayer, Restore, cli
-from pmoe.integrations.run_folder import SCALARS, ScalarRow, append
+from pmoe.integrations.run_folder import SCALARS, Row, append
 from pmoe.kernels import extension, status
 from pmoe.layer.memory import memory_shape
 from pmoe.measure.profile import load_profile, profile_path, save_profile
@@ -411,7 +411,7 @@ for argv in json.loads(sys.argv[1]):
 
 @pytest.mark.timeout(400)  # a dozen processes, which take ten seconds of a processor that is free
 def test_a_reader_that_closes_the_pipe_ends_every_command_quietly(folder: Path, tmp_path: Path) -> None:
-    append(tmp_path / SCALARS, ScalarRow, [ScalarRow(step=1, name="loss", value=2.0)])
+    append(tmp_path / SCALARS, [Row(step=1, name="loss", value=2.0)])
     commands = {
         "memory": LAYER,
         "plan": [*LAYER, "--ranks", "4", "--folder", str(folder)],

@@ -20,7 +20,7 @@ import pytest
 from matplotlib.image import imread
 
 from pmoe import cli
-from pmoe.integrations.report import charts, layers
+from pmoe.integrations.report import charts
 from pmoe.integrations.report.charts import (
     Line,
     format_bytes,
@@ -30,7 +30,7 @@ from pmoe.integrations.report.charts import (
     line_chart,
 )
 from pmoe.integrations.report.history import short_names
-from pmoe.integrations.report.page import run_page
+from pmoe.integrations.report.page import MAX_COLUMNS, run_page
 from pmoe.integrations.run_folder import (
     HOST_POOL_PEAK,
     LAYERS,
@@ -38,8 +38,7 @@ from pmoe.integrations.run_folder import (
     RUN,
     SCALARS,
     TIME,
-    LayerRow,
-    ScalarRow,
+    Row,
     add_session,
     append,
     layer_row,
@@ -83,8 +82,8 @@ def stats_of(name: str, rows: Sequence[int], **changed: Any) -> LayerStats:
     return LayerStats(name=name, tokens_per_expert=tuple(rows), **{**usual, **changed})
 
 
-def scalar_rows(step: int, **values: float) -> list[ScalarRow]:
-    return [ScalarRow(step=step, name=name, value=value) for name, value in values.items()]
+def scalar_rows(step: int, **values: float) -> list[Row]:
+    return [Row(step=step, name=name, value=value) for name, value in values.items()]
 
 
 def write_run(
@@ -100,8 +99,8 @@ def write_run(
 ) -> Path:
     """A made-up run: loss 5 / step + 1, expert e of layer l has 50 + (e * 7 + l) % 50 rows."""
     folder.mkdir(parents=True, exist_ok=True)
-    scalars: list[ScalarRow] = []
-    rows: list[LayerRow] = []
+    scalars: list[Row] = []
+    rows: list[Row] = []
     for step in steps:
         scalars += scalar_rows(step, loss=math.nan if step in nan else 5 / step + 1, learning_rate=0.001)
         if step in (steps[0], steps[-1]) or step % every == 0:
@@ -110,8 +109,8 @@ def write_run(
             for layer in range(layers):
                 counts = [50 + (e * 7 + layer) % 50 for e in range(experts)]
                 rows.append(layer_row(step, stats_of(name.format(layer), counts, **changed)))
-    append(folder / SCALARS, ScalarRow, scalars)
-    append(folder / LAYERS, LayerRow, rows)
+    append(folder / SCALARS, scalars)
+    append(folder / LAYERS, rows)
     described = [{"layer": name.format(i), "num_experts": experts, "d_model": 64 + i} for i in range(layers)]
     session = {
         "when": "2026-01-02T03:04:05",
@@ -168,7 +167,7 @@ def test_a_folder_without_data_is_refused_by_name(tmp_path: Path, capsys: pytest
         told_to_user = refused(capsys, "report", str(tmp_path / name))
         assert f"RUN_DIR ({tmp_path / name}) must" in told_to_user.replace("\n", " ")
         assert why in told_to_user and SCALARS in told_to_user
-    append(tmp_path / "empty" / SCALARS, ScalarRow, [])
+    append(tmp_path / "empty" / SCALARS, [])
     assert "it holds no data" in refused(capsys, "report", str(tmp_path / "empty"))
 
 
@@ -253,7 +252,7 @@ def test_tensors_are_told_to_be_kept_only_where_a_backward_pass_wants_them(tmp_p
 def test_the_most_uneven_of_many_layers_are_shown_first(tmp_path: Path) -> None:
     lines = [layer_row(1, stats_of(f"b.{i}", [10 + 3 * (i % 5), 10, 10])) for i in range(10)]
     lines.append(layer_row(1, stats_of("b.idle", [0, 0, 0])))
-    append(tmp_path / LAYERS, LayerRow, lines)
+    append(tmp_path / LAYERS, lines)
     page = run_page(read_run(tmp_path))
     maps = re.findall(r'aria-label="(b\.\w+): 3 experts over 1 steps"', page)
     assert maps == ["b.2", "b.3", "b.4", "b.7", "b.8", "b.9", "b.0", "b.1", "b.5", "b.6"]
@@ -262,7 +261,7 @@ def test_the_most_uneven_of_many_layers_are_shown_first(tmp_path: Path) -> None:
 
 def test_what_is_missing_leaves_its_section_out(tmp_path: Path) -> None:
     (tmp_path / "losses").mkdir()
-    append(tmp_path / "losses" / SCALARS, ScalarRow, scalar_rows(1, loss=2.0))
+    append(tmp_path / "losses" / SCALARS, scalar_rows(1, loss=2.0))
     page = text_of(run_page(read_run(tmp_path / "losses")))
     assert "loss 2 last" in page and "no run.json" in page
     for title in ("Load of the experts", "Communication", "Memory", "Settings", "Chosen n"):
@@ -271,7 +270,7 @@ def test_what_is_missing_leaves_its_section_out(tmp_path: Path) -> None:
     missing = ("imbalance", "rank_imbalance", "drop_rate", "num_slots", "n_forward", "n_backward", "restore")
     nothing = dict.fromkeys([*missing, "predicted", "forward", "backward"])
     never = stats_of("0", [0, 0], path="not run", tensors={}, **nothing)
-    append(tmp_path / "layers" / LAYERS, LayerRow, [layer_row(3, never)])
+    append(tmp_path / "layers" / LAYERS, [layer_row(3, never)])
     page = text_of(run_page(read_run(tmp_path / "layers")))
     assert "Loss" not in page and "3 not run – –" in page and "No pass of the 1 logged steps" in page
 
@@ -289,19 +288,19 @@ def test_values_that_are_not_finite_are_counted_and_leave_gaps(tmp_path: Path) -
     assert column.count("<path") == 2
     (tmp_path / "all").mkdir()
     nothing = [row for step in range(3) for row in scalar_rows(step, loss=math.nan)]
-    append(tmp_path / "all" / SCALARS, ScalarRow, nothing)
+    append(tmp_path / "all" / SCALARS, nothing)
     assert "No finite value in 3 points." in run_page(read_run(tmp_path / "all"))
 
 
 @pytest.mark.slow
 def test_a_run_of_100_000_steps_and_many_layers_and_experts_stays_a_small_page(tmp_path: Path) -> None:
-    scalars = [ScalarRow(step=s, name="loss", value=3 + math.sin(s)) for s in range(1, 100_001)]
-    append(tmp_path / SCALARS, ScalarRow, scalars)
+    scalars = [Row(step=s, name="loss", value=3 + math.sin(s)) for s in range(1, 100_001)]
+    append(tmp_path / SCALARS, scalars)
     rows = [10 + e % 7 for e in range(128)]
     lines = [
         layer_row(step, stats_of(f"blocks.{i}.mlp", rows)) for step in range(0, 3000, 5) for i in range(12)
     ]
-    append(tmp_path / LAYERS, LayerRow, lines)
+    append(tmp_path / LAYERS, lines)
     page = run_page(read_run(tmp_path))
     assert len(page) < 600_000
     assert "median of layers" in page and "blocks.0.mlp … blocks.11.mlp (12 layers)" in text_of(page)
@@ -428,9 +427,9 @@ def test_a_heat_map_s_colours_are_its_numbers() -> None:
 def test_many_steps_of_load_are_added_up_to_few_columns(tmp_path: Path) -> None:
     # The first expert has all rows of odd steps, none of even ones.
     steps = [stats_of("0", [8, 0] if step % 2 else [0, 8]) for step in range(500)]
-    append(tmp_path / LAYERS, LayerRow, [layer_row(step, each) for step, each in enumerate(steps)])
+    append(tmp_path / LAYERS, [layer_row(step, each) for step, each in enumerate(steps)])
     found = pixels(run_page(read_run(tmp_path)))
-    assert found.shape[0] == 2 and found.shape[1] <= layers.MAX_COLUMNS
+    assert found.shape[0] == 2 and found.shape[1] <= MAX_COLUMNS
     assert found[:, :-1, 3].max() < 0.35  # shares of 2/5 to 3/5 are near to even
 
 

@@ -20,14 +20,13 @@ from torch import nn
 import pmoe
 from pmoe.integrations.logging import StatsWriter
 from pmoe.integrations.run_folder import (
+    COLUMNS,
     HOST_POOL_PEAK,
     LAYERS,
     POOL_PEAK,
     RUN,
     SCALARS,
     TIME,
-    LayerRow,
-    columns,
     read_run,
 )
 from tests import fresh
@@ -311,9 +310,7 @@ def test_another_file_s_columns_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / LAYERS).write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match=f"{LAYERS}, line 1: .* read it with the pmoe that wrote it"):
         read_run(tmp_path)
-    with pytest.raises(
-        ValueError, match=f"{LAYERS} must begin with the columns {','.join(columns(LayerRow))}"
-    ):
+    with pytest.raises(ValueError, match=f"{LAYERS} must begin with the columns {','.join(COLUMNS[LAYERS])}"):
         StatsWriter(tmp_path, build())
     assert (tmp_path / LAYERS).read_text() == "a,b\n1,2\n"
 

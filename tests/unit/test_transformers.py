@@ -168,7 +168,7 @@ def test_gradients_are_the_same_under_gradient_checkpointing(name: str) -> None:
     model = make_model(name, "pmoe")
     model.activation_checkpointing_enable()
     run = mock.Mock(wraps=importlib.import_module("pmoe.integrations.transformers.layout").borrow)
-    with mock.patch("pmoe.integrations.transformers.run.borrow", run):
+    with mock.patch("pmoe.integrations.transformers.layers.borrow", run):
         found = trained(model, ids)[1]
     assert run.call_count == 4  # two layers, run forward and again in backward
     assert all(relative(found[each], wanted[each]) < 1e-6 for each in wanted)
@@ -298,7 +298,7 @@ def test_registering_again_changes_nothing(registry: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         registry.register()
-    run = importlib.import_module("pmoe.integrations.transformers.run").run_module
+    run = importlib.import_module("pmoe.integrations.transformers.layers").run_module
     parallel = importlib.import_module("pmoe.integrations.transformers.expert_parallel").PipelinedEP
     assert ExpertsInterface()["pmoe"] is run and EPImplementationInterface()["pmoe"] is parallel
 

@@ -11,7 +11,7 @@ from os.path import commonprefix
 from typing import Any
 
 from pmoe.integrations.report.charts import NONE, median
-from pmoe.integrations.run_folder import PASSES, TIME, Curve, LayerRow, Run
+from pmoe.integrations.run_folder import PASSES, TIME, Curve, Row, Run
 
 LONG_NAME = 24
 """Characters of a layer's name that a phone has room for."""
@@ -24,17 +24,17 @@ class History:
     """A run's rows by layer, under short names."""
 
     run: Run
-    by_layer: dict[str, list[LayerRow]]
+    by_layer: dict[str, list[Row]]
 
     @property
-    def latest(self) -> dict[str, LayerRow]:
+    def latest(self) -> dict[str, Row]:
         """The last row of each layer."""
         return {name: rows[-1] for name, rows in self.by_layer.items()}
 
     @property
     def last_step(self) -> int:
-        ends = [curve.steps[-1] for curve in self.run.scalars.values()]
-        return max([*ends, *(row.step for row in self.latest.values())])
+        ends: list[int] = [row.step for row in self.latest.values()]
+        return max(ends + [curve.steps[-1] for curve in self.run.scalars.values()])
 
     def last(self, name: str) -> float | None:
         """The last value of a scalar."""
@@ -91,7 +91,7 @@ class History:
 
 
 def history_of(run: Run) -> History:
-    by_layer: dict[str, dict[int, LayerRow]] = {}
+    by_layer: dict[str, dict[int, Row]] = {}
     for row in run.rows:
         by_layer.setdefault(row.layer, {})[row.step] = row
     names = short_names(list(by_layer))
@@ -117,13 +117,13 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
     }
 
 
-def stretches(rows: Iterable[LayerRow]) -> list[tuple[str, ...]]:
+def stretches(rows: Iterable[Row]) -> list[tuple[str, ...]]:
     """Neighbouring steps at which a layer ran in the same way, and how: path, both n, restore pair."""
     found = [(how, [row.step for row in group]) for how, group in itertools.groupby(rows, _how)]
     return [(f"{steps[0]:,}" + f" – {steps[-1]:,}" * (len(steps) > 1), *how) for how, steps in found]
 
 
-def _how(row: LayerRow) -> tuple[str, ...]:
+def _how(row: Row) -> tuple[str, ...]:
     n_forward, n_backward = (NONE if n is None else str(n) for n in (row.n_forward, row.n_backward))
     is_kept = row.path == "pipeline" and row.n_backward is not None
     return (row.path, n_forward, n_backward, row.restore or ("kept" if is_kept else NONE))

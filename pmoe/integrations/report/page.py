@@ -5,18 +5,34 @@ Long runs are thinned (`charts`); of many layers the later ones are folded away.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median_low
 from typing import Any
 
-from pmoe.integrations.report import charts, layers
-from pmoe.integrations.report.history import History, history_of
-from pmoe.integrations.run_folder import HOST_POOL_PEAK, POOL_PEAK, TENSORS, TIME, Run
+import numpy as np
+
+from pmoe.integrations import run_folder as files
+from pmoe.integrations.report import charts
+from pmoe.integrations.report.history import COMMUNICATION, History, history_of, stretches
 from pmoe.planner.drawing import SERIES, template
 
 SMOOTHED = 100
 """Points of a loss: means between the least and the greatest of their neighbours show where it goes."""
 
+MAX_LINES = 6
+"""Layers that have a line of their own; of more, the median and the ends are drawn."""
 
-def run_page(run: Run) -> str:
+MAX_SHOWN = 6
+"""Heat maps that are shown at once, and half as many as lines of a table; the rest is folded away."""
+
+MAX_COLUMNS = 120
+"""Of a heat map."""
+
+MAX_STRETCHES = 8
+"""Of a layer, in the table of n and restore pairs."""
+
+
+def run_page(run: files.Run) -> str:
     """The page as HTML that needs no other file. Raises ImportError without matplotlib."""
     try:
         import matplotlib  # noqa: F401
@@ -28,21 +44,153 @@ def run_page(run: Run) -> str:
         run=run,
         history=history,
         losses=_losses(history),
-        load=layers.load_charts(history),
-        heat_maps=layers.heat_maps(history),
-        choices=layers.choices(history),
-        communication=layers.communication(history),
-        tensors=layers.tensors(history),
-        predicted=layers.predicted(history),
+        load=_load_charts(history),
+        heat_maps=_heat_maps(history),
+        choices=_choices(history),
+        communication=_communication(history),
+        tensors=_tensors(history),
+        predicted=_predicted(history),
         others=_others(history),
         layers=_as_built(run),
-        device_peak=history.last(POOL_PEAK),
-        host_peak=history.last(HOST_POOL_PEAK),
+        device_peak=history.last(files.POOL_PEAK),
+        host_peak=history.last(files.HOST_POOL_PEAK),
         charts=charts,
-        keys=list(zip(TENSORS, SERIES, strict=False)),
-        max_maps=layers.MAX_SHOWN,
+        keys=list(zip(files.TENSORS, SERIES, strict=False)),
+        max_maps=MAX_SHOWN,
     )
     return made.strip() + "\n"
+
+
+# ---- expert load
+
+
+def _load_charts(history: History) -> list[str]:
+    found: list[str] = []
+    for whose, field in (("expert", "imbalance"), ("rank", "rank_imbalance")):
+        title = f"Imbalance: rows of the busiest {whose}"
+        found += _by_layer(history, title, field, unit="over the mean", floor=1)
+    if any(row.drop_rate for rows in history.by_layer.values() for row in rows):
+        found += _by_layer(history, "Dropped rows", "drop_rate", floor=0, show=charts.format_share)
+    return found
+
+
+def _by_layer(history: History, title: str, field: str, **options: Any) -> list[str]:
+    """A chart with a line a layer; of many layers the median between the least and the greatest."""
+    by_name: dict[str, dict[int, float]] = {}
+    for name, rows in history.by_layer.items():
+        for row in rows:
+            if (value := getattr(row, field)) is not None:
+                by_name.setdefault(name, {})[row.step] = value
+    if len(by_name) > MAX_LINES:
+        return [_of_many(title, by_name, **options)]
+    lines = [charts.Line(name=name, xs=list(of), ys=list(of.values())) for name, of in by_name.items()]
+    return [charts.line_chart(title, lines, **options)] if lines else []
+
+
+def _of_many(title: str, by_name: Mapping[str, Mapping[int, float]], **options: Any) -> str:
+    steps = sorted({step for values in by_name.values() for step in values})
+    values = [[of[step] for of in by_name.values() if step in of] for step in steps]
+    ends: dict[str, Callable[[list[float]], float]] = {"greatest": max, "median": median_low, "least": min}
+    lines = [
+        charts.Line(name=f"{name} of layers", xs=steps, ys=list(map(end, values)))
+        for name, end in ends.items()
+    ]
+    last, name = max((list(of.values())[-1], name) for name, of in by_name.items())
+    show = options.get("show", charts.format_number)
+    note = f"{len(by_name)} layers. Greatest at the end: {name}, {show(last)}."
+    return charts.line_chart(title, lines, note=note, **options)
+
+
+def _heat_maps(history: History) -> list[str]:
+    """First those `MAX_SHOWN` whose last row is the most uneven, in the model's order, then the others."""
+    ran = {
+        name: rows for name, rows in history.by_layer.items() if any(sum(r.tokens_per_expert) for r in rows)
+    }
+    worst = sorted(ran, key=lambda name: ran[name][-1].imbalance or 0.0, reverse=True)[:MAX_SHOWN]
+    return [_heat_map(name, ran[name]) for name in sorted(ran, key=lambda name: name not in worst)]
+
+
+def _heat_map(name: str, rows: Sequence[files.Row]) -> str:
+    """Steps are joined where there are too many: rows are added up."""
+    last = rows[-1].tokens_per_expert
+    rows = [row for row in rows if len(row.tokens_per_expert) == len(last)]
+    starts = np.arange(0, len(rows), -(-len(rows) // MAX_COLUMNS))
+    steps = np.add.reduceat([row.step for row in rows], starts) / np.diff([*starts, len(rows)])
+    summed = np.add.reduceat([row.tokens_per_expert for row in rows], starts)
+    with np.errstate(invalid="ignore"):
+        ratios = (summed / summed.mean(1, keepdims=True)).T
+    note = ""
+    if sum(last):
+        busiest, idle = last.index(max(last)), last.count(0)
+        share = charts.format_share(last[busiest] / sum(last))
+        note = f"At step {rows[-1].step:,}: expert {busiest} has {share} of {sum(last):,} rows"
+        note += f"; {idle} of {len(last)} experts have none." if idle else ", and every expert has some."
+    return charts.heat_map(name, steps.tolist(), ratios, "expert", note)
+
+
+# ---- choices and communication
+
+
+def _choices(history: History) -> list[list[str]]:
+    """How layers ran, by stretches of steps; layers that always ran in the same way share their lines."""
+    names_of: dict[tuple[tuple[str, ...], ...], list[str]] = {}
+    for name, rows in history.by_layer.items():
+        names_of.setdefault(tuple(stretches(rows)), []).append(name)
+    lines = []
+    for found, names in names_of.items():
+        shown = ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]} ({len(names)} layers)"
+        left_out = len(found) - MAX_STRETCHES
+        shown += f" (after {left_out} changes)" if left_out > 0 else ""
+        lines += [[shown if i == 0 else "", *each] for i, each in enumerate(found[-MAX_STRETCHES:])]
+    return lines
+
+
+def _communication(history: History) -> list[str]:
+    """Charts; none where nothing travelled."""
+    seconds = map(history.seconds_by_step, COMMUNICATION)
+    names = ("something travels", "and nothing is computed")
+    lines = [
+        charts.Line(name=name, xs=list(of), ys=list(of.values()), is_filled=True)
+        for name, of in zip(names, seconds, strict=True)
+    ]
+    if not any(lines[0].ys):
+        return []
+    note = (
+        "Both passes of all layers; means over the ranks. Of a layer that a step calls several times, only "
+        "the last call is in it; the exchange of row counts is not."
+    )
+    found = [
+        charts.line_chart("Communication of a step", lines, floor=0, show=charts.format_seconds, note=note)
+    ]
+    for direction in files.PASSES:
+        title, field = f"Exposed communication, {direction}", f"{direction}_exposed"
+        found += _by_layer(history, title, field, floor=0, show=charts.format_seconds)
+    return found
+
+
+# ---- memory
+
+
+def _tensors(history: History) -> list[tuple[str, list[int]]]:
+    """Bars: name of a layer, bytes of each of `TENSORS`."""
+    rows = [(name, row) for name, row in history.latest.items() if row.T_I_bytes is not None]
+    return [(name, [getattr(row, f"{each}_bytes") or 0 for each in files.TENSORS]) for name, row in rows]
+
+
+def _predicted(history: History) -> list[list[str]]:
+    """Lines of a table: name of a layer, restore pair, each of `PREDICTED`."""
+    return [
+        [
+            name,
+            row.restore or "kept",
+            *(charts.format_bytes(getattr(row, f"{each}_bytes")) for each in files.PREDICTED),
+        ]
+        for name, row in history.latest.items()
+        if row.peak_bytes is not None
+    ]
+
+
+# ---- scalars and settings
 
 
 def _losses(history: History) -> list[str]:
@@ -58,11 +206,11 @@ def _others(history: History) -> list[str]:
     return [
         charts.line_chart(name, [charts.Line(name=name, xs=curve.steps, ys=curve.values)])
         for name, curve in history.run.scalars.items()
-        if name not in (*history.losses, TIME, POOL_PEAK, HOST_POOL_PEAK)
+        if name not in (*history.losses, files.TIME, files.POOL_PEAK, files.HOST_POOL_PEAK)
     ]
 
 
-def _as_built(run: Run) -> tuple[dict[str, Any], list[list[str]]]:
+def _as_built(run: files.Run) -> tuple[dict[str, Any], list[list[str]]]:
     """Options that all layers have in common, and a table of the others, its header first."""
     layers = run.sessions[-1].get("layers") or [] if run.sessions else []
     names = list(layers[0]) if layers else []

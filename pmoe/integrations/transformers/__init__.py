@@ -1,6 +1,7 @@
-from pmoe.integrations.transformers.layers import configure, layers
 from pmoe.integrations.transformers.registry import register
 
-__all__ = ["configure", "layers"]
-
 register()
+
+from pmoe.integrations.transformers.layers import configure, layers  # noqa: E402
+
+__all__ = ["configure", "layers"]

@@ -9,7 +9,7 @@ Letters: those of `pmoe.experts`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,20 +29,24 @@ GRAPH = 6
 """How many tensors of T_M's width differentiating a function may hold at once. Measured: 5 for the square of
 relu, 3.5 for gpt-oss's clamped gate."""
 
-Function = Callable[[Tensor], Tensor]
-"""Element by element, or row by row: one whose value for some rows does not depend on others."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Stacks:
     """w1 (E, G, M), w2 (E, M, H), b1 (E, G), b2 (E, M) as a module holds them; with ``transposed`` w1 is
-    (E, M, G) and w2 (E, H, M), in-features first."""
+    (E, M, G) and w2 (E, H, M), in-features first.
+
+    activation: the name of one of pmoe's nonlinearities; or the module's own function from T_M (N, G) to the
+    activated hidden (N, H), whose value for some rows does not depend on others. norm: a module of rows of
+    T_DO (N, M).
+    """
 
     w1: Tensor
     w2: Tensor
     b1: Tensor | None = None
     b2: Tensor | None = None
     transposed: bool = False
+    activation: Any = None
+    norm: Any = None
 
     @property
     def named(self) -> dict[str, Tensor]:
@@ -55,7 +59,8 @@ class Stacks:
     def stand_ins(self) -> Stacks:
         """Tensors of the same shapes, types and device that hold no memory and are nobody's parameters."""
         made = {name: each.new_empty(()).expand(each.shape) for name, each in self.named.items()}
-        return Stacks(**made, transposed=self.transposed)
+        name = self.activation if isinstance(self.activation, str) else None
+        return Stacks(**made, transposed=self.transposed, activation=name)
 
 
 class BorrowedExperts(StackedExperts):
@@ -71,6 +76,9 @@ class BorrowedExperts(StackedExperts):
         w1, w2 = (stacks.out_features_first(each.detach()) for each in (stacks.w1, stacks.w2))
         vars(self).update(w1=w1, w2=w2, b1=stacks.b1, b2=stacks.b2)  # setattr would register them
         self.num_local_experts, self.all_hidden = w2.shape[0], w2.shape[2]
+        self.hidden_factor = w1.shape[1] // w2.shape[2]
+        if isinstance(stacks.activation, str):
+            self.activation = stacks.activation
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
         return iter(self.stacks.named.items())
@@ -109,24 +117,10 @@ class BorrowedSwiGLU(BorrowedExperts, SwiGLUExperts):
 class BorrowedFFN(BorrowedExperts, FFNExperts):
     """One of pmoe's own nonlinearities, by its name."""
 
-    def __init__(self, stacks: Stacks, activation: str) -> None:
-        self.activation = activation
-        super().__init__(stacks)
-
-    def returned(self) -> BorrowedExperts:
-        return BorrowedFFN(self.stacks.stand_ins(), self.activation)
-
 
 class BorrowedActivation(BorrowedExperts):
     """Any function from T_M to the activated hidden, (N, G) to (N, H), differentiated by autograd a block of
     rows at a time: T_M is kept as ever, and nothing else."""
-
-    def __init__(self, stacks: Stacks, function: Function | None, *, hidden_factor: int) -> None:
-        self.function, self.hidden_factor = function, hidden_factor
-        super().__init__(stacks)
-
-    def returned(self) -> BorrowedExperts:
-        return BorrowedActivation(self.stacks.stand_ins(), None, hidden_factor=self.hidden_factor)
 
     def columns(self, device_type: str) -> HiddenColumns:
         return replace(super().columns(device_type), graph=GRAPH * self.hidden_factor * self.num_hidden)
@@ -136,51 +130,42 @@ class BorrowedActivation(BorrowedExperts):
         return max(super()._scratch_rows(device_type) // (GRAPH * self.hidden_factor * wide), 16)
 
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
-        assert self.function is not None
         block_rows = self._scratch_rows(hidden_NG.device.type)
         for hidden, active in zip(hidden_NG.split(block_rows), active_NH.split(block_rows), strict=True):
-            active.copy_(self.function(hidden))
+            active.copy_(self.stacks.activation(hidden))
 
     def activation_gradient(self, grad_NG: Tensor, hidden_NG: Tensor) -> None:
-        assert self.function is not None
         with torch.enable_grad():
             hidden = hidden_NG.detach().requires_grad_()
-            active = self.function(hidden)
+            active = self.stacks.activation(hidden)
         (found,) = torch.autograd.grad(active, hidden, grad_NG[:, : active.shape[1]].to(active.dtype))
         grad_NG.copy_(found)
 
 
 class NormedExperts(ModuleExperts):
     """Experts with a norm behind them, one for all of them: each row of T_DO passes it before the routing
-    weight. Differentiated by autograd, as experts that are modules: memory is not predicted.
-
-    activation: from T_M to the activated hidden, row by row. norm: of rows (N, M).
-    """
+    weight. Differentiated by autograd, as experts that are modules: memory is not predicted."""
 
     is_parallel = False
-    stacks: Stacks
-    activation: Any
-    norm: Any
 
-    def __init__(self, stacks: Stacks, activation: Function | None, norm: nn.Module | None) -> None:
+    def __init__(self, stacks: Stacks) -> None:
         Experts.__init__(self)
-        self.local = nn.ModuleList()
-        vars(self).update(stacks=stacks, activation=activation, norm=norm)  # setattr would register them
+        self.stacks, self.local = stacks, nn.ModuleList()
         self.views = {name: each.unbind() for name, each in stacks.named.items()}
         self.num_local_experts = len(self.views["w1"])
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
         for name, parts in self.views.items():
             yield from ((f"{name}.{expert}", part) for expert, part in enumerate(parts))
-        if self.norm is not None:
-            yield from self.norm.named_parameters(prefix="norm")
+        if self.stacks.norm is not None:
+            yield from self.stacks.norm.named_parameters(prefix="norm")
 
     def returned(self) -> NormedExperts:
-        return NormedExperts(self.stacks.stand_ins(), None, None)
+        return NormedExperts(self.stacks.stand_ins())
 
     def _run(self, expert: int, rows_NM: Tensor) -> Tensor:
         held = {name: parts[expert] for name, parts in self.views.items()}
         w1, w2 = (held[name].t() if self.stacks.transposed else held[name] for name in ("w1", "w2"))
-        active_NH = self.activation(F.linear(rows_NM, w1, held.get("b1")))
-        normed_NM: Tensor = self.norm(F.linear(active_NH, w2, held.get("b2")))
+        active_NH = self.stacks.activation(F.linear(rows_NM, w1, held.get("b1")))
+        normed_NM: Tensor = self.stacks.norm(F.linear(active_NH, w2, held.get("b2")))
         return normed_NM

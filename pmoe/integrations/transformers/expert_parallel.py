@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
+from pmoe.integrations.transformers.layers import run_module
 from pmoe.integrations.transformers.layout import check
-from pmoe.integrations.transformers.run import run_module
 
 
 class PipelinedEP(EPImplementation):

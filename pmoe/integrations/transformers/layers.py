@@ -2,7 +2,10 @@
 
 A layer is found by the module and is no part of it: state_dict, copies and pickles of a model know nothing of
 it, and two models share nothing. Options are checked when they are given, not at the first batch, by building
-a small layer with them.
+a small layer with them. What a layer must not keep from one call to the next (the module's parameters, the
+routing) it holds for that call.
+
+Letters: T tokens of this rank, K choices, M model width.
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from pmoe.arguments import check_module
 from pmoe.comm.ranks import Ranks
 from pmoe.gates.external import ExternalGate
 from pmoe.integrations.statistics import finders
 from pmoe.integrations.transformers.borrowed import BorrowedExperts, BorrowedSwiGLU, NormedExperts, Stacks
+from pmoe.integrations.transformers.layout import borrow, check_same_place
 from pmoe.layer import MoELayer
 
 OPTIONS = (
@@ -93,7 +97,7 @@ finders.append(layers)  # `pmoe.stats` names them as well
 
 
 @contextmanager
-def layer_of(
+def _layer_of(
     module: nn.Module,
     experts: BorrowedExperts | NormedExperts,
     top_k: int,
@@ -114,3 +118,46 @@ def layer_of(
         built = _layers[module] = _Built(made_for, layer)
     with built.turn:
         yield built.layer
+
+
+# ---- a call
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def run_module(
+    module: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """(T, M): each token's experts' outputs, times their weights, summed. group: the ranks that the experts
+    are spread over, evenly and in order; None where this rank's are all, as in the registry of experts
+    implementations.
+
+    top_k_index, top_k_weights: (T, K); the index behind the last expert means no expert. Raises ValueError
+    where the layout or the routing is not as it must be; of the routing's values on every rank of the group.
+    """
+    experts = borrow(module)
+    num_experts = experts.num_local_experts * (1 if group is None else dist.get_world_size(group))
+    if top_k_index.dim() != 2 or top_k_weights.shape != top_k_index.shape:
+        raise ValueError(
+            f"top_k_weights (shape {tuple(top_k_weights.shape)}) must be of the shape of top_k_index "
+            f"({tuple(top_k_index.shape)}), one row a token"
+        )
+    if group is None:  # among several ranks the layer checks, which tells all of them
+        check_same_place(module, hidden_states=hidden_states)
+    keep_TK = top_k_index != num_experts
+    expert_TK = top_k_index.to(torch.int64).where(keep_TK, 0)
+    with _layer_of(module, experts, top_k_index.shape[1], num_experts, group) as layer:
+        if layer.training != module.training:
+            layer.train(module.training)
+        gate = layer.gate
+        assert isinstance(gate, ExternalGate)
+        layer.experts = experts
+        try:
+            with gate.routing(expert_TK, top_k_weights, keep_TK):
+                y: Tensor = layer(hidden_states)
+        finally:
+            layer.experts = experts.returned()
+    return y.to(hidden_states.dtype)

@@ -36,18 +36,19 @@ def borrow(module: nn.Module) -> borrowed.BorrowedExperts | borrowed.NormedExper
     """This module's experts, for one call. Raises ValueError where pmoe does not know how its weights lie."""
     check(module)
     up, has_bias = _up_name(module), _flag(module, "has_bias")
+    kind, activation = _activation(module)
     stacks = borrowed.Stacks(
         w1=_tensor(module, up),
         w2=_tensor(module, "down_proj"),
         b1=_tensor(module, f"{up}_bias") if has_bias else None,
         b2=_tensor(module, "down_proj_bias") if has_bias else None,
         transposed=_flag(module, "is_transposed"),
+        activation=activation,
+        norm=module._modules.get("post_expert_norm"),
     )
     _check_shapes(module, stacks)
     check_same_place(module)
-    if _flag(module, "has_post_expert_norm"):
-        return borrowed.NormedExperts(stacks, _function(module), module.get_submodule("post_expert_norm"))
-    return _activated(module, stacks)
+    return kind(stacks)
 
 
 def check(module: nn.Module) -> None:
@@ -150,26 +151,20 @@ def check_same_place(module: nn.Module, **inputs: Tensor) -> None:
             )
 
 
-def _activated(module: nn.Module, stacks: borrowed.Stacks) -> borrowed.BorrowedExperts:
-    """By pmoe's own kernels where the activation is one of theirs."""
-    module_: Any = module
-    if not _flag(module, "has_gate"):
-        name = _name_of(module_.act_fn)
-        if name is not None:
-            return borrowed.BorrowedFFN(stacks, name)
-        return borrowed.BorrowedActivation(stacks, _function(module), hidden_factor=1)
-    gating = getattr(module_._apply_gate, "__func__", None)
-    is_usual = gating is not None and gating is getattr(moe, "_default_apply_gate", None)
-    if is_usual and _name_of(module_.act_fn) == "silu":
-        return borrowed.BorrowedSwiGLU(stacks)
-    return borrowed.BorrowedActivation(stacks, _function(module), hidden_factor=2)
-
-
-def _function(module: Any) -> borrowed.Function:
-    """The module's own activation."""
+def _activation(module: Any) -> tuple[type[borrowed.BorrowedExperts | borrowed.NormedExperts], Any]:
+    """The class of the experts and their activation: pmoe's own kernels where it is one of theirs."""
+    function = getattr(module, "act_fn", None)
+    name = _name_of(function)
     if _flag(module, "has_gate"):
-        return module._apply_gate  # type: ignore[no-any-return]
-    return lambda hidden: module.act_fn(hidden)
+        function = module._apply_gate
+        gating = getattr(function, "__func__", None)
+        is_usual = gating is not None and gating is getattr(moe, "_default_apply_gate", None)
+        name = "swiglu" if is_usual and name == "silu" else None
+    if _flag(module, "has_post_expert_norm"):
+        return borrowed.NormedExperts, function
+    if name is None:
+        return borrowed.BorrowedActivation, function
+    return (borrowed.BorrowedSwiGLU if name == "swiglu" else borrowed.BorrowedFFN), name
 
 
 def _name_of(activation: object) -> str | None:

@@ -25,7 +25,7 @@ def register() -> None:
             f"transformers ({version}) must be at least 5.7, whose registry of experts implementations takes "
             'others than its own: pip install -U "transformers>=5.23"'
         )
-    from pmoe.integrations.transformers.run import run_module
+    from pmoe.integrations.transformers.layers import run_module
 
     # FP8 experts ask a registry of their own, and would not find pmoe: they are refused with a reason.
     for each in (interface, _find("transformers.integrations.finegrained_fp8", "FP8ExpertsInterface")):

@@ -2,26 +2,27 @@
 
 A GPT whose every second block is a `pmoe.MoELayer`, on ranks behind a modelled link so slow that both
 all-to-alls of a layer's pass take --ratio times as long as its experts compute forward. The same model runs
-with the layer's pipeline at several n, compiled by ``torch.compile(model, backend="pmoe")``, and compiled
-with plans that the passes did not choose, round by round in the same run. Exposed is what a rank waits for
-the link; what it waits for a late peer, and for gloo to copy, stands beside it. Predicted seconds are those
-of both graphs of a plan, beside what these graphs took (the paper's Fig. 14). Then the same for a small
-model, and how long planning takes for one of 24 blocks.
+with the layer's pipeline at several n, and compiled by ``torch.compile(model, backend="pmoe")``, round by
+round in the same run. Exposed is what a rank waits for the link; what it waits for a late peer, and for gloo
+to copy, stands beside it. Each piece takes some minutes, and is kept in lancet.json beside the others:
 
-    python bench/bench_lancet.py
+    python bench/bench_lancet.py --ratio 3          # or 5; timelines, and what the runtime costs
+    python bench/bench_lancet.py --plans 20         # predicted against measured steps: the paper's Fig. 14
+    python bench/bench_lancet.py --small 64 128 256
+    python bench/bench_lancet.py --deep 24          # seconds of the passes, beside torch.compile's own
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
+import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,22 +37,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 import bench.links.modelled as modelled
 import pmoe
 from bench.allocations import watched
+from bench.graph_plans import RUNNERS, Ordered, Runner, Unordered
 from bench.graph_timeline import PassTimeline
 from bench.links import INFINITE, launch
-from bench.timing import OUT, Timing, interleaved, table, write_json
+from bench.timing import BEGUN, OUT, interleaved, table, write_json
 from examples.lm_model import VOCABULARY, ByteGPT
 from pmoe.comm.ranks import Ranks
-from pmoe.graph import run, weight_gradients
+from pmoe.graph import backend, run, weight_gradients
 from pmoe.graph.explain import PassSeconds, bars_of
 from pmoe.graph.instructions import exposed_seconds, total_seconds
-from pmoe.graph.run import Key
+from pmoe.graph.plan import RangePlan
 from pmoe.planner.timeline import draw
 
 DEGREES = (1, 2, 4, 8)
-FORCED = tuple(itertools.product((1, 2, 4, 8), (False, True)))
-"""Plans that are not chosen: everything that can be cut in k parts, weight gradients moved or not."""
 WHOLE = "whole graph"
-TRACED = "k=1"
 WARM_UP = 4
 """Steps in which a compiled model measures, agrees and orders."""
 
@@ -101,51 +100,23 @@ class Waits:
 
 @dataclass
 class Way:
-    """One way to run the model. keys: its programs. seconds, by direction: of its graphs' passes."""
+    """One way to run the model. graphs: its compiled ones, by direction."""
 
     model: ByteGPT
     call: Callable[[Tensor], Tensor]
-    keys: list[Key] = field(default_factory=list)
+    graphs: list[Ordered] = field(default_factory=list)
     first_seconds: float = 0.0
     link: list[float] = field(default_factory=list)
     forward_link: list[float] = field(default_factory=list)
     peer: list[float] = field(default_factory=list)
-    seconds: dict[str, PassSeconds] = field(default_factory=dict)
-    peak_bytes: int = 0
-    difference: float = 0.0
-
-
-@dataclass(frozen=True)
-class Result:
-    """What rank 0 brings home. predicted: of a plan's two graphs, seconds and exposed ones, as they run and
-    as traced; measured: the same two graphs' seconds."""
-
-    bytes_per_second: float
-    expert_seconds: float
-    times: dict[str, Timing]
-    ways: dict[str, dict[str, float]]
-    predicted: dict[str, dict[str, float]]
-    measured: dict[str, float]
-    ranges: list[Any]
-    blocks: list[int]
-
-
-@contextlib.contextmanager
-def forced(k: int) -> Iterator[None]:
-    """First steps choose everything that can be cut, in k parts."""
-    parts, solve = run.PARTS, run.solve
-    run.PARTS = (k,) if k > 1 else ()
-    run.solve = lambda graph, _: (0.0, run.whole_ranges(graph, k))  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        run.PARTS, run.solve = parts, solve
 
 
 class Rank:
     """One rank's models, and a step of each."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, folder: str) -> None:
+        os.environ["PMOE_CACHE"] = folder
+        backend.GraphRunner = Runner  # type: ignore[misc]
         self.setting, self.waits, self.ways = setting, Waits(), dict[str, Way]()
         generator = torch.Generator().manual_seed(dist.get_rank())
         sizes = (setting.sequences, setting.context)
@@ -153,6 +124,8 @@ class Rank:
 
     def step(self, name: str) -> None:
         way = self.ways[name]
+        for each in way.graphs:
+            each.enter()
         way.model.zero_grad(set_to_none=True)
         link, peer = self.waits.link, self.waits.peer
         y = way.call(self.x)
@@ -166,100 +139,87 @@ class Rank:
         """compiled: arguments of torch.compile, none for the model as it is."""
         model = self.setting.model(pipeline)
         call = torch.compile(model, **compiled) if compiled else model
-        way = self.ways[name] = Way(model, call)  # type: ignore[arg-type]
-        known = set(run.PROGRAMS)
-        for at in range(WARM_UP):
+        self.ways[name] = Way(model, call)  # type: ignore[arg-type]
+        self._warm_up(name, WARM_UP)
+        if compiled.get("backend") == "pmoe":
+            self.ways[name].graphs = [Ordered.of(each) for each in RUNNERS.values()]
+
+    def add_plan(self, name: str, plans: dict[str, tuple[RangePlan, bool]]) -> None:
+        """The compiled model once more, with other plans."""
+        whole = self.ways[WHOLE]
+        for each in whole.graphs:
+            each.program.watch = None
+        for direction, (plan, moved) in plans.items():
+            RUNNERS[direction].take(plan, moved)
+        self.ways[name] = Way(whole.model, whole.call)
+        self._warm_up(name, 2)
+        self.ways[name].graphs = [Ordered.of(each) for each in RUNNERS.values()]
+
+    def _warm_up(self, name: str, steps: int) -> None:
+        way = self.ways[name]
+        for at in range(steps):
             begin = time.perf_counter()
             self.step(name)
             way.first_seconds = way.first_seconds if at else time.perf_counter() - begin
-        way.keys = [key for key in run.PROGRAMS if key not in known]
         way.link.clear(), way.forward_link.clear(), way.peer.clear()
-        for key in way.keys:
-            run.PROGRAMS[key].watch = way.seconds[key[0]] = PassSeconds()
 
-    def look_closer(self, name: str) -> None:
-        """Memory of a step, and gradients beside those of the layer with n=1."""
-        way = self.ways[name]
-        with watched() as seen:
-            self.step(name)
-        way.peak_bytes = seen.peak_bytes()
-        plain = self.ways[layer_name(1)]
-        pairs = zip(plain.model.parameters(), way.model.parameters(), strict=True)
-        way.difference = max(float((a.grad - b.grad).abs().max() / a.grad.abs().max()) for a, b in pairs)
+    def timed(self, rounds: int) -> dict[str, dict[str, Any]]:
+        """By way: its step's seconds, and what stands beside them; gradients and memory are watched in one
+        more step."""
+        times = interleaved({name: lambda name=name: self.step(name) for name in self.ways}, rounds)
+        plain, found = list(self.ways.values())[0], dict[str, dict[str, Any]]()
+        for name, way in self.ways.items():
+            with watched() as seen:
+                self.step(name)
+            ours = [each.grad.clone() for each in way.model.parameters()]
+            if way is plain:
+                first = ours
+            found[name] = {
+                "step ms": 1e3 * times[name].median,
+                "exposed ms": 1e3 * statistics.median(way.link[:-1]),
+                "of it forward ms": 1e3 * statistics.median(way.forward_link[:-1]),
+                "peer ms": 1e3 * statistics.median(way.peer[:-1]),
+                "first step s": way.first_seconds,
+                "peak MiB": seen.peak_bytes() / 2**20,
+                "gradients differ": max(
+                    float((a - b).abs().max() / a.abs().max()) for a, b in zip(first, ours, strict=True)
+                ),
+                "seconds": times[name],
+            }
+            if way.graphs:
+                said = 1e3 * sum(total_seconds(each.instructions) for each in way.graphs)
+                took = 1e3 * sum(each.median for each in way.graphs)
+                waits = 1e3 * sum(exposed_seconds(each.instructions) for each in way.graphs)
+                found[name] |= {"graphs ms": took, "predicted ms": said, "off %": 100 * (said / took - 1)}
+                found[name] |= {"predicted exposed ms": waits}
+        return found
 
-    def timelines(self, name: str) -> dict[str, Any]:
+    def timelines(self, name: str, title: str) -> dict[str, Any]:
         """When the instructions of one step ran, as panels of a drawing."""
-        way, watches = self.ways[name], dict[Key, PassTimeline]()
-        for key in way.keys:
-            run.PROGRAMS[key].watch = watches[key] = PassTimeline(run.PROGRAMS[key].instructions)
+        way, panels = self.ways[name], dict[str, Any]()
+        watches = [PassTimeline(each.instructions) for each in way.graphs]
+        kept, way.graphs = way.graphs, []
+        for each, watch in zip(kept, watches, strict=True):
+            each.program.watch = lambda _, boxed, each=each, watch=watch: watch(each.module, boxed)
         self.step(name)
-        return {
-            f"{key[0]}, {name}": bars_of(
-                key[0], watch.found, weight_gradients.weight_gradients(run.PROGRAMS[key].instructions)
-            )
-            for key, watch in watches.items()
-        }
+        way.graphs = kept
+        for each, watch in zip(kept, watches, strict=True):
+            direction, free = each.program.key[0], weight_gradients.weight_gradients(each.instructions)
+            panels[f"{direction}, {title}"] = bars_of(direction, watch.found, free)
+        return panels
 
 
 def layer_name(n: int) -> str:
     return f"layer, n={n}"
 
 
-def run_rank(link: Any, setting: Setting, rounds: int, folder: str, picture: str) -> Result:
-    os.environ["PMOE_CACHE"] = folder
-    rank = Rank(setting)
+# ---- pieces
+
+
+def slowed(link: Any, setting: Setting) -> tuple[float, float]:
+    """(seconds of a layer's experts forward, bytes a second that go with the ratio): rank 0's, and the
+    link's from now on."""
     link.set_rate(INFINITE)
-    seconds, rate = _rate(setting)
-    link.set_rate(rate)
-    for n in DEGREES:
-        rank.add(layer_name(n), n)
-    rank.add(WHOLE, backend="pmoe")
-    for k, moved in FORCED:
-        with forced(k):
-            name = f"k={k}" + (", dW moved" if moved else "")
-            rank.add(name, backend="pmoe", options={"weight_gradients": moved, "parts": k})
-    times = interleaved({name: lambda name=name: rank.step(name) for name in rank.ways}, rounds)
-    for name in rank.ways:
-        rank.look_closer(name)
-    panels = {**rank.timelines(TRACED), **rank.timelines(WHOLE)}
-    if dist.get_rank() == 0 and picture:
-        draw(picture, panels, f"One step of the whole model, measured, at {setting.ratio:g} X")
-    compiled = {name: way for name, way in rank.ways.items() if way.keys}
-    programs = {name: [run.PROGRAMS[key] for key in way.keys] for name, way in compiled.items()}
-    return Result(
-        bytes_per_second=rate,
-        expert_seconds=seconds,
-        times=times,
-        ways={
-            name: {
-                "link ms": 1e3 * statistics.median(way.link),
-                "of it forward ms": 1e3 * statistics.median(way.forward_link),
-                "peer ms": 1e3 * statistics.median(way.peer),
-                "first step s": way.first_seconds,
-                "peak MiB": way.peak_bytes / 2**20,
-                "gradients differ": way.difference,
-            }
-            for name, way in rank.ways.items()
-        },
-        predicted={
-            name: {
-                "ms": 1e3 * sum(total_seconds(each.instructions) for each in found),
-                "exposed ms": 1e3 * sum(exposed_seconds(each.instructions) for each in found),
-                "as traced ms": 1e3 * sum(total_seconds(each.before) for each in found),
-            }
-            for name, found in programs.items()
-        },
-        measured={
-            name: 1e3 * sum(statistics.median(each.found[:-1]) for each in way.seconds.values())
-            for name, way in compiled.items()
-        },
-        ranges=[asdict(each) for program in programs[WHOLE] for each in program.plan.ranges],
-        blocks=[layer for program in programs[WHOLE] for layer in program.plan.blocks],
-    )
-
-
-def _rate(setting: Setting) -> tuple[float, float]:
-    """(seconds of a layer's experts forward, bytes a second that go with the ratio): rank 0's."""
     layer = next(each for each in setting.model().modules() if isinstance(each, pmoe.MoELayer))
     ranks = dist.get_world_size()
     sizes = (setting.d_model, setting.d_hidden, setting.num_experts // ranks)
@@ -273,14 +233,75 @@ def _rate(setting: Setting) -> tuple[float, float]:
     found = torch.tensor([statistics.median(taken[2:])], dtype=torch.float64)
     dist.broadcast(found, 0)
     num_bytes = 2 * setting.tokens * (ranks - 1) / ranks * setting.d_model * layer.experts.w1.element_size()
-    return found.item(), num_bytes / (setting.ratio * found.item())
+    rate = num_bytes / (setting.ratio * found.item())
+    link.set_rate(rate)
+    return found.item(), rate
 
 
-def planning(link: Any, setting: Setting, folder: str) -> dict[str, float]:
+def beside_layer(link: Any, setting: Setting, folder: str, rounds: int, picture: str) -> dict[str, Any]:
+    """The whole graph beside the layer's pipeline; then its timelines, and what the runtime costs."""
+    rank = Rank(setting, folder)
+    seconds, rate = slowed(link, setting)
+    for n in DEGREES:
+        rank.add(layer_name(n), n)
+    rank.add(WHOLE, backend="pmoe")
+    ways = rank.timed(rounds)
+    best = min(map(layer_name, DEGREES), key=lambda name: ways[name]["step ms"])
+    ours, theirs = ways[WHOLE], ways[best]
+    plans = [each.program.plan for each in rank.ways[WHOLE].graphs]
+    found = {
+        "setting": asdict(setting), "expert_seconds": seconds, "bytes_per_second": rate, "ways": ways,
+        "beside": best,
+        "speed": ours["seconds"].speedup_over(theirs["seconds"]),
+        "exposed": ours["exposed ms"] / max(theirs["exposed ms"], 1e-9),
+        "memory": ours["peak MiB"] / theirs["peak MiB"],
+        "ranges": [asdict(each) for plan in plans for each in plan.ranges],
+        "blocks": [layer for plan in plans for layer in plan.blocks],
+    }  # fmt: skip
+    rank.ways = {WHOLE: rank.ways[WHOLE]}
+    after = rank.timelines(WHOLE, "as run") if picture else {}
+    old = [each.cutting.cut(each.program.plan) for each in RUNNERS.values()]
+    whole = rank.ways[WHOLE]
+    rank.ways["old order"] = Way(whole.model, whole.call)
+    for module, each in zip(old, whole.graphs, strict=True):
+        rank.ways["old order"].graphs.append(replace(each, module=Unordered(module), seconds=PassSeconds()))
+    link.set_rate(INFINITE)
+    free = rank.timed(rounds)
+    found["runtime_over_old_order"] = free[WHOLE]["seconds"].speedup_over(free["old order"]["seconds"]) ** -1
+    if picture:
+        link.set_rate(rate)
+        rank.add_plan("traced", dict.fromkeys(RUNNERS, (RangePlan(), False)))
+        before = rank.timelines("traced", "as traced")
+        if dist.get_rank() == 0:
+            panels = {
+                name: each for pair in zip(before.items(), after.items(), strict=True) for name, each in pair
+            }
+            draw(picture, panels, f"One step of the whole model, measured, at {setting.ratio:g} X")
+    return found
+
+
+def many_plans(link: Any, setting: Setting, folder: str, rounds: int, count: int) -> dict[str, Any]:
+    """Steps of plans, chosen and not chosen: predicted and measured seconds of their graphs."""
+    rank = Rank(setting, folder)
+    slowed(link, setting)
+    rank.add(WHOLE, backend="pmoe")
+    every = {name: each.every_plan() for name, each in RUNNERS.items()}
+    for at in range(count - 1):
+        rank.add_plan(f"plan {at}", {name: plans[at % len(plans)] for name, plans in every.items()})
+    ways = rank.timed(rounds)
+    off = [abs(each["off %"]) for each in ways.values()]
+    return {
+        "setting": asdict(setting),
+        "ways": ways,
+        "mean off %": statistics.fmean(off),
+        "worst off %": max(off),
+    }
+
+
+def planning(link: Any, setting: Setting, folder: str, _rounds: int) -> dict[str, Any]:
     """Seconds of planning for a deep model, and of first steps with and without this backend."""
-    os.environ["PMOE_CACHE"] = folder
     link.set_rate(50e6)
-    rank, found = Rank(setting), dict[str, float]()
+    rank, found = Rank(setting, folder), dict[str, Any]()
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -294,87 +315,71 @@ def planning(link: Any, setting: Setting, folder: str) -> dict[str, float]:
     run.solve = timed("ranges s", run.solve)  # type: ignore[assignment]
     for name in ("assign", "placed", "listed"):
         setattr(weight_gradients, name, timed(f"{name} s", getattr(weight_gradients, name)))
-    rank.add(WHOLE, backend="pmoe")
-    for backend in ("aot_eager", "inductor"):
-        rank.add(backend, backend=backend)
-    return {**found, **{f"first step, {name} s": way.first_seconds for name, way in rank.ways.items()}}
+    for name in ("pmoe", "aot_eager", "inductor"):
+        rank.add(name, backend=name)
+        found[f"first step, {name} s"] = rank.ways[name].first_seconds
+    return {"setting": asdict(setting), **found}
 
 
 # ---- the report
 
 
-def rows_of(setting: Setting, result: Result) -> list[dict[str, Any]]:
-    """One row a way."""
-    rows = []
-    for name, timing in result.times.items():
-        row = {"d_model": setting.d_model, "X": setting.ratio, "way": name, "step ms": timing.median * 1e3}
-        row |= result.ways[name]
-        if name in result.predicted:
-            said, took = result.predicted[name], result.measured[name]
-            row |= {"graphs ms": took, "predicted ms": said["ms"], "off %": 100 * (said["ms"] / took - 1)}
-            row |= {"predicted exposed ms": said["exposed ms"]}
-        else:
-            row |= dict.fromkeys(("graphs ms", "predicted ms", "off %", "predicted exposed ms"))
-        rows.append(row)
-    return rows
+def told(name: str, found: dict[str, Any]) -> None:
+    ways = found.get("ways", {})
+    columns = [each for each in max(ways.values(), key=len, default={}) if each != "seconds"]
+    print(f"\n{name}")
+    if ways:
+        print(table([{"way": way, **{each: row.get(each) for each in columns}} for way, row in ways.items()]))
+    print({key: each for key, each in found.items() if key != "ways"}, flush=True)
 
 
-def beside_layer(result: Result) -> dict[str, Any]:
-    """The whole graph over the layer's pipeline at its best n."""
-    best = min(map(layer_name, DEGREES), key=lambda name: result.times[name].median)
-    ours, theirs = result.ways[WHOLE], result.ways[best]
-    return {
-        "beside": best,
-        "speed": result.times[WHOLE].speedup_over(result.times[best]),
-        "exposed": ours["link ms"] / max(theirs["link ms"], 1e-9),
-        "memory": ours["peak MiB"] / theirs["peak MiB"],
-    }
+def keep(path: Path, name: str, found: dict[str, Any]) -> None:
+    """Writes a piece beside those that the file has."""
+    pieces = {}
+    with contextlib.suppress(OSError, ValueError):
+        pieces = json.loads(path.read_text()).get("pieces", {})
+    pieces[name] = {"command": sys.argv, **BEGUN, **found}
+    write_json(path, pieces=pieces)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ratio", type=float, nargs="*", default=[3.0, 5.0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--small", type=int, default=128, help="d_model of the small model; 0 leaves it out")
-    parser.add_argument("--deep", type=int, default=24, help="blocks of the deep model; 0 leaves it out")
+    parser.add_argument("--ratio", type=float, nargs="*", default=[], help="X of links, a piece each")
+    parser.add_argument("--plans", type=int, default=0, help="how many plans are predicted and measured")
+    parser.add_argument("--small", type=int, nargs="*", default=[], help="d_model of small models, at 3 X")
+    parser.add_argument("--deep", type=int, default=0, help="blocks of a model that is planned for")
+    parser.add_argument("--rounds", type=int, default=9, help="as many again for each halving of d_model")
+    parser.add_argument("--d-model", type=int, default=512)
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    settings = [Setting(ratio=ratio) for ratio in args.ratio]
-    if args.small:
-        settings.append(Setting(ratio=3.0, d_model=args.small, d_hidden=4 * args.small, heads=4))
-    rows, runs = [], []
 
-    def launched(function: Any, *given: Any) -> Any:
-        with tempfile.TemporaryDirectory() as folder:
-            filled = [folder if each is None else each for each in given]
-            return launch(2, function, "modelled", INFINITE, tuple(filled), timeout_seconds=1700)[0]
+    def sized(d_model: int, ratio: float = 3.0) -> Setting:
+        heads = 8 if d_model >= 256 else 4
+        return Setting(ratio=ratio, d_model=d_model, d_hidden=4 * d_model, heads=heads)
 
-    for setting in settings:
-        name = f"lancet_{setting.d_model}_{setting.ratio:g}x"
-        result: Result = launched(run_rank, setting, args.rounds, None, str(args.out / f"{name}.png"))
-        new, beside = rows_of(setting, result), beside_layer(result)
-        print(
-            f"\n{setting}: X {result.expert_seconds * 1e3:.1f} ms, {result.bytes_per_second / 1e6:.1f} MB/s"
-        )
-        print(table(new), f"\nwhole graph: {beside}", flush=True)
-        print(f"ranges {result.ranges}, experts in blocks in layers {result.blocks}", flush=True)
-        rows += new
-        runs.append({"setting": asdict(setting), "beside": beside, **asdict(replace(result, times={}))})
-        runs[-1]["times"] = result.times
-    off = [abs(row["off %"]) for row in rows if row["off %"] is not None]
-    if off:
-        print(
-            f"\n{len(off)} plans: off by {statistics.fmean(off):.1f} % on average, {max(off):.1f} % at worst"
-        )
-    plans = {}
+    pieces: dict[str, tuple[Any, ...]] = {}
+    for ratio in args.ratio:
+        name = f"lancet_{args.d_model}_{ratio:g}x"
+        picture = str(args.out / f"{name}.png")
+        pieces[name] = (beside_layer, sized(args.d_model, ratio), args.rounds, picture)
+    if args.plans:
+        pieces["plans"] = (many_plans, sized(args.d_model), args.rounds, args.plans)
+    for d_model in args.small:
+        pieces[f"lancet_{d_model}_3x"] = (beside_layer, sized(d_model), args.rounds * 512 // d_model, "")
     if args.deep:
         deep = Setting(d_model=32, d_hidden=64, layers=args.deep, heads=2, context=16)
-        plans = launched(planning, deep, None)
-        print(f"\n{args.deep} blocks: { ({name: round(value, 2) for name, value in plans.items()}) }")
-    write_json(args.out / "lancet.json", rounds=args.rounds, rows=rows, runs=runs, planning=plans)
+        pieces["planning"] = (planning, deep, args.rounds)
+    if not pieces:
+        parser.error("one of --ratio, --plans, --small and --deep must be given")
+    for name, (function, setting, *given) in pieces.items():
+        with tempfile.TemporaryDirectory() as folder:
+            taken = (setting, folder, *given)
+            found = launch(2, function, "modelled", INFINITE, taken, timeout_seconds=1700)[0]
+        told(name, found)
+        keep(args.out / "lancet.json", name, found)
 
 
 if __name__ == "__main__":

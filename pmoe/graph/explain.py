@@ -71,7 +71,8 @@ class Explanation:
         yield table(rows)
         for direction, program in self.programs.items():
             for each in program.plan.ranges:
-                yield f"{direction}: {each.first} to {each.last} in {each.k} parts along the batch"
+                parts = f"{each.k} parts along the batch, ways home {each.lag} behind dispatches"
+                yield f"{direction}: {each.first} to {each.last} in {parts}"
             for layer in program.plan.blocks:
                 yield f"{direction}: the experts of layer {layer} in {BLOCKS} blocks"
             for name, count in _moved(program).items():
@@ -152,7 +153,8 @@ def bars_of(direction: str, ran: Sequence[Simulated[Instruction]], free: Collect
 
 def _kind(each: Instruction, free: Collection[str]) -> str:
     if each.communicates:
-        return "S"
-    if each.name.startswith("experts"):
-        return "W" if each.name in free else "C"
-    return "LW" if each.name in free else "O"
+        return "message"
+    name = "experts" if each.name.startswith("experts") else "dense"
+    if each.name not in free:
+        return name
+    return "experts' weights" if name == "experts" else "dense weights"

@@ -1,8 +1,8 @@
 """A graph with ranges of its instructions cut in parts, in the order of Lancet's pipeline (section 5.3).
 
 Parts are of the batch: part p of k holds the p-th k-th of its sequences. Inside a range, instructions that
-compute without an all-to-all of rows between them are a stage; stages follow each other, and in each the
-parts do, in their order, every part's all-to-all behind what it sends. The capacity that one part of the
+compute without an all-to-all of rows between them are a stage; stages and parts take turns
+(`pmoe.graph.ranges.turns`), every part's all-to-all behind what it sends. The capacity that one part of the
 batch has used travels to the next (section 2.3), so that a gate drops the rows that it drops of the whole
 batch. What somebody outside a range needs, backward among them, is joined at its end.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from pmoe.graph.axes import IRREGULAR
 from pmoe.graph.lower import is_result, label
-from pmoe.graph.ranges import Range, stages
+from pmoe.graph.ranges import Range, stages, turns
 
 aten, moe = torch.ops.aten, torch.ops.pmoe_graph
 SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
@@ -91,7 +91,7 @@ class _Cutter:
             self.sequences = batch.meta["val"].shape[0]
             if not isinstance(self.sequences, int):
                 self.sequences = self._call(aten.sym_size.int, self.whole[batch], 0)
-            self._cut(calls[at:end], found.k)
+            self._cut(calls[at:end], found.k, found.lag)
             at = end
         output = self.module.graph.output_node()
         self.graph.output(fx.node.map_arg(output.args[0], self.whole.__getitem__))
@@ -109,7 +109,7 @@ class _Cutter:
         copied.meta = {**node.meta, "origin": label(node), "label": label(node) + part}
         return copied
 
-    def _cut(self, body: Sequence[fx.Node], k: int) -> None:
+    def _cut(self, body: Sequence[fx.Node], k: int, lag: int) -> None:
         parts: list[dict[fx.Node, fx.Node]] = [{} for _ in range(k)]
         inside = set[fx.Node]()
         for node in body:
@@ -118,10 +118,10 @@ class _Cutter:
             else:  # made of nothing that is cut: once for all parts
                 self.whole[node] = self._copy(node, self.whole.__getitem__)
         cut = (node for node in body if node in inside)
-        for stage in stages(cut, lambda node: node.target is moe.exchange.default):
-            for part in range(k):
-                for node in stage:
-                    self._emit(node, part, k, parts)
+        found = stages(cut, lambda node: node.target is moe.exchange.default)
+        for at, part in turns(len(found), k, lag):
+            for node in found[at]:
+                self._emit(node, part, k, parts)
         for node in body:
             is_one = not isinstance(node.meta.get("val"), (tuple, list))
             if node in inside and is_one and not inside.issuperset(node.users):

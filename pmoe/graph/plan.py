@@ -8,7 +8,7 @@ layer alone is cut, by its tokens, in as many parts as there: the messages are t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -31,17 +31,16 @@ class RangePlan:
     seconds: float = 0.0
     blocks: tuple[int, ...] = ()
 
-    def parts_of_layers(self) -> list[int]:
-        """k of each layer, in order; 1 where it is not cut."""
-        parts, k, last = [], 1, ""
+    def ranges_of_layers(self) -> list[Range | None]:
+        """That of each layer, in order; None where it is not cut."""
+        found, now = list[Range | None](), None
         begins = {each.first: each for each in self.ranges}
         for name in self.names:
-            if name in begins:
-                k, last = begins[name].k, begins[name].last
+            now = begins.get(name, now)
             if name.startswith("order_"):
-                parts.append(k)
-            k = 1 if name == last else k
-        return parts
+                found.append(now)
+            now = None if now and name == now.last else now
+        return found
 
 
 class Cutting:
@@ -82,13 +81,14 @@ class Cutting:
         axes, ranges = dict[fx.Node, Any](), dict[Range, fx.Node]()
         orders = [node for node in self.calls if node.target is OPS.order.default]
         joins = [node for node in self.calls if node.target is OPS.join.default]
-        for order, join, k in zip(orders, joins, plan.parts_of_layers(), strict=True):
-            if k > 1:
+        for order, join, found in zip(orders, joins, plan.ranges_of_layers(), strict=True):
+            if found:
                 begin, end = self.calls.index(order), self.calls.index(join) + 1
                 body = self.calls[begin:end]
                 with_results = [each for node in body for each in (node, *filter(is_result, node.users))]
                 axes |= follow(with_results, _tokens(body))
-                ranges[Range(label(order), label(join), k)] = order.args[0]  # type: ignore[assignment]
+                own = replace(found, first=label(order), last=label(join))
+                ranges[own] = order.args[0]  # type: ignore[assignment]
         return cut(self._module, ranges, axes)
 
 

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction, total_seconds, users_of
 
@@ -24,11 +24,12 @@ LONGEST = 2 * GROUPS_A_LAYER
 
 @dataclass(frozen=True)
 class Range:
-    """The instructions from ``first`` to ``last``, by name, in k parts."""
+    """The instructions from ``first`` to ``last``, by name, in k parts. lag: as in `turns`."""
 
     first: str
     last: str
     k: int
+    lag: int
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,26 @@ def stages(body: Iterable[T], ends_stage: Callable[[T], bool]) -> list[list[T]]:
     return found
 
 
-def pipelined(body: Sequence[Instruction], k: int, costs: PartCosts) -> list[Instruction]:
-    """A range as its pipeline of stages: stage by stage, in each part by part, and each part's all-to-all as
-    soon as what it sends is computed."""
-    tasks, run_of = list[Instruction](), dict[str, str]()
+def turns(num_stages: int, k: int, lag: int) -> list[tuple[int, int]]:
+    """(stage, part) in the order in which they run. The two stages of a layer, up to its dispatch and up to
+    its way home, take turns: the second is ``lag`` parts behind, with k after all parts of the first (the
+    paper's order). Layers follow each other: a rank that can only cut layers has the same messages.
+
+    Example: (2, 3, 1) -> (0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (1, 2).
+    """
+    every = itertools.product(range(num_stages), range(k))
+    return sorted(every, key=lambda each: (each[0] // 2, each[0] % 2 * lag + each[1], each[0]))
+
+
+def lags(k: int) -> list[int]:
+    """Those that are tried: one part behind, ways home leave early; k behind, no dispatch waits for them."""
+    return sorted({1, k})
+
+
+def pipelined(body: Sequence[Instruction], k: int, lag: int, costs: PartCosts) -> list[Instruction]:
+    """A range as its pipeline: stages and parts in the order of `turns`, each part's all-to-all as soon as
+    what it sends is computed."""
+    tasks, by_stage, run_of = list[Instruction](), list[list[Any]](), dict[str, str]()
     for stage in stages(body, lambda each: each.ends_stage):
         runs = []
         for ends, found in itertools.groupby(stage, key=lambda each: each.ends_stage):
@@ -75,21 +92,23 @@ def pipelined(body: Sequence[Instruction], k: int, costs: PartCosts) -> list[Ins
             name, lane = f"{run[0].name} to {run[-1].name}", COMMUNICATE if ends else COMPUTE
             run_of.update(dict.fromkeys((each.name for each in run), name))
             runs.append((name, waits, sum(costs.part.get(each.name, 0.0) for each in run), lane))
-        for part, (name, waits, seconds, lane) in itertools.product(range(k), runs):
+        by_stage.append(runs)
+    for at, part in turns(len(by_stage), k, lag):
+        for name, waits, seconds, lane in by_stage[at]:
             ready = tuple(f"{each}, part {part}" for each in waits)
             tasks.append(Instruction(name=f"{name}, part {part}", waits=ready, seconds=seconds, lane=lane))
     return tasks
 
 
 def pipeline_seconds(
-    body: Sequence[Instruction], k: int, costs: PartCosts, users: Mapping[str, Sequence[str]]
+    body: Sequence[Instruction], k: int, lag: int, costs: PartCosts, users: Mapping[str, Sequence[str]]
 ) -> float:
     """P: the end of the pipeline, and of what joins its results."""
     if k == 1:
         return total_seconds(alone(body, costs))
     inside = {each.name for each in body}
     joined = (name for name in inside if not inside.issuperset(users[name]))
-    return total_seconds(pipelined(body, k, costs)) + sum(costs.join.get(name, 0.0) for name in joined)
+    return total_seconds(pipelined(body, k, lag, costs)) + sum(costs.join.get(name, 0.0) for name in joined)
 
 
 def alone(body: Sequence[Instruction], costs: PartCosts) -> list[Instruction]:
@@ -109,23 +128,24 @@ def solve(graph: Cuttable, costs: Mapping[int, PartCosts]) -> tuple[float, list[
     """(seconds predicted, the ranges that are cut). costs: by k, 1 among them."""
     instructions = graph.instructions
     users, ends = users_of(instructions), _groups(graph, costs[1].part)
-    best, chosen = [0.0] + [math.inf] * (len(ends) - 1), [(0, 1)] * len(ends)
+    best, chosen = [0.0] + [math.inf] * (len(ends) - 1), [(0, 1, 1)] * len(ends)
     for n in range(1, len(ends)):
         for i in range(max(0, n - LONGEST), n):
             first, last = ends[i], ends[n]
             body = instructions[first:last]
             is_cuttable = all(graph.can[first:last]) and any(each.communicates for each in body)
-            for k in costs if is_cuttable else (1,):
+            tried = [(k, lag) for k in costs for lag in lags(k)] if is_cuttable else [(1, 1)]
+            for k, lag in tried:
                 if k > 1 and not all(each.name in costs[k].part for each in body):
                     continue
-                seconds = best[i] + pipeline_seconds(body, k, costs[k], users)
+                seconds = best[i] + pipeline_seconds(body, k, lag, costs[k], users)
                 if seconds < best[n] - 1e-9:
-                    best[n], chosen[n] = seconds, (i, k)
+                    best[n], chosen[n] = seconds, (i, k, lag)
     found, n = [], len(ends) - 1
     while n:
-        i, k = chosen[n]
+        i, k, lag = chosen[n]
         if k > 1:
-            found.append(Range(instructions[ends[i]].name, instructions[ends[n] - 1].name, k))
+            found.append(Range(instructions[ends[i]].name, instructions[ends[n] - 1].name, k, lag))
         n = i
     return best[-1], found[::-1]
 
@@ -151,5 +171,5 @@ def whole_ranges(graph: Cuttable, k: int) -> list[Range]:
         inside = list(stretch)
         ends = [at for at in (*inside, inside[-1] + 1) if can and graph.ends[at]]
         if ends and any(each.communicates for each in instructions[ends[0] : ends[-1]]):
-            found.append(Range(instructions[ends[0]].name, instructions[ends[-1] - 1].name, k))
+            found.append(Range(instructions[ends[0]].name, instructions[ends[-1] - 1].name, k, k))
     return found

@@ -170,7 +170,7 @@ def in_layers(
             costs = {
                 one.name: one.seconds * shares[one.name.removeprefix("d ").removeprefix("w ")] for one in body
             }
-            pipeline = pipelined(alone(body, PartCosts(costs, {})), k, PartCosts(costs, {}))
+            pipeline = pipelined(alone(body, PartCosts(costs, {})), k, k, PartCosts(costs, {}))
             step, body = step + one_after_the_other(pipeline), []
     return step
 

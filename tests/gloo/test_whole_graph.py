@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,19 +119,19 @@ def test_ranks_may_have_different_numbers_of_tokens(world: int, options: dict[st
         assert max(errors) < 1e-12, errors
 
 
-def in_parts(rank: int, world: int, k: int, options: dict[str, Any]) -> list[Any]:
+def in_parts(rank: int, world: int, k: int, lag: int, options: dict[str, Any]) -> list[Any]:
     """As `compare`, with all that can be cut in k parts, and every layer's experts in blocks."""
     torch._dynamo.reset()
     run.PROGRAMS.clear()
     solved = run.solve
 
     def all_in_parts(graph: Any, costs: Any) -> Any:
-        return 0.0, run.whole_ranges(graph, k)
+        return 0.0, [replace(each, lag=lag) for each in run.whole_ranges(graph, k)]
 
     run.solve = all_in_parts
     run.total_seconds = lambda instructions: -len(instructions)  # plans of many instructions are taken
     try:
-        errors = compare(rank, world, [SEQUENCES[world]] * 5, options)
+        errors = compare(rank, world, [SEQUENCES[world], *UNEVEN.get(world, ()), SEQUENCES[world]], options)
     finally:
         run.solve, run.total_seconds = solved, total_seconds
     (cut,) = [program for key, program in run.PROGRAMS.items() if key[0] == "forward"]
@@ -139,7 +140,9 @@ def in_parts(rank: int, world: int, k: int, options: dict[str, Any]) -> list[Any
     return errors
 
 
-@pytest.mark.parametrize(("world", "k", "options"), cases([(2, 3)], [(2, 2), (4, 3)]), ids=named)
-def test_parts_change_no_number(world: int, k: int, options: dict[str, Any]) -> None:
-    for errors in ranks(world).run(in_parts, k, options):
+@pytest.mark.parametrize(
+    ("world", "k", "lag", "options"), cases([(2, 3, 1)], [(2, 2, 2), (4, 3, 2)]), ids=named
+)
+def test_parts_change_no_number(world: int, k: int, lag: int, options: dict[str, Any]) -> None:
+    for errors in ranks(world).run(in_parts, k, lag, options):
         assert max(errors) < 1e-12, errors

@@ -14,9 +14,11 @@ from pmoe.graph.ranges import (
     Cuttable,
     PartCosts,
     Range,
+    lags,
     pipeline_seconds,
     pipelined,
     solve,
+    turns,
     whole_ranges,
 )
 
@@ -57,7 +59,7 @@ def everything(graph: Cuttable, costs: dict[int, PartCosts]) -> float:
                 body = instructions[begin:end]
                 may = all(graph.can[begin:end]) and any(each.communicates for each in body)
                 ks = costs if may else [1]
-                total += min(pipeline_seconds(body, k, costs[k], users) for k in ks)
+                total += min(pipeline_seconds(body, k, lag, costs[k], users) for k in ks for lag in lags(k))
             best = min(best, total)
     return best
 
@@ -88,7 +90,7 @@ def test_a_pipeline_is_that_of_figure_9() -> None:
     """Stage by stage, in each part by part; a part's stage waits for its own last one, and its all-to-all is
     issued before the next part computes."""
     instructions, costs = chain(0)
-    tasks = pipelined(instructions[:3], 2, costs[2])
+    tasks = pipelined(instructions[:3], 2, 2, costs[2])
     assert [each.name for each in tasks] == [
         "c0 to c0, part 0", "m1 to m1, part 0", "c0 to c0, part 1", "m1 to m1, part 1", "c2 to c2, part 0",
         "c2 to c2, part 1",
@@ -106,11 +108,27 @@ def test_rows_of_the_first_part_do_not_wait_for_the_gates_of_all() -> None:
     rows = replace(rows, waits=("counts",), lane=COMMUNICATE)
     body = [gate, counts, rows, replace(experts, waits=("rows",))]
     halves = PartCosts({each.name: each.seconds / 2 for each in body}, {})
-    assert [each.name for each in pipelined(body, 2, halves)][:2] == [
+    assert [each.name for each in pipelined(body, 2, 2, halves)][:2] == [
         "gate to counts, part 0",
         "rows to rows, part 0",
     ]
-    assert total_seconds(pipelined(body, 2, halves)) == 4.0
+    assert total_seconds(pipelined(body, 2, 2, halves)) == 4.0
+
+
+def test_a_ways_home_of_an_early_part_need_not_wait_for_the_dispatches_of_all() -> None:
+    """Gates of 3 s and experts of 1 s for each of 3 parts, all-to-alls of 2 s: with experts one part behind,
+    the link carries the first way home while the last gate computes."""
+    sizes = {"gate": 3.0, "rows": 2.0, "experts": 1.0, "home": 2.0}
+    body, waits = list[Instruction](), tuple[str, ...]()
+    for name, seconds in sizes.items():
+        lane = COMMUNICATE if name in ("rows", "home") else COMPUTE
+        body.append(Instruction(name=name, waits=waits, seconds=seconds, lane=lane))
+        waits = (name,)
+    thirds = PartCosts(sizes, {})
+    assert turns(2, 3, 1) == [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (1, 2)]
+    assert turns(4, 2, 2) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
+    ends = {lag: total_seconds(pipelined(body, 3, lag, thirds)) for lag in (1, 3)}
+    assert ends == {1: 16.0, 3: 17.0}
 
 
 def test_costs_of_parts_are_measured_on_all_that_can_be_cut() -> None:
@@ -120,4 +138,4 @@ def test_costs_of_parts_are_measured_on_all_that_can_be_cut() -> None:
     ends = [True] * 11
     ends[6] = False
     found = whole_ranges(Cuttable(instructions, ends, can), 3)
-    assert found == [Range("c0", "m4", 3), Range("c7", "c9", 3)]
+    assert found == [Range("c0", "m4", 3, 3), Range("c7", "c9", 3, 3)]

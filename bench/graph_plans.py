@@ -1,0 +1,86 @@
+"""Compiled graphs of a model that is measured: given other plans, and run as each of them says."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pmoe.comm.ranks import Ranks
+from pmoe.graph import run
+from pmoe.graph.blocks import found_in
+from pmoe.graph.explain import PassSeconds
+from pmoe.graph.plan import RangePlan
+from pmoe.graph.ranges import lags, whole_ranges
+
+
+class Runner(run.GraphRunner):
+    """Of the last model that was compiled, by direction, in `RUNNERS`."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.traced: dict[str, Any] = {}
+        RUNNERS[self.program.key[0]] = self
+
+    def _first_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any]:
+        results = super()._first_step(ranks, boxed)
+        self.traced = self.program.costs
+        return results
+
+    def take(self, plan: RangePlan, moved: bool) -> None:
+        """Another plan, whose costs the next step finds. moved: whether weight gradients are."""
+        self.options = replace(self.options, weight_gradients=moved)
+        self.program.plan, self.program.steps, self.program.is_agreed = plan, 1, False
+        self.program.costs, self._run = self.traced, None
+
+    def every_plan(self) -> list[tuple[RangePlan, bool]]:
+        """Everything that can be cut, in parts, for each lag; or blocks of experts."""
+        if self.program.key[0] == "backward":
+            layers = tuple(each.layer for each in found_in(self.module.graph))
+            plans = [RangePlan(blocks=each) for each in dict.fromkeys(((), layers[:1], layers))]
+            return list(itertools.product(plans, (False, True)))
+        graph = self.cutting.cuttable(run.instructions_of(self.module, {}))
+        pairs = [(k, lag) for k in (1, *run.PARTS) for lag in lags(k)]
+        ranges = [
+            tuple(replace(each, lag=lag) for each in whole_ranges(graph, k) if k > 1) for k, lag in pairs
+        ]
+        return [(RangePlan(self.cutting.names, each), True) for each in ranges]
+
+
+RUNNERS: dict[str, Runner] = {}
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A graph as it was lowered for a plan."""
+
+    program: run.Program
+    module: Any
+    instructions: list[Any]
+    seconds: PassSeconds
+
+    @staticmethod
+    def of(runner: Runner) -> Ordered:
+        return Ordered(runner.program, runner._run, runner.program.instructions, PassSeconds())
+
+    def enter(self) -> None:
+        self.program.watch = lambda _, boxed: self.seconds(self.module, boxed)
+
+    @property
+    def median(self) -> float:
+        """Seconds, the last pass aside, in which allocations were watched."""
+        return statistics.median(self.seconds.found[:-1] or [0.0])
+
+
+class Unordered:
+    """A cut graph that runs as it stands, without the runtime's starts, waits and order."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def forward(self, boxed: list[Any]) -> Any:
+        given = [*boxed]
+        boxed.clear()
+        return self._module(*given)

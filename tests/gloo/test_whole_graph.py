@@ -119,7 +119,9 @@ def test_ranks_may_have_different_numbers_of_tokens(world: int, options: dict[st
         assert max(errors) < 1e-12, errors
 
 
-def in_parts(rank: int, world: int, k: int, lag: int, options: dict[str, Any]) -> list[Any]:
+def in_parts(
+    rank: int, world: int, k: int, lag: int, steps: list[tuple[int, ...]], options: dict[str, Any]
+) -> list[Any]:
     """As `compare`, with all that can be cut in k parts, and every layer's experts in blocks."""
     torch._dynamo.reset()
     run.PROGRAMS.clear()
@@ -131,7 +133,7 @@ def in_parts(rank: int, world: int, k: int, lag: int, options: dict[str, Any]) -
     run.solve = all_in_parts
     run.total_seconds = lambda instructions: -len(instructions)  # plans of many instructions are taken
     try:
-        errors = compare(rank, world, [SEQUENCES[world], *UNEVEN.get(world, ()), SEQUENCES[world]], options)
+        errors = compare(rank, world, steps, options)
     finally:
         run.solve, run.total_seconds = solved, total_seconds
     (cut,) = [program for key, program in run.PROGRAMS.items() if key[0] == "forward"]
@@ -144,5 +146,12 @@ def in_parts(rank: int, world: int, k: int, lag: int, options: dict[str, Any]) -
     ("world", "k", "lag", "options"), cases([(2, 3, 1)], [(2, 2, 2), (4, 3, 2)]), ids=named
 )
 def test_parts_change_no_number(world: int, k: int, lag: int, options: dict[str, Any]) -> None:
-    for errors in ranks(world).run(in_parts, k, lag, options):
+    for errors in ranks(world).run(in_parts, k, lag, [SEQUENCES[world]] * 4, options):
+        assert max(errors) < 1e-12, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [1, 3])
+def test_a_rank_of_one_sequence_sends_its_parts_in_the_order_of_the_others(lag: int) -> None:
+    for errors in ranks(2).run(in_parts, 3, lag, [SEQUENCES[2], *UNEVEN[2]], LAYERS[2]):
         assert max(errors) < 1e-12, errors

@@ -427,6 +427,7 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
         packages=find_packages(include=["pmoe", "pmoe.*"]),
         package_data={
             "pmoe": ["py.typed", "layouts.json"],
+            "pmoe.cli": ["scale.toml", "scale_cluster.toml"],
             "pmoe.planner": ["page.html", "pictures.json"],
             "pmoe.integrations.report": ["report.html"],
             "pmoe.papers": ["assumptions.md", "printed.json"],

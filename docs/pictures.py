@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
@@ -27,9 +31,10 @@ from pmoe.planner.candidates import PricedChoice, advise, evaluate, step_bars
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost
 from pmoe.planner.degree import all_choices
+from pmoe.planner.drawing import LIGHT, SERIES
 from pmoe.planner.layer_sizes import LayerSizes, sizes_from_options
 from pmoe.planner.profile import FORMAT, Profile, Versions
-from pmoe.planner.timeline import draw
+from pmoe.planner.timeline import TEXT_SIZE, draw
 from pmoe.schedule.restore import KEEP, STRATEGIES
 
 MACHINE = (
@@ -59,7 +64,7 @@ PLAN = [
     *("--d-model", "2048", "--d-hidden", "8192", "--num-experts", "64", "--top-k", "2"),
     *("--tokens", str(TOKENS), "--ranks", "8", "--dtype", "bfloat16", "--budget", BUDGET),
 ]
-NAMES = ("chunks.png", "pairs.png", "plan.png")
+NAMES = ("chunks.png", "pairs.png", "plan.png", "scale.png")
 NUM_COLOURS = 64
 """Of a picture: a third of the bytes, and nothing that an eye would miss."""
 
@@ -78,6 +83,52 @@ def draw_steps(path: Path, drawn: dict[str, PricedChoice]) -> None:
     draw(path, panels, f"One step of {LAYER}, simulated")
 
 
+def printed(*argv: str) -> str:
+    """What a command prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        cli.main(argv)
+    return out.getvalue()
+
+
+LOOK: Any = {"font.size": TEXT_SIZE, "axes.titlesize": TEXT_SIZE, "axes.titlelocation": "left"}
+LOOK |= {"axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False}
+
+
+def draw_scaling(path: Path) -> None:
+    """Tokens a second by ranks, weak scaling beside strong, as `pmoe simulate scale` prints them."""
+    found = json.loads(printed("simulate", "scale", "--json"))
+    ring: Any = {"ls": "", "marker": "o", "ms": 14, "mfc": "none", "mec": LIGHT["bad"], "mew": 2}
+    titles = {"weak": "8,192 tokens a rank", "strong": "4.2 million tokens a step"}
+    with rc_context(LOOK):
+        figure = Figure(figsize=(10, 6), layout="constrained")
+        for axis, (kind, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+            strong, rows = kind == "strong", found[kind]["rows"]
+            for model, name in zip(dict.fromkeys(row["model"] for row in rows), SERIES, strict=False):
+                mine = {row["ranks"]: row for row in rows if row["model"] == model}
+                speed = {ranks: row["ktokens/s"] / (1 if strong else ranks) for ranks, row in mine.items()}
+                slow = [speed[ranks] / row[f"slow n={row['n']}"] for ranks, row in mine.items()]
+                axis.plot([*speed], [*speed.values()], "o-", color=LIGHT[name], label=model * strong)
+                axis.plot([*speed], slow, "--", color=LIGHT[name], lw=1.2)
+                if model in found[kind]["ends"]:
+                    end = found[kind]["ends"][model]
+                    at, below = (
+                        (end["ranks"], speed[end["ranks"]]),
+                        12 - 36 * strong - 58 * (name == "c1" and not strong),
+                    )
+                    axis.plot(*at, **ring)
+                    axis.annotate(end["waits for"], at, xytext=(12, below), textcoords="offset points")
+            axis.plot([], [], "--", color="black", lw=1.2, label="with a straggler of 2 x" * strong)
+            axis.plot([], [], label="where it stops scaling, and for what" * strong, **ring)
+            axis.set(title=f"{kind}: {title}", xlabel="ranks")
+            axis.set(ylabel="thousand tokens a second" + " and rank" * (not strong))
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log" if strong else "linear")
+            axis.set_xticks([8, 64, 512, 4096], ["8", "64", "512", "4096"])
+        figure.axes[0].set_ylim(bottom=0)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=130)
+
+
 def write(folder: Path) -> None:
     """All of NAMES, in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,6 +141,7 @@ def write(folder: Path) -> None:
     budget = byte_count(BUDGET)
     advice = advise(shape(), PROFILE, TOKENS, budget=budget)
     time_over_memory(advice, budget).savefig(folder / "plan.png", dpi=130)
+    draw_scaling(folder / "scale.png")
     for name in NAMES:
         with Image.open(folder / name) as picture:
             small = picture.convert("RGB").quantize(NUM_COLOURS)
@@ -101,8 +153,7 @@ def plan_page() -> str:
     with tempfile.TemporaryDirectory() as scratch:
         profile, page = Path(scratch, "profile.json"), Path(scratch, "plan.html")
         save_profile(PROFILE, profile)
-        with contextlib.redirect_stdout(io.StringIO()):
-            cli.main(["plan", *PLAN, "--profile", str(profile), "--html", str(page)])
+        printed("plan", *PLAN, "--profile", str(profile), "--html", str(page))
         return page.read_text(encoding="utf-8")
 
 

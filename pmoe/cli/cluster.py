@@ -15,7 +15,7 @@ from pmoe.planner.cost_model import Interference
 from pmoe.planner.profile import Profile
 
 if sys.version_info >= (3, 11):
-    import tomllib
+    import tomllib as tomllib
 else:
     import tomli as tomllib
 

@@ -1,30 +1,33 @@
-"""`pmoe simulate`: an experiment of a paper, from the costs of tasks that the paper states."""
+"""`pmoe simulate`: an experiment of a paper, or large models on many ranks, from stated costs of tasks."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pmoe.cli.arguments import refused_as, slack
+from pmoe.cli.cluster import load_cluster, tomllib
 from pmoe.cli.output import Output, by_key, ms
 from pmoe.papers import comet_figures, lancet_figures
 from pmoe.papers.assumptions import assumptions, wrapped
 from pmoe.papers.comet_figures import Beside
 from pmoe.papers.fsmoe_table5 import CONTENTION, PAPER_DIFFERING, table2, table5
+from pmoe.planner.scale import ScaledModel, scaling, scaling_ends
 from pmoe.text import table
 
 Fields = Mapping[str, Any]
 Rows = Sequence[Fields]
 
-ABOUT = "a paper's experiment from its own task costs"
+ABOUT = "a paper's experiment, or large models on many ranks, from stated task costs"
 TOLD = {
     "fsmoe-table5": "FSMoE's Table 5: five systems, 1,458 layers, Testbed B",
     "comet": "COMET's Table 3, the moves of n_c in its Fig. 8, and a fused layer beside a chunked one",
     "lancet": "Lancet's section 7: a step of GPT-2 by system",
+    "scale": "a step of three models on 8 to 4,096 ranks, and where they stop scaling",
 }
 
 
@@ -71,30 +74,18 @@ def _comet() -> Output:
         "beside": {**asdict(beside), "fused": beside.fused},
         "machine": asdict(comet_figures.H800),
     }
-    rows = [
-        (each["model"], f"{each['tokens']}", f"{each['paper_mb']}", f"{each['num_bytes'] / 2**20:g}")
-        for each in buffers
-    ]
     lines = (
-        "COMET's Table 3: MB (2^20 bytes) of the communication buffer, 2 M N bytes\n",
-        table([("model", "M", "paper", "computed"), *rows]),
-        "\nCOMET's Fig. 8: the n_c of 132 blocks with which layer 1 is fastest; also the model's where "
-        "communicating\nblocks are half as fast, and where M is of a TP group; us with the model's n_c and "
-        "the paper's\n",
-        table(_case_rows(cases)),
+        "COMET's Table 3: the communication buffer, 2 M N bytes; the paper's MB are MiB\n",
+        table(by_key(buffers)),
+        "\nCOMET's Fig. 8: the n_c of 132 blocks with which layer 1 is fastest, and its ms, by the model\n"
+        "and with the paper's; also the model's n_c where communicating blocks are half as fast, and\n"
+        "where the tokens are a TP group's\n",
+        table(by_key(cases)),
         "\n" + "\n".join(moves),
         *wrapped(assumptions("comet, why")),
         _beside_line(beside),
     )
     return Output(fields, lines)
-
-
-def _case_rows(cases: Rows) -> Iterator[Sequence[str]]:
-    yield "TP", "M", "paper", "model", "half rate", "M W / TP", "us", "us, paper's"
-    for case in cases:
-        names = ("tp", "tokens", "paper", "model", "half_rate", "per_group")
-        given = [str(case[name] or "-") for name in names]
-        yield *given, *(f"{s * 1e6:.0f}" if s else "-" for s in (case["seconds"], case["paper_seconds"]))
 
 
 def _beside_line(beside: Beside) -> str:
@@ -130,35 +121,46 @@ def _table5(contention: float | None) -> Output:
     ideal, operations = table5(1.0), table2()
     contended = table5(CONTENTION if contention is None else contention)
     fields = {"ideal": ideal, "contended": contended, "table2": operations}
+    systems = [
+        {"system": name, "C": found["contention"], **row}
+        for found in (ideal, contended)
+        for name, row in found["systems"].items()
+    ]
     lines = (
-        f"speed-up over Tutel, mean of {ideal['num_layers']} layers; C: how many times as long communication "
-        "between nodes\nand inside the node take beside each other\n",
-        table(_system_rows(ideal, contended)),
+        f"speed-up over Tutel of {ideal['num_layers']} layers, and the paper's; C: how many times as long\n"
+        "communication between nodes and inside the node take beside each other\n",
+        table(by_key(systems)),
         f"\nlayers whose best degrees of both passes differ: {ideal['differing']} "
         f"({ideal['differing_alone']} where backward carries no gradients), paper {PAPER_DIFFERING}\n",
-        "FSMoE's Table 2, Testbed B: ms of an operation in one pass, all of them beside nothing",
-        table(_operation_rows(operations), left=range(2)),
+        "FSMoE's Table 2, Testbed B: an operation in one pass, measured by the paper and by the model",
+        table(by_key(operations), left=range(3)),
     )
     return Output({**fields, "paper_differing": PAPER_DIFFERING}, lines)
 
 
-def _system_rows(ideal: Fields, contended: Fields) -> Iterator[Sequence[str]]:
-    yield "system", "C = 1", "of one layer", f"C = {contended['contention']:g}", "of one layer", "paper"
-    for name, alone in ideal["systems"].items():
-        beside = contended["systems"][name]
-        spans = ["{smallest:.2f} - {largest:.2f}".format(**each) for each in (alone, beside)]
-        paper = "-" if alone["paper"] is None else f"{alone['paper']:.2f}"
-        yield name, f"{alone['mean']:.3f}", spans[0], f"{beside['mean']:.3f}", spans[1], paper
+# ---- large models on many ranks
 
 
-def _operation_rows(operations: Rows) -> Iterator[Sequence[str]]:
-    yield "pass", "operation", "measured", "modelled", "modelled / measured"
-    for each in operations:
-        seconds = measured, modelled = each["measured"], each["modelled"]
-        ratio = f"{modelled / measured:.2f}" if measured else "-"
-        name = f"{each['model']} {each['direction']}"
-        yield name, each["name"], *(f"{s * 1e3:.1f}" for s in seconds), ratio
+def _models() -> dict[str, ScaledModel]:
+    stated = tomllib.loads(Path(__file__).with_name("scale.toml").read_text(encoding="utf-8"))
+    return {name: ScaledModel(**each) for name, each in stated.items()}
 
 
-PRINTED = {"comet": _comet, "lancet": _lancet}
+def _scale() -> Output:
+    fields, lines = dict[str, Any](), list[str]()
+    rates = load_cluster(Path(__file__).with_name("scale_cluster.toml"), None)
+    for name, strong in (("weak", False), ("strong", True)):
+        rows = scaling(_models(), rates, strong=strong)
+        ends = scaling_ends(rows, strong=strong)
+        fields[name] = {"rows": rows, "ends": ends}
+        lines += [f"{name} scaling\n", table(by_key(rows)), ""]
+        for model, end in ends.items():
+            lines.append(
+                f"{model} stops scaling at {end['ranks']:,} ranks, which wait for {end['waits for']}"
+            )
+        lines.append("")
+    return Output(fields, [*lines, *wrapped({"columns": assumptions("scale")["columns"]})])
+
+
+PRINTED = {"comet": _comet, "lancet": _lancet, "scale": _scale}
 FIGURES = {"comet": comet_figures.beside_figure}

@@ -13,9 +13,12 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pmoe.kernels.comet.launcher import COLUMNS, Division
 from pmoe.papers.assumptions import assumptions, printed
@@ -139,43 +142,34 @@ def busy_bars(
 
     Time is cut into 200 steps; neighbours of one height, to a 25th of the lane, are one bar.
     """
-    total = makespan(run)
+    marks = np.linspace(0.0, makespan(run), _RESOLUTION + 1)
     drawn: list[Span] = []
     for lane, (prefix, size) in lanes.items():
-        here = [item for item in run if item.task.lane.startswith(prefix) and item.end > item.start]
-        work: dict[tuple[str, int], list[float]] = {}
-        for item in here:
-            busy = work.setdefault((item.task.kind, item.task.part), [0.0] * _RESOLUTION)
-            first, last = item.start / total * _RESOLUTION, item.end / total * _RESOLUTION
-            for step in range(int(first), min(math.ceil(last), _RESOLUTION)):
-                busy[step] += (min(last, step + 1) - max(first, step)) / size
-        drawn += _bars_of_lane(work, lane, origin, total / _RESOLUTION)
+        work: dict[tuple[str, int], NDArray[np.float64]] = {}
+        for item in run:
+            if item.task.lane.startswith(prefix) and item.end > item.start:
+                busy = work.setdefault((item.task.kind, item.task.part), np.zeros(_RESOLUTION))
+                busy += np.diff(marks.clip(item.start, item.end)) / (size * marks[1])
+        base = np.zeros(_RESOLUTION)
+        for (kind, part), busy in work.items():
+            heights = (np.stack([base, busy], axis=1) * _LEVELS).round(6).round().tolist()
+            for _, group in itertools.groupby(range(_RESOLUTION), key=heights.__getitem__):
+                first, *rest = group
+                if busy[first] > 1e-9:
+                    bar = Span(
+                        direction="forward",
+                        name=kind if kind == "L" else f"{kind}{part}",
+                        kind=kind,
+                        chunk=part,
+                        lane=lane,
+                        start=origin + float(marks[first]),
+                        end=origin + float(marks[first + len(rest) + 1]),
+                        base=float(base[first]),
+                        share=float(busy[first]),
+                    )
+                    drawn.append(bar)
+            base += busy
     return drawn
-
-
-def _bars_of_lane(
-    work: dict[tuple[str, int], list[float]], lane: str, origin: float, seconds: float
-) -> Iterator[Span]:
-    base = [0.0] * _RESOLUTION
-    for (kind, part), busy in work.items():
-        heights = [
-            (round(below * _LEVELS), round(share * _LEVELS)) for below, share in zip(base, busy, strict=True)
-        ]
-        for _, group in itertools.groupby(range(_RESOLUTION), key=heights.__getitem__):
-            first, *rest = group
-            if busy[first] > 1e-9:
-                yield Span(
-                    direction="forward",
-                    name=kind if kind == "L" else f"{kind}{part}",
-                    kind=kind,
-                    chunk=part,
-                    lane=lane,
-                    start=origin + first * seconds,
-                    end=origin + (first + len(rest) + 1) * seconds,
-                    base=base[first],
-                    share=busy[first],
-                )
-        base = [below + share for below, share in zip(base, busy, strict=True)]
 
 
 ASSUMPTIONS = assumptions("comet")
@@ -207,9 +201,14 @@ RANKS = 8
 
 def table3() -> list[dict[str, Any]]:
     """A row a cell of Table 3: bytes of the shared communication buffer by section 5.5's formula, M N
-    elements of two bytes, and the paper's MB (2^20 bytes)."""
+    elements of two bytes, and the paper's (its MB are 2^20 bytes)."""
     return [
-        {"model": name, "tokens": tokens, "num_bytes": 2 * tokens * MODELS[name].N, "paper_mb": paper}
+        {
+            "model": name,
+            "tokens": tokens,
+            "paper_bytes": paper * 2**20,
+            "computed_bytes": 2 * tokens * MODELS[name].N,
+        }
         for name, tokens, paper in printed("comet table 3")
     ]
 

@@ -141,9 +141,9 @@ def table2() -> list[dict[str, Any]]:
         {
             "model": model,
             "direction": direction,
-            "name": name,
-            "measured": milliseconds * MS,
-            "modelled": _modelled(MODELS[model], direction == "backward")[name],
+            "operation": name,
+            "measured_seconds": milliseconds * MS,
+            "modelled_seconds": _modelled(MODELS[model], direction == "backward")[name],
         }
         for (model, direction), measured in ((each.split(), MEASURED[each]) for each in MEASURED)
         for name, milliseconds in measured.items()

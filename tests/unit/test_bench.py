@@ -64,7 +64,7 @@ LINES_OF_PROGRESS = re.compile(
     r"\b(counted|interleaved|in_turns|measure_quietly|told\.at|in_turn|timed_in_turns)\(|flush=True"
 )
 OF_OTHERS = {"bench_fairseq.py": "fairseq's own lines"}
-COMPUTED = {"flashdmoe.py", "scale.py"}
+COMPUTED = {"flashdmoe.py"}
 """They measure nothing, and are done within five seconds."""
 
 

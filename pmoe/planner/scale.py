@@ -1,0 +1,179 @@
+"""A training step of large models on many ranks, simulated by the engine's schedules from stated rates.
+
+All ranks wait in each all-to-all for the slowest one, so one rank is simulated: that of the most popular
+experts, which in every layer has the most rows to send, to receive and to multiply. `pmoe simulate scale
+--assumptions` says what is assumed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from pmoe.planner.candidates import bound
+from pmoe.planner.cluster import Cluster
+from pmoe.planner.costs import LineCost
+from pmoe.planner.degree import Choice
+from pmoe.planner.layer_seconds import even_task_costs
+from pmoe.planner.layer_sizes import LayerSizes, sizes_from_options
+from pmoe.planner.simulator import makespan, simulate, task_seconds
+from pmoe.schedule.restore import STRATEGIES
+from pmoe.schedule.rings import rotating
+from pmoe.schedule.tasks import Kind, PassDirection, Stages
+
+DEGREES, TOKENS, BATCH = (1, 4, 8), 8192, 4_194_304
+S4, SLACK, ELEMENT, OPTIMIZER = STRATEGIES["S4"], 1.25, 2, 12
+LIMITS = ("all-to-alls", "gradients", "launches")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledModel:
+    """A model of ``layers`` MoE layers. layer: arguments of `sizes_from_options`.
+
+    dense: parameters that are no routed expert's. dense_products: multiply-adds of a token in all else.
+    """
+
+    layer: dict[str, Any]
+    layers: int
+    dense: int
+    dense_products: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledStep:
+    """A step to simulate. rates: of the rank that all wait for, with all machines.
+
+    tokens: of a rank in one of ``passes`` forward and backward passes, in n chunks. skew: an expert's
+    popularity is exp(skew z), z normal. free: which of LIMITS takes no time.
+    """
+
+    model: ScaledModel
+    rates: Cluster
+    tokens: int
+    n: int
+    passes: int
+    skew: float = 0.3
+    free: str = ""
+
+    @cached_property
+    def sizes(self) -> LayerSizes:
+        """Of a layer, whose experts are shared by as many ranks as there are experts, or by all."""
+        sharing = min(self.rates.num_ranks, self.model.layer["num_experts"])
+        place: dict[str, Any] = {"num_ranks": sharing, "device_type": "cuda", "dtype": torch.bfloat16}
+        return sizes_from_options(**self.model.layer, **place)
+
+    @cached_property
+    def busiest_tokens(self) -> int:
+        """Of each rank, with which even routing would bring it as many rows as the busiest one gets."""
+        z = np.random.default_rng(0).standard_normal(self.sizes.num_experts)
+        shares = np.exp(self.skew * z).reshape(self.sizes.num_ranks, -1).sum(1)
+        return math.ceil(self.tokens * self.sizes.num_ranks * float(shares.max() / shares.sum()))
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of all passes, the last of which carries the gradients."""
+        rates, sharing = self.rates, self.sizes.num_ranks
+        if self.free == "launches":
+            rates = replace(rates, compute=replace(rates.compute, alpha_seconds=0.0))
+        group = replace(rates, machines=math.ceil(sharing / rates.ranks_per_machine))
+        profile = group.profile("flat", 1, "bfloat16")
+        costs = even_task_costs(self.sizes, profile, self.busiest_tokens, self.n)
+        counts = profile.message(4 * self.n * self.sizes.num_experts)
+        if self.free == "all-to-alls":
+            costs[Kind.DISPATCH] = costs[Kind.WEIGHTS] = counts = 0.0
+        gradients = self._gradient_seconds() * (self.free != "gradients")
+        dense = self.tokens * self.model.dense_products / self.model.layers * rates.compute.beta_seconds
+
+        def of_pass(gradients: float) -> float:
+            took = task_seconds(costs | {Kind.GRADIENTS: gradients})
+            stages = Stages(local=True, remote=True, gradients=True)
+            both = (rotating(each, self.n, stages, restore=S4).tasks for each in get_args(PassDirection))
+            layer = sum(makespan(simulate(tasks, took)) for tasks in both) + 4 * dense + counts
+            return self.model.layers * layer + gradients
+
+        return of_pass(gradients) + (self.passes - 1) * of_pass(0.0)
+
+    def _gradient_seconds(self) -> float:
+        """Of one layer: rings inside machines, between them, and among replicas of experts."""
+
+        def ring(num_bytes: float, ranks: int, link: LineCost) -> float:
+            sent = num_bytes * (ranks - 1) / ranks * link.beta_seconds
+            return 2 * (sent + math.log2(ranks) * link.alpha_seconds)
+
+        rates, local = self.rates, self.rates.ranks_per_machine
+        dense, experts = (
+            ELEMENT * self.model.dense / self.model.layers,
+            ELEMENT * self.sizes.expert_parameters,
+        )
+        inside, between = ring(dense, local, rates.inside), ring(dense / local, rates.machines, rates.outside)
+        return inside + between + ring(experts, rates.num_ranks // self.sizes.num_ranks, rates.outside)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the busiest rank: parameters, gradients, its part of the optimizer's state, all layers' saved
+        bytes, and what one layer adds to them. As if a rank sent the rows that it receives."""
+        layers, ranks = self.model.layers, self.rates.num_ranks
+        even = replace(self.sizes, num_ranks=1, bypass_local=False)
+        choice = Choice(forward=self.n, backward=self.n, restore=S4)
+        memory = bound(even, even.call(self.busiest_tokens), choice, SLACK)
+        experts, dense = layers * self.sizes.expert_parameters, self.model.dense
+        states = 2 * ELEMENT * (dense + experts)
+        states += OPTIMIZER * (dense // ranks + experts * self.sizes.num_ranks // ranks)
+        saved = memory.saved + self.tokens * self.sizes.d_model * ELEMENT
+        return states + layers * saved + memory.promised - memory.saved
+
+
+def slowed(step: ScaledStep, link: str, times: float) -> ScaledStep:
+    """The step where a line of its rates, "compute" or "outside", say, takes so many times as long."""
+    line: LineCost = getattr(step.rates, link)
+    slower: Any = {link: LineCost(times * line.alpha_seconds, times * line.beta_seconds)}
+    return replace(step, rates=replace(step.rates, **slower))
+
+
+def scaling(models: Mapping[str, ScaledModel], rates: Cluster, *, strong: bool) -> list[dict[str, Any]]:
+    """A row for each model and 1 to 512 machines; "columns" of the assumptions says what is in it."""
+    rows = []
+    for (name, model), i in itertools.product(models.items(), range(10)):
+        here = replace(rates, machines=1 << i)
+        per_rank = BATCH // here.num_ranks if strong else TOKENS
+        passes = max(1, per_rank // TOKENS)
+        tokens = per_rank // passes
+        asked = [ScaledStep(model=model, rates=here, tokens=tokens, n=n, passes=passes) for n in DEGREES]
+        step = min(asked, key=lambda step: step.seconds)
+        without = {free: replace(step, free=free).seconds for free in LIMITS}
+        without["skew"] = replace(step, skew=0.0).seconds
+        waits_for = min(without, key=without.__getitem__)
+        rows.append(
+            {
+                "model": name,
+                "ranks": here.num_ranks,
+                "n": step.n,
+                "seconds": step.seconds,
+                "even_seconds": without["skew"],
+                "lossy_seconds": slowed(step, "outside", 1.61).seconds,
+                "ktokens/s": passes * tokens * here.num_ranks / step.seconds / 1e3,
+                **{f"slow n={each.n}": slowed(each, "compute", 2).seconds / each.seconds for each in asked},
+                "GiB": step.peak_bytes / 2**30,
+                "waits for": waits_for,
+                "%": round(100 * (1 - without[waits_for] / step.seconds)),
+            }
+        )
+    return rows
+
+
+def scaling_ends(rows: Sequence[Mapping[str, Any]], *, strong: bool) -> dict[str, Mapping[str, Any]]:
+    """By model the first row that the assumptions call the end of scaling, where there is one."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for before, row in itertools.pairwise(rows):
+        first = next(each for each in rows if each["model"] == row["model"])
+        half_of_linear = first["ktokens/s"] * row["ranks"] / first["ranks"] / 2
+        if row is not first and row["ktokens/s"] < (1.5 * before["ktokens/s"] if strong else half_of_linear):
+            found.setdefault(row["model"], row)
+    return found

@@ -22,7 +22,6 @@ from matplotlib.image import imread
 from pmoe import cli
 from pmoe.integrations.report import charts
 from pmoe.integrations.report.charts import (
-    Line,
     format_bytes,
     format_number,
     format_seconds,
@@ -38,6 +37,7 @@ from pmoe.integrations.run_folder import (
     RUN,
     SCALARS,
     TIME,
+    Curve,
     Row,
     add_session,
     append,
@@ -334,12 +334,16 @@ def points_of(svg: str, kind: str) -> list[list[tuple[float, float]]]:
     return [[(float(x), float(y)) for x, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", way)] for way in ways]
 
 
+def drawn(steps: Sequence[int], values: Sequence[float], **options: Any) -> str:
+    return line_chart("title", {"a": Curve(list(steps), list(values))}, **options)
+
+
 def labels_of(svg: str) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
 
 
 def test_a_line_goes_through_its_points_and_stops_at_gaps() -> None:
-    svg = line_chart("title", [Line(name="a", xs=[0, 1, 2, 3, 4], ys=[0, 10, math.nan, 10, 0])], floor=0)
+    svg = drawn([0, 1, 2, 3, 4], [0, 10, math.nan, 10, 0], floor=0)
     (way,) = points_of(svg, "line")
     (x0, foot), (x1, top), (x3, also_top), (x4, also_foot) = way
     assert (x1 - x0, x3 - x1, x4 - x3) == pytest.approx(
@@ -351,32 +355,25 @@ def test_a_line_goes_through_its_points_and_stops_at_gaps() -> None:
 
 
 def test_a_point_alone_is_a_dot() -> None:
-    svg = line_chart("t", [Line(name="a", xs=[6, 7, 8, 9], ys=[1, math.nan, 3, math.nan])])
+    svg = drawn([6, 7, 8, 9], [1, math.nan, 3, math.nan])
     (dots,) = re.findall(r'<g class="dot">(.*?)</g>\s*</g>', svg, re.DOTALL)
     assert dots.count("<use") == 2
-    assert 'class="dot"' not in line_chart("t", [Line(name="a", xs=[6, 7], ys=[1, 2])])
+    assert 'class="dot"' not in drawn([6, 7], [1, 2])
 
 
 def test_axes_have_units() -> None:
-    line = Line(name="a", xs=[0, 100_000], ys=[0, 0.02])
+    line = ([0, 100_000], [0, 0.02])
     steps = ["0", "20k", "40k", "60k", "80k", "100k", "step"]
-    assert labels_of(line_chart("t", [line], floor=0)) == [
-        *steps,
-        "0.000",
-        "0.005",
-        "0.010",
-        "0.015",
-        "0.020",
-    ]
-    shown = labels_of(line_chart("t", [line], floor=0, show=format_seconds))
+    assert labels_of(drawn(*line, floor=0)) == [*steps, "0.000", "0.005", "0.010", "0.015", "0.020"]
+    shown = labels_of(drawn(*line, floor=0, show=format_seconds))
     assert shown == [*steps, "0 s", "5 ms", "10 ms", "15 ms", "20 ms"]
-    shown = labels_of(line_chart("t", [line], floor=0, show=format_share))
+    shown = labels_of(drawn(*line, floor=0, show=format_share))
     assert shown == [*steps, "0.00%", "0.50%", "1.00%", "1.50%", "2.00%"]
 
 
 def test_few_very_large_values_do_not_flatten_the_rest() -> None:
     ys = [1 + 0.1 * (i % 10) for i in range(200)]
-    svg = line_chart("t", [Line(name="a", xs=range(200), ys=[*ys[:100], 1000.0, *ys[101:]])])
+    svg = drawn(range(200), [*ys[:100], 1000.0, *ys[101:]])
     assert "Cut off above: values up to 1,000." in svg
     (way,) = points_of(svg, "line")
     heights = [y for _, y in way]
@@ -384,13 +381,13 @@ def test_few_very_large_values_do_not_flatten_the_rest() -> None:
 
 
 def test_values_near_the_largest_float_are_no_error() -> None:
-    svg = line_chart("t", [Line(name="a", xs=range(3), ys=[-1.7e308, 1.0, 1.7e308])])
+    svg = drawn(range(3), [-1.7e308, 1.0, 1.7e308])
     assert "2 values not finite" in svg
 
 
 def test_a_line_of_many_points_lies_in_a_band_that_holds_them_all() -> None:
     ys = [s % 7 for s in range(2002)]
-    svg = line_chart("t", [Line(name="a", xs=range(2002), ys=ys)])
+    svg = drawn(range(2002), ys)
     (outline,) = points_of(svg, "band")
     assert len(outline) <= 2 * charts.MAX_POINTS + 10
     assert len({y for _, y in outline}) == 2  # every bin has a 0 and a 6

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pmoe.integrations.run_folder import Curve
 from pmoe.planner.drawing import LIGHT, SERIES, inline_svg, part
 
 if TYPE_CHECKING:
@@ -138,59 +138,47 @@ STYLE: Any = {
 # ---- lines
 
 
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """One series, (N,) each. is_filled: down to the axis. max_points: others are drawn as bins."""
-
-    name: str
-    xs: Sequence[float]
-    ys: Sequence[float]
-    is_filled: bool = False
-    max_points: int = MAX_POINTS
-
-    def gaps(self) -> list[float]:
-        """The steps whose values are not finite."""
-        return [x for x, y in zip(self.xs, nan_unless_finite(self.ys), strict=True) if np.isnan(y)]
-
-
 def line_chart(
     title: str,
-    lines: Sequence[Line],
+    curves: Mapping[str, Curve],
     *,
     unit: str = "",
     floor: float | None = None,
     show: Callable[[float], str] = format_number,
     note: str = "",
+    max_points: int = MAX_POINTS,
+    is_filled: bool = False,
 ) -> str:
-    """Values over steps, at most as many lines as the theme has colours.
+    """Values over steps, a line for each name, at most as many as the theme has colours.
 
     A line goes through the means of neighbouring points, in a band from their least to their greatest value.
     Values that are not finite leave gaps, marked at the top; a few very large ones are cut off, and the note
     below says so. floor: a value that the axis shows. show: makes texts of values, `format_seconds` or
-    `format_share` on the axis, too.
+    `format_share` on the axis, too. max_points: of a line, others are drawn as bins. is_filled: down to the
+    axis.
     """
-    found = [bins_of(line.xs, line.ys, line.max_points) for line in lines]
-    values = np.concatenate([ends for bins in found for ends in (bins.low, bins.high)])
+    found = {name: bins_of(of.steps, of.values, max_points) for name, of in curves.items()}
+    values = np.concatenate([ends for bins in found.values() for ends in (bins.low, bins.high)])
     values = np.sort(values[~np.isnan(values)])
     if not len(values):
-        nothing = f"No finite value in {len(lines[0].xs)} points."
+        nothing = f"No finite value in {len(next(iter(curves.values())).steps)} points."
         return part("chart", title, "", unit=unit, note=f"{nothing} {note}")
     low, high, cut = _range(values, floor)
-    names = [(line.name, colour) for line, colour in zip(lines, SERIES, strict=False)]
+    keys = list(zip(curves, SERIES, strict=False))
+    gaps = {name: _gaps(curve) for name, curve in curves.items()}
 
     def draw(axis: Axes) -> None:
         _set_y_axis(axis, low, high, show)
-        for line, bins, (_, colour) in zip(lines, found, names, strict=False):
-            _draw_line(axis, line, bins, LIGHT[colour])
+        for name, colour in keys:
+            _draw_line(axis, found[name], gaps[name], LIGHT[colour], is_filled)
 
-    label = f"{title}: {', '.join(line.name for line in lines)}"
-    notes = [note, "" if cut is None else f"Cut off above: values up to {show(cut)}.", _about_gaps(lines)]
+    notes = [note, "" if cut is None else f"Cut off above: values up to {show(cut)}.", _about_gaps(gaps)]
     return part(
         "chart",
         title,
-        axes_svg(label, COLUMN, draw),
+        axes_svg(f"{title}: {', '.join(curves)}", COLUMN, draw),
         unit=unit,
-        keys=names if len(lines) > 1 else (),
+        keys=keys if len(keys) > 1 else (),
         note=" ".join(notes),
     )
 
@@ -218,27 +206,32 @@ def _set_y_axis(axis: Axes, low: float, high: float, show: Callable[[float], str
         axis.yaxis.set_major_formatter(PercentFormatter(1))
 
 
-def _draw_line(axis: Axes, line: Line, bins: Bins, colour: str) -> None:
+def _draw_line(axis: Axes, bins: Bins, gaps: Sequence[int], colour: str, is_filled: bool) -> None:
     x, mean = bins.x, bins.mean
     if np.any(bins.high > bins.low):
         axis.fill_between(x, bins.low, bins.high, color=colour, alpha=0.2, lw=0, gid="band")
-    if line.is_filled:
+    if is_filled:
         axis.fill_between(x, axis.get_ylim()[0], mean, color=colour, alpha=0.3, lw=0, gid="fill")
     axis.plot(x, mean, color=colour, gid="line")
     is_there = np.pad(~np.isnan(mean), 1)
     is_single = is_there[1:-1] & ~is_there[:-2] & ~is_there[2:]  # a line shows no single points
     if is_single.any():
         axis.plot(x[is_single], mean[is_single], "o", ms=5, color=colour, gid="dot")
-    if gaps := line.gaps():
+    if gaps:
         at = bins_of(gaps, gaps, MAX_POINTS).x
         axis.vlines(at, 0.93, 1, LIGHT["bad"], transform=axis.get_xaxis_transform(), gid="bad")
 
 
-def _about_gaps(lines: Sequence[Line]) -> str:
-    gaps = [step for line in lines for step in line.gaps()]
-    if not gaps:
+def _gaps(curve: Curve) -> list[int]:
+    """The steps whose values are not finite."""
+    return [x for x, y in zip(curve.steps, nan_unless_finite(curve.values), strict=True) if np.isnan(y)]
+
+
+def _about_gaps(gaps: Mapping[str, Sequence[int]]) -> str:
+    steps = [step for of in gaps.values() for step in of]
+    if not steps:
         return ""
-    values, first = f"{len(gaps):,} value{'s' * (len(gaps) > 1)}", format_number(min(gaps))
+    values, first = f"{len(steps):,} value{'s' * (len(steps) > 1)}", format_number(min(steps))
     return f"{values} not finite, the first at step {first}."
 
 

@@ -77,17 +77,17 @@ class History:
         pairs = itertools.pairwise(zip(times.steps, times.values, strict=True))
         return median((b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs if b[0] > a[0])
 
-    def seconds_by_step(self, name: str) -> dict[int, float]:
+    def seconds_by_step(self, name: str) -> Curve:
         """Seconds of both passes of all layers, at the recorded steps. name: of `COMMUNICATION`."""
         found = defaultdict[int, float](float)
         for row in itertools.chain.from_iterable(self.by_layer.values()):
             times = [each for way in PASSES if (each := getattr(row, f"{way}_{name}")) is not None]
             if times:
                 found[row.step] += sum(times)
-        return dict(sorted(found.items()))
+        return Curve(sorted(found), [found[step] for step in sorted(found)])
 
     def median_seconds(self, name: str) -> float | None:
-        return median(self.seconds_by_step(name).values())
+        return median(self.seconds_by_step(name).values)
 
 
 def history_of(run: Run) -> History:

@@ -5,6 +5,7 @@ Long runs are thinned (`charts`); of many layers the later ones are folded away.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median_low
 from typing import Any
@@ -76,29 +77,30 @@ def _load_charts(history: History) -> list[str]:
 
 def _by_layer(history: History, title: str, field: str, **options: Any) -> list[str]:
     """A chart with a line a layer; of many layers the median between the least and the greatest."""
-    by_name: dict[str, dict[int, float]] = {}
+    by_name: dict[str, files.Curve] = {}
     for name, rows in history.by_layer.items():
-        for row in rows:
-            if (value := getattr(row, field)) is not None:
-                by_name.setdefault(name, {})[row.step] = value
+        if known := {row.step: value for row in rows if (value := getattr(row, field)) is not None}:
+            by_name[name] = files.Curve(list(known), list(known.values()))
     if len(by_name) > MAX_LINES:
         return [_of_many(title, by_name, **options)]
-    lines = [charts.Line(name=name, xs=list(of), ys=list(of.values())) for name, of in by_name.items()]
-    return [charts.line_chart(title, lines, **options)] if lines else []
+    return [charts.line_chart(title, by_name, **options)] if by_name else []
 
 
-def _of_many(title: str, by_name: Mapping[str, Mapping[int, float]], **options: Any) -> str:
-    steps = sorted({step for values in by_name.values() for step in values})
-    values = [[of[step] for of in by_name.values() if step in of] for step in steps]
+def _of_many(title: str, by_name: Mapping[str, files.Curve], **options: Any) -> str:
+    values = defaultdict[int, list[float]](list)
+    for curve in by_name.values():
+        for step, value in zip(curve.steps, curve.values, strict=True):
+            values[step].append(value)
     ends: dict[str, Callable[[list[float]], float]] = {"greatest": max, "median": median_low, "least": min}
-    lines = [
-        charts.Line(name=f"{name} of layers", xs=steps, ys=list(map(end, values)))
+    steps = sorted(values)
+    curves = {
+        f"{name} of layers": files.Curve(steps, [end(values[step]) for step in steps])
         for name, end in ends.items()
-    ]
-    last, name = max((list(of.values())[-1], name) for name, of in by_name.items())
+    }
+    last, name = max((curve.values[-1], name) for name, curve in by_name.items())
     show = options.get("show", charts.format_number)
     note = f"{len(by_name)} layers. Greatest at the end: {name}, {show(last)}."
-    return charts.line_chart(title, lines, note=note, **options)
+    return charts.line_chart(title, curves, note=note, **options)
 
 
 def _heat_maps(history: History) -> list[str]:
@@ -147,24 +149,19 @@ def _choices(history: History) -> list[list[str]]:
 
 def _communication(history: History) -> list[str]:
     """Charts; none where nothing travelled."""
-    seconds = map(history.seconds_by_step, COMMUNICATION)
     names = ("something travels", "and nothing is computed")
-    lines = [
-        charts.Line(name=name, xs=list(of), ys=list(of.values()), is_filled=True)
-        for name, of in zip(names, seconds, strict=True)
-    ]
-    if not any(lines[0].ys):
+    curves = dict(zip(names, map(history.seconds_by_step, COMMUNICATION), strict=True))
+    if not any(curves[names[0]].values):
         return []
     note = (
         "Both passes of all layers; means over the ranks. Of a layer that a step calls several times, only "
         "the last call is in it; the exchange of row counts is not."
     )
-    found = [
-        charts.line_chart("Communication of a step", lines, floor=0, show=charts.format_seconds, note=note)
-    ]
+    options: dict[str, Any] = {"floor": 0, "show": charts.format_seconds}
+    found = [charts.line_chart("Communication of a step", curves, note=note, is_filled=True, **options)]
     for direction in files.PASSES:
         title, field = f"Exposed communication, {direction}", f"{direction}_exposed"
-        found += _by_layer(history, title, field, floor=0, show=charts.format_seconds)
+        found += _by_layer(history, title, field, **options)
     return found
 
 
@@ -194,20 +191,15 @@ def _predicted(history: History) -> list[list[str]]:
 
 
 def _losses(history: History) -> list[str]:
-    lines = [
-        charts.Line(name=name, xs=curve.steps, ys=curve.values, max_points=SMOOTHED)
-        for name, curve in history.losses.items()
-    ]
-    groups = [lines[i : i + len(SERIES)] for i in range(0, len(lines), len(SERIES))]
-    return [charts.line_chart("Loss", group) for group in groups]
+    named = list(history.losses.items())
+    groups = [named[i : i + len(SERIES)] for i in range(0, len(named), len(SERIES))]
+    return [charts.line_chart("Loss", dict(group), max_points=SMOOTHED) for group in groups]
 
 
 def _others(history: History) -> list[str]:
-    return [
-        charts.line_chart(name, [charts.Line(name=name, xs=curve.steps, ys=curve.values)])
-        for name, curve in history.run.scalars.items()
-        if name not in (*history.losses, files.TIME, files.POOL_PEAK, files.HOST_POOL_PEAK)
-    ]
+    shown = (*history.losses, files.TIME, files.POOL_PEAK, files.HOST_POOL_PEAK)
+    others = {name: curve for name, curve in history.run.scalars.items() if name not in shown}
+    return [charts.line_chart(name, {name: curve}) for name, curve in others.items()]
 
 
 def _as_built(run: files.Run) -> tuple[dict[str, Any], list[list[str]]]:

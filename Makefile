@@ -268,7 +268,7 @@ GPU_PYTEST = -m pytest -q -o timeout_method=thread
 GPU_PYTEST_ARGS = $$("$(GPU_PYTHON)" -c 'import xdist' 2>/dev/null && echo "$(PYTEST_ARGS)" \
 	|| echo "$(filter-out -n 2,$(PYTEST_ARGS))")
 KERNEL_TESTS = tests/unit/test_disassembly.py $(wildcard tests/unit/test_kernels_*.py)
-COMET_TESTS = $(wildcard tests/gpu/test_comet*.py)
+COMET_TESTS = $(wildcard tests/gpu/test_comet*.py) tests/gpu/test_persistent.py
 SANITIZED = $(wildcard tests/gpu/test_grouped_gemm*.py) tests/gpu/test_permute.py tests/gpu/test_route.py $(COMET_TESTS)
 
 # Each step in a process of its own, which ends whatever hangs; the limit here is for the ladder itself.
@@ -335,5 +335,7 @@ gpu-comet: gpu-build
 			$(GPU_PYTEST_ARGS) || failed=1
 	fi
 	timeout -k 5 270 "$(GPU_PYTHON)" $(GPU_PYTEST) $(COMET_TESTS) -m gpu $(GPU_PYTEST_ARGS) || failed=1
-	timeout -k 5 110 "$(GPU_PYTHON)" bench/bench_comet.py --out bench/results $(ARGS) || failed=1
+	for one in comet:110 flashdmoe:110; do
+		timeout -k 5 $${one#*:} "$(GPU_PYTHON)" bench/bench_$${one%:*}.py --out bench/results $(ARGS) || failed=1
+	done
 	exit $$failed

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.heap.providers import virtual_heaps
+from pmoe.kernels import flashdmoe
 from pmoe.kernels.comet import launches
 from pmoe.kernels.comet.launcher import Divide, Division, Launcher
 from pmoe.kernels.comet.launches import Journey
@@ -25,6 +26,7 @@ from pmoe.kernels.heap.shape import HeapShape
 from pmoe.kernels.route import Routes
 from pmoe.measure.fused_kernels import journeys_of
 from pmoe.ordering.sorted import chunk_bounds, sort_rows
+from pmoe.runners.fused import sort
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +157,94 @@ class VirtualRanks:
         )
         of_x, of_weight = launches.gradient_combine(self.launcher, journeys, of_hidden, given.w1, dots)
         return of_x, of_weight, of_hidden, active
+
+
+class PersistentRanks:
+    """W ranks by FlashDMoE's kernels: one launch of all ranks a pass. Lists are by rank.
+
+    cell_rows: C, whole tiles. tokens: the most of a rank. Raises as `VirtualRanks` does.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        experts: int,
+        *,
+        cell_rows: int,
+        tokens: int,
+        d_model: int,
+        d_hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = HeapShape(num_ranks, experts, cell_rows, tokens, d_model, dtype, d_hidden)
+        self.heaps = virtual_heaps(shape, device)
+        self.launcher = Launcher(self.heaps, lambda kernel, direction: Division(1))
+
+    close = VirtualRanks.close
+    check = VirtualRanks.check
+
+    def forward(
+        self,
+        x: Sequence[Tensor],
+        weight: Sequence[Tensor],
+        journeys: Sequence[Journey],
+        given: FusedParameters,
+        *,
+        keep: bool = True,
+    ) -> list[flashdmoe.RankTensors]:
+        """The tensors of `pmoe.kernels.flashdmoe`; of them "result", (T, M), is T_O."""
+        passes = self._passes(x, weight, journeys, given)
+        made = [flashdmoe.forward_tensors(each, keeps_input=keep, keeps_hidden=keep) for each in passes]
+        flashdmoe.launch_pass(self.launcher, "forward", given.activation, made)
+        return made
+
+    def backward(
+        self,
+        grad: Sequence[Tensor],
+        weight: Sequence[Tensor],
+        journeys: Sequence[Journey],
+        given: FusedParameters,
+        forward: Sequence[flashdmoe.RankTensors],
+    ) -> list[flashdmoe.RankTensors]:
+        """forward: what `forward` gave, with all kept. "result" is the gradient of the tokens."""
+        passes = zip(self._passes(grad, weight, journeys, given), forward, strict=True)
+        made = [
+            flashdmoe.backward_tensors(each, kept=(of["input"], of["hidden"]), needs=(True,) * 4)
+            for each, of in passes
+        ]
+        flashdmoe.launch_pass(self.launcher, "backward", given.activation, made)
+        return made
+
+    def _passes(
+        self,
+        source: Sequence[Tensor],
+        weight: Sequence[Tensor],
+        journeys: Sequence[Journey],
+        given: FusedParameters,
+    ) -> list[flashdmoe.RankTensors]:
+        parameters = zip(given.w1, given.w2, given.b1, given.b2, strict=True)
+        every = zip(self.heaps, journeys, source, weight, parameters, strict=True)
+        return [flashdmoe.pass_tensors(*each, given.activation) for each in every]
+
+
+def own_journey(rank: int, expert_TK: Tensor, num_ranks: int, num_experts: int) -> Journey:
+    """Of a rank's own tokens, of which no row is dropped, for a persistent kernel: what comes is not told.
+
+    expert_TK: (T, K) of all ranks' experts.
+    """
+    sent = sort(expert_TK, None, num_experts)
+    counts_E = expert_TK.reshape(-1).bincount(minlength=num_experts)
+    send_WE = counts_E.view(num_ranks, -1).int()
+    return Journey(
+        rank=rank,
+        expert_TK=expert_TK.int(),
+        position_TK=sent.position.view_as(expert_TK),
+        slot_S=sent.slot,
+        send_WE=send_WE,
+        recv_WE=send_WE,
+        num_received=0,
+    )
 
 
 def routes_of(expert_TK: Tensor, keep_TK: Tensor | None, num_ranks: int, num_experts: int) -> Routes:

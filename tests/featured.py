@@ -123,6 +123,7 @@ RECIPES: dict[Feature, Recipe] = {
     Feature.PADDED: sets("pad_to_capacity", True),
     Feature.CHECK_FINITE: sets("check_finite", True),
     Feature.FUSED: sets("fused", True),
+    Feature.PERSISTENT: sets("fused", "persistent"),
     Feature.SEQUENTIAL: sets("sequential", True),
     Feature.ONE_LANE: sets("one_lane", True),
     Feature.OWN_ORDER: sets("order", "einsum"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -21,11 +22,14 @@ from torch import Tensor
 
 from pmoe.comm.base import FlatAllToAll, Traffic
 from pmoe.comm.ranks import Ranks, at_stage
+from pmoe.engine.autograd import Path
 from pmoe.engine.once import carriers
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.comet.launches import Journey
 from pmoe.kernels.comet.steps import Steps
+from pmoe.layer import fused as layer_fused
 from pmoe.runners import fused_steps
+from pmoe.runners.fused import FusedRunner
 from pmoe.runners.fused_steps import Request
 
 
@@ -81,8 +85,9 @@ class PlainSteps(Steps):
         )
         return self._arrived
 
-    def give_up(self, why: str) -> None:
+    def all_or_give_up(self) -> contextlib.AbstractContextManager[None]:
         """Nothing is shared with later rounds."""
+        return contextlib.nullcontext()
 
     def rows(self, journey: Journey) -> Tensor:
         return self._last.rows_NM
@@ -197,12 +202,19 @@ def plain_steps(request: Request) -> PlainSteps:
     return PlainSteps(request.ranks)
 
 
+class PlainPasses(FusedRunner):
+    """Takes the place of `pmoe.runners.fused.PersistentRunner`, by `PlainSteps`."""
+
+    name: ClassVar[Path] = "persistent"
+
+
 @contextlib.contextmanager
 def using(make_steps: Callable[[Request], Steps | str]) -> Iterator[None]:
     """In the block, steps come from ``make_steps`` and not from the kernels, whose refusals are not asked."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_steps, "steps_for", make_steps)
         patch.setattr(fused_steps, "refusal", lambda *_, **__: None)
+        patch.setattr(layer_fused, "PersistentRunner", PlainPasses)
         yield
 
 

@@ -71,9 +71,10 @@ def within_budget(features: Features) -> Iterator[str]:
     yield from by_pipeline({*features, Feature.BUDGET})
 
 
-def by_fused_kernels(features: Features) -> Iterator[str]:
-    """On one rank a fused call takes its counts from the routing kernel, or from the host."""
-    layer = built({*features, Feature.FUSED})
+def by_fused_kernels(features: Features, taker: str = "fused") -> Iterator[str]:
+    """On one rank a call by COMET's kernels takes its counts from the routing kernel, or from the host."""
+    feature = Feature.FUSED if taker == "fused" else Feature.PERSISTENT
+    layer = built({*features} - {Feature.FUSED, Feature.PERSISTENT} | {feature})
     if isinstance(layer, list):
         yield from layer
         return
@@ -83,14 +84,18 @@ def by_fused_kernels(features: Features) -> Iterator[str]:
         step = found(layer)
     yield from differences(step, expected(layer))
     assert layer.ran is not None
-    not_taken = refused("fused", layer.parts.features)
+    not_taken = refused(taker, layer.parts.features)
     messages = [str(each.message) for each in told]
-    if layer.ran.path.startswith("fused"):
+    if layer.ran.path.startswith(taker):
         yield from [] if not_taken is None else [f"fused, though {not_taken.name} is not taken"]
     elif not messages:
         yield "not fused, and no reason given"
     elif not re.search(r"memory_reuse \(\S+\) offloads", messages[0]):  # the pair, where it is fixed
-        yield from wrong_refusal(messages[0], "fused", {*layer.parts.features})
+        yield from wrong_refusal(messages[0], taker, {*layer.parts.features})
+
+
+def by_persistent_kernels(features: Features) -> Iterator[str]:
+    yield from by_fused_kernels(features, "persistent")
 
 
 def by_one_ranks_kernels(features: Features) -> Iterator[str]:
@@ -171,6 +176,7 @@ COMPUTED: dict[str, Callable[[Features], Iterator[str]]] = {
     "padded counts": by_padded_counts,
     "memory budget": within_budget,
     "fused": by_fused_kernels,
+    "persistent": by_persistent_kernels,
     "one rank": by_one_ranks_kernels,
     "graph of one rank": in_a_graph,
     "graph capture": in_a_padded_graph,

@@ -20,6 +20,7 @@ using pmoe::comet::Fields;
 using namespace pmoe::flashdmoe;
 
 constexpr int kTileRows = 128, kTileColumns = 128;  // of grouped_gemm/ampere.cuh
+constexpr int kMostBlocks = 1024;                   // of a rank
 
 void list_kernels(std::vector<pmoe::KernelInfo>& found) {
   static std::map<std::string, int> names;  // whose keys outlive what points to them
@@ -37,6 +38,12 @@ Layout layout_of(int ranks, int experts, int rows, int64_t row_bytes, bool is_st
 
 bool are_halves(Activation activation) { return pmoe::are_halves(pmoe::Epilogue::kHidden, activation); }
 
+// What actors keep from round to round lies at the same places for every activation and number of blocks.
+int64_t place(Pass& pass, const Experts& experts, int most_tokens, uint8_t* base) {
+  pass.processors = kMostBlocks - 1;
+  return place_for_all(pass, experts, true, kTileRows, kTileColumns, most_tokens, base);
+}
+
 Experts read_experts(Fields& given, int model) {
   Experts e;
   e.model = model, e.hidden = given.small("d_hidden");
@@ -49,12 +56,13 @@ Experts read_experts(Fields& given, int model) {
   return e;
 }
 
+// Rows of tokens are dense.
 Member read_member(Fields& given, const Which& which, int blocks) {
   Member m;
   Pass& pass = m.pass;
-  pass.layout =
-      layout_of(given.small("ranks"), given.small("experts"), given.small("capacity"),
-                given.number("row_bytes"), given.small("is_staged") != 0, given.small("sends_again") != 0);
+  const int64_t row_bytes = given.number("row_bytes");
+  pass.layout = layout_of(given.small("ranks"), given.small("experts"), given.small("heap_rows"), row_bytes,
+                          given.small("is_staged") != 0, given.small("sends_again") != 0);
   pass.heaps = given.at<uint8_t* const>("heaps");
   pass.rank = given.small("rank");
   pass.watch.failed = given.at<uint32_t>("failed");
@@ -64,25 +72,27 @@ Member read_member(Fields& given, const Which& which, int blocks) {
   pass.watch.bound = static_cast<uint64_t>(given.number("bound_nanoseconds"));
   pass.watch.nap_seed = static_cast<uint32_t>(given.number("nap_seed"));
   pass.watch.not_waited = static_cast<uint32_t>(given.number("not_waited"));
-  pass.counts = given.at<const int32_t>("counts"), pass.slot = given.at<const int32_t>("slot");
+  pass.counts = given.at<const int32_t>("send_counts"), pass.slot = given.at<const int32_t>("slot");
   pass.expert = given.at<const int32_t>("expert"), pass.row = given.at<const int32_t>("row");
   pass.weight = given.at<const float>("weight");
   pass.tokens = given.small("tokens"), pass.choices = given.small("top_k");
   pass.by_choices = pmoe::Divisor(pass.choices), pass.by_experts = pmoe::Divisor(pass.layout.experts);
-  pass.source = given.at<const uint8_t>("source"), pass.source_stride = given.number("source_stride");
-  pass.result = given.at<uint8_t>("result"), pass.result_stride = given.number("result_stride");
-  pass.again = given.at<const uint8_t>("again"), pass.again_stride = given.number("again_stride");
+  pass.source = given.at<const uint8_t>("source"), pass.source_stride = row_bytes;
+  pass.result = given.at<uint8_t>("result"), pass.result_stride = row_bytes;
+  pass.again = given.at<const uint8_t>("again"), pass.again_stride = row_bytes;
   pass.weight_gradient = given.at<float>("weight_gradient");
-  pass.processors = blocks - 1;
-  const bool halves = are_halves(which.activation), recomputes = given.small("recomputes") != 0;
-  const Experts& e = m.experts = read_experts(given, static_cast<int>(pass.layout.row_bytes / 2));
-  const int most_tokens = given.small("most_tokens");
+  Experts& e = m.experts = read_experts(given, static_cast<int>(row_bytes / 2));
+  void* const recomputed = given.at<void>("recomputed");  // T_M, in backward, where forward kept none
+  if (recomputed != nullptr) e.wide = recomputed;
+  const int most_tokens = given.small("heap_home_rows");
   if (pass.tokens > most_tokens)
-    throw py::value_error("tokens (" + std::to_string(pass.tokens) + ") must be at most the workspace's " +
+    throw py::value_error("tokens (" + std::to_string(pass.tokens) + ") must be at most the heap's " +
                           std::to_string(most_tokens));
-  place_for_all(pass, e, halves, kTileRows, kTileColumns, most_tokens, given.at<uint8_t>("workspace"));
+  place(pass, e, most_tokens, given.at<uint8_t>("workspace"));
+  pass.processors = blocks - 1;
+  const bool halves = are_halves(which.activation);
   if (which.is_backward)
-    plan_backward(pass, e, halves, kTileRows, kTileColumns, recomputes);
+    plan_backward(pass, e, halves, kTileRows, kTileColumns, recomputed != nullptr);
   else
     plan_forward(pass, e, halves, kTileColumns);
   return m;
@@ -94,8 +104,9 @@ void run(int device, std::uintptr_t stream, bool is_backward, int element, int a
   if (ranks.empty() || ranks.size() > kMostVirtual)
     throw py::value_error("ranks of one launch (" + std::to_string(ranks.size()) + ") must be 1 to " +
                           std::to_string(kMostVirtual));
-  if (blocks < 2)
-    throw py::value_error("blocks (" + std::to_string(blocks) + ") must be at least 2: one schedules");
+  if (blocks < 2 || blocks > kMostBlocks)
+    throw py::value_error("blocks (" + std::to_string(blocks) + ") must be 2, of which one schedules, to " +
+                          std::to_string(kMostBlocks));
   Launch all;
   all.ranks = static_cast<int>(ranks.size());
   for (int i = 0; i < all.ranks; ++i) {
@@ -109,19 +120,17 @@ void run(int device, std::uintptr_t stream, bool is_backward, int element, int a
   launch(which, all, blocks, reinterpret_cast<void*>(stream));
 }
 
-// Bytes of a rank's heap and of its workspace, and where "failed" stands in the heap.
-py::dict tell_sizes(int ranks, int experts, int capacity, int64_t row_bytes, bool is_staged, int tokens,
-                    int d_hidden, bool halves, int blocks, bool sends_again) {
+// Where regions of a rank's heap begin, which ends with its workspace; "bytes" of all, and of them "L".
+py::dict tell_layout(int ranks, int experts, int rows, int home_rows, int64_t row_bytes, int d_hidden,
+                     bool sends_again, bool is_staged) {
   Pass pass;
-  pass.layout = layout_of(ranks, experts, capacity, row_bytes, is_staged, sends_again);
-  pass.tokens = tokens, pass.processors = blocks - 1;
+  const Layout& l = pass.layout = layout_of(ranks, experts, rows, row_bytes, is_staged, sends_again);
   Experts e;
   e.model = static_cast<int>(row_bytes / 2), e.hidden = d_hidden;
-  const int64_t workspace = place_for_all(pass, e, halves, kTileRows, kTileColumns, tokens, nullptr);
   py::dict told;
-  told["bytes"] = pass.layout.bytes(), told["L"] = pass.layout.size(), told["failed"] = pass.layout.failed();
-  told["begin"] = pass.layout.begin(), told["weights"] = pass.layout.weights(0, 0);
-  told["capacity"] = pass.layout.capacity, told["workspace"] = workspace;
+  told["counters"] = l.failed(), told["inbox"] = l.begin(), told["weights"] = l.weights(0, 0);
+  told["L"] = l.size(), told["workspace"] = l.bytes();
+  told["bytes"] = l.bytes() + place(pass, e, home_rows, nullptr);
   return told;
 }
 
@@ -131,10 +140,9 @@ void bind_flashdmoe(py::module_& m) {
         arg("element"), arg("activation"), arg("blocks"), arg("ranks"),
         "One launch of a layer's pass, for each rank of which there is a dict; see cuda/flashdmoe/pass.h and "
         "experts.h.");
-  m.def("flashdmoe_sizes", &tell_sizes, py::kw_only(), arg("ranks"), arg("experts"), arg("capacity"),
-        arg("row_bytes"), arg("is_staged") = false, arg("tokens"), arg("d_hidden"), arg("halves") = false,
-        arg("blocks"), arg("sends_again") = false,
-        "Bytes of a rank's heap (\"bytes\", of it \"L\") and of its zeroed \"workspace\".");
+  m.def("flashdmoe_layout", &tell_layout, arg("ranks"), arg("experts"), arg("rows"), arg("home_rows"),
+        arg("row_bytes"), arg("d_hidden"), arg("sends_again") = false, arg("is_staged") = false,
+        "Byte offsets of a heap's regions, \"bytes\", the size of all, and \"L\", that of the tensor L.");
 }
 
 const pmoe::Module joined(bind_flashdmoe, list_kernels);

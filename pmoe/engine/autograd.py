@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pmoe.engine.passes import Inputs
 
-Path = Literal["pipeline", "one rank", "fused", "fused forward", "whole graph"]
-"""By the pipeline engine; one rank's kernels; the fused kernels, in both passes or in the forward pass."""
+Path = Literal["pipeline", "one rank", "fused", "fused forward", "persistent", "whole graph"]
+"""By the pipeline engine; one rank's kernels; COMET's, in both passes or in forward; one kernel a pass."""
 
 BackwardFunction = Callable[[list[Any], Sequence[bool], Tensor], list[Tensor | None]]
 """From the saved tensors, which of ``Inputs.all`` want gradients, and the gradient of T_O: those gradients.

@@ -1,4 +1,4 @@
-"""COMET's fused kernels in a layer: which calls they take, and how those are decided.
+"""Fused kernels in a layer, COMET's or one persistent one: which calls they take, and how those are decided.
 
 What they do not take falls back to chunks, on all ranks together, with one warning for each reason.
 """
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from pmoe.comm.counts import RankCounts
+from pmoe.comm.counts import RankCounts, RowsAsked
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes import Inputs
 from pmoe.experts.stacked import StackedExperts
@@ -22,7 +22,7 @@ from pmoe.layer.exact_counts import in_chunks, shared_counts, sort_early, sorted
 from pmoe.layer.parts import Call, Parts
 from pmoe.layer.route import make_inputs
 from pmoe.runners import fused, fused_steps
-from pmoe.runners.fused import FusedForwardRunner, FusedRunner
+from pmoe.runners.fused import FusedForwardRunner, FusedRunner, PersistentRunner
 from pmoe.schedule.restore import KEEP, Restore
 from pmoe.warn import warn_once
 
@@ -31,7 +31,11 @@ def layer_refusal(parts: Parts) -> str | None:
     """Why no call of a layer is fused, whatever its tokens: the same on every rank."""
     if parts.spec.fused == "auto" and parts.ranks.size == 1:
         return "nothing travels on one rank"
-    return parts.refusal("fused")
+    return parts.refusal("persistent" if is_persistent(parts) else "fused")
+
+
+def is_persistent(parts: Parts) -> bool:
+    return parts.spec.fused == "persistent"
 
 
 def stacked(parts: Parts) -> StackedExperts:
@@ -69,7 +73,8 @@ def decide(call: Call) -> Decision:
     parts, replay = call.parts, call.replay
     routed, orders = sorted_rows(call)
     fuses = not replay.is_replay and may_fuse(parts, routed.x_TM.device, routed.dtype)
-    exchange = start(call, routed, orders, asks_max_rows=fuses)
+    of_rows: RowsAsked = "cell" if is_persistent(parts) else "received"
+    exchange = start(call, routed, orders, asks_max_rows=of_rows if fuses else None)
     inputs = make_inputs(parts, routed)
     expert_TK, keep_TK = orders.expert_TK, orders.keep_TK
     sort = functools.cache(lambda: fused.sort(expert_TK, keep_TK, parts.spec.num_experts))
@@ -116,7 +121,8 @@ def decide(call: Call) -> Decision:
 def fused_runner(parts: Parts, steps: Steps, journey: Journey) -> FusedRunner:
     restore = fused_pair(parts) or KEEP  # of a call without a backward pass
     activation = stacked(parts).activation
-    return FusedRunner(steps=steps, journey=journey, activation=activation, restore=restore)
+    make = PersistentRunner if is_persistent(parts) else FusedRunner
+    return make(steps=steps, journey=journey, activation=activation, restore=restore)
 
 
 def _steps(parts: Parts, inputs: Inputs, counts: RankCounts) -> Steps | None:
@@ -155,5 +161,7 @@ def make_request(
         max_tokens=max_tokens,
         max_rows=max_rows,
         needs_grad=needs_grad,
-        slack=parts.spec.slack,
+        slack=(is_persistent(parts) and parts.spec.capacity_factor) or parts.spec.slack,
+        is_persistent=is_persistent(parts),
+        sends_again=(fused_pair(parts) or KEEP).dispatched == "communicate",
     )

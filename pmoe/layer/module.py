@@ -76,7 +76,8 @@ class MoELayer(nn.Module):
         pipeline: n, the number of micro-batches; False is 1. True finds n by trials (MPipeMoE, Algorithm 1),
             "solve" from measured costs (FSMoE, Algorithm 1).
         pipeline_backward: n of the backward pass, a divisor or a multiple of pipeline; None is the same.
-        fused: COMET's fused kernels: True in both passes, "forward", or "auto" where measured to be faster.
+        fused: COMET's fused kernels: True in both passes, "forward", or "auto" where measured to be faster;
+            "persistent": FlashDMoE's, one a pass.
 
         memory_reuse: what becomes of T_DI and T_M between the passes: False gives each chunk memory of its
             own, "S1" to "S4" or a `pmoe.Restore` reuse it in rings, True takes the cheapest pair by Eq. 10.

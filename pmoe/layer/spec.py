@@ -73,8 +73,9 @@ class LayerSpec:
         check_number(slack=self.slack)
         if not 1 <= self.slack < math.inf:
             raise ValueError(f"slack ({self.slack}) must be a number of at least 1")
-        if not isinstance(self.fused, bool | str) or self.fused not in (True, False, "forward", "auto"):
-            raise ValueError(f'fused ({self.fused!r}) must be False, True, "forward" or "auto"')
+        ways = (True, False, "forward", "persistent", "auto")
+        if not isinstance(self.fused, bool | str) or self.fused not in ways:
+            raise ValueError(f'fused ({self.fused!r}) must be False, True, "forward", "persistent" or "auto"')
         check_pipeline(self.pipeline)
         check_backward(self.pipeline, self.pipeline_backward)
         for name in ("send_once", "pad_to_capacity"):

@@ -34,6 +34,7 @@ class Feature(str, enum.Enum):
     PADDED = "rows are padded to capacity (pad_to_capacity=True)"
     CHECK_FINITE = "the logits are checked (check_finite=True)"
     FUSED = "kernels are fused (fused={fused})"
+    PERSISTENT = "a pass is one persistent kernel (fused={fused})"
     SEQUENTIAL = "steps are timed one after the other (sequential=True)"
     ONE_LANE = "collectives wait for each other (one_lane=True)"
     OWN_ORDER = "the order is a {order}"
@@ -49,15 +50,18 @@ class Feature(str, enum.Enum):
 
 F = Feature
 
+BY_FUSED_KERNELS = frozenset(
+    {F.RANKS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE}
+    | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.EXTERNAL_ROUTING}
+)
+
 TAKES: dict[str, frozenset[Feature]] = {
     # ---- runners
     "pipeline": frozenset(Feature),
-    "fused": frozenset(
-        {F.RANKS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.FUSED}
-        | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.EXTERNAL_ROUTING}
-    ),
+    "fused": BY_FUSED_KERNELS | {F.FUSED},
+    "persistent": BY_FUSED_KERNELS | {F.PERSISTENT},
     # Nothing travels there, however it would.
-    "one rank": frozenset({F.NO_CAPACITY, F.FUSED, F.HIERARCHICAL, F.OWN_EXCHANGE, F.ONE_LANE}),
+    "one rank": frozenset({F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.HIERARCHICAL, F.OWN_EXCHANGE, F.ONE_LANE}),
     # A layer in the graph of torch.compile(model, backend="pmoe"), where its pipeline has no say.
     "whole graph": frozenset(
         {F.RANKS, F.OWN_EXCHANGE, F.SHARED_EXPERT, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE}
@@ -75,7 +79,7 @@ TAKES: dict[str, frozenset[Feature]] = {
     "memory budget": frozenset(
         {F.RANKS, F.SHARDED, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS}
         | {F.BUDGET, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE}
-        | {F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.FUSED}
+        | {F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.FUSED, F.PERSISTENT}
     ),
 }
 TAKES["memory"] = TAKES["memory budget"] | (

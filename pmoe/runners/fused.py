@@ -1,5 +1,5 @@
-"""A layer by COMET's fused kernels: dispatch + first product, second product + combine, and the same two for
-the gradients (arXiv 2502.19811, Sections 3.1 and 3.2).
+"""A layer by fused kernels. COMET's: dispatch + first product, second product + combine, and the same two for
+the gradients (arXiv 2502.19811, Sections 3.1 and 3.2). Or FlashDMoE's: a pass is one persistent kernel.
 
 Nothing is cut into chunks: tiles of a product start as their rows arrive, and its columns leave as they are
 computed. One autograd function holds both passes. As in the pipeline engine T_DO is not saved, the routing is
@@ -18,8 +18,7 @@ G = H or 2H rows of w1, n chunks, m pieces, S rows that leave.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,7 +31,7 @@ from pmoe.engine.passes import Forwarded, Inputs, Kept, Unit
 from pmoe.engine.plan import Plan
 from pmoe.experts.base import Hidden
 from pmoe.experts.stacked import split_parameters
-from pmoe.kernels import grouped_gemm
+from pmoe.kernels import flashdmoe, grouped_gemm
 from pmoe.kernels.comet.launches import Journey
 from pmoe.kernels.comet.steps import Steps
 from pmoe.kernels.route import Routes
@@ -80,16 +79,6 @@ def one_rank_journey(routes: Routes) -> Journey:
     )
 
 
-@contextlib.contextmanager
-def all_or_give_up(steps: Steps) -> Iterator[None]:
-    """Takes all steps of a pass, or gives the heap up: memory may run out between two, on this rank alone."""
-    try:
-        yield
-    except BaseException as error:
-        steps.give_up(f"{type(error).__name__}: {error}")
-        raise
-
-
 def dense(rows: Tensor) -> Tensor:
     """The same rows without gaps, and on a boundary of 16 bytes."""
     rows = rows.contiguous()
@@ -107,23 +96,30 @@ class FusedRunner:
     name: ClassVar[Path] = "fused"
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
-        steps, journey, activation = self.steps, self.journey, self.activation
         sends_again = self.restore.dispatched == "communicate"
         keeps_hidden = keep and self.restore.hidden == "keep"
-        weight_TK, w1, w2, b1, b2 = (inputs.weight_TK, *split_parameters(inputs.parameters))
-        with all_or_give_up(steps):
-            hidden_NG, active_NH = steps.dispatch_hidden(
-                journey, dense(inputs.x_TM), weight_TK, w1, b1, activation=activation, keep=keeps_hidden
-            )
-            rows_NM = steps.rows(journey).clone() if keep and not sends_again else None
-            y_TM = steps.product_combine(journey, active_NH, w2, b2)
+        with self.steps.all_or_give_up():
+            y_TM, *kept = self._output(inputs, keeps_hidden, keeps_rows=keep and not sends_again)
         if not keep:
             return y_TM, None
         x_TM = inputs.x_TM if sends_again else None
-        return y_TM, Saved([x_TM, weight_TK, w1, w2, b1, b2, hidden_NG, rows_NM], self._backward)
+        tensors = [x_TM, inputs.weight_TK, *split_parameters(inputs.parameters), *kept]
+        return y_TM, Saved(tensors, self._backward)
+
+    def _output(
+        self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """T_O, and T_M and T_DI where they are kept."""
+        steps, journey, activation = self.steps, self.journey, self.activation
+        w1, w2, b1, b2 = split_parameters(inputs.parameters)
+        hidden_NG, active_NH = steps.dispatch_hidden(
+            journey, dense(inputs.x_TM), inputs.weight_TK, w1, b1, activation=activation, keep=keeps_hidden
+        )
+        rows_NM = steps.rows(journey).clone() if keeps_rows else None
+        return steps.product_combine(journey, active_NH, w2, b2), hidden_NG, rows_NM
 
     def _backward(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
-        with all_or_give_up(self.steps):
+        with self.steps.all_or_give_up():
             of_x, of_weight, *of_parameters = self._gradients(tensors, wanted[3:], grad_TM)
         return [of_x, of_weight, None, *of_parameters[: len(wanted) - 3]]
 
@@ -169,6 +165,43 @@ class FusedRunner:
         return of_x, of_weight.to(weight_TK.dtype), of_w1, of_w2, of_b1, of_b2
 
 
+class PersistentRunner(FusedRunner):
+    """Both passes of a call, a launch each (`pmoe.kernels.flashdmoe`). T_DI and T_M are kept by cell.
+
+    The gate and the sorting of its slots come before (thesis, Algorithm 1, has them inside). Row counts,
+    grants and rows travel while the kernel runs; whether they fit is decided before, by the largest numbers
+    of any rank's tokens and of its rows for an expert, which come with every call's exchange of counts.
+    """
+
+    name: ClassVar[Path] = "persistent"
+
+    def _output(
+        self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        launcher, parameters = self.steps.launcher, split_parameters(inputs.parameters)
+        given = flashdmoe.pass_tensors(
+            launcher.heaps[0], self.journey, dense(inputs.x_TM), inputs.weight_TK, parameters, self.activation
+        )
+        made = flashdmoe.forward_tensors(given, keeps_input=keeps_rows, keeps_hidden=keeps_hidden)
+        flashdmoe.launch_pass(launcher, "forward", self.activation, [made])
+        return made["result"], made["hidden"], made["input"]
+
+    def _gradients(
+        self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x_TM, weight_TK, w1, w2, b1, b2, *kept = tensors
+        tensors.clear()
+        launcher, parameters = self.steps.launcher, (w1, w2, b1, b2)
+        x_TM = None if x_TM is None else dense(x_TM)
+        given = flashdmoe.pass_tensors(
+            launcher.heaps[0], self.journey, dense(grad_TM), weight_TK, parameters, self.activation, x_TM
+        )
+        made = flashdmoe.backward_tensors(given, kept=kept[::-1], needs=(*needs, False, False)[:4])
+        flashdmoe.launch_pass(launcher, "backward", self.activation, [made])
+        of_weight = made["weight_gradient"].to(weight_TK.dtype)
+        return made["result"], of_weight, made["of_w1"], made["of_w2"], made["of_b1"], made["of_b2"]
+
+
 # ---- forward by the fused kernels, backward by the pipeline engine
 
 
@@ -185,7 +218,7 @@ class FusedForwardRunner:
     name: ClassVar[Path] = "fused forward"
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
-        with all_or_give_up(self.fused.steps):
+        with self.fused.steps.all_or_give_up():
             y_TM, left = self._take_steps(inputs)
         return y_TM, keep_for_backward(self.plan, left) if keep else None
 

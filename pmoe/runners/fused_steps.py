@@ -1,4 +1,4 @@
-"""Who computes a fused call: COMET's kernels on a heap that layers share, and why they may refuse it."""
+"""Who computes a fused call: COMET's or FlashDMoE's kernels on a heap that layers share, or why none do."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from pmoe.comm.agreement import digest, largest, same
 from pmoe.comm.heap.providers import heap_for, nvshmem_heap, process_heap
 from pmoe.comm.ranks import Ranks
+from pmoe.gates.capacity import expert_capacity
 from pmoe.kernels import gemm
 from pmoe.kernels.comet.launcher import Division, FusedKernel, loading_refusal, ranks_refusal
 from pmoe.kernels.comet.steps import Steps
+from pmoe.kernels.flashdmoe import TILE_ROWS
 from pmoe.kernels.heap.device_memory import host_name
 from pmoe.kernels.heap.shape import HeapError, HeapShape
 from pmoe.kernels.registry import bucket
@@ -27,8 +29,9 @@ class Request:
     """What a call asks of the fused kernels; all but ``device`` is the same on every rank.
 
     dtype: of the rows. activation: as `pmoe.kernels.grouped_gemm` names it. experts: of a rank. max_tokens,
-    max_rows: the largest number of any rank's tokens, and of the rows that any rank receives. slack: of the
-    heap's rows over the balanced share.
+    max_rows: the largest number of any rank's tokens, and of the rows that any rank receives, or has for an
+    expert where is_persistent, a persistent kernel, is asked for. slack: of the heap's rows over the balanced
+    share, of a cell's with a capacity the factor. sends_again: as `HeapShape` says.
     """
 
     ranks: Ranks
@@ -43,6 +46,8 @@ class Request:
     max_rows: int
     needs_grad: bool
     slack: float = 1.25
+    is_persistent: bool = False
+    sends_again: bool = False
 
 
 _agreed: dict[tuple[object, ...], bool] = {}
@@ -86,7 +91,8 @@ def _kernel_steps(request: Request) -> Steps | str:
     ranks = request.ranks
     shape = heap_shape(request)
     if request.max_rows > shape.rows:
-        return f"more rows arrive at a rank than its heap holds: {request.max_rows}, of {shape.rows}"
+        place = "an expert from one rank than its cell" if request.is_persistent else "a rank than its heap"
+        return f"more rows arrive at {place} holds: {request.max_rows}, of {shape.rows}"
     make = nvshmem_heap if _spans_nodes(request) else process_heap
     find_heap = functools.partial(heap_for, ranks, request.device, shape, make=make)
     try:
@@ -109,18 +115,22 @@ def _spans_nodes(request: Request) -> bool:
 
 
 def heap_shape(request: Request) -> HeapShape:
-    """Of the heap that serves such a call: as many rows as the rank with most tokens may send, times the
-    slack for those that arrive. In steps of an eighth of a power of two, so that it is seldom made anew."""
-    step = max(bucket(request.max_tokens) // 8, 16)
+    """Of the heap that serves such a call. Tokens count in steps of an eighth of a power of two, so that it
+    is seldom made anew.
+
+    COMET's holds as many rows as the rank with most tokens may send, times the slack for those that arrive.
+    A cell of a persistent kernel: the balanced share times the slack, but no more than there are tokens, in
+    whole tiles.
+    """
+    step, top_k = max(bucket(request.max_tokens) // 8, 16), request.top_k
     tokens = math.ceil(request.max_tokens / step) * step
-    return HeapShape(
-        num_ranks=request.ranks.size,
-        experts=request.experts,
-        rows=math.ceil(tokens * request.top_k * request.slack),
-        home_rows=tokens * request.top_k,
-        d_model=request.d_model,
-        dtype=request.dtype,
-    )
+    ranks, experts, d_model, dtype = request.ranks.size, request.experts, request.d_model, request.dtype
+    if not request.is_persistent:
+        rows = math.ceil(tokens * top_k * request.slack)
+        return HeapShape(ranks, experts, rows, tokens * top_k, d_model, dtype)
+    rows = min(expert_capacity(request.slack, tokens, top_k, experts * ranks), tokens)
+    rows = max(math.ceil(rows / TILE_ROWS), 1) * TILE_ROWS
+    return HeapShape(ranks, experts, rows, tokens, d_model, dtype, request.d_hidden, request.sends_again)
 
 
 def _division(request: Request, kernel: FusedKernel, direction: PassDirection) -> Division:

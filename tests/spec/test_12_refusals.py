@@ -42,7 +42,11 @@ ARGUMENTS: list[tuple[str, Any, str]] = [
     ("slack", 0.5, r"slack \(0.5\) must be a number of at least 1"),
     ("memory_budget", "much", r"memory_budget \('much'\)"),
     ("memory_budget", -1, r"memory_budget \(-1\)"),
-    ("fused", "backward", r"fused \('backward'\) must be False, True, \"forward\" or \"auto\""),
+    (
+        "fused",
+        "backward",
+        r"fused \('backward'\) must be False, True, \"forward\", \"persistent\" or \"auto\"",
+    ),
     ("order", "random", r"order \('random'\) must be a pmoe.Order or one of sorted, einsum"),
     ("dispatch", "pigeon", r"dispatch \('pigeon'\) must be a pmoe.Dispatch or one of flat"),
     ("combine", 7, r"combine \(7\) must be a pmoe.Combine or one of flat"),

@@ -30,4 +30,4 @@ def test_more_chunks_launch_more_and_the_page_says_how_many() -> None:
 
 def test_the_table_has_every_way_and_says_how_each_was_counted() -> None:
     ways = {name.split(", ")[1] for name, _, how in bench_launches.rows() if how == "construction"}
-    assert ways == {"one rank's kernels", "fused=True"}
+    assert ways == {"one rank's kernels", "fused=True", 'fused="persistent"'}

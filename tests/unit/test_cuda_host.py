@@ -95,7 +95,7 @@ def moved(cuda: ModuleType, *, device: int = 0) -> None:
 
 
 def persistent(cuda: ModuleType, *, device: int = 0, ranks: int = 1, blocks: int = 3) -> None:
-    sizes = {"ranks": ranks, "experts": 1, "capacity": 1, "row_bytes": 128, "d_hidden": 64}
+    sizes = {"ranks": ranks, "experts": 1, "heap_rows": 1, "row_bytes": 128, "d_hidden": 64}
     rank = sizes | {"epoch": 1, "top_k": 1}
     cuda.flashdmoe(
         device=device, stream=STREAM, element=0, activation=1, blocks=blocks, ranks=[rank] * ranks
@@ -221,7 +221,7 @@ def test_a_persistent_pass_is_one_launch_whose_blocks_come_as_there_is_room(cuda
     persistent(cuda, ranks=2, blocks=40)
     (launched,) = cuda.stub_launched()
     assert (launched["blocks"], launched["threads"], launched["together"]) == (80, 256, False)
-    with pytest.raises(ValueError, match=r"blocks \(1\) must be at least 2"):
+    with pytest.raises(ValueError, match=r"blocks \(1\) must be 2, of which one schedules, to 1024"):
         persistent(cuda, blocks=1)
     with pytest.raises(ValueError, match=r"ranks of one launch \(5\) must be 1 to 4"):
         persistent(cuda, ranks=5)
@@ -229,17 +229,13 @@ def test_a_persistent_pass_is_one_launch_whose_blocks_come_as_there_is_room(cuda
 
 def test_a_heap_of_l_is_as_large_as_table_6_2_says(cuda: ModuleType) -> None:
     """4K tokens of 4 KB, 16 experts on 8 ranks: 64 MiB; 64 experts: tiles of 128 rows double it."""
-    told = {"ranks": 8, "tokens": 4096, "d_hidden": 2048, "blocks": 132}
-    for experts, capacity, mebibytes in ((2, 256, 64), (8, 64, 128)):
-        sizes = cuda.flashdmoe_sizes(
-            experts=experts, capacity=capacity, row_bytes=4096, is_staged=True, **told
-        )
-        assert sizes["L"] == mebibytes << 20 and sizes["bytes"] < sizes["L"] + (1 << 20)
-        half = cuda.flashdmoe_sizes(
-            experts=experts, capacity=capacity, row_bytes=2048, is_staged=True, **told
-        )
+    told = {"ranks": 8, "home_rows": 4096, "d_hidden": 2048, "is_staged": True}
+    for experts, rows, mebibytes in ((2, 256, 64), (8, 64, 128)):
+        sizes = cuda.flashdmoe_layout(experts=experts, rows=rows, row_bytes=4096, **told)
+        assert sizes["L"] == mebibytes << 20 and sizes["workspace"] < sizes["L"] + (1 << 20)
+        assert sizes["bytes"] < sizes["workspace"] + (1 << 20)
+        half = cuda.flashdmoe_layout(experts=experts, rows=rows, row_bytes=2048, **told)
         assert 2 * half["L"] == sizes["L"]
-        assert sizes["workspace"] < 1 << 20
 
 
 def test_routing_asks_for_no_block_beside_another(cuda: ModuleType) -> None:

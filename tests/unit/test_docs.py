@@ -260,7 +260,7 @@ def strings(tree: ast.Module) -> Iterator[list[str]]:
         yield parts
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
-            yield [node.value]
+            yield re.split(r"\{\w+\}", node.value)  # of a template, too
 
 
 @functools.cache

@@ -63,7 +63,10 @@ def wrong_prediction(features: Features) -> Iterator[str]:
         yield from layer
         return
     asked = {*layer.parts.features}
-    may_fuse = Feature.FUSED in asked and refused("fused", asked) is None and Feature.OFFLOADS not in asked
+    takers = {"fused": Feature.FUSED, "persistent": Feature.PERSISTENT}
+    may_fuse = Feature.OFFLOADS not in asked and any(
+        feature in asked and refused(taker, asked) is None for taker, feature in takers.items()
+    )
     try:
         predicted = layer.predict_memory(featured.T)
     except ValueError as error:

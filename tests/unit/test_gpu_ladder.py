@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from pmoe.kernels.comet.launcher import Division
 from tests.emulated import compile_kernels, emulated, load_kernels
 from tests.gpu import fused, integers
 from tests.gpu.ladder import __main__ as ladder
-from tests.gpu.ladder import climb, epilogues, moving, nccl, report, tiles, worlds
+from tests.gpu.ladder import climb, epilogues, moving, nccl, persistent, report, tiles, worlds
 from tests.gpu.ladder.decode import name_difference, swizzled
 from tests.gpu.ladder.machine import Machine
 from tests.gpu.ladder.step import NOT_RUN, PASSED, Outcome, Step, check_steps
@@ -111,6 +112,19 @@ def test_virtual_ranks_of_the_fused_kernels(
         world.given.w2[0].add_(1)
         wrong = worlds.play(world, turns=2)
     assert len(wrong) == 2 and "not before" not in wrong[1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_virtual_ranks_of_the_persistent_kernels(
+    built: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    find = functools.partial(persistent.find_wrong, num_ranks, 20, 72, 24, torch.device("cpu"))
+    with emulated(built, virtual_ranks=num_ranks):
+        assert find() == []
+        monkeypatch.setattr(persistent, "TOP_K", 1)
+        plain = persistent.plain
+        monkeypatch.setattr(persistent, "plain", lambda x, *others: plain([2 * each for each in x], *others))
+        assert any("y is apart" in each for each in find())
 
 
 @pytest.mark.slow

@@ -31,7 +31,8 @@ from pmoe.kernels.comet.launcher import MAX_EXPERTS, MAX_RANKS, MAX_VIRTUAL
 from pmoe.kernels.heap import device_memory
 from pmoe.kernels.heap.device_memory import tensor_at
 from pmoe.kernels.heap.rank_heap import MAX_EPOCHS, Heap, open_heaps
-from pmoe.kernels.heap.shape import WAIT_SECONDS, HeapError, HeapShape, _places, awaited
+from pmoe.kernels.heap.shape import PERSISTENT_WAITS, WAIT_SECONDS, HeapError, HeapShape, _places, awaited
+from pmoe.kernels.heap.shape import WAITS as SENTENCES
 from tests.faults import WAITS
 from tests.heaps import CPU, FileMemory, use_layout
 
@@ -211,6 +212,12 @@ def test_a_bound_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: 
 )
 def test_a_report_becomes_a_sentence(words: tuple[int, ...], told: str) -> None:
     assert awaited([*words, 7, 0, 0, 0]) == f"{told}, in round 7"
+
+
+def test_a_report_of_a_persistent_kernel_names_the_task() -> None:
+    told = "rank 1: the product tasks of tile 2 of rank 0's rows for its expert 3, in round 7"
+    assert awaited([4, 1, 3, 2, 7, 0, 0, 0], PERSISTENT_WAITS) == told
+    assert len(PERSISTENT_WAITS) == len(SENTENCES)
 
 
 def test_reports_are_read_as_the_kernels_write_them() -> None:

@@ -260,11 +260,11 @@ def wait_seconds(ranks: Ranks) -> float:
     return min(longest, MAX_WAIT_SECONDS)
 
 
-# ---- heaps that layers share: one for each group, device, width, type and number of experts
+# ---- heaps that layers share: one for each group, device and shape but for its rows
 
 
 MakeHeap = Callable[[Ranks, HeapShape, torch.device], Heap]
-HeapsByKey = dict[tuple[object, ...], Heap]
+HeapsByKey = dict[tuple[torch.device, HeapShape], Heap]
 
 _heaps: weakref.WeakKeyDictionary[dist.ProcessGroup, HeapsByKey] = weakref.WeakKeyDictionary()
 _without_group: HeapsByKey = {}
@@ -277,16 +277,15 @@ def heaps_of(ranks: Ranks) -> HeapsByKey:
 
 
 def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: MakeHeap = process_heap) -> Heap:
-    """The heap that all layers of this group, device, d_model, dtype and number of experts share, with at
-    least ``shape``'s rows. A collective where there is none yet, or one with fewer rows; no communication
-    otherwise.
+    """The heap that all layers of this group, device and shape share, whatever its rows: with at least
+    ``shape``'s. A collective where there is none yet, or one with fewer rows; no communication otherwise.
 
     Rows must follow from numbers that all ranks share. A heap that is too small is closed before a larger one
     is made, on every rank; tensors on it must not be used any more. Raises as ``make`` does, and HeapError
     where the heap that is there is broken.
     """
     kept = heaps_of(ranks)
-    key = (device, shape.num_ranks, shape.experts, shape.d_model, shape.dtype)
+    key = (device, replace(shape, rows=0, home_rows=0))
     heap = kept.get(key)
     if heap is not None:
         if heap.shape.holds(shape):

@@ -149,40 +149,42 @@ class Launcher:
     ) -> None:
         """ranks: for each rank the fields of cuda/comet/read.h that are the launch's own; see `launches`."""
         division = self.divide(kernel, direction)
-        stream = _stream_behind(self.heaps, self.device)
-        for heap in self.heaps:
-            heap.raise_if_failed()
-            if kernel == "dispatch":
-                heap.next_epoch()
         extension.module().comet(
-            device=self.device.index or 0,
-            stream=stream,
+            **self.begin(is_round=kernel == "dispatch"),
             hopper=self.hopper,
             kernel=KERNELS[kernel],
-            element=ELEMENTS[self.heaps[0].shape.dtype],
             form=FORWARD if direction == "forward" else INPUT,
             epilogue=epilogue,
             activation=activation,
-            blocks=self.blocks,
             ranks=[
                 {**self.rank_fields(heap), **self._divided(division, own), **own}
                 for heap, own in zip(self.heaps, ranks, strict=True)
             ],
         )
 
+    def begin(self, *, is_round: bool = True) -> dict[str, int]:
+        """Device, stream, type and blocks of the next launch, which comes behind all earlier ones with these
+        heaps. is_round: a new round begins. Raises HeapError for a broken heap."""
+        stream = _stream_behind(self.heaps, self.device)
+        for heap in self.heaps:
+            heap.raise_if_failed()
+            if is_round:
+                heap.next_epoch()
+        element = ELEMENTS[self.heaps[0].shape.dtype]
+        return {"device": self.device.index or 0, "stream": stream, "element": element, "blocks": self.blocks}
+
     def _divided(self, division: Division, own: dict[str, int]) -> dict[str, int]:
         """A rank that computes nothing communicates with all its blocks."""
         n_c = max(1, min(division.n_c, self.blocks - 1)) if own["computes"] else self.blocks
         columns = chunk_columns(division, self.heaps[0].shape.d_model, self.tile_columns)
-        return {"n_c": n_c, "chunk_columns": columns}
+        return {"n_c": n_c, "chunk_columns": columns, "local_experts": self.heaps[0].shape.experts}
 
     def rank_fields(self, heap: Heap) -> dict[str, int]:
-        """The fields of cuda/comet/read.h that every launch gives for a rank."""
+        """The fields that every launch gives for a rank; those of cuda/comet/read.h, too."""
         shape = heap.shape
         return {
             "ranks": shape.num_ranks,
             "experts": shape.experts,
-            "local_experts": shape.experts,
             "heap_rows": shape.rows,
             "heap_home_rows": shape.home_rows,
             "row_bytes": shape.row_bytes,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,38 +28,45 @@ class Steps:
         self._made = Launcher([find_heap()], divide)
 
     @property
-    def _launcher(self) -> Launcher:
+    def launcher(self) -> Launcher:
+        """On the heap that is there now."""
         heap = self._find_heap()
         if heap is not self._made.heaps[0]:
             self._made = Launcher([heap], self._divide)
         return self._made
 
-    def give_up(self, why: str) -> None:
-        """A round was left in the middle by an error of this rank alone, and cannot be gone on with."""
-        self._made.heaps[0].give_up(why)
+    @contextlib.contextmanager
+    def all_or_give_up(self) -> Iterator[None]:
+        """Takes all steps of a pass, or gives the heap up: memory may run out between two, on this rank
+        alone, and a round that was left in the middle cannot be gone on with."""
+        try:
+            yield
+        except BaseException as error:
+            self._made.heaps[0].give_up(f"{type(error).__name__}: {error}")
+            raise
 
     def dispatch(self, journey: Journey, x_TM: Tensor, weight_TK: Tensor) -> None:
         """Rows and their routing weights to the ranks that compute them: `rows` and `row_weight` there."""
-        launches.dispatch(self._launcher, [journey], x_TM, _weights(weight_TK))
+        launches.dispatch(self.launcher, [journey], x_TM, float_weights(weight_TK))
 
     def rows(self, journey: Journey) -> Tensor:
         """(N, M) what the last dispatch brought to this rank; until the next step that combines."""
-        return self._launcher.heaps[0].rows(journey.num_received)
+        return self.launcher.heaps[0].rows(journey.num_received)
 
     def row_weight(self, journey: Journey) -> Tensor:
         """(N,) float32 (float64 for float64 rows), the routing weights of these rows; until then."""
-        return self._launcher.heaps[0].row_weight(journey.num_received)
+        return self.launcher.heaps[0].row_weight(journey.num_received)
 
     def dispatch_hidden(
         self, journey: Journey, x_TM: Tensor, weight_TK: Tensor, w1: Tensor, b1: Tensor | None, **options: Any
     ) -> tuple[Tensor | None, Tensor]:
         hidden, active = launches.dispatch_hidden(
-            self._launcher, [journey], x_TM, _weights(weight_TK), [w1], [b1], **options
+            self.launcher, [journey], x_TM, float_weights(weight_TK), [w1], [b1], **options
         )
         return (None if hidden is None else hidden[0]), active[0]
 
     def product_combine(self, journey: Journey, active_NH: Tensor, w2: Tensor, b2: Tensor | None) -> Tensor:
-        return launches.product_combine(self._launcher, [journey], [active_NH], [w2], [b2])
+        return launches.product_combine(self.launcher, [journey], [active_NH], [w2], [b2])
 
     def dispatch_hidden_gradient(
         self,
@@ -72,7 +80,7 @@ class Steps:
         activation: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
         of_hidden, active, dots = launches.dispatch_hidden_gradient(
-            self._launcher, [journey], grad_TM, _weights(weight_TK), [w2], [b2], [hidden_NG],
+            self.launcher, [journey], grad_TM, float_weights(weight_TK), [w2], [b2], [hidden_NG],
             activation=activation,
         )  # fmt: skip
         return of_hidden[0], active[0], dots[0]
@@ -80,8 +88,8 @@ class Steps:
     def gradient_combine(
         self, journey: Journey, grad_hidden_NG: Tensor, w1: Tensor, dots_PN: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return launches.gradient_combine(self._launcher, [journey], [grad_hidden_NG], [w1], [dots_PN])
+        return launches.gradient_combine(self.launcher, [journey], [grad_hidden_NG], [w1], [dots_PN])
 
 
-def _weights(weight_TK: Tensor) -> Tensor:
+def float_weights(weight_TK: Tensor) -> Tensor:
     return weight_TK.detach().to(torch.float32).contiguous()

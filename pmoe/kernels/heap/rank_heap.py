@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels.heap import device_memory
-from pmoe.kernels.heap.shape import WAIT_SECONDS, HeapError, HeapShape, awaited
+from pmoe.kernels.heap.shape import PERSISTENT_WAITS, WAIT_SECONDS, WAITS, HeapError, HeapShape, awaited
 
 MAX_EPOCHS = 2**31 - 1
 """Later than that a flag that was never raised would count as raised (cuda/comet/protocol.h)."""
@@ -106,7 +106,7 @@ class Heap:
         if self._words[0] == 0:
             return
         self._unusable = f"this heap of rank {self.rank} is broken since round {self.epoch}"
-        what = awaited(list(self._words))
+        what = awaited(list(self._words), PERSISTENT_WAITS if self.shape.d_hidden else WAITS)
         raise HeapError(
             f"pmoe: rank {self.rank} waited {self.bound_seconds:g} s in vain for {what}. That rank has "
             f"ended, failed before, or was slower ({WAIT_SECONDS} sets the bound). What this round computed "

@@ -109,6 +109,17 @@ def fused_steps() -> list[Step]:
         )
         for ranks in (2, 4)
     ]  # fmt: skip
+    steps += [
+        Step(
+            name=f"FlashDMoE, {ranks} virtual ranks" if ranks > 1 else "FlashDMoE, one rank",
+            run=f"{HERE}persistent:check_passes {ranks}",
+            needs=("sm_80: a tile, forward",) if ranks == 1 else ("FlashDMoE, one rank",),
+            usual=12, seconds=60,
+            means="a persistent kernel is wrong, alone or among ranks; a hang: an actor waits in vain",
+            look="cuda/flashdmoe/scheduler.h, subscriber.h, processor.cuh; HeapError names rank and task",
+        )
+        for ranks in (1, 2)
+    ]  # fmt: skip
     return steps
 
 

@@ -1,0 +1,150 @@
+"""FlashDMoE's persistent kernels: a pass of the layer, from dispatch to combine, in one launch.
+
+Blocks are actors: one schedules and subscribes to what arrives, all others are processors that send, multiply
+and sum tile by tile. The kernels are in cuda/flashdmoe (thesis, chapters 4 and 5; backward is pmoe's own).
+
+A rank's rows for an expert lie in a cell of C rows on that expert's rank (layout L, section 5.3). A cell that
+is not full is padded in place: what is missing neither travels nor is computed (section 5.4). Tensors by cell
+hold C rows for each cell, too; those beyond a cell's rows are undefined.
+
+Letters: T tokens of this rank, K choices, W ranks, E experts of a rank, A = W E cells, C rows of a cell,
+M = d_model, H = d_hidden, G = H or 2H rows of w1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pmoe.kernels import extension
+from pmoe.kernels.comet.launcher import Launcher
+from pmoe.kernels.comet.launches import Journey, check_expert_weight, check_journey, check_tokens
+from pmoe.kernels.comet.steps import float_weights
+from pmoe.kernels.gemm import ACTIVATIONS
+from pmoe.kernels.heap.rank_heap import Heap
+from pmoe.kernels.operands import address, check_tensor
+from pmoe.schedule.tasks import PassDirection
+
+TILE_ROWS = 128
+
+RankTensors = dict[str, Any]
+"""A rank's part of a launch: tensors, or None, by the names of cuda/flashdmoe/bind.cpp."""
+
+Parameters = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""w1, w2, b1 and b2 of a rank's experts."""
+
+
+def pass_tensors(
+    heap: Heap,
+    journey: Journey,
+    source_TM: Tensor,
+    weight_TK: Tensor,
+    parameters: Parameters,
+    activation: str,
+    again_TM: Tensor | None = None,
+) -> RankTensors:
+    """What both passes need: "result" (T, M) will be T_O, or the gradient of T_I.
+
+    journey: sends no cell more than C rows, which the caller sees to. source_TM: T_I, or the gradient of T_O.
+    again_TM: T_I, where a backward pass sends it again. Raises ValueError, naming the tensor, for what the
+    kernels would not read right.
+    """
+    shape, weight_TK, (w1, w2, b1, b2) = heap.shape, float_weights(weight_TK), parameters
+    check_journey(heap, journey)
+    for each in (source_TM, again_TM):
+        if each is not None:
+            check_tokens(heap, journey, each, weight_TK)
+    check_expert_weight("w1", w1, b1, heap, columns=2)
+    check_tensor("w1", w1, shape=("E", shape.d_hidden * (2 if activation == "swiglu" else 1), "M"))
+    check_expert_weight("w2", w2, b2, heap, columns=1)
+    check_tensor("w2", w2, shape=("E", "M", shape.d_hidden))
+    row_TK, slot = cell_rows(journey, shape.rows)
+    return {
+        "send_counts": journey.send_WE,
+        "expert": journey.expert_TK,
+        "row": row_TK,
+        "slot": slot,
+        "weight": weight_TK,
+        "source": source_TM,
+        "again": again_TM,
+        "result": torch.empty_like(source_TM),
+        **{"w1": w1, "w2": w2, "b1": b1, "b2": b2},
+        "active": source_TM.new_empty(journey.send_WE.numel(), shape.rows, shape.d_hidden),
+    }
+
+
+def forward_tensors(given: RankTensors, *, keeps_input: bool, keeps_hidden: bool) -> RankTensors:
+    """`pass_tensors`, and "input" will be T_DI (A, C, M), "hidden" T_M (A, C, G), or None if not kept."""
+    _, wide, d_model = given["w1"].shape
+    return given | {
+        "input": _by_cell(given, d_model) if keeps_input else None,
+        "hidden": _by_cell(given, wide) if keeps_hidden else None,
+    }
+
+
+def backward_tensors(
+    given: RankTensors, *, kept: Sequence[Tensor | None], needs: Sequence[bool]
+) -> RankTensors:
+    """`pass_tensors`, and "weight_gradient" will be (T, K) float32, 0 for dropped slots, "of_w1", "of_w2",
+    "of_b1" and "of_b2" the gradients of these parameters, which repeat to the bit.
+
+    kept: T_DI and T_M of forward; without T_DI "again" is read, without T_M it is computed again.
+    needs: which of the four parameters want a gradient; it is None for the others.
+    """
+    _, capacity, width = given["active"].shape
+    missing = next((capacity - each.shape[1] for each in kept if each is not None), 0)
+    if missing:  # a heap with other cells has taken the place of forward's
+        kept = [None if each is None else F.pad(each, (0, 0, 0, missing)) for each in kept]
+    input_ACM, hidden_ACG = kept
+    wide, parts = given["w1"].shape[1], extension.module().row_dot_parts(False, width)
+    for name, need in zip(("w1", "w2", "b1", "b2"), needs, strict=True):
+        given[f"of_{name}"] = torch.empty_like(given[name]) if need and given[name] is not None else None
+    return given | {
+        "input": input_ACM,
+        "hidden": hidden_ACG,
+        "recomputed": _by_cell(given, wide) if hidden_ACG is None else None,
+        "gradient": _by_cell(given, wide),
+        "dots": _by_cell(given, parts, torch.float32),  # as the kernel has them: (parts, A C)
+        "weight_gradient": torch.empty_like(given["weight"]),
+    }
+
+
+def launch_pass(
+    launcher: Launcher, direction: PassDirection, activation: str, ranks: Sequence[RankTensors]
+) -> None:
+    """One launch of a pass, with the tensors of each rank of this process. Any two resident blocks of a rank
+    make progress. Raises HeapError for a broken heap."""
+    begun, fields = launcher.begin(), []
+    for heap, tensors in zip(launcher.heaps, ranks, strict=True):
+        (tokens, top_k), shape = tensors["expert"].shape, heap.shape
+        sizes = {"tokens": tokens, "top_k": top_k, "d_hidden": shape.d_hidden}
+        sizes |= {"sends_again": shape.sends_again, "workspace": heap.base + shape.places["workspace"]}
+        addresses = {name: address(each) for name, each in tensors.items()}
+        fields.append(launcher.rank_fields(heap) | sizes | addresses)
+    extension.module().flashdmoe(
+        **begun, is_backward=direction == "backward", activation=ACTIVATIONS[activation], ranks=fields
+    )
+
+
+def cell_rows(journey: Journey, capacity: int) -> tuple[Tensor, Tensor]:
+    """Which of this rank's rows for its expert each slot's row is, and the slot of each row of a cell.
+
+    (T, K) int32, -1 for a dropped slot; (A C + 1,) int32, of which the last is a dropped slot's.
+    """
+    counts_A, expert_TK = journey.send_WE.view(-1), journey.expert_TK.long()
+    row_TK = journey.position_TK - (counts_A.cumsum(0) - counts_A)[expert_TK]
+    row_TK = row_TK.masked_fill(journey.position_TK < 0, -1)
+    num_rows = counts_A.numel() * capacity
+    place_TK = (expert_TK * capacity + row_TK).masked_fill(row_TK < 0, num_rows)
+    slot_S = torch.arange(place_TK.numel(), dtype=torch.int32, device=place_TK.device)
+    return row_TK.int(), slot_S.new_zeros(num_rows + 1).scatter_(0, place_TK.view(-1), slot_S)
+
+
+def _by_cell(given: RankTensors, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+    """(A, C, columns), not initialised."""
+    active_ACH: Tensor = given["active"]
+    return active_ACH.new_empty(*active_ACH.shape[:2], columns, dtype=dtype)

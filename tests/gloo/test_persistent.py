@@ -1,0 +1,82 @@
+"""A layer by one persistent kernel a pass among processes: actors in the emulator, heaps in files that the
+processes map; beside the unfused layer and float64, and where a rank does not come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pmoe
+from pmoe.comm.heap import close_heaps
+from pmoe.comm.ranks import Ranks
+from pmoe.kernels.heap.shape import HeapError
+from tests.emulated import emulated
+from tests.gloo.test_comet_emulated import BF16, D_HIDDEN, D_MODEL, Case, check, kernels, run
+from tests.pool import ranks
+
+__all__ = ["kernels"]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+
+
+def test_two_processes_train_as_unfused(kernels: Path) -> None:
+    check(kernels, Case(tokens=(23, 9), steps=1), "persistent")
+
+
+def test_a_rank_without_tokens_skewed_routing_and_drops(kernels: Path) -> None:
+    options = {"capacity_factor": 1.0, "memory_reuse": "S4", "expert": "swiglu", "bias": False}
+    check(kernels, Case(tokens=(0, 31), skewed=True, options=options), "persistent")
+
+
+@pytest.mark.parametrize("pair", ["keep/recompute", "communicate/keep", "communicate/recompute"])
+def test_four_processes(kernels: Path, pair: str) -> None:
+    options: dict[str, Any] = {"memory_reuse": pmoe.Restore(*pair.split("/"))}
+    check(kernels, Case(tokens=(5, 0, 17, 8), steps=3, options=options), "persistent")
+
+
+def absent_job(rank: int, world: int, path: Path, launches: int) -> str:
+    """Rank 1 takes part in everything but the launches after the first ones: rank 0 must tell for whom it
+    waited, and both go on."""
+    import warnings
+
+    from pmoe.kernels import flashdmoe
+
+    case, told, done = Case(tokens=(9, 9), steps=1), "", list[int]()
+    launch = flashdmoe.launch_pass
+
+    def rare(launcher: Any, *given: Any) -> None:
+        if len(done) >= launches:
+            for heap in launcher.heaps:
+                heap.bound_seconds = 0.002  # of the emulator's time
+        if rank == 0 or len(done) < launches:
+            launch(launcher, *given)
+        done.append(1)
+
+    with emulated(path), pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(flashdmoe, "launch_pass", rare)
+        torch.manual_seed(3)
+        layer, x = (
+            pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, 2, dtype=BF16, fused="persistent"),
+            torch.ones(9, D_MODEL),
+        )
+        try:
+            layer(x.to(BF16)).sum().backward()  # backward's launch knows of forward's
+            if launches:
+                layer(x.to(BF16))
+        except HeapError as error:
+            told = str(error)
+        close_heaps(Ranks())
+    with emulated(path):
+        run(rank, case, "persistent", BF16)  # with a new heap
+        close_heaps(Ranks())
+    return told
+
+
+@pytest.mark.parametrize("launches", [pytest.param(0, id="forward"), pytest.param(1, id="backward")])
+def test_a_rank_that_never_comes_is_named_and_a_new_heap_serves(kernels: Path, launches: int) -> None:
+    told, other = ranks(2).run(absent_job, kernels, launches)
+    assert "rank 0 waited" in told and "rank 1" in told and f"in round {launches + 1}" in told, told
+    assert other == ""

@@ -1,0 +1,241 @@
+"""A layer by one persistent kernel a pass on one rank, every thread of it in the emulator: beside the plain
+layer and float64; what it says where it is not used, and what becomes of a batch that does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pmoe
+from pmoe import warn
+from pmoe.comm.heap import close_heaps
+from pmoe.comm.heap.providers import virtual_heaps
+from pmoe.comm.ranks import Ranks
+from pmoe.kernels.comet.launches import Journey
+from pmoe.kernels.flashdmoe import TILE_ROWS, cell_rows, pass_tensors
+from pmoe.kernels.heap.shape import HeapShape
+from pmoe.runners.fused_steps import Request, heap_shape
+from tests.emulated import compile_kernels, emulated, load_kernels
+from tests.heaps import FileMemory
+from tests.reference import relative_error
+
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+M, H, E, T = 72, 40, 4, 23
+PAIRS = [pmoe.Restore(d, h) for d in ("keep", "communicate") for h in ("keep", "recompute")]
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Path:
+    return compile_kernels()
+
+
+@pytest.fixture
+def _emulated(kernels: Path) -> Iterator[None]:
+    with emulated(kernels), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*falls back.*")
+        yield
+        close_heaps(Ranks.single())
+
+
+def make(fused: bool | str = "persistent", dtype: torch.dtype = BF16, **options: Any) -> pmoe.MoELayer:
+    torch.manual_seed(3)
+    return pmoe.MoELayer(M, H, E, **{"top_k": 2, **options}, dtype=BF16, fused=fused).to(dtype)
+
+
+def step(layer: pmoe.MoELayer, count: int, between: Any = None) -> dict[str, Tensor]:
+    """T_O and every gradient. between: is called between the passes."""
+    generator = torch.Generator().manual_seed(1)
+    rows = (torch.randn(count, M, generator=generator, dtype=torch.float64).to(BF16) for _ in range(2))
+    x, grad = (each.to(layer.experts.w1.dtype) for each in rows)
+    x[:, 0] = 1
+    x.requires_grad_()
+    layer.zero_grad()
+    y = layer(x)
+    if between is not None:
+        between()
+    (y * grad).sum().backward()
+    assert x.grad is not None
+    grads = {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
+    return {"y": y.detach(), "x": x.grad, **grads}
+
+
+def check(count: int = T, between: Any = None, skews: bool = False, **options: Any) -> None:
+    layers = [make(**options), make(False, **options), make(False, torch.float64, **options)]
+    for layer in layers:
+        if skews:
+            with torch.no_grad():
+                layer.gate.weight[1, 0] += 30
+    found, plain, exact = (step(each, count, between if each is layers[0] else None) for each in layers)
+    assert layers[0].ran is not None and layers[0].ran.path == "persistent"
+    assert found.keys() == exact.keys()
+    for name, wanted in exact.items():
+        error, other = (relative_error(each[name].double(), wanted) for each in (found, plain))
+        room = 2e-2 if count == 1 else 4e-3  # few numbers: their rounding does not average out
+        assert error <= 2 * other + room, (name, error, other)
+    again = step(layers[0], count)
+    assert all(torch.equal(again[name], found[name]) for name in found)
+
+
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize(
+    "pair", [pytest.param(each, marks=[pytest.mark.slow] * (each in PAIRS[1:3])) for each in PAIRS], ids=str
+)
+def test_output_and_gradients_are_as_near_as_the_plain_layers(pair: pmoe.Restore) -> None:
+    check(memory_reuse=pair, expert="swiglu" if pair == PAIRS[3] else "ffn", bias=pair != PAIRS[3])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_other_activations_too(activation: str, pair: pmoe.Restore) -> None:
+    check(memory_reuse=pair, activation=activation, top_k=3)
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_no_tokens_one_token_and_all_tokens_to_one_expert() -> None:
+    for count in (0, 1):
+        check(count, memory_reuse="S4")
+    check(top_k=1, skews=True)  # the other experts have no rows
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_rows_over_the_capacity_are_dropped_as_everywhere() -> None:
+    check(capacity_factor=0.5, skews=True)
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_a_larger_batch_between_the_passes_makes_a_new_heap_that_serves_backward() -> None:
+    def larger() -> None:
+        with torch.no_grad():
+            make(slack=4.0)(torch.ones(150, M, dtype=BF16))
+
+    check(memory_reuse=PAIRS[0], between=larger)
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_rows_beyond_a_cell_send_the_batch_to_the_pipeline_with_a_reason() -> None:
+    layer = make(top_k=1)
+    with torch.no_grad():
+        layer.gate.weight[1, 0] += 30
+    x = torch.ones(600, M, dtype=BF16)  # 600 rows of one expert; a cell has 600 * 1.25 / 4, in whole tiles
+    warn.GIVEN.clear()
+    reason = (
+        r"fused \('persistent'\) falls back .* more rows arrive at an expert from one rank than its cell "
+        r"holds: 600, of 256"
+    )
+    with warnings.catch_warnings(), pytest.warns(UserWarning, match=reason):
+        warnings.simplefilter("always")
+        layer(x)
+    assert layer.ran is not None and layer.ran.path == "pipeline"
+
+
+def test_without_kernels_the_plain_layer_computes_and_a_warning_says_why() -> None:
+    layer, plain = make(), make(False)
+    warn.GIVEN.clear()
+    with pytest.warns(UserWarning, match=r"fused \('persistent'\) falls back .* because device cpu"):
+        found = step(layer, T)
+    assert all(torch.equal(found[name], wanted) for name, wanted in step(plain, T).items())
+
+
+def test_offloaded_pairs_are_refused(kernels: Path) -> None:
+    layer = make(memory_reuse=pmoe.Restore("offload", "keep"))
+    warn.GIVEN.clear()
+    with emulated(kernels), pytest.warns(UserWarning, match=r"because memory_reuse \(\S+\) offloads"):
+        step(layer, T)
+    assert layer.ran is not None and layer.ran.path == "pipeline"
+
+
+def test_a_cell_holds_the_balanced_share_times_slack_or_factor_in_whole_tiles() -> None:
+    def rows(tokens: int, slack: float = 1.25) -> int:
+        request = Request(
+            ranks=Ranks.single(), device=torch.device("cpu"), dtype=BF16, d_model=M, d_hidden=H,
+            activation="relu", experts=E, top_k=2, max_tokens=tokens, max_rows=0, needs_grad=True,
+            slack=slack, is_persistent=True,
+        )  # fmt: skip
+        return heap_shape(request).rows
+
+    assert [rows(0), rows(100), rows(1024), rows(1024, slack=100)] == [128, 128, 640, 1024]
+    assert [rows(1024, each) for each in (0.1, 1.0, 1.5)] == [128, 512, 768]
+
+
+def test_rows_stand_in_their_cells_in_token_order_without_dropped_ones() -> None:
+    row_TK, slot = cell_rows(JOURNEY, capacity=2)
+    assert row_TK.tolist() == [[0, 0], [1, 0], [1, -1]]
+    assert slot[:5].tolist() == [1, 4, 0, 2, 3]
+
+
+def ints(*values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=BF16)
+
+
+JOURNEY = Journey(
+    rank=0,
+    expert_TK=ints([1, 0], [1, 2], [0, 1]),
+    position_TK=ints([2, 0], [3, 4], [1, -1]),
+    slot_S=ints(1, 4, 0, 2, 3),
+    send_WE=ints([2, 2, 1]),
+    recv_WE=ints([2, 2, 1]),
+    num_received=5,
+)
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"source_TM": torch.zeros(3, M)}, r"rows of dtype torch.float32 must be torch.bfloat16"),
+        ({"source_TM": zeros(2, M)}, r"rows of shape \(2, 72\) must have the shape \(3, 72\)"),
+        ({"source_TM": zeros(3 * M + 1)[1:].view(3, M)}, r"rows at address .* must be aligned to 16"),
+        ({"again_TM": zeros(3, M + 8)[:, :M]}, r"rows of .* must be contiguous"),
+        ({"weight_TK": torch.zeros(3, 1)}, r"weight of shape \(3, 1\) must have the shape \(3, 2\)"),
+        ({"activation": "swiglu"}, r"w1 of shape \(3, 40, 72\) must have the shape \(E, 80, M\)"),
+        ({"w2": zeros(3, M, 48)}, r"w2 of shape \(3, 72, 48\) must have the shape \(E, M, 40\)"),
+        ({"b1": zeros(3, 8)}, r"bias of shape \(3, 8\) must have the shape \(3, 40\)"),
+        ({"journey": dataclasses.replace(JOURNEY, send_WE=ints([5]))}, r"send_WE of shape \(1, 1\)"),
+    ],
+)  # fmt: skip
+def test_what_the_kernel_would_read_wrong_is_named_before_a_launch(
+    kernels: Path, changed: dict[str, Any], message: str
+) -> None:
+    given = {
+        "journey": JOURNEY,
+        "source_TM": zeros(3, M),
+        "weight_TK": torch.zeros(3, 2),
+        "activation": "relu",
+        "again_TM": None,
+        "w1": zeros(3, H, M),
+        "w2": zeros(3, M, H),
+        "b1": None,
+    } | changed
+    parameters = (given.pop("w1"), given.pop("w2"), given.pop("b1"), None)
+    with emulated(kernels):
+        (heap,) = virtual_heaps(HeapShape(1, 3, TILE_ROWS, 16, M, BF16, H), CPU, memory=FileMemory())
+        with pytest.raises(ValueError, match=message):
+            pass_tensors(heap, parameters=parameters, **given)
+        heap.close()
+
+
+def test_each_pass_is_one_launch(kernels: Path) -> None:
+    """By the record of the runtime under the emulator; COMET's kernels take two in forward."""
+    launched = load_kernels(kernels).stub_launched
+    for fused, forward in (("persistent", 1), (True, 2)):
+        with emulated(kernels):
+            layer, x = make(fused), torch.ones(T, M, dtype=BF16, requires_grad=True)
+            begun = len(launched())
+            y = layer(x)
+            between = len(launched())
+            y.sum().backward()
+            close_heaps(Ranks.single())
+        assert between - begun == forward
+        assert (len(launched()) - between == 1) == (fused == "persistent")

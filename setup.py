@@ -429,7 +429,7 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
             "pmoe": ["py.typed", "layouts.json"],
             "pmoe.cli": ["scale.toml", "scale_cluster.toml"],
             "pmoe.planner": ["page.html", "pictures.json"],
-            "pmoe.integrations.report": ["report.html"],
+            "pmoe.integrations.report": ["report.html", "charts.mplstyle"],
             "pmoe.papers": ["assumptions.md", "printed.json"],
         },
         ext_modules=[] if why_no_kernels() else [Extension("pmoe._cuda", cuda_sources())],

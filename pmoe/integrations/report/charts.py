@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -108,7 +109,8 @@ def axes_svg(label: str, size: tuple[int, int], draw: Callable[[Axes], None]) ->
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    with rc_context(STYLE):
+    colours: Any = dict.fromkeys(("xtick.color", "ytick.color", "axes.labelcolor"), LIGHT["soft"])
+    with rc_context(colours | {"grid.color": LIGHT["rule"]}, Path(__file__).with_name("charts.mplstyle")):
         figure = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
         axis = figure.subplots()
         axis.margins(x=0.02)
@@ -118,21 +120,6 @@ def axes_svg(label: str, size: tuple[int, int], draw: Callable[[Axes], None]) ->
         axis.set_xlabel("step")
         draw(axis)
         return inline_svg(figure, label)
-
-
-STYLE: Any = {
-    **{f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")},
-    **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 0),
-    **dict.fromkeys(("xtick.color", "ytick.color", "axes.labelcolor"), LIGHT["soft"]),
-    **dict.fromkeys(("font.size", "axes.labelsize"), 13),
-    "xtick.major.pad": 7,
-    "axes.formatter.useoffset": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": LIGHT["rule"],
-    "lines.linewidth": 1.8,
-}
 
 
 # ---- lines

@@ -80,9 +80,9 @@ def watch_all(stopwatch: Stopwatch) -> None:
     from fairseq.optim import FairseqOptimizer
 
     from pmoe import MoELayer
-    from pmoe.integrations.fairseq import criterions, models, trainer
+    from pmoe.integrations.fairseq import criterions, models, plugin
 
-    base = trainer.MoETrainer.__base__
+    base = plugin.MoETrainer.__base__
     watched = (
         (FAIRSEQ, base, "train_step", "step"),
         (FAIRSEQ, TransformerDecoderLayerBase, "forward", "layers"),
@@ -96,9 +96,9 @@ def watch_all(stopwatch: Stopwatch) -> None:
         (PLUGIN, criterions.WithAuxiliaryLoss, "forward", "criterion"),
         (PLUGIN, criterions.WithAuxiliaryLoss, "with_experts", "criterion: auxiliary loss and load"),
         (PLUGIN, criterions.WithAuxiliaryLoss, "reduce_metrics", "criterion: metrics"),
-        (PLUGIN, trainer.MoETrainer, "clip_grad_norm", "trainer: asks for clipping"),
-        (PLUGIN, trainer.MoETrainer, "with_experts", "trainer: experts' gradients scaled, their norm"),
-        (PLUGIN, trainer.MoETrainer, "train_step", "trainer"),
+        (PLUGIN, plugin.MoETrainer, "clip_grad_norm", "trainer: asks for clipping"),
+        (PLUGIN, plugin.MoETrainer, "with_experts", "trainer: experts' gradients scaled, their norm"),
+        (PLUGIN, plugin.MoETrainer, "train_step", "trainer"),
     )
     for owner, place, name, label in watched:
         stopwatch.watch(owner, place, name, label)
@@ -108,8 +108,6 @@ def train(args: argparse.Namespace, stopwatch: Stopwatch) -> None:
     allow_fairseq_defaults()
     import fairseq.benchmark.dummy_lm  # noqa: F401
     import fairseq_cli.train
-
-    import pmoe.integrations.fairseq.plugin  # noqa: F401
 
     watch_all(stopwatch)
     width, command = str(args.d_model), sys.argv

@@ -5,7 +5,7 @@ the fork fairseq-fixed), its own commands do as well: ``fairseq-train --user-dir
 pmoe.integrations.fairseq user-dir`` prints.
 
 `options` reads the options, `checks` refuses what cannot work, `models` puts experts into
-fairseq's transformers, `criterions` adds the auxiliary loss, `trainer` mends what data parallelism does to
+fairseq's transformers, `criterions` adds the auxiliary loss, `plugin` mends what data parallelism does to
 experts, and `checkpoint` brings all ranks' experts into one file and takes a rank's own out of it. Nothing of
 fairseq is imported before it is used.
 """

@@ -1,5 +1,11 @@
 """Importing this registers everything with fairseq: models, criteria, and the trainer.
 
+fairseq's trainer already leaves parameters marked ``expert`` out of its reduction (legacy_ddp). What it does
+not do for experts that are spread over the data-parallel ranks is in `MoETrainer`: an expert's gradient holds
+all ranks' tokens, while those of dense parameters are means over ranks before fairseq multiplies all by the
+number of ranks; the norm that --clip-norm limits must count every rank's experts; and checkpoints are written
+by one rank.
+
 fairseq has no registry of trainers. Its training command takes the class by its name, from the module that it
 is read in, so this is where it is replaced; for a model without experts the new one does what the old one
 does.
@@ -8,15 +14,156 @@ does.
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
 from typing import Any
 
 import fairseq.trainer
 import numpy
 import torch
+import torch.distributed as dist
+from fairseq.nan_detector import NanDetector
+from fairseq.trainer import Trainer
+from torch import Tensor, nn
 
-from pmoe.integrations.fairseq import criterions, models  # noqa: F401
-from pmoe.integrations.fairseq.trainer import MoETrainer, NanDetectorBesideGates
+from pmoe import Gate
+from pmoe.comm.ranks import Ranks
+from pmoe.integrations.fairseq import criterions  # noqa: F401
+from pmoe.integrations.fairseq.checkpoint import for_inference, gather_model, gather_optimizer, own_optimizer
+from pmoe.integrations.fairseq.checks import check_training
+from pmoe.integrations.fairseq.models import ExpertParallelModel
+from pmoe.training.expert_parallel import MeanOverRanks
+from pmoe.training.parallel import make_meshes
+
+logger = logging.getLogger(__name__)
+
+
+class NanDetectorBesideGates(NanDetector):  # type: ignore[misc]
+    """What fairseq looks for NaNs with once a step has failed. Its hooks know modules that return tensors."""
+
+    def add_hooks(self, module: nn.Module) -> None:
+        if not isinstance(module, Gate):
+            super().add_hooks(module)
+
+
+class MoETrainer(Trainer):  # type: ignore[misc]
+    """For other models, fairseq's trainer."""
+
+    def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any, quantizer: Any = None) -> None:
+        self.has_experts = isinstance(model, ExpertParallelModel)
+        self._gathered: dict[str, Any] | None = None
+        self._is_stepping = False
+        if self.has_experts:
+            check_training(
+                cfg,
+                criterion,
+                num_ranks=cfg.distributed_training.distributed_world_size,
+                device_type="cuda" if torch.cuda.is_available() and not cfg.common.cpu else "cpu",
+            )
+        elif hasattr(criterion, "moe_aux_weight"):
+            raise ValueError(
+                f"--criterion ({cfg.criterion._name}) must be one of fairseq's for --arch "
+                f"({cfg.model._name}), which has no experts"
+            )
+        super().__init__(cfg, task, model, criterion, quantizer)
+        if self.is_spread:
+            # Each rank takes its experts from the file. Else rank 0 would send everything to everyone, as a
+            # pickled configuration that torch.load has refused since torch 2.6.
+            cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
+            self.ranks: Ranks = model.moe_layers[0].fc1.ranks
+            size, num_ranks = self.ranks.size, self.data_parallel_world_size
+            copies = Ranks(make_meshes(ep=size).group("edp")) if size < num_ranks else Ranks.single()
+            self._reduce = MeanOverRanks(num_ranks, copies)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether several ranks hold the experts, each its part or a copy."""
+        return self.has_experts and self.data_parallel_world_size > 1
+
+    def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
+        self._is_stepping = True
+        try:
+            # A rank that left out a batch for want of memory would leave the others waiting.
+            logged = super().train_step(samples, raise_oom=raise_oom or self.is_spread)
+        finally:
+            self._is_stepping = False
+        for layer in self._model.moe_layers if self.has_experts else ():
+            if hasattr(layer.fc1.gate, "update_bias"):
+                layer.fc1.gate.update_bias()
+        return logged
+
+    def valid_step(self, sample: Any, raise_oom: bool = False) -> Any:
+        return super().valid_step(sample, raise_oom=raise_oom or self.is_spread)
+
+    def clip_grad_norm(self, clip_norm: float) -> Tensor:
+        if not self.has_experts:
+            return super().clip_grad_norm(clip_norm)  # type: ignore[no-any-return]
+        return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=self.with_experts)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def with_experts(self, dense_norm: Tensor) -> Tensor:
+        """Sums experts' gradients over their copies and scales them as those of dense parameters are; returns
+        the norm of all gradients, those of other ranks' experts included, for the norm of the dense ones.
+        fairseq calls it when all gradients are where its optimiser reads them, and scales all of them
+        afterwards."""
+        gradients = [
+            each.grad for each in self.optimizer.params if hasattr(each, "expert") and each.grad is not None
+        ]
+        if self.is_spread:
+            self._reduce(gradients)
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        experts = torch.stack([dense_norm.new_zeros(()), *norms]).double().square().sum()
+        if self.is_spread:
+            dist.all_reduce(experts)
+            experts /= self._reduce.copies.size
+        return (dense_norm.double().square() + experts).sqrt().to(dense_norm.dtype)
+
+    def consolidate_optimizer(self) -> None:
+        """Brings all experts to rank 0, which then writes them. fairseq calls it on every rank before it
+        saves, and where a step has failed: maybe on one rank only, so that nothing may be gathered there."""
+        super().consolidate_optimizer()
+        if not self.is_spread or self._is_stepping:
+            return
+        self._gathered = {"model": gather_model(self._model, self._model.state_dict())}
+        if not self.cfg.checkpoint.no_save_optimizer_state:
+            state = self.optimizer.state_dict()
+            self._gathered["last_optimizer_state"] = gather_optimizer(
+                self.optimizer.optimizer, state, self.ranks
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().state_dict()
+        if not self.has_experts:
+            return state
+        state["cfg"]["model"] = for_inference(state["cfg"]["model"])
+        if self.is_spread:
+            if self._gathered is None:
+                raise RuntimeError("consolidate_optimizer must be called on every rank before state_dict")
+            state.update(self._gathered)
+            self._gathered = None
+        return state
+
+    def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> None:
+        if self.is_spread and self._is_stepping:
+            what = "is not written: the other ranks' experts cannot be fetched in a failing step"
+            logger.warning(f"{os.path.basename(filename)} {what}")
+            return
+        super().save_checkpoint(filename, extra_state)
+
+    def _build_optimizer(self) -> None:
+        super()._build_optimizer()
+        if not self.is_spread:
+            return
+        load = self._optimizer.load_state_dict
+
+        def load_own(state: dict[str, Any], overrides: Any = None) -> None:
+            load(own_optimizer(self._optimizer.optimizer, state, self.ranks), overrides)
+
+        self._optimizer.load_state_dict = load_own
+
+
+# ---- what fairseq shall know
 
 # Checkpoints of models that take their options from argparse hold a Namespace; where a validation's metrics
 # were arrays (--eval-bleu), they hold arrays. torch.load refuses both otherwise.
@@ -32,10 +179,9 @@ torch.serialization.add_safe_globals(
     ]
 )
 
-_replaced = MoETrainer.__base__
 fairseq.trainer.Trainer = MoETrainer
 fairseq.trainer.NanDetector = NanDetectorBesideGates
 for _name in ("fairseq_cli.train", "__main__"):
     _module = sys.modules.get(_name)
-    if getattr(_module, "Trainer", None) is _replaced:
+    if getattr(_module, "Trainer", None) is Trainer:
         _module.Trainer = MoETrainer  # type: ignore[union-attr]

@@ -135,7 +135,8 @@ def _moved(program: Program) -> Counter[str]:
 
 
 def bars_of(direction: str, ran: Sequence[Simulated[Instruction]], free: Collection[str]) -> list[Span]:
-    """For `pmoe.planner.timeline.draw`. free: the names of weight gradients."""
+    """For `pmoe.planner.timeline.draw`. free: the names of those for which no all-to-all waits, weight
+    gradients among them."""
     return [
         Span(
             direction=direction,
@@ -155,6 +156,4 @@ def _kind(each: Instruction, free: Collection[str]) -> str:
     if each.communicates:
         return "message"
     name = "experts" if each.name.startswith("experts") else "dense"
-    if each.name not in free:
-        return name
-    return "experts' weights" if name == "experts" else "dense weights"
+    return f"free {name}" if each.name in free else name

@@ -188,11 +188,7 @@ H800 = DeviceRates(
 """One of the paper's eight devices, by ASSUMPTIONS."""
 
 
-MODELS: Mapping[str, Model] = {
-    "Mixtral 8x7B": Model(E=8, topk=2, N=4096, K=14336),
-    "Qwen2-MoE": Model(E=64, topk=4, N=2048, K=1408),
-    "Phi3.5-MoE": Model(E=16, topk=2, N=4096, K=6400),
-}
+MODELS: Mapping[str, Model] = {name: Model(**row) for name, row in printed("comet table 2").items()}
 RANKS = 8
 
 

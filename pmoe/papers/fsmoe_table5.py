@@ -33,11 +33,10 @@ ASSUMPTIONS = assumptions("fsmoe-table5")
 """What Table 5 needs and the paper does not say, or says in several ways."""
 
 MS = 1e-3
-GEMM = LineCost(9.24e-2 * MS, 4.42e-11 * MS)  # of floating-point operations, the others of bytes
-ALL_TO_ALL = LineCost(1.75e-1 * MS, 3.06e-7 * MS)
-ALL_GATHER = LineCost(3.20e-2 * MS, 1.68e-7 * MS)
-REDUCE_SCATTER = LineCost(3.91e-2 * MS, 1.67e-7 * MS)
-ALL_REDUCE = LineCost(8.37e-2 * MS, 5.99e-7 * MS)
+GEMM, ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = (
+    LineCost(alpha * MS, beta * MS) for alpha, beta in printed("fsmoe figure 5").values()
+)
+"""GEMM by floating-point operations, the others by bytes."""
 
 NODES = 8
 GPUS = 4  # of a node
@@ -128,10 +127,7 @@ all_reduce_of = functools.partial(all_reduce_seconds, ALL_REDUCE)
 MEASURED: Mapping[str, Mapping[str, float]] = printed("fsmoe table 2")
 """Testbed B, milliseconds. Three of its four attention times are cut off in our text."""
 
-MODELS: Mapping[str, Configured] = {
-    "GPT2-XL": Configured(B=4, heads=25, L=1024, M=1600, H=6400, f=1.2, ffn="simple"),
-    "Mixtral-7B": Configured(B=4, heads=32, L=1024, M=4096, H=14336, f=1.2, ffn="Mixtral"),
-}
+MODELS = {name: Configured(**row) for name, row in printed("fsmoe models").items()}
 
 
 def table2() -> list[dict[str, Any]]:
@@ -168,7 +164,7 @@ def _modelled(layer: Configured, backward: bool) -> dict[str, float]:
 CONTENTION = 1.25
 DEGREES = range(1, MAX_DEGREE + 1)
 
-PAPER: Mapping[str, float] = {"Tutel": 1.0, "Tutel-Improved": 1.08, "FSMoE-No-IIO": 1.16, "FSMoE": 1.22}
+PAPER: Mapping[str, float] = printed("fsmoe table 5")
 """Table 5, Testbed B. It has no row for DeepSpeed-MoE."""
 PAPER_DIFFERING = 912
 """Of 1,458 layers, those whose best degrees of both passes differ (Section 2.3)."""

@@ -171,7 +171,7 @@ class MoELayer(nn.Module):
         self.last, self.known, self.traffic = LastCall(), Known(), Traffic()
         self.gradients: Any = None  # set by `pmoe.GradientReducer`
         self.order = make_order(order)
-        if dispatch == "auto":
+        if isinstance(dispatch, str) and dispatch == "auto":
             from pmoe.layer.auto_dispatch import fastest_dispatch
 
             dispatch = fastest_dispatch(self.spec, self.grid, nodes, device, dtype)

@@ -77,7 +77,7 @@ def check_routing(parts: Parts, routing: object, x_TM: Tensor) -> None:
         if field not in ("l_aux", "logits") and (tuple(value.shape), value.dtype) != (shape, dtype):
             raise ValueError(
                 f"gate ({name}) returned {field} of shape {tuple(value.shape)} and dtype {value.dtype}; it "
-                f"must be {shape} of {dtype}, for T = {num_tokens} tokens"
+                f"must be {shape} of {dtype}, for T = {num_tokens} tokens and its expert"
             )
     if routing.token is not None and (top_k != 1 or routing.keep is not None):
         raise ValueError(

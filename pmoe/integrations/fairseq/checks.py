@@ -86,13 +86,11 @@ def check_training(config: Any, criterion: Any, *, num_ranks: int, device_type: 
             "--fp16 must come with --fp16-no-flatten-grads or --memory-efficient-fp16: in one flat tensor, "
             "experts' parameters are not told from others"
         )
-    if num_ranks > 1 and distributed.ddp_backend not in ("legacy_ddp", "no_c10d"):
+    backend = distributed.ddp_backend
+    if backend in ("fully_sharded", "slowmo") or (num_ranks > 1 and backend not in ("legacy_ddp", "no_c10d")):
         raise ValueError(
-            f"--ddp-backend ({distributed.ddp_backend}) must be legacy_ddp: it leaves experts' gradients to "
-            "their own ranks"
+            f"--ddp-backend ({backend}) must be legacy_ddp: it leaves experts' gradients to their own ranks"
         )
-    if distributed.ddp_backend in ("fully_sharded", "slowmo"):
-        raise ValueError(f"--ddp-backend ({distributed.ddp_backend}) must be legacy_ddp")
     if num_ranks > 1 and not places(config.model)["expert_parallel"]:
         raise ValueError(
             "--moe-expert-parallel (false) must be true to train on several ranks; for all experts on each, "

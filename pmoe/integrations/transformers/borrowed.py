@@ -86,10 +86,6 @@ class BorrowedExperts(StackedExperts):
     def hidden_dims(self) -> Mapping[str, int | None] | None:
         return None  # not ours to cut
 
-    def returned(self) -> BorrowedExperts:
-        """What is left of these after their call: the sizes, without anybody's parameters."""
-        return type(self)(self.stacks.stand_ins())
-
     def weights(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         w1, w2, b1, b2 = split_parameters(parameters)
         return self.stacks.out_features_first(w1), self.stacks.out_features_first(w2), b1, b2
@@ -159,9 +155,6 @@ class NormedExperts(ModuleExperts):
             yield from ((f"{name}.{expert}", part) for expert, part in enumerate(parts))
         if self.stacks.norm is not None:
             yield from self.stacks.norm.named_parameters(prefix="norm")
-
-    def returned(self) -> NormedExperts:
-        return NormedExperts(self.stacks.stand_ins())
 
     def _run(self, expert: int, rows_NM: Tensor) -> Tensor:
         held = {name: parts[expert] for name, parts in self.views.items()}

@@ -18,7 +18,7 @@ from pmoe.layer.decision import LastCall, Ran
 from pmoe.layer.parts import autocast_dtype
 from pmoe.warn import warn_once
 
-BACKENDS: set[Any] = set()
+BACKENDS: list[Any] = []
 """Functions that `torch.compile` is given, for which layers are captured."""
 
 
@@ -52,7 +52,7 @@ class CapturedCounts:
 
 def install(backend: Any) -> None:
     """From now on `MoELayer.forward`, where it is traced for ``backend``, is what `_captured` says."""
-    BACKENDS.add(backend)
+    BACKENDS.append(backend)
     _forward.__doc__ = _eager.__doc__
     MoELayer.forward = _forward  # type: ignore[assignment, method-assign]
 
@@ -96,7 +96,7 @@ def _is_traced_for_us() -> bool:
     compiler: Any = InstructionTranslator.current_tx().output.compiler_fn
     while hasattr(compiler, "_torchdynamo_orig_backend"):
         compiler = compiler._torchdynamo_orig_backend
-    return getattr(compiler, "compiler_fn", compiler) in BACKENDS
+    return any(getattr(compiler, "compiler_fn", compiler) is each for each in BACKENDS)
 
 
 def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None) -> Tensor:

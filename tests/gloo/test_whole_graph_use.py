@@ -202,6 +202,31 @@ def test_compilers_may_be_nested() -> None:
     ranks(2).run(nested)
 
 
+class WithoutHash:
+    """A backend that has no hash, as Inductor's has none."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, module: Any, inputs: Any) -> Any:
+        return module.forward
+
+
+def beside_another(rank: int, world: int) -> float:
+    fresh()
+    plain, x = build(), batch(rank, 0, 4)
+    compile_for_pmoe(copy.deepcopy(plain))(x)
+    graph = copy.deepcopy(plain)
+    loss_of(graph, torch.compile(graph, backend=WithoutHash()), x).backward()
+    loss_of(plain, plain, x).backward()
+    return wrong_gradients(plain, graph)
+
+
+@pytest.mark.slow
+def test_other_backends_compile_models_of_the_same_process() -> None:
+    for error in ranks(2).run(beside_another):
+        assert error < 1e-12
+
+
 # ---- it explains itself
 
 

@@ -33,7 +33,7 @@ def test_a_rank_without_tokens_skewed_routing_and_drops(kernels: Path) -> None:
 @pytest.mark.parametrize("pair", ["keep/recompute", "communicate/keep", "communicate/recompute"])
 def test_four_processes(kernels: Path, pair: str) -> None:
     options: dict[str, Any] = {"memory_reuse": pmoe.Restore(*pair.split("/"))}
-    check(kernels, Case(tokens=(5, 0, 17, 8), steps=3, options=options), "persistent")
+    check(kernels, Case(tokens=(5, 0, 17, 8), steps=1, options=options), "persistent")
 
 
 def absent_job(rank: int, world: int, path: Path, launches: int) -> str:

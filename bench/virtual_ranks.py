@@ -21,8 +21,7 @@ from pmoe.kernels import flashdmoe
 from pmoe.kernels.comet import launches
 from pmoe.kernels.comet.launcher import Divide, Division, Launcher
 from pmoe.kernels.comet.launches import Journey
-from pmoe.kernels.heap.rank_heap import Heap
-from pmoe.kernels.heap.shape import HeapShape
+from pmoe.kernels.heap import Heap, HeapShape
 from pmoe.kernels.route import Routes
 from pmoe.measure.fused_kernels import journeys_of
 from pmoe.ordering.sorted import chunk_bounds, sort_rows

@@ -19,11 +19,10 @@ from bench import virtual_ranks as bench_virtual_ranks
 from pmoe.comm.heap.providers import process_heap, virtual_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension, gemm
+from pmoe.kernels import heap as heap_module
 from pmoe.kernels.comet import launcher
 from pmoe.kernels.comet.launcher import Division
-from pmoe.kernels.heap import shape as heap_shape
-from pmoe.kernels.heap.rank_heap import Heap
-from pmoe.kernels.heap.shape import HeapShape
+from pmoe.kernels.heap import Heap, HeapShape
 from pmoe.runners import fused_steps as passes
 from tests.cuda.compiled import link_module
 from tests.heaps import FileMemory
@@ -72,9 +71,9 @@ def emulated(
         patch.setattr(passes, "_division", lambda request, kernel, direction: division)
         patch.setattr(bench_virtual_ranks, "virtual_heaps", of_virtual_ranks)
         launcher.path_facts.cache_clear()
-        heap_shape._places.cache_clear()
+        heap_module._places.cache_clear()
         try:
             yield
         finally:
             launcher.path_facts.cache_clear()
-            heap_shape._places.cache_clear()
+            heap_module._places.cache_clear()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pmoe.kernels.comet.launcher import Divide, Launcher
-from pmoe.kernels.heap.rank_heap import Heap
+from pmoe.kernels.heap import Heap
 
 WAITS = ("nothing", "grant", "arrival", "tiles", "returned")
 """`Wait` of cuda/comet/watch.h, in words."""

@@ -369,7 +369,7 @@ NO_FOREIGN_FILE = {
     "pmoe/convert.py:": "layouts that pmoe knows",
     "pmoe/planner/timeline.py:": "colours and words of pmoe's own pictures",
     "pmoe/cli/__init__.py:_quiet_on_closed_pipe": "the system's /dev/null",
-    "pmoe/kernels/heap/device_memory.py:host_name": "the system's /proc/sys/kernel/random/boot_id",
+    "pmoe/kernels/heap.py:host_name": "the system's /proc/sys/kernel/random/boot_id",
 }
 """Functions that open something else, and what."""
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pmoe.comm.heap.providers import CollectiveSteps
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.heap import device_memory
-from pmoe.kernels.heap.rank_heap import Heap
+from pmoe.kernels import heap as heap_module
+from pmoe.kernels.heap import Heap
 
 _raised: weakref.WeakKeyDictionary[Heap, int] = weakref.WeakKeyDictionary()
 """How often each heap was probed: a flag stays raised."""
@@ -20,7 +20,7 @@ def raise_flag(heap: Heap, peer: int, value: int, stream: torch.cuda.Stream) -> 
     """One launch, of a kernel that writes ``value`` into the flag of a peer, or of this rank."""
     heap.check_usable()
     flag = heap.peer_addresses[peer] + heap.shape.places["inbox"]
-    device_memory.loaded_extension().heap_raise_flag(heap.device.index, stream.cuda_stream, flag, value)
+    heap_module.loaded_extension().heap_raise_flag(heap.device.index, stream.cuda_stream, flag, value)
 
 
 def await_flag(heap: Heap, value: int, seconds: float, stream: torch.cuda.Stream) -> Tensor:
@@ -31,7 +31,7 @@ def await_flag(heap: Heap, value: int, seconds: float, stream: torch.cuda.Stream
     """
     heap.check_usable()
     waited = torch.full((1,), -1, dtype=torch.int64, pin_memory=heap.device.type == "cuda")
-    device_memory.loaded_extension().heap_await_flag(
+    heap_module.loaded_extension().heap_await_flag(
         heap.device.index,
         stream.cuda_stream,
         heap.base + heap.shape.places["inbox"],

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pmoe.kernels import extension
-from pmoe.kernels.heap import shape
+from pmoe.kernels import heap as heap_module
 
 CPU = torch.device("cpu")
 
@@ -89,4 +89,4 @@ def simple_places(ranks: int, experts: int, rows: int, home_rows: int, row_bytes
 def use_layout(patch: pytest.MonkeyPatch) -> None:
     """That of the extension where it is built."""
     if extension.load() is None:
-        patch.setattr(shape, "_places", simple_places)
+        patch.setattr(heap_module, "_places", simple_places)

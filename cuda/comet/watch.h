@@ -4,7 +4,7 @@
 
 namespace pmoe::comet {
 
-// What is waited for. In the host's words: pmoe/kernels/heap/shape.py.
+// What is waited for. In the host's words: pmoe/kernels/heap.py.
 enum class Wait : int { kNone, kGrant, kArrival, kDone, kReturn, kAnnounced };
 
 struct Report {          // in memory that the host reads; written once, `wait` last

@@ -1,4 +1,4 @@
-// Addresses and streams come as integers, handles as bytes; pmoe/kernels/heap/ is the Python face.
+// Addresses and streams come as integers, handles as bytes; pmoe/kernels/heap.py is the Python face.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>

@@ -25,7 +25,7 @@ from pmoe.kernels.comet.launcher import Launcher
 from pmoe.kernels.comet.launches import Journey, check_expert_weight, check_journey, check_tokens
 from pmoe.kernels.comet.steps import float_weights
 from pmoe.kernels.gemm import ACTIVATIONS
-from pmoe.kernels.heap.rank_heap import Heap
+from pmoe.kernels.heap import Heap
 from pmoe.kernels.operands import address, check_tensor
 from pmoe.schedule.tasks import PassDirection
 

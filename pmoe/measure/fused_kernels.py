@@ -21,7 +21,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet import launches
 from pmoe.kernels.comet.launcher import Division, Launcher
 from pmoe.kernels.comet.launches import Journey
-from pmoe.kernels.heap.shape import HeapShape
+from pmoe.kernels.heap import HeapShape
 from pmoe.kernels.route import Routes, route
 from pmoe.measure.division import AGREEING
 from pmoe.measure.rounds import begin_together, clock_of, event_seconds, marked, median_seconds, timestamp

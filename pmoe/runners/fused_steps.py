@@ -16,8 +16,7 @@ from pmoe.kernels import gemm
 from pmoe.kernels.comet.launcher import Division, FusedKernel, loading_refusal, ranks_refusal
 from pmoe.kernels.comet.steps import Steps
 from pmoe.kernels.flashdmoe import TILE_ROWS
-from pmoe.kernels.heap.device_memory import host_name
-from pmoe.kernels.heap.shape import HeapError, HeapShape
+from pmoe.kernels.heap import HeapError, HeapShape, host_name
 from pmoe.kernels.registry import bucket
 from pmoe.measure.division import agreed, agreed_layer, fused_layer_sizes
 from pmoe.planner.division import FusedLayerSizes, kernel_sizes

@@ -17,7 +17,7 @@ import pmoe
 from pmoe.comm.heap import close_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet.launcher import Division
-from pmoe.kernels.heap.shape import HeapError
+from pmoe.kernels.heap import HeapError
 from tests.emulated import compile_kernels, emulated
 from tests.pool import ranks
 from tests.reference import relative_error

@@ -21,11 +21,9 @@ from pmoe.comm.heap.nvshmem import NvshmemMemory
 from pmoe.comm.heap.providers import heap_for, heaps_of, nvshmem_heap, process_heap, wait_seconds
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
+from pmoe.kernels import heap as heap_module
 from pmoe.kernels.comet.launcher import SPARE_BLOCKS
-from pmoe.kernels.heap import device_memory
-from pmoe.kernels.heap.device_memory import tensor_at
-from pmoe.kernels.heap.rank_heap import Heap
-from pmoe.kernels.heap.shape import WAIT_SECONDS, HeapError, HeapShape, _places
+from pmoe.kernels.heap import WAIT_SECONDS, Heap, HeapError, HeapShape, _places, tensor_at
 from tests.heap_probe import probe_flag
 from tests.heaps import CPU, FileMemory, use_layout
 from tests.pool import GROUP_TIMEOUT_SECONDS, SHORT_TIMEOUT_SECONDS, Pool, ranks
@@ -380,7 +378,7 @@ def probed(rank: int, world: int, silent: int | None) -> list[float | None]:
     with pytest.MonkeyPatch.context() as patch:
         use_layout(patch)
         heap = process_heap(Ranks(), replace(SHAPE, num_ranks=world), CPU, memory=FileMemory())
-        patch.setattr(device_memory, "loaded_extension", lambda: FakeFlags(rank == silent))
+        patch.setattr(heap_module, "loaded_extension", lambda: FakeFlags(rank == silent))
         patch.setattr(torch.cuda, "Stream", FakeStream)
         calls, bound = (2, PROBE_SECONDS) if silent is None else (1, 0.5)
         found = [probe_flag(heap, Ranks(), seconds=bound) for _ in range(calls)]
@@ -444,9 +442,9 @@ def over_nvshmem(rank: int, world: int, given: dict[str, Any]) -> tuple[str, lis
     fake.started = started
     with pytest.MonkeyPatch.context() as patch:
         use_layout(patch)
-        patch.setattr(device_memory, "loaded_extension", lambda: fake)
+        patch.setattr(heap_module, "loaded_extension", lambda: fake)
         patch.setattr(nvshmem, "_members", given.get("members"))
-        patch.setattr(device_memory.DeviceMemory, "place", lambda self, device: (HOPPER, str(rank)))
+        patch.setattr(heap_module.DeviceMemory, "place", lambda self, device: (HOPPER, str(rank)))
         patch.setattr(extension, "nvshmem_library", lambda: "the library")
         told = ""
         try:

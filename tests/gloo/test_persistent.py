@@ -12,7 +12,7 @@ import torch
 import pmoe
 from pmoe.comm.heap import close_heaps
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.heap.shape import HeapError
+from pmoe.kernels.heap import HeapError
 from tests.emulated import emulated
 from tests.gloo.test_comet_emulated import BF16, D_HIDDEN, D_MODEL, Case, check, kernels, run
 from tests.pool import ranks

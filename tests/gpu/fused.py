@@ -23,8 +23,7 @@ from pmoe.kernels import extension
 from pmoe.kernels.comet import launches
 from pmoe.kernels.comet.launcher import Division, Launcher
 from pmoe.kernels.comet.launches import Journey
-from pmoe.kernels.heap.device_memory import tensor_at
-from pmoe.kernels.heap.rank_heap import Heap
+from pmoe.kernels.heap import Heap, tensor_at
 from tests.gpu import support
 from tests.gpu.grouped import (
     ACTIVATE,

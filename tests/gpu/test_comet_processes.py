@@ -26,8 +26,7 @@ from pmoe.comm.heap.providers import process_heap
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet import steps as kernel_steps
 from pmoe.kernels.comet.launcher import FusedKernel, Launcher
-from pmoe.kernels.heap.rank_heap import Heap
-from pmoe.kernels.heap.shape import WAIT_SECONDS, HeapError, HeapShape
+from pmoe.kernels.heap import WAIT_SECONDS, Heap, HeapError, HeapShape
 from pmoe.kernels.registry import PMOE, PRODUCTS
 from pmoe.schedule.tasks import PassDirection
 from tests.faults import FaultyLauncher, InjectedFaults

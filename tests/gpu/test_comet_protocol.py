@@ -17,7 +17,7 @@ import torch
 
 from pmoe.kernels import extension
 from pmoe.kernels.comet import launcher, launches
-from pmoe.kernels.heap.shape import WAIT_SECONDS, HeapError
+from pmoe.kernels.heap import WAIT_SECONDS, HeapError
 from tests.faults import InjectedFaults
 from tests.gpu.fused import DEVICE, need_kernels
 from tests.gpu.integers import Integers

@@ -19,9 +19,7 @@ from pmoe.comm.heap import close_heaps
 from pmoe.comm.heap.providers import heap_for, process_heap, virtual_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
-from pmoe.kernels.heap.device_memory import DeviceMemory, tensor_at
-from pmoe.kernels.heap.rank_heap import Heap
-from pmoe.kernels.heap.shape import WAIT_SECONDS, HeapError, HeapShape
+from pmoe.kernels.heap import WAIT_SECONDS, DeviceMemory, Heap, HeapError, HeapShape, tensor_at
 from tests.gpu.support import DEVICE, NEEDS_GPU
 from tests.heap_probe import await_flag, probe_flag, raise_flag
 from tests.pool import ranks
@@ -314,7 +312,7 @@ def test_a_heap_of_two_processes_grows() -> None:
 NVSHMEM_ALONE = """
 import torch
 from pmoe.comm.heap.providers import nvshmem_heap
-from pmoe.kernels.heap.shape import HeapShape
+from pmoe.kernels.heap import HeapShape
 from pmoe.comm.ranks import Ranks
 shape = HeapShape(1, 4, 1000, 500, 64, torch.bfloat16)
 try:

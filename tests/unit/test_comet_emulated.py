@@ -16,7 +16,7 @@ from pmoe.comm.heap import close_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet import launches
 from pmoe.kernels.comet.launcher import Division
-from pmoe.kernels.heap.shape import HeapError
+from pmoe.kernels.heap import HeapError
 from tests.emulated import compile_kernels, emulated
 from tests.faults import InjectedFaults
 from tests.reference import relative_error

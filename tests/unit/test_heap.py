@@ -27,12 +27,21 @@ from pmoe.comm.heap.providers import (
 )
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
+from pmoe.kernels import heap as heap_module
 from pmoe.kernels.comet.launcher import MAX_EXPERTS, MAX_RANKS, MAX_VIRTUAL
-from pmoe.kernels.heap import device_memory
-from pmoe.kernels.heap.device_memory import tensor_at
-from pmoe.kernels.heap.rank_heap import MAX_EPOCHS, Heap, open_heaps
-from pmoe.kernels.heap.shape import PERSISTENT_WAITS, WAIT_SECONDS, HeapError, HeapShape, _places, awaited
-from pmoe.kernels.heap.shape import WAITS as SENTENCES
+from pmoe.kernels.heap import (
+    MAX_EPOCHS,
+    PERSISTENT_WAITS,
+    WAIT_SECONDS,
+    Heap,
+    HeapError,
+    HeapShape,
+    _places,
+    awaited,
+    open_heaps,
+    tensor_at,
+)
+from pmoe.kernels.heap import WAITS as SENTENCES
 from tests.faults import WAITS
 from tests.heaps import CPU, FileMemory, use_layout
 
@@ -291,7 +300,7 @@ def test_a_lost_device_means_that_the_process_must_end(monkeypatch: pytest.Monke
     def lost(device: torch.device) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(device_memory, "synchronize", lost)
+    monkeypatch.setattr(heap_module, "synchronize", lost)
     with pytest.raises(HeapError, match=r"cpu failed in round 0 .* it must end \(CUDA error: an illegal"):
         heap.check()
     with pytest.raises(HeapError, match=r"is on a device that is lost; this process must end"):
@@ -338,7 +347,7 @@ def test_a_process_may_end_with_open_heaps() -> None:
     program = (
         "import pytest, torch\n"
         "from pmoe.comm.heap.providers import heap_for, process_heap, virtual_heaps\n"
-        "from pmoe.kernels.heap.shape import HeapShape\n"
+        "from pmoe.kernels.heap import HeapShape\n"
         "from pmoe.comm.ranks import Ranks\n"
         "from tests.heaps import CPU, FileMemory, use_layout\n"
         "use_layout(pytest.MonkeyPatch())\n"

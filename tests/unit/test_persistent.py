@@ -20,7 +20,7 @@ from pmoe.comm.heap.providers import virtual_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet.launches import Journey
 from pmoe.kernels.flashdmoe import TILE_ROWS, cell_rows, pass_tensors
-from pmoe.kernels.heap.shape import HeapShape
+from pmoe.kernels.heap import HeapShape
 from pmoe.runners.fused_steps import Request, heap_shape
 from tests.emulated import compile_kernels, emulated, load_kernels
 from tests.heaps import FileMemory

@@ -6,8 +6,8 @@ import torch
 
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
-from pmoe.kernels.heap import device_memory
-from pmoe.kernels.heap.device_memory import DeviceMemory
+from pmoe.kernels import heap as heap_module
+from pmoe.kernels.heap import DeviceMemory
 
 _members: list[int] | None = None
 """The global ranks with which NVSHMEM was started in this process: it starts once."""
@@ -24,7 +24,7 @@ class NvshmemMemory(DeviceMemory):
         self.base = 0
 
     def place(self, device: torch.device) -> tuple[str, str]:
-        if not hasattr(device_memory.loaded_extension(), "NVSHMEM"):
+        if not hasattr(heap_module.loaded_extension(), "NVSHMEM"):
             raise RuntimeError(
                 "NVSHMEM is not built in; with its headers at hand: PMOE_NVSHMEM=1 pip install ."
             )
@@ -38,13 +38,13 @@ class NvshmemMemory(DeviceMemory):
 
     def give_id(self) -> bytes:
         """By which NVSHMEM's ranks find each other: that of the first is taken."""
-        device_memory.loaded_extension().nvshmem_open(extension.nvshmem_library())
-        return bytes(device_memory.loaded_extension().nvshmem_unique_id()) if self.ranks.rank == 0 else b""
+        heap_module.loaded_extension().nvshmem_open(extension.nvshmem_library())
+        return bytes(heap_module.loaded_extension().nvshmem_unique_id()) if self.ranks.rank == 0 else b""
 
     def start(self, device: torch.device, given_id: bytes) -> None:
         """Collective."""
         global _members
-        found = device_memory.loaded_extension().nvshmem_init(
+        found = heap_module.loaded_extension().nvshmem_init(
             device.index, given_id, self.ranks.rank, self.ranks.size
         )
         if found != (self.ranks.rank, self.ranks.size):
@@ -54,17 +54,17 @@ class NvshmemMemory(DeviceMemory):
         _members = self.members
 
     def allocate(self, device: torch.device, num_bytes: int) -> int:
-        self.base = device_memory.loaded_extension().nvshmem_allocate(device.index, num_bytes)
+        self.base = heap_module.loaded_extension().nvshmem_allocate(device.index, num_bytes)
         return self.base
 
     def free(self, device: torch.device, base: int) -> None:
-        device_memory.loaded_extension().nvshmem_free(device.index, base)
+        heap_module.loaded_extension().nvshmem_free(device.index, base)
 
     def handle(self, device: torch.device, base: int) -> bytes:
         return str(self.ranks.rank).encode()
 
     def open(self, device: torch.device, handle: bytes) -> int:
-        peer: int = device_memory.loaded_extension().nvshmem_pointer(device.index, self.base, int(handle))
+        peer: int = heap_module.loaded_extension().nvshmem_pointer(device.index, self.base, int(handle))
         if not peer:
             raise RuntimeError(
                 "it is beyond loads and stores (no NVLink there), and the kernels write by stores"

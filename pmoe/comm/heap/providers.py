@@ -19,11 +19,9 @@ from pmoe.comm.agreement import gathered
 from pmoe.comm.heap.nvshmem import NvshmemMemory
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.subgroups import backend_options, timeout_of
+from pmoe.kernels import heap as heap_module
 from pmoe.kernels.comet.launcher import spare_blocks
-from pmoe.kernels.heap import device_memory
-from pmoe.kernels.heap.device_memory import DeviceMemory
-from pmoe.kernels.heap.rank_heap import Heap, open_heaps
-from pmoe.kernels.heap.shape import WAIT_SECONDS, HeapShape
+from pmoe.kernels.heap import WAIT_SECONDS, DeviceMemory, Heap, HeapShape, open_heaps
 from pmoe.warn import warn_once
 
 
@@ -190,7 +188,7 @@ class _HeapBuilder(CollectiveSteps):
 
     def release(self) -> None:
         """Collective: memory goes when nobody has it open any more."""
-        _quietly(device_memory.synchronize, self.device)
+        _quietly(heap_module.synchronize, self.device)
         for peer in self.opened.values():
             _quietly(self.memory.close, self.device, peer)
         having = self.gather(self.base is not None)
@@ -219,7 +217,7 @@ def _allocate(memory: DeviceMemory, device: torch.device, shape: HeapShape) -> i
 
 
 def _free(memory: DeviceMemory, device: torch.device, base: int) -> None:
-    _quietly(device_memory.synchronize, device)
+    _quietly(heap_module.synchronize, device)
     _quietly(memory.free, device, base)
 
 

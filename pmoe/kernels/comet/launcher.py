@@ -15,7 +15,7 @@ from pmoe.arguments import check_count
 from pmoe.kernels import extension
 from pmoe.kernels.extension import path
 from pmoe.kernels.gemm import ELEMENTS, FORWARD, INPUT, PLAIN, SPARE
-from pmoe.kernels.heap.rank_heap import Heap
+from pmoe.kernels.heap import Heap
 from pmoe.schedule.tasks import PassDirection
 
 MAX_RANKS, MAX_EXPERTS, MAX_CHUNKS = 64, 1024, 64

@@ -16,7 +16,7 @@ from torch import Tensor
 from pmoe.kernels import extension
 from pmoe.kernels.comet.launcher import Launcher
 from pmoe.kernels.gemm import ACTIVATIONS, HIDDEN, HIDDEN_GRADIENT
-from pmoe.kernels.heap.rank_heap import Heap
+from pmoe.kernels.heap import Heap
 from pmoe.kernels.operands import address, at, check_memory, check_tensor
 
 

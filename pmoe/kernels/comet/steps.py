@@ -12,7 +12,7 @@ from torch import Tensor
 from pmoe.kernels.comet import launches
 from pmoe.kernels.comet.launcher import Divide, Launcher
 from pmoe.kernels.comet.launches import Journey
-from pmoe.kernels.heap.rank_heap import Heap
+from pmoe.kernels.heap import Heap
 
 
 class Steps:

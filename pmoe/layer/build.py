@@ -147,7 +147,7 @@ def make_grid(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) 
         return Grid.of_group(group)
     if group is not None:
         raise ValueError("group and mesh must not be given both: a mesh brings its groups")
-    from pmoe.comm.subgroups import grid_of_mesh
+    from pmoe.comm.topology import grid_of_mesh
 
     return grid_of_mesh(mesh)
 

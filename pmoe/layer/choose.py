@@ -23,7 +23,7 @@ def choose(
     is_open = n is None or (restore is None and (several or spec.budget is not None))
     if is_open or inputs.x_TM.is_cuda:
         from pmoe.layer import chosen
-        from pmoe.layer.trials import Batch
+        from pmoe.layer.chosen import Batch
 
         with inputs.autocast_for(parts.experts):  # as the experts will compute
             chosen.measure_products_of(parts, counts, inputs)

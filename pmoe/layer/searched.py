@@ -18,8 +18,8 @@ from pmoe.arguments import check_path
 from pmoe.comm.agreement import digest, from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.layer.alike import options_in_words
+from pmoe.layer.chosen import Batch, adaptive_degree, tried_seconds
 from pmoe.layer.parts import Parts
-from pmoe.layer.trials import Batch, adaptive_degree, tried_seconds
 from pmoe.measure.bench import identity
 from pmoe.measure.store import PathLike, cache_path, found_or, load_json, save_json
 from pmoe.planner.degree import Choice

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pmoe.comm.agreement import largest
 from pmoe.comm.ranks import Grid
-from pmoe.layer.trials import Batch
+from pmoe.layer.chosen import Batch
 from pmoe.measure.black_box import profile_module
 from pmoe.measure.profile import load_or_measure
 from pmoe.planner.candidates import TriedBy

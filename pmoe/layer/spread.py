@@ -7,7 +7,7 @@ import functools
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pmoe.comm.subgroups import dimensions_of, grid_of_mesh
+from pmoe.comm.topology import dimensions_of, grid_of_mesh
 from pmoe.experts import initialise, seeded
 from pmoe.experts.stacked import StackedExperts
 from pmoe.experts.wrapped import sampled

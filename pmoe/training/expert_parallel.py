@@ -20,8 +20,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from pmoe.arguments import check_flag, check_module, list_of
 from pmoe.comm.agreement import largest, same
 from pmoe.comm.ranks import Grid, Ranks, at_stage, wait_for
-from pmoe.comm.subgroups import ACROSS, INSIDE, dimensions_of, grid_of_mesh
 from pmoe.comm.told import all_fail_together
+from pmoe.comm.topology import ACROSS, INSIDE, dimensions_of, grid_of_mesh
 from pmoe.experts.base import Experts, is_expert, local_part
 from pmoe.experts.placement import replace_parameter
 from pmoe.layer import MoELayer

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from pmoe import arguments
 from pmoe.comm.ranks import Ranks, at_stage
-from pmoe.comm.subgroups import ACROSS, INSIDE, share_timeout
+from pmoe.comm.topology import ACROSS, INSIDE, share_timeout
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
 from pmoe.training.clipping import DEVICES, device_type_of, local_gradient

@@ -17,7 +17,7 @@ FOUND = {
         calls=(Call(between="inference"),),
     ),
     # A mesh without "esp" had two groups, of which unpickling found one: an assertion failed.
-    # (comm/subgroups.py)
+    # (comm/topology.py)
     "a pickled layer of a mesh": Case(
         options={"mesh": "ep", "dispatch": "hierarchical_1d", "nodes": 1}, calls=(Call(between="pickle"),)
     ),

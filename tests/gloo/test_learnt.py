@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pmoe.layer import searched, trials
+from pmoe.layer import chosen, searched
 from pmoe.warn import GIVEN
 from tests.gloo.kit import build
 from tests.gloo.test_choices import listen, step
@@ -24,7 +24,7 @@ def run_job(rank: int, world: int, folders: tuple[str, ...], counts: tuple[int, 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setenv("PMOE_CACHE", folders[rank])
-        patch.setattr(trials, "REPEATS", 1)
+        patch.setattr(chosen, "REPEATS", 1)
         layer, found = build(pipeline=True, top_k=1), []
         for count in counts:
             step(layer, count, rank)
@@ -145,7 +145,7 @@ def apart_job(rank: int, world: int) -> list[int]:
     told = listen()
     tried = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trials, "REPEATS", 1)
+        patch.setattr(chosen, "REPEATS", 1)
         for layer in layers:
             step(layer, 3000, rank)
             tried.append(len(told.lines))

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from pmoe.kernels import extension, report, status
+from pmoe.kernels import extension, status
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKED = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md")
@@ -557,7 +557,7 @@ def test_status_lists_every_kernel_of_every_device(monkeypatch: pytest.MonkeyPat
 def test_the_page_names_operations_and_counts_their_variants() -> None:
     names = ("permute.bf16", "permute.fp32", "permute.weighted.fp16", "route.8", "gemm.sm_90a.bf16", "await")
     page = str(
-        report.Status(
+        extension.Status(
             built=True, reason=None, archs="sm_80", nvcc="13", kernels=names, devices=(), no_devices="why"
         )
     )

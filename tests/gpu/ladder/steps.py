@@ -130,7 +130,7 @@ NCCL_MEANS = {
     ),
     "first_use": (
         "a communicator made in the middle of a step waits for what waits for it",
-        "pmoe/comm/ranks.py, pmoe/comm/subgroups.py: use each group once when the layer is made; F5",
+        "pmoe/comm/ranks.py, pmoe/comm/topology.py: use each group once when the layer is made; F5",
     ),
     "streams": (
         "a work's wait() or an event behind it does not order streams as the engine assumes",

@@ -1,4 +1,4 @@
-"""FlashDMoE's Table 6.2, and its actors on a simulator: overlap efficiency, throughput, a late peer.
+"""FlashDMoE's actors on a simulator: overlap efficiency, throughput, a late peer.
 
     python bench/flashdmoe.py [--assumptions] [--draw FILE]
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 from bench.stated import assumptions, by_key, run
-from pmoe.papers.assumptions import wrapped
+from pmoe.papers.assumptions import printed, wrapped
 from pmoe.papers.comet_figures import busy_bars, chunked_run
 from pmoe.papers.comet_tasks import (
     PIECE_ROWS,
@@ -47,47 +47,6 @@ if TYPE_CHECKING:
 
 ASSUMPTIONS = assumptions("flashdmoe")
 
-# ---- Table 6.2
-
-
-TABLE_6_2 = [
-    (4, 16, 64.0, 64.57),
-    (4, 32, 64.0, 64.55),
-    (4, 64, 128.01, 128.9),
-    (4, 128, 256.02, 257.96),
-    (8, 16, 128.01, 128.95),
-    (8, 32, 128.01, 128.9),
-    (8, 64, 128.01, 128.9),
-    (8, 128, 256.02, 258.15),
-    (16, 16, 256.02, 257.89),
-    (16, 32, 256.02, 257.79),
-    (16, 64, 256.02, 257.8),
-    (16, 128, 256.02, 258.53),
-]
-"""Thousands of tokens, experts, Size(L) and bookkeeping in MB (2^20 bytes), as the thesis prints them."""
-
-
-def symmetric_bytes(ranks: int, experts: int, capacity: int, row_bytes: int) -> int:
-    """Size(L) of P x R x B x E x C x H (section 5.3), two rounds and two buffers; experts: of a rank.
-
-    capacity: EC; a cell holds whole tiles of 128 rows. Example: 8, 2, 256, 4096 -> 64 MiB.
-    """
-    return ranks * 2 * 2 * experts * math.ceil(capacity / TILE_ROWS) * TILE_ROWS * row_bytes
-
-
-def table62() -> list[dict[str, Any]]:
-    """A row a line of Table 6.2, MB. rest: of the paper's bookkeeping without a hidden activation."""
-    rows = []
-    for thousands, experts, paper, bookkeeping in TABLE_6_2:
-        capacity = thousands * 1024 // experts
-        size = symmetric_bytes(8, experts // 8, capacity, 4096) / 2**20
-        hidden = symmetric_bytes(8, experts // 8, capacity, 4096 * 4) / 4 / 2**20
-        row = {"tokens": f"{thousands}K", "experts": experts, "EC": capacity, "cell": max(128, capacity)}
-        row |= {"Size(L)": size, "paper": paper, "bookkeeping, paper": bookkeeping}
-        rows.append({**row, "rest": bookkeeping - hidden})
-    return rows
-
-
 # ---- the actors
 
 H100 = DeviceRates(
@@ -103,15 +62,8 @@ TOKENS, LAYER = 8192, Model(E=64, topk=2, N=2048, K=2048)
 NUMBERS = (2, 4, 8)
 SIZES, PAIR_BLOCKS, PAIR_COLUMNS, CHUNKS = (1024, 2048, 4096, 8192, 16384), (8, 16, 24, 32), 512, (1, 2, 4, 8)
 """Tokens a rank; n_c and T_N of COMET's kernels; n of the pipeline."""
-OPERATIONS: Mapping[str, int] = {
-    "FlashDMoE": 1,
-    "COMET": 33,
-    "Megatron-LM CUTLASS": 85,
-    "Megatron-LM TE": 261,
-    "Megatron-LM + DeepEP": 432,
-    "DeepSpeedMoE": 550,
-}
-"""Table 1.1: what a forward pass launches."""
+OPERATIONS: Mapping[str, int] = printed("flashdmoe table 1.1")
+"""What a forward pass launches."""
 
 
 def actor_tasks(
@@ -307,7 +259,6 @@ def actors_figure() -> Figure:
 
 def lines() -> Iterator[str]:
     tables = {
-        "Table 6.2, MB (2^20 bytes); rest: bookkeeping less a hidden activation": table62(),
         f"actors beside a synchronous layer, {TOKENS:,} tokens a GPU": scaled_layers(),
         "one of 8 peers late: what it adds": late_peers(),
         "three ways, ms, by tokens a rank of 8, alone and with a peer that is late": ways_by_size(),

@@ -15,6 +15,7 @@ from pmoe.cli.output import Output, by_key, ms
 from pmoe.papers import comet_figures, lancet_figures
 from pmoe.papers.assumptions import assumptions, wrapped
 from pmoe.papers.comet_figures import Beside
+from pmoe.papers.flashdmoe_table62 import table62
 from pmoe.papers.fsmoe_table5 import CONTENTION, PAPER_DIFFERING, table2, table5
 from pmoe.planner.scale import ScaledModel, scaling, scaling_ends
 from pmoe.text import table
@@ -26,6 +27,7 @@ ABOUT = "a paper's experiment, or large models on many ranks, from stated task c
 TOLD = {
     "fsmoe-table5": "FSMoE's Table 5: five systems, 1,458 layers, Testbed B",
     "comet": "COMET's Table 3, the moves of n_c in its Fig. 8, and a fused layer beside a chunked one",
+    "flashdmoe": "FlashDMoE's Table 6.2: bytes of the symmetric tensor",
     "lancet": "Lancet's section 7: a step of GPT-2 by system",
     "scale": "a step of three models on 8 to 4,096 ranks, and where they stop scaling",
 }
@@ -99,6 +101,20 @@ def _beside_line(beside: Beside) -> str:
     )
 
 
+# ---- FlashDMoE's Table 6.2
+
+
+def _flashdmoe() -> Output:
+    rows = table62()
+    lines = (
+        "FlashDMoE's Table 6.2, MB (2^20 bytes); rest: bookkeeping less a hidden activation\n",
+        table(by_key(rows)) + "\n",
+        *wrapped(assumptions("flashdmoe, why")),
+        "\nits actors, simulated: python bench/flashdmoe.py, in pmoe's repository",
+    )
+    return Output({"rows": rows}, lines)
+
+
 # ---- Lancet's section 7
 
 
@@ -162,5 +178,5 @@ def _scale() -> Output:
     return Output(fields, [*lines, *wrapped({"columns": assumptions("scale")["columns"]})])
 
 
-PRINTED = {"comet": _comet, "lancet": _lancet, "scale": _scale}
+PRINTED = {"comet": _comet, "flashdmoe": _flashdmoe, "lancet": _lancet, "scale": _scale}
 FIGURES = {"comet": comet_figures.beside_figure}

@@ -1,4 +1,4 @@
-"""bench/flashdmoe.py: Table 6.2, and the actors by hand, against bounds and beside COMET's code."""
+"""FlashDMoE's Table 6.2, and its actors: by hand, against bounds and beside COMET's code."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from bench.flashdmoe import (
     pair_run,
     pipeline_seconds,
     scaled_layers,
-    symmetric_bytes,
     synchronous_seconds,
-    table62,
     ways_by_size,
 )
+from pmoe.cli.simulate import PRINTED
 from pmoe.papers.comet_figures import chunked_run, fused_run
 from pmoe.papers.comet_tasks import Arriving, DeviceRates, FusedTask, even_layer
+from pmoe.papers.flashdmoe_table62 import symmetric_bytes, table62
 from pmoe.planner.simulator import makespan, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,7 +158,8 @@ def test_a_late_peer_delays_a_pair_and_a_pipeline_by_no_more_than_it_is_late() -
 
 
 def test_the_page_says_what_is_printed() -> None:
-    out = " ".join("\n".join(lines()).split())
+    told = [*PRINTED["flashdmoe"]().lines, *lines()]
+    out = " ".join("\n".join(told).split())
     page = " ".join((ROOT / "docs" / "flashdmoe.md").read_text(encoding="utf-8").split())
     eight, (few, many) = scaled_layers()[-1], late_peers()
     assert f"{eight['O_e']:.2f} at 8 GPUs, the synchronous layer {eight['synchronous O_e']:.2f}" in page

@@ -1,0 +1,32 @@
+"""Size(L) of FlashDMoE's symmetric tensor in the thesis's Table 6.2 (sections 5.3 and 6.8)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pmoe.papers.assumptions import printed
+
+TILE_ROWS = 128
+"""Of a cell, which holds whole tiles."""
+
+
+def symmetric_bytes(ranks: int, experts: int, capacity: int, row_bytes: int) -> int:
+    """Size(L) of P x R x B x E x C x H (section 5.3), two rounds and two buffers; experts: of a rank.
+
+    capacity: EC; a cell holds whole tiles of 128 rows. Example: 8, 2, 256, 4096 -> 64 MiB.
+    """
+    return ranks * 2 * 2 * experts * math.ceil(capacity / TILE_ROWS) * TILE_ROWS * row_bytes
+
+
+def table62() -> list[dict[str, Any]]:
+    """A row a line of Table 6.2, MB. rest: of the paper's bookkeeping without a hidden activation."""
+    rows = []
+    for thousands, experts, paper, bookkeeping in printed("flashdmoe table 6.2"):
+        capacity = thousands * 1024 // experts
+        size = symmetric_bytes(8, experts // 8, capacity, 4096) / 2**20
+        hidden = symmetric_bytes(8, experts // 8, capacity, 4096 * 4) / 4 / 2**20
+        row = {"tokens": f"{thousands}K", "experts": experts, "EC": capacity, "cell": max(128, capacity)}
+        row |= {"Size(L)": size, "paper": paper, "bookkeeping, paper": bookkeeping}
+        rows.append({**row, "rest": bookkeeping - hidden})
+    return rows

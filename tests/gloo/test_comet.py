@@ -345,7 +345,7 @@ def missing_job(rank: int, world: int) -> tuple[list[str], bool]:
         warnings.simplefilter("always")
         patch.setattr(comet, "_agreed", {})
         patch.setattr(comet, "refusal", lambda *_, **__: "no kernels here" if rank == 1 else None)
-        patch.setattr(comet.kernels, "ranks_refusal", lambda *_: None)
+        patch.setattr(comet, "ranks_refusal", lambda *_: None)
         patch.setattr(comet, "_kernel_steps", asked.append)
         for _ in range(2):
             layer(xs[rank]).sum().backward()
@@ -375,7 +375,7 @@ def nodes_job(rank: int, world: int, hosts: list[str]) -> list[str]:
         warnings.simplefilter("always")
         patch.setattr(comet, "_agreed", {})
         patch.setattr(comet, "refusal", lambda *_, **__: None)
-        patch.setattr(comet.kernels, "ranks_refusal", lambda *_: None)
+        patch.setattr(comet, "ranks_refusal", lambda *_: None)
         patch.setattr(comet, "host_name", lambda: hosts[rank])
         patch.setattr(comet, "process_heap", no)
         patch.setattr(comet, "nvshmem_heap", none_beyond)

@@ -12,7 +12,7 @@ from typing import Any
 from pmoe.cli.arguments import refused_as, slack
 from pmoe.cli.cluster import load_cluster, tomllib
 from pmoe.cli.output import Output, by_key, ms
-from pmoe.papers import comet_figures, lancet_figures
+from pmoe.papers import comet_figures, flashdmoe_figures, lancet_figures
 from pmoe.papers.assumptions import assumptions, wrapped
 from pmoe.papers.comet_figures import Beside
 from pmoe.papers.fsmoe_table5 import CONTENTION, PAPER_DIFFERING, table2, table5
@@ -26,6 +26,7 @@ ABOUT = "a paper's experiment, or large models on many ranks, from stated task c
 TOLD = {
     "fsmoe-table5": "FSMoE's Table 5: five systems, 1,458 layers, Testbed B",
     "comet": "COMET's Table 3, the moves of n_c in its Fig. 8, and a fused layer beside a chunked one",
+    "flashdmoe": "FlashDMoE's Table 6.2, and its actors beside other layers, with a late peer, too",
     "lancet": "Lancet's section 7: a step of GPT-2 by system",
     "scale": "a step of three models on 8 to 4,096 ranks, and where they stop scaling",
 }
@@ -36,7 +37,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("experiment", choices=list(TOLD), help="; ".join(f"{name}: {told}" for name, told in TOLD.items()))
     both = "fsmoe-table5: seconds of collectives of both lanes together, over those alone"
     add("--contention", type=slack, metavar="C", help=f"{both} (default {CONTENTION})")
-    drawn = "comet: the fused layer beside the chunked one, as a PNG"
+    drawn = "comet: the fused layer beside the chunked one; flashdmoe: a rank's actors; as a PNG"
     add("--draw", type=Path, metavar="FILE", help=drawn)
     add("--assumptions", action="store_true", help="print what is assumed, and simulate nothing")
 
@@ -97,6 +98,20 @@ def _beside_line(beside: Beside) -> str:
         f"{ms(combine.seconds)} with n_c = {combine.division.n_c}\nand T_N = "
         f"{combine.division.chunk_columns}), chunked {chunked}"
     )
+
+
+# ---- FlashDMoE's Table 6.2 and its actors
+
+
+def _flashdmoe() -> Output:
+    tables = {
+        "Table 6.2, MB (2^20 bytes); rest: bookkeeping less a hidden activation": flashdmoe_figures.table62(),
+        "actors beside a synchronous layer, 8,192 tokens a rank": flashdmoe_figures.scaled_layers(),
+        "one of 8 peers late: what it adds": flashdmoe_figures.late_peers(),
+        "three ways by tokens a rank of 8, alone and with a late peer": flashdmoe_figures.ways_by_size(),
+    }
+    lines = (f"{title}\n\n{table(by_key(rows))}\n" for title, rows in tables.items())
+    return Output(tables, itertools.chain(lines, wrapped(assumptions("flashdmoe, why"))))
 
 
 # ---- Lancet's section 7
@@ -162,5 +177,5 @@ def _scale() -> Output:
     return Output(fields, [*lines, *wrapped({"columns": assumptions("scale")["columns"]})])
 
 
-PRINTED = {"comet": _comet, "lancet": _lancet, "scale": _scale}
-FIGURES = {"comet": comet_figures.beside_figure}
+PRINTED = {"comet": _comet, "flashdmoe": _flashdmoe, "lancet": _lancet, "scale": _scale}
+FIGURES = {"comet": comet_figures.beside_figure, "flashdmoe": flashdmoe_figures.actors_figure}

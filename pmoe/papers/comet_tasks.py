@@ -109,7 +109,9 @@ class Model(NamedTuple):
     K: int
 
 
-def even_layer(model: Model, tokens: int, *, ep: int, tp: int = 1) -> tuple[Arriving, Returning]:
+def even_layer(
+    model: Model, tokens: int, *, ep: int, tp: int = 1, element_size: int = 2
+) -> tuple[Arriving, Returning]:
     """Both layers of a rank of ep * tp ranks under even routing; tokens: of all ranks, dealt evenly.
 
     The ranks of a TP group hold the same experts, 1 / tp of their hidden units each. So every row goes to all
@@ -123,13 +125,16 @@ def even_layer(model: Model, tokens: int, *, ep: int, tp: int = 1) -> tuple[Arri
     rows_E = tuple(end - start for start, end in itertools.pairwise(ends))
     here = 1 - math.comb(model.E - local, model.topk) / math.comb(model.E, model.topk)
     partials = min(round(own * here), sum(rows_E))
-    arriving = Arriving(rows_WE=(rows_E,) * ranks, reduction=model.N, columns=model.K // tp)
+    arriving = Arriving(
+        rows_WE=(rows_E,) * ranks, reduction=model.N, columns=model.K // tp, element_size=element_size
+    )
     returning = Returning(
         rows_E=arriving.rows_E,
         partials_W=(partials,) * ranks,
         tokens=own,
         reduction=model.K // tp,
         columns=model.N,
+        element_size=element_size,
     )
     return arriving, returning
 

@@ -1,4 +1,4 @@
-"""bench/flashdmoe.py: Table 6.2, and the actors by hand, against bounds and beside COMET's code."""
+"""`pmoe simulate flashdmoe`: Table 6.2, and the actors by hand, against bounds and beside COMET's code."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import flashdmoe
-from bench.flashdmoe import (
+from pmoe.cli.simulate import PRINTED
+from pmoe.papers import flashdmoe_figures
+from pmoe.papers.comet_figures import chunked_run, fused_run
+from pmoe.papers.comet_tasks import Arriving, DeviceRates, FusedTask, even_layer
+from pmoe.papers.flashdmoe_figures import (
     H100,
     LAYER,
     OPERATIONS,
@@ -18,19 +21,16 @@ from bench.flashdmoe import (
     TOKENS,
     actor_run,
     actor_tasks,
+    chunked_seconds,
     first_come,
     late_peers,
-    lines,
     pair_run,
-    pipeline_seconds,
     scaled_layers,
     symmetric_bytes,
     synchronous_seconds,
     table62,
     ways_by_size,
 )
-from pmoe.papers.comet_figures import chunked_run, fused_run
-from pmoe.papers.comet_tasks import Arriving, DeviceRates, FusedTask, even_layer
 from pmoe.planner.simulator import makespan, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,7 +72,7 @@ def test_the_first_free_processor_takes_what_is_ready_first_by_hand() -> None:
 def test_one_tile_of_each_rank_by_hand() -> None:
     """Two processors, a tile from here and one from the peer: all at once, one product after the other."""
     found = {each.task.name: each for each in first_come(actor_tasks(SMALL, BY_HAND), 2)}
-    decode, schedule = flashdmoe.DECODE, flashdmoe.SCHEDULE
+    decode, schedule = flashdmoe_figures.DECODE, flashdmoe_figures.SCHEDULE
     at = 0.5 + decode + schedule
     assert found["C0.0"].start == pytest.approx(at) and found["C0.0"].end == pytest.approx(at + 1)
     assert found["E1.0"].end == pytest.approx(0.5 + 2 * decode + 2 * schedule + 2, abs=2e-7)
@@ -125,8 +125,10 @@ def test_given_lanes_the_run_is_the_simulators() -> None:
 
 def test_what_is_said_of_the_figures_follows() -> None:
     two, four, eight = scaled_layers()
-    assert two["O_e"] == two["synchronous O_e"] == 1
-    assert min(four["O_e"], eight["O_e"]) > 0.9 > eight["synchronous O_e"]  # near 1, and less
+    assert two["efficiency"] == two["synchronous efficiency"] == 1
+    assert (
+        min(four["efficiency"], eight["efficiency"]) > 0.9 > eight["synchronous efficiency"]
+    )  # near 1, and less
     assert all(row["ms"] < row["synchronous ms"] for row in (two, four, eight))
     assert eight["Mtokens/s"] > 17.7  # of the paper, whose tiles are slower
     few, many = late_peers()
@@ -142,7 +144,7 @@ def test_ways_without_a_late_peer_are_comets_and_the_engines_models() -> None:
     assert first == makespan(fused_run(arriving, H100, 8))
     assert second == makespan(fused_run(returning, H100, 16, PAIR_COLUMNS))
     for n in (1, 4):
-        found = pipeline_seconds(arriving, returning, n)
+        found = chunked_seconds(arriving, returning, n)
         assert found == pytest.approx(makespan(chunked_run(arriving, returning, H100, n)))
 
 
@@ -150,7 +152,7 @@ def test_a_late_peer_delays_a_pair_and_a_pipeline_by_no_more_than_it_is_late() -
     arriving, returning = even_layer(LAYER, 512 * 8, ep=8)
     for run in (
         lambda late: sum(pair_run(arriving, returning, (8, 16), late)),
-        lambda late: pipeline_seconds(arriving, returning, 2, late),
+        lambda late: chunked_seconds(arriving, returning, 2, late),
     ):
         alone, late = run(0.0), run(1e-3)
         assert alone < late <= alone + 1e-3 + 1e-12
@@ -158,10 +160,13 @@ def test_a_late_peer_delays_a_pair_and_a_pipeline_by_no_more_than_it_is_late() -
 
 
 def test_the_page_says_what_is_printed() -> None:
-    out = " ".join("\n".join(lines()).split())
+    out = " ".join("\n".join(PRINTED["flashdmoe"]().lines).split())
     page = " ".join((ROOT / "docs" / "flashdmoe.md").read_text(encoding="utf-8").split())
     eight, (few, many) = scaled_layers()[-1], late_peers()
-    assert f"{eight['O_e']:.2f} at 8 GPUs, the synchronous layer {eight['synchronous O_e']:.2f}" in page
+    assert (
+        f"{eight['efficiency']:.2f} at 8 GPUs, the synchronous layer {eight['synchronous efficiency']:.2f}"
+        in page
+    )
     assert f"{eight['Mtokens/s']:.1f} million tokens" in page
     assert f"{eight['processors busy %']:.0f} %" in page
     assert f"{many['actors ms']:.2f} of {many['late ms']:.2f} ms" in page

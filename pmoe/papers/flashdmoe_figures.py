@@ -1,8 +1,6 @@
 """FlashDMoE's Table 6.2, and its actors on a simulator: overlap efficiency, throughput, a late peer.
 
-    python bench/flashdmoe.py [--assumptions] [--draw FILE]
-
-`ASSUMPTIONS` were fixed before the first run, and nothing is fitted. The layer is COMET's
+What it assumes was fixed before the first run, and nothing is fitted. The layer is COMET's
 (`pmoe.papers.comet_tasks`), and so are writing to peers and the synchronous layer beside it.
 
 Letters: N ranks, H columns of a row, D of the hidden layer.
@@ -13,18 +11,13 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
-
-from bench.stated import assumptions, by_key, run
-from pmoe.papers.assumptions import wrapped
-from pmoe.papers.comet_figures import busy_bars, chunked_run
+from pmoe.papers.assumptions import printed
+from pmoe.papers.comet_figures import H800, busy_bars, chunked_run
 from pmoe.papers.comet_tasks import (
     PIECE_ROWS,
     TILE_COLUMNS,
@@ -45,26 +38,7 @@ from pmoe.planner.timeline import drawing
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ASSUMPTIONS = assumptions("flashdmoe")
-
 # ---- Table 6.2
-
-
-TABLE_6_2 = [
-    (4, 16, 64.0, 64.57),
-    (4, 32, 64.0, 64.55),
-    (4, 64, 128.01, 128.9),
-    (4, 128, 256.02, 257.96),
-    (8, 16, 128.01, 128.95),
-    (8, 32, 128.01, 128.9),
-    (8, 64, 128.01, 128.9),
-    (8, 128, 256.02, 258.15),
-    (16, 16, 256.02, 257.89),
-    (16, 32, 256.02, 257.79),
-    (16, 64, 256.02, 257.8),
-    (16, 128, 256.02, 258.53),
-]
-"""Thousands of tokens, experts, Size(L) and bookkeeping in MB (2^20 bytes), as the thesis prints them."""
 
 
 def symmetric_bytes(ranks: int, experts: int, capacity: int, row_bytes: int) -> int:
@@ -78,7 +52,7 @@ def symmetric_bytes(ranks: int, experts: int, capacity: int, row_bytes: int) -> 
 def table62() -> list[dict[str, Any]]:
     """A row a line of Table 6.2, MB. rest: of the paper's bookkeeping without a hidden activation."""
     rows = []
-    for thousands, experts, paper, bookkeeping in TABLE_6_2:
+    for thousands, experts, paper, bookkeeping in printed("flashdmoe table 6.2"):
         capacity = thousands * 1024 // experts
         size = symmetric_bytes(8, experts // 8, capacity, 4096) / 2**20
         hidden = symmetric_bytes(8, experts // 8, capacity, 4096 * 4) / 4 / 2**20
@@ -90,28 +64,14 @@ def table62() -> list[dict[str, Any]]:
 
 # ---- the actors
 
-H100 = DeviceRates(
-    blocks=132,
-    block_flops=247e12 / 132,
-    block_local_bytes=56e9,
-    block_peer_bytes=56e9,
-    link_bytes=300e9,
-    signal_seconds=2e-6,
-)
+H100 = replace(H800, block_flops=247e12 / H800.blocks, link_bytes=300e9)
 DECODE, SCHEDULE, LAUNCHED = 0.2e-6, 0.1e-6, 5e-6
 TOKENS, LAYER = 8192, Model(E=64, topk=2, N=2048, K=2048)
 NUMBERS = (2, 4, 8)
 SIZES, PAIR_BLOCKS, PAIR_COLUMNS, CHUNKS = (1024, 2048, 4096, 8192, 16384), (8, 16, 24, 32), 512, (1, 2, 4, 8)
 """Tokens a rank; n_c and T_N of COMET's kernels; n of the pipeline."""
-OPERATIONS: Mapping[str, int] = {
-    "FlashDMoE": 1,
-    "COMET": 33,
-    "Megatron-LM CUTLASS": 85,
-    "Megatron-LM TE": 261,
-    "Megatron-LM + DeepEP": 432,
-    "DeepSpeedMoE": 550,
-}
-"""Table 1.1: what a forward pass launches."""
+OPERATIONS: Mapping[str, int] = printed("flashdmoe table 1.1")
+"""What a forward pass launches."""
 
 
 def actor_tasks(
@@ -191,17 +151,14 @@ def first_come(tasks: Iterable[FusedTask], processors: int) -> list[Simulated[Fu
 @functools.cache
 def actor_run(ranks: int, late: float = 0.0) -> list[Simulated[FusedTask]]:
     """FlashDMoE's layer on a rank of so many."""
-    arriving, _ = even_layer(LAYER, TOKENS * ranks, ep=ranks)
+    arriving, _ = even_layer(LAYER, TOKENS * ranks, ep=ranks, element_size=4)
     ends = {each.task.name: each.end for each in actor_run(ranks)} if late else None
-    return first_come(actor_tasks(replace(arriving, element_size=4), H100, late, ends), H100.blocks - 1)
+    return first_come(actor_tasks(arriving, H100, late, ends), H100.blocks - 1)
 
 
 def synchronous_seconds(ranks: int) -> tuple[float, float]:
     """Of the synchronous layer without launches, and of one of its all-to-alls."""
-    arriving, returning = (
-        replace(each, element_size=4) for each in even_layer(LAYER, TOKENS * ranks, ep=ranks)
-    )
-    run = chunked_run(arriving, returning, H100, 1)
+    run = chunked_run(*even_layer(LAYER, TOKENS * ranks, ep=ranks, element_size=4), H100, 1)
     return makespan(run), exchange_seconds(run)
 
 
@@ -222,8 +179,8 @@ def scaled_layers() -> list[dict[str, Any]]:
         first = rows[0] if rows else {"ms": seconds * 1e3, "synchronous ms": slow * 1e3}
         row = {"GPUs": ranks, "ms": seconds * 1e3, "synchronous ms": slow * 1e3}
         row |= {
-            "O_e": first["ms"] / row["ms"],
-            "synchronous O_e": first["synchronous ms"] / row["synchronous ms"],
+            "efficiency": first["ms"] / row["ms"],
+            "synchronous efficiency": first["synchronous ms"] / row["synchronous ms"],
         }
         row["processors busy %"] = 100 * busy / (H100.blocks - 1) / makespan(run)
         rows.append({**row, "Mtokens/s": TOKENS * ranks / seconds / 1e6})
@@ -262,7 +219,7 @@ def pair_run(
     return first, makespan(simulate(fused_combine_tasks(returning, H100, blocks[1], PAIR_COLUMNS), returns))
 
 
-def pipeline_seconds(arriving: Arriving, returning: Returning, n: int, late: float = 0.0) -> float:
+def chunked_seconds(arriving: Arriving, returning: Returning, n: int, late: float = 0.0) -> float:
     """Of the engine's schedule in n chunks, whose first all-to-all waits for the late peer."""
     run = chunked_run(arriving, returning, H100, n)
     first = min((each for each in run if each.task.kind == "S"), key=lambda each: each.start).task.name
@@ -275,19 +232,18 @@ def ways_by_size() -> list[dict[str, Any]]:
     """A row for each number of tokens a rank: ms by each way, then with a late peer."""
     rows = list[dict[str, Any]]()
     for tokens in SIZES:
-        layers = even_layer(LAYER, tokens * 8, ep=8)
-        arriving, returning = (replace(each, element_size=4) for each in layers)
+        arriving, returning = even_layer(LAYER, tokens * 8, ep=8, element_size=4)
         exchange = exchange_seconds(chunked_run(arriving, returning, H100, 1))
         pairs = {n_c: pair_run(arriving, returning, (n_c, n_c)) for n_c in PAIR_BLOCKS}
         best = min(pairs, key=lambda n_c: pairs[n_c][0]), min(pairs, key=lambda n_c: pairs[n_c][1])
-        n = min(CHUNKS, key=lambda n: pipeline_seconds(arriving, returning, n) + 4 * n * LAUNCHED)
+        n = min(CHUNKS, key=lambda n: chunked_seconds(arriving, returning, n) + 4 * n * LAUNCHED)
         ends = {each.task.name: each.end for each in first_come(actor_tasks(arriving, H100), H100.blocks - 1)}
         row: dict[str, Any] = {"tokens": tokens}
         for name, late in (("", 0.0), (", late", 0.32 * exchange)):
             actors = first_come(actor_tasks(arriving, H100, late, ends), H100.blocks - 1)
             row[f"actors{name}"] = (makespan(actors) + LAUNCHED) * 1e3
             row[f"pair{name}"] = (sum(pair_run(arriving, returning, best, late)) + 2 * LAUNCHED) * 1e3
-            chunked = pipeline_seconds(arriving, returning, n, late) + 4 * n * LAUNCHED
+            chunked = chunked_seconds(arriving, returning, n, late) + 4 * n * LAUNCHED
             row[f"pipeline{name}"] = chunked * 1e3
         rows.append(row)
     return rows
@@ -303,19 +259,3 @@ def actors_figure() -> Figure:
     runs = {"all alike": actor_run(8), f"one peer late by {late * 1e3:.2f} ms": actor_run(8, late)}
     panels = {name: busy_bars(run, lanes) for name, run in runs.items()}
     return drawing(panels, f"FlashDMoE's actors, {TOKENS} tokens a rank of 8 H100, simulated")
-
-
-def lines() -> Iterator[str]:
-    tables = {
-        "Table 6.2, MB (2^20 bytes); rest: bookkeeping less a hidden activation": table62(),
-        f"actors beside a synchronous layer, {TOKENS:,} tokens a GPU": scaled_layers(),
-        "one of 8 peers late: what it adds": late_peers(),
-        "three ways, ms, by tokens a rank of 8, alone and with a peer that is late": ways_by_size(),
-    }
-    for title, rows in tables.items():
-        yield f"{title}\n\n{by_key(rows)}\n"
-    yield from wrapped(assumptions("flashdmoe, why"))
-
-
-if __name__ == "__main__":
-    run("flashdmoe", lines, actors_figure)

@@ -20,6 +20,7 @@ FOLDERS = ("engine", "schedule", "layer", "runners", "comm", "experts", "orderin
 RUN = tuple(f"pmoe/{name}" for name in FOLDERS)
 DEPENDS = {
     "choices": (*RUN, "pmoe/planner", "pmoe/measure"),
+    "cluster": (*RUN, "pmoe/planner", "pmoe/measure"),
     "esp": RUN,
     "fairseq": (*RUN, "pmoe/integrations/fairseq"),
     "gates": ("pmoe/gates", "pmoe/ordering", "pmoe/layer"),

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pmoe.kernels.flashdmoe import TILE_ROWS
 from pmoe.papers.assumptions import printed
-
-TILE_ROWS = 128
-"""Of a cell, which holds whole tiles."""
 
 
 def symmetric_bytes(ranks: int, experts: int, capacity: int, row_bytes: int) -> int:

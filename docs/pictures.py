@@ -102,15 +102,15 @@ def draw_scaling(path: Path) -> None:
     with rc_context(LOOK):
         figure = Figure(figsize=(10, 6), layout="constrained")
         for axis, (kind, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
-            strong, rows = kind == "strong", found[kind]["rows"]
+            strong, rows = kind == "strong", found[kind]
+            ends = {end["model"]: end for end in found[f"{kind} ends"]}
             for model, name in zip(dict.fromkeys(row["model"] for row in rows), SERIES, strict=False):
                 mine = {row["ranks"]: row for row in rows if row["model"] == model}
                 speed = {ranks: row["ktokens/s"] / (1 if strong else ranks) for ranks, row in mine.items()}
                 slow = [speed[ranks] / row[f"slow n={row['n']}"] for ranks, row in mine.items()]
                 axis.plot([*speed], [*speed.values()], "o-", color=LIGHT[name], label=model * strong)
                 axis.plot([*speed], slow, "--", color=LIGHT[name], lw=1.2)
-                if model in found[kind]["ends"]:
-                    end = found[kind]["ends"][model]
+                if end := ends.get(model):
                     at, below = (
                         (end["ranks"], speed[end["ranks"]]),
                         12 - 36 * strong - 58 * (name == "c1" and not strong),

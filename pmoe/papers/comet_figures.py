@@ -247,19 +247,18 @@ def _at_one_tile(layer: Returning, device: DeviceRates) -> BestDivision:
     return best_division(layer, device, chunks=[TILE_COLUMNS])
 
 
-def moves(cases: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The paper's two moves of n_c, and whether the model's goes the same way: a line each."""
+def moves(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The paper's two moves of n_c, and whether the model's goes the same way: a row each."""
     of = {(case["tp"], case["tokens"]): (case["paper"], case["model"]) for case in cases}
-    lines = []
+    rows = []
     for told, start, end in (
         ("TP = 8, M 4096 -> 16384", (8, 4096), (8, 16384)),
         ("M = 16384, TP 8 -> 4", (8, 16384), (4, 16384)),
     ):
         (paper, model), (moved_paper, moved_model) = of[start], of[end]
-        same = (moved_model - model) * (moved_paper - paper) > 0
-        way = "the same way" if same else "NOT the same way"
-        lines.append(f"{told}: paper {paper} -> {moved_paper}, model {model} -> {moved_model}: {way}")
-    return lines
+        row = {"move": told, "paper": f"{paper} -> {moved_paper}", "model": f"{model} -> {moved_model}"}
+        rows.append({**row, "same way": (moved_model - model) * (moved_paper - paper) > 0})
+    return rows
 
 
 # ---- the fused layer beside the chunked one
@@ -314,31 +313,28 @@ def _rows_of_chunk(rows: int, chunk: int, n: int) -> int:
     return rows * (chunk + 1) // n - rows * chunk // n
 
 
-@dataclass(frozen=True, kw_only=True)
-class Beside:
-    """A layer fused and chunked. dispatch, combine: the best divisions of both fused kernels; chunked:
-    seconds by n."""
-
-    tokens: int
-    dispatch: BestDivision
-    combine: BestDivision
-    chunked: Mapping[int, float]
-
-    @property
-    def fused(self) -> float:
-        return self.dispatch.seconds + self.combine.seconds
-
-
 @functools.cache
-def beside() -> Beside:
-    """Mixtral's layer with EP = 8: one fused kernel after the other, and chunked in 1, 2, 4 and 8."""
+def beside() -> list[dict[str, Any]]:
+    """Mixtral's layer with EP = 8, a row a way: one fused kernel after the other, each at its best division,
+    and chunked in 1, 2, 4 and 8."""
     arriving, returning = _mixtral(DRAWN_TOKENS, tp=1)
-    return Beside(
-        tokens=DRAWN_TOKENS,
-        dispatch=best_division(arriving, H800),
-        combine=best_division(returning, H800),
-        chunked={n: makespan(chunked_run(arriving, returning, H800, n)) for n in (1, 2, 4, 8)},
-    )
+    first, second = best_division(arriving, H800), best_division(returning, H800)
+    fused = {
+        "way": "fused",
+        "seconds": first.seconds + second.seconds,
+        "layer_0_seconds": first.seconds,
+        "layer 0 blocks": first.division.n_c,
+        "layer_1_seconds": second.seconds,
+        "layer 1 blocks": second.division.n_c,
+        "layer 1 columns": second.division.chunk_columns,
+    }
+    chunked = {n: makespan(chunked_run(arriving, returning, H800, n)) for n in (1, 2, 4, 8)}
+    return [fused, *({"way": f"chunked, n = {n}", "seconds": seconds} for n, seconds in chunked.items())]
+
+
+def tables() -> dict[str, list[dict[str, Any]]]:
+    """What `pmoe simulate comet` prints."""
+    return {"table3": table3(), "figure8": figure8(), "moves": moves(figure8()), "beside": beside()}
 
 
 def fused_bars(run: Sequence[Simulated[FusedTask]], n_c: int, origin: float = 0.0) -> list[Span]:
@@ -347,18 +343,16 @@ def fused_bars(run: Sequence[Simulated[FusedTask]], n_c: int, origin: float = 0.
     return busy_bars(run, dict(lanes), origin)
 
 
-def panels(found: Beside) -> dict[str, list[Span]]:
+def panels() -> dict[str, list[Span]]:
     """The drawing of `beside`: fused, and chunked in n = 2 and the best n."""
-    arriving, returning = _mixtral(found.tokens, tp=1)
-    first, second = found.dispatch.division, found.combine.division
-    fused = fused_bars(fused_run(arriving, H800, first.n_c), first.n_c)
-    run = fused_run(returning, H800, second.n_c, second.chunk_columns)
-    fused += fused_bars(run, second.n_c, found.dispatch.seconds)
-    drawn = {
-        f"fused, n_c = {first.n_c} of {H800.blocks} in layer 0, {second.n_c} in layer 1 "
-        f"(T_N = {second.chunk_columns})": fused
-    }
-    for n in dict.fromkeys((2, min(found.chunked, key=found.chunked.__getitem__))):
+    arriving, returning = _mixtral(DRAWN_TOKENS, tp=1)
+    fused, *chunked = beside()
+    first, second, columns = fused["layer 0 blocks"], fused["layer 1 blocks"], fused["layer 1 columns"]
+    bars = fused_bars(fused_run(arriving, H800, first), first)
+    bars += fused_bars(fused_run(returning, H800, second, columns), second, fused["layer_0_seconds"])
+    name = f"fused, n_c = {first} of {H800.blocks} in layer 0, {second} in layer 1 (T_N = {columns})"
+    drawn = {name: bars}
+    for n in dict.fromkeys((2, 1 << min(range(4), key=lambda i: chunked[i]["seconds"]))):
         drawn[f"chunked, n = {n}"] = simulated_bars("forward", chunked_run(arriving, returning, H800, n))
     return drawn
 
@@ -366,4 +360,4 @@ def panels(found: Beside) -> dict[str, list[Span]]:
 def beside_figure() -> Figure:
     """Needs matplotlib."""
     title = f"Mixtral 8x7B, EP = 8, M = {DRAWN_TOKENS}: a rank of 8 H800, simulated"
-    return drawing(panels(beside()), title)
+    return drawing(panels(), title)

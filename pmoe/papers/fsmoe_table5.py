@@ -322,3 +322,16 @@ def _row(name: str, tutel: Sequence[float], seconds: Sequence[float]) -> dict[st
     ratios = [base / each for base, each in zip(tutel, seconds, strict=True)]
     spread = {"mean": statistics.fmean(ratios), "smallest": min(ratios), "largest": max(ratios)}
     return {**spread, "paper": PAPER.get(name)}
+
+
+def tables(contention: float = CONTENTION) -> dict[str, list[dict[str, Any]]]:
+    """What `pmoe simulate fsmoe-table5` prints: both tables of the paper, ideal and under one contention."""
+    ideal, contended = table5(1.0), table5(contention)
+    systems = [
+        {"system": name, "C": found["contention"], **row}
+        for found in (ideal, contended)
+        for name, row in found["systems"].items()
+    ]
+    differing = {"layers": ideal["num_layers"], "differing": ideal["differing"]}
+    differing |= {"without gradients": ideal["differing_alone"], "paper": PAPER_DIFFERING}
+    return {"systems": systems, "degrees": [differing], "table2": table2()}

@@ -41,6 +41,11 @@ SAME_ROLE: dict[str, tuple[set[str], set[str]]] = {
         {"permute", "unpermute"},
         {"pmoe/kernels/permute/operators.py", "pmoe/kernels/permute/reference.py"},
     ),
+    "what an experiment of `pmoe simulate` prints": (
+        {"tables"},
+        {f"pmoe/papers/{name}.py" for name in ("comet_figures", "flashdmoe_figures", "fsmoe_table5")}
+        | {"pmoe/papers/lancet_figures.py"},
+    ),
     "a routing and its plain definition": (
         {"route", "route_backward"},
         {"pmoe/kernels/route/operators.py", "pmoe/kernels/route/reference.py"},

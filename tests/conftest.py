@@ -35,7 +35,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByGroup(config, log)
 
 
+def mark_slow_all_but_samples(items: list[pytest.Item]) -> None:
+    """``@pytest.mark.sampled(n)``: of a test's cases n are quick, evenly spread, and the others slow."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_test in cases.values():
+        (count,) = of_test[0].get_closest_marker("sampled").args
+        quick = {(2 * i + 1) * len(of_test) // (2 * count) for i in range(count)}
+        for i, item in enumerate(of_test):
+            if i not in quick:
+                item.add_marker("slow")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_slow_all_but_samples(items)
     place = {file: i for i, file in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(group(item.nodeid), len(place)))
 

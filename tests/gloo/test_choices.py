@@ -97,6 +97,7 @@ def search_job(rank: int, world: int, counts: tuple[int, ...], options: dict[str
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"memory_reuse": "S4"}], ids=["no reuse", "S4"])
 @pytest.mark.parametrize("counts", [(2048, 3), (0, 4200)])
 def test_a_batch_size_is_tried_once_and_every_rank_takes_the_same_n(
@@ -181,6 +182,7 @@ def pair_job(rank: int, world: int, folder: str, options: dict[str, Any]) -> dic
     }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "world, options", spread([1, 2], [{}, {"expert": mlp}, {"expert": "swiglu"}], every=2), ids=named
 )
@@ -231,6 +233,7 @@ def budget_job(rank: int, world: int, folder: str, budget: Any, options: dict[st
     }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("skew", [False, True], ids=["even", "all to one expert"])
 @pytest.mark.parametrize("options", [{}, {"pipeline": 4}, {"pipeline": True, "memory_reuse": True}], ids=str)
 @pytest.mark.parametrize("world", [1, 2])

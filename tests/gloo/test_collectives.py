@@ -138,6 +138,7 @@ def equal_job(
     return wrong
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind, world, nodes", CASES)
 def test_any_counts_arrive_as_by_the_flat_all_to_all(kind: str, world: int, nodes: Nodes) -> None:
     for wrong in ranks(world).run(equal_job, kind, nodes, LOADS, [torch.float32]):

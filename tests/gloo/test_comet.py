@@ -133,6 +133,7 @@ def max_rows(world: int, case: Case) -> int:
     return int(received.max())
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "way, pair, world, top_k, load",
     spread(
@@ -157,6 +158,7 @@ def test_every_expert_equals_the_definition(
     check(world, Case(2, 3, options={"fused": way, "bias": bias, **kind}))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "n, n_backward, world, pair",
     spread([1, 2, 4], [None, 1, 2, 4], [2, 4], [False, True, *PAIRS], every=13),
@@ -169,6 +171,7 @@ def test_forward_alone_fits_the_engines_backward(
         check(world, Case(2, 2, load, options={**options, "capacity_factor": 0.8}))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", [True, "forward"])
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("reuse", [False, "S4"])

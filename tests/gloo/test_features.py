@@ -15,6 +15,7 @@ def wrong_job(rank: int, world: int, taker: str, among: Feature, some: slice) ->
     return wrong_of(COMPUTED[taker], [(among,), *filter(featured.fit, cases)][some])
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("among", [Feature.RANKS, Feature.SHARDED], ids=lambda feature: feature.name)
 @pytest.mark.parametrize("taker", TAKERS)
 def test_each_feature_among_ranks_gives_the_definitions_result_or_is_refused_by_name(

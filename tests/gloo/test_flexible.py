@@ -44,6 +44,7 @@ MESHES = [(2, 1, 2), (2, 2, 1), (4, 2, 2), (4, 1, 4), (4, 4, 1)]
 """world, ep, esp"""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("world, ep, esp, expert, n", spread(MESHES, ["ffn", "swiglu"], [1, 2, 3], every=4))
 def test_sharded_experts_equal_the_definition(world: int, ep: int, esp: int, expert: str, n: int) -> None:
     for top_k, capacity in ((1, None), (2, 0.6)):
@@ -64,6 +65,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "pair, world, ep, esp, n, n_backward",
     spread(PAIRS, [(2, 1, 2), (4, 2, 2), (4, 1, 4)], [(1, None), (3, None), (2, 4), (4, 2)], every=9),
@@ -79,6 +81,7 @@ def test_sharded_experts_with_memory_reuse_equal_the_definition(
 HIERARCHIES = [("hierarchical_1d", 1), ("hierarchical_1d", 2), ("hierarchical_2d", 1), ("hierarchical_2d", 2)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "world, name, nodes, send_once, bypass_local, reuse",
     spread([2, 4], HIERARCHIES, [False, True], [False, True], [False, "S4"], every=9),
@@ -96,6 +99,7 @@ def test_dispatch_and_combine_may_differ(combine: str) -> None:
     check(4, Case(4, 2, options=options))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world, top_k, n", spread([1, 2, 4], [1, 2, 4, 8], [1, 2, 3], every=7))
 def test_rows_that_travel_once_equal_the_definition(world: int, top_k: int, n: int) -> None:
     for capacity, load in ((None, "mixed"), (0.6, "mixed"), (None, "one expert")):
@@ -103,6 +107,7 @@ def test_rows_that_travel_once_equal_the_definition(world: int, top_k: int, n: i
         check(world, Case(8, top_k, load=load, options=options))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("pair, world, ep, esp", spread(PAIRS, [(2, 1, 2), (4, 2, 2)], every=2), ids=named)
 def test_rows_that_travel_once_with_memory_reuse_and_shards(
     pair: pmoe.Restore, world: int, ep: int, esp: int
@@ -123,6 +128,7 @@ def test_shared_experts_equal_the_definition(world: int, shared: int | str, expe
             check(world, Case(4, 2, 2, 2, shared=shared, options=options))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world, reuse, shared",
     spread([1, 2, 4], [False, "S4", pmoe.Restore("offload", "keep")], [None, 5], every=3),
@@ -134,6 +140,7 @@ def test_callbacks_equal_the_definition(world: int, reuse: Any, shared: int | No
         check(world, Case(4, 2, shared=shared, options=options))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "reuse, world, ep, esp, n, one_lane",
     spread(
@@ -189,6 +196,7 @@ def sine_job(
 POINTS = ["before_dispatch", "after_dispatch", "before_combine", "after_combine"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("point, reuse", spread(POINTS, [False, "S4"], every=2))
 def test_one_hook_alone_is_the_same_for_sharded_experts(point: str, reuse: Any) -> None:
     for y, dx, y_flat, dx_flat in ranks(4).run(sine_job, point, 2, reuse):
@@ -196,6 +204,7 @@ def test_one_hook_alone_is_the_same_for_sharded_experts(point: str, reuse: Any) 
         assert relative_error(dx, dx_flat) < 1e-12
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("n", [1, 3])
 def test_the_einsum_order_equals_the_definition(world: int, n: int) -> None:
@@ -386,6 +395,7 @@ def chosen_job(rank: int, world: int, folder: str, options: dict[str, Any]) -> f
     return float((found[0] - found[1]).abs().max() / found[0].abs().max())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [

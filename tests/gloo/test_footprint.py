@@ -75,6 +75,7 @@ def exact_job(rank: int, world: int, pair: pmoe.Restore, n: int) -> tuple[float,
     return predicted.peak / found.peak, layer.predict_memory(TOKENS).peak / found.peak
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("pair, world, n", spread(ALL_PAIRS, [2, 4], [1, 4], every=4), ids=named)
 def test_the_peak_on_every_rank_is_within_two_percent_of_the_prediction(
     pair: pmoe.Restore, world: int, n: int
@@ -104,6 +105,7 @@ def sharded_job(rank: int, world: int, pair: pmoe.Restore, n: int, esp: int) -> 
     return predicted.peak / found.peak, layer.predict_memory(TOKENS).peak / found.peak
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("pair, world, esp, n", spread(ALL_PAIRS, [(2, 2), (4, 2), (4, 4)], [1, 4], every=6))
 def test_the_peak_of_sharded_experts_is_within_two_percent_of_the_prediction(
     pair: pmoe.Restore, world: int, esp: int, n: int
@@ -133,6 +135,7 @@ def kind_job(rank: int, world: int, options: dict[str, Any], esp: int) -> tuple[
     return exact.peak / found.peak, layer.predict_memory(TOKENS).peak / found.peak
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world, options, esp", [(2 + 2 * (i % 2), *kind) for i, kind in enumerate(KINDS)], ids=named
 )
@@ -190,6 +193,7 @@ def skewed(world: int, share: float, esp: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world, share, esp", spread([2, 4], [0.9, 0.35], [1, 2], every=3))
 def test_a_budget_is_kept_when_all_tokens_of_all_ranks_go_to_one_expert(
     world: int, share: float, esp: int, tmp_path: Path

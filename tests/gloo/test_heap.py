@@ -315,6 +315,7 @@ def closed_by_one(rank: int, world: int) -> tuple[str, int]:
     return "no error", 0
 
 
+@pytest.mark.slow
 def test_memory_stays_where_a_peer_does_not_come_to_close() -> None:
     with Pool(2, timeout_seconds=SHORT_TIMEOUT_SECONDS) as pool:
         pool.start(closed_by_one)

@@ -293,11 +293,13 @@ TILINGS = [(2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 1, 1), (4, 2, 1), (4, 1, 2), (4,
 """world, ep, esp"""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("world, ep, esp, optimizer", spread(TILINGS, ["SGD", "AdamW"], every=2))
 def test_every_tiling_trains_like_one_process(world: int, ep: int, esp: int, optimizer: str) -> None:
     check(Case(world, 1, ep, esp, optimizer=optimizer))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "world, ep, esp, num_experts", [(2, 1, 2, 1), (4, 2, 2, 2), (4, 1, 4, 1), (4, 1, 2, 1)]
 )
@@ -311,12 +313,14 @@ def test_the_layers_options_change_nothing() -> None:
     check(Case(4, 1, 1, 2, options={**shared, "pipeline": 2, "bias": False}))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("norm_type", [1.0, pytest.param(3.0, marks=pytest.mark.slow), math.inf])
 def test_norms_of_any_order(norm_type: float) -> None:
     check(Case(4, 1, 1, 2, norm_type=norm_type))
     check(Case(4, 2, 2, 2, dense="sequence", norm_type=norm_type))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world, ep, esp", [(2, 2, 1), (4, 2, 1), (4, 2, 2)])
 def test_the_dense_part_may_be_left_to_distributed_data_parallel(world: int, ep: int, esp: int) -> None:
     check(Case(world, 1, ep, esp, dense="ddp"))
@@ -325,6 +329,7 @@ def test_the_dense_part_may_be_left_to_distributed_data_parallel(world: int, ep:
 DENSE = ["sequence", "plain sequence", "gathered"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "world, ep, esp, dense", spread([(2, 2, 1), (2, 1, 2), (4, 1, 2), (4, 4, 1)], DENSE, every=3)
 )
@@ -332,6 +337,7 @@ def test_attention_over_mp_beside_experts_on_other_meshes(world: int, ep: int, e
     check(Case(world, 2, ep, esp, dense=dense))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dense, optimizer", spread(DENSE, ["SGD", "AdamW"], every=2))
 def test_figure_2_trains_like_one_process(dense: str, optimizer: str) -> None:
     check(Case(4, 2, 2, 2, 2, dense, optimizer))

@@ -92,6 +92,7 @@ QUICK = {("ddp", 2, "fused"), ("fsdp", 2, "foreach")}
 """Those of every test run."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("wrap", "passes", "how"),
     [
@@ -162,6 +163,7 @@ def gradients(
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sizes, expert", grid(list(MESHES), ["ffn", "swiglu"], every=2))
 def test_gradients_and_their_norm_are_those_of_one_process(sizes: str, expert: str) -> None:
     check_gradients(MESHES[sizes], expert, spread=False, reduce=True)

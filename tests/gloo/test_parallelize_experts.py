@@ -134,6 +134,7 @@ def gradients_under(rank: int, world: int, how: str, again: bool, expert: str) -
     return [local_part(each.grad) for each in pmoe.expert_parameters(model) if each.grad is not None]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["compiled", "a part is checkpointed", "in another module"])
 def test_experts_are_left_alone_whatever_names_wrappers_give_them(how: str) -> None:
     for expert in ("ffn", "modules"):

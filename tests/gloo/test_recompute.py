@@ -92,6 +92,7 @@ def pairs_job(rank: int, world: int, pair: Restore | bool, expert: Any, n: int, 
     assert len(more) == len(backward) + 2 * (a_call - counts)  # no counts are exchanged again
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "world, pair, expert, degrees",
     spread([2, 4], [False, *ALL_PAIRS], ["ffn", mlp, dropping], [[1, 1], [3, 3], [4, 2]], every=13),
@@ -145,6 +146,7 @@ def options_job(rank: int, world: int, name: str) -> None:
         compare(Block(**options), x, name)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("world, name", spread([4, 2], list(OPTIONS), every=2))
 def test_whatever_else_a_layer_does(world: int, name: str) -> None:
     ranks(world).run(options_job, name)
@@ -252,6 +254,7 @@ def orders_job(rank: int, world: int) -> None:
         assert all(map(torch.equal, got, want)), i
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [2, 4])
 def test_several_forwards_run_backward_in_any_order_and_twice(world: int) -> None:
     ranks(world).run(orders_job)
@@ -331,6 +334,7 @@ def selective_job(rank: int, world: int, options: dict[str, Any], count: int) ->
     return error_of(lambda: y.sum().backward()), found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options, count",
     [
@@ -373,6 +377,7 @@ def deterministic_job(rank: int, world: int, options: dict[str, Any]) -> None:
         assert_same(run, runs[0], told=options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options", [{}, {"pipeline": 3, "memory_reuse": "S4"}, {"capacity_factor": 1.0}], ids=str
 )

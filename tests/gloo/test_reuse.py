@@ -44,6 +44,7 @@ def modules_job(rank: int, world: int, name: str, degrees: list[int]) -> None:
         assert_same(got, expected, 1e-12, (str(pair), n, n_backward))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name, world, degrees", spread(list(EXPERTS), [2, 4], [[1, 1], [2, 2], [3, 1]], every=4)
 )
@@ -63,6 +64,7 @@ def finer_backward_job(rank: int, world: int) -> None:
             assert_same(step(layer, x), expected, 1e-12, (dispatched, n, n_backward))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [2, 4])
 def test_recomputed_modules_may_have_more_chunks_in_backward(world: int) -> None:
     ranks(world).run(finer_backward_job)
@@ -94,6 +96,7 @@ def orders_job(rank: int, world: int, expert: Any, pairs: list[tuple[Restore]]) 
         assert pmoe.pool().host.bytes_in_use == pmoe.pool().device.bytes_in_use == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pairs", parts(ALL_PAIRS, every=7))
 @pytest.mark.parametrize("world, expert", spread([2, 4], ["ffn", mlp, dropping], every=2))
 def test_several_forwards_may_run_backward_in_any_order_and_twice(
@@ -142,6 +145,7 @@ def collectives_job(rank: int, world: int, counts: tuple[int, ...], n: int, n_ba
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("counts", [(0, 0), (0, 1), (7, 3)])
 def test_every_rank_issues_the_same_collectives_whatever_its_tokens(counts: tuple[int, ...]) -> None:
     """In backward the rows once more, where they are sent again."""
@@ -173,6 +177,7 @@ def restored_job(rank: int, world: int, expert: str, cases: list[tuple[Any, ...]
     return rows
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cases", parts(ALL_PAIRS, [True, False], RESTORED_DEGREES, every=7))
 @pytest.mark.parametrize("world, expert", spread([1, 2, 4], ["ffn", "swiglu"], every=2))
 def test_a_restored_tensor_is_bit_identical_to_the_one_of_forward(
@@ -224,6 +229,7 @@ def little_memory_job(
 AGAIN = "pmoe: too little host memory is left on some rank to offload T_DI: it is sent again instead"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "world, who, expert, hidden",
     spread(
@@ -247,6 +253,7 @@ def test_rows_that_one_rank_cannot_offload_are_sent_again_by_all(
         assert len(others) == (hidden == "offload" and rank in who)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "world, who, expert, dispatched, degrees",
     spread(
@@ -269,6 +276,7 @@ def test_hidden_that_one_rank_cannot_offload_is_recomputed_by_it_alone(
         assert all(message.startswith("pmoe: host memory for offloading: ") for message in got["warned"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("expert", ["ffn", mlp, dropping])
 def test_host_memory_for_a_part_is_used_for_that_part(expert: Any) -> None:
     for limit, degrees in zip((4000, 8000, 16000), [(2, 2), (4, 2), (2, 2)], strict=True):
@@ -322,6 +330,7 @@ def skew_job(
 COUNTS = [(0, 7), (11, 2), (13, 13, 13, 13), (17, 0, 29, 5), (7, 7, 0, 0)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "counts, degrees, expert, slack",
     spread(

@@ -114,6 +114,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("world, top_k, local_experts, n", spread(SIZES, [1, 2, 3, 8], every=3))
 def test_output_and_gradients_equal_the_definition(
     world: int, top_k: int, local_experts: int, n: int
@@ -170,6 +171,7 @@ def test_every_restore_pair_equals_the_definition(pair: pmoe.Restore, world: int
     check(world, Case(n, 1, 4, 0.6, memory_reuse=pair, expert="swiglu"))
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "pair, world, n, n_backward",
     spread(PAIRS, [1, 2, 4], [(1, 4), (4, 1), (2, 6), (6, 2), (3, 1), (1, 3)], every=7),
@@ -181,6 +183,7 @@ def test_backward_may_have_other_chunks_than_forward(
     check(world, Case(n, 2, 2, memory_reuse=pair, n_backward=n_backward))
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(
     "pair, world, n, n_backward, load",
     spread(
@@ -198,6 +201,7 @@ def test_skew_cuts_finer_and_changes_no_result(
     check(world, Case(n, 2, 2, load=load, memory_reuse=pair, n_backward=n_backward))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "pair, world, bypass_local, sequential",
     spread(PAIRS, [1, 2, 4], [(False, False), (True, True), (False, True)], every=7),
@@ -210,6 +214,7 @@ def test_reuse_with_rows_sent_to_oneself_and_in_sequence_changes_nothing(
     check(world, case)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "pair, world, activation", spread(PAIRS, [1, 2, 4], ["relu", "silu"], every=4), ids=named
 )

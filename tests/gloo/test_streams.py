@@ -274,6 +274,7 @@ FLEXIBLE: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "world, options, reuse, n", spread([2, 4], FLEXIBLE, [False, "S1", "S3", "S4"], [1, 3], every=12)
 )
@@ -292,6 +293,7 @@ def test_a_planted_race_of_the_lane_inside_the_node_is_found(mistake: str) -> No
         assert report.findings
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "pair, world, n, pipeline_backward, expert, bypass_local",
     spread(ALL_PAIRS, [1, 2], ROTATING, every=10),
@@ -314,6 +316,7 @@ def test_rings_and_copies_never_race_and_no_buffer_is_freed_early(
         assert report.copy_tasks[Lane.COPY_IN] == STEPS * n_backward * copies_a_chunk
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dispatched", ["keep", "communicate"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_does_not_fit_on_the_host_is_made_again_without_a_race(world: int, dispatched: str) -> None:
@@ -325,6 +328,7 @@ def test_what_does_not_fit_on_the_host_is_made_again_without_a_race(world: int, 
         assert 0 < report.copy_tasks[Lane.COPY_OUT] < STEPS * 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "world, pair, bypass_local", spread([1, 2], ["S1", "S2", "S3", "S4"], [True, False], every=5)
 )
@@ -337,6 +341,7 @@ def test_layers_on_two_streams_share_lanes_and_host_memory_without_a_race(
         assert (report.copy_tasks.total() > 0) == (pair != "S4")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["compute", "input_gradient", "weight_gradient"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_error_in_an_expert_leaves_no_message_in_freed_buffers(world: int, method: str) -> None:
@@ -345,6 +350,7 @@ def test_an_error_in_an_expert_leaves_no_message_in_freed_buffers(world: int, me
         assert report.num_messages > 0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "mistake, first, then",
     [
@@ -374,6 +380,7 @@ def test_an_error_that_abandons_nothing_is_found_to_free_early(world: int, metho
         assert Finding(first=first, then=FREE) in report.findings
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "world, pair, method",
     spread([1, 2], ["S1", "S2", "S3", "S4"], ["compute", "input_gradient", "weight_gradient"], every=3),
@@ -385,6 +392,7 @@ def test_an_error_in_an_expert_leaves_no_copy_in_freed_buffers(world: int, pair:
         assert (report.copy_tasks.total() > 0) == (pair != "S4")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "method, pair, first",
     [
@@ -402,6 +410,7 @@ def test_an_error_that_abandons_nothing_is_found_to_free_rings_early(
         assert Finding(first=first, then=FREE) in report.findings
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "mistake, pair, first, then",
     [
@@ -423,6 +432,7 @@ def test_a_planted_race_of_rings_and_copies_is_found(
         assert Finding(first=first, then=then) in report.findings
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", ["DM0 forward", "C0 backward"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_modules_save_is_found_to_be_freed_early(world: int, first: str) -> None:

@@ -265,6 +265,7 @@ def test_ctrl_c_on_any_rank_stops_all_with_a_checkpoint_and_resume_continues_bit
     assert_same_run(out, uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit_from_its_last_checkpoint(tmp_path, uninterrupted):
     out = tmp_path / "run"
     processes = start(2, out, *LONG)

@@ -145,11 +145,13 @@ def assert_same_step(
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_logits_and_every_gradient_equal_one_process(name: str, saved: Callable[[str], Path]) -> None:
     assert_same_step(saved(name), name, SPREAD, QUICK)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -174,6 +176,7 @@ def test_ranks_that_share_a_batch_dispatch_disjoint_slices_of_it(
     assert [each["rows"] for each in found] == [[tokens * top_k // 2] * 2] * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "spread",
     [

@@ -262,6 +262,7 @@ def wheel(tree: Path, env: dict[str, str]) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_a_wheel_made_without_nvcc_is_pure_and_works(
     tree: Path, bare: dict[str, str], tmp_path: Path
 ) -> None:

@@ -134,6 +134,7 @@ def test_no_tokens_at_all(kernels: Path) -> None:
         assert torch.equal(fused[name], wanted), name
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_virtual_ranks_equal_the_definition_round_after_round(kernels: Path, num_ranks: int) -> None:
     experts, tokens, top_k, d_model, d_hidden = 2, 41, 2, 72, 40

@@ -52,6 +52,7 @@ def test_rows_pieces_and_tiles_come_in_the_order_of_a_plain_sort() -> None:
     compile_and_run("comet_order_test.cpp")
 
 
+@pytest.mark.slow
 def test_no_region_of_a_heap_is_written_by_two_ranks() -> None:
     compile_and_run("comet_layout_test.cpp", flags=tuple(THREADS))
 

@@ -33,6 +33,7 @@ def cuda_headers() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_boxes_descriptors_accumulators_and_fragments_are_those_of_cute() -> None:
     folders = [str(cutlass_headers()), *cuda_headers()]
     compile_and_run("cute_test.cpp", flags=tuple(word for each in folders for word in ("-isystem", each)))

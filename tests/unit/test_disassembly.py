@@ -32,18 +32,26 @@ def extension_built() -> None:
     pytest.fail(f"there is nvcc, so the kernels must be there: make extension ({status().reason})")
 
 
+@pytest.mark.slow
 def test_what_is_declared_is_in_the_file_for_every_architecture_and_nothing_else_is() -> None:
     assert len(archs()) >= 1
     for arch in archs():
         assert set(sass(arch)) == set(resources(arch)) == set(declared()), arch
 
 
-def test_no_kernel_has_a_stack_or_spills_registers() -> None:
+def test_no_kernel_has_a_stack() -> None:
     wrong = []
     for arch in archs():
         for name, found in resources(arch).items():
             if found.stack or found.local:
                 wrong.append(f"{name}, {arch}: {found}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+def test_no_kernel_spills_registers() -> None:
+    wrong = []
+    for arch in archs():
         for name, code in sass(arch).items():
             spills = [each for each in code if opcode(each).split(".")[0] in ("LDL", "STL")]
             if spills:
@@ -63,6 +71,7 @@ def test_a_block_of_every_kernel_finds_its_registers() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_every_kernel_ends() -> None:
     """The reader of cuobjdump's output found whole functions."""
     for arch in archs():

@@ -51,6 +51,7 @@ def test_the_layout_is_that_of_table_6_2_and_free_of_conflicts() -> None:
     assert compile_and_run("flashdmoe_layout_test.cpp") == "0 failures\n"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_rounds_are_right_and_free_of_races(sanitized: Path, ranks: int) -> None:
     ran = run_sanitized(sanitized, "rounds", str(ranks))
@@ -64,6 +65,7 @@ def test_a_planted_mistake_is_caught(sanitized: Path, mistake: str) -> None:
     assert ran.returncode == RACE_FOUND and "data race" in ran.stderr, f"not caught: {told}"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_one_processor_at_a_time_is_enough(threads: Path, ranks: int) -> None:
     run_program(threads, "room", str(ranks))
@@ -75,6 +77,7 @@ def test_every_write_is_valid_and_no_word_has_two_authors(threads: Path, ranks: 
     assert told.endswith("\n0 failures\n") and "a write that is not valid" in told  # the planted one alone
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", RANKS[1:])
 def test_waits_for_a_rank_that_does_not_come_end_and_name_it(threads: Path, ranks: int) -> None:
     run_program(threads, "absent", str(ranks))

@@ -49,6 +49,7 @@ def measured(
     return Allocated(step)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("pair, n", spread(ALL_PAIRS, [1, 2, 4, 8], every=3), ids=named)
 def test_the_peak_of_a_step_is_within_two_percent_of_the_prediction(pair: pmoe.Restore, n: int) -> None:
     layer = build(pipeline=n, memory_reuse=pair)
@@ -74,6 +75,7 @@ OTHERS: list[dict[str, Any]] = [
 CHEAPEST = [KEEP, *STRATEGIES.values()]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("pair, options", spread(CHEAPEST, OTHERS, every=3), ids=named)
 def test_other_layers_are_predicted_as_well(pair: pmoe.Restore, options: dict[str, Any]) -> None:
     layer = build(**{"pipeline": 4, "memory_reuse": pair, **options})
@@ -181,6 +183,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", KINDS, ids=named)
 def test_layers_without_rings_with_a_shared_expert_or_padding_are_predicted_too(
     options: dict[str, Any],
@@ -193,6 +196,7 @@ def test_layers_without_rings_with_a_shared_expert_or_padding_are_predicted_too(
     assert not predicted.unknown
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "gate, top_k", [(gate, k) for gate in GATES for k in (1, 2) if (gate, k) != ("switch", 2)]
 )
@@ -250,6 +254,7 @@ UNUSUAL = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("pair, options", spread(CHEAPEST, UNUSUAL, every=3), ids=named)
 def test_no_layer_takes_more_than_its_bound_or_its_budget(
     pair: pmoe.Restore, options: dict[str, Any]

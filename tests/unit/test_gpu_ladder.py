@@ -216,6 +216,7 @@ def alive(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_what_hangs_is_ended_and_what_depends_on_nothing_wrong_goes_on(light: Path) -> None:
     pids = light / "pids"
     steps = [

@@ -307,6 +307,7 @@ def test_the_kernels_in_the_emulator_equal_a_plain_loop() -> None:
     compile_and_run("grouped_gemm_test.cpp", product=product_of("grouped_gemm"))
 
 
+@pytest.mark.slow
 def test_blocks_that_start_late_cost_no_second_wave() -> None:
     compile_and_run("late_blocks_test.cpp", product=product_of("grouped_gemm"))
 
@@ -339,6 +340,7 @@ def grouped(path: str, arch: str) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("extension_built")
 def test_hopper_code_multiplies_by_warpgroups_and_loads_by_tma() -> None:
     for name, code in grouped("sm_90a", "sm_90a").items():
@@ -355,6 +357,7 @@ def test_hopper_code_multiplies_by_warpgroups_and_loads_by_tma() -> None:
         assert len([each for each in code if "NOP" not in each]) < 16, f"{name} must be empty elsewhere"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("extension_built")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_the_sm_80_path_multiplies_by_warps_from_shared_memory(arch: str) -> None:
@@ -364,6 +367,7 @@ def test_the_sm_80_path_multiplies_by_warps_from_shared_memory(arch: str) -> Non
         assert all(".128" in each for each in code if "LDGSTS" in each), name
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("extension_built")
 def test_results_are_stored_16_bytes_at_a_time() -> None:
     for path, arch in (("sm_90a", "sm_90a"), ("sm_80", "sm_80")):

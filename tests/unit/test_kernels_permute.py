@@ -256,6 +256,7 @@ def test_rows_are_saved_only_where_the_weights_need_a_gradient() -> None:
 # ---- torch.library and torch.compile
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dropped", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["constant", "leaf"])
 def test_operators_are_well_formed(dropped: float, needs_grad: bool) -> None:
@@ -492,6 +493,7 @@ def kernels() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_rows_are_read_and_written_16_bytes_at_a_time() -> None:
     """All other loads from global memory are positions and weights, all other stores weights' gradients."""
     names = kernels()
@@ -508,6 +510,7 @@ def test_rows_are_read_and_written_16_bytes_at_a_time() -> None:
             assert ("STG.E" in stores) == ("backward" in name), (arch, name, stores)
 
 
+@pytest.mark.slow
 def test_loads_of_a_turn_are_issued_before_the_first_is_used() -> None:
     """On sm_90a: of eight vectors of routed rows all but two, with nothing but addresses between them."""
     names = kernels()

@@ -318,6 +318,7 @@ def test_the_extension_refuses_sizes_with_their_numbers() -> None:
     assert "num_tokens (1073741824)" in built.route_refusal(2**30, 64, 2, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("extension_built")
 def test_logits_are_read_and_gradients_written_16_bytes_at_a_time() -> None:
     """A thread holds 8, 16 or 32 logits. Forward reads the next row while it works on one."""

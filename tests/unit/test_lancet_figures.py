@@ -24,6 +24,7 @@ def rows(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, float]]:
     return found["section7"]
 
 
+@pytest.mark.slow
 def test_each_pass_helps_and_both_help_most(rows: list[dict[str, float]]) -> None:
     for row in rows:
         alone = [row[f"{name} ms"] for name in ("weight gradients", "ranges", "Tutel")]

@@ -17,7 +17,10 @@ from tests.cuda import machine_code
 from tests.cuda.disassembly import archs, count, declared, opcode, resources, sass
 from tests.unit.test_disassembly import extension_built  # noqa: F401 (a fixture)
 
-pytestmark = pytest.mark.usefixtures("extension_built")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("extension_built"),
+]  # machine code is read for a minute
 
 Rule = Callable[[Sequence[str]], list[str]]
 WAITING = ("comet.", "flashdmoe.", "route", "permute", "unpermute")

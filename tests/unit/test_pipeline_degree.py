@@ -351,6 +351,7 @@ def test_a_solve_takes_less_than_200_ms() -> None:
 # ---- on the layer's own schedule ----
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("count", SOME)

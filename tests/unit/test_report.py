@@ -532,6 +532,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: run / "report.html" for name, run in runs.items()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name, num_maps", [("usual", 2), ("large", 14), ("one step", 1)])
 def test_a_browser_shows_the_pages_whole_and_readable_on_phones_and_desktops(
     name: str, num_maps: int, pages: dict[str, Path], browser: Page

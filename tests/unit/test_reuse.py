@@ -47,6 +47,7 @@ REPEATING = [pair for pair in ALL_PAIRS if pair.hidden == "recompute"]
 DEGREES = [(1, 1), (2, 2), (2, 1), (3, 3), (3, 1)]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name, pair", spread(list(EXPERTS), ALL_PAIRS, every=2), ids=named)
 def test_ones_own_experts_have_the_same_gradients_with_reuse(pair: Restore, name: str) -> None:
     """And buffers, and random numbers: what is recomputed leaves no trace."""
@@ -291,6 +292,7 @@ def test_copies_reuse_memory_as_their_original(expert: Any, pair: Restore) -> No
         assert_same(step(twin), expected)
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("expert", ["ffn", "swiglu", mlp, changing])
 @pytest.mark.parametrize("pair", ALL_PAIRS, ids=str)
@@ -307,6 +309,7 @@ def test_without_gradients_the_output_is_the_same_and_nothing_is_offloaded(
     assert not y.requires_grad
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reuse", ["S1", "S4", Restore("keep", "recompute")], ids=str)
 def test_a_compiled_model_still_has_one_graph_break_a_layer(
     reuse: Any, monkeypatch: pytest.MonkeyPatch
@@ -351,6 +354,7 @@ def test_what_is_frozen_has_no_gradient_and_the_rest_is_unchanged(
 # ---- restored tensors
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("expert", ["ffn", "swiglu"])
 @pytest.mark.parametrize("pair", ALL_PAIRS, ids=str)
 def test_a_restored_tensor_is_bit_identical_to_the_one_of_forward(pair: Restore, expert: str) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.fairseq import documented
 from tests.fairseq.cases import (
     ACCEPTED,
     EVERY_OPTION,
@@ -79,7 +78,6 @@ def _commands_of_two(folder: Path) -> Commands:
         "sgd": (*sgd, "--save-dir", folder / "sgd"),
         "translation": (*translation, *places, "--save-dir", folder / "translation"),
     }
-    made["documented train"] = documented.words("train", text / "data", folder / "documented")
     for case in some_of(ON_TWO_RANKS):
         made[case] = refused(case, text / "data", folder / "refused")
     made["accepted 0"] = accepted(0, text / "data", folder / "refused")
@@ -109,7 +107,6 @@ def _commands_of_one(folder: Path) -> Commands:
         ),
         "generated": ("generate", pairs, *generated, *beam),
     }
-    made["documented eval-lm"] = documented.words("eval-lm", text, folder / "documented")
     for case in some_of(ON_ONE_RANK):
         made[case] = refused(case, text, folder / "refused")
     return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 
 from tests.fairseq.environment import ROOT
@@ -23,12 +22,3 @@ def commands() -> list[str]:
     (block,) = re.findall(r"```sh\n(.*?)```", section.partition("\n#")[0], re.DOTALL)
     lines = [line for line in block.replace("\\\n", " ").splitlines() if line and "pip install" not in line]
     return [line + "".join(more for name, more in ON_THIS_MACHINE.items() if name in line) for line in lines]
-
-
-def words(name: str, data: Path, checkpoints: Path) -> list[str]:
-    """What follows ``-m pmoe.integrations.fairseq`` in the command ``name``, with these folders."""
-    (line,) = (line for line in commands() if f" {name} " in line)
-    folders = {"DATA": str(data), "checkpoints": str(checkpoints)}
-    folders["checkpoints/checkpoint_last.pt"] = str(checkpoints / "checkpoint_last.pt")
-    given = shlex.split(line.partition("pmoe.integrations.fairseq ")[2])
-    return [folders.get(word, word) for word in given]

@@ -9,22 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.fairseq.conftest import Session
 from tests.fairseq.documented import commands
 from tests.fairseq.environment import FOLDER, HELD_OUT, MODULES, ROOT, check_environment, tokens_of
 
 pytestmark = pytest.mark.timeout(900)
-
-
-def test_the_commands_train_and_evaluate_from_small_data_on(session: Session) -> None:
-    """Those that take longest, in the processes of the other tests; as they are pasted in the test below."""
-    assert "num_updates: 3 >= max_update: 3" in session.of_two["documented train"].output
-    check_evaluation(session.of_one["documented eval-lm"].output)
-
-
-def check_evaluation(output: str) -> None:
-    (tokens,) = re.findall(r"Evaluated ([\d,]+) tokens", output)
-    assert int(tokens.replace(",", "")) > 1000
 
 
 @pytest.mark.slow
@@ -47,5 +35,6 @@ def test_the_commands_train_and_evaluate(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{line}\n{done.stdout[-6000:]}"
         output += done.stdout
     assert "num_updates: 3 >= max_update: 3" in output
-    check_evaluation(output)
+    (tokens,) = re.findall(r"Evaluated ([\d,]+) tokens", output)
+    assert int(tokens.replace(",", "")) > 1000
     assert "--moe-num-experts (none)" in output

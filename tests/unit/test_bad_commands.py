@@ -79,7 +79,14 @@ def told(capsys: pytest.CaptureFixture[str], command: str, option: str, text: st
     return ""
 
 
-@pytest.mark.parametrize("command", [command for command, options in TAKEN.items() if options])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=pytest.mark.slow if command == "profile" else ())  # has most of them
+        for command, options in TAKEN.items()
+        if options
+    ],
+)
 def test_what_is_no_value_is_refused_by_name(
     command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,7 +106,6 @@ CASES = {
 SLOW = ("copies, fsdp to ddp",)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in CASES]
 )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 LONGEST = (
+    "tests/gloo/test_machines.py",
     "tests/fairseq",
     "tests/gloo/test_train_lm.py",
 )

@@ -27,7 +27,7 @@ def digest(parts: Iterable[str | Path]) -> str:
 
 def kept(name: str, make: Callable[[Path], object]) -> Path:
     """The file ``name``. ``make`` writes it to the path that it is given, in one process of all that ask."""
-    folder = _folder()
+    folder = kept_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with once(folder / name) as file:
         if file.exists():
@@ -40,7 +40,7 @@ def kept(name: str, make: Callable[[Path], object]) -> Path:
     return file
 
 
-def _folder() -> Path:
+def kept_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pmoe-tests"
 
 

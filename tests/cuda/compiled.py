@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,11 +38,11 @@ def compile_program(source: str, *flags: str, product: Iterable[str] = ()) -> Pa
     """The program, kept by what it is made from. Raises AssertionError with the compiler's output.
 
     product: the files of cuda/ that it is linked with, over runtime/ in place of CUDA. Later flags win over
-    FLAGS. A change of any header makes every program again.
+    FLAGS.
     """
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda each: _made(CUDA / each, *OBJECT, *flags), product))
-    return _made(HERE / source, *map(str, objects), *flags)
+    return _made(HERE / source, *flags, objects=objects)
 
 
 def link_module(*flags: str) -> Path:
@@ -60,11 +61,24 @@ def link_module(*flags: str) -> Path:
     return kept(f"_cuda-{told}", lambda made: _compile([*map(str, objects), "-shared", "-o", str(made)]))
 
 
-def _made(source: Path, *flags: str) -> Path:
-    headers = [*CUDA.rglob("*.*h"), *HERE.rglob("*.h")]
-    told = digest([_compiler_version(), *FLAGS, *flags, *sorted(headers), source])
+def _made(source: Path, *flags: str, objects: Sequence[Path] = ()) -> Path:
+    told = digest([_compiler_version(), *FLAGS, *flags, *objects, *_included(source), source])
     name = f"{source.parent.name}-{source.stem}-{told}"
-    return kept(name, lambda made: _compile([*flags, str(source), "-o", str(made)], *flags))
+    words = [*map(str, objects), *flags, str(source)]
+    return kept(name, lambda made: _compile([*words, "-o", str(made)], *flags))
+
+
+def _included(source: Path) -> list[Path]:
+    """Our files that it includes, and those that they do, under whatever condition."""
+    found, left = set[Path](), [source]
+    while left:
+        file = left.pop()
+        for name in re.findall(r'^\s*#\s*include\s*[<"](.+?)[>"]', file.read_text(), re.MULTILINE):
+            paths = {(folder / name).resolve() for folder in (file.parent, CUDA, HERE, HERE / "runtime")}
+            new = {path for path in paths if path.is_file()} - found
+            found |= new
+            left += new
+    return sorted(found)
 
 
 def _compile(words: list[str], *flags: str) -> None:

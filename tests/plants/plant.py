@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.fresh import Server
+from tests.kept import kept_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = ROOT / "tests" / "libraries.py"
 COPIED = ("pmoe", "tests", "cuda", "bench", "examples", "docs")
 FILES = ("pyproject.toml", "setup.py", "README.md", "MANIFEST.in", "Makefile")
+LEFT_OUT = shutil.ignore_patterns("*.lock", "tmp*")
 GROUP_TIMEOUT = "8"
 """Seconds after which ranks that wait for each other give up: some plants make them."""
 
@@ -79,6 +81,13 @@ def copy_tree(folder: Path) -> Path:
     return folder
 
 
+def copy_kept(folder: Path) -> Path:
+    """What is kept of programs without a mistake is used; a program with one is not worth keeping."""
+    if kept_folder().is_dir():
+        shutil.copytree(kept_folder(), folder / kept_folder().name, copy_function=os.symlink, ignore=LEFT_OUT)
+    return folder
+
+
 def run(plant: Plant, folder: Path) -> Outcome:
     """The plant's tests on a copy of the tree in ``folder``, until the first that fails.
 
@@ -91,7 +100,7 @@ def run(plant: Plant, folder: Path) -> Outcome:
     path.write_text(path.read_text(encoding="utf-8").replace(plant.old, plant.new), encoding="utf-8")
     environment = {"PYTHONPATH": str(tree), "PMOE_TESTS_GROUP_SECONDS": GROUP_TIMEOUT}
     if plant.file.startswith(("cuda/", "tests/")):
-        environment["XDG_CACHE_HOME"] = str(tree / "cache")  # a program with a mistake is not worth keeping
+        environment["XDG_CACHE_HOME"] = str(copy_kept(tree / "cache"))
     began = time.monotonic()
     words = _words(plant.tests)
     program = PROGRAM.format(tree=str(tree), environment=environment, words=words)

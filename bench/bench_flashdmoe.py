@@ -34,7 +34,7 @@ from bench.bench_comet import DEVICE, LIMIT, Fused, Scenario, in_turn, timing
 from bench.device import difference, file_name, flush_buffer, need_gpu, show_gpu
 from bench.grouped_gemm_cases import MODELS, QUICK_ROWS, ROWS
 from bench.timing import OUT, table, write_json
-from bench.virtual_ranks import PersistentRanks, own_journey
+from bench.virtual_ranks import PersistentRanks
 from pmoe.comm.heap import close_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
@@ -94,15 +94,14 @@ def measure_ranks(scenario: Scenario, num_ranks: int, rounds: int, flush: Tensor
     x, weight, expert = (
         each.chunk(num_ranks) for each in (scenario.x_TM, scenario.weight_TK, scenario.expert_TK)
     )
-    journeys = [own_journey(rank, each, num_ranks, model.experts) for rank, each in enumerate(expert)]
-    most = max(int(each.send_WE.max()) for each in journeys)
+    most = max(int(each.reshape(-1).bincount().max()) for each in expert)
     world = PersistentRanks(
         num_ranks, model.experts // num_ranks, cell_rows=-(-most // 128) * 128, tokens=len(x[0]),
         d_model=model.d_model, d_hidden=model.d_hidden, dtype=torch.bfloat16, device=DEVICE,
     )  # fmt: skip
 
     def persistent() -> list[RankTensors]:
-        return world.forward(x, weight, journeys, fused.given)
+        return world.forward(x, weight, expert, fused.given)
 
     fused.divide(Division(4), Division(4))
     fused.dispatch()

@@ -25,7 +25,6 @@ from pmoe.kernels.heap import Heap, HeapShape
 from pmoe.kernels.route import Routes
 from pmoe.measure.fused_kernels import journeys_of
 from pmoe.ordering.sorted import chunk_bounds, sort_rows
-from pmoe.runners.fused import sort
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,14 +186,21 @@ class PersistentRanks:
         self,
         x: Sequence[Tensor],
         weight: Sequence[Tensor],
-        journeys: Sequence[Journey],
+        expert: Sequence[Tensor],
         given: FusedParameters,
         *,
         keep: bool = True,
     ) -> list[flashdmoe.RankTensors]:
-        """The tensors of `pmoe.kernels.flashdmoe`; of them "result", (T, M), is T_O."""
-        passes = self._passes(x, weight, journeys, given)
-        made = [flashdmoe.forward_tensors(each, keeps_input=keep, keeps_hidden=keep) for each in passes]
+        """The tensors of `pmoe.kernels.flashdmoe`; of them "result", (T, M), is T_O.
+
+        expert: (T, K) of all ranks' experts; no row is dropped."""
+        passes = zip(self._passes(x, weight, expert, given), expert, strict=True)
+        made = [
+            flashdmoe.forward_tensors(
+                each, flashdmoe.Chosen(expert_TK=chosen), keeps_input=keep, keeps_hidden=keep
+            )
+            for each, chosen in passes
+        ]
         flashdmoe.launch_pass(self.launcher, "forward", given.activation, made)
         return made
 
@@ -202,14 +208,14 @@ class PersistentRanks:
         self,
         grad: Sequence[Tensor],
         weight: Sequence[Tensor],
-        journeys: Sequence[Journey],
         given: FusedParameters,
         forward: Sequence[flashdmoe.RankTensors],
     ) -> list[flashdmoe.RankTensors]:
         """forward: what `forward` gave, with all kept. "result" is the gradient of the tokens."""
-        passes = zip(self._passes(grad, weight, journeys, given), forward, strict=True)
+        expert = [of["expert"] for of in forward]
+        passes = zip(self._passes(grad, weight, expert, given), forward, strict=True)
         made = [
-            flashdmoe.backward_tensors(each, kept=(of["input"], of["hidden"]), needs=(True,) * 4)
+            flashdmoe.backward_tensors(each, of, kept=(of["input"], of["hidden"]), needs=(True,) * 4)
             for each, of in passes
         ]
         flashdmoe.launch_pass(self.launcher, "backward", given.activation, made)
@@ -219,31 +225,12 @@ class PersistentRanks:
         self,
         source: Sequence[Tensor],
         weight: Sequence[Tensor],
-        journeys: Sequence[Journey],
+        expert: Sequence[Tensor],
         given: FusedParameters,
     ) -> list[flashdmoe.RankTensors]:
         parameters = zip(given.w1, given.w2, given.b1, given.b2, strict=True)
-        every = zip(self.heaps, journeys, source, weight, parameters, strict=True)
+        every = zip(self.heaps, expert, source, weight, parameters, strict=True)
         return [flashdmoe.pass_tensors(*each, given.activation) for each in every]
-
-
-def own_journey(rank: int, expert_TK: Tensor, num_ranks: int, num_experts: int) -> Journey:
-    """Of a rank's own tokens, of which no row is dropped, for a persistent kernel: what comes is not told.
-
-    expert_TK: (T, K) of all ranks' experts.
-    """
-    sent = sort(expert_TK, None, num_experts)
-    counts_E = expert_TK.reshape(-1).bincount(minlength=num_experts)
-    send_WE = counts_E.view(num_ranks, -1).int()
-    return Journey(
-        rank=rank,
-        expert_TK=expert_TK.int(),
-        position_TK=sent.position.view_as(expert_TK),
-        slot_S=sent.slot,
-        send_WE=send_WE,
-        recv_WE=send_WE,
-        num_received=0,
-    )
 
 
 def routes_of(expert_TK: Tensor, keep_TK: Tensor | None, num_ranks: int, num_experts: int) -> Routes:

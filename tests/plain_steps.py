@@ -14,10 +14,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.comm.base import FlatAllToAll, Traffic
@@ -27,9 +28,11 @@ from pmoe.engine.once import carriers
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.comet.launches import Journey
 from pmoe.kernels.comet.steps import Steps
+from pmoe.kernels.flashdmoe import Chosen
 from pmoe.layer import fused as layer_fused
+from pmoe.ordering.sorted import count_rows
 from pmoe.runners import fused_steps
-from pmoe.runners.fused import FusedRunner
+from pmoe.runners.fused import FusedRunner, sort
 from pmoe.runners.fused_steps import Request
 
 
@@ -50,12 +53,32 @@ class _Arrived:
 
 
 class PlainSteps(Steps):
-    """See `pmoe.kernels.comet.Steps`. traffic: counts what is sent."""
+    """See `pmoe.kernels.comet.Steps`. traffic: counts what is sent. experts: of a rank, for `journey`."""
 
-    def __init__(self, ranks: Ranks, traffic: Traffic | None = None) -> None:
-        self._ranks, self._exchange = ranks, FlatAllToAll()
+    def __init__(self, ranks: Ranks, traffic: Traffic | None = None, experts: int = 0) -> None:
+        self._experts, self._ranks, self._exchange = experts, ranks, FlatAllToAll()
         self._exchange.bind(ranks, Traffic() if traffic is None else traffic)
         self._arrived: _Arrived | None = None
+
+    def journey(self, chosen: Chosen) -> Journey:
+        """Collective: ranks tell each other how many rows come."""
+        expert_TK, keep_TK, ranks = chosen.expert_TK.long(), chosen.keep_TK, self._ranks
+        num_experts = self._experts * ranks.size
+        sent = sort(expert_TK, keep_TK, num_experts)
+        send_WE = count_rows(expert_TK, keep_TK, 1, num_experts).view(ranks.size, -1).int()
+        recv_WE = send_WE
+        if ranks.size > 1:
+            recv_WE = torch.empty_like(send_WE)
+            dist.all_to_all_single(recv_WE, send_WE, group=ranks.group)
+        return Journey(
+            rank=ranks.rank,
+            expert_TK=expert_TK.int(),
+            position_TK=sent.position.view_as(expert_TK),
+            slot_S=sent.slot[: int(send_WE.sum())],
+            send_WE=send_WE,
+            recv_WE=recv_WE,
+            num_received=int(recv_WE.sum()),
+        )
 
     def dispatch(self, journey: Journey, x_TM: Tensor, weight_TK: Tensor) -> None:
         self._dispatch(journey, x_TM, weight_TK)
@@ -199,13 +222,16 @@ class PlainSteps(Steps):
 
 def plain_steps(request: Request) -> PlainSteps:
     """For `using`."""
-    return PlainSteps(request.ranks)
+    return PlainSteps(request.ranks, experts=request.experts)
 
 
 class PlainPasses(FusedRunner):
-    """Takes the place of `pmoe.runners.fused.PersistentRunner`, by `PlainSteps`."""
-
     name: ClassVar[Path] = "persistent"
+
+
+def plain_passes(*, steps: PlainSteps, chosen: Chosen, **options: Any) -> PlainPasses:
+    """Takes the place of `pmoe.runners.fused.PersistentRunner`, by `PlainSteps`. Ranks tell their counts."""
+    return PlainPasses(steps=steps, journey=steps.journey(chosen), **options)
 
 
 @contextlib.contextmanager
@@ -214,7 +240,7 @@ def using(make_steps: Callable[[Request], Steps | str]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_steps, "steps_for", make_steps)
         patch.setattr(fused_steps, "refusal", lambda *_, **__: None)
-        patch.setattr(layer_fused, "PersistentRunner", PlainPasses)
+        patch.setattr(layer_fused, "PersistentRunner", plain_passes)
         yield
 
 

@@ -5,6 +5,7 @@
 // has not come.
 #pragma once
 #include "flashdmoe/experts.h"
+#include "flashdmoe/gate.cuh"
 #include "flashdmoe/processor.cuh"
 #include "flashdmoe/scheduler.h"
 #include "flashdmoe/subscriber.h"
@@ -17,6 +18,7 @@ struct AmpereShared {
   Problem problem;  // of the task at hand: in registers it would leave accumulators none
   int place;
 };
+static_assert(kRoutingBytes<ampere::kThreads> <= sizeof(ampere::Shared), "routing has the room of tiles");
 static_assert(sizeof(AmpereShared) <= 99 * 1024, "more than a block of 8.6 has");
 
 // A walk of one tile.
@@ -97,7 +99,9 @@ __device__ __forceinline__ void keep_rows(const Member& m, const Task& task, con
 }
 
 template <class T, Activation kActivation>
-__device__ __forceinline__ void multiply_sm80(const Member& m, AmpereShared& shared, const Task& task) {
+__device__ __forceinline__ void compute_sm80(const Member& m, AmpereShared& shared, const Task& task) {
+  if (task.type == TaskType::kCount || task.type == TaskType::kPlace)
+    return route_group<ampere::kThreads>(m.pass, task);
   const CellTile cell(m.pass, task);
   const Experts& e = m.experts;
   if (task.type == TaskType::kGemm0) {
@@ -112,9 +116,9 @@ __device__ __forceinline__ void multiply_sm80(const Member& m, AmpereShared& sha
   compute<T, Form::kForward, Epilogue::kPlain>(shared, p, cell.walk(task, ampere::kColumns));
 }
 
-// The life of a block. multiply(member, task): a tile of a product, of the pass that is launched.
-template <class T, class Multiply>
-__device__ __forceinline__ void act(const Launch& launch, int* place, const Multiply& multiply) {
+// The life of a block. compute(member, task): routing or a tile of a product, of the pass that is launched.
+template <class T, class Compute>
+__device__ __forceinline__ void act(const Launch& launch, int* place, const Compute& compute) {
   // Ranks take turns, so that the first blocks to come are some of every rank's.
   const int ranks = launch.ranks, block = static_cast<int>(blockIdx.x) / ranks;
   const Member& m = launch.of_rank[static_cast<int>(blockIdx.x) % ranks];
@@ -128,14 +132,14 @@ __device__ __forceinline__ void act(const Launch& launch, int* place, const Mult
   }
   process<T>(
       m.pass, block - 1, place, thread, ampere::kThreads / 32, 32, [] { sync_block(); },
-      [&](const Task& task) { multiply(m, task); });
+      [&](const Task& task) { compute(m, task); });
 }
 
 template <class T, Activation kActivation>
 __global__ void __launch_bounds__(ampere::kThreads, 1) forward_sm80(const __grid_constant__ Launch launch) {
   auto& shared = *reinterpret_cast<AmpereShared*>(shared_memory());
   act<T>(launch, &shared.place,
-         [&](const Member& m, const Task& task) { multiply_sm80<T, kActivation>(m, shared, task); });
+         [&](const Member& m, const Task& task) { compute_sm80<T, kActivation>(m, shared, task); });
 }
 
 }  // namespace pmoe::flashdmoe

@@ -72,8 +72,12 @@ Member read_member(Fields& given, const Which& which, int blocks) {
   pass.watch.bound = static_cast<uint64_t>(given.number("bound_nanoseconds"));
   pass.watch.nap_seed = static_cast<uint32_t>(given.number("nap_seed"));
   pass.watch.not_waited = static_cast<uint32_t>(given.number("not_waited"));
-  pass.counts = given.at<const int32_t>("send_counts"), pass.slot = given.at<const int32_t>("slot");
-  pass.expert = given.at<const int32_t>("expert"), pass.row = given.at<const int32_t>("row");
+  pass.counts = given.at<int32_t>("send_counts"), pass.slot = given.at<int32_t>("slot");
+  pass.expert = given.at<int32_t>("expert"), pass.row = given.at<int32_t>("row");
+  RoutingTasks& routing = pass.routing;
+  routing.is_asked = given.small("routes") != 0;
+  routing.chosen = given.at<const int64_t>("chosen"), routing.keep = given.at<const uint8_t>("keep");
+  routing.capacity = pmoe::smaller(given.small("capacity"), pass.layout.capacity);
   pass.weight = given.at<const float>("weight");
   pass.tokens = given.small("tokens"), pass.choices = given.small("top_k");
   pass.by_choices = pmoe::Divisor(pass.choices), pass.by_experts = pmoe::Divisor(pass.layout.experts);

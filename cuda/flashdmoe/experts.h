@@ -34,7 +34,11 @@ struct Launch {
 static_assert(sizeof(Launch) <= 4096, "more than a kernel's arguments");
 
 // What a pass is made of, for products whose tiles have so many columns (and `half` where they are halves).
+// Its tokens are routed first where their experts have been chosen and no more.
 inline void plan_forward(Pass& pass, const Experts& experts, bool halves, int columns) {
+  const int most = smaller(pass.processors, kMostGroups);
+  RoutingTasks& routing = pass.routing;
+  routing.groups = !routing.is_asked ? 0 : larger(1, smaller(most, ceil_div(pass.tokens, kRoutedTokens)));
   pass.stages = {};
   pass.stages.columns[0] = ceil_div(experts.hidden, halves ? columns / 2 : columns);
   pass.stages.columns[1] = ceil_div(experts.model, columns);
@@ -67,11 +71,11 @@ inline int64_t place_for_all(Pass& pass, const Experts& experts, bool halves, in
   Experts all = experts;
   all.of_w1 = all.of_w2 = all.of_b1 = all.of_b2 = &all;
   Pass largest = pass;
-  largest.tokens = tokens;
+  largest.tokens = tokens, largest.routing.groups = kMostGroups;
   plan_backward(largest, all, halves, rows, columns, true);
   const int64_t bytes = place_workspace(largest, base);
   pass.queue = largest.queue, pass.doors = largest.doors, pass.made = largest.made;
-  pass.whole = largest.whole, pass.heard = largest.heard;
+  pass.whole = largest.whole, pass.heard = largest.heard, pass.routing.rows = largest.routing.rows;
   return bytes;
 }
 

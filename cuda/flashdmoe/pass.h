@@ -13,6 +13,8 @@ using comet::Watch;
 
 constexpr int kCombineTokens = 32;  // of a combine task
 constexpr int kBiasColumns = 64;    // of a bias gradient's task
+constexpr int kRoutedTokens = 32;   // of a group that is routed, at least
+constexpr int kMostGroups = 128;    // so many: each reads what all others have counted
 
 // A processor's door: who is it, and what should it do?
 constexpr uint32_t kAbsent = 0, kIdle = 1, kFirstTask = 2;  // kFirstTask + i: the task at place i of tQ
@@ -22,12 +24,28 @@ constexpr uint32_t kAbsent = 0, kIdle = 1, kFirstTask = 2;  // kFirstTask + i: t
 constexpr uint32_t kSourceAnnounced = 1u << 20;
 constexpr uint32_t kCompleteBit = 1u << 8;
 
+// Of the same kind: rows are placed when one group of tokens has been counted.
+constexpr uint32_t kCountedBit = 1u << 9;
+
 // Tiles of one expert's weight gradients; 0 where a gradient is not wanted.
 struct WeightTasks {
   int down[2] = {}, across[2] = {};  // of w1 and of w2
   int bias[2] = {};                  // of b1 and of b2: columns
 
   PMOE_HD int tasks() const { return down[0] * across[0] + down[1] * across[1] + bias[0] + bias[1]; }
+};
+
+// What a launch makes of the experts that a gate has chosen, before any row leaves: the pass's counts, slot,
+// expert and row. Without groups these were there before.
+struct RoutingTasks {
+  bool is_asked = false;
+  int groups = 0;                   // of tokens
+  const int64_t* chosen = nullptr;  // by slot the expert; null: they stand in the pass's already
+  const uint8_t* keep = nullptr;    // by slot, 0: dropped; null: none is
+  int capacity = 0;                 // rows of an expert that are kept, in the tokens' order; at most C
+  int32_t* rows = nullptr;          // (groups, experts of all ranks): of each group
+
+  PMOE_HD int tasks() const { return 2 * groups; }
 };
 
 struct Pass {
@@ -38,11 +56,12 @@ struct Pass {
 
   // Routing: rows by expert of all ranks, at most C each; the slot of an expert's c-th row, at [expert * C +
   // c]; and by slot the expert, the routing weight and c, -1 where it is dropped.
-  const int32_t* counts = nullptr;
-  const int32_t* slot = nullptr;
-  const int32_t* expert = nullptr;
-  const int32_t* row = nullptr;
+  int32_t* counts = nullptr;
+  int32_t* slot = nullptr;
+  int32_t* expert = nullptr;
+  int32_t* row = nullptr;
   const float* weight = nullptr;
+  RoutingTasks routing;
   int tokens = 0, choices = 1;     // S, k
   Divisor by_choices, by_experts;  // k, E
 
@@ -87,7 +106,7 @@ struct Pass {
 PMOE_HD int64_t most_tasks(const Pass& pass) {
   const Layout& layout = pass.layout;
   return int64_t{layout.cells()} * layout.cell_tiles() * (1 + pass.stages.tasks()) +
-         int64_t{layout.experts} * pass.weights.tasks() + pass.groups();
+         int64_t{layout.experts} * pass.weights.tasks() + pass.groups() + pass.routing.tasks();
 }
 
 // What a rank keeps from round to round, in one piece of memory on 1024 bytes: where its parts lie. Sizes
@@ -107,6 +126,7 @@ inline int64_t place_workspace(Pass& pass, uint8_t* base) {
   take(pass.made, int64_t{pass.stages.count} * layout.cells() * layout.cell_tiles());
   take(pass.whole, layout.experts);
   take(pass.heard, layout.cells());
+  take(pass.routing.rows, int64_t{pass.routing.groups} * layout.cells());
   return taken;
 }
 

@@ -129,10 +129,24 @@ __device__ __forceinline__ bool is_last(uint32_t* count, int columns) {
   return true;
 }
 
+// The last group that is counted has all of them placed; the last that is placed lets subscribers tell of
+// them.
+__device__ __forceinline__ void end_routing(const Pass& pass) {
+  State* const state = pass.queue.state;
+  const auto groups = static_cast<uint32_t>(pass.routing.groups);
+  const uint32_t ended = add_acq_rel(&state->counted, 1u) + 1;
+  if (ended == (pass.watch.not_waited & kCountedBit ? 1 : groups))
+    push(pass.queue, {TaskType::kPlace, pass.rank, 0, 0, 0}, 1, pass.routing.groups);
+  if (ended != 2 * groups) return;
+  write(&state->counted, 0u);
+  store_release(&state->routed, pass.watch.epoch);
+}
+
 // What follows from a task that all threads of the block have ended. By one of them.
 __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
   const Layout& layout = pass.layout;
   comet::nap(pass.watch, 7300 + task.tile);
+  if (task.type == TaskType::kCount || task.type == TaskType::kPlace) return end_routing(pass);
   if (task.type == TaskType::kDispatch)
     comet::signal(pass.watch, pass.heaps[task.peer] + layout.arrival(pass.rank, task.expert, task.tile));
   const Stages& stages = pass.stages;
@@ -150,10 +164,11 @@ __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
   if (ends && task.type == TaskType::kHiddenGradient) count_tiles(pass, task.expert, 0u - 1u);
 }
 
-// A block's life. shared: a word of the block's. meet(): its barrier. multiply(task): a GEMM's tile.
-template <class T, class Meet, class Multiply>
+// A block's life. shared: a word of the block's. meet(): its barrier. compute(task): routing, or a GEMM's
+// tile.
+template <class T, class Meet, class Compute>
 __device__ __forceinline__ void process(const Pass& pass, int processor, int* shared, int thread, int warps,
-                                        int lanes, const Meet& meet, const Multiply& multiply) {
+                                        int lanes, const Meet& meet, const Compute& compute) {
   const int warp = thread / lanes, lane = thread % lanes;
   for (;;) {
     if (thread == 0) write(shared, next_task(pass, processor));
@@ -166,7 +181,7 @@ __device__ __forceinline__ void process(const Pass& pass, int processor, int* sh
     else if (task.type == TaskType::kCombine)
       combine_tokens<T>(pass, task, lane, lanes, warp, warps);
     else
-      multiply(task);
+      compute(task);
     meet();
     if (thread == 0) end_task(pass, found());  // read again: a product leaves no registers for it
   }

@@ -48,6 +48,10 @@ class Subscriber {
     comet::nap(watch, 7000 + number_);
     for (int peer = number_; peer < pass_.layout.ranks; peer += count_)
       comet::signal(watch, pass_.heaps[peer] + pass_.layout.granted(pass_.rank));
+    if (number_ == 0) {
+      flashdmoe::push(pass_.queue, {TaskType::kCount, pass_.rank, 0, 0, 0}, 1, pass_.routing.groups);
+      promised_ += static_cast<uint32_t>(pass_.routing.tasks());
+    }
     Missing missing;
     bool is_open = true;
     while (is_open) {
@@ -76,9 +80,20 @@ class Subscriber {
     moved_ = true;
   }
 
+  // Whether this rank's own rows have their places.
+  __device__ __forceinline__ bool is_routed(Missing& missing) {
+    if (is_routed_) return true;
+    is_routed_ = pass_.routing.groups == 0 || pass_.watch.not_waited >> static_cast<int>(Wait::kRouted) & 1 ||
+                 comet::reached(load_acquire(&pass_.queue.state->routed), pass_.watch.epoch);
+    moved_ |= is_routed_;
+    if (!is_routed_) missing.note(Wait::kRouted, pass_.rank, 0, 0);
+    return is_routed_;
+  }
+
   // A peer that has begun the round is told how many rows come, and they may be sent. Whether that is done.
   __device__ __forceinline__ bool greet(int peer, uint64_t bit, Missing& missing) {
     if (greeted_ & bit) return true;
+    if (!is_routed(missing)) return false;
     if (!is_raised(pass_.layout.granted(peer), Wait::kGrant)) {
       missing.note(Wait::kGrant, peer, 0, 0);
       return false;
@@ -131,6 +146,7 @@ class Subscriber {
 
   // Groups of tokens whose products have all come back, one after the other. Whether that is all of them.
   __device__ __forceinline__ bool gather(Missing& missing) {
+    if (!is_routed(missing)) return false;
     const Layout& layout = pass_.layout;
     for (; group_ < pass_.groups(); group_ += count_, slot_ = group_ * kCombineTokens * pass_.choices) {
       const int end = smaller((group_ + 1) * kCombineTokens, pass_.tokens) * pass_.choices;
@@ -154,7 +170,8 @@ class Subscriber {
   int group_, slot_;       // of the tokens that are looked for
   uint64_t greeted_ = 0;   // a bit a peer of this thread's
   uint32_t promised_ = 0;  // tasks that follow from what it has heard
-  bool moved_ = false;     // something has come at this look
+  bool is_routed_ = false;
+  bool moved_ = false;  // something has come at this look
 };
 
 }  // namespace pmoe::flashdmoe

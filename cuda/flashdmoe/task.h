@@ -6,6 +6,8 @@
 namespace pmoe::flashdmoe {
 
 enum class TaskType : uint32_t {
+  kCount,  // a group of tokens: its rows by expert
+  kPlace,  // a group of tokens: where its rows stand among their experts'
   kDispatch,
   kGemm0,           // T_DI w1^T and the nonlinearity
   kGemm1,           // the activated hidden rows, times w2^T
@@ -21,7 +23,7 @@ struct Task {
   TaskType type;
   int peer;    // dispatch: to whom; products of rows: whose rows
   int expert;  // of the rank that computes
-  int tile;    // of the cell's rows; combine: of the tokens; weights: down
+  int tile;    // of the cell's rows; routing and combine: group of tokens; weights: down
   int column;  // tile across
 
   PMOE_HD Words packed() const {
@@ -56,11 +58,13 @@ struct alignas(32) Entry {
   uint32_t is_ready;  // set behind the task, cleared by the scheduler
 };
 
-// Of one rank: what its actors share, all zeros between rounds but for `over`.
+// Of one rank: what its actors share, all zeros between rounds but for `routed` and `over`.
 struct State {
   uint32_t tail;      // of tQ
   uint32_t promised;  // tasks that subscribers know of: behind the last subscriber, all of the round's
   uint32_t listened;  // subscribers that have heard everything
+  uint32_t counted;   // routing tasks that have ended
+  uint32_t routed;    // the last round whose rows have been placed
   uint32_t over;      // the last round that has ended
 };
 

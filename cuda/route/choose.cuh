@@ -106,7 +106,7 @@ __device__ __forceinline__ void choose_tokens(const Forward& a, const Place<S>& 
   PMOE_ROLLED
   for (int e = at.lane; e < num_experts; e += 32) rows_E[e] = 0;
 
-  const int64_t part = int64_t{blockIdx.x} * S::kWarps + at.warp;
+  const int64_t part = int64_t{at.block} * S::kWarps + at.warp;
   const int64_t end = a.sizes.first_token(part + 1, S::kWarps);
   int64_t first = a.sizes.first_token(part, S::kWarps);
   float x[S::kPer];
@@ -154,7 +154,7 @@ __device__ __forceinline__ void tell(const Forward& a, const Place<S>& at, const
   }
   if (at.lane == 0) shared.sum_W[at.warp] = sums.z;
   sync_block();
-  const int64_t mine = int64_t{blockIdx.x} * num_experts;
+  const int64_t mine = int64_t{at.block} * num_experts;
   PMOE_ROLLED
   for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += S::kThreads) {
     int32_t rows = 0;
@@ -170,7 +170,7 @@ __device__ __forceinline__ void tell(const Forward& a, const Place<S>& at, const
     float z = 0.0f;
     PMOE_ROLLED
     for (int w = 0; w < S::kWarps; ++w) z += shared.sum_W[w];
-    a.workspace.z_G[blockIdx.x] = z;
+    a.workspace.z_G[at.block] = z;
   }
 }
 

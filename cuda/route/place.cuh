@@ -73,26 +73,31 @@ struct Slots {
 };
 
 template <class S>
-__device__ __forceinline__ Slots slots_of_warp(const Forward& a, int warp) {
-  const int64_t part = int64_t{blockIdx.x} * S::kWarps + warp;
-  return {a.sizes.first_token(part, S::kWarps) * a.sizes.top_k,
-          a.sizes.first_token(part + 1, S::kWarps) * a.sizes.top_k};
+__device__ __forceinline__ Slots slots_of_warp(const Sizes& sizes, const Place<S>& at) {
+  const int64_t part = int64_t{at.block} * S::kWarps + at.warp;
+  return {sizes.first_token(part, S::kWarps) * sizes.top_k,
+          sizes.first_token(part + 1, S::kWarps) * sizes.top_k};
 }
 
-// rows_WE: rows by expert of the block's warps before each. Counted again: what the first kernel's warps
-// counted went with their shared memory, and their choices are near.
-template <class S>
-__device__ __forceinline__ void count_warps_before(const Forward& a, const Place<S>& at,
-                                                   const Shared<S>& shared, const Slots& slots) {
-  const int num_experts = a.sizes.num_experts;
+// rows_WE: rows by expert of each of the block's warps. choice(slot): its expert, or -1 where it has no row.
+template <class S, class Choice>
+__device__ __forceinline__ void count_slots(const Place<S>& at, const Shared<S>& shared, int num_experts,
+                                            const Slots& slots, const Choice& choice) {
   int32_t* const rows_E = shared.rows_WE + at.warp * num_experts;
   PMOE_ROLLED
   for (int e = at.lane; e < num_experts; e += 32) rows_E[e] = 0;
   sync_warp();
   PMOE_ROLLED
-  for (int64_t slot = slots.begin + at.lane; slot < slots.end; slot += 32)
-    atomicAdd(rows_E + a.expert_TK[slot], 1);
+  for (int64_t slot = slots.begin + at.lane; slot < slots.end; slot += 32) {
+    const int32_t expert = choice(slot);
+    if (expert >= 0) atomicAdd(rows_E + expert, 1);
+  }
   sync_block();
+}
+
+// rows_WE: now rows of the block's warps before each. found(expert, rows of all of them), by one thread.
+template <class S, class Found>
+__device__ __forceinline__ void add_warps(const Shared<S>& shared, int num_experts, const Found& found) {
   PMOE_ROLLED
   for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += S::kThreads) {
     int32_t rows = 0;
@@ -102,6 +107,29 @@ __device__ __forceinline__ void count_warps_before(const Forward& a, const Place
       rows += of_warp;
       of_warp = before;
     }
+    found(e, rows);
+  }
+}
+
+// A warp's slots in their order: put(slot, expert, rows of that expert before it, in the warps before and in
+// this one); none is counted where the expert is -1.
+template <class S, class Choice, class Put>
+__device__ __forceinline__ void place_slots(const Place<S>& at, const Shared<S>& shared, int num_experts,
+                                            const Slots& slots, const Choice& choice, const Put& put) {
+  // Placed so far, by this warp or one before.
+  int32_t* const rows_E = shared.rows_WE + at.warp * num_experts;
+  PMOE_ROLLED
+  for (int64_t begin = slots.begin; begin < slots.end; begin += 32) {
+    const int64_t slot = begin + at.lane;
+    const bool is_slot = slot < slots.end;
+    const int32_t expert = is_slot ? choice(slot) : -1;
+    const uint32_t same = same_expert(expert, expert >= 0, num_experts);
+    const uint32_t earlier = same & ((1u << at.lane) - 1);
+    const int32_t placed = expert >= 0 ? rows_E[expert] : 0;
+    sync_warp();
+    if (same >> at.lane == 1) rows_E[expert] = placed + count_bits(same);  // the last of them
+    if (is_slot) put(slot, expert, placed + count_bits(earlier));
+    sync_warp();
   }
 }
 
@@ -109,34 +137,24 @@ __device__ __forceinline__ void count_warps_before(const Forward& a, const Place
 template <class S>
 __device__ __forceinline__ void place_rows(const Forward& a, const Place<S>& at, const Shared<S>& shared) {
   const int num_experts = a.sizes.num_experts, blocks = a.sizes.chunk_blocks;
-  const int chunk = static_cast<int>(blockIdx.x) / blocks;
-  const Slots slots = slots_of_warp<S>(a, at.warp);
-  count_warps_before<S>(a, at, shared, slots);
-  const ChunkCounts counts = count_chunk<S>(a, shared, chunk, static_cast<int>(blockIdx.x) % blocks);
+  const int chunk = at.block / blocks;
+  const Slots slots = slots_of_warp<S>(a.sizes, at);
+  const auto choice = [&](int64_t slot) { return a.expert_TK[slot]; };
+  // Counted again: what the first kernel's warps counted went with their shared memory, and their choices are
+  // near.
+  count_slots<S>(at, shared, num_experts, slots, choice);
+  add_warps<S>(shared, num_experts, [](int, int32_t) {});
+  const ChunkCounts counts = count_chunk<S>(a, shared, chunk, at.block % blocks);
   int32_t* const first_E = counts.before_E;
   if (at.warp == 0)
     scan(counts.total_E, num_experts, at.lane, static_cast<int32_t>(a.sizes.first_row(chunk)),
          [&](int e, int32_t first, int32_t) { first_E[e] += first; });
   sync_block();
-  // Placed so far, by this warp or one before.
-  int32_t* const rows_E = shared.rows_WE + at.warp * num_experts;
-  PMOE_ROLLED
-  for (int64_t begin = slots.begin; begin < slots.end; begin += 32) {
-    const int64_t slot = begin + at.lane;
-    const bool valid = slot < slots.end;
-    const int32_t expert = valid ? a.expert_TK[slot] : 0;
-    const uint32_t same = same_expert(expert, valid, num_experts);
-    const uint32_t earlier = same & ((1u << at.lane) - 1);
-    const int32_t placed = rows_E[expert];
-    sync_warp();
-    if (valid) {
-      const int32_t position = first_E[expert] + placed + count_bits(earlier);
-      if (same >> at.lane == 1) rows_E[expert] = placed + count_bits(same);  // the last of them
-      a.position_TK[slot] = position;
-      a.slot_N[position] = static_cast<int32_t>(slot);
-    }
-    sync_warp();
-  }
+  place_slots<S>(at, shared, num_experts, slots, choice, [&](int64_t slot, int32_t expert, int32_t placed) {
+    const int32_t position = first_E[expert] + placed;
+    a.position_TK[slot] = position;
+    a.slot_N[position] = static_cast<int32_t>(slot);
+  });
 }
 
 // The sum of all threads' values, in thread 0.

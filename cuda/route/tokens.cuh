@@ -23,9 +23,11 @@ struct Rows {
   bool whole_words;  // rows begin on 16 bytes, and are a multiple of 16 bytes long
 };
 
-// Where a lane stands: which of its warp's kTokens tokens, and which of that token's kLanes lanes.
+// Where a lane stands: which of its warp's kTokens tokens, and which of that token's kLanes lanes. block:
+// whose tokens these are, of those that own some.
 template <class S>
 struct Place {
+  int block = static_cast<int>(blockIdx.x);
   int lane = static_cast<int>(threadIdx.x) % 32;
   int warp = static_cast<int>(threadIdx.x) / 32;
   int of_token = lane % S::kLanes;

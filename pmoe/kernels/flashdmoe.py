@@ -1,7 +1,8 @@
-"""FlashDMoE's persistent kernels: a pass of the layer, from dispatch to combine, in one launch.
+"""FlashDMoE's persistent kernels: a pass of the layer, from the places of rows to combine, in one launch.
 
-Blocks are actors: one schedules and subscribes to what arrives, all others are processors that send, multiply
-and sum tile by tile. The kernels are in cuda/flashdmoe (thesis, chapters 4 and 5; backward is pmoe's own).
+Blocks are actors: one schedules and subscribes to what arrives, all others are processors that place rows,
+send, multiply and sum tile by tile. The kernels are in cuda/flashdmoe (thesis, chapters 4 and 5; backward is
+pmoe's own).
 
 A rank's rows for an expert lie in a cell of C rows on that expert's rank (layout L, section 5.3). A cell that
 is not full is padded in place: what is missing neither travels nor is computed (section 5.4). Tensors by cell
@@ -14,6 +15,7 @@ M = d_model, H = d_hidden, G = H or 2H rows of w1.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch.nn import functional as F
 
 from pmoe.kernels import extension
 from pmoe.kernels.comet.launcher import Launcher
-from pmoe.kernels.comet.launches import Journey, check_expert_weight, check_journey, check_tokens
+from pmoe.kernels.comet.launches import check_expert_weight, check_tokens
 from pmoe.kernels.comet.steps import float_weights
 from pmoe.kernels.gemm import ACTIVATIONS
 from pmoe.kernels.heap import Heap
@@ -32,78 +34,114 @@ from pmoe.schedule.tasks import PassDirection
 TILE_ROWS = 128
 
 RankTensors = dict[str, Any]
-"""A rank's part of a launch: tensors, or None, by the names of cuda/flashdmoe/bind.cpp."""
+"""A rank's part of a launch: tensors, None or numbers, by the names of cuda/flashdmoe/bind.cpp."""
+
+PLACES = ("send_counts", "expert", "row", "slot")
+"""Where rows stand: forward makes it, backward reads it."""
 
 Parameters = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """w1, w2, b1 and b2 of a rank's experts."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What a gate has chosen for a rank's tokens: what a launch makes places of rows from.
+
+    expert_TK: (T, K) int64 or int32, of all ranks' experts. keep_TK: (T, K) bool, what the gate keeps; None
+    keeps all. capacity: rows of an expert that are kept, in token order; None keeps C, which the caller sees
+    to be enough.
+    """
+
+    expert_TK: Tensor
+    keep_TK: Tensor | None = None
+    capacity: int | None = None
+
+
 def pass_tensors(
     heap: Heap,
-    journey: Journey,
+    expert_TK: Tensor,
     source_TM: Tensor,
     weight_TK: Tensor,
     parameters: Parameters,
     activation: str,
     again_TM: Tensor | None = None,
 ) -> RankTensors:
-    """What both passes need: "result" (T, M) will be T_O, or the gradient of T_I.
+    """What both passes need but for the places of rows: "result" (T, M) will be T_O, or the gradient of T_I.
 
-    journey: sends no cell more than C rows, which the caller sees to. source_TM: T_I, or the gradient of T_O.
-    again_TM: T_I, where a backward pass sends it again. Raises ValueError, naming the tensor, for what the
-    kernels would not read right.
+    source_TM: T_I, or the gradient of T_O. again_TM: T_I, where a backward pass sends it again. Raises
+    ValueError, naming the tensor, for what the kernels would not read right.
     """
     shape, weight_TK, (w1, w2, b1, b2) = heap.shape, float_weights(weight_TK), parameters
-    check_journey(heap, journey)
     for each in (source_TM, again_TM):
         if each is not None:
-            check_tokens(heap, journey, each, weight_TK)
+            check_tokens(heap, expert_TK, each, weight_TK)
     check_expert_weight("w1", w1, b1, heap, columns=2)
     check_tensor("w1", w1, shape=("E", shape.d_hidden * (2 if activation == "swiglu" else 1), "M"))
     check_expert_weight("w2", w2, b2, heap, columns=1)
     check_tensor("w2", w2, shape=("E", "M", shape.d_hidden))
-    row_TK, slot = cell_rows(journey, shape.rows)
     return {
-        "send_counts": journey.send_WE,
-        "expert": journey.expert_TK,
-        "row": row_TK,
-        "slot": slot,
         "weight": weight_TK,
         "source": source_TM,
         "again": again_TM,
         "result": torch.empty_like(source_TM),
         **{"w1": w1, "w2": w2, "b1": b1, "b2": b2},
-        "active": source_TM.new_empty(journey.send_WE.numel(), shape.rows, shape.d_hidden),
+        "active": source_TM.new_empty(shape.num_ranks * shape.experts, shape.rows, shape.d_hidden),
     }
 
 
-def forward_tensors(given: RankTensors, *, keeps_input: bool, keeps_hidden: bool) -> RankTensors:
-    """`pass_tensors`, and "input" will be T_DI (A, C, M), "hidden" T_M (A, C, G), or None if not kept."""
+def forward_tensors(
+    given: RankTensors, chosen: Chosen, *, keeps_input: bool, keeps_hidden: bool
+) -> RankTensors:
+    """`pass_tensors`, and "input" will be T_DI (A, C, M), "hidden" T_M (A, C, G), or None if not kept.
+
+    `PLACES` will be int32: "send_counts" (A,) rows of each expert; "expert" (T, K); "row" (T, K), which of its
+    expert's rows each slot's row is, -1 where it is dropped; "slot" (A, C), the slots of these rows.
+    """
     _, wide, d_model = given["w1"].shape
+    expert_TK, keep_TK, (cells, capacity, _) = chosen.expert_TK, chosen.keep_TK, given["active"].shape
+    check_tensor(
+        "expert", expert_TK, dtypes=[torch.int64, torch.int32], device=given["source"].device, contiguous=True
+    )
+    if keep_TK is not None:
+        check_tensor("keep", keep_TK, shape=expert_TK.shape, dtypes=[torch.bool], contiguous=True)
+    is_wide = expert_TK.dtype == torch.int64
+    row_TK = torch.empty_like(expert_TK, dtype=torch.int32)
     return given | {
+        "routes": 1,
+        "chosen": expert_TK if is_wide else None,
+        "keep": keep_TK,
+        "capacity": capacity if chosen.capacity is None else chosen.capacity,
+        "send_counts": row_TK.new_empty(cells),
+        "expert": torch.empty_like(row_TK) if is_wide else expert_TK,
+        "row": row_TK,
+        "slot": row_TK.new_empty(cells, capacity),
         "input": _by_cell(given, d_model) if keeps_input else None,
         "hidden": _by_cell(given, wide) if keeps_hidden else None,
     }
 
 
 def backward_tensors(
-    given: RankTensors, *, kept: Sequence[Tensor | None], needs: Sequence[bool]
+    given: RankTensors, places: RankTensors, *, kept: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> RankTensors:
     """`pass_tensors`, and "weight_gradient" will be (T, K) float32, 0 for dropped slots, "of_w1", "of_w2",
     "of_b1" and "of_b2" the gradients of these parameters, which repeat to the bit.
 
-    kept: T_DI and T_M of forward; without T_DI "again" is read, without T_M it is computed again.
+    places: `PLACES` of forward. kept: its T_DI and T_M; without T_DI "again" is read, without T_M it is
+    computed again.
     needs: which of the four parameters want a gradient; it is None for the others.
     """
     _, capacity, width = given["active"].shape
-    missing = next((capacity - each.shape[1] for each in kept if each is not None), 0)
+    missing = capacity - places["slot"].shape[1]
     if missing:  # a heap with other cells has taken the place of forward's
         kept = [None if each is None else F.pad(each, (0, 0, 0, missing)) for each in kept]
+        places = places | {"slot": F.pad(places["slot"], (0, missing))}
     input_ACM, hidden_ACG = kept
     wide, parts = given["w1"].shape[1], extension.module().row_dot_parts(False, width)
     for name, need in zip(("w1", "w2", "b1", "b2"), needs, strict=True):
         given[f"of_{name}"] = torch.empty_like(given[name]) if need and given[name] is not None else None
-    return given | {
+    return {
+        **given,
+        **{name: places[name] for name in PLACES},
         "input": input_ACM,
         "hidden": hidden_ACG,
         "recomputed": _by_cell(given, wide) if hidden_ACG is None else None,
@@ -123,25 +161,11 @@ def launch_pass(
         (tokens, top_k), shape = tensors["expert"].shape, heap.shape
         sizes = {"tokens": tokens, "top_k": top_k, "d_hidden": shape.d_hidden}
         sizes |= {"sends_again": shape.sends_again, "workspace": heap.base + shape.places["workspace"]}
-        addresses = {name: address(each) for name, each in tensors.items()}
+        addresses = {name: each if isinstance(each, int) else address(each) for name, each in tensors.items()}
         fields.append(launcher.rank_fields(heap) | sizes | addresses)
     extension.module().flashdmoe(
         **begun, is_backward=direction == "backward", activation=ACTIVATIONS[activation], ranks=fields
     )
-
-
-def cell_rows(journey: Journey, capacity: int) -> tuple[Tensor, Tensor]:
-    """Which of this rank's rows for its expert each slot's row is, and the slot of each row of a cell.
-
-    (T, K) int32, -1 for a dropped slot; (A C + 1,) int32, of which the last is a dropped slot's.
-    """
-    counts_A, expert_TK = journey.send_WE.view(-1), journey.expert_TK.long()
-    row_TK = journey.position_TK - (counts_A.cumsum(0) - counts_A)[expert_TK]
-    row_TK = row_TK.masked_fill(journey.position_TK < 0, -1)
-    num_rows = counts_A.numel() * capacity
-    place_TK = (expert_TK * capacity + row_TK).masked_fill(row_TK < 0, num_rows)
-    slot_S = torch.arange(place_TK.numel(), dtype=torch.int32, device=place_TK.device)
-    return row_TK.int(), slot_S.new_zeros(num_rows + 1).scatter_(0, place_TK.view(-1), slot_S)
 
 
 def _by_cell(given: RankTensors, columns: int, dtype: torch.dtype | None = None) -> Tensor:

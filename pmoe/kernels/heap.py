@@ -201,6 +201,7 @@ PERSISTENT_WAITS = (
     "rank {peer} itself: processors that take the tasks which its scheduler hands out",
     "rank {peer}: the product tasks of tile {part} of rank {rank}'s rows for its expert {expert}",
     WAITS[5],
+    "rank {peer} itself: processors that place its tokens' rows",
 )
 """`Wait` of cuda/comet/watch.h in words, for COMET's kernels and for a persistent one."""
 

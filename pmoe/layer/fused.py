@@ -6,7 +6,9 @@ What they do not take falls back to chunks, on all ranks together, with one warn
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -16,13 +18,14 @@ from pmoe.engine.passes import Inputs
 from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels.comet.launches import Journey
 from pmoe.kernels.comet.steps import Steps
+from pmoe.kernels.flashdmoe import Chosen
 from pmoe.layer.choose import choose
 from pmoe.layer.decision import Agreed, CallCounts, Decision
 from pmoe.layer.exact_counts import in_chunks, shared_counts, sort_early, sorted_rows, start
 from pmoe.layer.parts import Call, Parts
 from pmoe.layer.route import make_inputs
 from pmoe.runners import fused, fused_steps
-from pmoe.runners.fused import FusedForwardRunner, FusedRunner, PersistentRunner
+from pmoe.runners.fused import FusedForwardRunner, FusedRunner, KernelsRunner, PersistentRunner
 from pmoe.schedule.restore import KEEP, Restore
 from pmoe.warn import warn_once
 
@@ -78,9 +81,9 @@ def decide(call: Call) -> Decision:
     inputs = make_inputs(parts, routed)
     expert_TK, keep_TK = orders.expert_TK, orders.keep_TK
     sort = functools.cache(lambda: fused.sort(expert_TK, keep_TK, parts.spec.num_experts))
-    if fuses:
+    if fuses and not is_persistent(parts):
         sort()  # while the counts travel
-    elif not replay.is_replay:
+    elif not (fuses or replay.is_replay):
         sort_early(parts, orders)
 
     def agree() -> Agreed:
@@ -99,12 +102,16 @@ def decide(call: Call) -> Decision:
     if steps is None:
         assert choice is not None
         return in_chunks(call, routed, inputs, orders.plan(shared, choice), counts)
-    counts_FE = orders.count(parts.num_bins)
-    journey = fused.make_journey(expert_TK, sort(), counts_FE, shared, parts.ranks.rank)
-    by_kernels = fused_runner(parts, steps, journey)
+
+    def journey() -> Journey:
+        counts_FE = orders.count(parts.num_bins)
+        return fused.make_journey(expert_TK, sort(), counts_FE, shared, parts.ranks.rank)
+
+    by_kernels = kernels_runner(parts, steps, Chosen(expert_TK=expert_TK, keep_TK=keep_TK), journey)
     runner: Runner = by_kernels
     plan = None
     if choice is not None:
+        assert isinstance(by_kernels, FusedRunner)
         plan = orders.plan(shared, replace(choice, forward=choice.backward))
         runner = FusedForwardRunner(by_kernels, plan, shared.recv_device)
     return Decision(
@@ -118,11 +125,15 @@ def decide(call: Call) -> Decision:
     )
 
 
-def fused_runner(parts: Parts, steps: Steps, journey: Journey) -> FusedRunner:
+def kernels_runner(
+    parts: Parts, steps: Steps, chosen: Chosen, journey: Callable[[], Journey]
+) -> KernelsRunner:
+    """journey: COMET's kernels take it in place of what is chosen."""
     restore = fused_pair(parts) or KEEP  # of a call without a backward pass
-    activation = stacked(parts).activation
-    make = PersistentRunner if is_persistent(parts) else FusedRunner
-    return make(steps=steps, journey=journey, activation=activation, restore=restore)
+    passes: dict[str, Any] = {"steps": steps, "activation": stacked(parts).activation, "restore": restore}
+    if is_persistent(parts):
+        return PersistentRunner(chosen=chosen, **passes)
+    return FusedRunner(journey=journey(), **passes)
 
 
 def _steps(parts: Parts, inputs: Inputs, counts: RankCounts) -> Steps | None:

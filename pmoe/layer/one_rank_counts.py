@@ -13,9 +13,10 @@ from pmoe.engine.autograd import Runner
 from pmoe.engine.replay import hidden_from_checkpoints, may_run_again
 from pmoe.gates.base import Routing
 from pmoe.gates.topk import TopKGate
+from pmoe.kernels.flashdmoe import Chosen
 from pmoe.kernels.route import Routes
 from pmoe.layer.decision import Agreed, CallCounts, Decision
-from pmoe.layer.fused import fused_pair, fused_runner, make_request, may_fuse, stacked
+from pmoe.layer.fused import fused_pair, kernels_runner, make_request, may_fuse, stacked
 from pmoe.layer.parts import Call, Parts, autocast_dtype
 from pmoe.layer.route import Gated, Routed, make_inputs, started
 from pmoe.runners import fused, fused_steps, one_rank
@@ -42,7 +43,8 @@ def decide(call: Call) -> Decision | None:
     routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux)
     runner: Runner = OneRankRunner(routes, stacked(parts).activation)
     if agreed.steps is not None:
-        runner = fused_runner(parts, agreed.steps, fused.one_rank_journey(routes))
+        chosen = Chosen(expert_TK=routes.expert_TK)
+        runner = kernels_runner(parts, agreed.steps, chosen, lambda: fused.one_rank_journey(routes))
     routed = Routed(x=x, x_TM=x_TM, gated=Gated(routing=routing), autocast=autocast_dtype(x))
     counts_E = routes.counts_nE[0].view(1, 1, -1)
     counts = RankCounts(

@@ -18,6 +18,7 @@ G = H or 2H rows of w1, n chunks, m pieces, S rows that leave.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -34,6 +35,7 @@ from pmoe.experts.stacked import split_parameters
 from pmoe.kernels import flashdmoe, grouped_gemm
 from pmoe.kernels.comet.launches import Journey
 from pmoe.kernels.comet.steps import Steps
+from pmoe.kernels.flashdmoe import PLACES, Chosen, Parameters, RankTensors
 from pmoe.kernels.route import Routes
 from pmoe.ordering.sorted import SortedRows, sort_rows
 from pmoe.runners.pipeline import keep_for_backward
@@ -86,43 +88,37 @@ def dense(rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FusedRunner:
+class KernelsRunner(abc.ABC):
     """Both passes of a call by the fused kernels. restore: a pair that offloads nothing."""
 
     steps: Steps
-    journey: Journey
     activation: str
     restore: Restore
-    name: ClassVar[Path] = "fused"
+    name: ClassVar[Path]
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
         sends_again = self.restore.dispatched == "communicate"
         keeps_hidden = keep and self.restore.hidden == "keep"
         with self.steps.all_or_give_up():
-            y_TM, *kept = self._output(inputs, keeps_hidden, keeps_rows=keep and not sends_again)
+            y_TM, kept = self._output(inputs, keeps_hidden, keeps_rows=keep and not sends_again)
         if not keep:
             return y_TM, None
         x_TM = inputs.x_TM if sends_again else None
         tensors = [x_TM, inputs.weight_TK, *split_parameters(inputs.parameters), *kept]
         return y_TM, Saved(tensors, self._backward)
 
-    def _output(
-        self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """T_O, and T_M and T_DI where they are kept."""
-        steps, journey, activation = self.steps, self.journey, self.activation
-        w1, w2, b1, b2 = split_parameters(inputs.parameters)
-        hidden_NG, active_NH = steps.dispatch_hidden(
-            journey, dense(inputs.x_TM), inputs.weight_TK, w1, b1, activation=activation, keep=keeps_hidden
-        )
-        rows_NM = steps.rows(journey).clone() if keeps_rows else None
-        return steps.product_combine(journey, active_NH, w2, b2), hidden_NG, rows_NM
-
     def _backward(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
         with self.steps.all_or_give_up():
             of_x, of_weight, *of_parameters = self._gradients(tensors, wanted[3:], grad_TM)
         return [of_x, of_weight, None, *of_parameters[: len(wanted) - 3]]
 
+    @abc.abstractmethod
+    def _output(
+        self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """T_O, and what `_gradients` finds behind the parameters: T_M and T_DI first, None if not kept."""
+
+    @abc.abstractmethod
     def _gradients(
         self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor
     ) -> tuple[Tensor | None, ...]:
@@ -130,6 +126,29 @@ class FusedRunner:
 
         A rank's own tensors that need no gradient save it products, but no step: the other ranks' tensors
         may."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedRunner(KernelsRunner):
+    """By COMET's kernels."""
+
+    journey: Journey
+    name: ClassVar[Path] = "fused"
+
+    def _output(
+        self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        steps, journey, activation = self.steps, self.journey, self.activation
+        w1, w2, b1, b2 = split_parameters(inputs.parameters)
+        hidden_NG, active_NH = steps.dispatch_hidden(
+            journey, dense(inputs.x_TM), inputs.weight_TK, w1, b1, activation=activation, keep=keeps_hidden
+        )
+        rows_NM = steps.rows(journey).clone() if keeps_rows else None
+        return steps.product_combine(journey, active_NH, w2, b2), [hidden_NG, rows_NM]
+
+    def _gradients(
+        self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor
+    ) -> tuple[Tensor | None, ...]:
         x_TM, weight_TK, w1, w2, b1, b2, hidden_NG, rows_NM = tensors
         tensors.clear()
         steps, journey, ends_E, activation = self.steps, self.journey, self.journey.ends_E, self.activation
@@ -165,41 +184,56 @@ class FusedRunner:
         return of_x, of_weight.to(weight_TK.dtype), of_w1, of_w2, of_b1, of_b2
 
 
-class PersistentRunner(FusedRunner):
+@dataclass(frozen=True, kw_only=True)
+class PersistentRunner(KernelsRunner):
     """Both passes of a call, a launch each (`pmoe.kernels.flashdmoe`). T_DI and T_M are kept by cell.
 
-    The gate and the sorting of its slots come before (thesis, Algorithm 1, has them inside). Row counts,
-    grants and rows travel while the kernel runs; whether they fit is decided before, by the largest numbers
-    of any rank's tokens and of its rows for an expert, which come with every call's exchange of counts.
+    The gate comes before (thesis, Algorithm 1, has it inside). Places of rows, their counts, grants and rows
+    are made and travel while the kernel runs; whether they fit is decided before, by the largest numbers of
+    any rank's tokens and of its rows for an expert, which come with every call's exchange of counts.
     """
 
+    chosen: Chosen
     name: ClassVar[Path] = "persistent"
 
     def _output(
         self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        launcher, parameters = self.steps.launcher, split_parameters(inputs.parameters)
-        given = flashdmoe.pass_tensors(
-            launcher.heaps[0], self.journey, dense(inputs.x_TM), inputs.weight_TK, parameters, self.activation
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        parameters = split_parameters(inputs.parameters)
+        given = self._given(self.chosen.expert_TK, inputs.x_TM, inputs.weight_TK, parameters)
+        made = flashdmoe.forward_tensors(
+            given, self.chosen, keeps_input=keeps_rows, keeps_hidden=keeps_hidden
         )
-        made = flashdmoe.forward_tensors(given, keeps_input=keeps_rows, keeps_hidden=keeps_hidden)
-        flashdmoe.launch_pass(launcher, "forward", self.activation, [made])
-        return made["result"], made["hidden"], made["input"]
+        flashdmoe.launch_pass(self.steps.launcher, "forward", self.activation, [made])
+        return made["result"], [made[name] for name in ("hidden", "input", *PLACES)]
 
     def _gradients(
         self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor
     ) -> tuple[Tensor | None, ...]:
-        x_TM, weight_TK, w1, w2, b1, b2, *kept = tensors
+        x_TM, weight_TK, w1, w2, b1, b2, hidden, rows = tensors[:8]
+        places = dict(zip(PLACES, tensors[8:], strict=True))
         tensors.clear()
-        launcher, parameters = self.steps.launcher, (w1, w2, b1, b2)
-        x_TM = None if x_TM is None else dense(x_TM)
-        given = flashdmoe.pass_tensors(
-            launcher.heaps[0], self.journey, dense(grad_TM), weight_TK, parameters, self.activation, x_TM
+        given = self._given(places["expert"], grad_TM, weight_TK, (w1, w2, b1, b2), x_TM)
+        made = flashdmoe.backward_tensors(
+            given, places, kept=[rows, hidden], needs=(*needs, False, False)[:4]
         )
-        made = flashdmoe.backward_tensors(given, kept=kept[::-1], needs=(*needs, False, False)[:4])
-        flashdmoe.launch_pass(launcher, "backward", self.activation, [made])
+        flashdmoe.launch_pass(self.steps.launcher, "backward", self.activation, [made])
         of_weight = made["weight_gradient"].to(weight_TK.dtype)
         return made["result"], of_weight, made["of_w1"], made["of_w2"], made["of_b1"], made["of_b2"]
+
+    def _given(
+        self,
+        expert_TK: Tensor,
+        source_TM: Tensor,
+        weight_TK: Tensor,
+        parameters: Parameters,
+        again_TM: Tensor | None = None,
+    ) -> RankTensors:
+        again_TM = None if again_TM is None else dense(again_TM)
+        heap, source_TM = self.steps.launcher.heaps[0], dense(source_TM)
+        return flashdmoe.pass_tensors(
+            heap, expert_TK, source_TM, weight_TK, parameters, self.activation, again_TM
+        )
 
 
 # ---- forward by the fused kernels, backward by the pipeline engine

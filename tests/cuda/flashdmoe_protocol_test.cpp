@@ -42,6 +42,8 @@ constexpr Mistake kMistakes[] = {
     {"no_arrival_wait", Wait::kArrival, false, false},
     {"no_done_wait", Wait::kDone, false, false},
     {"no_return_wait", Wait::kReturn, false, false},
+    {"no_routing_wait", Wait::kRouted, false, false},
+    {"places_of_some_counts", Wait::kNone, false, false, kCountedBit},
     {"relaxed_signal", Wait::kNone, true, false},
     {"reused_flags", Wait::kNone, false, true},
     {"sums_of_some_rows", Wait::kNone, false, false, kCompleteBit},
@@ -127,7 +129,7 @@ World make(int ranks, int experts, uint32_t seed, double bound_seconds,
       Actor& m = w.rounds.back()[static_cast<size_t>(rank)];
       // Some have no tokens; now and then all go to one expert, and more than fit.
       const int tokens = round != 1 && (rank + round) % 3 == 2 ? 0 : 1 + static_cast<int>(random() % 79);
-      m.routing = route(random, layout, tokens, 1 + (ranks * experts > 1), round == 1 ? 0 : -1);
+      m.routing = random_routing(random, layout, tokens, 1 + (ranks * experts > 1), round == 1 ? 0 : -1);
       for (int i = 0; i < tokens * kModel; ++i)
         m.source.push_back(narrow<bf16>(static_cast<float>(random() % 4)));
       m.result.assign(m.source.size(), bf16{0xFFFF});
@@ -138,7 +140,8 @@ World make(int ranks, int experts, uint32_t seed, double bound_seconds,
       Actor& m = w.rounds.back()[at];
       const int epoch = mistake.reuses_flags ? 1 : round + 1;
       m.pass = pass_of(w.heaps, rank, m.routing, *w.work[at], static_cast<uint32_t>(epoch),
-                       static_cast<uint64_t>(bound_seconds * 1e9));
+                       static_cast<uint64_t>(bound_seconds * 1e9), round % 2 == 0);
+      if (round % 2 == 0) m.pass.routing.groups = 1 + m.routing.tokens / 8;
       m.pass.watch.nap_seed = seed;
       if (mistake.not_waited != Wait::kNone)
         m.pass.watch.not_waited = 1u << static_cast<int>(mistake.not_waited);
@@ -215,9 +218,44 @@ void sum_rows(Actor& m, const Task& task) {
     }
 }
 
+// A group's rows, by plain loops.
+void route_group(const Pass& pass, const Task& task) {
+  const RoutingTasks& routing = pass.routing;
+  const int group = task.tile, experts = pass.layout.cells();
+  const int begin = group * pass.tokens / routing.groups * pass.choices;
+  const int end = (group + 1) * pass.tokens / routing.groups * pass.choices;
+  std::vector<int32_t> count(static_cast<size_t>(experts)), total = count;
+  comet::nap(pass.watch, static_cast<uint32_t>(7400 + group));
+  for (int e = 0; e < experts && task.type == TaskType::kPlace; ++e)
+    for (int each = 0; each < routing.groups; ++each) {
+      const int32_t rows = read(routing.rows + each * experts + e);
+      total[static_cast<size_t>(e)] += rows;
+      count[static_cast<size_t>(e)] += each < group ? rows : 0;
+    }
+  for (int slot = begin; slot < end; ++slot) {
+    const auto expert = static_cast<int>(read(routing.chosen + slot));
+    int32_t& row = count[static_cast<size_t>(expert)];
+    const bool is_kept = read(routing.keep + slot) != 0, has_row = is_kept && row < routing.capacity;
+    if (task.type == TaskType::kPlace) {
+      write(pass.expert + slot, expert);
+      write(pass.row + slot, has_row ? row : -1);
+      if (has_row) write(pass.slot + expert * pass.layout.capacity + row, slot);
+    }
+    row += is_kept;
+  }
+  for (int e = 0; e < experts; ++e) {
+    const auto at = static_cast<size_t>(e);
+    if (task.type == TaskType::kCount)
+      write(routing.rows + group * experts + e, count[at]);
+    else if (group == 0)
+      write(pass.counts + e, smaller(total[at], routing.capacity));
+  }
+}
+
 void multiply(Actor& m, const Task& task) {
   const Pass& pass = m.pass;
   const Layout& layout = pass.layout;
+  if (task.type == TaskType::kCount || task.type == TaskType::kPlace) return route_group(pass, task);
   if (task.type == TaskType::kWeightGradient || task.type == TaskType::kBiasGradient)
     return sum_rows(m, task);
   const int expert = layout.cell(pass.rank, task.expert), first = task.tile * kTileRows;
@@ -279,6 +317,7 @@ void launch(Actor& m, int room = kProcessors) {
 
 void check_forward(const Actor& m, const std::string& where) {
   const Routing& g = m.routing;
+  expect(g.made == g, where + ": places of rows");
   for (int t = 0; t < g.tokens; ++t) {
     float x[kModel];
     for (int i = 0; i < kModel; ++i)
@@ -460,9 +499,8 @@ void test_nobody_works() {
   World w = make(1, 2, 3, 1.0);
   Actor& m = w.rounds[0][0];
   launch(m, 0);
-  // The rows that they should have sent are missing, too.
   const auto wait = static_cast<Wait>(w.work[0]->report.wait);
-  expect((wait == Wait::kDone || wait == Wait::kArrival) && w.work[0]->report.peer == 0,
+  expect((wait == Wait::kDone || wait == Wait::kRouted) && w.work[0]->report.peer == 0,
          "processors that never come");
 }
 

@@ -208,6 +208,7 @@ void check(const Case& c, const std::vector<Rank>& all, const std::string& where
   for (size_t rank = 0; rank < all.size(); ++rank) {
     const Rank& own = all[rank];
     const Routing& g = own.routing;
+    expect(g.made == g, where + ", rank " + std::to_string(rank) + ": places of rows");
     for (int t = 0; t < g.tokens; ++t) {
       std::vector<float> sum(static_cast<size_t>(c.model));
       for (int k = 0; k < c.choices; ++k) {
@@ -243,7 +244,7 @@ Rank random_rank(const Case& c, const Layout& layout, std::mt19937& random, int 
   const int wide = c.activation == Activation::kSwiglu ? 2 * c.hidden : c.hidden;
   const auto unwritten = [](int64_t count) { return Values(static_cast<size_t>(count), T{0xFFFF}); };
   Rank own;
-  own.routing = route(random, layout, tokens, c.choices, c.favoured);
+  own.routing = random_routing(random, layout, tokens, c.choices, c.favoured);
   for (float& weight : own.routing.weight) weight *= 0.25f;
   own.x = values(random, tokens * c.model, 1.0f), own.dy = values(random, tokens * c.model, 1.0f);
   own.y = own.dx = Values(own.x.size(), T{0xFFFF});
@@ -267,7 +268,7 @@ Member member(const Case& c, const Heaps& heaps, int rank, Rank& own, Workspace&
               Direction direction) {
   const bool halves = c.activation == Activation::kSwiglu, is_backward = direction == Direction::kBackward;
   Member m;
-  m.pass = pass_of(heaps, rank, own.routing, w, epoch, uint64_t{1} << 60);
+  m.pass = pass_of(heaps, rank, own.routing, w, epoch, uint64_t{1} << 60, !is_backward);
   const Values &source = is_backward ? own.dy : own.x, &result = is_backward ? own.dx : own.y;
   m.pass.source = reinterpret_cast<const uint8_t*>(source.data());
   m.pass.result = reinterpret_cast<uint8_t*>(const_cast<T*>(result.data()));
@@ -301,9 +302,11 @@ void register_rank(const Heaps& heaps, size_t index, Rank& own, Workspace& w) {
   for (auto* each : {&own.y, &own.wide, &own.active, &own.input, &own.dx, &own.gradient, &own.of_w1,
                      &own.of_w2, &own.of_b1, &own.of_b2})
     array("made", *each, true);
-  for (auto* each : {&own.routing.counts, &own.routing.slot, &own.routing.expert, &own.routing.row})
-    array("routing", *each, false);
-  array("weights", own.routing.weight, false);
+  Routing& g = own.routing;
+  for (auto* each : {&g.counts, &g.slot, &g.expert, &g.row}) array("routing", *each, false);
+  for (auto* each : {&g.made.counts, &g.made.slot, &g.made.expert, &g.made.row}) array("places", *each, true);
+  array("chosen", g.chosen, false), array("kept", g.keep, false), array("rows of groups", w.routed, true);
+  array("weights", g.weight, false);
   array("dots", own.dots, true), array("weights' gradient", own.of_weight, true);
   array("queue", w.entry, true), array("heard", w.heard, true);
   for (auto* each : {&w.doors, &w.made, &w.whole}) array("workspace", *each, true);

@@ -15,19 +15,40 @@ namespace world {
 using namespace pmoe;
 using namespace pmoe::flashdmoe;
 
-// What a rank has decided about its tokens; beyond C rows of an expert they are dropped.
-struct Routing {
-  int tokens = 0, choices = 1;
+// Where rows stand: a launch makes it, or a plain loop.
+struct Places {
   std::vector<int32_t> counts, slot, expert, row;
-  std::vector<float> weight;
 };
 
-inline Routing route(std::mt19937& random, const Layout& layout, int tokens, int choices, int favoured = -1) {
+inline bool operator==(const Places& a, const Places& b) {
+  return a.counts == b.counts && a.slot == b.slot && a.expert == b.expert && a.row == b.row;
+}
+
+// What a rank's gate has decided about its tokens; some slots it drops itself, others are beyond the
+// capacity.
+struct Routing : Places {
+  int tokens = 0, choices = 1, capacity = 0;
+  std::vector<int64_t> chosen;
+  std::vector<uint8_t> keep;
+  std::vector<float> weight;
+  Places made;  // by the last launch that was to make them
+
+  void forget_made() {
+    made = *this;
+    std::fill(made.counts.begin(), made.counts.end(), -1), std::fill(made.slot.begin(), made.slot.end(), -1);
+    std::fill(made.expert.begin(), made.expert.end() - 1, -1);
+    std::fill(made.row.begin(), made.row.end() - 1, -2);
+  }
+};
+
+inline Routing random_routing(std::mt19937& random, const Layout& layout, int tokens, int choices,
+                              int favoured = -1) {
   Routing g;
   const int experts = layout.cells();
-  g.tokens = tokens, g.choices = choices;
+  g.tokens = tokens, g.choices = choices, g.capacity = layout.capacity - static_cast<int>(random() % 3);
   g.counts.assign(static_cast<size_t>(experts), 0);
   g.slot.assign(static_cast<size_t>(experts * layout.capacity), -1);
+  const bool drops = random() % 2 == 0;
   for (int t = 0; t < tokens; ++t) {
     std::vector<int> order;
     for (int e = 0; e < experts; ++e) order.push_back(e);
@@ -36,15 +57,17 @@ inline Routing route(std::mt19937& random, const Layout& layout, int tokens, int
     for (int k = 0; k < choices; ++k) {
       const int e = order[static_cast<size_t>(k)];
       int32_t& count = g.counts[static_cast<size_t>(e)];
-      g.expert.push_back(e);
-      g.row.push_back(count < layout.capacity ? count : -1);
+      const bool is_kept = !drops || random() % 8 > 0, has_row = is_kept && count < g.capacity;
+      g.chosen.push_back(e), g.keep.push_back(is_kept), g.expert.push_back(e);
+      g.row.push_back(has_row ? count : -1);
       g.weight.push_back(static_cast<float>(1 + random() % 3));
-      if (count < layout.capacity)
-        g.slot[static_cast<size_t>(e * layout.capacity + count++)] = t * choices + k;
+      if (has_row) g.slot[static_cast<size_t>(e * layout.capacity + count++)] = t * choices + k;
     }
   }
   // Never empty: a pointer to nothing is none that may be registered.
+  g.chosen.push_back(0), g.keep.push_back(0);
   g.expert.push_back(0), g.row.push_back(-1), g.weight.push_back(0);
+  g.forget_made();
   return g;
 }
 
@@ -71,17 +94,18 @@ struct Heaps {
 struct Workspace {
   std::vector<Entry> entry;
   std::vector<uint32_t> doors, made, whole;
-  std::vector<int32_t> heard;
+  std::vector<int32_t> heard, routed;
   State state = {};
   comet::Report report = {};
 
   // largest: a pass of as many tasks and stages as any.
   Workspace(const Pass& largest, int processors)
-      : entry(static_cast<size_t>(most_tasks(largest))),
+      : entry(static_cast<size_t>(most_tasks(largest) + 2 * kMostGroups)),
         doors(static_cast<size_t>(processors)),
         made(static_cast<size_t>(kMostStages * largest.layout.cells() * largest.layout.cell_tiles())),
         whole(static_cast<size_t>(largest.layout.experts)),
-        heard(static_cast<size_t>(largest.layout.cells())) {}
+        heard(static_cast<size_t>(largest.layout.cells())),
+        routed(static_cast<size_t>(kMostGroups * largest.layout.cells())) {}
 
   // Whether the next round finds what the first one found.
   bool is_clean() const {
@@ -90,19 +114,28 @@ struct Workspace {
     };
     const auto unready = [](const Entry& each) { return each.is_ready == 0; };
     return zeros(doors) && zeros(made) && zeros(whole) && zeros(heard) && state.tail == 0 &&
-           state.promised == 0 && state.listened == 0 && std::all_of(entry.begin(), entry.end(), unready);
+           state.promised == 0 && state.listened == 0 && state.counted == 0 &&
+           std::all_of(entry.begin(), entry.end(), unready);
   }
 };
 
-inline Pass pass_of(const Heaps& heaps, int rank, const Routing& g, Workspace& w, uint32_t epoch,
-                    uint64_t bound) {
+// routes: the launch itself, from what the gate has chosen.
+inline Pass pass_of(const Heaps& heaps, int rank, Routing& g, Workspace& w, uint32_t epoch, uint64_t bound,
+                    bool routes) {
   Pass pass;
   pass.layout = heaps.layout, pass.heaps = heaps.at.data(), pass.rank = rank;
   auto* const failed =
       reinterpret_cast<uint32_t*>(heaps.at[static_cast<size_t>(rank)] + heaps.layout.failed());
   pass.watch = {failed, &w.report, rank, epoch, bound, 0, 0};
-  pass.counts = g.counts.data(), pass.slot = g.slot.data(), pass.expert = g.expert.data();
-  pass.row = g.row.data(), pass.weight = g.weight.data();
+  Places& places = routes ? g.made : g;
+  pass.counts = places.counts.data(), pass.slot = places.slot.data(), pass.expert = places.expert.data();
+  pass.row = places.row.data(), pass.weight = g.weight.data();
+  if (routes) {
+    pass.routing.is_asked = true;
+    pass.routing.chosen = g.chosen.data(), pass.routing.keep = g.keep.data();
+    pass.routing.capacity = g.capacity;
+  }
+  pass.routing.rows = w.routed.data();
   pass.tokens = g.tokens, pass.choices = g.choices;
   pass.by_choices = Divisor(g.choices), pass.by_experts = Divisor(heaps.layout.experts);
   pass.queue = {w.entry.data(), static_cast<int>(w.entry.size()), &w.state};

@@ -26,6 +26,8 @@ MISTAKES = (
     "no_arrival_wait",
     "no_done_wait",
     "no_return_wait",
+    "no_routing_wait",
+    "places_of_some_counts",
     "relaxed_signal",
     "reused_flags",
     "sums_of_some_rows",

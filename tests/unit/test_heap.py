@@ -41,7 +41,6 @@ from pmoe.kernels.heap import (
     open_heaps,
     tensor_at,
 )
-from pmoe.kernels.heap import WAITS as SENTENCES
 from tests.faults import WAITS
 from tests.heaps import CPU, FileMemory, use_layout
 
@@ -226,7 +225,7 @@ def test_a_report_becomes_a_sentence(words: tuple[int, ...], told: str) -> None:
 def test_a_report_of_a_persistent_kernel_names_the_task() -> None:
     told = "rank 1: the product tasks of tile 2 of rank 0's rows for its expert 3, in round 7"
     assert awaited([4, 1, 3, 2, 7, 0, 0, 0], PERSISTENT_WAITS) == told
-    assert len(PERSISTENT_WAITS) == len(SENTENCES)
+    assert PERSISTENT_WAITS[6].format(peer=1) == "rank 1 itself: processors that place its tokens' rows"
 
 
 def test_reports_are_read_as_the_kernels_write_them() -> None:
@@ -234,7 +233,8 @@ def test_reports_are_read_as_the_kernels_write_them() -> None:
     waits = re.search(r"enum class Wait : int \{([^}]*)\}", text)
     fields = re.search(r"struct Report \{(.*?)\n\};", text, re.DOTALL)
     assert waits is not None and fields is not None
-    assert re.findall(r"\w+", waits[1]) == ["kNone", "kGrant", "kArrival", "kDone", "kReturn", "kAnnounced"]
+    names = ["kNone", "kGrant", "kArrival", "kDone", "kReturn", "kAnnounced", "kRouted"]
+    assert re.findall(r"\w+", waits[1]) == names and len(PERSISTENT_WAITS) == len(names)
     assert WAITS == ("nothing", "grant", "arrival", "tiles", "returned")
     code = re.sub(r"//.*", "", fields[1])
     declared = [name for line in re.findall(r"u?int32_t ([^;]*);", code) for name in line.split(", ")]

@@ -3,7 +3,6 @@ layer and float64; what it says where it is not used, and what becomes of a batc
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +17,9 @@ from pmoe import warn
 from pmoe.comm.heap import close_heaps
 from pmoe.comm.heap.providers import virtual_heaps
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.comet.launches import Journey
-from pmoe.kernels.flashdmoe import TILE_ROWS, cell_rows, pass_tensors
+from pmoe.gates.capacity import within_capacity
+from pmoe.kernels.comet.launcher import Division, Launcher
+from pmoe.kernels.flashdmoe import TILE_ROWS, Chosen, forward_tensors, launch_pass, pass_tensors
 from pmoe.kernels.heap import HeapShape
 from pmoe.runners.fused_steps import Request, heap_shape
 from tests.emulated import compile_kernels, emulated, load_kernels
@@ -166,29 +166,36 @@ def test_a_cell_holds_the_balanced_share_times_slack_or_factor_in_whole_tiles() 
     assert [rows(1024, each) for each in (0.1, 1.0, 1.5)] == [128, 512, 768]
 
 
-def test_rows_stand_in_their_cells_in_token_order_without_dropped_ones() -> None:
-    row_TK, slot = cell_rows(JOURNEY, capacity=2)
-    assert row_TK.tolist() == [[0, 0], [1, 0], [1, -1]]
-    assert slot[:5].tolist() == [1, 4, 0, 2, 3]
-
-
-def ints(*values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+def test_rows_stand_in_their_cells_in_token_order_without_dropped_ones(kernels: Path) -> None:
+    """Placed by the launch, from int32 experts or int64 ones, as the definition of capacity drops them."""
+    torch.manual_seed(2)
+    expert_TK = torch.rand(70, E).topk(2).indices
+    keep_TK = torch.rand(70, 2) > 0.3
+    # What the gate itself drops counts as an expert's that there is not.
+    asked_TK = expert_TK.where(keep_TK, torch.full_like(expert_TK, E))
+    within = within_capacity(asked_TK, 20, torch.zeros(E + 1, dtype=torch.int64))[0] & keep_TK
+    with emulated(kernels):
+        for given_TK in (expert_TK, expert_TK.int()):
+            (heap,) = virtual_heaps(HeapShape(1, E, TILE_ROWS, 70, M, BF16, H), CPU, memory=FileMemory())
+            given = pass_tensors(heap, given_TK, zeros(70, M), torch.rand(70, 2), parameters(E), "relu")
+            chosen = Chosen(expert_TK=given_TK, keep_TK=keep_TK, capacity=20)
+            made = forward_tensors(given, chosen, keeps_input=False, keeps_hidden=False)
+            launch_pass(Launcher([heap], lambda *_: Division(1)), "forward", "relu", [made])
+            heap.close()
+            assert torch.equal(made["row"] >= 0, within) and torch.equal(made["expert"], expert_TK.int())
+            for e in range(E):
+                slots = ((expert_TK == e) & within).flatten().nonzero()[:, 0].int()
+                assert made["send_counts"][e] == len(slots) > 0
+                assert torch.equal(made["slot"][e, : len(slots)], slots)
+                assert torch.equal(made["row"].view(-1)[slots.long()], torch.arange(len(slots)).int())
 
 
 def zeros(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=BF16)
 
 
-JOURNEY = Journey(
-    rank=0,
-    expert_TK=ints([1, 0], [1, 2], [0, 1]),
-    position_TK=ints([2, 0], [3, 4], [1, -1]),
-    slot_S=ints(1, 4, 0, 2, 3),
-    send_WE=ints([2, 2, 1]),
-    recv_WE=ints([2, 2, 1]),
-    num_received=5,
-)
+def parameters(experts: int) -> Any:
+    return zeros(experts, H, M), zeros(experts, M, H), None, None
 
 
 @pytest.mark.parametrize(
@@ -202,14 +209,15 @@ JOURNEY = Journey(
         ({"activation": "swiglu"}, r"w1 of shape \(3, 40, 72\) must have the shape \(E, 80, M\)"),
         ({"w2": zeros(3, M, 48)}, r"w2 of shape \(3, 72, 48\) must have the shape \(E, M, 40\)"),
         ({"b1": zeros(3, 8)}, r"bias of shape \(3, 8\) must have the shape \(3, 40\)"),
-        ({"journey": dataclasses.replace(JOURNEY, send_WE=ints([5]))}, r"send_WE of shape \(1, 1\)"),
+        ({"keep_TK": torch.ones(3, 1) > 0}, r"keep of shape \(3, 1\) must have the shape \(3, 2\)"),
+        ({"expert_TK": torch.zeros(3, 2)}, r"expert of dtype torch.float32 must be torch.int64 or"),
     ],
 )  # fmt: skip
 def test_what_the_kernel_would_read_wrong_is_named_before_a_launch(
     kernels: Path, changed: dict[str, Any], message: str
 ) -> None:
     given = {
-        "journey": JOURNEY,
+        "expert_TK": torch.zeros(3, 2, dtype=torch.int64),
         "source_TM": zeros(3, M),
         "weight_TK": torch.zeros(3, 2),
         "activation": "relu",
@@ -218,11 +226,13 @@ def test_what_the_kernel_would_read_wrong_is_named_before_a_launch(
         "w2": zeros(3, M, H),
         "b1": None,
     } | changed
+    chosen = Chosen(expert_TK=given["expert_TK"], keep_TK=given.pop("keep_TK", None))
     parameters = (given.pop("w1"), given.pop("w2"), given.pop("b1"), None)
     with emulated(kernels):
         (heap,) = virtual_heaps(HeapShape(1, 3, TILE_ROWS, 16, M, BF16, H), CPU, memory=FileMemory())
         with pytest.raises(ValueError, match=message):
-            pass_tensors(heap, parameters=parameters, **given)
+            made = pass_tensors(heap, parameters=parameters, **given)
+            forward_tensors(made, chosen, keeps_input=False, keeps_hidden=False)
         heap.close()
 
 

@@ -72,7 +72,9 @@ def journey_fields(heap: Heap, journey: Journey) -> dict[str, int]:
         raise ValueError(
             f"rows that may be sent ({sent}) must be at most the heap's home_rows ({shape.home_rows})"
         )
-    check_journey(heap, journey)
+    check_tensor("send_WE", journey.send_WE, shape=(shape.num_ranks, shape.experts))
+    for name in ("expert_TK", "position_TK", "slot_S", "send_WE"):
+        check_tensor(name, getattr(journey, name), dtypes=[torch.int32], device=heap.device, contiguous=True)
     recv_WE = journey.recv_WE
     check_tensor("recv_WE", recv_WE, dtypes=[torch.int32], device=heap.device)
     if recv_WE.stride(1) != 1:
@@ -90,16 +92,10 @@ def journey_fields(heap: Heap, journey: Journey) -> dict[str, int]:
     }
 
 
-def check_journey(heap: Heap, journey: Journey) -> None:
-    check_tensor("send_WE", journey.send_WE, shape=(heap.shape.num_ranks, heap.shape.experts))
-    for name in ("expert_TK", "position_TK", "slot_S", "send_WE"):
-        check_tensor(name, getattr(journey, name), dtypes=[torch.int32], device=heap.device, contiguous=True)
-
-
-def check_tokens(heap: Heap, journey: Journey, source_TM: Tensor, weight_TK: Tensor) -> None:
+def check_tokens(heap: Heap, expert_TK: Tensor, source_TM: Tensor, weight_TK: Tensor) -> None:
     """Rows of tokens that leave, and the routing weights."""
     shape, device = heap.shape, heap.device
-    wanted, chosen = (journey.expert_TK.shape[0], shape.d_model), journey.expert_TK.shape
+    wanted, chosen = (expert_TK.shape[0], shape.d_model), expert_TK.shape
     check_tensor("rows", source_TM, shape=wanted, dtypes=[shape.dtype], device=device)
     check_memory(dense={"rows": source_TM})
     check_tensor("weight", weight_TK, shape=chosen, dtypes=[torch.float32], device=device, contiguous=True)
@@ -107,7 +103,7 @@ def check_tokens(heap: Heap, journey: Journey, source_TM: Tensor, weight_TK: Ten
 
 def dispatch_fields(heap: Heap, journey: Journey, source_TM: Tensor, weight_TK: Tensor) -> dict[str, int]:
     """Rows of tokens leave, and arrive as A of the product."""
-    check_tokens(heap, journey, source_TM, weight_TK)
+    check_tokens(heap, journey.expert_TK, source_TM, weight_TK)
     shape = heap.shape
     places = shape.places
     return {

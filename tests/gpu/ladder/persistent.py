@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bench.virtual_ranks import FusedParameters, PersistentRanks, own_journey
+from bench.virtual_ranks import FusedParameters, PersistentRanks
 
 LIMIT = 2.0**-6
 """Of the relative difference between bfloat16 results and float64."""
@@ -40,10 +40,8 @@ def find_wrong(num_ranks: int, tokens: int, d_model: int, d_hidden: int, device:
         x, dy = ([torch.randn(each, d_model).to(like) for each in counts] for _ in range(2))
         weight = [torch.rand(each, TOP_K, device=device) for each in counts]
         expert = [torch.rand(each, num_ranks * EXPERTS).topk(TOP_K).indices.to(device) for each in counts]
-        every = enumerate(expert)
-        journeys = [own_journey(rank, each, num_ranks, num_ranks * EXPERTS) for rank, each in every]
-        forward = world.forward(x, weight, journeys, given)
-        backward = world.backward(dy, weight, journeys, given, forward)
+        forward = world.forward(x, weight, expert, given)
+        backward = world.backward(dy, weight, given, forward)
         world.check()
         got = {"y": [each["result"] for each in forward]}
         names = {"of_x": "result", "of_weight": "weight_gradient"}

@@ -94,8 +94,8 @@ def forward_tensors(
 ) -> RankTensors:
     """`pass_tensors`, and "input" will be T_DI (A, C, M), "hidden" T_M (A, C, G), or None if not kept.
 
-    `PLACES` will be int32: "send_counts" (A,) rows of each expert; "expert" (T, K); "row" (T, K), which of its
-    expert's rows each slot's row is, -1 where it is dropped; "slot" (A, C), the slots of these rows.
+    `PLACES` will be int32: "send_counts" (A,) rows of each expert; "expert" (T, K); "row" (T, K), which of an
+    expert's rows is each slot's, -1 where it is dropped; "slot" (A, C), the slots of these rows.
     """
     _, wide, d_model = given["w1"].shape
     expert_TK, keep_TK, (cells, capacity, _) = chosen.expert_TK, chosen.keep_TK, given["active"].shape

@@ -35,7 +35,7 @@ from pmoe.experts.stacked import split_parameters
 from pmoe.kernels import flashdmoe, grouped_gemm
 from pmoe.kernels.comet.launches import Journey
 from pmoe.kernels.comet.steps import Steps
-from pmoe.kernels.flashdmoe import PLACES, Chosen, Parameters, RankTensors
+from pmoe.kernels.flashdmoe import PLACES, Chosen
 from pmoe.kernels.route import Routes
 from pmoe.ordering.sorted import SortedRows, sort_rows
 from pmoe.runners.pipeline import keep_for_backward
@@ -199,12 +199,11 @@ class PersistentRunner(KernelsRunner):
     def _output(
         self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool
     ) -> tuple[Tensor, list[Tensor | None]]:
-        parameters = split_parameters(inputs.parameters)
-        given = self._given(self.chosen.expert_TK, inputs.x_TM, inputs.weight_TK, parameters)
-        made = flashdmoe.forward_tensors(
-            given, self.chosen, keeps_input=keeps_rows, keeps_hidden=keeps_hidden
-        )
-        flashdmoe.launch_pass(self.steps.launcher, "forward", self.activation, [made])
+        launcher, chosen, x_TM = self.steps.launcher, self.chosen, dense(inputs.x_TM)
+        heap, parameters, weight_TK = launcher.heaps[0], split_parameters(inputs.parameters), inputs.weight_TK
+        given = flashdmoe.pass_tensors(heap, chosen.expert_TK, x_TM, weight_TK, parameters, self.activation)
+        made = flashdmoe.forward_tensors(given, chosen, keeps_input=keeps_rows, keeps_hidden=keeps_hidden)
+        flashdmoe.launch_pass(launcher, "forward", self.activation, [made])
         return made["result"], [made[name] for name in ("hidden", "input", *PLACES)]
 
     def _gradients(
@@ -213,27 +212,16 @@ class PersistentRunner(KernelsRunner):
         x_TM, weight_TK, w1, w2, b1, b2, hidden, rows = tensors[:8]
         places = dict(zip(PLACES, tensors[8:], strict=True))
         tensors.clear()
-        given = self._given(places["expert"], grad_TM, weight_TK, (w1, w2, b1, b2), x_TM)
-        made = flashdmoe.backward_tensors(
-            given, places, kept=[rows, hidden], needs=(*needs, False, False)[:4]
+        launcher, parameters = self.steps.launcher, (w1, w2, b1, b2)
+        x_TM, heap, expert_TK = None if x_TM is None else dense(x_TM), launcher.heaps[0], places["expert"]
+        given = flashdmoe.pass_tensors(
+            heap, expert_TK, dense(grad_TM), weight_TK, parameters, self.activation, x_TM
         )
-        flashdmoe.launch_pass(self.steps.launcher, "backward", self.activation, [made])
+        needs = (*needs, False, False)[:4]
+        made = flashdmoe.backward_tensors(given, places, kept=[rows, hidden], needs=needs)
+        flashdmoe.launch_pass(launcher, "backward", self.activation, [made])
         of_weight = made["weight_gradient"].to(weight_TK.dtype)
         return made["result"], of_weight, made["of_w1"], made["of_w2"], made["of_b1"], made["of_b2"]
-
-    def _given(
-        self,
-        expert_TK: Tensor,
-        source_TM: Tensor,
-        weight_TK: Tensor,
-        parameters: Parameters,
-        again_TM: Tensor | None = None,
-    ) -> RankTensors:
-        again_TM = None if again_TM is None else dense(again_TM)
-        heap, source_TM = self.steps.launcher.heaps[0], dense(source_TM)
-        return flashdmoe.pass_tensors(
-            heap, expert_TK, source_TM, weight_TK, parameters, self.activation, again_TM
-        )
 
 
 # ---- forward by the fused kernels, backward by the pipeline engine

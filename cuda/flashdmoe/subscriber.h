@@ -55,7 +55,7 @@ class Subscriber {
     Missing missing;
     bool is_open = true;
     while (is_open) {
-      is_open = false, moved_ = false;
+      moved_ = false, is_open = !is_routed(missing);
       for (int peer = number_, i = 0; peer < pass_.layout.ranks; peer += count_, ++i)
         is_open |= !greet(peer, uint64_t{1} << i, missing);
       for (int cell = number_; cell < pass_.layout.cells(); cell += count_) is_open |= !hear(cell, missing);
@@ -93,7 +93,7 @@ class Subscriber {
   // A peer that has begun the round is told how many rows come, and they may be sent. Whether that is done.
   __device__ __forceinline__ bool greet(int peer, uint64_t bit, Missing& missing) {
     if (greeted_ & bit) return true;
-    if (!is_routed(missing)) return false;
+    if (!is_routed_) return false;
     if (!is_raised(pass_.layout.granted(peer), Wait::kGrant)) {
       missing.note(Wait::kGrant, peer, 0, 0);
       return false;
@@ -146,7 +146,7 @@ class Subscriber {
 
   // Groups of tokens whose products have all come back, one after the other. Whether that is all of them.
   __device__ __forceinline__ bool gather(Missing& missing) {
-    if (!is_routed(missing)) return false;
+    if (!is_routed_) return false;
     const Layout& layout = pass_.layout;
     for (; group_ < pass_.groups(); group_ += count_, slot_ = group_ * kCombineTokens * pass_.choices) {
       const int end = smaller((group_ + 1) * kCombineTokens, pass_.tokens) * pass_.choices;

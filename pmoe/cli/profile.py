@@ -79,12 +79,10 @@ def _lines(profile: Profile, operations: Operations, path: Path) -> Iterator[str
 
 
 def _rate_rows(profile: Profile) -> Iterator[Sequence[str]]:
+    sent = ("GB sent to others / s", *_cells(profile.message, 1e9))
     yield "work", "unit", "rate", "and a task, us"
     yield "compute", "G multiply-adds / s", *_cells(profile.compute, 1e9)
-    if profile.num_ranks > 1:
-        yield "communicate", "GB sent to others / s", *_cells(profile.message, 1e9)
-    else:
-        yield "communicate", "nothing travels on one rank"
+    yield "communicate", *(sent if profile.num_ranks > 1 else ["nothing travels on one rank"])
     yield "copy out", "GB / s", *_cells(profile.copy_out, 1e9)
     yield "copy in", "GB / s", *_cells(profile.copy_in, 1e9)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from pmoe.cli.arguments import DTYPES, refuse_options, whole_number
+from pmoe.cli.arguments import DTYPES, refuse_options, refused_as, whole_number
 from pmoe.cli.launch import all_ranks, own_device, world_size
 from pmoe.cli.output import Output, ms
-from pmoe.comm.agreement import from_first
 from pmoe.comm.ranks import Ranks
+from pmoe.comm.told import all_fail_together
 from pmoe.kernels import extension
 from pmoe.layer import MoELayer
 from pmoe.measure.division import as_fields, forget, fused_layer_sizes, load_divisions, save_divisions
@@ -113,14 +113,9 @@ def _measured(
 
 def _save(found: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | None:
     """The file in which rank 0 stored the table, None on other ranks. Collective."""
-    path, fault = None, ""
-    if ranks.rank == 0:
-        try:
-            path = save_divisions(found, folder)
-        except OSError as error:
-            fault = f"--folder ({cache_folder(folder)}) must be a folder to write: {error.strerror}"
-    if fault := from_first(ranks, fault, stage="storing division points"):
-        raise ValueError(fault)
+    rule = f"--folder ({cache_folder(folder)}) must be a folder to write"
+    with all_fail_together(ranks, stage="storing division points"), refused_as(rule, OSError):
+        path = save_divisions(found, folder) if ranks.rank == 0 else None
     forget()
     return path
 

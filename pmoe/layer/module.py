@@ -335,7 +335,8 @@ class MoELayer(nn.Module):
         """Writes what pipeline=True has learnt for layers like this one to a JSON file."""
         from pmoe.layer import searched
 
-        searched.write_degrees(self.parts, path)
+        key = searched.key_of(self.parts)
+        searched.save_degrees(searched.held(self.parts.ranks, key).tables, path, key)
 
     def load_degrees(self, path: str | Path) -> None:
         """Takes what `save_degrees` wrote: rank 0's file is what all ranks of the group take.
@@ -345,7 +346,7 @@ class MoELayer(nn.Module):
         """
         from pmoe.layer import searched
 
-        searched.take_degrees(self.parts, path)
+        searched.learnt_of(self.parts, "" if path is None else path)
 
     def predict_memory(
         self,

@@ -5,6 +5,8 @@ The kernels are those of `pmoe.runners.one_rank`, or COMET's fused ones.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -83,7 +85,7 @@ def _kernels(call: Call, x_TM: Tensor) -> Agreed | None:
 def kernels_refusal(parts: Parts, x_TM: Tensor) -> str | None:
     """Why a call is not computed by one rank's kernels; None where it is."""
     return parts.refusal("one rank") or one_rank.kernel_refusal(
-        _gate(parts),
+        cast(TopKGate, parts.gate),
         stacked(parts),
         x_TM,
         autocast_dtype(x_TM) or x_TM.dtype,
@@ -92,14 +94,9 @@ def kernels_refusal(parts: Parts, x_TM: Tensor) -> str | None:
     )
 
 
-def _gate(parts: Parts) -> TopKGate:
-    assert isinstance(parts.gate, TopKGate)
-    return parts.gate
-
-
 def _routes(call: Call, x_TM: Tensor) -> Routes:
     """The gate's product and the routing, a launch each. Autocast must be off."""
-    routes = one_rank.route_tokens(_gate(call.parts), x_TM)
+    routes = one_rank.route_tokens(cast(TopKGate, call.parts.gate), x_TM)
     if may_run_again(call.layer):
         from pmoe.engine import rerouting
 

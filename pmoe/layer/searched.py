@@ -80,25 +80,14 @@ def search(
 # ---- what layers of one key have learnt
 
 
-def learnt_of(parts: Parts) -> Learnt:
-    """What trials have found for layers like this one on this group. Collective the first time."""
+def learnt_of(parts: Parts, path: str | Path | None = None) -> Learnt:
+    """What trials have found for layers like this one on this group. Collective the first time, and with a
+    ``path`` (`pmoe.MoELayer.load_degrees`), from where it is taken then."""
     choosers, name = parts.known.choosers, _name(parts)
-    if name not in choosers:
-        choosers[name] = learnt_by(parts.ranks, key_of(parts), parts.spec.degrees)
+    if path is not None or name not in choosers:
+        choosers[name] = learnt_by(parts.ranks, key_of(parts), parts.spec.degrees, path)
     found: Learnt = choosers[name]
     return found
-
-
-def take_degrees(parts: Parts, path: str | Path) -> None:
-    """As `pmoe.MoELayer.load_degrees`."""
-    learnt = learnt_by(parts.ranks, key_of(parts), parts.spec.degrees, "" if path is None else path)
-    parts.known.choosers[_name(parts)] = learnt
-
-
-def write_degrees(parts: Parts, path: str | Path) -> None:
-    """As `pmoe.MoELayer.save_degrees`."""
-    key = key_of(parts)
-    save_degrees(held(parts.ranks, key).tables, path, key)
 
 
 def _name(parts: Parts) -> tuple[object, ...]:

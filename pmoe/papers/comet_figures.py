@@ -14,13 +14,13 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pmoe.kernels.comet.launcher import COLUMNS, Division
+from pmoe.kernels.comet.launcher import Division
 from pmoe.papers.assumptions import assumptions, printed
 from pmoe.papers.comet_tasks import (
     TILE_COLUMNS,
@@ -35,7 +35,7 @@ from pmoe.papers.comet_tasks import (
     fused_dispatch_tasks,
     row_tiles,
 )
-from pmoe.planner.division import all_columns
+from pmoe.planner.division import chunk_candidates
 from pmoe.planner.simulator import Simulated, TaskCost, makespan, simulate, task_seconds
 from pmoe.planner.timeline import FUSED_LANES, Span, drawing, simulated_bars
 from pmoe.schedule.straight import forward_schedule
@@ -56,29 +56,22 @@ def fused_run(
     return simulate(tasks, lambda task: task.seconds)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BestDivision:
-    """A division of a kernel's blocks and its seconds; of layer 0, chunk_columns mean nothing."""
-
-    division: Division
-    seconds: float
-
-
 def best_division(
     layer: Arriving | Returning, device: DeviceRates, *, chunks: Sequence[int] | None = None
-) -> BestDivision:
-    """The fastest n_c, for layer 1 with its T_N: that of all candidates on the simulator; of equals the least
-    n_c, then the fewest chunks (the division point of section 3.2.2, simulated where COMET profiles).
+) -> tuple[Division, float]:
+    """The fastest n_c, for layer 1 with its T_N, and its seconds: that of all candidates on the simulator; of
+    equals the least n_c, then the fewest chunks (the division point of section 3.2.2, simulated where COMET
+    profiles).
 
-    chunks: T_N to choose from, of layer 1, by default `all_chunks`. Candidates are simulated in the order of
-    `min_seconds` until that exceeds what has been found.
+    chunks: T_N to choose from, of layer 1, by default those of pmoe's own sweep. Candidates are simulated in
+    the order of `min_seconds` until that exceeds what has been found.
     """
     if isinstance(layer, Arriving):
         chunks = [TILE_COLUMNS]
     candidates = sorted(
         (min_seconds(layer, device, n_c, width), n_c, -width)
         for n_c in range(1, device.blocks)
-        for width in chunks or all_chunks(layer.columns)
+        for width in chunks or chunk_candidates(layer.columns)
     )
     best = (math.inf, 0, 0)
     for min_rows, n_c, negative in candidates:
@@ -86,17 +79,7 @@ def best_division(
             break
         best = min(best, (makespan(fused_run(layer, device, n_c, -negative)), n_c, negative))
     seconds, n_c, negative = best
-    division = Division(n_c) if isinstance(layer, Arriving) else Division(n_c, -negative)
-    return BestDivision(division=division, seconds=seconds)
-
-
-def all_chunks(columns: int) -> list[int]:
-    """T_N to choose from: 256, 512, ... and what holds all columns.
-
-    Example: 1100 -> 256, 512, 1024, 1280.
-    """
-    every = all_columns(columns)
-    return [*(COLUMNS << i for i in range(every.bit_length()) if COLUMNS << i < every), every]
+    return (Division(n_c) if isinstance(layer, Arriving) else Division(n_c, -negative)), seconds
 
 
 def min_seconds(
@@ -225,16 +208,16 @@ def _case(tp: int, tokens: int, paper: int | None) -> dict[str, Any]:
         H800, block_local_bytes=H800.block_local_bytes / 2, block_peer_bytes=H800.block_peer_bytes / 2
     )
     _, layer = _mixtral(tokens, tp)
-    best = _at_one_tile(layer, H800)
+    best, seconds = _at_one_tile(layer, H800)
     return {
         "tp": tp,
         "tokens": tokens,
         "paper": paper,
-        "model": best.division.n_c,
-        "seconds": best.seconds,
+        "model": best.n_c,
+        "seconds": seconds,
         "paper_seconds": None if paper is None else makespan(fused_run(layer, H800, paper)),
-        "half_rate": _at_one_tile(layer, slower).division.n_c,
-        "per_group": _at_one_tile(_mixtral(tokens * RANKS // tp, tp)[1], H800).division.n_c,
+        "half_rate": _at_one_tile(layer, slower)[0].n_c,
+        "per_group": _at_one_tile(_mixtral(tokens * RANKS // tp, tp)[1], H800)[0].n_c,
     }
 
 
@@ -243,7 +226,7 @@ def _mixtral(tokens: int, tp: int) -> tuple[Arriving, Returning]:
 
 
 @functools.cache  # with TP = 8 both readings of M are one
-def _at_one_tile(layer: Returning, device: DeviceRates) -> BestDivision:
+def _at_one_tile(layer: Returning, device: DeviceRates) -> tuple[Division, float]:
     return best_division(layer, device, chunks=[TILE_COLUMNS])
 
 
@@ -318,15 +301,15 @@ def beside() -> list[dict[str, Any]]:
     """Mixtral's layer with EP = 8, a row a way: one fused kernel after the other, each at its best division,
     and chunked in 1, 2, 4 and 8."""
     arriving, returning = _mixtral(DRAWN_TOKENS, tp=1)
-    first, second = best_division(arriving, H800), best_division(returning, H800)
+    (first, ahead), (second, behind) = best_division(arriving, H800), best_division(returning, H800)
     fused = {
         "way": "fused",
-        "seconds": first.seconds + second.seconds,
-        "layer_0_seconds": first.seconds,
-        "layer 0 blocks": first.division.n_c,
-        "layer_1_seconds": second.seconds,
-        "layer 1 blocks": second.division.n_c,
-        "layer 1 columns": second.division.chunk_columns,
+        "seconds": ahead + behind,
+        "layer_0_seconds": ahead,
+        "layer 0 blocks": first.n_c,
+        "layer_1_seconds": behind,
+        "layer 1 blocks": second.n_c,
+        "layer 1 columns": second.chunk_columns,
     }
     chunked = {n: makespan(chunked_run(arriving, returning, H800, n)) for n in (1, 2, 4, 8)}
     return [fused, *({"way": f"chunked, n = {n}", "seconds": seconds} for n, seconds in chunked.items())]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -291,47 +291,42 @@ def _contended_speeds(contention: float) -> Callable[[frozenset[str]], Mapping[s
 # ---- the table
 
 
-def table5(contention: float = CONTENTION) -> dict[str, Any]:
-    """What the command prints. Simulates all layers under one contention, of at least 1; 1 is ideal lanes.
+@functools.cache
+def planned() -> list[tuple[Configured, Mapping[str, SystemPlan]]]:
+    """Table 4's layers, and how each system runs them. Heads change no cost: a third of them is simulated."""
+    return [(layer, plans(layer)) for layer in (replace(each, heads=1) for each in table4())]
 
-    systems: speed-up over Tutel: mean, smallest and largest over the layers, and the paper's mean. differing:
-    layers whose best degrees of both passes differ, with the gradients that FSMoE's backward carries;
-    differing_alone: without any. at_largest: those where one is the largest.
-    """
-    layers = [replace(layer, heads=1) for layer in table4()]  # heads change no cost: a third is simulated
-    planned = [(layer, plans(layer)) for layer in layers]
+
+def speed_ups(contention: float) -> list[dict[str, Any]]:
+    """A row a system of Table 5, under one contention, of at least 1; 1 is ideal lanes. Speed-up over Tutel:
+    mean, smallest and largest over the layers, and the paper's mean."""
     seconds = {
-        name: [plan_seconds(layer, plan[name], contention) for layer, plan in planned]
-        for name in planned[0][1]
+        name: [plan_seconds(layer, plan[name], contention) for layer, plan in planned()]
+        for name in planned()[0][1]
     }
-    chosen = [plan["FSMoE"] for _, plan in planned]
+    rows = []
+    for name, each in seconds.items():
+        ratios = [tutel / own for tutel, own in zip(seconds["Tutel"], each, strict=True)]
+        spread = {"mean": statistics.fmean(ratios), "smallest": min(ratios), "largest": max(ratios)}
+        rows.append({"system": name, "C": contention, **spread, "paper": PAPER.get(name)})
+    return rows
+
+
+def best_degrees() -> dict[str, int]:
+    """Of how many layers the best degrees of both passes differ, with the gradients that FSMoE's backward
+    carries and without any."""
+    found = [_best_degrees(moe_costs(layer), False) for layer, _ in planned()]
     return {
-        "contention": contention,
-        "num_layers": len(layers),
-        "systems": {name: _row(name, seconds["Tutel"], each) for name, each in seconds.items()},
-        "differing": sum(plan.forward != plan.backward for plan in chosen),
-        "differing_alone": sum(
-            min(backward, key=lambda each: each.alone).degree != forward
-            for forward, backward in (_best_degrees(moe_costs(layer), False) for layer in layers)
+        "layers": len(found),
+        "differing": sum(plan["FSMoE"].forward != plan["FSMoE"].backward for _, plan in planned()),
+        "without gradients": sum(
+            min(backward, key=lambda each: each.alone).degree != forward for forward, backward in found
         ),
-        "at_largest": sum(DEGREES[-1] in (plan.forward, plan.backward) for plan in chosen),
+        "paper": PAPER_DIFFERING,
     }
-
-
-def _row(name: str, tutel: Sequence[float], seconds: Sequence[float]) -> dict[str, float | None]:
-    ratios = [base / each for base, each in zip(tutel, seconds, strict=True)]
-    spread = {"mean": statistics.fmean(ratios), "smallest": min(ratios), "largest": max(ratios)}
-    return {**spread, "paper": PAPER.get(name)}
 
 
 def tables(contention: float = CONTENTION) -> dict[str, list[dict[str, Any]]]:
-    """What `pmoe simulate fsmoe-table5` prints: both tables of the paper, ideal and under one contention."""
-    ideal, contended = table5(1.0), table5(contention)
-    systems = [
-        {"system": name, "C": found["contention"], **row}
-        for found in (ideal, contended)
-        for name, row in found["systems"].items()
-    ]
-    differing = {"layers": ideal["num_layers"], "differing": ideal["differing"]}
-    differing |= {"without gradients": ideal["differing_alone"], "paper": PAPER_DIFFERING}
-    return {"systems": systems, "degrees": [differing], "table2": table2()}
+    """What `pmoe simulate fsmoe-table5` prints."""
+    systems = [*speed_ups(1.0), *speed_ups(contention)]
+    return {"systems": systems, "degrees": [best_degrees()], "table2": table2()}

@@ -217,8 +217,5 @@ PAPER: Mapping[str, str] = printed("lancet")
 def tables() -> dict[str, list[dict[str, Any]]]:
     """What `pmoe simulate lancet` prints: section 7, and the largest gains beside the paper's."""
     rows = section7()
-    most = {name: max(row[name] for row in rows) for name in PAPER}
-    return {
-        "section7": rows,
-        "most": [{"gain": name, "most": most[name], "paper": PAPER[name]} for name in PAPER],
-    }
+    most = [{"gain": name, "most": max(row[name] for row in rows), "paper": PAPER[name]} for name in PAPER]
+    return {"section7": rows, "most": most}

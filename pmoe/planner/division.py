@@ -133,6 +133,12 @@ def all_columns(d_model: int) -> int:
     return COLUMNS * math.ceil(d_model / COLUMNS)
 
 
+def chunk_candidates(d_model: int) -> list[int]:
+    """Columns of a chunk that a combining kernel may have: `CHUNKS`, and all columns."""
+    every = all_columns(d_model)
+    return sorted({min(each, every) for each in CHUNKS} | {every})
+
+
 def candidates(num_blocks: int, d_model: int | None = None) -> list[Division]:
     """The divisions of a sweep: `BLOCK_COUNTS` and on, below half of the blocks (1 always).
 
@@ -140,10 +146,7 @@ def candidates(num_blocks: int, d_model: int | None = None) -> list[Division]:
     Example: 8 blocks, 1024 columns -> n_c 1, 2 with chunks 256, 512, 1024.
     """
     counts = [*BLOCK_COUNTS, *range(BLOCK_COUNTS[-1] + BLOCK_STEP, num_blocks, BLOCK_STEP)]
-    chunks = [RULE_COLUMNS]
-    if d_model is not None:
-        every = all_columns(d_model)
-        chunks = sorted({min(each, every) for each in CHUNKS} | {every})
+    chunks = [RULE_COLUMNS] if d_model is None else chunk_candidates(d_model)
     return [Division(n, columns) for n in counts if n == 1 or 2 * n < num_blocks for columns in chunks]
 
 

@@ -32,12 +32,9 @@ PAIRS = {pair: LIGHT[name] for pair, name in zip(_ordered, SERIES, strict=True)}
 """The colours of restore pairs by their texts, in every picture: S1 to S4, then the others."""
 
 
-def page(title: str, parts: Sequence[str], lead: str = "") -> str:
-    """The page as HTML.
-
-    parts: each a paragraph's text, or made by `part`. lead: a line below the title.
-    """
-    return template().render(title=title, lead=lead, parts=parts).strip() + "\n"
+def page(title: str, parts: Sequence[str]) -> str:
+    """The page as HTML. parts: each a paragraph's text, or made by `part`."""
+    return template().render(title=title, parts=parts).strip() + "\n"
 
 
 def part(kind: str, *args: Any, **options: Any) -> str:

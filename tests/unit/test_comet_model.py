@@ -20,7 +20,6 @@ from pmoe.papers.assumptions import assumptions
 from pmoe.papers.comet_figures import (
     ASSUMPTIONS,
     H800,
-    all_chunks,
     beside,
     best_division,
     chunked_run,
@@ -45,6 +44,7 @@ from pmoe.papers.comet_tasks import (
     fused_dispatch_tasks,
     tile_order,
 )
+from pmoe.planner.division import chunk_candidates
 from pmoe.planner.simulator import makespan
 from pmoe.planner.timeline import FUSED_LANES, LEGEND, draw
 
@@ -254,8 +254,8 @@ def test_where_communication_is_free_one_block_communicates_and_tiles_are_all(ma
         layer = make(seed)
         rows_E = layer.rows_E
         tiles = sum(math.ceil(rows / 128) for rows in rows_E) * math.ceil(layer.columns / 256)
-        found = best_division(layer, machine)
-        assert (found.division.n_c, found.seconds) == (1, math.ceil(tiles / 7))
+        division, seconds = best_division(layer, machine)
+        assert (division.n_c, seconds) == (1, math.ceil(tiles / 7))
 
 
 def test_of_one_rank_nothing_passes_the_link() -> None:
@@ -268,9 +268,9 @@ def test_of_one_rank_nothing_passes_the_link() -> None:
 def test_without_rows_nothing_is_computed() -> None:
     nothing = arriving([[0, 0], [0, 0]])
     assert fused_dispatch_tasks(nothing, BY_HAND, 1) == []
-    assert best_division(nothing, BY_HAND).division.n_c == 1
+    assert best_division(nothing, BY_HAND)[0].n_c == 1
     found = best_division(returning([0], [0, 0], tokens=0), BY_HAND)
-    assert (found.division, found.seconds) == (Division(1, 512), 0.0)
+    assert found == (Division(1, 512), 0.0)
     # tokens whose experts are all on other ranks that send nothing: an output of zeros is written
     assert {t.kind for t in fused_combine_tasks(returning([0], [0], 4), BY_HAND, 1, 256) if t.seconds} == {
         "O"
@@ -302,26 +302,25 @@ def test_the_best_division_is_that_of_brute_force(make, seed: int) -> None:
         link_bytes=pick.choice((1e3, 1e5)),
         signal_seconds=pick.choice((0.0, 0.3)),
     )
-    chunks = all_chunks(layer.columns) if isinstance(layer, Returning) else [256]
+    chunks = chunk_candidates(layer.columns) if isinstance(layer, Returning) else [256]
     seconds = {
         (n_c, width): fused_seconds(layer, machine, n_c, width) for n_c in range(1, 9) for width in chunks
     }
     for (n_c, width), each in seconds.items():
         assert min_seconds(layer, machine, n_c, width) <= each * (1 + 1e-12)
     n_c, width = min(seconds, key=lambda each: (seconds[each], each[0], -each[1]))
-    found = best_division(layer, machine)
-    assert found.seconds == seconds[n_c, width]
-    assert found.division == (Division(n_c, width) if isinstance(layer, Returning) else Division(n_c))
+    division = Division(n_c, width) if isinstance(layer, Returning) else Division(n_c)
+    assert best_division(layer, machine) == (division, seconds[n_c, width])
 
 
 def test_the_best_of_given_chunks() -> None:
     layer = random_returning(3)
-    found = best_division(layer, BY_HAND, chunks=[512])
+    division, _ = best_division(layer, BY_HAND, chunks=[512])
     seconds = {n_c: fused_seconds(layer, BY_HAND, n_c, 512) for n_c in (1, 2)}
-    assert found.division == Division(min(seconds, key=seconds.__getitem__), 512)
-    assert all_chunks(1100) == [256, 512, 1024, 1280]
-    assert all_chunks(4096) == [256, 512, 1024, 2048, 4096]
-    assert all_chunks(10) == [256]
+    assert division == Division(min(seconds, key=seconds.__getitem__), 512)
+    assert chunk_candidates(1100) == [256, 512, 1024, 1280]
+    assert chunk_candidates(4096) == [256, 512, 1024, 4096]
+    assert chunk_candidates(10) == [256]
 
 
 # ---- shapes ----

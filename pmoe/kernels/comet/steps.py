@@ -69,20 +69,17 @@ class Steps:
         return launches.product_combine(self.launcher, [journey], [active_NH], [w2], [b2])
 
     def dispatch_hidden_gradient(
-        self,
-        journey: Journey,
-        grad_TM: Tensor,
-        weight_TK: Tensor,
-        w2: Tensor,
-        b2: Tensor | None,
-        hidden_NG: Tensor,
-        *,
-        activation: str,
+        self, journey: Journey, grad_TM: Tensor, weight_TK: Tensor, *of_rank: Any, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """of_rank: w2, b2 and T_M."""
         of_hidden, active, dots = launches.dispatch_hidden_gradient(
-            self.launcher, [journey], grad_TM, float_weights(weight_TK), [w2], [b2], [hidden_NG],
-            activation=activation,
-        )  # fmt: skip
+            self.launcher,
+            [journey],
+            grad_TM,
+            float_weights(weight_TK),
+            *([each] for each in of_rank),
+            **options,
+        )
         return of_hidden[0], active[0], dots[0]
 
     def gradient_combine(

@@ -256,7 +256,6 @@ def beside_layer(link: Any, setting: Setting, folder: str, rounds: int, picture:
         "exposed": ours["exposed ms"] / max(theirs["exposed ms"], 1e-9),
         "memory": ours["peak MiB"] / theirs["peak MiB"],
         "ranges": [asdict(each) for plan in plans for each in plan.ranges],
-        "blocks": [layer for plan in plans for layer in plan.blocks],
     }  # fmt: skip
     rank.ways = {WHOLE: rank.ways[WHOLE]}
     after = rank.timelines(WHOLE, "as run") if picture else {}

@@ -10,7 +10,6 @@ from typing import Any
 
 from pmoe.comm.ranks import Ranks
 from pmoe.graph import run
-from pmoe.graph.blocks import found_in
 from pmoe.graph.explain import PassSeconds
 from pmoe.graph.plan import RangePlan
 from pmoe.graph.ranges import lags, whole_ranges
@@ -36,17 +35,16 @@ class Runner(run.GraphRunner):
         self.program.costs, self._run = self.traced, None
 
     def every_plan(self) -> list[tuple[RangePlan, bool]]:
-        """Everything that can be cut, in parts, for each lag; or blocks of experts."""
-        if self.program.key[0] == "backward":
-            layers = tuple(each.layer for each in found_in(self.module.graph))
-            plans = [RangePlan(blocks=each) for each in dict.fromkeys(((), layers[:1], layers))]
-            return list(itertools.product(plans, (False, True)))
+        """Everything that can be cut, in parts, for each lag; backward, weight gradients moved and not."""
+        is_backward = self.program.key[0] == "backward"
         graph = self.cutting.cuttable(run.instructions_of(self.module, {}))
-        pairs = [(k, lag) for k in (1, *run.PARTS) for lag in lags(k)]
+        parts = run.BACKWARD_PARTS if is_backward else run.PARTS
+        pairs = [(k, lag) for k in (1, *parts) for lag in lags(k)]
         ranges = [
             tuple(replace(each, lag=lag) for each in whole_ranges(graph, k) if k > 1) for k, lag in pairs
         ]
-        return [(RangePlan(self.cutting.names, each), True) for each in ranges]
+        plans = [RangePlan(self.cutting.names, each) for each in ranges]
+        return list(itertools.product(plans, (False, True) if is_backward else (True,)))
 
 
 RUNNERS: dict[str, Runner] = {}

@@ -21,11 +21,12 @@ from pmoe.graph.lower import NUMBERS
 
 aten, moe = torch.ops.aten, torch.ops.pmoe_graph
 
-IRREGULAR = "irregular"
-"""The axis of routed rows: parts hold as many as the routing gives them (the paper's A_irr)."""
+IRREGULAR, SUM = "irregular", "sum"
+"""The axis of routed rows: parts hold as many as the routing gives them (the paper's A_irr). And that of
+parameters' gradients: each part gives one of the whole shape, and these are added."""
 
 Axis = int | str | None
-"""A dimension, `IRREGULAR`, or None for a tensor that every part takes whole."""
+"""A dimension, `IRREGULAR`, `SUM`, or None for a tensor that every part takes whole."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +61,24 @@ def _is_number(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), NUMBERS)
 
 
-def infer(graph: fx.Graph, cut: Mapping[fx.Node, Axis]) -> tuple[dict[fx.Node, Any], dict[fx.Node, str]]:
+def infer(
+    graph: fx.Graph, cut: Mapping[fx.Node, Axis], free: Iterable[fx.Node] = ()
+) -> tuple[dict[fx.Node, Any], dict[fx.Node, str]]:
     """(the axis of each node, why others have none). cut: the axes of inputs; what it leaves out, as
-    parameters are, is whole. A tensor whose operator cannot be cut may be cut behind it, where a new range
-    begins."""
-    found = _Inference(cut)
+    parameters are, is whole, but for inputs in ``free``, which are cut as they are taken first. A tensor
+    whose operator cannot be cut may be cut behind it, where a new range begins."""
+    found = _Inference(cut, free)
     for node in graph.nodes:
         found.add(node)
     return found.axes, found.refused
 
 
-def follow(body: Iterable[fx.Node], cut: Mapping[fx.Node, Axis]) -> dict[fx.Node, Any]:
-    """The axes of some instructions that can all be cut, and of what they take. cut: of what comes from
-    before them; the rest is whole. Raises `RefusedError` where one cannot be cut."""
-    found = _Inference(cut)
+def follow(
+    body: Iterable[fx.Node], cut: Mapping[fx.Node, Axis], free: Iterable[fx.Node] = ()
+) -> dict[fx.Node, Any]:
+    """The axes of some instructions that can all be cut, and of what they take. cut, free: of what comes from
+    before them, as in `infer`. Raises `RefusedError` where one cannot be cut."""
+    found = _Inference(cut, free)
     for node in body:
         for each in node.all_input_nodes:
             found.axes.setdefault(each, cut.get(each))
@@ -89,8 +94,8 @@ class _Inference:
     """free: tensors that may be cut where they are first taken in parts: what could not be cut itself, and
     what is made of no tensor at all."""
 
-    def __init__(self, cut: Mapping[fx.Node, Axis]) -> None:
-        self._cut, self._free = cut, set[fx.Node]()
+    def __init__(self, cut: Mapping[fx.Node, Axis], free: Iterable[fx.Node]) -> None:
+        self._cut, self._free = cut, {each for each in free if cut.get(each) is None}
         self.axes: dict[fx.Node, Any] = {}
         self.refused: dict[fx.Node, str] = {}
 
@@ -147,7 +152,7 @@ class _Inference:
 
     def _fits(self, node: fx.Node, axis: Axis) -> bool:
         known = self.axes[node]
-        return known == axis or (known is None and node in self._free and isinstance(axis, int))
+        return known == axis or (known is None and node in self._free and axis != SUM)
 
 
 # ---- shapes
@@ -192,9 +197,6 @@ def _is_pointwise(target: object) -> bool:
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
-@rule_of(
-    aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default, aten.copy.default
-)
 def _pointwise(node: fx.Node) -> Iterator[Combination]:
     given = tensors(node)
     if any(isinstance(shape(each)[0] if shape(each) else 1, torch.SymInt) for each in given):
@@ -209,8 +211,16 @@ def _pointwise(node: fx.Node) -> Iterator[Combination]:
             yield Combination(tuple(inputs), dim)
 
 
+@rule_of(
+    aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default, aten.copy.default
+)
+def _copied(node: fx.Node) -> Iterator[Combination]:
+    yield from _pointwise(node)
+    yield Combination((SUM,), SUM)
+
+
 ALWAYS: dict[object, list[Combination]] = {
-    aten.mm.default: [Combination((0, None), 0), Combination((None, 1), 1)],
+    aten.mm.default: [Combination((0, None), 0), Combination((None, 1), 1), Combination((1, 0), SUM)],
     aten.bmm.default: [Combination((0, 0), 0), Combination((1, None), 1), Combination((None, 2), 2)],
     moe.exchange_counts.default: [Combination((IRREGULAR,) * 2, (IRREGULAR,) * 4)],
     moe.pack.default: [Combination((0, *(IRREGULAR,) * 4), (IRREGULAR,) * 2)],
@@ -233,6 +243,17 @@ def _norm(node: fx.Node) -> Iterator[Combination]:
         yield Combination((dim, *(None for _ in given[1:])), (dim,) * len(node.meta["val"]))
 
 
+@rule_of(aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default)
+def _norm_backward(node: fx.Node) -> Iterator[Combination]:
+    given, normalized = tensors(node), len(_number(node, 2))
+    rank = len(shape(given[0]))
+    for dim in range(rank - normalized):
+        if any(size != 1 for size in shape(given[0])[:dim]):
+            break  # its kernels read statistics as if they were contiguous
+        inputs = tuple(dim if len(shape(each)) == rank else None for each in given)
+        yield Combination(inputs, (dim, *(SUM for _ in node.meta["val"][1:])))
+
+
 @rule_of(aten.embedding.default)
 def _embedding(node: fx.Node) -> Iterator[Combination]:
     for dim in _dims(tensors(node)[1]):
@@ -253,7 +274,22 @@ def _attention(node: fx.Node) -> Iterator[Combination]:
 
 
 @rule_of(
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+)
+def _attention_backward(node: fx.Node) -> Iterator[Combination]:
+    """Of the result's gradient, queries, keys, values, the result and its logarithms of sums; what else there
+    is belongs to dropout."""
+    count = len(tensors(node))
+    if _argument(node, "dropout_p") == 0.0 and count in (6, 8):
+        inputs = (*(0 for _ in range(6)), *(None for _ in range(count - 6)))
+        yield Combination(inputs, (0,) * len(node.meta["val"]))
+
+
+@rule_of(
     *(aten._softmax.default, aten._log_softmax.default, aten.cumsum.default, aten.topk.default),
+    *(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default),
     *(aten.sort.default, aten.sort.stable, aten.gather.default, aten.scatter.src, aten.scatter.value),
     *(aten.scatter_add.default, aten.slice.Tensor, aten.slice_scatter.default, aten.slice_backward.default),
     *(aten.split.Tensor, aten.split_with_sizes.default, aten.cat.default),
@@ -275,6 +311,9 @@ def _reduce(node: fx.Node) -> Iterator[Combination]:
         dim = int(each.inputs[0])  # type: ignore[arg-type]
         lost = 0 if _argument(node, "keepdim") else sum(other < dim for other in gone)
         yield Combination(each.inputs, dim - lost)
+    if node.target is aten.sum.dim_IntList:
+        for dim in gone:
+            yield Combination((dim,), SUM)
 
 
 @rule_of(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
@@ -293,6 +332,14 @@ def _view(node: fx.Node) -> Iterator[Combination]:
             if size != 1 and found != 1 and math.prod(result[:other]) == before:
                 yield Combination((dim,), other)
                 break
+    yield Combination((SUM,), SUM)
+
+
+@rule_of(aten.new_zeros.default)
+def _new(node: fx.Node) -> Iterator[Combination]:
+    for dim, sizes in enumerate(zip(shape(tensors(node)[0]), shape(node), strict=False)):
+        if sizes[0] == sizes[1]:
+            yield Combination((dim,), dim)
 
 
 @rule_of(aten.permute.default, aten.transpose.int, aten.t.default)
@@ -306,9 +353,13 @@ def _permute(node: fx.Node) -> Iterator[Combination]:
         order[first], order[second] = order[second], order[first]
     for dim in range(rank):
         yield Combination((dim,), order.index(dim))
+    yield Combination((SUM,), SUM)
 
 
-@rule_of(aten.unsqueeze.default, aten.stack.default, aten.squeeze.dim, aten.select.int)
+@rule_of(
+    *(aten.unsqueeze.default, aten.stack.default, aten.squeeze.dim, aten.select.int),
+    aten.select_backward.default,
+)
 def _one_more_or_less(node: fx.Node) -> Iterator[Combination]:
     given = tensors(node)
     before, after = len(shape(given[0])), len(shape(node))
@@ -337,3 +388,11 @@ def _rows(node: fx.Node) -> Iterator[Combination]:
 def _experts(node: fx.Node) -> Iterator[Combination]:
     parameters: Sequence[object] = node.args[3]  # type: ignore[assignment]
     yield Combination((*(IRREGULAR,) * 3, *(None for _ in parameters)), (IRREGULAR, IRREGULAR))
+
+
+@rule_of(moe.experts_input_gradient.default, moe.experts_weight_gradient.default)
+def _experts_gradient(node: fx.Node) -> Iterator[Combination]:
+    parameters: Sequence[object] = node.args[5]  # type: ignore[assignment]
+    rows = len(tensors(node)) - len(parameters)
+    result = SUM if node.target is moe.experts_weight_gradient.default else IRREGULAR
+    yield Combination((*(IRREGULAR,) * rows, *(None for _ in parameters)), (result,) * len(node.meta["val"]))

@@ -16,6 +16,7 @@ from torch._functorch.partitioners import default_partition
 
 from pmoe.graph import capture
 from pmoe.graph.options import Options
+from pmoe.graph.plan import Cutting
 from pmoe.graph.run import GraphRunner
 
 
@@ -33,8 +34,10 @@ def backend(
     sequences = example_inputs[batch[0]].shape[0] if batch else 2
     is_tiny = isinstance(sequences, int) and sequences < 2
 
+    cuttings: dict[str, Cutting] = {}
+
     def compiler(direction: str) -> Any:
-        return lambda graph, _inputs: GraphRunner(graph, direction, taken, batch, is_tiny)
+        return lambda graph, _inputs: GraphRunner(graph, direction, taken, batch, is_tiny, cuttings)
 
     compiled: Callable[..., Any] = aot_module_simplified(
         module,

@@ -16,7 +16,6 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from pmoe.arguments import check_module
 from pmoe.graph import run
-from pmoe.graph.blocks import BLOCKS
 from pmoe.graph.instructions import Instruction, exposed_seconds, timeline, total_seconds
 from pmoe.graph.options import Options
 from pmoe.graph.run import Key, Program
@@ -73,8 +72,6 @@ class Explanation:
             for each in program.plan.ranges:
                 parts = f"{each.k} parts along the batch, ways home {each.lag} behind dispatches"
                 yield f"{direction}: {each.first} to {each.last} in {parts}"
-            for layer in program.plan.blocks:
-                yield f"{direction}: the experts of layer {layer} in {BLOCKS} blocks"
             for name, count in _moved(program).items():
                 yield f"{direction}: beside {name}: {count} instructions that only weight gradients wait for"
 

@@ -77,23 +77,25 @@ def calls_of(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def merge_weight_gradients(graph: fx.Graph) -> None:
-    """Two blocks of rows of one layer whose weight gradients are only added become one instruction, which
-    adds in place."""
+    """Blocks of rows of one layer whose weight gradients are only added become one instruction, which adds in
+    place."""
     found: dict[int, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=OPS.experts_weight_gradient.default):
         found.setdefault(node.args[-1], []).append(node)
-    for nodes in found.values():
-        for first, second in zip(nodes, nodes[1:], strict=False):
+    for first, *others in found.values():
+        for second in others:
             sums = _sums(first, second)
             if sums is None:
+                first = second
                 continue
             pairs: Any = zip(first.args[:5], second.args[:5], strict=True)
             joined = [[*ahead, *behind] for ahead, behind in pairs]
             with graph.inserting_after(second):
-                both = graph.call_function(second.target, (*joined, *second.args[5:]))  # type: ignore[arg-type]
+                first = graph.call_function(second.target, (*joined, *second.args[5:]))  # type: ignore[arg-type]
+            first.meta = dict(second.meta)
             for at, total in sums.items():
                 with graph.inserting_before(total):
-                    part = graph.call_function(operator.getitem, (both, at))
+                    part = graph.call_function(operator.getitem, (first, at))
                 part.meta = dict(total.meta)
                 total.replace_all_uses_with(part)
     graph.eliminate_dead_code()

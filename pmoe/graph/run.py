@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from pmoe.comm.agreement import digest, from_first, gathered, same
 from pmoe.comm.ranks import Ranks
-from pmoe.graph import blocks, weight_gradients
+from pmoe.graph import weight_gradients
 from pmoe.graph.cost import Cost, Costs, Profiled, costs_of, instructions_of, link_of
 from pmoe.graph.instructions import Instruction, peak_bytes, total_seconds
 from pmoe.graph.lower import (
@@ -33,8 +33,8 @@ from pmoe.graph.lower import (
 )
 from pmoe.graph.operators import LAYERS, parts_of
 from pmoe.graph.options import Options
-from pmoe.graph.plan import Cutting, RangePlan
-from pmoe.graph.ranges import PartCosts, solve, whole_ranges
+from pmoe.graph.plan import Cutting, RangePlan, backward_axes
+from pmoe.graph.ranges import PartCosts, lags, solve, whole_ranges
 from pmoe.layer.parts import check_ranks
 
 CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default)
@@ -48,9 +48,9 @@ class Program:
     """What is known of the graphs of some layers and one direction.
 
     steps: that have begun on this rank, until all is known. plan: the ranges that are cut. costs: of the
-    graph with those, by node; is_agreed: whether they are rank 0's. before: its instructions as they were
-    traced, with those ranges cut; instructions: the same in the order in which they run. watch: runs its
-    passes in their place, where somebody looks on.
+    graph with those, by node; is_agreed: whether they are rank 0's. limit: of bytes, of a backward graph.
+    before: its instructions as they were traced, with those ranges cut; instructions: the same in the order
+    in which they run. watch: runs its passes in their place, where somebody looks on.
     """
 
     key: Key
@@ -58,6 +58,7 @@ class Program:
     plan: RangePlan = RangePlan()
     costs: dict[str, Cost] = field(default_factory=dict)
     is_agreed: bool = False
+    limit: float = 0.0
     before: list[Instruction] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     watch: Callable[[fx.GraphModule, list[Any]], Sequence[Any]] | None = None
@@ -66,6 +67,7 @@ class Program:
 PROGRAMS: dict[Key, Program] = {}
 
 PARTS = (2, 3, 4, 6, 8)
+BACKWARD_PARTS = (2, 4)
 """Numbers of parts that are tried."""
 
 
@@ -80,10 +82,17 @@ class GraphRunner:
     _boxed_call = True
 
     def __init__(
-        self, module: fx.GraphModule, direction: str, options: Options, batch: Sequence[int], is_tiny: bool
+        self,
+        module: fx.GraphModule,
+        direction: str,
+        options: Options,
+        batch: Sequence[int],
+        is_tiny: bool,
+        cuttings: dict[str, Cutting],
     ) -> None:
-        """batch: which of the inputs hold sequences, along their first dimension. is_tiny: of one, or none,
-        which are traced another way than several."""
+        """batch: which of the forward pass's inputs hold sequences, along their first dimension. is_tiny: of
+        one, or none, which are traced another way than several. cuttings: by direction, of this graph and of
+        those that were compiled with it."""
         _strip_checks(module.graph)
         merge_weight_gradients(module.graph)
         name_all(module.graph)
@@ -94,8 +103,13 @@ class GraphRunner:
         key = (direction, tuple(dict.fromkeys(exchanges)))
         self.program = PROGRAMS.setdefault(key, Program(key))
         inputs = module.graph.find_nodes(op="placeholder")
-        sequences = [inputs[at] for at in batch] if direction != "backward" else []
-        self.cutting = Cutting(module, sequences)
+        if direction == "backward":
+            forward = cuttings["forward"]
+            self.cutting = Cutting(module, backward_axes(forward, module.graph), forward.size)
+        else:
+            sequences = inputs[batch[0]].meta["val"].shape[0] if batch else 0
+            self.cutting = Cutting(module, {inputs[at]: 0 for at in batch}, sequences)
+        cuttings[direction] = self.cutting
         self._is_tiny = is_tiny
         self._run: Any = None
         self._costs: Costs | None = None
@@ -138,50 +152,50 @@ class GraphRunner:
         mine = (self.cutting.names, min(self.cutting.sequences, self.options.parts))
         names, most = from_first(ranks, mine, stage=stage)
         graph = self.cutting.cuttable(instructions_of(self.module, {}))
-        by_k = {}
-        for k in (each for each in PARTS if each <= most):
-            everything = RangePlan(names, tuple(whole_ranges(graph, k)))
-            by_k[k] = self._costs_of_parts(ranks, everything, list(boxed))
-        tried = self._costs_of_blocks(ranks, list(boxed)) if program.key[0] == "backward" else {}
+        is_backward = program.key[0] == "backward"
+        by_k, tried = dict[int, PartCosts](), dict[RangePlan, dict[str, Cost]]()
+        for k in (each for each in (BACKWARD_PARTS if is_backward else PARTS) if each <= most):
+            everything = whole_ranges(graph, k)
+            module, costs = self._costs_of_parts(ranks, RangePlan(names, tuple(everything)), list(boxed))
+            by_k[k] = _by_origin(module, costs)
+            for lag in lags(k):
+                tried[RangePlan(names, tuple(replace(each, lag=lag) for each in everything))] = costs
         program.costs, results = self._profiled(ranks, self.module, boxed)
-        if by_k and ranks.rank == 0:
+        if is_backward and ranks.rank == 0:
+            _, order, _, limit = self._fastest(self.module, program.costs)
+            program.plan, program.limit = RangePlan(seconds=total_seconds(order)), limit
+            for plan, costs in tried.items():
+                _, order, num_bytes, _ = self._fastest(self.cutting.cut(plan), costs)
+                if num_bytes <= limit and total_seconds(order) < program.plan.seconds:
+                    program.plan = replace(plan, seconds=total_seconds(order))
+        elif by_k and ranks.rank == 0:
             by_k[1] = PartCosts({name: cost.seconds for name, cost in program.costs.items()}, {})
             graph = replace(graph, instructions=instructions_of(self.module, program.costs))
             seconds, ranges = solve(graph, by_k)
             program.plan = RangePlan(names, tuple(ranges), seconds)
-        for plan, costs in {RangePlan(): program.costs, **tried}.items() if tried else ():
-            seconds = total_seconds(self._fastest(self.cutting.cut(plan), costs)[1])
-            if not program.plan.seconds or seconds < program.plan.seconds:
-                program.plan = replace(plan, seconds=seconds)
         return results
-
-    def _costs_of_blocks(self, ranks: Ranks, inputs: list[Any]) -> dict[RangePlan, dict[str, Cost]]:
-        """With the first layer's experts in blocks, and with all layers'."""
-        found = [each.layer for each in blocks.found_in(self.module.graph)] if self.options.parts > 1 else []
-        plans = {RangePlan(blocks=tuple(each)): None for each in (found[:1], found) if each}
-        return {
-            plan: self._profiled(ranks, self.cutting.cut(plan), list(inputs))[0]
-            for plan in from_first(ranks, list(plans), stage="agreeing on blocks to be measured")
-        }
 
     def _next_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any] | None:
         program = self.program
         if program.steps == 2:
             program.plan = from_first(ranks, program.plan, stage="agreeing on the ranges of a graph")
-            if program.plan.ranges or program.plan.blocks:
+            if program.plan.ranges:
                 module = self.cutting.cut(program.plan)
                 program.costs, results = self._profiled(ranks, module, boxed)
                 return results
-        program.costs = from_first(ranks, program.costs, stage="agreeing on the costs of a graph")
+        mine = (program.costs, program.limit)
+        program.costs, program.limit = from_first(ranks, mine, stage="agreeing on the costs of a graph")
         program.is_agreed = True
         return None
 
-    def _costs_of_parts(self, ranks: Ranks, plan: RangePlan, inputs: list[Any]) -> PartCosts:
+    def _costs_of_parts(
+        self, ranks: Ranks, plan: RangePlan, inputs: list[Any]
+    ) -> tuple[fx.GraphModule, dict[str, Cost]]:
         """Of rank 0's plan. Random numbers are drawn as if it had not run."""
         module = self.cutting.cut(from_first(ranks, plan, stage="agreeing on parts to be measured"))
         with torch.random.fork_rng(devices=[]):
             costs, _ = self._profiled(ranks, module, inputs)
-        return _by_origin(module, costs)
+        return module, costs
 
     def _profiled(
         self, ranks: Ranks, module: fx.GraphModule, boxed: list[Any]
@@ -196,27 +210,29 @@ class GraphRunner:
     def _ordered(self, module: fx.GraphModule) -> list[fx.Node]:
         """The nodes in the order that is predicted to be the fastest within the memory limit."""
         program = self.program
-        program.before, program.instructions = self._fastest(module, program.costs)
+        program.before, program.instructions, *_ = self._fastest(module, program.costs)
         by_name = {label(node): node for node in calls_of(module)}
         return [by_name[each.name] for each in program.instructions]
 
     def _fastest(
         self, module: fx.GraphModule, costs: dict[str, Cost]
-    ) -> tuple[list[Instruction], list[Instruction]]:
-        """(the instructions as they stand, the same in the fastest order that fits)."""
+    ) -> tuple[list[Instruction], list[Instruction], int, float]:
+        """(the instructions as they stand, the same in the fastest order that fits, the bytes that this takes
+        and may take)."""
         before = instructions_of(module, costs)
         inputs = [label(node) for node in module.graph.find_nodes(op="placeholder")]
         given = {name: costs[name].num_bytes for name in inputs if name in costs}
         results = [label(each) for each in module.graph.output_node().all_input_nodes]
         kept = [costs[name].view_of or name for name in results if name in costs]
-        limit = self.options.limit(peak_bytes(before, kept, given))
+        limit = self.program.limit or self.options.limit(peak_bytes(before, kept, given))
         orders = [before]
         if self.options.weight_gradients and self.ranks is not None:
             assigned = weight_gradients.assign(before)
             orders.append(weight_gradients.placed(before, assigned))
             orders.append(weight_gradients.listed(before, limit=limit, kept=kept, given=given))
         fitting = [order for order in orders if peak_bytes(order, kept, given) <= limit]
-        return before, min(fitting or orders[:1], key=total_seconds)
+        found = min(fitting or orders[:1], key=total_seconds)
+        return before, found, peak_bytes(found, kept, given), limit
 
 
 def _by_origin(module: fx.GraphModule, costs: dict[str, Cost]) -> PartCosts:

@@ -13,10 +13,15 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from pmoe.graph.axes import RULES, Axis, _is_pointwise, _pointwise, infer, tensors
+from pmoe.graph.axes import RULES, SUM, Axis, _is_pointwise, _pointwise, infer, tensors
+from pmoe.graph.parts import MADE, SIZED, joined_rows, rows_of_part
+
+aten = torch.ops.aten
 
 A, B, X = torch.randn(4, 6), torch.randn(6, 8), torch.randn(4, 6, 2)
 IDS = torch.randint(0, 6, (4, 2))
+
+QKV = tuple(torch.randn(4, 2, 6, 8) for _ in range(3))
 
 CASES: dict[str, Callable[[], Any]] = {
     "mm": lambda: (torch.mm, A, B),
@@ -59,10 +64,25 @@ CASES: dict[str, Callable[[], Any]] = {
     "gelu": lambda: (F.gelu, X),
     "where": lambda: (torch.where, X > 0, X, torch.zeros(2)),
     "to": lambda: (lambda x: x.double(), X),
+    "layer norm, backward": lambda: (
+        lambda g, x, m, r, w, b: aten.native_layer_norm_backward(g, x, [2], m, r, w, b, [True] * 3),
+        *(X, torch.randn(4, 6, 2), torch.randn(4, 6, 1), torch.rand(4, 6, 1), torch.randn(2), torch.randn(2)),
+    ),
+    "attention, backward": lambda: (
+        lambda *each: aten._scaled_dot_product_flash_attention_for_cpu_backward(*each, 0.0, True),
+        *(torch.randn(4, 2, 6, 8), *QKV, *aten._scaled_dot_product_flash_attention_for_cpu(*QKV, 0.0, True)),
+    ),
+    "softmax, backward": lambda: (lambda g, y: aten._softmax_backward_data(g, y, -1, y.dtype), A, A + 1),
+    "select, backward": lambda: (lambda g: aten.select_backward(g, [4, 3, 6], 1, 2), A),
+    "slice, backward": lambda: (lambda g: aten.slice_backward(g, [4, 9], 1, 1, 7, 1), A),
+    "gelu, backward": lambda: (lambda g, x: aten.gelu_backward(g, x), A, A + 1),
+    "new zeros": lambda: (lambda x: x.new_zeros((4, 3)), A),
 }
 
 
 def halves(value: Any, axis: Axis) -> list[Any]:
+    if axis == SUM:
+        return [value / 4, value * 3 / 4]
     return [value, value] if axis is None else list(value.chunk(2, axis))
 
 
@@ -90,6 +110,9 @@ def test_parts_of_inputs_give_parts_of_results(name: str) -> None:
             if half is not None and node.target in SIZED:
                 at = axes["result"]
                 args = (args[0], [-1 if dim == at else size for dim, size in enumerate(args[1])])
+            if half is not None and node.target in MADE:
+                sizes = [size // 2 if dim == axes["result"] else size for dim, size in enumerate(args[1])]
+                args = (args[0], sizes, *args[2:])
             return node.target(*args, **torch.fx.node.map_arg(node.kwargs, value))
 
         node.meta["val"] = values[node] = run(None, {})
@@ -99,7 +122,7 @@ def test_parts_of_inputs_give_parts_of_results(name: str) -> None:
         assert rule is not None, node.target
         for combination in rule(node):
             axes: dict[Any, Axis] = dict(zip(tensors(node), combination.inputs, strict=True))
-            if any(axis is not None and values[each].shape[axis] % 2 for each, axis in axes.items()):
+            if any(isinstance(axis, int) and values[each].shape[axis] % 2 for each, axis in axes.items()):
                 continue
             results = combination.result
             first = results[0] if isinstance(results, tuple) else results
@@ -111,14 +134,11 @@ def test_parts_of_inputs_give_parts_of_results(name: str) -> None:
                 if axis is None:
                     continue
                 got = [each[at] if isinstance(each, (tuple, list)) else each for each in found]
-                joined = torch.cat(got, axis)
+                joined = sum(got) if axis == SUM else torch.cat(got, axis)
                 assert joined.shape == expected.shape, (node, combination)
                 torch.testing.assert_close(joined, expected)
             tried += 1
     assert tried
-
-
-SIZED = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.expand.default)
 
 
 def traced(function: Callable[..., Any], *given: Tensor) -> torch.fx.Graph:
@@ -146,7 +166,7 @@ def test_what_mixes_the_batch_ends_a_range_and_another_begins() -> None:
     graph = traced(mixing, A)
     axes, refused = infer(graph, {next(iter(graph.nodes)): 0})
     names = [str(node.target) for node in refused]
-    assert names == ["aten.sum.dim_IntList", "aten.cumsum.default"], refused
+    assert names == ["aten.sub.Tensor", "aten.cumsum.default"], refused
     last = [node for node in graph.nodes if str(node.target) == "aten.exp.default"][-1]
     assert axes[last] == 0
 
@@ -155,6 +175,32 @@ def test_random_numbers_are_not_drawn_in_parts() -> None:
     graph = traced(lambda x: F.dropout(x, 0.5), A)
     _, refused = infer(graph, {next(iter(graph.nodes)): 0})
     assert refused
+
+
+def test_rows_of_parts_are_those_that_are_joined() -> None:
+    """3 parts of the rows of 2 senders and 4 experts, some without any."""
+    draw = torch.Generator().manual_seed(1)
+    counts = [torch.randint(0, 3, (2, 4), generator=draw) for _ in range(3)]
+    parts = [torch.randn(int(each.sum()), 2, generator=draw) for each in counts]
+    whole = joined_rows(parts, counts, True)
+    for at, part in enumerate(parts):
+        assert torch.equal(rows_of_part(whole, counts, at), part)
+
+
+def test_a_backward_pass_is_cut_as_its_first_input_is() -> None:
+    """What the forward pass left is cut where it is taken; a weight's gradient is the sum of the parts'."""
+
+    def backward(grad: Tensor, y: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        through = aten._softmax_backward_data(grad, y, -1, y.dtype)
+        return through @ w.t(), (x.t() @ through).t()
+
+    graph = traced(backward, A, A + 1, torch.randn(4, 2), torch.randn(2, 6))
+    inputs = graph.find_nodes(op="placeholder")
+    axes, refused = infer(graph, {inputs[0]: 0}, inputs)
+    assert not refused
+    (through,) = graph.find_nodes(op="call_function", target=aten._softmax_backward_data.default)
+    assert [axes[each] for each in tensors(through)] == [0, 0]
+    assert [axes[each] for each in next(iter(reversed(graph.nodes))).args[0]] == [0, SUM]
 
 
 # ---- propagation beside search

@@ -15,7 +15,7 @@ from pmoe.cli.output import Output, by_key, mib, pair_name
 from pmoe.measure.profile import find_profile, load_profile
 from pmoe.planner.candidates import Advice, PricedChoice, step_bars
 from pmoe.planner.cluster import Cluster
-from pmoe.planner.drawing import Point, inline_svg, page, part, scatter_figure
+from pmoe.planner.drawing import Point, inline_svg, part, scatter_figure, template
 from pmoe.planner.profile import Profile
 from pmoe.planner.timeline import drawing
 from pmoe.planner.ways import plan_ways, sensitivity
@@ -140,7 +140,8 @@ def _write_page(args: argparse.Namespace, way: Advice, fields: Mapping[str, Any]
     sentences = [f"{line[:1].upper()}{line[1:]}." for line in _conclusions(way)]
     described = layer.describe_layer(args, fields["device"]) + budget
     code = part("code", "In Python:", fields["python"])
-    text = page("pmoe plan", [described, f"Profile: {way.profile}.", *sentences, *pictures, *tables, code])
+    parts = [described, f"Profile: {way.profile}.", *sentences, *pictures, *tables, code]
+    text = template().render(title="pmoe plan", parts=parts).strip() + "\n"
     with refused_as(f"--html ({path}) must be a file to write", OSError):
         path.write_text(text, encoding="utf-8")
 

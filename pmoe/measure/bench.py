@@ -27,9 +27,8 @@ from pmoe.comm.agreement import largest
 from pmoe.comm.base import all_to_all
 from pmoe.comm.ranks import Ranks, at_stage
 from pmoe.comm.topology import node_ids
+from pmoe.planner.cost_model import COMMUNICATE, COMPUTE, COPY
 from pmoe.planner.profile import FORMAT, WIDTH, Identity, Versions
-
-COMPUTE, COMMUNICATE, COPY = "compute", "communicate", "copy"
 
 AGREEING, MESSAGES = "agreeing on a profile", "measuring messages"
 """The stages that errors name."""

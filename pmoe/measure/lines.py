@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from pmoe.comm.ranks import Ranks
-from pmoe.measure.bench import COMMUNICATE, COMPUTE, Bench, TimedCall, exchange, seconds_of
+from pmoe.measure.bench import Bench, TimedCall, exchange, seconds_of
+from pmoe.planner.cost_model import COMMUNICATE, COMPUTE
 from pmoe.planner.costs import Fit, fit, from_zero
 from pmoe.planner.profile import GOOD_FIT, WIDTH
 

@@ -18,16 +18,7 @@ from pmoe.comm.agreement import largest
 from pmoe.comm.base import Traffic
 from pmoe.comm.ranks import Ranks, at_stage
 from pmoe.comm.sharing import Sharing
-from pmoe.measure.bench import (
-    AGREEING,
-    COMMUNICATE,
-    COMPUTE,
-    MESSAGES,
-    Bench,
-    TimedCall,
-    identity,
-    open_bench,
-)
+from pmoe.measure.bench import AGREEING, MESSAGES, Bench, TimedCall, identity, open_bench
 from pmoe.measure.lines import (
     QUICK,
     USUAL,
@@ -39,6 +30,7 @@ from pmoe.measure.lines import (
     products,
     transfer,
 )
+from pmoe.planner.cost_model import COMMUNICATE, COMPUTE
 from pmoe.planner.costs import FREE, Fit
 from pmoe.planner.profile import WIDTH, Operations
 

@@ -16,17 +16,7 @@ import torch
 
 from pmoe.comm.agreement import from_first
 from pmoe.comm.ranks import Ranks
-from pmoe.measure.bench import (
-    COMMUNICATE,
-    COMPUTE,
-    COPY,
-    Bench,
-    Marks,
-    TimedCall,
-    identity,
-    open_bench,
-    seconds_of,
-)
+from pmoe.measure.bench import Bench, Marks, TimedCall, identity, open_bench, seconds_of
 from pmoe.measure.lines import (
     QUICK,
     TRIES,
@@ -40,7 +30,7 @@ from pmoe.measure.lines import (
     transfer,
 )
 from pmoe.measure.rounds import timestamp
-from pmoe.planner.cost_model import Interference
+from pmoe.planner.cost_model import COMMUNICATE, COMPUTE, COPY, FACTORS, Interference
 from pmoe.planner.costs import FREE, Fit
 from pmoe.planner.profile import Profile
 
@@ -98,20 +88,6 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, LaneWork]:
     for name, out in (("copy_out", True), ("copy_in", False)):
         kinds[name] = transfer(COPY, dtype.itemsize, partial(copy, out=out), FIRST_COPY_BYTES)
     return kinds
-
-
-FACTORS = {
-    "mu_comp": (COMMUNICATE, (COMPUTE, COMMUNICATE)),
-    "mu_mem": (COMMUNICATE, (COMMUNICATE, COPY)),
-    "mu_all": (COMMUNICATE, (COMPUTE, COMMUNICATE, COPY)),
-    "sigma_comm": (COMPUTE, (COMPUTE, COMMUNICATE)),
-    "sigma_mem": (COMPUTE, (COMPUTE, COPY)),
-    "sigma_all": (COMPUTE, (COMPUTE, COMMUNICATE, COPY)),
-    "eta_comm": (COPY, (COMMUNICATE, COPY)),
-    "eta_comp": (COPY, (COMPUTE, COPY)),
-    "eta_all": (COPY, (COMPUTE, COMMUNICATE, COPY)),
-}
-"""Fig. 3: whose speed, and which lanes are busy."""
 
 
 def _by_lane(pieces: Mapping[str, TimedCall]) -> dict[str, TimedCall]:

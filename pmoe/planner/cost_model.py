@@ -10,7 +10,7 @@ b rows that the experts of a rank receive, M = d_model, H = d_hidden.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, get_args
 
@@ -21,6 +21,28 @@ from pmoe.schedule.tasks import Kind, Lane, PassDirection, Task
 
 if TYPE_CHECKING:
     from pmoe.planner.profile import Profile
+
+
+COMPUTE, COMMUNICATE, COPY = "compute", "communicate", "copy"
+
+LANES_OF: Mapping[str, tuple[Lane, ...]] = {
+    COMPUTE: (Lane.COMPUTE,),
+    COMMUNICATE: (Lane.COMMUNICATE, Lane.INTRA_NODE),
+    COPY: (Lane.COPY_OUT, Lane.COPY_IN),
+}
+
+FACTORS = {
+    "mu_comp": (COMMUNICATE, (COMPUTE, COMMUNICATE)),
+    "mu_mem": (COMMUNICATE, (COMMUNICATE, COPY)),
+    "mu_all": (COMMUNICATE, (COMPUTE, COMMUNICATE, COPY)),
+    "sigma_comm": (COMPUTE, (COMPUTE, COMMUNICATE)),
+    "sigma_mem": (COMPUTE, (COMPUTE, COPY)),
+    "sigma_all": (COMPUTE, (COMPUTE, COMMUNICATE, COPY)),
+    "eta_comm": (COPY, (COMMUNICATE, COPY)),
+    "eta_comp": (COPY, (COMPUTE, COPY)),
+    "eta_all": (COPY, (COMPUTE, COMMUNICATE, COPY)),
+}
+"""Fig. 3, by field of `Interference`: whose speed, and which work is under way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +71,9 @@ class Interference:
 
     def speeds(self, busy: Collection[str]) -> dict[str, float]:
         """The speed of each lane while these are busy. Both links count as one, copies both ways too."""
-        computes = Lane.COMPUTE in busy
-        communicates = Lane.COMMUNICATE in busy or Lane.INTRA_NODE in busy
-        copies = Lane.COPY_OUT in busy or Lane.COPY_IN in busy
-        sigma, mu, eta = {
-            (True, True, True): (self.sigma_all, self.mu_all, self.eta_all),
-            (True, True, False): (self.sigma_comm, self.mu_comp, 1.0),
-            (True, False, True): (self.sigma_mem, 1.0, self.eta_comp),
-            (False, True, True): (1.0, self.mu_mem, self.eta_comm),
-        }.get((computes, communicates, copies), (1.0, 1.0, 1.0))
-        links, copying = (Lane.COMMUNICATE, Lane.INTRA_NODE), (Lane.COPY_OUT, Lane.COPY_IN)
-        return {Lane.COMPUTE: sigma, **dict.fromkeys(links, mu), **dict.fromkeys(copying, eta)}
+        works = tuple(work for work, lanes in LANES_OF.items() if any(lane in busy for lane in lanes))
+        found = {whose: getattr(self, name) for name, (whose, beside) in FACTORS.items() if beside == works}
+        return {lane: found.get(work, 1.0) for work, lanes in LANES_OF.items() for lane in lanes}
 
 
 LaneSeconds = tuple[float, float, float]

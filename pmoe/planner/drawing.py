@@ -32,11 +32,6 @@ PAIRS = {pair: LIGHT[name] for pair, name in zip(_ordered, SERIES, strict=True)}
 """The colours of restore pairs by their texts, in every picture: S1 to S4, then the others."""
 
 
-def page(title: str, parts: Sequence[str]) -> str:
-    """The page as HTML. parts: each a paragraph's text, or made by `part`."""
-    return template().render(title=title, parts=parts).strip() + "\n"
-
-
 def part(kind: str, *args: Any, **options: Any) -> str:
     """A part of a page, as markup. kind: a macro of `page.html`, which documents its arguments.
 

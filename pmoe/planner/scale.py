@@ -108,10 +108,8 @@ class ScaledStep:
             return 2 * (sent + math.log2(ranks) * link.alpha_seconds)
 
         rates, local = self.rates, self.rates.ranks_per_machine
-        dense, experts = (
-            ELEMENT * self.model.dense / self.model.layers,
-            ELEMENT * self.sizes.expert_parameters,
-        )
+        dense = ELEMENT * self.model.dense / self.model.layers
+        experts = ELEMENT * self.sizes.expert_parameters
         inside, between = ring(dense, local, rates.inside), ring(dense / local, rates.machines, rates.outside)
         return inside + between + ring(experts, rates.num_ranks // self.sizes.num_ranks, rates.outside)
 

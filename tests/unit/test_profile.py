@@ -21,9 +21,9 @@ from pmoe.measure import profile as module
 from pmoe.measure import rates as measuring
 from pmoe.measure.bench import Marks, TimedCall, identity
 from pmoe.measure.profile import load_or_measure, load_profile, profile_from, profile_path, save_profile
-from pmoe.measure.rates import FACTORS, measure, speeds
+from pmoe.measure.rates import measure, speeds
 from pmoe.measure.store import CorruptFileError
-from pmoe.planner.cost_model import Interference, lane_seconds
+from pmoe.planner.cost_model import FACTORS, Interference, lane_seconds
 from pmoe.planner.costs import FREE, Fit, LineCost
 from pmoe.planner.profile import Identity, Operations, Profile, Versions
 from pmoe.schedule.restore import STRATEGIES

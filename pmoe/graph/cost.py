@@ -2,7 +2,7 @@
 
 Computation is timed on the tensors of that step, and kept by operator, shapes and types in a file, so that
 the next run only reads it. All-to-alls are not timed there, where ranks wait for each other: their seconds
-come from the group's profile, by bytes (`pmoe profile`).
+come from the group's profile (`pmoe profile`) and one long message, by bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,9 +21,12 @@ from torch.nn.parallel.distributed import _find_tensors
 from pmoe.comm.ranks import Ranks
 from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction
 from pmoe.graph.lower import CALLS, OPS, calls_of, communicates, is_result, label
+from pmoe.measure.bench import open_bench, seconds_of
+from pmoe.measure.lines import messages
 from pmoe.measure.profile import profile_of
 from pmoe.measure.rounds import clock_of
 from pmoe.measure.store import cache_path, found_or, load_json, save_json, typed
+from pmoe.planner.costs import LineCost
 
 REPEATS = 3
 """How often an operator is timed; the least counts."""
@@ -147,11 +150,23 @@ def _memory(tensor: Tensor) -> int:
 
 
 def link_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Callable[[float], float]:
-    """Seconds of an all-to-all by bytes, from the group's profile. Collective the first time."""
+    """Seconds of an all-to-all by bytes. What a byte costs is told by a long message: those of a profile take
+    milliseconds, and an interruption of one would grow with the bytes. Collective the first time."""
     if ranks.size == 1:
         return lambda num_bytes: 0.0
-    line = profile_of(ranks, device, dtype).message
-    return lambda num_bytes: line.alpha_seconds + line.beta_seconds * num_bytes
+    key = (ranks.name, device, dtype)
+    if key not in LINKS:
+        line, work = profile_of(ranks, device, dtype).message, messages(ranks, device, dtype)
+        units = min(work.max_units, 1 + int(LONG_SECONDS / (work.size * max(line.beta_seconds, 1e-12))))
+        with open_bench(ranks, device) as bench:
+            seconds = seconds_of(bench, COMMUNICATE, work.make(units), REPEATS, min)
+        beta = max(0.0, seconds - line.alpha_seconds) / (units * work.size)
+        LINKS[key] = replace(line, beta_seconds=beta)
+    return LINKS[key]
+
+
+LONG_SECONDS = 0.1
+LINKS: dict[tuple[str, torch.device, torch.dtype], LineCost] = {}
 
 
 def instructions_of(module: fx.GraphModule, costs: Mapping[str, Cost]) -> list[Instruction]:

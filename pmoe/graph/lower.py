@@ -29,14 +29,7 @@ STARTS: dict[object, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 CALLS: dict[object, Callable[..., Any]] = {
     getattr(OPS, name).default: getattr(operators, name)._init_fn
-    for name in (
-        "order",
-        "pack",
-        "join",
-        "experts",
-        "experts_input_gradient",
-        "experts_weight_gradient",
-    )
+    for name in ("order", "pack", "join", "experts", "experts_input_gradient", "experts_weight_gradient")
 }
 
 

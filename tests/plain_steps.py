@@ -25,6 +25,7 @@ from pmoe.comm.base import FlatAllToAll, Traffic
 from pmoe.comm.ranks import Ranks, at_stage
 from pmoe.engine.autograd import Path
 from pmoe.engine.once import carriers
+from pmoe.gates.capacity import within_capacity
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.comet.launches import Journey
 from pmoe.kernels.comet.steps import Steps
@@ -64,8 +65,13 @@ class PlainSteps(Steps):
         """Collective: ranks tell each other how many rows come."""
         expert_TK, keep_TK, ranks = chosen.expert_TK.long(), chosen.keep_TK, self._ranks
         num_experts = self._experts * ranks.size
+        if chosen.capacity is not None:
+            used_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_TK.device)
+            keep_TK = within_capacity(expert_TK, chosen.capacity, used_E)[0]
         sent = sort(expert_TK, keep_TK, num_experts)
         send_WE = count_rows(expert_TK, keep_TK, 1, num_experts).view(ranks.size, -1).int()
+        if chosen.counts_A is not None:
+            chosen.counts_A.copy_(send_WE.view(-1))
         recv_WE = send_WE
         if ranks.size > 1:
             recv_WE = torch.empty_like(send_WE)

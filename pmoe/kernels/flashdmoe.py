@@ -49,12 +49,13 @@ class Chosen:
 
     expert_TK: (T, K) int64 or int32, of all ranks' experts. keep_TK: (T, K) bool, what the gate keeps; None
     keeps all. capacity: rows of an expert that are kept, in token order; None keeps C, which the caller sees
-    to be enough.
+    to be enough. counts_A: (A,) int32, memory for "send_counts"; None makes it.
     """
 
     expert_TK: Tensor
     keep_TK: Tensor | None = None
     capacity: int | None = None
+    counts_A: Tensor | None = None
 
 
 def pass_tensors(
@@ -111,7 +112,7 @@ def forward_tensors(
         "chosen": expert_TK if is_wide else None,
         "keep": keep_TK,
         "capacity": capacity if chosen.capacity is None else chosen.capacity,
-        "send_counts": row_TK.new_empty(cells),
+        "send_counts": row_TK.new_empty(cells) if chosen.counts_A is None else chosen.counts_A,
         "expert": torch.empty_like(row_TK) if is_wide else expert_TK,
         "row": row_TK,
         "slot": row_TK.new_empty(cells, capacity),

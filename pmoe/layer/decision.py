@@ -55,7 +55,7 @@ class CallCounts:
     def kept_E(self) -> Tensor:
         if self.kept_device_E is None:
             return self.rows().send.sum(0).flatten()
-        return self.kept_device_E.to("cpu", copy=True)
+        return self.kept_device_E.to("cpu", torch.int64, copy=True)
 
 
 @dataclass(frozen=True, kw_only=True)

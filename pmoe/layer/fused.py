@@ -88,7 +88,7 @@ def decide(call: Call) -> Decision:
 
     def agree() -> Agreed:
         counts = shared_counts(exchange, routed)
-        steps = _steps(parts, inputs, counts) if fuses else None
+        steps = find_steps(parts, inputs, counts) if fuses else None
         if steps is not None and not (parts.spec.fused == "forward" and counts.needs_grad):
             return Agreed(counts=counts, steps=steps)
         restore = None if steps is None else fused_pair(parts)
@@ -126,17 +126,18 @@ def decide(call: Call) -> Decision:
 
 
 def kernels_runner(
-    parts: Parts, steps: Steps, chosen: Chosen, journey: Callable[[], Journey]
+    parts: Parts, steps: Steps, chosen: Chosen, journey: Callable[[], Journey] | None = None
 ) -> KernelsRunner:
     """journey: COMET's kernels take it in place of what is chosen."""
     restore = fused_pair(parts) or KEEP  # of a call without a backward pass
     passes: dict[str, Any] = {"steps": steps, "activation": stacked(parts).activation, "restore": restore}
     if is_persistent(parts):
         return PersistentRunner(chosen=chosen, **passes)
+    assert journey is not None
     return FusedRunner(journey=journey(), **passes)
 
 
-def _steps(parts: Parts, inputs: Inputs, counts: RankCounts) -> Steps | None:
+def find_steps(parts: Parts, inputs: Inputs, counts: RankCounts) -> Steps | None:
     """What computes a call by the fused kernels; None, with a warning, where they do not take it."""
     if counts.max_rows is None:
         name, top_k = type(parts.gate).__name__, parts.spec.top_k

@@ -7,17 +7,22 @@ routes again.
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from pmoe.comm.counts import RankCounts
 from pmoe.engine.cut import Orders
 from pmoe.engine.padding import PaddedKind, Splits, check_same_calls, make_padding
 from pmoe.gates.capacity import expert_capacity
+from pmoe.kernels.flashdmoe import Chosen
 from pmoe.layer.choose import choose
 from pmoe.layer.decision import Agreed, CallCounts, Decision
 from pmoe.layer.exact_counts import in_chunks, shared_counts
+from pmoe.layer.fused import find_steps, kernels_runner, may_fuse
 from pmoe.layer.parts import Call, Parts
 from pmoe.layer.route import Routed, make_inputs, route_batch
 from pmoe.ordering.sorted import Tokens
@@ -36,21 +41,42 @@ def decide(call: Call) -> Decision:
     expert_TK, device = routed.routing.expert, routed.x_TM.device
     kind = kind_of(parts, routed.x_TM, routed.dtype)
     splits = splits_of(parts, kind.num_tokens, top_k=expert_TK.shape[1])
-    padding, kept_E = make_padding(expert_TK, splits)
-    max_tokens = -(-splits.num_rows // expert_TK.shape[1])
-    counts = splits.counts(parts.ranks.size, device, max_tokens=max_tokens, needs_grad=kind.needs_grad)
-    orders = Orders(parts, splits.expert_of_rows(device), None, Tokens(splits.num_rows))
+    max_tokens, needs_grad = -(-splits.num_rows // expert_TK.shape[1]), kind.needs_grad
+    make_counts = functools.partial(
+        splits.counts, parts.ranks.size, max_tokens=max_tokens, needs_grad=needs_grad
+    )
+    on_host = make_counts(device=torch.device("cpu"))
     inputs = make_inputs(parts, routed)
-    orders.padding = padding
+
+    @functools.cache
+    def padded() -> tuple[RankCounts, Orders, Tensor]:
+        """What the pipeline takes; kept_E."""
+        orders = Orders(parts, splits.expert_of_rows(device), None, Tokens(splits.num_rows))
+        orders.padding, kept_E = make_padding(expert_TK, splits)
+        return make_counts(device=device), orders, kept_E
 
     def agree() -> Agreed:
         _compare(call, routed, kind)
+        if may_fuse(parts, device, routed.dtype):
+            cells = replace(on_host, max_tokens=kind.num_tokens, max_rows=splits.capacity)
+            if (steps := find_steps(parts, inputs, cells)) is not None:
+                return Agreed(steps=steps)
+        counts, orders, _ = padded()
         return Agreed(choice=choose(parts, counts, inputs, orders))
 
-    choice = call.replay.once(agree).choice
-    assert choice is not None
-    totals = CallCounts(counts.on_host(), kind.num_tokens, kept_E)
-    return in_chunks(call, routed, inputs, orders.plan(counts, choice), totals)
+    agreed = call.replay.once(agree)
+    if agreed.steps is not None:
+        kept_E = torch.empty(splits.num_experts, dtype=torch.int32, device=device)
+        chosen = Chosen(expert_TK=expert_TK, capacity=splits.capacity, counts_A=kept_E)
+        runner = kernels_runner(parts, agreed.steps, chosen)
+        totals = CallCounts(on_host, kind.num_tokens, kept_E)
+        return Decision(
+            call=call, routed=routed, inputs=inputs, runner=runner, counts=totals, restore=runner.restore
+        )
+    assert agreed.choice is not None
+    counts, orders, kept_E = padded()
+    totals = CallCounts(on_host, kind.num_tokens, kept_E)
+    return in_chunks(call, routed, inputs, orders.plan(counts, agreed.choice), totals)
 
 
 def _compare(call: Call, routed: Routed, kind: PaddedKind) -> None:

@@ -59,7 +59,7 @@ TAKES: dict[str, frozenset[Feature]] = {
     # ---- runners
     "pipeline": frozenset(Feature),
     "fused": BY_FUSED_KERNELS | {F.FUSED},
-    "persistent": BY_FUSED_KERNELS | {F.PERSISTENT},
+    "persistent": BY_FUSED_KERNELS | {F.PERSISTENT, F.PADDED},
     # Nothing travels there, however it would.
     "one rank": frozenset({F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.HIERARCHICAL, F.OWN_EXCHANGE, F.ONE_LANE}),
     # A layer in the graph of torch.compile(model, backend="pmoe"), where its pipeline has no say.
@@ -71,7 +71,7 @@ TAKES: dict[str, frozenset[Feature]] = {
     "padded counts": frozenset(
         {F.RANKS, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.BUDGET}
         | {F.CAPACITY, F.PADDED, F.SEQUENTIAL, F.ONE_LANE, F.OWN_ORDER, F.OTHER_GATE, F.GATE_MODULE}
-        | {F.MODULE_EXPERTS, F.OTHER_EXPERTS}
+        | {F.MODULE_EXPERTS, F.OTHER_EXPERTS, F.PERSISTENT}
     ),
     "one rank's counts": frozenset({F.NO_CAPACITY, F.FUSED, F.ROTATES, F.OFFLOADS, F.CHUNKS}),
     # ---- predictions, and calls in a CUDA graph
@@ -86,7 +86,7 @@ TAKES["memory"] = TAKES["memory budget"] | (
     {F.HIERARCHICAL, F.SEND_ONCE, F.CALLBACKS, F.SHARED_EXPERT, F.PADDED, F.OWN_ORDER, F.PICKS_TOKENS}
     | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.MODULE_EXPERTS}
 )
-TAKES["graph capture"] = TAKES["padded counts"] - {F.GRADIENTS, F.OFFLOADS}
+TAKES["graph capture"] = TAKES["padded counts"] - {F.GRADIENTS, F.OFFLOADS, F.PERSISTENT}
 """By taker, what it computes. The pipeline runner computes everything that the kernels do not."""
 
 

@@ -30,6 +30,11 @@ def test_a_rank_without_tokens_skewed_routing_and_drops(kernels: Path) -> None:
     check(kernels, Case(tokens=(0, 31), skewed=True, options=options), "persistent")
 
 
+def test_equal_batches_padded_to_capacity_travel_without_an_exchange_of_counts(kernels: Path) -> None:
+    options = {"capacity_factor": 0.75, "pad_to_capacity": True}
+    check(kernels, Case(tokens=(23, 23), skewed=True, options=options), "persistent")
+
+
 @pytest.mark.parametrize("pair", ["keep/recompute", "communicate/keep", "communicate/recompute"])
 def test_four_processes(kernels: Path, pair: str) -> None:
     options: dict[str, Any] = {"memory_reuse": pmoe.Restore(*pair.split("/"))}

@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pmoe
 from pmoe import warn
+from pmoe.comm.counts import CountsExchange
 from pmoe.comm.heap import close_heaps
 from pmoe.comm.heap.providers import virtual_heaps
 from pmoe.comm.ranks import Ranks
-from pmoe.gates.capacity import within_capacity
+from pmoe.gates.capacity import expert_capacity, within_capacity
 from pmoe.kernels.comet.launcher import Division, Launcher
 from pmoe.kernels.flashdmoe import TILE_ROWS, Chosen, forward_tensors, launch_pass, pass_tensors
 from pmoe.kernels.heap import HeapShape
+from pmoe.layer import padded_counts
 from pmoe.runners.fused_steps import Request, heap_shape
 from tests.emulated import compile_kernels, emulated, load_kernels
 from tests.heaps import FileMemory
@@ -109,6 +112,32 @@ def test_no_tokens_one_token_and_all_tokens_to_one_expert() -> None:
 @pytest.mark.usefixtures("_emulated")
 def test_rows_over_the_capacity_are_dropped_as_everywhere() -> None:
     check(capacity_factor=0.5, skews=True)
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_with_pad_to_capacity_the_launch_drops_them_and_nothing_is_exchanged_or_read_by_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options: dict[str, Any] = {"capacity_factor": 0.5, "pad_to_capacity": True}
+    check(skews=True, **options)
+    monkeypatch.setattr(padded_counts, "compares_always", lambda _: False)  # as on a GPU
+    layer, x = make(**options), torch.randn(T, M, dtype=BF16)
+    layer(x)
+    with pytest.MonkeyPatch.context() as patch, NothingRead():
+        patch.setattr(CountsExchange, "__init__", lambda *_, **__: pytest.fail("counts are exchanged"))
+        layer(x)
+    assert layer.ran is not None and layer.ran.path == "persistent"
+    capacity = expert_capacity(0.5, T, 2, E)
+    routed_E = layer.gate(x).expert.flatten().bincount(minlength=E)
+    assert layer.tokens_per_expert.tolist() == routed_E.clamp(max=capacity).tolist()
+
+
+class NothingRead(TorchDispatchMode):
+    """Fails where a number of a tensor comes to the host."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert op is not torch.ops.aten._local_scalar_dense.default, "the host reads a tensor"
+        return op(*args, **(kwargs or {}))
 
 
 @pytest.mark.usefixtures("_emulated")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ from pmoe.kernels import extension
 from pmoe.layer import MoELayer
 from pmoe.measure.division import as_fields, forget, fused_layer_sizes, load_divisions, save_divisions
 from pmoe.measure.fused_kernels import measure_kernels, time_layers
-from pmoe.measure.rounds import timestamp
 from pmoe.measure.store import cache_folder
 from pmoe.planner.division import (
     DivisionTable,
     Entry,
     FusedLayerSizes,
-    LayerTimes,
+    LayerSeconds,
     all_kernel_sizes,
     rule,
     sizes_of,
@@ -122,7 +121,7 @@ def _save(found: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | Non
 
 def _time_layers(
     layer: Mapping[str, Any], sizes: Mapping[int, FusedLayerSizes], ranks: Ranks
-) -> dict[FusedLayerSizes, LayerTimes]:
+) -> dict[FusedLayerSizes, LayerSeconds]:
     """The times of the fused and of the chunked layer, by sizes; none where the fused one falls back."""
     found = {}
     for tokens, each in sizes.items():
@@ -134,8 +133,7 @@ def _time_layers(
         fused(x_TM)
         assert fused.ran is not None
         if fused.ran.path == "fused":
-            seconds = time_layers(fused, chunked, x_TM, ranks)
-            found[each] = LayerTimes(sizes=each, seconds=seconds, when=timestamp())
+            found[each] = time_layers(fused, chunked, x_TM, ranks)
         else:  # the layer has warned why, though not if it has before
             print(f"pmoe: no layer times of {each}: the path {fused.ran.path!r} ran", file=sys.stderr)
     return found
@@ -149,7 +147,7 @@ def _lines(found: DivisionTable, folder: Path) -> Iterator[str]:
         yield _divisions(found)
     if found.layers:
         yield "\nms of a layer, forward and both passes, with fused kernels and in chunks"
-        yield table(_layer_rows(found.layers.values()))
+        yield table(_layer_rows(found.layers))
     yield f"\nstored in {folder}"
 
 
@@ -175,9 +173,9 @@ def _division_cells(entry: Entry) -> Sequence[str]:
     )
 
 
-def _layer_rows(layers: Iterable[LayerTimes]) -> Iterator[Sequence[str]]:
+def _layer_rows(layers: Mapping[FusedLayerSizes, LayerSeconds]) -> Iterator[Sequence[str]]:
     yield "", "fused", "chunked", "fused, both", "chunked, both", "measured"
-    for times in sorted(layers, key=lambda times: str(times.sizes)):
-        each = times.seconds
+    for sizes in sorted(layers, key=str):
+        each = layers[sizes]
         seconds = (each.fused_forward, each.chunked_forward, each.fused_step, each.chunked_step)
-        yield str(times.sizes), *map(ms, seconds), times.when
+        yield str(sizes), *map(ms, seconds), each.when

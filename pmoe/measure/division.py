@@ -43,7 +43,6 @@ from pmoe.planner.division import (
     FusedKernelSizes,
     FusedLayerSizes,
     LayerSeconds,
-    LayerTimes,
     sizes_of,
 )
 from pmoe.planner.layer_sizes import check_fits
@@ -109,12 +108,7 @@ def agreed_layer(ranks: Ranks, sizes: FusedLayerSizes, device: torch.device) -> 
     See `DivisionTable.find_layer_times`. Collective and raising as `agreed`.
     """
     sizes = sizes_of(sizes)
-
-    def found(table: DivisionTable) -> LayerSeconds | None:
-        times = table.find_layer_times(sizes)
-        return None if times is None else times.seconds
-
-    return _of_rank_0(ranks, device, sizes, found)
+    return _of_rank_0(ranks, device, sizes, lambda table: table.find_layer_times(sizes))
 
 
 def forget() -> None:
@@ -151,7 +145,7 @@ def load_divisions(folder: PathLike | None = None) -> DivisionTable:
     other ranks may wait.
     """
     entries: dict[FusedKernelSizes, Entry] = {}
-    layers: dict[FusedLayerSizes, LayerTimes] = {}
+    layers: dict[FusedLayerSizes, LayerSeconds] = {}
     try:
         paths = sorted(cache_folder(folder).glob("division_*.json"))
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
@@ -194,18 +188,14 @@ def as_fields(table: DivisionTable) -> dict[str, list[dict[str, Any]]]:
     """The table as JSON has it, sorted by the text of its sizes."""
 
     def rows(held: Mapping[Any, Any], numbers: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:
-        in_order = sorted(held.values(), key=lambda each: str(each.sizes))
-        return [{**asdict(each.sizes), **numbers(each), "when": each.when} for each in in_order]
+        return [{**asdict(sizes), **numbers(held[sizes])} for sizes in sorted(held, key=str)]
 
-    return {
-        "entries": rows(table.entries, _entry_numbers),
-        "layers": rows(table.layers, lambda times: asdict(times.seconds)),
-    }
+    return {"entries": rows(table.entries, _entry_numbers), "layers": rows(table.layers, asdict)}
 
 
 def _entry_numbers(entry: Entry) -> dict[str, Any]:
     seconds = [[*astuple(each), took] for each, took in sorted(entry.seconds.items())]
-    return {**asdict(entry.division), "seconds": seconds}
+    return {**asdict(entry.division), "seconds": seconds, "when": entry.when}
 
 
 def _table_from(held: Mapping[str, Any]) -> DivisionTable:
@@ -215,8 +205,11 @@ def _table_from(held: Mapping[str, Any]) -> DivisionTable:
     if not (isinstance(entries, list) and isinstance(layers, list)):
         raise ValueError("must have a list of entries and a list of layers")
     found = [_entry(f"entries[{i}]", each) for i, each in enumerate(entries)]
-    timed = [_layer(f"layers[{i}]", each) for i, each in enumerate(layers)]
-    return DivisionTable({each.sizes: each for each in found}, {each.sizes: each for each in timed})
+    timed = {
+        typed(FusedLayerSizes, each, f"layers[{i}]"): typed(LayerSeconds, each, f"layers[{i}]")
+        for i, each in enumerate(layers)
+    }
+    return DivisionTable({each.sizes: each for each in found}, timed)
 
 
 def _entry(name: str, value: Any) -> Entry:
@@ -232,8 +225,3 @@ def _entry(name: str, value: Any) -> Entry:
         raise CorruptFileError(f"{name}: division ({division}) must be among those measured")
     when = typed(str, value.get("when"), f"{name}.when")
     return Entry(sizes=sizes, division=division, seconds=seconds, when=when)
-
-
-def _layer(name: str, value: Any) -> LayerTimes:
-    sizes, seconds = typed(FusedLayerSizes, value, name), typed(LayerSeconds, value, name)
-    return LayerTimes(sizes=sizes, seconds=seconds, when=typed(str, value.get("when"), f"{name}.when"))

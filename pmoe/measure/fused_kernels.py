@@ -227,11 +227,11 @@ def time_layers(fused: nn.Module, chunked: nn.Module, x_TM: Tensor, ranks: Ranks
         work(layer)
         return (clock() - begin,)
 
-    # in the order of the fields of `LayerSeconds`
     runs = [partial(seconds_of, work, layer) for layer in (fused, chunked) for work in (forward, step)]
     medians = median_seconds(
         runs, ROUNDS, warm_up=WARM_UP, begin=begin_together(ranks), agree=_agree_among(ranks, x_TM.device)
     )
     for layer in (fused, chunked):
         layer.zero_grad(set_to_none=True)
-    return LayerSeconds(*(seconds for (seconds,) in medians))
+    (fused_forward,), (fused_step,), (chunked_forward,), (chunked_step,) = medians
+    return LayerSeconds(fused_forward, fused_step, chunked_forward, chunked_step, timestamp())

@@ -167,13 +167,15 @@ class Entry:
 class LayerSeconds:
     """Seconds of a whole layer on the slowest rank: with the fused kernels, and as a pipeline of chunks.
 
-    fused_forward, chunked_forward: in inference. fused_step, chunked_step: forward and backward.
+    fused_forward, chunked_forward: in inference. fused_step, chunked_step: forward and backward. when: they
+    were measured, in one run, ISO 8601, UTC.
     """
 
     fused_forward: float
     fused_step: float
     chunked_forward: float
     chunked_step: float
+    when: str
 
     def fused_is_faster(self, *, training: bool) -> bool:
         if training:
@@ -181,21 +183,12 @@ class LayerSeconds:
         return self.fused_forward < self.chunked_forward
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerTimes:
-    """Seconds of a layer of these sizes, both ways, measured in one run. when: ISO 8601, UTC."""
-
-    sizes: FusedLayerSizes
-    seconds: LayerSeconds
-    when: str
-
-
 @dataclass(frozen=True)
 class DivisionTable:
     """The measurements of any devices, by kernel and by layer: what COMET looks up as metadata."""
 
     entries: Mapping[FusedKernelSizes, Entry] = field(default_factory=dict)
-    layers: Mapping[FusedLayerSizes, LayerTimes] = field(default_factory=dict)
+    layers: Mapping[FusedLayerSizes, LayerSeconds] = field(default_factory=dict)
 
     def find(self, kernel: FusedKernelSizes) -> tuple[Division, str]:
         """The division to take, and why: the first of these that there is.
@@ -227,7 +220,7 @@ class DivisionTable:
                 why += f", n_c {entry.division.n_c} scaled to {division.n_c}"
         return clamped(division, kernel), why
 
-    def find_layer_times(self, sizes: FusedLayerSizes) -> LayerTimes | None:
+    def find_layer_times(self, sizes: FusedLayerSizes) -> LayerSeconds | None:
         """The times of these very sizes, else those of twice or half as many rows, else None.
 
         Where both were measured those of more rows count, which favour fusion less (COMET, Section 5.3).

@@ -19,7 +19,7 @@ from pmoe.measure.fused_kernels import sweep
 from pmoe.planner.division import Division, DivisionTable, FusedKernelSizes
 from tests.gloo.test_settle import counted_reductions
 from tests.pool import ranks
-from tests.unit.test_division import CPU, SECONDS, SHAPE, SIZES, entry, layer, table
+from tests.unit.test_division import CPU, SECONDS, SHAPE, SIZES, entry, table
 
 
 def taken(rank: int, world: int, folder: str, given: list[FusedKernelSizes]) -> list[Any]:
@@ -39,15 +39,15 @@ def taken(rank: int, world: int, folder: str, given: list[FusedKernelSizes]) -> 
 
 
 def test_ranks_whose_files_differ_take_rank_0s_with_one_reduction_each(tmp_path: Path) -> None:
-    save_divisions(DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()}), tmp_path / "0")
-    slower = replace(layer(), seconds=replace(SECONDS, fused_step=9.0))
+    save_divisions(DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: SECONDS}), tmp_path / "0")
+    slower = replace(SECONDS, fused_step=9.0)
     save_divisions(DivisionTable({SHAPE: entry(SHAPE, 40, 256)}, {SIZES: slower}), tmp_path / "1")
     expected = [[Division(26, 1024)] * 2, SECONDS, 2, 0, None]
     assert ranks(2).run(taken, str(tmp_path), [SHAPE] * 2) == [expected] * 2
 
 
 def test_where_rank_0_has_nothing_the_rule_holds_whatever_rank_1_has(tmp_path: Path) -> None:
-    save_divisions(DivisionTable({SHAPE: entry(SHAPE, 40)}, {SIZES: layer()}), tmp_path / "1")
+    save_divisions(DivisionTable({SHAPE: entry(SHAPE, 40)}, {SIZES: SECONDS}), tmp_path / "1")
     expected: list[Any] = [[Division(11, 512)] * 2, None, 2, 0, None]
     assert ranks(2).run(taken, str(tmp_path), [SHAPE] * 2) == [expected] * 2
 

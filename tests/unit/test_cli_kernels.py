@@ -20,12 +20,12 @@ from pmoe.measure.division import as_fields, division_path, load_divisions, save
 from pmoe.planner.division import Division, DivisionTable, FusedKernelSizes, all_kernel_sizes
 from tests.unit.test_cli import printed, refused, run
 from tests.unit.test_division import (
+    SECONDS,
     SHAPE,
     SIZES,
     WHEN,
     entry,
     forgotten,  # noqa: F401 (a fixture)
-    layer,
 )
 
 KERNELS = ["profile", "--kernels"]
@@ -143,7 +143,7 @@ def test_show_prints_what_is_stored_and_measures_nothing(
     show = [*KERNELS, "--show", "--folder", str(tmp_path)]
     run(*show)
     assert capsys.readouterr().out == f"nothing measured of the fused kernels in {tmp_path}\n"
-    stored = DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()})
+    stored = DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: SECONDS})
     save_divisions(stored, tmp_path)
     assert printed(capsys, *show) == {"folder": str(tmp_path), **as_fields(stored)}
     run(*show)

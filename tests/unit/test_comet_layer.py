@@ -392,7 +392,7 @@ def test_worth_is_what_was_measured_of_such_a_layer(monkeypatch: pytest.MonkeyPa
     )  # fmt: skip
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(comet, "fused_layer_sizes", lambda device, **sizes: asked.append(sizes))
-    times = LayerSeconds(fused_forward=2.0, fused_step=3.0, chunked_forward=1.0, chunked_step=4.0)
+    times = LayerSeconds(fused_forward=2.0, fused_step=3.0, chunked_forward=1.0, chunked_step=4.0, when="")
     for found, in_training, in_inference in ((None, False, False), (times, True, False)):
         monkeypatch.setattr(comet, "agreed_layer", lambda *_, found=found: found)
         assert comet.is_faster(request) is in_training

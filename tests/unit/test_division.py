@@ -26,7 +26,6 @@ from pmoe.planner.division import (
     FusedKernelSizes,
     FusedLayerSizes,
     LayerSeconds,
-    LayerTimes,
     all_columns,
     all_kernel_sizes,
     candidates,
@@ -49,7 +48,9 @@ SIZES = FusedLayerSizes(
     dtype="bfloat16",
 )
 SHAPE = FusedKernelSizes(**asdict(SIZES), kernel="combine", direction="forward")
-SECONDS = LayerSeconds(fused_forward=1e-3, fused_step=4e-3, chunked_forward=2e-3, chunked_step=3e-3)
+SECONDS = LayerSeconds(
+    fused_forward=1e-3, fused_step=4e-3, chunked_forward=2e-3, chunked_step=3e-3, when=WHEN
+)
 
 
 def entry(shape: FusedKernelSizes, n_c: int, chunk_columns: int = 512) -> Entry:
@@ -217,26 +218,27 @@ def test_where_nothing_is_measured_a_twelfth_of_the_blocks_communicates() -> Non
 # ---- layers
 
 
-def layer(rows: int = 4096, **changes: Any) -> LayerTimes:
-    return LayerTimes(sizes=replace(SIZES, rows=rows, **changes), seconds=SECONDS, when=WHEN)
-
-
-def times(*layers: LayerTimes) -> DivisionTable:
-    return DivisionTable(layers={each.sizes: each for each in layers})
+def times(*rows: int, **changes: Any) -> DivisionTable:
+    """Of layers with so many rows, which take as many seconds."""
+    seconds = {each: replace(SECONDS, fused_step=each) for each in rows}
+    return DivisionTable(layers={replace(SIZES, rows=each, **changes): seconds[each] for each in rows})
 
 
 def test_layer_times_are_those_of_equal_sizes_and_rows_within_a_power_of_two() -> None:
-    exact, half, twice, far = layer(), layer(2048), layer(8192), layer(16384)
-    assert times(half, twice, exact, far).find_layer_times(SIZES) == exact
-    assert times(half, twice, far).find_layer_times(SIZES) == twice
-    assert times(half, far).find_layer_times(SIZES) == half
-    assert times(far, layer(1024)).find_layer_times(SIZES) is None
-    assert times(layer(1)).find_layer_times(replace(SIZES, rows=1)) == layer(1)
+    for measured, rows in (
+        ((2048, 8192, 4096, 16384), 4096),
+        ((2048, 8192, 16384), 8192),
+        ((2048, 16384), 2048),
+    ):
+        found = times(*measured).find_layer_times(SIZES)
+        assert found is not None and found.fused_step == rows
+    assert times(16384, 1024).find_layer_times(SIZES) is None
+    assert times(1).find_layer_times(replace(SIZES, rows=1)) is not None
     others: list[dict[str, Any]] = [
         {"num_ranks": 4}, {"experts": 8}, {"d_model": 8192}, {"gated": False}, {"dtype": "float16"},
         {"num_blocks": 66}, {"device_name": "NVIDIA B200"}, {"virtual": True},
     ]  # fmt: skip
-    assert times(*(layer(**each) for each in others)).find_layer_times(SIZES) is None
+    assert not any(times(4096, **each).find_layer_times(SIZES) for each in others)
 
 
 def test_layer_seconds_say_which_way_is_faster_in_which_pass() -> None:
@@ -247,7 +249,7 @@ def test_layer_seconds_say_which_way_is_faster_in_which_pass() -> None:
 def test_time_layers_times_both_passes_of_both_layers() -> None:
     layers = [MoELayer(8, 16, 4, 2, pipeline=n) for n in (1, 2)]
     found = time_layers(*layers, torch.randn(12, 8), Ranks.single())
-    assert min(asdict(found).values()) > 0
+    assert min(value for value in asdict(found).values() if value is not found.when) > 0
     assert all(parameter.grad is None for each in layers for parameter in each.parameters())
 
 
@@ -345,7 +347,7 @@ def test_what_was_agreed_holds_until_it_is_forgotten(tmp_path: Path, monkeypatch
     ranks = Ranks.single()
     assert agreed(ranks, SHAPE, CPU) == Division(11, 512)
     assert agreed_layer(ranks, SHAPE, CPU) is None
-    save_divisions(DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()}))
+    save_divisions(DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: SECONDS}))
     assert agreed(ranks, SHAPE, CPU) == Division(11, 512)
     assert agreed_layer(ranks, SIZES, CPU) is None
     among_ranks.forget()

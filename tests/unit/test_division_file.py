@@ -20,13 +20,13 @@ from pmoe.measure.division import (
 )
 from pmoe.measure.profile import stored_profiles
 from pmoe.planner.division import DivisionTable
-from tests.unit.test_division import SHAPE, SIZES, entry, layer, table, times
+from tests.unit.test_division import SECONDS, SHAPE, SIZES, entry, table
 
 
 def test_a_table_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     here = entry(SHAPE, 26, 1024)
     other = entry(replace(SHAPE, device_name="NVIDIA B200", virtual=True), 20)
-    first = DivisionTable({here.sizes: here}, {SIZES: layer()})
+    first = DivisionTable({here.sizes: here}, {SIZES: SECONDS})
     paths = [save_divisions(each, tmp_path / "new") for each in (first, table(other))]
     assert [path.name for path in paths] == ["division_nvidia-h200_v1.json", "division_nvidia-b200_v1.json"]
     assert sorted((tmp_path / "new").iterdir()) == sorted(paths)
@@ -50,7 +50,7 @@ def test_it_lies_beside_the_profiles_and_is_none(tmp_path: Path, monkeypatch: py
 def test_saving_merges_with_what_is_there(tmp_path: Path) -> None:
     old, kept = entry(SHAPE, 26), entry(replace(SHAPE, rows=1), 4)
     save_divisions(table(old, kept), tmp_path)
-    save_divisions(times(layer()), tmp_path)
+    save_divisions(DivisionTable(layers={SIZES: SECONDS}), tmp_path)
     # Names that differ in a hyphen share a file.
     alike = entry(replace(SHAPE, device_name="NVIDIA-H200"), 3)
     save_divisions(table(entry(SHAPE, 40), alike), tmp_path)
@@ -58,7 +58,7 @@ def test_saving_merges_with_what_is_there(tmp_path: Path) -> None:
     assert {shape: each.division.n_c for shape, each in found.entries.items()} == {
         SHAPE: 40, kept.sizes: 4, alike.sizes: 3,
     }  # fmt: skip
-    assert found.layers == {SIZES: layer()}
+    assert found.layers == {SIZES: SECONDS}
     assert len(list(tmp_path.iterdir())) == 1
 
 

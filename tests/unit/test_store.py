@@ -16,7 +16,7 @@ from pmoe.measure.division import load_divisions
 from pmoe.measure.profile import find_profile, load_profile, profile_path
 from pmoe.measure.store import CorruptFileError, cache_folder, cache_path, load_json, save_json
 from pmoe.planner.division import DivisionTable
-from tests.unit.test_division import SHAPE, SIZES, entry, layer
+from tests.unit.test_division import SECONDS, SHAPE, SIZES, entry
 from tests.unit.test_granularity import KEY
 from tests.unit.test_profile import MADE
 
@@ -37,7 +37,7 @@ def test_a_profile_of_before_is_refused_for_it_did_not_say_on_how_many_nodes() -
 
 
 def test_divisions_of_before_are_found_and_read() -> None:
-    assert load_divisions(STORED) == DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: layer()})
+    assert load_divisions(STORED) == DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: SECONDS})
 
 
 def test_degrees_of_before_are_refused_for_their_key_did_not_say_all_that_changes_the_time() -> None:

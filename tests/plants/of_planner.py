@@ -21,8 +21,8 @@ PLANNER = (
         name="interference-of-another-lane",
         breaks="copies beside computing are slowed as beside messages",
         file=COST_MODEL,
-        old="            (True, False, True): (self.sigma_mem, 1.0, self.eta_comp),\n",
-        new="            (True, False, True): (self.sigma_mem, 1.0, self.eta_comm),\n",
+        old='    "eta_comm": (COPY, (COMMUNICATE, COPY)),\n    "eta_comp": (COPY, (COMPUTE, COPY)),\n',
+        new='    "eta_comp": (COPY, (COMMUNICATE, COPY)),\n    "eta_comm": (COPY, (COMPUTE, COPY)),\n',
         tests="tests/unit/test_cost_model.py",
     ),
     Plant(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pmoe.graph.lower import NUMBERS
+from pmoe.graph.lower import NUMBERS, has_shape
 
 aten, moe = torch.ops.aten, torch.ops.pmoe_graph
 
@@ -116,7 +116,7 @@ class _Inference:
             return None
         results = node.meta["val"]
         found = [
-            self.axes[first] if isinstance(each, Tensor) and tuple(each.shape) == shape(first) else None
+            self.axes[first] if has_shape(each, shape(first)) else None
             for each in (results if isinstance(results, (tuple, list)) else [results])
         ]
         return tuple(found) if isinstance(results, (tuple, list)) else found[0]

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.fx.graph import _BoxedCodeGen
 
 from pmoe.graph import messages, operators
@@ -31,6 +32,11 @@ CALLS: dict[object, Callable[..., Any]] = {
     getattr(OPS, name).default: getattr(operators, name)._init_fn
     for name in ("order", "pack", "join", "experts", "experts_input_gradient", "experts_weight_gradient")
 }
+
+
+def has_shape(value: object, shape: tuple[int, ...]) -> bool:
+    """Whether it is a tensor of this shape, as far as is known where row counts are not."""
+    return isinstance(value, Tensor) and statically_known_true(sym_eq(tuple(value.shape), shape))
 
 
 def communicates(node: fx.Node) -> bool:

@@ -9,15 +9,15 @@ from typing import Any
 from pmoe.arguments import check_count, check_flag, check_kind
 from pmoe.text import parse_bytes
 
-SLACK = 1.1
+SLACK = 1.05
 """Of a graph's peak memory as it was traced, what another order may take where nothing else is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """parts: the most that a range of the forward pass is cut in; 1 cuts none. weight_gradients: whether they
-    are placed beside all-to-alls. memory_limit: bytes, or a string such as "2GiB", that results and inputs of
-    one pass may take at one time; None is a tenth more than they take in the order in which they were traced.
+    """parts: the most that a range is cut in; 1 cuts none. weight_gradients: whether they are placed beside
+    all-to-alls. memory_limit: bytes, or a string such as "2GiB", that results and inputs of one pass may
+    take at one time; None is a twentieth more than they take in the order in which they were traced.
     """
 
     parts: int = 8

@@ -65,7 +65,8 @@ def decide(call: Call) -> Decision:
         return Agreed(choice=choose(parts, counts, inputs, orders))
 
     agreed = call.replay.once(agree)
-    if agreed.steps is not None:
+    if agreed.choice is None:
+        assert agreed.steps is not None
         kept_E = torch.empty(splits.num_experts, dtype=torch.int32, device=device)
         chosen = Chosen(expert_TK=expert_TK, capacity=splits.capacity, counts_A=kept_E)
         runner = kernels_runner(parts, agreed.steps, chosen)
@@ -73,7 +74,6 @@ def decide(call: Call) -> Decision:
         return Decision(
             call=call, routed=routed, inputs=inputs, runner=runner, counts=totals, restore=runner.restore
         )
-    assert agreed.choice is not None
     counts, orders, kept_E = padded()
     totals = CallCounts(on_host, kind.num_tokens, kept_E)
     return in_chunks(call, routed, inputs, orders.plan(counts, agreed.choice), totals)

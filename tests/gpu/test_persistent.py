@@ -1,5 +1,5 @@
 """A layer of one rank by a persistent kernel a pass, beside the same layer without it: values, bits, and one
-launch a pass of pmoe's own behind the routing."""
+launch a pass of pmoe's own behind the gate."""
 
 from __future__ import annotations
 

@@ -132,6 +132,15 @@ def test_with_pad_to_capacity_the_launch_drops_them_and_nothing_is_exchanged_or_
     assert layer.tokens_per_expert.tolist() == routed_E.clamp(max=capacity).tolist()
 
 
+@pytest.mark.usefixtures("_emulated")
+def test_one_rank_reads_no_counts_where_its_cells_hold_all_tokens() -> None:
+    layer, x = make(slack=2.0), torch.randn(70, M, dtype=BF16)  # 140 rows, 128 in a cell
+    layer(x)
+    with NothingRead():
+        layer(x)
+    assert layer.ran is not None and layer.ran.path == "persistent"
+
+
 class NothingRead(TorchDispatchMode):
     """Fails where a number of a tensor comes to the host."""
 

@@ -13,7 +13,7 @@ using comet::Watch;
 
 constexpr int kCombineTokens = 32;  // of a combine task
 constexpr int kBiasColumns = 64;    // of a bias gradient's task
-constexpr int kRoutedTokens = 32;   // of a group that is routed, at least
+constexpr int kRoutedTokens = 64;   // of a group that is routed, at least
 constexpr int kMostGroups = 128;    // so many: each reads what all others have counted
 
 // A processor's door: who is it, and what should it do?
@@ -24,7 +24,7 @@ constexpr uint32_t kAbsent = 0, kIdle = 1, kFirstTask = 2;  // kFirstTask + i: t
 constexpr uint32_t kSourceAnnounced = 1u << 20;
 constexpr uint32_t kCompleteBit = 1u << 8;
 
-// Of the same kind: rows are placed when one group of tokens has been counted.
+// Of the same kind: rows are placed before all groups of tokens have been counted.
 constexpr uint32_t kCountedBit = 1u << 9;
 
 // Tiles of one expert's weight gradients; 0 where a gradient is not wanted.

@@ -129,24 +129,14 @@ __device__ __forceinline__ bool is_last(uint32_t* count, int columns) {
   return true;
 }
 
-// The last group that is counted has all of them placed; the last that is placed lets subscribers tell of
-// them.
-__device__ __forceinline__ void end_routing(const Pass& pass) {
-  State* const state = pass.queue.state;
-  const auto groups = static_cast<uint32_t>(pass.routing.groups);
-  const uint32_t ended = add_acq_rel(&state->counted, 1u) + 1;
-  if (ended == (pass.watch.not_waited & kCountedBit ? 1 : groups))
-    push(pass.queue, {TaskType::kPlace, pass.rank, 0, 0, 0}, 1, pass.routing.groups);
-  if (ended != 2 * groups) return;
-  write(&state->counted, 0u);
-  store_release(&state->routed, pass.watch.epoch);
-}
-
 // What follows from a task that all threads of the block have ended. By one of them.
 __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
   const Layout& layout = pass.layout;
   comet::nap(pass.watch, 7300 + task.tile);
-  if (task.type == TaskType::kCount || task.type == TaskType::kPlace) return end_routing(pass);
+  if (task.type == TaskType::kCount || task.type == TaskType::kPlace) {
+    add_acq_rel(&pass.queue.state->routed, 1u);
+    return;
+  }
   if (task.type == TaskType::kDispatch)
     comet::signal(pass.watch, pass.heaps[task.peer] + layout.arrival(pass.rank, task.expert, task.tile));
   const Stages& stages = pass.stages;

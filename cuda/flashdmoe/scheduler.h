@@ -35,7 +35,9 @@ class Scheduler {
     }
     sync_warp();
     if (lane_ != 0) return;
-    if (is_whole) write(&state->tail, 0u), write(&state->promised, 0u), write(&state->listened, 0u);
+    if (is_whole)
+      write(&state->tail, 0u), write(&state->promised, 0u), write(&state->listened, 0u),
+          write(&state->routed, 0u);
     store_release(&state->over, pass_.watch.epoch);
   }
 

@@ -48,10 +48,7 @@ class Subscriber {
     comet::nap(watch, 7000 + number_);
     for (int peer = number_; peer < pass_.layout.ranks; peer += count_)
       comet::signal(watch, pass_.heaps[peer] + pass_.layout.granted(pass_.rank));
-    if (number_ == 0) {
-      flashdmoe::push(pass_.queue, {TaskType::kCount, pass_.rank, 0, 0, 0}, 1, pass_.routing.groups);
-      promised_ += static_cast<uint32_t>(pass_.routing.tasks());
-    }
+    route(TaskType::kCount);
     Missing missing;
     bool is_open = true;
     while (is_open) {
@@ -80,11 +77,22 @@ class Subscriber {
     moved_ = true;
   }
 
-  // Whether this rank's own rows have their places.
+  // This thread's groups of tokens, of a kind of task.
+  __device__ __forceinline__ void route(TaskType type) {
+    for (int group = number_; group < pass_.routing.groups; group += count_, ++promised_)
+      push({type, pass_.rank, 0, group, 0});
+  }
+
+  // Whether this rank's own rows have their places. When all groups are counted they are placed.
   __device__ __forceinline__ bool is_routed(Missing& missing) {
     if (is_routed_) return true;
-    is_routed_ = pass_.routing.groups == 0 || pass_.watch.not_waited >> static_cast<int>(Wait::kRouted) & 1 ||
-                 comet::reached(load_acquire(&pass_.queue.state->routed), pass_.watch.epoch);
+    const auto groups = static_cast<uint32_t>(pass_.routing.groups);
+    const uint32_t ended = load_acquire(&pass_.queue.state->routed), waits = pass_.watch.not_waited;
+    if (!is_counted_ && (ended >= groups || waits & kCountedBit)) {
+      is_counted_ = true;
+      route(TaskType::kPlace);
+    }
+    is_routed_ = is_counted_ && (ended == 2 * groups || waits >> static_cast<int>(Wait::kRouted) & 1);
     moved_ |= is_routed_;
     if (!is_routed_) missing.note(Wait::kRouted, pass_.rank, 0, 0);
     return is_routed_;
@@ -167,11 +175,11 @@ class Subscriber {
 
   const Pass& pass_;
   int number_, count_;
-  int group_, slot_;       // of the tokens that are looked for
-  uint64_t greeted_ = 0;   // a bit a peer of this thread's
-  uint32_t promised_ = 0;  // tasks that follow from what it has heard
-  bool is_routed_ = false;
-  bool moved_ = false;  // something has come at this look
+  int group_, slot_;                             // of the tokens that are looked for
+  uint64_t greeted_ = 0;                         // a bit a peer of this thread's
+  uint32_t promised_ = 0;                        // tasks that follow from what it has heard
+  bool is_counted_ = false, is_routed_ = false;  // this rank's tokens
+  bool moved_ = false;                           // something has come at this look
 };
 
 }  // namespace pmoe::flashdmoe

@@ -58,13 +58,12 @@ struct alignas(32) Entry {
   uint32_t is_ready;  // set behind the task, cleared by the scheduler
 };
 
-// Of one rank: what its actors share, all zeros between rounds but for `routed` and `over`.
+// Of one rank: what its actors share, all zeros between rounds but for `over`.
 struct State {
   uint32_t tail;      // of tQ
   uint32_t promised;  // tasks that subscribers know of: behind the last subscriber, all of the round's
   uint32_t listened;  // subscribers that have heard everything
-  uint32_t counted;   // routing tasks that have ended
-  uint32_t routed;    // the last round whose rows have been placed
+  uint32_t routed;    // routing tasks that have ended: first those that count, then those that place
   uint32_t over;      // the last round that has ended
 };
 

@@ -114,7 +114,7 @@ struct Workspace {
     };
     const auto unready = [](const Entry& each) { return each.is_ready == 0; };
     return zeros(doors) && zeros(made) && zeros(whole) && zeros(heard) && state.tail == 0 &&
-           state.promised == 0 && state.listened == 0 && state.counted == 0 &&
+           state.promised == 0 && state.listened == 0 && state.routed == 0 &&
            std::all_of(entry.begin(), entry.end(), unready);
   }
 };

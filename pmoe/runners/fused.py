@@ -87,10 +87,10 @@ def dense(rows: Tensor) -> Tensor:
     return rows if rows.data_ptr() % 16 == 0 else rows.clone()
 
 
-Output = tuple[Tensor, list[Tensor | None]]
+KernelsOutput = tuple[Tensor, list[Tensor | None]]
 """T_O, and what backward finds behind the parameters."""
 
-Gradients = tuple[Tensor | None, ...]
+KernelsGradients = tuple[Tensor | None, ...]
 """Of x, weight, w1, w2, b1 and b2."""
 
 
@@ -120,11 +120,11 @@ class KernelsRunner(abc.ABC):
         return [of_x, of_weight, None, *of_parameters[: len(wanted) - 3]]
 
     @abc.abstractmethod
-    def _output(self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool) -> Output:
+    def _output(self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool) -> KernelsOutput:
         """T_M and T_DI come first, None if not kept."""
 
     @abc.abstractmethod
-    def _gradients(self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor) -> Gradients:
+    def _gradients(self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor) -> KernelsGradients:
         """needs: which of the parameters' are wanted.
 
         A rank's own tensors that need no gradient save it products, but no step: the other ranks' tensors
@@ -138,7 +138,7 @@ class FusedRunner(KernelsRunner):
     journey: Journey
     name: ClassVar[Path] = "fused"
 
-    def _output(self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool) -> Output:
+    def _output(self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool) -> KernelsOutput:
         steps, journey, activation = self.steps, self.journey, self.activation
         w1, w2, b1, b2 = split_parameters(inputs.parameters)
         hidden_NG, active_NH = steps.dispatch_hidden(
@@ -147,7 +147,7 @@ class FusedRunner(KernelsRunner):
         rows_NM = steps.rows(journey).clone() if keeps_rows else None
         return steps.product_combine(journey, active_NH, w2, b2), [hidden_NG, rows_NM]
 
-    def _gradients(self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor) -> Gradients:
+    def _gradients(self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor) -> KernelsGradients:
         x_TM, weight_TK, w1, w2, b1, b2, hidden_NG, rows_NM = tensors
         tensors.clear()
         steps, journey, ends_E, activation = self.steps, self.journey, self.journey.ends_E, self.activation
@@ -195,7 +195,7 @@ class PersistentRunner(KernelsRunner):
     chosen: Chosen
     name: ClassVar[Path] = "persistent"
 
-    def _output(self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool) -> Output:
+    def _output(self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool) -> KernelsOutput:
         launcher, chosen, x_TM = self.steps.launcher, self.chosen, dense(inputs.x_TM)
         heap, parameters, weight_TK = launcher.heaps[0], split_parameters(inputs.parameters), inputs.weight_TK
         given = flashdmoe.pass_tensors(heap, chosen.expert_TK, x_TM, weight_TK, parameters, self.activation)
@@ -203,7 +203,7 @@ class PersistentRunner(KernelsRunner):
         flashdmoe.launch_pass(launcher, "forward", self.activation, [made])
         return made["result"], [made[name] for name in ("hidden", "input", *PLACES)]
 
-    def _gradients(self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor) -> Gradients:
+    def _gradients(self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor) -> KernelsGradients:
         x_TM, weight_TK, w1, w2, b1, b2, hidden, rows = tensors[:8]
         places = dict(zip(PLACES, tensors[8:], strict=True))
         tensors.clear()

@@ -75,7 +75,7 @@ def decide(call: Call) -> Decision:
             call=call, routed=routed, inputs=inputs, runner=runner, counts=totals, restore=runner.restore
         )
     counts, orders, kept_E = padded()
-    totals = CallCounts(on_host, kind.num_tokens, kept_E)
+    totals = CallCounts(counts.on_host(), kind.num_tokens, kept_E)
     return in_chunks(call, routed, inputs, orders.plan(counts, agreed.choice), totals)
 
 

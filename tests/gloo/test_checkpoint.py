@@ -202,6 +202,7 @@ def resumed(rank: int, world: int, folder: Path, stops: bool) -> tuple[dict[str,
     return contents(model, optimizer), torch.rand(3)
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_goes_on_bit_for_bit(tmp_path: Path) -> None:
     straight = ranks(4).run(resumed, tmp_path, False, timeout=SLOW_IMPORT)
     stopped = ranks(4).run(resumed, tmp_path, True, timeout=SLOW_IMPORT)

@@ -233,7 +233,7 @@ def budget_job(rank: int, world: int, folder: str, budget: Any, options: dict[st
     }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("skew", [False, True], ids=["even", "all to one expert"])
 @pytest.mark.parametrize("options", [{}, {"pipeline": 4}, {"pipeline": True, "memory_reuse": True}], ids=str)
 @pytest.mark.parametrize("world", [1, 2])

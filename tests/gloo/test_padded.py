@@ -79,6 +79,7 @@ def check(world: int, cases: list[dict[str, Any]], num_tokens: int = TOKENS, loa
         assert not wrong, wrong
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [2, 4])
 def test_output_gradients_and_drops_equal_the_layer_without_padding(world: int) -> None:
     degrees: list[dict[str, Any]] = [{"pipeline": n} for n in (1, 2, 3)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -73,6 +74,7 @@ def kept(rank: int, world: int, folder: str) -> tuple[Profile, Profile, int]:
         module.measure = real
 
 
+@pytest.mark.slow
 def test_operations_join_the_profile_in_its_file(tmp_path: Path) -> None:
     first, second = ranks(2).run(kept, str(tmp_path))
     assert first == second

@@ -299,6 +299,7 @@ def test_ctrl_c_under_torchrun_leaves_a_checkpoint_and_ends_without_a_traceback(
     assert process.returncode == 0 and "Traceback" not in written
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(uninterrupted, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(uninterrupted, out)

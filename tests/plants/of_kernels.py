@@ -112,8 +112,8 @@ KERNELS = (
         name="the-same-half-of-a-twice",
         breaks="both blocks of a pair load the first half of A",
         file="cuda/grouped_gemm/hopper.cuh",
-        old="step * kDepth, row + tile.row + rank * (kRows / 2), 3);",
-        new="step * kDepth, row + tile.row, 3);",
+        old="depth, begin + tile.row + rank * (kRows / 2), 3);",
+        new="depth, begin + tile.row, 3);",
         tests=PRODUCTS,
     ),
     Plant(

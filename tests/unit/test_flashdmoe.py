@@ -94,6 +94,7 @@ def test_the_kernel_gives_what_a_plain_loop_gives(kernel: Path, arch: str) -> No
     assert run_program(kernel, arch) == "0 failures\n"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_backward_gives_the_plain_loop_s_gradients_and_repeats_to_the_bit(kernel: Path, arch: str) -> None:
     assert run_program(kernel, arch, "backward") == "0 failures\n"
@@ -126,6 +127,7 @@ def persistent(path: str, arch: str) -> dict[str, list[str]]:
     return {name: code for name, code in found.items() if f".{path}." in name}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("extension_built")
 def test_products_of_hopper_s_passes_are_of_warpgroups_behind_loads_by_the_accelerator() -> None:
     found = persistent("sm_90a", "sm_90a")

@@ -157,6 +157,7 @@ def test_a_late_peer_delays_a_pair_and_a_pipeline_by_no_more_than_it_is_late() -
         assert run(1.0) > 1.0
 
 
+@pytest.mark.slow
 def test_the_page_says_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", "flashdmoe"]) == 0
     out = " ".join("\n".join([capsys.readouterr().out, *lines()]).split())

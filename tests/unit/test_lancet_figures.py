@@ -32,6 +32,7 @@ def test_each_pass_helps_and_both_help_most(rows: list[dict[str, float]]) -> Non
         assert 0 < row["less exposed than Tutel %"] <= 100
 
 
+@pytest.mark.slow
 def test_docs_say_what_is_printed(found: dict[str, list[dict[str, Any]]]) -> None:
     page = (ROOT / "docs" / "lancet.md").read_text(encoding="utf-8")
     best = {row["gain"]: row["most"] for row in found["most"]}

@@ -207,6 +207,7 @@ def test_the_timeline_names_every_tensor(tmp_path: Path) -> None:
     assert Path(f"{stem}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_scripts_run_from_anywhere_and_refuse_what_they_cannot_do(tmp_path: Path) -> None:
     script = [sys.executable, "-W", "ignore", str(ROOT / "bench" / "memory_breakdown.py")]
     arguments = ["--models", "MoE-BERT-L", "--tokens", "1k", "--out", "out"]

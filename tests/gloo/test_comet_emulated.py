@@ -92,7 +92,7 @@ def check(kernels: Path, case: Case, fused: bool | str) -> None:
             assert error <= 2 * plain + 4e-3, (name, error, plain)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("expert", "fused"),
     [

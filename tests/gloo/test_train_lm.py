@@ -150,6 +150,7 @@ def assert_close(actual: list[float], expected: list[float], relative: float) ->
 WITHOUT_AUX = ["--steps", 6, "--eval-every", 3, "--aux-weight", 0, "--layers", 4]
 
 
+@pytest.mark.slow
 def test_two_ranks_report_the_losses_and_gradient_norms_of_one(tmp_path):
     """Without the load-balance loss, which each rank computes of its own tokens."""
     for num_ranks in (1, 2):

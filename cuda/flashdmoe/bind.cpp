@@ -19,15 +19,16 @@ using pmoe::Element;
 using pmoe::comet::Fields;
 using namespace pmoe::flashdmoe;
 
-constexpr int kTileRows = 128, kTileColumns = 128;  // of grouped_gemm/ampere.cuh
-constexpr int kMostBlocks = 1024;                   // of a rank
+constexpr int kTileRows = 128;           // of every architecture
+constexpr int kFewestTileColumns = 128;  // of all: there are no more tasks than by these
+constexpr int kMostBlocks = 1024;        // of a rank
 
 void list_kernels(std::vector<pmoe::KernelInfo>& found) {
   static std::map<std::string, int> names;  // whose keys outlive what points to them
   for_each([&](const Which& which) {
     const auto name = names.emplace(name_of(which), 0).first;
-    found.push_back({name->first.c_str(), reinterpret_cast<const void*>(kernel_of(which)), kThreads,
-                     kSharedBytes, false});
+    const Path& path = path_of(which);
+    found.push_back({name->first.c_str(), kernel_of(which), path.threads, path.shared_bytes, which.hopper});
   });
 }
 
@@ -38,10 +39,11 @@ Layout layout_of(int ranks, int experts, int rows, int64_t row_bytes, bool is_st
 
 bool are_halves(Activation activation) { return pmoe::are_halves(pmoe::Epilogue::kHidden, activation); }
 
-// What actors keep from round to round lies at the same places for every activation and number of blocks.
+// What actors keep from round to round lies at the same places for every activation, number of blocks and
+// architecture.
 int64_t place(Pass& pass, const Experts& experts, int most_tokens, uint8_t* base) {
   pass.processors = kMostBlocks - 1;
-  return place_for_all(pass, experts, true, kTileRows, kTileColumns, most_tokens, base);
+  return place_for_all(pass, experts, true, kTileRows, kFewestTileColumns, most_tokens, base);
 }
 
 Experts read_experts(Fields& given, int model) {
@@ -95,16 +97,18 @@ Member read_member(Fields& given, const Which& which, int blocks) {
   place(pass, e, most_tokens, given.at<uint8_t>("workspace"));
   pass.processors = blocks - 1;
   const bool halves = are_halves(which.activation);
+  const int columns = path_of(which).tile_columns;
   if (which.is_backward)
-    plan_backward(pass, e, halves, kTileRows, kTileColumns, recomputed != nullptr);
+    plan_backward(pass, e, halves, kTileRows, columns, recomputed != nullptr);
   else
-    plan_forward(pass, e, halves, kTileColumns);
+    plan_forward(pass, e, halves, columns);
   return m;
 }
 
-void run(int device, std::uintptr_t stream, bool is_backward, int element, int activation, int blocks,
-         const py::list& ranks) {
-  const Which which = {static_cast<Element>(element), static_cast<Activation>(activation), is_backward};
+void run(int device, std::uintptr_t stream, bool hopper, bool is_backward, int element, int activation,
+         int blocks, const py::list& ranks) {
+  const Which which = {static_cast<Element>(element), static_cast<Activation>(activation), is_backward,
+                       hopper && !is_backward};
   if (ranks.empty() || ranks.size() > kMostVirtual)
     throw py::value_error("ranks of one launch (" + std::to_string(ranks.size()) + ") must be 1 to " +
                           std::to_string(kMostVirtual));
@@ -140,8 +144,8 @@ py::dict tell_layout(int ranks, int experts, int rows, int home_rows, int64_t ro
 
 void bind_flashdmoe(py::module_& m) {
   using py::arg;
-  m.def("flashdmoe", &run, py::kw_only(), arg("device"), arg("stream"), arg("is_backward") = false,
-        arg("element"), arg("activation"), arg("blocks"), arg("ranks"),
+  m.def("flashdmoe", &run, py::kw_only(), arg("device"), arg("stream"), arg("hopper"),
+        arg("is_backward") = false, arg("element"), arg("activation"), arg("blocks"), arg("ranks"),
         "One launch of a layer's pass, for each rank of which there is a dict; see cuda/flashdmoe/pass.h and "
         "experts.h.");
   m.def("flashdmoe_layout", &tell_layout, arg("ranks"), arg("experts"), arg("rows"), arg("home_rows"),

@@ -11,13 +11,14 @@
 
 namespace pmoe::flashdmoe {
 
-// A block's part of it. What a slot's row is does not depend on how tokens are cut.
+// Threads that route. Where lanes stand among logits has no meaning here.
 template <int kThreads>
+using RoutingShape = route::Shape<32, 4, kThreads / 32>;
+
+// A block's part of it. What a slot's row is does not depend on how tokens are cut.
+template <class Shape>
 class Group {
  public:
-  // Where lanes stand among logits has no meaning here.
-  using Shape = route::Shape<32, 4, kThreads / 32>;
-
   __device__ __forceinline__ Group(const Pass& pass, int number)
       : pass_(pass), experts_(pass.layout.cells()), shared_(experts_) {
     at_.block = number;
@@ -44,7 +45,7 @@ class Group {
     };
     route::place_slots<Shape>(at_, shared_, experts_, slots_, choice(), put);
     if (at_.block > 0) return;
-    for (int e = static_cast<int>(threadIdx.x); e < experts_; e += kThreads)
+    for (int e = route::own_thread<Shape>(); e < experts_; e += Shape::kThreads)
       write(pass_.counts + e, smaller(counts.total_E[e], capacity));
   }
 
@@ -77,14 +78,13 @@ class Group {
 };
 
 // Of shared memory.
-template <int kThreads>
+template <class Shape>
 constexpr int kRoutingBytes =
-    4 * (route::ForwardShared<typename Group<kThreads>::Shape>::area(route::kMostExperts) +
-         2 * route::kMostExperts);
+    4 * (route::ForwardShared<Shape>::area(route::kMostExperts) + 2 * route::kMostExperts);
 
-template <int kThreads>
+template <class Shape>
 __device__ __forceinline__ void route_group(const Pass& pass, const Task& task) {
-  const Group<kThreads> group(pass, task.tile);
+  const Group<Shape> group(pass, task.tile);
   if (task.type == TaskType::kCount)
     group.count();
   else

@@ -1,26 +1,105 @@
 #include "common/prepared.h"
 #include "flashdmoe/ampere.cuh"
+#include "flashdmoe/hopper.cuh"
 #include "flashdmoe/launch.h"
 
 namespace pmoe::flashdmoe {
 
-const int kThreads = ampere::kThreads, kSharedBytes = sizeof(AmpereShared);
+namespace {
 
-PassKernel kernel_of(const Which& which) {
+PassKernel ampere_kernel(const Which& which) {
   const bool is_bf16 = which.element == Element::kBf16;
   if (which.is_backward) return is_bf16 ? backward_bf16(which.activation) : backward_fp16(which.activation);
   return is_bf16 ? ampere_bf16(which.activation) : ampere_fp16(which.activation);
 }
 
+ForwardKernel hopper_kernel(const Which& which) {
+  return which.element == Element::kBf16 ? hopper_bf16(which.activation) : hopper_fp16(which.activation);
+}
+
+// What the accelerator reads of a rank: A is all that a product's rows are among.
+struct Mapped {
+  Form form;
+  Problem problem;
+  int64_t a_rows, b_rows = 0;
+};
+
+// The rank's own heap begins with its word `failed`.
+const uint8_t* own_heap(const Pass& pass) {
+  return reinterpret_cast<const uint8_t*>(pass.watch.failed) - pass.layout.failed();
+}
+
+struct Rows {
+  const void* begin;
+  int64_t count;
+};
+
+Rows rows_of_heap(const Pass& pass) {
+  const Layout& layout = pass.layout;
+  return {own_heap(pass) + layout.begin(), layout.ranks * layout.rows_of_rank()};
+}
+
+// d: where a map points whose operand has no rows; none is so here.
+Mapped of_rows(Form form, const Rows& rows, const void* weights, int n, int k, int experts) {
+  Mapped made = {form, {}, rows.count};
+  Problem& p = made.problem;
+  p.a = rows.begin, p.a_stride = k, p.b = weights, p.n = n, p.k = k, p.experts = experts;
+  return made;
+}
+
+void map_forward(const Which& which, const Member& m, Mapped (&made)[2]) {
+  const Experts& e = m.experts;
+  const int wide = wide_columns(e, which.activation), experts = m.pass.layout.experts;
+  const int64_t cells = m.pass.layout.first_row(m.pass.layout.ranks, 0);
+  made[kFirstProduct] = of_rows(Form::kForward, rows_of_heap(m.pass), e.w1, wide, e.model, experts);
+  made[kSecondProduct] = of_rows(Form::kForward, {e.active, cells}, e.w2, e.model, e.hidden, experts);
+}
+
+template <int kProducts, class MapAll>
+HopperLaunch<kProducts> with_maps(const Which& which, const Launch& launch, const MapAll& map_all) {
+  HopperLaunch<kProducts> all = {};
+  all.launch = launch;
+  for (int rank = 0; rank < launch.ranks; ++rank) {
+    Mapped made[kProducts];
+    map_all(which, launch.of_rank[rank], made);
+    for (int i = 0; i < kProducts; ++i) {
+      MapPair& pair = all.maps[rank].of[i];
+      encode_maps(which.element, made[i].form, made[i].problem, made[i].a_rows, made[i].b_rows, &pair.a,
+                  &pair.b);
+    }
+  }
+  return all;
+}
+
+}  // namespace
+
+const void* kernel_of(const Which& which) {
+  return which.hopper ? reinterpret_cast<const void*>(hopper_kernel(which))
+                      : reinterpret_cast<const void*>(ampere_kernel(which));
+}
+
 std::string name_of(const Which& which) {
   const char* const names[] = {"", ".relu", ".gelu", ".silu", ".swiglu"};
-  return std::string("flashdmoe.") + (which.is_backward ? "backward" : "forward") + ".sm_80" +
-         (which.element == Element::kBf16 ? ".bf16" : ".fp16") + names[static_cast<int>(which.activation)];
+  return std::string("flashdmoe.") + (which.is_backward ? "backward" : "forward") +
+         (which.hopper ? ".sm_90a" : ".sm_80") + (which.element == Element::kBf16 ? ".bf16" : ".fp16") +
+         names[static_cast<int>(which.activation)];
+}
+
+const Path& path_of(const Which& which) {
+  static const Path ampere = {ampere::kThreads, sizeof(AmpereShared), ampere::kColumns};
+  static const Path hopper = {hopper::kThreads, sizeof(HopperShared), hopper::kColumns};
+  return which.hopper ? hopper : ampere;
 }
 
 void launch(const Which& which, const Launch& launch, int blocks, void* stream) {
-  const Grid grid = {launch.ranks * blocks, kThreads, kSharedBytes};
-  Prepared(name_of(which), kernel_of(which), grid, stream).launch(launch);
+  const Path& path = path_of(which);
+  const Grid grid = {launch.ranks * blocks, path.threads, path.shared_bytes};
+  if (which.hopper) {
+    const Prepared prepared(name_of(which), hopper_kernel(which), grid, stream);
+    prepared.launch(with_maps<2>(which, launch, map_forward));
+  } else {
+    Prepared(name_of(which), ampere_kernel(which), grid, stream).launch(launch);
+  }
 }
 
 }  // namespace pmoe::flashdmoe

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "flashdmoe/experts.h"
+#include "flashdmoe/maps.h"
 #include "grouped_gemm/launch.h"
 
 namespace pmoe::flashdmoe {
@@ -12,21 +12,32 @@ struct Which {
   Element element;
   Activation activation;
   bool is_backward = false;
+  bool hopper = false;  // by Hopper's own instructions
 };
 
 using PassKernel = void (*)(Launch);
+using ForwardKernel = void (*)(HopperLaunch<2>);
 
+// A translation unit each.
+ForwardKernel hopper_bf16(Activation);
+ForwardKernel hopper_fp16(Activation);
 PassKernel ampere_bf16(Activation);
 PassKernel ampere_fp16(Activation);
 PassKernel backward_bf16(Activation);
 PassKernel backward_fp16(Activation);
 
-PassKernel kernel_of(const Which&);
+// For cudaFuncGetAttributes.
+const void* kernel_of(const Which&);
 
 // As users and errors read it.
 std::string name_of(const Which&);
 
-extern const int kThreads, kSharedBytes;  // of a block
+struct Path {
+  int threads, shared_bytes;  // of a block
+  int tile_columns;
+};
+
+const Path& path_of(const Which&);
 
 // One launch, of `blocks` blocks a rank. They need not be resident together: any two of a rank make progress.
 // Throws std::runtime_error where CUDA refuses.
@@ -36,10 +47,11 @@ void launch(const Which&, const Launch&, int blocks, void* stream);
 template <class Visit>
 void for_each(Visit visit) {
   for (bool is_backward : {false, true})
-    for (Element element : {Element::kBf16, Element::kFp16})
-      for (Activation activation :
-           {Activation::kRelu, Activation::kGelu, Activation::kSilu, Activation::kSwiglu})
-        visit(Which{element, activation, is_backward});
+    for (bool hopper : {true, false})
+      for (Element element : {Element::kBf16, Element::kFp16})
+        for (Activation activation :
+             {Activation::kRelu, Activation::kGelu, Activation::kSilu, Activation::kSwiglu})
+          if (!(hopper && is_backward)) visit(Which{element, activation, is_backward, hopper});
 }
 
 }  // namespace pmoe::flashdmoe

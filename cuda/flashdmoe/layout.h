@@ -81,7 +81,13 @@ struct Layout {
     return weights(0, 0) + whole(first_row(ranks, 0) * 4) + first_row(peer, e) * 4;
   }
   PMOE_HD int64_t begin() const { return dots(0, 0) + whole(first_row(ranks, 0) * 4); }
-  PMOE_HD int64_t at(const Coordinates& i) const { return begin() + number(i) * row_bytes; }
+  PMOE_HD int64_t at(const Coordinates& i) const { return begin() + row(i) * row_bytes; }
+  // Among all rows of L.
+  PMOE_HD int64_t row(const Coordinates& i) const {
+    const int64_t slab =
+        (int64_t{i.p} * rounds + static_cast<int>(i.r)) * buffers + (static_cast<int>(i.b) - (2 - buffers));
+    return (slab * experts + i.e) * capacity + i.c;
+  }
   // Size(L), in bytes.
   PMOE_HD int64_t size() const { return int64_t{cells()} * rounds * buffers * capacity * row_bytes; }
   // Of a cell among all cells' rows, where a rank keeps such for itself; and in L, from a rank to the next.
@@ -104,11 +110,6 @@ struct Layout {
  private:
   PMOE_HD int64_t flag(int rank, int e, int tile) const {
     return int64_t{cell(rank, e)} * cell_tiles() + tile;
-  }
-  PMOE_HD int64_t number(const Coordinates& i) const {
-    const int64_t slab =
-        (int64_t{i.p} * rounds + static_cast<int>(i.r)) * buffers + (static_cast<int>(i.b) - (2 - buffers));
-    return (slab * experts + i.e) * capacity + i.c;
   }
 };
 

@@ -164,27 +164,45 @@ __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
   if (ends && task.type == TaskType::kHiddenGradient) count_tiles(pass, task.expert, 0u - 1u);
 }
 
-// A block's life. shared: a word of the block's. meet(): its barrier. compute(task): routing, or a GEMM's
-// tile.
-template <class T, class Meet, class Compute>
-__device__ __forceinline__ void process(const Pass& pass, int processor, int* shared, int thread, int warps,
-                                        int lanes, const Meet& meet, const Compute& compute) {
-  const int warp = thread / lanes, lane = thread % lanes;
+// A block's life. pass(): what it is told. place: a word of the block's. is_first: the thread that asks and
+// tells. meet(): a barrier of all that are called. work(task): by all of them.
+template <class Told, class Meet, class Work>
+__device__ __forceinline__ void live(const Told& pass, int processor, int* place, bool is_first,
+                                     const Meet& meet, const Work& work) {
   for (;;) {
-    if (thread == 0) write(shared, next_task(pass, processor));
+    if (is_first) write(place, next_task(pass(), processor));
     meet();
-    if (read(shared) < 0) return;
-    const auto found = [&] { return Task::from(load16(&pass.queue.entry[read(shared)].task)); };
-    const Task task = found();
-    if (task.type == TaskType::kDispatch)
-      send_tile(pass, task, lane, lanes, warp, warps);
-    else if (task.type == TaskType::kCombine)
-      combine_tokens<T>(pass, task, lane, lanes, warp, warps);
-    else
-      compute(task);
+    if (shfl(read(place), 0) < 0) return;
+    const auto found = [&] { return Task::from(load16(&pass().queue.entry[read(place)].task)); };
+    work(found());
     meet();
-    if (thread == 0) end_task(pass, found());  // read again: a product leaves no registers for it
+    if (is_first) end_task(pass(), found());  // read again: a product leaves no registers for it
   }
+}
+
+// compute(task): routing, or a GEMM's tile. thread: of `warps` warps, each of `lanes` threads.
+template <class T, class Compute>
+__device__ __forceinline__ void do_task(const Pass& pass, const Task& task, int thread, int warps, int lanes,
+                                        const Compute& compute) {
+  const int warp = thread / lanes, lane = thread % lanes;
+  // A warp's threads have the same task, and are together when they begin a product, which wants that: so
+  // that the compiler can see it.
+  Task own = task;
+  own.type = static_cast<TaskType>(shfl(static_cast<int>(task.type), 0));
+  if (own.type == TaskType::kDispatch) send_tile(pass, own, lane, lanes, warp, warps);
+  sync_warp();
+  if (own.type == TaskType::kCombine) combine_tokens<T>(pass, own, lane, lanes, warp, warps);
+  sync_warp();
+  if (own.type != TaskType::kDispatch && own.type != TaskType::kCombine) compute(own);
+}
+
+// A block all of whose threads do the same.
+template <class T, class Meet, class Compute>
+__device__ __forceinline__ void process(const Pass& pass, int processor, int* place, int thread, int warps,
+                                        int lanes, const Meet& meet, const Compute& compute) {
+  const auto told = [&]() -> const Pass& { return pass; };
+  live(told, processor, place, thread == 0, meet,
+       [&](const Task& task) { do_task<T>(pass, task, thread, warps, lanes, compute); });
 }
 
 }  // namespace pmoe::flashdmoe

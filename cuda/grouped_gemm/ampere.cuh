@@ -5,6 +5,7 @@
 #include "common/device.cuh"
 #include "epilogue.h"
 #include "gather.cuh"
+#include "pieces.h"
 #include "problem.h"
 #include "ring.h"
 #include "tiles.h"
@@ -33,19 +34,7 @@ constexpr int kSharedBytes = sizeof(NumberedShared);
 
 PMOE_HD constexpr int tile_columns(bool halves) { return halves ? kColumns / 2 : kColumns; }
 
-// kWeight: the rows that a sum is over, in their order. Whoever has them in several pieces gives another such
-// type to `compute`.
-struct OnePiece {
-  // A step's lines are depth to depth + kDepth of `rows` rows, which begin at a_begin of A and b_begin of B.
-  struct Step {
-    int a_begin, b_begin, rows, depth;
-  };
-  __device__ __forceinline__ int steps(const Tile& tile) const { return ceil_div(tile.group_rows, kDepth); }
-  // Steps are asked for one after the other.
-  __device__ __forceinline__ Step step(const Tile& tile, int number) const {
-    return {tile.group_begin, tile.group_begin, tile.group_rows, number * kDepth};
-  }
-};
+using OnePiece = pmoe::OnePiece<kDepth>;
 
 // Copies one stage's operands. Lines are rows of what lies in memory, as in hopper.cuh.
 template <class T, Form kForm, bool kHalves>

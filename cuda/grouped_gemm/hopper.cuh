@@ -28,35 +28,36 @@ struct Loader {
   const Problem& p;
   int rank;  // of the block in its cluster
 
-  __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const Tile& tile, int step) const {
-    const int row = tile.group_begin;
+  // begin: of the piece of rows that the step's `depth` is counted in.
+  __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const Tile& tile, int begin,
+                                         int depth) const {
     if (kCluster == 1 && p.beside > 1) {
       uint8_t* half = a + rank * (kBytesA / 2);
       if constexpr (kForm == Form::kWeight)
-        tma_load_2d_to(half, &a_map, full, tile.row + rank * kBoxColumns, row + step * kDepth, 3);
+        tma_load_2d_to(half, &a_map, full, tile.row + rank * kBoxColumns, begin + depth, 3);
       else
-        tma_load_2d_to(half, &a_map, full, step * kDepth, row + tile.row + rank * (kRows / 2), 3);
+        tma_load_2d_to(half, &a_map, full, depth, begin + tile.row + rank * (kRows / 2), 3);
     } else if constexpr (kForm == Form::kWeight) {
       for (int i = 0; i < 2; ++i)
-        tma_load_2d(a + i * box_bytes(kDepth), &a_map, full, tile.row + i * kBoxColumns, row + step * kDepth);
+        tma_load_2d(a + i * box_bytes(kDepth), &a_map, full, tile.row + i * kBoxColumns, begin + depth);
     } else {
-      tma_load_2d(a, &a_map, full, step * kDepth, row + tile.row);
+      tma_load_2d(a, &a_map, full, depth, begin + tile.row);
     }
   }
 
-  __device__ __forceinline__ void load_b(uint8_t* b, uint64_t* full, const Tile& tile, int step) const {
+  __device__ __forceinline__ void load_b(uint8_t* b, uint64_t* full, const Tile& tile, int begin,
+                                         int depth) const {
     constexpr int kBoxes = kForm == Form::kForward ? 2 : 4, kOwn = kBoxes / kCluster;
     const int first = kCluster > 1 ? rank * kOwn : 0;
     for (int i = first; i < first + kOwn; ++i) {
       uint8_t* box = b + i * (kBytesB / kBoxes);
-      const int depth = step * kDepth;
       if constexpr (kForm == Form::kForward) {
         const int apart = kHalves ? p.n / 2 : kColumns / 2;
         load_3d(box, full, depth, tile.column + i * apart, tile.expert);
       } else if constexpr (kForm == Form::kInput) {
         load_3d(box, full, tile.column + i * kBoxColumns, depth, tile.expert);
       } else {
-        load_2d(box, full, tile.column + i * kBoxColumns, tile.group_begin + depth);
+        load_2d(box, full, tile.column + i * kBoxColumns, begin + depth);
       }
     }
   }
@@ -80,15 +81,16 @@ struct Loader {
 };
 
 // One thread issues every load of a tile.
-template <Form kForm, bool kHalves, int kCluster>
+template <Form kForm, bool kHalves, int kCluster, class Pieces = OnePiece>
 __device__ __forceinline__ void load_tile(const Loader<kForm, kHalves, kCluster>& loader, Shared& shared,
-                                          const Tile& tile, Ring<kStages>& ring) {
-  for (int step = 0, end = steps<kForm>(loader.p, tile); step < end; ++step, ring.advance()) {
+                                          const Tile& tile, Ring<kStages>& ring, Pieces pieces = {}) {
+  for (int step = 0, end = steps<kForm>(loader.p, tile, pieces); step < end; ++step, ring.advance()) {
+    const auto own = pieces.step(tile, step);
     uint64_t* full = &shared.full[ring.stage];
     mbarrier_wait(&shared.empty[ring.stage], ring.empty_parity());
     mbarrier_arrive_expect(full, kBytesA + kBytesB);
-    loader.load_a(shared.a[ring.stage], full, tile, step);
-    loader.load_b(shared.b[ring.stage], full, tile, step);
+    loader.load_a(shared.a[ring.stage], full, tile, own.a_begin, own.depth);
+    loader.load_b(shared.b[ring.stage], full, tile, own.b_begin, own.depth);
   }
 }
 
@@ -159,8 +161,8 @@ __device__ __forceinline__ void load_by_copies(const Loader<kForm, kHalves, kClu
       mbarrier_wait(&shared.empty[stage], (issued / kStages % 2) ^ 1);
       if (thread == 0) {
         mbarrier_arrive_expect(full, (a_gathered ? 0 : kBytesA) + (b_gathered ? 0 : kBytesB));
-        if (!a_gathered) loader.load_a(a, full, tile, step);
-        if (!b_gathered) loader.load_b(b, full, tile, step);
+        if (!a_gathered) loader.load_a(a, full, tile, tile.group_begin, step * kDepth);
+        if (!b_gathered) loader.load_b(b, full, tile, tile.group_begin, step * kDepth);
       }
       if constexpr (kByRow) {
         if (a_gathered)
@@ -231,10 +233,12 @@ class Release {
   uint32_t empty_ = 0;
 };
 
-// walk: the block's tiles. stored(tile): called by all of these threads when each has stored its part.
+// walk: the block's tiles. stored(tile): called by all of these threads when each has stored its part. ring:
+// where the first tile's steps begin.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int kCluster, class Walk,
-          class Stored>
-__device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk walk, const Stored& stored) {
+          class Stored, class Pieces = OnePiece>
+__device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk walk, const Stored& stored,
+                                         Ring<kStages> ring = {}, Pieces pieces = {}) {
   constexpr bool kTransposeA = kForm == Form::kWeight, kTransposeB = kForm != Form::kForward;
   constexpr int kForwardA =
       kTransposeA ? 16 * kLineBytes : 32;  // bytes from one 16 of the reduction to the next
@@ -242,11 +246,10 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
   constexpr bool kHalves = are_halves(kEpilogue, kActivation);
   const int thread = static_cast<int>(threadIdx.x) - kLoaders;
   const int half = thread / 128;
-  Ring<kStages> ring;
   Tile tile;
   while (walk.next(tile)) {
     float d[128];
-    const int end = steps<kForm>(p, tile);
+    const int end = steps<kForm>(p, tile, pieces);
     if (end == 0) {
       PMOE_UNROLL
       for (int i = 0; i < 128; ++i) d[i] = 0.0f;
@@ -263,7 +266,8 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
       const uint64_t b = descriptor(shared.b[ring.stage], kTransposeB);
       mbarrier_wait(&shared.full[ring.stage], ring.full_parity());
       if constexpr (kForm == Form::kWeight) {
-        const int left = tile.group_rows - step * kDepth;
+        const auto own = pieces.step(tile, step);
+        const int left = own.rows - own.depth;
         if (left < kDepth) clear_lines(shared, ring.stage, left, thread);
       }
       wgmma_fence();

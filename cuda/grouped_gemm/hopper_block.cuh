@@ -3,6 +3,7 @@
 #include "box.h"
 #include "common/device.cuh"
 #include "exchange.cuh"
+#include "pieces.h"
 #include "problem.h"
 #include "tiles.h"
 
@@ -53,9 +54,14 @@ constexpr int kMultiplierRegisters = kForm == Form::kWeight ? 224 : 232;
 // Columns of the result a tile has; of each half where a tile holds matching columns of both.
 PMOE_HD constexpr int tile_columns(bool halves) { return halves ? kColumns / 2 : kColumns; }
 
-template <Form kForm>
-PMOE_HD int steps(const Problem& p, const Tile& tile) {
-  return ceil_div(kForm == Form::kWeight ? tile.group_rows : p.k, kDepth);
+using OnePiece = pmoe::OnePiece<kDepth>;
+
+template <Form kForm, class Pieces = OnePiece>
+PMOE_HD int steps(const Problem& p, const Tile& tile, const Pieces& pieces = {}) {
+  if constexpr (kForm == Form::kWeight)
+    return pieces.steps(tile);
+  else
+    return ceil_div(p.k, kDepth);
 }
 
 #if PMOE_HOPPER_CODE

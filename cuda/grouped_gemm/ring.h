@@ -11,6 +11,11 @@ struct Ring {
   int stage = 0;
   uint32_t phase = 0;
 
+  // Where both sides stand behind so many steps.
+  PMOE_HD static Ring behind(uint32_t steps) {
+    return {static_cast<int>(steps % kStages), steps / kStages % 2};
+  }
+
   // The producer waits on `empty`: the first time round nothing has to be let go of, so it waits for the
   // phase before the first, which counts as ended.
   PMOE_HD uint32_t empty_parity() const { return phase ^ 1; }

@@ -36,6 +36,8 @@ struct Shape {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kTokens = 32 / kLanes;  // that a warp has at a time
   static constexpr int kExperts = kLanes * kPer;
+  // Where only some of a block's threads route: the first of them, and their barrier; 0: the block's.
+  static constexpr int kFirstThread = 0, kBarrier = 0;
   static_assert(kPer % 4 == 0 && 32 % kLanes == 0);
 
   // The j-th expert of a token's lane; ascends with j. Expert e is lane owner(e)'s.

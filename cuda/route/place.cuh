@@ -14,12 +14,12 @@ template <class S>
 __device__ __forceinline__ ChunkCounts count_chunk(const Forward& a, const Shared<S>& shared, int chunk,
                                                    int blocks_before) {
   const int num_experts = a.sizes.num_experts, blocks = a.sizes.chunk_blocks;
-  const int thread = static_cast<int>(threadIdx.x);
+  const int thread = own_thread<S>();
   const ChunkCounts found{shared.ints(0), shared.ints(num_experts)};
-  sync_block();  // the area served something else
+  meet<S>();  // the area served something else
   PMOE_ROLLED
   for (int i = thread; i < 2 * num_experts; i += S::kThreads) found.before_E[i] = 0;
-  sync_block();
+  meet<S>();
   const int32_t* const rows_BE = a.workspace.rows_GE + int64_t{chunk} * blocks * num_experts;
   const int parts = larger(S::kThreads / num_experts, 1);
   PMOE_ROLLED
@@ -34,7 +34,7 @@ __device__ __forceinline__ ChunkCounts count_chunk(const Forward& a, const Share
     atomicAdd(found.before_E + e, before);
     atomicAdd(found.total_E + e, total);
   }
-  sync_block();
+  meet<S>();
   return found;
 }
 
@@ -92,14 +92,14 @@ __device__ __forceinline__ void count_slots(const Place<S>& at, const Shared<S>&
     const int32_t expert = choice(slot);
     if (expert >= 0) atomicAdd(rows_E + expert, 1);
   }
-  sync_block();
+  meet<S>();
 }
 
 // rows_WE: now rows of the block's warps before each. found(expert, rows of all of them), by one thread.
 template <class S, class Found>
 __device__ __forceinline__ void add_warps(const Shared<S>& shared, int num_experts, const Found& found) {
   PMOE_ROLLED
-  for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += S::kThreads) {
+  for (int e = own_thread<S>(); e < num_experts; e += S::kThreads) {
     int32_t rows = 0;
     for (int w = 0; w < S::kWarps; ++w) {
       int32_t& of_warp = shared.rows_WE[w * num_experts + e];

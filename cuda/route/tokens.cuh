@@ -23,13 +23,29 @@ struct Rows {
   bool whole_words;  // rows begin on 16 bytes, and are a multiple of 16 bytes long
 };
 
+// The threads that route.
+template <class S>
+__device__ __forceinline__ int own_thread() {
+  if constexpr (S::kBarrier == 0)
+    return static_cast<int>(threadIdx.x);
+  else  // whose block does other things, too, and has no register for it
+    return thread_again() - S::kFirstThread;
+}
+template <class S>
+__device__ __forceinline__ void meet() {
+  if constexpr (S::kBarrier == 0)
+    sync_block();
+  else
+    sync_named(S::kBarrier, S::kThreads);
+}
+
 // Where a lane stands: which of its warp's kTokens tokens, and which of that token's kLanes lanes. block:
 // whose tokens these are, of those that own some.
 template <class S>
 struct Place {
   int block = static_cast<int>(blockIdx.x);
-  int lane = static_cast<int>(threadIdx.x) % 32;
-  int warp = static_cast<int>(threadIdx.x) / 32;
+  int lane = own_thread<S>() % 32;
+  int warp = own_thread<S>() / 32;
   int of_token = lane % S::kLanes;
   int token = lane / S::kLanes;
 };

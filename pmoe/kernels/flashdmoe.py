@@ -165,7 +165,11 @@ def launch_pass(
         addresses = {name: each if isinstance(each, int) else address(each) for name, each in tensors.items()}
         fields.append(launcher.rank_fields(heap) | sizes | addresses)
     extension.module().flashdmoe(
-        **begun, is_backward=direction == "backward", activation=ACTIVATIONS[activation], ranks=fields
+        **begun,
+        hopper=launcher.hopper,
+        is_backward=direction == "backward",
+        activation=ACTIVATIONS[activation],
+        ranks=fields,
     )
 
 

@@ -152,7 +152,9 @@ void cp_async_wait() {
 
 // ---- across blocks
 
+// What follows may have been written by others: bulk reads of it need a fence.
 inline uint32_t load_acquire(const uint32_t* p) {
+  ++emu::self().block->acquires[emu::self().linear / 32];
   emu::check_access(p, 4, false);
   return *p;
 }
@@ -166,11 +168,7 @@ inline uint32_t add_acq_rel(uint32_t* p, uint32_t value) {
 
 inline void store_release(uint32_t* p, uint32_t value) { write(p, value); }
 
-// The same, and what follows may be written by others: bulk reads of it need a fence.
-inline uint32_t load_acquire_system(const uint32_t* p) {
-  ++emu::self().block->acquires[emu::self().linear / 32];
-  return load_acquire(p);
-}
+inline uint32_t load_acquire_system(const uint32_t* p) { return load_acquire(p); }
 
 inline void store_release_system(uint32_t* p, uint32_t value) { write(p, value); }
 

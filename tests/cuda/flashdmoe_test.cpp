@@ -1,11 +1,14 @@
 // FlashDMoE's kernels in the emulator: a pass of the layer in one launch, every thread of every rank, beside
-// a plain loop.
+// a plain loop. By the product's own launch, which encodes maps for the emulator (runtime/).
 #include <cuda_runtime.h>
 
 #include <cmath>
 
-#include "flashdmoe/backward.cuh"
+#include "common/activation.h"
+#include "common/scalar.h"
+#include "flashdmoe/launch.h"
 #include "flashdmoe_world.h"
+#include "grouped_gemm/parts.h"
 
 using namespace world;
 
@@ -31,7 +34,10 @@ struct Case {
   int tiles = 1;  // of an expert's capacity
   int rounds = 2;
   bool trains = false, recomputes = false, sends_again = false;
+  bool hopper = false;
 };
+
+constexpr int kTileRows = 128;
 
 using Values = std::vector<T>;
 
@@ -231,14 +237,6 @@ void check(const Case& c, const std::vector<Rank>& all, const std::string& where
   }
 }
 
-template <Activation kActivation>
-void run(const Launch& launch, bool is_backward, int blocks, unsigned seed, int eagerness) {
-  emu::launch(
-      static_cast<unsigned>(blocks * launch.ranks), ampere::kThreads, seed,
-      [&] { is_backward ? backward_sm80<T, kActivation>(launch) : forward_sm80<T, kActivation>(launch); },
-      eagerness, 1, sizeof(AmpereShared));
-}
-
 // Tensors of a rank in a round; what nobody has written is no number.
 Rank random_rank(const Case& c, const Layout& layout, std::mt19937& random, int tokens) {
   const int wide = c.activation == Activation::kSwiglu ? 2 * c.hidden : c.hidden;
@@ -257,16 +255,21 @@ Rank random_rank(const Case& c, const Layout& layout, std::mt19937& random, int 
   own.of_w1 = own.w1, own.of_w2 = own.w2, own.of_b1 = own.b1, own.of_b2 = own.b2;
   for (Values* each : {&own.of_w1, &own.of_w2, &own.of_b1, &own.of_b2})
     std::fill(each->begin(), each->end(), T{0xFFFF});
-  own.dots.assign(static_cast<size_t>(rows * 2 * ceil_div(c.hidden, ampere::kColumns)), NAN);
+  own.dots.assign(static_cast<size_t>(rows * ampere_row_dot_parts(c.hidden)), NAN);
   own.of_weight.assign(own.routing.weight.size(), NAN);
   return own;
 }
 
 enum class Direction { kForward, kBackward };
 
+Which which(const Case& c, bool is_backward) {
+  return {Element::kBf16, c.activation, is_backward, c.hopper && !is_backward};
+}
+
 Member member(const Case& c, const Heaps& heaps, int rank, Rank& own, Workspace& w, uint32_t epoch,
               Direction direction) {
   const bool halves = c.activation == Activation::kSwiglu, is_backward = direction == Direction::kBackward;
+  const int columns = path_of(which(c, is_backward)).tile_columns;
   Member m;
   m.pass = pass_of(heaps, rank, own.routing, w, epoch, uint64_t{1} << 60, !is_backward);
   const Values &source = is_backward ? own.dy : own.x, &result = is_backward ? own.dx : own.y;
@@ -281,7 +284,7 @@ Member member(const Case& c, const Heaps& heaps, int rank, Rank& own, Workspace&
   if (c.trains && !c.sends_again) e.input = own.input.data();
   if (is_backward || (c.trains && !c.recomputes)) e.wide = own.wide.data();
   if (!is_backward) {
-    plan_forward(m.pass, e, halves, ampere::kColumns);
+    plan_forward(m.pass, e, halves, columns);
     return m;
   }
   e.gradient = own.gradient.data(), e.dots = own.dots.data();
@@ -289,7 +292,7 @@ Member member(const Case& c, const Heaps& heaps, int rank, Rank& own, Workspace&
   if (c.bias) e.of_b1 = own.of_b1.data(), e.of_b2 = own.of_b2.data();
   if (c.sends_again) m.pass.again = reinterpret_cast<const uint8_t*>(own.x.data());
   m.pass.weight_gradient = own.of_weight.data();
-  plan_backward(m.pass, e, halves, ampere::kRows, ampere::kColumns, c.recomputes);
+  plan_backward(m.pass, e, halves, kTileRows, columns, c.recomputes);
   return m;
 }
 
@@ -332,22 +335,9 @@ bool launch_pass(const Case& c, const Heaps& heaps, std::vector<Rank>& all, cons
   emu::register_array("heaps", heaps.at.data(), heaps.at.size() * sizeof(uint8_t*), false);
   emu::room = nullptr;
   if (c.room) emu::room = [&c] { return static_cast<size_t>(c.room * c.ranks); };
-  const int eagerness = seed % 3 == 0 ? 0 : seed % 3 == 1 ? 50 : 100;
-  const bool is_backward = direction == Direction::kBackward;
+  stub::seed = seed, stub::eagerness = seed % 3 == 0 ? 0 : seed % 3 == 1 ? 50 : 100;
   try {
-    switch (c.activation) {
-      case Activation::kRelu:
-        run<Activation::kRelu>(launch, is_backward, c.blocks, seed, eagerness);
-        break;
-      case Activation::kGelu:
-        run<Activation::kGelu>(launch, is_backward, c.blocks, seed, eagerness);
-        break;
-      case Activation::kSilu:
-        run<Activation::kSilu>(launch, is_backward, c.blocks, seed, eagerness);
-        break;
-      default:
-        run<Activation::kSwiglu>(launch, is_backward, c.blocks, seed, eagerness);
-    }
+    pmoe::flashdmoe::launch(which(c, direction == Direction::kBackward), launch, c.blocks, nullptr);
   } catch (const std::runtime_error& error) {
     expect(false, where + ": " + error.what());
     return false;
@@ -381,7 +371,7 @@ bool train(const Case& c, const Heaps& heaps, std::vector<Rank>& all, const Work
 }
 
 void play(const Case& c, unsigned seed, int absent = -1) {
-  const Layout layout = {c.ranks, c.experts,   c.tiles * ampere::kRows,    ampere::kRows,
+  const Layout layout = {c.ranks, c.experts,   c.tiles * kTileRows,        kTileRows,
                          1,       c.model * 2, c.sends_again ? 3 : kRounds};
   Heaps heaps(layout);
   std::mt19937 random(seed);
@@ -419,10 +409,15 @@ void play(const Case& c, unsigned seed, int absent = -1) {
 
 }  // namespace
 
+// The first argument: by which architecture's instructions.
 int main(int argc, char** argv) {
-  const std::string asked = argc > 1 ? argv[1] : "";
+  const std::string arch = argc > 1 ? argv[1] : "", asked = argc > 2 ? argv[2] : "";
   unsigned seed = 1;
-  const auto go = [&](Case c) { play(c, seed++); };
+  const auto play = [&](Case c, int absent = -1) {
+    c.hopper = arch == "sm_90a";
+    ::play(c, seed++, absent);
+  };
+  const auto go = [&](const Case& c) { play(c); };
   if (asked == "backward") {
     Case two = {"two ranks", 2, 2, 2, {40, 25}};
     two.trains = true, go(two);
@@ -455,7 +450,7 @@ int main(int argc, char** argv) {
     Case narrow_room = {"two blocks of a rank are resident", 2, 1, 2, {20, 30}};
     narrow_room.room = 2, narrow_room.blocks = 4, narrow_room.activation = Activation::kSilu, go(narrow_room);
     go({"nothing at all", 2, 2, 1, {0, 0}});
-    play({"a rank that does not come", 2, 1, 1, {8, 8}}, seed++, 1);
+    play({"a rank that does not come", 2, 1, 1, {8, 8}}, 1);
     if (asked == "thorough") {
       go({"four ranks", 4, 2, 3, {30, 50, 1, 20}});
       for (const Activation activation :

@@ -79,6 +79,11 @@ inline void store_release(uint32_t* p, uint32_t value) { store_release_system(p,
 inline uint32_t ballot(bool holds) { return holds; }
 
 template <class T>
+T shfl(T value, int) {
+  return value;
+}
+
+template <class T>
 T shfl_xor(T value, int) {
   return value;
 }

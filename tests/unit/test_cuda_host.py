@@ -94,12 +94,15 @@ def moved(cuda: ModuleType, *, device: int = 0) -> None:
     cuda.unpermute_backward(moving, data, 64, data, 64, data, 64, data)
 
 
-def persistent(cuda: ModuleType, *, device: int = 0, ranks: int = 1, blocks: int = 3) -> None:
+def persistent(
+    cuda: ModuleType, *, device: int = 0, hopper: bool = True, ranks: int = 1, blocks: int = 3
+) -> None:
+    data = torch.zeros(4096, dtype=torch.uint8).data_ptr()
     sizes = {"ranks": ranks, "experts": 1, "heap_rows": 1, "row_bytes": 128, "d_hidden": 64}
-    rank = sizes | {"epoch": 1, "top_k": 1}
-    cuda.flashdmoe(
-        device=device, stream=STREAM, element=0, activation=1, blocks=blocks, ranks=[rank] * ranks
-    )  # fmt: skip
+    operands = dict.fromkeys(("failed", "w1", "w2", "active"), data)
+    rank = sizes | operands | {"epoch": 1, "top_k": 1}
+    told = {"device": device, "stream": STREAM, "hopper": hopper, "element": 0, "activation": 1}
+    cuda.flashdmoe(**told, blocks=blocks, ranks=[rank] * ranks)
 
 
 CALLS: dict[str, Callable[..., None]] = {
@@ -108,6 +111,7 @@ CALLS: dict[str, Callable[..., None]] = {
     "fused": fused,
     "fused of sm_80": lambda cuda, **given: fused(cuda, hopper=False, **given),
     "persistent": persistent,
+    "persistent of sm_80": lambda cuda, **given: persistent(cuda, hopper=False, **given),
     "route": routed,
     "permute": moved,
     "flag": lambda cuda, device=0: cuda.heap_raise_flag(device, STREAM, 4096, 1),
@@ -219,8 +223,10 @@ def test_fused_blocks_go_in_pairs_where_both_compute_and_both_have_columns(
 def test_a_persistent_pass_is_one_launch_whose_blocks_come_as_there_is_room(cuda: ModuleType) -> None:
     cuda.stub_reset(runs=False, processors=4)
     persistent(cuda, ranks=2, blocks=40)
-    (launched,) = cuda.stub_launched()
-    assert (launched["blocks"], launched["threads"], launched["together"]) == (80, 256, False)
+    persistent(cuda, ranks=2, blocks=40, hopper=False)
+    shapes = [(each["blocks"], each["threads"], each["together"]) for each in cuda.stub_launched()]
+    assert shapes == [(80, 384, False), (80, 256, False)]
+    assert cuda.stub_num_encoded() == 2 * 4 and cuda.stub_refused() == []
     with pytest.raises(ValueError, match=r"blocks \(1\) must be 2, of which one schedules, to 1024"):
         persistent(cuda, blocks=1)
     with pytest.raises(ValueError, match=r"ranks of one launch \(5\) must be 1 to 4"):

@@ -13,11 +13,15 @@ from tests.cuda.compiled import (
     THREADS,
     compile_and_run,
     compile_program,
+    product_of,
     run_program,
     run_sanitized,
 )
+from tests.cuda.disassembly import count, declared, opcode, resources, sass
+from tests.unit.test_disassembly import extension_built  # noqa: F401 (a fixture)
 
 RANKS = (1, 2, 4)
+ARCHS = ("sm_80", "sm_90a")
 # Each wait left out, signals that order nothing, flags that are not new in each round, and sums over an
 # expert's rows before they are complete.
 MISTAKES = (
@@ -46,7 +50,7 @@ def threads() -> Path:
 
 @pytest.fixture(scope="module")
 def kernel() -> Path:
-    return compile_program("flashdmoe_test.cpp")
+    return compile_program("flashdmoe_test.cpp", product=product_of("grouped_gemm", "flashdmoe"))
 
 
 def test_the_layout_is_that_of_table_6_2_and_free_of_conflicts() -> None:
@@ -85,19 +89,53 @@ def test_waits_for_a_rank_that_does_not_come_end_and_name_it(threads: Path, rank
     run_program(threads, "absent", str(ranks))
 
 
-def test_the_kernel_gives_what_a_plain_loop_gives(kernel: Path) -> None:
-    assert run_program(kernel) == "0 failures\n"
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_kernel_gives_what_a_plain_loop_gives(kernel: Path, arch: str) -> None:
+    assert run_program(kernel, arch) == "0 failures\n"
 
 
-def test_backward_gives_the_plain_loop_s_gradients_and_repeats_to_the_bit(kernel: Path) -> None:
-    assert run_program(kernel, "backward") == "0 failures\n"
-
-
-@pytest.mark.slow
-def test_four_ranks_and_every_activation_give_it_too(kernel: Path) -> None:
-    assert run_program(kernel, "thorough") == "0 failures\n"
+@pytest.mark.parametrize("arch", ARCHS)
+def test_backward_gives_the_plain_loop_s_gradients_and_repeats_to_the_bit(kernel: Path, arch: str) -> None:
+    assert run_program(kernel, arch, "backward") == "0 failures\n"
 
 
 @pytest.mark.slow
-def test_backward_of_four_ranks_and_every_activation(kernel: Path) -> None:
-    assert run_program(kernel, "backward thoroughly") == "0 failures\n"
+@pytest.mark.parametrize("arch", ARCHS)
+def test_four_ranks_and_every_activation_give_it_too(kernel: Path, arch: str) -> None:
+    assert run_program(kernel, arch, "thorough") == "0 failures\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_backward_of_four_ranks_and_every_activation(kernel: Path, arch: str) -> None:
+    assert run_program(kernel, arch, "backward thoroughly") == "0 failures\n"
+
+
+@pytest.mark.slow
+def test_what_the_accelerator_reads_of_others_needs_its_proxy_fence() -> None:
+    flags, product = ("-DPMOE_PLANT=kNoProxyFence",), product_of("grouped_gemm", "flashdmoe")
+    with pytest.raises(AssertionError, match="without a fence of the asynchronous proxy"):
+        compile_and_run("flashdmoe_test.cpp", "sm_90a", flags=flags, product=product)
+
+
+# ---- machine code, where there is nvcc
+
+
+def persistent(path: str, arch: str) -> dict[str, list[str]]:
+    found = {name: code for name, code in sass(arch).items() if name.startswith("flashdmoe.")}
+    return {name: code for name, code in found.items() if f".{path}." in name}
+
+
+@pytest.mark.usefixtures("extension_built")
+def test_products_of_hopper_s_passes_are_of_warpgroups_behind_loads_by_the_accelerator() -> None:
+    found = persistent("sm_90a", "sm_90a")
+    assert len(found) == 8
+    for name, code in found.items():
+        assert any("64x256x16" in each for each in code if "HGMMA" in each), name
+        assert count(code, "HMMA") == 0 and count(code, "USETMAXREG") == 2, name
+        assert count(code, "UTMALDG") >= 4, name
+        fences = [each for each in code if opcode(each).startswith("FENCE.VIEW.ASYNC.G")]
+        assert len(fences) == 2, f"{name}: {len(fences)} of the two products begin behind a proxy fence"
+        kernel, resource = declared()[name], resources("sm_90a")[name]
+        assert kernel.threads == 384 and kernel.dynamic_shared_bytes <= 227 * 1024, (name, kernel)
+        assert resource.registers == 168 and resource.stack == resource.local == 0, (name, resource)

@@ -25,6 +25,8 @@ pytestmark = [
 Rule = Callable[[Sequence[str]], list[str]]
 WAITING = ("comet.", "flashdmoe.", "route", "permute", "unpermute")
 """Kernels that read what others write while they run, or that wait."""
+PRODUCTS = {"forward": 2}
+"""Of the persistent kernels' passes."""
 
 
 def hopper(*prefixes: str) -> dict[str, list[str]]:
@@ -34,7 +36,7 @@ def hopper(*prefixes: str) -> dict[str, list[str]]:
         for name, code in sass("sm_90a").items()
         if declared()[name].hopper and name.startswith(prefixes or ("",))
     }
-    assert len(found) >= 20
+    assert len(found) >= 8
     return found
 
 
@@ -50,7 +52,9 @@ def test_warps_take_no_more_registers_than_their_block_has() -> None:
 
 
 def test_products_are_in_groups_of_four_of_which_one_is_under_way_beside_the_next() -> None:
-    expect_none(machine_code.wrong_products, hopper())
+    expect_none(machine_code.wrong_products, hopper("comet.", "grouped_gemm."))
+    for name, code in hopper("flashdmoe.").items():
+        assert not machine_code.wrong_products(code, PRODUCTS[name.split(".")[1]]), name
 
 
 def test_warps_are_together_where_they_multiply_and_where_clusters_meet() -> None:
@@ -149,7 +153,8 @@ def test_a_call_that_does_not_depend_on_a_floats_size_is_found() -> None:
 
 @cache
 def costs() -> dict[str, dict[str, int]]:
-    return {name: asdict(machine_code.cost(name, code)) for name, code in hopper().items()}
+    kernels = {name: code for name, code in hopper().items() if machine_code.is_of_one_product(name)}
+    return {name: asdict(machine_code.cost(name, code)) for name, code in kernels.items()}
 
 
 def kept_costs() -> dict[str, dict[str, str]]:

@@ -116,7 +116,8 @@ def fused_steps() -> list[Step]:
             needs=("sm_80: a tile, forward",) if ranks == 1 else ("FlashDMoE, one rank",),
             usual=12, seconds=60,
             means="a persistent kernel is wrong, alone or among ranks; a hang: an actor waits in vain",
-            look="cuda/flashdmoe/scheduler.h, subscriber.h, processor.cuh; HeapError names rank and task",
+            look="cuda/flashdmoe/scheduler.h, subscriber.h, processor.cuh; hopper.cuh where sm_90a runs; "
+            "HeapError names rank and task",
         )
         for ranks in (1, 2)
     ]  # fmt: skip

@@ -1,0 +1,203 @@
+// The layer's passes in one launch on Hopper; see ampere.cuh and backward.cuh for what they do. A processor's
+// first warp asks for tasks and loads their operands by the tensor memory accelerator, as in
+// grouped_gemm/hopper.cuh; eight warps multiply, and do all tasks that are no products. A task's steps go
+// through the ring of stages where those of the task before have ended.
+#pragma once
+#include <cstddef>
+
+#include "flashdmoe/maps.h"
+#include "flashdmoe/products.cuh"
+#include "grouped_gemm/hopper.cuh"
+#include "grouped_gemm/parts.h"
+
+// Of a lambda that must not become a function that is called: products would wait for each other there.
+#define PMOE_INLINE __attribute__((always_inline))
+
+namespace pmoe::flashdmoe {
+
+struct HopperShared {
+  hopper::Shared gemm;
+  // Of the product at hand: there are no registers for it beside accumulators.
+  Problem problem;
+  Tile tile;
+  CellPieces pieces;  // of a weight's gradient
+  int begin;          // where the cell's rows are in A's map
+  uint32_t steps;     // of the products before it
+  int place;
+};
+static_assert(sizeof(HopperShared) <= 232448 - 1024, "more than a block of Hopper has");
+static_assert(hopper::kDepth == kTileDepth && hopper::kMultipliers == kCrew);
+static_assert(sizeof(hopper::Shared::exchange) >= kBiasBytes, "biases are summed where nothing is loaded");
+
+// Those that multiply route, where stages are between products.
+struct HopperRouting : RoutingShape<kCrew> {
+  static constexpr int kFirstThread = hopper::kLoaders, kBarrier = 1;
+};
+static_assert(kRoutingBytes<HopperRouting> <= offsetof(hopper::Shared, exchange));
+
+#if PMOE_HOPPER_CODE
+
+// Of all registers, whatever is multiplied.
+constexpr int kLoaderRegisters = hopper::kLoaderRegisters<Form::kForward>;
+constexpr int kMultiplierRegisters = hopper::kMultiplierRegisters<Form::kForward>;
+
+// The warp that loads and those that multiply.
+__device__ __forceinline__ void meet_all() { sync_named(2, 32 + hopper::kMultipliers); }
+__device__ __forceinline__ void meet_crew() { sync_named(1, hopper::kMultipliers); }
+
+// ---- the warp that loads. Its first thread has asked for the task: behind that come the reads of what
+// others have written, which are not ordinary ones.
+
+// begin: where the cell's rows are in A's map. steps: that this block has loaded.
+template <Form kForm, bool kHalves = false>
+__device__ __forceinline__ void load(HopperShared& shared, const MapPair& maps, const Problem& p,
+                                     const Tile& tile, int begin, uint32_t& steps) {
+  if (thread_again() == 0) {
+    shared.problem = p, shared.tile = tile, shared.begin = begin, shared.steps = steps;
+  }
+  meet_all();
+  if (thread_again() == 0) {
+    if constexpr (comet::kPlant != comet::Plant::kNoProxyFence) fence_proxy_async_global();
+    // Read again: what was written has not stayed in registers.
+    Tile own = shared.tile;
+    own.group_begin = shared.begin;
+    const hopper::Loader<kForm, kHalves, 1> loader{maps.a, maps.b, shared.problem, 0};
+    auto ring = Ring<hopper::kStages>::behind(shared.steps);
+    if constexpr (kForm == Form::kWeight) {
+      const CellPieces pieces = shared.pieces;
+      hopper::load_tile(loader, shared.gemm, own, ring, pieces);
+      steps += static_cast<uint32_t>(pieces.steps(own));
+    } else {
+      hopper::load_tile(loader, shared.gemm, own, ring);
+      steps += static_cast<uint32_t>(hopper::steps<kForm>(shared.problem, own));
+    }
+  }
+  sync_warp();
+}
+
+// Where a cell's rows are in the map of L, and in that of what is kept by cell.
+__device__ __forceinline__ int row_in_heap(const Layout& layout, int peer, Round round, int expert) {
+  return static_cast<int>(layout.row({peer, round, Staging::kIncoming, expert, 0}));
+}
+__device__ __forceinline__ int row_by_cell(const Layout& layout, int peer, int expert) {
+  return static_cast<int>(layout.first_row(peer, expert));
+}
+
+template <class T, Activation kActivation>
+__device__ __forceinline__ void load_first(const Member& m, HopperShared& shared, const MapPair& maps,
+                                           const Task& task, const CellTile& cell, int begin,
+                                           uint32_t& steps) {
+  constexpr bool kHalves = are_halves(Epilogue::kHidden, kActivation);
+  load<Form::kForward, kHalves>(shared, maps, first_product<T, kActivation>(m.experts, cell, nullptr),
+                                cell.tile(task, hopper::tile_columns(kHalves)), begin, steps);
+}
+
+template <class T, Activation kActivation>
+__device__ __forceinline__ void load_forward(const Member& m, HopperShared& shared, const Maps<2>& maps,
+                                             const Task& task, uint32_t& steps) {
+  const Layout& layout = m.pass.layout;
+  if (task.type == TaskType::kGemm0) {
+    const CellTile cell(m.pass, task);
+    load_first<T, kActivation>(m, shared, maps.of[kFirstProduct], task, cell,
+                               row_in_heap(layout, task.peer, Round::kDispatch, task.expert), steps);
+  } else if (task.type == TaskType::kGemm1) {
+    const CellTile cell(m.pass, task);
+    load<Form::kForward>(shared, maps.of[kSecondProduct], second_product<T>(m, task, cell),
+                         cell.tile(task, hopper::kColumns), row_by_cell(layout, task.peer, task.expert),
+                         steps);
+  }
+}
+
+// ---- the warps that multiply
+
+// meanwhile(): what these warps do while the first stages are loaded.
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, class Meanwhile>
+__device__ __forceinline__ void multiply(HopperShared& shared, const Meanwhile& meanwhile) {
+  meet_all();
+  meanwhile();
+  const auto nothing = [](const Tile&) {};
+  const OneTile walk = {shared.tile};
+  const auto ring = Ring<hopper::kStages>::behind(read(&shared.steps));
+  if constexpr (kForm == Form::kWeight)
+    hopper::multiply<T, kForm, kEpilogue, kActivation, 1>(shared.problem, shared.gemm, walk, nothing, ring,
+                                                          shared.pieces);
+  else
+    hopper::multiply<T, kForm, kEpilogue, kActivation, 1>(shared.problem, shared.gemm, walk, nothing, ring);
+}
+
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation = Activation::kNone>
+__device__ __forceinline__ void multiply(HopperShared& shared) {
+  multiply<T, kForm, kEpilogue, kActivation>(shared, [] {});
+}
+
+template <class T, Activation kActivation>
+__device__ __forceinline__ void multiply_forward(const Member& m, HopperShared& shared, const Task& task,
+                                                 int thread) {
+  const bool routes = task.type == TaskType::kCount || task.type == TaskType::kPlace;
+  if (routes) {
+    route_group<HopperRouting>(m.pass, task);
+    fence_proxy_async();  // before the accelerator writes there
+  }
+  sync_warp();
+  if (routes) return;
+  if (task.type != TaskType::kGemm0) return multiply<T, Form::kForward, Epilogue::kPlain>(shared);
+  // Before the product, which leaves no registers for the task.
+  multiply<T, Form::kForward, Epilogue::kHidden, kActivation>(shared, [&]() PMOE_INLINE {
+    if (m.experts.input != nullptr) keep_rows(m, task, CellTile(m.pass, task), thread);
+  });
+}
+
+// ---- blocks
+
+// load(member, index, task, steps) and multiply(member, task, thread): a product's tile.
+template <class T, class Load, class Multiply>
+__device__ __forceinline__ void act_sm90a(const Launch& launch, HopperShared& shared, const Load& load,
+                                          const Multiply& multiply) {
+  act<hopper::kThreads>(launch, [&](const Member&, int number, int index) PMOE_INLINE {
+    if (threadIdx.x == 0) hopper::init_barriers(shared.gemm, 1, 1, 1);
+    sync_block();
+    const auto meet = [] { meet_all(); };
+    // Asked anew each time: the compiler would read all that is told once, and hold it in registers.
+    const auto again = [&] {
+      int own = index;
+      forget(own);
+      return own;
+    };
+    const auto pass = [&]() -> const Pass& { return launch.of_rank[again()].pass; };
+    if (threadIdx.x < hopper::kLoaders) {
+      fewer_registers<kLoaderRegisters>();
+      if (threadIdx.x >= 32) return;
+      uint32_t steps = 0;
+      live(pass, number, &shared.place, threadIdx.x == 0, meet, [&](const Task& task) PMOE_INLINE {
+        const int own = again();
+        load(launch.of_rank[own], own, task, steps);
+      });
+    } else {
+      more_registers<kMultiplierRegisters>();
+      live(pass, number, &shared.place, false, meet, [&](const Task& task) PMOE_INLINE {
+        const Member& m = launch.of_rank[again()];
+        const int thread = thread_again() - hopper::kLoaders;
+        do_task<T>(m.pass, task, thread, kCrew / 32, 32,
+                   [&](const Task& product) PMOE_INLINE { multiply(m, product, thread); });
+      });
+    }
+  });
+}
+
+#endif  // PMOE_HOPPER_CODE
+
+template <class T, Activation kActivation>
+__global__ void __launch_bounds__(hopper::kThreads, 1)
+    forward_sm90a(const __grid_constant__ HopperLaunch<2> all) {
+#if PMOE_HOPPER_CODE
+  auto& shared = *reinterpret_cast<HopperShared*>(shared_memory());
+  act_sm90a<T>(
+      all.launch, shared,
+      [&](const Member& m, int index, const Task& task, uint32_t& steps)
+          PMOE_INLINE { load_forward<T, kActivation>(m, shared, all.maps[index], task, steps); },
+      [&](const Member& m, const Task& task, int thread)
+          PMOE_INLINE { multiply_forward<T, kActivation>(m, shared, task, thread); });
+#endif
+}
+
+}  // namespace pmoe::flashdmoe

@@ -1,0 +1,267 @@
+// What a pass's products multiply and where their results go: the same for the tiles of every architecture.
+#pragma once
+#include "flashdmoe/experts.h"
+#include "flashdmoe/gate.cuh"
+#include "flashdmoe/processor.cuh"
+#include "flashdmoe/scheduler.h"
+#include "flashdmoe/subscriber.h"
+#include "grouped_gemm/pieces.h"
+
+namespace pmoe::flashdmoe {
+
+constexpr int kTileDepth = 64;  // of a product's step
+constexpr int kCrew = 256;      // threads of a processor that compute
+
+// A walk of one tile.
+struct OneTile {
+  Tile tile;
+  bool is_left = true;
+  __device__ __forceinline__ bool next(Tile& found) {
+    found = tile;
+    const bool is_there = is_left;
+    is_left = false;
+    return is_there;
+  }
+};
+
+template <class T>
+PMOE_HD void* row_of(const void* base, int64_t row, int64_t stride) {
+  return base == nullptr ? nullptr : const_cast<T*>(static_cast<const T*>(base)) + row * stride;
+}
+
+// The rows of a task: of one cell's, a tile.
+struct CellTile {
+  int64_t first;  // of the cell, among all cells' rows
+  int count, row, rows;
+
+  __device__ __forceinline__ CellTile(const Pass& pass, const Task& task)
+      : first(pass.layout.first_row(task.peer, task.expert)),
+        count(read(pass.announced_rows(task.peer) + task.expert)),
+        row(task.tile * pass.layout.tile_rows),
+        rows(pass.rows_of(count, task.tile)) {}
+
+  __device__ __forceinline__ Tile tile(const Task& task, int columns) const {
+    return {task.expert, 0, count, row, rows, task.column * columns};
+  }
+};
+
+// Tiles of a weight's gradient have 128 rows.
+__device__ __forceinline__ Tile weight_tile(const Task& task, const Problem& p, int rows, int columns) {
+  const int row = task.tile * rows;
+  return {task.expert, 0, 0, row, smaller(rows, p.m - row), task.column * columns};
+}
+
+__device__ __forceinline__ uint8_t* arrived(const Pass& pass, const Task& task, Round round) {
+  return pass.at(pass.rank, {task.peer, round, Staging::kIncoming, task.expert, 0});
+}
+__device__ __forceinline__ uint8_t* home(const Pass& pass, const Task& task) {
+  return pass.at(task.peer, {pass.rank, Round::kCombine, Staging::kIncoming, task.expert, 0});
+}
+
+PMOE_HD int wide_columns(const Experts& e, Activation activation) {
+  return activation == Activation::kSwiglu ? 2 * e.hidden : e.hidden;
+}
+
+// ---- forward
+
+// GEMM_0 of a tile. rows: of its cell.
+template <class T, Activation kActivation>
+__device__ __forceinline__ Problem first_product(const Experts& e, const CellTile& cell, const void* rows) {
+  Problem p;
+  p.n = wide_columns(e, kActivation), p.k = e.model;
+  p.a = rows, p.a_stride = e.model, p.b = e.w1, p.bias = e.b1;
+  p.d = row_of<T>(e.wide, cell.first, p.n), p.d_stride = p.n;
+  p.active = row_of<T>(e.active, cell.first, e.hidden), p.active_stride = e.hidden;
+  return p;
+}
+
+// GEMM_1: its result is written where the rows come from.
+template <class T>
+__device__ __forceinline__ Problem second_product(const Member& m, const Task& task, const CellTile& cell) {
+  const Experts& e = m.experts;
+  Problem p;
+  p.n = e.model, p.k = e.hidden, p.b = e.w2, p.bias = e.b2;
+  p.a = row_of<T>(e.active, cell.first, e.hidden), p.a_stride = e.hidden;
+  p.d = home(m.pass, task), p.d_stride = e.model;
+  return p;
+}
+
+// T_DI: the tiles across each copy some of the rows. thread: of the crew.
+__device__ __forceinline__ void keep_rows(const Member& m, const Task& task, const CellTile& cell,
+                                          int thread) {
+  const int64_t bytes = m.pass.layout.row_bytes;
+  const int step = m.pass.stages.columns[0] * kCrew / 32;
+  const uint8_t* const from = arrived(m.pass, task, Round::kDispatch);
+  auto* const to = static_cast<uint8_t*>(m.experts.input) + cell.first * bytes;
+  for (int i = task.column * kCrew / 32 + thread / 32; i < cell.rows; i += step)
+    comet::copy_row(to + (cell.row + i) * bytes, from + (cell.row + i) * bytes, bytes,
+                    {thread % 32, 32, 0, 1});
+}
+
+// ---- backward
+
+// The rows of an expert, by source: each begins on a new step. a_begin, b_begin: of source 0's. a_apart,
+// b_apart: rows from a source to the next.
+struct CellPieces {
+  using Step = OnePiece<kTileDepth>::Step;
+
+  const int32_t* counts;
+  int stride, sources, a_apart, b_apart;
+  int a_begin = 0, b_begin = 0;
+  int source = 0, before = 0;  // the source of the last step, and the steps before it
+
+  __device__ __forceinline__ int rows(int of) const { return read(counts + of * stride); }
+  __device__ __forceinline__ int steps(const Tile&) const {
+    int sum = 0;
+    for (int i = 0; i < sources; ++i) sum += ceil_div(rows(i), kTileDepth);
+    return sum;
+  }
+  __device__ __forceinline__ Step step(const Tile&, int number) {
+    int count = rows(source);
+    while (number - before >= ceil_div(count, kTileDepth)) {
+      before += ceil_div(count, kTileDepth);
+      count = rows(++source);
+    }
+    return {a_begin + source * a_apart, b_begin + source * b_apart, count, (number - before) * kTileDepth};
+  }
+};
+
+// T_DI of an expert's rows from source 0, and the rows from a source to the next.
+struct InputRows {
+  const void* begin;
+  int apart;
+
+  template <class T>
+  static __device__ __forceinline__ InputRows of(const Member& m, int peer, int expert) {
+    const Layout& layout = m.pass.layout;
+    if (m.experts.input != nullptr)
+      return {row_of<T>(m.experts.input, layout.first_row(peer, expert), m.experts.model),
+              layout.experts * layout.capacity};
+    return {m.pass.at(m.pass.rank, {peer, Round::kAgain, Staging::kIncoming, expert, 0}),
+            static_cast<int>(layout.rows_of_rank())};
+  }
+};
+
+template <class T, Activation kActivation>
+__device__ __forceinline__ Problem hidden_gradient(const Member& m, const Task& task, const CellTile& cell) {
+  const Experts& e = m.experts;
+  const Layout& layout = m.pass.layout;
+  const int wide = wide_columns(e, kActivation);
+  Problem p;
+  p.n = e.hidden, p.k = e.model, p.b = e.w2;
+  p.a = arrived(m.pass, task, Round::kDispatch), p.a_stride = e.model;
+  p.hidden = row_of<T>(e.wide, cell.first, wide), p.hidden_stride = wide;
+  p.d = row_of<T>(e.gradient, cell.first, wide), p.d_stride = wide;
+  p.active = row_of<T>(e.active, cell.first, e.hidden), p.active_stride = e.hidden, p.weighs_active = 1;
+  p.weight = reinterpret_cast<const float*>(m.pass.own() + layout.weights(task.peer, task.expert));
+  p.row_dots = e.dots + cell.first, p.rows = static_cast<int>(layout.first_row(layout.ranks, 0));
+  return p;
+}
+
+template <class T, Activation kActivation>
+__device__ __forceinline__ Problem input_gradient(const Member& m, const Task& task, const CellTile& cell) {
+  const Experts& e = m.experts;
+  Problem p;
+  p.k = wide_columns(e, kActivation), p.n = e.model, p.b = e.w1;
+  p.a = row_of<T>(e.gradient, cell.first, p.k), p.a_stride = p.k;
+  p.d = home(m.pass, task), p.d_stride = e.model;
+  return p;
+}
+
+// dW1 = dT_M^T T_DI (peer 0), dW2 = dY^T active (peer 1): one tile.
+template <class T>
+__device__ __forceinline__ Problem weight_gradient(const Member& m, const Task& task, int wide,
+                                                   CellPieces& pieces) {
+  const Experts& e = m.experts;
+  const Layout& layout = m.pass.layout;
+  const int64_t first = layout.first_row(0, task.expert);
+  const int apart = layout.experts * layout.capacity;
+  pieces = {m.pass.announced_rows(0) + task.expert, layout.experts, layout.ranks, apart, apart};
+  Problem p;
+  if (task.peer == 0) {
+    const InputRows input = InputRows::of<T>(m, 0, task.expert);
+    p.m = wide, p.n = e.model, p.d = e.of_w1;
+    p.a = row_of<T>(e.gradient, first, wide);
+    p.b = input.begin, pieces.b_apart = input.apart;
+  } else {
+    p.m = e.model, p.n = e.hidden, p.d = e.of_w2;
+    p.a = m.pass.at(m.pass.rank, {0, Round::kDispatch, Staging::kIncoming, task.expert, 0});
+    pieces.a_apart = static_cast<int>(layout.rows_of_rank());
+    p.b = row_of<T>(e.active, first, e.hidden);
+  }
+  p.a_stride = p.m, p.b_stride = p.n;
+  return p;
+}
+
+// db1 = the sum of dT_M (peer 0), db2 = that of dY, weighed (peer 1): 64 columns. Each eighth of a warp has
+// every 32nd row, in their order, and what they have is summed in theirs. thread: of the crew, whose barrier
+// meet() is. shared: kBiasBytes of it.
+constexpr int kBiasBytes = kCrew / 8 * kBiasColumns * 4;
+
+template <class T, class Meet>
+__device__ __forceinline__ void bias_gradient(const Member& m, uint8_t* shared, const Task& task, int wide,
+                                              int thread, const Meet& meet) {
+  constexpr int kGroups = kCrew / 8;
+  auto& partial = *reinterpret_cast<float (*)[kGroups][kBiasColumns]>(shared);
+  const Experts& e = m.experts;
+  const Pass& pass = m.pass;
+  const Layout& layout = pass.layout;
+  const int group = thread / 8;
+  const int columns = task.peer == 0 ? wide : e.model, own = task.column * kBiasColumns + thread % 8 * 8;
+  float sum[8] = {};
+  for (int source = 0; source < layout.ranks && own < columns; ++source) {
+    const int rows = read(pass.announced_rows(source) + task.expert);
+    const auto* const weight =
+        reinterpret_cast<const float*>(pass.own() + layout.weights(source, task.expert));
+    const void* const begin =
+        task.peer == 0 ? row_of<T>(e.gradient, layout.first_row(source, task.expert), wide)
+                       : pass.at(pass.rank, {source, Round::kDispatch, Staging::kIncoming, task.expert, 0});
+    for (int row = group; row < rows; row += kGroups) {
+      float value[8] = {};
+      comet::add_vector<T>(value, load16(static_cast<const T*>(begin) + int64_t{row} * columns + own));
+      const float by = task.peer == 0 ? 1.0f : read(weight + row);
+      PMOE_UNROLL
+      for (int i = 0; i < 8; ++i) sum[i] += by * value[i];
+    }
+  }
+  PMOE_UNROLL
+  for (int i = 0; i < 8; ++i) write(&partial[group][thread % 8 * 8 + i], sum[i]);
+  meet();
+  const int column = task.column * kBiasColumns + thread;
+  if (thread >= kBiasColumns || column >= columns) return;
+  float all = 0.0f;
+  for (int i = 0; i < kGroups; ++i) all += read(&partial[i][thread]);
+  T* const to = static_cast<T*>(task.peer == 0 ? e.of_b1 : e.of_b2);
+  write(to + int64_t{task.expert} * columns + column, narrow<T>(all));
+}
+
+// The routing weights' gradients of a tile go home with its first columns of dX. parts: of a row's inner
+// products.
+template <class T>
+__device__ __forceinline__ void dots_home(const Member& m, const Task& task, int parts, int thread) {
+  const Experts& e = m.experts;
+  if (task.column == 0)
+    send_dots<T>(m.pass, task, e.dots, parts, static_cast<const T*>(e.b2), e.model, thread % 32, 32,
+                 thread / 32, kCrew / 32);
+}
+
+// ---- blocks
+
+// The life of a block of kThreads threads. process(member, number, index): a processor's, of the pass that is
+// launched for the member with this index.
+template <int kThreads, class Process>
+__device__ __forceinline__ void act(const Launch& launch, const Process& process) {
+  // Ranks take turns, so that the first blocks to come are some of every rank's.
+  const int ranks = launch.ranks, block = static_cast<int>(blockIdx.x) / ranks;
+  const int index = static_cast<int>(blockIdx.x) % ranks;
+  const Member& m = launch.of_rank[index];
+  const int thread = static_cast<int>(threadIdx.x);
+  if (block > 0) return process(m, block - 1, index);
+  if (thread < 32)
+    Scheduler(m.pass, thread, 32).run(kThreads - 32);
+  else
+    Subscriber(m.pass, thread - 32, kThreads - 32).run();
+  sync_warp();  // here, and not with the other blocks' warps at the end of the kernel
+}
+
+}  // namespace pmoe::flashdmoe

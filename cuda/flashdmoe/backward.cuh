@@ -25,8 +25,10 @@ __device__ __forceinline__ void multiply_back(const Member& m, AmpereShared& sha
   if (task.type == TaskType::kGemm0) {
     compute_first<T, kActivation>(m, shared, task, cell, InputRows::of<T>(m, task.peer, task.expert).begin);
   } else if (task.type == TaskType::kHiddenGradient) {
-    compute<T, Form::kInput, Epilogue::kHiddenGradient, kActivation>(
-        shared, hidden_gradient<T, kActivation>(m, task, cell), cell.tile(task, ampere::kColumns));
+    Problem p = hidden_gradient<T>(m.experts, m.pass.layout, m.pass.own(), kActivation, cell.first);
+    p.a = arrived(m.pass, task, Round::kDispatch), p.a_stride = m.experts.model;
+    compute<T, Form::kInput, Epilogue::kHiddenGradient, kActivation>(shared, p,
+                                                                     cell.tile(task, ampere::kColumns));
   } else {
     compute<T, Form::kInput, Epilogue::kPlain>(shared, input_gradient<T, kActivation>(m, task, cell),
                                                cell.tile(task, ampere::kColumns));

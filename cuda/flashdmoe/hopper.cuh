@@ -112,22 +112,22 @@ __device__ __forceinline__ void load_forward(const Member& m, HopperShared& shar
 
 // meanwhile(): what these warps do while the first stages are loaded.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, class Meanwhile>
-__device__ __forceinline__ void multiply(HopperShared& shared, const Meanwhile& meanwhile) {
+__device__ __forceinline__ void multiply(HopperShared& shared, const Problem& p, const Meanwhile& meanwhile) {
   meet_all();
   meanwhile();
+  sync_warp();
   const auto nothing = [](const Tile&) {};
   const OneTile walk = {shared.tile};
   const auto ring = Ring<hopper::kStages>::behind(read(&shared.steps));
   if constexpr (kForm == Form::kWeight)
-    hopper::multiply<T, kForm, kEpilogue, kActivation, 1>(shared.problem, shared.gemm, walk, nothing, ring,
-                                                          shared.pieces);
+    hopper::multiply<T, kForm, kEpilogue, kActivation, 1>(p, shared.gemm, walk, nothing, ring, shared.pieces);
   else
-    hopper::multiply<T, kForm, kEpilogue, kActivation, 1>(shared.problem, shared.gemm, walk, nothing, ring);
+    hopper::multiply<T, kForm, kEpilogue, kActivation, 1>(p, shared.gemm, walk, nothing, ring);
 }
 
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation = Activation::kNone>
 __device__ __forceinline__ void multiply(HopperShared& shared) {
-  multiply<T, kForm, kEpilogue, kActivation>(shared, [] {});
+  multiply<T, kForm, kEpilogue, kActivation>(shared, shared.problem, [] {});
 }
 
 template <class T, Activation kActivation>
@@ -142,14 +142,14 @@ __device__ __forceinline__ void multiply_forward(const Member& m, HopperShared& 
   if (routes) return;
   if (task.type != TaskType::kGemm0) return multiply<T, Form::kForward, Epilogue::kPlain>(shared);
   // Before the product, which leaves no registers for the task.
-  multiply<T, Form::kForward, Epilogue::kHidden, kActivation>(shared, [&]() PMOE_INLINE {
+  multiply<T, Form::kForward, Epilogue::kHidden, kActivation>(shared, shared.problem, [&]() PMOE_INLINE {
     if (m.experts.input != nullptr) keep_rows(m, task, CellTile(m.pass, task), thread);
   });
 }
 
 // ---- blocks
 
-// load(member, index, task, steps) and multiply(member, task, thread): a product's tile.
+// load(member, index, task, steps) and multiply(member, index, task, thread): a product's tile.
 template <class T, class Load, class Multiply>
 __device__ __forceinline__ void act_sm90a(const Launch& launch, HopperShared& shared, const Load& load,
                                           const Multiply& multiply) {
@@ -175,10 +175,10 @@ __device__ __forceinline__ void act_sm90a(const Launch& launch, HopperShared& sh
     } else {
       more_registers<kMultiplierRegisters>();
       live(pass, number, &shared.place, false, meet, [&](const Task& task) PMOE_INLINE {
-        const Member& m = launch.of_rank[again()];
-        const int thread = thread_again() - hopper::kLoaders;
+        const int own = again(), thread = thread_again() - hopper::kLoaders;
+        const Member& m = launch.of_rank[own];
         do_task<T>(m.pass, task, thread, kCrew / 32, 32,
-                   [&](const Task& product) PMOE_INLINE { multiply(m, product, thread); });
+                   [&](const Task& product) PMOE_INLINE { multiply(m, own, product, thread); });
       });
     }
   });
@@ -188,14 +188,14 @@ __device__ __forceinline__ void act_sm90a(const Launch& launch, HopperShared& sh
 
 template <class T, Activation kActivation>
 __global__ void __launch_bounds__(hopper::kThreads, 1)
-    forward_sm90a(const __grid_constant__ HopperLaunch<2> all) {
+    forward_sm90a(const __grid_constant__ HopperForward all) {
 #if PMOE_HOPPER_CODE
   auto& shared = *reinterpret_cast<HopperShared*>(shared_memory());
   act_sm90a<T>(
       all.launch, shared,
       [&](const Member& m, int index, const Task& task, uint32_t& steps)
           PMOE_INLINE { load_forward<T, kActivation>(m, shared, all.maps[index], task, steps); },
-      [&](const Member& m, const Task& task, int thread)
+      [&](const Member& m, int, const Task& task, int thread)
           PMOE_INLINE { multiply_forward<T, kActivation>(m, shared, task, thread); });
 #endif
 }

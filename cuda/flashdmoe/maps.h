@@ -5,6 +5,7 @@
 #include <cuda.h>
 
 #include "flashdmoe/experts.h"
+#include "grouped_gemm/problem.h"
 
 namespace pmoe::flashdmoe {
 
@@ -25,6 +26,14 @@ struct HopperLaunch {
   Maps<kProducts> maps[kMostVirtual];
   Launch launch;
 };
-static_assert(sizeof(HopperLaunch<5>) <= 32764, "more than a kernel's arguments");
+
+using HopperForward = HopperLaunch<2>;
+
+// The hidden gradient's epilogue has no registers for what is told of the product: it stays where a launch's
+// arguments are, for all cells' rows.
+struct HopperBackward : HopperLaunch<5> {
+  Problem hidden[kMostVirtual];
+};
+static_assert(sizeof(HopperBackward) <= 32764, "more than a kernel's arguments");
 
 }  // namespace pmoe::flashdmoe

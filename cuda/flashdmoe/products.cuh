@@ -142,19 +142,18 @@ struct InputRows {
   }
 };
 
-template <class T, Activation kActivation>
-__device__ __forceinline__ Problem hidden_gradient(const Member& m, const Task& task, const CellTile& cell) {
-  const Experts& e = m.experts;
-  const Layout& layout = m.pass.layout;
-  const int wide = wide_columns(e, kActivation);
+// But for A. own: this rank's heap. first: of the cell, among all cells' rows.
+template <class T>
+PMOE_HD Problem hidden_gradient(const Experts& e, const Layout& layout, const uint8_t* own,
+                                Activation activation, int64_t first) {
+  const int wide = wide_columns(e, activation);
   Problem p;
   p.n = e.hidden, p.k = e.model, p.b = e.w2;
-  p.a = arrived(m.pass, task, Round::kDispatch), p.a_stride = e.model;
-  p.hidden = row_of<T>(e.wide, cell.first, wide), p.hidden_stride = wide;
-  p.d = row_of<T>(e.gradient, cell.first, wide), p.d_stride = wide;
-  p.active = row_of<T>(e.active, cell.first, e.hidden), p.active_stride = e.hidden, p.weighs_active = 1;
-  p.weight = reinterpret_cast<const float*>(m.pass.own() + layout.weights(task.peer, task.expert));
-  p.row_dots = e.dots + cell.first, p.rows = static_cast<int>(layout.first_row(layout.ranks, 0));
+  p.hidden = row_of<T>(e.wide, first, wide), p.hidden_stride = wide;
+  p.d = row_of<T>(e.gradient, first, wide), p.d_stride = wide;
+  p.active = row_of<T>(e.active, first, e.hidden), p.active_stride = e.hidden, p.weighs_active = 1;
+  p.weight = reinterpret_cast<const float*>(own + layout.weights(0, 0)) + first;
+  p.row_dots = e.dots + first, p.rows = static_cast<int>(layout.first_row(layout.ranks, 0));
   return p;
 }
 

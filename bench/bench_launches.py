@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 import pmoe
-from bench.flashdmoe import OPERATIONS
+from pmoe.papers.flashdmoe_figures import OPERATIONS
 from pmoe.text import table
 
 _NAMES = """empty empty_like empty_strided new_empty new_empty_strided resize_ set_ as_strided view

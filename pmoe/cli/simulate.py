@@ -12,9 +12,8 @@ from typing import Any
 from pmoe.cli.arguments import refused_as, slack
 from pmoe.cli.cluster import load_cluster, tomllib
 from pmoe.cli.output import Output, by_key
-from pmoe.papers import comet_figures, fsmoe_table5, lancet_figures
+from pmoe.papers import comet_figures, flashdmoe_figures, fsmoe_table5, lancet_figures
 from pmoe.papers.assumptions import assumptions, wrapped
-from pmoe.papers.flashdmoe_table62 import table62
 from pmoe.planner.scale import ScaledModel, scaling, scaling_ends
 from pmoe.text import table
 
@@ -24,7 +23,7 @@ ABOUT = "a paper's experiment, or large models on many ranks, from stated task c
 TOLD = {
     "fsmoe-table5": "FSMoE's Table 5: five systems, 1,458 layers, Testbed B",
     "comet": "COMET's Table 3, the moves of n_c in its Fig. 8, and a fused layer beside a chunked one",
-    "flashdmoe": "FlashDMoE's Table 6.2: bytes of the symmetric tensor",
+    "flashdmoe": "FlashDMoE's Table 6.2, and its actors beside other layers, with a late peer, too",
     "lancet": "Lancet's section 7: a step of GPT-2 by system",
     "scale": "a step of three models on 8 to 4,096 ranks, and where they stop scaling",
 }
@@ -35,7 +34,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("experiment", choices=list(TOLD), help="; ".join(f"{name}: {told}" for name, told in TOLD.items()))
     both = "fsmoe-table5: seconds of collectives of both lanes together, over those alone"
     add("--contention", type=slack, metavar="C", help=f"{both} (default {fsmoe_table5.CONTENTION})")
-    drawn = "comet: the fused layer beside the chunked one, as a PNG"
+    drawn = "comet: the fused layer beside the chunked one; flashdmoe: a rank's actors; as a PNG"
     add("--draw", type=Path, metavar="FILE", help=drawn)
     add("--assumptions", action="store_true", help="print what is assumed, and simulate nothing")
 
@@ -91,8 +90,8 @@ def _scale() -> Simulation:
 TABLES: Mapping[str, Callable[..., Simulation]] = {
     "fsmoe-table5": fsmoe_table5.tables,
     "comet": comet_figures.tables,
-    "flashdmoe": lambda: {"table62": table62()},
+    "flashdmoe": flashdmoe_figures.tables,
     "lancet": lancet_figures.tables,
     "scale": _scale,
 }
-FIGURES = {"comet": comet_figures.beside_figure}
+FIGURES = {"comet": comet_figures.beside_figure, "flashdmoe": flashdmoe_figures.actors_figure}

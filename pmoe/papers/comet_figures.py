@@ -251,9 +251,10 @@ DRAWN_TOKENS = 16384
 
 
 def chunked_run(
-    arriving: Arriving, returning: Returning, device: DeviceRates, n: int
+    arriving: Arriving, returning: Returning, device: DeviceRates, n: int, late: float = 0.0
 ) -> list[Simulated[Task]]:
-    """pmoe's forward schedule in n chunks, simulated: what ASSUMPTIONS say of the chunked layer."""
+    """pmoe's forward schedule in n chunks, simulated: what ASSUMPTIONS say of the chunked layer. late:
+    seconds that the first all-to-all waits for a peer."""
     here, away = arriving.rows_WE[0], tuple(map(sum, zip(*arriving.rows_WE[1:], strict=True)))
     remote = sum(away) > 0
     stages = Stages(local=sum(here) > 0 or not remote, remote=remote)
@@ -281,11 +282,14 @@ def chunked_run(
         summed = sent(task) + sum(_rows_of_chunk(rows, task.chunk, n) for rows in here)
         return (summed + _rows_of_chunk(returning.tokens, task.chunk, n)) * out_bytes / all_local
 
+    def dispatched(task: Task) -> float:
+        return sent(task) * row_bytes / device.link_bytes + device.signal_seconds + late * (task.chunk == 0)
+
     costs: Mapping[Kind, TaskCost] = {
         Kind.LOCAL: local,
         Kind.COMPUTE: lambda task: products([_rows_of_chunk(rows, task.chunk, n) for rows in away]),
         Kind.GATHER: lambda task: 2 * sent(task) * row_bytes / all_local,
-        Kind.DISPATCH: lambda task: sent(task) * row_bytes / device.link_bytes + device.signal_seconds,
+        Kind.DISPATCH: dispatched,
         Kind.COMBINE: lambda task: sent(task) * out_bytes / device.link_bytes + device.signal_seconds,
         Kind.OUTPUT: output,
     }

@@ -64,15 +64,13 @@ LINES_OF_PROGRESS = re.compile(
     r"\b(counted|interleaved|in_turns|measure_quietly|told\.at|in_turn|timed_in_turns)\(|flush=True"
 )
 OF_OTHERS = {"bench_fairseq.py": "fairseq's own lines"}
-COMPUTED = {"flashdmoe.py"}
-"""They measure nothing, and are done within five seconds."""
 
 
 def test_every_benchmark_says_how_far_it_is() -> None:
     """By a loop that counts aloud, here or in a module of bench/ that it takes its loop from."""
     texts = {path.name: path.read_text("utf-8") for path in FILES}
     loops = {name for name, text in texts.items() if LINES_OF_PROGRESS.search(text)}
-    for script in set(SCRIPTS) - set(OF_OTHERS) - COMPUTED:
+    for script in set(SCRIPTS) - set(OF_OTHERS):
         used = {f"{name}.py" for name in re.findall(r"from bench\.(\w+) import", texts[script])}
         assert script in loops or (used & loops) - {"timing.py"}, script
 

@@ -467,8 +467,11 @@ def test_simulate_comet_tells_what_it_assumes(capsys: pytest.CaptureFixture[str]
     ("argv", "told"),
     [
         (["comet", "--contention", "1.5"], "--contention (1.5) is for fsmoe-table5, not for comet"),
-        (["fsmoe-table5", "--draw", "x.png"], "--draw (x.png) is for comet, without --assumptions"),
-        (["comet", "--assumptions", "--draw", "x.png"], "--draw (x.png) is for comet"),
+        (
+            ["fsmoe-table5", "--draw", "x.png"],
+            "is for comet, flashdmoe, without --assumptions",
+        ),
+        (["comet", "--assumptions", "--draw", "x.png"], "--draw (x.png) is for comet, flashdmoe"),
     ],
 )
 def test_simulate_refuses_what_belongs_to_the_other(

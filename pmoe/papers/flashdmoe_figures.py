@@ -1,8 +1,7 @@
-"""FlashDMoE's actors on a simulator: overlap efficiency, throughput, a late peer.
+"""Table 6.2 of FlashDMoE's thesis by formula, and its actors on a simulator: overlap efficiency, throughput,
+a late peer.
 
-    python bench/flashdmoe.py [--assumptions] [--draw FILE]
-
-`ASSUMPTIONS` were fixed before the first run, and nothing is fitted. The layer is COMET's
+What is assumed was fixed before the first run, and nothing is fitted. The layer is COMET's
 (`pmoe.papers.comet_tasks`), and so are writing to peers and the synchronous layer beside it.
 
 Letters: N ranks, H columns of a row, D of the hidden layer.
@@ -13,22 +12,17 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-import sys
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
+from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
-
-from bench.stated import assumptions, by_key, run
-from pmoe.papers.assumptions import printed, wrapped
-from pmoe.papers.comet_figures import busy_bars, chunked_run
+from pmoe.kernels.flashdmoe import TILE_ROWS
+from pmoe.papers.assumptions import printed
+from pmoe.papers.comet_figures import H800, busy_bars, chunked_run
 from pmoe.papers.comet_tasks import (
     PIECE_ROWS,
     TILE_COLUMNS,
-    TILE_ROWS,
     Arriving,
     DeviceRates,
     FusedTask,
@@ -45,18 +39,32 @@ from pmoe.planner.timeline import drawing
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ASSUMPTIONS = assumptions("flashdmoe")
+# ---- Table 6.2
+
+
+def symmetric_bytes(ranks: int, experts: int, capacity: int, row_bytes: int) -> int:
+    """Size(L) of P x R x B x E x C x H (section 5.3), two rounds and two buffers; experts: of a rank.
+
+    capacity: EC; a cell holds whole tiles of 128 rows. Example: 8, 2, 256, 4096 -> 64 MiB.
+    """
+    return ranks * 2 * 2 * experts * math.ceil(capacity / TILE_ROWS) * TILE_ROWS * row_bytes
+
+
+def table62() -> list[dict[str, Any]]:
+    """A row a line of Table 6.2, MB. rest: of the paper's bookkeeping without a hidden activation."""
+    rows = []
+    for thousands, experts, paper, bookkeeping in printed("flashdmoe table 6.2"):
+        capacity = thousands * 1024 // experts
+        size = symmetric_bytes(8, experts // 8, capacity, 4096) / 2**20
+        row = {"tokens": f"{thousands}K", "experts": experts, "EC": capacity, "cell": max(128, capacity)}
+        row |= {"Size(L)": size, "paper": paper, "bookkeeping, paper": bookkeeping}
+        rows.append({**row, "rest": bookkeeping - size})  # a hidden activation is as large as the tensor
+    return rows
+
 
 # ---- the actors
 
-H100 = DeviceRates(
-    blocks=132,
-    block_flops=247e12 / 132,
-    block_local_bytes=56e9,
-    block_peer_bytes=56e9,
-    link_bytes=300e9,
-    signal_seconds=2e-6,
-)
+H100 = replace(H800, block_flops=247e12 / H800.blocks, link_bytes=300e9)
 DECODE, SCHEDULE, LAUNCHED = 0.2e-6, 0.1e-6, 5e-6
 TOKENS, LAYER = 8192, Model(E=64, topk=2, N=2048, K=2048)
 NUMBERS = (2, 4, 8)
@@ -117,15 +125,14 @@ def first_come(tasks: Iterable[FusedTask], processors: int) -> list[Simulated[Fu
     order too.
     """
     tasks = list(tasks)
-    missing = {task.name: len(task.waits) for task in tasks}
-    users = defaultdict[str, list[int]](list)
-    for at, task in enumerate(tasks):
-        for name in task.waits:
-            users[name].append(at)
-    ready = [(0.0, at) for at, task in enumerate(tasks) if not task.waits]
-    free = {"processor": [0.0] * processors}
+    number = {task.name: at for at, task in enumerate(tasks)}
+    order = TopologicalSorter({task.name: task.waits for task in tasks})
+    order.prepare()
+    ready, free = list[tuple[float, int]](), {"processor": [0.0] * processors}
     done, ends = list[Simulated[FusedTask]](), dict[str, float]()
-    while ready:
+    while order.is_active():
+        for at in map(number.__getitem__, order.get_ready()):
+            heapq.heappush(ready, (max((ends[name] for name in tasks[at].waits), default=0.0), at))
         since, at = heapq.heappop(ready)
         task = tasks[at]
         servers = free.setdefault("processor" if task.lane.startswith("comm ") else task.lane, [0.0])
@@ -133,33 +140,28 @@ def first_come(tasks: Iterable[FusedTask], processors: int) -> list[Simulated[Fu
         ends[task.name] = end = start + task.seconds
         heapq.heapreplace(servers, end)
         done.append(Simulated(task=task, start=start, end=end))
-        for user in users[task.name]:
-            missing[tasks[user].name] -= 1
-            if not missing[tasks[user].name]:
-                heapq.heappush(ready, (max(ends[name] for name in tasks[user].waits), user))
+        order.done(task.name)
     return done
 
 
+def float32_layer(ranks: int, tokens: int = TOKENS) -> tuple[Arriving, Returning]:
+    """What arrives at a rank of so many, with so many tokens each, and what returns."""
+    arriving, returning = even_layer(LAYER, tokens * ranks, ep=ranks)
+    return replace(arriving, element_size=4), replace(returning, element_size=4)
+
+
 @functools.cache
-def actor_run(ranks: int, late: float = 0.0) -> list[Simulated[FusedTask]]:
+def actor_run(ranks: int, tokens: int = TOKENS, late: float = 0.0) -> list[Simulated[FusedTask]]:
     """FlashDMoE's layer on a rank of so many."""
-    arriving, _ = even_layer(LAYER, TOKENS * ranks, ep=ranks)
-    ends = {each.task.name: each.end for each in actor_run(ranks)} if late else None
-    return first_come(actor_tasks(replace(arriving, element_size=4), H100, late, ends), H100.blocks - 1)
+    ends = {each.task.name: each.end for each in actor_run(ranks, tokens)} if late else None
+    tasks = actor_tasks(float32_layer(ranks, tokens)[0], H100, late, ends)
+    return first_come(tasks, H100.blocks - 1)
 
 
-def synchronous_seconds(ranks: int) -> tuple[float, float]:
-    """Of the synchronous layer without launches, and of one of its all-to-alls."""
-    arriving, returning = (
-        replace(each, element_size=4) for each in even_layer(LAYER, TOKENS * ranks, ep=ranks)
-    )
-    run = chunked_run(arriving, returning, H100, 1)
-    return makespan(run), exchange_seconds(run)
-
-
-def exchange_seconds(run: Iterable[Simulated[Any]]) -> float:
-    """Of the longest all-to-all that sends rows away."""
-    return max(each.end - each.start for each in run if each.task.kind == "S")
+def synchronous_seconds(ranks: int, tokens: int = TOKENS) -> tuple[float, float]:
+    """Of the synchronous layer without launches, and of its all-to-all that sends rows away."""
+    run = chunked_run(*float32_layer(ranks, tokens), H100, 1)
+    return makespan(run), max(each.end - each.start for each in run if each.task.kind == "S")
 
 
 def scaled_layers() -> list[dict[str, Any]]:
@@ -171,12 +173,10 @@ def scaled_layers() -> list[dict[str, Any]]:
         run, (slow, _) = actor_run(ranks), synchronous_seconds(ranks)
         seconds, slow = makespan(run) + LAUNCHED, slow + OPERATIONS["Megatron-LM TE"] * LAUNCHED
         busy = sum(each.end - each.start for each in run if each.task.lane.startswith(("processor", "comm ")))
-        first = rows[0] if rows else {"ms": seconds * 1e3, "synchronous ms": slow * 1e3}
         row = {"GPUs": ranks, "ms": seconds * 1e3, "synchronous ms": slow * 1e3}
-        row |= {
-            "O_e": first["ms"] / row["ms"],
-            "synchronous O_e": first["synchronous ms"] / row["synchronous ms"],
-        }
+        first = rows[0] if rows else row
+        row["efficiency"] = first["ms"] / row["ms"]
+        row["synchronous efficiency"] = first["synchronous ms"] / row["synchronous ms"]
         row["processors busy %"] = 100 * busy / (H100.blocks - 1) / makespan(run)
         rows.append({**row, "Mtokens/s": TOKENS * ranks / seconds / 1e6})
     return rows
@@ -188,7 +188,7 @@ def late_peers() -> list[dict[str, Any]]:
     rows = []
     for ratio in (1.32, 11.0):
         late = (ratio - 1) * exchange
-        added = makespan(actor_run(8, late)) - alone
+        added = makespan(actor_run(8, late=late)) - alone
         row = {"all-to-all, p95": ratio, "late ms": late * 1e3, "synchronous ms": late * 1e3}
         rows.append({**row, "actors ms": added * 1e3, "hidden %": 100 * (1 - added / late)})
     return rows
@@ -214,59 +214,39 @@ def pair_run(
     return first, makespan(simulate(fused_combine_tasks(returning, H100, blocks[1], PAIR_COLUMNS), returns))
 
 
-def pipeline_seconds(arriving: Arriving, returning: Returning, n: int, late: float = 0.0) -> float:
-    """Of the engine's schedule in n chunks, whose first all-to-all waits for the late peer."""
-    run = chunked_run(arriving, returning, H100, n)
-    first = min((each for each in run if each.task.kind == "S"), key=lambda each: each.start).task.name
-    took = {each.task.name: each.end - each.start for each in run}
-    tasks = [each.task for each in run]
-    return makespan(simulate(tasks, lambda task: took[task.name] + late * (task.name == first)))
+def chunked_seconds(arriving: Arriving, returning: Returning, n: int, late: float = 0.0) -> float:
+    """Of the engine's schedule in n chunks and its launches; the first all-to-all waits for the late peer."""
+    return makespan(chunked_run(arriving, returning, H100, n, late)) + 4 * n * LAUNCHED
 
 
 def ways_by_size() -> list[dict[str, Any]]:
     """A row for each number of tokens a rank: ms by each way, then with a late peer."""
     rows = list[dict[str, Any]]()
     for tokens in SIZES:
-        layers = even_layer(LAYER, tokens * 8, ep=8)
-        arriving, returning = (replace(each, element_size=4) for each in layers)
-        exchange = exchange_seconds(chunked_run(arriving, returning, H100, 1))
+        (arriving, returning), (_, exchange) = float32_layer(8, tokens), synchronous_seconds(8, tokens)
         pairs = {n_c: pair_run(arriving, returning, (n_c, n_c)) for n_c in PAIR_BLOCKS}
         best = min(pairs, key=lambda n_c: pairs[n_c][0]), min(pairs, key=lambda n_c: pairs[n_c][1])
-        n = min(CHUNKS, key=lambda n: pipeline_seconds(arriving, returning, n) + 4 * n * LAUNCHED)
-        ends = {each.task.name: each.end for each in first_come(actor_tasks(arriving, H100), H100.blocks - 1)}
+        n = min(CHUNKS, key=lambda n: chunked_seconds(arriving, returning, n))
         row: dict[str, Any] = {"tokens": tokens}
         for name, late in (("", 0.0), (", late", 0.32 * exchange)):
-            actors = first_come(actor_tasks(arriving, H100, late, ends), H100.blocks - 1)
-            row[f"actors{name}"] = (makespan(actors) + LAUNCHED) * 1e3
+            row[f"actors{name}"] = (makespan(actor_run(8, tokens, late)) + LAUNCHED) * 1e3
             row[f"pair{name}"] = (sum(pair_run(arriving, returning, best, late)) + 2 * LAUNCHED) * 1e3
-            chunked = pipeline_seconds(arriving, returning, n, late) + 4 * n * LAUNCHED
-            row[f"pipeline{name}"] = chunked * 1e3
+            row[f"pipeline{name}"] = chunked_seconds(arriving, returning, n, late) * 1e3
         rows.append(row)
     return rows
-
-
-LANES = {"link": ("link", 1), "subscriber": ("subscriber", 1), "scheduler": ("scheduler", 1)}
 
 
 def actors_figure() -> Figure:
     """The actors of a rank of 8, alone and with a late peer. Needs matplotlib."""
     late = late_peers()[0]["late ms"] / 1e3
-    lanes = LANES | {"processors": (("processor", "comm "), H100.blocks - 1)}
-    runs = {"all alike": actor_run(8), f"one peer late by {late * 1e3:.2f} ms": actor_run(8, late)}
+    lanes: Any = {name: (name, 1) for name in ("link", "subscriber", "scheduler")}
+    lanes["processors"] = (("processor", "comm "), H100.blocks - 1)
+    runs = {"all alike": actor_run(8), f"one peer late by {late * 1e3:.2f} ms": actor_run(8, late=late)}
     panels = {name: busy_bars(run, lanes) for name, run in runs.items()}
     return drawing(panels, f"FlashDMoE's actors, {TOKENS} tokens a rank of 8 H100, simulated")
 
 
-def lines() -> Iterator[str]:
-    tables = {
-        f"actors beside a synchronous layer, {TOKENS:,} tokens a GPU": scaled_layers(),
-        "one of 8 peers late: what it adds": late_peers(),
-        "three ways, ms, by tokens a rank of 8, alone and with a peer that is late": ways_by_size(),
-    }
-    for title, rows in tables.items():
-        yield f"{title}\n\n{by_key(rows)}\n"
-    yield from wrapped(assumptions("flashdmoe, why"))
-
-
-if __name__ == "__main__":
-    run("flashdmoe", lines, actors_figure)
+def tables() -> dict[str, list[dict[str, Any]]]:
+    """What `pmoe simulate flashdmoe` prints."""
+    found = {"table62": table62(), "actors": scaled_layers()}
+    return {**found, "late peer": late_peers(), "three ways": ways_by_size()}

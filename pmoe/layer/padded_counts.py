@@ -41,24 +41,24 @@ def decide(call: Call) -> Decision:
     expert_TK, device = routed.routing.expert, routed.x_TM.device
     kind = kind_of(parts, routed.x_TM, routed.dtype)
     splits = splits_of(parts, kind.num_tokens, top_k=expert_TK.shape[1])
-    max_tokens, needs_grad = -(-splits.num_rows // expert_TK.shape[1]), kind.needs_grad
-    make_counts = functools.partial(
-        splits.counts, parts.ranks.size, max_tokens=max_tokens, needs_grad=needs_grad
-    )
-    on_host = make_counts(device=torch.device("cpu"))
+    max_tokens, host = -(-splits.num_rows // expert_TK.shape[1]), torch.device("cpu")
     inputs = make_inputs(parts, routed)
+
+    @functools.cache
+    def counts_on(where: torch.device) -> RankCounts:
+        return splits.counts(parts.ranks.size, where, max_tokens=max_tokens, needs_grad=kind.needs_grad)
 
     @functools.cache
     def padded() -> tuple[RankCounts, Orders, Tensor]:
         """What the pipeline takes; kept_E."""
         orders = Orders(parts, splits.expert_of_rows(device), None, Tokens(splits.num_rows))
         orders.padding, kept_E = make_padding(expert_TK, splits)
-        return make_counts(device=device), orders, kept_E
+        return counts_on(device), orders, kept_E
 
     def agree() -> Agreed:
         _compare(call, routed, kind)
         if may_fuse(parts, device, routed.dtype):
-            cells = replace(on_host, max_tokens=kind.num_tokens, max_rows=splits.capacity)
+            cells = replace(counts_on(host), max_tokens=kind.num_tokens, max_rows=splits.capacity)
             if (steps := find_steps(parts, inputs, cells)) is not None:
                 return Agreed(steps=steps)
         counts, orders, _ = padded()
@@ -70,7 +70,7 @@ def decide(call: Call) -> Decision:
         kept_E = torch.empty(splits.num_experts, dtype=torch.int32, device=device)
         chosen = Chosen(expert_TK=expert_TK, capacity=splits.capacity, counts_A=kept_E)
         runner = kernels_runner(parts, agreed.steps, chosen)
-        totals = CallCounts(on_host, kind.num_tokens, kept_E)
+        totals = CallCounts(counts_on(host), kind.num_tokens, kept_E)
         return Decision(
             call=call, routed=routed, inputs=inputs, runner=runner, counts=totals, restore=runner.restore
         )

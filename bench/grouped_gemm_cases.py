@@ -87,7 +87,7 @@ class Case:
 
 def tile_of(path: str) -> tuple[int, int, int]:
     """Rows, columns and depth of a tile, as the kernel's source has them."""
-    source = ROOT / "cuda" / "grouped_gemm" / {"sm_90a": "hopper.cuh", "sm_80": "ampere.cuh"}[path]
+    source = ROOT / "cuda" / "grouped_gemm" / {"sm_90a": "hopper_block.cuh", "sm_80": "ampere.cuh"}[path]
     found = re.search(r"kRows = (\d+), kColumns = (\d+), kDepth = (\d+)", source.read_text())
     if found is None:
         raise ValueError(f"{source} must say kRows, kColumns and kDepth in one line")

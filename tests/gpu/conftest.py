@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import secrets
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -35,8 +36,24 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What layers measure in tests, under a sanitizer maybe, is nothing to keep for the user."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PMOE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("PMOE_WAIT_SECONDS", "30")  # left out, a kernel waits as long as a collective
+        # Left out, a kernel waits as long as a collective.
+        patch.setenv("PMOE_WAIT_SECONDS", os.environ.get("PMOE_WAIT_SECONDS", "30"))
         yield
+
+
+@pytest.fixture(autouse=True)
+def device_lives() -> Iterator[None]:
+    """Ends this process where a test has lost its device: every later one would fail for it."""
+    yield
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            pytest.exit(f"the device is lost: {error}", returncode=1)
+        time.sleep(0.5)  # until the test's report is sent; a new worker goes on with the next test
+        os._exit(1)
 
 
 @pytest.fixture(autouse=True)

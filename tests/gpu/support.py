@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import pmoe
 from pmoe.comm.base import FlatAllToAll
-from pmoe.engine.arena import DevicePool
+from pmoe.engine.arena import Arena, DevicePool
 from pmoe.engine.cuda_lanes import CudaLanes
 from pmoe.engine.lanes import Action
 from pmoe.experts.base import ExpertRows
@@ -235,9 +235,9 @@ def slow_copies(
     run = CudaLanes.run
 
     def slow(self: CudaLanes, task: Task, action: Action) -> None:
-        def late(task: Task) -> Any:
+        def late() -> Any:
             torch.cuda._sleep(cycles)
-            return action(task)
+            return action()
 
         run(self, task, late if task.lane in copy_lanes else action)
         if task.lane in copy_lanes:
@@ -250,8 +250,8 @@ def poison_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ring slots of every pass hold NaN until a task writes them."""
     take = DevicePool.take
 
-    def poisoned(self: DevicePool, elements: int, like: Tensor) -> Tensor:
-        return take(self, elements, like).fill_(float("nan"))
+    def poisoned(self: DevicePool, elements: int, like: Tensor, arena: Arena) -> Tensor:
+        return take(self, elements, like, arena).fill_(float("nan"))
 
     monkeypatch.setattr(DevicePool, "take", poisoned)
 

@@ -212,6 +212,8 @@ def test_bits_do_not_depend_on_who_is_late_nor_on_the_division(
 ) -> None:
     case = Case(tokens=(700, 330), top_k=3, d_model=1032, d_hidden=520, activation="swiglu", dtype=dtype)
     world = World(case, random)
+    for weights in (world.w1, world.w2):
+        weights.mul_(2.0**-4)  # or results are more than float16 holds
     first = results(case, world, Division(4, 256), 0)
     assert all(each.isfinite().all() for each in first.values())
     for division, nap_seed in (

@@ -169,7 +169,8 @@ def test_kernels_of_a_forward_pass(
     launches: list[str], way: bool | str, needs_grad: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At most six, where the layer needs no more than the kernels do: all that there are, are told."""
-    layer = narrow_layer(fused=way, expert="swiglu", bias=False, d_model=256, d_hidden=512)
+    # In training mode a pass without gradients may be a checkpoint's first: its routing is remembered.
+    layer = narrow_layer(fused=way, expert="swiglu", bias=False, d_model=256, d_hidden=512).train(needs_grad)
     x = make_batch(4000, 256, torch.bfloat16)[0].requires_grad_(needs_grad)
     with contextlib.ExitStack() as modes:
         modes.enter_context(torch.set_grad_enabled(needs_grad))

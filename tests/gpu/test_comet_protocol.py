@@ -101,7 +101,8 @@ def test_each_missing_wait_is_noticed(monkeypatch: pytest.MonkeyPatch, planted: 
     """
     monkeypatch.setenv(WAIT_SECONDS, "0.5" if planted else "30")
     noticed = None
-    with integers(2, top_k=1, faults=InjectedFaults(nap_seed=11, not_waited=planted), seed=5) as world:
+    faults = InjectedFaults(nap_seed=11, not_waited=planted)
+    with integers(2, top_k=1, d_hidden=2048, faults=faults, seed=5) as world:  # tiles take their time
         for number in range(PLANTED_ROUNDS):
             try:
                 if bool(world.play(world.turn(number))):

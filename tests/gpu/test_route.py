@@ -165,7 +165,8 @@ def test_all_tokens_may_choose_one_expert() -> None:
 
 
 def check_gradient(got: Tensor, given: dict[str, Any], logits: Tensor, routes: Routes) -> None:
-    """At most twice the error of PyTorch in float32, against float64."""
+    """At most twice the error of PyTorch in float32, against float64. Terms of l_aux's size may cancel: their
+    rounding is nothing beside it."""
 
     def reference(dtype: torch.dtype) -> Tensor:
         def cast(value: Any) -> Any:
@@ -179,7 +180,9 @@ def check_gradient(got: Tensor, given: dict[str, Any], logits: Tensor, routes: R
     if not exact.numel():
         assert got.shape == exact.shape
         return
-    assert relative_norm(got, exact) <= 2 * relative_norm(reference(torch.float32), exact) + 1e-7
+    least = given["grad_l_aux"].item()
+    allowed = 2 * relative_norm(reference(torch.float32), exact, least) + 1e-7
+    assert relative_norm(got, exact, least) <= allowed
 
 
 @pytest.mark.sanitize

@@ -1,9 +1,10 @@
 """A layer of one rank, in six launches: the gate's product, routing (2), the experts' two products, the sum.
 
 Nothing travels and nothing is cut, so no task waits for another and no schedule is run. Tokens are gathered
-as the experts' first product loads them: the dispatched rows (T_DI) do not exist. Between the passes the
-layer holds its input, T_M, the logits and 12 bytes a slot (expert, weight, place); as everywhere, nothing of
-the activated hidden and of T_DO. Group sizes never reach the host.
+as the experts' first product loads them: forward has no dispatched rows (T_DI); backward makes them where it
+reads them, and lets them go at once. Between the passes the layer holds its input, T_M, the logits and 12
+bytes a slot (expert, weight, place); as everywhere, nothing of the activated hidden and of T_DO. Group sizes
+never reach the host.
 
 Letters: T tokens, K choices, N = T*K rows, E experts, M = d_model, H = d_hidden, G = H or 2H rows of w1.
 """
@@ -128,22 +129,24 @@ def _backward(
     x_TM, weight_TK, w1, w2, b2, hidden_NG, expert_TK, position_TK, ends_E = tensors
     tensors.clear()
     needs_x, needs_weight, _, needs_w1, needs_w2, needs_b1, needs_b2 = (*wanted, False, False)[:7]
-    top_k, grad_TM = weight_TK.shape[1], aligned_rows(grad_TM)
-    slots = RowSlots(slot_N=_inverse(position_TK), top_k=top_k)
-    scale = weight_TK.view(-1)
+    num_rows = hidden_NG.shape[0]
+    # Copies of gathered rows: a launch each, at the rate of memory, where products that gather take longer by
+    # more than that. There is room for them where of_rows_NM comes, or hidden_NG goes.
+    grad_NM = permute.permute(aligned_rows(grad_TM), position_TK, num_rows)
+    scale_N = weight_TK.new_empty(num_rows).index_copy_(0, position_TK.view(-1).long(), weight_TK.view(-1))
     # Products that only the parameters wait for come as soon as their operands can then be let go of:
     # there is no communication that they could fill the time of.
     grad_hidden_NG, active_NH, dot_N = grouped_gemm.hidden_gradient(
-        grad_TM, w2, hidden_NG, scale, ends_E, activation=activation, slots=slots, gathered=True,
-        weighs_active=True,
-    )  # fmt: skip
+        grad_NM, w2, hidden_NG, scale_N, ends_E, activation=activation, weighs_active=True
+    )
     del hidden_NG
     of_x = of_weight = of_w1 = of_w2 = of_b1 = of_b2 = None
     if needs_w2:
-        of_w2 = grouped_gemm.weight_gradient(grad_TM, active_NH, ends_E, slots=slots, gathers_grad=True)
+        of_w2 = grouped_gemm.weight_gradient(grad_NM, active_NH, ends_E)
     del active_NH
     if needs_b2:
-        of_b2 = grouped_gemm.sum_by_expert(grad_TM, ends_E, scale, slots=slots)
+        of_b2 = grouped_gemm.sum_by_expert(grad_NM, ends_E, scale_N)
+    del grad_NM
     if needs_weight:
         of_weight = dot_N.index_select(0, position_TK.view(-1)).view_as(weight_TK)
         if b2 is not None:
@@ -153,19 +156,14 @@ def _backward(
     if needs_b1:
         of_b1 = grouped_gemm.sum_by_expert(grad_hidden_NG, ends_E)
     if needs_w1:
-        of_w1 = grouped_gemm.weight_gradient(grad_hidden_NG, x_TM, ends_E, slots=slots, gathers_rows=True)
+        rows_NM = permute.permute(x_TM, position_TK, num_rows)
+        of_w1 = grouped_gemm.weight_gradient(grad_hidden_NG, rows_NM, ends_E)
+        del rows_NM
     if needs_x:
         of_rows_NM = grouped_gemm.input_gradient(grad_hidden_NG, w1, ends_E)
         del grad_hidden_NG
         of_x = permute.unpermute(of_rows_NM, position_TK)
     return [of_x, of_weight, None, of_w1, of_w2, of_b1, of_b2][: len(wanted)]
-
-
-def _inverse(position_TK: Tensor) -> Tensor:
-    """slot_N, which is quicker made again than kept."""
-    position_N = position_TK.view(-1)
-    slot_N = torch.arange(position_N.numel(), dtype=torch.int32, device=position_N.device)
-    return torch.empty_like(slot_N).index_copy_(0, position_N.long(), slot_N)
 
 
 # ---- a small case by the kernels beside the plain computation

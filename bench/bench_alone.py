@@ -33,8 +33,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
-import pmoe
-from bench.device import WARMUP, difference, file_name, need_gpu, part_seconds, show_gpu
+from bench.device import WARMUP, difference, drawn_layer, file_name, need_gpu, part_seconds, show_gpu
 from bench.timing import OUT, Timing, table, write_json
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.registry import GROUPED_MM, PMOE, PRODUCTS
@@ -109,14 +108,13 @@ class Step:
 
     def __init__(self, scenario: Scenario) -> None:
         torch.manual_seed(0)
-        self.layer = pmoe.MoELayer(
+        self.layer = drawn_layer(
             scenario.d_model,
             scenario.d_hidden,
             scenario.experts,
             scenario.top_k,
             expert="swiglu",
             bias=False,
-            device=DEVICE,
             dtype=torch.bfloat16,
         )
         shape = (scenario.tokens, scenario.d_model)

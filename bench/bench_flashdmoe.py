@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 import pmoe
 from bench.bench_alone import device_work
 from bench.bench_comet import DEVICE, LIMIT, Fused, Scenario, in_turn, timing
-from bench.device import difference, file_name, flush_buffer, need_gpu, show_gpu
+from bench.device import difference, drawn_layer, file_name, flush_buffer, need_gpu, show_gpu
 from bench.grouped_gemm_cases import MODELS, QUICK_ROWS, ROWS
 from bench.timing import OUT, table, write_json
 from bench.virtual_ranks import PersistentRanks
@@ -51,9 +51,9 @@ def measure_layers(scenario: Scenario, rounds: int, flush: Tensor) -> list[dict[
     layers: dict[str, pmoe.MoELayer] = {}
     for name, way in WAYS.items():
         torch.manual_seed(0)
-        layers[name] = pmoe.MoELayer(
+        layers[name] = drawn_layer(
             model.d_model, model.d_hidden, model.experts, model.top_k, expert="swiglu", bias=False, fused=way,
-            slack=2.0, dtype=torch.bfloat16, device=DEVICE,
+            slack=2.0, dtype=torch.bfloat16,
         )  # fmt: skip
     found = {name: layer(x) for name, layer in layers.items()}
     for name, layer in layers.items():
@@ -150,7 +150,7 @@ def main() -> None:
         torch.manual_seed(0)
         scenario = Scenario(model, num_rows)
         with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)  # of a way that falls back
+            warnings.filterwarnings("error", message="pmoe: ")  # of a way that falls back
             layers += measure_layers(scenario, rounds, flush)
         ranks += [measure_ranks(scenario, num_ranks, rounds, flush) for num_ranks in (2, 4)]
         del scenario

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+import pmoe
 from bench.timing import Timing
 from pmoe.kernels.grouped_gemm import launch
 from pmoe.measure.rounds import in_turns
@@ -73,6 +74,16 @@ def sharing(operand: Literal["none", "B", "A"], run: Callable[[], object]) -> Ca
             launch.SHARING = before
 
     return shared
+
+
+def drawn_layer(*sizes: int, **options: Any) -> pmoe.MoELayer:
+    """A layer on the GPU whose parameters are drawn there. Those of any other are drawn by the CPU, the same
+    on every machine: a billion of them take it some ten seconds."""
+    layer = pmoe.MoELayer(*sizes, device="meta", **options).to_empty(device="cuda")
+    for parameter in layer.parameters():
+        bound = parameter.shape[-1] ** -0.5
+        torch.nn.init.uniform_(parameter, -bound, bound)
+    return layer
 
 
 # ---- results

@@ -24,6 +24,10 @@ FINEST, LARGEST = 32, 2
 """Products are measured from a 32nd of a rank's even share of rows (chunks, and rows that stay) to twice as
 many (skewed routing). For fewer or more rows the unmeasured rule holds."""
 
+FUSED_SAVES = 0.05
+"""Of all products' seconds: less than what copies, sorting and activations of their own take beside them (a
+quarter on an H200, with products of more than a millisecond; `bench/bench_alone.py`)."""
+
 _measured: set[tuple[object, ...]] = set()
 
 
@@ -61,12 +65,23 @@ def measure_products(
 def slower_kernels(
     experts: StackedExperts, dtype: torch.dtype, device: torch.device, rows: int, *, needs_grad: bool
 ) -> str | None:
-    """A product of these experts for which pmoe's kernels are not chosen, in words; None if there is none."""
+    """Why one rank's kernels would be slower than the path of all layers, in words; None where they are not.
+
+    A product may be a little slower by itself: what is launched with it makes up for `FUSED_SAVES`.
+    """
+    taken, fastest = 0.0, 0.0
     for name, request in _products(experts, dtype, device, rows, needs_grad):
-        chosen = PRODUCTS.choose(request)
-        if chosen != PMOE:
+        chosen, found = PRODUCTS.choose(request), PRODUCTS.measured.get(request)
+        fixed = PRODUCTS.forced is not None or torch.are_deterministic_algorithms_enabled()
+        if chosen != PMOE and (fixed or found is None or PRODUCTS.competing(request) is None):
             return f"{chosen} is chosen for the {request.form} product of {name} with {rows} rows"
-    return None
+        if found is not None:
+            taken, fastest = taken + found.seconds[PMOE], fastest + min(found.seconds.values())
+    if taken <= (1 + FUSED_SAVES) * fastest:
+        return None
+    return (
+        f"products of {rows} rows take {taken * 1e3:.3g} ms by {PMOE}, {fastest * 1e3:.3g} ms by the fastest"
+    )
 
 
 def product_requests(

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pmoe
 from pmoe.engine.callbacks import Callback
-from pmoe.kernels.registry import PRODUCTS
-from pmoe.measure.products import slower_kernels
+from pmoe.kernels.registry import PRODUCTS, MeasuredChoice
+from pmoe.measure.products import _products, slower_kernels
 from pmoe.runners import one_rank as alone
 from tests.switched import switched_layer
 
@@ -265,3 +265,31 @@ def test_one_product_that_another_way_computes_faster_keeps_the_layer_off_this_p
         assert slower(True) is None
     with PRODUCTS.forcing("grouped_mm"):
         assert slower(False) == "grouped_mm is chosen for the forward product of w1 with 64 rows"
+
+
+@pytest.mark.parametrize(
+    "slowest, why", [(1.04, None), (1.07, "products of 64 rows take 6.42 ms by pmoe, 6 ms")]
+)
+def test_products_that_are_a_little_slower_are_made_up_for_by_what_is_launched_with_them(
+    slowest: float, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, device = make(torch.bfloat16), torch.device("cpu")
+    competing = {"pmoe": 1e-3 * slowest, "grouped_mm": 1e-3}
+    measured = MeasuredChoice(choice="grouped_mm", seconds=competing, when="2026-01-31T12:00:00+00:00")
+    asked = [request for _, request in _products(layer.experts, torch.bfloat16, device, 64, True)]
+    monkeypatch.setattr(PRODUCTS, "measured", dict.fromkeys(asked, measured))
+    monkeypatch.setattr(PRODUCTS, "competing", lambda request: tuple(competing))
+
+    def slower() -> str | None:
+        return slower_kernels(layer.experts, torch.bfloat16, device, 64, needs_grad=True)
+
+    assert slower() == (None if why is None else why + " by the fastest")
+    with PRODUCTS.forcing("loop"):
+        assert slower() == "loop is chosen for the forward product of w1 with 64 rows"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert slower() == "loop is chosen for the forward product of w1 with 64 rows"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    PRODUCTS.measured.popitem()
+    assert slower() == "loop is chosen for the weight product of w2 with 64 rows"

@@ -6,8 +6,7 @@ Both products of an expert of three models, 16384 routed rows whose experts are 
 are of unlike sizes; they are in the file): forward and both gradients, beside F.grouped_mm. Then what only
 pmoe's kernels do in one launch: the gated hidden with its activation, from rows that lie in order or are
 gathered; the product with routing weights; the way back through the nonlinearity; the weight gradient that is
-added to a float32 sum, and the one of gathered rows. Where PyTorch operations around F.grouped_mm give the
-same, they stand beside.
+added to a float32 sum. Where PyTorch operations around F.grouped_mm give the same, they stand beside.
 
 First every result is checked: a sample of its rows against float64, all of it against F.grouped_mm. Then all
 run in turn, round by round, by CUDA events, behind a write that empties the L2 cache, and the dense product

@@ -251,7 +251,7 @@ def fused_cases(routed: Routed, model: Model, tile: tuple[int, int, int]) -> Ite
         min_bytes=size(active, w2) + 2 * num_rows * num_model,
         fill=down * filled(num_model, columns) * filled(width, depth),
     )  # fmt: skip
-    grad = draw(routed.num_tokens, num_model)
+    grad, weight_N = draw(num_rows, num_model), weight_N1.flatten()
 
     def slope(products: Tensor, at: Tensor) -> Tensor:
         of_active = products * weight_N1[at].double()
@@ -260,21 +260,10 @@ def fused_cases(routed: Routed, model: Model, tile: tuple[int, int, int]) -> Ite
         return torch.cat([of_first, of_active * F.silu(first)], dim=1)
 
     yield Case(
-        name="gradient of the gated hidden, gathered",
+        name="gradient of the gated hidden",
         run=lambda: grouped_gemm.hidden_gradient(
-            grad, w2, hidden_NG, weight_S, ends, activation="swiglu", slots=slots, gathered=True,
-            weighs_active=True,
+            grad, w2, hidden_NG, weight_N, ends, activation="swiglu", weighs_active=True
         )[0],
-        exact=compare_rows(routed, grad.index_select(0, token_N), w2.transpose(1, 2), slope),
+        exact=compare_rows(routed, grad, w2.transpose(1, 2), slope),
         flop=flop // 2, min_bytes=size(grad, w2, hidden_NG) + written, fill=back_fill,
-    )  # fmt: skip
-    of_hidden = draw(num_rows, 2 * width)
-    yield Case(
-        name="w1's gradient, gathered",
-        run=lambda: grouped_gemm.weight_gradient(of_hidden, tokens, ends, slots=slots, gathers_rows=True),
-        rival=lambda: F.grouped_mm(of_hidden.t(), tokens.index_select(0, token_N), offs=ends),
-        exact=compare_columns(routed, of_hidden, x),
-        flop=flop,
-        min_bytes=size(of_hidden, tokens, w1),
-        fill=filled(2 * width, rows) * filled(num_model, columns) * groups_filled(routed.counts, depth),
     )  # fmt: skip

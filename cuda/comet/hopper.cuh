@@ -162,10 +162,10 @@ __global__ void __launch_bounds__(hopper::kThreads, 1) dispatch_gemm(const __gri
                                     (block - r.communicating) / beside,
                                     (r.blocks - r.communicating) / beside));
   if (thread < hopper::kLoaders) {
-    fewer_registers<hopper::kLoaderRegisters<kForm>>();
+    fewer_registers<hopper::kLoaderRegisters>();
     if (thread < 32) load_as_rows_arrive<kForm, kHalves>(f, board, shared, WarpWalk(walk));
   } else {
-    more_registers<hopper::kMultiplierRegisters<kForm>>();
+    more_registers<hopper::kMultiplierRegisters>();
     hopper::multiply<T, kForm, kEpilogue, kActivation, 1>(f.problem, shared.gemm, WarpWalk(walk),
                                                           [](const Tile&) {});
   }
@@ -197,14 +197,14 @@ __global__ void __launch_bounds__(hopper::kThreads, 1) gemm_combine(const __grid
   const BesideWalk walk(ColumnWalk(board, of_pairs, Shape(), (block - r.communicating) / beside,
                                    (r.blocks - r.communicating) / beside));
   if (thread < hopper::kLoaders) {
-    fewer_registers<hopper::kLoaderRegisters<kForm>>();
+    fewer_registers<hopper::kLoaderRegisters>();
     const hopper::Loader<kForm, false, 1> loader{f.a_map, f.b_map, f.problem, hopper::rank_in_cluster()};
     Ring<hopper::kStages> ring;
     Tile tile;
     if (thread == 0)
       for (auto tiles = walk; tiles.next(tile);) hopper::load_tile(loader, shared.gemm, tile, ring);
   } else {
-    more_registers<hopper::kMultiplierRegisters<kForm>>();
+    more_registers<hopper::kMultiplierRegisters>();
     hopper::multiply<T, kForm, Epilogue::kPlain, Activation::kNone, 1>(
         f.problem, shared.gemm, WarpWalk(walk), [&](const Tile& tile) {
           sync_named(2, hopper::kMultipliers);

@@ -38,8 +38,8 @@ static_assert(kRoutingBytes<HopperRouting> <= offsetof(hopper::Shared, exchange)
 #if PMOE_HOPPER_CODE
 
 // Of all registers, whatever is multiplied.
-constexpr int kLoaderRegisters = hopper::kLoaderRegisters<Form::kForward>;
-constexpr int kMultiplierRegisters = hopper::kMultiplierRegisters<Form::kForward>;
+constexpr int kLoaderRegisters = hopper::kLoaderRegisters;
+constexpr int kMultiplierRegisters = hopper::kMultiplierRegisters;
 
 // The warp that loads and those that multiply.
 __device__ __forceinline__ void meet_all() { sync_named(2, 32 + hopper::kMultipliers); }

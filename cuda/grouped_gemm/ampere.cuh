@@ -51,8 +51,8 @@ struct Loader {
   // Sources of A's lines, where they do not change with the step.
   __device__ __forceinline__ void find_rows(const Tile& tile, Tall& source) const {
     find_sources(
-        p.a_gathered ? p.slot : nullptr, p.top_k, tile.group_begin, tile.group_rows,
-        [&](int i) { return tile.row + tall.line(i); }, source);
+        kForm == Form::kForward && p.a_gathered ? p.slot : nullptr, p.top_k, tile.group_begin,
+        tile.group_rows, [&](int i) { return tile.row + tall.line(i); }, source);
   }
 
   template <class Pieces>
@@ -62,10 +62,12 @@ struct Loader {
     if constexpr (kForm == Form::kWeight) {
       Flat of_a, of_b;
       const auto own = pieces.step(tile, step);
-      const auto line = [&](int i) { return own.depth + flat.line(i); };
-      const int32_t *slot_a = p.a_gathered ? p.slot : nullptr, *slot_b = p.b_gathered ? p.slot : nullptr;
-      find_sources(slot_a, p.top_k, own.a_begin, own.rows, line, of_a);
-      find_sources(slot_b, p.top_k, own.b_begin, own.rows, line, of_b);
+      PMOE_UNROLL
+      for (int i = 0; i < BoxCopy<kThreads, kDepth>::kPerThread; ++i) {
+        const int line = own.depth + flat.line(i);
+        of_a[i] = line < own.rows ? own.a_begin + line : -1;
+        of_b[i] = line < own.rows ? own.b_begin + line : -1;
+      }
       for (int i = 0; i < 2; ++i) {
         const int offset = i * box_bytes(kDepth), columns = i * kBoxColumns;
         flat.template copy<T>(a + offset, p.a, p.a_stride, of_a, tile.row + columns, p.m);

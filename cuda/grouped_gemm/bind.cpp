@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <stdexcept>
 #include <string>
 
 #include "common/on_device.h"
@@ -56,18 +57,21 @@ int multiprocessors() {
 void grouped_gemm(int device, Address stream, bool hopper, int element, int form, int epilogue,
                   int activation, Address a, int64_t a_rows, int64_t a_stride, Address b, int64_t b_rows,
                   int64_t b_stride, Address d, int64_t d_stride, Address ends, int experts, int rows, int m,
-                  int n, int k, Address slot, int top_k, bool a_gathered, bool b_gathered, Address bias,
-                  Address weight, Address active, int64_t active_stride, Address hidden,
-                  int64_t hidden_stride, Address row_dots, bool weighs_active, bool wide, bool accumulates,
-                  int sharing, int spare, Address next_tile) {
+                  int n, int k, Address slot, int top_k, bool a_gathered, Address bias, Address weight,
+                  Address active, int64_t active_stride, Address hidden, int64_t hidden_stride,
+                  Address row_dots, bool weighs_active, bool wide, bool accumulates, int sharing, int spare,
+                  Address next_tile) {
   GroupedGemm which = {static_cast<Element>(element), static_cast<Form>(form),
                        static_cast<Epilogue>(epilogue), static_cast<pmoe::Activation>(activation)};
+  if (which.form != Form::kForward && (slot != 0 || a_gathered))
+    throw std::invalid_argument("slot and a_gathered must be left out of form " + std::to_string(form) +
+                                ": only form 0, forward, gathers rows or has weights by slot");
   pmoe::Problem p;
   p.a = at<void>(a), p.b = at<void>(b), p.d = at<void>(d);
   p.a_stride = a_stride, p.b_stride = b_stride, p.d_stride = d_stride;
   p.ends = at<const int32_t>(ends), p.slot = at<const int32_t>(slot), p.top_k = pmoe::Divisor(top_k);
   p.experts = experts, p.rows = rows, p.m = m, p.n = n, p.k = k;
-  p.a_gathered = a_gathered, p.b_gathered = b_gathered;
+  p.a_gathered = a_gathered;
   p.bias = at<void>(bias), p.weight = at<const float>(weight);
   p.active = at<void>(active), p.active_stride = active_stride;
   p.hidden = at<void>(hidden), p.hidden_stride = hidden_stride;
@@ -88,11 +92,10 @@ void bind_grouped_gemm(py::module_& m) {
         arg("element"), arg("form"), arg("epilogue") = 0, arg("activation") = 0, arg("a"), arg("a_rows"),
         arg("a_stride"), arg("b"), arg("b_rows") = 0, arg("b_stride") = 0, arg("d"), arg("d_stride"),
         arg("ends"), arg("experts"), arg("rows"), arg("m") = 0, arg("n"), arg("k") = 0, arg("slot") = 0,
-        arg("top_k") = 1, arg("a_gathered") = false, arg("b_gathered") = false, arg("bias") = 0,
-        arg("weight") = 0, arg("active") = 0, arg("active_stride") = 0, arg("hidden") = 0,
-        arg("hidden_stride") = 0, arg("row_dots") = 0, arg("weighs_active") = false, arg("wide") = false,
-        arg("accumulates") = false, arg("sharing") = 0, arg("spare") = 0, arg("next_tile") = 0,
-        py::call_guard<py::gil_scoped_release>(),
+        arg("top_k") = 1, arg("a_gathered") = false, arg("bias") = 0, arg("weight") = 0, arg("active") = 0,
+        arg("active_stride") = 0, arg("hidden") = 0, arg("hidden_stride") = 0, arg("row_dots") = 0,
+        arg("weighs_active") = false, arg("wide") = false, arg("accumulates") = false, arg("sharing") = 0,
+        arg("spare") = 0, arg("next_tile") = 0, py::call_guard<py::gil_scoped_release>(),
         "One launch of a grouped product; see cuda/grouped_gemm/problem.h.");
   m.def(
       "row_dot_parts",

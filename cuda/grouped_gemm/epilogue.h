@@ -58,8 +58,9 @@ class Store {
     for (int h = 0; h < 2; ++h) {
       const int own = lane / 4 + 8 * h;
       weight_[h] = 1.0f;
+      const bool by_slot = kForm == Form::kForward && p.slot != nullptr;
       if (kForm != Form::kWeight && p.weight != nullptr && own < left_)
-        weight_[h] = read(p.weight + (p.slot != nullptr ? read(p.slot + first_ + own) : first_ + own));
+        weight_[h] = read(p.weight + (by_slot ? read(p.slot + first_ + own) : first_ + own));
       dot_[h] = 0.0f;
     }
   }

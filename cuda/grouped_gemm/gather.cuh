@@ -36,34 +36,21 @@ struct BoxCopy {
 };
 
 // Which rows of an operand stand for kCount of the N, a group's lines line(i): those of group_rows and more
-// are -1. slot is null where rows stand for themselves, else a row stands for its slot's token. In two parts:
-// all loads are on their way, none behind a branch, before the first is waited for.
-template <int kCount, class Line>
-__device__ __forceinline__ void fetch_sources(const int32_t* slot, int group_begin, int group_rows,
-                                              const Line& line, int32_t (&raw)[kCount]) {
-  PMOE_UNROLL
-  for (int i = 0; i < kCount; ++i) {
-    raw[i] = group_begin + smaller(line(i), group_rows - 1);
-    if (slot != nullptr) raw[i] = read(slot + raw[i]);
-  }
-}
-
-template <int kCount, class Line>
-__device__ __forceinline__ void resolve_sources(const int32_t* slot, const Divisor& top_k, int group_rows,
-                                                const Line& line, const int32_t (&raw)[kCount],
-                                                int32_t (&source)[kCount]) {
-  PMOE_UNROLL
-  for (int i = 0; i < kCount; ++i) {
-    source[i] = slot != nullptr ? top_k.divide(raw[i]) : raw[i];
-    if (line(i) >= group_rows) source[i] = -1;
-  }
-}
-
+// are -1. slot is null where rows stand for themselves, else a row stands for its slot's token.
 template <int kCount, class Line>
 __device__ __forceinline__ void find_sources(const int32_t* slot, const Divisor& top_k, int group_begin,
                                              int group_rows, const Line& line, int32_t (&source)[kCount]) {
-  fetch_sources(slot, group_begin, group_rows, line, source);
-  resolve_sources(slot, top_k, group_rows, line, source, source);
+  // All loads are on their way, none behind a branch, before the first is waited for.
+  PMOE_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    source[i] = group_begin + smaller(line(i), group_rows - 1);
+    if (slot != nullptr) source[i] = read(slot + source[i]);
+  }
+  PMOE_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    if (slot != nullptr) source[i] = top_k.divide(source[i]);
+    if (line(i) >= group_rows) source[i] = -1;
+  }
 }
 
 }  // namespace pmoe

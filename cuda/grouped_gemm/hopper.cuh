@@ -1,7 +1,7 @@
 // The grouped product on Hopper: one warpgroup loads, two multiply. Operands travel by the tensor memory
-// accelerator (gathered ones by cp.async) through a ring of stages in shared memory; warpgroup products read
-// them there. The grid is persistent: while the multiplying warpgroups store a tile, the loading one fills
-// the ring for the next.
+// accelerator (A's gathered rows by cp.async) through a ring of stages in shared memory; warpgroup products
+// read them there. The grid is persistent: while the multiplying warpgroups store a tile, the loading one
+// fills the ring for the next.
 //
 // Two blocks may form a cluster: they compute tiles one below the other, which have B in common (kCluster is
 // 2), or side by side, which have A (Problem::beside is). Each loads half of it for both, so that a third, or
@@ -105,19 +105,16 @@ __device__ __forceinline__ void load_by_tma(const Loader<kForm, kHalves, kCluste
   for (Tile tile; next(tile);) load_tile(loader, shared, tile, ring);
 }
 
-// All loading threads copy gathered rows, and the first issues the loads of the other operand. Copies are
-// announced kLag stages later, when they have landed: each thread waits for its own, and makes them visible
-// to warpgroup products, before its warp arrives.
-template <class T, Form kForm, bool kHalves, int kCluster>
-__device__ __forceinline__ void load_by_copies(const Loader<kForm, kHalves, kCluster>& loader, Shared& shared,
-                                               BlockWalk<kForm, kHalves, kCluster> walk) {
-  constexpr bool kByRow = kForm == Form::kWeight;  // sources change with the step, not with the tile
-  constexpr int kLines = kByRow ? kDepth : kRows;
+// All loading threads copy A's gathered rows, and the first issues the loads of B. Copies are announced kLag
+// stages later, when they have landed: each thread waits for its own, and makes them visible to warpgroup
+// products, before its warp arrives.
+template <class T, bool kHalves, int kCluster>
+__device__ __forceinline__ void load_by_copies(const Loader<Form::kForward, kHalves, kCluster>& loader,
+                                               Shared& shared,
+                                               BlockWalk<Form::kForward, kHalves, kCluster> walk) {
   const Problem& p = loader.p;
   const int thread = static_cast<int>(threadIdx.x);
-  const BoxCopy<kLoaders, kLines> boxes(thread);
-  using Source = int32_t[BoxCopy<kLoaders, kLines>::kPerThread];
-  const bool a_gathered = !kByRow || p.a_gathered, b_gathered = kByRow && p.b_gathered;
+  const BoxCopy<kLoaders, kRows> boxes(thread);
   // Stages, from which the ring's own is told: there is no register for it.
   uint32_t issued = 0, announced = 0;
   const auto announce_but = [&](uint32_t left) {
@@ -135,56 +132,23 @@ __device__ __forceinline__ void load_by_copies(const Loader<kForm, kHalves, kClu
   };
   Tile tile;
   while (next(tile)) {
-    // raw: of the next step, fetched while this one waits for its stage. Zeros, or what the last tile had
-    // would stay in registers for a group without rows.
-    Source source, raw = {};
-    const auto fetch = [&](int first) {
-      fetch_sources(
-          p.slot, tile.group_begin, tile.group_rows, [&](int i) { return first + boxes.line(i); }, raw);
-    };
-    const auto resolve = [&](int first) {
-      resolve_sources(
-          p.slot, p.top_k, tile.group_rows, [&](int i) { return first + boxes.line(i); }, raw, source);
-    };
-    const int first = kByRow ? 0 : tile.row;
-    if (tile.group_rows > 0) fetch(first);
-    if constexpr (!kByRow) resolve(first);
-    for (int step = 0, end = steps<kForm>(p, tile); step < end; ++step) {
-      if constexpr (kByRow) {
-        resolve(step * kDepth);
-        if (step + 1 < end) fetch((step + 1) * kDepth);
-      }
+    int32_t source[BoxCopy<kLoaders, kRows>::kPerThread];
+    find_sources(
+        p.slot, p.top_k, tile.group_begin, tile.group_rows, [&](int i) { return tile.row + boxes.line(i); },
+        source);
+    for (int step = 0, end = steps<Form::kForward>(p, tile); step < end; ++step) {
       const uint32_t stage = issued % kStages;
-      uint8_t* a = shared.a[stage];
-      uint8_t* b = shared.b[stage];
       uint64_t* full = &shared.full[stage];
       mbarrier_wait(&shared.empty[stage], (issued / kStages % 2) ^ 1);
       if (thread == 0) {
-        mbarrier_arrive_expect(full, (a_gathered ? 0 : kBytesA) + (b_gathered ? 0 : kBytesB));
-        if (!a_gathered) loader.load_a(a, full, tile, tile.group_begin, step * kDepth);
-        if (!b_gathered) loader.load_b(b, full, tile, tile.group_begin, step * kDepth);
+        mbarrier_arrive_expect(full, kBytesB);
+        loader.load_b(shared.b[stage], full, tile, tile.group_begin, step * kDepth);
       }
-      if constexpr (kByRow) {
-        if (a_gathered)
-          for (int i = 0; i < 2; ++i)
-            boxes.template copy<T>(a + i * box_bytes(kDepth), p.a, p.a_stride, source,
-                                   tile.row + i * kBoxColumns, p.m);
-        if (b_gathered)
-          for (int i = 0; i < 4; ++i)
-            boxes.template copy<T>(b + i * box_bytes(kDepth), p.b, p.b_stride, source,
-                                   tile.column + i * kBoxColumns, p.n);
-      } else {
-        boxes.template copy<T>(a, p.a, p.a_stride, source, step * kDepth, p.k);
-      }
+      boxes.template copy<T>(shared.a[stage], p.a, p.a_stride, source, step * kDepth, p.k);
       cp_async_commit();
       ++issued;
       cp_async_wait<kLag>();
       announce_but(kLag);
-    }
-    // Behind a tile without a step the next ones are not handed on before those of the stages are multiplied.
-    if (kByRow && tile.group_rows == 0) {
-      cp_async_wait<0>();
-      announce_but(0);
     }
   }
   cp_async_wait<0>();
@@ -347,25 +311,26 @@ __global__ void __launch_bounds__(kThreads, 1)
 #if PMOE_HOPPER_CODE
   constexpr bool kHalves = are_halves(kEpilogue, kActivation);
   Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
-  const bool copies = p.a_gathered || p.b_gathered;
+  const bool copies = kForm == Form::kForward && p.a_gathered;
   if (threadIdx.x == 0) {
-    if (!p.a_gathered) tma_prefetch(&a_map);
-    if (!p.b_gathered) tma_prefetch(&b_map);
+    if (!copies) tma_prefetch(&a_map);
+    tma_prefetch(&b_map);
     init_barriers(shared, copies ? 1 + kLoaders / 32 : 1, kCluster * p.beside, copies ? kLoaders / 32 : 1);
   }
   meet_before(kCluster * p.beside);
   // What both branches need is worked out in each: at the branch a thread has few registers.
   using Walk = BlockWalk<kForm, kHalves, kCluster>;
   if (threadIdx.x < kLoaders) {
-    fewer_registers<kLoaderRegisters<kForm>>();
+    fewer_registers<kLoaderRegisters>();
     if (threadIdx.x == 0) Walk::begin(p);
     const Loader<kForm, kHalves, kCluster> loader{a_map, b_map, p, rank_in_cluster()};
-    if (copies)
+    if (!copies) {
+      if (threadIdx.x == 0) load_by_tma(loader, shared, Walk());
+    } else if constexpr (kForm == Form::kForward) {
       load_by_copies<T>(loader, shared, Walk());
-    else if (threadIdx.x == 0)
-      load_by_tma(loader, shared, Walk());
+    }
   } else {
-    more_registers<kMultiplierRegisters<kForm>>();
+    more_registers<kMultiplierRegisters>();
     multiply<T, kForm, kEpilogue, kActivation, kCluster>(p, shared, Walk(), [](const Tile&) {});
   }
   meet_behind(kCluster * p.beside);

@@ -44,12 +44,8 @@ struct Shared {
 
 constexpr int kSharedBytes = sizeof(Shared);
 
-// 65536 registers in all, given by eights a thread. Where sources change with every step, loaders hold those
-// of two.
-template <Form kForm>
-constexpr int kLoaderRegisters = kForm == Form::kWeight ? 56 : 40;
-template <Form kForm>
-constexpr int kMultiplierRegisters = kForm == Form::kWeight ? 224 : 232;
+// A thread; 65536 in all, given by eights.
+constexpr int kLoaderRegisters = 40, kMultiplierRegisters = 232;
 
 // Columns of the result a tile has; of each half where a tile holds matching columns of both.
 PMOE_HD constexpr int tile_columns(bool halves) { return halves ? kColumns / 2 : kColumns; }

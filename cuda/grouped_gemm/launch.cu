@@ -111,7 +111,7 @@ void encode_maps(Element element, Form form, const Problem& p, int64_t a_rows, i
                                                : matrices(b, p.n, p.k, p.experts, hopper::kDepth);
   // What is gathered is not loaded by a map, and may lie as maps cannot say.
   if (!p.a_gathered) encode(a_map, element, of_a);
-  if (!p.b_gathered) encode(b_map, element, of_b);
+  encode(b_map, element, of_b);
 }
 
 const GroupedGemmPath hopper_path = {

@@ -1,8 +1,8 @@
 // One grouped product: what is multiplied, for which rows, and what becomes of the result.
 //
 // N rows are sorted by expert; expert e owns rows ends[e - 1] to ends[e] (ends[-1] = 0). Group sizes are on
-// the device and nowhere else. Rows of an operand may be gathered: row r then stands in row slot[r] / top_k
-// of what is given, as tokens do that are routed to top_k experts.
+// the device and nowhere else. Rows of form kForward's A may be gathered: row r then stands in row slot[r] /
+// top_k of what is given, as tokens do that are routed to top_k experts.
 #pragma once
 #include "common/activation.h"
 #include "common/host_device.h"
@@ -33,12 +33,12 @@ struct Problem {
   int64_t a_stride = 0, b_stride = 0, d_stride = 0;  // elements between rows; b's only where it has N rows
 
   const int32_t* ends = nullptr;
-  const int32_t* slot = nullptr;  // (N), where rows are gathered or weights are by slot
+  const int32_t* slot = nullptr;  // (N), kForward: where rows are gathered or weights are by slot
   Divisor top_k;
   int experts = 0;
   int rows = 0;  // N; more than ends[E - 1] are left alone
   int m = 0, n = 0, k = 0;
-  int a_gathered = 0, b_gathered = 0;
+  int a_gathered = 0;  // kForward
 
   const void* bias = nullptr;     // (E, n), of the operands' type
   const float* weight = nullptr;  // by slot where there are slots, else by row

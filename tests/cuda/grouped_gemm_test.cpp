@@ -37,7 +37,8 @@ struct Case {
   int m = 0, n = 0, k = 0;
   bool hopper = true;
   Sharing sharing = Sharing::kNothing;
-  bool gated = false, gathered_a = false, gathered_b = false, bias = false, weighted = false;
+  bool gated = false, bias = false, weighted = false;
+  bool gathered = false;  // forward products alone gather
   Activation activation = Activation::kGelu;
   bool wide = false, accumulates = false, weighs_active = false, no_hidden = false;
   int top_k = 1, spare_rows = 0;
@@ -60,9 +61,9 @@ std::string told(const Case& c, const char* form) {
                      " groups";
   for (int g : c.groups) text += " " + std::to_string(g);
   return text + " m " + std::to_string(c.m) + " n " + std::to_string(c.n) + " k " + std::to_string(c.k) +
-         " gated " + std::to_string(c.gated) + " gathered " + std::to_string(c.gathered_a) +
-         std::to_string(c.gathered_b) + " bias " + std::to_string(c.bias) + " weighted " +
-         std::to_string(c.weighted) + " seed " + std::to_string(c.seed);
+         " gated " + std::to_string(c.gated) + " gathered " + std::to_string(c.gathered) + " bias " +
+         std::to_string(c.bias) + " weighted " + std::to_string(c.weighted) + " seed " +
+         std::to_string(c.seed);
 }
 
 // By the product's own launch, which encodes maps for the emulator (runtime/).
@@ -74,7 +75,7 @@ void run(const Case& c, Problem p, Form form, Epilogue epilogue, Activation acti
   p.beside = c.sharing == Sharing::kA ? 2 : 1;
   const int blocks = static_cast<int>(c.grid) * which.cluster * p.beside;
   stub::seed = c.seed, stub::eagerness = c.eagerness;
-  path.launch(which, p, c.gathered_a ? sources : p.rows, c.gathered_b ? sources : p.rows, blocks, nullptr);
+  path.launch(which, p, c.gathered ? sources : p.rows, p.rows, blocks, nullptr);
 }
 
 template <class T>
@@ -94,9 +95,8 @@ struct Operands {
     for (int i = 0; i < slots; ++i) weight.push_back(0.25f + 0.5f * random());
   }
 
-  int source(const Case& c, bool gathered, int r) const { return gathered ? slot[r] / c.top_k : r; }
-  bool by_slot(const Case& c) const { return c.gathered_a || c.gathered_b; }
-  float weight_of(const Case& c, int r) const { return c.weighted ? weight[by_slot(c) ? slot[r] : r] : 1.0f; }
+  int source(const Case& c, int r) const { return c.gathered ? slot[r] / c.top_k : r; }
+  float weight_of(const Case& c, int r) const { return c.weighted ? weight[c.gathered ? slot[r] : r] : 1.0f; }
   int expert(int r) const {
     int e = 0;
     while (r >= ends[e]) ++e;
@@ -107,12 +107,12 @@ struct Operands {
 template <class T>
 void common(const Case& c, const Operands<T>& o, Problem& p) {
   p.ends = o.ends.data();
-  p.slot = o.by_slot(c) ? o.slot.data() : nullptr;
+  p.slot = c.gathered ? o.slot.data() : nullptr;
   p.top_k = Divisor(c.top_k);
   p.experts = static_cast<int>(c.groups.size());
   p.rows = o.rows;
   p.m = c.m, p.n = c.n, p.k = c.k;
-  p.a_gathered = c.gathered_a, p.b_gathered = c.gathered_b;
+  p.a_gathered = c.gathered;
   p.weight = c.weighted ? o.weight.data() : nullptr;
   emu::forget_arrays();
   emu::register_array("ends", o.ends.data(), o.ends.size() * 4, false);
@@ -141,7 +141,7 @@ void test_plain(const Case& c) {
   Random random{std::mt19937(c.seed)};
   const Operands<T> o(c, random);
   const int experts = static_cast<int>(c.groups.size()), stride = c.k + 8;
-  const int sources = c.gathered_a ? o.sources : larger(o.rows, 1);
+  const int sources = c.gathered ? o.sources : larger(o.rows, 1);
   auto a_memory = random_rows<T>(random, size_t(sources) * stride),
        b_memory = random_rows<T>(random, size_t(experts) * c.n * c.k);
   auto bias_memory = random_rows<T>(random, size_t(experts) * c.n);
@@ -172,7 +172,7 @@ void test_plain(const Case& c) {
       const int e = o.expert(r);
       double sum = c.bias ? widen(bias[size_t(e) * c.n + j]) : 0, size = 0;
       for (int i = 0; i < c.k; ++i) {
-        const double x = widen(a[size_t(o.source(c, c.gathered_a, r)) * stride + i]);
+        const double x = widen(a[size_t(o.source(c, r)) * stride + i]);
         const double y = kForm == Form::kForward ? widen(b[(size_t(e) * c.n + j) * c.k + i])
                                                  : widen(b[(size_t(e) * c.k + i) * c.n + j]);
         sum += x * y, size += std::fabs(x * y);
@@ -187,7 +187,7 @@ void test_hidden_of(const Case& c) {
   Random random{std::mt19937(c.seed)};
   const Operands<T> o(c, random);
   const int experts = static_cast<int>(c.groups.size()), stride = c.k, hidden = kGated ? c.n / 2 : c.n;
-  const int sources = c.gathered_a ? o.sources : larger(o.rows, 1);
+  const int sources = c.gathered ? o.sources : larger(o.rows, 1);
   auto a_memory = random_rows<T>(random, size_t(sources) * stride),
        b_memory = random_rows<T>(random, size_t(experts) * c.n * c.k);
   auto bias_memory = random_rows<T>(random, size_t(experts) * c.n);
@@ -223,7 +223,7 @@ void test_hidden_of(const Case& c) {
         const int column = half * hidden + j;
         double sum = c.bias ? widen(bias[size_t(e) * c.n + column]) : 0, size = 0;
         for (int i = 0; i < c.k; ++i) {
-          const double u = widen(a[size_t(o.source(c, c.gathered_a, r)) * stride + i]),
+          const double u = widen(a[size_t(o.source(c, r)) * stride + i]),
                        v = widen(b[(size_t(e) * c.n + column) * c.k + i]);
           sum += u * v, size += std::fabs(u * v);
         }
@@ -248,9 +248,8 @@ void test_hidden_gradient_of(const Case& c) {
   Random random{std::mt19937(c.seed)};
   const Operands<T> o(c, random);
   const int experts = static_cast<int>(c.groups.size()), stride = c.k, width = kGated ? 2 * c.n : c.n;
-  const int sources = c.gathered_a ? o.sources : larger(o.rows, 1);
   const size_t rows = larger(o.rows, 1);
-  auto a_memory = random_rows<T>(random, size_t(sources) * stride),
+  auto a_memory = random_rows<T>(random, rows * stride),
        b_memory = random_rows<T>(random, size_t(experts) * c.n * c.k);
   auto hidden_memory = random_rows<T>(random, rows * width, 2);
   T *a = aligned(a_memory), *b = aligned(b_memory), *hidden = aligned(hidden_memory);
@@ -263,7 +262,7 @@ void test_hidden_gradient_of(const Case& c) {
   p.a = a, p.a_stride = stride, p.b = b, p.d = d, p.d_stride = width, p.active = active,
   p.active_stride = c.n;
   p.hidden = hidden, p.hidden_stride = width, p.row_dots = dots.data(), p.weighs_active = c.weighs_active;
-  emu::register_array("A", a, size_t(sources) * stride * 2, false);
+  emu::register_array("A", a, rows * stride * 2, false);
   emu::register_array("B", b, size_t(experts) * c.n * c.k * 2, false);
   emu::register_array("T_M", hidden, rows * width * 2, false);
   emu::register_array("dT_M", d, rows * width * 2, true);
@@ -282,8 +281,7 @@ void test_hidden_gradient_of(const Case& c) {
     for (int j = 0; j < c.n; ++j) {
       double grad = 0, size = 0;
       for (int i = 0; i < c.k; ++i) {
-        const double u = widen(a[size_t(o.source(c, c.gathered_a, r)) * stride + i]),
-                     v = widen(b[(size_t(e) * c.k + i) * c.n + j]);
+        const double u = widen(a[size_t(r) * stride + i]), v = widen(b[(size_t(e) * c.k + i) * c.n + j]);
         grad += u * v, size += std::fabs(u * v);
       }
       const float x = widen(hidden[size_t(r) * width + j]);
@@ -316,18 +314,14 @@ void test_weight(const Case& c) {
   Random random{std::mt19937(c.seed)};
   const Operands<T> o(c, random);
   const int experts = static_cast<int>(c.groups.size());
-  const size_t rows_a = c.gathered_a ? o.sources : larger(o.rows, 1),
-               rows_b = c.gathered_b ? o.sources : larger(o.rows, 1);
+  const size_t rows = larger(o.rows, 1);
   const int stride_a = c.m + 8, stride_b = c.n + 16;
-  auto a_memory = random_rows<T>(random, rows_a * stride_a),
-       b_memory = random_rows<T>(random, rows_b * stride_b);
+  auto a_memory = random_rows<T>(random, rows * stride_a), b_memory = random_rows<T>(random, rows * stride_b);
   T *a = aligned(a_memory), *b = aligned(b_memory);
   // What lies behind a group must not be touched by arithmetic: infinity times zero is no zero.
   for (int r = o.total; r < o.rows; ++r) {
-    if (!c.gathered_a)
-      for (int i = 0; i < c.m; ++i) a[r * stride_a + i] = narrow<T>(INFINITY);
-    if (!c.gathered_b)
-      for (int i = 0; i < c.n; ++i) b[r * stride_b + i] = narrow<T>(INFINITY);
+    for (int i = 0; i < c.m; ++i) a[r * stride_a + i] = narrow<T>(INFINITY);
+    for (int i = 0; i < c.n; ++i) b[r * stride_b + i] = narrow<T>(INFINITY);
   }
   const size_t count = size_t(experts) * c.m * c.n;
   std::vector<float> wide_memory(count + 8, NAN);
@@ -342,8 +336,8 @@ void test_weight(const Case& c) {
   p.a = a, p.b = b, p.a_stride = stride_a, p.b_stride = stride_b;
   p.d = c.wide ? static_cast<void*>(wide) : thin, p.d_stride = c.n, p.wide = c.wide,
   p.accumulates = c.accumulates;
-  emu::register_array("A", a, rows_a * stride_a * 2, false);
-  emu::register_array("B", b, rows_b * stride_b * 2, false);
+  emu::register_array("A", a, rows * stride_a * 2, false);
+  emu::register_array("B", b, rows * stride_b * 2, false);
   emu::register_array("D", p.d, count * (c.wide ? 4 : 2), true);
   const auto text = told(c, "weight");
   try {
@@ -357,8 +351,7 @@ void test_weight(const Case& c) {
         const size_t at = (size_t(e) * c.m + i) * c.n + j;
         double sum = before[at], size = 0;
         for (int r = e ? o.ends[e - 1] : 0; r < o.ends[e]; ++r) {
-          const double x = widen(a[o.source(c, c.gathered_a, r) * stride_a + i]),
-                       y = widen(b[o.source(c, c.gathered_b, r) * stride_b + j]);
+          const double x = widen(a[r * stride_a + i]), y = widen(b[r * stride_b + j]);
           sum += x * y, size += std::fabs(x * y);
         }
         if (c.wide)
@@ -391,11 +384,16 @@ constexpr struct {
 } kPaths[] = {
     {true, Sharing::kNothing}, {true, Sharing::kB}, {true, Sharing::kA}, {false, Sharing::kNothing}};
 
+Case in_place(Case c) {
+  c.gathered = false;
+  return c;
+}
+
 void every_form(Case c) {
   for (const auto& path : kPaths) {
     c.hopper = path.hopper, c.sharing = path.sharing;
     test_plain<bf16, Form::kForward>(c);
-    test_plain<bf16, Form::kInput>(c);
+    test_plain<bf16, Form::kInput>(in_place(c));
   }
 }
 
@@ -413,11 +411,11 @@ int main(int argc, char** argv) {
     c.grid = 1 + seed % 3;
     c.spare_rows = seed % 2 ? 5 : 0;
     every_form(c);
-    c.gathered_a = true, c.top_k = 1 + seed % 3, c.bias = true, c.weighted = true, c.n = 40, c.k = 136;
+    c.gathered = true, c.top_k = 1 + seed % 3, c.bias = true, c.weighted = true, c.n = 40, c.k = 136;
     every_form(c);
     for (const auto& path : kPaths) {
       c.hopper = path.hopper, c.sharing = path.sharing;
-      c.gathered_a = seed % 2, c.k = 72, c.n = 272, c.bias = seed % 3 == 0;
+      c.gathered = seed % 2, c.k = 72, c.n = 272, c.bias = seed % 3 == 0;
       c.activation = static_cast<Activation>(1 + seed % 3);
       test_hidden<bf16, true>(c);
       c.n = 136;
@@ -426,18 +424,17 @@ int main(int argc, char** argv) {
       test_hidden<bf16, true>(c);
       c.no_hidden = false;
       c.n = 264, c.weighs_active = seed % 2;
-      test_hidden_gradient<bf16, true>(c);
+      test_hidden_gradient<bf16, true>(in_place(c));
       c.n = 72;
-      test_hidden_gradient<fp16, false>(c);
+      test_hidden_gradient<fp16, false>(in_place(c));
       c.bias = false;
-      c.m = 72, c.n = 264, c.k = 0, c.gathered_a = c.gathered_b = false, c.wide = seed % 2,
-      c.accumulates = false;
+      c.gathered = false;
+      c.m = 72, c.n = 264, c.k = 0, c.wide = seed % 2, c.accumulates = false;
       test_weight<bf16>(c);
-      c.gathered_a = true, c.wide = c.accumulates = true, c.m = 136, c.n = 40;
+      c.wide = c.accumulates = true, c.m = 136, c.n = 40;
       test_weight<bf16>(c);
-      c.gathered_a = false, c.gathered_b = true, c.wide = c.accumulates = false;
+      c.wide = c.accumulates = false;
       test_weight<fp16>(c);
-      c.gathered_a = true, c.gathered_b = false;
     }
   }
   // A ring that goes round several times, at every haste of what is asynchronous.
@@ -446,20 +443,19 @@ int main(int argc, char** argv) {
     Case c;
     c.groups = {130, 0, 70}, c.n = 40, c.k = 64 * 6 + 8, c.seed = ++seed, c.eagerness = eagerness, c.grid = 2;
     every_form(c);
-    c.gathered_a = true, c.top_k = 2;
+    c.gathered = true, c.top_k = 2;
     every_form(c);
     c.m = 40, c.groups = {400, 70};
     for (const auto& path : kPaths) {
       c.hopper = path.hopper, c.sharing = path.sharing;
-      test_weight<bf16>(c);
+      test_weight<bf16>(in_place(c));
     }
   }
-  // Tiles without a step behind one of a step, more of them than are handed on ahead: nothing waits for
-  // copies that are announced by later ones.
+  // Tiles without a step behind one of a step, more of them than are handed on ahead.
   for (int eagerness : {0, 100}) {
     Case c;
     c.groups = {10, 0, 0, 0, 70, 0, 0, 0, 0, 5}, c.m = 40, c.n = 40, c.seed = ++seed, c.eagerness = eagerness,
-    c.grid = 1, c.gathered_a = true, c.top_k = 2;
+    c.grid = 1;
     for (const auto& path : kPaths) {
       c.hopper = path.hopper, c.sharing = path.sharing;
       test_weight<bf16>(c);
@@ -476,7 +472,7 @@ int main(int argc, char** argv) {
         c.groups.push_back(draw(0, 3) ? draw(0, 140) : draw(0, 1) * draw(100, 400));
       c.seed = 1000 + i, c.eagerness = draw(0, 100), c.grid = draw(1, 4), c.spare_rows = draw(0, 9);
       c.n = 16 * draw(1, 20), c.k = 8 * draw(1, 40), c.m = 8 * draw(1, 24), c.top_k = draw(1, 4);
-      c.bias = draw(0, 1), c.weighted = draw(0, 1), c.gathered_a = draw(0, 1);
+      c.bias = draw(0, 1), c.weighted = draw(0, 1), c.gathered = draw(0, 1);
       c.activation = static_cast<Activation>(draw(1, 3)), c.weighs_active = draw(0, 1),
       c.no_hidden = draw(0, 1);
       every_form(c);
@@ -485,10 +481,10 @@ int main(int argc, char** argv) {
       test_hidden<fp16, false>(c);
       Case back = c;
       back.weighted = true, back.bias = false;
-      test_hidden_gradient<bf16, true>(back);
-      test_hidden_gradient<fp16, false>(back);
-      c.gathered_b = !c.gathered_a && draw(0, 1), c.wide = draw(0, 1), c.accumulates = c.wide && draw(0, 1);
-      test_weight<bf16>(c);
+      test_hidden_gradient<bf16, true>(in_place(back));
+      test_hidden_gradient<fp16, false>(in_place(back));
+      c.wide = draw(0, 1), c.accumulates = c.wide && draw(0, 1);
+      test_weight<bf16>(in_place(c));
     }
   }
   std::printf(failures ? "%d failures\n" : "ok\n", failures);

@@ -249,13 +249,11 @@ def operand_size(activation: str, hidden: Tensor) -> Tensor:
     return gate.abs() * up.abs()
 
 
-def check_input_gradient(case: Case, num_in: int, num_out: int, *, gathered: bool = False) -> None:
-    given, g = case.rows(num_out, gathered)
+def check_input_gradient(case: Case, num_in: int, num_out: int) -> None:
+    given, g = case.rows(num_out)
     weight, w = case.weight(num_out, num_in)
     out = Guarded.poisoned(case.num_rows, num_in, case.dtype)
-    grouped_gemm.input_gradient(
-        given.matrix, weight, case.ends, slots=case.slots, gathered=gathered, out=out.matrix
-    )
+    grouped_gemm.input_gradient(given.matrix, weight, case.ends, out=out.matrix)
     w = w.transpose(1, 2)
     case.compare(out.read(), case.times(g, w), SUMS * case.times(g.abs(), w.abs()))
 
@@ -266,12 +264,11 @@ def check_hidden_gradient(
     width: int,
     activation: str,
     *,
-    gathered: bool = False,
     weighs_active: bool = False,
     place: str = "own",
 ) -> None:
     columns = 2 * width if activation == "swiglu" else width
-    given, g = case.rows(num_model, gathered)
+    given, g = case.rows(num_model)
     weight, w = case.weight(num_model, width)
     hidden, h = case.rows(columns)
     scale, s = case.scale()
@@ -279,8 +276,8 @@ def check_hidden_gradient(
     active = Guarded.poisoned(case.num_rows, width, case.dtype)
     into = hidden.matrix[:, :width] if place == "active in hidden" else active.matrix
     _, _, dots = grouped_gemm.hidden_gradient(
-        given.matrix, weight, hidden.matrix, scale, case.ends, activation=activation, slots=case.slots,
-        gathered=gathered, weighs_active=weighs_active, out=out.matrix, active=into,
+        given.matrix, weight, hidden.matrix, scale, case.ends, activation=activation,
+        weighs_active=weighs_active, out=out.matrix, active=into,
     )  # fmt: skip
     w = w.transpose(1, 2)
     of_active, size = case.times(g, w), case.times(g.abs(), w.abs())
@@ -322,21 +319,16 @@ def check_weight_gradient(
     *,
     wide: bool = False,
     accumulate: bool = False,
-    gathers_grad: bool = False,
-    gathers_rows: bool = False,
 ) -> None:
-    grad, g = case.rows(num_out, gathers_grad)
-    rows, x = case.rows(num_in, gathers_rows)
+    grad, g = case.rows(num_out)
+    rows, x = case.rows(num_in)
     experts, dtype = len(case.counts), torch.float32 if wide else case.dtype
     before = case.draw(experts, num_out, num_in, dtype=dtype)
     whole = torch.full((experts + 2, num_out, num_in), NAN, dtype=dtype)
     if accumulate:
         whole[1:-1] = before
     whole = whole.to(DEVICE)
-    grouped_gemm.weight_gradient(
-        grad.matrix, rows.matrix, case.ends, slots=case.slots, gathers_grad=gathers_grad,
-        gathers_rows=gathers_rows, out=whole[1:-1], accumulate=accumulate,
-    )  # fmt: skip
+    grouped_gemm.weight_gradient(grad.matrix, rows.matrix, case.ends, out=whole[1:-1], accumulate=accumulate)
     expected, size = case.gradient(g, x), case.gradient(g.abs(), x.abs())
     if accumulate:
         expected, size = expected + case.exact(before), size + case.exact(before).abs()
@@ -364,21 +356,17 @@ HIDDEN = [
     ({"spare": 37}, {"bias": True}),
     ({"top_k": 2, "spare": 5}, {"gathered": True, "bias": True}),
 ]
-INPUT = [({}, {}), ({"spare": 37}, {}), ({"top_k": 2, "spare": 5}, {"gathered": True})]
+INPUT: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {}), ({"spare": 37}, {})]
 HIDDEN_GRADIENT = [
     ({}, {}),
     ({"spare": 37}, {"weighs_active": True}),
-    ({"top_k": 3}, {"place": "out in hidden"}),
-    ({}, {"place": "active in hidden"}),
-    ({"top_k": 2, "spare": 5}, {"gathered": True, "weighs_active": True}),
+    ({}, {"place": "out in hidden"}),
+    ({"spare": 5}, {"place": "active in hidden", "weighs_active": True}),
 ]
 WEIGHT = [
     ({}, {}),
     ({"spare": 37}, {"wide": True}),
     ({"spare": 37}, {"wide": True, "accumulate": True}),
-    ({"top_k": 2, "spare": 5}, {"gathers_rows": True}),
-    ({"top_k": 3, "spare": 5}, {"gathers_grad": True, "wide": True}),
-    ({"top_k": 2}, {"gathers_grad": True, "gathers_rows": True, "wide": True, "accumulate": True}),
 ]
 
 
@@ -392,15 +380,17 @@ def everything(case: Case, num_in: int, width: int) -> Callable[[], list[Tensor]
     )  # float16 holds it
     scale, _ = case.scale()
     slots, ends, x = case.slots, case.ends, source.matrix
+    assert slots is not None
+    rows, row_scale = x[slots.slot_N.long() // slots.top_k], scale[slots.slot_N.long()]
 
     def run() -> list[Tensor]:
         hidden, active = grouped_gemm.hidden(x, w1, ends, activation="swiglu", slots=slots)
         assert hidden is not None
         out = grouped_gemm.product(active, w2, ends, scale=scale, slots=slots)
         of_hidden, weighted, dots = grouped_gemm.hidden_gradient(
-            grad.matrix, w2, hidden, scale, ends, activation="swiglu", slots=slots, weighs_active=True
+            grad.matrix, w2, hidden, row_scale, ends, activation="swiglu", weighs_active=True
         )
-        of_w1 = grouped_gemm.weight_gradient(of_hidden, x, ends, slots=slots, gathers_rows=True)
+        of_w1 = grouped_gemm.weight_gradient(of_hidden, rows, ends)
         of_w2 = grouped_gemm.weight_gradient(grad.matrix, weighted, ends)
         of_x = grouped_gemm.input_gradient(of_hidden, w1, ends)
         return [hidden, active, out, of_hidden, weighted, dots, of_w1, of_w2, of_x]

@@ -151,7 +151,7 @@ def test_few_rows_by_every_kernel(random: torch.Generator) -> None:
             check_hidden(Case(random, counts, dtype, **of_case), *sizes, activation, **options)
         for of_case, options in INPUT[1:]:
             check_input_gradient(Case(random, counts, dtype, **of_case), *sizes, **options)
-        for activation, (of_case, options) in itertools.product(("relu", "swiglu"), HIDDEN_GRADIENT[1::3]):
+        for activation, (of_case, options) in itertools.product(("relu", "swiglu"), HIDDEN_GRADIENT[1::2]):
             check_hidden_gradient(Case(random, counts, dtype, **of_case), *sizes, activation, **options)
         for of_case, options in WEIGHT:
             check_weight_gradient(Case(random, counts, dtype, **of_case), *sizes, **options)
@@ -163,7 +163,6 @@ def test_a_stage_is_used_again_and_again(random: torch.Generator) -> None:
     check_product(Case(random, (9, 5), top_k=2), 584, 8, gathered=True)
     check_product(Case(random, (9, 5)), 584, 8)
     check_weight_gradient(Case(random, (3, 585)), 8, 8)
-    check_weight_gradient(Case(random, (3, 585), top_k=2), 8, 8, gathers_rows=True)
 
 
 # ---- many tiles a block, checked on the device
@@ -182,9 +181,9 @@ def test_blocks_that_compute_many_tiles(random: torch.Generator, dtype: torch.dt
     check_product(case(), 1024, 1408, bias=True, scaled=True)
     check_hidden(case(top_k=2), 1024, 1408, "swiglu", gathered=True)
     check_input_gradient(case(), 1024, 1408)
-    check_hidden_gradient(case(top_k=2), 1024, 1408, "swiglu", gathered=True, weighs_active=True)
+    check_hidden_gradient(case(), 1024, 1408, "swiglu", weighs_active=True)
     check_weight_gradient(case(), 1024, 1408)
-    check_weight_gradient(case(top_k=2), 1024, 1408, wide=True, accumulate=True, gathers_rows=True)
+    check_weight_gradient(case(), 1024, 1408, wide=True, accumulate=True)
 
 
 def test_a_row_of_nan_spoils_no_other_expert(random: torch.Generator) -> None:

@@ -79,14 +79,12 @@ def test_a_cuda_graph_holds_the_launches_and_reads_the_groups_anew(random: torch
     out = Guarded.poisoned(170, 136, torch.bfloat16)
     of_weight = torch.full((3, 136, 72), NAN, device=DEVICE)
     source = case.draw(case.num_tokens, 72).to(DEVICE)
+    in_place = torch.full((170, 72), NAN, dtype=torch.bfloat16, device=DEVICE)
     weight, w = case.weight(136, 72)
 
     def run() -> None:
-        options: dict[str, Any] = {"slots": case.slots}
-        grouped_gemm.product(source, weight, case.ends, gathered=True, out=out.matrix, **options)
-        grouped_gemm.weight_gradient(
-            out.matrix, source, case.ends, gathers_rows=True, out=of_weight, **options
-        )
+        grouped_gemm.product(source, weight, case.ends, slots=case.slots, gathered=True, out=out.matrix)
+        grouped_gemm.weight_gradient(out.matrix, in_place, case.ends, out=of_weight)
 
     run()  # what is loaded at the first launch is loaded outside the graph
     torch.cuda.synchronize()
@@ -96,6 +94,7 @@ def test_a_cuda_graph_holds_the_launches_and_reads_the_groups_anew(random: torch
         case.ends.copy_(torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32))
         values = case.draw(case.num_tokens, 72)
         source.copy_(values)
+        in_place.copy_(values[case.slot // 2])
         out.matrix.fill_(NAN)
         replay()
         rows = values[case.slot // 2].double()
@@ -189,12 +188,12 @@ class Fine:
 
     def back(self, **other: Any) -> Tensor:
         return grouped_gemm.weight_gradient(
-            **{"grad": self.grad, "rows": self.x, "ends_E": self.ends, **other}
+            **{"grad_NO": self.grad, "rows_NI": self.x, "ends_E": self.ends, **other}
         )
 
     def way_back(self, **other: Any) -> Any:
         given = {
-            "grad": self.grad, "weight_EMH": self.w, "hidden_NG": self.x, "scale": self.scale,
+            "grad_NM": self.grad, "weight_EMH": self.w, "hidden_NG": self.x, "scale_N": self.scale,
             "ends_E": self.ends, "activation": "relu", **other,
         }  # fmt: skip
         return grouped_gemm.hidden_gradient(**given)
@@ -280,7 +279,7 @@ BAD: dict[str, tuple[Callable[[Fine], object], str]] = {
         r"bias of shape \(2, 64\) must have the shape \(2, 128\)",
     ),
     "gradient's rows": (
-        lambda f: f.back(grad=f.grad[:9]),
+        lambda f: f.back(grad_NO=f.grad[:9]),
         r"grad of 9 rows must have as many as rows \(10\)",
     ),
     "accumulating": (

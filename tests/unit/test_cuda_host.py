@@ -177,12 +177,16 @@ def test_a_product_fills_the_device_in_whole_clusters(cuda: ModuleType) -> None:
     assert cuda.stub_num_encoded() == 2 + 2 + 2 + 0 + 2
 
 
-def test_gathered_operands_need_no_maps(cuda: ModuleType) -> None:
-    slots = torch.zeros(64, dtype=INT).data_ptr()
-    product(cuda, a_gathered=True, slot=slots, a=8)  # as no map could have it
-    assert cuda.stub_num_encoded() == 1
-    product(cuda, form=2, m=64, a_gathered=True, b_gathered=True, slot=slots, a=8, b=8)
+def test_gathered_rows_need_no_map(cuda: ModuleType) -> None:
+    product(cuda, a_gathered=True, slot=torch.zeros(64, dtype=INT).data_ptr(), a=8)  # as no map could have it
     assert cuda.stub_num_encoded() == 1 and cuda.stub_refused() == []
+
+
+@pytest.mark.parametrize("given", [{"form": 1, "a_gathered": True}, {"form": 2, "m": 64, "slot": 8}])
+def test_slots_of_a_gradient_are_refused_before_any_launch(cuda: ModuleType, given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"slot and a_gathered must be left out of form {given['form']}"):
+        product(cuda, **given)
+    assert cuda.stub_launched() == []
 
 
 @pytest.mark.parametrize("form", [0, 1, 2])

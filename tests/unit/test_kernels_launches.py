@@ -81,13 +81,14 @@ COMMON = {
     "top_k": 2,
     "sharing": 0,
 }
+IN_PLACE = {"slot": 0, "top_k": 1}
 
 
 class Operands:
     def __init__(self, recorder: Recorder) -> None:
         self.x = recorder.tensor("x", 5, 64, gap=8)
         self.rows = recorder.tensor("rows", 10, 64)
-        self.grad = recorder.tensor("grad", 5, 128)
+        self.grad = recorder.tensor("grad", 10, 128)
         self.weight = recorder.tensor("weight", 2, 128, 64)
         self.bias = recorder.tensor("bias", 2, 128)
         self.scale = recorder.tensor("scale", 10, dtype=FLOAT)
@@ -140,53 +141,48 @@ def test_the_hidden_with_its_activation(recorder: Recorder, given: Operands, kee
         **{"a_gathered": False, "b": "weight", "d": "out" if keep else 0, "d_stride": 144 if keep else 0},
         **{"active": "active", "active_stride": 64, "rows": 10, "n": 128, "k": 64, "bias": 0},
     }
-    assert recorder.calls == [("grouped_gemm", COMMON | {"slot": 0, "top_k": 1} | fields)]
+    assert recorder.calls == [("grouped_gemm", COMMON | IN_PLACE | fields)]
 
 
 def test_the_gradient_of_rows(recorder: Recorder, given: Operands) -> None:
     out = recorder.tensor("of rows", 10, 64)
-    grouped_gemm.input_gradient(
-        given.grad, given.weight, given.ends, slots=given.slots, gathered=True, out=out
-    )
+    grouped_gemm.input_gradient(given.grad, given.weight, given.ends, out=out)
     fields = {
-        **{"form": 1, "epilogue": 0, "a": "grad", "a_stride": 128, "a_rows": 5, "a_gathered": True},
+        **{"form": 1, "epilogue": 0, "a": "grad", "a_stride": 128, "a_rows": 10, "a_gathered": False},
         **{"b": "weight", "d": "of rows", "d_stride": 64, "rows": 10, "n": 64, "k": 128, "bias": 0},
         "weight": 0,
     }
-    assert recorder.calls == [("grouped_gemm", COMMON | fields)]
+    assert recorder.calls == [("grouped_gemm", COMMON | IN_PLACE | fields)]
 
 
 def test_the_gradient_of_the_hidden(recorder: Recorder, given: Operands) -> None:
     hidden, active = recorder.tensor("hidden", 10, 64), recorder.tensor("active", 10, 64, gap=64)
     out, _, dots = grouped_gemm.hidden_gradient(
-        given.grad, given.weight, hidden, given.scale, given.ends, activation="gelu", slots=given.slots,
-        gathered=True, weighs_active=True, out=hidden, active=active,
+        given.grad, given.weight, hidden, given.scale, given.ends, activation="gelu",
+        weighs_active=True, out=hidden, active=active,
     )  # fmt: skip
     assert out is hidden and dots.shape == (10,)
     [(name, told)] = recorder.calls
     assert isinstance(told.pop("row_dots"), int)
     fields = {
-        **{"form": 1, "epilogue": 2, "activation": 2, "a": "grad", "a_stride": 128, "a_rows": 5},
-        **{"a_gathered": True, "b": "weight", "d": "hidden", "d_stride": 64, "active": "active"},
+        **{"form": 1, "epilogue": 2, "activation": 2, "a": "grad", "a_stride": 128, "a_rows": 10},
+        **{"b": "weight", "d": "hidden", "d_stride": 64, "active": "active"},
         **{"active_stride": 128, "hidden": "hidden", "hidden_stride": 64, "rows": 10, "n": 64, "k": 128},
         **{"weight": "scale", "weighs_active": True},
     }
-    assert (name, told) == ("grouped_gemm", COMMON | fields)
+    assert (name, told) == ("grouped_gemm", COMMON | IN_PLACE | fields)
 
 
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_the_gradient_of_weights(recorder: Recorder, given: Operands, accumulate: bool) -> None:
     out = recorder.tensor("sum", 2, 128, 64, dtype=FLOAT if accumulate else BF16)
-    grouped_gemm.weight_gradient(
-        given.grad, given.rows, given.ends, slots=given.slots, gathers_grad=True, out=out,
-        accumulate=accumulate,
-    )  # fmt: skip
+    grouped_gemm.weight_gradient(given.grad, given.rows, given.ends, out=out, accumulate=accumulate)
     fields = {
-        **{"form": 2, "epilogue": 0, "a": "grad", "a_stride": 128, "a_rows": 5, "a_gathered": True},
-        **{"b": "rows", "b_stride": 64, "b_rows": 10, "b_gathered": False, "d": "sum", "d_stride": 64},
+        **{"form": 2, "epilogue": 0, "a": "grad", "a_stride": 128, "a_rows": 10},
+        **{"b": "rows", "b_stride": 64, "b_rows": 10, "d": "sum", "d_stride": 64},
         **{"rows": 10, "m": 128, "n": 64, "wide": accumulate, "accumulates": accumulate},
     }
-    assert recorder.calls == [("grouped_gemm", COMMON | fields)]
+    assert recorder.calls == [("grouped_gemm", COMMON | IN_PLACE | fields)]
 
 
 def test_without_rows_only_the_gradient_of_weights_is_launched(recorder: Recorder, given: Operands) -> None:

@@ -24,17 +24,20 @@ def check_operands(
     rows: Tensor,
     weight: Tensor,
     ends: Tensor,
-    slots: RowSlots | None,
-    gathered: bool,
     columns: int,
     *,
+    slots: RowSlots | None = None,
+    gathered: bool = False,
     bias: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> int:
     """N, the number of rows. columns: which of the weight's dimensions the rows have as columns."""
     check_tensor("weight", weight, shape=("E", "O", "I"))
     check_floating("weight", weight)
-    num_rows = count_gathered_rows(rows, slots, gathered)
+    check_tensor("rows", rows, shape=("rows", "columns"))
+    if gathered and slots is None:
+        raise ValueError("gathered (True) must be False without slots: they say which rows to gather")
+    num_rows = slots.slot_N.numel() if gathered and slots is not None else rows.shape[0]
     check_rows("rows", rows, ("rows", weight.shape[columns]), weight)
     check_tensor(
         "ends", ends, shape=(weight.shape[0],), dtypes=[torch.int32], device=rows.device, contiguous=True
@@ -51,14 +54,6 @@ def check_operands(
         if not fits:
             raise ValueError(f"scale of shape {tuple(scale.shape)} must have the shape ({count},)")
     return num_rows
-
-
-def count_gathered_rows(rows: Tensor, slots: RowSlots | None, gathered: bool) -> int:
-    """N: the slots where rows are gathered by them, else the rows that there are."""
-    check_tensor("rows", rows, shape=("rows", "columns"))
-    if gathered and slots is None:
-        raise ValueError("gathered (True) must be False without slots: they say which rows to gather")
-    return slots.slot_N.numel() if gathered and slots is not None else rows.shape[0]
 
 
 def check_rows(name: str, rows: Tensor, shape: tuple[int | str, int | str], like: Tensor) -> None:
@@ -87,20 +82,11 @@ def hidden_width(num_hidden: int, activation: str) -> int:
     return num_hidden // 2
 
 
-def weight_gradient_shape(
-    grad: Tensor,
-    rows: Tensor,
-    ends_E: Tensor,
-    slots: RowSlots | None,
-    gathers_grad: bool,
-    gathers_rows: bool,
-) -> tuple[int, int, int]:
+def weight_gradient_shape(grad: Tensor, rows: Tensor, ends_E: Tensor) -> tuple[int, int, int]:
     """(E, O, I), of checked operands."""
-    num_rows = count_gathered_rows(grad, slots, gathers_grad)
-    if num_rows != count_gathered_rows(rows, slots, gathers_rows):
-        raise ValueError(f"grad of {num_rows} rows must have as many as rows ({rows.shape[0]})")
     check_rows("grad", grad, ("rows", "O"), rows)
     check_rows("rows", rows, ("rows", "I"), grad)
+    if grad.shape[0] != rows.shape[0]:
+        raise ValueError(f"grad of {grad.shape[0]} rows must have as many as rows ({rows.shape[0]})")
     check_tensor("ends", ends_E, shape=("E",), dtypes=[torch.int32], device=rows.device, contiguous=True)
-    _check_slots(slots, num_rows, rows.device)
     return ends_E.numel(), grad.shape[1], rows.shape[1]

@@ -21,7 +21,7 @@ def product_op(rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor, bias_EO: Ten
 
 @product_op.register_fake
 def _(rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor, bias_EO: Tensor | None) -> Tensor:
-    num_rows = check_operands(rows_NI, weight_EOI, ends_E, None, False, 2, bias=bias_EO)
+    num_rows = check_operands(rows_NI, weight_EOI, ends_E, 2, bias=bias_EO)
     return rows_NI.new_empty(num_rows, weight_EOI.shape[1])
 
 
@@ -32,7 +32,7 @@ def input_gradient_op(grad_NO: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Te
 
 @input_gradient_op.register_fake
 def _(grad_NO: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    num_rows = check_operands(grad_NO, weight_EOI, ends_E, None, False, 1)
+    num_rows = check_operands(grad_NO, weight_EOI, ends_E, 1)
     return grad_NO.new_empty(num_rows, weight_EOI.shape[2])
 
 
@@ -43,7 +43,7 @@ def weight_gradient_op(grad_NO: Tensor, rows_NI: Tensor, ends_E: Tensor) -> Tens
 
 @weight_gradient_op.register_fake
 def _(grad_NO: Tensor, rows_NI: Tensor, ends_E: Tensor) -> Tensor:
-    return rows_NI.new_empty(weight_gradient_shape(grad_NO, rows_NI, ends_E, None, False, False))
+    return rows_NI.new_empty(weight_gradient_shape(grad_NO, rows_NI, ends_E))
 
 
 def _save_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -81,7 +81,9 @@ def grouped_product(
 
     Gathered rows and products are in memory of their own, and a scaled product is rounded twice.
     """
-    num_rows = check_operands(rows, weight_EOI, ends_E, slots, gathered, 2, bias=bias_EO, scale=scale)
+    num_rows = check_operands(
+        rows, weight_EOI, ends_E, 2, slots=slots, gathered=gathered, bias=bias_EO, scale=scale
+    )
     if gathered and slots is not None:
         rows = permute(rows, _positions(slots, rows.shape[0]), num_rows)
     found: Tensor = product_op(rows, weight_EOI, ends_E, bias_EO)
@@ -113,18 +115,12 @@ def _positions(slots: RowSlots, num_tokens: int) -> Tensor:
     return position.scatter(0, slot_N.long(), order).view(num_tokens, slots.top_k)
 
 
-def sum_by_expert(
-    rows: Tensor, ends_E: Tensor, weight: Tensor | None = None, *, slots: RowSlots | None = None
-) -> Tensor:
+def sum_by_expert(rows_NO: Tensor, ends_E: Tensor, weight_N: Tensor | None = None) -> Tensor:
     """(E, O): for each expert the sum of its rows, each times its weight where there are weights.
-
-    rows: (N, O), or with ``slots`` of tokens, gathered as in `product`. weight: (N,), by slot with slots.
 
     The order of the sum is fixed, where atomic adds would have none: it is a product with a column.
     """
-    column = rows.new_zeros(rows.shape[0] if slots is None else slots.slot_N.numel(), 8)  # 16 bytes a row
-    column[:, 0] = 1 if weight is None else by_row(weight, slots)
-    if slots is not None:
-        return weight_gradient(rows, column, ends_E, slots=slots, gathers_grad=True)[:, :, 0]
-    summed: Tensor = weight_gradient_op(rows, column, ends_E)  # an operator, for tracing
+    column = rows_NO.new_zeros(rows_NO.shape[0], 8)  # 16 bytes a row
+    column[:, 0] = 1 if weight_N is None else weight_N
+    summed: Tensor = weight_gradient_op(rows_NO, column, ends_E)  # an operator, for tracing
     return summed[:, :, 0]

@@ -30,13 +30,15 @@ def product(
     ends_E: (E,) int32, the running sum of rows by expert. Rows behind ends[E - 1] are left alone.
     scale: (N,) float32, by slot where slots are given.
     out: (N, O), whose rows may lie apart.
-    form: INPUT multiplies by weight[e] itself, as `input_gradient`.
+    form: INPUT multiplies by weight[e] itself, as `input_gradient`; it takes no slots.
 
     Raises ValueError for operands that do not fit. `grouped_product` has a gradient.
     """
     columns = 2 if form == FORWARD else 1
+    if form != FORWARD and slots is not None:
+        raise ValueError(f"slots must be None for form {form}: gradients take rows in place")
     num_rows = checks.check_operands(
-        rows, weight_EOI, ends_E, slots, gathered, columns, bias=bias_EO, scale=scale
+        rows, weight_EOI, ends_E, columns, slots=slots, gathered=gathered, bias=bias_EO, scale=scale
     )
     _, num_out, num_in = weight_EOI.shape
     shape = (num_rows, weight_EOI.shape[3 - columns])
@@ -61,16 +63,10 @@ def product(
 
 
 def input_gradient(
-    grad: Tensor,
-    weight_EOI: Tensor,
-    ends_E: Tensor,
-    *,
-    slots: checks.RowSlots | None = None,
-    gathered: bool = False,
-    out: Tensor | None = None,
+    grad_NO: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, out: Tensor | None = None
 ) -> Tensor:
-    """grad weight[e] for the rows of each expert e, (N, I); grad: (N, O), or gathered."""
-    return product(grad, weight_EOI, ends_E, slots=slots, gathered=gathered, out=out, form=INPUT)
+    """grad weight[e] for the rows of each expert e, (N, I)."""
+    return product(grad_NO, weight_EOI, ends_E, out=out, form=INPUT)
 
 
 def hidden(
@@ -92,7 +88,9 @@ def hidden(
     """
     code = activation_code(activation)
     gathered = slots is not None
-    num_rows = checks.check_operands(rows, weight_EGI, ends_E, slots, gathered, 2, bias=bias_EG)
+    num_rows = checks.check_operands(
+        rows, weight_EGI, ends_E, 2, slots=slots, gathered=gathered, bias=bias_EG
+    )
     _, num_hidden, num_in = weight_EGI.shape
     width = checks.hidden_width(num_hidden, activation)
     active = rows.new_empty(num_rows, width) if active is None else active
@@ -120,15 +118,13 @@ def hidden(
 
 
 def hidden_gradient(
-    grad: Tensor,
+    grad_NM: Tensor,
     weight_EMH: Tensor,
     hidden_NG: Tensor,
-    scale: Tensor,
+    scale_N: Tensor,
     ends_E: Tensor,
     *,
     activation: str,
-    slots: checks.RowSlots | None = None,
-    gathered: bool = False,
     weighs_active: bool = False,
     out: Tensor | None = None,
     active: Tensor | None = None,
@@ -139,79 +135,73 @@ def hidden_gradient(
         the activated hidden (N, H), times scale if ``weighs_active``
         <activated hidden, grad w2[e]> (N,) float32: the routing weights' gradients but for <grad, b2>
 
-    grad: (N, M), or gathered: dT_O before the routing weight is multiplied in. weight: w2 (E, M, H).
-    hidden: T_M (N, G). scale: float32, the routing weights, (N,) or by slot.
+    grad: dT_DO before the routing weight is multiplied in. weight: w2. hidden: T_M. scale: float32, the
+    routing weights.
     out: may be hidden itself, and active the first columns of hidden.
     """
     code = activation_code(activation)
-    num_rows = checks.check_operands(grad, weight_EMH, ends_E, slots, gathered, 1, scale=scale)
+    num_rows = checks.check_operands(grad_NM, weight_EMH, ends_E, 1, scale=scale_N)
     _, num_model, width = weight_EMH.shape
     columns = 2 * width if activation == "swiglu" else width
     checks.check_rows("hidden", hidden_NG, (num_rows, columns), weight_EMH)
-    out = grad.new_empty(num_rows, columns) if out is None else out
-    active = grad.new_empty(num_rows, width) if active is None else active
+    out = grad_NM.new_empty(num_rows, columns) if out is None else out
+    active = grad_NM.new_empty(num_rows, width) if active is None else active
     checks.check_rows("out", out, (num_rows, columns), weight_EMH)
     checks.check_rows("active", active, (num_rows, width), weight_EMH)
     if num_rows and out.data_ptr() == hidden_NG.data_ptr() == active.data_ptr():
         raise ValueError("out and active must not both lie in hidden: one would overwrite the other")
-    kernels = path_for(grad.device, grad.dtype, d_model=num_model, hidden=width)
+    kernels = path_for(grad_NM.device, grad_NM.dtype, d_model=num_model, hidden=width)
     if kernels is None:
         dot_N = reference.hidden_gradient(
-            grad, weight_EMH, hidden_NG, reference.by_row(scale, slots), ends_E, activation=activation,
-            slots=slots, gathered=gathered, weighs_active=weighs_active, out=out, active=active,
+            grad_NM, weight_EMH, hidden_NG, scale_N, ends_E, activation=activation,
+            weighs_active=weighs_active, out=out, active=active,
         )  # fmt: skip
         return out, active, dot_N
     check_memory(
-        rows={"grad": grad, "hidden": hidden_NG, "out": out, "active": active}, dense={"weight": weight_EMH}
+        rows={"grad": grad_NM, "hidden": hidden_NG, "out": out, "active": active},
+        dense={"weight": weight_EMH},
     )
-    _check_scale_memory(scale)
+    _check_scale_memory(scale_N)
     parts = extension.module().row_dot_parts(kernels == "sm_90a", width)
-    dots = torch.empty(parts, num_rows, dtype=torch.float32, device=grad.device)
+    dots = torch.empty(parts, num_rows, dtype=torch.float32, device=grad_NM.device)
     if num_rows:
         launch(
-            kernels, INPUT, grad, ends_E, slots, HIDDEN_GRADIENT, activation=code,
-            **at(a=grad, d=out, active=active, hidden=hidden_NG),
-            a_rows=grad.shape[0], a_gathered=gathered, b=weight_EMH.data_ptr(), rows=num_rows,
-            n=width, k=num_model, weight=scale.data_ptr(), row_dots=dots.data_ptr(),
-            weighs_active=weighs_active,
+            kernels, INPUT, grad_NM, ends_E, None, HIDDEN_GRADIENT, activation=code,
+            **at(a=grad_NM, d=out, active=active, hidden=hidden_NG),
+            a_rows=num_rows, b=weight_EMH.data_ptr(), rows=num_rows, n=width, k=num_model,
+            weight=scale_N.data_ptr(), row_dots=dots.data_ptr(), weighs_active=weighs_active,
         )  # fmt: skip
     return out, active, dots[0] if parts == 1 else dots.sum(0)
 
 
 def weight_gradient(
-    grad: Tensor,
-    rows: Tensor,
+    grad_NO: Tensor,
+    rows_NI: Tensor,
     ends_E: Tensor,
     *,
-    slots: checks.RowSlots | None = None,
-    gathers_grad: bool = False,
-    gathers_rows: bool = False,
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
     """grad[rows of e]^T rows[rows of e] for each expert e, (E, O, I); zero for an expert without rows.
 
-    grad: (N, O), rows: (N, I), either gathered. out: contiguous, of the rows' type or float32; with
-    ``accumulate`` float32, and the products are added to it.
+    out: contiguous, of the rows' type or float32; with ``accumulate`` float32, and the products are added
+    to it.
     """
-    shape = checks.weight_gradient_shape(grad, rows, ends_E, slots, gathers_grad, gathers_rows)
-    num_rows = checks.count_gathered_rows(grad, slots, gathers_grad)
+    shape = checks.weight_gradient_shape(grad_NO, rows_NI, ends_E)
+    num_rows, device = rows_NI.shape[0], rows_NI.device
     if out is None:
         if accumulate:
             raise ValueError("accumulate (True) must be False without out: there is nothing to add to")
-        out = rows.new_empty(shape)
-    check_tensor("out", out, shape=shape, dtypes=[rows.dtype, torch.float32], device=rows.device)
+        out = rows_NI.new_empty(shape)
+    check_tensor("out", out, shape=shape, dtypes=[rows_NI.dtype, torch.float32], device=device)
     if accumulate and out.element_size() < 4:
         raise ValueError(f"out of dtype {out.dtype} must be float32 to accumulate")
-    kernels = path_for(rows.device, rows.dtype, out_features=shape[1], in_features=shape[2])
+    kernels = path_for(device, rows_NI.dtype, out_features=shape[1], in_features=shape[2])
     if kernels is None:
-        grad_N = reference.gather(grad, slots, gathers_grad)
-        rows_N = reference.gather(rows, slots, gathers_rows)
-        return reference.weight_gradient(grad_N, rows_N, ends_E, out, accumulate)
-    check_memory(rows={"grad": grad, "rows": rows}, dense={"out": out})
+        return reference.weight_gradient(grad_NO, rows_NI, ends_E, out, accumulate)
+    check_memory(rows={"grad": grad_NO, "rows": rows_NI}, dense={"out": out})
     launch(
-        kernels, WEIGHT, rows, ends_E, slots, **at(a=grad, b=rows),
-        a_rows=grad.shape[0], a_gathered=gathers_grad, b_rows=rows.shape[0], b_gathered=gathers_rows,
+        kernels, WEIGHT, rows_NI, ends_E, None, **at(a=grad_NO, b=rows_NI), a_rows=num_rows, b_rows=num_rows,
         d=out.data_ptr(), d_stride=shape[2], rows=num_rows, m=shape[1], n=shape[2],
         wide=out.dtype == torch.float32, accumulates=accumulate,
     )  # fmt: skip

@@ -45,8 +45,6 @@ def hidden_gradient(
     ends_E: Tensor,
     *,
     activation: str,
-    slots: RowSlots | None,
-    gathered: bool,
     weighs_active: bool,
     out: Tensor,
     active: Tensor,
@@ -54,8 +52,7 @@ def hidden_gradient(
     """The inner products (N,); fills out (N, G) and active (N, H)."""
     wide = torch.promote_types(grad.dtype, torch.float32)
     of_active, transposed = active.new_empty(active.shape, dtype=wide), weight_EMH.transpose(1, 2).to(wide)
-    # Gathered rows live as long as their product alone: memory is counted where this stands for kernels.
-    product(gather(grad.to(wide), slots, gathered), transposed, ends_E, None, None, of_active)
+    product(grad.to(wide), transposed, ends_E, None, None, of_active)
     row_scale = scale_N.to(wide).unsqueeze(1)
     value = activate(activation, hidden_NG.to(wide))
     gradient = slope(activation, hidden_NG.to(wide), of_active * row_scale)

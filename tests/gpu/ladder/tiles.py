@@ -66,7 +66,7 @@ def tile(
 ) -> str | None:
     """What is wrong with how the kernel reads that operand; None where nothing is.
 
-    gathered: its rows stand elsewhere, row r in row slot[r] / 2.
+    gathered: rows of A of the forward form stand elsewhere, row r in row slot[r] / 2.
     """
     unit = machine.put(torch.eye(side), BF16)
     ends = machine.put(torch.tensor([side], dtype=torch.int32))
@@ -74,10 +74,8 @@ def tile(
     options: dict[str, Any] = {"sharing": sharing}
     slot = torch.randperm(2 * side, generator=torch.Generator().manual_seed(5))[:side]
     if gathered:
-        if form != "weight" and operand == "b":
-            raise ValueError(f"b of form {form!r} is a weight: only rows of tokens are gathered")
         slots = machine.put(slot, torch.int32)
-        options |= {f"{operand}_gathered": True, "slot": slots.data_ptr(), "top_k": 2}
+        options |= {"a_gathered": True, "slot": slots.data_ptr(), "top_k": 2}
         row = (slot // 2)[row]
     seen = []
     for axis in range(2):
@@ -115,7 +113,4 @@ def check_gathers(path: str) -> None:
 
 
 def find_gathers(machine: Machine, **options: Any) -> dict[str, str | None]:
-    return {
-        f"{form}, rows of {each} gathered": tile(machine, form, each, gathered=True, **options)
-        for form, each in (("forward", "a"), ("input", "a"), ("weight", "a"), ("weight", "b"))
-    }
+    return {"forward, rows of a gathered": tile(machine, "forward", "a", gathered=True, **options)}

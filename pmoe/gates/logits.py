@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,41 +38,28 @@ class _Logits(torch.autograd.Function):
             return torch.mm(x_TM, weight_EM.t(), out_dtype=torch.float32)
         wide_EM = weight_EM.float()
         logits_TE = x_TM.new_empty(x_TM.shape[0], weight_EM.shape[0], dtype=torch.float32)
-        for start in range(0, x_TM.shape[0], BLOCK_ROWS):
-            at = slice(start, start + BLOCK_ROWS)
-            torch.mm(x_TM[at].float(), wide_EM.t(), out=logits_TE[at])
+        for rows, out in zip(x_TM.split(BLOCK_ROWS), logits_TE.split(BLOCK_ROWS), strict=True):
+            torch.mm(rows.float(), wide_EM.t(), out=out)
         return logits_TE
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor]:
         x_TM, weight_EM = ctx.saved_tensors
         if x_TM.is_cuda and x_TM.dtype == weight_EM.dtype == torch.bfloat16:
-            return _narrow_gradients(ctx.needs_input_grad, grad_TE, x_TM, weight_EM)
+            # A gradient's two halves in bfloat16, added up in float32: at most 2^-17 of an element is lost.
+            upper_TE = grad_TE.bfloat16()
+            halves = torch.cat([upper_TE, (grad_TE - upper_TE).bfloat16()], 1)
+            upper_EM, lower_EM = torch.mm(halves.t(), x_TM, out_dtype=torch.float32).chunk(2)
+            grad_x = halves @ torch.cat([weight_EM, weight_EM]) if ctx.needs_input_grad[0] else None
+            return grad_x, (upper_EM + lower_EM).to(weight_EM.dtype)
         wide_EM = weight_EM.float()
-        grad_x = torch.empty_like(x_TM) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(wide_EM) if ctx.needs_input_grad[1] else None
-        for start in range(0, x_TM.shape[0], BLOCK_ROWS):
-            at = slice(start, start + BLOCK_ROWS)
-            if grad_x is not None:
-                grad_x[at] = grad_TE[at] @ wide_EM
-            if grad_weight is not None:
-                grad_weight.addmm_(grad_TE[at].t(), x_TM[at].float())
-        return grad_x, None if grad_weight is None else grad_weight.to(weight_EM.dtype)
-
-
-def _narrow_gradients(
-    wanted: Sequence[bool], grad_TE: Tensor, x_TM: Tensor, weight_EM: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """By products of bfloat16, a launch each, that add up in float32: a gradient's two halves stand side by
-    side, so that no more than 2^-17 of an element is lost."""
-    upper_TE = grad_TE.bfloat16()
-    halves = torch.cat([upper_TE, (grad_TE - upper_TE).bfloat16()], 1)
-    grad_x = halves @ torch.cat([weight_EM, weight_EM]) if wanted[0] else None
-    if not wanted[1]:
-        return grad_x, None
-    upper_EM, lower_EM = torch.mm(halves.t(), x_TM, out_dtype=torch.float32).chunk(2)
-    return grad_x, (upper_EM + lower_EM).to(weight_EM.dtype)
+        grad_x, grad_weight = torch.empty_like(x_TM), torch.zeros_like(wide_EM)
+        blocks = (each.split(BLOCK_ROWS) for each in (grad_TE, x_TM, grad_x))
+        for grad, rows, of_rows in zip(*blocks, strict=True):
+            of_rows.copy_(grad @ wide_EM)
+            grad_weight.addmm_(grad.t(), rows.float())
+        return grad_x, grad_weight.to(weight_EM.dtype)
 
 
 def load_balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ ranks evenly.
 
     layers         one rank, a forward pass and a step of `pmoe.MoELayer`: pipeline, fused=True, "persistent";
                    with the launches on the device, counted by torch's profiler (FlashDMoE, Table 1.1: the
-                   paper has 1 a forward pass; pmoe's gate and sorting come before)
+                   paper has 1 a forward pass; pmoe's gate comes before). Cells hold all tokens: no counts are
+                   waited for
     virtual ranks  W = 2 and 4 in one launch: forward by the persistent kernel, beside COMET's pair
 
 First results are compared. Then every way runs once a round, each round beginning with another. CUDA events,
@@ -53,7 +54,7 @@ def measure_layers(scenario: Scenario, rounds: int, flush: Tensor) -> list[dict[
         torch.manual_seed(0)
         layers[name] = drawn_layer(
             model.d_model, model.d_hidden, model.experts, model.top_k, expert="swiglu", bias=False, fused=way,
-            slack=2.0, dtype=torch.bfloat16,
+            slack=model.experts / model.top_k, dtype=torch.bfloat16,
         )  # fmt: skip
     found = {name: layer(x) for name, layer in layers.items()}
     for name, layer in layers.items():

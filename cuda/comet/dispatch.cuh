@@ -12,7 +12,8 @@ constexpr int kInFlight = 8;
 __device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from, int64_t bytes, const Team& team) {
   const int vectors = static_cast<int>(bytes / 16);
   for (int first = team.lane; first < vectors; first += kInFlight * team.lanes) {
-    Words held[kInFlight];
+    // Zeros: of what only some paths set the compiler keeps the registers through all else that a block does.
+    Words held[kInFlight] = {};
     PMOE_UNROLL
     for (int i = 0; i < kInFlight; ++i) {
       const int at = first + i * team.lanes;

@@ -108,7 +108,7 @@ Member read_member(Fields& given, const Which& which, int blocks) {
 void run(int device, std::uintptr_t stream, bool hopper, bool is_backward, int element, int activation,
          int blocks, const py::list& ranks) {
   const Which which = {static_cast<Element>(element), static_cast<Activation>(activation), is_backward,
-                       hopper && !is_backward};
+                       hopper};
   if (ranks.empty() || ranks.size() > kMostVirtual)
     throw py::value_error("ranks of one launch (" + std::to_string(ranks.size()) + ") must be 1 to " +
                           std::to_string(kMostVirtual));

@@ -123,6 +123,7 @@ __device__ __forceinline__ void multiply(HopperShared& shared, const Meanwhile& 
                                                           shared.pieces);
   else
     hopper::multiply<T, kForm, kEpilogue, kActivation, 1>(shared.problem, shared.gemm, walk, nothing, ring);
+  sync_warp();  // here, and not where all of a pass's products end
 }
 
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation = Activation::kNone>

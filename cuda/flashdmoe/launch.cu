@@ -13,8 +13,13 @@ PassKernel ampere_kernel(const Which& which) {
   return is_bf16 ? ampere_bf16(which.activation) : ampere_fp16(which.activation);
 }
 
-ForwardKernel hopper_kernel(const Which& which) {
+ForwardKernel hopper_forward(const Which& which) {
   return which.element == Element::kBf16 ? hopper_bf16(which.activation) : hopper_fp16(which.activation);
+}
+
+BackwardKernel hopper_backward(const Which& which) {
+  return which.element == Element::kBf16 ? hopper_backward_bf16(which.activation)
+                                         : hopper_backward_fp16(which.activation);
 }
 
 // What the accelerator reads of a rank: A is all that a product's rows are among.
@@ -55,6 +60,27 @@ void map_forward(const Which& which, const Member& m, Mapped (&made)[2]) {
   made[kSecondProduct] = of_rows(Form::kForward, {e.active, cells}, e.w2, e.model, e.hidden, experts);
 }
 
+// A sum over rows, which stand in both operands.
+Mapped over_rows(const Rows& a, const Rows& b, int m, int n) {
+  Mapped made = {Form::kWeight, {}, a.count, b.count};
+  Problem& p = made.problem;
+  p.a = a.begin, p.a_stride = p.m = m, p.b = b.begin, p.b_stride = p.n = n;
+  return made;
+}
+
+void map_backward(const Which& which, const Member& m, Mapped (&made)[5]) {
+  const Experts& e = m.experts;
+  const int wide = wide_columns(e, which.activation), experts = m.pass.layout.experts;
+  const int64_t cells = m.pass.layout.first_row(m.pass.layout.ranks, 0);
+  const Rows heap = rows_of_heap(m.pass), gradient = {e.gradient, cells}, active = {e.active, cells};
+  const Rows input = e.input == nullptr ? heap : Rows{e.input, cells};
+  made[kFirstProduct] = of_rows(Form::kForward, input, e.w1, wide, e.model, experts);
+  made[kHiddenProduct] = of_rows(Form::kInput, heap, e.w2, e.hidden, e.model, experts);
+  made[kInputProduct] = of_rows(Form::kInput, gradient, e.w1, e.model, wide, experts);
+  made[kOfW1] = over_rows(gradient, input, wide, e.model);
+  made[kOfW2] = over_rows(heap, active, e.model, e.hidden);
+}
+
 template <int kProducts, class MapAll>
 HopperLaunch<kProducts> with_maps(const Which& which, const Launch& launch, const MapAll& map_all) {
   HopperLaunch<kProducts> all = {};
@@ -74,8 +100,9 @@ HopperLaunch<kProducts> with_maps(const Which& which, const Launch& launch, cons
 }  // namespace
 
 const void* kernel_of(const Which& which) {
-  return which.hopper ? reinterpret_cast<const void*>(hopper_kernel(which))
-                      : reinterpret_cast<const void*>(ampere_kernel(which));
+  if (!which.hopper) return reinterpret_cast<const void*>(ampere_kernel(which));
+  return which.is_backward ? reinterpret_cast<const void*>(hopper_backward(which))
+                           : reinterpret_cast<const void*>(hopper_forward(which));
 }
 
 std::string name_of(const Which& which) {
@@ -94,11 +121,14 @@ const Path& path_of(const Which& which) {
 void launch(const Which& which, const Launch& launch, int blocks, void* stream) {
   const Path& path = path_of(which);
   const Grid grid = {launch.ranks * blocks, path.threads, path.shared_bytes};
-  if (which.hopper) {
-    const Prepared prepared(name_of(which), hopper_kernel(which), grid, stream);
+  if (!which.hopper) {
+    Prepared(name_of(which), ampere_kernel(which), grid, stream).launch(launch);
+  } else if (!which.is_backward) {
+    const Prepared prepared(name_of(which), hopper_forward(which), grid, stream);
     prepared.launch(with_maps<2>(which, launch, map_forward));
   } else {
-    Prepared(name_of(which), ampere_kernel(which), grid, stream).launch(launch);
+    const Prepared prepared(name_of(which), hopper_backward(which), grid, stream);
+    prepared.launch(with_maps<5>(which, launch, map_backward));
   }
 }
 

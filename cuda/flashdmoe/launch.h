@@ -17,10 +17,13 @@ struct Which {
 
 using PassKernel = void (*)(Launch);
 using ForwardKernel = void (*)(HopperLaunch<2>);
+using BackwardKernel = void (*)(HopperLaunch<5>);
 
 // A translation unit each.
 ForwardKernel hopper_bf16(Activation);
 ForwardKernel hopper_fp16(Activation);
+BackwardKernel hopper_backward_bf16(Activation);
+BackwardKernel hopper_backward_fp16(Activation);
 PassKernel ampere_bf16(Activation);
 PassKernel ampere_fp16(Activation);
 PassKernel backward_bf16(Activation);
@@ -51,7 +54,7 @@ void for_each(Visit visit) {
       for (Element element : {Element::kBf16, Element::kFp16})
         for (Activation activation :
              {Activation::kRelu, Activation::kGelu, Activation::kSilu, Activation::kSwiglu})
-          if (!(hopper && is_backward)) visit(Which{element, activation, is_backward, hopper});
+          visit(Which{element, activation, is_backward, hopper});
 }
 
 }  // namespace pmoe::flashdmoe

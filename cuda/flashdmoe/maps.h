@@ -1,6 +1,5 @@
-// A launch on Hopper: beside the ranks' passes, the maps by which the accelerator loads their operands. With
-// several virtual ranks these arguments may be more than 4096 bytes, which devices from 7.0 on take from a
-// driver of CUDA 12.1 or later.
+// A launch on Hopper: beside the ranks' passes, the maps by which the accelerator loads their operands. Those
+// of backward are more than 4096 bytes, which devices from 7.0 on take from a driver of CUDA 12.1 or later.
 #pragma once
 #include <cuda.h>
 

@@ -262,9 +262,7 @@ Rank random_rank(const Case& c, const Layout& layout, std::mt19937& random, int 
 
 enum class Direction { kForward, kBackward };
 
-Which which(const Case& c, bool is_backward) {
-  return {Element::kBf16, c.activation, is_backward, c.hopper && !is_backward};
-}
+Which which(const Case& c, bool is_backward) { return {Element::kBf16, c.activation, is_backward, c.hopper}; }
 
 Member member(const Case& c, const Heaps& heaps, int rank, Rank& own, Workspace& w, uint32_t epoch,
               Direction direction) {

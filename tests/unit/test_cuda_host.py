@@ -95,14 +95,20 @@ def moved(cuda: ModuleType, *, device: int = 0) -> None:
 
 
 def persistent(
-    cuda: ModuleType, *, device: int = 0, hopper: bool = True, ranks: int = 1, blocks: int = 3
+    cuda: ModuleType,
+    *,
+    device: int = 0,
+    hopper: bool = True,
+    ranks: int = 1,
+    blocks: int = 3,
+    is_backward: bool = False,
 ) -> None:
     data = torch.zeros(4096, dtype=torch.uint8).data_ptr()
     sizes = {"ranks": ranks, "experts": 1, "heap_rows": 1, "row_bytes": 128, "d_hidden": 64}
-    operands = dict.fromkeys(("failed", "w1", "w2", "active"), data)
+    operands = dict.fromkeys(("failed", "w1", "w2", "active", "gradient"), data)
     rank = sizes | operands | {"epoch": 1, "top_k": 1}
     told = {"device": device, "stream": STREAM, "hopper": hopper, "element": 0, "activation": 1}
-    cuda.flashdmoe(**told, blocks=blocks, ranks=[rank] * ranks)
+    cuda.flashdmoe(**told, is_backward=is_backward, blocks=blocks, ranks=[rank] * ranks)
 
 
 CALLS: dict[str, Callable[..., None]] = {
@@ -111,6 +117,7 @@ CALLS: dict[str, Callable[..., None]] = {
     "fused": fused,
     "fused of sm_80": lambda cuda, **given: fused(cuda, hopper=False, **given),
     "persistent": persistent,
+    "persistent, backward": lambda cuda, **given: persistent(cuda, is_backward=True, **given),
     "persistent of sm_80": lambda cuda, **given: persistent(cuda, hopper=False, **given),
     "route": routed,
     "permute": moved,

@@ -25,7 +25,7 @@ pytestmark = [
 Rule = Callable[[Sequence[str]], list[str]]
 WAITING = ("comet.", "flashdmoe.", "route", "permute", "unpermute")
 """Kernels that read what others write while they run, or that wait."""
-PRODUCTS = {"forward": 2}
+PRODUCTS = {"forward": 2, "backward": 4}
 """Of the persistent kernels' passes."""
 
 

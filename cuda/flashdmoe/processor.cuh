@@ -13,12 +13,16 @@ __device__ __forceinline__ int next_task(const Pass& pass, int processor) {
   uint32_t* const door = &pass.doors[processor];
   store_release(door, kIdle);
   for (;;) {
+    const uint32_t seen = load_relaxed(door), last = load_relaxed(&pass.queue.state->over);
+    if (seen < kFirstTask && !comet::reached(last, pass.watch.epoch)) {
+      pause();
+      continue;
+    }
     // In this order: what is handed out is handed out before the round is over.
     const bool is_over = comet::reached(load_acquire(&pass.queue.state->over), pass.watch.epoch);
     const uint32_t found = load_acquire(door);
     if (found >= kFirstTask) return static_cast<int>(found - kFirstTask);
     if (is_over) break;
-    pause();
   }
   write(door, kAbsent);
   return -1;

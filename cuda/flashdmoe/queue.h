@@ -5,15 +5,18 @@
 
 namespace pmoe::flashdmoe {
 
-// `down` x `columns` tasks, alike but for their tile (from the task's on) and column, in neighbouring places.
+// `down` x `columns` tasks, alike but for their tile (from the task's on) and column, in neighbouring places:
+// tiles that multiply the same columns come together, so that these are in the L2 cache.
 __device__ __forceinline__ void push(const Queue& queue, Task task, int columns = 1, int down = 1) {
   const auto count = static_cast<uint32_t>(columns * down);
-  Entry* entry = queue.entry + add_acq_rel(&queue.state->tail, count);
-  for (const int end = task.tile + down; task.tile < end; ++task.tile)
-    for (task.column = 0; task.column < columns; ++task.column, ++entry) {
+  if (count == 0) return;
+  Entry* const first = queue.entry + add_acq_rel(&queue.state->tail, count);
+  Entry* entry = first;
+  const int begin = task.tile;
+  for (task.column = 0; task.column < columns; ++task.column)
+    for (task.tile = begin; task.tile < begin + down; ++task.tile, ++entry)
       store16(&entry->task, task.packed());
-      store_release(&entry->is_ready, 1u);
-    }
+  store_release(&first->ready, count);
 }
 
 // What waits for all rows of an expert: sums over them, by source and row.

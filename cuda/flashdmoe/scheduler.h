@@ -10,26 +10,25 @@ namespace pmoe::flashdmoe {
 class Scheduler {
  public:
   __device__ __forceinline__ Scheduler(const Pass& pass, int lane, int lanes)
-      : pass_(pass), lane_(lane), lanes_(lanes), next_(lane) {}
+      : pass_(pass), lane_(lane), lanes_(lanes) {}
 
   // subscribers: threads that must have heard everything before the round is over.
   __device__ __forceinline__ void run(int subscribers) {
     State* const state = pass_.queue.state;
     uint64_t since = 0;
-    bool is_whole = false;
-    while (!is_whole) {
-      if (ballot(comet::has_failed(pass_.watch))) break;
-      const bool has_heard_all = load_acquire(&state->listened) == static_cast<uint32_t>(subscribers);
-      const uint32_t promised = load_acquire(&state->promised);
-      const Doors doors = look();
+    bool is_whole = false, was_hungry = false;
+    while (!is_whole && ballot(load_relaxed(pass_.watch.failed) != 0) == 0) {
+      const Doors doors = look<false>();
+      if (ready_ < lanes_) find_ready();
       const int taken = hand_out(doors.idle);
-      head_ += taken;
       const bool is_busy = ballot(doors.any_busy) != 0;
-      is_whole =
-          ballot(has_heard_all && promised == static_cast<uint32_t>(head_)) != 0 && taken == 0 && !is_busy;
+      const bool is_hungry = ready_ == 0 && ballot(doors.idle >= 0) != 0;
+      if (is_hungry != was_hungry && lane_ == 0) store_release(&state->hungry, is_hungry ? 1u : 0u);
+      was_hungry = is_hungry;
+      is_whole = taken == 0 && ready_ == 0 && !is_busy && has_heard_all(subscribers);
       // Where tasks wait or are computed, some of them end.
       const uint64_t now = nanoseconds();
-      if (taken > 0 || since == 0 || !(is_busy || is_ready(head_))) since = now;
+      if (taken > 0 || since == 0 || !(is_busy || ready_ > 0)) since = now;
       if (now - since > pass_.watch.bound) comet::report(pass_.watch, Wait::kDone, pass_.rank, 0, 0);
       if (taken == 0) pause();
     }
@@ -38,6 +37,7 @@ class Scheduler {
     if (is_whole)
       write(&state->tail, 0u), write(&state->promised, 0u), write(&state->listened, 0u),
           write(&state->routed, 0u);
+    store_release(&state->hungry, 0u);
     store_release(&state->over, pass_.watch.epoch);
   }
 
@@ -47,41 +47,72 @@ class Scheduler {
     bool any_busy;
   };
 
-  // At this lane's processors. The search for an idle one goes on where the last ended.
-  __device__ __forceinline__ Doors look() {
+  // At this lane's processors. kInOrder: behind what those that are idle have done.
+  template <bool kInOrder>
+  __device__ __forceinline__ Doors look() const {
+    constexpr int kAtOnce = kInOrder ? 1 : 4;  // loads on their way
     Doors found = {-1, false};
-    const int count = pass_.processors;
-    for (int i = lane_; i < count; i += lanes_, next_ = next_ + lanes_ < count ? next_ + lanes_ : lane_) {
-      const uint32_t door = load_acquire(&pass_.doors[next_]);
-      if (door >= kFirstTask) found.any_busy = true;
-      if (door == kIdle && found.idle < 0) found.idle = next_;
+    for (int first = lane_; first < pass_.processors; first += kAtOnce * lanes_) {
+      uint32_t door[kAtOnce];
+      PMOE_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int processor = first + i * lanes_;
+        if (processor >= pass_.processors)
+          door[i] = kAbsent;
+        else
+          door[i] = kInOrder ? load_acquire(&pass_.doors[processor]) : load_relaxed(&pass_.doors[processor]);
+      }
+      PMOE_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (door[i] >= kFirstTask) found.any_busy = true;
+        if (door[i] == kIdle && found.idle < 0) found.idle = first + i * lanes_;
+      }
     }
     return found;
   }
 
-  __device__ __forceinline__ bool is_ready(int place) const {
-    return place < pass_.queue.room && load_acquire(&pass_.queue.entry[place].is_ready) != 0;
+  // Whether all tasks of the round have been handed out, and none is computed.
+  __device__ __forceinline__ bool has_heard_all(int subscribers) {
+    const bool has_listened =
+        load_acquire(&pass_.queue.state->listened) == static_cast<uint32_t>(subscribers);
+    const uint32_t promised = load_acquire(&pass_.queue.state->promised);
+    const bool is_last = has_listened && promised == static_cast<uint32_t>(head_);
+    if (ballot(is_last) == 0) return false;
+    return ballot(look<true>().any_busy) == 0;
+  }
+
+  // Goes on to where the tasks end that are ready. A place says how many are from there on; a lane looks at
+  // one.
+  __device__ __forceinline__ void find_ready() {
+    const int place = head_ + ready_ + lane_;
+    const uint32_t here = place < pass_.queue.room ? load_acquire(&pass_.queue.entry[place].ready) : 0;
+    for (int lane = 0; lane < lanes_;) {
+      const auto more = static_cast<int>(shfl(here, lane));
+      if (more == 0) break;
+      if (lane == lane_) write(&pass_.queue.entry[place].ready, 0u);
+      ready_ += more, lane += more;
+    }
+    sync_warp();
   }
 
   // Returns how many tasks found a processor.
   __device__ __forceinline__ int hand_out(int idle) {
-    const uint32_t ready = ballot(is_ready(head_ + lane_)), waiting = ballot(idle >= 0);
-    const uint32_t run_of_ready = ready & ~(ready + 1);  // the ones below its first zero
+    const uint32_t waiting = ballot(idle >= 0);
     const int first = count_bits(waiting & ((1u << lane_) - 1));
-    const int count = smaller(count_bits(run_of_ready), count_bits(waiting));
+    const int count = smaller(ready_, count_bits(waiting));
     if (idle >= 0 && first < count) {
-      write(&pass_.queue.entry[head_ + first].is_ready, 0u);
       comet::nap(pass_.watch, 7200 + lane_);
       store_release(&pass_.doors[idle], kFirstTask + static_cast<uint32_t>(head_ + first));
     }
     sync_warp();
+    head_ += count, ready_ -= count;
     return count;
   }
 
   const Pass& pass_;
   int lane_, lanes_;
-  int next_;      // the processor to look at first
-  int head_ = 0;  // of tQ
+  int head_ = 0;   // of tQ
+  int ready_ = 0;  // tasks from there on, as far as is known
 };
 
 }  // namespace pmoe::flashdmoe

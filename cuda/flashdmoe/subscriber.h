@@ -11,6 +11,7 @@
 namespace pmoe::flashdmoe {
 
 constexpr int32_t kUnannounced = 0, kHeard = -1;  // of a cell; else 1 + the tile that is awaited
+constexpr int kTilesTogether = 8;  // of a cell, at most: each column of weights is read for all
 
 // What a thread saw missing first, and since when nothing has come.
 struct Missing {
@@ -72,8 +73,8 @@ class Subscriber {
     return comet::reached(load_acquire_system(word), pass_.watch.epoch);
   }
 
-  __device__ __forceinline__ void push(const Task& task, int columns = 1) {
-    flashdmoe::push(pass_.queue, task, columns);
+  __device__ __forceinline__ void push(const Task& task, int columns = 1, int down = 1) {
+    flashdmoe::push(pass_.queue, task, columns, down);
     moved_ = true;
   }
 
@@ -140,14 +141,21 @@ class Subscriber {
       if (source == 0) promised_ += static_cast<uint32_t>(pass_.weights.tasks());
       if (pass_.is_backward) count_tiles(pass_, e, kSourceAnnounced + static_cast<uint32_t>(tiles));
     }
-    while (heard <= tiles && is_raised(layout.arrival(source, e, heard - 1), Wait::kArrival)) {
-      push({stages.type[0], source, e, heard - 1, 0}, stages.columns[0]);
-      ++heard;
+    int arrived = heard;
+    const int whole = smaller(heard + kTilesTogether, tiles + 1);
+    while (arrived < whole && is_raised(layout.arrival(source, e, arrived - 1), Wait::kArrival)) ++arrived;
+    // Fewer than could come together wait for the others while no processor waits for them.
+    if (arrived > heard) {
+      missing.since = 0;
+      if (arrived == whole || load_relaxed(&pass_.queue.state->hungry) != 0) {
+        push({stages.type[0], source, e, heard - 1, 0}, stages.columns[0], arrived - heard);
+        heard = arrived;
+      }
     }
     if (heard > tiles)
       heard = kHeard, moved_ = true;
     else
-      missing.note(Wait::kArrival, source, e, heard - 1);
+      missing.note(Wait::kArrival, source, e, arrived - 1);
     write(&pass_.heard[cell], heard);
     return heard == kHeard;
   }

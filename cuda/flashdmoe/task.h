@@ -55,7 +55,7 @@ struct Stages {
 // A place of tQ. It is used once a round: whoever puts a task there has taken its number from the tail.
 struct alignas(32) Entry {
   Words task;
-  uint32_t is_ready;  // set behind the task, cleared by the scheduler
+  uint32_t ready;  // tasks from here on that are: set behind the last, cleared by the scheduler
 };
 
 // Of one rank: what its actors share, all zeros between rounds but for `over`.
@@ -64,6 +64,7 @@ struct State {
   uint32_t promised;  // tasks that subscribers know of: behind the last subscriber, all of the round's
   uint32_t listened;  // subscribers that have heard everything
   uint32_t routed;    // routing tasks that have ended: first those that count, then those that place
+  uint32_t hungry;    // 1: a processor is idle, and no task is ready. A hint
   uint32_t over;      // the last round that has ended
 };
 

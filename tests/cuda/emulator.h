@@ -159,6 +159,8 @@ inline uint32_t load_acquire(const uint32_t* p) {
   return *p;
 }
 
+inline uint32_t load_relaxed(const uint32_t* p) { return read(p); }
+
 inline uint32_t add_acq_rel(uint32_t* p, uint32_t value) {
   emu::check_access(p, 4, true);
   const uint32_t before = *p;

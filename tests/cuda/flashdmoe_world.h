@@ -112,9 +112,9 @@ struct Workspace {
     const auto zeros = [](const auto& all) {
       return std::all_of(all.begin(), all.end(), [](auto each) { return each == 0; });
     };
-    const auto unready = [](const Entry& each) { return each.is_ready == 0; };
+    const auto unready = [](const Entry& each) { return each.ready == 0; };
     return zeros(doors) && zeros(made) && zeros(whole) && zeros(heard) && state.tail == 0 &&
-           state.promised == 0 && state.listened == 0 && state.routed == 0 &&
+           state.promised == 0 && state.listened == 0 && state.routed == 0 && state.hungry == 0 &&
            std::all_of(entry.begin(), entry.end(), unready);
   }
 };

@@ -54,6 +54,11 @@ inline uint32_t load_acquire(const uint32_t* p) {
   return std::atomic_ref<uint32_t>(*const_cast<uint32_t*>(p)).load(std::memory_order_acquire);
 }
 
+inline uint32_t load_relaxed(const uint32_t* p) {
+  PMOE_ACCESS(p, 4, false);
+  return std::atomic_ref<uint32_t>(*const_cast<uint32_t*>(p)).load(std::memory_order_relaxed);
+}
+
 inline uint32_t load_acquire_system(const uint32_t* p) { return load_acquire(p); }
 
 inline uint32_t add_acq_rel(uint32_t* p, uint32_t value) {

@@ -138,13 +138,17 @@ __device__ __forceinline__ void chunk_sent(const Rank& r, int chunk, const Team&
     signal(r.watch, r.heap(peer) + r.layout.returned(r.rank, chunk));
 }
 
-// Until the chunk has come home from every rank that has rows of this one.
+// Until the chunk has come home from every rank that has rows of this one: first from others, behind whose
+// chunks this rank's own may wait. So whoever is late is named.
 __device__ __forceinline__ void await_returns(const Rank& r, const Sends& sends, int chunk,
                                               const Team& team) {
-  for (int peer = team.lane; peer < r.ranks(); peer += team.lanes)
-    if (sends.rows(peer) > 0)
-      await(r.watch, r.own() + r.layout.returned(peer, chunk), Wait::kReturn, peer, 0, chunk);
-  sync_warp();
+#pragma unroll 1
+  for (int own = 0; own < 2; ++own) {
+    for (int peer = team.lane; peer < r.ranks(); peer += team.lanes)
+      if ((peer == r.rank) == (own != 0) && sends.rows(peer) > 0)
+        await(r.watch, r.own() + r.layout.returned(peer, chunk), Wait::kReturn, peer, 0, chunk);
+    sync_warp();
+  }
 }
 
 // Where what a rank has sent for a token stands among this rank's rows, by the first choice that is on that

@@ -69,8 +69,7 @@ __device__ __forceinline__ void wait_until_reached(const Watch& watch, const Val
     if (has_failed(watch)) return;
     const uint64_t now = nanoseconds();
     if (start == 0) start = now;
-    // What a rank waits for of its own may be late for what it awaits of another: that one is to be named.
-    if (now - start > (peer == watch.rank ? 2 * watch.bound : watch.bound)) {
+    if (now - start > watch.bound) {
       report(watch, wait, peer, expert, part);
       return;
     }

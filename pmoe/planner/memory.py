@@ -8,6 +8,7 @@ that MPipeMoE's Eq. 1-6 follow from the slots.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -197,7 +198,7 @@ def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, held: 
     weights = (3 * backward.received + 2 * call.slots) * sizes.weight_size
     unit = _unit_bytes(sizes, backward)
     if sizes.columns.staged:
-        unit = max(unit, sizes.expert_parameters * sizes.element_size)  # a weight's gradient is staged, too
+        unit = max(unit, _largest_weight(sizes) * sizes.element_size)  # its gradient is staged, too
     elif sizes.element_size < WIDE:  # an expert's gradient is made before it is added
         num_local = sizes.num_experts // sizes.num_across
         unit = max(unit, sizes.expert_parameters // num_local * sizes.element_size)
@@ -248,8 +249,18 @@ def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
     narrow = sizes.expert_parameters * sizes.element_size
     if sizes.element_size >= WIDE or additions < 2:
         return narrow
-    # Summed wide and rounded one by one at the end, the largest of them two thirds of all.
-    return sizes.expert_parameters * WIDE + narrow * 2 // 3
+    # Summed wide and rounded one by one at the end.
+    return sizes.expert_parameters * WIDE + _largest_weight(sizes) * sizes.element_size
+
+
+def _largest_weight(sizes: LayerSizes) -> int:
+    """Elements of w1, which gated experts have twice; of modules, whose weights nobody knows, of all."""
+    wide, width = sizes.columns.hidden, sizes.columns.scratch
+    return (
+        math.ceil(sizes.expert_parameters * wide / (wide + width))
+        if wide and width
+        else sizes.expert_parameters
+    )
 
 
 # ---- what is small for each row

@@ -73,7 +73,7 @@ TAKES: dict[str, frozenset[Feature]] = {
         | {F.CAPACITY, F.PADDED, F.SEQUENTIAL, F.ONE_LANE, F.OWN_ORDER, F.OTHER_GATE, F.GATE_MODULE}
         | {F.MODULE_EXPERTS, F.OTHER_EXPERTS, F.PERSISTENT}
     ),
-    "one rank's counts": frozenset({F.NO_CAPACITY, F.FUSED, F.ROTATES, F.OFFLOADS, F.CHUNKS}),
+    "one rank's counts": frozenset({F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.ROTATES, F.OFFLOADS, F.CHUNKS}),
     # ---- predictions, and calls in a CUDA graph
     # What is promised. A prediction only says what it does not know.
     "memory budget": frozenset(

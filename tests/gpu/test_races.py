@@ -365,28 +365,32 @@ def test_host_memory_is_not_handed_out_while_another_stream_reads_it(
     assert (largest_error(got, expected) < 1e-12) == (not planted)
 
 
-def milliseconds(model: nn.Module, x: Tensor) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+RESOLUTION = 5e-6
+"""Seconds by which events may tell spans apart."""
+
+
+def seconds_together(layer: pmoe.MoELayer, x: Tensor) -> float:
+    """In which rows travel while experts compute, in a forward pass."""
     with torch.no_grad():
-        model(x)
+        layer(x)
         torch.cuda.synchronize()
-        start.record()
-        model(x)
-        end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
+        with recording() as journal:
+            layer(x)
+    compute, travel = (
+        [span for span in journal.spans if span.lane is lane] for lane in (Lane.COMPUTE, Lane.COMMUNICATE)
+    )
+    shared = [min(c.end, t.end) - max(c.start, t.start) for c in compute for t in travel]
+    return sum(each for each in shared if each > RESOLUTION)
 
 
 def test_the_lanes_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """n = 4, a message takes c and a chunk's experts 2c: 9 + 8 one after another, 11 side by side
-    (two messages before the first rows and weights are there, the experts, the last message)."""
+    """Of the same tasks: those that wait for each other alone, and those that all wait for the one before."""
     layer, (x, _) = make_layer(pipeline=4, bypass_local=False), make_batch()
     reference = chained(layer)
     slow_link(monkeypatch, before=4 * SHORT)
     slow_experts(monkeypatch, layer, 8 * SHORT)
     slow_experts(monkeypatch, reference, 8 * SHORT)
-    together, apart = milliseconds(layer, x), milliseconds(reference, x)
-    assert together < 0.85 * apart, f"{together} ms side by side, {apart} ms one after another"
+    assert seconds_together(layer, x) > 0 == seconds_together(reference, x)
 
 
 @pytest.mark.parametrize("bypass_local", [True, False])
@@ -397,7 +401,6 @@ def test_the_recorded_spans_obey_the_schedule(monkeypatch: pytest.MonkeyPatch, b
     slow_experts(monkeypatch, layer, SHORT)
     with recording() as journal:
         step(layer, x, grad)
-    resolution = 5e-6
     for build in (forward_schedule, backward_schedule):
         schedule = build(3, Stages(local=bypass_local, remote=not bypass_local))
         spans = {s.name: s for s in journal.spans if s.direction == schedule.direction}
@@ -407,6 +410,6 @@ def test_the_recorded_spans_obey_the_schedule(monkeypatch: pytest.MonkeyPatch, b
             span = spans[task.name]
             assert span.lane is task.lane and span.start <= span.end
             for other in task.waits:
-                assert span.start >= spans[other].end - resolution, f"{task.name} ran before {other} ended"
-            assert span.start >= last.get(task.lane, -1.0) - resolution, f"{task.name} overtook its lane"
+                assert span.start >= spans[other].end - RESOLUTION, f"{task.name} ran before {other} ended"
+            assert span.start >= last.get(task.lane, -1.0) - RESOLUTION, f"{task.name} overtook its lane"
             last[task.lane] = span.end

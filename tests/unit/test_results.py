@@ -18,17 +18,25 @@ OLD = 30
 
 FOLDERS = ("engine", "schedule", "layer", "runners", "comm", "experts", "ordering", "gates")
 RUN = tuple(f"pmoe/{name}" for name in FOLDERS)
+KERNELS = ("cuda", "pmoe/kernels", "pmoe/runners")
 DEPENDS = {
+    "alone": KERNELS,
+    "beside": KERNELS,
     "choices": (*RUN, "pmoe/planner", "pmoe/measure"),
     "cluster": (*RUN, "pmoe/planner", "pmoe/measure"),
+    "comet": KERNELS,
     "esp": RUN,
     "fairseq": (*RUN, "pmoe/integrations/fairseq"),
+    "flashdmoe": KERNELS,
     "gates": ("pmoe/gates", "pmoe/ordering", "pmoe/layer"),
     "gradients": (*RUN, "pmoe/training"),
+    "gpu": RUN,
+    "grouped_gemm": KERNELS,
     "lancet": (*RUN, "pmoe/graph"),
     "memory": (*RUN, "pmoe/planner"),
     "overhead": RUN,
     "overlap": RUN,
+    "permute": KERNELS,
     "plain": RUN,
     "ranks": RUN,
     "reuse": (*RUN, "pmoe/planner"),

@@ -1,0 +1,100 @@
+"""Tables of docs/numbers.md that were measured on a GPU are those of the stored results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.unit.test_docs_numbers import NUMBERS, README, RESULTS, table_below, told
+
+GPU = "nvidia_h200"
+Rows = Iterator[list[str]]
+
+
+def stored(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((RESULTS / f"{name}_{GPU}.json").read_text(encoding="utf-8"))
+    return document
+
+
+def cells(row: dict[str, Any], **digits: int) -> list[str]:
+    """Of columns whose names have "_" for a space and "per" for a stroke."""
+    return [told(row[name.replace("_per_", "/").replace("_", " ")], count) for name, count in digits.items()]
+
+
+def alone() -> Rows:
+    for row in stored("alone")["rows"]:
+        flops = {"fwd_TFLOP_per_s": 0, "bwd_ms": 1, "bwd_TFLOP_per_s": 0, "kernels": 0}
+        yield [row["layer"], *cells(row, fwd_ms=1, **flops, saved_MB=0, peak_MB=0)]
+
+
+def grouped_gemm() -> Rows:
+    for model in stored("grouped_gemm")["models"]:
+        for row in model["rows"]:
+            if row["x rival"] is not None:
+                shares = cells(row, ms=3, TFLOP_per_s=0, of_dense=2, x_rival=2)
+                yield [model["model"]["name"], row["product"], *shares]
+
+
+def permute() -> Rows:
+    for row in stored("permute")["scenarios"][0]["rows"]:
+        yield [row["kernel"], *cells(row, ms=3, GB_per_s=0, of_copy=2, x_torch=1)]
+
+
+def beside() -> Rows:
+    for row in stored("beside")["rows"]:
+        yield [row["way"], *cells(row, alone=2, held=2, times=2)]
+
+
+def comet() -> Rows:
+    for row in stored("comet")["rows"]:
+        times = cells(row, dispatch_ms=2, combine_ms=2, pair_ms=2, x_in_place=2, x_torch=2)
+        yield [row["model"], str(row["W"]), *times]
+
+
+def persistent_layers() -> Rows:
+    for row in stored("flashdmoe")["layers"]:
+        yield [row["model"], row["layer"], *cells(row, fwd_ms=1, step_ms=1)]
+
+
+def persistent_ranks() -> Rows:
+    for row in stored("flashdmoe")["ranks"]:
+        yield [row["model"], str(row["W"]), *cells(row, persistent_ms=2, pair_ms=2, in_place_ms=2)]
+
+
+def micro_batches() -> Rows:
+    for row in stored("gpu_layer")["scenarios"][-1]["rows"]:
+        yield [row["layer"], *(told(row[name], 2) for name in ("fwd ms", "fwd / plain", "fwd+bwd / plain"))]
+
+
+def pairs() -> Rows:
+    for row in stored("gpu_memory")["rows"]:
+        names = ("forward / larger", "backward / larger", "peak MiB")
+        yield [row["pair"], *(told(row[name], digits) for name, digits in zip(names, (2, 2, 0), strict=True))]
+
+
+TABLES: dict[str, Callable[[], Rows]] = {
+    "`python bench/bench_alone.py`": alone,
+    "`python bench/bench_grouped_gemm.py`": grouped_gemm,
+    "`python bench/bench_permute.py`": permute,
+    "`python bench/bench_beside.py`": beside,
+    "`python bench/bench_comet.py`": comet,
+    "`python bench/bench_flashdmoe.py`": persistent_layers,
+    "of several virtual ranks in one launch": persistent_ranks,
+    "`python bench/bench_gpu.py`": micro_batches,
+    "`python bench/bench_gpu_memory.py`": pairs,
+}
+
+
+@pytest.mark.parametrize("command", TABLES)
+def test_a_table_is_the_stored_one(command: str) -> None:
+    assert table_below(NUMBERS, command) == list(TABLES[command]())
+
+
+def test_the_readme_says_what_the_table_of_a_layer_does() -> None:
+    ours = stored("alone")["rows"][0]
+    assert f"{ours['fwd TFLOP/s']:.0f} TFLOP/s forward and {ours['bwd TFLOP/s']:.0f} backward" in README
+    faster = (f"{stored('alone')[f'{way}_speedup']:.1f}" for way in ("forward", "backward"))
+    assert " and ".join(faster) + " times as fast" in " ".join(README.split())

@@ -138,6 +138,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/mypy --strict pmoe
+	$(BIN)/mypy --config-file tests/gpu/mypy.ini tests/gpu
 
 format: $(STAMP)
 	$(BIN)/ruff format .

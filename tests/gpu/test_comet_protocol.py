@@ -157,8 +157,8 @@ def on_streams(world: Integers, rounds: int) -> list[int]:
             results.append((turn, journey[0], y, of_x, of_weight))
     world.virtual.check()
     wrong = set()
-    for at, (turn, journey, *found) in enumerate(results):
-        own_tokens = slice(journey.first_token, journey.first_token + (journey.num_tokens or 0))
+    for at, (turn, home, *found) in enumerate(results):
+        own_tokens = slice(home.first_token, home.first_token + (home.num_tokens or 0))
         for each, wanted in zip(found, (turn.y, turn.of_x, turn.of_weight), strict=True):
             if not torch.equal(each[own_tokens], wanted[own_tokens]):
                 wrong.add(at // len(heaps))

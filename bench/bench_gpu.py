@@ -136,6 +136,15 @@ def variants(layer: pmoe.MoELayer) -> dict[str, Callable[[], None]]:
     }
 
 
+def path_of(model: nn.Module, configure: Callable[[], None], x: Tensor) -> str:
+    """Which of pmoe's runners takes the call; "" for a plain layer."""
+    if not isinstance(model, pmoe.MoELayer):
+        return ""
+    configure()
+    model(x)
+    return "" if model.ran is None else model.ran.path
+
+
 # ---- then time ---------------------------------------------------------------------------------------
 
 
@@ -186,7 +195,7 @@ def measure(scenario: Scenario, rounds: int) -> tuple[dict[str, Any], list[dict[
 
     rows = []
     for name in every:
-        row: dict[str, Any] = {"layer": name}
+        row: dict[str, Any] = {"layer": name, "path": path_of(*every[name], leaf)}
         for passed, (_, factor) in passes.items():
             timing, base = timings[passed][name], timings[passed][fastest(timings[passed])]
             short = "fwd" if factor == 1 else "fwd+bwd"

@@ -131,7 +131,7 @@ def _backward(
     needs_x, needs_weight, _, needs_w1, needs_w2, needs_b1, needs_b2 = (*wanted, False, False)[:7]
     num_rows = hidden_NG.shape[0]
     # Copies of gathered rows: a launch each, at the rate of memory, where products that gather take longer by
-    # more than that. There is room for them where of_rows_NM comes, or hidden_NG goes.
+    # more than that. Backward's peak is where of_rows_NM comes, unless rows are far more than weights.
     grad_NM = permute.permute(aligned_rows(grad_TM), position_TK, num_rows)
     scale_N = weight_TK.new_empty(num_rows).index_copy_(0, position_TK.view(-1).long(), weight_TK.view(-1))
     # Products that only the parameters wait for come as soon as their operands can then be let go of:

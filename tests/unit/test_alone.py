@@ -284,6 +284,8 @@ def test_products_that_are_a_little_slower_are_made_up_for_by_what_is_launched_w
         return slower_kernels(layer.experts, torch.bfloat16, device, 64, needs_grad=True)
 
     assert slower() == (None if why is None else why + " by the fastest")
+    with PRODUCTS.forcing("pmoe"):
+        assert slower() is None
     with PRODUCTS.forcing("loop"):
         assert slower() == "loop is chosen for the forward product of w1 with 64 rows"
     torch.use_deterministic_algorithms(True)

@@ -1,4 +1,4 @@
-"""Memory of symmetric heaps from NVSHMEM, for ranks of several nodes. Never run by its authors."""
+"""Memory of symmetric heaps from NVSHMEM, for ranks of several nodes. Run by one process alone."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def process_heap(
 
 def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
     """This rank's heap in NVSHMEM's memory, and its peers' where loads and stores reach them: on one node, or
-    over NVLink between nodes. Collective, and for one group of ranks a process. Never run by its authors.
+    over NVLink between nodes. Collective, and for one group of ranks a process. Run by one process alone.
 
     Raises on every rank as `process_heap` does; also RuntimeError where NVSHMEM is not built in, where
     it serves another group already, or where a rank is beyond another's loads and stores.

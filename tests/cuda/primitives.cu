@@ -189,6 +189,8 @@ SAME(more_registers, (), more_registers<232>(), cutlass::arch::warpgroup_reg_all
 
 SAME(load_acquire, (uint32_t* p, uint32_t* out), *out = load_acquire(p),
      *out = OnDevice(*p).load(cuda::memory_order_acquire))
+SAME(load_relaxed, (uint32_t* p, uint32_t* out), *out = load_relaxed(p),
+     *out = OnDevice(*p).load(cuda::memory_order_relaxed))
 SAME(load_acquire_system, (uint32_t* p, uint32_t* out), *out = load_acquire_system(p),
      *out = OnSystem(*p).load(cuda::memory_order_acquire))
 SAME(store_release, (uint32_t* p, uint32_t v), store_release(p, v),

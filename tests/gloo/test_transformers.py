@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import io
 import os
 import runpy
@@ -254,7 +255,8 @@ def trainer_job(
     import transformers
 
     import pmoe
-    from pmoe.integrations.transformers import run
+
+    layers = importlib.import_module("pmoe.integrations.transformers.layers")  # a function has that name, too
 
     if "ep_implementation" in spread:
         model = load(path, "Mixtral", spread, QUICK)
@@ -270,8 +272,8 @@ def trainer_job(
     )  # fmt: skip
     rows = [{"input_ids": row, "labels": row} for row in batch(16)]
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows * 8)
-    borrow = mock.Mock(wraps=run.borrow)
-    with mock.patch.object(run, "borrow", borrow):
+    borrow = mock.Mock(wraps=layers.borrow)
+    with mock.patch.object(layers, "borrow", borrow):
         trainer.train()
     steps = [each for each in trainer.state.log_history if "loss" in each]
     return [each["loss"] for each in steps], [each["grad_norm"] for each in steps], borrow.call_count

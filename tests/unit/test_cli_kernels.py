@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from pmoe import warn
 from pmoe.cli import profile_kernels
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
@@ -127,6 +128,7 @@ def test_no_times_are_stored_of_a_layer_that_falls_back_the_second_time_without_
 ) -> None:
     """The reason is the same for both numbers of tokens, and is given once a process."""
     monkeypatch.setattr(profile_kernels, "time_layers", lambda *_: pytest.fail("timed"))
+    warn.GIVEN.clear()  # of other tests
     sizes = {tokens: replace(SIZES, rows=tokens) for tokens in (4, 8)}
     options: dict[str, Any] = {"d_model": 8, "d_hidden": 8, "num_experts": 2, "top_k": 1, "expert": "ffn"}
     options |= {"device": torch.device("cpu"), "dtype": torch.float32}

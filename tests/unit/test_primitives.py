@@ -67,6 +67,7 @@ MISTAKES = {  # by function: what is written in the place of what
     "bulk_wait_read": ("cp.async.bulk.wait_group.read %0;\"", "cp.async.bulk.wait_group.read 3;\""),
     "bulk_wait": ("cp.async.bulk.wait_group %0", "cp.async.bulk.wait_group.read %0"),
     "load_acquire_system": ("ld.acquire.sys", "ld.acquire.gpu"),
+    "load_relaxed": ("ld.relaxed.gpu", "ld.acquire.gpu"),
     "store_release_system": ("st.release.sys", "st.relaxed.sys"),
     "add_acq_rel": ("atom.acq_rel", "atom.relaxed"),
     "ldmatrix_x4_trans": ("x4.trans.shared", "x4.shared"),

@@ -98,6 +98,9 @@ class PoolStats:
     host_peak_bytes: int
 
 
+HEADER = ("layer", "path", "n", "pair", "rows", "dropped", "max / mean", "of ranks", "exposed ms", "peak MiB")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stats:
     """Of all MoE layers of a model, in the model's order. ``str`` is a table.
@@ -114,7 +117,31 @@ class Stats:
         return asdict(self)
 
     def __str__(self) -> str:
-        return _format_stats(self)
+        if not self.layers:
+            return "no MoELayer in this model"
+        whose = "this rank's tokens" if self.num_ranks == 1 else f"the tokens of {self.num_ranks} ranks"
+        rows: list[Sequence[str]] = [HEADER]
+        for each in self.layers:
+            rows.append(
+                [
+                    each.name or "(the model)",
+                    each.path,
+                    f"{each.n_forward or '-'}/{each.n_backward or '-'}".replace("-/-", "-"),
+                    each.restore or "-",
+                    f"{sum(each.tokens_per_expert):,}",
+                    _number(each.drop_rate, "{:.1%}"),
+                    _number(each.imbalance, "{:.2f}"),
+                    _number(each.rank_imbalance, "{:.2f}"),
+                    _number(each.exposed_seconds, "{:.3f}", 1e3),
+                    _number(None if each.predicted is None else each.predicted.peak, "{:,.1f}", 2**-20),
+                ]
+            )
+        pools = [
+            f"pool of {of.device}: at most {of.device_peak_bytes / 2**20:,.1f} MiB on the device, "
+            f"{of.host_peak_bytes / 2**20:,.1f} MiB on the host"
+            for of in self.pools
+        ]
+        return "\n".join([f"the last forward pass, {whose}", table(rows, left=range(4)), *pools])
 
 
 def stats(
@@ -302,39 +329,6 @@ def _mean(sums: Sequence[float]) -> Overlap | None:
     if not num:
         return None
     return Overlap(seconds=seconds / num, communication=communication / num, exposed=exposed / num)
-
-
-# ---- as text
-
-
-def _format_stats(found: Stats) -> str:
-    if not found.layers:
-        return "no MoELayer in this model"
-    whose = "this rank's tokens" if found.num_ranks == 1 else f"the tokens of {found.num_ranks} ranks"
-    rows = [
-        ["layer", "path", "n", "pair", "rows", "dropped", "max / mean", "of ranks", "exposed ms", "peak MiB"]
-    ]
-    for each in found.layers:
-        rows.append(
-            [
-                each.name or "(the model)",
-                each.path,
-                f"{each.n_forward or '-'}/{each.n_backward or '-'}".replace("-/-", "-"),
-                each.restore or "-",
-                f"{sum(each.tokens_per_expert):,}",
-                _number(each.drop_rate, "{:.1%}"),
-                _number(each.imbalance, "{:.2f}"),
-                _number(each.rank_imbalance, "{:.2f}"),
-                _number(each.exposed_seconds, "{:.3f}", 1e3),
-                _number(None if each.predicted is None else each.predicted.peak, "{:,.1f}", 2**-20),
-            ]
-        )
-    pools = [
-        f"pool of {of.device}: at most {of.device_peak_bytes / 2**20:,.1f} MiB on the device, "
-        f"{of.host_peak_bytes / 2**20:,.1f} MiB on the host"
-        for of in found.pools
-    ]
-    return "\n".join([f"the last forward pass, {whose}", table(rows, left=range(4)), *pools])
 
 
 def _number(value: float | None, form: str, scale: float = 1.0) -> str:

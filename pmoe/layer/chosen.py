@@ -150,7 +150,10 @@ def choose_among(batch: Batch, restore: Restore | None) -> Choice:
     elif spec.pipeline == SOLVE:
         from pmoe.layer import solved
 
-        found = solved.solved_degrees(batch, restore, functools.partial(_tried_cuts, batch, restore))
+        def tried(degrees: Sequence[int]) -> Measured:
+            return _tried(batch, all_choices([(n, n) for n in degrees], [restore]))
+
+        found = solved.solved_degrees(batch, restore, tried)
     else:
         from pmoe.layer import searched
 
@@ -172,10 +175,6 @@ def _tried(batch: Batch, choices: Sequence[Choice]) -> Measured:
     if not batch.may_be_tried or batch.parts.gradients is not None or batch.counts.host_shortage:
         return None  # a choice that offloads would fail on the rank alone whose host is full
     return tried_seconds(batch, choices)
-
-
-def _tried_cuts(batch: Batch, restore: Restore, degrees: Sequence[int]) -> Measured:
-    return _tried(batch, all_choices([(n, n) for n in degrees], [restore]))
 
 
 def _compared_with_steps(batch: Batch, choice: Choice) -> Choice:

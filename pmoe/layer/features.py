@@ -24,16 +24,12 @@ def refusal_of(parts: Parts, taker: str) -> str | None:
 
 def features_of(parts: Parts) -> frozenset[Feature]:
     """As `Parts.features`."""
-    return frozenset(feature for feature, is_asked in _asked(parts).items() if is_asked)
-
-
-def _asked(parts: Parts) -> dict[Feature, bool]:
     spec, gate, switches = parts.spec, parts.gate, parts.spec.switches
     is_given = bool(getattr(gate, "has_external_routing", False))
     picks = bool(getattr(gate, "picks_tokens", False))
     in_steps = parts.dispatch.in_steps or parts.combine.in_steps
     is_flat = {type(parts.dispatch), type(parts.combine)} == {FlatAllToAll}
-    return {
+    asked = {
         Feature.RANKS: parts.ranks.size > 1,
         Feature.SHARDED: parts.grid.is_sharded,
         Feature.HIERARCHICAL: in_steps,
@@ -65,3 +61,4 @@ def _asked(parts: Parts) -> dict[Feature, bool]:
         Feature.MODULE_EXPERTS: parts.experts.are_modules,
         Feature.OTHER_EXPERTS: type(parts.experts).__module__ not in PLAIN_EXPERTS,
     }
+    return frozenset(feature for feature, is_asked in asked.items() if is_asked)

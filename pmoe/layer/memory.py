@@ -98,21 +98,18 @@ def _ways(
     parts: Parts, pipeline: int | None, pipeline_backward: int | None, memory_reuse: str | Restore | None
 ) -> list[Choice]:
     """All that the layer may take: one where nothing is left to choose."""
-    spec = parts.spec
-    pairs = parts.pairs if memory_reuse is None else (_checked_pair(memory_reuse),)
+    spec, pairs = parts.spec, parts.pairs
+    if memory_reuse is not None:
+        pair = parse_restore(memory_reuse)
+        if not isinstance(pair, Restore):
+            raise ValueError(f"memory_reuse ({memory_reuse!r}) must be None, a name of S1 to S4 or a Restore")
+        pairs = (pair,)
     n = pipeline or spec.fixed_degree
     forward = spec.degrees if n is None else (n,)
     fixed = pipeline_backward or spec.pipeline_backward
     apart = spec.pipeline == SOLVE and spec.rotates and n is None and fixed is None
     degrees = [(n, m) for n in forward for m in (spec.degrees if apart else (fixed or n,))]
     return all_choices(degrees, pairs)
-
-
-def _checked_pair(memory_reuse: str | Restore) -> Restore:
-    pair = parse_restore(memory_reuse)
-    if not isinstance(pair, Restore):
-        raise ValueError(f"memory_reuse ({memory_reuse!r}) must be None, a name of S1 to S4 or a Restore")
-    return pair
 
 
 def _of_way(

@@ -92,7 +92,7 @@ def within_budget(candidates: Sequence[PricedChoice], budget: int) -> PricedChoi
             f"memory_budget ({budget} bytes) must be at least {smallest.memory.promised} for these tokens, "
             f"whatever their routing (n={smallest.forward}, {smallest.restore})"
         )
-    return _fastest(fitting)
+    return min(fitting, key=PRICE)
 
 
 # ---- the answer of `pmoe plan`
@@ -160,7 +160,7 @@ def advise(
     candidates = evaluate(sizes, num_tokens, choices, profile=profile, slack=slack)
     if budget is None:
         pair, _ = cheapest_pair(sizes, profile, num_tokens, STRATEGIES.values())
-        decision = _fastest([each for each in candidates if each.restore == pair])
+        decision = min((each for each in candidates if each.restore == pair), key=PRICE)
         why = f"{pair.strategy} is the cheapest of S1 to S4 by Eq. 10, and n={decision.forward} its fastest"
     else:
         decision = within_budget(candidates, budget)
@@ -175,7 +175,7 @@ def advise(
         eq10={pair: eq10_seconds(sizes, profile, num_tokens, pair) for pair in pairs},
         decision=decision,
         why=why,
-        fastest=_fastest(candidates),
+        fastest=min(candidates, key=PRICE),
     )
 
 
@@ -187,10 +187,6 @@ def step_bars(sizes: LayerSizes, profile: Profile, num_tokens: int, chosen: Pric
         drawn += simulated_bars(direction, ran, origin)
         origin += makespan(ran)
     return drawn
-
-
-def _fastest(candidates: Sequence[PricedChoice]) -> PricedChoice:
-    return min(candidates, key=PRICE)
 
 
 # ---- the choices of a layer

@@ -200,9 +200,10 @@ def _polished(problem: ExposedSeconds, rooms: Sequence[int], extra: list[int]) -
     for _ in range(len(rooms) + 1):
         before = best
         for at, layer in enumerate(problem.layers):
-            ends = _plateau_ends(layer, problem.all_reduce, problem.moe[at])
+            # Bytes with which a degree's longest path begins to have the gradients on it.
+            ends = (bytes_within(problem.all_reduce, each.alone - each.beside) for each in layer.degrees)
             free = _free(rooms, extra, at)
-            tried = sorted({min(end, free) for end in (*ends, 0, free)})
+            tried = sorted({min(max(end - problem.moe[at], 0), free) for end in ends} | {0, free})
             columns = np.repeat(np.array(extra, dtype=float)[:, None], len(tried), axis=1)
             columns[at] = tried
             found = seconds(columns)
@@ -212,12 +213,6 @@ def _polished(problem: ExposedSeconds, rooms: Sequence[int], extra: list[int]) -
         if best >= before:
             break
     return extra
-
-
-def _plateau_ends(layer: GeneralizedLayer, all_reduce: LineCost, carried: int) -> list[int]:
-    """Extra bytes with which a degree's longest path begins to have the gradients on it."""
-    ends = (bytes_within(all_reduce, each.alone - each.beside) - carried for each in layer.degrees)
-    return [end for end in ends if end > 0]
 
 
 def _free(rooms: Sequence[int], extra: Sequence[int], at: int) -> int:

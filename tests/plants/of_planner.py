@@ -149,7 +149,7 @@ PLANNER = (
         name="least-bytes-of-a-budget",
         breaks="of what fits a budget the smallest is taken, however slow",
         file="pmoe/planner/candidates.py",
-        old="    return _fastest(fitting)\n",
+        old="    return min(fitting, key=PRICE)\n",
         new="    return min(fitting, key=lambda each: (each.memory.promised, each.seconds))\n",
         tests=f"{CHOICES} -k budget",
     ),

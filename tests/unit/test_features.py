@@ -134,8 +134,8 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     source = Path(table.__file__).read_text(encoding="utf-8")
     module = ModuleType("planted")
     exec(source.replace("\n\n\nF = Feature", f"\n    NEW = {NEW!r}\n\n\nF = Feature"), vars(module))
-    asked = features._asked
-    monkeypatch.setattr(features, "_asked", lambda of: {**asked(of), module.Feature.NEW: True})
+    asked = features.features_of
+    monkeypatch.setattr(features, "features_of", lambda of: asked(of) | {module.Feature.NEW})
     monkeypatch.setattr(features, "Feature", module.Feature)
     monkeypatch.setattr(features, "refused", module.refused)
     return module

@@ -135,7 +135,15 @@ class _HeapBuilder(CollectiveSteps):
         """Raises on every rank where the ranks do not fit together."""
         size = self.ranks.size
         facts, hosts = zip(*self.attempt(self.facts), strict=True)
-        _check_same(facts)
+        if differing := [name for name in facts[0] if len({each[name] for each in facts}) > 1]:
+            numbers = "; ".join(
+                f"rank {rank}: {', '.join(f'{name} {each[name]}' for name in differing)}"
+                for rank, each in enumerate(facts)
+            )
+            raise ValueError(
+                "all ranks of a symmetric heap must have the same shape, type and loaded kernels, not "
+                f"{numbers}"
+            )
         if self.shape.num_ranks != size:
             raise ValueError(f"num_ranks ({self.shape.num_ranks}) must be the size of the group ({size})")
         if one_node and len(set(hosts)) > 1:
@@ -194,19 +202,6 @@ class _HeapBuilder(CollectiveSteps):
         having = self.gather(self.base is not None)
         if self.base is not None and (all(having) or not self.memory.collective):
             _quietly(self.memory.free, self.device, self.base)
-
-
-def _check_same(facts: Sequence[dict[str, object]]) -> None:
-    """facts: by rank."""
-    differing = [name for name in facts[0] if len({each[name] for each in facts}) > 1]
-    if differing:
-        numbers = "; ".join(
-            f"rank {rank}: {', '.join(f'{name} {each[name]}' for name in differing)}"
-            for rank, each in enumerate(facts)
-        )
-        raise ValueError(
-            f"all ranks of a symmetric heap must have the same shape, type and loaded kernels, not {numbers}"
-        )
 
 
 def _allocate(memory: DeviceMemory, device: torch.device, shape: HeapShape) -> int:

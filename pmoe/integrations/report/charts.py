@@ -144,6 +144,8 @@ def line_chart(
     `format_share` on the axis, too. max_points: of a line, others are drawn as bins. is_filled: down to the
     axis.
     """
+    from matplotlib.ticker import EngFormatter, PercentFormatter
+
     found = {name: bins_of(of.steps, of.values, max_points) for name, of in curves.items()}
     values = np.concatenate([ends for bins in found.values() for ends in (bins.low, bins.high)])
     values = np.sort(values[~np.isnan(values)])
@@ -155,7 +157,11 @@ def line_chart(
     gaps = {name: _gaps(curve) for name, curve in curves.items()}
 
     def draw(axis: Axes) -> None:
-        _set_y_axis(axis, low, high, show)
+        axis.set_ylim(low, high)
+        if show is format_seconds:
+            axis.yaxis.set_major_formatter(EngFormatter("s"))
+        if show is format_share:
+            axis.yaxis.set_major_formatter(PercentFormatter(1))
         for name, colour in keys:
             _draw_line(axis, found[name], gaps[name], LIGHT[colour], is_filled)
 
@@ -181,16 +187,6 @@ def _range(ordered: Any, floor: float | None) -> tuple[float, float, float | Non
         cut, high = high, usual + 0.5 * (usual - low)
     pad = (high - low) * 0.04 or abs(high) * 0.05 or 1.0
     return low if low == floor else low - pad, high + pad, cut
-
-
-def _set_y_axis(axis: Axes, low: float, high: float, show: Callable[[float], str]) -> None:
-    from matplotlib.ticker import EngFormatter, PercentFormatter
-
-    axis.set_ylim(low, high)
-    if show is format_seconds:
-        axis.yaxis.set_major_formatter(EngFormatter("s"))
-    if show is format_share:
-        axis.yaxis.set_major_formatter(PercentFormatter(1))
 
 
 def _draw_line(axis: Axes, bins: Bins, gaps: Sequence[int], colour: str, is_filled: bool) -> None:

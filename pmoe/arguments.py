@@ -5,10 +5,10 @@ from __future__ import annotations
 import numbers
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch import Tensor, nn
 
 MOST = 2**31 - 1
 """Of a number of anything that is counted: more is a mistake."""
@@ -109,17 +109,13 @@ def check_path(**paths: object) -> None:
 
 def check_module(**modules: object) -> None:
     """TypeError unless each is a module."""
-    from torch import nn  # not needed for numbers
-
     check_kind(nn.Module, "a torch.nn.Module", **modules)
 
 
 def check_tensors(dims: int | None, /, **tensors: Any) -> None:
     """TypeError unless each is a dense tensor, ValueError unless it has ``dims`` dimensions."""
-    import torch  # not needed for numbers
-
     for name, value in tensors.items():
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_complex():
+        if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_complex():
             raise TypeError(f"{name} ({shown(value)}) must be a tensor, neither sparse nor complex")
         if dims not in (None, value.dim()):
             raise ValueError(f"{name} of shape {tuple(value.shape)} must have {dims} dimensions")
@@ -128,8 +124,6 @@ def check_tensors(dims: int | None, /, **tensors: Any) -> None:
 def check_place(device: Any, dtype: object) -> torch.device:
     """TypeError or ValueError for what no floating-point tensor can be made on or of; None is a default.
     Returns the device with its index."""
-    import torch  # not needed for numbers
-
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype ({dtype!r}) must be a torch.dtype")
     if dtype is not None and not dtype.is_floating_point:

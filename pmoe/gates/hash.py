@@ -8,6 +8,7 @@ from torch import Tensor
 from pmoe.arguments import check_int
 from pmoe.gates.base import Routing
 from pmoe.gates.draws import DrawnGate
+from pmoe.kernels.operands import check_tensor
 
 WORD = 1 << 64
 # The steps of SplitMix64 (Steele, Lea and Flood 2014), as int64: its increment, and two factors that mix.
@@ -43,7 +44,13 @@ class HashGate(DrawnGate):
         self.seed = int(seed)
 
     def forward(self, x_TM: Tensor, token_ids_T: Tensor) -> Routing:  # type: ignore[override]
-        _check_ids(token_ids_T, x_TM)
+        """Routes the tokens x_TM (T, M) by their ids (T,). Raises ValueError, see the class."""
+        if not isinstance(token_ids_T, Tensor):
+            raise ValueError(
+                f"token_ids ({type(token_ids_T).__name__}) must be a torch.Tensor of dtype int64"
+            )
+        shape, device = x_TM.shape[:1], x_TM.device
+        check_tensor("token_ids", token_ids_T, shape=shape, dtypes=[torch.int64], device=device)
         return self.routed(x_TM, hashed(token_ids_T, self.seed, self.top_k))
 
 
@@ -65,16 +72,3 @@ def _mixed(word: Tensor) -> Tensor:
 def _shifted(word: Tensor, bits: int) -> Tensor:
     """Shifted right, zeros coming in, where int64 would bring in its sign."""
     return (word >> bits) & ((WORD - 1) >> bits)
-
-
-def _check_ids(token_ids_T: Tensor, x_TM: Tensor) -> None:
-    if not isinstance(token_ids_T, Tensor):
-        raise ValueError(f"token_ids ({type(token_ids_T).__name__}) must be a torch.Tensor of dtype int64")
-    if token_ids_T.dtype != torch.int64:
-        raise ValueError(f"token_ids of dtype {token_ids_T.dtype} must be torch.int64")
-    if tuple(token_ids_T.shape) != (x_TM.shape[0],):
-        raise ValueError(
-            f"token_ids of shape {tuple(token_ids_T.shape)} must be (T,), an id a token: T = {x_TM.shape[0]}"
-        )
-    if token_ids_T.device != x_TM.device:
-        raise ValueError(f"token_ids on {token_ids_T.device} must be where the tokens are ({x_TM.device})")

@@ -13,6 +13,7 @@ from pmoe.comm.counts import RankCounts
 from pmoe.gates.capacity import expert_capacity
 from pmoe.gates.logits import router_logits
 from pmoe.graph import messages, operators
+from pmoe.kernels.grouped_gemm.reference import activate
 from pmoe.layer import MoELayer
 from pmoe.layer.decision import LastCall, Ran
 from pmoe.layer.parts import autocast_dtype
@@ -154,12 +155,7 @@ def _shared(layer: MoELayer, x_TM: Tensor, rows: Tensor) -> Tensor:
     b1, b2 = biases or (None, None)
     with torch.autocast(rows.device.type, enabled=False):
         hidden = F.linear(rows, w1, b1)
-        if expert.hidden_factor == 2:
-            gate, up = hidden.chunk(2, dim=-1)
-            active = F.silu(gate) * up
-        else:
-            active = getattr(F, expert.activation)(hidden)
-        out = F.linear(active, w2, b2)
+        out = F.linear(activate(expert.activation, hidden), w2, b2)
         if layer.shared_gate is None:
             return out
         scale = router_logits(x_TM, layer.shared_gate.weight).sigmoid()

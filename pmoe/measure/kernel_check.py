@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pmoe.experts import make_stacked
 from pmoe.experts.base import ExpertRows
-from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.experts.stacked import StackedExperts
-from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.kernels.registry import LOOP, PMOE, PRODUCTS
 
 COUNTS, NUM_MODEL, NUM_HIDDEN = (70, 0, 33, 1), 136, 72
@@ -41,7 +40,10 @@ class KernelCase:
 def mismatch(case: KernelCase) -> str | None:
     """What the kernels compute wrongly, with the numbers; None where every result is right."""
     generator = torch.Generator().manual_seed(0)
-    experts = _experts(case)
+    kind = "swiglu" if case.activation == "swiglu" else "ffn"
+    # For their shapes and their nonlinearity: parameters are given apart.
+    sizes = (NUM_MODEL, NUM_HIDDEN, len(COUNTS))
+    experts = make_stacked(kind, *sizes, case.activation, case.bias, device="meta")
     rows = (sum(COUNTS), NUM_MODEL)
     shapes = (rows, rows, rows[:1], *(each.shape for each in experts.parameters()))
     operands = [torch.randn(*each, generator=generator).mul_(0.25).to(case.dtype) for each in shapes]
@@ -69,14 +71,6 @@ def first_wrong(
         if not error <= allowed:
             return f"{name} in {dtype} is wrong by {error:.2g} of its size, where {allowed:.2g} is allowed"
     return None
-
-
-def _experts(case: KernelCase) -> StackedExperts:
-    """For their shapes and their nonlinearity: parameters are given apart."""
-    sizes = (NUM_MODEL, NUM_HIDDEN, len(COUNTS))
-    if case.activation == "swiglu":
-        return SwiGLUExperts(*sizes, bias=case.bias, device="meta")
-    return FFNExperts(*sizes, activation=case.activation, bias=case.bias, device="meta")
 
 
 def _both_passes(experts: StackedExperts, operands: Sequence[Tensor]) -> list[Tensor]:

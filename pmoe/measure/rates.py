@@ -30,7 +30,7 @@ from pmoe.measure.lines import (
     transfer,
 )
 from pmoe.measure.rounds import timestamp
-from pmoe.planner.cost_model import COMMUNICATE, COMPUTE, COPY, FACTORS, Interference
+from pmoe.planner.cost_model import COMMUNICATE, COPY, FACTORS, Interference
 from pmoe.planner.costs import FREE, Fit
 from pmoe.planner.profile import Profile
 
@@ -53,13 +53,14 @@ def measure(
     device = torch.device(device)
     who, effort = identity(ranks, device, dtype), QUICK if quick else USUAL
     lines: dict[str, Fit] = {"message": FREE}
-    pieces: dict[str, TimedCall] = {}
+    pieces: dict[str, list[TimedCall]] = {}
     with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
         for name, kind in _kinds(bench, dtype).items():
             units = longest_units(bench, kind, effort.piece_seconds)
             lines[name] = measured_line(bench, kind, (units // 16, units // 4, units), effort.repeats)
-            pieces[name] = kind.make(units)
-        interference = _interference(bench, _by_lane(pieces), effort)
+            pieces.setdefault(kind.lane, []).append(kind.make(units))
+        by_lane = {lane: partial(_in_turn, of_lane) for lane, of_lane in pieces.items()}
+        interference = _interference(bench, by_lane, effort)
     costs = {name: found.line for name, found in lines.items()}
     profile = Profile(
         **(vars(who) | costs),
@@ -90,13 +91,10 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, LaneWork]:
     return kinds
 
 
-def _by_lane(pieces: Mapping[str, TimedCall]) -> dict[str, TimedCall]:
-    """One piece a lane, in the order of FACTORS; that of the copies goes out and in."""
-    copy_out, copy_in = pieces["copy_out"], pieces["copy_in"]
-    found = {COMPUTE: pieces["compute"]}
-    if "message" in pieces:
-        found[COMMUNICATE] = pieces["message"]
-    return found | {COPY: lambda: (copy_out(), copy_in())}
+def _in_turn(calls: Sequence[TimedCall]) -> None:
+    """A piece of the copies goes out and in."""
+    for call in calls:
+        call()
 
 
 def _interference(bench: Bench, pieces: Mapping[str, TimedCall], effort: Effort) -> Interference:

@@ -106,11 +106,11 @@ def test_another_process_hashes_alike() -> None:
 @pytest.mark.parametrize(
     "ids, message",
     [
-        (torch.zeros(4, dtype=torch.int64), r"token_ids of shape \(4,\) must be \(T,\).*T = 3"),
-        (torch.zeros(3, 1, dtype=torch.int64), r"token_ids of shape \(3, 1\) must be \(T,\)"),
+        (torch.zeros(4, dtype=torch.int64), r"token_ids of shape \(4,\) must have the shape \(3,\)"),
+        (torch.zeros(3, 1, dtype=torch.int64), r"token_ids of shape \(3, 1\) must have the shape \(3,\)"),
         (torch.zeros(3, dtype=torch.int32), r"token_ids of dtype torch.int32 must be torch.int64"),
         (torch.zeros(3), r"token_ids of dtype torch.float32 must be torch.int64"),
-        (torch.zeros(3, dtype=torch.int64, device="meta"), r"token_ids on meta must be where .* \(cpu\)"),
+        (torch.zeros(3, dtype=torch.int64, device="meta"), r"token_ids on meta must be on cpu"),
         ([0, 1, 2], r"token_ids \(list\) must be a torch.Tensor"),
         (None, r"token_ids \(NoneType\) must be a torch.Tensor"),
     ],

@@ -23,7 +23,9 @@ __device__ __forceinline__ void multiply_back(const Member& m, AmpereShared& sha
     return bias_gradient<T>(m, shared.gemm.a[0], task, wide, thread, [] { sync_block(); });
   const CellTile cell(m.pass, task);
   if (task.type == TaskType::kGemm0) {
-    compute_first<T, kActivation>(m, shared, task, cell, InputRows::of<T>(m, task.peer, task.expert).begin);
+    const int here = offset_of(m.pass, task.peer, task.expert);
+    compute_first<T, kActivation>(m, shared, task, cell,
+                                  InputRows::of<T>(m, task.peer, task.expert, here).begin);
   } else if (task.type == TaskType::kHiddenGradient) {
     compute<T, Form::kInput, Epilogue::kHiddenGradient, kActivation>(
         shared, hidden_gradient<T, kActivation>(m, task, cell), cell.tile(task, ampere::kColumns));

@@ -32,9 +32,10 @@ void list_kernels(std::vector<pmoe::KernelInfo>& found) {
   });
 }
 
-Layout layout_of(int ranks, int experts, int rows, int64_t row_bytes, bool is_staged, bool sends_again) {
+Layout layout_of(int ranks, int experts, int rows, int64_t row_bytes, bool is_pool, bool is_staged,
+                 bool sends_again) {
   const int capacity = pmoe::ceil_div(rows, kTileRows) * kTileRows;
-  return {ranks, experts, capacity, kTileRows, is_staged ? 2 : 1, row_bytes, sends_again ? 3 : 2};
+  return {ranks, experts, capacity, kTileRows, is_staged ? 2 : 1, row_bytes, sends_again ? 3 : 2, is_pool};
 }
 
 bool are_halves(Activation activation) { return pmoe::are_halves(pmoe::Epilogue::kHidden, activation); }
@@ -63,8 +64,9 @@ Member read_member(Fields& given, const Which& which, int blocks) {
   Member m;
   Pass& pass = m.pass;
   const int64_t row_bytes = given.number("row_bytes");
-  pass.layout = layout_of(given.small("ranks"), given.small("experts"), given.small("heap_rows"), row_bytes,
-                          given.small("is_staged") != 0, given.small("sends_again") != 0);
+  pass.layout =
+      layout_of(given.small("ranks"), given.small("experts"), given.small("heap_rows"), row_bytes,
+                given.small("is_pool") != 0, given.small("is_staged") != 0, given.small("sends_again") != 0);
   pass.heaps = given.at<uint8_t* const>("heaps");
   pass.rank = given.small("rank");
   pass.watch.failed = given.at<uint32_t>("failed");
@@ -75,6 +77,7 @@ Member read_member(Fields& given, const Which& which, int blocks) {
   pass.watch.nap_seed = static_cast<uint32_t>(given.number("nap_seed"));
   pass.watch.not_waited = static_cast<uint32_t>(given.number("not_waited"));
   pass.counts = given.at<int32_t>("send_counts"), pass.slot = given.at<int32_t>("slot");
+  pass.home = given.at<int32_t>("home"), pass.offset = given.at<int32_t>("offset");
   pass.expert = given.at<int32_t>("expert"), pass.row = given.at<int32_t>("row");
   RoutingTasks& routing = pass.routing;
   routing.is_asked = given.small("routes") != 0;
@@ -130,9 +133,9 @@ void run(int device, std::uintptr_t stream, bool hopper, bool is_backward, int e
 
 // Where regions of a rank's heap begin, which ends with its workspace; "bytes" of all, and of them "L".
 py::dict tell_layout(int ranks, int experts, int rows, int home_rows, int64_t row_bytes, int d_hidden,
-                     bool sends_again, bool is_staged) {
+                     bool sends_again, bool is_pool, bool is_staged) {
   Pass pass;
-  const Layout& l = pass.layout = layout_of(ranks, experts, rows, row_bytes, is_staged, sends_again);
+  const Layout& l = pass.layout = layout_of(ranks, experts, rows, row_bytes, is_pool, is_staged, sends_again);
   Experts e;
   e.model = static_cast<int>(row_bytes / 2), e.hidden = d_hidden;
   py::dict told;
@@ -149,7 +152,8 @@ void bind_flashdmoe(py::module_& m) {
         "One launch of a layer's pass, for each rank of which there is a dict; see cuda/flashdmoe/pass.h and "
         "experts.h.");
   m.def("flashdmoe_layout", &tell_layout, arg("ranks"), arg("experts"), arg("rows"), arg("home_rows"),
-        arg("row_bytes"), arg("d_hidden"), arg("sends_again") = false, arg("is_staged") = false,
+        arg("row_bytes"), arg("d_hidden"), arg("sends_again") = false, arg("is_pool") = false,
+        arg("is_staged") = false,
         "Byte offsets of a heap's regions, \"bytes\", the size of all, and \"L\", that of the tensor L.");
 }
 

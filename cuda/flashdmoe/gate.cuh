@@ -36,17 +36,20 @@ class Group {
     count_warps([](int, int32_t) {});
     const route::ChunkCounts counts = route::count_chunk<Shape>(stages_, shared_, 0, at_.block);
     const int capacity = pass_.routing.capacity;
+    const int32_t* const home_E = homes(counts.total_E);
     const auto put = [&](int64_t slot, int32_t expert, int32_t placed) {
       const int32_t row = expert < 0 ? capacity : counts.before_E[expert] + placed;
-      write(pass_.row + slot, row < capacity ? row : -1);
+      const int32_t at = row < capacity ? (home_E == nullptr ? 0 : home_E[expert]) + row : -1;
+      write(pass_.row + slot, at);
       if (pass_.routing.chosen != nullptr) write(pass_.expert + slot, chosen(slot));
-      if (row >= capacity) return;
-      write(pass_.slot + int64_t{expert} * pass_.layout.capacity + row, static_cast<int32_t>(slot));
+      if (at >= 0) write(pass_.slot + pass_.layout.first_row(0, expert) + at, static_cast<int32_t>(slot));
     };
     route::place_slots<Shape>(at_, shared_, experts_, slots_, choice(), put);
     if (at_.block > 0) return;
-    for (int e = route::own_thread<Shape>(); e < experts_; e += Shape::kThreads)
+    for (int e = route::own_thread<Shape>(); e < experts_; e += Shape::kThreads) {
       write(pass_.counts + e, smaller(counts.total_E[e], capacity));
+      if (home_E != nullptr) write(pass_.home + e, home_E[e]);
+    }
   }
 
  private:
@@ -54,6 +57,21 @@ class Group {
   __device__ __forceinline__ void count_warps(const Found& found) const {
     route::count_slots<Shape>(at_, shared_, experts_, slots_, choice());
     route::add_warps<Shape>(shared_, experts_, found);
+  }
+
+  // By expert where its rows come home: behind those of all experts before, on a whole tile. null: without a
+  // pool. total_E: rows.
+  __device__ __forceinline__ const int32_t* homes(const int32_t* total_E) const {
+    const Layout& layout = pass_.layout;
+    if (!layout.is_pool) return nullptr;
+    int32_t* const home_E = shared_.ints(2 * experts_);
+    for (int e = route::own_thread<Shape>(); e < experts_; e += Shape::kThreads)
+      home_E[e] = layout.tiles(smaller(total_E[e], pass_.routing.capacity)) * layout.tile_rows;
+    route::meet<Shape>();
+    if (at_.warp == 0)
+      route::scan(home_E, experts_, at_.lane, 0, [&](int e, int32_t first, int32_t) { home_E[e] = first; });
+    route::meet<Shape>();
+    return home_E;
   }
 
   // Of a slot: the expert of its row, or -1 where the gate has dropped it.
@@ -80,7 +98,7 @@ class Group {
 // Of shared memory.
 template <class Shape>
 constexpr int kRoutingBytes =
-    4 * (route::ForwardShared<Shape>::area(route::kMostExperts) + 2 * route::kMostExperts);
+    4 * (route::ForwardShared<Shape>::area(route::kMostExperts) + 3 * route::kMostExperts);
 
 template <class Shape>
 __device__ __forceinline__ void route_group(const Pass& pass, const Task& task) {

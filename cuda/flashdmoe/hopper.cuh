@@ -75,9 +75,10 @@ __device__ __forceinline__ void load(HopperShared& shared, const MapPair& maps, 
   sync_warp();
 }
 
-// Where a cell's rows are in the map of L, and in that of what is kept by cell.
-__device__ __forceinline__ int row_in_heap(const Layout& layout, int peer, Round round, int expert) {
-  return static_cast<int>(layout.row({peer, round, Staging::kIncoming, expert, 0}));
+// Where row 0 of a cell is in the map of L, and in that of what is kept by cell.
+__device__ __forceinline__ int row_in_heap(const Layout& layout, int peer, Round round, int expert,
+                                           int offset = 0) {
+  return static_cast<int>(layout.row({peer, round, Staging::kIncoming, expert, offset}));
 }
 __device__ __forceinline__ int row_by_cell(const Layout& layout, int peer, int expert) {
   return static_cast<int>(layout.first_row(peer, expert));
@@ -98,13 +99,13 @@ __device__ __forceinline__ void load_forward(const Member& m, HopperShared& shar
   const Layout& layout = m.pass.layout;
   if (task.type == TaskType::kGemm0) {
     const CellTile cell(m.pass, task);
+    const int here = offset_of(m.pass, task.peer, task.expert);
     load_first<T, kActivation>(m, shared, maps.of[kFirstProduct], task, cell,
-                               row_in_heap(layout, task.peer, Round::kDispatch, task.expert), steps);
+                               row_in_heap(layout, task.peer, Round::kDispatch, task.expert, here), steps);
   } else if (task.type == TaskType::kGemm1) {
     const CellTile cell(m.pass, task);
     load<Form::kForward>(shared, maps.of[kSecondProduct], second_product<T>(m, task, cell),
-                         cell.tile(task, hopper::kColumns), row_by_cell(layout, task.peer, task.expert),
-                         steps);
+                         cell.tile(task, hopper::kColumns), static_cast<int>(cell.first), steps);
   }
 }
 

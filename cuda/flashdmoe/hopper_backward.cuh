@@ -7,10 +7,10 @@ namespace pmoe::flashdmoe {
 #if PMOE_HOPPER_CODE
 
 // T_DI of an expert's rows, kept by cell or sent again.
-__device__ __forceinline__ int row_of_input(const Member& m, int peer, int expert) {
+__device__ __forceinline__ int row_of_input(const Member& m, int peer, int expert, int offset) {
   const Layout& layout = m.pass.layout;
-  return m.experts.input != nullptr ? row_by_cell(layout, peer, expert)
-                                    : row_in_heap(layout, peer, Round::kAgain, expert);
+  return m.experts.input != nullptr ? row_by_cell(layout, peer, expert) + offset
+                                    : row_in_heap(layout, peer, Round::kAgain, expert, offset);
 }
 
 template <class T, Activation kActivation>
@@ -23,7 +23,7 @@ __device__ __forceinline__ void load_backward(const Member& m, HopperShared& sha
     const Problem p = weight_gradient<T>(m, task, wide_columns(m.experts, kActivation), pieces);
     pieces.a_begin =
         is_w2 ? row_in_heap(layout, 0, Round::kDispatch, task.expert) : row_by_cell(layout, 0, task.expert);
-    pieces.b_begin = is_w2 ? row_by_cell(layout, 0, task.expert) : row_of_input(m, 0, task.expert);
+    pieces.b_begin = is_w2 ? row_by_cell(layout, 0, task.expert) : row_of_input(m, 0, task.expert, 0);
     if (thread_again() == 0) shared.pieces = pieces;
     load<Form::kWeight>(shared, maps.of[is_w2 ? kOfW2 : kOfW1], p,
                         weight_tile(task, p, hopper::kRows, hopper::kColumns), 0, steps);
@@ -31,16 +31,17 @@ __device__ __forceinline__ void load_backward(const Member& m, HopperShared& sha
   }
   if (task.type < TaskType::kGemm0 || task.type > TaskType::kInputGradient) return;
   const CellTile cell(m.pass, task);
+  const int here = offset_of(m.pass, task.peer, task.expert);
   if (task.type == TaskType::kGemm0)
     load_first<T, kActivation>(m, shared, maps.of[kFirstProduct], task, cell,
-                               row_of_input(m, task.peer, task.expert), steps);
+                               row_of_input(m, task.peer, task.expert, here), steps);
   else if (task.type == TaskType::kHiddenGradient)
     load<Form::kInput>(shared, maps.of[kHiddenProduct], hidden_gradient<T, kActivation>(m, task, cell),
                        cell.tile(task, hopper::kColumns),
-                       row_in_heap(layout, task.peer, Round::kDispatch, task.expert), steps);
+                       row_in_heap(layout, task.peer, Round::kDispatch, task.expert, here), steps);
   else
     load<Form::kInput>(shared, maps.of[kInputProduct], input_gradient<T, kActivation>(m, task, cell),
-                       cell.tile(task, hopper::kColumns), row_by_cell(layout, task.peer, task.expert), steps);
+                       cell.tile(task, hopper::kColumns), static_cast<int>(cell.first), steps);
 }
 
 // A warp's threads come together to each product: see do_task.

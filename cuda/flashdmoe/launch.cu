@@ -39,10 +39,7 @@ struct Rows {
   int64_t count;
 };
 
-Rows rows_of_heap(const Pass& pass) {
-  const Layout& layout = pass.layout;
-  return {own_heap(pass) + layout.begin(), layout.ranks * layout.rows_of_rank()};
-}
+Rows rows_of_heap(const Pass& pass) { return {own_heap(pass) + pass.layout.begin(), pass.layout.rows()}; }
 
 // d: where a map points whose operand has no rows; none is so here.
 Mapped of_rows(Form form, const Rows& rows, const void* weights, int n, int k, int experts) {
@@ -55,7 +52,7 @@ Mapped of_rows(Form form, const Rows& rows, const void* weights, int n, int k, i
 void map_forward(const Which& which, const Member& m, Mapped (&made)[2]) {
   const Experts& e = m.experts;
   const int wide = wide_columns(e, which.activation), experts = m.pass.layout.experts;
-  const int64_t cells = m.pass.layout.first_row(m.pass.layout.ranks, 0);
+  const int64_t cells = m.pass.layout.all_rows();
   made[kFirstProduct] = of_rows(Form::kForward, rows_of_heap(m.pass), e.w1, wide, e.model, experts);
   made[kSecondProduct] = of_rows(Form::kForward, {e.active, cells}, e.w2, e.model, e.hidden, experts);
 }
@@ -71,7 +68,7 @@ Mapped over_rows(const Rows& a, const Rows& b, int m, int n) {
 void map_backward(const Which& which, const Member& m, Mapped (&made)[5]) {
   const Experts& e = m.experts;
   const int wide = wide_columns(e, which.activation), experts = m.pass.layout.experts;
-  const int64_t cells = m.pass.layout.first_row(m.pass.layout.ranks, 0);
+  const int64_t cells = m.pass.layout.all_rows();
   const Rows heap = rows_of_heap(m.pass), gradient = {e.gradient, cells}, active = {e.active, cells};
   const Rows input = e.input == nullptr ? heap : Rows{e.input, cells};
   made[kFirstProduct] = of_rows(Form::kForward, input, e.w1, wide, e.model, experts);

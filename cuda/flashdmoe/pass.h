@@ -27,6 +27,9 @@ constexpr uint32_t kCompleteBit = 1u << 8;
 // Of the same kind: rows are placed before all groups of tokens have been counted.
 constexpr uint32_t kCountedBit = 1u << 9;
 
+// And: a cell's offset is used before it is chosen.
+constexpr uint32_t kKnownBit = 1u << 10;
+
 // Tiles of one expert's weight gradients; 0 where a gradient is not wanted.
 struct WeightTasks {
   int down[2] = {}, across[2] = {};  // of w1 and of w2
@@ -55,8 +58,11 @@ struct Pass {
   Watch watch;
 
   // Routing: rows by expert of all ranks, at most C each; the slot of an expert's c-th row, at [expert * C +
-  // c]; and by slot the expert, the routing weight and c, -1 where it is dropped.
+  // c]; and by slot the expert, the routing weight and c, -1 where it is dropped. In a pool c begins at the
+  // expert's home, and the slot is at [c].
   int32_t* counts = nullptr;
+  int32_t* home = nullptr;    // by expert of all ranks; null where there is no pool
+  int32_t* offset = nullptr;  // by cell of this rank: forward makes it, backward reads it
   int32_t* slot = nullptr;
   int32_t* expert = nullptr;
   int32_t* row = nullptr;
@@ -93,9 +99,10 @@ struct Pass {
   PMOE_HD const int32_t* announced_rows(int source_rank) const {
     return reinterpret_cast<const int32_t*>(own() + layout.counts(source_rank));
   }
-  PMOE_HD uint32_t* made_of(const Task& t, int stage) const {
-    return made + (int64_t{stage} * layout.cells() + layout.cell(t.peer, t.expert)) * layout.cell_tiles() +
-           t.tile;
+  // offset: of the task's cell.
+  PMOE_HD uint32_t* made_of(const Task& t, int stage, int offset) const {
+    return made + int64_t{stage} * layout.all_tiles() +
+           (layout.first_row(t.peer, t.expert) + offset) / layout.tile_rows + t.tile;
   }
   PMOE_HD int rows_of(int count, int tile) const {
     return smaller(layout.tile_rows, count - tile * layout.tile_rows);
@@ -105,7 +112,7 @@ struct Pass {
 // Tasks of a round, at most.
 PMOE_HD int64_t most_tasks(const Pass& pass) {
   const Layout& layout = pass.layout;
-  return int64_t{layout.cells()} * layout.cell_tiles() * (1 + pass.stages.tasks()) +
+  return int64_t{layout.all_tiles()} * (1 + pass.stages.tasks()) +
          int64_t{layout.experts} * pass.weights.tasks() + pass.groups() + pass.routing.tasks();
 }
 
@@ -123,7 +130,7 @@ inline int64_t place_workspace(Pass& pass, uint8_t* base) {
   take(pass.queue.state, 1);
   take(pass.queue.entry, pass.queue.room);
   take(pass.doors, pass.processors);
-  take(pass.made, int64_t{pass.stages.count} * layout.cells() * layout.cell_tiles());
+  take(pass.made, int64_t{pass.stages.count} * layout.all_tiles());
   take(pass.whole, layout.experts);
   take(pass.heard, layout.cells());
   take(pass.routing.rows, int64_t{pass.routing.groups} * layout.cells());

@@ -3,7 +3,7 @@
 #pragma once
 #include "comet/combine.cuh"
 #include "comet/dispatch.cuh"
-#include "flashdmoe/pass.h"
+#include "flashdmoe/places.cuh"
 #include "flashdmoe/queue.h"
 
 namespace pmoe::flashdmoe {
@@ -45,16 +45,17 @@ __device__ __forceinline__ void send_tile(const Pass& pass, const Task& task, in
   const Layout& layout = pass.layout;
   const int expert = layout.cell(task.peer, task.expert), first = task.tile * layout.tile_rows;
   const int rows = pass.rows_of(read(pass.counts + expert), task.tile);
+  const int32_t* const all = pass.slot + layout.first_row(0, expert) + own_home(pass, expert) + first;
+  const int there = offset_at(pass, task.peer, task.expert) + first;
   uint8_t* const to =
-      pass.at(task.peer, {pass.rank, Round::kDispatch, Staging::kIncoming, task.expert, first});
-  const int32_t* const all = pass.slot + int64_t{expert} * layout.capacity + first;
+      pass.at(task.peer, {pass.rank, Round::kDispatch, Staging::kIncoming, task.expert, there});
   for (int i = warp; i < rows; i += warps) {
     const int slot = read(all + i), token = pass.by_choices.divide(slot);
     comet::copy_row(to + i * layout.row_bytes, pass.source + token * pass.source_stride, layout.row_bytes,
                     {lane, lanes, 0, 1});
-    if (pass.again != nullptr) send_again(pass, task, first + i, token, lane, lanes);
+    if (pass.again != nullptr) send_again(pass, task, there + i, token, lane, lanes);
     if (pass.is_backward && lane == 0)
-      write(of_row(pass.heaps[task.peer] + layout.weights(pass.rank, task.expert), first + i),
+      write(of_row(pass.heaps[task.peer] + layout.weights(pass.rank, task.expert), there + i),
             read(pass.weight + slot));
   }
 }
@@ -68,13 +69,14 @@ __device__ __forceinline__ void send_dots(const Pass& pass, const Task& task, co
   const Layout& layout = pass.layout;
   const int first = task.tile * layout.tile_rows;
   const int rows = pass.rows_of(read(pass.announced_rows(task.peer) + task.expert), task.tile);
-  const int64_t apart = layout.first_row(layout.ranks, 0), own = layout.first_row(task.peer, task.expert);
-  uint8_t* const to = pass.heaps[task.peer] + layout.dots(pass.rank, task.expert);
+  const int here = offset_of(pass, task.peer, task.expert), away = home_at(pass, task.peer, task.expert);
+  const int64_t apart = layout.all_rows(), own = layout.first_row(task.peer, task.expert) + here;
+  uint8_t* const to = pass.heaps[task.peer] + layout.dots(pass.rank, task.expert) + int64_t{away} * 4;
   for (int row = first + warp; row < first + rows; row += warps) {
     float dot = 0.0f;
     if (bias != nullptr) {
       const uint8_t* const from =
-          pass.at(pass.rank, {task.peer, Round::kDispatch, Staging::kIncoming, task.expert, row});
+          pass.at(pass.rank, {task.peer, Round::kDispatch, Staging::kIncoming, task.expert, here + row});
       for (int v = lane; v < columns / 8; v += lanes) {
         float dy[8] = {}, b[8] = {};
         comet::add_vector<T>(dy, load16(from + int64_t{v} * 16));
@@ -141,15 +143,19 @@ __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
     add_acq_rel(&pass.queue.state->routed, 1u);
     return;
   }
-  if (task.type == TaskType::kDispatch)
-    comet::signal(pass.watch, pass.heaps[task.peer] + layout.arrival(pass.rank, task.expert, task.tile));
+  if (task.type == TaskType::kDispatch) {
+    const int there = offset_at(pass, task.peer, task.expert) / layout.tile_rows + task.tile;
+    comet::signal(pass.watch, pass.heaps[task.peer] + layout.arrival(pass.rank, task.expert, there));
+  }
   const Stages& stages = pass.stages;
   const int stage = stages.index(task.type), next = stage + 1;
   if (stage == stages.count) return;
-  const bool ends = is_last(pass.made_of(task, stage), stages.columns[stage]);
+  const int here = offset_of(pass, task.peer, task.expert);
+  const bool ends = is_last(pass.made_of(task, stage, here), stages.columns[stage]);
   if (next == stages.count) {
+    const int away = home_at(pass, task.peer, task.expert) / layout.tile_rows + task.tile;
     if (ends)
-      comet::signal(pass.watch, pass.heaps[task.peer] + layout.returned(pass.rank, task.expert, task.tile));
+      comet::signal(pass.watch, pass.heaps[task.peer] + layout.returned(pass.rank, task.expert, away));
     return;
   }
   const bool begins = pass.watch.not_waited >> static_cast<int>(Wait::kDone) & 1 ? task.column == 0 : ends;

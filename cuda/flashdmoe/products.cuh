@@ -35,7 +35,7 @@ struct CellTile {
   int count, row, rows;
 
   __device__ __forceinline__ CellTile(const Pass& pass, const Task& task)
-      : first(pass.layout.first_row(task.peer, task.expert)),
+      : first(pass.layout.first_row(task.peer, task.expert) + offset_of(pass, task.peer, task.expert)),
         count(read(pass.announced_rows(task.peer) + task.expert)),
         row(task.tile * pass.layout.tile_rows),
         rows(pass.rows_of(count, task.tile)) {}
@@ -52,10 +52,12 @@ __device__ __forceinline__ Tile weight_tile(const Task& task, const Problem& p, 
 }
 
 __device__ __forceinline__ uint8_t* arrived(const Pass& pass, const Task& task, Round round) {
-  return pass.at(pass.rank, {task.peer, round, Staging::kIncoming, task.expert, 0});
+  const int here = offset_of(pass, task.peer, task.expert);
+  return pass.at(pass.rank, {task.peer, round, Staging::kIncoming, task.expert, here});
 }
 __device__ __forceinline__ uint8_t* home(const Pass& pass, const Task& task) {
-  return pass.at(task.peer, {pass.rank, Round::kCombine, Staging::kIncoming, task.expert, 0});
+  const int away = home_at(pass, task.peer, task.expert);
+  return pass.at(task.peer, {pass.rank, Round::kCombine, Staging::kIncoming, task.expert, away});
 }
 
 PMOE_HD int wide_columns(const Experts& e, Activation activation) {
@@ -100,12 +102,13 @@ __device__ __forceinline__ void keep_rows(const Member& m, const Task& task, con
 
 // ---- backward
 
-// The rows of an expert, by source: each begins on a new step. a_begin, b_begin: of source 0's. a_apart,
-// b_apart: rows from a source to the next.
+// The rows of an expert, by source: each begins on a new step. a_begin, b_begin: of source 0's row 0.
+// a_apart, b_apart: from a source's row 0 to the next one's. offsets: where a source's rows begin behind
+// that, in a pool.
 struct CellPieces {
   using Step = OnePiece<kTileDepth>::Step;
 
-  const int32_t* counts;
+  const int32_t *counts, *offsets;
   int stride, sources, a_apart, b_apart;
   int a_begin = 0, b_begin = 0;
   int source = 0, before = 0;  // the source of the last step, and the steps before it
@@ -122,22 +125,25 @@ struct CellPieces {
       before += ceil_div(count, kTileDepth);
       count = rows(++source);
     }
-    return {a_begin + source * a_apart, b_begin + source * b_apart, count, (number - before) * kTileDepth};
+    const int behind = offsets == nullptr ? 0 : read(offsets + source * stride);
+    return {a_begin + source * a_apart + behind, b_begin + source * b_apart + behind, count,
+            (number - before) * kTileDepth};
   }
 };
 
-// T_DI of an expert's rows from source 0, and the rows from a source to the next.
+// Row 0 of a source in T_DI, and the rows from there to the next source's.
 struct InputRows {
   const void* begin;
   int apart;
 
+  // offset: where its rows begin behind that.
   template <class T>
-  static __device__ __forceinline__ InputRows of(const Member& m, int peer, int expert) {
+  static __device__ __forceinline__ InputRows of(const Member& m, int peer, int expert, int offset) {
     const Layout& layout = m.pass.layout;
     if (m.experts.input != nullptr)
-      return {row_of<T>(m.experts.input, layout.first_row(peer, expert), m.experts.model),
-              layout.experts * layout.capacity};
-    return {m.pass.at(m.pass.rank, {peer, Round::kAgain, Staging::kIncoming, expert, 0}),
+      return {row_of<T>(m.experts.input, layout.first_row(peer, expert) + offset, m.experts.model),
+              static_cast<int>(layout.first_row(1, 0))};
+    return {m.pass.at(m.pass.rank, {peer, Round::kAgain, Staging::kIncoming, expert, offset}),
             static_cast<int>(layout.rows_of_rank())};
   }
 };
@@ -153,8 +159,8 @@ __device__ __forceinline__ Problem hidden_gradient(const Member& m, const Task& 
   p.hidden = row_of<T>(e.wide, cell.first, wide), p.hidden_stride = wide;
   p.d = row_of<T>(e.gradient, cell.first, wide), p.d_stride = wide;
   p.active = row_of<T>(e.active, cell.first, e.hidden), p.active_stride = e.hidden, p.weighs_active = 1;
-  p.weight = reinterpret_cast<const float*>(m.pass.own() + layout.weights(task.peer, task.expert));
-  p.row_dots = e.dots + cell.first, p.rows = static_cast<int>(layout.first_row(layout.ranks, 0));
+  p.weight = reinterpret_cast<const float*>(m.pass.own() + layout.weights(0, 0)) + cell.first;
+  p.row_dots = e.dots + cell.first, p.rows = layout.all_rows();
   return p;
 }
 
@@ -175,11 +181,12 @@ __device__ __forceinline__ Problem weight_gradient(const Member& m, const Task& 
   const Experts& e = m.experts;
   const Layout& layout = m.pass.layout;
   const int64_t first = layout.first_row(0, task.expert);
-  const int apart = layout.experts * layout.capacity;
-  pieces = {m.pass.announced_rows(0) + task.expert, layout.experts, layout.ranks, apart, apart};
+  const auto apart = static_cast<int>(layout.first_row(1, 0));
+  const int32_t* const offsets = layout.is_pool ? m.pass.offset + task.expert : nullptr;
+  pieces = {m.pass.announced_rows(0) + task.expert, offsets, layout.experts, layout.ranks, apart, apart};
   Problem p;
   if (task.peer == 0) {
-    const InputRows input = InputRows::of<T>(m, 0, task.expert);
+    const InputRows input = InputRows::of<T>(m, 0, task.expert, 0);
     p.m = wide, p.n = e.model, p.d = e.of_w1;
     p.a = row_of<T>(e.gradient, first, wide);
     p.b = input.begin, pieces.b_apart = input.apart;
@@ -211,11 +218,13 @@ __device__ __forceinline__ void bias_gradient(const Member& m, uint8_t* shared, 
   float sum[8] = {};
   for (int source = 0; source < layout.ranks && own < columns; ++source) {
     const int rows = read(pass.announced_rows(source) + task.expert);
+    const int here = offset_of(pass, source, task.expert);
     const auto* const weight =
-        reinterpret_cast<const float*>(pass.own() + layout.weights(source, task.expert));
+        reinterpret_cast<const float*>(pass.own() + layout.weights(source, task.expert)) + here;
     const void* const begin =
-        task.peer == 0 ? row_of<T>(e.gradient, layout.first_row(source, task.expert), wide)
-                       : pass.at(pass.rank, {source, Round::kDispatch, Staging::kIncoming, task.expert, 0});
+        task.peer == 0
+            ? row_of<T>(e.gradient, layout.first_row(source, task.expert) + here, wide)
+            : pass.at(pass.rank, {source, Round::kDispatch, Staging::kIncoming, task.expert, here});
     for (int row = group; row < rows; row += kGroups) {
       float value[8] = {};
       comet::add_vector<T>(value, load16(static_cast<const T*>(begin) + int64_t{row} * columns + own));

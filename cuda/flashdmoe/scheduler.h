@@ -36,7 +36,7 @@ class Scheduler {
     if (lane_ != 0) return;
     if (is_whole)
       write(&state->tail, 0u), write(&state->promised, 0u), write(&state->listened, 0u),
-          write(&state->routed, 0u);
+          write(&state->granted, 0u), write(&state->routed, 0u);
     store_release(&state->hungry, 0u);
     store_release(&state->over, pass_.watch.epoch);
   }

@@ -5,7 +5,7 @@
 // them has to wait, the others go on.
 #pragma once
 #include "comet/protocol.h"
-#include "flashdmoe/pass.h"
+#include "flashdmoe/places.cuh"
 #include "flashdmoe/queue.h"
 
 namespace pmoe::flashdmoe {
@@ -54,8 +54,11 @@ class Subscriber {
     bool is_open = true;
     while (is_open) {
       moved_ = false, is_open = !is_routed(missing);
-      for (int peer = number_, i = 0; peer < pass_.layout.ranks; peer += count_, ++i)
+      for (int peer = number_, i = 0; peer < pass_.layout.ranks; peer += count_, ++i) {
         is_open |= !greet(peer, uint64_t{1} << i, missing);
+        is_open |= !send(peer, uint64_t{1} << i, missing);
+        is_open |= !grant(peer, uint64_t{1} << i, missing);
+      }
       for (int cell = number_; cell < pass_.layout.cells(); cell += count_) is_open |= !hear(cell, missing);
       is_open |= !gather(missing);
       if (is_open && !missing.may_go_on(watch, moved_)) return;
@@ -99,7 +102,7 @@ class Subscriber {
     return is_routed_;
   }
 
-  // A peer that has begun the round is told how many rows come, and they may be sent. Whether that is done.
+  // A peer that has begun the round is told how many rows come. Whether that is done.
   __device__ __forceinline__ bool greet(int peer, uint64_t bit, Missing& missing) {
     if (greeted_ & bit) return true;
     if (!is_routed_) return false;
@@ -107,19 +110,50 @@ class Subscriber {
       missing.note(Wait::kGrant, peer, 0, 0);
       return false;
     }
-    const int experts = pass_.layout.experts;
-    auto* const told = reinterpret_cast<int32_t*>(pass_.heaps[peer] + pass_.layout.counts(pass_.rank));
-    for (int e = 0; e < experts; ++e) write(told + e, read(pass_.counts + peer * experts + e));
+    tell_counts(pass_, peer);
     comet::nap(pass_.watch, 7100 + number_);
     comet::signal(pass_.watch, pass_.heaps[peer] + pass_.layout.announced(pass_.rank));
+    greeted_ |= bit;
+    moved_ = true;
+    return true;
+  }
+
+  // This rank's rows, where it is known where they go. Whether that is done.
+  __device__ __forceinline__ bool send(int peer, uint64_t bit, Missing& missing) {
+    if (sent_ & bit) return true;
+    if (!(greeted_ & bit)) return false;
+    if (pass_.layout.is_pool && !is_raised(pass_.layout.placed(peer), Wait::kPlaced)) {
+      missing.note(Wait::kPlaced, peer, 0, 0);
+      return false;
+    }
+    const int experts = pass_.layout.experts;
     for (int e = 0; e < experts; ++e) {
       const int tiles = pass_.layout.tiles(read(pass_.counts + peer * experts + e));
       for (int tile = 0; tile < tiles; ++tile) push({TaskType::kDispatch, peer, e, tile, 0});
       promised_ += static_cast<uint32_t>(tiles);
     }
-    greeted_ |= bit;
+    sent_ |= bit;
     moved_ = true;
     return true;
+  }
+
+  // Room in the pool for a source's rows. Whether it is granted.
+  __device__ __forceinline__ bool grant(int source, uint64_t bit, Missing& missing) {
+    if (granted_ & bit || !pass_.layout.is_pool) return true;
+    if (!is_raised(pass_.layout.announced(source), Wait::kAnnounced)) {
+      missing.note(Wait::kAnnounced, source, 0, 0);
+      return false;
+    }
+    grant_room(pass_, source);
+    granted_ |= bit;
+    moved_ = true;
+    return true;
+  }
+
+  // Whether a source has told how many rows come, and this rank knows where.
+  __device__ __forceinline__ bool is_known(int source) const {
+    if (!pass_.layout.is_pool) return is_raised(pass_.layout.announced(source), Wait::kAnnounced);
+    return pass_.watch.not_waited & kKnownBit || is_raised(pass_.layout.known(source), Wait::kAnnounced);
   }
 
   // Each tile of a cell that has arrived: its first product's tasks. Whether all have.
@@ -129,11 +163,12 @@ class Subscriber {
     if (heard == kHeard) return true;
     const int source = pass_.by_experts.divide(cell), e = cell - source * layout.experts;
     const bool is_new = heard == kUnannounced;
-    if (is_new && !is_raised(layout.announced(source), Wait::kAnnounced)) {
+    if (is_new && !is_known(source)) {
       missing.note(Wait::kAnnounced, source, 0, 0);
       return false;
     }
     const int tiles = layout.tiles(read(pass_.announced_rows(source) + e));
+    const int first = offset_of(pass_, source, e) / layout.tile_rows;
     const Stages& stages = pass_.stages;
     if (is_new) {
       heard = 1;
@@ -143,7 +178,8 @@ class Subscriber {
     }
     int arrived = heard;
     const int whole = smaller(heard + kTilesTogether, tiles + 1);
-    while (arrived < whole && is_raised(layout.arrival(source, e, arrived - 1), Wait::kArrival)) ++arrived;
+    while (arrived < whole && is_raised(layout.arrival(source, e, first + arrived - 1), Wait::kArrival))
+      ++arrived;
     // Fewer than could come together wait for the others while no processor waits for them.
     if (arrived > heard) {
       missing.since = 0;
@@ -183,11 +219,11 @@ class Subscriber {
 
   const Pass& pass_;
   int number_, count_;
-  int group_, slot_;                             // of the tokens that are looked for
-  uint64_t greeted_ = 0;                         // a bit a peer of this thread's
-  uint32_t promised_ = 0;                        // tasks that follow from what it has heard
-  bool is_counted_ = false, is_routed_ = false;  // this rank's tokens
-  bool moved_ = false;                           // something has come at this look
+  int group_, slot_;                               // of the tokens that are looked for
+  uint64_t greeted_ = 0, sent_ = 0, granted_ = 0;  // a bit a peer of this thread's
+  uint32_t promised_ = 0;                          // tasks that follow from what it has heard
+  bool is_counted_ = false, is_routed_ = false;    // this rank's tokens
+  bool moved_ = false;                             // something has come at this look
 };
 
 }  // namespace pmoe::flashdmoe

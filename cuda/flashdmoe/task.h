@@ -63,6 +63,7 @@ struct State {
   uint32_t tail;      // of tQ
   uint32_t promised;  // tasks that subscribers know of: behind the last subscriber, all of the round's
   uint32_t listened;  // subscribers that have heard everything
+  uint32_t granted;   // tiles of the pool
   uint32_t routed;    // routing tasks that have ended: first those that count, then those that place
   uint32_t hungry;    // 1: a processor is idle, and no task is ready. A hint
   uint32_t over;      // the last round that has ended

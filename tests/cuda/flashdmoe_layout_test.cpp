@@ -18,13 +18,15 @@ void expect(bool holds, const std::string& what) {
   if (!holds && ++failures < 20) std::printf("FAILED: %s\n", what.c_str());
 }
 
+// A pool's rows belong to nobody.
 template <class Visit>
 void for_each(const Layout& layout, const Visit& visit) {
-  for (int p = 0; p < layout.ranks; ++p)
+  const int ranks = layout.is_pool ? 1 : layout.ranks, experts = layout.is_pool ? 1 : layout.experts;
+  for (int p = 0; p < ranks; ++p)
     for (Round r : {Round::kDispatch, Round::kCombine})
       for (Staging b : {Staging::kOutgoing, Staging::kIncoming}) {
         if (layout.buffers == 1 && b == Staging::kOutgoing) continue;
-        for (int e = 0; e < layout.experts; ++e)
+        for (int e = 0; e < experts; ++e)
           for (int c = 0; c < layout.capacity; ++c) visit(Coordinates{p, r, b, e, c});
       }
 }
@@ -57,6 +59,7 @@ void test_places(const Layout& layout) {
     expect(at % 16 == 0 && at >= layout.begin() && at + layout.row_bytes <= layout.begin() + layout.size(),
            "a row outside L");
     expect(rows.insert(at).second, "two coordinates are one place");
+    if (layout.is_pool) return;
     const Coordinates back = layout.of_byte(at + layout.row_bytes - 1);
     expect(back.p == i.p && back.r == i.r && back.b == i.b && back.e == i.e && back.c == i.c,
            "the coordinates of a place");
@@ -67,13 +70,19 @@ void test_places(const Layout& layout) {
     expect(flags.insert(at).second, "two flags are one");
   };
   for (int p = 0; p < layout.ranks; ++p) {
-    flag(layout.granted(p)), flag(layout.announced(p));
-    for (int e = 0; e < layout.experts; ++e) {
-      flag(layout.counts(p) + 4 * e);
-      for (int tile = 0; tile < layout.cell_tiles(); ++tile)
-        flag(layout.arrival(p, e, tile)), flag(layout.returned(p, e, tile));
-    }
+    flag(layout.granted(p)), flag(layout.announced(p)), flag(layout.known(p)), flag(layout.placed(p));
+    for (int e = 0; e < layout.experts; ++e)
+      flag(layout.counts(p) + 4 * e), flag(layout.homes(p) + 4 * e), flag(layout.offsets(p) + 4 * e);
   }
+  // By tile and by row: all tiles of all cells, or of the pool.
+  const int ranks = layout.is_pool ? 1 : layout.ranks, experts = layout.is_pool ? 1 : layout.experts;
+  for (int p = 0; p < ranks; ++p)
+    for (int e = 0; e < experts; ++e) {
+      for (int tile = 0; tile < layout.tiles(layout.capacity); ++tile)
+        flag(layout.arrival(p, e, tile)), flag(layout.returned(p, e, tile));
+      for (int row = 0; row < layout.capacity; ++row)
+        flag(layout.weights(p, e) + 4 * row), flag(layout.dots(p, e) + 4 * row);
+    }
   expect(layout.bytes() >= layout.begin() + layout.size(), "the heap is too small");
 }
 
@@ -98,6 +107,7 @@ int main() {
       test_places(layout);
       test_theorem(layout);
     }
+  test_places({3, 2, 20, 4, 1, 32, kRounds, true});
   std::printf("%d failures\n", failures);
   return failures != 0;
 }

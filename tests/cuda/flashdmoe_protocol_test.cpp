@@ -47,6 +47,8 @@ constexpr Mistake kMistakes[] = {
     {"relaxed_signal", Wait::kNone, true, false},
     {"reused_flags", Wait::kNone, false, true},
     {"sums_of_some_rows", Wait::kNone, false, false, kCompleteBit},
+    {"no_wait_for_offsets", Wait::kPlaced, false, false},
+    {"offsets_before_they_are_chosen", Wait::kNone, false, false, kKnownBit},
 };
 
 // ---- the experts: whole numbers
@@ -102,7 +104,7 @@ Pass largest(const Layout& layout) {
 
 void go_back(Actor& m, std::mt19937& random) {
   Pass& pass = m.pass;
-  const auto rows = static_cast<size_t>(pass.layout.first_row(pass.layout.ranks, 0));
+  const auto rows = static_cast<size_t>(pass.layout.all_rows());
   for (size_t i = 0; i < m.source.size(); ++i)
     m.again.push_back(narrow<bf16>(static_cast<float>(random() % 4)));
   m.again.push_back({0});  // never nothing: that would be no tensor
@@ -115,10 +117,13 @@ void go_back(Actor& m, std::mt19937& random) {
   pass.weight_gradient = m.of_weight.data();
 }
 
+// Every second one's cells share a pool, which holds all rows of all ranks.
 World make(int ranks, int experts, uint32_t seed, double bound_seconds,
            const Mistake& mistake = kMistakes[0]) {
-  const Layout layout = {ranks,      experts, 2 * kTileRows, kTileRows, 1 + static_cast<int>(seed % 2),
-                         kModel * 2, 3};
+  const bool is_pool = seed / 2 % 2 == 1;
+  const int rows = is_pool ? ranks * (2 * 80 + experts * kTileRows) : 2 * kTileRows;
+  const Layout layout = {ranks,      experts, rows,   kTileRows, 1 + static_cast<int>(seed % 2),
+                         kModel * 2, 3,       is_pool};
   World w = {Heaps(layout), {}, {}};
   std::mt19937 random(seed);
   for (int rank = 0; rank < ranks; ++rank)
@@ -133,11 +138,16 @@ World make(int ranks, int experts, uint32_t seed, double bound_seconds,
       for (int i = 0; i < tokens * kModel; ++i)
         m.source.push_back(narrow<bf16>(static_cast<float>(random() % 4)));
       m.result.assign(m.source.size(), bf16{0xFFFF});
-      m.hidden.assign(static_cast<size_t>(layout.cells() * layout.capacity * kHidden), -1.0f);
+      m.hidden.assign(static_cast<size_t>(layout.all_rows() * kHidden), -1.0f);
     }
     for (int rank = 0; rank < ranks; ++rank) {
       const auto at = static_cast<size_t>(rank);
-      Actor& m = w.rounds.back()[at];
+      std::vector<Actor>& all = w.rounds.back();
+      Actor& m = all[at];
+      if (is_pool && round % 2)
+        m.routing.offset = granted_offsets(layout, rank, [&](int source) -> const std::vector<int32_t>& {
+          return all[static_cast<size_t>(source)].routing.counts;
+        });
       const int epoch = mistake.reuses_flags ? 1 : round + 1;
       m.pass = pass_of(w.heaps, rank, m.routing, *w.work[at], static_cast<uint32_t>(epoch),
                        static_cast<uint64_t>(bound_seconds * 1e9), round % 2 == 0);
@@ -187,7 +197,8 @@ bf16 input_gradient(int expert, const Hidden& gradient, int column) {
 }
 
 const float* arrived_weights(const Pass& pass, int source, int e) {
-  return reinterpret_cast<const float*>(pass.own() + pass.layout.weights(source, e));
+  return reinterpret_cast<const float*>(pass.own() + pass.layout.weights(source, e)) +
+         offset_of(pass, source, e);
 }
 
 // A quarter of dT_M^T T_DI, or half of the sum of weighed dY.
@@ -201,9 +212,10 @@ void sum_rows(Actor& m, const Task& task) {
     for (int row = 0; row < read(pass.announced_rows(source) + task.expert); ++row) {
       const Round round = is_bias ? Round::kDispatch : Round::kAgain;
       float x[kModel];
-      read_row(pass.at(pass.rank, {source, round, Staging::kIncoming, task.expert, row}), x);
+      const int own = offset_of(pass, source, task.expert) + row;
+      read_row(pass.at(pass.rank, {source, round, Staging::kIncoming, task.expert, own}), x);
       const float weight = read(arrived_weights(pass, source, task.expert) + row);
-      const float* const gradient = m.hidden.data() + (layout.first_row(source, task.expert) + row) * kHidden;
+      const float* const gradient = m.hidden.data() + (layout.first_row(source, task.expert) + own) * kHidden;
       for (int h = 0; h < (is_bias ? 1 : kTall); ++h)
         for (int i = 0; i < kWide; ++i)
           sum[h][i] += x[task.column * kWide + i] * (is_bias ? weight : gradient[task.tile * kTall + h]);
@@ -232,14 +244,21 @@ void route_group(const Pass& pass, const Task& task) {
       total[static_cast<size_t>(e)] += rows;
       count[static_cast<size_t>(e)] += each < group ? rows : 0;
     }
+  std::vector<int32_t> home;
+  for (int e = 0, next = 0; e < experts && pass.layout.is_pool; ++e) {
+    home.push_back(next);
+    const int32_t rows = smaller(total[static_cast<size_t>(e)], routing.capacity);
+    next += pass.layout.tiles(rows) * pass.layout.tile_rows;
+  }
   for (int slot = begin; slot < end; ++slot) {
     const auto expert = static_cast<int>(read(routing.chosen + slot));
     int32_t& row = count[static_cast<size_t>(expert)];
     const bool is_kept = read(routing.keep + slot) != 0, has_row = is_kept && row < routing.capacity;
     if (task.type == TaskType::kPlace) {
       write(pass.expert + slot, expert);
-      write(pass.row + slot, has_row ? row : -1);
-      if (has_row) write(pass.slot + expert * pass.layout.capacity + row, slot);
+      const int32_t at = row + (home.empty() ? 0 : home[static_cast<size_t>(expert)]);
+      write(pass.row + slot, has_row ? at : -1);
+      if (has_row) write(pass.slot + pass.layout.first_row(0, expert) + at, slot);
     }
     row += is_kept;
   }
@@ -249,6 +268,7 @@ void route_group(const Pass& pass, const Task& task) {
       write(routing.rows + group * experts + e, count[at]);
     else if (group == 0)
       write(pass.counts + e, smaller(total[at], routing.capacity));
+    if (task.type == TaskType::kPlace && group == 0 && !home.empty()) write(pass.home + e, home[at]);
   }
 }
 
@@ -260,15 +280,16 @@ void multiply(Actor& m, const Task& task) {
     return sum_rows(m, task);
   const int expert = layout.cell(pass.rank, task.expert), first = task.tile * kTileRows;
   const int rows = pass.rows_of(read(pass.announced_rows(task.peer) + task.expert), task.tile);
-  const auto all = static_cast<size_t>(layout.first_row(layout.ranks, 0));
+  const auto all = static_cast<size_t>(layout.all_rows());
+  const int here = offset_of(pass, task.peer, task.expert), away = home_at(pass, task.peer, task.expert);
   const int begin = task.column * kHidden / kAcross, end = (task.column + 1) * kHidden / kAcross;
   for (int row = first; row < first + rows; ++row) {
-    const auto own = static_cast<size_t>(layout.first_row(task.peer, task.expert) + row);
+    const auto own = static_cast<size_t>(layout.first_row(task.peer, task.expert) + here + row);
     float* const hidden = m.hidden.data() + own * kHidden;
     const uint8_t* const from =
-        pass.at(pass.rank, {task.peer, Round::kDispatch, Staging::kIncoming, task.expert, row});
+        pass.at(pass.rank, {task.peer, Round::kDispatch, Staging::kIncoming, task.expert, here + row});
     uint8_t* const to =
-        pass.at(task.peer, {pass.rank, Round::kCombine, Staging::kIncoming, task.expert, row});
+        pass.at(task.peer, {pass.rank, Round::kCombine, Staging::kIncoming, task.expert, away + row});
     float x[kModel];
     if (task.type == TaskType::kGemm0) {
       read_row(from, x);
@@ -464,9 +485,9 @@ struct Absence {
   Wait wait, other;
 };
 
-void test_absence(int ranks, const Absence& absence) {
+void test_absence(int ranks, const Absence& absence, bool is_pool) {
   constexpr double kBound = 1.0;
-  World w = make(ranks, 2, 2, kBound);
+  World w = make(ranks, 2, is_pool ? 2 : 4, kBound);
   const Layout& layout = w.heaps.layout;
   for_ranks(ranks, [&](size_t rank) { launch(w.rounds[0][rank]); });
   const comet::Watch& watch = w.rounds[1][0].pass.watch;
@@ -487,7 +508,8 @@ void test_absence(int ranks, const Absence& absence) {
     const std::string where = std::string(absence.name) + ", rank " + std::to_string(rank);
     const auto wait = static_cast<Wait>(found.wait);
     expect(
-        (wait == absence.wait || wait == absence.other) && found.peer == 0,
+        (wait == absence.wait || wait == absence.other || (is_pool && wait == Wait::kPlaced)) &&
+            found.peer == 0,
         where + ": reports wait " + std::to_string(found.wait) + " for rank " + std::to_string(found.peer));
     expect(found.epoch == 2 && found.rank == static_cast<int>(rank), where + ": another round or rank");
     expect(seconds >= kBound && seconds < 2 * kBound + 5, where + ": took " + std::to_string(seconds) + " s");
@@ -527,7 +549,8 @@ int main(int argc, char** argv) {
   } else if (what == "writes") {
     test_writes(ranks);
   } else if (what == "absent") {
-    for (const Absence& absence : kAbsences) test_absence(ranks, absence);
+    for (const Absence& absence : kAbsences)
+      test_absence(ranks, absence, false), test_absence(ranks, absence, true);
     test_nobody_works();
   } else {
     expect(false, "nothing to run");

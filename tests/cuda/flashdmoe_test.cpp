@@ -35,6 +35,7 @@ struct Case {
   int rounds = 2;
   bool trains = false, recomputes = false, sends_again = false;
   bool hopper = false;
+  int pool = 0;  // rows that all cells of a rank share; 0: each has its own
 };
 
 constexpr int kTileRows = 128;
@@ -249,7 +250,7 @@ Rank random_rank(const Case& c, const Layout& layout, std::mt19937& random, int 
   own.w1 = values(random, c.experts * wide * c.model, 0.3f);
   own.w2 = values(random, c.experts * c.model * c.hidden, 0.3f);
   own.b1 = values(random, c.experts * wide, 0.5f), own.b2 = values(random, c.experts * c.model, 0.5f);
-  const int64_t rows = layout.first_row(layout.ranks, 0);
+  const int64_t rows = layout.all_rows();
   own.wide = own.gradient = unwritten(rows * wide), own.active = unwritten(rows * c.hidden);
   own.input = unwritten(rows * c.model);
   own.of_w1 = own.w1, own.of_w2 = own.w2, own.of_b1 = own.b1, own.of_b2 = own.b2;
@@ -306,6 +307,8 @@ void register_rank(const Heaps& heaps, size_t index, Rank& own, Workspace& w) {
   Routing& g = own.routing;
   for (auto* each : {&g.counts, &g.slot, &g.expert, &g.row}) array("routing", *each, false);
   for (auto* each : {&g.made.counts, &g.made.slot, &g.made.expert, &g.made.row}) array("places", *each, true);
+  array("offsets", g.offset, true);
+  if (heaps.layout.is_pool) array("homes", g.home, false), array("homes", g.made.home, true);
   array("chosen", g.chosen, false), array("kept", g.keep, false), array("rows of groups", w.routed, true);
   array("weights", g.weight, false);
   array("dots", own.dots, true), array("weights' gradient", own.of_weight, true);
@@ -369,8 +372,9 @@ bool train(const Case& c, const Heaps& heaps, std::vector<Rank>& all, const Work
 }
 
 void play(const Case& c, unsigned seed, int absent = -1) {
-  const Layout layout = {c.ranks, c.experts,   c.tiles * kTileRows,        kTileRows,
-                         1,       c.model * 2, c.sends_again ? 3 : kRounds};
+  const int rows = c.pool > 0 ? c.pool : c.tiles * kTileRows;
+  const Layout layout = {c.ranks,   c.experts, rows, kTileRows, 1, c.model * 2, c.sends_again ? 3 : kRounds,
+                         c.pool > 0};
   Heaps heaps(layout);
   std::mt19937 random(seed);
   Workspaces work;
@@ -419,6 +423,8 @@ int main(int argc, char** argv) {
   if (asked == "backward") {
     Case two = {"two ranks", 2, 2, 2, {40, 25}};
     two.trains = true, go(two);
+    Case pool = {"cells of a pool", 2, 2, 2, {70, 75}};
+    pool.pool = 6 * kTileRows, pool.trains = pool.sends_again = true, pool.rounds = 1, go(pool);
     Case alone = {"alone, more than one tile", 1, 2, 2, {150}};
     alone.tiles = 2, alone.model = 136, alone.hidden = 136, alone.activation = Activation::kSwiglu;
     alone.bias = false, alone.rounds = 1, alone.trains = alone.recomputes = alone.sends_again = true;
@@ -437,6 +443,7 @@ int main(int argc, char** argv) {
       one.activation = activation, one.model = 136, one.hidden = 72, one.tiles = 2, one.rounds = 1;
       one.trains = true, one.sends_again = activation < Activation::kSilu;
       one.recomputes = static_cast<int>(activation) % 2 == 0, go(one);
+      one.pool = 8 * kTileRows, go(one);
     }
   } else {
     go({"two ranks", 2, 2, 2, {40, 25}});
@@ -449,12 +456,15 @@ int main(int argc, char** argv) {
     narrow_room.room = 2, narrow_room.blocks = 4, narrow_room.activation = Activation::kSilu, go(narrow_room);
     go({"nothing at all", 2, 2, 1, {0, 0}});
     play({"a rank that does not come", 2, 1, 1, {8, 8}}, 1);
+    Case pool = {"all to one expert of a pool", 2, 2, 2, {30, 140}};
+    pool.favoured = 1, pool.pool = 7 * kTileRows, go(pool);
     if (asked == "thorough") {
       go({"four ranks", 4, 2, 3, {30, 50, 1, 20}});
       for (const Activation activation :
            {Activation::kRelu, Activation::kGelu, Activation::kSilu, Activation::kSwiglu}) {
         Case one = {"every activation", 2, 2, 2, {130, 140}};
         one.activation = activation, one.model = 136, one.hidden = 72, one.tiles = 2, one.rounds = 1, go(one);
+        one.pool = 8 * kTileRows, go(one);
       }
     }
   }

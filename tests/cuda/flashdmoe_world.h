@@ -17,11 +17,12 @@ using namespace pmoe::flashdmoe;
 
 // Where rows stand: a launch makes it, or a plain loop.
 struct Places {
-  std::vector<int32_t> counts, slot, expert, row;
+  std::vector<int32_t> counts, slot, expert, row, home;
 };
 
 inline bool operator==(const Places& a, const Places& b) {
-  return a.counts == b.counts && a.slot == b.slot && a.expert == b.expert && a.row == b.row;
+  return a.counts == b.counts && a.slot == b.slot && a.expert == b.expert && a.row == b.row &&
+         a.home == b.home;
 }
 
 // What a rank's gate has decided about its tokens; some slots it drops itself, others are beyond the
@@ -31,13 +32,27 @@ struct Routing : Places {
   std::vector<int64_t> chosen;
   std::vector<uint8_t> keep;
   std::vector<float> weight;
-  Places made;  // by the last launch that was to make them
+  Places made;                  // by the last launch that was to make them
+  std::vector<int32_t> offset;  // by cell: in a pool a launch makes it
 
   void forget_made() {
     made = *this;
     std::fill(made.counts.begin(), made.counts.end(), -1), std::fill(made.slot.begin(), made.slot.end(), -1);
     std::fill(made.expert.begin(), made.expert.end() - 1, -1);
     std::fill(made.row.begin(), made.row.end() - 1, -2);
+    std::fill(made.home.begin(), made.home.end(), -1);
+  }
+
+  // Of cells that have their own rows: into a pool, behind each other.
+  void gather(const Layout& layout) {
+    int next = 0;
+    slot.assign(static_cast<size_t>(layout.all_rows()), -1);
+    for (const int32_t count : counts) home.push_back(next), next += layout.tiles(count) * layout.tile_rows;
+    for (size_t i = 0; i + 1 < row.size(); ++i) {
+      if (row[i] < 0) continue;
+      row[i] += home[static_cast<size_t>(expert[i])];
+      slot[static_cast<size_t>(row[i])] = static_cast<int32_t>(i);
+    }
   }
 };
 
@@ -47,6 +62,7 @@ inline Routing random_routing(std::mt19937& random, const Layout& layout, int to
   const int experts = layout.cells();
   g.tokens = tokens, g.choices = choices, g.capacity = layout.capacity - static_cast<int>(random() % 3);
   g.counts.assign(static_cast<size_t>(experts), 0);
+  g.offset.assign(static_cast<size_t>(experts), -1);
   g.slot.assign(static_cast<size_t>(experts * layout.capacity), -1);
   const bool drops = random() % 2 == 0;
   for (int t = 0; t < tokens; ++t) {
@@ -67,8 +83,22 @@ inline Routing random_routing(std::mt19937& random, const Layout& layout, int to
   // Never empty: a pointer to nothing is none that may be registered.
   g.chosen.push_back(0), g.keep.push_back(0);
   g.expert.push_back(0), g.row.push_back(-1), g.weight.push_back(0);
+  if (layout.is_pool) g.gather(layout);
   g.forget_made();
   return g;
+}
+
+// What a forward pass would have granted, in some order. counts(source): of a source's rows.
+template <class Counts>
+std::vector<int32_t> granted_offsets(const Layout& layout, int rank, const Counts& counts) {
+  std::vector<int32_t> offset(static_cast<size_t>(layout.cells()));
+  int next = 0;
+  for (int source = layout.ranks - 1; source >= 0; --source)
+    for (int e = 0; e < layout.experts; ++e) {
+      offset[static_cast<size_t>(layout.cell(source, e))] = next;
+      next += layout.tiles(counts(source)[static_cast<size_t>(layout.cell(rank, e))]) * layout.tile_rows;
+    }
+  return offset;
 }
 
 struct alignas(1024) Kilobyte {
@@ -102,7 +132,7 @@ struct Workspace {
   Workspace(const Pass& largest, int processors)
       : entry(static_cast<size_t>(most_tasks(largest) + 2 * kMostGroups)),
         doors(static_cast<size_t>(processors)),
-        made(static_cast<size_t>(kMostStages * largest.layout.cells() * largest.layout.cell_tiles())),
+        made(static_cast<size_t>(kMostStages * largest.layout.all_tiles())),
         whole(static_cast<size_t>(largest.layout.experts)),
         heard(static_cast<size_t>(largest.layout.cells())),
         routed(static_cast<size_t>(kMostGroups * largest.layout.cells())) {}
@@ -114,8 +144,8 @@ struct Workspace {
     };
     const auto unready = [](const Entry& each) { return each.ready == 0; };
     return zeros(doors) && zeros(made) && zeros(whole) && zeros(heard) && state.tail == 0 &&
-           state.promised == 0 && state.listened == 0 && state.routed == 0 && state.hungry == 0 &&
-           std::all_of(entry.begin(), entry.end(), unready);
+           state.promised == 0 && state.listened == 0 && state.granted == 0 && state.routed == 0 &&
+           state.hungry == 0 && std::all_of(entry.begin(), entry.end(), unready);
   }
 };
 
@@ -130,6 +160,7 @@ inline Pass pass_of(const Heaps& heaps, int rank, Routing& g, Workspace& w, uint
   Places& places = routes ? g.made : g;
   pass.counts = places.counts.data(), pass.slot = places.slot.data(), pass.expert = places.expert.data();
   pass.row = places.row.data(), pass.weight = g.weight.data();
+  pass.home = places.home.data(), pass.offset = g.offset.data();
   if (routes) {
     pass.routing.is_asked = true;
     pass.routing.chosen = g.chosen.data(), pass.routing.keep = g.keep.data();

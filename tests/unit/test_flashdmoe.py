@@ -35,6 +35,8 @@ MISTAKES = (
     "relaxed_signal",
     "reused_flags",
     "sums_of_some_rows",
+    "no_wait_for_offsets",
+    "offsets_before_they_are_chosen",
 )
 
 

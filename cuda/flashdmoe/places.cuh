@@ -1,0 +1,66 @@
+// Where cells begin that share a pool (layout.h): in `c` of a row. 0 for cells that have their own rows.
+//
+// A source tells how many rows come, and at which of its own offsets their products come home. Their rank
+// gives them the next rows of its pool, whole tiles for each cell, and tells where they begin. Which source
+// comes first decides where rows stand, and nothing else: sums go by source and row.
+#pragma once
+#include "comet/protocol.h"
+#include "flashdmoe/pass.h"
+
+namespace pmoe::flashdmoe {
+
+// On this rank: of the rows of a source for one of its experts.
+__device__ __forceinline__ int offset_of(const Pass& pass, int source, int e) {
+  return pass.layout.is_pool ? read(pass.offset + pass.layout.cell(source, e)) : 0;
+}
+
+// On a peer: of this rank's rows for its expert e.
+__device__ __forceinline__ int offset_at(const Pass& pass, int peer, int e) {
+  if (!pass.layout.is_pool) return 0;
+  return read(reinterpret_cast<const int32_t*>(pass.own() + pass.layout.offsets(peer)) + e);
+}
+
+// At home: of this rank's rows for an expert of all ranks.
+__device__ __forceinline__ int own_home(const Pass& pass, int expert) {
+  return pass.layout.is_pool ? read(pass.home + expert) : 0;
+}
+
+// At a source's home: of its rows for this rank's expert e.
+__device__ __forceinline__ int home_at(const Pass& pass, int source, int e) {
+  if (!pass.layout.is_pool) return 0;
+  return read(reinterpret_cast<const int32_t*>(pass.own() + pass.layout.homes(source)) + e);
+}
+
+// How many rows this rank has for a peer's experts, and where their products come home.
+__device__ __forceinline__ void tell_counts(const Pass& pass, int peer) {
+  const Layout& layout = pass.layout;
+  auto* const counts = reinterpret_cast<int32_t*>(pass.heaps[peer] + layout.counts(pass.rank));
+  auto* const homes = reinterpret_cast<int32_t*>(pass.heaps[peer] + layout.homes(pass.rank));
+  for (int e = 0; e < layout.experts; ++e) {
+    const int expert = layout.cell(peer, e);
+    write(counts + e, read(pass.counts + expert));
+    if (layout.is_pool) write(homes + e, own_home(pass, expert));
+  }
+}
+
+// Room for a source that has told how many rows come: in backward where they stood in forward.
+__device__ __forceinline__ void grant_room(const Pass& pass, int source) {
+  const Layout& layout = pass.layout;
+  const int32_t* const counts = pass.announced_rows(source);
+  int32_t* const own = pass.offset + layout.cell(source, 0);
+  if (!pass.is_backward) {
+    uint32_t tiles = 0;
+    for (int e = 0; e < layout.experts; ++e) tiles += static_cast<uint32_t>(layout.tiles(read(counts + e)));
+    uint32_t next = add_acq_rel(&pass.queue.state->granted, tiles);
+    for (int e = 0; e < layout.experts; ++e) {
+      write(own + e, static_cast<int32_t>(next) * layout.tile_rows);
+      next += static_cast<uint32_t>(layout.tiles(read(counts + e)));
+    }
+  }
+  auto* const told = reinterpret_cast<int32_t*>(pass.heaps[source] + layout.offsets(pass.rank));
+  for (int e = 0; e < layout.experts; ++e) write(told + e, read(own + e));
+  comet::signal(pass.watch, pass.own() + layout.known(source));
+  comet::signal(pass.watch, pass.heaps[source] + layout.placed(pass.rank));
+}
+
+}  // namespace pmoe::flashdmoe

@@ -160,7 +160,8 @@ class VirtualRanks:
 class PersistentRanks:
     """W ranks by FlashDMoE's kernels: one launch of all ranks a pass. Lists are by rank.
 
-    cell_rows: C, whole tiles. tokens: the most of a rank. Raises as `VirtualRanks` does.
+    cell_rows: C, whole tiles, of a cell or of the pool. tokens: the most of a rank. Raises as `VirtualRanks`
+    does.
     """
 
     def __init__(
@@ -174,8 +175,10 @@ class PersistentRanks:
         d_hidden: int,
         dtype: torch.dtype,
         device: torch.device,
+        is_pool: bool = False,
     ) -> None:
-        shape = HeapShape(num_ranks, experts, cell_rows, tokens, d_model, dtype, d_hidden)
+        sizes = (num_ranks, experts, cell_rows, tokens, d_model, dtype, d_hidden)
+        shape = HeapShape(*sizes, is_pool=is_pool)
         self.heaps = virtual_heaps(shape, device)
         self.launcher = Launcher(self.heaps, lambda kernel, direction: Division(1))
 
@@ -194,12 +197,12 @@ class PersistentRanks:
         """The tensors of `pmoe.kernels.flashdmoe`; of them "result", (T, M), is T_O.
 
         expert: (T, K) of all ranks' experts; no row is dropped."""
-        passes = zip(self._passes(x, weight, expert, given), expert, strict=True)
+        passes = zip(self.heaps, self._passes(x, weight, expert, given), expert, strict=True)
         made = [
             flashdmoe.forward_tensors(
-                each, flashdmoe.Chosen(expert_TK=chosen), keeps_input=keep, keeps_hidden=keep
+                heap, each, flashdmoe.Chosen(expert_TK=chosen), keeps_input=keep, keeps_hidden=keep
             )
-            for each, chosen in passes
+            for heap, each, chosen in passes
         ]
         flashdmoe.launch_pass(self.launcher, "forward", given.activation, made)
         return made

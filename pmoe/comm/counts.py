@@ -14,7 +14,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -186,8 +186,6 @@ MAX_BINS, MAX_COUNTS = 256, 2**16
 HEADER = 4
 """Integers before the counts in each message: the sender's tokens, fault, needs_grad, type of rows."""
 
-RowsAsked = Literal["received", "cell"]
-
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -209,14 +207,14 @@ class CountsExchange:
         once_FP: Tensor | None = None,
         exchanges: Sequence[Exchange] = (),
         bypass_local: bool = False,
-        asks_max_rows: RowsAsked | None = None,
+        asks_max_rows: bool = False,
         one_row_a_choice: bool = True,
     ) -> None:
         """counts_FE: (F, E) int64 on the rows' device. fault: a `Fault`, or one as an int64 scalar there.
         dtype: of the rows that will travel. once_FP: see `RankCounts`. exchanges: the dispatch and the
         combine, where they have counts to relay. bypass_local: rows between a rank and itself do not travel.
-        asks_max_rows: which `RankCounts.max_rows` is wanted, the same on all ranks; one_row_a_choice: whether
-        this rank's rows are such that it makes sense."""
+        asks_max_rows: whether `RankCounts.max_rows` is wanted, the same on all ranks; one_row_a_choice:
+        whether this rank's rows are such that it makes sense."""
         counts_FPX = counts_FE.unflatten(1, (grid.across.size, -1))
         self._counted_once = once_FP is not None
         if once_FP is not None:
@@ -322,8 +320,7 @@ class CountsExchange:
         agreed = recv_FWE.new_zeros(HEADER + 3 + (0 if slots is None else len(slots.degrees)))
         agreed[:HEADER] = told
         if self._asks_max_rows:
-            by_cell = self._asks_max_rows == "cell"
-            agreed[HEADER + 1] = recv_FWE.sum(0).max() if by_cell else recv_FWE.sum()
+            agreed[HEADER + 1] = recv_FWE.sum()
             agreed[HEADER + 2] = not self._one_row_a_choice
         if slots is not None:
             if slots.host_rows is not None:

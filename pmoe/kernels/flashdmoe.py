@@ -5,11 +5,12 @@ send, multiply and sum tile by tile. The kernels are in cuda/flashdmoe (thesis, 
 pmoe's own).
 
 A rank's rows for an expert lie in a cell of C rows on that expert's rank (layout L, section 5.3). A cell that
-is not full is padded in place: what is missing neither travels nor is computed (section 5.4). Tensors by cell
-hold C rows for each cell, too; those beyond a cell's rows are undefined.
+is not full is padded in place: what is missing neither travels nor is computed (section 5.4). Without a
+capacity all cells of a rank share C rows, a pool, and begin where their rank has granted. Tensors by cell
+hold C rows for each cell, or C for the pool; those without a row are undefined.
 
-Letters: T tokens of this rank, K choices, W ranks, E experts of a rank, A = W E cells, C rows of a cell,
-M = d_model, H = d_hidden, G = H or 2H rows of w1.
+Letters: T tokens of this rank, K choices, W ranks, E experts of a rank, A = W E cells, P = A, or 1 for a
+pool, C rows of a cell or a pool, M = d_model, H = d_hidden, G = H or 2H rows of w1.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TILE_ROWS = 128
 RankTensors = dict[str, Any]
 """A rank's part of a launch: tensors, None or numbers, by the names of cuda/flashdmoe/bind.cpp."""
 
-PLACES = ("send_counts", "expert", "row", "slot")
+PLACES = ("send_counts", "expert", "row", "slot", "home", "offset")
 """Where rows stand: forward makes it, backward reads it."""
 
 Parameters = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -73,6 +74,7 @@ def pass_tensors(
     ValueError, naming the tensor, for what the kernels would not read right.
     """
     shape, weight_TK, (w1, w2, b1, b2) = heap.shape, float_weights(weight_TK), parameters
+    cells = shape.num_ranks * shape.experts
     for each in (source_TM, again_TM):
         if each is not None:
             check_tokens(heap, expert_TK, each, weight_TK)
@@ -86,20 +88,23 @@ def pass_tensors(
         "again": again_TM,
         "result": torch.empty_like(source_TM),
         **{"w1": w1, "w2": w2, "b1": b1, "b2": b2},
-        "active": source_TM.new_empty(shape.num_ranks * shape.experts, shape.rows, shape.d_hidden),
+        "active": source_TM.new_empty(1 if shape.is_pool else cells, shape.rows, shape.d_hidden),
     }
 
 
 def forward_tensors(
-    given: RankTensors, chosen: Chosen, *, keeps_input: bool, keeps_hidden: bool
+    heap: Heap, given: RankTensors, chosen: Chosen, *, keeps_input: bool, keeps_hidden: bool
 ) -> RankTensors:
-    """`pass_tensors`, and "input" will be T_DI (A, C, M), "hidden" T_M (A, C, G), or None if not kept.
+    """`pass_tensors`, and "input" will be T_DI (P, C, M), "hidden" T_M (P, C, G), or None if not kept.
 
     `PLACES` will be int32: "send_counts" (A,) rows of each expert; "expert" (T, K); "row" (T, K), which of an
-    expert's rows is each slot's, -1 where it is dropped; "slot" (A, C), the slots of these rows.
+    expert's rows is each slot's, -1 where it is dropped; "slot" (P, C), the slots of these rows; in a pool
+    "home" (A,), where the rows of each expert begin, which "row" counts in, and "offset" (A,), where those
+    that arrive begin, by source and expert; else these two are None.
     """
     _, wide, d_model = given["w1"].shape
-    expert_TK, keep_TK, (cells, capacity, _) = chosen.expert_TK, chosen.keep_TK, given["active"].shape
+    expert_TK, keep_TK, shape = chosen.expert_TK, chosen.keep_TK, heap.shape
+    cells = shape.num_ranks * shape.experts
     check_tensor(
         "expert", expert_TK, dtypes=[torch.int64, torch.int32], device=given["source"].device, contiguous=True
     )
@@ -111,11 +116,13 @@ def forward_tensors(
         "routes": 1,
         "chosen": expert_TK if is_wide else None,
         "keep": keep_TK,
-        "capacity": capacity if chosen.capacity is None else chosen.capacity,
+        "capacity": shape.rows if chosen.capacity is None else chosen.capacity,
         "send_counts": row_TK.new_empty(cells) if chosen.counts_A is None else chosen.counts_A,
         "expert": torch.empty_like(row_TK) if is_wide else expert_TK,
         "row": row_TK,
-        "slot": row_TK.new_empty(cells, capacity),
+        "slot": row_TK.new_empty(given["active"].shape[:2]),
+        "home": row_TK.new_empty(cells) if shape.is_pool else None,
+        "offset": row_TK.new_empty(cells) if shape.is_pool else None,
         "input": _by_cell(given, d_model) if keeps_input else None,
         "hidden": _by_cell(given, wide) if keeps_hidden else None,
     }
@@ -136,18 +143,18 @@ def backward_tensors(
     if missing:  # a heap with other cells has taken the place of forward's
         kept = [None if each is None else F.pad(each, (0, 0, 0, missing)) for each in kept]
         places = places | {"slot": F.pad(places["slot"], (0, missing))}
-    input_ACM, hidden_ACG = kept
+    input_PCM, hidden_PCG = kept
     wide, parts = given["w1"].shape[1], extension.module().row_dot_parts(False, width)
     for name, need in zip(("w1", "w2", "b1", "b2"), needs, strict=True):
         given[f"of_{name}"] = torch.empty_like(given[name]) if need and given[name] is not None else None
     return {
         **given,
         **{name: places[name] for name in PLACES},
-        "input": input_ACM,
-        "hidden": hidden_ACG,
-        "recomputed": _by_cell(given, wide) if hidden_ACG is None else None,
+        "input": input_PCM,
+        "hidden": hidden_PCG,
+        "recomputed": _by_cell(given, wide) if hidden_PCG is None else None,
         "gradient": _by_cell(given, wide),
-        "dots": _by_cell(given, parts, torch.float32),  # as the kernel has them: (parts, A C)
+        "dots": _by_cell(given, parts, torch.float32),  # as the kernel has them: (parts, P C)
         "weight_gradient": torch.empty_like(given["weight"]),
     }
 
@@ -161,7 +168,8 @@ def launch_pass(
     for heap, tensors in zip(launcher.heaps, ranks, strict=True):
         (tokens, top_k), shape = tensors["expert"].shape, heap.shape
         sizes = {"tokens": tokens, "top_k": top_k, "d_hidden": shape.d_hidden}
-        sizes |= {"sends_again": shape.sends_again, "workspace": heap.base + shape.places["workspace"]}
+        sizes |= {"sends_again": shape.sends_again, "is_pool": shape.is_pool}
+        sizes |= {"workspace": heap.base + shape.places["workspace"]}
         addresses = {name: each if isinstance(each, int) else address(each) for name, each in tensors.items()}
         fields.append(launcher.rank_fields(heap) | sizes | addresses)
     extension.module().flashdmoe(
@@ -174,6 +182,6 @@ def launch_pass(
 
 
 def _by_cell(given: RankTensors, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-    """(A, C, columns), not initialised."""
-    active_ACH: Tensor = given["active"]
-    return active_ACH.new_empty(*active_ACH.shape[:2], columns, dtype=dtype)
+    """(P, C, columns), not initialised."""
+    active_PCH: Tensor = given["active"]
+    return active_PCH.new_empty(*active_PCH.shape[:2], columns, dtype=dtype)

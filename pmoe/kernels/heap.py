@@ -127,6 +127,7 @@ class HeapShape:
         layout L, its flags, and what a rank's actors keep from round to round; rows is C, of a cell, in whole
         tiles, and home_rows the most tokens of a rank. The inbox is the first cell of L.
     sends_again: whether its backward may send T_DI again, which takes a round of its own.
+    is_pool: whether all cells of a rank share C rows, in whole tiles for each.
 
     Raises ValueError where a row is not a multiple of 16 bytes; `Launcher` refuses too many ranks or experts.
     """
@@ -139,6 +140,7 @@ class HeapShape:
     dtype: torch.dtype
     d_hidden: int = 0
     sends_again: bool = False
+    is_pool: bool = False
 
     def __post_init__(self) -> None:
         if self.row_bytes % ROW_ALIGNMENT_BYTES:
@@ -157,7 +159,7 @@ class HeapShape:
 
         RuntimeError without the extension.
         """
-        cell = (self.d_hidden, self.sends_again) if self.d_hidden else ()
+        cell = (self.d_hidden, self.sends_again, self.is_pool) if self.d_hidden else ()
         return _places(self.num_ranks, self.experts, self.rows, self.home_rows, self.row_bytes, *cell)
 
     @property
@@ -202,6 +204,7 @@ PERSISTENT_WAITS = (
     "rank {peer}: the product tasks of tile {part} of rank {rank}'s rows for its expert {expert}",
     WAITS[5],
     "rank {peer} itself: processors that place its tokens' rows",
+    "rank {peer}: the offsets of rank {rank}'s rows for its experts",
 )
 """`Wait` of cuda/comet/watch.h in words, for COMET's kernels and for a persistent one."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pmoe.comm.counts import CountsExchange, FaultError, RankCounts, RowsAsked
+from pmoe.comm.counts import CountsExchange, FaultError, RankCounts
 from pmoe.comm.ranks import telling
 from pmoe.engine.cut import Orders
 from pmoe.engine.passes import Inputs
@@ -53,7 +53,7 @@ def sorted_rows(call: Call) -> tuple[Routed, Orders]:
 
 
 def start(
-    call: Call, routed: Routed, orders: Orders, *, asks_max_rows: RowsAsked | None = None
+    call: Call, routed: Routed, orders: Orders, *, asks_max_rows: bool = False
 ) -> CountsExchange | None:
     """Begins the exchange of counts; None in a second pass, which takes over those of the first.
 

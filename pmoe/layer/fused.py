@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pmoe.comm.counts import RankCounts, RowsAsked
+from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes import Inputs
 from pmoe.experts.stacked import StackedExperts
@@ -76,8 +76,7 @@ def decide(call: Call) -> Decision:
     parts, replay = call.parts, call.replay
     routed, orders = sorted_rows(call)
     fuses = not replay.is_replay and may_fuse(parts, routed.x_TM.device, routed.dtype)
-    of_rows: RowsAsked = "cell" if is_persistent(parts) else "received"
-    exchange = start(call, routed, orders, asks_max_rows=of_rows if fuses else None)
+    exchange = start(call, routed, orders, asks_max_rows=fuses)
     inputs = make_inputs(parts, routed)
     expert_TK, keep_TK = orders.expert_TK, orders.keep_TK
     sort = functools.cache(lambda: fused.sort(expert_TK, keep_TK, parts.spec.num_experts))
@@ -161,19 +160,22 @@ def make_request(
     parts: Parts, device: torch.device, dtype: torch.dtype, max_tokens: int, max_rows: int, needs_grad: bool
 ) -> fused_steps.Request:
     """dtype: of the rows as the experts get them."""
+    spec = parts.spec
     return fused_steps.Request(
         ranks=parts.ranks,
         device=device,
         dtype=dtype,
-        d_model=parts.spec.d_model,
+        d_model=spec.d_model,
         d_hidden=stacked(parts).w2.shape[2],
         activation=stacked(parts).activation,
         experts=parts.experts.num_local_experts,
-        top_k=parts.spec.top_k,
+        top_k=spec.top_k,
         max_tokens=max_tokens,
         max_rows=max_rows,
         needs_grad=needs_grad,
-        slack=(is_persistent(parts) and parts.spec.capacity_factor) or parts.spec.slack,
+        slack=spec.slack,
         is_persistent=is_persistent(parts),
+        # A gate of one's own may keep what it likes.
+        capacity_factor=spec.capacity_factor if parts.trusts_gate or spec.pad_to_capacity else None,
         sends_again=(fused_pair(parts) or KEEP).dispatched == "communicate",
     )

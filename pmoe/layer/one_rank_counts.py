@@ -18,7 +18,7 @@ from pmoe.gates.topk import TopKGate
 from pmoe.kernels.flashdmoe import Chosen
 from pmoe.kernels.route import Routes
 from pmoe.layer.decision import Agreed, CallCounts, Decision
-from pmoe.layer.fused import fused_pair, is_persistent, kernels_runner, make_request, may_fuse, stacked
+from pmoe.layer.fused import fused_pair, kernels_runner, make_request, may_fuse, stacked
 from pmoe.layer.parts import Call, Parts, autocast_dtype
 from pmoe.layer.route import Gated, Routed, make_inputs, started
 from pmoe.runners import fused, fused_steps, one_rank
@@ -76,8 +76,8 @@ def _kernels(call: Call, x_TM: Tensor) -> Agreed | None:
         return None
     if parts.spec.fused == "forward" and needs_grad:
         return None  # the pipeline engine's backward pass wants the counts on the host
-    count, top_k = x_TM.shape[0], 1 if is_persistent(parts) else parts.spec.top_k  # a cell has a token once
-    request = make_request(parts, x_TM.device, dtype, count, count * top_k, needs_grad)
+    count = x_TM.shape[0]
+    request = make_request(parts, x_TM.device, dtype, count, count * parts.spec.top_k, needs_grad)
     steps = fused_steps.steps_for(request)
     return None if isinstance(steps, str) else Agreed(steps=steps)
 

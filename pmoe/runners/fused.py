@@ -189,7 +189,7 @@ class PersistentRunner(KernelsRunner):
 
     The gate comes before (thesis, Algorithm 1, has it inside). Places of rows, their counts, grants and rows
     are made and travel while the kernel runs; whether they fit is decided before, by the largest numbers of
-    any rank's tokens and of its rows for an expert, which come with every call's exchange of counts.
+    any rank's tokens and of the rows that it receives, which come with every call's exchange of counts.
     """
 
     chosen: Chosen
@@ -199,7 +199,9 @@ class PersistentRunner(KernelsRunner):
         launcher, chosen, x_TM = self.steps.launcher, self.chosen, dense(inputs.x_TM)
         heap, parameters, weight_TK = launcher.heaps[0], split_parameters(inputs.parameters), inputs.weight_TK
         given = flashdmoe.pass_tensors(heap, chosen.expert_TK, x_TM, weight_TK, parameters, self.activation)
-        made = flashdmoe.forward_tensors(given, chosen, keeps_input=keeps_rows, keeps_hidden=keeps_hidden)
+        made = flashdmoe.forward_tensors(
+            heap, given, chosen, keeps_input=keeps_rows, keeps_hidden=keeps_hidden
+        )
         flashdmoe.launch_pass(launcher, "forward", self.activation, [made])
         return made["result"], [made[name] for name in ("hidden", "input", *PLACES)]
 

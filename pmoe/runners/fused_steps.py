@@ -28,9 +28,9 @@ class Request:
     """What a call asks of the fused kernels; all but ``device`` is the same on every rank.
 
     dtype: of the rows. activation: as `pmoe.kernels.grouped_gemm` names it. experts: of a rank. max_tokens,
-    max_rows: the largest number of any rank's tokens, and of the rows that any rank receives, or has for an
-    expert where is_persistent, a persistent kernel, is asked for. slack: of the heap's rows over the balanced
-    share, of a cell's with a capacity the factor. sends_again: as `HeapShape` says.
+    max_rows: the largest number of any rank's tokens, and of the rows that any rank receives. slack: of the
+    heap's rows over the balanced share. is_persistent: whether a persistent kernel is asked for.
+    capacity_factor: of its cells; None where no capacity is known to hold. sends_again: as `HeapShape` says.
     """
 
     ranks: Ranks
@@ -46,6 +46,7 @@ class Request:
     needs_grad: bool
     slack: float = 1.25
     is_persistent: bool = False
+    capacity_factor: float | None = None
     sends_again: bool = False
 
 
@@ -88,10 +89,9 @@ def _kernel_steps(request: Request) -> Steps | str:
     """By the kernels, on the heap that all layers of this kind share. Whatever is refused is refused by
     numbers that all ranks share, or by an error that all raise."""
     ranks = request.ranks
-    shape = heap_shape(request)
-    if request.max_rows > shape.rows:
-        place = "an expert from one rank than its cell" if request.is_persistent else "a rank than its heap"
-        return f"more rows arrive at {place} holds: {request.max_rows}, of {shape.rows}"
+    shape, room = heap_shape(request), _room(request)
+    if request.max_rows > room:
+        return f"more rows arrive at a rank than its heap holds: {request.max_rows}, of {room}"
     make = nvshmem_heap if _spans_nodes(request) else process_heap
     find_heap = functools.partial(heap_for, ranks, request.device, shape, make=make)
     try:
@@ -117,19 +117,38 @@ def heap_shape(request: Request) -> HeapShape:
     """Of the heap that serves such a call. Tokens count in steps of an eighth of a power of two, so that it
     is seldom made anew.
 
-    COMET's holds as many rows as the rank with most tokens may send, times the slack for those that arrive.
-    A cell of a persistent kernel: the balanced share times the slack, but no more than there are tokens, in
-    whole tiles.
+    A heap holds as many rows as the rank with most tokens may send, times the slack for those that arrive,
+    but no more than all ranks can send; a pool also what whole tiles for each cell may waste. With a capacity
+    each cell holds it, in whole tiles, unless a pool for all rows is smaller.
     """
-    step, top_k = max(bucket(request.max_tokens) // 8, 16), request.top_k
-    tokens = math.ceil(request.max_tokens / step) * step
+    tokens, room, top_k = _tokens(request), _room(request), request.top_k
     ranks, experts, d_model, dtype = request.ranks.size, request.experts, request.d_model, request.dtype
     if not request.is_persistent:
-        rows = math.ceil(tokens * top_k * request.slack)
-        return HeapShape(ranks, experts, rows, tokens * top_k, d_model, dtype)
-    rows = min(expert_capacity(request.slack, tokens, top_k, experts * ranks), tokens)
-    rows = max(math.ceil(rows / TILE_ROWS), 1) * TILE_ROWS
-    return HeapShape(ranks, experts, rows, tokens, d_model, dtype, request.d_hidden, request.sends_again)
+        return HeapShape(ranks, experts, room, tokens * top_k, d_model, dtype)
+    cells = ranks * experts
+    rows, is_pool = _whole_tiles(room + cells * (TILE_ROWS - 1)), True
+    if request.capacity_factor is not None:
+        cell = _whole_tiles(min(expert_capacity(request.capacity_factor, tokens, top_k, cells), tokens))
+        if cells * cell <= rows:
+            rows, is_pool = cell, False
+    d_hidden, sends_again = request.d_hidden, request.sends_again
+    return HeapShape(ranks, experts, rows, tokens, d_model, dtype, d_hidden, sends_again, is_pool)
+
+
+def _whole_tiles(rows: int) -> int:
+    return max(math.ceil(rows / TILE_ROWS), 1) * TILE_ROWS
+
+
+def _tokens(request: Request) -> int:
+    step = max(bucket(request.max_tokens) // 8, 16)
+    return math.ceil(request.max_tokens / step) * step
+
+
+def _room(request: Request) -> int:
+    """Rows that may arrive at a rank: with a capacity as many as all ranks can send there."""
+    tokens = _tokens(request)
+    most = tokens * min(request.top_k, request.experts) * request.ranks.size
+    return most if request.capacity_factor else min(math.ceil(tokens * request.top_k * request.slack), most)
 
 
 def _division(request: Request, kernel: FusedKernel, direction: PassDirection) -> Division:

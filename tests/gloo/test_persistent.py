@@ -35,6 +35,34 @@ def test_equal_batches_padded_to_capacity_travel_without_an_exchange_of_counts(k
     check(kernels, Case(tokens=(23, 23), skewed=True, options=options), "persistent")
 
 
+def test_a_pool_holds_whatever_routing_its_slack_allows(kernels: Path) -> None:
+    options: dict[str, Any] = {"slack": 2.0, "memory_reuse": "S4"}
+    check(kernels, Case(tokens=(150, 140), steps=1, skewed=True, options=options), "persistent")
+
+
+def crowded_job(rank: int, world: int, path: Path) -> tuple[str, list[str]]:
+    """All rows go to the two experts of rank 0. Which runner computes, and what is said."""
+    import warnings
+
+    with emulated(path), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.manual_seed(3)
+        layer = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, 2, dtype=BF16, fused="persistent")
+        with torch.no_grad():
+            layer.gate.weight[:2, 0] += 30
+        layer(torch.ones(40, D_MODEL, dtype=BF16))
+        close_heaps(Ranks())
+    assert layer.ran is not None
+    return layer.ran.path, [str(each.message) for each in said if "falls back" in str(each.message)]
+
+
+def test_rows_beyond_a_pool_send_the_batch_to_the_pipeline_on_all_ranks(kernels: Path) -> None:
+    for path, said in ranks(2).run(crowded_job, kernels):
+        assert path == "pipeline"
+        (warning,) = said
+        assert "more rows arrive at a rank than its heap holds: 160, of 120" in warning
+
+
 @pytest.mark.parametrize("pair", ["keep/recompute", "communicate/keep", "communicate/recompute"])
 def test_four_processes(kernels: Path, pair: str) -> None:
     options: dict[str, Any] = {"memory_reuse": pmoe.Restore(*pair.split("/"))}

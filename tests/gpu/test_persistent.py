@@ -36,7 +36,7 @@ def _no_fallback(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def check(num_tokens: int, **options: Any) -> None:
     """As near to float64 as the layer without the kernels."""
-    layer = narrow_layer(fused="persistent", slack=8.0, **options)
+    layer = narrow_layer(fused="persistent", **options)
     x, grad = make_batch(num_tokens, dtype=torch.bfloat16)
     poison_memory()
     found = with_aux(layer, step(layer, x, grad))
@@ -63,13 +63,14 @@ def test_a_small_layer() -> None:
 
 
 def test_a_pass_is_one_launch_of_the_persistent_kernel() -> None:
-    layer = narrow_layer(fused="persistent", slack=8.0)
+    layer = narrow_layer(fused="persistent")
     x, grad = make_batch(517, dtype=torch.bfloat16)
     step(layer, x, grad)
     names = device_work(lambda: step(layer, x, grad))
     assert sum("flashdmoe" in name for name in names) == 2
 
 
+@pytest.mark.parametrize("is_pool", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_virtual_ranks_compute_what_float64_computes(num_ranks: int) -> None:
-    assert find_wrong(num_ranks, 500, 256, 192, DEVICE) == []
+def test_virtual_ranks_compute_what_float64_computes(num_ranks: int, is_pool: bool) -> None:
+    assert find_wrong(num_ranks, 500, 256, 192, DEVICE, is_pool) == []

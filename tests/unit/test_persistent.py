@@ -120,6 +120,7 @@ def test_with_pad_to_capacity_the_launch_drops_them_and_nothing_is_exchanged_or_
 ) -> None:
     options: dict[str, Any] = {"capacity_factor": 0.5, "pad_to_capacity": True}
     check(skews=True, **options)
+    check(290, skews=True, capacity_factor=1.25, pad_to_capacity=True, memory_reuse="S4")  # cells of a pool
     monkeypatch.setattr(padded_counts, "compares_always", lambda _: False)  # as on a GPU
     layer, x = make(**options), torch.randn(T, M, dtype=BF16)
     layer(x)
@@ -133,15 +134,17 @@ def test_with_pad_to_capacity_the_launch_drops_them_and_nothing_is_exchanged_or_
 
 
 @pytest.mark.usefixtures("_emulated")
-def test_one_rank_makes_no_counts_where_its_cells_hold_all_tokens() -> None:
-    layer, x = make(slack=2.0), torch.randn(70, M, dtype=BF16)  # 140 rows, 128 in a cell
+def test_one_rank_makes_no_counts_and_takes_every_batch() -> None:
+    layer, x = make(top_k=1, slack=1.0), torch.ones(400, M, dtype=BF16)
+    with torch.no_grad():
+        layer.gate.weight[1, 0] += 30  # every row is of one expert
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CountsExchange, "__init__", lambda *_, **__: pytest.fail("counts are exchanged"))
         layer(x)
         with NothingRead():
             layer(x)
         assert layer.ran is not None and layer.ran.path == "persistent"
-    check(70, slack=2.0, memory_reuse="S4")
+    check(300, top_k=1, skews=True, memory_reuse="S4")
 
 
 class NothingRead(TorchDispatchMode):
@@ -156,26 +159,9 @@ class NothingRead(TorchDispatchMode):
 def test_a_larger_batch_between_the_passes_makes_a_new_heap_that_serves_backward() -> None:
     def larger() -> None:
         with torch.no_grad():
-            make(slack=4.0)(torch.ones(150, M, dtype=BF16))
+            make()(torch.ones(150, M, dtype=BF16))
 
     check(memory_reuse=PAIRS[0], between=larger)
-
-
-@pytest.mark.usefixtures("_emulated")
-def test_rows_beyond_a_cell_send_the_batch_to_the_pipeline_with_a_reason() -> None:
-    layer = make(top_k=1)
-    with torch.no_grad():
-        layer.gate.weight[1, 0] += 30
-    x = torch.ones(600, M, dtype=BF16)  # 600 rows of one expert; a cell has 600 * 1.25 / 4, in whole tiles
-    warn.GIVEN.clear()
-    reason = (
-        r"fused \('persistent'\) falls back .* more rows arrive at an expert from one rank than its cell "
-        r"holds: 600, of 256"
-    )
-    with warnings.catch_warnings(), pytest.warns(UserWarning, match=reason):
-        warnings.simplefilter("always")
-        layer(x)
-    assert layer.ran is not None and layer.ran.path == "pipeline"
 
 
 def test_without_kernels_the_plain_layer_computes_and_a_warning_says_why() -> None:
@@ -194,17 +180,30 @@ def test_offloaded_pairs_are_refused(kernels: Path) -> None:
     assert layer.ran is not None and layer.ran.path == "pipeline"
 
 
-def test_a_cell_holds_the_balanced_share_times_slack_or_factor_in_whole_tiles() -> None:
-    def rows(tokens: int, slack: float = 1.25) -> int:
+def test_a_cell_holds_its_capacity_and_a_pool_all_rows_times_the_slack_in_whole_tiles() -> None:
+    def shape(tokens: int, ranks: int = 1, **options: Any) -> HeapShape:
+        group = Ranks.single()
+        group.size = ranks
         request = Request(
-            ranks=Ranks.single(), device=torch.device("cpu"), dtype=BF16, d_model=M, d_hidden=H,
+            ranks=group, device=torch.device("cpu"), dtype=BF16, d_model=M, d_hidden=H,
             activation="relu", experts=E, top_k=2, max_tokens=tokens, max_rows=0, needs_grad=True,
-            slack=slack, is_persistent=True,
+            is_persistent=True, **options,
         )  # fmt: skip
-        return heap_shape(request).rows
+        return heap_shape(request)
 
-    assert [rows(0), rows(100), rows(1024), rows(1024, slack=100)] == [128, 128, 640, 1024]
-    assert [rows(1024, each) for each in (0.1, 1.0, 1.5)] == [128, 512, 768]
+    for factor, rows in {0.1: 128, 1.0: 512, 1.1: 640}.items():
+        cells = shape(1024, capacity_factor=factor)
+        assert cells.rows == rows and not cells.is_pool
+    assert shape(0, capacity_factor=1.25).rows == TILE_ROWS
+    waste = TILE_ROWS - 1  # of a cell whose last tile holds one row
+    for ranks, options, least in (
+        (8, {"slack": 1.25}, 1024 * 2 * 1.25),
+        (8, {"slack": 100.0}, 1024 * 2 * 8),  # all that there are
+        (1, {"slack": 1.25}, 1024 * 2),
+        (8, {"capacity_factor": 16.0}, 1024 * 2 * 8),  # nothing is dropped: 32 cells of 1024 rows are more
+    ):
+        pool = shape(1024, ranks, **options)
+        assert pool.is_pool and 0 <= pool.rows - (least + ranks * E * waste) < TILE_ROWS
 
 
 def test_rows_stand_in_their_cells_in_token_order_without_dropped_ones(kernels: Path) -> None:
@@ -220,7 +219,7 @@ def test_rows_stand_in_their_cells_in_token_order_without_dropped_ones(kernels: 
             (heap,) = virtual_heaps(HeapShape(1, E, TILE_ROWS, 70, M, BF16, H), CPU, memory=FileMemory())
             given = pass_tensors(heap, given_TK, zeros(70, M), torch.rand(70, 2), parameters(E), "relu")
             chosen = Chosen(expert_TK=given_TK, keep_TK=keep_TK, capacity=20)
-            made = forward_tensors(given, chosen, keeps_input=False, keeps_hidden=False)
+            made = forward_tensors(heap, given, chosen, keeps_input=False, keeps_hidden=False)
             launch_pass(Launcher([heap], lambda *_: Division(1)), "forward", "relu", [made])
             heap.close()
             assert torch.equal(made["row"] >= 0, within) and torch.equal(made["expert"], expert_TK.int())
@@ -273,7 +272,7 @@ def test_what_the_kernel_would_read_wrong_is_named_before_a_launch(
         (heap,) = virtual_heaps(HeapShape(1, 3, TILE_ROWS, 16, M, BF16, H), CPU, memory=FileMemory())
         with pytest.raises(ValueError, match=message):
             made = pass_tensors(heap, parameters=parameters, **given)
-            forward_tensors(made, chosen, keeps_input=False, keeps_hidden=False)
+            forward_tensors(heap, made, chosen, keeps_input=False, keeps_hidden=False)
         heap.close()
 
 

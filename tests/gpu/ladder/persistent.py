@@ -14,16 +14,19 @@ EXPERTS, TOP_K, ROUNDS = 2, 2, 3
 
 
 def check_passes(num_ranks: str) -> None:
-    wrong = find_wrong(int(num_ranks), 300, 256, 192, torch.device("cuda", 0))
-    assert not wrong, "; ".join(wrong)
+    for is_pool in (False, True):
+        wrong = find_wrong(int(num_ranks), 300, 256, 192, torch.device("cuda", 0), is_pool)
+        assert not wrong, f"is_pool {is_pool}: {'; '.join(wrong)}"
 
 
-def find_wrong(num_ranks: int, tokens: int, d_model: int, d_hidden: int, device: torch.device) -> list[str]:
+def find_wrong(
+    num_ranks: int, tokens: int, d_model: int, d_hidden: int, device: torch.device, is_pool: bool
+) -> list[str]:
     """What is wrong, by round and name. Raises HeapError where an actor waits in vain."""
     torch.manual_seed(0)
     like = torch.empty(0, dtype=torch.bfloat16, device=device)
     given = FusedParameters.random(num_ranks, EXPERTS, d_model, d_hidden, "relu", bias=True, like=like)
-    cell_rows = -(-tokens // 128) * 128
+    cell_rows = -(-tokens // 128) * 128 * (num_ranks * EXPERTS if is_pool else 1)
     world = PersistentRanks(
         num_ranks,
         EXPERTS,
@@ -33,6 +36,7 @@ def find_wrong(num_ranks: int, tokens: int, d_model: int, d_hidden: int, device:
         d_hidden=d_hidden,
         dtype=like.dtype,
         device=device,
+        is_pool=is_pool,
     )
     found: list[str] = []
     for number in range(ROUNDS):

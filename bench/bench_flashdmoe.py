@@ -54,7 +54,7 @@ def measure_layers(scenario: Scenario, rounds: int, flush: Tensor) -> list[dict[
         torch.manual_seed(0)
         layers[name] = drawn_layer(
             model.d_model, model.d_hidden, model.experts, model.top_k, expert="swiglu", bias=False, fused=way,
-            slack=model.experts / model.top_k, dtype=torch.bfloat16,
+            dtype=torch.bfloat16,
         )  # fmt: skip
     found = {name: layer(x) for name, layer in layers.items()}
     for name, layer in layers.items():

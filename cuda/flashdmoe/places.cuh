@@ -59,6 +59,7 @@ __device__ __forceinline__ void grant_room(const Pass& pass, int source) {
   }
   auto* const told = reinterpret_cast<int32_t*>(pass.heaps[source] + layout.offsets(pass.rank));
   for (int e = 0; e < layout.experts; ++e) write(told + e, read(own + e));
+  comet::nap(pass.watch, 7500 + static_cast<uint32_t>(source));
   comet::signal(pass.watch, pass.own() + layout.known(source));
   comet::signal(pass.watch, pass.heaps[source] + layout.placed(pass.rank));
 }

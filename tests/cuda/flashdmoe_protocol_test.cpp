@@ -313,14 +313,15 @@ void multiply(Actor& m, const Task& task) {
     send_dots<bf16>(pass, task, m.dots.data(), kAcross, nullptr, kModel, 0, 1, 0, 1);
 }
 
-thread_local int acting = -1;  // the rank whose thread this is
+thread_local int acting = -1;      // the rank whose thread this is
+thread_local size_t in_round = 0;  // among World::rounds
 
 // One launch: all its threads, until they have ended. room: processors that run at one time.
 void launch(Actor& m, int room = kProcessors) {
   std::vector<std::thread> threads;
   const auto start = [&](auto body) {
     threads.emplace_back([&m, body] {
-      acting = m.pass.rank;
+      acting = m.pass.rank, in_round = m.pass.watch.epoch - 1;
       body();
     });
   };
@@ -440,6 +441,32 @@ const World* recorded = nullptr;
 std::vector<std::vector<std::atomic<int8_t>>> authors;  // 1 + the rank that wrote the word, by heap
 std::atomic<int64_t> words_written{0};
 
+// Whether the row c of a pool is one of a source's for an expert of `owner`: of what the owner has granted
+// it, or of where its products come home.
+bool is_granted(int source, int owner, bool is_home, int c) {
+  const Layout& layout = recorded->heaps.layout;
+  const std::vector<Actor>& all = recorded->rounds[in_round];
+  const Routing &of = all[static_cast<size_t>(source)].routing, &to = all[static_cast<size_t>(owner)].routing;
+  for (int e = 0; e < layout.experts; ++e) {
+    const auto away = static_cast<size_t>(layout.cell(owner, e));
+    const int begin = is_home ? of.home[away] : to.offset[static_cast<size_t>(layout.cell(source, e))];
+    if (c >= begin && c < begin + of.counts[away]) return true;
+  }
+  return false;
+}
+
+// Definition 5.3.2, and what it says where cells share a pool.
+bool may_write(int target, int64_t offset) {
+  const Layout& layout = recorded->heaps.layout;
+  if (!layout.is_pool) return is_valid(acting, target, layout.of_byte(offset));
+  const auto row = (offset - layout.begin()) / layout.row_bytes, slab = row / layout.capacity;
+  const bool is_home = slab / layout.buffers == static_cast<int>(Round::kCombine);
+  const auto c = static_cast<int>(row % layout.capacity);
+  if (slab % layout.buffers + 2 - layout.buffers != static_cast<int>(Staging::kIncoming))
+    return acting == target;
+  return is_home ? is_granted(target, acting, true, c) : is_granted(acting, target, false, c);
+}
+
 void record(const void* pointer, size_t bytes) {
   const Layout& layout = recorded->heaps.layout;
   for (size_t target = 0; target < authors.size(); ++target) {
@@ -448,8 +475,11 @@ void record(const void* pointer, size_t bytes) {
     const auto last = offset + static_cast<int64_t>(bytes);
     expect(last <= layout.bytes(), "a write beyond a heap");
     if (offset >= layout.begin())
-      expect(is_valid(acting, static_cast<int>(target), layout.of_byte(offset)), "a write that is not valid");
-    for (int64_t at = offset; at < last; at += 4, ++words_written) {
+      expect(may_write(static_cast<int>(target), offset), "a write that is not valid");
+    words_written += static_cast<int64_t>(bytes / 4);
+    if (layout.is_pool && offset >= layout.arrival(0, 0, 0))
+      continue;  // whose row it is changes with the round
+    for (int64_t at = offset; at < last; at += 4) {
       const int8_t before =
           authors[target][static_cast<size_t>(at / 4)].exchange(static_cast<int8_t>(acting + 1));
       expect(before == 0 || before == acting + 1, "two ranks write one word");
@@ -457,9 +487,9 @@ void record(const void* pointer, size_t bytes) {
   }
 }
 
-void test_writes(int ranks) {
-  World w = make(ranks, 2, 5, 60);
-  recorded = &w;
+void test_writes(int ranks, bool is_pool) {
+  World w = make(ranks, 2, is_pool ? 7 : 5, 60);
+  recorded = &w, authors.clear(), words_written = 0;
   for (int rank = 0; rank < ranks; ++rank)
     authors.emplace_back(static_cast<size_t>(w.heaps.layout.bytes() / 4));
   on_write = record;
@@ -468,8 +498,9 @@ void test_writes(int ranks) {
   expect(words_written > 1000, "nothing was recorded");
   // It notices one that is not valid.
   const int before = failures;
-  acting = 0;
-  record(w.heaps.at[1] + w.heaps.layout.at({1, Round::kDispatch, Staging::kIncoming, 0, 0}), 4);
+  acting = 0, in_round = 0;
+  const int last = w.heaps.layout.capacity - 1;  // of a pool, which is not full
+  record(w.heaps.at[1] + w.heaps.layout.at({1, Round::kDispatch, Staging::kIncoming, 0, last}), 4);
   expect(failures > before, "a write to another's cell goes unnoticed");
   failures = before;
 }
@@ -547,7 +578,7 @@ int main(int argc, char** argv) {
   } else if (what == "room") {
     test_rounds(ranks, kMistakes[0], 1);
   } else if (what == "writes") {
-    test_writes(ranks);
+    test_writes(ranks, false), test_writes(ranks, true);
   } else if (what == "absent") {
     for (const Absence& absence : kAbsences)
       test_absence(ranks, absence, false), test_absence(ranks, absence, true);

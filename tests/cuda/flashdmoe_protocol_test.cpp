@@ -487,6 +487,24 @@ void record(const void* pointer, size_t bytes) {
   }
 }
 
+// No row is granted twice.
+void check_grants(const std::vector<Actor>& all, const std::string& where) {
+  const Layout& layout = all[0].pass.layout;
+  for (const Actor& m : all) {
+    std::vector<int> taken(static_cast<size_t>(layout.all_tiles()));
+    for (int cell = 0; cell < layout.cells(); ++cell) {
+      const Routing& of = all[static_cast<size_t>(cell / layout.experts)].routing;
+      const int count = of.counts[static_cast<size_t>(layout.cell(m.pass.rank, cell % layout.experts))];
+      const int begin = m.routing.offset[static_cast<size_t>(cell)] / layout.tile_rows;
+      for (int tile = begin; tile < begin + layout.tiles(count); ++tile) {
+        expect(tile < layout.all_tiles(), where + ": a tile beyond the pool");
+        if (tile < layout.all_tiles())
+          expect(taken[static_cast<size_t>(tile)]++ == 0, where + ": granted twice");
+      }
+    }
+  }
+}
+
 void test_writes(int ranks, bool is_pool) {
   World w = make(ranks, 2, is_pool ? 7 : 5, 60);
   recorded = &w, authors.clear(), words_written = 0;
@@ -496,6 +514,8 @@ void test_writes(int ranks, bool is_pool) {
   play(w, kProcessors);
   on_write = nullptr;
   expect(words_written > 1000, "nothing was recorded");
+  for (size_t round = 0; is_pool && round < w.rounds.size(); round += 2)
+    check_grants(w.rounds[round], "round " + std::to_string(round + 1));
   // It notices one that is not valid.
   const int before = failures;
   acting = 0, in_round = 0;

@@ -23,7 +23,7 @@ struct HopperShared {
   CellPieces pieces;  // of a weight's gradient
   int begin;          // where the cell's rows are in A's map
   uint32_t steps;     // of the products before it
-  int place;
+  int place, number;  // of the task at hand; of this processor
 };
 static_assert(sizeof(HopperShared) <= 232448 - 1024, "more than a block of Hopper has");
 static_assert(hopper::kDepth == kTileDepth && hopper::kMultipliers == kCrew);
@@ -156,8 +156,9 @@ template <class T, class Load, class Multiply>
 __device__ __forceinline__ void act_sm90a(const Launch& launch, HopperShared& shared, const Load& load,
                                           const Multiply& multiply) {
   act<hopper::kThreads>(launch, [&](const Member&, int number, int index) PMOE_INLINE {
-    if (threadIdx.x == 0) hopper::init_barriers(shared.gemm, 1, 1, 1);
+    if (threadIdx.x == 0) hopper::init_barriers(shared.gemm, 1, 1, 1), shared.number = number;
     sync_block();
+    const auto own_number = [&] { return read(&shared.number); };
     const auto meet = [] { meet_all(); };
     // Asked anew each time: the compiler would read all that is told once, and hold it in registers.
     const auto again = [&] {
@@ -170,13 +171,13 @@ __device__ __forceinline__ void act_sm90a(const Launch& launch, HopperShared& sh
       fewer_registers<kLoaderRegisters>();
       if (threadIdx.x >= 32) return;
       uint32_t steps = 0;
-      live(pass, number, &shared.place, threadIdx.x == 0, meet, [&](const Task& task) PMOE_INLINE {
+      live(pass, own_number, &shared.place, threadIdx.x == 0, meet, [&](const Task& task) PMOE_INLINE {
         const int own = again();
         load(launch.of_rank[own], own, task, steps);
       });
     } else {
       more_registers<kMultiplierRegisters>();
-      live(pass, number, &shared.place, false, meet, [&](const Task& task) PMOE_INLINE {
+      live(pass, own_number, &shared.place, false, meet, [&](const Task& task) PMOE_INLINE {
         const Member& m = launch.of_rank[again()];
         const int thread = thread_again() - hopper::kLoaders;
         do_task<T>(m.pass, task, thread, kCrew / 32, 32,

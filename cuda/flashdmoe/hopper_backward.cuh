@@ -6,11 +6,9 @@ namespace pmoe::flashdmoe {
 
 #if PMOE_HOPPER_CODE
 
-// T_DI of an expert's rows, kept by cell or sent again.
-__device__ __forceinline__ int row_of_input(const Member& m, int peer, int expert, int offset) {
-  const Layout& layout = m.pass.layout;
-  return m.experts.input != nullptr ? row_by_cell(layout, peer, expert) + offset
-                                    : row_in_heap(layout, peer, Round::kAgain, expert, offset);
+// T_DI of a cell, kept or sent again. kept: where its rows are among all cells'.
+__device__ __forceinline__ int row_of_input(const Member& m, int peer, int expert, int kept, int offset) {
+  return m.experts.input != nullptr ? kept : row_in_heap(m.pass.layout, peer, Round::kAgain, expert, offset);
 }
 
 template <class T, Activation kActivation>
@@ -23,7 +21,8 @@ __device__ __forceinline__ void load_backward(const Member& m, HopperShared& sha
     const Problem p = weight_gradient<T>(m, task, wide_columns(m.experts, kActivation), pieces);
     pieces.a_begin =
         is_w2 ? row_in_heap(layout, 0, Round::kDispatch, task.expert) : row_by_cell(layout, 0, task.expert);
-    pieces.b_begin = is_w2 ? row_by_cell(layout, 0, task.expert) : row_of_input(m, 0, task.expert, 0);
+    const int kept = row_by_cell(layout, 0, task.expert);
+    pieces.b_begin = is_w2 ? kept : row_of_input(m, 0, task.expert, kept, 0);
     if (thread_again() == 0) shared.pieces = pieces;
     load<Form::kWeight>(shared, maps.of[is_w2 ? kOfW2 : kOfW1], p,
                         weight_tile(task, p, hopper::kRows, hopper::kColumns), 0, steps);
@@ -34,7 +33,8 @@ __device__ __forceinline__ void load_backward(const Member& m, HopperShared& sha
   const int here = offset_of(m.pass, task.peer, task.expert);
   if (task.type == TaskType::kGemm0)
     load_first<T, kActivation>(m, shared, maps.of[kFirstProduct], task, cell,
-                               row_of_input(m, task.peer, task.expert, here), steps);
+                               row_of_input(m, task.peer, task.expert, static_cast<int>(cell.first), here),
+                               steps);
   else if (task.type == TaskType::kHiddenGradient)
     load<Form::kInput>(shared, maps.of[kHiddenProduct], hidden_gradient<T, kActivation>(m, task, cell),
                        cell.tile(task, hopper::kColumns),

@@ -164,13 +164,13 @@ __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
   if (ends && task.type == TaskType::kHiddenGradient) count_tiles(pass, task.expert, 0u - 1u);
 }
 
-// A block's life. pass(): what it is told. place: a word of the block's. is_first: the thread that asks and
-// tells. meet(): a barrier of all that are called. work(task): by all of them.
-template <class Told, class Meet, class Work>
-__device__ __forceinline__ void live(const Told& pass, int processor, int* place, bool is_first,
+// A block's life. pass(): what it is told. processor(): its number. place: a word of the block's. is_first:
+// the thread that asks and tells. meet(): a barrier of all that are called. work(task): by all of them.
+template <class Told, class Number, class Meet, class Work>
+__device__ __forceinline__ void live(const Told& pass, const Number& processor, int* place, bool is_first,
                                      const Meet& meet, const Work& work) {
   for (;;) {
-    if (is_first) write(place, next_task(pass(), processor));
+    if (is_first) write(place, next_task(pass(), processor()));
     meet();
     if (shfl(read(place), 0) < 0) return;
     const auto found = [&] { return Task::from(load16(&pass().queue.entry[read(place)].task)); };
@@ -201,8 +201,9 @@ template <class T, class Meet, class Compute>
 __device__ __forceinline__ void process(const Pass& pass, int processor, int* place, int thread, int warps,
                                         int lanes, const Meet& meet, const Compute& compute) {
   const auto told = [&]() -> const Pass& { return pass; };
-  live(told, processor, place, thread == 0, meet,
-       [&](const Task& task) { do_task<T>(pass, task, thread, warps, lanes, compute); });
+  live(
+      told, [&] { return processor; }, place, thread == 0, meet,
+      [&](const Task& task) { do_task<T>(pass, task, thread, warps, lanes, compute); });
 }
 
 }  // namespace pmoe::flashdmoe

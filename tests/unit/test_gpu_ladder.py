@@ -114,11 +114,12 @@ def test_virtual_ranks_of_the_fused_kernels(
     assert len(wrong) == 2 and "not before" not in wrong[1]
 
 
+@pytest.mark.parametrize("is_pool", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_virtual_ranks_of_the_persistent_kernels(
-    built: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+    built: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, is_pool: bool
 ) -> None:
-    find = functools.partial(persistent.find_wrong, num_ranks, 20, 72, 24, torch.device("cpu"))
+    find = functools.partial(persistent.find_wrong, num_ranks, 20, 72, 24, torch.device("cpu"), is_pool)
     with emulated(built, virtual_ranks=num_ranks):
         assert find() == []
         monkeypatch.setattr(persistent, "TOP_K", 1)

@@ -25,7 +25,7 @@ class Scheduler {
       const bool is_hungry = ready_ == 0 && ballot(doors.idle >= 0) != 0;
       if (is_hungry != was_hungry && lane_ == 0) store_release(&state->hungry, is_hungry ? 1u : 0u);
       was_hungry = is_hungry;
-      is_whole = taken == 0 && ready_ == 0 && !is_busy && has_heard_all(subscribers);
+      is_whole = taken == 0 && ready_ == 0 && !is_busy && is_over(subscribers);
       // Where tasks wait or are computed, some of them end.
       const uint64_t now = nanoseconds();
       if (taken > 0 || since == 0 || !(is_busy || ready_ > 0)) since = now;
@@ -72,7 +72,7 @@ class Scheduler {
   }
 
   // Whether all tasks of the round have been handed out, and none is computed.
-  __device__ __forceinline__ bool has_heard_all(int subscribers) {
+  __device__ __forceinline__ bool is_over(int subscribers) {
     const bool has_listened =
         load_acquire(&pass_.queue.state->listened) == static_cast<uint32_t>(subscribers);
     const uint32_t promised = load_acquire(&pass_.queue.state->promised);

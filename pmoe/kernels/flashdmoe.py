@@ -144,7 +144,8 @@ def backward_tensors(
         kept = [None if each is None else F.pad(each, (0, 0, 0, missing)) for each in kept]
         places = places | {"slot": F.pad(places["slot"], (0, missing))}
     input_PCM, hidden_PCG = kept
-    wide, parts = given["w1"].shape[1], extension.module().row_dot_parts(False, width)
+    hopper = extension.path(given["w1"].device)[0] == "sm_90a"
+    wide, parts = given["w1"].shape[1], extension.module().row_dot_parts(hopper, width)
     for name, need in zip(("w1", "w2", "b1", "b2"), needs, strict=True):
         given[f"of_{name}"] = torch.empty_like(given[name]) if need and given[name] is not None else None
     return {

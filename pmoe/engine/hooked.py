@@ -8,7 +8,7 @@ AG, and results between RS and R, in tasks of their own (HA, HB); elsewhere in t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -113,8 +113,11 @@ class HookedForward(_Hooked, Forward):
         if not (self.keep and self.hooks.has(point)):
             return self.changed(point, i, rows)
         run = functools.partial(self.hooks.run, point, chunk=i, like=self.source_TM)
-        rows, self.left.passed[point, i] = through(run, rows, self.inputs.hook_parameters)
-        return rows
+        # The memory of the hooks' parameters is not kept for backward.
+        shelf = Shelf(frozenset(each.untyped_storage().data_ptr() for each in self.inputs.hook_parameters))
+        graph, out = record(run, rows, slice(0, rows.shape[0]), shelf, own_rows=True)
+        self.left.passed[point, i] = Passed(graph, tuple(shelf.close()), rows.shape, rows.dtype)
+        return out.contiguous()
 
 
 class HookedBackward(_Hooked, Backward):
@@ -124,13 +127,18 @@ class HookedBackward(_Hooked, Backward):
     def at(self, point: str, i: int, rows: Tensor) -> Tensor:
         if not self.hooks.has(point):
             return rows
-        parameters = self.saved.inputs.hook_parameters
-        grad, of_parameters = back_through(self.saved.passed[point, i], rows, parameters)
-        for j, found in enumerate(of_parameters):
-            if found is not None:
-                total = self.grad_hooks[j]
-                self.grad_hooks[j] = found if total is None else total + found
-        return grad
+        passed, of_rows = self.saved.passed[point, i], None
+        if passed.graph.output is not None:
+            passed.graph.shelf.tensors = list(passed.tensors)
+            of_rows, *of_parameters = gradients(passed.graph, self.saved.inputs.hook_parameters, rows)
+            passed.graph.shelf.close()
+            for j, found in enumerate(of_parameters):
+                if found is not None:
+                    total = self.grad_hooks[j]
+                    self.grad_hooks[j] = found if total is None else total + found
+        if of_rows is None:
+            of_rows = torch.zeros(passed.shape, dtype=passed.dtype, device=rows.device)
+        return of_rows.contiguous()
 
     # ---- T_DI that is sent again passes its two hooks again
 
@@ -160,32 +168,3 @@ class Passed:
     tensors: tuple[Tensor, ...]
     shape: torch.Size
     dtype: torch.dtype
-
-
-def through(
-    run: Callable[[Tensor], Tensor], rows: Tensor, parameters: Sequence[Tensor]
-) -> tuple[Tensor, Passed]:
-    """The rows behind the hooks that ``run`` runs, contiguous, and what `back_through` needs of them.
-
-    parameters: the hooks', whose memory is not kept for backward.
-    """
-    shelf = Shelf(frozenset(each.untyped_storage().data_ptr() for each in parameters))
-    whole = slice(0, rows.shape[0])
-    graph, out = record(run, rows, whole, shelf, own_rows=True)
-    return out.contiguous(), Passed(graph, tuple(shelf.close()), rows.shape, rows.dtype)
-
-
-def back_through(
-    passed: Passed, grad: Tensor, wanted: Sequence[Tensor]
-) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """The gradients of the rows that came in, in their columns and type, and of each of ``wanted``."""
-    graph = passed.graph
-    grads: Sequence[Tensor | None] = [None] * (1 + len(wanted))
-    if graph.output is not None:
-        graph.shelf.tensors = list(passed.tensors)
-        grads = gradients(graph, wanted, grad)
-        graph.shelf.close()
-    of_rows = grads[0]
-    if of_rows is None:
-        of_rows = torch.zeros(passed.shape, dtype=passed.dtype, device=grad.device)
-    return of_rows.contiguous(), grads[1:]

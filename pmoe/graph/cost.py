@@ -62,9 +62,8 @@ class Costs:
             save_json(self._path, {"seconds": self.seconds})
 
 
-@functools.cache
-def costs_of(device: torch.device) -> Costs:
-    return Costs(device)
+costs_of = functools.cache(Costs)
+"""One of each device."""
 
 
 def signature(node: fx.Node, args: object, kwargs: object) -> str:

@@ -104,13 +104,19 @@ def typed(kind: Any, value: Any, name: str) -> Any:
         if value is None:
             return None
         [kind] = [each for each in typing.get_args(kind) if each is not types.NoneType]
-    if typing.get_origin(kind) is dict:
+    is_dict = typing.get_origin(kind) is dict
+    if is_dict or dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise CorruptFileError(f"{name} ({value!r}) must be an object")
-        of_each = typing.get_args(kind)[1]
-        return {key: typed(of_each, each, f"{name}.{key}") for key, each in value.items()}
-    if dataclasses.is_dataclass(kind):
-        return _record(kind, value, name)
+        kinds = dict.fromkeys(value, typing.get_args(kind)[1]) if is_dict else typing.get_type_hints(kind)
+        missing = [field for field in kinds if field not in value]
+        if missing:
+            raise CorruptFileError(f"{name} has no {', '.join(missing)}")
+        made = {field: typed(each, value[field], f"{name}.{field}") for field, each in kinds.items()}
+        try:
+            return made if is_dict else kind(**made)
+        except ValueError as error:
+            raise CorruptFileError(f"{name}: {error}") from None
     if typing.get_origin(kind) is typing.Literal:
         if value not in typing.get_args(kind):
             raise CorruptFileError(f"{name} ({value!r}) must be one of {', '.join(typing.get_args(kind))}")
@@ -120,17 +126,3 @@ def typed(kind: Any, value: Any, name: str) -> Any:
     elif type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
         raise CorruptFileError(f"{name} ({value!r}) must be a finite number of at least 0")
     return value if kind is not float else float(value)
-
-
-def _record(kind: Any, value: Any, name: str) -> Any:
-    if not isinstance(value, dict):
-        raise CorruptFileError(f"{name} ({value!r}) must be an object")
-    kinds = typing.get_type_hints(kind)
-    missing = [field for field in kinds if field not in value]
-    if missing:
-        raise CorruptFileError(f"{name} has no {', '.join(missing)}")
-    made = {field: typed(kinds[field], value[field], f"{name}.{field}") for field in kinds}
-    try:
-        return kind(**made)
-    except ValueError as error:
-        raise CorruptFileError(f"{name}: {error}") from None

@@ -93,7 +93,10 @@ class GraphRunner:
         """batch: which of the forward pass's inputs hold sequences, along their first dimension. is_tiny: of
         one, or none, which are traced another way than several. cuttings: by direction, of this graph and of
         those that were compiled with it."""
-        _strip_checks(module.graph)
+        for node in reversed(list(module.graph.nodes)):
+            if node.target in CHECKS:
+                module.graph.erase_node(node)
+        module.graph.eliminate_dead_code()
         merge_weight_gradients(module.graph)
         name_all(module.graph)
         self.module, self.options = module, options
@@ -156,7 +159,11 @@ class GraphRunner:
         by_k, tried = dict[int, PartCosts](), dict[RangePlan, dict[str, Cost]]()
         for k in (each for each in (BACKWARD_PARTS if is_backward else PARTS) if each <= most):
             everything = whole_ranges(graph, k)
-            module, costs = self._costs_of_parts(ranks, RangePlan(names, tuple(everything)), list(boxed))
+            plan = RangePlan(names, tuple(everything))
+            plan = from_first(ranks, plan, stage="agreeing on parts to be measured")
+            module = self.cutting.cut(plan)
+            with torch.random.fork_rng(devices=[]):  # random numbers are drawn as if it had not run
+                costs = self._profiled(ranks, module, list(boxed))[0]
             by_k[k] = _by_origin(module, costs)
             for lag in lags(k):
                 tried[RangePlan(names, tuple(replace(each, lag=lag) for each in everything))] = costs
@@ -187,15 +194,6 @@ class GraphRunner:
         program.costs, program.limit = from_first(ranks, mine, stage="agreeing on the costs of a graph")
         program.is_agreed = True
         return None
-
-    def _costs_of_parts(
-        self, ranks: Ranks, plan: RangePlan, inputs: list[Any]
-    ) -> tuple[fx.GraphModule, dict[str, Cost]]:
-        """Of rank 0's plan. Random numbers are drawn as if it had not run."""
-        module = self.cutting.cut(from_first(ranks, plan, stage="agreeing on parts to be measured"))
-        with torch.random.fork_rng(devices=[]):
-            costs, _ = self._profiled(ranks, module, inputs)
-        return module, costs
 
     def _profiled(
         self, ranks: Ranks, module: fx.GraphModule, boxed: list[Any]
@@ -245,13 +243,6 @@ def _by_origin(module: fx.GraphModule, costs: dict[str, Cost]) -> PartCosts:
         elif "joins" in node.meta:
             join[node.meta["joins"]] = seconds
     return PartCosts({name: sum(found) / len(found) for name, found in part.items()}, join)
-
-
-def _strip_checks(graph: fx.Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        if node.target in CHECKS:
-            graph.erase_node(node)
-    graph.eliminate_dead_code()
 
 
 def check_same_graphs(ranks: Ranks, module: fx.GraphModule, is_tiny: bool, key: Key) -> None:

@@ -51,9 +51,14 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
     """
     sources = (ready_bytes, *(layer.gradient_bytes for layer in layers))
     made = list(itertools.accumulate(sources))[:-1]  # bytes that are there when a layer's backward begins
-    dense, moe = _filled(layers, all_reduce, made)
-    placed = itertools.accumulate(a + b for a, b in zip(dense, moe, strict=True))
-    spare = [there - gone for there, gone in zip(made, placed, strict=True)]
+    # Step 1 (Eq. 3, 4): beside each dense and each MoE part what costs nothing, as early as it can.
+    dense, moe, spare, gone = list[int](), list[int](), list[int](), 0
+    for layer, there in zip(layers, made, strict=True):
+        dense.append(min(there - gone, bytes_within(all_reduce, layer.dense_seconds)))
+        gone += dense[-1]
+        moe.append(min(there - gone, bytes_within(all_reduce, layer.hidden_seconds)))
+        gone += moe[-1]
+        spare.append(there - gone)
     rooms = [min(spare[at:]) for at in range(len(spare))]  # what one takes, no later layer has
     nothing = [0] * len(layers)
     filled = ExposedSeconds(layers, all_reduce, dense, moe, sum(sources))
@@ -68,21 +73,6 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
         filled_seconds=filled.exposed(nothing),
         exposed_seconds=chosen.exposed(extra),
     )
-
-
-def _filled(
-    layers: Sequence[GeneralizedLayer], all_reduce: LineCost, made: Sequence[int]
-) -> tuple[list[int], list[int]]:
-    """Step 1 (Eq. 3, 4): bytes beside each dense and each MoE part that cost nothing, as early as they
-    can."""
-    dense, moe = [], []
-    gone = 0
-    for layer, there in zip(layers, made, strict=True):
-        dense.append(min(there - gone, bytes_within(all_reduce, layer.dense_seconds)))
-        gone += dense[-1]
-        moe.append(min(there - gone, bytes_within(all_reduce, layer.hidden_seconds)))
-        gone += moe[-1]
-    return dense, moe
 
 
 # ---- step 2 (Section 5.3). Eq. 5 as printed is least where nothing is placed

@@ -180,7 +180,12 @@ def _norm(
         filled = [each for each in tensors if each.numel()]
         if not filled:
             continue
-        norms = _norms(filled, norm_type, foreach).to(device, torch.float64)
+        wide = torch.promote_types(of_dtype, torch.float32)
+        if foreach is False:
+            each_norm = [torch.linalg.vector_norm(each, norm_type, dtype=wide) for each in filled]
+        else:
+            each_norm = list(torch._foreach_norm(filled, norm_type, dtype=wide))
+        norms = torch.stack(each_norm).to(device, torch.float64)
         if is_largest:
             total = torch.maximum(total, norms.max())
         else:
@@ -195,14 +200,6 @@ def _norm(
             else:
                 dist.all_reduce(total, group=ranks.group)
     return (total if is_largest else total.pow(1 / norm_type)).to(dtype)
-
-
-def _norms(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
-    """The norm of each tensor, all of one type and device, in float32 or wider."""
-    wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    if foreach is False:
-        return torch.stack([torch.linalg.vector_norm(each, norm_type, dtype=wide) for each in tensors])
-    return torch.stack(torch._foreach_norm(tensors, norm_type, dtype=wide))
 
 
 class GradScaler(torch.amp.GradScaler):

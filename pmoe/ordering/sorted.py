@@ -111,20 +111,15 @@ class SortedOrder(Order):
         torch.index_select(tokens_TM, 0, token_N, out=out)
 
     def restore(self, rows_NM: Tensor, row_SK: Tensor, out: Tensor, token_S: Tensor | None = None) -> None:
-        if token_S is not None:
-            _sum_by_token(rows_NM, row_SK.view(-1), token_S, out)
+        if token_S is not None and not rows_NM.shape[0]:
+            out.zero_()
+        elif token_S is not None:
+            # One bag of rows a token, summed in order: index_add_ takes four times as long on a CPU, and on a
+            # GPU adds in any order.
+            first_T = torch.searchsorted(token_S, torch.arange(out.shape[0], device=token_S.device))
+            out.copy_(F.embedding_bag(row_SK.view(-1), rows_NM, first_T, mode="sum"))
         elif row_SK.shape[1] == 1:
             torch.index_select(rows_NM, 0, row_SK.view(-1), out=out)
         else:
             chosen = rows_NM.index_select(0, row_SK.view(-1)).view(*row_SK.shape, rows_NM.shape[1])
             torch.sum(chosen, dim=1, out=out)
-
-
-def _sum_by_token(rows_NM: Tensor, row_S: Tensor, token_S: Tensor, out: Tensor) -> None:
-    """One bag of rows a token, summed in order: index_add_ takes four times as long on a CPU, and on a GPU
-    adds in any order."""
-    if not rows_NM.shape[0]:
-        out.zero_()
-        return
-    first_T = torch.searchsorted(token_S, torch.arange(out.shape[0], device=token_S.device))
-    out.copy_(F.embedding_bag(row_S, rows_NM, first_T, mode="sum"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -39,10 +40,12 @@ def check_operands(
         raise ValueError("gathered (True) must be False without slots: they say which rows to gather")
     num_rows = slots.slot_N.numel() if gathered and slots is not None else rows.shape[0]
     check_rows("rows", rows, ("rows", weight.shape[columns]), weight)
-    check_tensor(
-        "ends", ends, shape=(weight.shape[0],), dtypes=[torch.int32], device=rows.device, contiguous=True
-    )
-    _check_slots(slots, num_rows, rows.device)
+    check_places = partial(check_tensor, dtypes=[torch.int32], device=rows.device, contiguous=True)
+    check_places("ends", ends, shape=weight.shape[:1])
+    if slots is not None:
+        check_places("slot", slots.slot_N, shape=(num_rows,))
+        if slots.top_k < 1:
+            raise ValueError(f"top_k ({slots.top_k}) must be at least 1")
     if bias is not None:
         check_tensor("bias", bias, shape=weight.shape[:2], dtypes=[weight.dtype], device=weight.device)
     if scale is not None:
@@ -61,16 +64,6 @@ def check_rows(name: str, rows: Tensor, shape: tuple[int | str, int | str], like
     check_tensor(name, rows, shape=shape, dtypes=[like.dtype], device=like.device)
     if rows.shape[0] > MAX_ROWS:
         raise ValueError(f"{name} of {rows.shape[0]} rows must have at most {MAX_ROWS}: places are int32")
-
-
-def _check_slots(slots: RowSlots | None, num_rows: int, device: torch.device) -> None:
-    if slots is None:
-        return
-    check_tensor(
-        "slot", slots.slot_N, shape=(num_rows,), dtypes=[torch.int32], device=device, contiguous=True
-    )
-    if slots.top_k < 1:
-        raise ValueError(f"top_k ({slots.top_k}) must be at least 1")
 
 
 def hidden_width(num_hidden: int, activation: str) -> int:

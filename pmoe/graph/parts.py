@@ -171,9 +171,8 @@ class _Cutter:
         size = batch.meta["val"].shape[0]
         if isinstance(size, int):
             return size
-        if (
-            route is not None and batch is route.pack.args[0]
-        ):  # it comes later: the tokens that the slots are of
+        # Of what comes later: the tokens that the slots are of.
+        if route is not None and batch is route.pack.args[0]:
             slots = self._call(aten.sym_size.int, self.whole[route.kept["slot"]], 0)
             return self._call(operator.floordiv, slots, route.pack.args[5])
         return self._call(aten.sym_size.int, self.whole[batch], 0)
@@ -271,9 +270,8 @@ class _Cutter:
 
     def _join(self, node: fx.Node, parts: Sequence[Mapping[fx.Node, fx.Node]]) -> fx.Node:
         found, axis = [each[node] for each in parts], self.axes[node]
-        if (
-            isinstance(axis, int) or axis == SUM
-        ) and node.target in VIEWS:  # of the whole, which is joined once
+        # A view is one of the whole, which is joined once.
+        if (isinstance(axis, int) or axis == SUM) and node.target in VIEWS:
             source = node.all_input_nodes[0]
             if source not in self.whole:
                 self.whole[source] = self._join(source, parts)

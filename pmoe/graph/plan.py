@@ -74,9 +74,8 @@ class Cutting:
             for node in reversed(body):
                 if node not in needed:
                     source: Any = node.args[0]
-                    (source if node.target is operator.getitem and source in needed else route.last).append(
-                        node
-                    )
+                    is_result_of = node.target is operator.getitem and source in needed
+                    (source if is_result_of else route.last).append(node)
 
     def saved(self) -> dict[str, int]:
         """Of results that are cut along the batch the axis, by name and by shape."""

@@ -118,10 +118,8 @@ class _List:
         assert len(self.by_name) == len(instructions), "names must be distinct"
         self.place = {each.name: at for at, each in enumerate(instructions)}
         self.free = weight_gradients(instructions)
-        self.sorter, self.ready = (
-            TopologicalSorter({each.name: each.waits for each in instructions}),
-            set[str](),
-        )
+        self.sorter = TopologicalSorter({each.name: each.waits for each in instructions})
+        self.ready = set[str]()
         self.uses = Counter(name for each in instructions for name in set(each.holds))
         self.uses.update(kept)
         self.num_bytes = {**given, **{each.name: each.num_bytes for each in instructions}}
@@ -138,7 +136,8 @@ class _List:
         self.sorter.prepare()
         self._release()
         while len(self.order) < len(self.by_name):
-            self._arrive()
+            while self.later and self.later[0][0] <= self.now:
+                self._offer(*heapq.heappop(self.later)[1:])
             if self._message_begins() <= self.now:
                 self._take(self.messages.pop())
             elif self.held > self.limit and self._freeing():
@@ -169,11 +168,6 @@ class _List:
         if not self.messages or self.messages[-1] not in self.ready:
             return float("inf")
         return self._begin(self.messages[-1])
-
-    def _arrive(self) -> None:
-        while self.later and self.later[0][0] <= self.now:
-            _, place, name = heapq.heappop(self.later)
-            self._offer(place, name)
 
     def _offer(self, place: int, name: str) -> None:
         if name in self.free:

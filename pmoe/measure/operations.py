@@ -105,21 +105,22 @@ def _operations(
 ) -> dict[str, LaneWork]:
     """By the name of their line in `Operations`; without those of one rank, where nothing travels."""
     sharing, size = Sharing(inside, Traffic()), dtype.itemsize
+    inside_stage = at_stage(MESSAGES, inside)
 
     def zeros(elements: int) -> Tensor:  # sums of them stay finite; written, so they have memory of their own
         return torch.empty(elements, dtype=dtype, device=device).zero_()
 
     def all_gather(n: int) -> TimedCall:
         rows, out, copies = zeros(n), zeros(inside.size * n), zeros(sharing.copies(n))
-        return _staged(inside, lambda: sharing.all_gather(rows, out, [n] * inside.size, copies))
+        return inside_stage(lambda: sharing.all_gather(rows, out, [n] * inside.size, copies))
 
     def reduce_scatter(n: int) -> TimedCall:
         rows, out, parts = zeros(inside.size * n), zeros(n), zeros(inside.size * n)
-        return _staged(inside, lambda: sharing.reduce_scatter(rows, out, [n] * inside.size, parts))
+        return inside_stage(lambda: sharing.reduce_scatter(rows, out, [n] * inside.size, parts))
 
     def all_reduce(n: int) -> TimedCall:
         gradient = zeros(n)
-        return _staged(across, lambda: dist.all_reduce(gradient, group=across.group))
+        return at_stage(MESSAGES, across)(lambda: dist.all_reduce(gradient, group=across.group))
 
     works = {"gemm": products(device, dtype)}
     if across.size > 1:
@@ -129,14 +130,6 @@ def _operations(
         if inside.size > 1:
             works[name] = transfer(COMMUNICATE, (inside.size - 1) * size, make)
     return works
-
-
-def _staged(ranks: Ranks, collective: TimedCall) -> TimedCall:
-    def run() -> None:
-        with at_stage(MESSAGES, ranks):
-            collective()
-
-    return run
 
 
 def _line(bench: Bench, work: LaneWork, effort: Effort, full: bool) -> Fit:

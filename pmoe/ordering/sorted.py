@@ -98,9 +98,8 @@ def _chunks(expert_TK: Tensor, n: int, tokens: Tokens | None) -> Tensor | None:
     if tokens is not None and tokens.of_slot is not None:
         chunk_T = ((tokens.of_slot + 1) * n - 1) // max(tokens.count, 1)
     else:
-        chunk_T = torch.arange(n - 1, n * num_tokens + n - 1, n, device=expert_TK.device) // max(
-            num_tokens, 1
-        )
+        ends_T = torch.arange(n - 1, n * num_tokens + n - 1, n, device=expert_TK.device)
+        chunk_T = ends_T // max(num_tokens, 1)
     return chunk_T if top_k == 1 else chunk_T.repeat_interleave(top_k)
 
 

@@ -357,7 +357,6 @@ class PassBuilder:
         """O of a chunk. piece: which of the pieces has its rows that stay; None is that of its number."""
         if 0 <= i < self.n:
             stays, shared = i if piece is None else piece, "T_S" if self.direction == "forward" else "dT_S"
-            reads = [f"{self._home}_L.{stays}"] * self.stages.local + [
-                f"{self._home}.{i}"
-            ] * self.stages.remote
-            self.add(Kind.OUTPUT, i, [*reads, *[shared] * self.stages.shared], [f"{self._output}.{i}"])
+            reads = [f"{self._home}_L.{stays}"] * self.stages.local
+            reads += [f"{self._home}.{i}"] * self.stages.remote + [shared] * self.stages.shared
+            self.add(Kind.OUTPUT, i, reads, [f"{self._output}.{i}"])

@@ -5,7 +5,7 @@
 namespace pmoe::comet {
 
 // What is waited for. In the host's words: pmoe/kernels/heap.py.
-enum class Wait : int { kNone, kGrant, kArrival, kDone, kReturn, kAnnounced, kRouted, kPlaced };
+enum class Wait : int { kNone, kGrant, kArrival, kDone, kReturn, kAnnounced, kRouted, kPlaced, kRoom };
 
 struct Report {          // in memory that the host reads; written once, `wait` last
   int32_t wait;          // a Wait

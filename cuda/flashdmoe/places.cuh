@@ -52,6 +52,9 @@ __device__ __forceinline__ void grant_room(const Pass& pass, int source) {
     uint32_t tiles = 0;
     for (int e = 0; e < layout.experts; ++e) tiles += static_cast<uint32_t>(layout.tiles(read(counts + e)));
     uint32_t next = add_acq_rel(&pass.queue.state->granted, tiles);
+    // The host has compared the rows with the pool: this is a mistake of its.
+    if (next + tiles > static_cast<uint32_t>(layout.all_tiles()))
+      return comet::report(pass.watch, comet::Wait::kRoom, source, 0, 0);
     for (int e = 0; e < layout.experts; ++e) {
       write(own + e, static_cast<int32_t>(next) * layout.tile_rows);
       next += static_cast<uint32_t>(layout.tiles(read(counts + e)));

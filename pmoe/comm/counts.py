@@ -74,9 +74,8 @@ class RankCounts:
     dispatch and for combine. The rest is the same on every rank, and so are decisions taken from it. depth:
     for each n asked for, how often it must be doubled until no chunk brings any rank more rows than
     `slot_rows`, or as often as the bins allow. host_shortage: whether any rank lacks host memory. max_rows:
-    the largest number of rows that any rank receives, its own among them, or of those from one rank for one
-    expert, a cell; None where neither was asked for, or where some rank has other rows than one for each kept
-    choice of its tokens."""
+    the largest number of rows that any rank receives, its own among them; None where it was not asked for, or
+    where some rank has other rows than one for each kept choice of its tokens."""
 
     send: Tensor
     recv: Tensor

@@ -205,6 +205,7 @@ PERSISTENT_WAITS = (
     WAITS[5],
     "rank {peer} itself: processors that place its tokens' rows",
     "rank {peer}: the offsets of rank {rank}'s rows for its experts",
+    "rank {rank} itself: room for the rows of rank {peer}",
 )
 """`Wait` of cuda/comet/watch.h in words, for COMET's kernels and for a persistent one."""
 

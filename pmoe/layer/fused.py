@@ -25,6 +25,7 @@ from pmoe.layer.exact_counts import in_chunks, shared_counts, sort_early, sorted
 from pmoe.layer.parts import Call, Parts
 from pmoe.layer.route import make_inputs
 from pmoe.runners import fused, fused_steps
+from pmoe.runners.features import Feature
 from pmoe.runners.fused import FusedForwardRunner, FusedRunner, KernelsRunner, PersistentRunner
 from pmoe.schedule.restore import KEEP, Restore
 from pmoe.warn import warn_once
@@ -161,6 +162,9 @@ def make_request(
 ) -> fused_steps.Request:
     """dtype: of the rows as the experts get them."""
     spec = parts.spec
+    # A gate that drops rows itself may keep what it likes.
+    own = {Feature.OWN_GATE, Feature.EXTERNAL_ROUTING, Feature.KEEPS_ITSELF}
+    drops = spec.pad_to_capacity or not own & parts.features
     return fused_steps.Request(
         ranks=parts.ranks,
         device=device,
@@ -175,7 +179,6 @@ def make_request(
         needs_grad=needs_grad,
         slack=spec.slack,
         is_persistent=is_persistent(parts),
-        # A gate of one's own may keep what it likes.
-        capacity_factor=spec.capacity_factor if parts.trusts_gate or spec.pad_to_capacity else None,
+        capacity_factor=spec.capacity_factor if is_persistent(parts) and drops else None,
         sends_again=(fused_pair(parts) or KEEP).dispatched == "communicate",
     )

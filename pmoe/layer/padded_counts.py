@@ -58,7 +58,7 @@ def decide(call: Call) -> Decision:
     def agree() -> Agreed:
         _compare(call, routed, kind)
         if may_fuse(parts, device, routed.dtype):
-            cells = replace(counts_on(host), max_tokens=kind.num_tokens, max_rows=splits.capacity)
+            cells = replace(counts_on(host), max_tokens=kind.num_tokens, max_rows=0)
             if (steps := find_steps(parts, inputs, cells)) is not None:
                 return Agreed(steps=steps)
         counts, orders, _ = padded()

@@ -28,9 +28,10 @@ class Request:
     """What a call asks of the fused kernels; all but ``device`` is the same on every rank.
 
     dtype: of the rows. activation: as `pmoe.kernels.grouped_gemm` names it. experts: of a rank. max_tokens,
-    max_rows: the largest number of any rank's tokens, and of the rows that any rank receives. slack: of the
-    heap's rows over the balanced share. is_persistent: whether a persistent kernel is asked for.
-    capacity_factor: of its cells; None where no capacity is known to hold. sends_again: as `HeapShape` says.
+    max_rows: the largest number of any rank's tokens, and of the rows that any rank receives, where no
+    capacity holds. slack: of the heap's rows over the balanced share. is_persistent: whether a persistent
+    kernel is asked for. capacity_factor: of its cells; None where rows may be more. sends_again: as
+    `HeapShape` says.
     """
 
     ranks: Ranks
@@ -119,24 +120,21 @@ def heap_shape(request: Request) -> HeapShape:
 
     A heap holds as many rows as the rank with most tokens may send, times the slack for those that arrive,
     but no more than all ranks can send; a pool also what whole tiles for each cell may waste. With a capacity
-    each cell holds it, in whole tiles, unless a pool for all rows is smaller.
+    each cell holds it, in whole tiles, unless that is more than all ranks can send.
     """
     tokens, room, top_k = _tokens(request), _room(request), request.top_k
     ranks, experts, d_model, dtype = request.ranks.size, request.experts, request.d_model, request.dtype
     if not request.is_persistent:
         return HeapShape(ranks, experts, room, tokens * top_k, d_model, dtype)
-    cells = ranks * experts
-    rows, is_pool = _whole_tiles(room + cells * (TILE_ROWS - 1)), True
-    if request.capacity_factor is not None:
-        cell = _whole_tiles(min(expert_capacity(request.capacity_factor, tokens, top_k, cells), tokens))
-        if cells * cell <= rows:
-            rows, is_pool = cell, False
+    cells, factor = ranks * experts, request.capacity_factor
+    # Not by numbers of rows: layers share the heap, whatever their tokens.
+    if is_pool := factor is None or factor * top_k > ranks * min(top_k, experts):
+        rows = room + cells * (TILE_ROWS - 1)
+    else:
+        rows = min(expert_capacity(factor, tokens, top_k, cells), tokens)
+    rows = max(math.ceil(rows / TILE_ROWS), 1) * TILE_ROWS
     d_hidden, sends_again = request.d_hidden, request.sends_again
     return HeapShape(ranks, experts, rows, tokens, d_model, dtype, d_hidden, sends_again, is_pool)
-
-
-def _whole_tiles(rows: int) -> int:
-    return max(math.ceil(rows / TILE_ROWS), 1) * TILE_ROWS
 
 
 def _tokens(request: Request) -> int:

@@ -406,10 +406,22 @@ bool is_granted(int source, int owner, bool is_home, int c) {
   return false;
 }
 
+// The flag of a tile in a pool, or the number of a row: written by those that write the row.
+bool may_write_word(int target, int64_t offset) {
+  const Layout& layout = recorded->heaps.layout;
+  const auto own = [&](int64_t begin, int rows) { return static_cast<int>((offset - begin) / 4 * rows); };
+  if (offset >= layout.dots(0, 0)) return is_granted(target, acting, true, own(layout.dots(0, 0), 1));
+  if (offset >= layout.weights(0, 0)) return is_granted(acting, target, false, own(layout.weights(0, 0), 1));
+  if (offset >= layout.returned(0, 0, 0))
+    return is_granted(target, acting, true, own(layout.returned(0, 0, 0), layout.tile_rows));
+  return is_granted(acting, target, false, own(layout.arrival(0, 0, 0), layout.tile_rows));
+}
+
 // Definition 5.3.2, and what it says where cells share a pool.
 bool may_write(int target, int64_t offset) {
   const Layout& layout = recorded->heaps.layout;
   if (!layout.is_pool) return is_valid(acting, target, layout.of_byte(offset));
+  if (offset < layout.begin()) return may_write_word(target, offset);
   const auto row = (offset - layout.begin()) / layout.row_bytes, slab = row / layout.capacity;
   const bool is_home = slab / layout.buffers == static_cast<int>(Round::kCombine);
   const auto c = static_cast<int>(row % layout.capacity);
@@ -425,7 +437,7 @@ void record(const void* pointer, size_t bytes) {
     if (offset < 0 || offset >= layout.bytes()) continue;
     const auto last = offset + static_cast<int64_t>(bytes);
     expect(last <= layout.bytes(), "a write beyond a heap");
-    if (offset >= layout.begin())
+    if (offset >= (layout.is_pool ? layout.arrival(0, 0, 0) : layout.begin()))
       expect(may_write(static_cast<int>(target), offset), "a write that is not valid");
     words_written += static_cast<int64_t>(bytes / 4);
     if (layout.is_pool && offset >= layout.arrival(0, 0, 0))
@@ -518,6 +530,15 @@ void test_absence(int ranks, const Absence& absence, bool is_pool) {
   });
 }
 
+// More rows than the pool holds: against what the host has made sure of, but nothing is written beyond it.
+void test_too_many_rows() {
+  World w = make(1, 2, 2, 1.0);
+  Actor& m = w.rounds[0][0];
+  m.pass.layout.capacity = kTileRows;
+  launch(m);
+  expect(static_cast<Wait>(w.work[0]->report.wait) == Wait::kRoom, "a pool that is too small");
+}
+
 // Processors of this rank that do not come.
 void test_nobody_works() {
   World w = make(1, 2, 3, 1.0);
@@ -553,7 +574,7 @@ int main(int argc, char** argv) {
   } else if (what == "absent") {
     for (const Absence& absence : kAbsences)
       test_absence(ranks, absence, false), test_absence(ranks, absence, true);
-    test_nobody_works();
+    test_nobody_works(), test_too_many_rows();
   } else {
     expect(false, "nothing to run");
   }

@@ -458,6 +458,8 @@ int main(int argc, char** argv) {
     play({"a rank that does not come", 2, 1, 1, {8, 8}}, 1);
     Case pool = {"all to one expert of a pool", 2, 2, 2, {30, 140}};
     pool.favoured = 1, pool.pool = 7 * kTileRows, go(pool);
+    Case full = {"a pool that is full to its last row", 1, 1, 1, {2 * kTileRows}};
+    full.pool = 2 * kTileRows, full.rounds = 1, go(full);
     if (asked == "thorough") {
       go({"four ranks", 4, 2, 3, {30, 50, 1, 20}});
       for (const Activation activation :

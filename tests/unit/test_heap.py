@@ -233,7 +233,7 @@ def test_reports_are_read_as_the_kernels_write_them() -> None:
     waits = re.search(r"enum class Wait : int \{([^}]*)\}", text)
     fields = re.search(r"struct Report \{(.*?)\n\};", text, re.DOTALL)
     assert waits is not None and fields is not None
-    names = ["kNone", "kGrant", "kArrival", "kDone", "kReturn", "kAnnounced", "kRouted", "kPlaced"]
+    names = ["kNone", "kGrant", "kArrival", "kDone", "kReturn", "kAnnounced", "kRouted", "kPlaced", "kRoom"]
     assert re.findall(r"\w+", waits[1]) == names and len(PERSISTENT_WAITS) == len(names)
     assert WAITS == ("nothing", "grant", "arrival", "tiles", "returned")
     code = re.sub(r"//.*", "", fields[1])

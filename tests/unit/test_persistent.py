@@ -147,6 +147,36 @@ def test_one_rank_makes_no_counts_and_takes_every_batch() -> None:
     check(300, top_k=1, skews=True, memory_reuse="S4")
 
 
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize("gate", ["batch_prioritised", "own"])
+def test_a_gate_that_drops_rows_itself_may_keep_more_than_the_layers_capacity(gate: str) -> None:
+    """Cells are made for what the layer keeps; such a gate's rows go to a pool."""
+    layer = make(gate="batch_prioritised", capacity_factor=4.0)
+    if gate == "own":
+        layer.gate = Keeping(layer.gate)
+    layer.capacity_factor = 0.1
+    with torch.no_grad():
+        layer.gate.weight[1, 0] += 30
+    x = torch.ones(150, M, dtype=BF16)
+    y = layer(x)
+    assert layer.ran is not None and layer.ran.path == "persistent"
+    assert layer.tokens_per_expert.tolist()[1] == 150
+    layer.fused = False
+    assert relative_error(y.double(), layer(x).double()) < 2e-2
+
+
+class Keeping(torch.nn.Module):
+    """A gate of one's own: that of another one's."""
+
+    def __init__(self, gate: torch.nn.Module) -> None:
+        super().__init__()
+        self.gate, self.weight = gate, gate.weight
+
+    def forward(self, x_TM: Tensor) -> pmoe.Routing:
+        routing: pmoe.Routing = self.gate(x_TM)
+        return routing
+
+
 class NothingRead(TorchDispatchMode):
     """Fails where a number of a tensor comes to the host."""
 
@@ -191,16 +221,17 @@ def test_a_cell_holds_its_capacity_and_a_pool_all_rows_times_the_slack_in_whole_
         )  # fmt: skip
         return heap_shape(request)
 
-    for factor, rows in {0.1: 128, 1.0: 512, 1.1: 640}.items():
-        cells = shape(1024, capacity_factor=factor)
+    for factor, rows in {0.1: 128, 1.0: 512, 1.1: 640, 8.0: 4096}.items():
+        cells = shape(8192, 8, capacity_factor=factor)
         assert cells.rows == rows and not cells.is_pool
-    assert shape(0, capacity_factor=1.25).rows == TILE_ROWS
+    assert shape(0, capacity_factor=1.0).rows == TILE_ROWS
     waste = TILE_ROWS - 1  # of a cell whose last tile holds one row
     for ranks, options, least in (
         (8, {"slack": 1.25}, 1024 * 2 * 1.25),
         (8, {"slack": 100.0}, 1024 * 2 * 8),  # all that there are
         (1, {"slack": 1.25}, 1024 * 2),
         (8, {"capacity_factor": 16.0}, 1024 * 2 * 8),  # nothing is dropped: 32 cells of 1024 rows are more
+        (1, {"capacity_factor": 1.1}, 1024 * 2),
     ):
         pool = shape(1024, ranks, **options)
         assert pool.is_pool and 0 <= pool.rows - (least + ranks * E * waste) < TILE_ROWS

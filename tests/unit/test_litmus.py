@@ -1,4 +1,5 @@
-"""The protocol of COMET's flags in the memory model of PTX: what must not be seen, and what that rests on."""
+"""The protocols of COMET's flags and of FlashDMoE's actors in the memory model of PTX: what must not be seen,
+and what that rests on."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ import pytest
 
 from tests.cuda.compiled import CUDA
 from tests.cuda.litmus import Litmus, call, everything, instruction, lanes, meet, read, write
+from tests.cuda.litmus_actors import actors
 from tests.cuda.ptx_model import Event, Program
 
-ALL = everything()
+ALL = [*everything(), *actors()]
 
 
 def body_of(file: str, function: str) -> str:

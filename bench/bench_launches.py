@@ -7,9 +7,9 @@ Two kinds of numbers, told apart in the column "how":
 - profiler: on the CPU, torch's profiler; operations that compute or copy, each with what it calls as one.
   Views, allocations and what only asks for sizes launch nothing on a GPU, and are left out, but what they
   call counts. One rank, float32, top-2 of 8 experts.
-- construction: the launches that `pmoe/runners/one_rank.py` and the fused kernels make on one rank of a GPU;
-  "behind the gate" is without its choice and an exchange of counts. No profiler has counted them yet;
-  `bench/bench_alone.py` and `bench/bench_flashdmoe.py` do on a GPU.
+- construction: the launches that `pmoe/runners/one_rank.py` and the fused kernels make on one rank of a GPU,
+  the gate's product among them. No profiler has counted them yet; `bench/bench_alone.py` and
+  `bench/bench_flashdmoe.py` do on a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ split_with_sizes unbind unsqueeze squeeze
 detach alias lift_fresh unflatten view_as expand_as item _local_scalar_dense is_nonzero result_type to
 contiguous resolve_conj resolve_neg _reshape_alias numpy_T mT chunk flatten unfold diagonal detach_"""
 NO_KERNEL = frozenset(f"aten::{name}" for name in _NAMES.split())
-CONSTRUCTED = {"one rank's kernels": 6, "fused=True": 5, 'fused="persistent", behind the gate': 1}
+CONSTRUCTED = {"one rank's kernels": 6, "fused=True": 5, 'fused="persistent"': 2}
 """On one rank of a GPU: docs/kernels.md, docs/comet.md and docs/flashdmoe.md say which."""
 
 

@@ -63,6 +63,8 @@ class PlainSteps(Steps):
 
     def journey(self, chosen: Chosen) -> Journey:
         """Collective: ranks tell each other how many rows come."""
+        if chosen.promise is not None:
+            chosen.promise.keep()
         expert_TK, keep_TK, ranks = chosen.expert_TK.long(), chosen.keep_TK, self._ranks
         num_experts = self._experts * ranks.size
         if chosen.capacity is not None:

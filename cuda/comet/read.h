@@ -22,6 +22,11 @@ class Fields {
     ++used_;
     return given_[name].cast<int64_t>();
   }
+  double real(const char* name) {
+    if (!given_.contains(name)) return 0;
+    ++used_;
+    return given_[name].cast<double>();
+  }
   int small(const char* name) { return static_cast<int>(number(name)); }
   template <class T>
   T* at(const char* name) {

@@ -9,6 +9,7 @@
 #include "common/on_device.h"
 #include "flashdmoe/launch.h"
 #include "module.h"
+#include "route/layout.h"
 
 namespace py = pybind11;
 
@@ -59,6 +60,20 @@ Experts read_experts(Fields& given, int model) {
   return e;
 }
 
+void read_choice(Fields& given, Pass& pass) {
+  GateChoice& choice = pass.routing.choice;
+  const int experts = pass.layout.cells();
+  choice.is_asked = given.small("chooses") != 0, choice.normalizes = given.small("normalize") != 0;
+  choice.balance_scale = pmoe::route::balance_scale(pass.tokens, experts, pass.choices);
+  choice.z_scale = pmoe::route::z_scale(given.real("z_loss_weight"), pass.tokens);
+  choice.logits = given.at<const float>("logits"), choice.counts = given.at<int32_t>("all_counts");
+  choice.l_aux = given.at<float>("l_aux");
+  if (choice.is_asked && (experts > kMostChosen || pass.choices > pmoe::route::kMostChoices))
+    throw py::value_error("experts (" + std::to_string(experts) + ") and top_k (" +
+                          std::to_string(pass.choices) + ") must be at most " + std::to_string(kMostChosen) +
+                          " and " + std::to_string(pmoe::route::kMostChoices) + " where a launch chooses");
+}
+
 // Rows of tokens are dense.
 Member read_member(Fields& given, const Which& which, int blocks) {
   Member m;
@@ -83,8 +98,9 @@ Member read_member(Fields& given, const Which& which, int blocks) {
   routing.is_asked = given.small("routes") != 0;
   routing.chosen = given.at<const int64_t>("chosen"), routing.keep = given.at<const uint8_t>("keep");
   routing.capacity = pmoe::smaller(given.small("capacity"), pass.layout.capacity);
-  pass.weight = given.at<const float>("weight");
+  pass.weight = given.at<float>("weight");
   pass.tokens = given.small("tokens"), pass.choices = given.small("top_k");
+  read_choice(given, pass);
   pass.by_choices = pmoe::Divisor(pass.choices), pass.by_experts = pmoe::Divisor(pass.layout.experts);
   pass.source = given.at<const uint8_t>("source"), pass.source_stride = row_bytes;
   pass.result = given.at<uint8_t>("result"), pass.result_stride = row_bytes;

@@ -75,7 +75,10 @@ inline int64_t place_for_all(Pass& pass, const Experts& experts, bool halves, in
   plan_backward(largest, all, halves, rows, columns, true);
   const int64_t bytes = place_workspace(largest, base);
   pass.queue = largest.queue, pass.doors = largest.doors, pass.made = largest.made;
-  pass.whole = largest.whole, pass.heard = largest.heard, pass.routing.rows = largest.routing.rows;
+  pass.whole = largest.whole, pass.heard = largest.heard;
+  RoutingTasks &routing = pass.routing, &most = largest.routing;
+  routing.rows = most.rows, routing.choice.probability = most.choice.probability;
+  routing.choice.z = most.choice.z;
   return bytes;
 }
 

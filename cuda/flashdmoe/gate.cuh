@@ -1,19 +1,20 @@
-// Routing inside the launch, behind the gate's choice (FlashDMoE, Algorithm 1): with the stages of
-// cuda/route, what a slot's row is among its expert's rows, in the tokens' order, and how many rows an expert
-// has.
+// Routing inside the launch (FlashDMoE, Algorithm 1), with the stages of cuda/route: a token's experts and
+// weights from its scores, or as they were chosen before; what a slot's row is among its expert's rows, in
+// the tokens' order; and how many rows an expert has.
 //
-// Groups of tokens are tasks of two kinds. The first counts a group's rows by expert; behind the last of them
-// each group is placed: before its rows are those of all groups before it. No group waits for another one,
-// and nothing depends on the order in which they are taken.
+// Groups of tokens are tasks of two kinds. The first chooses, and counts a group's rows by expert; behind the
+// last of them each group is placed: before its rows are those of all groups before it. No group waits for
+// another one, and nothing depends on the order in which they are taken.
 #pragma once
 #include "flashdmoe/experts.h"
+#include "route/choose.cuh"
 #include "route/place.cuh"
 
 namespace pmoe::flashdmoe {
 
-// Threads that route. Where lanes stand among logits has no meaning here.
+// Threads that route. A warp chooses for a token at a time, by up to eight scores of a lane.
 template <int kThreads>
-using RoutingShape = route::Shape<32, 4, kThreads / 32>;
+using RoutingShape = route::Shape<32, kMostChosen / 32, kThreads / 32>;
 
 // A block's part of it. What a slot's row is does not depend on how tokens are cut.
 template <class Shape>
@@ -23,8 +24,22 @@ class Group {
       : pass_(pass), experts_(pass.layout.cells()), shared_(experts_) {
     at_.block = number;
     stages_.sizes = {pass.tokens, experts_, pass.choices, 1, pass.routing.groups};
-    stages_.workspace.rows_GE = pass.routing.rows;
+    const GateChoice& choice = pass.routing.choice;
+    stages_.workspace = {pass.routing.rows, choice.probability, choice.z};
+    const bool is_aligned = reinterpret_cast<uintptr_t>(choice.logits) % 16 == 0;
+    stages_.rows = {pass.tokens, experts_, is_aligned && experts_ % 4 == 0};
+    stages_.logits_TE = choice.logits, stages_.normalize = choice.normalizes;
+    stages_.balance_scale = choice.balance_scale, stages_.z_scale = choice.z_scale;
+    stages_.weight_TK = pass.weight, stages_.expert_TK = pass.expert, stages_.l_aux = choice.l_aux;
     slots_ = route::slots_of_warp<Shape>(stages_.sizes, at_);
+  }
+
+  // Counts what it chooses; sums over the group's tokens are what the loss is made of.
+  __device__ __forceinline__ void choose() const {
+    route::Sums<Shape> sums;
+    sums.clear();
+    route::choose_tokens<Shape>(stages_, at_, shared_, sums);
+    route::tell<Shape>(stages_, at_, shared_, sums);
   }
 
   __device__ __forceinline__ void count() const {
@@ -46,10 +61,14 @@ class Group {
     };
     route::place_slots<Shape>(at_, shared_, experts_, slots_, choice(), put);
     if (at_.block > 0) return;
+    const GateChoice& made = pass_.routing.choice;
     for (int e = route::own_thread<Shape>(); e < experts_; e += Shape::kThreads) {
       write(pass_.counts + e, smaller(counts.total_E[e], capacity));
       if (home_E != nullptr) write(pass_.home + e, home_E[e]);
+      if (made.is_asked) write(made.counts + e, counts.total_E[e]);
     }
+    if (made.is_asked)
+      route::write_loss<Shape>(stages_, at_, shared_, counts.total_E, shared_.floats(3 * experts_));
   }
 
  private:
@@ -98,15 +117,18 @@ class Group {
 // Of shared memory.
 template <class Shape>
 constexpr int kRoutingBytes =
-    4 * (route::ForwardShared<Shape>::area(route::kMostExperts) + 3 * route::kMostExperts);
+    4 * larger(route::ForwardShared<Shape>::area(route::kMostExperts) + 3 * route::kMostExperts,
+               route::ForwardShared<Shape>::words(kMostChosen, route::kMostChoices));
 
 template <class Shape>
 __device__ __forceinline__ void route_group(const Pass& pass, const Task& task) {
   const Group<Shape> group(pass, task.tile);
-  if (task.type == TaskType::kCount)
-    group.count();
-  else
+  if (task.type == TaskType::kPlace)
     group.place();
+  else if (pass.routing.choice.is_asked)
+    group.choose();
+  else
+    group.count();
 }
 
 }  // namespace pmoe::flashdmoe

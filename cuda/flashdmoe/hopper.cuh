@@ -20,10 +20,10 @@ struct HopperShared {
   // Of the product at hand: there are no registers for it beside accumulators.
   Problem problem;
   Tile tile;
-  CellPieces pieces;  // of a weight's gradient
-  int begin;          // where the cell's rows are in A's map
-  uint32_t steps;     // of the products before it
-  int place, number;  // of the task at hand; of this processor
+  CellPieces pieces;         // of a weight's gradient
+  int begin;                 // where the cell's rows are in A's map
+  uint32_t steps;            // of the products before it
+  int place, number, index;  // of the task at hand; of this processor; of its rank in the launch
 };
 static_assert(sizeof(HopperShared) <= 232448 - 1024, "more than a block of Hopper has");
 static_assert(hopper::kDepth == kTileDepth && hopper::kMultipliers == kCrew);
@@ -135,18 +135,18 @@ __device__ __forceinline__ void multiply(HopperShared& shared) {
 template <class T, Activation kActivation>
 __device__ __forceinline__ void multiply_forward(const Member& m, HopperShared& shared, const Task& task,
                                                  int thread) {
-  const bool routes = task.type == TaskType::kCount || task.type == TaskType::kPlace;
-  if (routes) {
+  // Before the product, which leaves no registers for the task.
+  if (task.type == TaskType::kGemm0) {
+    multiply<T, Form::kForward, Epilogue::kHidden, kActivation>(shared, [&]() PMOE_INLINE {
+      if (m.experts.input != nullptr) keep_rows(m, task, CellTile(m.pass, task), thread);
+    });
+  } else if (task.type == TaskType::kGemm1) {
+    multiply<T, Form::kForward, Epilogue::kPlain>(shared);
+  } else {
     route_group<HopperRouting>(m.pass, task);
     fence_proxy_async();  // before the accelerator writes there
   }
   sync_warp();
-  if (routes) return;
-  if (task.type != TaskType::kGemm0) return multiply<T, Form::kForward, Epilogue::kPlain>(shared);
-  // Before the product, which leaves no registers for the task.
-  multiply<T, Form::kForward, Epilogue::kHidden, kActivation>(shared, [&]() PMOE_INLINE {
-    if (m.experts.input != nullptr) keep_rows(m, task, CellTile(m.pass, task), thread);
-  });
 }
 
 // ---- blocks
@@ -156,13 +156,14 @@ template <class T, class Load, class Multiply>
 __device__ __forceinline__ void act_sm90a(const Launch& launch, HopperShared& shared, const Load& load,
                                           const Multiply& multiply) {
   act<hopper::kThreads>(launch, [&](const Member&, int number, int index) PMOE_INLINE {
-    if (threadIdx.x == 0) hopper::init_barriers(shared.gemm, 1, 1, 1), shared.number = number;
+    if (threadIdx.x == 0)
+      hopper::init_barriers(shared.gemm, 1, 1, 1), shared.number = number, shared.index = index;
     sync_block();
     const auto own_number = [&] { return read(&shared.number); };
     const auto meet = [] { meet_all(); };
     // Asked anew each time: the compiler would read all that is told once, and hold it in registers.
     const auto again = [&] {
-      int own = index;
+      int own = read(&shared.index);
       forget(own);
       return own;
     };

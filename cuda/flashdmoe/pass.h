@@ -15,6 +15,7 @@ constexpr int kCombineTokens = 32;  // of a combine task
 constexpr int kBiasColumns = 64;    // of a bias gradient's task
 constexpr int kRoutedTokens = 64;   // of a group that is routed, at least
 constexpr int kMostGroups = 128;    // so many: each reads what all others have counted
+constexpr int kMostChosen = 256;    // experts of all ranks, where the launch chooses
 
 // A processor's door: who is it, and what should it do?
 constexpr uint32_t kAbsent = 0, kIdle = 1, kFirstTask = 2;  // kFirstTask + i: the task at place i of tQ
@@ -38,6 +39,19 @@ struct WeightTasks {
   PMOE_HD int tasks() const { return down[0] * across[0] + down[1] * across[1] + bias[0] + bias[1]; }
 };
 
+// The gate's choice, where the launch makes it: from the scores of all experts the pass's expert and weight,
+// and what the gate's loss and gradient are made of.
+struct GateChoice {
+  bool is_asked = false;
+  bool normalizes = false;                  // a token's weights are divided by their sum
+  float balance_scale = 0.0f, z_scale = 0;  // see route/layout.h
+  const float* logits = nullptr;            // (tokens, experts of all ranks)
+  int32_t* counts = nullptr;                // by expert, of all choices: also those beyond a capacity
+  float* l_aux = nullptr;
+  float* probability = nullptr;  // (groups, experts of all ranks): summed over the group's tokens
+  float* z = nullptr;            // (groups): squared logsumexp, summed likewise
+};
+
 // What a launch makes of the experts that a gate has chosen, before any row leaves: the pass's counts, slot,
 // expert and row. Without groups these were there before.
 struct RoutingTasks {
@@ -47,6 +61,7 @@ struct RoutingTasks {
   const uint8_t* keep = nullptr;    // by slot, 0: dropped; null: none is
   int capacity = 0;                 // rows of an expert that are kept, in the tokens' order; at most C
   int32_t* rows = nullptr;          // (groups, experts of all ranks): of each group
+  GateChoice choice;
 
   PMOE_HD int tasks() const { return 2 * groups; }
 };
@@ -66,7 +81,7 @@ struct Pass {
   int32_t* slot = nullptr;
   int32_t* expert = nullptr;
   int32_t* row = nullptr;
-  const float* weight = nullptr;
+  float* weight = nullptr;  // written where the launch chooses
   RoutingTasks routing;
   int tokens = 0, choices = 1;     // S, k
   Divisor by_choices, by_experts;  // k, E
@@ -134,6 +149,8 @@ inline int64_t place_workspace(Pass& pass, uint8_t* base) {
   take(pass.whole, layout.experts);
   take(pass.heard, layout.cells());
   take(pass.routing.rows, int64_t{pass.routing.groups} * layout.cells());
+  take(pass.routing.choice.probability, int64_t{pass.routing.groups} * layout.cells());
+  take(pass.routing.choice.z, pass.routing.groups);
   return taken;
 }
 

@@ -6,7 +6,7 @@
 namespace pmoe::flashdmoe {
 
 enum class TaskType : uint32_t {
-  kCount,  // a group of tokens: its rows by expert
+  kCount,  // a group of tokens: its experts, where they are chosen here; its rows by expert
   kPlace,  // a group of tokens: where its rows stand among their experts'
   kDispatch,
   kGemm0,           // T_DI w1^T and the nonlinearity

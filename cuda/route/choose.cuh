@@ -1,4 +1,4 @@
-// Phase 1 of the forward kernel (kernel.cuh): experts and weights of a block's tokens, and its sums.
+// The first forward kernel (kernel.cuh): experts and weights of a block's tokens, and its sums.
 #pragma once
 #include "route/block.cuh"
 
@@ -145,7 +145,7 @@ __device__ __forceinline__ void tell(const Forward& a, const Place<S>& at, const
   }
   PMOE_UNROLL
   for (int mask = S::kLanes; mask < 32; mask *= 2) sums.z += shfl_xor(sums.z, mask);
-  sync_block();  // the area held staged choices
+  meet<S>();  // the area held staged choices
   float* const probability_WE = shared.floats(0);
   PMOE_UNROLL
   for (int j = 0; j < S::kPer; ++j) {
@@ -153,10 +153,10 @@ __device__ __forceinline__ void tell(const Forward& a, const Place<S>& at, const
     if (at.token == 0 && e < num_experts) probability_WE[at.warp * num_experts + e] = sums.probability[j];
   }
   if (at.lane == 0) shared.sum_W[at.warp] = sums.z;
-  sync_block();
+  meet<S>();
   const int64_t mine = int64_t{at.block} * num_experts;
   PMOE_ROLLED
-  for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += S::kThreads) {
+  for (int e = own_thread<S>(); e < num_experts; e += S::kThreads) {
     int32_t rows = 0;
     float probability = 0.0f;
     for (int w = 0; w < S::kWarps; ++w) {
@@ -166,7 +166,7 @@ __device__ __forceinline__ void tell(const Forward& a, const Place<S>& at, const
     a.workspace.rows_GE[mine + e] = rows;
     a.workspace.probability_GE[mine + e] = probability;
   }
-  if (threadIdx.x == 0) {
+  if (own_thread<S>() == 0) {
     float z = 0.0f;
     PMOE_ROLLED
     for (int w = 0; w < S::kWarps; ++w) z += shared.sum_W[w];

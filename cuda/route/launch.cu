@@ -115,16 +115,6 @@ Rows rows_of(const void* first, const void* second, const Problem& p) {
   return {p.num_tokens, static_cast<int32_t>(p.num_experts), bits % 16 == 0 && p.num_experts % 4 == 0};
 }
 
-float balance_scale(const Problem& p) {
-  const double tokens = static_cast<double>(larger(p.num_tokens, int64_t{1}));
-  return static_cast<float>(static_cast<double>(p.num_experts) /
-                            (tokens * static_cast<double>(p.top_k) * tokens));
-}
-
-float z_scale(const Problem& p) {
-  return static_cast<float>(p.z_loss_weight / static_cast<double>(larger(p.num_tokens, int64_t{1})));
-}
-
 template <class Call>
 void launch(const Chosen<Call>& chosen, const Call& arguments, int64_t blocks, int shared_bytes,
             void* stream) {
@@ -194,8 +184,8 @@ void forward(const Problem& p, const ForwardTensors& t) {
                           rows_of(t.logits_TE, nullptr, p),
                           t.logits_TE,
                           p.normalize,
-                          balance_scale(p),
-                          z_scale(p),
+                          balance_scale(p.num_tokens, p.num_experts, p.top_k),
+                          z_scale(p.z_loss_weight, p.num_tokens),
                           t.weight_TK,
                           t.expert_TK,
                           t.position_TK,
@@ -227,8 +217,8 @@ void backward(const Problem& p, const BackwardTensors& t) {
                            t.weight_TK,
                            t.counts_nE,
                            p.normalize,
-                           balance_scale(p),
-                           z_scale(p),
+                           balance_scale(p.num_tokens, p.num_experts, p.top_k),
+                           z_scale(p.z_loss_weight, p.num_tokens),
                            t.grad_weight_TK,
                            t.partial_PN,
                            t.position_TK,

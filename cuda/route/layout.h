@@ -73,6 +73,16 @@ PMOE_HD uint32_t order_key(float score) {
 
 // ---- sizes
 
+// Of the losses: E / (N * T), and the z-loss's weight over T, which leaves it out where it is 0.
+inline float balance_scale(int64_t num_tokens, int64_t num_experts, int64_t top_k) {
+  const double tokens = static_cast<double>(larger(num_tokens, int64_t{1}));
+  return static_cast<float>(static_cast<double>(num_experts) /
+                            (tokens * static_cast<double>(top_k) * tokens));
+}
+inline float z_scale(double z_loss_weight, int64_t num_tokens) {
+  return static_cast<float>(z_loss_weight / static_cast<double>(larger(num_tokens, int64_t{1})));
+}
+
 struct Sizes {
   int64_t num_tokens;
   int32_t num_experts;

@@ -161,11 +161,11 @@ __device__ __forceinline__ void place_rows(const Forward& a, const Place<S>& at,
 template <class S>
 __device__ __forceinline__ float block_sum(const Place<S>& at, const Shared<S>& shared, float value) {
   const float of_warp = warp_sum(value);
-  sync_block();
+  meet<S>();
   if (at.lane == 0) shared.sum_W[at.warp] = of_warp;
-  sync_block();
+  meet<S>();
   float sum = 0.0f;
-  if (threadIdx.x == 0) {
+  if (own_thread<S>() == 0) {
     PMOE_ROLLED
     for (int w = 0; w < S::kWarps; ++w) sum += shared.sum_W[w];
   }
@@ -198,7 +198,7 @@ template <class S>
 __device__ __forceinline__ float balance(const Forward& a, const Place<S>& at, const Shared<S>& shared,
                                          const int32_t* load_E, float* partial) {
   const int num_experts = a.sizes.num_experts, blocks = a.sizes.blocks();
-  const int thread = static_cast<int>(threadIdx.x);
+  const int thread = own_thread<S>();
   const int parts = larger(S::kThreads / num_experts, 1);
   PMOE_ROLLED
   for (int i = thread; i < parts * num_experts; i += S::kThreads) {
@@ -208,7 +208,7 @@ __device__ __forceinline__ float balance(const Forward& a, const Place<S>& at, c
       sum += a.workspace.probability_GE[int64_t{b} * num_experts + e];
     partial[i] = sum;
   }
-  sync_block();
+  meet<S>();
   float mine = 0.0f;
   PMOE_ROLLED
   for (int e = thread; e < num_experts; e += S::kThreads) {
@@ -220,18 +220,25 @@ __device__ __forceinline__ float balance(const Forward& a, const Place<S>& at, c
   return block_sum(at, shared, mine);
 }
 
+// l_aux. load_E, partial: as balance() takes them.
+template <class S>
+__device__ __forceinline__ void write_loss(const Forward& a, const Place<S>& at, const Shared<S>& shared,
+                                           const int32_t* load_E, float* partial) {
+  const float balanced = balance<S>(a, at, shared, load_E, partial);
+  float z = 0.0f;
+  PMOE_ROLLED
+  for (int b = own_thread<S>(); b < a.sizes.blocks(); b += S::kThreads) z += a.workspace.z_G[b];
+  z = block_sum(at, shared, z);
+  if (own_thread<S>() == 0)
+    *a.l_aux = a.balance_scale * balanced + (a.z_scale == 0.0f ? 0.0f : a.z_scale * z);
+}
+
 // The block that owns no tokens: what concerns all of them.
 template <class S>
 __device__ __forceinline__ void add_up(const Forward& a, const Place<S>& at, const Shared<S>& shared) {
   int32_t* const load_E = shared.ints(2 * a.sizes.num_experts);
-  float* const partial = shared.floats(3 * a.sizes.num_experts);
   add_counts<S>(a, at, shared, load_E);
-  const float balanced = balance<S>(a, at, shared, load_E, partial);
-  float z = 0.0f;
-  PMOE_ROLLED
-  for (int b = static_cast<int>(threadIdx.x); b < a.sizes.blocks(); b += S::kThreads) z += a.workspace.z_G[b];
-  z = block_sum(at, shared, z);
-  if (threadIdx.x == 0) *a.l_aux = a.balance_scale * balanced + (a.z_scale == 0.0f ? 0.0f : a.z_scale * z);
+  write_loss<S>(a, at, shared, load_E, shared.floats(3 * a.sizes.num_experts));
 }
 
 }  // namespace pmoe::route

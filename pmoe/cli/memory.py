@@ -57,7 +57,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run_command(args: argparse.Namespace) -> Output:
     if args.theory:
         return _theory(args)
-    _check(args)
+    try:
+        check_backward(args.n, args.n_backward)
+    except ValueError as error:
+        raise ValueError(str(error).replace("pipeline_", "--n-").replace("pipeline", "--n")) from None
+    if args.measure and args.ranks > 1:
+        raise ValueError(f"--ranks ({args.ranks}) must be 1 with --measure")
     device = parse_device(args.device, must_exist=args.measure)
     shape, backward = layer_shape(args, device.type), args.n_backward or args.n
     rows, pairs = {}, ALL_PAIRS if args.memory_reuse is None else (args.memory_reuse,)
@@ -71,15 +76,6 @@ def run_command(args: argparse.Namespace) -> Output:
     code = python_line(args, pipeline=args.n, pipeline_backward=own, memory_reuse=least.strategy or least)
     fields = {**sizes, "slack": args.slack, "pairs": list(rows.values()), "python": code}
     return Output(fields, [*_lines(args, rows, device), f"\nof fewest bytes:\n  {code}"])
-
-
-def _check(args: argparse.Namespace) -> None:
-    try:
-        check_backward(args.n, args.n_backward)
-    except ValueError as error:
-        raise ValueError(str(error).replace("pipeline_", "--n-").replace("pipeline", "--n")) from None
-    if args.measure and args.ranks > 1:
-        raise ValueError(f"--ranks ({args.ranks}) must be 1 with --measure")
 
 
 def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""FlashDMoE's persistent kernels: a pass of the layer, from the places of rows to combine, in one launch.
+"""FlashDMoE's persistent kernels: a pass of the layer, from the gate's choice to combine, in one launch.
 
-Blocks are actors: one schedules and subscribes to what arrives, all others are processors that place rows,
+Blocks are actors: one schedules and subscribes to what arrives, all others are processors that choose, place,
 send, multiply and sum tile by tile. The kernels are in cuda/flashdmoe (thesis, chapters 4 and 5; backward is
 pmoe's own).
 
@@ -30,9 +30,13 @@ from pmoe.kernels.comet.steps import float_weights
 from pmoe.kernels.gemm import ACTIVATIONS
 from pmoe.kernels.heap import Heap
 from pmoe.kernels.operands import address, check_tensor
+from pmoe.kernels.route import Promise
 from pmoe.schedule.tasks import PassDirection
 
 TILE_ROWS = 128
+
+MOST_EXPERTS, MOST_CHOICES = 256, 32
+"""Of all ranks, and of a token, where a launch makes the gate's choice: kMostChosen of cuda/flashdmoe."""
 
 RankTensors = dict[str, Any]
 """A rank's part of a launch: tensors, None or numbers, by the names of cuda/flashdmoe/bind.cpp."""
@@ -48,12 +52,14 @@ Parameters = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 class Chosen:
     """What a gate has chosen for a rank's tokens: what a launch makes places of rows from.
 
-    expert_TK: (T, K) int64 or int32, of all ranks' experts. keep_TK: (T, K) bool, what the gate keeps; None
-    keeps all. capacity: rows of an expert that are kept, in token order; None keeps C, which the caller sees
-    to be enough. counts_A: (A,) int32, memory for "send_counts"; None makes it.
+    expert_TK: (T, K) int64 or int32, of all ranks' experts. promise: the launch itself chooses, and writes
+    these routes, expert_TK among them. keep_TK: (T, K) bool, what the gate keeps; None keeps all. capacity:
+    rows of an expert that are kept, in token order; None keeps C, which the caller sees to be enough.
+    counts_A: (A,) int32, memory for "send_counts"; None makes it.
     """
 
     expert_TK: Tensor
+    promise: Promise | None = None
     keep_TK: Tensor | None = None
     capacity: int | None = None
     counts_A: Tensor | None = None
@@ -112,6 +118,11 @@ def forward_tensors(
         check_tensor("keep", keep_TK, shape=expert_TK.shape, dtypes=[torch.bool], contiguous=True)
     is_wide = expert_TK.dtype == torch.int64
     row_TK = torch.empty_like(expert_TK, dtype=torch.int32)
+    if chosen.promise is not None:
+        logits_TE, routes, options = chosen.promise
+        check_tensor("logits", logits_TE, shape=("T", cells), dtypes=[torch.float32], contiguous=True)
+        written = {"logits": logits_TE, "all_counts": routes.counts_nE, "l_aux": routes.l_aux}
+        given = given | written | {"chooses": 1, **options}
     return given | {
         "routes": 1,
         "chosen": expert_TK if is_wide else None,
@@ -171,8 +182,8 @@ def launch_pass(
         sizes = {"tokens": tokens, "top_k": top_k, "d_hidden": shape.d_hidden}
         sizes |= {"sends_again": shape.sends_again, "is_pool": shape.is_pool}
         sizes |= {"workspace": heap.base + shape.places["workspace"]}
-        addresses = {name: each if isinstance(each, int) else address(each) for name, each in tensors.items()}
-        fields.append(launcher.rank_fields(heap) | sizes | addresses)
+        told = {at: each if isinstance(each, int | float) else address(each) for at, each in tensors.items()}
+        fields.append(launcher.rank_fields(heap) | sizes | told)
     extension.module().flashdmoe(
         **begun,
         hopper=launcher.hopper,

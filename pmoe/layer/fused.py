@@ -8,24 +8,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes import Inputs
+from pmoe.engine.replay import may_run_again
 from pmoe.experts.stacked import StackedExperts
+from pmoe.gates.topk import TopKGate
+from pmoe.kernels import route
 from pmoe.kernels.comet.launches import Journey
 from pmoe.kernels.comet.steps import Steps
-from pmoe.kernels.flashdmoe import Chosen
+from pmoe.kernels.flashdmoe import MOST_CHOICES, MOST_EXPERTS, Chosen
+from pmoe.kernels.route import Promise
 from pmoe.layer.choose import choose
 from pmoe.layer.decision import Agreed, CallCounts, Decision
 from pmoe.layer.exact_counts import in_chunks, shared_counts, sort_early, sorted_rows, start
 from pmoe.layer.parts import Call, Parts
 from pmoe.layer.route import make_inputs
-from pmoe.runners import fused, fused_steps
-from pmoe.runners.features import Feature
+from pmoe.runners import fused, fused_steps, one_rank
+from pmoe.runners.features import Feature, refused
 from pmoe.runners.fused import FusedForwardRunner, FusedRunner, KernelsRunner, PersistentRunner
 from pmoe.schedule.restore import KEEP, Restore
 from pmoe.warn import warn_once
@@ -72,6 +77,22 @@ def _warn_unfused(parts: Parts, why: str) -> None:
         warn_once(f"fused ({parts.spec.fused!r}) falls back to the unfused layer because {why}")
 
 
+def promised(call: Call, x_TM: Tensor) -> Promise | None:
+    """The gate's choice, where a persistent launch is to make it; None where it is made before.
+
+    Only for a layer whose counts are not exchanged before the launch: see `pmoe.layer.one_rank_counts` and
+    `pmoe.layer.padded_counts`. A call that may be run again is told from others by what it chooses.
+    """
+    parts, spec = call.parts, call.parts.spec
+    asked = parts.features - {Feature.RANKS, Feature.CAPACITY, Feature.PADDED}
+    is_taken = is_persistent(parts) and refused("one rank's counts", asked) is None
+    is_taken &= spec.num_experts <= MOST_EXPERTS and spec.top_k <= MOST_CHOICES
+    if not is_taken or x_TM.dtype == torch.float64 or call.replay.is_replay or may_run_again(call.layer):
+        return None
+    with torch.autocast(x_TM.device.type, enabled=False):
+        return one_rank.route_tokens(cast(TopKGate, parts.gate), x_TM, route.promise)
+
+
 def decide(call: Call) -> Decision:
     """As `pmoe.layer.decision.decide`, of a layer that asks for fused kernels."""
     parts, replay = call.parts, call.replay
@@ -104,8 +125,16 @@ def decide(call: Call) -> Decision:
         return in_chunks(call, routed, inputs, orders.plan(shared, choice), counts)
 
     def journey() -> Journey:
-        counts_FE = orders.count(parts.num_bins)
-        return fused.make_journey(expert_TK, sort(), counts_FE, shared, parts.ranks.rank)
+        sent = sort()
+        return Journey(
+            rank=parts.ranks.rank,
+            expert_TK=expert_TK.int(),
+            position_TK=sent.position.view_as(expert_TK),
+            slot_S=sent.slot[: int(shared.send.sum())],
+            send_WE=orders.count(parts.num_bins).sum(0).view(shared.recv.shape[1:]).int(),
+            recv_WE=shared.recv_device.sum(0).int(),
+            num_received=int(shared.recv.sum()),
+        )
 
     by_kernels = kernels_runner(parts, steps, Chosen(expert_TK=expert_TK, keep_TK=keep_TK), journey)
     runner: Runner = by_kernels

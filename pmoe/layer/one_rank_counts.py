@@ -15,13 +15,14 @@ from pmoe.engine.autograd import Runner
 from pmoe.engine.replay import hidden_from_checkpoints, may_run_again
 from pmoe.gates.base import Routing
 from pmoe.gates.topk import TopKGate
+from pmoe.kernels.comet.launches import Journey
 from pmoe.kernels.flashdmoe import Chosen
-from pmoe.kernels.route import Routes
+from pmoe.kernels.route import Promise, Routes, route
 from pmoe.layer.decision import Agreed, CallCounts, Decision
-from pmoe.layer.fused import fused_pair, kernels_runner, make_request, may_fuse, stacked
+from pmoe.layer.fused import fused_pair, kernels_runner, make_request, may_fuse, promised, stacked
 from pmoe.layer.parts import Call, Parts, autocast_dtype
 from pmoe.layer.route import Gated, Routed, make_inputs, started
-from pmoe.runners import fused, fused_steps, one_rank
+from pmoe.runners import fused_steps, one_rank
 from pmoe.runners.one_rank import OneRankRunner
 
 
@@ -41,12 +42,24 @@ def decide(call: Call) -> Decision | None:
         return None
     replay.once(lambda: agreed)
     with torch.autocast(x.device.type, enabled=False):
-        routes = replay.route(x_TM, lambda: _routes(call, x_TM))
+        routes, promise = replay.route(x_TM, lambda: _routes(call, x_TM, agreed))
     routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux)
+
+    def journey() -> Journey:
+        return Journey(
+            rank=0,
+            expert_TK=routes.expert_TK,
+            position_TK=routes.position_TK,
+            slot_S=routes.slot_N,
+            send_WE=routes.counts_nE,
+            recv_WE=routes.counts_nE,
+            num_received=routes.slot_N.numel(),
+        )
+
     runner: Runner = OneRankRunner(routes, stacked(parts).activation)
     if agreed.steps is not None:
-        chosen = Chosen(expert_TK=routes.expert_TK)
-        runner = kernels_runner(parts, agreed.steps, chosen, lambda: fused.one_rank_journey(routes))
+        chosen = Chosen(expert_TK=routes.expert_TK, promise=promise)
+        runner = kernels_runner(parts, agreed.steps, chosen, journey)
     routed = Routed(x=x, x_TM=x_TM, gated=Gated(routing=routing), autocast=autocast_dtype(x))
     counts_E = routes.counts_nE[0].view(1, 1, -1)
     counts = RankCounts(
@@ -94,11 +107,13 @@ def kernels_refusal(parts: Parts, x_TM: Tensor) -> str | None:
     )
 
 
-def _routes(call: Call, x_TM: Tensor) -> Routes:
-    """The gate's product and the routing, a launch each. Autocast must be off."""
-    routes = one_rank.route_tokens(cast(TopKGate, call.parts.gate), x_TM)
+def _routes(call: Call, x_TM: Tensor, agreed: Agreed) -> tuple[Routes, Promise | None]:
+    """The gate's product; and the routing, unless a persistent launch makes that. Autocast must be off."""
+    if agreed.steps is not None and (found := promised(call, x_TM)) is not None:
+        return found.routes, found
+    routes = one_rank.route_tokens(cast(TopKGate, call.parts.gate), x_TM, route)
     if may_run_again(call.layer):
         from pmoe.engine import rerouting
 
         rerouting.refuse_changed_routing(call.layer, x_TM.shape[0], routes.expert_TK)
-    return routes
+    return routes, None

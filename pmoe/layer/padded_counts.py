@@ -17,14 +17,16 @@ from torch import Tensor
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.cut import Orders
 from pmoe.engine.padding import PaddedKind, Splits, check_same_calls, make_padding
+from pmoe.gates.base import Routing
 from pmoe.gates.capacity import expert_capacity
 from pmoe.kernels.flashdmoe import Chosen
+from pmoe.kernels.route import Promise
 from pmoe.layer.choose import choose
 from pmoe.layer.decision import Agreed, CallCounts, Decision
 from pmoe.layer.exact_counts import in_chunks, shared_counts
-from pmoe.layer.fused import find_steps, kernels_runner, may_fuse
-from pmoe.layer.parts import Call, Parts
-from pmoe.layer.route import Routed, make_inputs, route_batch
+from pmoe.layer.fused import find_steps, kernels_runner, may_fuse, promised
+from pmoe.layer.parts import Call, Parts, cast_dtype
+from pmoe.layer.route import Gated, Routed, ask_gate, make_inputs, route_batch
 from pmoe.ordering.sorted import Tokens
 
 
@@ -37,7 +39,17 @@ def kind_of(parts: Parts, x_TM: Tensor, dtype: torch.dtype) -> PaddedKind:
 def decide(call: Call) -> Decision:
     """As `pmoe.layer.decision.decide`."""
     parts = call.parts
-    routed = route_batch(call)
+    promises: list[Promise | None] = [None]
+
+    def ask(call: Call, x_TM: Tensor) -> Gated:
+        fuses = may_fuse(parts, x_TM.device, cast_dtype(parts, x_TM) or x_TM.dtype)
+        if not fuses or (found := promised(call, x_TM)) is None:
+            return ask_gate(call, x_TM)
+        promises.append(found)
+        weight, expert, *_, l_aux = found.routes
+        return Gated(routing=Routing(expert=expert, weight=weight, l_aux=l_aux))
+
+    routed = route_batch(call, ask)
     expert_TK, device = routed.routing.expert, routed.x_TM.device
     kind = kind_of(parts, routed.x_TM, routed.dtype)
     splits = splits_of(parts, kind.num_tokens, top_k=expert_TK.shape[1])
@@ -51,8 +63,10 @@ def decide(call: Call) -> Decision:
     @functools.cache
     def padded() -> tuple[RankCounts, Orders, Tensor]:
         """What the pipeline takes; kept_E."""
+        if promises[-1] is not None:
+            promises[-1].keep()
         orders = Orders(parts, splits.expert_of_rows(device), None, Tokens(splits.num_rows))
-        orders.padding, kept_E = make_padding(expert_TK, splits)
+        orders.padding, kept_E = make_padding(expert_TK.long(), splits)
         return counts_on(device), orders, kept_E
 
     def agree() -> Agreed:
@@ -68,7 +82,8 @@ def decide(call: Call) -> Decision:
     if agreed.choice is None:
         assert agreed.steps is not None
         kept_E = torch.empty(splits.num_experts, dtype=torch.int32, device=device)
-        chosen = Chosen(expert_TK=expert_TK, capacity=splits.capacity, counts_A=kept_E)
+        promise, capacity = promises[-1], splits.capacity
+        chosen = Chosen(expert_TK=expert_TK, promise=promise, capacity=capacity, counts_A=kept_E)
         runner = kernels_runner(parts, agreed.steps, chosen)
         totals = CallCounts(counts_on(host), kind.num_tokens, kept_E)
         return Decision(

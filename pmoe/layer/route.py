@@ -5,6 +5,7 @@ What is wrong on one rank becomes a `Fault`, which travels with the row counts: 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,14 +63,14 @@ class Routed:
         return self.autocast or self.x_TM.dtype
 
 
-def route_batch(call: Call) -> Routed:
-    """Checks the input and lets the gate decide. One rank alone raises at once; among several a rank that
-    failed takes part with no tokens in the exchange that tells the others."""
+def route_batch(call: Call, ask: Callable[[Call, Tensor], Gated] | None = None) -> Routed:
+    """Checks the input and lets the gate decide, as ``ask`` asks it. One rank alone raises at once; among
+    several a rank that failed takes part with no tokens in the exchange that tells the others."""
     parts = call.parts
     try:
         x = started(call)
         x_TM = x.reshape(-1, parts.spec.d_model)
-        gated = call.replay.route(x_TM, lambda: _gated(call, x_TM))
+        gated = call.replay.route(x_TM, lambda: (ask or ask_gate)(call, x_TM))
     except Exception as error:
         if parts.ranks.size == 1 or call.replay.is_replay:  # which has no such exchange
             raise
@@ -92,9 +93,9 @@ def started(call: Call) -> Tensor:
     return x
 
 
-def _gated(call: Call, x_TM: Tensor) -> Gated:
+def ask_gate(call: Call, x_TM: Tensor) -> Gated:
     parts, spec = call.parts, call.parts.spec
-    routing = _ask_gate(call, x_TM)
+    routing = _routing(call, x_TM)
     fault: Tensor | Fault = Fault.NONE
     if not parts.trusts_gate:
         from pmoe.layer.own_gate import check_routing, clamped_with_fault
@@ -134,7 +135,7 @@ def _kept(parts: Parts, routing: Routing, x_TM: Tensor) -> Tensor | None:
     return within_capacity(routing.expert, capacity, used_E)[0]
 
 
-def _ask_gate(call: Call, x_TM: Tensor) -> Routing:
+def _routing(call: Call, x_TM: Tensor) -> Routing:
     gate, ids, given = call.parts.gate, call.token_ids, [x_TM]
     if getattr(gate, "needs_token_ids", False):
         if not isinstance(ids, Tensor) or ids.numel() != x_TM.shape[0]:
@@ -149,9 +150,7 @@ def _ask_gate(call: Call, x_TM: Tensor) -> Routing:
 
 
 def _nothing_routed(parts: Parts, error: Exception) -> Routed:
-    like = parts.like
-    if like is None:
-        like = torch.empty(0)
+    like = torch.empty(0) if parts.like is None else parts.like
     routing = Routing(
         expert=torch.empty(0, parts.spec.top_k, dtype=torch.int64, device=like.device),
         weight=like.new_empty(0, parts.spec.top_k),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pmoe.comm.agreement import Agree, digest
 from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient, expert_product
-from pmoe.kernels.extension import Architecture, loaded_architecture
+from pmoe.kernels.extension import loaded_architecture
 from pmoe.kernels.registry import MeasuredChoice, ProductOperands, ProductRequest, Registry
 from pmoe.measure.kernel_check import KernelCase, mismatch
 from pmoe.measure.rounds import event_seconds, marked, median_seconds, timestamp
@@ -53,7 +53,13 @@ def measure_choices(
     of_requests, of_codes = digest(each.key for each in requests), digest(map(str, codes))
     facts = [*astuple(here), of_requests, of_codes, float(fault is not None)]
     lowest_facts, highest_facts = _range(facts, agree)
-    _check_architectures(here, lowest_facts, highest_facts)
+    if lowest_facts[:3] != highest_facts[:3] and highest_facts[0]:  # some rank has kernels
+        names = ("binary version", "PTX version", "compute capability times 10")
+        ranges = zip(names, lowest_facts[:3], highest_facts[:3], strict=True)
+        raise ValueError(
+            f"mixed architectures: the kernels of this rank ({here}) must be those of all ranks, which have "
+            f"{', '.join(f'{name} {int(low)} to {int(high)}' for name, low, high in ranges)}"
+        )
     if lowest_facts[3] != highest_facts[3]:
         warn_once("the ranks' experts are of unlike sizes: their products are not measured")
         return
@@ -131,22 +137,6 @@ def _range(values: Sequence[float], agree: Agree) -> tuple[list[float], list[flo
     """The least and the most of each that a rank has, by one reduction."""
     found = agree([*values, *(-value for value in values)])
     return [-value for value in found[len(values) :]], found[: len(values)]
-
-
-def _check_architectures(
-    here: Architecture, lowest_facts: Sequence[float], highest_facts: Sequence[float]
-) -> None:
-    """Where no rank has kernels there are none to differ."""
-    if lowest_facts[:3] != highest_facts[:3] and highest_facts[0]:
-        names = ("binary version", "PTX version", "compute capability times 10")
-        found = [
-            f"{name} {int(low)} to {int(high)}"
-            for name, low, high in zip(names, lowest_facts[:3], highest_facts[:3], strict=True)
-        ]
-        raise ValueError(
-            f"mixed architectures: the kernels of this rank ({here}) must be those of all ranks, which have "
-            f"{', '.join(found)}"
-        )
 
 
 # ---- every candidate in turn, on the same random operands, as a layer computes them

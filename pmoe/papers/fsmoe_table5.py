@@ -191,7 +191,10 @@ def plans(layer: Configured) -> dict[str, SystemPlan]:
     """Each system's plan, from ideal lanes."""
     costs, total = moe_costs(layer), layer.gradient_bytes
     dense = attention(layer)
-    tutel = _one_degree(costs)
+    forth, back = _papers_schedule("forward", True), _papers_schedule("backward", True)
+    tutel = min(  # the best for both passes together
+        DEGREES, key=lambda n: pass_seconds(costs, n, forth) + pass_seconds(costs.backward(), n, back)
+    )
     found = {
         "DeepSpeed-MoE": SystemPlan(one_lane=True, forward=0, backward=0, end_bytes=total),
         "Tutel": SystemPlan(one_lane=True, forward=tutel, backward=tutel, end_bytes=total),
@@ -237,14 +240,6 @@ def _papers_schedule(direction: PassDirection, one_lane: bool) -> ScheduleOption
 
 
 @functools.cache
-def _one_degree(costs: LayerCosts) -> int:
-    """Tutel's: the best for both passes together."""
-    forward, backward = _papers_schedule("forward", True), _papers_schedule("backward", True)
-    return min(
-        DEGREES, key=lambda n: pass_seconds(costs, n, forward) + pass_seconds(costs.backward(), n, backward)
-    )
-
-
 @functools.cache
 def _best_degrees(costs: LayerCosts, one_lane: bool) -> tuple[int, tuple[DegreeSeconds, ...]]:
     """The best degree of forward, and the seconds of backward by degree."""

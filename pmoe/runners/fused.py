@@ -26,7 +26,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Path, Saved
 from pmoe.engine.passes import Forwarded, Inputs, Kept, Unit
 from pmoe.engine.plan import Plan
@@ -36,7 +35,6 @@ from pmoe.kernels import flashdmoe, grouped_gemm
 from pmoe.kernels.comet.launches import Journey
 from pmoe.kernels.comet.steps import Steps
 from pmoe.kernels.flashdmoe import PLACES, Chosen
-from pmoe.kernels.route import Routes
 from pmoe.ordering.sorted import SortedRows, sort_rows
 from pmoe.runners.pipeline import keep_for_backward
 from pmoe.schedule.restore import Restore
@@ -49,36 +47,6 @@ def sort(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> SortedR
     if keep_TK is not None:
         position = position.masked_fill(~keep_TK.reshape(-1), -1)
     return SortedRows(slot=rows.slot.int(), position=position)
-
-
-def make_journey(
-    expert_TK: Tensor, sent: SortedRows, counts_FE: Tensor, shared: RankCounts, rank: int
-) -> Journey:
-    """From the routing and the exchanged counts, without a host synchronisation. sent: of `sort`. counts_FE:
-    the rows that this rank sends, by bin and expert of all ranks, on the rows' device."""
-    num_ranks, num_local = shared.recv.shape[1:]
-    return Journey(
-        rank=rank,
-        expert_TK=expert_TK.int(),
-        position_TK=sent.position.view_as(expert_TK),
-        slot_S=sent.slot[: int(shared.send.sum())],
-        send_WE=counts_FE.sum(0).view(num_ranks, num_local).int(),
-        recv_WE=shared.recv_device.sum(0).int(),
-        num_received=int(shared.recv.sum()),
-    )
-
-
-def one_rank_journey(routes: Routes) -> Journey:
-    """Of one rank whose routing kernel has sorted its rows: nothing is exchanged, and nothing is launched."""
-    return Journey(
-        rank=0,
-        expert_TK=routes.expert_TK,
-        position_TK=routes.position_TK,
-        slot_S=routes.slot_N,
-        send_WE=routes.counts_nE,
-        recv_WE=routes.counts_nE,
-        num_received=routes.slot_N.numel(),
-    )
 
 
 def dense(rows: Tensor) -> Tensor:
@@ -187,9 +155,10 @@ class FusedRunner(KernelsRunner):
 class PersistentRunner(KernelsRunner):
     """Both passes of a call, a launch each (`pmoe.kernels.flashdmoe`). T_DI and T_M are kept by cell.
 
-    The gate comes before (thesis, Algorithm 1, has it inside). Places of rows, their counts, grants and rows
-    are made and travel while the kernel runs; whether they fit is decided before, by the largest numbers of
-    any rank's tokens and of the rows that it receives, which come with every call's exchange of counts.
+    The gate's product comes before, and its choice where it is not promised. Places of rows, their counts,
+    grants and rows are made and travel while the kernel runs; whether they fit is decided before, by the
+    largest numbers of any rank's tokens and of the rows that it receives, which come with every call's
+    exchange of counts.
     """
 
     chosen: Chosen

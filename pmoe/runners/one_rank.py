@@ -12,9 +12,9 @@ Letters: T tokens, K choices, N = T*K rows, E experts, M = d_model, H = d_hidden
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ from pmoe.kernels.route import Routes
 from pmoe.measure.kernel_check import NUM_HIDDEN, NUM_MODEL, KernelCase, first_wrong
 from pmoe.measure.products import measure_products, slower_kernels
 from pmoe.warn import warn_once
+
+V = TypeVar("V")
 
 _checked: dict[tuple[KernelCase, int, bool], str | None] = {}
 
@@ -81,10 +83,10 @@ def _wrong_kernels(gate: TopKGate, case: KernelCase) -> str | None:
     return _checked[key]
 
 
-def route_tokens(gate: TopKGate, x_TM: Tensor) -> Routes:
-    """The gate's product and the routing; autocast must be off."""
+def route_tokens(gate: TopKGate, x_TM: Tensor, by: Callable[..., V]) -> V:
+    """The gate's product and the routing, as ``by`` gives it; autocast must be off."""
     logits_TE = router_logits(x_TM, gate.weight)
-    return route.route(logits_TE, gate.top_k, normalize=gate.normalize, z_loss_weight=gate.z_loss_weight)
+    return by(logits_TE, gate.top_k, normalize=gate.normalize, z_loss_weight=gate.z_loss_weight)
 
 
 def aligned_rows(rows_TM: Tensor) -> Tensor:

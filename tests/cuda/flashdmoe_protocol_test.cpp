@@ -14,6 +14,7 @@ inline void (*on_write)(const void*, size_t) = nullptr;
 #include "flashdmoe/processor.cuh"
 #include "flashdmoe/scheduler.h"
 #include "flashdmoe/subscriber.h"
+#include "flashdmoe_whole_gate.h"
 #include "flashdmoe_whole_numbers.h"
 #include "flashdmoe_world.h"
 
@@ -115,7 +116,11 @@ World make(int ranks, int experts, uint32_t seed, double bound_seconds,
       Actor& m = w.rounds.back()[static_cast<size_t>(rank)];
       // Some have no tokens; now and then all go to one expert, and more than fit.
       const int tokens = round != 1 && (rank + round) % 3 == 2 ? 0 : 1 + static_cast<int>(random() % 79);
-      m.routing = random_routing(random, layout, tokens, 1 + (ranks * experts > 1), round == 1 ? 0 : -1);
+      const int choices = 1 + (ranks * experts > 1), favoured = round == 1 ? 0 : -1;
+      const bool chooses = round % 2 == 0 && (seed + static_cast<uint32_t>(rank)) % 2 == 0;
+      m.routing =
+          random_routing(random, layout, tokens, choices, favoured, chooses ? Scores::kSome : Scores::kNone);
+      if (chooses) expect_choice(m.routing, layout.cells());
       for (int i = 0; i < tokens * kModel; ++i)
         m.source.push_back(narrow<bf16>(static_cast<float>(random() % 4)));
       m.result.assign(m.source.size(), bf16{0xFFFF});
@@ -188,7 +193,10 @@ void route_group(const Pass& pass, const Task& task) {
   const int begin = group * pass.tokens / routing.groups * pass.choices;
   const int end = (group + 1) * pass.tokens / routing.groups * pass.choices;
   std::vector<int32_t> count(static_cast<size_t>(experts)), total = count;
+  const bool is_choice = routing.choice.is_asked;
   comet::nap(pass.watch, static_cast<uint32_t>(7400 + group));
+  if (is_choice && task.type == TaskType::kCount)
+    choose_group(pass, group, begin / pass.choices, end / pass.choices);
   for (int e = 0; e < experts && task.type == TaskType::kPlace; ++e)
     for (int each = 0; each < routing.groups; ++each) {
       const int32_t rows = read(routing.rows + each * experts + e);
@@ -202,11 +210,11 @@ void route_group(const Pass& pass, const Task& task) {
     next += pass.layout.tiles(rows) * pass.layout.tile_rows;
   }
   for (int slot = begin; slot < end; ++slot) {
-    const auto expert = static_cast<int>(read(routing.chosen + slot));
+    const auto expert = is_choice ? read(pass.expert + slot) : static_cast<int>(read(routing.chosen + slot));
     int32_t& row = count[static_cast<size_t>(expert)];
-    const bool is_kept = read(routing.keep + slot) != 0, has_row = is_kept && row < routing.capacity;
+    const bool is_kept = is_choice || read(routing.keep + slot), has_row = is_kept && row < routing.capacity;
     if (task.type == TaskType::kPlace) {
-      write(pass.expert + slot, expert);
+      if (!is_choice) write(pass.expert + slot, expert);
       const int32_t at = row + (home.empty() ? 0 : home[static_cast<size_t>(expert)]);
       write(pass.row + slot, has_row ? at : -1);
       if (has_row) write(pass.slot + pass.layout.first_row(0, expert) + at, slot);
@@ -221,6 +229,7 @@ void route_group(const Pass& pass, const Task& task) {
       write(pass.counts + e, smaller(total[at], routing.capacity));
     if (task.type == TaskType::kPlace && group == 0 && !home.empty()) write(pass.home + e, home[at]);
   }
+  if (is_choice && task.type == TaskType::kPlace && group == 0) write_loss(pass, total);
 }
 
 void multiply(Actor& m, const Task& task) {
@@ -291,6 +300,11 @@ void launch(Actor& m, int room = kProcessors) {
 void check_forward(const Actor& m, const std::string& where) {
   const Routing& g = m.routing;
   expect(g.made == g, where + ": places of rows");
+  if (g.is_scored()) {
+    expect(g.scored.totals == g.wanted.totals && g.scored.l_aux == g.wanted.l_aux, where + ": the loss");
+    for (size_t i = 0; i < g.weight.size() - 1; ++i)
+      expect(g.scored.weight[i] == g.weight[i], where + ": a weight");
+  }
   for (int t = 0; t < g.tokens; ++t) {
     float x[kModel];
     for (int i = 0; i < kModel; ++i)

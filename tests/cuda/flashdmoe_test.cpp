@@ -36,6 +36,7 @@ struct Case {
   bool trains = false, recomputes = false, sends_again = false;
   bool hopper = false;
   int pool = 0;  // rows that all cells of a rank share; 0: each has its own
+  Scores scores = Scores::kNone;
 };
 
 constexpr int kTileRows = 128;
@@ -211,11 +212,26 @@ void check_gradients(const Case& c, const std::vector<Rank>& all, const std::str
   }
 }
 
+bool are_near(float found, float wanted) {
+  return std::isnan(wanted) ? std::isnan(found)
+                            : std::fabs(found - wanted) <= 2e-6f * (1 + std::fabs(wanted));
+}
+
+void check_choice(const Routing& g, const std::string& who) {
+  const Scored &found = g.scored, &wanted = g.wanted;
+  expect(found.totals == wanted.totals, who + "rows of all choices");
+  expect(are_near(found.l_aux, wanted.l_aux),
+         who + "l_aux " + std::to_string(found.l_aux) + " and not " + std::to_string(wanted.l_aux));
+  for (size_t i = 0; i < wanted.weight.size(); ++i)
+    expect(are_near(found.weight[i], wanted.weight[i]), who + "the weight of slot " + std::to_string(i));
+}
+
 void check(const Case& c, const std::vector<Rank>& all, const std::string& where) {
   for (size_t rank = 0; rank < all.size(); ++rank) {
     const Rank& own = all[rank];
     const Routing& g = own.routing;
     expect(g.made == g, where + ", rank " + std::to_string(rank) + ": places of rows");
+    if (g.is_scored()) check_choice(g, where + ", rank " + std::to_string(rank) + ": ");
     for (int t = 0; t < g.tokens; ++t) {
       std::vector<float> sum(static_cast<size_t>(c.model));
       for (int k = 0; k < c.choices; ++k) {
@@ -228,6 +244,7 @@ void check(const Case& c, const std::vector<Rank>& all, const std::string& where
       for (int i = 0; i < c.model; ++i) {
         const float wanted = sum[static_cast<size_t>(i)], found = at(own.y, t * c.model + i);
         // Two roundings of the type: of a product, and of the sum.
+        if (std::isnan(wanted) && std::isnan(found)) continue;
         if (std::fabs(found - wanted) <= 0.012f * std::fabs(wanted) + 0.004f) continue;
         expect(false, where + ", rank " + std::to_string(rank) + ", token " + std::to_string(t) +
                           ", column " + std::to_string(i) + ": " + std::to_string(found) + " and not " +
@@ -243,8 +260,8 @@ Rank random_rank(const Case& c, const Layout& layout, std::mt19937& random, int 
   const int wide = c.activation == Activation::kSwiglu ? 2 * c.hidden : c.hidden;
   const auto unwritten = [](int64_t count) { return Values(static_cast<size_t>(count), T{0xFFFF}); };
   Rank own;
-  own.routing = random_routing(random, layout, tokens, c.choices, c.favoured);
-  for (float& weight : own.routing.weight) weight *= 0.25f;
+  own.routing = random_routing(random, layout, tokens, c.choices, c.favoured, c.scores);
+  for (float& weight : own.routing.weight) weight *= c.scores == Scores::kNone ? 0.25f : 1.0f;
   own.x = values(random, tokens * c.model, 1.0f), own.dy = values(random, tokens * c.model, 1.0f);
   own.y = own.dx = Values(own.x.size(), T{0xFFFF});
   own.w1 = values(random, c.experts * wide * c.model, 0.3f);
@@ -311,6 +328,12 @@ void register_rank(const Heaps& heaps, size_t index, Rank& own, Workspace& w) {
   if (heaps.layout.is_pool) array("homes", g.home, false), array("homes", g.made.home, true);
   array("chosen", g.chosen, false), array("kept", g.keep, false), array("rows of groups", w.routed, true);
   array("weights", g.weight, false);
+  if (g.is_scored()) {
+    array("logits", g.logits, false), array("chosen weights", g.scored.weight, true);
+    array("rows of all choices", g.scored.totals, true);
+    emu::register_array("l_aux", &g.scored.l_aux, sizeof g.scored.l_aux, true);
+  }
+  array("probabilities of groups", w.probability, true), array("squares of groups", w.z, true);
   array("dots", own.dots, true), array("weights' gradient", own.of_weight, true);
   array("queue", w.entry, true), array("heard", w.heard, true);
   for (auto* each : {&w.doors, &w.made, &w.whole}) array("workspace", *each, true);
@@ -353,6 +376,21 @@ bool launch_pass(const Case& c, const Heaps& heaps, std::vector<Rank>& all, cons
 
 bool are_same(const Values& a, const Values& b) {
   return std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
+
+// Forward once more in another order: what it chooses is the same to the bit.
+bool choose_again(const Case& c, const Heaps& heaps, std::vector<Rank>& all, const Workspaces& work,
+                  uint32_t epoch, unsigned seed, const std::string& where) {
+  const std::vector<Rank> first = all;
+  for (Rank& own : all) own.routing.forget_made();
+  if (!launch_pass(c, heaps, all, work, epoch + 1, Direction::kForward, seed + 1, -1, where)) return false;
+  for (size_t i = 0; i < all.size(); ++i) {
+    const Scored &before = first[i].routing.scored, &now = all[i].routing.scored;
+    expect(std::memcmp(&before.l_aux, &now.l_aux, 4) == 0, where + ": another l_aux at another time");
+    expect(std::memcmp(before.weight.data(), now.weight.data(), 4 * (now.weight.size() - 1)) == 0,
+           where + ": other weights at another time");
+  }
+  return true;
 }
 
 // Both passes of a round, and backward once more in another order: its results are the same to the bit.
@@ -405,7 +443,9 @@ void play(const Case& c, unsigned seed, int absent = -1) {
     }
     check(c, all, where);
     if (c.trains && !train(c, heaps, all, work, epoch, seed, where)) return;
-    epoch += c.trains ? 3 : 1;
+    const bool is_scored = c.scores != Scores::kNone;
+    if (is_scored && !c.trains && !choose_again(c, heaps, all, work, epoch, seed, where)) return;
+    epoch += c.trains ? 3 : is_scored ? 2 : 1;
   }
 }
 
@@ -455,13 +495,20 @@ int main(int argc, char** argv) {
     Case narrow_room = {"two blocks of a rank are resident", 2, 1, 2, {20, 30}};
     narrow_room.room = 2, narrow_room.blocks = 4, narrow_room.activation = Activation::kSilu, go(narrow_room);
     go({"nothing at all", 2, 2, 1, {0, 0}});
+    Case chosen = {"two ranks choose", 2, 3, 2, {70, 0}};
+    chosen.scores = Scores::kSome, chosen.tiles = 2, chosen.rounds = 1, go(chosen);
+    Case strange = {"alone, from a score that is no number", 1, 5, 3, {140}};
+    strange.scores = Scores::kNoNumber, strange.rounds = 1, strange.favoured = 2, go(strange);
     play({"a rank that does not come", 2, 1, 1, {8, 8}}, 1);
     Case pool = {"all to one expert of a pool", 2, 2, 2, {30, 140}};
     pool.favoured = 1, pool.pool = 7 * kTileRows, go(pool);
     Case full = {"a pool that is full to its last row", 1, 1, 1, {2 * kTileRows}};
     full.pool = 2 * kTileRows, full.rounds = 1, go(full);
     if (asked == "thorough") {
-      go({"four ranks", 4, 2, 3, {30, 50, 1, 20}});
+      Case four = {"four ranks", 4, 2, 3, {30, 50, 1, 20}};
+      go(four), four.scores = Scores::kSome, four.name = "four ranks choose", go(four);
+      Case many = {"alone, of as many experts as a launch takes", 1, kMostChosen, 32, {65}};
+      many.scores = Scores::kSome, many.hidden = 16, many.rounds = 1, many.blocks = 5, go(many);
       for (const Activation activation :
            {Activation::kRelu, Activation::kGelu, Activation::kSilu, Activation::kSwiglu}) {
         Case one = {"every activation", 2, 2, 2, {130, 140}};

@@ -2,13 +2,16 @@
 // what each launch is told.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "flashdmoe/experts.h"
+#include "route/layout.h"
 
 namespace world {
 
@@ -25,8 +28,16 @@ inline bool operator==(const Places& a, const Places& b) {
          a.home == b.home;
 }
 
+// What follows from scores beside the experts: a launch makes it, or a plain loop in double. totals: by
+// expert, of all choices.
+struct Scored {
+  std::vector<float> weight;
+  std::vector<int32_t> totals;
+  float l_aux = 0;
+};
+
 // What a rank's gate has decided about its tokens; some slots it drops itself, others are beyond the
-// capacity.
+// capacity. Or its scores, from which a launch decides: then it drops none itself.
 struct Routing : Places {
   int tokens = 0, choices = 1, capacity = 0;
   std::vector<int64_t> chosen;
@@ -34,9 +45,15 @@ struct Routing : Places {
   std::vector<float> weight;
   Places made;                  // by the last launch that was to make them
   std::vector<int32_t> offset;  // by cell: in a pool a launch makes it
+  std::vector<float> logits;
+  bool normalizes = false;
+  double z_loss_weight = 0;
+  Scored wanted, scored;
 
+  bool is_scored() const { return !logits.empty(); }
   void forget_made() {
     made = *this;
+    scored = {std::vector<float>(weight.size(), NAN), std::vector<int32_t>(counts.size(), -1), NAN};
     std::fill(made.counts.begin(), made.counts.end(), -1), std::fill(made.slot.begin(), made.slot.end(), -1);
     std::fill(made.expert.begin(), made.expert.end() - 1, -1);
     std::fill(made.row.begin(), made.row.end() - 1, -2);
@@ -56,20 +73,70 @@ struct Routing : Places {
   }
 };
 
+enum class Scores { kNone, kSome, kNoNumber };
+
+// A token's scores, equal ones among them, and the experts from the largest on.
+inline std::vector<int> random_scores(std::mt19937& random, Routing& g, int experts, int favoured,
+                                      bool has_no_number) {
+  const size_t first = g.logits.size();
+  for (int e = 0; e < experts; ++e)
+    g.logits.push_back(e == favoured ? 9.0f : static_cast<float>(random() % 12) * 0.25f);
+  if (has_no_number) g.logits.back() = NAN;
+  std::vector<int> order(static_cast<size_t>(experts));
+  std::iota(order.begin(), order.end(), 0);
+  const auto key = [&](int e) {
+    const float score = g.logits[first + static_cast<size_t>(e)];
+    return std::isnan(score) ? INFINITY : score;
+  };
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return key(a) > key(b); });
+  return order;
+}
+
+// Weights and the loss of scored tokens, as pmoe.kernels.route.Routes says.
+inline void weigh(Routing& g, int experts) {
+  std::vector<double> mean(static_cast<size_t>(experts));
+  const double tokens = larger(g.tokens, 1);
+  double squares = 0, l_aux = 0;
+  g.wanted.totals.assign(static_cast<size_t>(experts), 0);
+  for (int t = 0; t < g.tokens; ++t) {
+    const float* const score = g.logits.data() + t * experts;
+    double sum = 0, chosen = 0;
+    for (int e = 0; e < experts; ++e) sum += std::exp(double{score[e]});
+    for (int e = 0; e < experts; ++e)
+      mean[static_cast<size_t>(e)] += std::exp(double{score[e]}) / sum / tokens;
+    const auto probability = [&](int k) {
+      return std::exp(double{score[g.chosen[static_cast<size_t>(t * g.choices + k)]]}) / sum;
+    };
+    for (int k = 0; k < g.choices; ++k) chosen += probability(k);
+    for (int k = 0; k < g.choices; ++k) {
+      const auto slot = static_cast<size_t>(t * g.choices + k);
+      g.weight[slot] = static_cast<float>(probability(k) / (g.normalizes ? chosen : 1));
+      ++g.wanted.totals[static_cast<size_t>(g.chosen[slot])];
+    }
+    squares += std::log(sum) * std::log(sum);
+  }
+  for (size_t e = 0; e < mean.size(); ++e)
+    l_aux += experts * mean[e] * g.wanted.totals[e] / (tokens * g.choices);
+  g.wanted.weight = g.weight;
+  g.wanted.l_aux = static_cast<float>(l_aux + g.z_loss_weight * squares / tokens);
+}
+
 inline Routing random_routing(std::mt19937& random, const Layout& layout, int tokens, int choices,
-                              int favoured = -1) {
+                              int favoured = -1, Scores scores = Scores::kNone) {
   Routing g;
   const int experts = layout.cells();
   g.tokens = tokens, g.choices = choices, g.capacity = layout.capacity - static_cast<int>(random() % 3);
   g.counts.assign(static_cast<size_t>(experts), 0);
   g.offset.assign(static_cast<size_t>(experts), -1);
   g.slot.assign(static_cast<size_t>(experts * layout.capacity), -1);
-  const bool drops = random() % 2 == 0;
+  const bool drops = random() % 2 == 0 && scores == Scores::kNone;
   for (int t = 0; t < tokens; ++t) {
     std::vector<int> order;
     for (int e = 0; e < experts; ++e) order.push_back(e);
     std::shuffle(order.begin(), order.end(), random);
     if (favoured >= 0) std::iter_swap(order.begin(), std::find(order.begin(), order.end(), favoured));
+    if (scores != Scores::kNone)
+      order = random_scores(random, g, experts, favoured, scores == Scores::kNoNumber && t == 0);
     for (int k = 0; k < choices; ++k) {
       const int e = order[static_cast<size_t>(k)];
       int32_t& count = g.counts[static_cast<size_t>(e)];
@@ -79,6 +146,11 @@ inline Routing random_routing(std::mt19937& random, const Layout& layout, int to
       g.weight.push_back(static_cast<float>(1 + random() % 3));
       if (has_row) g.slot[static_cast<size_t>(e * layout.capacity + count++)] = t * choices + k;
     }
+  }
+  if (scores != Scores::kNone) {
+    g.normalizes = random() % 2 == 0, g.z_loss_weight = random() % 2 == 0 ? 0.125 : 0;
+    weigh(g, experts);
+    g.logits.push_back(0);
   }
   // Never empty: a pointer to nothing is none that may be registered.
   g.chosen.push_back(0), g.keep.push_back(0);
@@ -125,6 +197,7 @@ struct Workspace {
   std::vector<Entry> entry;
   std::vector<uint32_t> doors, made, whole;
   std::vector<int32_t> heard, routed;
+  std::vector<float> probability, z;
   State state = {};
   comet::Report report = {};
 
@@ -135,7 +208,9 @@ struct Workspace {
         made(static_cast<size_t>(kMostStages * largest.layout.all_tiles())),
         whole(static_cast<size_t>(largest.layout.experts)),
         heard(static_cast<size_t>(largest.layout.cells())),
-        routed(static_cast<size_t>(kMostGroups * largest.layout.cells())) {}
+        routed(static_cast<size_t>(kMostGroups * largest.layout.cells())),
+        probability(routed.size()),
+        z(static_cast<size_t>(kMostGroups)) {}
 
   // Whether the next round finds what the first one found.
   bool is_clean() const {
@@ -165,6 +240,18 @@ inline Pass pass_of(const Heaps& heaps, int rank, Routing& g, Workspace& w, uint
     pass.routing.is_asked = true;
     pass.routing.chosen = g.chosen.data(), pass.routing.keep = g.keep.data();
     pass.routing.capacity = g.capacity;
+  }
+  if (routes && g.is_scored()) {
+    pass.routing.chosen = nullptr, pass.routing.keep = nullptr, pass.weight = g.scored.weight.data();
+    pass.routing.choice = {true,
+                           g.normalizes,
+                           route::balance_scale(g.tokens, heaps.layout.cells(), g.choices),
+                           route::z_scale(g.z_loss_weight, g.tokens),
+                           g.logits.data(),
+                           g.scored.totals.data(),
+                           &g.scored.l_aux,
+                           w.probability.data(),
+                           w.z.data()};
   }
   pass.routing.rows = w.routed.data();
   pass.tokens = g.tokens, pass.choices = g.choices;

@@ -68,6 +68,7 @@ def test_a_pass_is_one_launch_of_the_persistent_kernel() -> None:
     step(layer, x, grad)
     names = device_work(lambda: step(layer, x, grad))
     assert sum("flashdmoe" in name for name in names) == 2
+    assert not any("choose_kernel" in name or "place_kernel" in name for name in names)
 
 
 @pytest.mark.parametrize("is_pool", [False, True])

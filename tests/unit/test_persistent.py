@@ -12,18 +12,24 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 import pmoe
+from bench.bench_launches import launched
 from pmoe import warn
 from pmoe.comm.counts import CountsExchange
 from pmoe.comm.heap import close_heaps
 from pmoe.comm.heap.providers import virtual_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.gates.capacity import expert_capacity, within_capacity
+from pmoe.gates.logits import router_logits
+from pmoe.kernels import route
 from pmoe.kernels.comet.launcher import Division, Launcher
 from pmoe.kernels.flashdmoe import TILE_ROWS, Chosen, forward_tensors, launch_pass, pass_tensors
 from pmoe.kernels.heap import HeapShape
+from pmoe.layer import fused as layer_fused
 from pmoe.layer import padded_counts
+from pmoe.runners import fused_steps
 from pmoe.runners.fused_steps import Request, heap_shape
 from tests.emulated import compile_kernels, emulated, load_kernels
 from tests.heaps import FileMemory
@@ -53,7 +59,7 @@ def make(fused: bool | str = "persistent", dtype: torch.dtype = BF16, **options:
 
 
 def step(layer: pmoe.MoELayer, count: int, between: Any = None) -> dict[str, Tensor]:
-    """T_O and every gradient. between: is called between the passes."""
+    """T_O, l_aux and every gradient of both. between: is called between the passes."""
     generator = torch.Generator().manual_seed(1)
     rows = (torch.randn(count, M, generator=generator, dtype=torch.float64).to(BF16) for _ in range(2))
     x, grad = (each.to(layer.experts.w1.dtype) for each in rows)
@@ -63,10 +69,11 @@ def step(layer: pmoe.MoELayer, count: int, between: Any = None) -> dict[str, Ten
     y = layer(x)
     if between is not None:
         between()
-    (y * grad).sum().backward()
+    assert layer.l_aux is not None
+    ((y * grad).sum() + layer.l_aux).backward()
     assert x.grad is not None
     grads = {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
-    return {"y": y.detach(), "x": x.grad, **grads}
+    return {"y": y.detach(), "l_aux": layer.l_aux.detach(), "x": x.grad, **grads}
 
 
 def check(count: int = T, between: Any = None, skews: bool = False, **options: Any) -> None:
@@ -106,7 +113,7 @@ def test_other_activations_too(activation: str, pair: pmoe.Restore) -> None:
 def test_no_tokens_one_token_and_all_tokens_to_one_expert() -> None:
     for count in (0, 1):
         check(count, memory_reuse="S4")
-    check(top_k=1, skews=True)  # the other experts have no rows
+    check(top_k=1, skews=True, z_loss_weight=0.1)  # the other experts have no rows
 
 
 @pytest.mark.usefixtures("_emulated")
@@ -175,6 +182,90 @@ class Keeping(torch.nn.Module):
     def forward(self, x_TM: Tensor) -> pmoe.Routing:
         routing: pmoe.Routing = self.gate(x_TM)
         return routing
+
+
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"slack": 8.0, "z_loss_weight": 0.1}, id="one rank's counts"),
+        pytest.param({"gate": "switch", "top_k": 1, "slack": 8.0}, id="switch"),
+        pytest.param({"capacity_factor": 0.75, "pad_to_capacity": True}, id="padded"),
+    ],
+)
+def test_the_launch_itself_chooses_experts_and_makes_weights_and_l_aux(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(padded_counts, "compares_always", lambda _: False)  # as on a GPU
+    layer, x = make(**options), torch.randn(T, M, dtype=BF16)
+    layer(x)
+    logits = launched(lambda: router_logits(x, layer.gate.weight))
+    on_host = ["aten::full"] * 2 * layer.pad_to_capacity
+    assert launched(lambda: layer(x)) == logits + on_host
+    with torch.no_grad():
+        assert launched(lambda: layer.eval()(x)) == logits + on_host
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_a_gate_that_does_not_learn_has_no_gradient() -> None:
+    layer, plain = make(gate="switch", top_k=1), make(False, gate="switch", top_k=1)
+    for each in (layer, plain):
+        each.gate.weight.requires_grad_(False)
+    found, wanted = step(layer, T), step(plain, T)
+    assert "gate.weight" not in found.keys() == wanted.keys()
+    assert all(relative_error(found[name].double(), wanted[name].double()) < 1e-2 for name in wanted)
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_rows_narrowed_by_autocast_are_routed_by_wide_ones() -> None:
+    found = {}
+    for fused in ("persistent", False):
+        layer, x = make(fused, torch.float32, slack=8.0), torch.randn(T, M)
+        with torch.autocast("cpu", BF16):
+            y = layer(x)
+        assert layer.l_aux is not None
+        (y.float().square().sum() + layer.l_aux).backward()
+        assert layer.gate.weight.grad is not None
+        found[fused] = (layer.l_aux.detach(), layer.gate.weight.grad, y.detach())
+        torch.manual_seed(3)
+    for own, plain in zip(found["persistent"], found[False], strict=True):
+        assert relative_error(own.double(), plain.double()) < 2e-2
+
+
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize("contexts", [pmoe.checkpoint_contexts, noop_context_fn])
+def test_a_call_that_may_be_run_again_chooses_before_the_launch(contexts: Any) -> None:
+    layer, x = make(slack=8.0), torch.randn(T, M, dtype=BF16, requires_grad=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(route, "promise", lambda *_, **__: pytest.fail("nothing is chosen"))
+        y = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+        y.sum().backward()
+    again = x.grad
+    x.grad = None
+    layer(x).sum().backward()
+    assert again is not None and x.grad is not None and torch.equal(again, x.grad)
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_what_was_promised_is_kept_where_no_launch_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"capacity_factor": 0.75, "pad_to_capacity": True}
+    wanted = step(make(False, **options), T)
+    monkeypatch.setattr(fused_steps, "steps_for", lambda _: "there is no heap")
+    warn.GIVEN.clear()
+    with warnings.catch_warnings(), pytest.warns(UserWarning, match="because there is no heap"):
+        warnings.simplefilter("always")
+        found = step(layer := make(**options), T)
+    assert layer.ran is not None and layer.ran.path == "pipeline"
+    for name, each in wanted.items():
+        assert relative_error(found[name].double(), each.double()) < 1e-2, name
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_more_experts_than_a_launch_chooses_among_are_chosen_before() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_fused, "MOST_EXPERTS", E - 1)
+        patch.setattr(route, "promise", lambda *_, **__: pytest.fail("nothing is chosen"))
+        check(slack=8.0)
 
 
 class NothingRead(TorchDispatchMode):

@@ -89,14 +89,12 @@ def _changed(
             if hasattr(parameter, "expert") and index in state["state"]:
                 size = parameter.shape[0]
                 changed["state"][index] = {
-                    key: change(value, size) if _is_by_expert(value, num_parts * size) else value
+                    key: change(value, size)
+                    if isinstance(value, Tensor) and value.shape[:1] == (num_parts * size,)
+                    else value
                     for key, value in state["state"][index].items()
                 }
     return changed
-
-
-def _is_by_expert(value: object, num_experts: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_experts
 
 
 def _gathered(own: Tensor, ranks: Ranks) -> Tensor | None:

@@ -8,7 +8,7 @@ time on one device.
 Letters: T tokens, K choices, E experts, N = T*K slots, n chunks.
 """
 
-from pmoe.kernels.route.operators import refusal, route
+from pmoe.kernels.route.operators import Promise, promise, refusal, route
 from pmoe.kernels.route.reference import Routes, top_indices
 
-__all__ = ["Routes", "refusal", "route", "top_indices"]
+__all__ = ["Promise", "Routes", "promise", "refusal", "route", "top_indices"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,27 @@ def route(
     if logits_TE.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"logits are on {logits_TE.device}, and must be on a CPU or CUDA device")
     return Routes(*torch.ops.pmoe.route(logits_TE, top_k, normalize, num_chunks, z_loss_weight))
+
+
+class Promise(NamedTuple):
+    """Routes on their graph that are not written yet. Who asked for them launches what writes weight, expert,
+    counts and l_aux, by address; nothing may read these before. options: of `route`."""
+
+    logits_TE: Tensor
+    routes: Routes
+    options: dict[str, Any]
+
+    def keep(self) -> None:
+        """Writes all of them, where no other launch does."""
+        for promised, made in zip(self.routes, route(self.logits_TE, **self.options), strict=True):
+            promised.data.copy_(made)
+
+
+def promise(logits_TE: Tensor, top_k: int, *, normalize: bool, z_loss_weight: float) -> Promise:
+    """As `route`, but nothing is launched."""
+    routes = Routes(*torch.ops.pmoe.route(logits_TE, top_k, normalize, 1, z_loss_weight, writes=False))
+    options = {"top_k": top_k, "normalize": normalize, "z_loss_weight": z_loss_weight}
+    return Promise(logits_TE.detach(), routes, options)
 
 
 def refusal(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> str | None:
@@ -76,10 +97,12 @@ def _runs_kernel(logits_TE: Tensor, top_k: int, num_chunks: int) -> bool:
 
 @torch.library.custom_op("pmoe::route", mutates_args=(), device_types=("cpu", "cuda"))
 def _route(
-    logits_TE: Tensor, top_k: int, normalize: bool, num_chunks: int, z_loss_weight: float
+    logits_TE: Tensor, top_k: int, normalize: bool, num_chunks: int, z_loss_weight: float, writes: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     check_route(logits_TE, top_k, num_chunks, z_loss_weight)
     check_logits_memory(logits_TE, top_k)
+    if not writes:
+        return empty_routes(logits_TE, top_k)
     options: dict[str, Any] = {"normalize": normalize, "z_loss_weight": z_loss_weight}
     if _runs_kernel(logits_TE, top_k, num_chunks):
         routes = empty_routes(logits_TE, top_k, num_chunks)
@@ -123,7 +146,7 @@ def route_backward(
 
 @_route.register_fake
 def _(
-    logits_TE: Tensor, top_k: int, normalize: bool, num_chunks: int, z_loss_weight: float
+    logits_TE: Tensor, top_k: int, normalize: bool, num_chunks: int, z_loss_weight: float, *_: bool
 ) -> tuple[Tensor, ...]:
     check_route(logits_TE, top_k, num_chunks, z_loss_weight)
     return empty_routes(logits_TE, top_k, num_chunks)
@@ -135,13 +158,13 @@ def _(logits_TE: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _save_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits_TE, _, ctx.normalize, _, ctx.z_loss_weight = inputs
+    logits_TE, _, ctx.normalize, _, ctx.z_loss_weight, _ = inputs
     routes = Routes(*output)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits_TE, routes.expert_TK, routes.weight_TK, routes.counts_nE)
 
 
-def _differentiate_route(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+def _differentiate_route(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_weight_TK, *_, grad_l_aux = gradients
     grad_logits_TE = None
     if grad_weight_TK is not None or grad_l_aux is not None:
@@ -152,7 +175,7 @@ def _differentiate_route(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | 
             grad_weight_TK=None if grad_weight_TK is None else grad_weight_TK.contiguous(),
             grad_l_aux=grad_l_aux,
         )
-    return grad_logits_TE, None, None, None, None
+    return grad_logits_TE, *[None] * 5
 
 
 _route.register_autograd(_differentiate_route, setup_context=_save_route)

@@ -8,7 +8,7 @@ Two kinds of numbers, told apart in the column "how":
   Views, allocations and what only asks for sizes launch nothing on a GPU, and are left out, but what they
   call counts. One rank, float32, top-2 of 8 experts.
 - construction: the launches that `pmoe/runners/one_rank.py` and the fused kernels make on one rank of a GPU,
-  the gate's product among them. No profiler has counted them yet; `bench/bench_alone.py` and
+  the gate's among them. No profiler has counted them yet; `bench/bench_alone.py` and
   `bench/bench_flashdmoe.py` do on a GPU.
 """
 
@@ -35,7 +35,7 @@ split_with_sizes unbind unsqueeze squeeze
 detach alias lift_fresh unflatten view_as expand_as item _local_scalar_dense is_nonzero result_type to
 contiguous resolve_conj resolve_neg _reshape_alias numpy_T mT chunk flatten unfold diagonal detach_"""
 NO_KERNEL = frozenset(f"aten::{name}" for name in _NAMES.split())
-CONSTRUCTED = {"one rank's kernels": 6, "fused=True": 5, 'fused="persistent"': 2}
+CONSTRUCTED = {"one rank's kernels": 6, "fused=True": 5, 'fused="persistent"': 1}
 """On one rank of a GPU: docs/kernels.md, docs/comet.md and docs/flashdmoe.md say which."""
 
 

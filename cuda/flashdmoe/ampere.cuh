@@ -44,14 +44,22 @@ template <class T, Activation kActivation>
 __device__ __forceinline__ void compute_sm80(const Member& m, AmpereShared& shared, const Task& task) {
   if (task.type == TaskType::kCount || task.type == TaskType::kPlace)
     return route_group<AmpereRouting>(m.pass, task);
-  const CellTile cell(m.pass, task);
-  if (task.type == TaskType::kGemm0) {
-    compute_first<T, kActivation>(m, shared, task, cell, arrived(m.pass, task, Round::kDispatch));
-    if (m.experts.input != nullptr) keep_rows(m, task, cell, static_cast<int>(threadIdx.x));
-    return;
+  // One product's code serves both: each would be as long again.
+  if (task.type == TaskType::kScores || task.type == TaskType::kGemm1) {
+    const bool scores = task.type == TaskType::kScores;
+    Problem p;
+    Tile tile;
+    if (scores) {
+      p = gate_product<T>(m), tile = gate_tile(m.pass, task, ampere::kColumns);
+    } else {
+      const CellTile cell(m.pass, task);
+      p = second_product<T>(m, task, cell), tile = cell.tile(task, ampere::kColumns);
+    }
+    return compute<T, Form::kForward, Epilogue::kWideOrPlain>(shared, p, tile);
   }
-  compute<T, Form::kForward, Epilogue::kPlain>(shared, second_product<T>(m, task, cell),
-                                               cell.tile(task, ampere::kColumns));
+  const CellTile cell(m.pass, task);
+  compute_first<T, kActivation>(m, shared, task, cell, arrived(m.pass, task, Round::kDispatch));
+  if (m.experts.input != nullptr) keep_rows(m, task, cell, static_cast<int>(threadIdx.x));
 }
 
 // compute(member, task): routing, or a tile of a product.

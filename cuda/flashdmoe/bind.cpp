@@ -66,8 +66,12 @@ void read_choice(Fields& given, Pass& pass) {
   choice.is_asked = given.small("chooses") != 0, choice.normalizes = given.small("normalize") != 0;
   choice.balance_scale = pmoe::route::balance_scale(pass.tokens, experts, pass.choices);
   choice.z_scale = pmoe::route::z_scale(given.real("z_loss_weight"), pass.tokens);
-  choice.logits = given.at<const float>("logits"), choice.counts = given.at<int32_t>("all_counts");
+  choice.logits = given.at<float>("logits"), choice.weight = given.at<const void>("gate_weight"),
+  choice.counts = given.at<int32_t>("all_counts");
   choice.l_aux = given.at<float>("l_aux");
+  if (choice.weight != nullptr && experts % 2 != 0)
+    throw py::value_error("experts (" + std::to_string(experts) +
+                          ") must be even where a launch scores them");
   if (choice.is_asked && (experts > kMostChosen || pass.choices > pmoe::route::kMostChoices))
     throw py::value_error("experts (" + std::to_string(experts) + ") and top_k (" +
                           std::to_string(pass.choices) + ") must be at most " + std::to_string(kMostChosen) +

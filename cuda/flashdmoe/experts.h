@@ -39,6 +39,10 @@ inline void plan_forward(Pass& pass, const Experts& experts, bool halves, int co
   const int most = smaller(pass.processors, kMostGroups);
   RoutingTasks& routing = pass.routing;
   routing.groups = !routing.is_asked ? 0 : larger(1, smaller(most, ceil_div(pass.tokens, kRoutedTokens)));
+  if (routing.choice.weight != nullptr) {
+    routing.products[0] = ceil_div(pass.tokens, pass.layout.tile_rows);
+    routing.products[1] = ceil_div(pass.layout.cells(), columns);
+  }
   pass.stages = {};
   pass.stages.columns[0] = ceil_div(experts.hidden, halves ? columns / 2 : columns);
   pass.stages.columns[1] = ceil_div(experts.model, columns);
@@ -72,6 +76,8 @@ inline int64_t place_for_all(Pass& pass, const Experts& experts, bool halves, in
   all.of_w1 = all.of_w2 = all.of_b1 = all.of_b2 = &all;
   Pass largest = pass;
   largest.tokens = tokens, largest.routing.groups = kMostGroups;
+  largest.routing.products[0] = ceil_div(tokens, rows);
+  largest.routing.products[1] = ceil_div(kMostChosen, columns);
   plan_backward(largest, all, halves, rows, columns, true);
   const int64_t bytes = place_workspace(largest, base);
   pass.queue = largest.queue, pass.doors = largest.doors, pass.made = largest.made;

@@ -94,7 +94,7 @@ __device__ __forceinline__ void load_first(const Member& m, HopperShared& shared
 }
 
 template <class T, Activation kActivation>
-__device__ __forceinline__ void load_forward(const Member& m, HopperShared& shared, const Maps<2>& maps,
+__device__ __forceinline__ void load_forward(const Member& m, HopperShared& shared, const Maps<3>& maps,
                                              const Task& task, uint32_t& steps) {
   const Layout& layout = m.pass.layout;
   if (task.type == TaskType::kGemm0) {
@@ -102,10 +102,20 @@ __device__ __forceinline__ void load_forward(const Member& m, HopperShared& shar
     const int here = offset_of(m.pass, task.peer, task.expert);
     load_first<T, kActivation>(m, shared, maps.of[kFirstProduct], task, cell,
                                row_in_heap(layout, task.peer, Round::kDispatch, task.expert, here), steps);
-  } else if (task.type == TaskType::kGemm1) {
-    const CellTile cell(m.pass, task);
-    load<Form::kForward>(shared, maps.of[kSecondProduct], second_product<T>(m, task, cell),
-                         cell.tile(task, hopper::kColumns), static_cast<int>(cell.first), steps);
+  } else if (task.type == TaskType::kScores || task.type == TaskType::kGemm1) {
+    // One product's code serves both.
+    const bool scores = task.type == TaskType::kScores;
+    Problem p;
+    Tile tile;
+    int begin = 0;
+    if (scores) {
+      p = gate_product<T>(m), tile = gate_tile(m.pass, task, hopper::kColumns);
+    } else {
+      const CellTile cell(m.pass, task);
+      p = second_product<T>(m, task, cell), tile = cell.tile(task, hopper::kColumns);
+      begin = static_cast<int>(cell.first);
+    }
+    load<Form::kForward>(shared, maps.of[scores ? kGateProduct : kSecondProduct], p, tile, begin, steps);
   }
 }
 
@@ -140,8 +150,8 @@ __device__ __forceinline__ void multiply_forward(const Member& m, HopperShared& 
     multiply<T, Form::kForward, Epilogue::kHidden, kActivation>(shared, [&]() PMOE_INLINE {
       if (m.experts.input != nullptr) keep_rows(m, task, CellTile(m.pass, task), thread);
     });
-  } else if (task.type == TaskType::kGemm1) {
-    multiply<T, Form::kForward, Epilogue::kPlain>(shared);
+  } else if (task.type == TaskType::kScores || task.type == TaskType::kGemm1) {
+    multiply<T, Form::kForward, Epilogue::kWideOrPlain>(shared);
   } else {
     route_group<HopperRouting>(m.pass, task);
     fence_proxy_async();  // before the accelerator writes there
@@ -192,7 +202,7 @@ __device__ __forceinline__ void act_sm90a(const Launch& launch, HopperShared& sh
 
 template <class T, Activation kActivation>
 __global__ void __launch_bounds__(hopper::kThreads, 1)
-    forward_sm90a(const __grid_constant__ HopperLaunch<2> all) {
+    forward_sm90a(const __grid_constant__ HopperLaunch<3> all) {
 #if PMOE_HOPPER_CODE
   auto& shared = *reinterpret_cast<HopperShared*>(shared_memory());
   act_sm90a<T>(

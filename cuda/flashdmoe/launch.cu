@@ -49,12 +49,17 @@ Mapped of_rows(Form form, const Rows& rows, const void* weights, int n, int k, i
   return made;
 }
 
-void map_forward(const Which& which, const Member& m, Mapped (&made)[2]) {
+void map_forward(const Which& which, const Member& m, Mapped (&made)[3]) {
   const Experts& e = m.experts;
   const int wide = wide_columns(e, which.activation), experts = m.pass.layout.experts;
   const int64_t cells = m.pass.layout.all_rows();
   made[kFirstProduct] = of_rows(Form::kForward, rows_of_heap(m.pass), e.w1, wide, e.model, experts);
   made[kSecondProduct] = of_rows(Form::kForward, {e.active, cells}, e.w2, e.model, e.hidden, experts);
+  const void* const gate = m.pass.routing.choice.weight;
+  made[kGateProduct] = made[kFirstProduct];  // where there is no such task, and a map must point somewhere
+  if (m.pass.routing.scored() > 0)
+    made[kGateProduct] =
+        of_rows(Form::kForward, {m.pass.source, m.pass.tokens}, gate, m.pass.layout.cells(), e.model, 1);
 }
 
 // A sum over rows, which stand in both operands.
@@ -122,7 +127,7 @@ void launch(const Which& which, const Launch& launch, int blocks, void* stream) 
     Prepared(name_of(which), ampere_kernel(which), grid, stream).launch(launch);
   } else if (!which.is_backward) {
     const Prepared prepared(name_of(which), hopper_forward(which), grid, stream);
-    prepared.launch(with_maps<2>(which, launch, map_forward));
+    prepared.launch(with_maps<3>(which, launch, map_forward));
   } else {
     const Prepared prepared(name_of(which), hopper_backward(which), grid, stream);
     prepared.launch(with_maps<5>(which, launch, map_backward));

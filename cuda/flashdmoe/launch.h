@@ -16,7 +16,7 @@ struct Which {
 };
 
 using PassKernel = void (*)(Launch);
-using ForwardKernel = void (*)(HopperLaunch<2>);
+using ForwardKernel = void (*)(HopperLaunch<3>);
 using BackwardKernel = void (*)(HopperLaunch<5>);
 
 // A translation unit each.

@@ -1,5 +1,5 @@
-// A launch on Hopper: beside the ranks' passes, the maps by which the accelerator loads their operands. Those
-// of backward are more than 4096 bytes, which devices from 7.0 on take from a driver of CUDA 12.1 or later.
+// A launch on Hopper: beside the ranks' passes, the maps by which the accelerator loads their operands. They
+// are more than 4096 bytes, which devices from 7.0 on take from a driver of CUDA 12.1 or later.
 #pragma once
 #include <cuda.h>
 
@@ -11,8 +11,16 @@ struct MapPair {
   CUtensorMap a, b;
 };
 
-// Products that have maps: of forward the first two.
-enum MappedProduct { kFirstProduct, kSecondProduct, kHiddenProduct = 1, kInputProduct, kOfW1, kOfW2 };
+// Products that have maps, of forward and of backward.
+enum MappedProduct {
+  kFirstProduct,
+  kSecondProduct,
+  kGateProduct,
+  kHiddenProduct = 1,
+  kInputProduct,
+  kOfW1,
+  kOfW2
+};
 
 template <int kProducts>
 struct Maps {

@@ -28,6 +28,9 @@ constexpr uint32_t kCompleteBit = 1u << 8;
 // Of the same kind: rows are placed before all groups of tokens have been counted.
 constexpr uint32_t kCountedBit = 1u << 9;
 
+// And: experts are chosen before all scores are there.
+constexpr uint32_t kScoredBit = 1u << 11;
+
 // And: a cell's offset is used before it is chosen.
 constexpr uint32_t kKnownBit = 1u << 10;
 
@@ -45,8 +48,9 @@ struct GateChoice {
   bool is_asked = false;
   bool normalizes = false;                  // a token's weights are divided by their sum
   float balance_scale = 0.0f, z_scale = 0;  // see route/layout.h
-  const float* logits = nullptr;            // (tokens, experts of all ranks)
-  int32_t* counts = nullptr;                // by expert, of all choices: also those beyond a capacity
+  float* logits = nullptr;                  // (tokens, experts of all ranks)
+  const void* weight = nullptr;  // (experts of all ranks, M), of the rows' type; null: logits are there
+  int32_t* counts = nullptr;     // by expert, of all choices: also those beyond a capacity
   float* l_aux = nullptr;
   float* probability = nullptr;  // (groups, experts of all ranks): summed over the group's tokens
   float* z = nullptr;            // (groups): squared logsumexp, summed likewise
@@ -56,6 +60,7 @@ struct GateChoice {
 // expert and row. Without groups these were there before.
 struct RoutingTasks {
   bool is_asked = false;
+  int products[2] = {};             // tiles of the gate's product, down (of tokens) and across
   int groups = 0;                   // of tokens
   const int64_t* chosen = nullptr;  // by slot the expert; null: they stand in the pass's already
   const uint8_t* keep = nullptr;    // by slot, 0: dropped; null: none is
@@ -63,7 +68,8 @@ struct RoutingTasks {
   int32_t* rows = nullptr;          // (groups, experts of all ranks): of each group
   GateChoice choice;
 
-  PMOE_HD int tasks() const { return 2 * groups; }
+  PMOE_HD int scored() const { return products[0] * products[1]; }
+  PMOE_HD int tasks() const { return scored() + 2 * groups; }
 };
 
 struct Pass {

@@ -139,7 +139,7 @@ __device__ __forceinline__ bool is_last(uint32_t* count, int columns) {
 __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
   const Layout& layout = pass.layout;
   comet::nap(pass.watch, 7300 + task.tile);
-  if (task.type == TaskType::kCount || task.type == TaskType::kPlace) {
+  if (task.type <= TaskType::kPlace) {
     add_acq_rel(&pass.queue.state->routed, 1u);
     return;
   }

@@ -88,6 +88,24 @@ __device__ __forceinline__ Problem second_product(const Member& m, const Task& t
   return p;
 }
 
+// x Wg^T, a tile of it: the scores of tokens.
+template <class T>
+__device__ __forceinline__ Problem gate_product(const Member& m) {
+  const Pass& pass = m.pass;
+  Problem p;
+  p.n = pass.layout.cells(), p.k = m.experts.model, p.a_stride = m.experts.model;
+  p.a = pass.source, p.b = pass.routing.choice.weight, p.d = pass.routing.choice.logits, p.wide = 1;
+  return p;
+}
+__device__ __forceinline__ Tile gate_tile(const Pass& pass, const Task& task, int columns) {
+  return {0,
+          0,
+          pass.tokens,
+          task.tile * pass.layout.tile_rows,
+          pass.rows_of(pass.tokens, task.tile),
+          task.column * columns};
+}
+
 // T_DI: the tiles across each copy some of the rows. thread: of the crew.
 __device__ __forceinline__ void keep_rows(const Member& m, const Task& task, const CellTile& cell,
                                           int thread) {

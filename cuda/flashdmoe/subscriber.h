@@ -49,7 +49,11 @@ class Subscriber {
     comet::nap(watch, 7000 + number_);
     for (int peer = number_; peer < pass_.layout.ranks; peer += count_)
       comet::signal(watch, pass_.heaps[peer] + pass_.layout.granted(pass_.rank));
-    route(TaskType::kCount);
+    const int across = pass_.routing.products[1];
+    for (int tile = number_; tile < pass_.routing.products[0]; tile += count_) {
+      push({TaskType::kScores, pass_.rank, 0, tile, 0}, across);
+      promised_ += static_cast<uint32_t>(across);
+    }
     Missing missing;
     bool is_open = true;
     while (is_open) {
@@ -87,16 +91,23 @@ class Subscriber {
       push({type, pass_.rank, 0, group, 0});
   }
 
-  // Whether this rank's own rows have their places. When all groups are counted they are placed.
+  // Whether this rank's own rows have their places. When all scores are there groups are counted, and placed
+  // when all of them are.
   __device__ __forceinline__ bool is_routed(Missing& missing) {
     if (is_routed_) return true;
-    const auto groups = static_cast<uint32_t>(pass_.routing.groups);
+    const auto scored = static_cast<uint32_t>(pass_.routing.scored());
+    const uint32_t counted = scored + static_cast<uint32_t>(pass_.routing.groups);
     const uint32_t ended = load_acquire(&pass_.queue.state->routed), waits = pass_.watch.not_waited;
-    if (!is_counted_ && (ended >= groups || waits & kCountedBit)) {
+    if (!is_scored_ && (ended >= scored || waits & kScoredBit)) {
+      is_scored_ = true;
+      route(TaskType::kCount);
+    }
+    if (is_scored_ && !is_counted_ && (ended >= counted || waits & kCountedBit)) {
       is_counted_ = true;
       route(TaskType::kPlace);
     }
-    is_routed_ = is_counted_ && (ended == 2 * groups || waits >> static_cast<int>(Wait::kRouted) & 1);
+    is_routed_ =
+        is_counted_ && (ended == 2 * counted - scored || waits >> static_cast<int>(Wait::kRouted) & 1);
     moved_ |= is_routed_;
     if (!is_routed_) missing.note(Wait::kRouted, pass_.rank, 0, 0);
     return is_routed_;
@@ -222,8 +233,8 @@ class Subscriber {
   int group_, slot_;                               // of the tokens that are looked for
   uint64_t greeted_ = 0, sent_ = 0, granted_ = 0;  // a bit a peer of this thread's
   uint32_t promised_ = 0;                          // tasks that follow from what it has heard
-  bool is_counted_ = false, is_routed_ = false;    // this rank's tokens
-  bool moved_ = false;                             // something has come at this look
+  bool is_scored_ = false, is_counted_ = false, is_routed_ = false;  // this rank's tokens
+  bool moved_ = false;                                               // something has come at this look
 };
 
 }  // namespace pmoe::flashdmoe

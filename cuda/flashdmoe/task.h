@@ -5,9 +5,11 @@
 
 namespace pmoe::flashdmoe {
 
+// What routes comes first.
 enum class TaskType : uint32_t {
-  kCount,  // a group of tokens: its experts, where they are chosen here; its rows by expert
-  kPlace,  // a group of tokens: where its rows stand among their experts'
+  kScores,  // the gate's product: a tile of its scores
+  kCount,   // a group of tokens: its experts, where they are chosen here; its rows by expert
+  kPlace,   // a group of tokens: where its rows stand among their experts'
   kDispatch,
   kGemm0,           // T_DI w1^T and the nonlinearity
   kGemm1,           // the activated hidden rows, times w2^T
@@ -23,7 +25,7 @@ struct Task {
   TaskType type;
   int peer;    // dispatch: to whom; products of rows: whose rows
   int expert;  // of the rank that computes
-  int tile;    // of the cell's rows; routing and combine: group of tokens; weights: down
+  int tile;    // of the cell's rows; routing and combine: group of tokens; scores and weights: down
   int column;  // tile across
 
   PMOE_HD Words packed() const {
@@ -64,7 +66,7 @@ struct State {
   uint32_t promised;  // tasks that subscribers know of: behind the last subscriber, all of the round's
   uint32_t listened;  // subscribers that have heard everything
   uint32_t granted;   // tiles of the pool
-  uint32_t routed;    // routing tasks that have ended: first those that count, then those that place
+  uint32_t routed;    // routing tasks that have ended: scores, then those that count, those that place
   uint32_t hungry;    // 1: a processor is idle, and no task is ready. A hint
   uint32_t over;      // the last round that has ended
 };

@@ -107,7 +107,9 @@ class Store {
         store_wide(values, column);
       else
         store_rounded(values, column);
-    } else if constexpr (kEpilogue == Epilogue::kPlain) {
+    } else if constexpr (kEpilogue == Epilogue::kPlain || kEpilogue == Epilogue::kWideOrPlain) {
+      if constexpr (kEpilogue == Epilogue::kWideOrPlain)
+        if (p_.wide) return store_wide(values, column);
       if (p_.bias != nullptr) add_bias(values, column);
       if (p_.weight != nullptr) {
         PMOE_UNROLL

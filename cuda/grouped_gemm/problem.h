@@ -19,6 +19,7 @@ enum class Epilogue : int {
   kPlain,           // D = (product + bias) * weight, or D += product
   kHidden,          // D = product + bias (T_M), active = act(D)
   kHiddenGradient,  // product: the gradient of the activated hidden; D: that of hidden (dT_M), times weight
+  kWideOrPlain,     // kPlain; or D = product where Problem::wide is set
 };
 
 // Whether a tile holds matching columns of both halves of the hidden ones, which its epilogue joins.
@@ -50,7 +51,7 @@ struct Problem {
   int weighs_active = 0;          // kHiddenGradient: active is written times weight
   uint32_t* next_tile = nullptr;  // 0 at the launch: blocks take tiles from it as they come; null: in turn
   int beside = 1;                 // Hopper's, 1 or 2: blocks of a cluster whose tiles lie side by side
-  int wide = 0;                   // kWeight: D is float
+  int wide = 0;                   // kWeight, kWideOrPlain: D is float, n columns wide; n is even
   int accumulates = 0;            // kWeight: D += product; D is float
 };
 

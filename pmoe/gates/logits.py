@@ -25,11 +25,11 @@ def router_logits(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
         return F.linear(x_TM, weight_EM.to(x_TM.dtype))
     if torch.compiler.is_compiling():
         return F.linear(x_TM.float(), weight_EM.float())
-    logits_TE: Tensor = _Logits.apply(x_TM, weight_EM)  # type: ignore[no-untyped-call]
+    logits_TE: Tensor = Logits.apply(x_TM, weight_EM)  # type: ignore[no-untyped-call]
     return logits_TE
 
 
-class _Logits(torch.autograd.Function):
+class Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TM: Tensor, weight_EM: Tensor) -> Tensor:
         ctx.save_for_backward(x_TM, weight_EM)

@@ -1,8 +1,8 @@
-"""FlashDMoE's persistent kernels: a pass of the layer, from the gate's choice to combine, in one launch.
+"""FlashDMoE's persistent kernels: a pass of the layer, from the gate to combine, in one launch.
 
-Blocks are actors: one schedules and subscribes to what arrives, all others are processors that choose, place,
-send, multiply and sum tile by tile. The kernels are in cuda/flashdmoe (thesis, chapters 4 and 5; backward is
-pmoe's own).
+Blocks are actors: one schedules and subscribes to what arrives, all others are processors that score, choose,
+place, send, multiply and sum tile by tile. The kernels are in cuda/flashdmoe (thesis, chapters 4 and 5;
+backward is pmoe's own).
 
 A rank's rows for an expert lie in a cell of C rows on that expert's rank (layout L, section 5.3). A cell that
 is not full is padded in place: what is missing neither travels nor is computed (section 5.4). Without a
@@ -29,7 +29,7 @@ from pmoe.kernels.comet.launches import check_expert_weight, check_tokens
 from pmoe.kernels.comet.steps import float_weights
 from pmoe.kernels.gemm import ACTIVATIONS
 from pmoe.kernels.heap import Heap
-from pmoe.kernels.operands import address, check_tensor
+from pmoe.kernels.operands import address, check_memory, check_tensor
 from pmoe.kernels.route import Promise
 from pmoe.schedule.tasks import PassDirection
 
@@ -119,10 +119,15 @@ def forward_tensors(
     is_wide = expert_TK.dtype == torch.int64
     row_TK = torch.empty_like(expert_TK, dtype=torch.int32)
     if chosen.promise is not None:
-        logits_TE, routes, options = chosen.promise
+        logits_TE, routes, options, product = chosen.promise
         check_tensor("logits", logits_TE, shape=("T", cells), dtypes=[torch.float32], contiguous=True)
         written = {"logits": logits_TE, "all_counts": routes.counts_nE, "l_aux": routes.l_aux}
         given = given | written | {"chooses": 1, **options}
+        if product is not None:
+            weight_EM, source_TM = product[1], given["source"]
+            check_tensor("gate", weight_EM, shape=(cells, d_model), dtypes=[source_TM.dtype])
+            check_memory(dense={"gate": weight_EM})
+            given["gate_weight"] = weight_EM
     return given | {
         "routes": 1,
         "chosen": expert_TK if is_wide else None,

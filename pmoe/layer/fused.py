@@ -18,16 +18,18 @@ from pmoe.engine.autograd import Runner
 from pmoe.engine.passes import Inputs
 from pmoe.engine.replay import may_run_again
 from pmoe.experts.stacked import StackedExperts
+from pmoe.gates.logits import Logits
 from pmoe.gates.topk import TopKGate
 from pmoe.kernels import route
 from pmoe.kernels.comet.launches import Journey
 from pmoe.kernels.comet.steps import Steps
 from pmoe.kernels.flashdmoe import MOST_CHOICES, MOST_EXPERTS, Chosen
+from pmoe.kernels.operands import memory_misfit
 from pmoe.kernels.route import Promise
 from pmoe.layer.choose import choose
 from pmoe.layer.decision import Agreed, CallCounts, Decision
 from pmoe.layer.exact_counts import in_chunks, shared_counts, sort_early, sorted_rows, start
-from pmoe.layer.parts import Call, Parts
+from pmoe.layer.parts import Call, Parts, cast_dtype
 from pmoe.layer.route import make_inputs
 from pmoe.runners import fused, fused_steps, one_rank
 from pmoe.runners.features import Feature, refused
@@ -77,8 +79,18 @@ def _warn_unfused(parts: Parts, why: str) -> None:
         warn_once(f"fused ({parts.spec.fused!r}) falls back to the unfused layer because {why}")
 
 
+class _PromisedLogits(Logits):
+    """x weight^T, which a launch to come computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TM: Tensor, weight_EM: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TM, weight_EM)
+        return x_TM.new_empty(x_TM.shape[0], weight_EM.shape[0], dtype=torch.float32)
+
+
 def promised(call: Call, x_TM: Tensor) -> Promise | None:
-    """The gate's choice, where a persistent launch is to make it; None where it is made before.
+    """The gate's choice, where a persistent launch is to make it; None where it is made before. Where the
+    gate's weight and the rows are of one type of 16 bits the launch computes the gate's product, too.
 
     Only for a layer whose counts are not exchanged before the launch: see `pmoe.layer.one_rank_counts` and
     `pmoe.layer.padded_counts`. A call that may be run again is told from others by what it chooses.
@@ -89,8 +101,14 @@ def promised(call: Call, x_TM: Tensor) -> Promise | None:
     is_taken &= spec.num_experts <= MOST_EXPERTS and spec.top_k <= MOST_CHOICES
     if not is_taken or x_TM.dtype == torch.float64 or call.replay.is_replay or may_run_again(call.layer):
         return None
-    with torch.autocast(x_TM.device.type, enabled=False):
-        return one_rank.route_tokens(cast(TopKGate, parts.gate), x_TM, route.promise)
+    gate, dtype = cast(TopKGate, parts.gate), cast_dtype(parts, x_TM) or x_TM.dtype
+    is_narrow = dtype == x_TM.dtype == gate.weight.dtype != torch.float32
+    if not is_narrow or spec.num_experts % 2 or memory_misfit(dense={"gate": gate.weight}) is not None:
+        with torch.autocast(x_TM.device.type, enabled=False):
+            return one_rank.route_tokens(gate, x_TM, route.promise)
+    logits_TE = _PromisedLogits.apply(x_TM, gate.weight)  # type: ignore[no-untyped-call]
+    found = route.promise(logits_TE, gate.top_k, normalize=gate.normalize, z_loss_weight=gate.z_loss_weight)
+    return found._replace(product=(x_TM.detach(), gate.weight.detach()))
 
 
 def decide(call: Call) -> Decision:

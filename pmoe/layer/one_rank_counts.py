@@ -41,8 +41,7 @@ def decide(call: Call) -> Decision | None:
     if agreed is None:
         return None
     replay.once(lambda: agreed)
-    with torch.autocast(x.device.type, enabled=False):
-        routes, promise = replay.route(x_TM, lambda: _routes(call, x_TM, agreed))
+    routes, promise = replay.route(x_TM, lambda: _routes(call, x_TM, agreed))
     routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux)
 
     def journey() -> Journey:
@@ -108,10 +107,11 @@ def kernels_refusal(parts: Parts, x_TM: Tensor) -> str | None:
 
 
 def _routes(call: Call, x_TM: Tensor, agreed: Agreed) -> tuple[Routes, Promise | None]:
-    """The gate's product; and the routing, unless a persistent launch makes that. Autocast must be off."""
+    """The gate's product and the routing, a launch each, unless a persistent launch makes them."""
     if agreed.steps is not None and (found := promised(call, x_TM)) is not None:
         return found.routes, found
-    routes = one_rank.route_tokens(cast(TopKGate, call.parts.gate), x_TM, route)
+    with torch.autocast(x_TM.device.type, enabled=False):
+        routes = one_rank.route_tokens(cast(TopKGate, call.parts.gate), x_TM, route)
     if may_run_again(call.layer):
         from pmoe.engine import rerouting
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -80,7 +80,11 @@ class KernelsRunner(abc.ABC):
             return y_TM, None
         x_TM = inputs.x_TM if sends_again else None
         tensors = [x_TM, inputs.weight_TK, *split_parameters(inputs.parameters), *kept]
-        return y_TM, Saved(tensors, self._backward)
+        return y_TM, Saved(tensors, self.for_backward()._backward)
+
+    def for_backward(self) -> KernelsRunner:
+        """Without what forward alone reads: it is kept until backward."""
+        return self
 
     def _backward(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
         with self.steps.all_or_give_up():
@@ -155,17 +159,20 @@ class FusedRunner(KernelsRunner):
 class PersistentRunner(KernelsRunner):
     """Both passes of a call, a launch each (`pmoe.kernels.flashdmoe`). T_DI and T_M are kept by cell.
 
-    The gate's product comes before, and its choice where it is not promised. Places of rows, their counts,
-    grants and rows are made and travel while the kernel runs; whether they fit is decided before, by the
-    largest numbers of any rank's tokens and of the rows that it receives, which come with every call's
-    exchange of counts.
+    The gate comes before where its routes are not promised. Places of rows, their counts, grants and rows are
+    made and travel while the kernel runs; whether they fit is decided before, by the largest numbers of any
+    rank's tokens and of the rows that it receives, which come with every call's exchange of counts.
     """
 
-    chosen: Chosen
+    chosen: Chosen | None
     name: ClassVar[Path] = "persistent"
+
+    def for_backward(self) -> KernelsRunner:
+        return replace(self, chosen=None)
 
     def _output(self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool) -> KernelsOutput:
         launcher, chosen, x_TM = self.steps.launcher, self.chosen, dense(inputs.x_TM)
+        assert chosen is not None
         heap, parameters, weight_TK = launcher.heaps[0], split_parameters(inputs.parameters), inputs.weight_TK
         given = flashdmoe.pass_tensors(heap, chosen.expert_TK, x_TM, weight_TK, parameters, self.activation)
         made = flashdmoe.forward_tensors(

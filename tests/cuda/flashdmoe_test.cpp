@@ -55,7 +55,7 @@ float rounded(float x) { return low_half<T>(narrow<T>(x).bits); }
 
 struct Rank {
   Routing routing;
-  Values x, y, dy, dx;
+  Values x, y, dy, dx, gate;
   Values w1, b1, w2, b2, wide, active, input;
   Values gradient, of_w1, of_b1, of_w2, of_b2;
   std::vector<float> dots, of_weight;
@@ -255,14 +255,34 @@ void check(const Case& c, const std::vector<Rank>& all, const std::string& where
   }
 }
 
+// The gate's, by token and expert of all ranks.
+std::vector<float> product(const Case& c, const Rank& own, int tokens, int experts) {
+  std::vector<float> made;
+  for (int t = 0; t < tokens; ++t)
+    for (int e = 0; e < experts; ++e) {
+      double sum = 0;
+      for (int i = 0; i < c.model; ++i)
+        sum += double{at(own.x, t * c.model + i)} * at(own.gate, e * c.model + i);
+      made.push_back(static_cast<float>(sum));
+    }
+  return made;
+}
+
 // Tensors of a rank in a round; what nobody has written is no number.
 Rank random_rank(const Case& c, const Layout& layout, std::mt19937& random, int tokens) {
   const int wide = c.activation == Activation::kSwiglu ? 2 * c.hidden : c.hidden;
   const auto unwritten = [](int64_t count) { return Values(static_cast<size_t>(count), T{0xFFFF}); };
   Rank own;
-  own.routing = random_routing(random, layout, tokens, c.choices, c.favoured, c.scores);
+  const bool is_product = c.scores == Scores::kProduct;
+  if (is_product) {
+    own.x = values(random, tokens * c.model, 1.0f), own.gate = values(random, layout.cells() * c.model, 0.5f);
+  }
+  const std::vector<float> scores =
+      is_product ? product(c, own, tokens, layout.cells()) : std::vector<float>();
+  own.routing = random_routing(random, layout, tokens, c.choices, c.favoured, c.scores, scores);
   for (float& weight : own.routing.weight) weight *= c.scores == Scores::kNone ? 0.25f : 1.0f;
-  own.x = values(random, tokens * c.model, 1.0f), own.dy = values(random, tokens * c.model, 1.0f);
+  if (!is_product) own.x = values(random, tokens * c.model, 1.0f);
+  own.dy = values(random, tokens * c.model, 1.0f);
   own.y = own.dx = Values(own.x.size(), T{0xFFFF});
   own.w1 = values(random, c.experts * wide * c.model, 0.3f);
   own.w2 = values(random, c.experts * c.model * c.hidden, 0.3f);
@@ -300,6 +320,7 @@ Member member(const Case& c, const Heaps& heaps, int rank, Rank& own, Workspace&
   if (c.trains && !c.sends_again) e.input = own.input.data();
   if (is_backward || (c.trains && !c.recomputes)) e.wide = own.wide.data();
   if (!is_backward) {
+    if (own.routing.is_product) m.pass.routing.choice.weight = own.gate.data();
     plan_forward(m.pass, e, halves, columns);
     return m;
   }
@@ -317,6 +338,7 @@ void register_rank(const Heaps& heaps, size_t index, Rank& own, Workspace& w) {
     emu::register_array(name, values.data(), values.size() * sizeof(values[0]), writable);
   };
   emu::register_array("heap", heaps.at[index], static_cast<size_t>(heaps.layout.bytes()), true);
+  if (!own.gate.empty()) array("gate", own.gate, false);
   for (auto* each : {&own.x, &own.dy, &own.w1, &own.w2, &own.b1, &own.b2}) array("given", *each, false);
   for (auto* each : {&own.y, &own.wide, &own.active, &own.input, &own.dx, &own.gradient, &own.of_w1,
                      &own.of_w2, &own.of_b1, &own.of_b2})
@@ -329,7 +351,7 @@ void register_rank(const Heaps& heaps, size_t index, Rank& own, Workspace& w) {
   array("chosen", g.chosen, false), array("kept", g.keep, false), array("rows of groups", w.routed, true);
   array("weights", g.weight, false);
   if (g.is_scored()) {
-    array("logits", g.logits, false), array("chosen weights", g.scored.weight, true);
+    array("logits", g.logits, g.is_product), array("chosen weights", g.scored.weight, true);
     array("rows of all choices", g.scored.totals, true);
     emu::register_array("l_aux", &g.scored.l_aux, sizeof g.scored.l_aux, true);
   }
@@ -499,6 +521,8 @@ int main(int argc, char** argv) {
     chosen.scores = Scores::kSome, chosen.tiles = 2, chosen.rounds = 1, go(chosen);
     Case strange = {"alone, from a score that is no number", 1, 5, 3, {140}};
     strange.scores = Scores::kNoNumber, strange.rounds = 1, strange.favoured = 2, go(strange);
+    Case scored = {"two ranks score and choose", 2, 3, 2, {140, 0}};
+    scored.scores = Scores::kProduct, scored.tiles = 2, scored.rounds = 1, go(scored);
     play({"a rank that does not come", 2, 1, 1, {8, 8}}, 1);
     Case pool = {"all to one expert of a pool", 2, 2, 2, {30, 140}};
     pool.favoured = 1, pool.pool = 7 * kTileRows, go(pool);
@@ -509,6 +533,7 @@ int main(int argc, char** argv) {
       go(four), four.scores = Scores::kSome, four.name = "four ranks choose", go(four);
       Case many = {"alone, of as many experts as a launch takes", 1, kMostChosen, 32, {65}};
       many.scores = Scores::kSome, many.hidden = 16, many.rounds = 1, many.blocks = 5, go(many);
+      many.scores = Scores::kProduct, many.name = "alone, scoring them, too", go(many);
       for (const Activation activation :
            {Activation::kRelu, Activation::kGelu, Activation::kSilu, Activation::kSwiglu}) {
         Case one = {"every activation", 2, 2, 2, {130, 140}};

@@ -1,5 +1,6 @@
 // A gate whose choice is exact in any order, by plain loops: what the protocol's processors do.
 #pragma once
+#include "comet/protocol.h"
 #include "common/device.cuh"
 #include "flashdmoe_world.h"
 
@@ -19,6 +20,29 @@ inline void expect_choice(Routing& g, int experts) {
   }
   for (size_t i = 0; i < g.logits.size() - 1; ++i)
     g.wanted.l_aux += 4 * g.logits[i] * static_cast<float>(g.wanted.totals[i % static_cast<size_t>(experts)]);
+}
+
+inline bool has_choice(const Routing& g) {
+  bool has = g.scored.totals == g.wanted.totals && g.scored.l_aux == g.wanted.l_aux;
+  for (size_t i = 0; i < g.weight.size() - 1; ++i) has &= g.scored.weight[i] == g.weight[i];
+  return has;
+}
+
+// The launch is to make the scores, too: it copies them, a tile at a time, two of them across.
+inline void ask_for_scores(Routing& g, Pass& pass) {
+  g.given = g.logits;
+  std::fill(g.logits.begin(), g.logits.end(), NAN);
+  pass.routing.choice.weight = g.given.data();
+  pass.routing.products[0] = ceil_div(g.tokens, pass.layout.tile_rows), pass.routing.products[1] = 2;
+}
+
+inline void score_tile(const Pass& pass, const Task& task) {
+  const GateChoice& choice = pass.routing.choice;
+  const int experts = pass.layout.cells(), first = task.tile * pass.layout.tile_rows;
+  comet::nap(pass.watch, static_cast<uint32_t>(7500 + task.tile));
+  for (int token = first; token < first + pass.rows_of(pass.tokens, task.tile); ++token)
+    for (int i = token * experts; i < (token + 1) * experts; ++i)
+      if (i % 2 == task.column) write(choice.logits + i, read(static_cast<const float*>(choice.weight) + i));
 }
 
 // A group's experts from its scores, by plain loops.

@@ -48,11 +48,14 @@ struct Routing : Places {
   std::vector<float> logits;
   bool normalizes = false;
   double z_loss_weight = 0;
+  bool is_product = false;   // of tokens and the gate's weight
+  std::vector<float> given;  // scores that a launch copies, in place of a product
   Scored wanted, scored;
 
   bool is_scored() const { return !logits.empty(); }
   void forget_made() {
     made = *this;
+    if (is_product) std::fill(logits.begin(), logits.end(), NAN);
     scored = {std::vector<float>(weight.size(), NAN), std::vector<int32_t>(counts.size(), -1), NAN};
     std::fill(made.counts.begin(), made.counts.end(), -1), std::fill(made.slot.begin(), made.slot.end(), -1);
     std::fill(made.expert.begin(), made.expert.end() - 1, -1);
@@ -73,21 +76,14 @@ struct Routing : Places {
   }
 };
 
-enum class Scores { kNone, kSome, kNoNumber };
+// kProduct: the launch makes them, too.
+enum class Scores { kNone, kSome, kNoNumber, kProduct };
 
-// A token's scores, equal ones among them, and the experts from the largest on.
-inline std::vector<int> random_scores(std::mt19937& random, Routing& g, int experts, int favoured,
-                                      bool has_no_number) {
-  const size_t first = g.logits.size();
-  for (int e = 0; e < experts; ++e)
-    g.logits.push_back(e == favoured ? 9.0f : static_cast<float>(random() % 12) * 0.25f);
-  if (has_no_number) g.logits.back() = NAN;
+// Experts by their scores, from the largest on; what is no number is larger than all.
+inline std::vector<int> by_score(const float* score, int experts) {
   std::vector<int> order(static_cast<size_t>(experts));
   std::iota(order.begin(), order.end(), 0);
-  const auto key = [&](int e) {
-    const float score = g.logits[first + static_cast<size_t>(e)];
-    return std::isnan(score) ? INFINITY : score;
-  };
+  const auto key = [&](int e) { return std::isnan(score[e]) ? INFINITY : score[e]; };
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return key(a) > key(b); });
   return order;
 }
@@ -122,7 +118,8 @@ inline void weigh(Routing& g, int experts) {
 }
 
 inline Routing random_routing(std::mt19937& random, const Layout& layout, int tokens, int choices,
-                              int favoured = -1, Scores scores = Scores::kNone) {
+                              int favoured = -1, Scores scores = Scores::kNone,
+                              const std::vector<float>& product = {}) {
   Routing g;
   const int experts = layout.cells();
   g.tokens = tokens, g.choices = choices, g.capacity = layout.capacity - static_cast<int>(random() % 3);
@@ -135,8 +132,15 @@ inline Routing random_routing(std::mt19937& random, const Layout& layout, int to
     for (int e = 0; e < experts; ++e) order.push_back(e);
     std::shuffle(order.begin(), order.end(), random);
     if (favoured >= 0) std::iter_swap(order.begin(), std::find(order.begin(), order.end(), favoured));
-    if (scores != Scores::kNone)
-      order = random_scores(random, g, experts, favoured, scores == Scores::kNoNumber && t == 0);
+    if (scores != Scores::kNone) {
+      // Equal ones among them.
+      for (int e = 0; e < experts; ++e)
+        g.logits.push_back(scores == Scores::kProduct ? product[static_cast<size_t>(t * experts + e)]
+                           : e == favoured            ? 9.0f
+                                                      : static_cast<float>(random() % 12) * 0.25f);
+      if (scores == Scores::kNoNumber && t == 0) g.logits.back() = NAN;
+      order = by_score(g.logits.data() + t * experts, experts);
+    }
     for (int k = 0; k < choices; ++k) {
       const int e = order[static_cast<size_t>(k)];
       int32_t& count = g.counts[static_cast<size_t>(e)];
@@ -147,6 +151,7 @@ inline Routing random_routing(std::mt19937& random, const Layout& layout, int to
       if (has_row) g.slot[static_cast<size_t>(e * layout.capacity + count++)] = t * choices + k;
     }
   }
+  g.is_product = scores == Scores::kProduct;
   if (scores != Scores::kNone) {
     g.normalizes = random() % 2 == 0, g.z_loss_weight = random() % 2 == 0 ? 0.125 : 0;
     weigh(g, experts);
@@ -203,7 +208,7 @@ struct Workspace {
 
   // largest: a pass of as many tasks and stages as any.
   Workspace(const Pass& largest, int processors)
-      : entry(static_cast<size_t>(most_tasks(largest) + 2 * kMostGroups)),
+      : entry(static_cast<size_t>(most_tasks(largest) + 3 * kMostGroups)),
         doors(static_cast<size_t>(processors)),
         made(static_cast<size_t>(kMostStages * largest.layout.all_tiles())),
         whole(static_cast<size_t>(largest.layout.experts)),
@@ -248,6 +253,7 @@ inline Pass pass_of(const Heaps& heaps, int rank, Routing& g, Workspace& w, uint
                            route::balance_scale(g.tokens, heaps.layout.cells(), g.choices),
                            route::z_scale(g.z_loss_weight, g.tokens),
                            g.logits.data(),
+                           nullptr,
                            g.scored.totals.data(),
                            &g.scored.l_aux,
                            w.probability.data(),

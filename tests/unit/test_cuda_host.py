@@ -102,11 +102,12 @@ def persistent(
     ranks: int = 1,
     blocks: int = 3,
     is_backward: bool = False,
+    **fields: int,
 ) -> None:
     data = torch.zeros(4096, dtype=torch.uint8).data_ptr()
     sizes = {"ranks": ranks, "experts": 1, "heap_rows": 1, "row_bytes": 128, "d_hidden": 64}
     operands = dict.fromkeys(("failed", "w1", "w2", "active", "gradient"), data)
-    rank = sizes | operands | {"epoch": 1, "top_k": 1}
+    rank = sizes | operands | {"epoch": 1, "top_k": 1} | fields
     told = {"device": device, "stream": STREAM, "hopper": hopper, "element": 0, "activation": 1}
     cuda.flashdmoe(**told, is_backward=is_backward, blocks=blocks, ranks=[rank] * ranks)
 
@@ -237,11 +238,15 @@ def test_a_persistent_pass_is_one_launch_whose_blocks_come_as_there_is_room(cuda
     persistent(cuda, ranks=2, blocks=40, hopper=False)
     shapes = [(each["blocks"], each["threads"], each["together"]) for each in cuda.stub_launched()]
     assert shapes == [(80, 384, False), (80, 256, False)]
-    assert cuda.stub_num_encoded() == 2 * 4 and cuda.stub_refused() == []
+    assert cuda.stub_num_encoded() == 2 * 6 and cuda.stub_refused() == []
     with pytest.raises(ValueError, match=r"blocks \(1\) must be 2, of which one schedules, to 1024"):
         persistent(cuda, blocks=1)
     with pytest.raises(ValueError, match=r"ranks of one launch \(5\) must be 1 to 4"):
         persistent(cuda, ranks=5)
+    with pytest.raises(ValueError, match=r"experts \(257\) and top_k \(1\) must be at most 256 and 32"):
+        persistent(cuda, chooses=1, experts=257)
+    with pytest.raises(ValueError, match=r"experts \(3\) must be even where a launch scores them"):
+        persistent(cuda, chooses=1, gate_weight=1, experts=3)
 
 
 def test_a_heap_of_l_is_as_large_as_table_6_2_says(cuda: ModuleType) -> None:

@@ -31,6 +31,7 @@ MISTAKES = (
     "no_done_wait",
     "no_return_wait",
     "no_routing_wait",
+    "choice_of_some_scores",
     "places_of_some_counts",
     "relaxed_signal",
     "reused_flags",

@@ -22,7 +22,6 @@ from pmoe.comm.heap import close_heaps
 from pmoe.comm.heap.providers import virtual_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.gates.capacity import expert_capacity, within_capacity
-from pmoe.gates.logits import router_logits
 from pmoe.kernels import route
 from pmoe.kernels.comet.launcher import Division, Launcher
 from pmoe.kernels.flashdmoe import TILE_ROWS, Chosen, forward_tensors, launch_pass, pass_tensors
@@ -199,11 +198,10 @@ def test_the_launch_itself_chooses_experts_and_makes_weights_and_l_aux(
     monkeypatch.setattr(padded_counts, "compares_always", lambda _: False)  # as on a GPU
     layer, x = make(**options), torch.randn(T, M, dtype=BF16)
     layer(x)
-    logits = launched(lambda: router_logits(x, layer.gate.weight))
     on_host = ["aten::full"] * 2 * layer.pad_to_capacity
-    assert launched(lambda: layer(x)) == logits + on_host
+    assert launched(lambda: layer(x)) == on_host  # and the kernel, which no profiler sees here
     with torch.no_grad():
-        assert launched(lambda: layer.eval()(x)) == logits + on_host
+        assert launched(lambda: layer.eval()(x)) == on_host
 
 
 @pytest.mark.usefixtures("_emulated")

@@ -41,14 +41,19 @@ def route(
 
 class Promise(NamedTuple):
     """Routes on their graph that are not written yet. Who asked for them launches what writes weight, expert,
-    counts and l_aux, by address; nothing may read these before. options: of `route`."""
+    counts and l_aux, by address; nothing may read these before. options: of `route`. product: x (T, M) and
+    the gate's weight (E, M) where that launch writes the logits, too, which are x weight^T."""
 
     logits_TE: Tensor
     routes: Routes
     options: dict[str, Any]
+    product: tuple[Tensor, Tensor] | None = None
 
     def keep(self) -> None:
         """Writes all of them, where no other launch does."""
+        if self.product is not None:
+            x_TM, weight_EM = self.product
+            self.logits_TE.data.copy_(x_TM.float() @ weight_EM.float().t())
         for promised, made in zip(self.routes, route(self.logits_TE, **self.options), strict=True):
             promised.data.copy_(made)
 

@@ -71,6 +71,14 @@ def test_a_pass_is_one_launch_of_the_persistent_kernel() -> None:
     assert not any("choose_kernel" in name or "place_kernel" in name for name in names)
 
 
+def test_a_forward_pass_is_one_launch_from_x_to_y() -> None:
+    layer = narrow_layer(fused="persistent").eval()
+    x, _ = make_batch(517, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer(x)
+        assert len(device_work(lambda: layer(x))) == 1
+
+
 @pytest.mark.parametrize("is_pool", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_virtual_ranks_compute_what_float64_computes(num_ranks: int, is_pool: bool) -> None:

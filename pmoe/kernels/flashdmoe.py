@@ -121,8 +121,8 @@ def forward_tensors(
     if chosen.promise is not None:
         logits_TE, routes, options, product = chosen.promise
         check_tensor("logits", logits_TE, shape=("T", cells), dtypes=[torch.float32], contiguous=True)
-        written = {"logits": logits_TE, "all_counts": routes.counts_nE, "l_aux": routes.l_aux}
-        given = given | written | {"chooses": 1, **options}
+        written = {"logits": logits_TE, "weight": routes.weight_TK, "all_counts": routes.counts_nE}
+        given = given | written | {"chooses": 1, "l_aux": routes.l_aux, **options}
         if product is not None:
             weight_EM, source_TM = product[1], given["source"]
             check_tensor("gate", weight_EM, shape=(cells, d_model), dtypes=[source_TM.dtype])

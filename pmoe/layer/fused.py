@@ -93,15 +93,17 @@ def promised(call: Call, x_TM: Tensor) -> Promise | None:
     gate's weight and the rows are of one type of 16 bits the launch computes the gate's product, too.
 
     Only for a layer whose counts are not exchanged before the launch: see `pmoe.layer.one_rank_counts` and
-    `pmoe.layer.padded_counts`. A call that may be run again is told from others by what it chooses.
+    `pmoe.layer.padded_counts`. A call that may be run again is told from others by what it chooses, and hooks
+    of the gate see its routing.
     """
-    parts, spec = call.parts, call.parts.spec
+    parts, spec, gate = call.parts, call.parts.spec, call.parts.gate
     asked = parts.features - {Feature.RANKS, Feature.CAPACITY, Feature.PADDED}
     is_taken = is_persistent(parts) and refused("one rank's counts", asked) is None
     is_taken &= spec.num_experts <= MOST_EXPERTS and spec.top_k <= MOST_CHOICES
+    is_taken &= not (gate._forward_hooks or gate._forward_pre_hooks)
     if not is_taken or x_TM.dtype == torch.float64 or call.replay.is_replay or may_run_again(call.layer):
         return None
-    gate, dtype = cast(TopKGate, parts.gate), cast_dtype(parts, x_TM) or x_TM.dtype
+    gate, dtype = cast(TopKGate, gate), cast_dtype(parts, x_TM) or x_TM.dtype
     is_narrow = dtype == x_TM.dtype == gate.weight.dtype != torch.float32
     if not is_narrow or spec.num_experts % 2 or memory_misfit(dense={"gate": gate.weight}) is not None:
         with torch.autocast(x_TM.device.type, enabled=False):

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -241,7 +243,8 @@ def test_a_call_that_may_be_run_again_chooses_before_the_launch(contexts: Any) -
     again = x.grad
     x.grad = None
     layer(x).sum().backward()
-    assert again is not None and x.grad is not None and torch.equal(again, x.grad)
+    assert again is not None and x.grad is not None
+    assert relative_error(again.double(), x.grad.double()) < 1e-3  # a softmax is added up in another order
 
 
 @pytest.mark.usefixtures("_emulated")
@@ -256,6 +259,25 @@ def test_what_was_promised_is_kept_where_no_launch_comes(monkeypatch: pytest.Mon
     assert layer.ran is not None and layer.ran.path == "pipeline"
     for name, each in wanted.items():
         assert relative_error(found[name].double(), each.double()) < 1e-2, name
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_hooks_of_the_gate_change_its_routing_before_the_launch() -> None:
+    options: dict[str, Any] = {"capacity_factor": 4.0, "pad_to_capacity": True, "top_k": 1}
+    layer, plain, x = make(**options), make(False, **options), torch.randn(T, M, dtype=BF16)
+    for each in (layer, plain):
+        each.gate.register_forward_hook(lambda *given: replace(given[-1], expert=0 * given[-1].expert))
+    assert relative_error(layer(x).double(), plain(x).double()) < 1e-2
+    assert layer.ran is not None and layer.ran.path == "persistent"
+
+
+@pytest.mark.usefixtures("_emulated")
+def test_a_schedule_may_set_numpys_numbers() -> None:
+    layer, x = make(), torch.randn(T, M, dtype=BF16)
+    layer.gate.z_loss_weight, layer.gate.normalize = np.float32(0.25), np.bool_(False)
+    layer(x)
+    assert layer.ran is not None and layer.ran.path == "persistent" and layer.l_aux is not None
+    assert relative_error(layer.l_aux.double(), layer.gate(x).l_aux.double()) < 1e-2
 
 
 @pytest.mark.usefixtures("_emulated")

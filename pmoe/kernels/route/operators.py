@@ -61,7 +61,8 @@ class Promise(NamedTuple):
 def promise(logits_TE: Tensor, top_k: int, *, normalize: bool, z_loss_weight: float) -> Promise:
     """As `route`, but nothing is launched."""
     routes = Routes(*torch.ops.pmoe.route(logits_TE, top_k, normalize, 1, z_loss_weight, writes=False))
-    options = {"top_k": top_k, "normalize": normalize, "z_loss_weight": z_loss_weight}
+    # A schedule may have set numpy's numbers; the launch takes Python's.
+    options = {"top_k": int(top_k), "normalize": bool(normalize), "z_loss_weight": float(z_loss_weight)}
     return Promise(logits_TE.detach(), routes, options)
 
 

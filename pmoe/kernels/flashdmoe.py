@@ -125,7 +125,8 @@ def forward_tensors(
         given = given | written | {"chooses": 1, "l_aux": routes.l_aux, **options}
         if product is not None:
             weight_EM, source_TM = product[1], given["source"]
-            check_tensor("gate", weight_EM, shape=(cells, d_model), dtypes=[source_TM.dtype])
+            kind: dict[str, Any] = {"dtypes": [source_TM.dtype], "device": source_TM.device}
+            check_tensor("gate", weight_EM, shape=(cells, d_model), **kind)
             check_memory(dense={"gate": weight_EM})
             given["gate_weight"] = weight_EM
     return given | {

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Runner
@@ -79,6 +79,11 @@ def _warn_unfused(parts: Parts, why: str) -> None:
         warn_once(f"fused ({parts.spec.fused!r}) falls back to the unfused layer because {why}")
 
 
+def has_hooks(gate: nn.Module) -> bool:
+    """Whether hooks may look at a gate's routing or change it: then nobody else may do its work."""
+    return bool(gate._forward_hooks or gate._forward_pre_hooks)
+
+
 class _PromisedLogits(Logits):
     """x weight^T, which a launch to come computes."""
 
@@ -100,7 +105,7 @@ def promised(call: Call, x_TM: Tensor) -> Promise | None:
     asked = parts.features - {Feature.RANKS, Feature.CAPACITY, Feature.PADDED}
     is_taken = is_persistent(parts) and refused("one rank's counts", asked) is None
     is_taken &= spec.num_experts <= MOST_EXPERTS and spec.top_k <= MOST_CHOICES
-    is_taken &= not (gate._forward_hooks or gate._forward_pre_hooks)
+    is_taken &= not has_hooks(gate)
     if not is_taken or x_TM.dtype == torch.float64 or call.replay.is_replay or may_run_again(call.layer):
         return None
     gate, dtype = cast(TopKGate, gate), cast_dtype(parts, x_TM) or x_TM.dtype

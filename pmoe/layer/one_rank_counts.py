@@ -19,7 +19,7 @@ from pmoe.kernels.comet.launches import Journey
 from pmoe.kernels.flashdmoe import Chosen
 from pmoe.kernels.route import Promise, Routes, route
 from pmoe.layer.decision import Agreed, CallCounts, Decision
-from pmoe.layer.fused import fused_pair, kernels_runner, make_request, may_fuse, promised, stacked
+from pmoe.layer.fused import fused_pair, has_hooks, kernels_runner, make_request, may_fuse, promised, stacked
 from pmoe.layer.parts import Call, Parts, autocast_dtype
 from pmoe.layer.route import Gated, Routed, make_inputs, started
 from pmoe.runners import fused_steps, one_rank
@@ -29,6 +29,8 @@ from pmoe.runners.one_rank import OneRankRunner
 def decide(call: Call) -> Decision | None:
     """As `pmoe.layer.decision.decide`; None where row counts are needed on the host."""
     parts, replay = call.parts, call.replay
+    if has_hooks(parts.gate):
+        return None
     x = started(call)
     x_TM = x.reshape(-1, parts.spec.d_model)
     if replay.is_replay:

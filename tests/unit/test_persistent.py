@@ -259,11 +259,16 @@ def test_what_was_promised_is_kept_where_no_launch_comes(monkeypatch: pytest.Mon
     assert layer.ran is not None and layer.ran.path == "pipeline"
     for name, each in wanted.items():
         assert relative_error(found[name].double(), each.double()) < 1e-2, name
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x := torch.randn(T, M, dtype=BF16))
+    l_aux = layer.gate(x).l_aux
+    assert layer.l_aux is not None and relative_error(layer.l_aux.double(), l_aux.double()) < 1e-6
 
 
 @pytest.mark.usefixtures("_emulated")
-def test_hooks_of_the_gate_change_its_routing_before_the_launch() -> None:
-    options: dict[str, Any] = {"capacity_factor": 4.0, "pad_to_capacity": True, "top_k": 1}
+@pytest.mark.parametrize("options", [{}, {"capacity_factor": 4.0, "pad_to_capacity": True}])
+def test_hooks_of_the_gate_change_its_routing_before_the_launch(options: dict[str, Any]) -> None:
+    options["top_k"] = 1
     layer, plain, x = make(**options), make(False, **options), torch.randn(T, M, dtype=BF16)
     for each in (layer, plain):
         each.gate.register_forward_hook(lambda *given: replace(given[-1], expert=0 * given[-1].expert))

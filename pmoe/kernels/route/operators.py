@@ -53,7 +53,8 @@ class Promise(NamedTuple):
         """Writes all of them, where no other launch does."""
         if self.product is not None:
             x_TM, weight_EM = self.product
-            self.logits_TE.data.copy_(x_TM.float() @ weight_EM.float().t())
+            with torch.autocast(x_TM.device.type, enabled=False):
+                self.logits_TE.data.copy_(x_TM.float() @ weight_EM.float().t())
         for promised, made in zip(self.routes, route(self.logits_TE, **self.options), strict=True):
             promised.data.copy_(made)
 

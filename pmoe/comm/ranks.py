@@ -129,10 +129,15 @@ def telling(ranks: Ranks) -> Iterator[None]:
         yield
     except BaseException as error:
         if ranks.size > 1:
-            from pmoe.comm import told
-
-            told.tell(error)
+            tell_peers(error)
         raise
+
+
+def tell_peers(error: BaseException) -> None:
+    """As `telling`, for an error that has been caught."""
+    from pmoe.comm import told
+
+    told.tell(error)
 
 
 def wait_for(work: dist.Work, group: dist.ProcessGroup | None, on_gpu: bool = False) -> None:

@@ -43,7 +43,7 @@ def make_stacked(
 
 def initialise(experts: StackedExperts, *, first_expert: int) -> None:
     """Fills the stacked parameters; local expert i is global expert first_expert + i."""
-    count = 0 if experts.w1.is_meta else experts.num_local_experts
+    count = 0 if next(experts.parameters()).is_meta else experts.num_local_experts
     seeded(experts.initialise_expert, first_expert=first_expert, count=count)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_count, check_int
+from pmoe.experts.operands import read_value, value_names
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.schedule.slots import HiddenColumns
 
@@ -26,6 +27,9 @@ ring slot, or anew."""
 
 Reduce = Callable[[Sequence[Tensor]], None]
 """Changes this rank's parts of parameters' gradients in place; a collective, called alike on every rank."""
+
+RestOfCall = Callable[[Any, Tensor], Tensor]
+"""(experts, rows (T, M)) -> their results (T, M): the rest of a layer's call, with these experts."""
 
 Runs = Sequence[tuple[slice, slice]]
 """Where rows of a chunk of forward stand in a chunk of backward: pairs (there, here) of equal length."""
@@ -42,7 +46,7 @@ class ExpertRows:
 
     rows_NM: (N, M), T_DI, sorted by expert.
     groups: where each expert's rows begin and end.
-    parameters: in the order of ``parameters()``. Under autocast they are cast copies, and the autograd
+    parameters: as `Experts.operands` gives them. Under autocast they are cast copies, and the autograd
         function must name them as its inputs.
     space: gives memory by name, rows and columns; None allocates it.
     out: (N, M), memory for the result; None takes it from ``space``.
@@ -119,9 +123,13 @@ class Experts(nn.Module, abc.ABC):
     """A digest of values that they were built with, to be compared at a layer's first call."""
     reduce: Reduce | None = None
     """What becomes of the parameters' gradients at the end of each backward pass, where parallelize says."""
+    operand_names: tuple[str, ...] = ()
+    """The names under which `operands` reads values, in the order in which methods take them. A layer notes
+    them when it is built: what is done to parameters later changes neither their number nor their order."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.placements: dict[str, tuple[Any, ...]] = {}  # of DTensors, by operand; empty until parallelized
         self.register_load_state_dict_post_hook(_mark_loaded)  # type: ignore[no-untyped-call]
 
     def mark_parameters(self) -> None:
@@ -154,15 +162,53 @@ class Experts(nn.Module, abc.ABC):
         on the meta device, of any. New Parameters. Raises TypeError where `hidden_dims` does not tell how."""
         raise TypeError(f"experts ({type(self).__name__}) must be stacked or modules to be spread over ranks")
 
-    def local_parameters(self) -> list[Tensor]:
-        """``parameters()`` as the kernels take them: plain tensors, this rank's part of each, (E_local, ...).
-        Gradients travel back to the parameters, through ``reduce``."""
-        parameters = list[Tensor](self.parameters())
-        if not self.is_parallelized:
-            return parameters
-        from pmoe.experts.placement import Local
+    def forward(self, x: Tensor, *, run: RestOfCall | None = None) -> Tensor:
+        """Maps rows (T, M) to (T, M): what `MoELayer` calls, so that hooks of this module see a call.
 
-        return list(Local.apply(self.reduce, *parameters))  # type: ignore[no-untyped-call]
+        run: computes the rows by the experts of all ranks; a layer gives it. Without it these must be one
+        expert, such as a layer's shared one, which computes every row.
+
+        Hooks run as torch promises: forward pre-hooks before any parameter is read, so what they change
+        (pruning masks, weights that are fetched from another device) is what computes.
+        """
+        if run is not None:
+            return run(self, x)
+        if self.num_local_experts != 1:
+            raise ValueError(
+                f"experts ({self.num_local_experts} of {type(self).__name__}) must be called by their "
+                "MoELayer, which routes the rows"
+            )
+        return self.compute_alone(x)
+
+    def compute_alone(self, x: Tensor) -> Tensor:
+        """Every row (T, M) by the only expert, by operations that autograd knows."""
+        raise TypeError(f"experts ({type(self).__name__}) cannot be a shared expert that has hooks")
+
+    def note_operands(self) -> None:
+        """Sets `operand_names` to what there is now. Raises nothing; called when a layer is built."""
+        self.operand_names = tuple(value_names(self))
+
+    def operands(self) -> list[Tensor]:
+        """The tensors with which a call computes: plain ones, this rank's part of each, (E_local, ...).
+
+        Each is what its name means now, read once, with its graph: gradients travel back to the parameters
+        behind it, through ``reduce``. Raises ValueError where one is missing or of another size.
+        """
+        names = self.operand_names or tuple(value_names(self))
+        values = [read_value(self, name) for name in names]
+        if self.is_parallelized:
+            from pmoe.experts.placement import local_values
+
+            values = local_values(self, names, values)
+        return values
+
+    def asks_for_gradients(self) -> bool:
+        """Whether a parameter, or a tensor put in the place of one, is to be differentiated."""
+        if any(parameter.requires_grad for parameter in self.parameters()):
+            return True
+        own = vars(self)
+        values = (own.get(name) for name in self.operand_names)
+        return any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -81,6 +81,27 @@ class ModuleExperts(Experts):
         self.local = self.local[experts]
         self.num_local_experts = len(self.local)
 
+    def operands(self) -> list[Tensor]:
+        """The modules' parameters. Each module reads its own values when it is called, parametrized or not.
+
+        Raises ValueError where there are more or fewer modules than the layer was built with.
+        """
+        if len(self.local) != self.num_local_experts:
+            raise ValueError(
+                f"experts.local (of {len(self.local)} modules) must hold this rank's "
+                f"{self.num_local_experts} experts. For more or fewer experts build another MoELayer with "
+                "that num_experts (docs/weights.md)"
+            )
+        parameters = list[Tensor](self.parameters())
+        if not self.is_parallelized:
+            return parameters
+        from pmoe.experts.placement import local_values
+
+        return local_values(self, [name for name, _ in self.named_parameters()], parameters)
+
+    def compute_alone(self, x: Tensor) -> Tensor:
+        return self._run(0, x)
+
     def compute(
         self, given: ExpertRows, weight_N: Tensor, *, keep: bool = True
     ) -> tuple[Tensor, Hidden | None]:

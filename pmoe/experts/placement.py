@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pmoe.experts.base import Reduce, Shard, local_part
+from pmoe.experts.base import Experts, Reduce, Shard, local_part
 
 if TYPE_CHECKING:
     from pmoe.experts.stacked import StackedExperts
@@ -62,6 +63,28 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 "that the model has no more) must be made after pmoe.parallelize or MoELayer.spread, which "
                 "replace experts' parameters"
             )
+
+
+def local_values(experts: Experts, names: Sequence[str], values: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's part of each value of experts that `pmoe.parallelize` has laid over ranks.
+
+    A value that was computed from DTensors (by a parametrization) may lie otherwise than its parameter did:
+    it is laid out as that was, which may be a collective of torch.
+
+    Raises ValueError for a plain tensor where a DTensor must be.
+    """
+    laid_out = []
+    for name, value in zip(names, values, strict=True):
+        placements = experts.placements.get(name)
+        if placements is not None and not hasattr(value, "redistribute"):
+            raise ValueError(
+                f"experts' {name} (a plain tensor of shape {tuple(value.shape)}) must be a DTensor, as "
+                "pmoe.parallelize made it: put DTensor.from_local(value, mesh, placements) in its place"
+            )
+        if placements is not None and tuple(value.placements) != placements:  # type: ignore[attr-defined]
+            value = value.redistribute(placements=placements)  # type: ignore[attr-defined]
+        laid_out.append(value)
+    return list(Local.apply(experts.reduce, *laid_out))  # type: ignore[no-untyped-call]
 
 
 class Local(torch.autograd.Function):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from pmoe.arguments import check_count, check_flag, check_kind, check_place
 from pmoe.experts.base import (
@@ -23,6 +24,7 @@ from pmoe.experts.base import (
     local_part,
     row_dot,
 )
+from pmoe.experts.operands import check_same_kind, has_value, value_names
 from pmoe.experts.products import (
     GradientSum,
     RowGroups,
@@ -32,10 +34,14 @@ from pmoe.experts.products import (
     scale_of,
 )
 from pmoe.kernels import grouped_gemm
+from pmoe.kernels.grouped_gemm.reference import activate
 from pmoe.kernels.registry import PMOE, Form
 from pmoe.schedule.slots import HiddenColumns
 
 V = TypeVar("V")
+
+OPERANDS = ("w1", "w2", "b1", "b2")
+"""In the order in which kernels take them; both biases or none."""
 
 SCRATCH_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 """Of one block of rows in backward: what a core's cache holds; on a GPU few launches matter more."""
@@ -81,6 +87,7 @@ class StackedExperts(Experts):
         check_flag("bias", bias)
         check_place(device, dtype)
         check_kind(Shard, "a pmoe.experts.Shard", shard=shard)
+        self._d_model = int(d_model)
         self.num_local_experts, self.shard, self.all_hidden = int(num_local_experts), shard, int(d_hidden)
         d_hidden = self.all_hidden // shard.count
 
@@ -93,18 +100,63 @@ class StackedExperts(Experts):
         self.b2 = stacked(d_model) if bias else None
 
     @property
+    def d_model(self) -> int:
+        """M"""
+        return self._d_model
+
+    @property
     def num_hidden(self) -> int:
         """H of this part."""
         return self.all_hidden // self.shard.count
 
     def shapes(self) -> dict[str, tuple[int, int, int]]:
         """Of this rank's w1 and w2."""
-        experts, d_model, hidden = self.num_local_experts, self.w1.shape[2], self.num_hidden
+        experts, d_model, hidden = self.num_local_experts, self.d_model, self.num_hidden
         return {"w1": (experts, self.hidden_factor * hidden, d_model), "w2": (experts, d_model, hidden)}
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether there are b1 and b2."""
+        return has_value(self, "b1") or has_value(self, "b2")
+
+    def note_operands(self) -> None:
+        own = OPERANDS if self.has_bias else OPERANDS[:2]
+        # What a subclass adds comes behind, and its `weights` knows it.
+        self.operand_names = (*own, *(name for name in value_names(self) if name not in OPERANDS))
+
+    def operands(self) -> list[Tensor]:
+        if not self.operand_names or self.has_bias != ("b1" in self.operand_names):
+            self.note_operands()
+        values = super().operands()
+        self._check_sizes(values)
+        return values
+
+    def _check_sizes(self, values: Sequence[Tensor]) -> None:
+        """Raises ValueError where a tool has put tensors of other sizes, types or devices in the place of
+        these experts' own."""
+        check_same_kind(self.operand_names, values)
+        w1, w2 = self.shapes().values()
+        wanted = {"w1": w1, "w2": w2, "b1": w1[:2], "b2": w2[:2]}
+        for name, value in zip(self.operand_names, values, strict=True):
+            shape = wanted.get(name, value.shape)
+            if value.shape != shape:
+                raise ValueError(
+                    f"experts' {name} (of shape {tuple(value.shape)} on this rank) must be {shape}, for "
+                    f"{self.num_local_experts} experts of d_model {self.d_model}. For more or fewer experts "
+                    "build another MoELayer with that num_experts and copy weights into it (docs/weights.md)"
+                )
+
+    def compute_alone(self, x: Tensor) -> Tensor:
+        # Outside of autocast rows are narrower than parameters where FSDP has cast the rows alone.
+        w1, w2, b1, b2 = self.weights([value.to(x.dtype) for value in self.operands()])
+        hidden = F.linear(x, w1[0], None if b1 is None else b1[0])
+        if self.fused_activation is None:
+            raise TypeError(f"experts ({type(self).__name__}) cannot be a shared expert that has hooks")
+        return F.linear(activate(self.activation, hidden), w2[0], None if b2 is None else b2[0])
 
     def hidden_dims(self) -> Mapping[str, int | None] | None:
         dims = {"w1": 1, "w2": 2, "b1": 1, "b2": None}
-        names = [name for name, _ in self.named_parameters()]
+        names = value_names(self)
         # Parameters that a subclass has added lie as only it knows.
         return {name: dims[name] for name in names} if set(names) <= set(dims) else None
 
@@ -118,7 +170,7 @@ class StackedExperts(Experts):
     @torch.no_grad()
     def initialise_expert(self, local_expert: int) -> None:
         """Draws one expert's parameters from the default generator, as `torch.nn.Linear` draws its own."""
-        d_model, columns = self.w1.shape[2], self.shard.of(self.all_hidden)
+        d_model, columns = self.d_model, self.shard.of(self.all_hidden)
         whole = {
             "w1": (self.hidden_factor, self.all_hidden, d_model),
             "w2": (d_model, self.all_hidden),
@@ -157,13 +209,18 @@ class StackedExperts(Experts):
             scratch=width,
             # What grouped_mm returns, before it is copied. pmoe's kernels write in place, and the parts of
             # their inner products are fewer bytes.
-            staged=max(hidden, self.w1.shape[2]) if device_type == "cuda" else 0,
+            staged=max(hidden, self.d_model) if device_type == "cuda" else 0,
             scratch_rows=self._scratch_rows(device_type),
         )
 
+    @property
+    def element_size(self) -> int:
+        """Bytes of a number of the parameters, which are of one type."""
+        return next(self.parameters()).element_size()
+
     def _scratch_rows(self, device_type: str) -> int:
         """Rows of the blocks of `input_gradient`."""
-        row_bytes = self.num_hidden * self.w1.element_size()
+        row_bytes = self.num_hidden * self.element_size
         return max(SCRATCH_BYTES.get(device_type, SCRATCH_BYTES["cuda"]) // row_bytes, 16)
 
     def _activates_in_place(self, device_type: str) -> bool:
@@ -291,12 +348,12 @@ class StackedExperts(Experts):
             b2.add_bias(grad_out_NM, groups)
 
     def weights(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """(w1, w2, b1, b2) of ``parameters()``, out-features first."""
+        """(w1, w2, b1, b2) of `operands`, out-features first."""
         return split_parameters(parameters)
 
     def extra_repr(self) -> str:
         experts, hidden, d_model = self.shapes()["w1"]
-        return f"{experts} x ({d_model} -> {hidden} -> {d_model}), bias={self.b1 is not None}"
+        return f"{experts} x ({d_model} -> {hidden} -> {d_model}), bias={self.has_bias}"
 
 
 def _first(tensor: Tensor, count: int, dim: int) -> Tensor:
@@ -311,7 +368,7 @@ def _blocks(size: int, *rows: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 def split_parameters(values: Sequence[V]) -> tuple[V, V, V | None, V | None]:
-    """(w1, w2, b1, b2) of values in the order of ``parameters()``; None for biases that there are not."""
+    """(w1, w2, b1, b2) of values in the order of OPERANDS; None for biases that there are not."""
     w1, w2, *biases = values
     b1, b2 = biases or (None, None)
     return w1, w2, b1, b2

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from pmoe.comm.counts import RankCounts
 from pmoe.gates.capacity import expert_capacity
-from pmoe.gates.logits import router_logits
 from pmoe.graph import messages, operators
 from pmoe.kernels.grouped_gemm.reference import activate
 from pmoe.layer import MoELayer
+from pmoe.layer.called import is_watched
 from pmoe.layer.decision import LastCall, Ran
 from pmoe.layer.parts import autocast_dtype
 from pmoe.warn import warn_once
@@ -61,12 +61,14 @@ def install(backend: Any) -> None:
 _eager = MoELayer.forward
 
 
-def _forward(layer: MoELayer, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
-    if torch.compiler.is_compiling():
+def _forward(
+    layer: MoELayer, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
+    if torch.compiler.is_compiling() and mask is None:
         number = _number(layer)
         if number >= 0:
             return _captured(layer, number, x, token_ids)
-    return _eager(layer, x, token_ids)
+    return _eager(layer, x, token_ids, mask)
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
@@ -86,8 +88,19 @@ def _refusal(layer: MoELayer) -> str | None:
     copies = getattr(layer.experts.reduce, "copies", None)
     if copies is not None and copies.size > 1:
         return "its experts have copies, over which pmoe.parallelize reduces gradients"
-    if layer.shared_expert is not None and layer.shared_expert.are_modules:
+    parts = layer.parts
+    if parts.shared_expert is not None and parts.shared_expert.are_modules:
         return "its shared expert is a module of one's own"
+    for name, experts, module in (
+        ("experts", parts.experts, parts.experts_module),
+        ("shared_expert", parts.shared_expert, parts.shared_module),
+    ):
+        if experts is None or module is None:
+            continue
+        if module is not experts or is_watched(module):
+            return f"{name} ({type(module).__name__}) have hooks or a wrapper"
+        if not all(own in experts._parameters for own in experts.operand_names):
+            return f"{name} ({type(experts).__name__}) are parametrized, pruned or replaced"
     return layer.parts.refusal("whole graph")
 
 
@@ -102,9 +115,10 @@ def _is_traced_for_us() -> bool:
 
 def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None) -> Tensor:
     """`MoELayer.forward` by exact row counts."""
-    autocast, given = autocast_dtype(x), list(layer.experts.parameters())
+    autocast = autocast_dtype(x)
+    given: list[Any] = [layer.experts._parameters[name] for name in layer.experts.operand_names]
     if layer.experts.is_parallelized:
-        given = [each.to_local() for each in given]  # type: ignore[attr-defined]
+        given = [each.to_local() for each in given]
     if x.shape[-1] != layer.d_model or (autocast is None and x.dtype != given[0].dtype):
         return _eager(layer, x, token_ids)  # which raises
     x_TM = x.reshape(-1, layer.d_model)
@@ -151,12 +165,12 @@ def _shared(layer: MoELayer, x_TM: Tensor, rows: Tensor) -> Tensor:
     """The shared expert's output for every token, by operators of PyTorch, which every pass knows."""
     expert: Any = layer.shared_expert
     like = rows.dtype
-    w1, w2, *biases = [each[0].to(like) for each in expert.parameters()]
+    w1, w2, *biases = [getattr(expert, name)[0].to(like) for name in expert.operand_names]
     b1, b2 = biases or (None, None)
     with torch.autocast(rows.device.type, enabled=False):
         hidden = F.linear(rows, w1, b1)
         out = F.linear(activate(expert.activation, hidden), w2, b2)
         if layer.shared_gate is None:
             return out
-        scale = router_logits(x_TM, layer.shared_gate.weight).sigmoid()
+        scale: Tensor = layer.shared_gate(x_TM).sigmoid()
         return out * scale.to(out.dtype)

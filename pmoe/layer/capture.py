@@ -14,7 +14,10 @@ def check_capturable(call: Call) -> None:
     for the device, measures, or makes anything that outlasts the graph."""
     parts = call.parts
     check_input(parts, call.x)
-    if parts.spec.pad_to_capacity:
+    why: str | None
+    if call.mask is not None:
+        why = "a mask says on the device how many tokens there are"
+    elif parts.spec.pad_to_capacity:
         why = _padded_refusal(call)
     else:
         why = kernels_refusal(parts, call.x.reshape(-1, parts.spec.d_model))

@@ -5,6 +5,7 @@ Deciding may communicate and read the host; running (`run`) does neither.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
-from pmoe.comm.ranks import telling
+from pmoe.comm.ranks import tell_peers, telling
 from pmoe.engine.autograd import Path, Runner, run_experts
 from pmoe.engine.passes import Inputs
 from pmoe.engine.plan import Plan
-from pmoe.layer.parts import Call
-from pmoe.layer.route import Routed
+from pmoe.experts.base import Experts
+from pmoe.layer.parts import Call, Parts
+from pmoe.layer.route import Routed, make_inputs, shared_output
 from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
 
@@ -94,22 +96,36 @@ class Decision:
         return self.counts.shared.needs_grad
 
 
-def decide(call: Call) -> Decision:
-    """By the source of row counts that fits: one rank's kernels, padded rows, or an exchange of counts."""
+@dataclass(frozen=True, kw_only=True)
+class RoutedCall:
+    """A call whose tokens are routed, and whose row counts may be under way.
+
+    decide: takes the parts that will compute and the experts' operands, and says how the call will be run.
+        It may communicate.
+    """
+
+    call: Call
+    routed: Routed
+    decide: Callable[[Parts, Inputs], Decision]
+
+
+def route(call: Call) -> RoutedCall:
+    """Routes a call by the source of row counts that fits: one rank's kernels, padded rows, or an exchange
+    of counts."""
     parts = call.parts
     if parts.may_run_on_one_rank:
         from pmoe.layer import one_rank_counts
 
-        decision = one_rank_counts.decide(call)
-        if decision is not None:
-            return decision
+        routed_call = one_rank_counts.route(call)
+        if routed_call is not None:
+            return routed_call
     if parts.spec.pad_to_capacity:
         from pmoe.layer import padded_counts
 
-        return padded_counts.decide(call)
+        return padded_counts.route(call)
     from pmoe.layer import exact_counts
 
-    return exact_counts.decide(call)
+    return exact_counts.route(call)
 
 
 def run(decision: Decision) -> Tensor:
@@ -120,15 +136,95 @@ def run(decision: Decision) -> Tensor:
     return y_TM if mix is None else mix.combine.to(y_TM.dtype) @ y_TM
 
 
+class ExpertsCall:
+    """One call of the layer's experts as a module: their hooks stand around all that is done with them.
+
+    decision: how the call was run; None until it was.
+    """
+
+    def __init__(self, routed_call: RoutedCall) -> None:
+        self.routed_call = routed_call
+        self.decision: Decision | None = None
+        self._error: BaseException | None = None
+        self._had_grad = False
+
+    def __call__(self) -> tuple[Decision, Tensor]:
+        """How the call was run, and the tokens' results, (T, M). What a hook raises on this rank alone is
+        told to the others."""
+        call, x_TM = self.routed_call.call, self.routed_call.routed.x_TM
+        try:
+            y_TM: Tensor = call.parts.experts_module(x_TM, run=self._run)
+            if call.scheduled is not call.parts:
+                y_TM = y_TM + shared_output(call.parts, x_TM).to(y_TM.dtype)
+        except BaseException as error:
+            if error is not self._error and call.parts.ranks.size > 1:
+                tell_peers(error)
+            raise
+        if not isinstance(y_TM, Tensor) or y_TM.shape[:1] != x_TM.shape[:1]:
+            raise ValueError(
+                f"hooks of experts must leave a tensor of {x_TM.shape[0]} rows, not {y_TM!r:.80}"
+            )
+        if self.decision is None:
+            name = type(call.parts.experts_module).__name__
+            raise ValueError(f"experts ({name}) must call the pmoe.Experts that they stand for, and did not")
+        return self.decision, y_TM
+
+    def _check_second_run(self) -> None:
+        if torch.is_grad_enabled() and not self._had_grad:
+            raise RuntimeError(
+                "experts must not stand alone in a reentrant checkpoint, which loses the gradient of the "
+                "routing weights: give it use_reentrant=False, or checkpoint the whole layer"
+            )
+
+    def _run(self, experts: Experts, x_TM: Tensor) -> Tensor:
+        """Inside the call: decides and computes. x_TM: the rows as hooks have left them."""
+        call = self.routed_call.call
+        try:
+            routed = self.routed_call.routed
+            if x_TM is not routed.x_TM:
+                routed = replace(routed, x_TM=_checked_rows(x_TM, routed.x_TM))
+            with telling(call.parts.ranks):
+                inputs = make_inputs(call, routed, experts)
+            if self.decision is not None:  # a checkpoint around the experts alone runs them again
+                self._check_second_run()
+                return run(replace(self.decision, routed=routed, inputs=inputs))
+            # A wrapper may call other experts than the first that it holds: PEFT's trained copies of modules.
+            parts = call.scheduled
+            parts = parts if experts is parts.experts else replace(parts, experts=experts)
+            self._had_grad = torch.is_grad_enabled()
+            self.decision = self.routed_call.decide(parts, inputs)
+            return run(self.decision)
+        except BaseException as error:
+            self._error = error
+            raise
+
+
+def _checked_rows(x_TM: Tensor, before_TM: Tensor) -> Tensor:
+    """Rows that a hook has replaced. Raises ValueError where they are of another shape or type."""
+    wanted = (before_TM.shape, before_TM.dtype, before_TM.device)
+    if not isinstance(x_TM, Tensor) or (x_TM.shape, x_TM.dtype, x_TM.device) != wanted:
+        raise ValueError(
+            f"a forward pre-hook of experts returned {x_TM!r:.80}; it must return rows of shape "
+            f"{tuple(before_TM.shape)} and {before_TM.dtype}: routing is decided already"
+        )
+    return x_TM
+
+
 def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
     """The layer's output in its input's shape, behind the callbacks' last hooks. y_TM itself where it has
     that: FSDP2 warns of a module that returns a view, for an operation in place would drop its hook."""
-    x = decision.routed.x
+    x, call = decision.routed.x, decision.call
     y = y_TM if y_TM.shape == x.shape else y_TM.view(x.shape)
-    with telling(decision.call.parts.ranks):
-        for callback in decision.call.parts.callbacks:
+    with telling(call.parts.ranks):
+        for callback in call.parts.callbacks:
             y = callback.before_moe_end(y)
-    return y
+        return y if call.mask is None else _among_padding(y, call.mask)
+
+
+def _among_padding(y_NM: Tensor, mask: Tensor) -> Tensor:
+    """(..., M): the results of the N tokens in their places, zeros where the mask is False."""
+    y = y_NM.new_zeros(*mask.shape, *y_NM.shape[1:])
+    return y.index_put((mask.bool(),), y_NM)
 
 
 # ---- what a layer tells of its last call

@@ -9,34 +9,39 @@ from pmoe.engine.passes import Inputs
 from pmoe.engine.plan import Plan
 from pmoe.engine.replay import hidden_from_checkpoints
 from pmoe.layer.choose import choose, slots_to_ask
-from pmoe.layer.decision import Agreed, CallCounts, Decision
+from pmoe.layer.decision import Agreed, CallCounts, Decision, RoutedCall
 from pmoe.layer.parts import Call, Parts
-from pmoe.layer.route import Routed, make_inputs, route_batch
+from pmoe.layer.route import Routed, route_batch
 from pmoe.ordering.sorted import Tokens
 from pmoe.runners.pipeline import PipelineRunner
 
 
-def decide(call: Call) -> Decision:
-    """As `pmoe.layer.decision.decide`, of any layer."""
+def route(call: Call) -> RoutedCall:
+    """As `pmoe.layer.decision.route`, of any layer. The exchange of counts is under way then."""
     parts = call.parts
     if parts.spec.fused:
         from pmoe.layer import fused
 
-        return fused.decide(call)
+        return fused.route_call(call)
     routed, orders = sorted_rows(call)
     with telling(parts.ranks):
         exchange = start(call, routed, orders)
-        inputs = make_inputs(parts, routed)
-        sort_early(parts, orders)
 
-    def agree() -> Agreed:
-        counts = shared_counts(exchange, routed)
-        return Agreed(counts=counts, choice=choose(parts, counts, inputs, orders))
+    def decide(scheduled: Parts, inputs: Inputs) -> Decision:
+        orders.modules = scheduled
+        with telling(parts.ranks):
+            sort_early(parts, orders)
 
-    agreed = call.replay.once(agree)
-    assert agreed.counts is not None and agreed.choice is not None
-    counts = CallCounts(agreed.counts.on_host(), agreed.counts.max_tokens)
-    return in_chunks(call, routed, inputs, orders.plan(agreed.counts, agreed.choice), counts)
+        def agree() -> Agreed:
+            counts = shared_counts(exchange, routed)
+            return Agreed(counts=counts, choice=choose(parts, counts, inputs, orders))
+
+        agreed = call.replay.once(agree)
+        assert agreed.counts is not None and agreed.choice is not None
+        counts = CallCounts(agreed.counts.on_host(), agreed.counts.max_tokens)
+        return in_chunks(call, routed, inputs, orders.plan(agreed.counts, agreed.choice), counts)
+
+    return RoutedCall(call=call, routed=routed, decide=decide)
 
 
 def sorted_rows(call: Call) -> tuple[Routed, Orders]:
@@ -49,7 +54,7 @@ def sorted_rows(call: Call) -> tuple[Routed, Orders]:
         from pmoe.engine.once import OnceOrders
 
         kind = OnceOrders
-    return routed, kind(call.parts, routing.expert, routing.keep, Tokens(count, routing.token))
+    return routed, kind(call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token))
 
 
 def start(

@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pmoe.comm.counts import RankCounts
+from pmoe.comm.counts import CountsExchange, RankCounts
 from pmoe.engine.autograd import Runner
+from pmoe.engine.cut import Orders
 from pmoe.engine.passes import Inputs
 from pmoe.engine.replay import may_run_again
 from pmoe.experts.stacked import StackedExperts
@@ -26,11 +27,12 @@ from pmoe.kernels.comet.steps import Steps
 from pmoe.kernels.flashdmoe import MOST_CHOICES, MOST_EXPERTS, Chosen
 from pmoe.kernels.operands import memory_misfit
 from pmoe.kernels.route import Promise
+from pmoe.layer.called import is_watched
 from pmoe.layer.choose import choose
-from pmoe.layer.decision import Agreed, CallCounts, Decision
+from pmoe.layer.decision import Agreed, CallCounts, Decision, RoutedCall
 from pmoe.layer.exact_counts import in_chunks, shared_counts, sort_early, sorted_rows, start
 from pmoe.layer.parts import Call, Parts, cast_dtype
-from pmoe.layer.route import make_inputs
+from pmoe.layer.route import Routed
 from pmoe.runners import fused, fused_steps, one_rank
 from pmoe.runners.features import Feature, refused
 from pmoe.runners.fused import FusedForwardRunner, FusedRunner, KernelsRunner, PersistentRunner
@@ -66,7 +68,7 @@ def may_fuse(parts: Parts, device: torch.device, dtype: torch.dtype) -> bool:
         return False
     why = layer_refusal(parts)
     if why is None and parts.ranks.size == 1:
-        _, d_model, d_hidden = stacked(parts).w2.shape
+        _, d_model, d_hidden = stacked(parts).shapes()["w2"]
         why = fused_steps.refusal(device, dtype, d_model=d_model, d_hidden=d_hidden)
     if why is not None:
         _warn_unfused(parts, why)
@@ -77,11 +79,6 @@ def _warn_unfused(parts: Parts, why: str) -> None:
     """Reasons with numbers begin the same, up to a colon, and are given once."""
     if parts.spec.fused != "auto":
         warn_once(f"fused ({parts.spec.fused!r}) falls back to the unfused layer because {why}")
-
-
-def has_hooks(gate: nn.Module) -> bool:
-    """Whether hooks may look at a gate's routing or change it: then nobody else may do its work."""
-    return bool(gate._forward_hooks or gate._forward_pre_hooks)
 
 
 class _PromisedLogits(Logits):
@@ -105,7 +102,7 @@ def promised(call: Call, x_TM: Tensor) -> Promise | None:
     asked = parts.features - {Feature.RANKS, Feature.CAPACITY, Feature.PADDED}
     is_taken = is_persistent(parts) and refused("one rank's counts", asked) is None
     is_taken &= spec.num_experts <= MOST_EXPERTS and spec.top_k <= MOST_CHOICES
-    is_taken &= not has_hooks(gate)
+    is_taken &= not is_watched(gate)
     if not is_taken or x_TM.dtype == torch.float64 or call.replay.is_replay or may_run_again(call.layer):
         return None
     gate, dtype = cast(TopKGate, gate), cast_dtype(parts, x_TM) or x_TM.dtype
@@ -118,13 +115,30 @@ def promised(call: Call, x_TM: Tensor) -> Promise | None:
     return found._replace(product=(x_TM.detach(), gate.weight.detach()))
 
 
-def decide(call: Call) -> Decision:
-    """As `pmoe.layer.decision.decide`, of a layer that asks for fused kernels."""
+def route_call(call: Call) -> RoutedCall:
+    """As `pmoe.layer.decision.route`, of a layer that asks for fused kernels."""
     parts, replay = call.parts, call.replay
     routed, orders = sorted_rows(call)
     fuses = not replay.is_replay and may_fuse(parts, routed.x_TM.device, routed.dtype)
     exchange = start(call, routed, orders, asks_max_rows=fuses)
-    inputs = make_inputs(parts, routed)
+    return RoutedCall(
+        call=call, routed=routed, decide=functools.partial(_decide, call, routed, orders, exchange, fuses)
+    )
+
+
+def _decide(
+    call: Call,
+    routed: Routed,
+    orders: Orders,
+    exchange: CountsExchange | None,
+    fuses: bool,
+    scheduled: Parts,
+    inputs: Inputs,
+) -> Decision:
+    """exchange: of the counts, under way. fuses: whether the kernels may take the call. The rest is what
+    `RoutedCall.decide` takes."""
+    parts, replay = call.parts, call.replay
+    orders.modules = scheduled
     expert_TK, keep_TK = orders.expert_TK, orders.keep_TK
     sort = functools.cache(lambda: fused.sort(expert_TK, keep_TK, parts.spec.num_experts))
     if fuses and not is_persistent(parts):
@@ -224,7 +238,7 @@ def make_request(
         device=device,
         dtype=dtype,
         d_model=spec.d_model,
-        d_hidden=stacked(parts).w2.shape[2],
+        d_hidden=stacked(parts).num_hidden,
         activation=stacked(parts).activation,
         experts=parts.experts.num_local_experts,
         top_k=spec.top_k,

@@ -18,7 +18,8 @@ from pmoe.comm.counts import RankCounts
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Experts, Shard
 from pmoe.layer import build
-from pmoe.layer.decision import LastCall, Ran, decide, run, shaped_output
+from pmoe.layer.called import SharedGate, experts_inside, gate_inside
+from pmoe.layer.decision import ExpertsCall, LastCall, Ran, route, shaped_output
 from pmoe.layer.parts import Call, Known, Parts
 from pmoe.layer.spec import LayerSpec, Switches, option
 from pmoe.ordering import Order, make_order
@@ -181,10 +182,12 @@ class MoELayer(nn.Module):
         self.callbacks = tuple(callbacks)
         self.callback_modules = nn.ModuleList(each for each in callbacks if isinstance(each, nn.Module))
         options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.trusts_gate = isinstance(gate, str)  # a gate that the layer made returns what it should
         self.gate = build.make_layer_gate(self.spec, gate, normalize_gate, z_loss_weight, options)
+        # A gate that the layer made returns what it should. In a tuple, or it would be a second module.
+        self._trusted_gates = (self.gate,) if isinstance(gate, str) else ()
         self.experts = build.make_experts(self, expert, activation, bias, options)
         self.experts.mark_parameters()
+        self.experts.note_operands()
         self.shared_expert: Experts | None = None
         if shared_expert is not None:
             from pmoe.experts.modules import shared_experts
@@ -193,7 +196,9 @@ class MoELayer(nn.Module):
             self.shared_expert = shared_experts(
                 shared_expert, kind, self.d_model, activation, bias, self.num_experts, options
             )
-        self.shared_gate = nn.Linear(d_model, 1, bias=False, **options) if shared_gate else None
+        if self.shared_expert is not None:
+            self.shared_expert.note_operands()
+        self.shared_gate = SharedGate(d_model, 1, bias=False, **options) if shared_gate else None
         build.check_together(self.parts, shared_expert)
         if self.ranks.size > 1:
             from pmoe.experts.wrapped import sampled
@@ -203,9 +208,42 @@ class MoELayer(nn.Module):
     @property
     def parts(self) -> Parts:
         """The layer's modules with what follows from them and its options, kept until one changes."""
-        if self._parts is None:
-            self._parts = Parts(**{name: getattr(self, name) for name in Parts.__dataclass_fields__})
-        return self._parts
+        parts, modules = self._parts, self._modules
+        # Tools put modules into _modules behind __setattr__'s back.
+        if (
+            parts is None
+            or parts.experts_module is not modules.get("experts")
+            or parts.gate is not modules.get("gate")
+            or parts.shared_module is not modules.get("shared_expert")
+            or parts.shared_gate is not modules.get("shared_gate")
+        ):
+            parts = self._parts = self._make_parts()
+        return parts
+
+    def _make_parts(self) -> Parts:
+        shared_expert = None
+        if self.shared_expert is not None:
+            shared_expert = experts_inside("shared_expert", self.shared_expert)
+        return Parts(
+            grid=self.grid,
+            experts=experts_inside("experts", self.experts),
+            shared_expert=shared_expert,
+            order=self.order,
+            dispatch=self.dispatch,
+            combine=self.combine,
+            scalars=self.scalars,
+            callbacks=self.callbacks,
+            gradients=self.gradients,
+            traffic=self.traffic,
+            spec=self.spec,
+            gate=self.gate,
+            router=gate_inside(self.gate),
+            trusts_gate=any(self.gate is gate for gate in self._trusted_gates),
+            experts_module=self.experts,
+            shared_module=self.shared_expert,
+            shared_gate=self.shared_gate,
+            known=self.known,
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in LayerSpec.__dataclass_fields__ or name in Switches.__dataclass_fields__:
@@ -241,10 +279,13 @@ class MoELayer(nn.Module):
 
     # Here, not further in: or this method would be a frame of its own, with a graph break of its own.
     @_breaks_graphs
-    def forward(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Maps x (..., d_model) to the same shape, in x's dtype (autocast's under autocast).
 
         token_ids: (...) int64, for gates that route by them (`pmoe.Gate.needs_token_ids`).
+        mask: (...) bool, True where x has a token and False in padding (integers: not 0). Padding is not
+            routed: it takes no capacity, counts in no loss or statistic, and its output is zero. The rest is
+            ``layer(x[mask])``, in its places; callbacks see those N rows, (N, d_model).
 
         Ranks may hold different numbers of tokens, none included. Raises ValueError on every rank, before
         any row travels, where any rank's input has another last dimension, dtype or device than the layer,
@@ -254,9 +295,8 @@ class MoELayer(nn.Module):
         Under activation checkpointing `pmoe.checkpoint_contexts` keeps the routing. Without it, a second pass
         that routes any rank's tokens otherwise than the first raises ValueError on every rank.
         """
-        call = Call.begin(self, self.parts, x, token_ids)
-        decision = decide(call)
-        y_TM = run(decision)
+        call = Call.begin(self, self.parts, x, token_ids, mask)
+        decision, y_TM = ExpertsCall(route(call))()
         self.last = LastCall.of(decision)
         return shaped_output(decision, y_TM)
 

@@ -12,24 +12,27 @@ from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Runner
+from pmoe.engine.passes import Inputs
 from pmoe.engine.replay import hidden_from_checkpoints, may_run_again
 from pmoe.gates.base import Routing
 from pmoe.gates.topk import TopKGate
+from pmoe.kernels import route as routing_kernels
 from pmoe.kernels.comet.launches import Journey
 from pmoe.kernels.flashdmoe import Chosen
-from pmoe.kernels.route import Promise, Routes, route
-from pmoe.layer.decision import Agreed, CallCounts, Decision
-from pmoe.layer.fused import fused_pair, has_hooks, kernels_runner, make_request, may_fuse, promised, stacked
+from pmoe.kernels.route import Promise, Routes
+from pmoe.layer.called import is_watched
+from pmoe.layer.decision import Agreed, CallCounts, Decision, RoutedCall
+from pmoe.layer.fused import fused_pair, kernels_runner, make_request, may_fuse, promised, stacked
 from pmoe.layer.parts import Call, Parts, autocast_dtype
-from pmoe.layer.route import Gated, Routed, make_inputs, started
+from pmoe.layer.route import Gated, Routed, check_num_experts, started
 from pmoe.runners import fused_steps, one_rank
 from pmoe.runners.one_rank import OneRankRunner
 
 
-def decide(call: Call) -> Decision | None:
-    """As `pmoe.layer.decision.decide`; None where row counts are needed on the host."""
+def route(call: Call) -> RoutedCall | None:
+    """As `pmoe.layer.decision.route`; None where row counts are needed on the host."""
     parts, replay = call.parts, call.replay
-    if has_hooks(parts.gate):
+    if is_watched(parts.gate):
         return None
     x = started(call)
     x_TM = x.reshape(-1, parts.spec.d_model)
@@ -44,6 +47,7 @@ def decide(call: Call) -> Decision | None:
         return None
     replay.once(lambda: agreed)
     routes, promise = replay.route(x_TM, lambda: _routes(call, x_TM, agreed))
+    check_num_experts(parts, routes.counts_nE.shape[-1])
     routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux)
 
     def journey() -> Journey:
@@ -70,14 +74,19 @@ def decide(call: Call) -> Decision | None:
         max_tokens=x_TM.shape[0],
         needs_grad=parts.asks_for_gradients(x, *parts.gate.parameters()),
     )
-    return Decision(
-        call=call,
-        routed=routed,
-        inputs=make_inputs(parts, routed),
-        runner=runner,
-        counts=CallCounts(counts, counts.max_tokens),
-        restore=None if agreed.steps is None else fused_pair(parts),
-    )
+    restore = None if agreed.steps is None else fused_pair(parts)
+
+    def decide(_: Parts, inputs: Inputs) -> Decision:
+        return Decision(
+            call=call,
+            routed=routed,
+            inputs=inputs,
+            runner=runner,
+            counts=CallCounts(counts, counts.max_tokens),
+            restore=restore,
+        )
+
+    return RoutedCall(call=call, routed=routed, decide=decide)
 
 
 def _kernels(call: Call, x_TM: Tensor) -> Agreed | None:
@@ -113,7 +122,7 @@ def _routes(call: Call, x_TM: Tensor, agreed: Agreed) -> tuple[Routes, Promise |
     if agreed.steps is not None and (found := promised(call, x_TM)) is not None:
         return found.routes, found
     with torch.autocast(x_TM.device.type, enabled=False):
-        routes = one_rank.route_tokens(cast(TopKGate, call.parts.gate), x_TM, route)
+        routes = one_rank.route_tokens(cast(TopKGate, call.parts.gate), x_TM, routing_kernels.route)
     if may_run_again(call.layer):
         from pmoe.engine import rerouting
 

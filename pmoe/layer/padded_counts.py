@@ -17,16 +17,17 @@ from torch import Tensor
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.cut import Orders
 from pmoe.engine.padding import PaddedKind, Splits, check_same_calls, make_padding
+from pmoe.engine.passes import Inputs
 from pmoe.gates.base import Routing
 from pmoe.gates.capacity import expert_capacity
 from pmoe.kernels.flashdmoe import Chosen
 from pmoe.kernels.route import Promise
 from pmoe.layer.choose import choose
-from pmoe.layer.decision import Agreed, CallCounts, Decision
+from pmoe.layer.decision import Agreed, CallCounts, Decision, RoutedCall
 from pmoe.layer.exact_counts import in_chunks, shared_counts
 from pmoe.layer.fused import find_steps, kernels_runner, may_fuse, promised
 from pmoe.layer.parts import Call, Parts, cast_dtype
-from pmoe.layer.route import Gated, Routed, ask_gate, make_inputs, route_batch
+from pmoe.layer.route import Gated, Routed, ask_gate, route_batch
 from pmoe.ordering.sorted import Tokens
 
 
@@ -36,8 +37,8 @@ def kind_of(parts: Parts, x_TM: Tensor, dtype: torch.dtype) -> PaddedKind:
     return PaddedKind(num_tokens=x_TM.shape[0], needs_grad=needs_grad, dtype=dtype)
 
 
-def decide(call: Call) -> Decision:
-    """As `pmoe.layer.decision.decide`."""
+def route(call: Call) -> RoutedCall:
+    """As `pmoe.layer.decision.route`."""
     parts = call.parts
     promises: list[Promise | None] = [None]
 
@@ -54,44 +55,46 @@ def decide(call: Call) -> Decision:
     kind = kind_of(parts, routed.x_TM, routed.dtype)
     splits = splits_of(parts, kind.num_tokens, top_k=expert_TK.shape[1])
     max_tokens, host = -(-splits.num_rows // expert_TK.shape[1]), torch.device("cpu")
-    inputs = make_inputs(parts, routed)
 
     @functools.cache
     def counts_on(where: torch.device) -> RankCounts:
         return splits.counts(parts.ranks.size, where, max_tokens=max_tokens, needs_grad=kind.needs_grad)
 
-    @functools.cache
-    def padded() -> tuple[RankCounts, Orders, Tensor]:
-        """What the pipeline takes; kept_E."""
-        if promises[-1] is not None:
-            promises[-1].keep()
-        orders = Orders(parts, splits.expert_of_rows(device), None, Tokens(splits.num_rows))
-        orders.padding, kept_E = make_padding(expert_TK.long(), splits)
-        return counts_on(device), orders, kept_E
+    def decide(scheduled: Parts, inputs: Inputs) -> Decision:
+        @functools.cache
+        def padded() -> tuple[RankCounts, Orders, Tensor]:
+            """What the pipeline takes; kept_E."""
+            if promises[-1] is not None:
+                promises[-1].keep()
+            orders = Orders(scheduled, splits.expert_of_rows(device), None, Tokens(splits.num_rows))
+            orders.padding, kept_E = make_padding(expert_TK.long(), splits)
+            return counts_on(device), orders, kept_E
 
-    def agree() -> Agreed:
-        _compare(call, routed, kind)
-        if may_fuse(parts, device, routed.dtype):
-            cells = replace(counts_on(host), max_tokens=kind.num_tokens, max_rows=0)
-            if (steps := find_steps(parts, inputs, cells)) is not None:
-                return Agreed(steps=steps)
-        counts, orders, _ = padded()
-        return Agreed(choice=choose(parts, counts, inputs, orders))
+        def agree() -> Agreed:
+            _compare(call, routed, kind)
+            if may_fuse(parts, device, routed.dtype):
+                cells = replace(counts_on(host), max_tokens=kind.num_tokens, max_rows=0)
+                if (steps := find_steps(parts, inputs, cells)) is not None:
+                    return Agreed(steps=steps)
+            counts, orders, _ = padded()
+            return Agreed(choice=choose(parts, counts, inputs, orders))
 
-    agreed = call.replay.once(agree)
-    if agreed.choice is None:
-        assert agreed.steps is not None
-        kept_E = torch.empty(splits.num_experts, dtype=torch.int32, device=device)
-        promise, capacity = promises[-1], splits.capacity
-        chosen = Chosen(expert_TK=expert_TK, promise=promise, capacity=capacity, counts_A=kept_E)
-        runner = kernels_runner(parts, agreed.steps, chosen)
-        totals = CallCounts(counts_on(host), kind.num_tokens, kept_E)
-        return Decision(
-            call=call, routed=routed, inputs=inputs, runner=runner, counts=totals, restore=runner.restore
-        )
-    counts, orders, kept_E = padded()
-    totals = CallCounts(counts.on_host(), kind.num_tokens, kept_E)
-    return in_chunks(call, routed, inputs, orders.plan(counts, agreed.choice), totals)
+        agreed = call.replay.once(agree)
+        if agreed.choice is None:
+            assert agreed.steps is not None
+            kept_E = torch.empty(splits.num_experts, dtype=torch.int32, device=device)
+            promise, capacity = promises[-1], splits.capacity
+            chosen = Chosen(expert_TK=expert_TK, promise=promise, capacity=capacity, counts_A=kept_E)
+            runner = kernels_runner(parts, agreed.steps, chosen)
+            totals = CallCounts(counts_on(host), kind.num_tokens, kept_E)
+            return Decision(
+                call=call, routed=routed, inputs=inputs, runner=runner, counts=totals, restore=runner.restore
+            )
+        counts, orders, kept_E = padded()
+        totals = CallCounts(counts.on_host(), kind.num_tokens, kept_E)
+        return in_chunks(call, routed, inputs, orders.plan(counts, agreed.choice), totals)
+
+    return RoutedCall(call=call, routed=routed, decide=decide)
 
 
 def _compare(call: Call, routed: Routed, kind: PaddedKind) -> None:

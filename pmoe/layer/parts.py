@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan import Modules
 from pmoe.engine.replay import Replay, hidden_from_checkpoints, replay_of
 from pmoe.experts.base import local_part
+from pmoe.layer.called import is_watched
 from pmoe.layer.spec import LayerSpec
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Stages
@@ -43,14 +44,36 @@ class Known:
 class Parts(Modules):
     """A layer's modules, where it stands among the ranks, and its options.
 
+    gate, experts_module, shared_module, shared_gate: what stands in the layer and is called, which may be a
+    library's wrapper. experts, shared_expert, router: the experts and the gate inside, which say what these
+    are and how they compute.
     trusts_gate: whether the layer made the gate, whose routing is then not checked.
     """
 
     spec: LayerSpec
     gate: nn.Module
+    router: nn.Module
     trusts_gate: bool
-    shared_gate: nn.Linear | None
+    experts_module: nn.Module
+    shared_module: nn.Module | None
+    shared_gate: nn.Module | None
     known: Known
+
+    @functools.cached_property
+    def without_shared_expert(self) -> Parts:
+        """For a schedule without the shared expert, where that is called as a module."""
+        return replace(self, shared_expert=None)
+
+    @property
+    def calls_shared_expert(self) -> bool:
+        """Whether the shared expert is called as a module, and not computed by a task of the schedule.
+
+        So it is where somebody looks on: its hooks must run, and hooks of the experts must not see its part
+        of the sum. Asked at each call, and of this rank alone: no message depends on it.
+        """
+        watched = (self.experts_module, self.shared_module)
+        is_wrapped = self.shared_module is not self.shared_expert or self.experts_module is not self.experts
+        return self.shared_module is not None and (is_wrapped or any(map(is_watched, filter(None, watched))))
 
     @property
     def ranks(self) -> Ranks:
@@ -66,10 +89,12 @@ class Parts(Modules):
 
     def asks_for_gradients(self, *tensors: Tensor) -> bool:
         """Whether a call may be differentiated: in these tensors, or in a parameter that runners take."""
-        shared: Iterable[Tensor] = () if self.shared_expert is None else self.shared_expert.parameters()
+        if not torch.is_grad_enabled():
+            return False
+        shared: Iterable[Tensor] = () if self.shared_module is None else self.shared_module.parameters()
         hooks: Iterable[Tensor] = () if self.hooks is None else self.hooks.parameters
-        operands = itertools.chain(tensors, self.experts.parameters(), shared, hooks)
-        return torch.is_grad_enabled() and any(each.requires_grad for each in operands)
+        operands = itertools.chain(tensors, self.experts_module.parameters(), shared, hooks)
+        return any(each.requires_grad for each in operands) or self.experts.asks_for_gradients()
 
     @functools.cached_property
     def stages(self) -> Stages:
@@ -153,19 +178,36 @@ def cast_dtype(parts: Parts, x: Tensor) -> torch.dtype | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a call is given. replay: decides, or takes what a checkpoint's first pass decided. x: (..., M),
-    not yet checked: what is wrong on one rank alone is told to all with the row counts."""
+    """What a call is given.
+
+    x: (..., M), not yet checked: what is wrong on one rank alone is told to all with the row counts.
+    mask: (...) bool, where x has a token; None where all rows are tokens. Not yet checked either.
+    scheduled: the parts that the schedule computes.
+    replay: decides, or takes what a checkpoint's first pass decided.
+    """
 
     layer: nn.Module
     parts: Parts
+    scheduled: Parts
     x: Tensor
     token_ids: Tensor | None
+    mask: Tensor | None
     replay: Replay
 
     @staticmethod
-    def begin(layer: nn.Module, parts: Parts, x: Tensor, token_ids: Tensor | None) -> Call:
+    def begin(
+        layer: nn.Module, parts: Parts, x: Tensor, token_ids: Tensor | None, mask: Tensor | None
+    ) -> Call:
         """Refuses what a CUDA graph cannot hold; collective at the first call, as `check_ranks` is."""
-        call = Call(layer=layer, parts=parts, x=x, token_ids=token_ids, replay=replay_of(layer))
+        call = Call(
+            layer=layer,
+            parts=parts,
+            scheduled=parts.without_shared_expert if parts.calls_shared_expert else parts,
+            x=x,
+            token_ids=token_ids,
+            mask=mask,
+            replay=replay_of(layer),
+        )
         if is_captured(x):
             from pmoe.layer.capture import check_capturable
 

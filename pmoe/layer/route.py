@@ -16,7 +16,6 @@ from pmoe.engine.passes import Inputs
 from pmoe.engine.replay import hidden_from_checkpoints, may_run_again
 from pmoe.experts.base import Experts
 from pmoe.gates.base import Routing, at_least_float32
-from pmoe.gates.logits import router_logits
 from pmoe.layer.parts import Call, Parts, cast_dtype
 
 
@@ -79,8 +78,8 @@ def route_batch(call: Call, ask: Callable[[Call, Tensor], Gated] | None = None) 
 
 
 def started(call: Call) -> Tensor:
-    """The checked input behind the callbacks' first hooks."""
-    x = call.x
+    """The checked input behind the callbacks' first hooks: (..., M), or with a mask its N tokens, (N, M)."""
+    x = call.x if call.mask is None else _tokens_of(call)
     for callback in call.parts.callbacks:
         try:
             x = callback.before_moe_start(x)
@@ -91,6 +90,23 @@ def started(call: Call) -> Tensor:
             raise FaultError(Fault.CALLBACK, f"callback {name}.before_moe_start: {error}") from error
     check_input(call.parts, x)
     return x
+
+
+def _tokens_of(call: Call) -> Tensor:
+    """(N, M): the rows of the input that are tokens. Raises ValueError where the mask does not fit it."""
+    x, mask = call.x, call.mask
+    check_input(call.parts, x)
+    if not isinstance(mask, Tensor) or mask.shape != x.shape[:-1] or mask.device != x.device:
+        of_mask = f"of shape {tuple(mask.shape)} on {mask.device}" if isinstance(mask, Tensor) else repr(mask)
+        raise FaultError(
+            Fault.SHAPE,
+            f"mask ({of_mask}) must be a tensor of shape {tuple(x.shape[:-1])} on {x.device}, x's own",
+        )
+    if mask.is_floating_point() or mask.is_complex():
+        raise FaultError(
+            Fault.SHAPE, f"mask (of {mask.dtype}) must be bool: True where x has a token, False in padding"
+        )
+    return x[mask.bool()]
 
 
 def ask_gate(call: Call, x_TM: Tensor) -> Gated:
@@ -122,7 +138,7 @@ def ask_gate(call: Call, x_TM: Tensor) -> Gated:
 def _kept(parts: Parts, routing: Routing, x_TM: Tensor) -> Tensor | None:
     """(T, K) bool, the slots within the layer's capacity; the gate's own where it decides."""
     spec = parts.spec
-    decides = bool(getattr(parts.gate, "decides_capacity", False))
+    decides = bool(getattr(parts.router, "decides_capacity", False))
     if routing.keep is not None or routing.token is not None or decides:
         return routing.keep
     if spec.capacity_factor is None or spec.pad_to_capacity:
@@ -137,7 +153,9 @@ def _kept(parts: Parts, routing: Routing, x_TM: Tensor) -> Tensor | None:
 
 def _routing(call: Call, x_TM: Tensor) -> Routing:
     gate, ids, given = call.parts.gate, call.token_ids, [x_TM]
-    if getattr(gate, "needs_token_ids", False):
+    if getattr(call.parts.router, "needs_token_ids", False):
+        if call.mask is not None and isinstance(ids, Tensor) and ids.shape == call.mask.shape:
+            ids = ids[call.mask.bool()]
         if not isinstance(ids, Tensor) or ids.numel() != x_TM.shape[0]:
             shown = tuple(ids.shape) if isinstance(ids, Tensor) else ids
             raise ValueError(
@@ -146,11 +164,25 @@ def _routing(call: Call, x_TM: Tensor) -> Routing:
             )
         given.append(ids.reshape(-1))
     routing: Routing = gate(*given)
+    if call.parts.trusts_gate:
+        check_num_experts(call.parts, None if routing.logits is None else routing.logits.shape[-1])
     return routing
 
 
+def check_num_experts(parts: Parts, num_scores: int | None) -> None:
+    """Raises ValueError where the gate scores more or fewer experts than the layer has, because a tool has
+    replaced its parameters. num_scores: per token; None where the gate gives none."""
+    num_experts = parts.spec.num_experts
+    if num_scores not in (None, num_experts):
+        raise ValueError(
+            f"gate ({type(parts.gate).__name__}) scores {num_scores} experts and the layer has num_experts "
+            f"({num_experts}). For more or fewer experts build another MoELayer with that num_experts and "
+            "copy weights into it (docs/weights.md)"
+        )
+
+
 def _nothing_routed(parts: Parts, error: Exception) -> Routed:
-    like = torch.empty(0) if parts.like is None else parts.like
+    like = torch.empty(0) if parts.like is None or parts.like.is_meta else parts.like
     routing = Routing(
         expert=torch.empty(0, parts.spec.top_k, dtype=torch.int64, device=like.device),
         weight=like.new_empty(0, parts.spec.top_k),
@@ -173,7 +205,8 @@ def check_input(parts: Parts, x: Tensor) -> None:
         raise FaultError(
             Fault.SHAPE, f"x of shape {tuple(x.shape)} must end in d_model ({d_model}): (..., d_model)"
         )
-    if like is not None and x.device != like.device:
+    # Parameters on the meta device may be fetched when their module is called (offloading): see `_operands`.
+    if like is not None and x.device != like.device and not like.is_meta:
         raise FaultError(
             Fault.DEVICE, f"x on {x.device} must be where the layer's parameters are ({like.device})"
         )
@@ -189,39 +222,69 @@ def check_input(parts: Parts, x: Tensor) -> None:
 # ---- the tensors of a call that have gradients, as the runners take them. S mixtures of tokens
 
 
-def make_inputs(parts: Parts, routed: Routed) -> Inputs:
+def make_inputs(call: Call, routed: Routed, experts: Experts) -> Inputs:
     """Under autocast rows and parameters are cast. The parameters are those of now: modules may have other
-    ones at the next call."""
+    ones at the next call. experts: those that were called, which may be another object than at the last
+    call."""
+    parts = call.scheduled
     rows_TM, mix, dtype = routed.x_TM, routed.routing.mix, routed.autocast
     if dtype is not None:
         rows_TM = rows_TM.to(dtype)
     if mix is not None:
         rows_TM = mix.dispatch.to(rows_TM.dtype).t() @ rows_TM
+    has_shared = parts.shared_expert is not None
     return Inputs(
         x_TM=rows_TM,
         weight_TK=routed.routing.weight,
-        parameters=_operands(parts.experts, dtype),
-        shared_weight_T=_shared_weight(parts, routed.x_TM),
-        shared_parameters=() if parts.shared_expert is None else _operands(parts.shared_expert, dtype),
+        parameters=_operands(experts, dtype, rows_TM),
+        shared_weight_T=shared_weight(parts, routed.x_TM) if has_shared else None,
+        shared_parameters=()
+        if parts.shared_expert is None
+        else _operands(parts.shared_expert, dtype, rows_TM),
         hook_parameters=() if parts.hooks is None else parts.hooks.parameters,
         autocast=dtype,
-        compare=getattr(parts.experts.reduce, "compare", None),
+        compare=getattr(experts.reduce, "compare", None),
     )
 
 
-def _operands(experts: Experts, dtype: torch.dtype | None) -> list[Tensor]:
-    """Parameters as autocast hands them to operators; modules meet autocast by themselves."""
-    parameters = experts.local_parameters()
-    if dtype is None or experts.runs_under_autocast:
-        return parameters
-    return [each.to(dtype) for each in parameters]
+def _operands(experts: Experts, dtype: torch.dtype | None, rows_TM: Tensor) -> list[Tensor]:
+    """What experts compute with, as autocast hands it to operators; modules meet autocast by themselves."""
+    values = experts.operands()
+    if experts.runs_under_autocast:
+        return values
+    if dtype is not None:
+        values = [value.to(dtype) for value in values]
+    if values and (values[0].dtype != rows_TM.dtype or values[0].device != rows_TM.device):
+        raise ValueError(
+            f"experts' parameters ({values[0].dtype} on {values[0].device}) must be like the rows "
+            f"({rows_TM.dtype} on {rows_TM.device})"
+        )
+    return values
 
 
-def _shared_weight(parts: Parts, x_TM: Tensor) -> Tensor | None:
-    """(T,) the factor of the shared expert's output; None where there is none."""
-    if parts.shared_expert is None:
-        return None
-    if parts.shared_gate is None:
+def shared_weight(parts: Parts, x_TM: Tensor) -> Tensor:
+    """(T,) the factor of the shared expert's output, in float32 or wider."""
+    gate = parts.shared_gate
+    if gate is None:
         return torch.ones(x_TM.shape[0], dtype=at_least_float32(x_TM[:0]).dtype, device=x_TM.device)
-    with torch.autocast(x_TM.device.type, enabled=False):
-        return router_logits(x_TM, parts.shared_gate.weight).sigmoid().squeeze(1)
+    logits_T1 = gate(x_TM)
+    if not isinstance(logits_T1, Tensor) or logits_T1.shape != (x_TM.shape[0], 1):
+        shape = tuple(logits_T1.shape) if isinstance(logits_T1, Tensor) else type(logits_T1).__name__
+        raise ValueError(
+            f"shared_gate ({type(gate).__name__}) returned {shape}; it must return one number a token, "
+            f"({x_TM.shape[0]}, 1)"
+        )
+    return at_least_float32(logits_T1).sigmoid().squeeze(1)
+
+
+def shared_output(parts: Parts, x_TM: Tensor) -> Tensor:
+    """(T, M): the shared expert called as a module, times its factor."""
+    module = parts.shared_module
+    assert module is not None
+    output_TM: Tensor = module(x_TM)
+    if not isinstance(output_TM, Tensor) or output_TM.shape != x_TM.shape:
+        shape = tuple(output_TM.shape) if isinstance(output_TM, Tensor) else type(output_TM).__name__
+        raise ValueError(
+            f"shared_expert ({type(module).__name__}) returned {shape}; it must return {tuple(x_TM.shape)}"
+        )
+    return output_TM * shared_weight(parts, x_TM).unsqueeze(1).to(output_TM.dtype)

@@ -57,7 +57,7 @@ def reset_parameters(parts: Parts) -> None:
             resets = [functools.partial(reset_modules, each) for each in experts.as_modules()]
             seeded(lambda i: resets[i](), first_expert=first, count=len(resets))  # noqa: B023
     if parts.shared_gate is not None:
-        parts.shared_gate.reset_parameters()
+        reset_modules(parts.shared_gate)
     parts.experts.built = sampled(parts.experts) if parts.ranks.size > 1 else ""
 
 

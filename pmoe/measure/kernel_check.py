@@ -34,7 +34,7 @@ class KernelCase:
     @classmethod
     def of(cls, experts: StackedExperts, device: torch.device, dtype: torch.dtype) -> KernelCase:
         """Of the kernels that these experts would take."""
-        return cls(device, dtype, experts.fused_activation or "gelu", experts.b1 is not None)
+        return cls(device, dtype, experts.fused_activation or "gelu", experts.has_bias)
 
 
 def mismatch(case: KernelCase) -> str | None:

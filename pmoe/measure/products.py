@@ -51,7 +51,7 @@ def measure_products(
         return
     # The shard's index is not in the key: all shards of an expert ask for the same products.
     shapes = experts.shapes()
-    sizes = (*shapes["w1"], *shapes["w2"], experts.b1 is None, experts.shard.count)
+    sizes = (*shapes["w1"], *shapes["w2"], not experts.has_bias, experts.shard.count)
     key = (ranks.name, device, dtype, *sizes, bucket(max_rows), needs_grad)
     if key not in _measured:
         from pmoe.measure.product_choices import measure_choices
@@ -88,7 +88,7 @@ def product_requests(
     experts: StackedExperts, dtype: torch.dtype, device: torch.device, max_rows: int, *, needs_grad: bool
 ) -> list[ProductRequest]:
     """Every product of these experts. Empty where the kernels do not take the type or the sizes."""
-    if grouped_gemm.misfit(dtype, d_model=experts.w1.shape[2], hidden=experts.num_hidden) is not None:
+    if grouped_gemm.misfit(dtype, d_model=experts.d_model, hidden=experts.num_hidden) is not None:
         return []
     max_bucket = LARGEST * bucket(max_rows)
     buckets = [rows for i in range((FINEST * LARGEST).bit_length()) if (rows := max_bucket >> i)]
@@ -117,6 +117,6 @@ def _products(
                     rows=rows,
                     in_features=num_in,
                     out_features=num_out,
-                    bias=form == "forward" and experts.b1 is not None,
+                    bias=form == "forward" and experts.has_bias,
                 ),
             )

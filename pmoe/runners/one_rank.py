@@ -53,7 +53,7 @@ def kernel_refusal(
     device, num_rows = x_TM.device, x_TM.shape[0] * gate.top_k
     if device.type != "cuda" or not num_rows:
         return f"{x_TM.shape[0]} tokens on {device}"
-    num_experts, num_model, width = experts.w2.shape
+    num_experts, num_model, width = experts.shapes()["w2"]
     logits = x_TM.new_empty(0, num_experts, dtype=torch.float32)
     reasons = (
         grouped_gemm.refusal(device, dtype, d_model=num_model, d_hidden=width),

@@ -259,6 +259,7 @@ def _lay_out(experts: Experts, mesh: DeviceMesh) -> None:
         laid = DTensor.from_local(parameter.detach(), mesh, placements, run_check=False)
         module, _, own = name.rpartition(".")
         replace_parameter(experts.get_submodule(module), own, laid)
+        experts.placements[name] = tuple(placements)
     experts.mark_parameters()
 
 

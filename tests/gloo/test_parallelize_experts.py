@@ -51,7 +51,7 @@ def layouts(rank: int, world: int) -> list[Any]:
     assert experts is model.blocks[0].moe.experts and ignored == model._ddp_params_and_buffers_to_ignore
     return [
         {name: (tuple(each.shape), str(each.placements)) for name, each in experts.named_parameters()},
-        [tuple(each.shape) for each in experts.local_parameters()],
+        [tuple(each.shape) for each in experts.operands()],
         {name for name, each in model.named_parameters() if ".experts." in name} <= set(ignored),
         sorted(name for name in of_block if not name.startswith("_orig_mod.")),
         len(pmoe.expert_parameters(model)),

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.transformer import TransformerModel, base_architecture
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
@@ -41,13 +40,10 @@ class FeedForwardExperts(MoELayer):
     is_padding_BL: Tensor | None = None
     """Set by the layer around it before each call."""
 
-    def forward(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        if self.is_padding_BL is None:
-            return super().forward(x, token_ids)
-        where = (~self.is_padding_BL.t()).flatten().nonzero().squeeze(1)
-        x_TM = x.reshape(-1, self.d_model)
-        y_TM = super().forward(x_TM.index_select(0, where))
-        return torch.zeros_like(x_TM, dtype=y_TM.dtype).index_copy(0, where, y_TM).view(x.shape)
+    def forward(self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        if mask is None and self.is_padding_BL is not None:
+            mask = ~self.is_padding_BL.t()
+        return super().forward(x, token_ids, mask)
 
 
 class MoEDecoderLayer(TransformerDecoderLayerBase):  # type: ignore[misc]

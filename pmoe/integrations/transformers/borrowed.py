@@ -75,7 +75,7 @@ class BorrowedExperts(StackedExperts):
         self.stacks = stacks
         w1, w2 = (stacks.out_features_first(each.detach()) for each in (stacks.w1, stacks.w2))
         vars(self).update(w1=w1, w2=w2, b1=stacks.b1, b2=stacks.b2)  # setattr would register them
-        self.num_local_experts, self.all_hidden = w2.shape[0], w2.shape[2]
+        self.num_local_experts, self._d_model, self.all_hidden = w2.shape
         self.hidden_factor = w1.shape[1] // w2.shape[2]
         if isinstance(stacks.activation, str):
             self.activation = stacks.activation
@@ -85,6 +85,14 @@ class BorrowedExperts(StackedExperts):
 
     def hidden_dims(self) -> Mapping[str, int | None] | None:
         return None  # not ours to cut
+
+    @property
+    def has_bias(self) -> bool:
+        return self.stacks.b1 is not None
+
+    def operands(self) -> list[Tensor]:
+        """The module's own tensors; `pmoe.integrations.transformers.layout` has checked them."""
+        return list(self.stacks.named.values())
 
     def weights(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         w1, w2, b1, b2 = split_parameters(parameters)
@@ -122,7 +130,7 @@ class BorrowedActivation(BorrowedExperts):
         return replace(super().columns(device_type), graph=GRAPH * self.hidden_factor * self.num_hidden)
 
     def _scratch_rows(self, device_type: str) -> int:
-        wide = max(1, 4 // self.w1.element_size())  # some compute in float32
+        wide = max(1, 4 // self.element_size)  # some compute in float32
         return max(super()._scratch_rows(device_type) // (GRAPH * self.hidden_factor * wide), 16)
 
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
@@ -149,6 +157,9 @@ class NormedExperts(ModuleExperts):
         self.stacks, self.local = stacks, nn.ModuleList()
         self.views = {name: each.unbind() for name, each in stacks.named.items()}
         self.num_local_experts = len(self.views["w1"])
+
+    def operands(self) -> list[Tensor]:
+        return list(self.parameters())
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
         for name, parts in self.views.items():

@@ -1,0 +1,94 @@
+"""The tensors with which experts compute a call: what their parameters are when it begins.
+
+A name is read, not a list of parameters: behind ``experts.w1`` there may be a parametrization (weight_norm,
+LoRA, fake quantisation), a pruned weight, a dequantised one, or a tensor that some tool has put there.
+
+    named_parameters()                                   value_names()
+    w2, parametrizations.w1.original0, ....original1     w2, w1
+    w2, w1_orig (and a buffer w1_mask: pruned)           w2, w1
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+DERIVED = ("_orig", "_g", "_v")
+"""Endings of parameters from which a forward pre-hook makes the value: pruning and the older spectral_norm,
+and the older weight_norm."""
+
+
+def value_names(module: nn.Module) -> list[str]:
+    """Names, dotted, of the values that a module's parameters stand for, in the order of the parameters."""
+    names = dict.fromkeys(_value_name(module, name) for name, _ in module.named_parameters())
+    return list(names)
+
+
+def _value_name(module: nn.Module, name: str) -> str:
+    path, _, own = name.rpartition(".")
+    owner, marker, parametrized = f".{path}".partition(".parametrizations.")
+    if marker:  # ".inner.parametrizations.w1" holds the parameters behind inner.w1
+        return f"{owner}.{parametrized.partition('.')[0]}".lstrip(".")
+    for ending in DERIVED:
+        stem = own.removesuffix(ending)
+        if stem != own and isinstance(vars(module.get_submodule(path)).get(stem), Tensor):
+            return f"{path}.{stem}".lstrip(".")
+    return name
+
+
+def has_value(module: nn.Module, name: str) -> bool:
+    """Whether reading ``module.name`` would give a tensor. It does not read: a parametrization may have
+    side effects."""
+    plain = itertools.chain(module._parameters.items(), module._buffers.items(), vars(module).items())
+    registered = next((value for own, value in plain if own == name), None)
+    return registered is not None or parametrize.is_parametrized(module, name)
+
+
+def read_value(module: nn.Module, name: str) -> Tensor:
+    """What ``module.name`` is now, with its graph. Raises ValueError where that is no tensor that can be
+    multiplied with."""
+    value: object = module
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"experts' {name} ({type(value).__name__}) must be a torch.Tensor: it was removed or replaced"
+        )
+    return dense_value(value, f"experts' {name}")
+
+
+def dense_value(value: Tensor, name: str) -> Tensor:
+    """The same numbers in a plain tensor or a DTensor. Raises ValueError for a type that has no such form."""
+    kind = type(value)
+    if value.layout is not torch.strided:
+        return value.to_dense()
+    if value.is_quantized:
+        return value.dequantize()
+    if kind in (Tensor, nn.Parameter) or hasattr(value, "to_local"):
+        return value
+    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:  # a label on a tensor: it changes no operation
+        with torch._C.DisableTorchFunctionSubclass():
+            return value.as_subclass(Tensor)
+    if kind.dequantize is not Tensor.dequantize:  # a quantised weight, as torchao puts it in a weight's place
+        plain = value.dequantize()
+        if type(plain) is Tensor:
+            return plain
+    raise ValueError(
+        f"{name} (a {kind.__module__}.{kind.__qualname__}) must be a plain tensor, or have a dequantize() "
+        "that gives one: pmoe's products read the numbers themselves"
+    )
+
+
+def check_same_kind(names: Sequence[str], values: Sequence[Tensor]) -> None:
+    """Raises ValueError where values differ in type or device from the first."""
+    first = values[0]
+    for name, value in zip(names, values, strict=True):
+        if value.dtype != first.dtype or value.device != first.device:
+            raise ValueError(
+                f"experts' {name} ({value.dtype} on {value.device}) must be like their {names[0]} "
+                f"({first.dtype} on {first.device})"
+            )

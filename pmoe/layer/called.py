@@ -1,0 +1,98 @@
+"""How a layer calls the modules that stand in it: by their hooks, and through whatever a library has put in
+their place.
+
+PEFT, torch.compile, checkpoint_wrapper and others replace ``layer.experts`` or ``layer.gate`` by a module
+that holds the old one. The layer calls what stands there, and asks the module inside what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from pmoe.experts.base import Experts
+from pmoe.gates.base import Gate
+from pmoe.gates.logits import router_logits
+from pmoe.warn import warn_once
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Where a module keeps what ``register_..._hook`` has registered."""
+
+INSIDE = ("base_layer", "original_module", "_orig_mod", "_checkpoint_wrapped_module", "module")
+"""Where wrappers keep the module in whose place they stand: PEFT (two kinds), torch.compile,
+checkpoint_wrapper, and most others."""
+
+
+class SharedGate(nn.Linear):
+    """The score (T, 1) of each token for the shared expert, in float32 or wider: rows may be narrower.
+
+    A ``torch.nn.Linear`` of d_model inputs, one output and no bias, so tools that look for those find it.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.autocast(input.device.type, enabled=False):
+            logits = router_logits(input, self.weight)
+        return logits if self.bias is None else logits + self.bias
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether calling a module does more than its class says: it has hooks, or another forward.
+
+    Libraries that replace ``module.forward`` (accelerate's offloading) count, and hooks of all modules
+    (``torch.nn.modules.module.register_module_forward_hook``).
+    """
+    attributes = vars(module)
+    has_hooks = any(attributes.get(kind) for kind in HOOKS)
+    return has_hooks or "forward" in attributes or _has_any_global_hook()
+
+
+def experts_inside(name: str, module: nn.Module) -> Experts:
+    """The `Experts` that ``module`` is, or that a wrapper in their place holds.
+
+    name: of the layer's attribute. Raises ValueError where there is none, and for DistributedDataParallel,
+    which takes the experts of one rank for copies of all others'.
+    """
+    if isinstance(module, Experts):
+        return module
+    inside = next((part for part in module.modules() if isinstance(part, Experts)), None)
+    if inside is None or isinstance(module, DistributedDataParallel):
+        raise ValueError(
+            f"{name} (a {type(module).__module__}.{type(module).__qualname__}) must be pmoe.Experts, "
+            "or a wrapper that holds them and calls them"
+            + (": wrap the whole model, after pmoe.parallelize(model, mesh)" if inside is not None else "")
+        )
+    return inside
+
+
+def gate_inside(gate: nn.Module) -> nn.Module:
+    """The `pmoe.Gate` in whose place a wrapper stands, else the module itself: it says what the gate does."""
+    module: object = gate
+    while isinstance(module, nn.Module):
+        if isinstance(module, Gate):
+            return module
+        module = next((part for name in INSIDE if (part := _submodule(module, name)) is not None), None)
+    return gate
+
+
+def _submodule(module: nn.Module, name: str) -> nn.Module | None:
+    return cast("dict[str, nn.Module | None]", vars(module).get("_modules", {})).get(name)
+
+
+def warn_of_hooks_that_are_not_called(modules: Iterator[tuple[str, nn.Module]]) -> None:
+    """Warns of modules, by name, that the layer never calls as modules, and that have hooks."""
+    for name, module in modules:
+        attributes = vars(module)
+        kinds = [kind.strip("_") for kind in HOOKS if attributes.get(kind)]
+        kinds += ["a forward of its own"] if "forward" in attributes else []
+        if kinds:
+            warn_once(
+                f"{name} (a {type(module).__name__}) has {' and '.join(kinds)} that are not called: a layer "
+                "calls a callback's methods, not the callback. Register them on the layer, or on the modules "
+                "that the callback calls",
+                for_each_reason=True,
+            )

@@ -16,6 +16,10 @@ from pmoe.layer.parts import Parts
 
 NOT_COMPARED = {
     "gate",
+    "router",
+    "experts_module",
+    "shared_module",
+    "callback_modules",
     "spec",
     "grid",
     "trusts_gate",

@@ -61,7 +61,7 @@ def check_together(parts: Parts, shared_expert: int | nn.Module | None) -> None:
         )
     if parts.shared_gate is not None and parts.shared_expert is None:
         raise ValueError("shared_gate (True) must be False without a shared_expert")
-    if parts.shared_expert is not None and getattr(parts.gate, "mixes_tokens", False):
+    if parts.shared_expert is not None and getattr(parts.router, "mixes_tokens", False):
         raise ValueError(f"shared_expert ({shared_expert}) must be None with SoftMoE, which mixes tokens")
     if isinstance(pair, Restore) and pair.offloads:
         from pmoe.engine.offloaded import check_host_memory

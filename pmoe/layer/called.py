@@ -7,7 +7,7 @@ that holds the old one. The layer calls what stands there, and asks the module i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from typing import cast
 
 import torch
@@ -83,16 +83,44 @@ def _submodule(module: nn.Module, name: str) -> nn.Module | None:
     return cast("dict[str, nn.Module | None]", vars(module).get("_modules", {})).get(name)
 
 
-def warn_of_hooks_that_are_not_called(modules: Iterator[tuple[str, nn.Module]]) -> None:
-    """Warns of modules, by name, that the layer never calls as modules, and that have hooks."""
-    for name, module in modules:
-        attributes = vars(module)
-        kinds = [kind.strip("_") for kind in HOOKS if attributes.get(kind)]
-        kinds += ["a forward of its own"] if "forward" in attributes else []
-        if kinds:
+def without_compilation(module: nn.Module) -> Callable[..., Tensor]:
+    """What calls the experts where torch.compile was asked for them alone: the same without tracing.
+
+    What experts do with rows is decided on the host, call by call; a graph of it would hold for one call.
+    """
+    original = vars(module).get("_modules", {}).get("_orig_mod")
+    if original is not None and not any(vars(module).get(kind) for kind in HOOKS):
+        module = original
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return module._call_impl
+    return module
+
+
+def described(value: object) -> str:
+    """A value in an error message: a tensor's shape and type, or what else it is."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype} on {value.device}"
+    return f"a {type(value).__name__}"
+
+
+def check_callbacks(callbacks: Iterable[object], modules: Iterable[nn.Module]) -> None:
+    """Raises ValueError where a callback that is a module was replaced in ``callback_modules``, for its
+    methods are what a layer calls. Warns of callbacks that have hooks, which no call of a layer runs.
+
+    modules: ``callback_modules``, which holds the callbacks that are modules.
+    """
+    own = [callback for callback in callbacks if isinstance(callback, nn.Module)]
+    for place, (callback, module) in enumerate(zip(own, modules, strict=True)):
+        name = f"callback_modules.{place} (a {type(module).__name__})"
+        if module is not callback:
+            raise ValueError(
+                f"{name} must be the {type(callback).__name__} of the layer's callbacks, whose methods are "
+                "called: a wrapper in its place would do nothing"
+            )
+        hooks = [kind.strip("_") for kind in HOOKS if vars(module).get(kind)]
+        if hooks:
             warn_once(
-                f"{name} (a {type(module).__name__}) has {' and '.join(kinds)} that are not called: a layer "
-                "calls a callback's methods, not the callback. Register them on the layer, or on the modules "
-                "that the callback calls",
+                f"{name} has {' and '.join(hooks)} that are not called: a layer calls a callback's methods, "
+                "not the callback. Register them on the layer, or on modules that the callback calls",
                 for_each_reason=True,
             )

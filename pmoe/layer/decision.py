@@ -18,6 +18,7 @@ from pmoe.engine.autograd import Path, Runner, run_experts
 from pmoe.engine.passes import Inputs
 from pmoe.engine.plan import Plan
 from pmoe.experts.base import Experts
+from pmoe.layer.called import described, without_compilation
 from pmoe.layer.parts import Call, Parts
 from pmoe.layer.route import Routed, make_inputs, shared_output
 from pmoe.planner.degree import Choice
@@ -152,8 +153,9 @@ class ExpertsCall:
         """How the call was run, and the tokens' results, (T, M). What a hook raises on this rank alone is
         told to the others."""
         call, x_TM = self.routed_call.call, self.routed_call.routed.x_TM
+        call_experts = without_compilation(call.parts.experts_module)
         try:
-            y_TM: Tensor = call.parts.experts_module(x_TM, run=self._run)
+            y_TM: Tensor = call_experts(x_TM, run=self._run)
             if call.scheduled is not call.parts:
                 y_TM = y_TM + shared_output(call.parts, x_TM).to(y_TM.dtype)
         except BaseException as error:
@@ -162,7 +164,7 @@ class ExpertsCall:
             raise
         if not isinstance(y_TM, Tensor) or y_TM.shape[:1] != x_TM.shape[:1]:
             raise ValueError(
-                f"hooks of experts must leave a tensor of {x_TM.shape[0]} rows, not {y_TM!r:.80}"
+                f"a forward hook of experts returned {described(y_TM)}; it must return {x_TM.shape[0]} rows"
             )
         if self.decision is None:
             name = type(call.parts.experts_module).__name__
@@ -204,8 +206,8 @@ def _checked_rows(x_TM: Tensor, before_TM: Tensor) -> Tensor:
     wanted = (before_TM.shape, before_TM.dtype, before_TM.device)
     if not isinstance(x_TM, Tensor) or (x_TM.shape, x_TM.dtype, x_TM.device) != wanted:
         raise ValueError(
-            f"a forward pre-hook of experts returned {x_TM!r:.80}; it must return rows of shape "
-            f"{tuple(before_TM.shape)} and {before_TM.dtype}: routing is decided already"
+            f"a forward pre-hook of experts returned {described(x_TM)}; it must return "
+            f"{described(before_TM)}: routing is decided already"
         )
     return x_TM
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.nn.utils.parametrize import type_before_parametrizations
+
 from pmoe.comm.base import FlatAllToAll
 from pmoe.layer.parts import Parts
 from pmoe.ordering.sorted import SortedOrder
@@ -25,8 +27,10 @@ def refusal_of(parts: Parts, taker: str) -> str | None:
 def features_of(parts: Parts) -> frozenset[Feature]:
     """As `Parts.features`."""
     spec, gate, switches = parts.spec, parts.gate, parts.spec.switches
-    is_given = bool(getattr(gate, "has_external_routing", False))
-    picks = bool(getattr(gate, "picks_tokens", False))
+    is_given = bool(getattr(parts.router, "has_external_routing", False))
+    picks = bool(getattr(parts.router, "picks_tokens", False))
+    # A parametrized module is of a class of torch's, and computes what its own class says with other values.
+    gate_kind, experts_kind = (type_before_parametrizations(module) for module in (gate, parts.experts))
     in_steps = parts.dispatch.in_steps or parts.combine.in_steps
     is_flat = {type(parts.dispatch), type(parts.combine)} == {FlatAllToAll}
     asked = {
@@ -53,12 +57,12 @@ def features_of(parts: Parts) -> frozenset[Feature]:
         Feature.ONE_LANE: switches.one_lane,
         Feature.OWN_ORDER: type(parts.order) is not SortedOrder,
         Feature.PICKS_TOKENS: picks,
-        Feature.KEEPS_ITSELF: bool(getattr(gate, "decides_capacity", False)),
-        Feature.OTHER_GATE: type(gate).__module__ not in PLAIN_GATES and not is_given,
-        Feature.OWN_GATE: not (is_given or type(gate).__module__.startswith("pmoe.gates.")),
+        Feature.KEEPS_ITSELF: bool(getattr(parts.router, "decides_capacity", False)),
+        Feature.OTHER_GATE: gate_kind.__module__ not in PLAIN_GATES and not is_given,
+        Feature.OWN_GATE: not (is_given or gate_kind.__module__.startswith("pmoe.gates.")),
         Feature.GATE_MODULE: not (parts.trusts_gate or is_given),
         Feature.EXTERNAL_ROUTING: is_given,
         Feature.MODULE_EXPERTS: parts.experts.are_modules,
-        Feature.OTHER_EXPERTS: type(parts.experts).__module__ not in PLAIN_EXPERTS,
+        Feature.OTHER_EXPERTS: experts_kind.__module__ not in PLAIN_EXPERTS,
     }
     return frozenset(feature for feature, is_asked in asked.items() if is_asked)

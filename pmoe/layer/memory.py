@@ -129,17 +129,17 @@ def _of_way(
 
 def rows_of_call(parts: Parts, num_tokens: int) -> CallRows:
     """How many rows a call with so many tokens has on this rank, whatever their routing."""
-    spec, gate, top_k = parts.spec, parts.gate, parts.spec.top_k
+    spec, top_k = parts.spec, parts.spec.top_k
     slots = num_tokens * top_k
     if spec.pad_to_capacity:
         from pmoe.layer.padded_counts import splits_of
 
         rows = splits_of(parts, num_tokens, top_k).num_rows
         return CallRows(tokens=num_tokens, inner=rows, slots=rows, choices=1, spread="padded")
-    if not getattr(gate, "picks_tokens", False):
+    if not getattr(parts.router, "picks_tokens", False):
         return CallRows(tokens=num_tokens, inner=num_tokens, slots=slots, choices=top_k)
-    rows = gate.num_rows(num_tokens) if isinstance(gate, Gate) else slots
-    if getattr(gate, "mixes_tokens", False):
+    rows = parts.router.num_rows(num_tokens) if isinstance(parts.router, Gate) else slots
+    if getattr(parts.router, "mixes_tokens", False):
         return CallRows(tokens=num_tokens, inner=rows, slots=rows, choices=1, spread="mixed")
     return CallRows(tokens=num_tokens, inner=num_tokens, slots=rows, choices=spec.num_experts)
 
@@ -169,7 +169,8 @@ def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> LayerSizes:
         inside=parts.grid.inside.size,
         has_drops=Feature.EXTERNAL_ROUTING in parts.features
         or (spec.capacity_factor is not None and not spec.pad_to_capacity),
-        gate_scores=getattr(parts.gate, "saved_scores", 1) + bool(getattr(parts.gate, "z_loss_weight", 0)),
+        gate_scores=getattr(parts.router, "saved_scores", 1)
+        + bool(getattr(parts.router, "z_loss_weight", 0)),
         cast_from=wide if wide != size else 0,
         rotates=spec.rotates,
         merges=spec.send_once,

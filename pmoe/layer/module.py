@@ -242,6 +242,7 @@ class MoELayer(nn.Module):
             experts_module=self.experts,
             shared_module=self.shared_expert,
             shared_gate=self.shared_gate,
+            callback_modules=self.callback_modules,
             known=self.known,
         )
 

@@ -17,7 +17,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan import Modules
 from pmoe.engine.replay import Replay, hidden_from_checkpoints, replay_of
 from pmoe.experts.base import local_part
-from pmoe.layer.called import is_watched
+from pmoe.layer.called import check_callbacks, is_watched
 from pmoe.layer.spec import LayerSpec
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Stages
@@ -57,6 +57,7 @@ class Parts(Modules):
     experts_module: nn.Module
     shared_module: nn.Module | None
     shared_gate: nn.Module | None
+    callback_modules: Iterable[nn.Module]
     known: Known
 
     @functools.cached_property
@@ -91,10 +92,11 @@ class Parts(Modules):
         """Whether a call may be differentiated: in these tensors, or in a parameter that runners take."""
         if not torch.is_grad_enabled():
             return False
-        shared: Iterable[Tensor] = () if self.shared_module is None else self.shared_module.parameters()
+        modules = (self.experts_module, self.shared_module, self.shared_gate)
         hooks: Iterable[Tensor] = () if self.hooks is None else self.hooks.parameters
-        operands = itertools.chain(tensors, self.experts_module.parameters(), shared, hooks)
-        return any(each.requires_grad for each in operands) or self.experts.asks_for_gradients()
+        parameters = (module.parameters() for module in modules if module is not None)
+        operands = itertools.chain(tensors, hooks, *parameters)
+        return any(operand.requires_grad for operand in operands) or self.experts.asks_for_gradients()
 
     @functools.cached_property
     def stages(self) -> Stages:
@@ -208,6 +210,8 @@ class Call:
             mask=mask,
             replay=replay_of(layer),
         )
+        if parts.callbacks:
+            check_callbacks(parts.callbacks, parts.callback_modules)
         if is_captured(x):
             from pmoe.layer.capture import check_capturable
 

@@ -16,6 +16,7 @@ from pmoe.engine.passes import Inputs
 from pmoe.engine.replay import hidden_from_checkpoints, may_run_again
 from pmoe.experts.base import Experts
 from pmoe.gates.base import Routing, at_least_float32
+from pmoe.layer.called import described
 from pmoe.layer.parts import Call, Parts, cast_dtype
 
 
@@ -97,10 +98,10 @@ def _tokens_of(call: Call) -> Tensor:
     x, mask = call.x, call.mask
     check_input(call.parts, x)
     if not isinstance(mask, Tensor) or mask.shape != x.shape[:-1] or mask.device != x.device:
-        of_mask = f"of shape {tuple(mask.shape)} on {mask.device}" if isinstance(mask, Tensor) else repr(mask)
         raise FaultError(
             Fault.SHAPE,
-            f"mask ({of_mask}) must be a tensor of shape {tuple(x.shape[:-1])} on {x.device}, x's own",
+            f"mask ({described(mask)}) must be a tensor of shape {tuple(x.shape[:-1])} on {x.device}: one "
+            "value for each row of x",
         )
     if mask.is_floating_point() or mask.is_complex():
         raise FaultError(

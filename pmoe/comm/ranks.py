@@ -135,6 +135,8 @@ def telling(ranks: Ranks) -> Iterator[None]:
 
 def tell_peers(error: BaseException) -> None:
     """As `telling`, for an error that has been caught."""
+    if type(error).__name__ == "_StopRecomputationError":
+        return  # a checkpoint's second pass has all that it needs, and ends so
     from pmoe.comm import told
 
     told.tell(error)

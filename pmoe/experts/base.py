@@ -170,6 +170,8 @@ class Experts(nn.Module, abc.ABC):
 
         Hooks run as torch promises: forward pre-hooks before any parameter is read, so what they change
         (pruning masks, weights that are fetched from another device) is what computes.
+
+        Raises ValueError without ``run`` where there are several experts.
         """
         if run is not None:
             return run(self, x)
@@ -181,7 +183,10 @@ class Experts(nn.Module, abc.ABC):
         return self.compute_alone(x)
 
     def compute_alone(self, x: Tensor) -> Tensor:
-        """Every row (T, M) by the only expert, by operations that autograd knows."""
+        """Every row (T, M) by the only expert, by operations that autograd knows.
+
+        Raises TypeError where these experts have no such way (the default).
+        """
         raise TypeError(f"experts ({type(self).__name__}) cannot be a shared expert that has hooks")
 
     def note_operands(self) -> None:

@@ -82,7 +82,7 @@ class ModuleExperts(Experts):
         self.num_local_experts = len(self.local)
 
     def operands(self) -> list[Tensor]:
-        """The modules' parameters. Each module reads its own values when it is called, parametrized or not.
+        """The modules' parameters, each of any shape. A module reads its own values when it is called.
 
         Raises ValueError where there are more or fewer modules than the layer was built with.
         """

@@ -110,23 +110,23 @@ class RoutedCall:
     decide: Callable[[Parts, Inputs], Decision]
 
 
-def route(call: Call) -> RoutedCall:
+def route_call(call: Call) -> RoutedCall:
     """Routes a call by the source of row counts that fits: one rank's kernels, padded rows, or an exchange
     of counts."""
     parts = call.parts
     if parts.may_run_on_one_rank:
         from pmoe.layer import one_rank_counts
 
-        routed_call = one_rank_counts.route(call)
+        routed_call = one_rank_counts.route_call(call)
         if routed_call is not None:
             return routed_call
     if parts.spec.pad_to_capacity:
         from pmoe.layer import padded_counts
 
-        return padded_counts.route(call)
+        return padded_counts.route_call(call)
     from pmoe.layer import exact_counts
 
-    return exact_counts.route(call)
+    return exact_counts.route_call(call)
 
 
 def run(decision: Decision) -> Tensor:
@@ -144,22 +144,24 @@ class ExpertsCall:
     """
 
     def __init__(self, routed_call: RoutedCall) -> None:
-        self.routed_call = routed_call
+        self.call, self.routed = routed_call.call, routed_call.routed
         self.decision: Decision | None = None
-        self._error: BaseException | None = None
+        # It goes once it was used, and with it what planning alone needed.
+        self._decide: Callable[[Parts, Inputs], Decision] | None = routed_call.decide
+        self._failed_inside = False
         self._had_grad = False
 
     def __call__(self) -> tuple[Decision, Tensor]:
         """How the call was run, and the tokens' results, (T, M). What a hook raises on this rank alone is
         told to the others."""
-        call, x_TM = self.routed_call.call, self.routed_call.routed.x_TM
+        call, x_TM = self.call, self.routed.x_TM
         call_experts = without_compilation(call.parts.experts_module)
         try:
             y_TM: Tensor = call_experts(x_TM, run=self._run)
             if call.scheduled is not call.parts:
                 y_TM = y_TM + shared_output(call.parts, x_TM).to(y_TM.dtype)
         except BaseException as error:
-            if error is not self._error and call.parts.ranks.size > 1:
+            if not self._failed_inside and call.parts.ranks.size > 1:
                 tell_peers(error)
             raise
         if not isinstance(y_TM, Tensor) or y_TM.shape[:1] != x_TM.shape[:1]:
@@ -180,9 +182,8 @@ class ExpertsCall:
 
     def _run(self, experts: Experts, x_TM: Tensor) -> Tensor:
         """Inside the call: decides and computes. x_TM: the rows as hooks have left them."""
-        call = self.routed_call.call
+        call, routed = self.call, self.routed
         try:
-            routed = self.routed_call.routed
             if x_TM is not routed.x_TM:
                 routed = replace(routed, x_TM=_checked_rows(x_TM, routed.x_TM))
             with telling(call.parts.ranks):
@@ -194,10 +195,12 @@ class ExpertsCall:
             parts = call.scheduled
             parts = parts if experts is parts.experts else replace(parts, experts=experts)
             self._had_grad = torch.is_grad_enabled()
-            self.decision = self.routed_call.decide(parts, inputs)
+            assert self._decide is not None
+            self.decision = self._decide(parts, inputs)
+            self._decide = None
             return run(self.decision)
-        except BaseException as error:
-            self._error = error
+        except BaseException:
+            self._failed_inside = True  # not the error: its frames would hold tensors until a collection
             raise
 
 

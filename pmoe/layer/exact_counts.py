@@ -16,8 +16,8 @@ from pmoe.ordering.sorted import Tokens
 from pmoe.runners.pipeline import PipelineRunner
 
 
-def route(call: Call) -> RoutedCall:
-    """As `pmoe.layer.decision.route`, of any layer. The exchange of counts is under way then."""
+def route_call(call: Call) -> RoutedCall:
+    """As `pmoe.layer.decision.route_call`, of any layer. The exchange of counts is under way then."""
     parts = call.parts
     if parts.spec.fused:
         from pmoe.layer import fused

@@ -116,7 +116,7 @@ def promised(call: Call, x_TM: Tensor) -> Promise | None:
 
 
 def route_call(call: Call) -> RoutedCall:
-    """As `pmoe.layer.decision.route`, of a layer that asks for fused kernels."""
+    """As `pmoe.layer.decision.route_call`, of a layer that asks for fused kernels."""
     parts, replay = call.parts, call.replay
     routed, orders = sorted_rows(call)
     fuses = not replay.is_replay and may_fuse(parts, routed.x_TM.device, routed.dtype)

@@ -19,7 +19,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Experts, Shard
 from pmoe.layer import build
 from pmoe.layer.called import SharedGate, experts_inside, gate_inside
-from pmoe.layer.decision import ExpertsCall, LastCall, Ran, route, shaped_output
+from pmoe.layer.decision import ExpertsCall, LastCall, Ran, route_call, shaped_output
 from pmoe.layer.parts import Call, Known, Parts
 from pmoe.layer.spec import LayerSpec, Switches, option
 from pmoe.ordering import Order, make_order
@@ -297,7 +297,7 @@ class MoELayer(nn.Module):
         that routes any rank's tokens otherwise than the first raises ValueError on every rank.
         """
         call = Call.begin(self, self.parts, x, token_ids, mask)
-        decision, y_TM = ExpertsCall(route(call))()
+        decision, y_TM = ExpertsCall(route_call(call))()
         self.last = LastCall.of(decision)
         return shaped_output(decision, y_TM)
 

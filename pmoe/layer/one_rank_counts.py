@@ -16,10 +16,9 @@ from pmoe.engine.passes import Inputs
 from pmoe.engine.replay import hidden_from_checkpoints, may_run_again
 from pmoe.gates.base import Routing
 from pmoe.gates.topk import TopKGate
-from pmoe.kernels import route as routing_kernels
 from pmoe.kernels.comet.launches import Journey
 from pmoe.kernels.flashdmoe import Chosen
-from pmoe.kernels.route import Promise, Routes
+from pmoe.kernels.route import Promise, Routes, route
 from pmoe.layer.called import is_watched
 from pmoe.layer.decision import Agreed, CallCounts, Decision, RoutedCall
 from pmoe.layer.fused import fused_pair, kernels_runner, make_request, may_fuse, promised, stacked
@@ -29,8 +28,8 @@ from pmoe.runners import fused_steps, one_rank
 from pmoe.runners.one_rank import OneRankRunner
 
 
-def route(call: Call) -> RoutedCall | None:
-    """As `pmoe.layer.decision.route`; None where row counts are needed on the host."""
+def route_call(call: Call) -> RoutedCall | None:
+    """As `pmoe.layer.decision.route_call`; None where row counts are needed on the host."""
     parts, replay = call.parts, call.replay
     if is_watched(parts.gate):
         return None
@@ -122,7 +121,7 @@ def _routes(call: Call, x_TM: Tensor, agreed: Agreed) -> tuple[Routes, Promise |
     if agreed.steps is not None and (found := promised(call, x_TM)) is not None:
         return found.routes, found
     with torch.autocast(x_TM.device.type, enabled=False):
-        routes = one_rank.route_tokens(cast(TopKGate, call.parts.gate), x_TM, routing_kernels.route)
+        routes = one_rank.route_tokens(cast(TopKGate, call.parts.gate), x_TM, route)
     if may_run_again(call.layer):
         from pmoe.engine import rerouting
 

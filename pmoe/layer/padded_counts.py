@@ -37,8 +37,8 @@ def kind_of(parts: Parts, x_TM: Tensor, dtype: torch.dtype) -> PaddedKind:
     return PaddedKind(num_tokens=x_TM.shape[0], needs_grad=needs_grad, dtype=dtype)
 
 
-def route(call: Call) -> RoutedCall:
-    """As `pmoe.layer.decision.route`."""
+def route_call(call: Call) -> RoutedCall:
+    """As `pmoe.layer.decision.route_call`."""
     parts = call.parts
     promises: list[Promise | None] = [None]
 

@@ -49,7 +49,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "MoELayer.save_degrees": {"path": TEXT},
     "MoELayer.load_degrees": {"path": NOTHING},
     "Switches": {"bypass_local": FLAG, "sequential": FLAG, "one_lane": FLAG},
-    "MoELayer.forward": {"x": "tensor", "token_ids": IGNORED},
+    "MoELayer.forward": {"x": "tensor", "token_ids": IGNORED, "mask": NONE},
     "MoELayer.predict_memory": {
         "num_tokens": f"0 {NUMBER}", "row_counts": NONE, "pipeline": f"None {COUNT}",
         "pipeline_backward": f"None {COUNT}", "memory_reuse": NONE,

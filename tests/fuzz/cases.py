@@ -38,6 +38,8 @@ class Call(Short):
     BETWEEN or an option with its new value. wants: ranks whose input needs a gradient. shape: how the input
     lies in memory. checkpoint, backward: of CHECKPOINTS and BACKWARDS. inplace: the layer's output is changed
     in place. hook: its gradient is doubled by a hook. chained: the layer is called on its own output again.
+    mask: which rows are tokens, of MASKS, another selection on each rank. other_mode: of MODES, in which the
+    rank ``Case.alone`` makes the call, where there is one and others.
     """
 
     tokens: tuple[int, int, int, int] = (5, 5, 5, 5)
@@ -50,13 +52,17 @@ class Call(Short):
     hook: bool = False
     chained: bool = False
     autocast: bool = False
+    mask: str = ""
+    other_mode: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Case(Short):
     """options: of `pmoe.MoELayer`, with words for objects (see `play.objects`), and of `Switches`. frozen:
     of PARTS, on rank ``alone``, or on all where that is None. order: how the calls' backward passes follow
-    each other. joint: their losses are summed instead."""
+    each other. joint: their losses are summed instead. surgery: of SURGERIES, by the name of a parameter of
+    TREATED. watched: of MODULES, those with hooks, on rank ``alone`` or on all. wrapped: of MODULES, those in
+    a wrapper. doubled: a hook of the experts doubles what they return."""
 
     seed: int = 0
     world: int = 2
@@ -68,8 +74,17 @@ class Case(Short):
     calls: tuple[Call, ...] = (Call(),)
     order: tuple[int, ...] = (0,)
     joint: bool = False
+    surgery: dict[str, str] = field(default_factory=dict)
+    watched: tuple[str, ...] = ()
+    wrapped: tuple[str, ...] = ()
+    doubled: bool = False
 
 
+MASKS = ("some", "none", "all", "integers")
+MODES = ("eval",)
+SURGERIES = ("squashed", "pruned", "put back")
+TREATED = ("experts.w1", "experts.w2", "experts.b1", "gate.weight", "shared_expert.w1", "shared_gate.weight")
+MODULES = ("gate", "experts", "shared_expert", "shared_gate")
 BETWEEN = ("", "no_grad", "inference", "eval", "deepcopy", "state dict", "pickle", "retained loss")
 SHAPES = ("rows", "three", "strided", "transposed", "expanded")
 CHECKPOINTS = ("", "plain", "contexts", "reentrant", "nested")
@@ -155,7 +170,10 @@ def calls(draw: Callable[..., Any], world: int, dtype: str) -> Call:
     # Gradients of inputs alone are asked for by all ranks or by none: else some leave out the experts' own.
     wants = [must or backward == "inputs" or draw(_often) for _ in range(world)]
     autocast = dtype == "float32" and draw(_seldom)
+    mask = draw(st.sampled_from(("", "", "", *MASKS)))
     return Call(
+        mask=mask,
+        other_mode=draw(st.sampled_from((*[""] * 12, *MODES))),
         tokens=(*tokens, *Call.tokens[world:]),
         between=between,
         wants=(*wants, *Call.wants[world:]),
@@ -178,6 +196,16 @@ def cases(draw: Callable[..., Any], worlds: tuple[int, ...] = WORLDS) -> Case:
         found = tuple(
             replace(call, between="") if isinstance(call.between, tuple) else call for call in found
         )
+    surgery = draw(st.dictionaries(st.sampled_from(TREATED), st.sampled_from(SURGERIES), max_size=3))
+    surgery = surgery if draw(_seldom) or draw(_seldom) else {}
+    if surgery:  # torch copies no pruned modules, and pickles no parametrized ones
+        copies = ("deepcopy", "state dict", "pickle")
+        found = tuple(replace(call, between="") if call.between in copies else call for call in found)
+    watched = (
+        tuple(draw(st.lists(st.sampled_from(MODULES), max_size=4, unique=True))) if draw(_seldom) else ()
+    )
+    if "experts" in watched:  # torch lets nobody change in place what a module with backward hooks returned
+        found = tuple(replace(call, inplace=False) for call in found)
     joint = draw(_seldom)
     if joint:  # the inputs of one call are not those of all
         found = tuple(replace(call, backward="once") if call.backward == "inputs" else call for call in found)
@@ -194,4 +222,10 @@ def cases(draw: Callable[..., Any], worlds: tuple[int, ...] = WORLDS) -> Case:
         calls=found,
         order=tuple(draw(st.permutations(range(len(found))))),
         joint=joint,
+        surgery=surgery,
+        watched=watched,
+        wrapped=tuple(draw(st.lists(st.sampled_from(MODULES), max_size=4, unique=True)))
+        if draw(_seldom)
+        else (),
+        doubled=draw(_seldom),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ def own_part(layer: pmoe.MoELayer, kind: str, whole: Weights) -> Weights:
     rows = torch.cat([columns, layer.d_hidden + columns]) if kind == "swiglu" else columns
     split = {"w1": (1, rows), "b1": (1, rows), "w2": (2, columns)}
     own = {n: v.index_select(*split[n]) if n in split else v for n, v in own.items()}
-    if not layer.experts.are_modules:
+    if not layer.parts.experts.are_modules:
         return {f"experts.{name}": value for name, value in own.items()}
     names = MODULE_NAMES["normed" if kind == "normed" else "mlp"]
     return {
@@ -77,11 +78,17 @@ class PlainLayer(nn.Module):
             setattr(self, name, copy.deepcopy(getattr(layer, name)))
         self.whole = nn.ParameterDict(whole)
         # Modules have an activation of their own, the shared expert beside them the layer's.
-        self.of_experts = (kind, "gelu" if layer.experts.are_modules else activation)
+        self.of_experts = (kind, "gelu" if layer.parts.experts.are_modules else activation)
         self.of_shared = ("swiglu" if kind == "swiglu" else "ffn", activation)
+        self.treated: dict[str, Callable[[Tensor], Tensor]] = {}  # of `whole`: what was done to a parameter
+        self.factor = 1.0  # by which a hook of the experts multiplies what they return
         self.capacity_factor, self.num_experts = layer.capacity_factor, layer.num_experts
 
-    def forward(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            mask = mask.bool()
+            y = self(x[mask], None if token_ids is None else token_ids[mask])
+            return y.new_zeros(x.shape).index_put((mask,), y)
         flat = x.reshape(-1, x.shape[-1])
         hooked = self.callback_modules[0] if len(self.callback_modules) else None
         flat = flat if hooked is None else hooked.before_moe_start(flat)
@@ -90,7 +97,7 @@ class PlainLayer(nn.Module):
         self.l_aux = routing.l_aux
         with torch.autocast("cpu", enabled=False):
             rows = flat.to(F64) if hooked is None else hooked.before_dispatch(flat.to(F64), 0)
-            y = self._routed(rows, routing)
+            y = self._routed(rows, routing) * self.factor
         y = y if shared is None else y + shared
         kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
         y = y.to(kind)
@@ -103,7 +110,8 @@ class PlainLayer(nn.Module):
         y = torch.zeros_like(rows)
         for s, k in self._kept(routing):
             t, e = int(token_S[s]), int(routing.expert[s, k])
-            row = expert({name: value[e] for name, value in self.whole.items()}, rows[t], *self.of_experts)
+            weights = {name: self.treated.get(name, same)(value)[e] for name, value in self.whole.items()}
+            row = expert(weights, rows[t], *self.of_experts)
             y = y.index_add(0, torch.tensor([t]), (routing.weight[s, k].to(F64) * row)[None])
         return y if routing.mix is None else routing.mix.combine.to(F64) @ y
 
@@ -128,13 +136,18 @@ class PlainLayer(nn.Module):
         if self.shared_expert.are_modules:  # under the user's autocast
             y = self.shared_expert.local[0](x).to(F64)
         else:
-            p = {name: value[0].to(F64) for name, value in self.shared_expert.named_parameters()}
+            present = {name: getattr(self.shared_expert, name) for name in ("w1", "w2", "b1", "b2")}
+            p = {name: value[0].to(F64) for name, value in present.items() if value is not None}
             y = (
                 torch.stack([expert(p, row, *self.of_shared) for row in x.to(F64)])
                 if len(x)
                 else x.to(F64) * 1
             )
         return y if self.shared_gate is None else self.shared_gate(x).to(F64).sigmoid() * y
+
+
+def same(value: Tensor) -> Tensor:
+    return value
 
 
 def expert(p: Weights, row: Tensor, kind: str, activation: str) -> Tensor:

@@ -3,6 +3,7 @@ case's program on both, and says what differs."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
@@ -131,9 +133,10 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, call: Call, seed: int) -> tuple[Tensor, Tensor]:
         h = self.pre(x)
-        y, l_aux = self._layer(h, seed)
+        mask = masked(call, h.shape[:-1])
+        y, l_aux = self._layer(h, seed, mask)
         if call.chained:
-            y, more = self._layer(y + h, seed + 1)
+            y, more = self._layer(y + h, seed + 1, mask)
             l_aux = l_aux + more
         if call.hook and y.requires_grad:
             y.register_hook(lambda gradient: gradient * 2)
@@ -141,20 +144,111 @@ class Model(nn.Module):
             y.mul_(1.5)
         return self.post(y), l_aux
 
-    def _layer(self, h: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    def _layer(self, h: Tensor, seed: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         torch.manual_seed(seed)  # of gates that draw
-        gate = self.layer.gate
+        gate = getattr(self.layer.gate, "base_layer", self.layer.gate)
+        options = {} if mask is None else {"mask": mask}
         if isinstance(gate, ExternalGate):
-            flat = h.reshape(-1, h.shape[-1])
+            flat = h.reshape(-1, h.shape[-1]) if mask is None else h[mask.bool()]
             expert = (torch.arange(len(flat))[:, None] ** 2 + torch.arange(2) + seed) % 4
             with gate.routing(expert, flat[:, :1].float().sigmoid().expand(-1, 2)):
-                y = self.layer(h)
+                y = self.layer(h, **options)
         elif getattr(gate, "needs_token_ids", False):
-            y = self.layer(h, torch.arange(h.shape[:-1].numel()).reshape(h.shape[:-1]) * 7 + seed)
+            y = self.layer(h, torch.arange(h.shape[:-1].numel()).reshape(h.shape[:-1]) * 7 + seed, **options)
         else:
-            y = self.layer(h)
+            y = self.layer(h, **options)
         assert self.layer.l_aux is not None
         return y, self.layer.l_aux
+
+
+def masked(call: Call, shape: torch.Size) -> Tensor | None:
+    """Which rows are tokens: another selection where there are other rows."""
+    place = torch.arange(shape.numel()).reshape(shape)
+    masks = {
+        "some": (place * 5 + shape.numel()) % 3 != 0,
+        "none": place < 0,
+        "all": place >= 0,
+        "integers": (place % 2).to(torch.int64),
+    }
+    return masks.get(call.mask)
+
+
+# ---- what is done to a built layer
+
+
+class Squash(nn.Module):
+    """A parametrization that treats each number by itself: whole or in parts, it gives the same."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return squash(weight)
+
+
+def squash(weight: Tensor) -> Tensor:
+    return weight.tanh() * 1.5
+
+
+def clip(weight: Tensor) -> Tensor:
+    """What pruning by the sign of a number leaves."""
+    return weight * (weight.detach() > -0.1)
+
+
+class Around(nn.Module):
+    """As libraries wrap a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_layer(*args, **kwargs)
+
+
+def treat(case: Case, layer: pmoe.MoELayer) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Carries out the case's surgery; by parameter of the experts, what their values are then."""
+    values_of = {"squashed": squash, "pruned": clip, "put back": lambda weight: weight}
+    treated: dict[str, Callable[[Tensor], Tensor]] = {}
+    for name, surgery in case.surgery.items():
+        part, _, own = name.partition(".")
+        module = getattr(layer, part)
+        weight = None if module is None else getattr(module, own, None)
+        if not isinstance(weight, nn.Parameter):
+            continue
+        if surgery == "squashed" or part != "experts":  # torch copies no pruned module for the definition
+            parametrize.register_parametrization(module, own, Squash())
+            surgery = "squashed"
+        elif surgery == "pruned":
+            prune.custom_from_mask(module, own, weight.detach() > -0.1)
+        else:
+            delattr(module, own)
+            setattr(module, own, weight)
+        if part == "experts":
+            treated[own] = values_of[surgery]
+    return treated
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name before anything was done to it."""
+    name = name.replace(".base_layer", "").replace("_orig", "")
+    return name.replace("parametrizations.", "").replace(".original", "")
+
+
+def watch(case: Case, layer: pmoe.MoELayer, rank: int) -> list[str]:
+    """Puts wrappers and hooks where the case says; a journal of which hooks ran."""
+    journal: list[str] = []
+    for name in case.watched if case.alone in (None, rank) else ():
+        module = getattr(layer, name)
+        if module is None:
+            continue
+        module.register_forward_pre_hook(lambda *_, name=name: journal.append(name))
+        module.register_forward_hook(lambda *_, name=name: journal.append(name))
+        if name != "gate":
+            module.register_full_backward_hook(lambda *_, name=name: journal.append(name))
+    if case.doubled:
+        layer.experts.register_forward_hook(lambda *arguments: arguments[-1] * 2)
+    for name in case.wrapped:
+        if getattr(layer, name) is not None:
+            setattr(layer, name, Around(getattr(layer, name)))
+    return journal
 
 
 def built(case: Case, world: int) -> tuple[Model, Model]:
@@ -164,7 +258,7 @@ def built(case: Case, world: int) -> tuple[Model, Model]:
     layer = switched_layer(**options)
     kind, bias = case.options.get("expert", "ffn"), case.options.get("bias", True)
     layer.to(dtype)
-    whole = whole_experts(layer, kind, bias or layer.experts.are_modules)
+    whole = whole_experts(layer, kind, bias or layer.parts.experts.are_modules)
     with torch.no_grad():
         whole = {name: value.to(dtype).double() for name, value in whole.items()}
         experts = own_part(layer, kind, whole)
@@ -172,7 +266,10 @@ def built(case: Case, world: int) -> tuple[Model, Model]:
             factor = FACTOR if name.startswith("gate") else 1.0
             drawn = values(name, *parameter.shape, scale=factor)
             parameter.copy_(experts.get(name, drawn))
+    treated = treat(case, layer)
     plain = PlainLayer(layer, whole, kind, case.options.get("activation", "gelu"))
+    plain.treated = treated
+    plain.factor = 2.0 if case.doubled else 1.0
     models = Model(layer, layer.d_model, dtype), Model(plain, layer.d_model, dtype)
     with torch.no_grad():
         for each in models:
@@ -287,7 +384,8 @@ def program(case: Case, model: Model, rank: int, real: bool) -> dict[str, Tensor
         told = between(model, call, x, seed + 5, real)
         if told is not None:
             found[f"between {i}"] = told
-        y, l_aux = called(model, call, x, seed, real)
+        with other_mode(case, call, model, rank, real):
+            y, l_aux = called(model, call, x, seed, real)
         found[f"y {i}"], found[f"l_aux {i}"] = y.detach().clone(), l_aux.detach().clone()
         dy = values(f"dy{rank}{i}", *y.shape).to(y.dtype)
         loss = (y * dy).sum() + AUX * l_aux
@@ -303,7 +401,22 @@ def program(case: Case, model: Model, rank: int, real: bool) -> dict[str, Tensor
     for i, x in enumerate(inputs):
         if x.requires_grad:
             found[f"x {i}"] = x.grad
-    return found | {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return found | {plain_name(name): p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+@contextlib.contextmanager
+def other_mode(case: Case, call: Call, model: Model, rank: int, real: bool) -> Iterator[None]:
+    """One rank alone is in eval mode, or without gradients; all of them refuse the latter."""
+    if not call.other_mode or case.alone != rank or case.world == 1:
+        yield
+        return
+    training = model.training
+    model.train(training and call.other_mode != "eval")
+    try:
+        with torch.no_grad() if call.other_mode == "no_grad" else contextlib.nullcontext():
+            yield
+    finally:
+        model.train(training)
 
 
 def _joined(losses: list[Tensor | None]) -> list[Tensor | None]:
@@ -340,6 +453,7 @@ def _played(rank: int, world: int, case: Case) -> list[str]:
     try:
         model, plain = built(case, world)
         freeze(case, model, rank)
+        journal = watch(case, model.layer, rank)
         got = program(case, model, rank, real=True)
     except (ValueError, TypeError, NotImplementedError) as error:
         if isinstance(error, FaultError) and "routing changed" in str(error):
@@ -361,6 +475,9 @@ def _played(rank: int, world: int, case: Case) -> list[str]:
     }
     wanted |= {f"layer.{name}": value for name, value in own_part(layer, kind, whole).items()}
     told = list(differences(case, got, wanted))
+    watched = [name for name in case.watched if getattr(layer, name) is not None]
+    if case.alone in (None, rank):
+        told += [f"the hooks of {name} did not run" for name in watched if name not in journal]
     del model, plain, layer, got, wanted
     gc.collect()
     if host.bytes_in_use != before:

@@ -79,7 +79,7 @@ CASES: list[tuple[str, tuple[Any, Any], dict[str, Any], str, tuple[str, str]]] =
     ("dtype", (torch.float32, torch.float64), {}, "gate", ("weight=torch.float32", "weight=torch.float64")),
     ("shared_expert", (None, 4), {}, "", ("None", "FFNExperts(")),
     ("shared_expert", (8, 4), {}, "", ("all_hidden=8", "all_hidden=4")),
-    ("shared_gate", (True, False), {"shared_expert": 4}, "", ("Linear", "None")),
+    ("shared_gate", (True, False), {"shared_expert": 4}, "", ("SharedGate", "None")),
     ("order", ("sorted", "einsum"), {}, "", ("SortedOrder()", "EinsumOrder()")),
     ("dispatch", ("flat", OwnDispatch()), {}, "", ("FlatAllToAll()", "OwnDispatch")),
     ("combine", ("flat", OwnCombine()), {}, "", ("FlatAllToAll()", "OwnCombine")),

@@ -24,7 +24,7 @@ SAME_ROLE: dict[str, tuple[set[str], set[str]]] = {
         {"pmoe/cli/__init__.py", "pmoe/integrations/fairseq/__main__.py"},
     ),
     "where a call's row counts come from; decision.py asks one of the others": (
-        {"decide"},
+        {"route_call"},
         {f"pmoe/layer/{name}.py" for name in ("decision", "exact_counts", "one_rank_counts", "padded_counts")}
         | {"pmoe/layer/fused.py"},
     ),

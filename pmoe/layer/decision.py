@@ -115,8 +115,9 @@ def decide(call: Call) -> Decision:
 def run(decision: Decision) -> Tensor:
     """The tokens' results, (T, M)."""
     inputs, mix = decision.inputs, decision.routed.routing.mix
-    with inputs.autocast_for(decision.call.parts.experts):
-        y_TM = run_experts(decision.runner, inputs, needs_grad=decision.needs_grad)
+    parts = decision.call.parts
+    with inputs.autocast_for(parts.experts):
+        y_TM = run_experts(decision.runner, inputs, parts.ranks, needs_grad=decision.needs_grad)
     return y_TM if mix is None else mix.combine.to(y_TM.dtype) @ y_TM
 
 
@@ -125,7 +126,7 @@ def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
     that: FSDP2 warns of a module that returns a view, for an operation in place would drop its hook."""
     x = decision.routed.x
     y = y_TM if y_TM.shape == x.shape else y_TM.view(x.shape)
-    with telling(decision.call.parts.ranks):
+    with telling(decision.call.parts.ranks, "before_moe_end of a callback"):
         for callback in decision.call.parts.callbacks:
             y = callback.before_moe_end(y)
     return y

@@ -24,7 +24,7 @@ def decide(call: Call) -> Decision:
 
         return fused.decide(call)
     routed, orders = sorted_rows(call)
-    with telling(parts.ranks):
+    with telling(parts.ranks, "the exchange of row counts"):
         exchange = start(call, routed, orders)
         inputs = make_inputs(parts, routed)
         sort_early(parts, orders)
@@ -71,6 +71,7 @@ def start(
             num_tokens=orders.tokens.count,
             fault=routed.gated.fault,
             needs_grad=parts.asks_for_gradients(routed.x_TM, routing.weight),
+            training=call.layer.training,
             dtype=routed.dtype,
             traffic=parts.traffic,
             slots=slots_to_ask(parts, routed),

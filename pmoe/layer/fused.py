@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.comm.counts import RankCounts
+from pmoe.comm.ranks import telling
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes import Inputs
 from pmoe.engine.replay import may_run_again
@@ -123,14 +124,15 @@ def decide(call: Call) -> Decision:
     parts, replay = call.parts, call.replay
     routed, orders = sorted_rows(call)
     fuses = not replay.is_replay and may_fuse(parts, routed.x_TM.device, routed.dtype)
-    exchange = start(call, routed, orders, asks_max_rows=fuses)
-    inputs = make_inputs(parts, routed)
-    expert_TK, keep_TK = orders.expert_TK, orders.keep_TK
-    sort = functools.cache(lambda: fused.sort(expert_TK, keep_TK, parts.spec.num_experts))
-    if fuses and not is_persistent(parts):
-        sort()  # while the counts travel
-    elif not (fuses or replay.is_replay):
-        sort_early(parts, orders)
+    with telling(parts.ranks, "the exchange of row counts"):
+        exchange = start(call, routed, orders, asks_max_rows=fuses)
+        inputs = make_inputs(parts, routed)
+        expert_TK, keep_TK = orders.expert_TK, orders.keep_TK
+        sort = functools.cache(lambda: fused.sort(expert_TK, keep_TK, parts.spec.num_experts))
+        if fuses and not is_persistent(parts):
+            sort()  # while the counts travel
+        elif not (fuses or replay.is_replay):
+            sort_early(parts, orders)
 
     def agree() -> Agreed:
         counts = shared_counts(exchange, routed)

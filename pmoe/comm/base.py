@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.comm.ranks import Ranks
+from pmoe.comm.standing import collectives
 
 RowCounts = Sequence[int]
 """Of the rows for each rank, or from each; or the numbers of `Exchange.relay_counts` for them."""
@@ -116,6 +117,7 @@ def all_to_all(
     """Starts one irregular all-to-all; float8 rows travel as bytes, for not every backend knows them."""
     if rows.is_floating_point() and rows.element_size() == 1:
         rows, out = rows.view(torch.uint8), out.view(torch.uint8)
+    collectives.begun += 1
     work: dist.Work = dist.all_to_all_single(
         out, rows, list(recv_rows), list(send_rows), group=group, async_op=True
     )

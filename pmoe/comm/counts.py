@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.comm.base import Exchange, Traffic
-from pmoe.comm.ranks import Grid, at_stage, reduce_to_largest, wait_for
+from pmoe.comm.meeting import CURE
+from pmoe.comm.ranks import Grid, Ranks, at_stage, reduce_to_largest, wait_for
+from pmoe.warn import warn_once
 
 
 class Fault(enum.IntEnum):
@@ -51,6 +53,9 @@ class Fault(enum.IntEnum):
     RECOMPUTED = (
         "routing changed in recomputation: give its checkpoint context_fn=pmoe.checkpoint_contexts (and "
         "use_reentrant=False), which keeps the routing"
+    )
+    OTHER_CALL = (
+        "it makes another call than the others: in another gradient mode or pass, or of another layer"
     )
 
 
@@ -183,9 +188,35 @@ MAX_BINS, MAX_COUNTS = 256, 2**16
 256 KiB, a hundredth of 4,096 rows of 4,096 columns in two bytes each, on thousands of ranks."""
 
 HEADER = 4
-"""Integers before the counts in each message: the sender's tokens, fault, needs_grad, type of rows."""
+"""Integers before the counts in each message:
+
+    tokens       of the sender
+    fault        a `Fault`
+    mode         bits (TRAINING ...), and the life of the group (`pmoe.comm.standing`) times LIFE
+    type, layer  the place of the rows' type in TYPES, and `Ranks.number` of the layer times LAYER
+"""
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+LIFE = 8
+LAYER = 8
+
+
+TRAINING, GRAD_ENABLED, IN_BACKWARD, WANTS_GRADIENTS = 1, 2, 4, 1 << 30
+"""Bits of a mode. WANTS_GRADIENTS implies GRAD_ENABLED. It is the highest bit of the integer: the largest of
+all ranks' integers says whether any rank has it. IN_BACKWARD is set in a checkpoint's second pass."""
+
+
+def mode_of_call(*, needs_grad: bool, training: bool) -> int:
+    """The mode of a call that begins now. training: whether its layer is in training mode."""
+    mode = TRAINING if training else 0
+    if needs_grad:
+        mode |= WANTS_GRADIENTS | GRAD_ENABLED
+    elif torch.is_grad_enabled():
+        mode |= GRAD_ENABLED
+    if torch._C._current_graph_task_id() != -1:
+        mode |= IN_BACKWARD
+    return mode
 
 
 class CountsExchange:
@@ -200,6 +231,7 @@ class CountsExchange:
         num_tokens: int,
         fault: Tensor | Fault,
         needs_grad: bool,
+        training: bool,
         dtype: torch.dtype,
         traffic: Traffic,
         slots: Slots | None = None,
@@ -210,10 +242,10 @@ class CountsExchange:
         one_row_a_choice: bool = True,
     ) -> None:
         """counts_FE: (F, E) int64 on the rows' device. fault: a `Fault`, or one as an int64 scalar there.
-        dtype: of the rows that will travel. once_FP: see `RankCounts`. exchanges: the dispatch and the
-        combine, where they have counts to relay. bypass_local: rows between a rank and itself do not travel.
-        asks_max_rows: whether `RankCounts.max_rows` is wanted, the same on all ranks; one_row_a_choice:
-        whether this rank's rows are such that it makes sense."""
+        training: whether the layer is in training mode. dtype: of the rows that will travel. once_FP: see
+        `RankCounts`. exchanges: the dispatch and the combine, where they have counts to relay. bypass_local:
+        rows between a rank and itself do not travel. asks_max_rows: whether `RankCounts.max_rows` is wanted,
+        the same on all ranks; one_row_a_choice: whether this rank's rows are such that it makes sense."""
         counts_FPX = counts_FE.unflatten(1, (grid.across.size, -1))
         self._counted_once = once_FP is not None
         if once_FP is not None:
@@ -223,9 +255,14 @@ class CountsExchange:
         self._slots, self._traffic = slots, traffic
         self._asks_max_rows, self._one_row_a_choice = asks_max_rows, one_row_a_choice
         kind = TYPES.index(dtype) if dtype in TYPES else len(TYPES)
+        kind += ranks.number * LAYER
         told = 0 if isinstance(fault, Tensor) else fault.value
+        mode = mode_of_call(needs_grad=needs_grad, training=training)
+        if ranks.size > 1:
+            ranks.count_exchange()
+            mode += ranks.standing.life * LIFE
         # From pinned memory: another copy of Python's numbers to a GPU would make the host wait.
-        header = torch.tensor([num_tokens, told, needs_grad, kind], pin_memory=counts_FE.is_cuda)
+        header = torch.tensor([num_tokens, told, mode, kind], pin_memory=counts_FE.is_cuda)
         header = header.to(counts_FE.device, non_blocking=True)
         if isinstance(fault, Tensor):
             header[1] = fault
@@ -260,17 +297,17 @@ class CountsExchange:
         own, arrived, headers, numbers, *counts = (
             found.view_as(each) for found, each in zip(on_host, on_device, strict=True)
         )
-        max_tokens, fault, needs_grad, _, host_shortage, max_rows, irregular, *depths = numbers.tolist()
+        max_tokens, fault, mode, _, host_shortage, max_rows, irregular, *depths = numbers.tolist()
         if fault:
             codes = enumerate(headers[:, 1].tolist())
             told = [f"rank {rank}: {Fault(code).text}" for rank, code in codes if code]
             raise FaultError(Fault(fault), "; ".join(told))
-        kinds = headers[:, 3].tolist()
-        if len(set(kinds)) > 1:
-            names = [*map(str, TYPES), "another type"]
-            told = [f"rank {rank}: {names[kind]}" for rank, kind in enumerate(kinds)]
-            rule = f"rows must be of one type on all ranks (autocast on all or none): {'; '.join(told)}"
-            raise FaultError(Fault.DTYPE, rule)
+        if self._ranks.size > 1:
+            modes, kinds = headers[:, 2:].t().tolist()
+            if modes.count(modes[0]) < len(modes) or kinds.count(kinds[0]) < len(kinds):
+                check_same_calls(modes, kinds, self._ranks)
+            if not self._ranks.number:
+                self._ranks.take_number()
         self.tokens_W = headers[:, 0]
         send, sent_once = self._split(own)
         recv, received_once_host = self._split(arrived)
@@ -279,7 +316,7 @@ class CountsExchange:
             recv=recv,
             recv_device=recv_device,
             max_tokens=max_tokens,
-            needs_grad=bool(needs_grad),
+            needs_grad=mode >= WANTS_GRADIENTS,
             depth={} if self._slots is None else dict(zip(self._slots.degrees, depths, strict=True)),
             host_shortage=bool(host_shortage),
             max_rows=max_rows if self._asks_max_rows and not irregular else None,
@@ -330,3 +367,71 @@ class CountsExchange:
             self._traffic.counts += agreed.numel() * agreed.element_size()
             reduce_to_largest(agreed, self._ranks.group)
         return agreed
+
+
+# ---- ranks that make different calls
+
+
+def check_same_calls(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) -> None:
+    """Raises FaultError, on all ranks, where they do not make the same call.
+
+    Warns where some are in training mode and others are not. modes, kinds: of the headers of one exchange, by
+    rank.
+    """
+    ranks.standing.life = max(mode % WANTS_GRADIENTS // LIFE for mode in modes)  # from here on the same
+
+    def with_and_without(flag: int) -> tuple[str, str]:
+        """The ranks whose mode has the flag, and the others, in words; "" where there are none."""
+        having = [rank for rank, mode in enumerate(modes) if mode & flag]
+        lacking = [rank for rank in range(len(modes)) if rank not in having]
+        return ranks_in_words(having), ranks_in_words(lacking)
+
+    called = ranks.layer or "a MoELayer"
+    in_layer = [kind // LAYER for kind in kinds]
+    if len(set(in_layer)) > 1:
+        names = [f"number {number}" if number else "one that was not called before" for number in in_layer]
+        raise FaultError(
+            Fault.OTHER_CALL,
+            "every rank must call the layers of a group in the same order and equally often; these were "
+            f"called together, numbered by their first calls: {_by_rank(names)}",
+        )
+    again, first = with_and_without(IN_BACKWARD)
+    if again and first:
+        raise FaultError(
+            Fault.OTHER_CALL,
+            f"{called} runs again for a checkpoint in the backward pass of {again}, and is called in a "
+            f"forward pass of {first}: {CURE}",
+        )
+    wanting, _ = with_and_without(WANTS_GRADIENTS)
+    _, disabled = with_and_without(GRAD_ENABLED)
+    if wanting and disabled:
+        raise FaultError(
+            Fault.OTHER_CALL,
+            f"{called} is called without gradients (torch.no_grad or inference_mode) on {disabled}, and with "
+            f"them on {wanting}: all ranks must call it in the same mode, for its backward pass needs all of "
+            "them; a rank whose loss is not needed calls the layer with gradients too, and calls backward",
+        )
+    types = [kind % LAYER for kind in kinds]
+    if len(set(types)) > 1:
+        names = [(*map(str, TYPES), "another type")[kind] for kind in types]
+        rule = f"rows must be of one type on all ranks (autocast on all or none): {_by_rank(names)}"
+        raise FaultError(Fault.DTYPE, rule)
+    training, evaluating = with_and_without(TRAINING)
+    if training and evaluating:
+        warn_once(
+            f"{called} is in training mode on {training} and in evaluation mode on {evaluating}: if that is "
+            "not meant, call model.train() or model.eval() on all ranks"
+        )
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    return "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Example: (0, 2, 3) -> "ranks 0, 2, 3"; (1,) -> "rank 1"; more than eight are counted."""
+    if not ranks:
+        return ""
+    shown = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -103,7 +103,8 @@ class HierarchicalExchange(Dispatch, Combine):
         groups = self.connect()
         group = groups.across if across else groups.inside
         assert group is not None
-        wait_for(all_to_all(rows, send_rows, out, recv_rows, group), group, rows.is_cuda)
+        work = all_to_all(rows, send_rows, out, recv_rows, group)
+        wait_for(work, self.ranks.group, rows.is_cuda)  # which is where failures are told
         return out
 
     def last_step(

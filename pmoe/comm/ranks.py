@@ -10,10 +10,13 @@ import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from pmoe.comm.standing import Standing, collectives, is_known, standing_of
 
 
 class Ranks:
@@ -22,9 +25,18 @@ class Ranks:
     Copies share the group; pickling leaves it out, and `reconnect` finds the default group again.
 
     layer: whose messages they carry, for errors; "" of no layer, and of one that was not called yet.
+    takes_default: whether the default group is theirs, so that one that follows it may take its place.
+    number: which of the group's layers they belong to, once it has exchanged row counts; 0 before.
+    call: the number of the layer's last exchange of row counts, among all exchanges over the group.
+    open_call: the number of the last call whose backward pass may follow (`Standing.open_calls`).
     """
 
     layer, _first_calls = "", itertools.count(1)
+    takes_default = False
+    number = 0
+    call = 0
+    open_call = 0
+    _standing: Standing | None = None
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if group is None and dist.is_available() and dist.is_initialized():
@@ -38,6 +50,9 @@ class Ranks:
                 name = "GroupMember.NON_GROUP_MEMBER" if isinstance(given, int) else type(given).__name__
                 rank = dist.get_rank() if dist.is_initialized() else 0
                 raise ValueError(f"group ({name}) must contain this rank (global rank {rank})")
+            if not is_known(group):
+                raise ValueError(f"group ({_name_of(group)}) must not be destroyed (destroy_process_group)")
+            self.takes_default = group is dist.group.WORLD
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     @staticmethod
@@ -50,36 +65,134 @@ class Ranks:
     @property
     def members(self) -> list[int]:
         """Global ranks; none without a group."""
-        return [] if self.group is None else dist.get_process_group_ranks(self.group)
+        if self.group is None:
+            return []
+        try:
+            return dist.get_process_group_ranks(self.group)
+        except KeyError:
+            self._refuse_destroyed()
 
     @property
     def name(self) -> str:
         """Tells groups of this process apart; the same on all their ranks."""
         return "" if self.group is None else f"{self.group.group_name} {self.members}"
 
-    def reconnect(self) -> None:
-        """Takes the default group after unpickling; ValueError where it is not of the size it was."""
-        if self.group is not None or self.size == 1:
-            return  # one rank alone needs no group
-        found = Ranks()
-        if (found.rank, found.size) != (self.rank, self.size):
+    @property
+    def standing(self) -> Standing:
+        """What this rank remembers of the group, which must be one of several ranks."""
+        if self._standing is None:
+            assert self.group is not None
+            self._standing = standing_of(self.group)
+        return self._standing
+
+    def reconnect(self) -> bool:
+        """Takes the default group after unpickling, and where that was destroyed and made again.
+
+        Returns whether it took the place of a destroyed one. Raises RuntimeError where the group was
+        destroyed and none takes its place, ValueError where the default group is of another size than before.
+        """
+        if self.size == 1 or (self.group is not None and is_known(self.group)):
+            return False  # one rank alone needs no group
+        was_destroyed = self.group is not None
+        if was_destroyed and not (self.takes_default and dist.is_initialized()):
+            self._refuse_destroyed()
+        default = Ranks()
+        if (default.rank, default.size) != (self.rank, self.size):
+            before = "before it was destroyed" if was_destroyed else "when the layer was pickled"
             raise ValueError(
-                f"group (rank {found.rank} of {found.size} by default) must be rank {self.rank} of "
-                f"{self.size}, as when the layer was pickled; initialise torch.distributed so, or build anew"
+                f"group (rank {default.rank} of {default.size} by default) must be rank {self.rank} of "
+                f"{self.size}, as {before}; initialise torch.distributed so, or build anew"
             )
-        self.group = found.group
+        self.group, self.takes_default = default.group, True
+        self.number, self.call, self.open_call, self._standing = 0, 0, 0, None
+        return was_destroyed
+
+    def _refuse_destroyed(self) -> NoReturn:
+        assert self.group is not None
+        cure = "build the model anew on groups that exist, and load its checkpoint (pmoe.load_checkpoint)"
+        if self.takes_default:
+            place = f"rank {self.rank} of {self.size}"
+            cure = f"call torch.distributed.init_process_group again, as {place}, and go on"
+        raise RuntimeError(
+            f"the process group of {self.layer or 'a MoELayer'} ({_name_of(self.group)}, {self}) was "
+            f"destroyed (torch.distributed.destroy_process_group): {cure}"
+        )
 
     def begin_call(self) -> None:
-        """A layer that nobody named is known by its number among the process's first calls."""
+        """A layer without a name is known by its number among the process's first calls.
+
+        Raises RuntimeError, and tells the peers, where this rank has left a pass of the group in the middle.
+        """
+        if self.size > 1:
+            self.check_whole()
+            if self.open_call in self.standing.open_calls and torch._C._current_graph_task_id() == -1:
+                from pmoe.comm import told
+
+                told.meet(self)
         if has_told.is_set():
             from pmoe.comm import told
 
-            told.tell(None)
+            told.take_back()
         self.layer = self.layer or f"MoELayer {next(self._first_calls)}"
+
+    def count_exchange(self) -> None:
+        """When an exchange of row counts begins."""
+        self.standing.exchanges += 1
+        self.standing.begun_before = collectives.begun
+        self.call = self.standing.exchanges
+
+    def expect_backward(self, device: torch.device) -> int:
+        """After the forward pass of a call whose backward pass may follow: the number for `backward_pass`.
+
+        It notes neither passes on a GPU nor a checkpoint's second passes, which run in a backward pass.
+        """
+        if self.size == 1 or device.type != "cpu" or torch._C._current_graph_task_id() != -1:
+            return 0
+        self.open_call = self.call
+        self.standing.open_call(self.call)
+        return self.call
+
+    def backward_pass(self, number: int) -> contextlib.AbstractContextManager[None]:
+        """Of the call for which `expect_backward` gave this number. Raises as `begin_call` does."""
+        if self.size == 1:
+            return contextlib.nullcontext()
+        self.check_whole()
+        return self.standing.backward_pass(number, self.layer)
+
+    def take_number(self) -> None:
+        """After the first exchange of row counts of a layer, which is that of all ranks."""
+        self.standing.num_layers += 1
+        self.number = self.standing.num_layers
+
+    def check_whole(self) -> None:
+        """Raises RuntimeError, and tells the peers, where this rank has left a pass in the middle.
+
+        It goes on where all ranks left it after the same collectives, for which it may wait some seconds.
+        """
+        if self.size == 1 or not self.standing.left:
+            return
+        from pmoe.comm import told
+
+        standing = self.standing
+        if told.settle(self):
+            return
+        cure = "end all processes and start again from the last checkpoint"
+        if self.takes_default:
+            cure += (
+                ", or call destroy_process_group() and init_process_group() of torch.distributed on all "
+                "ranks, and go on"
+            )
+        error = RuntimeError(
+            f"pmoe: {self} left its process group in the middle of a pass ({standing.left}), and the group's "
+            f"collectives do not match any more: {cure}"
+        )
+        told.tell(standing)
+        raise error
 
     def of_layer(self, name: str) -> Ranks:
         named = copy.copy(self)
         named.group, named.layer = self.group, name  # a copy is made as a pickle is
+        named.takes_default = self.takes_default
         return named
 
     def __deepcopy__(self, memo: dict[int, object]) -> Ranks:
@@ -90,6 +203,10 @@ class Ranks:
 
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.size}"
+
+
+def _name_of(group: dist.ProcessGroup) -> str:
+    return f"process group {group.group_name!r}"
 
 
 @contextlib.contextmanager
@@ -107,8 +224,14 @@ def at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
             f"pmoe: {ranks} failed in {stage}{' of ' if ranks.layer else ''}{ranks.layer}; "
             f"{'' if isinstance(error, told.PeerError) else late}{error}"
         )
-        told.tell(failed)
+        told.leave(failed, ranks, stage="", by_itself=False)
         raise failed from error
+    except BaseException as error:
+        if ranks.size > 1:
+            from pmoe.comm import told
+
+            told.leave(error, ranks, stage)
+        raise
 
 
 # ---- waiting for peers, and telling them of a failure (`pmoe.comm.told`)
@@ -118,28 +241,25 @@ LOOK_AFTER = datetime.timedelta(seconds=0.5)
 """How long a collective is waited for before this rank looks whether a peer has failed, and between looks."""
 
 has_told = threading.Event()
-"""Set where peers have been told that this rank failed, until its next call."""
+"""Set where peers have been told that this rank failed, until its next call over a group that is whole."""
 
 
 @contextlib.contextmanager
-def telling(ranks: Ranks) -> Iterator[None]:
-    """Tells peers, which may wait for this rank, what is raised in here. It is for what one rank alone may
-    raise (users' code, a failed allocation); what all ranks raise together must not be told."""
+def telling(ranks: Ranks, stage: str) -> Iterator[None]:
+    """Tells peers, which may wait for this rank, what is raised in here, and that this rank has left the pass
+    in the middle. It is for what one rank alone may raise (users' code, a failed allocation); what all ranks
+    raise together must not be told.
+
+    stage: what is done in here, for the message of this rank's next call.
+    """
     try:
         yield
     except BaseException as error:
         if ranks.size > 1:
-            tell_peers(error)
+            from pmoe.comm import told
+
+            told.leave(error, ranks, stage)
         raise
-
-
-def tell_peers(error: BaseException) -> None:
-    """As `telling`, for an error that has been caught."""
-    if type(error).__name__ == "_StopRecomputationError":
-        return  # a checkpoint's second pass has all that it needs, and ends so
-    from pmoe.comm import told
-
-    told.tell(error)
 
 
 def wait_for(work: dist.Work, group: dist.ProcessGroup | None, on_gpu: bool = False) -> None:
@@ -158,6 +278,7 @@ def wait_for(work: dist.Work, group: dist.ProcessGroup | None, on_gpu: bool = Fa
 
 def reduce_to_largest(values: Tensor, group: dist.ProcessGroup | None) -> None:
     """Makes each value the largest that a rank of the group has. Collective, waited for as by `wait_for`."""
+    collectives.begun += 1
     wait_for(dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True), group, values.is_cuda)
 
 
@@ -208,11 +329,14 @@ class Grid:
         start = self.inside.rank * self.across.size
         return arrival_FWX[:, start : start + self.across.size]
 
-    def reconnect(self) -> None:
-        """After unpickling: see `Ranks.reconnect`. A layer of a mesh must be built anew."""
+    def reconnect(self) -> bool:
+        """After unpickling, or where the group was destroyed: see `Ranks.reconnect`.
+
+        A layer of a mesh must be built anew.
+        """
         if self.is_sharded and self.all.group is None:
             raise ValueError("mesh (lost by pickling) must be given anew: build the layer and load its state")
-        self.all.reconnect()
+        return self.all.reconnect()
 
 
 @functools.lru_cache(maxsize=64)

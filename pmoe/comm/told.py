@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 
 import torch.distributed as dist
 
 from pmoe.comm.agreement import gathered
-from pmoe.comm.ranks import LOOK_AFTER, Ranks, has_told
+from pmoe.comm.meeting import CURE, Meeting, left_out
+from pmoe.comm.ranks import LOOK_AFTER, Ranks, at_stage, has_told
+from pmoe.comm.standing import Standing, is_known, names_of_left_groups, standing_of
 
 FAILED = "pmoe/failed"
-"""The key that says that some rank has failed; each rank's own is below it, empty once the rank goes on."""
+"""Keys in the store of the ranks, by life (`pmoe.comm.standing.Standing`):
+
+    pmoe/failed/LIFE              some rank has failed; without it nothing else is looked at
+    pmoe/failed/LIFE/RANK         the group that the rank left, where (`Standing.left_at`), what it raised;
+                                  empty once it goes on
+    pmoe/failed/LIFE/RANK/GROUP   where it left that group, and what it raised, which it does not take back
+"""
 
 
 @contextlib.contextmanager
@@ -38,20 +47,102 @@ class PeerError(RuntimeError):
     """Another rank, which is waited for, has told what it raised."""
 
 
-def tell(error: BaseException | None) -> None:
-    """None takes back what was told."""
-    if not dist.is_initialized():
+def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = True) -> None:
+    """This rank leaves a pass over ``ranks`` in the middle: it remembers why, and tells the peers.
+
+    stage: where; "" where the error's own text says it. by_itself: whether neither a peer nor a collective is
+    the cause.
+    """
+    from torch.utils.checkpoint import _StopRecomputationError
+
+    if isinstance(error, _StopRecomputationError):
+        return  # how torch ends a checkpoint's second pass early, on all ranks alike
+    if not dist.is_initialized() or ranks.group is None or not is_known(ranks.group):
         return
-    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    standing = ranks.standing
+    if not standing.left:
+        where = f" in {stage}{' of ' if ranks.layer else ''}{ranks.layer}" if stage else ""
+        standing.left = f"{type(error).__name__}{where}: {error}"
+        standing.left_with = f"global rank {dist.get_rank()} raised {type(error).__name__}: {error}"
+        standing.left_at = standing.place() if by_itself else ""
+    tell(standing)
+
+
+def tell(standing: Standing) -> None:
+    """Tells peers what this rank has raised in a pass over a group that it has left.
+
+    It stands in the store twice: for those who wait in the same group, as long as the group lasts, and for
+    those who wait for this rank in any group, until its next call.
+    """
+    rank, text = dist.get_rank(), standing.left_with[:4000]
+    has_told.set()
+    _to_take_back.add(_key(standing, rank))
+    in_store = {
+        _key(standing, rank): f"{standing.name}\n{standing.left_at}\n{text}",
+        f"{_key(standing, rank)}/{standing.name}": f"{standing.left_at}\n{text}",
+        _any_failed(standing): "",
+    }
+    _write(in_store)
+
+
+PATIENCE_SECONDS = 3.0
+"""For which a rank waits to hear where its peers left. A peer that waits for it leaves within a second."""
+
+
+def settle(ranks: Ranks) -> bool:
+    """Whether all ranks left the last pass by their own errors and after the same collectives.
+
+    Then they are in step, and the group is whole again. Each rank looks at what the others have told. A rank
+    that does not find that tells so, and the others do not wait for it.
+    """
+    group, standing = ranks.group, ranks.standing
+    assert group is not None
+    store, end = dist.distributed_c10d._get_default_store(), time.monotonic() + PATIENCE_SECONDS
+    keys = [f"{_key(standing, rank)}/{standing.name}" for rank in dist.get_process_group_ranks(group)]
+    while standing.left_at:
+        values = [store.get(key).decode() if store.check([key]) else "" for key in keys]
+        places = [value.partition("\n")[0] for value in values if value]
+        # Who told the place where all left before has not left since.
+        told_now = [place for place in places if not place or place != standing.settled_at]
+        if told_now == [standing.left_at] * ranks.size:
+            standing.settled_at = standing.left_at
+            standing.left = standing.left_with = standing.left_at = ""
+            return True
+        if set(told_now) - {standing.left_at} or time.monotonic() > end:
+            standing.left_at = ""
+        time.sleep(0.01)
+    return False
+
+
+_to_take_back: set[str] = set()
+
+
+def take_back() -> None:
+    """This rank goes on, in a group that is whole; who waits in one that it has left is still told."""
+    has_told.clear()
+    if dist.is_initialized():
+        _write(dict.fromkeys(_to_take_back, ""))
+    _to_take_back.clear()
+
+
+def _key(standing: Standing, rank: int) -> str:
+    return f"{FAILED}/{standing.life}/{rank}"
+
+
+def _any_failed(standing: Standing) -> str:
+    return f"{FAILED}/{standing.life}"
+
+
+def _write(values: dict[str, str]) -> None:
+    """In their order. Waits 2 s at most: the store may be on a rank that has stopped."""
+    store = dist.distributed_c10d._get_default_store()
 
     def write() -> None:
         with contextlib.suppress(RuntimeError):
-            text = "" if error is None else f"global rank {rank} raised {type(error).__name__}: {error}"
-            store.set(f"{FAILED}/{rank}", text[:4000])
-            store.set(FAILED, "")
+            for key, value in values.items():
+                store.set(key, value)
 
-    has_told.set() if error is not None else has_told.clear()
-    writer = threading.Thread(target=write, daemon=True)  # the store may be on a rank that has stopped
+    writer = threading.Thread(target=write, daemon=True)
     writer.start()
     writer.join(2)
 
@@ -73,8 +164,50 @@ def wait_and_look(work: dist.Work, group: dist.ProcessGroup) -> None:
 
 
 def _look(group: dist.ProcessGroup, told: list[str]) -> None:
-    store = dist.distributed_c10d._get_default_store()
     with contextlib.suppress(RuntimeError):
-        if store.check([FAILED]):
-            keys = [f"{FAILED}/{rank}" for rank in dist.get_process_group_ranks(group)]
-            told += filter(None, (store.get(key).decode() for key in keys if store.check([key])))
+        told += failures(group) or left_out(standing_of(group), group.rank(), range(group.size()))
+
+
+def failures(group: dist.ProcessGroup) -> list[str]:
+    """What ranks of a group have told of failures that concern those who wait in it."""
+    store = dist.distributed_c10d._get_default_store()
+    standing = standing_of(group)
+    if not store.check([_any_failed(standing)]):
+        return []
+
+    def value_of(key: str) -> str:
+        return store.get(key).decode() if store.check([key]) else ""
+
+    texts = []
+    known_here = names_of_left_groups() - {standing.name}
+    for rank in dist.get_process_group_ranks(group):
+        place, _, in_group = value_of(f"{_key(standing, rank)}/{standing.name}").partition("\n")
+        if in_group and not (place and place == standing.settled_at):
+            texts.append(in_group)
+        left, _, rest = value_of(_key(standing, rank)).partition("\n")
+        # A failure that this rank has met in another group, which it left too, says nothing of this one.
+        if rest and left != standing.name and left not in known_here:
+            texts.append(rest.partition("\n")[2])
+    return texts
+
+
+def meet(ranks: Ranks) -> None:
+    """Waits until all ranks have come to the same call, as `pmoe.comm.meeting` says why.
+
+    Raises RuntimeError where a peer tells that it will not come, or where the group's timeout passes.
+    """
+    from pmoe.comm.topology import timeout_of
+
+    group = ranks.group
+    assert group is not None
+    with at_stage("waiting for the other ranks before a call", ranks):
+        began, timeout = time.monotonic(), timeout_of(group) or dist.default_pg_timeout
+        meeting = Meeting(group, ranks.standing)
+        while not (meeting.is_complete or meeting.has_all(wait_for=LOOK_AFTER)):
+            texts = failures(group)
+            if texts:
+                raise PeerError(min(texts, key=len))
+            if time.monotonic() - began > timeout.total_seconds():
+                raise RuntimeError(f"not all ranks have begun this call in {timeout}; {CURE}")
+            meeting.publish()
+        meeting.leave()

@@ -80,6 +80,7 @@ def grid_of_mesh(mesh: DeviceMesh) -> Grid:
     if inside.size == 1 and across.group is not None:
         return Grid.of_group(across)
     ranks = Ranks((mesh._flatten() if mesh.ndim > 1 else mesh).get_group())
+    ranks.takes_default = False  # the mesh's other groups would not follow
     if mesh.ndim > 1 and ranks.group is not None and ranks.group is not dist.group.WORLD:
         share_timeout(mesh.get_group(names[0]), [ranks.group])
     place = {rank: at for at, rank in enumerate(ranks.members)}

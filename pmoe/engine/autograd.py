@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
+from pmoe.comm.ranks import Ranks
 from pmoe.engine.passes import Inputs
 
 Path = Literal["pipeline", "one rank", "fused", "fused forward", "persistent", "whole graph"]
@@ -38,11 +39,14 @@ class Runner(Protocol):
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, runner: Runner, inputs: Inputs, anchor: Tensor, *tensors: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, runner: Runner, inputs: Inputs, ranks: Ranks, anchor: Tensor, *tensors: Tensor | None
+    ) -> Tensor:
         y_TM, saved = runner.forward(inputs.like(tensors), keep=True)
         assert saved is not None
         ctx.save_for_backward(*saved.tensors)
         ctx.backward_from, ctx.inputs = saved.backward, inputs
+        ctx.ranks, ctx.call = ranks, ranks.expect_backward(y_TM.device)
         return y_TM
 
     @staticmethod
@@ -50,23 +54,33 @@ class _Experts(torch.autograd.Function):
         # once_differentiable lets this pass where grad_TM needs no gradient, and what follows is wrong.
         if torch.is_grad_enabled():
             raise RuntimeError("a MoELayer has no second derivative: create_graph (True) must be False")
+        with ctx.ranks.backward_pass(ctx.call):
+            return _Experts._gradients(ctx, grad_TM)
+
+    @staticmethod
+    def _gradients(ctx: Any, grad_TM: Tensor) -> tuple[Tensor | None, ...]:
         tensors = list(ctx.saved_tensors)
-        wanted = ctx.needs_input_grad[3:]
+        wanted = ctx.needs_input_grad[NOT_DIFFERENTIATED:]
         if ctx.inputs.compare is not None:
             ctx.inputs.compare(ctx.inputs.like(wanted).parameters, grad_TM.device)
         with torch.autocast(grad_TM.device.type, enabled=False):
-            return None, None, None, *ctx.backward_from(tensors, wanted, grad_TM)
+            return *(None,) * NOT_DIFFERENTIATED, *ctx.backward_from(tensors, wanted, grad_TM)
 
 
-def run_experts(runner: Runner, inputs: Inputs, *, needs_grad: bool) -> Tensor:
+NOT_DIFFERENTIATED = 4
+"""Arguments of `_Experts` before the tensors."""
+
+
+def run_experts(runner: Runner, inputs: Inputs, ranks: Ranks, *, needs_grad: bool) -> Tensor:
     """T_O (T, M) of the tokens, with a hand-written backward where ``needs_grad``.
 
     needs_grad must be the same on every rank: where one rank differentiates all take part, whatever of
     their own inputs needs a gradient.
     """
     if needs_grad and torch.is_grad_enabled():
+        without_tensors = inputs.like([None] * len(inputs.all))
         y_TM: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-            runner, inputs.like([None] * len(inputs.all)), make_anchor(inputs.x_TM), *inputs.all
+            runner, without_tensors, ranks, make_anchor(inputs.x_TM), *inputs.all
         )
         return y_TM
     with torch.no_grad():

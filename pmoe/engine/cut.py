@@ -71,7 +71,7 @@ class Orders:
 
     def plan(self, counts: RankCounts, choice: Choice) -> Plan:
         """These rows in chunks. Checkpoints do not see it: trials may have made parts of it."""
-        with telling(self.modules.grid.all), hidden_from_checkpoints():
+        with telling(self.modules.grid.all, "the plan of a pass"), hidden_from_checkpoints():
             return make_plan(self, *self._deep_enough(choice, counts.depth), counts, choice.restore)
 
     def _deep_enough(self, choice: Choice, depth: dict[int, int]) -> tuple[int, int]:

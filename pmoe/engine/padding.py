@@ -135,12 +135,22 @@ class PaddedKind:
     dtype: torch.dtype
 
     def exchange(
-        self, grid: Grid, num_experts: int, device: torch.device, fault: Tensor | Fault, traffic: Traffic
+        self,
+        grid: Grid,
+        num_experts: int,
+        device: torch.device,
+        fault: Tensor | Fault,
+        traffic: Traffic,
+        *,
+        training: bool,
     ) -> CountsExchange:
-        """Tells the other ranks, for `check_same_calls`. Collective, with one host synchronisation."""
+        """Tells the other ranks, for `check_same_calls`. Collective, with one host synchronisation.
+
+        training: whether the layer is in training mode, in which ranks may differ.
+        """
         facts_FE = torch.empty(2, num_experts, dtype=torch.int64, device=device)
         facts_FE[0], facts_FE[1] = self.num_tokens, self.needs_grad
-        return CountsExchange(grid, facts_FE, fault=fault, traffic=traffic, **vars(self))
+        return CountsExchange(grid, facts_FE, fault=fault, traffic=traffic, training=training, **vars(self))
 
 
 def check_same_calls(told: RankCounts) -> None:

@@ -21,12 +21,14 @@ from pmoe.graph.operators import parts_of
 
 def start_counts(counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int) -> CountsExchange:
     parts = parts_of(layer)
+    parts.ranks.check_whole()
     return CountsExchange(
         parts.grid,
         counts[:-1].unsqueeze(0),
         num_tokens=slot.shape[0] // parts.spec.top_k,
         fault=counts[-1],
         needs_grad=True,
+        training=True,
         dtype=dtype,
         traffic=parts.traffic,
         bypass_local=parts.stages.local,

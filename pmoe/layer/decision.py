@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import RankCounts
-from pmoe.comm.ranks import tell_peers, telling
+from pmoe.comm.ranks import telling
 from pmoe.engine.autograd import Path, Runner, run_experts
 from pmoe.engine.passes import Inputs
 from pmoe.engine.plan import Plan
@@ -132,8 +132,9 @@ def route_call(call: Call) -> RoutedCall:
 def run(decision: Decision) -> Tensor:
     """The tokens' results, (T, M)."""
     inputs, mix = decision.inputs, decision.routed.routing.mix
-    with inputs.autocast_for(decision.call.parts.experts):
-        y_TM = run_experts(decision.runner, inputs, needs_grad=decision.needs_grad)
+    parts = decision.call.parts
+    with inputs.autocast_for(parts.experts):
+        y_TM = run_experts(decision.runner, inputs, parts.ranks, needs_grad=decision.needs_grad)
     return y_TM if mix is None else mix.combine.to(y_TM.dtype) @ y_TM
 
 
@@ -162,7 +163,9 @@ class ExpertsCall:
                 y_TM = y_TM + shared_output(call.parts, x_TM).to(y_TM.dtype)
         except BaseException as error:
             if not self._failed_inside and call.parts.ranks.size > 1:
-                tell_peers(error)
+                from pmoe.comm.told import leave
+
+                leave(error, call.parts.ranks, "a hook of experts, or the shared expert")
             raise
         if not isinstance(y_TM, Tensor) or y_TM.shape[:1] != x_TM.shape[:1]:
             raise ValueError(
@@ -186,7 +189,7 @@ class ExpertsCall:
         try:
             if x_TM is not routed.x_TM:
                 routed = replace(routed, x_TM=_checked_rows(x_TM, routed.x_TM))
-            with telling(call.parts.ranks):
+            with telling(call.parts.ranks, "reading the experts' parameters"):
                 inputs = make_inputs(call, routed, experts)
             if self.decision is not None:  # a checkpoint around the experts alone runs them again
                 self._check_second_run()
@@ -220,7 +223,7 @@ def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
     that: FSDP2 warns of a module that returns a view, for an operation in place would drop its hook."""
     x, call = decision.routed.x, decision.call
     y = y_TM if y_TM.shape == x.shape else y_TM.view(x.shape)
-    with telling(call.parts.ranks):
+    with telling(call.parts.ranks, "before_moe_end of a callback"):
         for callback in call.parts.callbacks:
             y = callback.before_moe_end(y)
         return y if call.mask is None else _among_padding(y, call.mask)

@@ -24,12 +24,12 @@ def route_call(call: Call) -> RoutedCall:
 
         return fused.route_call(call)
     routed, orders = sorted_rows(call)
-    with telling(parts.ranks):
+    with telling(parts.ranks, "the exchange of row counts"):
         exchange = start(call, routed, orders)
 
     def decide(scheduled: Parts, inputs: Inputs) -> Decision:
         orders.modules = scheduled
-        with telling(parts.ranks):
+        with telling(parts.ranks, "sorting rows"):
             sort_early(parts, orders)
 
         def agree() -> Agreed:
@@ -76,6 +76,7 @@ def start(
             num_tokens=orders.tokens.count,
             fault=routed.gated.fault,
             needs_grad=parts.asks_for_gradients(routed.x_TM, routing.weight),
+            training=call.layer.training,
             dtype=routed.dtype,
             traffic=parts.traffic,
             slots=slots_to_ask(parts, routed),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import CountsExchange, RankCounts
+from pmoe.comm.ranks import telling
 from pmoe.engine.autograd import Runner
 from pmoe.engine.cut import Orders
 from pmoe.engine.passes import Inputs
@@ -120,7 +121,8 @@ def route_call(call: Call) -> RoutedCall:
     parts, replay = call.parts, call.replay
     routed, orders = sorted_rows(call)
     fuses = not replay.is_replay and may_fuse(parts, routed.x_TM.device, routed.dtype)
-    exchange = start(call, routed, orders, asks_max_rows=fuses)
+    with telling(parts.ranks, "the exchange of row counts"):
+        exchange = start(call, routed, orders, asks_max_rows=fuses)
     return RoutedCall(
         call=call, routed=routed, decide=functools.partial(_decide, call, routed, orders, exchange, fuses)
     )
@@ -141,10 +143,11 @@ def _decide(
     orders.modules = scheduled
     expert_TK, keep_TK = orders.expert_TK, orders.keep_TK
     sort = functools.cache(lambda: fused.sort(expert_TK, keep_TK, parts.spec.num_experts))
-    if fuses and not is_persistent(parts):
-        sort()  # while the counts travel
-    elif not (fuses or replay.is_replay):
-        sort_early(parts, orders)
+    with telling(parts.ranks, "sorting rows"):
+        if fuses and not is_persistent(parts):
+            sort()  # while the counts travel
+        elif not (fuses or replay.is_replay):
+            sort_early(parts, orders)
 
     def agree() -> Agreed:
         counts = shared_counts(exchange, routed)

@@ -106,7 +106,9 @@ def _compare(call: Call, routed: Routed, kind: PaddedKind) -> None:
         return
     if parts.ranks.size > 1 or is_again:
         where, fault = routed.x_TM.device, routed.gated.fault
-        exchange = kind.exchange(parts.grid, parts.spec.num_experts, where, fault, parts.traffic)
+        exchange = kind.exchange(
+            parts.grid, parts.spec.num_experts, where, fault, parts.traffic, training=call.layer.training
+        )
         check_same_calls(shared_counts(exchange, routed))
     if len(known) >= 256:  # on every rank at the same call
         known.clear()

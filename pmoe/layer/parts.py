@@ -39,6 +39,11 @@ class Known:
     padded_kinds: set[PaddedKind] = field(default_factory=set)
     choosers: dict[Any, Any] = field(default_factory=dict)
 
+    def forget_ranks(self) -> None:
+        """Another process group takes the old one's place. Its ranks compare again."""
+        self.differed = None
+        self.padded_kinds.clear()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parts(Modules):
@@ -223,7 +228,8 @@ class Call:
 def check_ranks(parts: Parts) -> None:
     """Finds the group again after unpickling, refuses wrappers that have experts, and compares the ranks'
     options at the first call. Collective then."""
-    parts.grid.reconnect()
+    if parts.grid.reconnect():
+        parts.known.forget_ranks()
     parts.grid.all.begin_call()
     if parts.ranks.size > 1 or parts.experts.is_parallelized:
         from pmoe.experts.wrapped import check_wrapped

@@ -208,6 +208,6 @@ def _both_passes(
         asked = [each.requires_grad_() for each in (logits_TE, x_TM, *parameters)]
         routes = route.route(logits_TE, top_k, normalize=normalize, z_loss_weight=0.1)
         inputs = Inputs(x_TM=x_TM, weight_TK=routes.weight_TK, parameters=parameters)
-        y_TM = run_experts(OneRankRunner(routes, activation), inputs, needs_grad=True)
+        y_TM = run_experts(OneRankRunner(routes, activation), inputs, Ranks.single(), needs_grad=True)
         gradients = torch.autograd.grad([routes.l_aux, y_TM], asked, [None, grad_TM])
     return [*(each.detach() for each in (routes.weight_TK, routes.l_aux, y_TM)), *gradients]

@@ -32,7 +32,7 @@ class PipelineRunner:
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
         plan = self.plan
         parts = _special_parts(plan, moves=keep and plan.restore.offloads)
-        with telling(plan.modules.grid.all):
+        with telling(plan.modules.grid.all, "a forward pass"):
             forward = _together((*(part for part, _ in parts), Forward))(plan, inputs, keep)
             y_TM = forward.run()
         return y_TM, keep_for_backward(plan, forward.left) if keep else None
@@ -75,7 +75,7 @@ def _backward(
     found = iter(tensors)
     saved = replace(_swapped(emptied, lambda _: next(found)), wanted=wanted)
     parts = _special_parts(plan, moves=plan.restore.offloads or plan.rearranged)
-    with telling(plan.modules.grid.all):
+    with telling(plan.modules.grid.all, "a backward pass"):
         backward = _together((*(part for _, part in parts), Backward))(plan, grad_TM, saved)
         gradients: list[Tensor | None] = backward.run()
     return gradients

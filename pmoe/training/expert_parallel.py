@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from pmoe.arguments import check_flag, check_module, list_of
 from pmoe.comm.agreement import largest, same
 from pmoe.comm.ranks import Grid, Ranks, at_stage, wait_for
+from pmoe.comm.standing import collectives
 from pmoe.comm.told import all_fail_together
 from pmoe.comm.topology import ACROSS, INSIDE, dimensions_of, grid_of_mesh
 from pmoe.experts.base import Experts, is_expert, local_part
@@ -75,6 +76,7 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
         if not _is_over(layer, grid):
             layer.spread(inner)
         layer.ranks.layer = name
+        layer.ranks.takes_default = False  # DTensors stay on the mesh's groups
         _take_first(layer.experts, copies, grid.inside)
         _lay_out(layer.experts, mesh)
         layer.experts.is_parallelized = True
@@ -180,6 +182,7 @@ class MeanOverRanks:
         if self.copies.size == 1:
             return
         with at_stage("summing the gradients of copies of experts", self.copies):
+            collectives.begun += len(gradients)
             works = [dist.all_reduce(each, group=self.copies.group, async_op=True) for each in gradients]
             for work in works:
                 wait_for(work, self.copies.group, gradients[0].is_cuda)

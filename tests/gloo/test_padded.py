@@ -265,6 +265,9 @@ def unlike_job(rank: int, world: int) -> list[str]:
     refused(tokens(rank, 7)[:, : M - (rank == 0)])
     with torch.set_grad_enabled(rank == 0):
         refused(tokens(rank, 6))
+    layer.requires_grad_(rank == 0)
+    refused(tokens(rank, 6))
+    layer.requires_grad_()
     y = layer(tokens(rank, 6))
     assert y.shape == (6, M)
     return told
@@ -276,7 +279,10 @@ def test_ranks_that_do_not_make_the_same_call_are_told_so_on_every_rank() -> Non
     counts = rule + ": rank 0: {}; rank 1: {}"
     for told in (first, second):
         assert told[0] == counts.format(8, 6) and told[1] == counts.format(5, 6)
-        assert re.search(r"asked for on every rank or on none .*: they are not on rank 1", told[3])
+        assert re.search(
+            r"called without gradients .* on rank 1, and with them on rank 0: all ranks must", told[3]
+        )
+        assert re.search(r"asked for on every rank or on none .*: they are not on rank 1", told[4])
     assert re.search(r"must end in d_model \(6\)", first[2])
     assert second[2] == "rank 0: the last dimension of its input is not d_model"
 

@@ -52,6 +52,7 @@ class Fault(enum.IntEnum):
         "routing changed in recomputation: give its checkpoint context_fn=pmoe.checkpoint_contexts (and "
         "use_reentrant=False), which keeps the routing"
     )
+    LOADED = "its experts were loaded from a state dict"  # no error: see `pmoe.layer.stored_state`
 
 
 class FaultError(ValueError):

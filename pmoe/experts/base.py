@@ -118,7 +118,7 @@ class Experts(nn.Module, abc.ABC):
     built = ""
     """A digest of values that they were built with, to be compared at a layer's first call."""
     place: Any = None
-    """Which of all experts these are, for state dicts: a `pmoe.layer.stored_state.Place`."""
+    """Which of all experts these are, for state dicts: a `pmoe.layer.stored_state.ExpertPlace`."""
     was_loaded = False
     """Whether values were loaded of which nothing tells whose they are: the next call compares ranks."""
     may_be_equal = False

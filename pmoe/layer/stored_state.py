@@ -42,7 +42,7 @@ CURE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ExpertPlace:
     """Which experts a rank has, of how many, and which part of their hidden columns. rank, num_ranks: among
     those that hold all of them together."""
 
@@ -55,9 +55,9 @@ class Place:
     num_ranks: int
 
     @staticmethod
-    def of(grid: Grid, num_experts: int) -> Place:
+    def of(grid: Grid, num_experts: int) -> ExpertPlace:
         local = num_experts // grid.across.size
-        return Place(
+        return ExpertPlace(
             first_expert=grid.across.rank * local,
             num_local_experts=local,
             num_experts=num_experts,
@@ -86,14 +86,14 @@ def watch(experts: Experts, grid: Grid, num_experts: int) -> None:
     if experts.place is None:
         experts.register_state_dict_post_hook(_say_whose)  # type: ignore[no-untyped-call]
         experts.register_load_state_dict_pre_hook(_check_whose)  # type: ignore[no-untyped-call]
-    experts.place = Place.of(grid, num_experts)
+    experts.place = ExpertPlace.of(grid, num_experts)
 
 
 # ---- state_dict()
 
 
 def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
-    place: Place = experts.place
+    place: ExpertPlace = experts.place
     if place.num_ranks > 1:
         _refuse_one_file(experts, place, prefix.rstrip("."))
     local_metadata[KEY] = {**asdict(place), "are_equal": experts.are_equal}
@@ -130,7 +130,7 @@ DCP = "torch.distributed.checkpoint.state_dict"
 """Its state dicts are of all ranks, by DTensors; what is no DTensor stays rank 0's in a full one."""
 
 
-def _refuse_one_file(experts: Experts, place: Place, name: str) -> None:
+def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
     """Raises ValueError where whoever asks for the state dict will write it as the only file.
 
     A state dict does not know what becomes of it, so this looks who called: the nearest function of
@@ -171,7 +171,7 @@ def _check_whose(
 ) -> None:
     """Raises ValueError, and tells peers, where the state dict says that it holds other experts. Where
     nothing shows that the values are this rank's own, the layer's next call compares them."""
-    place: Place = experts.place
+    place: ExpertPlace = experts.place
     own = {name: each for name, each in experts.named_parameters() if f"{prefix}{name}" in state}
     if not own:
         return  # of the dense part alone
@@ -180,11 +180,11 @@ def _check_whose(
         return  # also where torch has cut it out of what the metadata tells of, a whole model's state
     said = dict(local_metadata.get(KEY) or {})
     were_equal = bool(said.pop("are_equal", False))
-    if said and Place(**said).holds != place.holds:
+    if said and ExpertPlace(**said).holds != place.holds:
         if place.num_ranks == 1 and any(loaded[name].shape != each.shape for name, each in own.items()):
             return  # torch names the sizes
         error = ValueError(
-            f"{prefix.rstrip('.')}: a state dict of {Place(**said)}, saved by rank {said['rank']} of "
+            f"{prefix.rstrip('.')}: a state dict of {ExpertPlace(**said)}, saved by rank {said['rank']} of "
             f"{said['num_ranks']}, must not be loaded into {place} (rank {place.rank} of {place.num_ranks}): "
             f"torch.save(model.state_dict()) writes the experts of one rank only. {CURE}; or let every rank "
             "save and load a file of its own"

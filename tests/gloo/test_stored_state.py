@@ -428,3 +428,53 @@ def sharded_job(rank: int, world: int) -> None:
 
 def test_upcycling_gives_each_rank_its_part_of_split_experts() -> None:
     ranks(4).run(sharded_job)
+
+
+# ---- other libraries that write one file: without them, by the functions that they save with
+
+
+def lightning_job(rank: int, world: int) -> list[str]:
+    strategies = pytest.importorskip("lightning.pytorch.strategies")
+    fabric = pytest.importorskip("lightning.fabric.strategies")
+    model = model_of("ffn", spread=True)
+    ddp, own = strategies.DDPStrategy(), strategies.ModelParallelStrategy()
+    ddp._lightning_module = own._model = model
+    own._save_distributed_checkpoint = True
+    return [
+        error_of(ddp.lightning_module_state_dict),
+        error_of(lambda: fabric.DDPStrategy().get_module_state_dict(model)),
+        error_of(own.lightning_module_state_dict),
+    ]
+
+
+def test_lightnings_file_of_one_rank_is_refused_and_its_distributed_one_is_not() -> None:
+    pytest.importorskip("lightning")
+    for trainer, fabric, distributed in ranks(2).run(lightning_job):
+        assert trainer.startswith("ValueError: 1.experts: Lightning's Trainer") and CURES[0] in trainer
+        assert fabric.startswith("ValueError: 1.experts: Lightning's Fabric") and CURES[0] in fabric
+        assert distributed == ""
+
+
+def pretrained_job(rank: int, world: int, folder: str) -> str:
+    transformers = pytest.importorskip("transformers")
+
+    class Model(transformers.PreTrainedModel):
+        config_class = transformers.PretrainedConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.moe = model_of("ffn", spread=False)
+
+    model = Model(transformers.PretrainedConfig())
+    found = error_of(lambda: model.save_pretrained(f"{folder}/{rank}")) if rank == 0 else ""
+    calm()
+    return found
+
+
+def test_save_pretrained_of_one_rank_is_refused(tmp_path: Any) -> None:
+    pytest.importorskip("transformers")
+    first, other = ranks(2).run(pretrained_job, str(tmp_path))
+    assert first.startswith(
+        "ValueError: moe.1.experts: save_pretrained would write this rank's experts 0 to 1 of 4"
+    )
+    assert CURES[0] in first and other == ""

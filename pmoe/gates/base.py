@@ -9,7 +9,7 @@ import abc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,15 @@ class KeptType:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, gate: nn.Module, owner: type) -> Tensor:
+    @overload
+    def __get__(self, gate: None, owner: type) -> KeptType: ...
+
+    @overload
+    def __get__(self, gate: nn.Module, owner: type) -> Tensor: ...
+
+    def __get__(self, gate: nn.Module | None, owner: type) -> Tensor | KeptType:
+        if gate is None:
+            return self
         # No __set__: torch's own __setattr__ stores what is assigned among the buffers.
         buffers = gate.__dict__.get("_buffers", {})
         if self.name not in buffers:

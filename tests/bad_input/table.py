@@ -79,7 +79,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "parameter_groups": {
         "parameters": TENSORS, "lr": f"None scalar {SHARE}", "weight_decay": f"None {SHARE}",
     },
-    "copy_into_experts": {"layer": NOTHING, "dense": NOTHING},
+    "copy_into_experts": {"dense": NOTHING},
     "expert_parameters": {"model": "module"},
     "pool": {"device": NONE},
     "parallelize": {"model": NOTHING, "mesh": NOTHING, "reduce": FLAG},

@@ -74,7 +74,7 @@ def batch(layer: pmoe.MoELayer, tokens: int, skew: float) -> tuple[Tensor, Tenso
     ends = (share.cumsum(0) / share.sum() * tokens).round()
     first = torch.searchsorted(ends, torch.randperm(tokens).double(), right=True)
     with torch.no_grad():
-        layer.gate.weight.normal_(std=1e-3)
+        layer.gate.weight.normal_(std=1e-3, generator=torch.Generator().manual_seed(0))
         layer.gate.weight[:, :experts] += torch.eye(experts)
         x[torch.arange(tokens), first] += 10
     return x.requires_grad_(), torch.randn(tokens, layer.d_model)

@@ -66,7 +66,7 @@ def even_batch(layer: pmoe.MoELayer, tokens: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(tokens, layer.d_model)
     first = torch.randperm(tokens) % experts
     with torch.no_grad():
-        layer.gate.weight.normal_(std=1e-3)
+        layer.gate.weight.normal_(std=1e-3, generator=torch.Generator().manual_seed(0))
         layer.gate.weight[:, :experts] += torch.eye(experts)
         for choice in range(layer.top_k):
             x[every, (first + choice) % experts] += 10

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pmoe.training.expert_parallel import parallelize as parallelize
     from pmoe.training.expert_parallel import parameter_groups as parameter_groups
     from pmoe.training.reducer import GradientReducer as GradientReducer
+    from pmoe.training.upcycling import copy_into_experts as copy_into_experts
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ _LATER = {
     "GradientReducer": "pmoe.training.reducer",
     "checkpoint_contexts": "pmoe.engine.recompute",
     "clip_grad_norm_": "pmoe.training.clipping",
+    "copy_into_experts": "pmoe.training.upcycling",
     "expert_parameters": "pmoe.training.expert_parallel",
     "load_checkpoint": "pmoe.training.checkpoint",
     "parallelize": "pmoe.training.expert_parallel",

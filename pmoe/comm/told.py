@@ -85,6 +85,18 @@ def tell(standing: Standing) -> None:
     _write(in_store)
 
 
+def announce(error: BaseException) -> None:
+    """Tells peers, until this rank's next call, of an error outside of any pass: no group was left by it."""
+    world = dist.group.WORLD
+    if world is None:
+        return
+    standing, rank = standing_of(world), dist.get_rank()
+    text = f"global rank {rank} raised {type(error).__name__}: {error}"[:4000]
+    has_told.set()
+    _to_take_back.add(_key(standing, rank))
+    _write({_key(standing, rank): f"\n\n{text}", _any_failed(standing): ""})
+
+
 PATIENCE_SECONDS = 3.0
 """For which a rank waits to hear where its peers left. A peer that waits for it leaves within a second."""
 

@@ -121,6 +121,14 @@ class Experts(nn.Module, abc.ABC):
     """Whether `pmoe.parallelize` has laid the parameters out over ranks: stacked ones are DTensors."""
     built = ""
     """A digest of values that they were built with, to be compared at a layer's first call."""
+    place: Any = None
+    """Which of all experts these are, for state dicts: a `pmoe.layer.stored_state.ExpertPlace`."""
+    was_loaded = False
+    """Whether values were loaded of which nothing tells whose they are: the next call compares ranks."""
+    may_be_equal = False
+    """To be set by users: all ranks' experts are equal on purpose. It holds for the next comparison."""
+    are_equal = False
+    """Whether all ranks' experts were equal when they were last compared, or copied from one."""
     reduce: Reduce | None = None
     """What becomes of the parameters' gradients at the end of each backward pass, where parallelize says."""
     operand_names: tuple[str, ...] = ()

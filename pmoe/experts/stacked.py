@@ -24,6 +24,7 @@ from pmoe.experts.base import (
     local_part,
     row_dot,
 )
+from pmoe.experts.marks import mark_stacked
 from pmoe.experts.operands import check_same_kind, has_value, value_names
 from pmoe.experts.products import (
     GradientSum,
@@ -98,6 +99,11 @@ class StackedExperts(Experts):
         self.w2 = stacked(d_model, d_hidden)
         self.b1 = stacked(self.hidden_factor * d_hidden) if bias else None
         self.b2 = stacked(d_model) if bias else None
+        mark_stacked(self)
+
+    def mark_parameters(self) -> None:
+        super().mark_parameters()
+        mark_stacked(self)
 
     @property
     def d_model(self) -> int:

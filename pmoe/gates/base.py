@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,50 @@ class Routing:
     mix: Mix | None = None
 
 
+class KeptType:
+    """A buffer of a gate that keeps its type, whatever becomes of the module's: a sum of small steps, say.
+
+    ``.to(torch.bfloat16)`` leaves its values alone (`Gate._apply`). Whatever puts another tensor in its place
+    (a state dict that is assigned, accelerate's set_module_tensor_to_device) gives that one's values, in this
+    type as soon as it is read.
+
+        class MyGate(pmoe.Gate):
+            steps = KeptType(torch.float32)  # and register_buffer("steps", ...) as ever
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, gate: None, owner: type) -> KeptType: ...
+
+    @overload
+    def __get__(self, gate: nn.Module, owner: type) -> Tensor: ...
+
+    def __get__(self, gate: nn.Module | None, owner: type) -> Tensor | KeptType:
+        if gate is None:
+            return self
+        # No __set__: torch's own __setattr__ stores what is assigned among the buffers.
+        buffers = gate.__dict__.get("_buffers", {})
+        if self.name not in buffers:
+            raise AttributeError(self.name)
+        buffer: Tensor = buffers[self.name]
+        if buffer is not None and buffer.dtype != self.dtype:
+            buffers[self.name] = buffer = buffer.to(self.dtype)
+        return buffer
+
+
+def _kept(gate: nn.Module) -> list[str]:
+    """Names of the buffers of a `KeptType`."""
+    names = [
+        name for kind in type(gate).__mro__ for name, each in vars(kind).items() if type(each) is KeptType
+    ]
+    return [name for name in names if name in gate._buffers]
+
+
 class Gate(nn.Module, abc.ABC):
     """A gate maps tokens to a `Routing`. Subclass it, or pass any module that returns one.
 
@@ -77,6 +122,29 @@ class Gate(nn.Module, abc.ABC):
 
     saved_scores = 1
     """How many numbers for each pair of token and expert autograd keeps until backward."""
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Gate:
+        """Moves the module as ever; buffers of a `KeptType` keep their values, which a cast there and back
+        would round."""
+        before = {name: getattr(self, name) for name in _kept(self)}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is not None and new is not None and new.dtype != old.dtype:
+                # From the meta device (to_empty) there are no values to keep.
+                source = new if old.is_meta else old
+                self._buffers[name] = source.to(device=new.device, dtype=old.dtype)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*args, **options)
+        for name in _kept(self):
+            getattr(self, name)  # assign=True has put the file's tensors here
+
+    def _save_to_state_dict(self, *args: Any, **options: Any) -> None:
+        for name in _kept(self):
+            getattr(self, name)
+        super()._save_to_state_dict(*args, **options)
 
     def num_rows(self, num_tokens: int) -> int:
         """S for so many tokens, where the gate `picks_tokens`: by it memory is predicted."""

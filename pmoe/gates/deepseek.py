@@ -7,7 +7,6 @@ Letters: G groups of experts, B sequences.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.arguments import check_count, check_kind, check_not_negative, check_positive, plain_int
-from pmoe.gates.base import Routing, TopKRouter
+from pmoe.gates.base import KeptType, Routing, TopKRouter
 from pmoe.gates.logits import router_logits, router_z_loss
 from pmoe.gates.sigmoid import sigmoid_shares
 from pmoe.kernels.route import top_indices
@@ -52,8 +51,9 @@ class DeepSeekGate(TopKRouter):
     """
 
     saved_scores = 3
-    bias: Tensor
-    load: Tensor
+    # In bfloat16, steps of 0.001 would be lost beside a bias of 1; a load of 257 would be one of 256.
+    bias = KeptType(torch.float32)
+    load = KeptType(torch.int64)
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class DeepSeekGate(TopKRouter):
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(self.load, group=group)
         below_mean_E = self.load.sum() - self.load * self.load.numel()  # exact, in integers
-        self.bias += self.update_speed * below_mean_E.sign()
+        self.bias.add_(self.update_speed * below_mean_E.sign())
         self.load.zero_()
 
     def _biased(self, score_TE: Tensor) -> Tensor:
@@ -138,15 +138,6 @@ class DeepSeekGate(TopKRouter):
         group = top_indices(group_score_TG, self.top_groups)
         outside_TG = torch.ones_like(group_score_TG, dtype=torch.bool).scatter_(-1, group, False)
         return grouped_TGX.masked_fill(outside_TG.unsqueeze(-1), -math.inf).view(num_tokens, num_experts)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeepSeekGate:
-        """Moves the module as ever, but leaves the bias in float32: in bfloat16, steps of 0.001 would be lost
-        beside a bias of 1."""
-        bias = self.bias
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.bias.dtype != torch.float32:
-            self.bias = bias.to(self.bias.device)
-        return self
 
 
 def sequence_balance_loss(share_TE: Tensor, expert_TK: Tensor, sequence_length: int | None = None) -> Tensor:

@@ -23,6 +23,7 @@ from pmoe.engine.recording import Journal
 from pmoe.experts.wrapped import COPIED, sampled
 from pmoe.layer import MoELayer
 from pmoe.layer.decision import Ran
+from pmoe.layer.values import DENSE, SAME_VALUES, dense_values
 from pmoe.planner.memory import PredictedMemory
 from pmoe.planner.timeline import Overlap, overlap
 from pmoe.text import table
@@ -157,11 +158,12 @@ def stats(
         all_ranks: sums rows over all ranks of ``group`` (the default group if None), and takes the means of
             recorded seconds: one all-reduce, so every rank of the group must call it, with the same layers.
             Sizes and predicted bytes stay this rank's. Warns where a loop of `dist.broadcast` or an optimizer
-            has made the ranks' experts equal since the first call.
+            has made the ranks' experts equal since the first call, and where ranks have other values of a
+            gate, a shared expert, its gate or a callback, which must be alike.
         journal: of ``with pmoe.recording() as journal``, around the step.
 
     On CUDA this waits for the row counts of layers that one rank computed alone, for the sum, and before it
-    for a few values of experts that are spread over ranks; nothing else does. Raises TypeError where an
+    for values of layers that are spread over ranks; nothing else does. Raises TypeError where an
     argument is of another type, ValueError for a group that is not used, RuntimeError where a peer is
     missing.
     """
@@ -277,26 +279,54 @@ def _of_pool(device: str) -> PoolStats:
 
 
 def _over_ranks(found: Sequence[LayerStats], layers: Sequence[MoELayer], ranks: Ranks) -> list[LayerStats]:
-    """One all-reduce of every number of every layer; float64 holds counts up to 2**53. Where experts that
-    differed at a layer's first call are the same on all of its ranks, rank 0 warns."""
+    """One all-reduce of every number of every layer; float64 holds counts up to 2**53. Rank 0 warns where
+    experts that differed at a layer's first call are the same on all of its ranks, or dense parts are not."""
     numbers = [_numbers(each) for each in found]
-    # Values are only read where they could tell anything. 20 bits: their squares are exact.
-    told = [sampled(each.experts) if each.parts.known.differed else "" for each in layers]
-    marks = [int(each[:5] or "0", 16) for each in told]
-    numbers.append([float(power) for mark in marks for power in (mark, mark**2)])
+    marks = [_marks(each) for each in layers]
+    numbers.append([float(power) for own in marks for mark in own for power in (mark, mark**2)])
     device = next((parameter.device for layer in layers for parameter in layer.parameters()), "cpu")
     summed = torch.tensor([each for own in numbers for each in own], dtype=torch.float64, device=device)
     with at_stage("the sum of statistics", ranks):
         dist.all_reduce(summed, group=ranks.group)
     *parts, powers = summed.cpu().split([len(own) for own in numbers])
-    for each, layer, (total, squares) in zip(found, layers, powers.long().view(-1, 2).tolist(), strict=True):
-        are_same = ranks.size * squares == total**2 and set(layer.ranks.members) <= set(ranks.members)
-        if ranks.rank == 0 and layer.parts.known.differed and are_same:
-            warn_once(f"{each.name}: {COPIED}")
+    # Of n numbers n * sum(x**2) = sum(x)**2 where all are equal, and nowhere else.
+    sums = powers.long().view(len(layers), -1, 2)
+    are_same = (ranks.size * sums[..., 1] == sums[..., 0] ** 2).tolist()
+    if ranks.rank == 0:
+        for each, layer, (experts_are, *dense_are) in zip(found, layers, are_same, strict=True):
+            _warn_of_values(each.name, layer, ranks, experts_are, dense_are)
     return [
         _with_numbers(each, layer.num_local_experts, part.tolist())
         for each, layer, part in zip(found, layers, parts, strict=True)
     ]
+
+
+def _marks(layer: MoELayer) -> list[int]:
+    """20 bits of digests: of the experts' values, then of each of `DENSE`; 0 where they could tell nothing,
+    and are not read. Their squares are exact in float64."""
+    parts = layer.parts
+    texts = [sampled(parts.experts) if parts.known.differed else ""]
+    texts += dense_values(parts).values() if _is_spread(layer) else ["" for _ in DENSE]
+    return [int(text[:5] or "0", 16) for text in texts]
+
+
+def _is_spread(layer: MoELayer) -> bool:
+    """Whether the layer is one among ranks. Others may be models of their own."""
+    return layer.ranks.size > 1 or layer.experts.is_parallelized
+
+
+def _warn_of_values(
+    name: str, layer: MoELayer, ranks: Ranks, experts_are_same: bool, dense_are_same: Sequence[bool]
+) -> None:
+    known = layer.parts.known
+    if experts_are_same and known.differed and set(layer.ranks.members) <= set(ranks.members):
+        warn_once(f"{name}: {COPIED}")
+    differ = [part for part, is_same in zip(DENSE, dense_are_same, strict=True) if not is_same]
+    if differ:
+        warn_once(
+            f"{name}: the values of {', '.join(differ)} must be the same on every rank, and differ. "
+            f"{SAME_VALUES}"
+        )
 
 
 def _numbers(each: LayerStats) -> list[float]:

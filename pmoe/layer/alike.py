@@ -13,6 +13,8 @@ import torch
 from pmoe.comm.agreement import digest, gathered, same
 from pmoe.experts.wrapped import COPIED, sampled
 from pmoe.layer.parts import Parts
+from pmoe.layer.stored_state import check_loaded
+from pmoe.layer.values import SAME_VALUES, dense_tensors, dense_values, fingerprint
 
 NOT_COMPARED = {
     "gate",
@@ -36,28 +38,58 @@ PLAIN = (bool, int, float, str, torch.dtype)
 
 def check_alike(parts: Parts) -> bool:
     """Whether ranks hold different experts. Collective over the layer's ranks. Raises ValueError on each of
-    them, naming option, values and ranks, where any two options differ, and where experts, which must differ,
-    were copied since they were built."""
+    them, naming option, values and ranks, where any two options differ; where the dense parts' values differ,
+    which must be alike; and where experts, which must differ, were copied since they were built, or loaded
+    from one file."""
     given = options_in_words(parts)
-    like = parts.like
+    dense = dense_values(parts)
+    like, experts = parts.like, parts.experts
     device = torch.device("cpu") if like is None else like.device
-    built, now = parts.experts.built, sampled(parts.experts)
-    digests = [float(digest([value])) for value in (*given.values(), built, now)] + [float(built == now)]
-    *agree, were_same, are_same, all_changed_or_none = same(
-        parts.ranks, device, digests, stage="comparing the layer's options"
+    built, now = experts.built, sampled(experts)
+    digests = [float(digest([value])) for value in (*given.values(), *dense.values(), built, now)]
+    flags = [float(built == now), float(experts.was_loaded)]
+    *agree, were_same, are_same, all_changed_or_none, all_loaded_or_none = same(
+        parts.ranks, device, [*digests, *flags], stage="comparing the layer's options"
     )
-    if are_same and not (were_same or all_changed_or_none):  # all have what one was built with
+    if experts.was_loaded or not all_loaded_or_none:
+        check_loaded(parts)
+    elif are_same and not (were_same or all_changed_or_none):  # all have what one was built with
         raise ValueError(COPIED)
-    differ = [name for name, is_same in zip(given, agree, strict=True) if not is_same]
-    if not differ:
-        return not are_same
-    of_ranks = gathered(parts.ranks, given[differ[0]], stage="showing the layer's options")
+    options = [name for name, is_same in zip(given, agree[: len(given)], strict=True) if not is_same]
+    if options:
+        raise ValueError(_options_that_differ(parts, options, given[options[0]]))
+    values = [name for name, is_same in zip(dense, agree[len(given) :], strict=True) if not is_same]
+    if values:
+        raise ValueError(_values_that_differ(parts, values[0]))
+    experts.are_equal = are_same
+    return not are_same
+
+
+def _options_that_differ(parts: Parts, names: list[str], mine: str) -> str:
+    """Collective. mine: the value of the first."""
+    of_ranks = gathered(parts.ranks, mine, stage="showing the layer's options")
     values = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(of_ranks))
-    also = f" (and so do {', '.join(differ[1:])})" if differ[1:] else ""
-    raise ValueError(f"{differ[0]} must be the same on every rank of a MoELayer, and differs{also}: {values}")
+    also = f" (and so do {', '.join(names[1:])})" if names[1:] else ""
+    return f"{names[0]} must be the same on every rank of a MoELayer, and differs{also}: {values}"
 
 
-NO_SETTINGS = ("training", "is_parallelized", "built")
+def _values_that_differ(parts: Parts, part: str) -> str:
+    """Names the first tensor of a dense part whose values differ, and who has which. Collective."""
+    mine = {name: fingerprint({name: tensor}) for name, tensor in dense_tensors(parts, part).items()}
+    of_ranks = gathered(parts.ranks, mine, stage="showing values that differ")
+    names = dict.fromkeys(name for each in of_ranks for name in each)
+    name = next(name for name in names if len({each.get(name) for each in of_ranks}) > 1)
+    holders = dict[str | None, list[str]]()
+    for rank, each in enumerate(of_ranks):
+        holders.setdefault(each.get(name), []).append(str(rank))
+    who = "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" for ranks in holders.values())
+    return (
+        f"the values of {name} must be the same on every rank of a MoELayer, and differ (alike are: {who}). "
+        f"{SAME_VALUES}"
+    )
+
+
+NO_SETTINGS = ("training", "is_parallelized", "built", "was_loaded", "may_be_equal", "are_equal")
 """Attributes of modules that change neither results nor times."""
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pmoe.comm.counts import CountsExchange, FaultError, RankCounts
+from torch import Tensor
+
+from pmoe.comm.counts import CountsExchange, Fault, FaultError, RankCounts
 from pmoe.comm.ranks import telling
 from pmoe.engine.cut import Orders
 from pmoe.engine.passes import Inputs
@@ -12,6 +14,7 @@ from pmoe.layer.choose import choose, slots_to_ask
 from pmoe.layer.decision import Agreed, CallCounts, Decision, RoutedCall
 from pmoe.layer.parts import Call, Parts
 from pmoe.layer.route import Routed, route_batch
+from pmoe.layer.stored_state import LoadedExchange
 from pmoe.ordering.sorted import Tokens
 from pmoe.runners.pipeline import PipelineRunner
 
@@ -59,7 +62,7 @@ def sorted_rows(call: Call) -> tuple[Routed, Orders]:
 
 def start(
     call: Call, routed: Routed, orders: Orders, *, asks_max_rows: bool = False
-) -> CountsExchange | None:
+) -> LoadedExchange | None:
     """Begins the exchange of counts; None in a second pass, which takes over those of the first.
 
     Counts travel in bins: the chunks, where their number is fixed and so is their share of rows.
@@ -69,12 +72,13 @@ def start(
         return None
     parts, routing = call.parts, routed.routing
     takes_k = routing.expert.shape[1] == parts.spec.top_k  # dropped rows among them
-    with hidden_from_checkpoints():
+
+    def begin(fault: Tensor | Fault) -> CountsExchange:
         return CountsExchange(
             parts.grid,
             orders.count(parts.num_bins),
             num_tokens=orders.tokens.count,
-            fault=routed.gated.fault,
+            fault=fault,
             needs_grad=parts.asks_for_gradients(routed.x_TM, routing.weight),
             training=call.layer.training,
             dtype=routed.dtype,
@@ -87,8 +91,11 @@ def start(
             one_row_a_choice=takes_k and routing.mix is None and routing.token is None,
         )
 
+    with hidden_from_checkpoints():
+        return LoadedExchange(parts, routed.gated.fault, begin)
 
-def shared_counts(exchange: CountsExchange | None, routed: Routed) -> RankCounts:
+
+def shared_counts(exchange: LoadedExchange | None, routed: Routed) -> RankCounts:
     """Ends the exchange. Raises FaultError where a rank reports a fault, or what is behind its own."""
     assert exchange is not None
     try:

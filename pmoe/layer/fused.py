@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pmoe.comm.counts import CountsExchange, RankCounts
+from pmoe.comm.counts import RankCounts
 from pmoe.comm.ranks import telling
 from pmoe.engine.autograd import Runner
 from pmoe.engine.cut import Orders
@@ -34,6 +34,7 @@ from pmoe.layer.decision import Agreed, CallCounts, Decision, RoutedCall
 from pmoe.layer.exact_counts import in_chunks, shared_counts, sort_early, sorted_rows, start
 from pmoe.layer.parts import Call, Parts, cast_dtype
 from pmoe.layer.route import Routed
+from pmoe.layer.stored_state import LoadedExchange
 from pmoe.runners import fused, fused_steps, one_rank
 from pmoe.runners.features import Feature, refused
 from pmoe.runners.fused import FusedForwardRunner, FusedRunner, KernelsRunner, PersistentRunner
@@ -132,7 +133,7 @@ def _decide(
     call: Call,
     routed: Routed,
     orders: Orders,
-    exchange: CountsExchange | None,
+    exchange: LoadedExchange | None,
     fuses: bool,
     scheduled: Parts,
     inputs: Inputs,

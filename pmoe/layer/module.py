@@ -17,7 +17,7 @@ from pmoe.comm.base import FlatAllToAll
 from pmoe.comm.counts import RankCounts
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Experts, Shard
-from pmoe.layer import build
+from pmoe.layer import build, stored_state
 from pmoe.layer.called import SharedGate, experts_inside, gate_inside
 from pmoe.layer.decision import ExpertsCall, LastCall, Ran, route_call, shaped_output
 from pmoe.layer.parts import Call, Known, Parts
@@ -188,6 +188,7 @@ class MoELayer(nn.Module):
         self.experts = build.make_experts(self, expert, activation, bias, options)
         self.experts.mark_parameters()
         self.experts.note_operands()
+        stored_state.watch(self.experts, self.grid, self.num_experts)
         self.shared_expert: Experts | None = None
         if shared_expert is not None:
             from pmoe.experts.modules import shared_experts
@@ -359,6 +360,8 @@ class MoELayer(nn.Module):
         self._bind_to_ranks()
         self.experts.keep(slice(self.first_expert, self.first_expert + self.num_local_experts), self.shard)
         self.last, self.known = LastCall(), Known()
+        self.experts.was_loaded = False  # by one rank, which had all
+        stored_state.watch(self.experts, self.grid, self.num_experts)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

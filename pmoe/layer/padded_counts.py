@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pmoe.comm.counts import RankCounts
+from pmoe.comm.counts import CountsExchange, Fault, RankCounts
 from pmoe.engine.cut import Orders
 from pmoe.engine.padding import PaddedKind, Splits, check_same_calls, make_padding
 from pmoe.engine.passes import Inputs
@@ -28,6 +28,7 @@ from pmoe.layer.exact_counts import in_chunks, shared_counts
 from pmoe.layer.fused import find_steps, kernels_runner, may_fuse, promised
 from pmoe.layer.parts import Call, Parts, cast_dtype
 from pmoe.layer.route import Gated, Routed, ask_gate, route_batch
+from pmoe.layer.stored_state import LoadedExchange
 from pmoe.ordering.sorted import Tokens
 
 
@@ -105,11 +106,14 @@ def _compare(call: Call, routed: Routed, kind: PaddedKind) -> None:
     if kind in known and not (always or is_again):
         return
     if parts.ranks.size > 1 or is_again:
-        where, fault = routed.x_TM.device, routed.gated.fault
-        exchange = kind.exchange(
-            parts.grid, parts.spec.num_experts, where, fault, parts.traffic, training=call.layer.training
-        )
-        check_same_calls(shared_counts(exchange, routed))
+        where = routed.x_TM.device
+
+        def begin(fault: Tensor | Fault) -> CountsExchange:
+            return kind.exchange(
+                parts.grid, parts.spec.num_experts, where, fault, parts.traffic, training=call.layer.training
+            )
+
+        check_same_calls(shared_counts(LoadedExchange(parts, routed.gated.fault, begin), routed))
     if len(known) >= 256:  # on every rank at the same call
         known.clear()
     known.add(kind)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from pmoe.arguments import check_flag, check_module, list_of
+from pmoe.arguments import check_flag, check_module, check_not_negative, check_tensors, list_of
 from pmoe.comm.agreement import largest, same
 from pmoe.comm.ranks import Grid, Ranks, at_stage, wait_for
 from pmoe.comm.standing import collectives
@@ -26,6 +26,7 @@ from pmoe.comm.topology import ACROSS, INSIDE, dimensions_of, grid_of_mesh
 from pmoe.experts.base import Experts, is_expert, local_part
 from pmoe.experts.placement import replace_parameter
 from pmoe.layer import MoELayer
+from pmoe.training.parameter_kinds import grouped_by_kind
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -114,6 +115,9 @@ def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 def parameter_groups(
     parameters: nn.Module | Iterable[Tensor] | Iterable[Mapping[str, Any]],
+    *,
+    lr: float | Tensor | None = None,
+    weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
     """Parameter groups that any optimizer of torch takes with foreach=True and fused=True.
 
@@ -124,7 +128,19 @@ def parameter_groups(
         parameters: a model, its parameters (of any shape), or groups as optimizers take them, each of which
             is split with all its options. The order of groups and of parameters is kept, plain ones first.
             Raises TypeError for what is none of these.
+        lr, weight_decay: of a model. Where either is given, groups are made by what parameters are, which
+            the number of their dimensions does not say: an expert's bias has two. Each group then has these
+            options, "kind" and "stacked" (whether dimension 0 counts experts):
+
+            - "matrices": weights of two dimensions and more; stacked: experts' w1 and w2, a matrix a slice;
+            - "embeddings": those of `torch.nn.Embedding`;
+            - "gates": of gates and shared gates;
+            - "biases": biases, norms and other vectors; stacked: experts' b1 and b2, a bias a slice.
+
+            Biases and gates' vectors have weight_decay 0. Raises TypeError where it is no model.
     """
+    if lr is not None or weight_decay is not None:
+        return parameter_groups(_groups_by_kind(parameters, lr, weight_decay))
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list_of("parameters", parameters)
@@ -141,6 +157,22 @@ def parameter_groups(
             kinds.setdefault(mesh, []).append(each)
         found += [{**group, "params": of_kind} for of_kind in kinds.values() if of_kind]
     return found
+
+
+def _groups_by_kind(model: object, lr: object, weight_decay: object) -> list[dict[str, Any]]:
+    """Raises what `parameter_groups` raises."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"parameters ({type(model).__name__}) must be a model where lr or weight_decay is given: its "
+            "modules say which parameters are matrices, biases and gates"
+        )
+    options: dict[str, Any] = {"weight_decay": weight_decay}
+    if isinstance(lr, Tensor):
+        check_tensors(0, lr=lr)
+    else:
+        options["lr"] = lr
+    check_not_negative(**{name: value for name, value in options.items() if value is not None})
+    return grouped_by_kind(model, lr, weight_decay)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,10 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(M, M), layer())
 
 
+def dense() -> nn.Module:
+    return nn.Sequential(nn.Linear(M, H), nn.Linear(H, M))
+
+
 def trained() -> nn.Module:
     found = model()
     found(torch.randn(T, M)).sum().backward()
@@ -248,7 +252,11 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
     "StatsWriter.note's scalars": (None, use_note),
     "GradientReducer": (pmoe.GradientReducer, with_right(pmoe.GradientReducer, model=model)),
     "GradScaler": (pmoe.GradScaler, with_right(pmoe.GradScaler, device=lambda: "cpu")),
-    "parameter_groups": (pmoe.parameter_groups, pmoe.parameter_groups),
+    "parameter_groups": (pmoe.parameter_groups, with_right(pmoe.parameter_groups, parameters=model)),
+    "copy_into_experts": (
+        pmoe.copy_into_experts,
+        with_right(pmoe.copy_into_experts, layer=layer, dense=dense),
+    ),
     "expert_parameters": (pmoe.expert_parameters, pmoe.expert_parameters),
     "pool": (pmoe.pool, pmoe.pool),
     "parallelize": (pmoe.parallelize, use_parallelize),

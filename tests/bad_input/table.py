@@ -76,7 +76,10 @@ TAKEN: dict[str, dict[str, str]] = {
     "stats": {"model": "module", "all_ranks": FLAG, "group": NONE, "journal": NONE},
     "GradientReducer": {"model": "module", "group": NONE, "average": FLAG, "partition": "None False"},
     "GradScaler": {"device": NOTHING, "group": NONE},
-    "parameter_groups": {"parameters": TENSORS},
+    "parameter_groups": {
+        "parameters": TENSORS, "lr": f"None scalar {SHARE}", "weight_decay": f"None {SHARE}",
+    },
+    "copy_into_experts": {"dense": NOTHING},
     "expert_parameters": {"model": "module"},
     "pool": {"device": NONE},
     "parallelize": {"model": NOTHING, "mesh": NOTHING, "reduce": FLAG},

@@ -36,6 +36,7 @@ class Told(pmoe.Callback):
 
 def build(**options: Any) -> pmoe.MoELayer:
     switches = options.pop("switches", Switches())
+    torch.manual_seed(1)  # the dense parts must have the same values
     layer = pmoe.MoELayer(
         **{"d_model": D_MODEL, "d_hidden": D_HIDDEN, "num_experts": 4, "top_k": 2, **options}
     )

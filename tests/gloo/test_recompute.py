@@ -407,6 +407,7 @@ def changed_job(
     rank: int, world: int, culprits: tuple[int, ...], use_reentrant: bool, options: dict[str, Any]
 ) -> tuple[str, list[str], bool]:
     gate = "topk" if "pad_to_capacity" in options else Drifting(rank in culprits)
+    torch.manual_seed(0)
     layer = MoELayer(D_MODEL, D_HIDDEN, NUM_EXPERTS, 2, gate=gate, dtype=torch.float64, **options)
     drop = nn.Dropout(0.5 if gate == "topk" and rank in culprits else 0.0)
     count = 7 if "pad_to_capacity" in options else TOKENS[world][rank]

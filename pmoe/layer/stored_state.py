@@ -1,0 +1,261 @@
+"""Whose experts a state dict holds, so that one rank's are not loaded by all.
+
+Each rank's ``state_dict()`` has that rank's experts, under names that every rank uses. Rank 0's file
+therefore loads everywhere without a word, and every rank then has rank 0's experts. Three things stand
+against it:
+
+    state_dict()        writes into ``_metadata`` whose experts these are      `_say_whose`
+                        refuses callers that write one file for all ranks      `_refuse_one_file`
+    load_state_dict()   refuses experts of another rank, by that metadata      `_check_whose`
+    the next call       compares what ranks hold, where a rank loaded values   `check_loaded`
+                        whose place nothing tells (safetensors, a dict made
+                        by hand): they must be others on each rank
+
+Loading is no collective: one rank alone may load. So a rank that did says so with the row counts of its next
+call, and all compare before that call goes on (`LoadedExchange`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from pmoe.comm import told
+from pmoe.comm.agreement import gathered
+from pmoe.comm.counts import CountsExchange, Fault, FaultError, RankCounts
+from pmoe.comm.ranks import Grid
+from pmoe.experts.base import Experts, local_part
+from pmoe.layer.parts import Parts
+from pmoe.layer.values import fingerprint
+
+KEY = "pmoe.experts"
+"""In a module's part of a state dict's ``_metadata``, which torch.save writes and torch.load reads."""
+
+CURE = (
+    "Save with pmoe.save_checkpoint(folder, model, optimizer, step=step) and load with "
+    "pmoe.load_checkpoint(folder, model, optimizer), both on every rank (after pmoe.parallelize)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertPlace:
+    """Which experts a rank has, of how many, and which part of their hidden columns. rank, num_ranks: among
+    those that hold all of them together."""
+
+    first_expert: int
+    num_local_experts: int
+    num_experts: int
+    shard: int
+    num_shards: int
+    rank: int
+    num_ranks: int
+
+    @staticmethod
+    def of(grid: Grid, num_experts: int) -> ExpertPlace:
+        local = num_experts // grid.across.size
+        return ExpertPlace(
+            first_expert=grid.across.rank * local,
+            num_local_experts=local,
+            num_experts=num_experts,
+            shard=grid.inside.rank,
+            num_shards=grid.inside.size,
+            rank=grid.all.rank,
+            num_ranks=grid.all.size,
+        )
+
+    @property
+    def holds(self) -> tuple[int, ...]:
+        """What must be equal where one's values are loaded into the other. Another number of ranks may hold
+        the same experts."""
+        return self.first_expert, self.num_local_experts, self.num_experts, self.shard, self.num_shards
+
+    def __str__(self) -> str:
+        last = self.first_expert + self.num_local_experts - 1
+        part = f", part {self.shard} of {self.num_shards} of each" if self.num_shards > 1 else ""
+        return f"experts {self.first_expert} to {last} of {self.num_experts}{part}"
+
+
+def watch(experts: Experts, grid: Grid, num_experts: int) -> None:
+    """Tells experts their place, and has their state dicts say and ask it. May be called again."""
+    if not experts.is_parallel:
+        return
+    if experts.place is None:
+        experts.register_state_dict_post_hook(_say_whose)  # type: ignore[no-untyped-call]
+        experts.register_load_state_dict_pre_hook(_check_whose)  # type: ignore[no-untyped-call]
+    experts.place = ExpertPlace.of(grid, num_experts)
+
+
+# ---- state_dict()
+
+
+def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
+    place: ExpertPlace = experts.place
+    if place.num_ranks > 1:
+        _refuse_one_file(experts, place, prefix.rstrip("."))
+    local_metadata[KEY] = {**asdict(place), "are_equal": experts.are_equal}
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A function of another library that asks for a state dict to write one file. on_all_ranks: whether it
+    asks on every rank, or on the one that writes."""
+
+    name: str
+    on_all_ranks: bool = True
+
+
+ONE_FILE = {
+    ("accelerate.accelerator", "get_state_dict"): Writer(
+        "accelerate's save_state, save_model and get_state_dict"
+    ),
+    ("transformers.trainer", "_save"): Writer("transformers' Trainer", on_all_ranks=False),
+    ("transformers.modeling_utils", "save_pretrained"): Writer("save_pretrained", on_all_ranks=False),
+    **{
+        (f"{package}.strategies.strategy", function): Writer(f"Lightning's {what}")
+        for package, function, what in (
+            ("lightning.pytorch", "lightning_module_state_dict", "Trainer under this strategy"),
+            ("pytorch_lightning", "lightning_module_state_dict", "Trainer under this strategy"),
+            ("lightning.fabric", "get_module_state_dict", "Fabric under this strategy"),
+            ("lightning_fabric", "get_module_state_dict", "Fabric under this strategy"),
+        )
+    },
+}
+"""By module and function. Lightning's strategies that write distributed files have functions of their own."""
+
+DCP = "torch.distributed.checkpoint.state_dict"
+"""Its state dicts are of all ranks, by DTensors; what is no DTensor stays rank 0's in a full one."""
+
+
+def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
+    """Raises ValueError where whoever asks for the state dict will write it as the only file.
+
+    A state dict does not know what becomes of it, so this looks who called: the nearest function of
+    `ONE_FILE` or of `DCP`. A function that is not known is not refused; its file then is, by `_check_whose`.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if module == DCP and function == "_get_model_state_dict":
+            is_full = getattr(frame.f_locals.get("info"), "full_state_dict", False)
+            if is_full and not all(hasattr(each, "device_mesh") for each in experts.parameters()):
+                raise ValueError(
+                    f"{name}: full_state_dict=True would give each rank its own {place} for all: these are "
+                    "plain tensors. Stacked experts (ffn, swiglu) are whole in it after pmoe.parallelize. "
+                    f"{CURE}"
+                )
+            return
+        if module == DCP:
+            return
+        writer = ONE_FILE.get((module, function)) if isinstance(module, str) else None
+        if writer is not None:
+            error = ValueError(
+                f"{name}: {writer.name} would write this rank's {place} as if they were all; other ranks "
+                f"hold others, which would be lost. {CURE}"
+            )
+            if writer.on_all_ranks:
+                raise error
+            told.announce(error)  # the others may wait for this rank
+            raise error
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+# ---- load_state_dict()
+
+
+def _check_whose(
+    experts: Experts, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
+) -> None:
+    """Raises ValueError, and tells peers, where the state dict says that it holds other experts. Where
+    nothing shows that the values are this rank's own, the layer's next call compares them."""
+    place: ExpertPlace = experts.place
+    own = {name: each for name, each in experts.named_parameters() if f"{prefix}{name}" in state}
+    if not own:
+        return  # of the dense part alone
+    loaded = {name: state[f"{prefix}{name}"] for name in own}
+    if all(_is_own(loaded[name], each) for name, each in own.items()):
+        return  # also where torch has cut it out of what the metadata tells of, a whole model's state
+    said = dict(local_metadata.get(KEY) or {})
+    were_equal = bool(said.pop("are_equal", False))
+    if said and ExpertPlace(**said).holds != place.holds:
+        if place.num_ranks == 1 and any(loaded[name].shape != each.shape for name, each in own.items()):
+            return  # torch names the sizes
+        error = ValueError(
+            f"{prefix.rstrip('.')}: a state dict of {ExpertPlace(**said)}, saved by rank {said['rank']} of "
+            f"{said['num_ranks']}, must not be loaded into {place} (rank {place.rank} of {place.num_ranks}): "
+            f"torch.save(model.state_dict()) writes the experts of one rank only. {CURE}; or let every rank "
+            "save and load a file of its own"
+        )
+        if place.num_ranks > 1:
+            told.announce(error)  # rank 0, whose file it is, goes on and waits
+        raise error
+    if place.num_ranks > 1 and not were_equal:
+        experts.was_loaded = True
+
+
+def _is_own(value: Any, parameter: Tensor) -> bool:
+    """Whether a value that is loaded is this rank's by itself: its very memory, into which DCP reads, or a
+    DTensor that was laid over the parameter's mesh in this process. What was unpickled has another mesh, an
+    equal one, whoever saved it."""
+    if not isinstance(value, Tensor):
+        return False
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is not None and getattr(value, "device_mesh", None) is mesh:
+        return True
+    here, there = local_part(parameter), local_part(value)
+    return not here.is_meta and here.data_ptr() == there.data_ptr() != 0
+
+
+# ---- the next call
+
+
+class LoadedExchange:
+    """The exchange of row counts of a call, in which ranks also say that their experts were loaded. Where any
+    did, all compare experts when they have met, and exchange the counts again.
+
+    begin: starts the exchange with a fault. fault: this rank's own.
+    """
+
+    def __init__(
+        self, parts: Parts, fault: Tensor | Fault, begin: Callable[[Tensor | Fault], CountsExchange]
+    ) -> None:
+        self._parts, self._fault, self._begin = parts, fault, begin
+        self._exchange = begin(Fault.LOADED if parts.experts.was_loaded else fault)
+
+    def finish(self) -> RankCounts:
+        """As `CountsExchange.finish`. Raises ValueError on every rank where two of them hold the same."""
+        try:
+            return self._exchange.finish()
+        except FaultError as error:
+            if error.fault is not Fault.LOADED:
+                raise
+        check_loaded(self._parts)
+        return self._begin(self._fault).finish()
+
+
+def check_loaded(parts: Parts) -> None:
+    """Compares the ranks' experts, which any of them has loaded. Collective over the layer's ranks.
+
+    Raises ValueError on each where some hold the same values, unless a rank says that its experts are equal
+    on purpose (``experts.may_be_equal``), which holds for one comparison.
+    """
+    experts = parts.experts
+    mine = fingerprint(dict(experts.named_parameters())), experts.may_be_equal
+    of_ranks = gathered(parts.ranks, mine, stage="comparing experts that were loaded")
+    holders = dict[str, list[int]]()
+    for rank, (digest, _) in enumerate(of_ranks):
+        holders.setdefault(digest, []).append(rank)
+    same = next((ranks for ranks in holders.values() if len(ranks) > 1), None)
+    if same is not None and not any(may_be for _, may_be in of_ranks):
+        raise ValueError(
+            f"experts must be others on each rank, and ranks {', '.join(map(str, same))} have the same since "
+            f"a state dict was loaded, as if one rank's file were everybody's. {CURE}. Where all experts are "
+            "equal on purpose (upcycling): pmoe.copy_into_experts(layer, dense), or "
+            "layer.experts.may_be_equal = True before the next call"
+        )
+    experts.was_loaded = experts.may_be_equal = False
+    experts.are_equal = len(holders) == 1
+    parts.known.differed = not experts.are_equal

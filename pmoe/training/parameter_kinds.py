@@ -1,0 +1,83 @@
+"""What parameters are, where the number of their dimensions does not say it: see `pmoe.parameter_groups`.
+
+kind          parameters                                          weight decay
+matrices      products' weights, of two dimensions and more       as given
+              stacked: experts' w1, w2, each slice one matrix
+embeddings    of torch.nn.Embedding and EmbeddingBag              as given
+gates         of gates and shared gates                           as given; of vectors and scalars 0
+biases        biases, norms, other vectors; experts' b1, b2       0
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+from pmoe.experts.marks import is_stacked, num_dims
+from pmoe.gates import Gate
+from pmoe.layer import MoELayer
+
+KindName = Literal["matrices", "embeddings", "gates", "biases"]
+
+KINDS: tuple[KindName, ...] = ("matrices", "embeddings", "gates", "biases")
+"""In the order of groups."""
+
+
+class ParameterKind(NamedTuple):
+    """stacked: whether dimension 0 counts experts. decays: whether weight decay is meant for it."""
+
+    kind: KindName
+    stacked: bool
+    decays: bool
+
+
+def grouped_by_kind(
+    model: nn.Module, lr: float | Tensor | None, weight_decay: float | None
+) -> list[dict[str, Any]]:
+    """A group for each `ParameterKind` of a model, with its options; every parameter in one of them."""
+    of_kind = dict[ParameterKind, list[Tensor]]()
+    for parameter, kind in kinds_of(model).items():
+        of_kind.setdefault(kind, []).append(parameter)
+    groups = list[dict[str, Any]]()
+    for kind in sorted(of_kind, key=lambda each: (KINDS.index(each.kind), each.stacked, not each.decays)):
+        group: dict[str, Any] = {"params": of_kind[kind], "kind": kind.kind, "stacked": kind.stacked}
+        if lr is not None:
+            group["lr"] = lr
+        if not kind.decays:
+            group["weight_decay"] = 0.0
+        elif weight_decay is not None:
+            group["weight_decay"] = weight_decay
+        groups.append(group)
+    return groups
+
+
+def kinds_of(model: nn.Module) -> dict[Tensor, ParameterKind]:
+    """Of every parameter, in the model's order. A parameter that modules share has the kind that it has in a
+    gate or an embedding, if in any."""
+    gates, embeddings = set[Tensor](), set[Tensor]()
+    for module in model.modules():
+        if isinstance(module, Gate):
+            gates.update(module.parameters())
+        elif isinstance(module, MoELayer):
+            gates.update(module.gate.parameters())
+            gates.update(() if module.shared_gate is None else module.shared_gate.parameters())
+        elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            embeddings.update(module.parameters())
+    found = dict[Tensor, ParameterKind]()
+    for name, parameter in model.named_parameters():
+        is_matrix = num_dims(parameter) >= 2 and not _is_bias(name)
+        stacked = is_stacked(parameter)
+        if parameter in gates:
+            found[parameter] = ParameterKind("gates", stacked, is_matrix)
+        elif parameter in embeddings:
+            found[parameter] = ParameterKind("embeddings", stacked, True)
+        else:
+            found[parameter] = ParameterKind("matrices" if is_matrix else "biases", stacked, is_matrix)
+    return found
+
+
+def _is_bias(name: str) -> bool:
+    """A bias of several dimensions: one for each head, say."""
+    own = name.rpartition(".")[2]
+    return own == "bias" or own.endswith("_bias")

@@ -1,0 +1,126 @@
+"""Experts that begin as copies of one dense network (sparse upcycling, arXiv 2212.05055)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from pmoe.arguments import check_kind
+from pmoe.experts.base import local_part
+from pmoe.experts.stacked import StackedExperts
+from pmoe.layer import MoELayer
+
+LINEARS = {1: ("w1", "w2"), 2: ("gate_proj", "up_proj", "down_proj")}
+"""Of a dense module, by `StackedExperts.hidden_factor`: its linear layers, in order or by name."""
+
+
+@torch.no_grad()
+def copy_into_experts(layer: MoELayer, dense: nn.Module | Mapping[str, Tensor]) -> None:
+    """Gives every expert of ``layer`` the values of one dense network (upcycling).
+
+    Args:
+        layer: of one rank or several, parallelized or not. Every rank must call it with the same values.
+        dense: the network, or its tensors by name. Of "ffn": a module with two `torch.nn.Linear`, of which
+            the first widens; or w1 (H, M), w2 (M, H), b1 (H,), b2 (M,). Of "swiglu": a module with linear
+            layers gate_proj, up_proj and down_proj; or w1 (2H, M), gate rows first, w2, b1 (2H,), b2. Of
+            experts that are modules: one such module, or its state dict.
+
+    Values are cast to the layer's type, and of experts that are split over "esp" each rank takes its part.
+    It also says that the experts are equal on purpose: where a state dict makes them equal on all ranks, the
+    next call raises ValueError, because one rank's file was loaded by all.
+
+    Raises ValueError, before anything is changed, where names or shapes are others than an expert's, and
+    where the layer is on the meta device; TypeError for experts of another kind.
+    """
+    check_kind(MoELayer, "a pmoe.MoELayer", layer=layer)
+    check_kind((nn.Module, Mapping), "a module, or tensors by name", dense=dense)
+    experts = layer.experts
+    if any(each.is_meta for each in experts.parameters()):
+        raise ValueError("layer (on the meta device) must have values: call to_empty(device=...) before")
+    if isinstance(experts, StackedExperts) and experts.hidden_dims() is not None:
+        copies = _into_stacked(experts, dense)
+    elif experts.are_modules:
+        copies = [copy for each in experts.as_modules() for copy in _into_module(each, dense)]
+    else:
+        kind = type(experts).__name__
+        raise TypeError(f"experts ({kind}) must be plain stacked ones (no parametrizations) or modules")
+    for target, value in copies:
+        target.copy_(value)
+    experts.may_be_equal = experts.are_equal = True
+    experts.was_loaded = layer.ranks.size > 1  # so that the next call compares, and ranks know that they are
+
+
+def _into_stacked(
+    experts: StackedExperts, dense: nn.Module | Mapping[str, Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Each parameter of this rank, (E_local, ...), with the part of the dense value that each expert gets."""
+    values = _named_as_stacked(experts, dense) if isinstance(dense, nn.Module) else dict(dense)
+    dims = experts.hidden_dims() or {}
+    _check_names(set(values), set(dims))
+    copies = []
+    for name, dim in dims.items():
+        target, value = local_part(experts.get_parameter(name)), values[name]
+        factor = experts.hidden_factor if dim == 1 else 1
+        whole = list(target.shape[1:])
+        if dim is not None:
+            whole[dim - 1] = factor * experts.all_hidden
+        _check_shape(name, value, tuple(whole))
+        if dim is not None:
+            columns = experts.shard.of(experts.all_hidden)
+            split = value.unflatten(dim - 1, (factor, experts.all_hidden))
+            value = split.narrow(dim, columns.start, columns.stop - columns.start).reshape(target.shape[1:])
+        copies.append((target, value))
+    return copies
+
+
+def _named_as_stacked(experts: StackedExperts, dense: nn.Module) -> dict[str, Tensor]:
+    """A dense module's tensors as w1, w2, b1, b2."""
+    linears = {name: each for name, each in dense.named_modules() if isinstance(each, nn.Linear)}
+    wanted = LINEARS.get(experts.hidden_factor, ())
+    if experts.hidden_factor == 1:
+        chosen = list(linears.values())
+        text = "two torch.nn.Linear, of which the first widens"
+    else:
+        by_name = {name.rpartition(".")[2]: each for name, each in linears.items()}
+        chosen = [by_name[name] for name in wanted if name in by_name]
+        text = f"linear layers named {', '.join(wanted)}"
+    if len(chosen) != len(wanted) or len(linears) != len(wanted):
+        raise ValueError(
+            f"dense ({type(dense).__name__} with linear layers {', '.join(linears) or 'none'}) must have "
+            f"{text}, or be given as tensors by the names w1, w2, b1, b2"
+        )
+    *first, last = chosen
+    values = {"w1": torch.cat(tuple(each.weight for each in first)), "w2": last.weight}
+    biases = [each.bias for each in chosen if each.bias is not None]
+    if len(biases) == len(chosen):
+        values |= {"b1": torch.cat(tuple(biases[:-1])), "b2": biases[-1]}
+    elif biases:
+        raise ValueError(
+            f"dense ({type(dense).__name__}) must have biases in all of its linear layers or in none"
+        )
+    return values
+
+
+def _into_module(expert: nn.Module, dense: nn.Module | Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    targets = expert.state_dict()  # the module's own memory
+    values = dense.state_dict() if isinstance(dense, nn.Module) else dict(dense)
+    _check_names(set(values), set(targets))
+    for name, target in targets.items():
+        _check_shape(name, values[name], tuple(target.shape))
+    return [(local_part(target), values[name]) for name, target in targets.items()]
+
+
+def _check_names(names: set[str], wanted: set[str]) -> None:
+    if names != wanted:
+        found = ", ".join(sorted(names)) or "none"
+        raise ValueError(
+            f"dense (tensors {found}) must have those of one expert: {', '.join(sorted(wanted))}"
+        )
+
+
+def _check_shape(name: str, value: object, shape: tuple[int, ...]) -> None:
+    if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"dense ({name}: {found}) must be of the shape of one whole expert, {shape}")

@@ -268,6 +268,8 @@ def given_experts(
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"expert ({expert!r}) must build a torch.nn.Module, not {type(module).__name__}")
+    if all(option is None for option in options.values()):  # torch moves no fake tensors
+        return ModuleExperts(modules)
     return ModuleExperts(module.to(**options) for module in modules)
 
 

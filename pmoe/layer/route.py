@@ -18,6 +18,7 @@ from pmoe.experts.base import Experts
 from pmoe.gates.base import Routing, at_least_float32
 from pmoe.gates.logits import router_logits
 from pmoe.layer.parts import Call, Parts, cast_dtype
+from pmoe.layer.shape_run import is_shape_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ def ask_gate(call: Call, x_TM: Tensor) -> Gated:
         check_routing(parts, routing, x_TM)
         routing, fault = clamped_with_fault(routing, x_TM, spec.num_experts)
     checks = not spec.pad_to_capacity if spec.check_finite is None else spec.check_finite
-    if checks and routing.logits is not None:  # padded counts do not come to the host
+    if checks and routing.logits is not None and not is_shape_run():  # padded counts do not come to the host
         # Arithmetic and no torch.where: scalars that become tensors would be copies that synchronise.
         finite = routing.logits.isfinite().all().long()
         fault = finite * fault + (1 - finite) * int(Fault.NOT_FINITE)
@@ -167,18 +168,23 @@ def check_input(parts: Parts, x: Tensor) -> None:
     d_model, like = parts.spec.d_model, parts.like
     if not isinstance(x, Tensor):
         raise TypeError(f"x ({type(x).__name__}) must be a torch.Tensor of shape (..., {d_model})")
-    if x.layout is not torch.strided:
-        raise FaultError(Fault.SHAPE, f"x (of layout {x.layout}) must be dense")
+    if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
+        from pmoe.layer.kinds import refusal
+
+        if (why := refusal(x, d_model)) is not None:
+            raise FaultError(Fault.SHAPE, why)
     if x.dim() == 0 or x.shape[-1] != d_model:
         raise FaultError(
             Fault.SHAPE, f"x of shape {tuple(x.shape)} must end in d_model ({d_model}): (..., d_model)"
         )
     if like is not None and x.device != like.device:
+        cure = ": call to_empty and reset_parameters first" if like.is_meta else ""
         raise FaultError(
-            Fault.DEVICE, f"x on {x.device} must be where the layer's parameters are ({like.device})"
+            Fault.DEVICE, f"x on {x.device} must be where the layer's parameters are ({like.device}){cure}"
         )
     if not x.is_floating_point():
-        raise FaultError(Fault.DTYPE, f"x of dtype {x.dtype} must be of a floating-point type")
+        cure = ": take x.dequantize()" if x.is_quantized else ": take x.real" if x.is_complex() else ""
+        raise FaultError(Fault.DTYPE, f"x of dtype {x.dtype} must be of a floating-point type{cure}")
     if like is not None and cast_dtype(parts, x) is None and x.dtype != like.dtype:
         raise FaultError(
             Fault.DTYPE,

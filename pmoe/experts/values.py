@@ -1,4 +1,4 @@
-"""Whether a tensor has values: one on the meta device, or of a `FakeTensorMode`, has none."""
+"""Whether a tensor has values: one on the meta device, or of a ``FakeTensorMode``, has none."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ The layer runs on a plain tensor that is made of what there is, and the result b
     waited for (AsyncCollective) the tensor, waited for        plain
     meta, fake                  none (`pmoe.layer.shapes_only`)
 
-Other kinds are refused by `refusal`, which every rank gets to know with the row counts.
+Other kinds are refused by `refused_kind`, which every rank gets to know with the row counts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def call_with_any(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tens
 
 
 def _call(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:
-    if not isinstance(x, Tensor) or refusal(x, layer.d_model) is not None:
+    if not isinstance(x, Tensor) or refused_kind(x, layer.d_model) is not None:
         return layer._forward_plain(x, *of_tokens)  # which raises, on every rank
     if is_jagged(x):
         return _jagged(layer, x, *of_tokens)
@@ -134,7 +134,7 @@ def is_dtensor(x: object) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
-def refusal(x: Tensor, d_model: int) -> str | None:
+def refused_kind(x: Tensor, d_model: int) -> str | None:
     """Why a layer does not take a tensor of this kind, and what to give it instead; None where it does.
 
     Says nothing of its dtype, shape and device.

@@ -169,9 +169,9 @@ def check_input(parts: Parts, x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"x ({type(x).__name__}) must be a torch.Tensor of shape (..., {d_model})")
     if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
-        from pmoe.layer.kinds import refusal
+        from pmoe.layer.kinds import refused_kind
 
-        if (why := refusal(x, d_model)) is not None:
+        if (why := refused_kind(x, d_model)) is not None:
             raise FaultError(Fault.SHAPE, why)
     if x.dim() == 0 or x.shape[-1] != d_model:
         raise FaultError(

@@ -1,4 +1,4 @@
-"""A call without values: on the meta device, or with fake tensors (`FakeTensorMode`).
+"""A call without values: on the meta device, or with fake tensors (``FakeTensorMode``).
 
 It gives what a real call gives of shape, dtype, device and requires_grad, and gradients of the right shapes.
 No row is routed, nothing is sent and the host reads nothing, so it takes any options and any number of ranks:

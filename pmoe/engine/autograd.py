@@ -51,6 +51,9 @@ class _Experts(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("a MoELayer has no second derivative: create_graph (True) must be False")
         tensors = list(ctx.saved_tensors)
+        for check in {getattr(node, "check_unchanged", None) for node, _ in ctx.next_functions}:
+            if check is not None:  # of parameters whose version is not that of the saved tensor
+                check()
         wanted = ctx.needs_input_grad[3:]
         if ctx.inputs.compare is not None:
             ctx.inputs.compare(ctx.inputs.like(wanted).parameters, grad_TM.device)

@@ -40,7 +40,7 @@ def checkpoint_contexts(
     the layer (`pmoe.gates.ExternalGate`) is run again like all else and must decide again as it did: nothing
     compares it here.
 
-    policy: of `torch.utils.checkpoint.create_selective_checkpoint_contexts`, a function or a list of operators.
+    policy: a function or a list of operators, as torch's ``create_selective_checkpoint_contexts`` takes it.
     It says which operators around the layers are not run again; a layer runs again as a whole.
 
         context_fn=functools.partial(pmoe.checkpoint_contexts, [torch.ops.aten.mm.default])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import Fault, FaultError
-from pmoe.engine.passes import Inputs
+from pmoe.engine.passes import AutocastState, Inputs
 from pmoe.engine.replay import hidden_from_checkpoints, may_run_again
 from pmoe.experts.base import Experts
 from pmoe.gates.base import Routing, at_least_float32
@@ -211,6 +211,7 @@ def make_inputs(parts: Parts, routed: Routed) -> Inputs:
         shared_parameters=() if parts.shared_expert is None else _operands(parts.shared_expert, dtype),
         hook_parameters=() if parts.hooks is None else parts.hooks.parameters,
         autocast=dtype,
+        hooks_autocast=None if parts.hooks is None else AutocastState.now(rows_TM.device.type),
         compare=getattr(parts.experts.reduce, "compare", None),
     )
 

@@ -1,8 +1,8 @@
 """Whether a call stands in the run by which torch.distributed.pipelining learns the shapes of its stages.
 
-At its first step a ``PipelineStage`` runs its module, forward and backward, on tensors that were allocated and
-never written (`torch.empty`). Garbage may hold NaN, which must stop no run: a layer does not check values
-there. All else is as in any call: shapes, row counts and collectives.
+At its first step a stage runs its module, forward and backward, on tensors that were allocated and never
+written (`torch.empty`). Garbage may hold NaN, which must stop no run: a layer does not check values there.
+All else is as in any call: shapes, row counts and collectives.
 """
 
 from __future__ import annotations

@@ -60,6 +60,9 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def _gradients(ctx: Any, grad_TM: Tensor) -> tuple[Tensor | None, ...]:
         tensors = list(ctx.saved_tensors)
+        for check in {getattr(node, "check_unchanged", None) for node, _ in ctx.next_functions}:
+            if check is not None:  # of parameters whose version is not that of the saved tensor
+                check()
         wanted = ctx.needs_input_grad[NOT_DIFFERENTIATED:]
         if ctx.inputs.compare is not None:
             ctx.inputs.compare(ctx.inputs.like(wanted).parameters, grad_TM.device)

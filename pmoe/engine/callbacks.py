@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 POINTS = ("before_dispatch", "after_dispatch", "before_combine", "after_combine")
@@ -25,7 +26,8 @@ class Callback:
     after_dispatch must make (N, M) rows of the layer's type of it. The same holds of before_combine, which
     sees results with the routing weight applied, and after_combine. Rows that are sent again in backward pass
     their two hooks again. A callback that is a torch.nn.Module too is part of the layer, its parameters are
-    trained."""
+    trained. Hooks run in the autocast state of the layer's caller, wherever they run: there rows that they
+    return become of the layer's type."""
 
     def before_moe_start(self, x: Tensor) -> Tensor:
         """The layer's input, in whatever shape it was given; to return: (..., d_model)."""
@@ -100,6 +102,8 @@ class Hooks:
                     f"{chunk}; it must return as many rows as it was given, (N, columns)"
                 )
         is_used = point == behind or not self.has(behind)
+        if is_used and rows.is_floating_point() and torch.is_autocast_enabled(rows.device.type):
+            rows = rows.to(like.dtype)  # norms and sums give float32 there, which the next product would cast
         if is_used and (rows.shape[1] != like.shape[1] or rows.dtype != like.dtype):
             raise ValueError(
                 f"callback {name} returned {rows.shape[1]} columns of {rows.dtype}; it must return rows as "

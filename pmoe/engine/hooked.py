@@ -17,7 +17,7 @@ from torch import Tensor
 from pmoe.engine.backward_pass import Backward
 from pmoe.engine.callbacks import Hooks
 from pmoe.engine.forward_pass import Forward
-from pmoe.engine.passes import Pass
+from pmoe.engine.passes import Inputs, Pass
 from pmoe.experts.graphs import Graph, Shelf, gradients, record
 
 
@@ -27,11 +27,21 @@ class _Hooked(Pass):
     leaving_points: tuple[str, str]
     returning_points: tuple[str, str]
 
+    call_inputs: Inputs
+    """Of the call, in both passes."""
+
     @property
     def hooks(self) -> Hooks:
         found = self.plan.modules.hooks
         assert found is not None
         return found
+
+    def run_hooks(self, point: str, rows: Tensor, i: int) -> Tensor:
+        """rows behind the hooks of a point, which run as they would where the layer was called."""
+        autocast = self.call_inputs.hooks_autocast
+        assert autocast is not None
+        with autocast.again():
+            return self.hooks.run(point, rows, i, self.source_TM)
 
     def at(self, point: str, i: int, rows: Tensor) -> Tensor:
         """rows behind what stands at a point."""
@@ -42,7 +52,7 @@ class _Hooked(Pass):
         if not self.hooks.has(point):
             return rows
         with torch.no_grad():
-            return self.hooks.run(point, rows, i, self.source_TM).contiguous()
+            return self.run_hooks(point, rows, i).contiguous()
 
     def _any(self, points: Sequence[str]) -> bool:
         return any(self.hooks.has(point) for point in points)
@@ -109,14 +119,19 @@ class HookedForward(_Hooked, Forward):
     leaving_points = "before_dispatch", "after_dispatch"
     returning_points = "before_combine", "after_combine"
 
+    @property
+    def call_inputs(self) -> Inputs:  # type: ignore[override]
+        return self.inputs
+
     def at(self, point: str, i: int, rows: Tensor) -> Tensor:
         if not (self.keep and self.hooks.has(point)):
             return self.changed(point, i, rows)
-        run = functools.partial(self.hooks.run, point, chunk=i, like=self.source_TM)
+        run = functools.partial(self.run_hooks, point, i=i)
         # The memory of the hooks' parameters is not kept for backward.
         shelf = Shelf(frozenset(each.untyped_storage().data_ptr() for each in self.inputs.hook_parameters))
         graph, out = record(run, rows, slice(0, rows.shape[0]), shelf, own_rows=True)
-        self.left.passed[point, i] = Passed(graph, tuple(shelf.close()), rows.shape, rows.dtype)
+        parameters = tuple(self.inputs.hook_parameters)
+        self.left.passed[point, i] = Passed(graph, tuple(shelf.close()), rows.shape, rows.dtype, parameters)
         return out.contiguous()
 
 
@@ -124,13 +139,17 @@ class HookedBackward(_Hooked, Backward):
     leaving_points = "after_combine", "before_combine"
     returning_points = "after_dispatch", "before_dispatch"
 
+    @property
+    def call_inputs(self) -> Inputs:  # type: ignore[override]
+        return self.saved.inputs
+
     def at(self, point: str, i: int, rows: Tensor) -> Tensor:
         if not self.hooks.has(point):
             return rows
         passed, of_rows = self.saved.passed[point, i], None
         if passed.graph.output is not None:
             passed.graph.shelf.tensors = list(passed.tensors)
-            of_rows, *of_parameters = gradients(passed.graph, self.saved.inputs.hook_parameters, rows)
+            of_rows, *of_parameters = gradients(passed.graph, passed.parameters, rows)
             passed.graph.shelf.close()
             for j, found in enumerate(of_parameters):
                 if found is not None:
@@ -162,9 +181,11 @@ class HookedBackward(_Hooked, Backward):
 
 @dataclass(frozen=True)
 class Passed:
-    """What a chunk's hooks of one point leave for backward. shape, dtype: of the rows that came in."""
+    """What a chunk's hooks of one point leave for backward. shape, dtype: of the rows that came in.
+    parameters: the leaves of the graph."""
 
     graph: Graph
     tensors: tuple[Tensor, ...]
     shape: torch.Size
     dtype: torch.dtype
+    parameters: tuple[Tensor, ...]

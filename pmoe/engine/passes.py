@@ -34,12 +34,32 @@ Unit = tuple[int, str]
 """What experts compute at a time: (chunk, "") the rows received in it, (piece, "_L") rows that stay."""
 
 
+@dataclass(frozen=True)
+class AutocastState:
+    """Whether autocast was on where a layer was called, and its type; of one kind of device."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @staticmethod
+    def now(device_type: str) -> AutocastState:
+        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        return AutocastState(device_type, enabled, dtype)
+
+    def again(self) -> AbstractContextManager[object]:
+        """That state. Nothing goes into autocast's cache: a copy that is made without a graph would stay
+        there for a caller who needs one."""
+        return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """The tensors of a call that have gradients: of the experts, of the shared expert, and of callbacks.
 
     shared_weight_T: the factor of the shared expert's output, None where there is none.
     autocast: the type that the caller's autocast gives rows; None where there is none.
+    hooks_autocast: the caller's autocast state, in which callbacks' hooks run; None without hooks.
     compare: called before backward with which of ``parameters`` want gradients, and the device; a collective.
     """
 
@@ -50,6 +70,7 @@ class Inputs:
     shared_parameters: Sequence[Tensor] = ()
     hook_parameters: Sequence[Tensor] = ()
     autocast: torch.dtype | None = None
+    hooks_autocast: AutocastState | None = None
     compare: Callable[[Sequence[bool], torch.device], None] | None = None
 
     def autocast_for(self, experts: Experts) -> AbstractContextManager[object]:

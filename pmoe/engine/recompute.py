@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from pmoe.engine.autograd import make_anchor
 from pmoe.engine.replay import FINDERS, Replay, SavedHooks, top_hooks
@@ -24,7 +25,9 @@ from pmoe.engine.replay import FINDERS, Replay, SavedHooks, top_hooks
 V = TypeVar("V")
 
 
-def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def checkpoint_contexts(
+    policy: Callable[..., Any] | list[Any] | None = None,
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The ``context_fn`` of a `torch.utils.checkpoint.checkpoint` with MoE layers in it: the second pass
     routes every token as the first one did, exchanges no row counts and chooses nothing.
 
@@ -37,13 +40,38 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     the layer (`pmoe.gates.ExternalGate`) is run again like all else and must decide again as it did: nothing
     compares it here.
 
+    policy: a function or a list of operators, as torch's ``create_selective_checkpoint_contexts`` takes it.
+    It says which operators around the layers are not run again; a layer runs again as a whole.
+
+        context_fn=functools.partial(pmoe.checkpoint_contexts, [torch.ops.aten.mm.default])
+
     One call is for one checkpoint: give the function itself, not its result. The checkpointed function must
     call the same layers in the same order in both passes, with as many tokens, and must not go backward
-    through one itself, or RuntimeError says so. Not to be joined with selective checkpointing's contexts,
-    which expect the gate's operations in both passes.
+    through one itself, or RuntimeError says so. Raises what torch raises for a policy that is none.
     """
     first = _First()
-    return first, _Second(first)
+    second = _Second(first)
+    if policy is None:
+        return first, second
+    selective = create_selective_checkpoint_contexts(policy)
+    return _Both(first, selective[0]), _Both(second, selective[1])
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts in one, to be entered any number of times."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._contexts = outer, inner
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as entering:
+            for context in self._contexts:
+                entering.enter_context(context)
+            self._entered.append(entering.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 def _find(layer: nn.Module) -> Replay | None:

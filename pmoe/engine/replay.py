@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+from pmoe.engine.selective import hidden_from_selective_checkpoints
 
 V = TypeVar("V")
 
@@ -60,10 +60,8 @@ def hidden_from_checkpoints() -> AbstractContextManager[None]:
 
 @contextmanager
 def _hidden() -> Iterator[None]:
-    selective = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
     with ExitStack() as hidden:
-        if any(isinstance(mode, selective) for mode in _get_current_dispatch_mode_stack()):
-            hidden.enter_context(_disable_current_modes())
+        hidden.enter_context(hidden_from_selective_checkpoints())
         if top_hooks() is not None:
             hidden.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
         yield

@@ -15,6 +15,7 @@ import torch
 from pmoe.experts.base import Experts, Shard
 from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.stacked import StackedExperts
+from pmoe.experts.values import has_values
 
 __all__ = ["Experts", "FFNExperts", "Shard", "StackedExperts"]
 
@@ -53,7 +54,8 @@ def seeded(draw: Callable[[int], T], *, first_expert: int, count: int) -> list[T
     So its values are the same whatever the number of ranks. Every rank draws one number from the default
     generator of the CPU: a model built under one seed on all ranks stays in step.
     """
-    seed = int(torch.randint(2**62, (), device="cpu"))  # not what torch.device("meta") would make of it
+    drawn_seed = torch.randint(2**62, (), device="cpu")  # not what torch.device("meta") would make of it
+    seed = int(drawn_seed) if has_values(drawn_seed) else 0
     drawn = []
     for i in range(count):
         # torch.manual_seed would seed CUDA's generator for good: it takes part where CUDA is in use already.

@@ -22,12 +22,27 @@ class _InRows:
     offset: int
 
 
+@dataclass(frozen=True)
+class _Own:
+    """A saved parameter or buffer, which stays where it is. version: of the tensor when it was saved."""
+
+    tensor: Tensor
+    version: int
+
+
 @dataclass
 class Shelf:
     """Where the graph of one expert finds the tensors that it saved: filled in forward, handed over, and
-    filled again for the time of a backward. It knows no graph, or neither would ever be freed."""
+    filled again for the time of a backward. It knows no graph, or neither would ever be freed.
+
+    own_storages: of parameters and buffers. own: those that were saved. Where ``checks_own`` they must stay
+    as they were. Torch's own layers do not check what goes through somebody's saved-tensor hooks, a
+    checkpoint's say, and neither does a shelf.
+    """
 
     own_storages: frozenset[int]
+    own: list[_Own] = field(default_factory=list)
+    checks_own: bool = True
     rows: Tensor | None = None
     tensors: list[Tensor] = field(default_factory=list)
     rows_changed: bool = False
@@ -53,12 +68,19 @@ class Shelf:
         tensors, self.tensors, self.rows, self._known = self.tensors, [], None, {}
         return tensors
 
-    def put(self, tensor: Tensor) -> int | _InRows | Tensor:
+    def has_saved(self, own: Tensor) -> bool:
+        """Whether the graph needs this parameter or buffer, or a view of it."""
+        place = own.untyped_storage().data_ptr()
+        return any(each.tensor.untyped_storage().data_ptr() == place for each in self.own)
+
+    def put(self, tensor: Tensor) -> int | _InRows | _Own:
         rows = self.rows
         assert rows is not None
         storage = tensor.untyped_storage().data_ptr()
         if storage in self.own_storages:
-            return tensor.detach()  # a parameter or a buffer: not activation memory
+            # Not activation memory. What is detached shares the version of its tensor.
+            self.own.append(_Own(tensor.detach(), tensor._version))
+            return self.own[-1]
         if tensor.numel() and storage == rows.untyped_storage().data_ptr():
             # T_DI is overwritten between the passes: what was changed in place is a tensor of its own.
             if tensor._version != self._rows_version or tensor.dtype != rows.dtype:
@@ -78,9 +100,11 @@ class Shelf:
         self._versions.append(tensor._version)
         return len(self.tensors) - 1
 
-    def get(self, key: int | _InRows | Tensor) -> Tensor:
-        if isinstance(key, Tensor):
-            return key
+    def get(self, key: int | _InRows | _Own) -> Tensor:
+        if isinstance(key, _Own):
+            if self.checks_own and key.tensor._version != key.version:
+                raise changed_in_place(key.tensor)
+            return key.tensor
         if self.rows_changed if isinstance(key, _InRows) else key in self._changed:
             # Autograd's own check does not see through saved-tensor hooks.
             raise RuntimeError(
@@ -90,6 +114,20 @@ class Shelf:
             assert self.rows is not None
             return self.rows.as_strided(key.size, key.stride, self.rows.storage_offset() + key.offset)
         return self.tensors[key]
+
+
+def changed_in_place(tensor: Tensor) -> RuntimeError:
+    """What autograd raises of its own layers' tensors."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"a parameter or buffer of shape {tuple(tensor.shape)} was changed between a layer's forward pass "
+        "and its backward pass, by an optimizer's step say"
+    )
+
+
+def saves_plainly() -> bool:
+    """Whether autograd keeps what it saves as it is now, and so checks that it stays so."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +140,7 @@ class Graph:
     num_tensors: int
     rows: GradientEdge
     output: GradientEdge | None
-    saved_output: int | _InRows | Tensor
+    saved_output: int | _InRows | _Own
 
 
 class _Enter(torch.autograd.Function):
@@ -125,6 +163,7 @@ def record(
     saves are not on the shelf, and whoever runs backward puts the rows back; with own_rows they are, and the
     output is not."""
     anchor = torch.empty(0, device=rows.device, requires_grad=True)
+    shelf.checks_own = saves_plainly()
     with torch.enable_grad(), saved_tensors_hooks(shelf.put, shelf.get):
         entered_rows = _Enter.apply(anchor, rows)  # type: ignore[no-untyped-call]
         entered = get_gradient_edge(entered_rows)  # an operation in place gives rows another

@@ -20,24 +20,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 
 from pmoe.arguments import check_count, check_module, is_int, list_of
 from pmoe.experts import initialise, make_stacked, seeded
 from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden, Runs, Shard, row_dot
-from pmoe.experts.graphs import Graph, Shelf, gradients, record
+from pmoe.experts.graphs import Graph, Shelf, changed_in_place, gradients, record, saves_plainly
 from pmoe.experts.products import GradientSum, RowGroups
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The random state and the autocast that a chunk was computed under."""
+    """The random state and the autocast that a chunk was computed under.
+
+    buffers: of the experts, with their versions before; none where nobody checks them.
+    """
 
     device: torch.device
     random: Tensor
     device_random: Tensor | None
     autocast: bool
     autocast_dtype: torch.dtype
+    buffers: tuple[tuple[Tensor, int], ...] = ()
 
     @staticmethod
     def here(device: torch.device) -> Recipe:
@@ -132,7 +137,8 @@ class ModuleExperts(Experts):
             yield graph, output
 
     def recipe(self, device: torch.device) -> Recipe:
-        return Recipe.here(device)
+        buffers = self.buffers() if saves_plainly() else ()
+        return replace(Recipe.here(device), buffers=tuple((each, each._version) for each in buffers))
 
     def is_repeatable(self, recipe: Recipe) -> bool:
         now = Recipe.here(recipe.device)
@@ -142,8 +148,14 @@ class ModuleExperts(Experts):
 
     def recompute(self, given: ExpertRows, recipe: Recipe | None) -> Hidden:
         graphs, tensors = list[Graph](), list[Tensor]()
+        # Since forward began. Those that the experts change themselves, now as then, are theirs to change.
+        before = () if recipe is None else recipe.buffers
+        changed = [(each, each._version) for each, version in before if each._version != version]
         with contextlib.nullcontext() if recipe is None else recipe.followed(), self._same_buffers():
             for graph, _ in self._graphs(given.rows_NM, given.groups):
+                for each, version in changed:
+                    if each._version == version and graph.shelf.has_saved(each):
+                        raise changed_in_place(each)
                 tensors += graph.shelf.close()
                 graphs.append(graph)
         return Hidden(tensors=tensors, graph=graphs, expendable=True)
@@ -162,7 +174,8 @@ class ModuleExperts(Experts):
         finally:
             for buffers, name, buffer, version, value in held:
                 if buffer._version != version:
-                    with torch.no_grad():
+                    # The recorded graph may need it: its own value is what comes back.
+                    with torch.no_grad(), _unsafe_preserve_version_counter(buffer):
                         buffer.copy_(value)
                 buffers[name] = buffer
 
@@ -289,6 +302,8 @@ def given_experts(
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"expert ({expert!r}) must build a torch.nn.Module, not {type(module).__name__}")
+    if all(option is None for option in options.values()):  # torch moves no fake tensors
+        return ModuleExperts(modules)
     return ModuleExperts(module.to(**options) for module in modules)
 
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pmoe.experts.base import Experts, Reduce, Shard, local_part
+from pmoe.experts.graphs import changed_in_place, saves_plainly
 
 if TYPE_CHECKING:
     from pmoe.experts.stacked import StackedExperts
@@ -94,6 +95,9 @@ class Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, reduce: Reduce | None, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.reduce, ctx.parameters = reduce, parameters
+        if saves_plainly():
+            laid_out = [each for each in parameters if hasattr(each, "to_local")]
+            ctx.check_unchanged = functools.partial(_check_unchanged, [(p, p._version) for p in laid_out])
         local = [local_part(each) for each in parameters]
         views = tuple(each.view_as(each) for each in local)  # autograd writes into what it is handed
         ctx.mark_non_differentiable(
@@ -109,6 +113,14 @@ class Local(torch.autograd.Function):
             ctx.reduce([each for each, wants in zip(gradients, wanted, strict=True) if wants])
         laid = zip(ctx.parameters, gradients, wanted, strict=True)
         return None, *(_laid_out(gradient, like) if wants else None for like, gradient, wants in laid)
+
+
+def _check_unchanged(before: list[tuple[Tensor, int]]) -> None:
+    """Raises RuntimeError where a DTensor was changed in place: its local tensor, which autograd saves, has a
+    version of its own that does not tell. Called by the backward pass whose values these are."""
+    for parameter, version in before:
+        if parameter._version != version:
+            raise changed_in_place(parameter)
 
 
 def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:

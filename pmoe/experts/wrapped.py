@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.experts.base import Experts, is_expert, local_part
+from pmoe.experts.values import has_values
 
 DDP, FSDP2, FSDP1 = "DistributedDataParallel", "fully_shard", "FullyShardedDataParallel"
 OWN = "pmoe.expert_parameters(model)"
@@ -72,7 +73,7 @@ def _wrappers(experts: Experts) -> Iterator[tuple[str, set[int]]]:
 def sampled(experts: Experts) -> str:
     """A digest of a few values of each parameter, as bfloat16; "" where there are none yet."""
     local = [local_part(each) for each in experts.parameters()]
-    if any(each.is_meta for each in local):
+    if not all(map(has_values, local)):
         return ""
     values = [each.reshape(-1)[:8].bfloat16().tolist() for each in local]
     return hashlib.sha256(str(values).encode()).hexdigest()

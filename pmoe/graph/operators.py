@@ -21,6 +21,7 @@ from pmoe.experts.base import ExpertRows, Hidden
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.gates.capacity import within_capacity
 from pmoe.layer.parts import Parts
+from pmoe.layer.shape_run import is_shape_run
 from pmoe.ordering.sorted import count_rows, sort_rows
 
 NUMBERS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -65,7 +66,7 @@ def order(
     rows = sort_rows(expert_TK, keep_TK, 1, num_experts, parts.staying, 1)
     counts_E = count_rows(expert_TK, keep_TK, 1, num_experts)[0]
     fault = counts_E.new_zeros(1)
-    if logits is not None:
+    if logits is not None and not is_shape_run():
         fault = (~logits.isfinite().all()).long().view(1) * int(Fault.NOT_FINITE)
     return rows.slot, rows.position, torch.cat([counts_E, fault]), used_E
 

@@ -297,6 +297,16 @@ class MoELayer(nn.Module):
         Under activation checkpointing `pmoe.checkpoint_contexts` keeps the routing. Without it, a second pass
         that routes any rank's tokens otherwise than the first raises ValueError on every rank.
         """
+        if type(x) is not Tensor or x.is_meta or torch._C._len_torch_dispatch_stack():
+            from pmoe.layer.kinds import call_with_any
+
+            return call_with_any(self, x, token_ids, mask)
+        return self._forward_plain(x, token_ids, mask)
+
+    def _forward_plain(
+        self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """`forward` of a plain tensor with values; other kinds are refused."""
         call = Call.begin(self, self.parts, x, token_ids, mask)
         decision, y_TM = ExpertsCall(route_call(call))()
         self.last = LastCall.of(decision)

@@ -164,7 +164,7 @@ class Parts(Modules):
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The type that autocast gives rows; None where it leaves them as they are, as it does float64."""
-    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
         return None
     return torch.get_autocast_dtype(x.device.type)
 

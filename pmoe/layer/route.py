@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import Fault, FaultError
-from pmoe.engine.passes import Inputs
+from pmoe.engine.passes import AutocastState, Inputs
 from pmoe.engine.replay import hidden_from_checkpoints, may_run_again
 from pmoe.experts.base import Experts
 from pmoe.gates.base import Routing, at_least_float32
-from pmoe.layer.called import described
+from pmoe.layer.called import described, is_watched
 from pmoe.layer.parts import Call, Parts, cast_dtype
+from pmoe.layer.shape_run import is_shape_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,7 @@ def ask_gate(call: Call, x_TM: Tensor) -> Gated:
         check_routing(parts, routing, x_TM)
         routing, fault = clamped_with_fault(routing, x_TM, spec.num_experts)
     checks = not spec.pad_to_capacity if spec.check_finite is None else spec.check_finite
-    if checks and routing.logits is not None:  # padded counts do not come to the host
+    if checks and routing.logits is not None and not is_shape_run():  # padded counts do not come to the host
         # Arithmetic and no torch.where: scalars that become tensors would be copies that synchronise.
         finite = routing.logits.isfinite().all().long()
         fault = finite * fault + (1 - finite) * int(Fault.NOT_FINITE)
@@ -195,24 +196,34 @@ def _nothing_routed(parts: Parts, error: Exception) -> Routed:
     return Routed(x=x_TM, x_TM=x_TM, gated=gated, autocast=cast_dtype(parts, x_TM), failure=error)
 
 
+def is_fetched(parts: Parts) -> bool:
+    """Whether a library may fetch experts' parameters when their modules are called, as accelerate's
+    offloading does: until then they are on the meta device."""
+    return any(map(is_watched, parts.experts_module.modules()))
+
+
 def check_input(parts: Parts, x: Tensor) -> None:
     """Raises TypeError or FaultError (a ValueError) for what a layer cannot take."""
     d_model, like = parts.spec.d_model, parts.like
     if not isinstance(x, Tensor):
         raise TypeError(f"x ({type(x).__name__}) must be a torch.Tensor of shape (..., {d_model})")
-    if x.layout is not torch.strided:
-        raise FaultError(Fault.SHAPE, f"x (of layout {x.layout}) must be dense")
+    if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
+        from pmoe.layer.kinds import refused_kind
+
+        if (why := refused_kind(x, d_model)) is not None:
+            raise FaultError(Fault.SHAPE, why)
     if x.dim() == 0 or x.shape[-1] != d_model:
         raise FaultError(
             Fault.SHAPE, f"x of shape {tuple(x.shape)} must end in d_model ({d_model}): (..., d_model)"
         )
-    # Parameters on the meta device may be fetched when their module is called (offloading): see `_operands`.
-    if like is not None and x.device != like.device and not like.is_meta:
+    if like is not None and x.device != like.device and not (like.is_meta and is_fetched(parts)):
+        cure = ": call to_empty and reset_parameters first" if like.is_meta else ""
         raise FaultError(
-            Fault.DEVICE, f"x on {x.device} must be where the layer's parameters are ({like.device})"
+            Fault.DEVICE, f"x on {x.device} must be where the layer's parameters are ({like.device}){cure}"
         )
     if not x.is_floating_point():
-        raise FaultError(Fault.DTYPE, f"x of dtype {x.dtype} must be of a floating-point type")
+        cure = ": take x.dequantize()" if x.is_quantized else ": take x.real" if x.is_complex() else ""
+        raise FaultError(Fault.DTYPE, f"x of dtype {x.dtype} must be of a floating-point type{cure}")
     if like is not None and cast_dtype(parts, x) is None and x.dtype != like.dtype:
         raise FaultError(
             Fault.DTYPE,
@@ -244,6 +255,7 @@ def make_inputs(call: Call, routed: Routed, experts: Experts) -> Inputs:
         else _operands(parts.shared_expert, dtype, rows_TM),
         hook_parameters=() if parts.hooks is None else parts.hooks.parameters,
         autocast=dtype,
+        hooks_autocast=None if parts.hooks is None else AutocastState.now(rows_TM.device.type),
         compare=getattr(experts.reduce, "compare", None),
     )
 

@@ -63,10 +63,27 @@ def _together(parts: tuple[type, ...]) -> type[Any]:
 def keep_for_backward(plan: Plan, left: Forwarded) -> Saved:
     """What the engine's backward pass needs, its tensors in one list: those of ``left``, x_TM the first."""
     tensors: list[Tensor | None] = []
-    emptied = _swapped(left, tensors.append)
+    emptied = _swapped(replace(left, inputs=_checked(plan, left.inputs)), tensors.append)
     if plan.restore.dispatched != "communicate" and not plan.modules.stages.shared:
         tensors[0] = None
     return Saved(tensors, functools.partial(_backward, plan, emptied))
+
+
+def _checked(plan: Plan, inputs: Inputs) -> Inputs:
+    """The inputs as autograd shall save them: it raises where one is changed in place before backward.
+
+    Where modules keep graphs, these know which parameters they need, under autocast copies of them, and check
+    that by themselves (`pmoe.experts.graphs.Shelf`). Where they run again all parameters are needed.
+    """
+    modules, restore = plan.modules, plan.restore
+    unchecked: dict[str, list[Tensor]] = {}
+    if modules.experts.are_modules and restore.hidden != "recompute":
+        unchecked["parameters"] = [each.data for each in inputs.parameters]
+    if modules.shared_expert is not None and modules.shared_expert.are_modules:
+        unchecked["shared_parameters"] = [each.data for each in inputs.shared_parameters]
+    if restore.dispatched != "communicate":
+        unchecked["hook_parameters"] = [each.data for each in inputs.hook_parameters]
+    return replace(inputs, **unchecked) if unchecked else inputs  # type: ignore[arg-type]
 
 
 def _backward(

@@ -259,6 +259,7 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
     ),
     "expert_parameters": (pmoe.expert_parameters, pmoe.expert_parameters),
     "pool": (pmoe.pool, pmoe.pool),
+    "checkpoint_contexts": (pmoe.checkpoint_contexts, pmoe.checkpoint_contexts),
     "parallelize": (pmoe.parallelize, use_parallelize),
     "reduce_gradients": (reduce_gradients, use_reduction),
     "make_meshes": (make_meshes, use_meshes),

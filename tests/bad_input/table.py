@@ -82,6 +82,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "copy_into_experts": {"dense": NOTHING},
     "expert_parameters": {"model": "module"},
     "pool": {"device": NONE},
+    "checkpoint_contexts": {"policy": "None class function module"},
     "parallelize": {"model": NOTHING, "mesh": NOTHING, "reduce": FLAG},
     "FFNExperts": {**EXPERTS, "activation": NOTHING},
     "SwiGLUExperts": EXPERTS,
@@ -149,6 +150,7 @@ ALSO = {
     "ExternalGate.routing": "gate (ExternalGate)",
     "Mix": "gate (Returns)",
     "profile_module": "what make_input made",
+    "checkpoint_contexts": "Expected op in",
 }
 """What else a refusal may name: what must be there before the argument is looked at, or the argument by the
 name that it has further in."""

@@ -1,0 +1,177 @@
+"""Calls with other kinds of tensors than a plain one with values, or under dispatch modes.
+
+The layer runs on a plain tensor that is made of what there is, and the result becomes of the caller's kind:
+
+    kind                        the layer's tokens             the result
+    jagged nested tensor        its values                     jagged, with the same offsets
+    DTensor                     this rank's part               a DTensor with the same placements
+    subclass, own functions     the tensor without its class   what the class makes of a function's result
+    waited for (AsyncCollective) the tensor, waited for        plain
+    meta, fake                  none (`pmoe.layer.shapes_only`)
+
+Other kinds are refused by `refused_kind`, which every rank gets to know with the row counts.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from pmoe.engine.selective import hidden_from_selective_checkpoints
+from pmoe.layer.shapes_only import computed_shapes, has_no_values
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+    from pmoe.layer.module import MoELayer
+
+PLAIN = (Tensor, nn.Parameter)
+NO_FUNCTIONS = torch._C._disabled_torch_function_impl
+NO_DISPATCH = (Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
+
+
+def call_with_any(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:
+    """`MoELayer.forward`. of_tokens: what else has a value for each token, of the kind of x or plain.
+
+    Raises RuntimeError while a graph is traced, beside what `MoELayer.forward` raises.
+    """
+    if get_proxy_mode() is not None:  # the graph would hold this batch's row counts, or an empty tensor
+        raise RuntimeError(
+            "a MoELayer decides a call on the host, so make_fx and torch.export cannot trace it: trace the "
+            'modules around it, or take torch.compile with backend="pmoe", which holds the layer in its graph'
+        )
+    with hidden_from_selective_checkpoints():
+        return _call(layer, x, *of_tokens)
+
+
+def _call(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:
+    if not isinstance(x, Tensor) or refused_kind(x, layer.d_model) is not None:
+        return layer._forward_plain(x, *of_tokens)  # which raises, on every rank
+    if is_jagged(x):
+        return _jagged(layer, x, *of_tokens)
+    if is_dtensor(x):
+        return _distributed(layer, x, *of_tokens)
+    if type(x).__name__ == "AsyncCollectiveTensor":
+        return _call(layer, _Waited.apply(x), *of_tokens)  # type: ignore[no-untyped-call]
+    if has_no_values(layer.parts, x):
+        y, layer.last = computed_shapes(layer.parts, x)
+        return y
+    if type(x) in PLAIN:
+        return layer._forward_plain(x, *of_tokens)
+    return _as_function(x, layer, *of_tokens)
+
+
+def _jagged(layer: MoELayer, x: Any, *of_tokens: Tensor | None) -> Tensor:
+    values = x.values()
+    y = _call(layer, values, *map(_values, of_tokens))
+    if not isinstance(y, Tensor) or y.shape[:-1] != values.shape[:-1]:
+        return y  # a callback's
+    from torch.nested import nested_tensor_from_jagged
+
+    return nested_tensor_from_jagged(
+        y, x.offsets(), x.lengths(), x._ragged_idx, x._maybe_min_seqlen, x._maybe_max_seqlen
+    )
+
+
+def _values(of_tokens: Any) -> Tensor | None:
+    values: Tensor | None = of_tokens.values() if is_jagged(of_tokens) else of_tokens
+    return values
+
+
+def _distributed(layer: MoELayer, x: Any, *of_tokens: Tensor | None) -> Tensor:
+    local = x.to_local()
+    y = _call(layer, local, *map(_local, of_tokens))
+    if not isinstance(y, Tensor) or y.shape[:-1] != local.shape[:-1]:
+        return y  # a callback's
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size((*x.shape[:-1], y.shape[-1]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _local(of_tokens: Any) -> Tensor | None:
+    local: Tensor | None = of_tokens.to_local() if is_dtensor(of_tokens) else of_tokens
+    return local
+
+
+def _as_function(x: Tensor, layer: MoELayer, *of_tokens: Tensor | None) -> Tensor:
+    """The call as one of torch's functions: x's class says what it makes of it (``__torch_function__``)."""
+    if has_torch_function_unary(x):
+        y: Tensor = handle_torch_function(_as_function, (x,), x, layer, *of_tokens)
+        return y
+    with torch._C._EnableTorchFunction():
+        return layer._forward_plain(x.as_subclass(Tensor), *of_tokens)
+
+
+class _Waited(torch.autograd.Function):
+    """What a collective that runs on brings, once it is there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        waited: Tensor = x.trigger_wait()
+        return waited.view_as(waited)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+# ---- which kind a tensor is
+
+
+def is_jagged(x: object) -> bool:
+    return isinstance(x, Tensor) and x.layout is torch.jagged
+
+
+def is_dtensor(x: object) -> bool:
+    module: Any = sys.modules.get("torch.distributed.tensor")  # slow to import; who has one has imported it
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def refused_kind(x: Tensor, d_model: int) -> str | None:
+    """Why a layer does not take a tensor of this kind, and what to give it instead; None where it does.
+
+    Says nothing of its dtype, shape and device.
+    """
+    name = f"x (a {type(x).__name__})"
+    if x.layout is torch.jagged:
+        if x.lengths() is not None:  # type: ignore[attr-defined]
+            return f"{name} has holes between its sequences: give the layer x.contiguous()"
+        if x._ragged_idx == x.dim() - 1:  # type: ignore[attr-defined]
+            return f"{name} is jagged in its last dimension, which must be d_model ({d_model})"
+        return None
+    if x.is_nested:
+        return f"{name} is nested with layout torch.strided: make it with layout=torch.jagged"
+    if x.layout is not torch.strided:
+        return f"x (of layout {x.layout}) must be dense: give the layer x.to_dense()"
+    if type(x) in PLAIN:
+        return None
+    if is_dtensor(x):
+        return _refused_placement(x)  # type: ignore[arg-type]
+    if type(x).__name__ == "MaskedTensor":
+        return f"{name} is masked by element: give the layer x.get_data() and mask=, which masks tokens"
+    if type(x).__torch_dispatch__ in NO_DISPATCH:
+        return None
+    if type(x).__name__ in ("FakeTensor", "AsyncCollectiveTensor"):
+        return None
+    return (
+        f"{name} has operators of its own, and no tokens that a layer could send: give the layer the plain "
+        "torch.Tensor that it stands for (a quantised one: x.dequantize())"
+    )
+
+
+def _refused_placement(x: DTensor) -> str | None:
+    last = x.dim() - 1
+    for placement in x.placements:
+        if placement.is_partial() or placement.is_shard(last):
+            return (
+                f"x (a DTensor of placements {x.placements}) must hold whole tokens on each rank, Replicate "
+                f"or Shard of a dimension before the last ({last}): x.redistribute(placements=[Shard(0)])"
+            )
+    return None

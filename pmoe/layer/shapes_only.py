@@ -1,0 +1,77 @@
+"""A call without values: on the meta device, or with fake tensors (``FakeTensorMode``).
+
+It gives what a real call gives of shape, dtype, device and requires_grad, and gradients of the right shapes.
+No row is routed, nothing is sent and the host reads nothing, so it takes any options and any number of ranks:
+
+    layer   meta   meta   fake   plain  fake
+    x       meta   plain  fake   fake   plain
+            here   error  here   here   here (inside of the mode)
+
+What a layer allocates and computes inside is not seen: `MoELayer.predict_memory` says how many bytes that is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from pmoe.gates.base import at_least_float32
+from pmoe.layer.decision import LastCall
+from pmoe.layer.parts import Parts, cast_dtype
+from pmoe.layer.route import check_input
+
+
+def has_no_values(parts: Parts, x: Tensor) -> bool:
+    """Whether a call with x computes shapes only."""
+    like = parts.like
+    if x.is_meta:
+        return like is None or like.is_meta
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return mode is not None or isinstance(x, FakeTensor) or isinstance(like, FakeTensor)
+
+
+def computed_shapes(parts: Parts, x: Tensor) -> tuple[Tensor, LastCall]:
+    """The layer's output and what its call leaves, which is only l_aux, a scalar. x: (..., M).
+
+    Raises what a call raises for a wrong shape, dtype or device.
+    """
+    for callback in parts.callbacks:
+        x = callback.before_moe_start(x)
+    check_input(parts, x)
+    trained: list[Tensor] = []
+    for module in (parts.experts, parts.gate, parts.shared_expert, parts.shared_gate):
+        trained += () if module is None else module.parameters()
+    trained += () if parts.hooks is None else parts.hooks.parameters
+    l_aux = _shape_like(x.new_empty(()), at_least_float32(x[:0]).dtype, x, *parts.gate.parameters())
+    y = _shape_like(x, cast_dtype(parts, x) or x.dtype, x, *trained)
+    for callback in parts.callbacks:
+        y = callback.before_moe_end(y)
+    return y, LastCall(l_aux=l_aux)
+
+
+def _shape_like(like: Tensor, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+    """An empty tensor of the shape of ``like`` that hangs on the graphs of ``tensors``."""
+    found: Tensor = _Shape.apply(like, dtype, *tensors)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Shape(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, like: Tensor, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+        ctx.tensors = tensors
+        return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = zip(ctx.tensors, ctx.needs_input_grad[2:], strict=True)
+        return None, None, *(_zeros_of(tensor, grad) if wants else None for tensor, wants in wanted)
+
+
+def _zeros_of(tensor: Tensor, grad: Tensor) -> Tensor:
+    """As fake as ``grad``: an optimizer must not take zeros for a plain parameter's gradient."""
+    if hasattr(tensor, "to_local"):  # DTensors
+        return torch.zeros_like(tensor)
+    return grad.new_zeros(tensor.shape, dtype=tensor.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -94,9 +94,13 @@ class Gate(nn.Module, abc.ABC):
         return ", ".join(f"{name}={value!r}" for name, value in (plain | shapes).items())
 
     @abc.abstractmethod
-    def forward(self, x_TM: Tensor) -> Routing:
+    def forward(self, x_TM: Tensor, *args: Any, **kwargs: Any) -> Routing:
         """Routes the tokens x_TM, (T, d_model); T may be 0. Where `needs_token_ids`, the second argument is
-        token_ids_T."""
+        token_ids_T; else there is none."""
+
+    if TYPE_CHECKING:  # of torch's __call__ type checkers know nothing: this is forward's signature again
+
+        def __call__(self, x_TM: Tensor, *args: Any, **kwargs: Any) -> Routing: ...
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class HashGate(DrawnGate):
         check_int(seed=seed)
         self.seed = int(seed)
 
-    def forward(self, x_TM: Tensor, token_ids_T: Tensor) -> Routing:  # type: ignore[override]
+    def forward(self, x_TM: Tensor, token_ids_T: Tensor) -> Routing:
         """Routes the tokens x_TM (T, M) by their ids (T,). Raises ValueError, see the class."""
         if not isinstance(token_ids_T, Tensor):
             raise ValueError(

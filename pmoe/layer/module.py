@@ -260,14 +260,19 @@ class MoELayer(nn.Module):
         self.last = LastCall.of(decision)
         return shaped_output(decision, y_TM)
 
+    if TYPE_CHECKING:  # of torch's __call__ type checkers know nothing: this is forward's signature again
+
+        def __call__(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor: ...
+
     @property
-    def l_aux(self) -> Tensor | None:
-        """Scalar, the auxiliary loss of the last call, on its graph; None may be set to let it go.
+    def l_aux(self) -> Tensor:
+        """Scalar, the auxiliary loss of the last call, on its graph. None may be set to let it go.
 
         Until then, or the next call, that graph lives on, and with it what layers before this one keep for a
-        backward pass that never came.
+        backward pass that never came. Before the first call, and where it was let go, it is a zero of no
+        graph, on the parameters' device.
         """
-        return self.last.l_aux
+        return self.parts.no_loss() if self.last.l_aux is None else self.last.l_aux
 
     @l_aux.setter
     def l_aux(self, value: Tensor | None) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -47,6 +48,9 @@ class Activation:
     gradient_: Callable[[Tensor, Tensor], Tensor]
 
 
+ActivationName = Literal["relu", "gelu", "silu"]
+"""What MoELayer's argument ``activation`` takes: the keys of `ACTIVATIONS`."""
+
 ACTIVATIONS: dict[str, Activation] = {
     "relu": Activation(
         value=lambda hidden, out: torch.clamp(hidden, min=0, out=out),
@@ -79,7 +83,7 @@ class FFNExperts(StackedExperts):
         d_hidden: int,
         num_local_experts: int,
         *,
-        activation: str = "gelu",
+        activation: ActivationName = "gelu",
         bias: bool = True,
         shard: Shard = WHOLE,
         device: torch.device | str | None = None,

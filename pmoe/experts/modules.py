@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from pmoe.arguments import check_count, check_module, is_int, list_of
-from pmoe.experts import initialise, make_stacked, seeded
+from pmoe.experts import ActivationName, ExpertName, initialise, make_stacked, seeded
 from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden, Runs, Shard, row_dot
 from pmoe.experts.graphs import Graph, Shelf, gradients, record
 from pmoe.experts.products import GradientSum, RowGroups
@@ -273,9 +273,9 @@ def given_experts(
 
 def shared_experts(
     shared: int | nn.Module,
-    kind: str,
+    kind: ExpertName,
     d_model: int,
-    activation: str,
+    activation: ActivationName,
     bias: bool,
     first_expert: int,
     options: dict[str, Any],

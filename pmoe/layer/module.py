@@ -5,24 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pmoe.comm import Combine, Dispatch, Traffic, make_exchanges
+from pmoe.comm import Combine, Dispatch, ExchangeName, Traffic, make_exchanges
 from pmoe.comm.base import FlatAllToAll
 from pmoe.comm.counts import RankCounts
 from pmoe.comm.ranks import Ranks
+from pmoe.experts import ActivationName, ExpertName
 from pmoe.experts.base import Experts, Shard
+from pmoe.gates import GateName
 from pmoe.layer import build
 from pmoe.layer.decision import LastCall, Ran, decide, run, shaped_output
 from pmoe.layer.parts import Call, Known, Parts
-from pmoe.layer.spec import LayerSpec, Switches, option
-from pmoe.ordering import Order, make_order
-from pmoe.schedule.restore import Restore
+from pmoe.layer.spec import FusedName, LayerSpec, Switches, option
+from pmoe.ordering import Order, OrderName, make_order
+from pmoe.planner.degree import SolveName
+from pmoe.schedule.restore import Restore, StrategyName
 
 if TYPE_CHECKING:
     from pmoe.engine.callbacks import Callback
@@ -112,12 +115,12 @@ class MoELayer(nn.Module):
     top_k: int = option("top_k")
     capacity_factor: float | None = option("capacity_factor")
     pad_to_capacity: bool = option("pad_to_capacity")
-    pipeline: bool | int | str = option("pipeline")
-    memory_reuse: bool | str | Restore = option("memory_reuse")
+    pipeline: bool | int | SolveName = option("pipeline")
+    memory_reuse: bool | StrategyName | Restore = option("memory_reuse")
     pipeline_backward: int | None = option("pipeline_backward")
     slack: float = option("slack")
     memory_budget: int | str | None = option("memory_budget")
-    fused: bool | str = option("fused")
+    fused: bool | FusedName = option("fused")
     send_once: bool = option("send_once")
     check_finite: bool | None = option("check_finite")
     switches: Switches = option("switches")
@@ -134,23 +137,23 @@ class MoELayer(nn.Module):
         num_experts: int,
         top_k: int = 1,
         *,
-        gate: str | nn.Module = "topk",
-        expert: str | nn.Module | Callable[..., nn.Module] = "ffn",
-        activation: str = "gelu",
+        gate: GateName | nn.Module = "topk",
+        expert: ExpertName | nn.Module | Callable[..., nn.Module] = "ffn",
+        activation: ActivationName = "gelu",
         bias: bool = True,
         capacity_factor: float | None = None,
         pad_to_capacity: bool = False,
-        pipeline: bool | int | str = False,
-        memory_reuse: bool | str | Restore = False,
+        pipeline: bool | int | SolveName = False,
+        memory_reuse: bool | StrategyName | Restore = False,
         pipeline_backward: int | None = None,
         slack: float = 1.25,
         memory_budget: int | str | None = None,
         group: dist.ProcessGroup | Ranks | None = None,
         mesh: DeviceMesh | None = None,
-        fused: bool | str = False,
-        order: str | Order = "sorted",
-        dispatch: str | Dispatch = "flat",
-        combine: str | Combine | None = None,
+        fused: bool | FusedName = False,
+        order: OrderName | Order = "sorted",
+        dispatch: ExchangeName | Literal["auto"] | Dispatch = "flat",
+        combine: ExchangeName | Combine | None = None,
         nodes: int | Sequence[int] | None = None,
         send_once: bool = False,
         shared_expert: int | nn.Module | None = None,
@@ -360,7 +363,7 @@ class MoELayer(nn.Module):
         *,
         pipeline: int | None = None,
         pipeline_backward: int | None = None,
-        memory_reuse: str | Restore | None = None,
+        memory_reuse: StrategyName | Restore | None = None,
     ) -> PredictedMemory:
         """The bytes that one forward and backward take on this rank (`pmoe.planner.memory.PredictedMemory`).
 

@@ -24,6 +24,10 @@ class Ranks:
     layer: whose messages they carry, for errors; "" of no layer, and of one that was not called yet.
     """
 
+    size: int
+    rank: int
+    layer: str
+
     layer, _first_calls = "", itertools.count(1)
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -117,7 +121,7 @@ def at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
 LOOK_AFTER = datetime.timedelta(seconds=0.5)
 """How long a collective is waited for before this rank looks whether a peer has failed, and between looks."""
 
-has_told = threading.Event()
+has_told: threading.Event = threading.Event()
 """Set where peers have been told that this rank failed, until its next call."""
 
 

@@ -106,8 +106,8 @@ class _Hooked(Pass):
 
 
 class HookedForward(_Hooked, Forward):
-    leaving_points = "before_dispatch", "after_dispatch"
-    returning_points = "before_combine", "after_combine"
+    leaving_points: tuple[str, str] = ("before_dispatch", "after_dispatch")
+    returning_points: tuple[str, str] = ("before_combine", "after_combine")
 
     def at(self, point: str, i: int, rows: Tensor) -> Tensor:
         if not (self.keep and self.hooks.has(point)):
@@ -121,8 +121,8 @@ class HookedForward(_Hooked, Forward):
 
 
 class HookedBackward(_Hooked, Backward):
-    leaving_points = "after_combine", "before_combine"
-    returning_points = "after_dispatch", "before_dispatch"
+    leaving_points: tuple[str, str] = ("after_combine", "before_combine")
+    returning_points: tuple[str, str] = ("after_dispatch", "before_dispatch")
 
     def at(self, point: str, i: int, rows: Tensor) -> Tensor:
         if not self.hooks.has(point):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from pmoe.experts.base import WHOLE, Shard
 from pmoe.experts.stacked import StackedExperts
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def _gelu(hidden: Tensor, out: Tensor) -> Tensor:

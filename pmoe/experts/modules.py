@@ -63,6 +63,9 @@ class Recipe:
 class ModuleExperts(Experts):
     """Any modules that map (rows, d_model) to (rows, d_model), in any number of rows but 0."""
 
+    local: nn.ModuleList
+    num_local_experts: int
+
     are_modules = True
     runs_under_autocast = True
 

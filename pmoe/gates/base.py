@@ -48,6 +48,10 @@ class Routing:
     mix: Mix | None = None
 
 
+PartitionName = Literal["tokens", "none"]
+"""What `Gate.partition` may be."""
+
+
 class Gate(nn.Module, abc.ABC):
     """A gate maps tokens to a `Routing`. Subclass it, or pass any module that returns one.
 
@@ -55,7 +59,7 @@ class Gate(nn.Module, abc.ABC):
     change it.
     """
 
-    partition: Literal["tokens", "none"] = "tokens"
+    partition: PartitionName = "tokens"
     """What a part of the batch would be routed to: "tokens", the same as within the whole (capacity, where
     there is one, passed from part to part); "none", something else: the gate needs the whole batch. Said of
     eval mode: a gate that draws noise in training draws other noise for a part."""
@@ -132,6 +136,10 @@ def scaled(weight_TK: Tensor, normalize: bool) -> Tensor:
 
 class TopKRouter(Gate):
     """weight: parameter (E, M). normalize: None means what the gate's papers do, see `normalizes`."""
+
+    top_k: int
+    z_loss_weight: float
+    normalize: bool
 
     normalizes = True
     """Whether several weights of a token are scaled to sum 1 where nothing is said. A single one never is: it

@@ -51,6 +51,12 @@ class DeepSeekGate(TopKRouter):
     num_experts, top_groups above num_groups, a routed_scaling that is not positive, a negative update_speed.
     """
 
+    num_groups: int
+    top_groups: int
+    routed_scaling: float
+    update_speed: float
+    sequence_length: int | None
+
     saved_scores = 3
     bias: Tensor
     load: Tensor

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_one_of, check_place, check_positive
-from pmoe.gates.base import Gate, Routing, check_sizes, draw_router_weight
+from pmoe.gates.base import Gate, PartitionName, Routing, check_sizes, draw_router_weight
 from pmoe.gates.capacity import expert_capacity
 from pmoe.gates.logits import router_logits
 
@@ -44,7 +44,11 @@ class ExpertChoiceGate(Gate):
     Raises ValueError for a capacity_factor that is not positive, an unknown normalize_over.
     """
 
-    partition = "none"
+    top_k: int
+    capacity_factor: float | None
+    weight: nn.Parameter
+
+    partition: PartitionName = "none"
     picks_tokens = True
     decides_capacity = True
 

@@ -27,6 +27,8 @@ class HashGate(DrawnGate):
     Raises ValueError at the call where token_ids_T is not (T,), not int64 or not on the tokens' device.
     """
 
+    seed: int
+
     needs_token_ids = True
 
     def __init__(

@@ -55,6 +55,14 @@ class XMoEGate(Gate):
     Raises ValueError for an unknown score, a d_proj below 1, a temperature that is not positive.
     """
 
+    top_k: int
+    z_loss_weight: float
+    normalize: bool
+    first_temperature: float
+    projection: nn.Parameter
+    weight: nn.Parameter
+    log_temperature: nn.Parameter
+
     saved_scores = 4
 
     def __init__(

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pmoe.comm import Combine, Dispatch, ExchangeName, Traffic, make_exchanges
 from pmoe.comm.base import FlatAllToAll
 from pmoe.comm.counts import RankCounts
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Grid, Ranks
 from pmoe.experts import ActivationName, ExpertName
 from pmoe.experts.base import Experts, Shard
 from pmoe.gates import GateName
@@ -108,6 +108,20 @@ class MoELayer(nn.Module):
 
     Raises ValueError or TypeError, naming argument, value and rule, when built or when an option is set.
     """
+
+    traffic: Traffic
+    order: Order
+    dispatch: Dispatch
+    combine: Combine
+    scalars: FlatAllToAll
+    callbacks: tuple[Callback, ...]
+    callback_modules: nn.ModuleList
+    trusts_gate: bool
+    gate: nn.Module
+    experts: Experts
+    shared_gate: nn.Linear | None
+    grid: Grid
+    known: Known
 
     d_model: int = option("d_model")
     d_hidden: int = option("d_hidden")

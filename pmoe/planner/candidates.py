@@ -210,6 +210,11 @@ class Chooser:
     share. bins: into which rows are counted.
     """
 
+    pairs: tuple[Restore, ...]
+    budget: int | None
+    slack: float
+    bins: int | None
+
     def __init__(
         self, *, pairs: Sequence[Restore], budget: int | None, slack: float, bins: int | None = None
     ) -> None:

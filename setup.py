@@ -451,6 +451,7 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
                 *TRANSFORMERS,
                 *DOCS,
                 "mypy>=1.18",
+                "basedpyright>=1.40",  # pyright with all that it runs on: the tests download nothing
                 # cuobjdump calls nvdisasm. Both read code of every older nvcc.
                 f"nvidia-cuda-cuobjdump>=13.2,<14; {DISASSEMBLERS}",
                 f"nvidia-cuda-nvdisasm>=13.2,<14; {DISASSEMBLERS}",

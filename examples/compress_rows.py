@@ -59,11 +59,14 @@ class Float8Rows(pmoe.Callback):
         self.rows, self.gradients = rows, gradients
 
     def before_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
-        return _Pack.apply(rows, self.rows, self.gradients)
+        packed: Tensor = _Pack.apply(rows, self.rows, self.gradients)  # type: ignore[no-untyped-call]
+        return packed
 
     def after_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
-        return _Unpack.apply(rows, self.rows, self.gradients)
+        unpacked: Tensor = _Unpack.apply(rows, self.rows, self.gradients)  # type: ignore[no-untyped-call]
+        return unpacked
 
+    # torch's apply has no types, so a type checker is told what it returns, and that this is known.
     before_combine, after_combine = before_dispatch, after_dispatch
 
 
@@ -88,6 +91,9 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     return packed[:, :-SCALE_BYTES].view(dtype).float() * scale_N1
 
 
+# torch declares backward(ctx, *grad_outputs); with a fixed number of outputs a name says more.
+
+
 class _Pack(torch.autograd.Function):
     """`pack`; the gradient that comes back is packed, too."""
 
@@ -97,7 +103,7 @@ class _Pack(torch.autograd.Function):
         return pack(rows_NM, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return unpack(grad, ctx.gradients), None, None
 
 
@@ -110,7 +116,7 @@ class _Unpack(torch.autograd.Function):
         return unpack(packed, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_NM: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_NM: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return pack(grad_NM, ctx.gradients), None, None
 
 
@@ -142,16 +148,16 @@ def step_results(layer: pmoe.MoELayer, x: Tensor, dy: Tensor) -> tuple[int, dict
     before = layer.traffic.rows
     y = layer(x)
     y.backward(dy)
-    found = {"output": y.detach(), "x": x.grad}
+    found: dict[str, Tensor | None] = {"output": y.detach(), "x": x.grad}
     found |= {name: parameter.grad for name, parameter in layer.named_parameters()}
-    return layer.traffic.rows - before, found
+    return layer.traffic.rows - before, {name: each for name, each in found.items() if each is not None}
 
 
 def error(found: Tensor, exact: Tensor, ranks: Ranks) -> float:
     """The norm of the difference over that of what is exact, of all ranks together."""
     squares = torch.stack([(found - exact).double().square().sum(), exact.double().square().sum()])
-    difference, whole = ranks.sum(squares).sqrt().tolist()
-    return difference / whole
+    difference, whole = ranks.sum(squares).sqrt()
+    return float(difference / whole)
 
 
 def train(layer: pmoe.MoELayer, arguments: argparse.Namespace, ranks: Ranks) -> list[float]:

@@ -85,7 +85,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument(
         "--folder", type=Path, required=True, help="of checkpoints; goes on from the last there"
     )

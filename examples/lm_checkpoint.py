@@ -98,7 +98,7 @@ def load(
     if pointer is None:
         raise CheckpointError(f"nothing to resume: no {folder / POINTER}")
     last = folder / pointer["folder"]
-    shared = torch.load(last / "shared.pt", map_location=ranks.device, weights_only=True)
+    shared: State = torch.load(last / "shared.pt", map_location=ranks.device, weights_only=True)
     saved_settings = shared.pop("settings")
     changed = [name for name in settings if saved_settings.get(name) != settings[name]]
     if changed:
@@ -162,9 +162,10 @@ def join(tensors: list[Tensor]) -> Tensor:
 
 def read_pointer(folder: Path) -> State | None:
     try:
-        return json.loads((folder / POINTER).read_text())
+        pointer: State = json.loads((folder / POINTER).read_text())
     except FileNotFoundError:
         return None
+    return pointer
 
 
 def write_to_disk(path: Path, write: Callable[[IO[bytes]], object]) -> None:

@@ -17,6 +17,9 @@ VOCABULARY = 256
 class Attention(nn.Module):
     """Causal self-attention with rotary positions."""
 
+    cos_CF: Tensor
+    sin_CF: Tensor
+
     def __init__(self, d_model: int, heads: int, context: int) -> None:
         super().__init__()
         self.heads = heads
@@ -33,7 +36,8 @@ class Attention(nn.Module):
         attended = F.scaled_dot_product_attention(
             self.rotate(query).to(value.dtype), self.rotate(key).to(value.dtype), value, is_causal=True
         )
-        return self.out(attended.transpose(1, 2).reshape(num, length, d_model))
+        y_BCD: Tensor = self.out(attended.transpose(1, 2).reshape(num, length, d_model))
+        return y_BCD
 
     def rotate(self, x: Tensor) -> Tensor:
         """Turns each pair (i, i + half) of x (..., C, 2F) by an angle that grows with its position."""
@@ -58,7 +62,8 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(d_hidden, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.gelu(self.w1(x)))
+        y: Tensor = self.w2(F.gelu(self.w1(x)))
+        return y
 
 
 class Block(nn.Module):
@@ -73,7 +78,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.ffn(self.ffn_norm(x))
+        y: Tensor = x + self.ffn(self.ffn_norm(x))
+        return y
 
 
 class ByteGPT(nn.Module):
@@ -119,7 +125,8 @@ class ByteGPT(nn.Module):
         x_BCD = self.embedding(bytes_BC)
         for block in self.blocks:
             x_BCD = block(x_BCD)
-        return self.head(self.norm(x_BCD))
+        logits_BCV: Tensor = self.head(self.norm(x_BCD))
+        return logits_BCV
 
     def moe_layers(self) -> list[pmoe.MoELayer]:
         return [module for module in self.modules() if isinstance(module, pmoe.MoELayer)]

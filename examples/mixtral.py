@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import MixtralConfig, MixtralForCausalLM
-from transformers.distributed import DistributedConfig
+from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]  # no re-export, says mypy
 
 import pmoe.integrations.transformers  # pmoe
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 128,

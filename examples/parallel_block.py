@@ -120,7 +120,8 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         inputs, targets = sequences(step, meshes, device)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        auxiliary = sum(block.moe.l_aux for block in model.blocks)
+        layers = [module for module in model.modules() if isinstance(module, pmoe.MoELayer)]
+        auxiliary = sum(layer.l_aux for layer in layers)
         (loss + AUX_WEIGHT * auxiliary).backward()
         reduce_gradients(model, meshes)
         norm = pmoe.clip_grad_norm_(model, MAX_NORM)
@@ -137,7 +138,7 @@ def say(text: str) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     for name in ("mp", "ep", "esp"):
         parser.add_argument(f"--{name}", type=int, default=2, help=f'ranks of "{name}" (default: 2)')
     parser.add_argument("--experts", type=int, default=4, help="in all (default: 4)")

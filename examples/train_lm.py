@@ -34,7 +34,7 @@ from lm_data import Corpus, DataError, load_corpus, training_offsets, validation
 from lm_model import ByteGPT
 from lm_ranks import Ranks, leave, may_restart, share_gradients, squared_norm, start_ranks, stop_ranks
 from lm_report import History, Progress, bits, draw_curves, peak_memory_bytes, write_metrics
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pmoe.integrations.logging import StatsWriter
@@ -72,10 +72,10 @@ class Run:
         return self.seconds + time.monotonic() - self.began
 
     def bytes_per_step(self) -> int:
-        return self.arguments.batch * self.arguments.context
+        return int(self.arguments.batch * self.arguments.context)
 
     def checkpoints(self) -> Path:
-        return self.arguments.out / "checkpoints"
+        return Path(self.arguments.out, "checkpoints")
 
     def settings(self) -> dict[str, Any]:
         """What decides the numbers, as plain data."""
@@ -132,7 +132,8 @@ def build_model(arguments: argparse.Namespace, ranks: Ranks) -> ByteGPT:
 
 def build_optimizer(model: ByteGPT, arguments: argparse.Namespace) -> torch.optim.AdamW:
     """AdamW; weight decay on matrices only. b1 and b2 of the experts are stacked biases, not matrices."""
-    matrices, others = [], []
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         is_matrix = parameter.dim() > 1 and not name.endswith((".b1", ".b2"))
         (matrices if is_matrix else others).append(parameter)
@@ -228,7 +229,9 @@ def train_step(run: Run, stop_here: bool) -> StepResult:
             f"step {run.step + 1}: loss {mean_loss}, gradient norm {norm}; try a smaller --lr"
         )
     if norm > arguments.clip:
-        torch._foreach_mul_([parameter.grad for parameter in model.parameters()], arguments.clip / norm)
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        # All at once; torch has no public name for it.
+        torch._foreach_mul_(gradients, arguments.clip / norm)  # pyright: ignore[reportPrivateImportUsage]
     run.optimizer.step()
     return StepResult(loss=mean_loss, gradient_norm=norm, stop=stops > 0)
 
@@ -263,9 +266,9 @@ def mean_loss(run: Run, text: Tensor, offsets: Tensor) -> Tensor:
 def learning_rate(step: int, arguments: argparse.Namespace) -> float:
     """A linear warmup, then a cosine down to a tenth."""
     if step < arguments.warmup:
-        return arguments.lr * (step + 1) / arguments.warmup
+        return float(arguments.lr * (step + 1) / arguments.warmup)
     done = (step - arguments.warmup) / max(1, arguments.steps - arguments.warmup)
-    return arguments.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+    return float(arguments.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done))))
 
 
 @torch.no_grad()
@@ -278,7 +281,7 @@ def evaluate(run: Run, num_bytes: int) -> float:
     for batch in offsets.split(arguments.batch):
         total += mean_loss(run, text, ranks.slice(batch))
     run.model.train()
-    return ranks.sum(total).item() / ranks.world / (len(offsets) / arguments.batch)
+    return float(ranks.sum(total).item() / ranks.world / (len(offsets) / arguments.batch))
 
 
 def record(run: Run, result: StepResult) -> None:

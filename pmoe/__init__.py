@@ -12,16 +12,21 @@ from pmoe.ordering import Order
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
-    from pmoe.engine.callbacks import Callback as Callback
-    from pmoe.engine.recompute import checkpoint_contexts as checkpoint_contexts
-    from pmoe.engine.recording import recording as recording
-    from pmoe.training.clipping import GradScaler as GradScaler
-    from pmoe.training.clipping import clip_grad_norm_ as clip_grad_norm_
-    from pmoe.training.expert_parallel import expert_parameters as expert_parameters
-    from pmoe.training.expert_parallel import parallelize as parallelize
-    from pmoe.training.expert_parallel import parameter_groups as parameter_groups
-    from pmoe.training.reducer import GradientReducer as GradientReducer
-    from pmoe.training.upcycling import copy_into_experts as copy_into_experts
+    # `import pmoe` loads these, and pmoe.gates.TopKGate is then right: mypy knows that, pyright is told.
+    from pmoe import comm as comm
+    from pmoe import experts as experts
+    from pmoe import gates as gates
+    from pmoe import layer as layer
+    from pmoe import ordering as ordering
+    from pmoe.engine.callbacks import Callback
+    from pmoe.engine.recompute import checkpoint_contexts
+    from pmoe.engine.recording import recording
+    from pmoe.integrations.statistics import stats
+    from pmoe.training.checkpoint import load_checkpoint, save_checkpoint
+    from pmoe.training.clipping import GradScaler, clip_grad_norm_
+    from pmoe.training.expert_parallel import expert_parameters, parallelize, parameter_groups
+    from pmoe.training.reducer import GradientReducer
+    from pmoe.training.upcycling import copy_into_experts
 
 __version__ = "0.1.0"
 
@@ -42,14 +47,39 @@ _LATER = {
 }
 """Names whose modules load at their first use: not every layer needs them, and some are slow to import."""
 
-__all__ = ["Combine", "Dispatch", "Experts", "Gate", "MoELayer", "Order", "Restore", "Routing", "pool"]
-__all__ += ["__version__", *_LATER]
+# In full and not made of _LATER: type checkers read this list, and do not run the file.
+__all__ = [
+    "Callback",
+    "Combine",
+    "Dispatch",
+    "Experts",
+    "Gate",
+    "GradScaler",
+    "GradientReducer",
+    "MoELayer",
+    "Order",
+    "Restore",
+    "Routing",
+    "__version__",
+    "checkpoint_contexts",
+    "clip_grad_norm_",
+    "copy_into_experts",
+    "expert_parameters",
+    "load_checkpoint",
+    "parallelize",
+    "parameter_groups",
+    "pool",
+    "recording",
+    "save_checkpoint",
+    "stats",
+]
 
+if not TYPE_CHECKING:  # a type checker that saw it would take every mistyped name for one of pmoe's
 
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module 'pmoe' has no attribute {name!r}")
-    return getattr(importlib.import_module(_LATER[name]), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _LATER:
+            raise AttributeError(f"module 'pmoe' has no attribute {name!r}")
+        return getattr(importlib.import_module(_LATER[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -65,8 +65,26 @@ def _sizes_of(axes: Iterable[str], sizes: Mapping[str, int]) -> list[int]:
 
 # ---- the systems
 
+LayoutName = Literal[
+    "mixtral",
+    "qwen-moe",
+    "deepseek",
+    "mixtral-stacked",
+    "qwen-moe-stacked",
+    "deepseek-stacked",
+    "gpt-oss",
+    "megatron-sequential",
+    "megatron-te-grouped",
+    "megatron-grouped",
+    "deepspeed-moe",
+    "tutel",
+    "tutel-llama",
+    "fairseq",
+]
+"""What `to_pmoe` and `from_pmoe` take: the keys of `LAYOUTS`."""
+
 _STATED = json.loads(files("pmoe").joinpath("layouts.json").read_text(encoding="utf-8"))
-LAYOUTS: Mapping[str, Layout] = {name: Layout(**fields) for name, fields in _STATED.items()}
+LAYOUTS: Mapping[LayoutName, Layout] = {name: Layout(**fields) for name, fields in _STATED.items()}
 """By the name that `to_pmoe` and `from_pmoe` take."""
 
 Place = tuple[Layout, str, str]
@@ -83,7 +101,7 @@ Found = tuple[dict[str, Tensor], list[int], dict[str, int]]
 @torch.no_grad()
 def to_pmoe(
     state: Mapping[str, Any],
-    layout: str,
+    layout: LayoutName,
     *,
     prefix: str = "",
     experts: Iterable[int] | None = None,
@@ -113,7 +131,7 @@ def to_pmoe(
 @torch.no_grad()
 def from_pmoe(
     state: Mapping[str, Any],
-    layout: str,
+    layout: LayoutName,
     *,
     prefix: str = "",
     experts: Iterable[int] | None = None,
@@ -128,7 +146,7 @@ def from_pmoe(
     return _written(_read(state, experts, PMOE), place)
 
 
-def _place(layout: str, prefix: str, names: Mapping[str, str] | None) -> Place:
+def _place(layout: LayoutName, prefix: str, names: Mapping[str, str] | None) -> Place:
     check_one_of("layout", layout, tuple(LAYOUTS))
     check_kind(str, "a text", prefix=prefix)
     check_kind((Mapping, type(None)), "None or a dict of texts", names=names)

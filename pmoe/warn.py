@@ -18,7 +18,7 @@ class _OnStderr(logging.Handler):
             print(f"pmoe: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
-log = logging.getLogger("pmoe")
+log: logging.Logger = logging.getLogger("pmoe")
 """Shown by default, on stderr. `logging.getLogger("pmoe").setLevel(logging.WARNING)` turns it off."""
 log.addHandler(_OnStderr())
 if log.level == logging.NOTSET:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -33,8 +33,8 @@ def at_least_1(kind: type[Number], name: str, text: str) -> Number:
     return number
 
 
-whole_number = partial(at_least_1, int, "whole number")
-slack = partial(at_least_1, float, "number")
+whole_number: Callable[[str], int] = partial(at_least_1, int, "whole number")
+slack: Callable[[str], float] = partial(at_least_1, float, "number")
 
 
 def byte_count(text: str) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 
 from pmoe.cli.arguments import DTYPES, slack, whole_number
 from pmoe.cli.output import plural
-from pmoe.planner.layer_sizes import STACKED, LayerSizes, sizes_from_options
+from pmoe.experts import STACKED
+from pmoe.planner.layer_sizes import LayerSizes, sizes_from_options
 
 NAMES = ("d_model", "d_hidden", "num_experts", "tokens", "ranks", "top_k", "expert", "bias", "dtype")
 SLACK = 1.25

@@ -15,6 +15,7 @@ from pmoe.cli.launch import all_ranks, own_device, world_size
 from pmoe.cli.output import Output, ms
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.told import all_fail_together
+from pmoe.experts import STACKED
 from pmoe.kernels import extension
 from pmoe.layer import MoELayer
 from pmoe.measure.division import as_fields, forget, fused_layer_sizes, load_divisions, save_divisions
@@ -29,7 +30,6 @@ from pmoe.planner.division import (
     rule,
     sizes_of,
 )
-from pmoe.planner.layer_sizes import STACKED
 from pmoe.text import table
 
 LAYER: dict[str, Any] = {

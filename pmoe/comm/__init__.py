@@ -6,7 +6,7 @@ Letters of this folder: N rows, W ranks, F bins of rows, M columns, A nodes, L r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from pmoe.comm.base import Combine, Dispatch, Exchange, FlatAllToAll, Traffic
 
@@ -15,11 +15,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Combine", "Dispatch", "Exchange", "Traffic", "make_exchanges"]
 
-NAMES = ("flat", "hierarchical_1d", "hierarchical_2d")
+ExchangeName = Literal["flat", "hierarchical_1d", "hierarchical_2d"]
+"""What MoELayer's arguments ``dispatch`` and ``combine`` take, beside modules and "auto"."""
+
+NAMES: tuple[ExchangeName, ...] = get_args(ExchangeName)
 
 
 def make_exchanges(
-    dispatch: str | Dispatch, combine: str | Combine | None, nodes: int | Sequence[int] | None
+    dispatch: ExchangeName | Dispatch,
+    combine: ExchangeName | Combine | None,
+    nodes: int | Sequence[int] | None,
 ) -> tuple[Dispatch, Combine]:
     """The two modules of MoELayer's arguments of these names. Raises ValueError or TypeError for others."""
     combine = (dispatch if isinstance(dispatch, str) else "flat") if combine is None else combine
@@ -36,7 +41,9 @@ def make_exchanges(
     )
 
 
-def _exchange_by(name: str, nodes: int | Sequence[int] | None) -> FlatAllToAll | HierarchicalExchange:
+def _exchange_by(
+    name: ExchangeName, nodes: int | Sequence[int] | None
+) -> FlatAllToAll | HierarchicalExchange:
     if name == "flat":
         return FlatAllToAll()
     from pmoe.comm.hierarchical_1d import HierarchicalAllToAll1D

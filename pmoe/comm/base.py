@@ -53,6 +53,9 @@ class Exchange(abc.ABC):
     Every rank must call each method the same number of times in the same order; numbers of rows may be zero.
     """
 
+    ranks: Ranks
+    traffic: Traffic
+
     in_steps = False
     """Whether exchange waits for one collective before it issues the next: the CPU runs it in a thread
     then."""

@@ -224,6 +224,8 @@ class CountsExchange:
     """Started as soon as the counts exist and finished when they are needed; `finish` holds the one host
     synchronisation of a layer's forward."""
 
+    tokens_W: Tensor
+
     def __init__(
         self,
         grid: Grid,

@@ -31,6 +31,10 @@ class Ranks:
     open_call: the number of the last call whose backward pass may follow (`Standing.open_calls`).
     """
 
+    size: int
+    rank: int
+    layer: str
+
     layer, _first_calls = "", itertools.count(1)
     takes_default = False
     number = 0
@@ -240,7 +244,7 @@ def at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
 LOOK_AFTER = datetime.timedelta(seconds=0.5)
 """How long a collective is waited for before this rank looks whether a peer has failed, and between looks."""
 
-has_told = threading.Event()
+has_told: threading.Event = threading.Event()
 """Set where peers have been told that this rank failed, until its next call over a group that is whole."""
 
 

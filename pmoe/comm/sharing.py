@@ -20,6 +20,9 @@ class Sharing:
     """The collectives of the ranks ``inside``. Each call ends before it returns on the CPU, and on a GPU is
     awaited by the current stream."""
 
+    inside: Ranks
+    traffic: Traffic
+
     def __init__(self, inside: Ranks, traffic: Traffic) -> None:
         self.inside, self.traffic = inside, traffic
 

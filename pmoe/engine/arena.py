@@ -56,6 +56,9 @@ class DevicePool:
     """Counts the ring slots of one device's passes, and has memory for all that passes take: on a GPU
     torch's, on the CPU its own, where torch's comes from the system page by page."""
 
+    peak_bytes: int
+    bytes_in_use: int
+
     def __init__(self, device: torch.device) -> None:
         self.bytes_in_use = self.peak_bytes = 0
         self._device = device
@@ -104,6 +107,8 @@ class DevicePool:
 
 class Pool:
     """What all layers of a device share: memory on the device, and on the host for what is offloaded."""
+
+    device: DevicePool
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._of = DevicePool(device), device

@@ -16,10 +16,30 @@ from pmoe.experts.products import GradientSum
 
 
 class Backward(Pass):
-    direction, received, sent_back, home_name = "backward", "dT_DO", "dT_DI", "dhome"
-    brought_by_S, taken_by_R = received, sent_back
+    direction: str = "backward"
+    received: str = "dT_DO"
+    sent_back: str = "dT_DI"
+    home_name: str = "dhome"
+    brought_by_S: str = received
+    taken_by_R: str = sent_back
     brought_by_SI = "T_DI"
     """What the all-to-all that sends T_DI again fills."""
+
+    saved: Forwarded
+    kept: dict[Unit, Kept]
+    parameters: Sequence[Tensor]
+    regroup: Sequence[Tensor | None]
+    sums: list[GradientSum | None]
+    shared_sums: list[GradientSum | None]
+    weight: Tensor
+    grad_weight: Tensor
+    grad_weight_rows: Tensor
+    grad_weight_of_chunk: tuple[Tensor, ...]
+    weight_of_chunk: tuple[Tensor, ...]
+    grad_weight_leaving: Tensor
+    grad_weight_gathered: Tensor
+    grad_weight_home: Tensor
+    chunks_done: int
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: Forwarded) -> None:
         super().__init__(plan, plan.backward, grad_TM, keep=True)

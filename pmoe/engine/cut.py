@@ -30,6 +30,10 @@ class Orders:
     expert_TK: (T, K) int64. keep_TK: (T, K) bool, None where all slots are kept. padding: as in `Plan`.
     """
 
+    expert_TK: Tensor
+    keep_TK: Tensor | None
+    tokens: Tokens
+
     padding: Padding | None = None
 
     def __init__(self, modules: Modules, expert_TK: Tensor, keep_TK: Tensor | None, tokens: Tokens) -> None:

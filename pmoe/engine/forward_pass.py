@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +28,17 @@ class Scalars:
 
 
 class Forward(Pass):
-    direction, received, sent_back, home_name = "forward", "T_DI", "T_DO", "home"
-    brought_by_S, taken_by_R = received, sent_back
+    direction: str = "forward"
+    received: str = "T_DI"
+    sent_back: str = "T_DO"
+    home_name: str = "home"
+    brought_by_S: str = received
+    taken_by_R: str = sent_back
+    inputs: Inputs
+    parameters: Sequence[Tensor]
+    weight: Tensor
+    left: Forwarded
+    weight_of_chunk: tuple[Tensor, ...]
 
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
         super().__init__(plan, plan.forward, inputs.x_TM, keep)

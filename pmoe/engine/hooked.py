@@ -116,8 +116,8 @@ class _Hooked(Pass):
 
 
 class HookedForward(_Hooked, Forward):
-    leaving_points = "before_dispatch", "after_dispatch"
-    returning_points = "before_combine", "after_combine"
+    leaving_points: tuple[str, str] = ("before_dispatch", "after_dispatch")
+    returning_points: tuple[str, str] = ("before_combine", "after_combine")
 
     @property
     def call_inputs(self) -> Inputs:  # type: ignore[override]
@@ -136,8 +136,8 @@ class HookedForward(_Hooked, Forward):
 
 
 class HookedBackward(_Hooked, Backward):
-    leaving_points = "after_combine", "before_combine"
-    returning_points = "after_dispatch", "before_dispatch"
+    leaving_points: tuple[str, str] = ("after_combine", "before_combine")
+    returning_points: tuple[str, str] = ("after_dispatch", "before_dispatch")
 
     @property
     def call_inputs(self) -> Inputs:  # type: ignore[override]

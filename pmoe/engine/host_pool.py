@@ -73,6 +73,9 @@ class HostPool:
     a node. Blocks are first fit in segments; neighbours that are free are joined.
     """
 
+    limit_bytes: int
+    peak_bytes: int
+
     def __init__(self, device: torch.device) -> None:
         self._device, self._pinned = device, device.type == "cuda"
         self._segments: list[_Segment] = []

@@ -24,6 +24,8 @@ from pmoe.warn import warn_once
 
 
 class OffloadingForward(Forward):
+    host_bytes_due: int
+
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
         super().__init__(plan, inputs, keep)
         self.leaving_device: dict[tuple[str, Unit], list[tuple[Tensor, Tensor]]] = {}
@@ -88,6 +90,8 @@ class OffloadingForward(Forward):
 
 
 class OffloadingBackward(Backward):
+    compute_stream: torch.cuda.Stream | None
+
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: Forwarded) -> None:
         super().__init__(plan, grad_TM, saved)
         self.compute_stream = current_stream(grad_TM)

@@ -17,7 +17,7 @@ from torch import Tensor
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.backward_pass import Backward
 from pmoe.engine.cut import Orders
-from pmoe.engine.forward_pass import Forward
+from pmoe.engine.forward_pass import Forward, Scalars
 from pmoe.engine.passes import Pass, split_by_chunk
 from pmoe.engine.plan import Modules, WeightJourney
 from pmoe.ordering.sorted import SortedRows, Tokens, count_rows, sort_rows
@@ -96,6 +96,9 @@ class _Once(Pass):
 
 
 class OnceForward(_Once, Forward):
+    number: Scalars
+    regroup: tuple[Tensor, ...]
+
     def make_scalars(self) -> None:
         super().make_scalars()
         assert self.cut.once is not None

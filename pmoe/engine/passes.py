@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.engine import lanes as engine
-from pmoe.engine.arena import Arena, pool
+from pmoe.engine.arena import Arena, DevicePool, pool
 from pmoe.engine.lanes import Actions
 from pmoe.engine.plan import PassPlan, Plan, WeightJourney, length
 from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden
 from pmoe.experts.products import RowGroups
 from pmoe.schedule.slots import BufferSizes
-from pmoe.schedule.tasks import Schedule, sequential
+from pmoe.schedule.tasks import Schedule, Stages, sequential
 
 if TYPE_CHECKING:
     from pmoe.engine.hooked import Passed
@@ -162,6 +162,18 @@ class Pass:
     brought_by_S: str
     taken_by_R: str
     parameters: Sequence[Tensor]
+    plan: Plan
+    cut: PassPlan
+    source_TM: Tensor
+    keep: bool
+    stages: Stages
+    result_TM: Tensor
+    results: tuple[Tensor, ...]
+    positions: tuple[Tensor, ...]
+    schedule: Schedule
+    sizes: BufferSizes
+    pool: DevicePool
+    arena: Arena
 
     def __init__(self, plan: Plan, cut: PassPlan, source_TM: Tensor, keep: bool) -> None:
         self.plan, self.cut, self.source_TM, self.keep = plan, cut, source_TM, keep

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -286,9 +286,14 @@ class Ticket:
     """Stands in the gate's graph for the layer's input or a view of it. holder: its ``saved_tensors`` are
     that input, saved as everything around the gate is: by the checkpoint, which makes it again."""
 
+    size: torch.Size
+    stride: tuple[int, ...]
+    input_stride: tuple[int, ...]
+    offset: int
+
     def __init__(self, tensor: Tensor, input_stride: tuple[int, ...], input_offset: int) -> None:
         self.size, self.stride, self.input_stride = tensor.size(), tensor.stride(), input_stride
-        self.offset = tensor.storage_offset() - input_offset
+        self.offset = cast(int, tensor.storage_offset() - input_offset)
         self.holder: Any = None
 
     def tensor(self) -> Tensor:

@@ -16,7 +16,8 @@ from pmoe.engine.plan import Plan
 
 
 class _Sharded(Pass):
-    brought_by_S, taken_by_R = "arrived", "leaving"
+    brought_by_S: str = "arrived"
+    taken_by_R: str = "leaving"
 
     @functools.cached_property
     def sharing(self) -> Sharing:
@@ -59,6 +60,9 @@ class ShardedForward(_Sharded, Forward):
 
 
 class ShardedBackward(_Sharded, Backward):
+    grad_weight_leaving: Tensor
+    grad_weight_parts: Tensor
+
     brought_by_SI = "arrived_again"
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: Forwarded) -> None:

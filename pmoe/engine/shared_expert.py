@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pmoe.engine.backward_pass import Backward
 from pmoe.engine.forward_pass import Forward
@@ -17,6 +18,8 @@ SHARED: Unit = (-1, "_S")
 
 
 class _WithSharedExpert(Pass):
+    shared_TM: Tensor | None
+
     @property
     def expert(self) -> Experts:
         found = self.plan.modules.shared_expert
@@ -50,6 +53,7 @@ class SharedExpertForward(_WithSharedExpert, Forward):
 
 class SharedExpertBackward(_WithSharedExpert, Backward):
     shared_pending: Any
+    grad_shared_weight: Tensor
 
     def shared(self, _chunk: int) -> None:
         inputs, hidden = self.saved.inputs, self.kept[SHARED].hidden

@@ -8,26 +8,32 @@ Letters of this folder: N rows, E experts of this rank, M = d_model, H = d_hidde
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
 from pmoe.experts.base import Experts, Shard
+from pmoe.experts.ffn import ActivationName as ActivationName
 from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.stacked import StackedExperts
 from pmoe.experts.values import has_values
 
 __all__ = ["Experts", "FFNExperts", "Shard", "StackedExperts"]
 
+ExpertName = Literal["ffn", "swiglu"]
+"""What MoELayer's argument ``expert`` takes, beside modules: experts that the layer makes itself."""
+
+STACKED: tuple[ExpertName, ...] = get_args(ExpertName)
+
 T = TypeVar("T")
 
 
 def make_stacked(
-    kind: str,
+    kind: ExpertName,
     d_model: int,
     d_hidden: int,
     num_local_experts: int,
-    activation: str,
+    activation: ActivationName,
     bias: bool,
     **options: Any,
 ) -> StackedExperts:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -189,6 +189,10 @@ class Experts(nn.Module, abc.ABC):
                 "MoELayer, which routes the rows"
             )
         return self.compute_alone(x)
+
+    if TYPE_CHECKING:  # of torch's __call__ type checkers know nothing: this is forward's signature again
+
+        def __call__(self, x: Tensor, *, run: RestOfCall | None = None) -> Tensor: ...
 
     def compute_alone(self, x: Tensor) -> Tensor:
         """Every row (T, M) by the only expert, by operations that autograd knows.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from pmoe.experts.base import WHOLE, Shard
 from pmoe.experts.stacked import StackedExperts
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def _gelu(hidden: Tensor, out: Tensor) -> Tensor:
@@ -46,6 +47,9 @@ class Activation:
     value: Callable[[Tensor, Tensor], Tensor]
     gradient_: Callable[[Tensor, Tensor], Tensor]
 
+
+ActivationName = Literal["relu", "gelu", "silu"]
+"""What MoELayer's argument ``activation`` takes: the keys of `ACTIVATIONS`."""
 
 ACTIVATIONS: dict[str, Activation] = {
     "relu": Activation(
@@ -79,7 +83,7 @@ class FFNExperts(StackedExperts):
         d_hidden: int,
         num_local_experts: int,
         *,
-        activation: str = "gelu",
+        activation: ActivationName = "gelu",
         bias: bool = True,
         shard: Shard = WHOLE,
         device: torch.device | str | None = None,

@@ -24,7 +24,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 
 from pmoe.arguments import check_count, check_module, is_int, list_of
-from pmoe.experts import initialise, make_stacked, seeded
+from pmoe.experts import ActivationName, ExpertName, initialise, make_stacked, seeded
 from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden, Runs, Shard, row_dot
 from pmoe.experts.graphs import Graph, Shelf, changed_in_place, gradients, record, saves_plainly
 from pmoe.experts.products import GradientSum, RowGroups
@@ -67,6 +67,9 @@ class Recipe:
 
 class ModuleExperts(Experts):
     """Any modules that map (rows, d_model) to (rows, d_model), in any number of rows but 0."""
+
+    local: nn.ModuleList
+    num_local_experts: int
 
     are_modules = True
     runs_under_autocast = True
@@ -309,9 +312,9 @@ def given_experts(
 
 def shared_experts(
     shared: int | nn.Module,
-    kind: str,
+    kind: ExpertName,
     d_model: int,
-    activation: str,
+    activation: ActivationName,
     bias: bool,
     first_expert: int,
     options: dict[str, Any],

@@ -142,6 +142,8 @@ class GradientSum:
     narrower than float32 are summed in float32 and rounded once.
     """
 
+    total: Tensor
+
     def __init__(self, parameter: Tensor, contributions: int) -> None:
         narrow = parameter.dtype in (torch.bfloat16, torch.float16)
         self._dtype = parameter.dtype

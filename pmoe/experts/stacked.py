@@ -64,6 +64,13 @@ class StackedExperts(Experts):
     """G / H: 1 for feed-forward, 2 for gated experts."""
     activation: str
     """What `pmoe.kernels.grouped_gemm` calls the nonlinearity, of those that are pmoe's own."""
+    num_local_experts: int
+    shard: Shard
+    all_hidden: int
+    w1: nn.Parameter
+    w2: nn.Parameter
+    b1: nn.Parameter | None
+    b2: nn.Parameter | None
 
     @property
     def fused_activation(self) -> str | None:

@@ -12,26 +12,41 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pmoe.gates.base import Gate, Mix, Routing
 from pmoe.gates.logits import load_balance_loss, router_z_loss
 
 if TYPE_CHECKING:
-    from pmoe.gates.batch_prioritised import BatchPrioritisedGate as BatchPrioritisedGate
-    from pmoe.gates.deepseek import DeepSeekGate as DeepSeekGate
-    from pmoe.gates.expert_choice import ExpertChoiceGate as ExpertChoiceGate
-    from pmoe.gates.external import ExternalGate as ExternalGate
-    from pmoe.gates.hash import HashGate as HashGate
-    from pmoe.gates.noisy_topk import NoisyTopKGate as NoisyTopKGate
-    from pmoe.gates.random import RandomGate as RandomGate
-    from pmoe.gates.sigmoid import SigmoidGate as SigmoidGate
-    from pmoe.gates.soft import SoftGate as SoftGate
-    from pmoe.gates.switch import SwitchGate as SwitchGate
-    from pmoe.gates.topk import TopKGate as TopKGate
-    from pmoe.gates.xmoe import XMoEGate as XMoEGate
+    from pmoe.gates.batch_prioritised import BatchPrioritisedGate
+    from pmoe.gates.deepseek import DeepSeekGate
+    from pmoe.gates.expert_choice import ExpertChoiceGate
+    from pmoe.gates.external import ExternalGate
+    from pmoe.gates.hash import HashGate
+    from pmoe.gates.noisy_topk import NoisyTopKGate
+    from pmoe.gates.random import RandomGate
+    from pmoe.gates.sigmoid import SigmoidGate
+    from pmoe.gates.soft import SoftGate
+    from pmoe.gates.switch import SwitchGate
+    from pmoe.gates.topk import TopKGate
+    from pmoe.gates.xmoe import XMoEGate
 
-_CLASSES = {
+GateName = Literal[
+    "topk",
+    "switch",
+    "noisy_topk",
+    "sigmoid",
+    "deepseek",
+    "xmoe",
+    "expert_choice",
+    "soft",
+    "batch_prioritised",
+    "hash",
+    "random",
+]
+"""What MoELayer's argument ``gate`` takes, beside a module: the keys of `GATES`."""
+
+_CLASSES: dict[GateName, str] = {
     "topk": "TopKGate",
     "switch": "SwitchGate",
     "noisy_topk": "NoisyTopKGate",
@@ -45,24 +60,51 @@ _CLASSES = {
     "random": "RandomGate",
 }
 """By the name that MoELayer's ``gate`` takes, which is its file's too."""
-_FILES = {name: file for file, name in _CLASSES.items()} | {"ExternalGate": "external"}
+_FILES: dict[str, str] = {name: file for file, name in _CLASSES.items()} | {"ExternalGate": "external"}
 
-GATES: Mapping[str, type[Gate]]
+GATES: Mapping[GateName, type[Gate]]
 """The gates by name: all are loaded at its first use."""
 
-__all__ = ["GATES", "Gate", "Mix", "Routing", "load_balance_loss", "router_z_loss", *_FILES]
+# In full and not made of _FILES: type checkers read this list, and do not run the file.
+__all__ = [
+    "GATES",
+    "BatchPrioritisedGate",
+    "DeepSeekGate",
+    "ExpertChoiceGate",
+    "ExternalGate",
+    "Gate",
+    "HashGate",
+    "Mix",
+    "NoisyTopKGate",
+    "RandomGate",
+    "Routing",
+    "SigmoidGate",
+    "SoftGate",
+    "SwitchGate",
+    "TopKGate",
+    "XMoEGate",
+    "load_balance_loss",
+    "router_z_loss",
+]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "GATES":
-        return {file: __getattr__(kind) for file, kind in _CLASSES.items()}
-    if name not in _FILES:
-        raise AttributeError(f"module 'pmoe.gates' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"pmoe.gates.{_FILES[name]}"), name)
+def _load(name: str) -> type[Gate]:
+    gate: type[Gate] = getattr(importlib.import_module(f"pmoe.gates.{_FILES[name]}"), name)
+    return gate
+
+
+if not TYPE_CHECKING:  # a type checker that saw it would take every mistyped name for one of these
+
+    def __getattr__(name: str) -> Any:
+        if name == "GATES":
+            return {file: _load(kind) for file, kind in _CLASSES.items()}
+        if name not in _FILES:
+            raise AttributeError(f"module 'pmoe.gates' has no attribute {name!r}")
+        return _load(name)
 
 
 def make_gate(
-    name: str,
+    name: GateName,
     sizes: tuple[int, int, int],
     capacity_factor: float | None,
     given: Mapping[str, Any],
@@ -74,7 +116,7 @@ def make_gate(
     """
     if name not in _CLASSES:
         raise ValueError(f"gate ({name!r}) must be a module or one of {', '.join(sorted(_CLASSES))}")
-    kind: type[Gate] = __getattr__(_CLASSES[name])
+    kind = _load(_CLASSES[name])
     known = inspect.signature(kind).parameters
     asked = {option: value for option, value in given.items() if value is not None}
     for option, value in asked.items():

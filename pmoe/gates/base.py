@@ -9,7 +9,7 @@ import abc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,10 @@ class Routing:
     keep: Tensor | None = None
     token: Tensor | None = None
     mix: Mix | None = None
+
+
+PartitionName = Literal["tokens", "none"]
+"""What `Gate.partition` may be."""
 
 
 class KeptType:
@@ -100,7 +104,7 @@ class Gate(nn.Module, abc.ABC):
     change it.
     """
 
-    partition: Literal["tokens", "none"] = "tokens"
+    partition: PartitionName = "tokens"
     """What a part of the batch would be routed to: "tokens", the same as within the whole (capacity, where
     there is one, passed from part to part); "none", something else: the gate needs the whole batch. Said of
     eval mode: a gate that draws noise in training draws other noise for a part."""
@@ -162,9 +166,13 @@ class Gate(nn.Module, abc.ABC):
         return ", ".join(f"{name}={value!r}" for name, value in (plain | shapes).items())
 
     @abc.abstractmethod
-    def forward(self, x_TM: Tensor) -> Routing:
+    def forward(self, x_TM: Tensor, *args: Any, **kwargs: Any) -> Routing:
         """Routes the tokens x_TM, (T, d_model); T may be 0. Where `needs_token_ids`, the second argument is
-        token_ids_T."""
+        token_ids_T; else there is none."""
+
+    if TYPE_CHECKING:  # of torch's __call__ type checkers know nothing: this is forward's signature again
+
+        def __call__(self, x_TM: Tensor, *args: Any, **kwargs: Any) -> Routing: ...
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -196,6 +204,10 @@ def scaled(weight_TK: Tensor, normalize: bool) -> Tensor:
 
 class TopKRouter(Gate):
     """weight: parameter (E, M). normalize: None means what the gate's papers do, see `normalizes`."""
+
+    top_k: int
+    z_loss_weight: float
+    normalize: bool
 
     normalizes = True
     """Whether several weights of a token are scaled to sum 1 where nothing is said. A single one never is: it

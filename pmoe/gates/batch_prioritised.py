@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pmoe.arguments import check_positive
-from pmoe.gates.base import Routing
+from pmoe.gates.base import PartitionName, Routing
 from pmoe.gates.capacity import expert_capacity, within_capacity
 from pmoe.gates.topk import TopKGate
 
@@ -30,7 +30,7 @@ class BatchPrioritisedGate(TopKGate):
     Raises ValueError for a capacity_factor that is not positive.
     """
 
-    partition = "none"
+    partition: PartitionName = "none"
     decides_capacity = True
 
     def __init__(

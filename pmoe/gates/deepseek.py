@@ -50,6 +50,12 @@ class DeepSeekGate(TopKRouter):
     num_experts, top_groups above num_groups, a routed_scaling that is not positive, a negative update_speed.
     """
 
+    num_groups: int
+    top_groups: int
+    routed_scaling: float
+    update_speed: float
+    sequence_length: int | None
+
     saved_scores = 3
     # In bfloat16, steps of 0.001 would be lost beside a bias of 1; a load of 257 would be one of 256.
     bias = KeptType(torch.float32)

@@ -16,6 +16,9 @@ class DrawnGate(Gate):
     nothing here could learn from it.
     """
 
+    num_experts: int
+    top_k: int
+
     saved_scores = 0
 
     def __init__(

@@ -6,14 +6,18 @@ Letters: K = top_k, the mean number of experts a token, C tokens an expert takes
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_one_of, check_place, check_positive
-from pmoe.gates.base import Gate, Routing, check_sizes, draw_router_weight
+from pmoe.gates.base import Gate, PartitionName, Routing, check_sizes, draw_router_weight
 from pmoe.gates.capacity import expert_capacity
 from pmoe.gates.logits import router_logits
+
+NormalizedOver = Literal["experts", "tokens"]
+"""What the scores of `ExpertChoiceGate` sum to 1 over."""
 
 
 class ExpertChoiceGate(Gate):
@@ -40,7 +44,11 @@ class ExpertChoiceGate(Gate):
     Raises ValueError for a capacity_factor that is not positive, an unknown normalize_over.
     """
 
-    partition = "none"
+    top_k: int
+    capacity_factor: float | None
+    weight: nn.Parameter
+
+    partition: PartitionName = "none"
     picks_tokens = True
     decides_capacity = True
 
@@ -51,7 +59,7 @@ class ExpertChoiceGate(Gate):
         top_k: int = 1,
         *,
         capacity_factor: float | None = None,
-        normalize_over: str = "experts",
+        normalize_over: NormalizedOver = "experts",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -59,7 +67,7 @@ class ExpertChoiceGate(Gate):
         check_sizes(d_model, num_experts, top_k)
         check_place(device, dtype)
         check_positive(capacity_factor=capacity_factor)
-        check_one_of("normalize_over", normalize_over, ("experts", "tokens"))
+        check_one_of("normalize_over", normalize_over, get_args(NormalizedOver))
         self.top_k, self.capacity_factor, self.normalize_over = int(top_k), capacity_factor, normalize_over
         self.weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
         self.reset_parameters()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pmoe.gates.base import Gate, Routing
+from pmoe.gates.base import Gate, PartitionName, Routing
 
 
 class ExternalGate(Gate):
@@ -21,7 +21,7 @@ class ExternalGate(Gate):
     travel back to whoever made it.
     """
 
-    partition = "none"
+    partition: PartitionName = "none"
     saved_scores = 0
     has_external_routing = True
 

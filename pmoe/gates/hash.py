@@ -27,6 +27,8 @@ class HashGate(DrawnGate):
     Raises ValueError at the call where token_ids_T is not (T,), not int64 or not on the tokens' device.
     """
 
+    seed: int
+
     needs_token_ids = True
 
     def __init__(
@@ -43,7 +45,7 @@ class HashGate(DrawnGate):
         check_int(seed=seed)
         self.seed = int(seed)
 
-    def forward(self, x_TM: Tensor, token_ids_T: Tensor) -> Routing:  # type: ignore[override]
+    def forward(self, x_TM: Tensor, token_ids_T: Tensor) -> Routing:
         """Routes the tokens x_TM (T, M) by their ids (T,). Raises ValueError, see the class."""
         if not isinstance(token_ids_T, Tensor):
             raise ValueError(

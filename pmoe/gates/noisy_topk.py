@@ -29,6 +29,8 @@ class NoisyTopKGate(TopKRouter):
     checkpointing.
     """
 
+    noise_weight: nn.Parameter
+
     @property
     def saved_scores(self) -> int:  # type: ignore[override]
         return 4 + self.normalize

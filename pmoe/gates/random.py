@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pmoe.gates.base import Routing
+from pmoe.gates.base import PartitionName, Routing
 from pmoe.gates.draws import DrawnGate
 
 BOUND = 1 << 62
@@ -23,7 +23,7 @@ class RandomGate(DrawnGate):
     partition "none": a part of the batch has other draws than it has within the whole.
     """
 
-    partition = "none"
+    partition: PartitionName = "none"
 
     def forward(self, x_TM: Tensor) -> Routing:
         return self.routed(x_TM, torch.randint(BOUND, (x_TM.shape[0], self.top_k), device=x_TM.device))

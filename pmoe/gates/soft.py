@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_count, check_place
-from pmoe.gates.base import Gate, Mix, Routing, check_sizes
+from pmoe.gates.base import Gate, Mix, PartitionName, Routing, check_sizes
 from pmoe.gates.logits import router_logits
 
 SHORTEST = 1e-6
@@ -40,7 +40,10 @@ class SoftGate(Gate):
     Raises ValueError for slots_per_expert below 1.
     """
 
-    partition = "none"
+    weight: nn.Parameter
+    scale: nn.Parameter
+
+    partition: PartitionName = "none"
     picks_tokens = mixes_tokens = True
 
     def __init__(

@@ -7,6 +7,7 @@ Letters: P = d_proj.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,10 @@ from pmoe.gates.logits import router_logits, router_loss
 from pmoe.gates.soft import inverse_length
 from pmoe.kernels.route import top_indices
 
-TEMPERATURES = {"softmax": 0.3, "sigmoid": 0.07}
+ScoreName = Literal["softmax", "sigmoid"]
+"""What `XMoEGate` makes weights of cosines by."""
+
+TEMPERATURES: dict[ScoreName, float] = {"softmax": 0.3, "sigmoid": 0.07}
 """What the temperature begins at, by score: the usual values, not checked against the paper."""
 
 
@@ -51,6 +55,14 @@ class XMoEGate(Gate):
     Raises ValueError for an unknown score, a d_proj below 1, a temperature that is not positive.
     """
 
+    top_k: int
+    z_loss_weight: float
+    normalize: bool
+    first_temperature: float
+    projection: nn.Parameter
+    weight: nn.Parameter
+    log_temperature: nn.Parameter
+
     saved_scores = 4
 
     def __init__(
@@ -60,7 +72,7 @@ class XMoEGate(Gate):
         top_k: int = 1,
         *,
         d_proj: int | None = None,
-        score: str = "softmax",
+        score: ScoreName = "softmax",
         temperature: float | None = None,
         normalize: bool | None = None,
         z_loss_weight: float = 0.0,

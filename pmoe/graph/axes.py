@@ -19,7 +19,8 @@ from torch import Tensor, fx
 
 from pmoe.graph.lower import NUMBERS, has_shape
 
-aten, moe = torch.ops.aten, torch.ops.pmoe_graph
+aten: Any = torch.ops.aten
+moe: Any = torch.ops.pmoe_graph
 
 IRREGULAR, SUM = "irregular", "sum"
 """The axis of routed rows: parts hold as many as the routing gives them (the paper's A_irr). And that of

@@ -62,8 +62,10 @@ class Costs:
             save_json(self._path, {"seconds": self.seconds})
 
 
-costs_of = functools.cache(Costs)
-"""One of each device."""
+@functools.cache
+def costs_of(device: torch.device) -> Costs:
+    """One of each device."""
+    return Costs(device)
 
 
 def signature(node: fx.Node, args: object, kwargs: object) -> str:

@@ -77,6 +77,8 @@ def regrouped(rows: Sequence[Tensor], counts_WE: Tensor, *, back: bool) -> list[
 class Exchanging:
     """Rows under way. They come by expert, and leave so on the way home. Arguments are `exchange_rows`'s."""
 
+    out: list[Tensor]
+
     def __init__(
         self,
         rows: Sequence[Tensor],

@@ -24,7 +24,8 @@ from pmoe.graph.lower import is_result, label, merge_weight_gradients
 from pmoe.graph.operators import parts_of
 from pmoe.graph.ranges import Range, stages, turns
 
-aten, moe = torch.ops.aten, torch.ops.pmoe_graph
+aten: Any = torch.ops.aten
+moe: Any = torch.ops.pmoe_graph
 SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 MADE = (aten.select_backward.default, aten.slice_backward.default, aten.new_zeros.default)
 """Operators that are told the size of their result: those that may infer one dimension, and others."""

@@ -45,6 +45,10 @@ class RangePlan:
 class Cutting:
     """One graph, and how it is cut."""
 
+    size: str
+    calls: list[fx.Node]
+    names: tuple[str, ...]
+
     def __init__(self, module: fx.GraphModule, cut: Mapping[fx.Node, Axis], sequences: object) -> None:
         """cut: the axes of inputs. sequences: how many there are, as the graph has it."""
         self._module, self.size = module, f"{sequences}"

@@ -79,6 +79,11 @@ class GraphRunner:
     costs with them cut. Before the next, ranks take rank 0's costs, and the order follows.
     """
 
+    module: fx.GraphModule
+    options: Options
+    program: Program
+    cutting: Cutting
+
     _boxed_call = True
 
     def __init__(

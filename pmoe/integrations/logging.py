@@ -109,6 +109,11 @@ class StatsWriter:
     tensorboard is True and the package is not installed.
     """
 
+    writes: bool
+    every: int
+    exposed: bool
+    folder: Path
+
     def __init__(
         self,
         run_dir: str | Path,

@@ -260,8 +260,8 @@ class Heap:
 
     def __post_init__(self) -> None:
         shape, device, places = self.shape, self.device, self.shape.places
-        self.peers = torch.tensor(self.peer_addresses, dtype=torch.int64, device=device)
-        self.report = torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.peers: Tensor = torch.tensor(self.peer_addresses, dtype=torch.int64, device=device)
+        self.report: Tensor = torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._words = (ctypes.c_int32 * REPORT_WORDS).from_address(self.report.data_ptr())
         inbox, weights = self.base + places["inbox"], self.base + places["weights"]
         self._inbox = tensor_at(inbox, (shape.rows, shape.d_model), shape.dtype, device)

@@ -135,6 +135,9 @@ class Registry:
     The first is the challenger. The last one refuses nothing.
     """
 
+    candidates: tuple[ProductCandidate, ...]
+    challenger: str
+
     def __init__(self, candidates: Sequence[ProductCandidate]) -> None:
         self.candidates = tuple(candidates)
         self.challenger = candidates[0].name

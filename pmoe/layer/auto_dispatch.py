@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pmoe.comm import NAMES
+from pmoe.comm import NAMES, ExchangeName
 from pmoe.comm.agreement import from_first
 from pmoe.comm.ranks import Grid
 from pmoe.comm.topology import Nodes, Topology, find_topology
@@ -25,20 +25,23 @@ ONLY_FLAT = ("memory_budget", "pad_to_capacity", "fused")
 
 def fastest_dispatch(
     spec: LayerSpec, grid: Grid, nodes: Nodes, device: torch.device | str | None, dtype: torch.dtype | None
-) -> str:
+) -> ExchangeName:
     """A name of NAMES, the same on every rank. Collective: ranks compare their nodes, and take what rank 0
     finds in its stored profile. "flat" where there are no two levels or no profile, which the log says.
 
     Raises ValueError or TypeError on every rank for ``nodes`` that cannot be.
     """
     topology, like = find_topology(grid.across, nodes), torch.empty(0, device=device, dtype=dtype)
-    found = _by_profile(spec, grid, topology, like) if grid.all.rank == 0 else ("", "")
+    found = _by_profile(spec, grid, topology, like) if grid.all.rank == 0 else (NAMES[0], "")
+    name: ExchangeName
     name, why = from_first(grid.all, found, stage="choosing the all-to-all")
     log.info('dispatch="auto" takes "%s": %s', name, why)
     return name
 
 
-def _by_profile(spec: LayerSpec, grid: Grid, topology: Topology, like: torch.Tensor) -> tuple[str, str]:
+def _by_profile(
+    spec: LayerSpec, grid: Grid, topology: Topology, like: torch.Tensor
+) -> tuple[ExchangeName, str]:
     """The all-to-all, and why."""
     if topology.is_level:
         return NAMES[0], "no machine has several ranks beside other machines"

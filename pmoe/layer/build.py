@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.arguments import check_flag, check_kind, check_not_negative, check_place
 from pmoe.comm.ranks import Grid, Ranks
-from pmoe.experts import initialise, make_stacked
+from pmoe.experts import ExpertName, initialise, make_stacked
 from pmoe.experts.base import Experts
-from pmoe.experts.ffn import find_activation
-from pmoe.gates import make_gate
+from pmoe.experts.ffn import ActivationName, find_activation
+from pmoe.gates import GateName, make_gate
 from pmoe.layer.parts import Parts
 from pmoe.layer.spec import LayerSpec, Switches
 from pmoe.schedule.restore import Restore
@@ -33,7 +33,7 @@ def check_arguments(
     callbacks: Sequence[Callback],
     device: torch.device | str | None,
     dtype: torch.dtype | None,
-    activation: str,
+    activation: ActivationName,
     shared_gate: bool,
     z_loss_weight: float,
 ) -> None:
@@ -105,7 +105,7 @@ def set_option(layer: MoELayer, name: str, value: object) -> None:
 
 def make_layer_gate(
     spec: LayerSpec,
-    gate: str | nn.Module,
+    gate: GateName | nn.Module,
     normalize_gate: bool | None,
     z_loss_weight: float,
     options: dict[str, Any],
@@ -127,8 +127,8 @@ def make_layer_gate(
 
 def make_experts(
     layer: MoELayer,
-    expert: str | nn.Module | Callable[..., nn.Module],
-    activation: str,
+    expert: ExpertName | nn.Module | Callable[..., nn.Module],
+    activation: ActivationName,
     bias: bool,
     options: dict[str, Any],
 ) -> Experts:

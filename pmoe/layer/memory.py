@@ -18,7 +18,7 @@ from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.planner.memory import PredictedMemory, predict
 from pmoe.planner.pass_rows import counted_rows
 from pmoe.runners.features import Feature
-from pmoe.schedule.restore import Restore, parse_restore
+from pmoe.schedule.restore import Restore, StrategyName, parse_restore
 from pmoe.schedule.slots import HiddenColumns
 
 USERS_OWN = {
@@ -37,7 +37,7 @@ def predict_memory(
     row_counts: RankCounts | None,
     pipeline: int | None,
     pipeline_backward: int | None,
-    memory_reuse: str | Restore | None,
+    memory_reuse: StrategyName | Restore | None,
 ) -> PredictedMemory:
     """As `pmoe.MoELayer.predict_memory`."""
     for name, value in (("pipeline", pipeline), ("pipeline_backward", pipeline_backward)):
@@ -95,7 +95,10 @@ def unknown(parts: Parts) -> tuple[str, ...]:
 
 
 def _ways(
-    parts: Parts, pipeline: int | None, pipeline_backward: int | None, memory_reuse: str | Restore | None
+    parts: Parts,
+    pipeline: int | None,
+    pipeline_backward: int | None,
+    memory_reuse: StrategyName | Restore | None,
 ) -> list[Choice]:
     """All that the layer may take: one where nothing is left to choose."""
     spec, pairs = parts.spec, parts.pairs

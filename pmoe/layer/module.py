@@ -5,25 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pmoe.comm import Combine, Dispatch, Traffic, make_exchanges
+from pmoe.comm import Combine, Dispatch, ExchangeName, Traffic, make_exchanges
 from pmoe.comm.base import FlatAllToAll
 from pmoe.comm.counts import RankCounts
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Grid, Ranks
+from pmoe.experts import ActivationName, ExpertName
 from pmoe.experts.base import Experts, Shard
+from pmoe.gates import GateName
 from pmoe.layer import build, stored_state
 from pmoe.layer.called import SharedGate, experts_inside, gate_inside
 from pmoe.layer.decision import ExpertsCall, LastCall, Ran, route_call, shaped_output
 from pmoe.layer.parts import Call, Known, Parts
-from pmoe.layer.spec import LayerSpec, Switches, option
-from pmoe.ordering import Order, make_order
-from pmoe.schedule.restore import Restore
+from pmoe.layer.spec import FusedName, LayerSpec, Switches, option
+from pmoe.ordering import Order, OrderName, make_order
+from pmoe.planner.degree import SolveName
+from pmoe.schedule.restore import Restore, StrategyName
 
 if TYPE_CHECKING:
     from pmoe.engine.callbacks import Callback
@@ -107,18 +110,32 @@ class MoELayer(nn.Module):
     Raises ValueError or TypeError, naming argument, value and rule, when built or when an option is set.
     """
 
+    traffic: Traffic
+    order: Order
+    dispatch: Dispatch
+    combine: Combine
+    scalars: FlatAllToAll
+    callbacks: tuple[Callback, ...]
+    callback_modules: nn.ModuleList
+    trusts_gate: bool
+    gate: nn.Module
+    experts: Experts
+    shared_gate: nn.Linear | None
+    grid: Grid
+    known: Known
+
     d_model: int = option("d_model")
     d_hidden: int = option("d_hidden")
     num_experts: int = option("num_experts")
     top_k: int = option("top_k")
     capacity_factor: float | None = option("capacity_factor")
     pad_to_capacity: bool = option("pad_to_capacity")
-    pipeline: bool | int | str = option("pipeline")
-    memory_reuse: bool | str | Restore = option("memory_reuse")
+    pipeline: bool | int | SolveName = option("pipeline")
+    memory_reuse: bool | StrategyName | Restore = option("memory_reuse")
     pipeline_backward: int | None = option("pipeline_backward")
     slack: float = option("slack")
     memory_budget: int | str | None = option("memory_budget")
-    fused: bool | str = option("fused")
+    fused: bool | FusedName = option("fused")
     send_once: bool = option("send_once")
     check_finite: bool | None = option("check_finite")
     switches: Switches = option("switches")
@@ -135,23 +152,23 @@ class MoELayer(nn.Module):
         num_experts: int,
         top_k: int = 1,
         *,
-        gate: str | nn.Module = "topk",
-        expert: str | nn.Module | Callable[..., nn.Module] = "ffn",
-        activation: str = "gelu",
+        gate: GateName | nn.Module = "topk",
+        expert: ExpertName | nn.Module | Callable[..., nn.Module] = "ffn",
+        activation: ActivationName = "gelu",
         bias: bool = True,
         capacity_factor: float | None = None,
         pad_to_capacity: bool = False,
-        pipeline: bool | int | str = False,
-        memory_reuse: bool | str | Restore = False,
+        pipeline: bool | int | SolveName = False,
+        memory_reuse: bool | StrategyName | Restore = False,
         pipeline_backward: int | None = None,
         slack: float = 1.25,
         memory_budget: int | str | None = None,
         group: dist.ProcessGroup | Ranks | None = None,
         mesh: DeviceMesh | None = None,
-        fused: bool | str = False,
-        order: str | Order = "sorted",
-        dispatch: str | Dispatch = "flat",
-        combine: str | Combine | None = None,
+        fused: bool | FusedName = False,
+        order: OrderName | Order = "sorted",
+        dispatch: ExchangeName | Literal["auto"] | Dispatch = "flat",
+        combine: ExchangeName | Combine | None = None,
         nodes: int | Sequence[int] | None = None,
         send_once: bool = False,
         shared_expert: int | nn.Module | None = None,
@@ -312,14 +329,21 @@ class MoELayer(nn.Module):
         self.last = LastCall.of(decision)
         return shaped_output(decision, y_TM)
 
+    if TYPE_CHECKING:  # of torch's __call__ type checkers know nothing: this is forward's signature again
+
+        def __call__(
+            self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None
+        ) -> Tensor: ...
+
     @property
-    def l_aux(self) -> Tensor | None:
-        """Scalar, the auxiliary loss of the last call, on its graph; None may be set to let it go.
+    def l_aux(self) -> Tensor:
+        """Scalar, the auxiliary loss of the last call, on its graph. None may be set to let it go.
 
         Until then, or the next call, that graph lives on, and with it what layers before this one keep for a
-        backward pass that never came.
+        backward pass that never came. Before the first call, and where it was let go, it is a zero of no
+        graph, on the parameters' device.
         """
-        return self.last.l_aux
+        return self.parts.no_loss() if self.last.l_aux is None else self.last.l_aux
 
     @l_aux.setter
     def l_aux(self, value: Tensor | None) -> None:
@@ -409,7 +433,7 @@ class MoELayer(nn.Module):
         *,
         pipeline: int | None = None,
         pipeline_backward: int | None = None,
-        memory_reuse: str | Restore | None = None,
+        memory_reuse: StrategyName | Restore | None = None,
     ) -> PredictedMemory:
         """The bytes that one forward and backward take on this rank (`pmoe.planner.memory.PredictedMemory`).
 

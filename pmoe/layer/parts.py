@@ -93,6 +93,14 @@ class Parts(Modules):
         found = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
         return None if found is None else local_part(found)
 
+    def no_loss(self) -> Tensor:
+        """What l_aux is without a call: scalar, zero, float32 or wider, as a gate's loss is."""
+        like = self.like
+        if like is None:
+            return torch.zeros(())
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        return torch.zeros((), dtype=dtype, device=like.device)
+
     def asks_for_gradients(self, *tensors: Tensor) -> bool:
         """Whether a call may be differentiated: in these tensors, or in a parameter that runners take."""
         if not torch.is_grad_enabled():

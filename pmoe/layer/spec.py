@@ -5,14 +5,18 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pmoe.arguments import check_count, check_flag, check_kind, check_number, check_positive, plain_int
-from pmoe.planner.degree import DEGREES, check_backward, check_pipeline
-from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, parse_restore
+from pmoe.planner.degree import DEGREES, SolveName, check_backward, check_pipeline
+from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, StrategyName, parse_restore
 
 if TYPE_CHECKING:
     from pmoe.layer.module import MoELayer
+
+
+FusedName = Literal["forward", "persistent", "auto"]
+"""What MoELayer's argument ``fused`` takes, beside True and False."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +55,12 @@ class LayerSpec:
     top_k: int = 1
     capacity_factor: float | None = None
     pad_to_capacity: bool = False
-    pipeline: bool | int | str = False
-    memory_reuse: bool | str | Restore = False
+    pipeline: bool | int | SolveName = False
+    memory_reuse: bool | StrategyName | Restore = False
     pipeline_backward: int | None = None
     slack: float = 1.25
     memory_budget: int | str | None = None
-    fused: bool | str = False
+    fused: bool | FusedName = False
     send_once: bool = False
     check_finite: bool | None = None
     switches: Switches = field(default_factory=Switches)
@@ -73,7 +77,7 @@ class LayerSpec:
         check_number(slack=self.slack)
         if not 1 <= self.slack < math.inf:
             raise ValueError(f"slack ({self.slack}) must be a number of at least 1")
-        ways = (True, False, "forward", "persistent", "auto")
+        ways = (True, False, *get_args(FusedName))
         if not isinstance(self.fused, bool | str) or self.fused not in ways:
             raise ValueError(f'fused ({self.fused!r}) must be False, True, "forward", "persistent" or "auto"')
         check_pipeline(self.pipeline)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from pmoe.experts import make_stacked
+from pmoe.experts import ActivationName, ExpertName, make_stacked
 from pmoe.experts.base import ExpertRows
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.experts.stacked import StackedExperts
@@ -40,10 +41,11 @@ class KernelCase:
 def mismatch(case: KernelCase) -> str | None:
     """What the kernels compute wrongly, with the numbers; None where every result is right."""
     generator = torch.Generator().manual_seed(0)
-    kind = "swiglu" if case.activation == "swiglu" else "ffn"
+    kind: ExpertName = "swiglu" if case.activation == "swiglu" else "ffn"
+    activation = cast(ActivationName, case.activation)  # SwiGLU experts do not look at it
     # For their shapes and their nonlinearity: parameters are given apart.
     sizes = (NUM_MODEL, NUM_HIDDEN, len(COUNTS))
-    experts = make_stacked(kind, *sizes, case.activation, case.bias, device="meta")
+    experts = make_stacked(kind, *sizes, activation, case.bias, device="meta")
     rows = (sum(COUNTS), NUM_MODEL)
     shapes = (rows, rows, rows[:1], *(each.shape for each in experts.parameters()))
     operands = [torch.randn(*each, generator=generator).mul_(0.25).to(case.dtype) for each in shapes]

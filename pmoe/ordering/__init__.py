@@ -6,10 +6,14 @@ Letters: T tokens, N rows, S slots of K choices, M = d_model.
 from __future__ import annotations
 
 import abc
+from typing import Literal
 
 from torch import Tensor
 
 __all__ = ["Order", "SortedOrder", "make_order"]
+
+OrderName = Literal["sorted", "einsum"]
+"""What MoELayer's argument ``order`` takes, beside a module."""
 
 
 class Order(abc.ABC):

@@ -117,7 +117,7 @@ def attention(layer: Configured) -> Attention:
     return Attention(sum(map(GEMM, products)), ALL_GATHER(sent), REDUCE_SCATTER(sent))
 
 
-all_reduce_of = functools.partial(all_reduce_seconds, ALL_REDUCE)
+all_reduce_of: Callable[[float], float] = functools.partial(all_reduce_seconds, ALL_REDUCE)
 """Seconds of an all-reduce of so many bytes of a GPU's gradients over the nodes."""
 
 

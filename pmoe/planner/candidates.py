@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from pmoe.comm import ExchangeName
 from pmoe.comm.counts import num_bins, slot_rows
 from pmoe.planner.cost_model import cheapest_pair, eq10_seconds
 from pmoe.planner.degree import DEGREES, Choice, all_choices
@@ -146,7 +147,7 @@ def advise(
     budget: int | None = None,
     slack: float = 1.25,
     pairs: Sequence[Restore] = ALL_PAIRS,
-    dispatch: str = "flat",
+    dispatch: ExchangeName = "flat",
 ) -> Advice:
     """n and the restore pair for a layer with ``num_tokens`` tokens a rank, evenly routed.
 
@@ -208,6 +209,11 @@ class Chooser:
     pairs: to choose from. budget: bytes for any routing, or None. slack: rows of a slot over the balanced
     share. bins: into which rows are counted.
     """
+
+    pairs: tuple[Restore, ...]
+    budget: int | None
+    slack: float
+    bins: int | None
 
     def __init__(
         self, *, pairs: Sequence[Restore], budget: int | None, slack: float, bins: int | None = None

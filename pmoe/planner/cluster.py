@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from pmoe.arguments import check_count, check_positive
+from pmoe.comm import ExchangeName
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import Fit, LineCost
 from pmoe.planner.profile import FORMAT, Operations, Profile, Versions
@@ -68,7 +69,7 @@ class Cluster:
                 f"{self.num_ranks} ranks are too few, {least} could"
             )
 
-    def profile(self, dispatch: str, esp: int, dtype: str) -> Profile:
+    def profile(self, dispatch: ExchangeName, esp: int, dtype: str) -> Profile:
         """As `pmoe profile` might measure these ranks. The ``esp`` ranks of an expert gather and sum rows by
         a message to each of the others."""
         message = message_line(dispatch, self.machines, self.ranks_per_machine // esp, vars(self))
@@ -97,7 +98,7 @@ class Cluster:
         )
 
 
-def legs(dispatch: str, machines: int, local: int) -> list[dict[str, tuple[int, float]]]:
+def legs(dispatch: ExchangeName, machines: int, local: int) -> list[dict[str, tuple[int, float]]]:
     """The collectives of an all-to-all, one after the other: what the busiest rank sends, or receives.
 
     Messages, and their bytes over R, by link. machines: A. local: L.
@@ -117,7 +118,9 @@ def legs(dispatch: str, machines: int, local: int) -> list[dict[str, tuple[int, 
     return [trip, {"outside": (away, local * away / machines)}, trip]
 
 
-def message_line(dispatch: str, machines: int, local: int, links: Mapping[str, LineCost]) -> LineCost:
+def message_line(
+    dispatch: ExchangeName, machines: int, local: int, links: Mapping[str, LineCost]
+) -> LineCost:
     """Of one all-to-all by ``dispatch``: seconds by the bytes that a rank has for others, R (W - 1) / W.
 
     machines: A. local: L. links: "inside" and "outside". Of two links side by side the slower counts, for

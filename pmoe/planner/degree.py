@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from pmoe.arguments import MOST
 from pmoe.schedule.restore import Restore
@@ -11,7 +12,8 @@ from pmoe.schedule.restore import Restore
 DEGREES = (1, 2, 4, 8, 16)
 """What pipeline=True chooses from; each divides the next."""
 
-SOLVE = "solve"
+SolveName = Literal["solve"]
+SOLVE: SolveName = "solve"
 """The argument that asks FSMoE's solver for the degrees."""
 
 

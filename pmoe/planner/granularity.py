@@ -46,6 +46,8 @@ class GranularityTable:
     Then 200 -> 4 gives (100: 2), (200: 4), (400: 2), (900: 4).
     """
 
+    points: Any
+
     def __init__(self) -> None:
         self.points = SortedDict()  # measured B -> PassDegrees
 

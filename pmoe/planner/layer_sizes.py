@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from pmoe.experts import make_stacked
+from pmoe.experts import ExpertName, make_stacked
 from pmoe.experts.base import Shard
 from pmoe.schedule.slots import HiddenColumns
 from pmoe.schedule.tasks import Stages
@@ -97,10 +97,6 @@ class LayerSizes:
 # ---- the sizes of a layer that nobody has built, for `pmoe plan` and `pmoe memory`
 
 
-STACKED = ("ffn", "swiglu")
-"""Experts that a layer makes itself, by their names in its options."""
-
-
 def check_fits(num_experts: int, top_k: int, num_ranks: int) -> None:
     if top_k > num_experts:
         raise ValueError(f"top_k ({top_k}) must be at most num_experts ({num_experts})")
@@ -116,7 +112,7 @@ def sizes_from_options(
     top_k: int = 1,
     num_ranks: int = 1,
     inside: int = 1,
-    expert: str = "ffn",
+    expert: ExpertName = "ffn",
     bias: bool = True,
     dtype: torch.dtype = torch.float32,
     device_type: str = "cpu",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pmoe.comm import NAMES
+from pmoe.comm import NAMES, ExchangeName
 from pmoe.planner.candidates import Advice, advise
 from pmoe.planner.cluster import Cluster
 from pmoe.planner.layer_sizes import sizes_from_options
@@ -18,7 +18,7 @@ OFF = 0.2
 """How far each rate may be off where `sensitivity` asks what that changes."""
 
 
-def candidate_ways(rates: Profile | Cluster, layer: Mapping[str, Any]) -> list[tuple[str, int]]:
+def candidate_ways(rates: Profile | Cluster, layer: Mapping[str, Any]) -> list[tuple[ExchangeName, int]]:
     """All-to-alls with ESP degrees, divisors of L and H, over whose ranks a layer's experts can be spread.
 
     A profile knows the flat one without ESP. Raises ValueError where a cluster has none.
@@ -43,7 +43,7 @@ def plan_ways(
     layer: Mapping[str, Any],
     num_tokens: int,
     *,
-    among: Sequence[tuple[str, int]] | None = None,
+    among: Sequence[tuple[ExchangeName, int]] | None = None,
     budget: int | None = None,
     slack: float = 1.25,
     pairs: Sequence[Restore] = ALL_PAIRS,

@@ -29,6 +29,9 @@ from typing import Literal, get_args
 DispatchedFate = Literal["keep", "offload", "communicate"]
 HiddenFate = Literal["keep", "offload", "recompute"]
 
+StrategyName = Literal["S1", "S2", "S3", "S4"]
+"""MPipeMoE's names of four pairs, `STRATEGIES`: what MoELayer's argument ``memory_reuse`` takes."""
+
 
 @dataclass(frozen=True)
 class Restore:
@@ -52,7 +55,7 @@ class Restore:
         return f"{self.dispatched}/{self.hidden}"
 
     @property
-    def strategy(self) -> str | None:
+    def strategy(self) -> StrategyName | None:
         """The paper's name, "S1" to "S4", or None for the five pairs that it does not name."""
         return next((name for name, pair in STRATEGIES.items() if pair == self), None)
 
@@ -62,7 +65,7 @@ class Restore:
         return "offload" in (self.dispatched, self.hidden)
 
 
-STRATEGIES: dict[str, Restore] = {
+STRATEGIES: dict[StrategyName, Restore] = {
     "S1": Restore("offload", "offload"),
     "S2": Restore("communicate", "offload"),
     "S3": Restore("offload", "recompute"),
@@ -90,6 +93,7 @@ def parse_restore(memory_reuse: bool | str | Restore) -> Restore | bool:
     rule = f"must be False, True, a Restore or one of {', '.join(STRATEGIES)}"
     if not isinstance(memory_reuse, str):
         raise TypeError(f"memory_reuse ({memory_reuse!r}) {rule}")
-    if memory_reuse not in STRATEGIES:
-        raise ValueError(f"memory_reuse ({memory_reuse!r}) {rule}")
-    return STRATEGIES[memory_reuse]
+    for name, pair in STRATEGIES.items():
+        if memory_reuse == name:
+            return pair
+    raise ValueError(f"memory_reuse ({memory_reuse!r}) {rule}")

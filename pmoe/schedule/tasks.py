@@ -272,6 +272,9 @@ class PassBuilder:
     Raises ValueError for an n below 1.
     """
 
+    n: int
+    stages: Stages
+
     def __init__(self, direction: PassDirection, n: int, stages: Stages) -> None:
         if n < 1:
             raise ValueError(f"n ({n}) must be at least 1")

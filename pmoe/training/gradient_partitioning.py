@@ -47,6 +47,8 @@ class GradientBuffers:
     in the order of backward where all are of one type.
     """
 
+    ends: list[int]
+
     def __init__(self, parameters: Sequence[nn.Parameter], order: Sequence[int]) -> None:
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for at in order:

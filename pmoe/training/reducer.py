@@ -66,6 +66,12 @@ class GradientReducer:
     Raises ValueError where no parameter is dense, or one is a DTensor; TypeError for another partition.
     """
 
+    average: bool
+    ranks: Ranks
+    layers: list[MoELayer]
+    names: list[str]
+    parameters: list[nn.Parameter]
+
     def __init__(
         self,
         model: nn.Module,
@@ -235,6 +241,9 @@ class FirstStep(BackwardStep):
     order: indices of parameters as their gradients came; those without any come last. layers: every backward
     pass of an MoE layer. last_seconds: of the dense part after the last one.
     """
+
+    last_seconds: float
+    order: list[int]
 
     def __init__(self, device: torch.device) -> None:
         self._now = clock_of(device)

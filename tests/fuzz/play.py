@@ -157,7 +157,6 @@ class Model(nn.Module):
             y = self.layer(h, torch.arange(h.shape[:-1].numel()).reshape(h.shape[:-1]) * 7 + seed, **options)
         else:
             y = self.layer(h, **options)
-        assert self.layer.l_aux is not None
         return y, self.layer.l_aux
 
 

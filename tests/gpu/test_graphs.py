@@ -73,7 +73,6 @@ class Training:
 
     def step(self) -> Tensor:
         loss = (self.model(self.x) - self.target).float().square().mean()
-        assert self.model.moe.l_aux is not None
         loss = loss + AUX * self.model.moe.l_aux
         loss.backward()
         self.optimizer.step()

@@ -71,7 +71,6 @@ class Recording:
         self._begin()
         self._backward(self._forward())
         layer = self.layer
-        assert layer.l_aux is not None
         named = {**dict(layer.named_parameters()), **_borrowed(layer)}
         gradients = {name: parameter.grad for name, parameter in named.items()}
         if self.configuration.carries_gradients:

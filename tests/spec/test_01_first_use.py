@@ -59,7 +59,19 @@ def test_tokens_per_expert_counts_the_rows_of_the_last_call() -> None:
 def test_before_the_first_call_there_are_no_rows_and_no_loss() -> None:
     layer = make()
     assert layer.tokens_per_expert.tolist() == [0] * E
-    assert layer.l_aux is None and layer.ran is None
+    assert layer.ran is None
+    assert layer.l_aux.shape == () and layer.l_aux == 0 and not layer.l_aux.requires_grad
+
+
+def test_a_loss_that_was_let_go_is_zero_until_the_next_call() -> None:
+    layer = make()
+    layer(tokens(7))
+    loss = layer.l_aux
+    layer.l_aux = None
+    assert loss > 0 and layer.l_aux == 0
+    assert torch.equal(0.01 * layer.l_aux + loss, loss)
+    layer(tokens(7))
+    assert layer.l_aux == loss
 
 
 def test_parameters_have_the_documented_names_and_shapes() -> None:

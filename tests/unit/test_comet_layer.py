@@ -57,7 +57,6 @@ def step(layer: pmoe.MoELayer, count: int = T) -> dict[str, Tensor | None]:
     layer.zero_grad(set_to_none=True)
     x = tokens(count).requires_grad_()
     y = layer(x)
-    assert layer.l_aux is not None
     ((y * tokens(count, 2)).sum() + AUX * layer.l_aux).backward()
     found = {name: parameter.grad for name, parameter in layer.named_parameters()}
     return {"y": y.detach(), "l_aux": layer.l_aux.detach(), "x": x.grad, **found}

@@ -176,7 +176,7 @@ def test_a_copy_computes_the_same_and_shares_nothing(duplicate: Callable[[Any], 
     model = duplicate(nn.Sequential(nn.Identity(), layer))
     twin = model[1]
     assert layer.l_aux.requires_grad
-    assert twin.l_aux is None
+    assert not twin.l_aux.requires_grad and twin.l_aux == 0
     twin.zero_grad()
     with torch.no_grad():
         for parameter in layer.parameters():

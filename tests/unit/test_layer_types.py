@@ -17,7 +17,7 @@ from pmoe.experts.base import ExpertRows
 from pmoe.experts.modules import ModuleExperts
 from pmoe.experts.products import RowGroups
 from pmoe.experts.swiglu import SwiGLUExperts
-from tests.kit import AUX, D_MODEL, TOKENS, assert_same, build, gradients, loss_of, tokens
+from tests.kit import AUX, D_MODEL, NUM_EXPERTS, TOKENS, assert_same, build, gradients, loss_of, tokens
 from tests.own_experts import mlp
 from tests.own_gates import ByPosition
 from tests.reference import Definition
@@ -206,3 +206,20 @@ def test_a_float32_layer_equals_the_definition_to_its_precision(expert: str, n: 
     expected = {"y": ys[0], "l_aux": aux[0], **grads[0]}
     got = {name: value.double() for name, value in gradients(layer, x).items()}
     assert_same(got, expected, 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_loss_of_no_call_has_the_type_of_a_loss(dtype: torch.dtype) -> None:
+    layer = build(dtype=dtype)
+    before = layer.l_aux
+    layer(tokens(dtype=dtype))
+    assert (before.dtype, before.device, before.shape) == (layer.l_aux.dtype, layer.l_aux.device, ())
+
+
+def test_the_loss_of_no_call_is_on_the_parameters_device() -> None:
+    assert build(device="meta").l_aux.is_meta
+
+
+def test_a_layer_without_parameters_has_a_loss_of_no_call() -> None:
+    layer = build(gate="random", expert=nn.ModuleList(nn.Identity() for _ in range(NUM_EXPERTS)))
+    assert not list(layer.parameters()) and layer.l_aux == 0

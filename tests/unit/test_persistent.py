@@ -70,7 +70,6 @@ def step(layer: pmoe.MoELayer, count: int, between: Any = None) -> dict[str, Ten
     y = layer(x)
     if between is not None:
         between()
-    assert layer.l_aux is not None
     ((y * grad).sum() + layer.l_aux).backward()
     assert x.grad is not None
     grads = {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
@@ -223,7 +222,6 @@ def test_rows_narrowed_by_autocast_are_routed_by_wide_ones() -> None:
         layer, x = make(fused, torch.float32, slack=8.0), torch.randn(T, M)
         with torch.autocast("cpu", BF16):
             y = layer(x)
-        assert layer.l_aux is not None
         (y.float().square().sum() + layer.l_aux).backward()
         assert layer.gate.weight.grad is not None
         found[fused] = (layer.l_aux.detach(), layer.gate.weight.grad, y.detach())
@@ -262,7 +260,7 @@ def test_what_was_promised_is_kept_where_no_launch_comes(monkeypatch: pytest.Mon
     with torch.autocast("cpu", torch.bfloat16):
         layer(x := torch.randn(T, M, dtype=BF16))
     l_aux = layer.gate(x).l_aux
-    assert layer.l_aux is not None and relative_error(layer.l_aux.double(), l_aux.double()) < 1e-6
+    assert relative_error(layer.l_aux.double(), l_aux.double()) < 1e-6
 
 
 @pytest.mark.usefixtures("_emulated")
@@ -281,7 +279,7 @@ def test_a_schedule_may_set_numpys_numbers() -> None:
     layer, x = make(), torch.randn(T, M, dtype=BF16)
     layer.gate.z_loss_weight, layer.gate.normalize = np.float32(0.25), np.bool_(False)
     layer(x)
-    assert layer.ran is not None and layer.ran.path == "persistent" and layer.l_aux is not None
+    assert layer.ran is not None and layer.ran.path == "persistent"
     assert relative_error(layer.l_aux.double(), layer.gate(x).l_aux.double()) < 1e-2
 
 

@@ -16,6 +16,9 @@ _members: list[int] | None = None
 class NvshmemMemory(DeviceMemory):
     """NVSHMEM's, of one group of ranks: see `pmoe.comm.heap.providers.nvshmem_heap`."""
 
+    members: list[int]
+    base: int
+
     collective = True
 
     def __init__(self, ranks: Ranks) -> None:

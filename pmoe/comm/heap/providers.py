@@ -93,6 +93,9 @@ def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
 class CollectiveSteps:
     """Steps that every rank takes, and that fail on all where they fail on one."""
 
+    ranks: Ranks
+    device: torch.device
+
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.ranks, self.device = ranks, device
 

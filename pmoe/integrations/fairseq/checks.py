@@ -57,7 +57,7 @@ def check_model(config: Any, sides: tuple[str, ...]) -> None:
         if value:
             raise ValueError(f"--{name.replace('_', '-')} ({value}) must be left out: {why}")
     name = str(arguments["gate"])
-    gate = gates.GATES.get(name)
+    gate = next((kind for known, kind in gates.GATES.items() if known == name), None)
     if gate is not None and gate.needs_token_ids:
         raise ValueError(f"--moe-gate ({name}) must be another: fairseq's layers do not see token ids")
     if gate is not None and issubclass(gate, LOOK_AHEAD) and found["decoder"]:

@@ -144,7 +144,7 @@ def _keep_loss(layer: Any, _: Any, output: tuple[Any, ...]) -> Any:
 
 # All options are text: what is not given then differs from what is.
 HELP = {option: option.help.replace("%", "%%") for option in (*PLACES, *layer_options())}
-MoELanguageModelConfig = dataclasses.make_dataclass(
+MoELanguageModelConfig: type = dataclasses.make_dataclass(
     "MoELanguageModelConfig",
     [
         (f"moe_{option.name}", str, dataclasses.field(default=option.default, metadata={"help": text}))

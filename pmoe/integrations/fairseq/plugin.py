@@ -36,7 +36,7 @@ from pmoe.integrations.fairseq.models import ExpertParallelModel
 from pmoe.training.expert_parallel import MeanOverRanks
 from pmoe.training.parallel import make_meshes
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class NanDetectorBesideGates(NanDetector):  # type: ignore[misc]
@@ -49,6 +49,8 @@ class NanDetectorBesideGates(NanDetector):  # type: ignore[misc]
 
 class MoETrainer(Trainer):  # type: ignore[misc]
     """For other models, fairseq's trainer."""
+
+    has_experts: bool
 
     def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any, quantizer: Any = None) -> None:
         self.has_experts = isinstance(model, ExpertParallelModel)

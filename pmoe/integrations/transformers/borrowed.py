@@ -67,6 +67,11 @@ class BorrowedExperts(StackedExperts):
     """Two-layer experts whose parameters are another module's: ``parameters()`` gives them, and nothing here
     registers, moves or marks them."""
 
+    num_local_experts: int
+    all_hidden: int
+    hidden_factor: int
+    activation: str
+
     is_parallel = False  # whoever owns them says how their gradients are reduced
     stacks: Stacks
 
@@ -149,6 +154,11 @@ class BorrowedActivation(BorrowedExperts):
 class NormedExperts(ModuleExperts):
     """Experts with a norm behind them, one for all of them: each row of T_DO passes it before the routing
     weight. Differentiated by autograd, as experts that are modules: memory is not predicted."""
+
+    stacks: Stacks
+    local: nn.ModuleList
+    views: dict[str, tuple[Tensor, ...]]
+    num_local_experts: int
 
     is_parallel = False
 

@@ -116,6 +116,13 @@ Divide = Callable[[FusedKernel, PassDirection], Division]
 class Launcher:
     """Launches for the ranks that this process runs, by their heaps, each divided as ``divide`` says."""
 
+    heaps: tuple[Heap, ...]
+    divide: Divide
+    device: torch.device
+    hopper: bool
+    blocks: int
+    tile_columns: int
+
     def __init__(self, heaps: Sequence[Heap], divide: Divide) -> None:
         """Raises ValueError where there are more ranks than a launch takes, or none."""
         if not 1 <= len(heaps) <= MAX_VIRTUAL:

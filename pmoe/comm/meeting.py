@@ -51,7 +51,7 @@ class Meeting:
         self._call = standing.exchanges + 1
         self._is_published = False
         size = dist.get_world_size(group)
-        self.is_complete = int(self._store.add(f"{self._folder}/{self._call}", 1)) >= size
+        self.is_complete: bool = int(self._store.add(f"{self._folder}/{self._call}", 1)) >= size
         if self.is_complete:
             self._store.set(self._key_of_all(self._call), "")
             self._remove_keys_of(standing.last_meeting)  # which all have left

@@ -36,10 +36,10 @@ class Ranks:
     layer: str
 
     layer, _first_calls = "", itertools.count(1)
-    takes_default = False
-    number = 0
-    call = 0
-    open_call = 0
+    takes_default: bool = False
+    number: int = 0
+    call: int = 0
+    open_call: int = 0
     _standing: Standing | None = None
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

@@ -78,7 +78,7 @@ class Collectives:
     begun = 0
 
 
-collectives = Collectives()
+collectives: Collectives = Collectives()
 
 MOST_OPEN = 1024
 

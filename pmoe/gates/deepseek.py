@@ -58,8 +58,8 @@ class DeepSeekGate(TopKRouter):
 
     saved_scores = 3
     # In bfloat16, steps of 0.001 would be lost beside a bias of 1; a load of 257 would be one of 256.
-    bias = KeptType(torch.float32)
-    load = KeptType(torch.int64)
+    bias: KeptType = KeptType(torch.float32)
+    load: KeptType = KeptType(torch.int64)
 
     def __init__(
         self,

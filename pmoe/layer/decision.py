@@ -145,7 +145,8 @@ class ExpertsCall:
     """
 
     def __init__(self, routed_call: RoutedCall) -> None:
-        self.call, self.routed = routed_call.call, routed_call.routed
+        self.call: Call = routed_call.call
+        self.routed: Routed = routed_call.routed
         self.decision: Decision | None = None
         # It goes once it was used, and with it what planning alone needed.
         self._decide: Callable[[Parts, Inputs], Decision] | None = routed_call.decide

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PLAIN = (Tensor, nn.Parameter)
 NO_FUNCTIONS = torch._C._disabled_torch_function_impl
-NO_DISPATCH = (Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
+NO_DISPATCH: tuple[object, ...] = (Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
 
 
 def call_with_any(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:

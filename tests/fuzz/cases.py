@@ -81,7 +81,7 @@ class Case(Short):
 
 
 MASKS = ("some", "none", "all", "integers")
-MODES = ("eval",)
+MODES = ("eval", "no_grad")
 SURGERIES = ("squashed", "pruned", "put back")
 TREATED = ("experts.w1", "experts.w2", "experts.b1", "gate.weight", "shared_expert.w1", "shared_gate.weight")
 MODULES = ("gate", "experts", "shared_expert", "shared_gate")

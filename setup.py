@@ -457,6 +457,7 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
                 f"nvidia-cuda-nvdisasm>=13.2,<14; {DISASSEMBLERS}",
                 f"nvidia-cutlass>=4.2; {DISASSEMBLERS}",  # CuTe's headers, which kernels' layouts are held to
                 "hypothesis>=6.150",
+                "peft>=0.21",  # adapters of a layer's parts: tests and docs/modules.md
                 "kubernetes-validate>=1.37",  # the schemas that examples/cluster is held to
                 "pybind11>=2.13,<4",
                 "pytest>=8.4",

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import accelerate
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -322,7 +324,6 @@ def test_a_shared_gate_that_gives_no_number_a_token_is_named() -> None:
 
 
 def test_accelerate_offloads_a_layers_parameters_between_calls() -> None:
-    accelerate = pytest.importorskip("accelerate")
     for options in ({}, {"pipeline": 2, "memory_reuse": "S4", "expert": "swiglu"}, WAYS["modules"]):
         layer = shared(**options)
         with torch.no_grad():
@@ -341,8 +342,6 @@ def test_a_layer_left_on_the_meta_device_is_named() -> None:
 
 
 def test_peft_trains_adapters_of_every_part() -> None:
-    peft = pytest.importorskip("peft")
-
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -150,6 +150,10 @@ class ModuleExperts(Experts):
         return same_on_device and torch.equal(recipe.random, now.random)
 
     def recompute(self, given: ExpertRows, recipe: Recipe | None) -> Hidden:
+        """As `Experts.recompute`: T_M of the rows (N, M), each module's graph made again.
+
+        Raises RuntimeError where a buffer that the modules read was changed in place since forward.
+        """
         graphs, tensors = list[Graph](), list[Tensor]()
         # Since forward began. Those that the experts change themselves, now as then, are theirs to change.
         before = () if recipe is None else recipe.buffers

@@ -135,7 +135,10 @@ class StackedExperts(Experts):
     def note_operands(self) -> None:
         own = OPERANDS if self.has_bias else OPERANDS[:2]
         # What a subclass adds comes behind, and its `weights` knows it.
-        self.operand_names: tuple[str, ...] = (*own, *(name for name in value_names(self) if name not in OPERANDS))
+        self.operand_names: tuple[str, ...] = (
+            *own,
+            *(name for name in value_names(self) if name not in OPERANDS),
+        )
 
     def operands(self) -> list[Tensor]:
         if not self.operand_names or self.has_bias != ("b1" in self.operand_names):

@@ -10,6 +10,38 @@ TESTS = "tests/unit/test_experts.py"
 
 EXPERTS = (
     Plant(
+        name="parameters-by-position",
+        breaks="experts compute with registered parameters, not with what their names mean",
+        file="pmoe/experts/base.py",
+        old="        values = [read_value(self, name) for name in names]\n",
+        new="        values = list(self.parameters())\n",
+        tests="tests/unit/test_surgery.py",
+    ),
+    Plant(
+        name="hooks-of-experts-uncalled",
+        breaks="experts are computed without a call of their module",
+        file="pmoe/layer/decision.py",
+        old="            y_TM: Tensor = call_experts(x_TM, run=self._run)\n",
+        new="            y_TM: Tensor = self._run(call.parts.experts, x_TM)\n",
+        tests="tests/unit/test_called.py",
+    ),
+    Plant(
+        name="experts-of-the-first-in-a-wrapper",
+        breaks="where a wrapper calls other experts than the first that it holds, the first compute",
+        file="pmoe/layer/decision.py",
+        old="            parts = parts if experts is parts.experts else replace(parts, experts=experts)\n",
+        new="",
+        tests="tests/unit/test_called.py -k instead_of_the_first",
+    ),
+    Plant(
+        name="padding-counts",
+        breaks="rows that a mask leaves out are routed like tokens",
+        file="pmoe/layer/route.py",
+        old="    return x[mask.bool()]\n",
+        new="    return x.reshape(-1, x.shape[-1])\n",
+        tests="tests/unit/test_mask.py",
+    ),
+    Plant(
         name="weight-gradient-without-routing-weight",
         breaks="the gradient of w2 lacks the routing weight",
         file=STACKED,

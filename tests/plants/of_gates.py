@@ -93,8 +93,8 @@ GATES = (
         name="bias-away-from-balance",
         breaks="DeepSeek's bias grows for experts that are overloaded",
         file="pmoe/gates/deepseek.py",
-        old="        self.bias += self.update_speed * below_mean_E.sign()\n",
-        new="        self.bias -= self.update_speed * below_mean_E.sign()\n",
+        old="        self.bias.add_(self.update_speed * below_mean_E.sign())\n",
+        new="        self.bias.sub_(self.update_speed * below_mean_E.sign())\n",
         tests=FORMULAS,
     ),
     Plant(

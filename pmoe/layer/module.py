@@ -185,7 +185,6 @@ class MoELayer(nn.Module):
         self.gate = build.make_layer_gate(self.spec, gate, normalize_gate, z_loss_weight, options)
         self.experts = build.make_experts(self, expert, activation, bias, options)
         self.experts.mark_parameters()
-        stored_state.watch(self.experts, self.grid, self.num_experts)
         self.shared_expert: Experts | None = None
         if shared_expert is not None:
             from pmoe.experts.modules import shared_experts
@@ -206,6 +205,7 @@ class MoELayer(nn.Module):
         """The layer's modules with what follows from them and its options, kept until one changes."""
         if self._parts is None:
             self._parts = Parts(**{name: getattr(self, name) for name in Parts.__dataclass_fields__})
+            stored_state.watch(self.experts, self.grid, self.num_experts)
         return self._parts
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -205,7 +205,6 @@ class MoELayer(nn.Module):
         self.experts = build.make_experts(self, expert, activation, bias, options)
         self.experts.mark_parameters()
         self.experts.note_operands()
-        stored_state.watch(self.experts, self.grid, self.num_experts)
         self.shared_expert: Experts | None = None
         if shared_expert is not None:
             from pmoe.experts.modules import shared_experts
@@ -242,9 +241,11 @@ class MoELayer(nn.Module):
         shared_expert = None
         if self.shared_expert is not None:
             shared_expert = experts_inside("shared_expert", self.shared_expert)
+        experts = experts_inside("experts", self.experts)
+        stored_state.watch(experts, self.grid, self.num_experts)
         return Parts(
             grid=self.grid,
-            experts=experts_inside("experts", self.experts),
+            experts=experts,
             shared_expert=shared_expert,
             order=self.order,
             dispatch=self.dispatch,

@@ -212,12 +212,22 @@ class Experts(nn.Module, abc.ABC):
         behind it, through ``reduce``. Raises ValueError where one is missing or of another size.
         """
         names = self.operand_names or tuple(value_names(self))
-        values = [read_value(self, name) for name in names]
+        values = [self._value_of(name) for name in names]
         if self.is_parallelized:
             from pmoe.experts.placement import local_values
 
             values = local_values(self, names, values)
         return values
+
+    def _value_of(self, name: str) -> Tensor:
+        parameter = self._parameters.get(name)
+        if (
+            type(parameter) is nn.Parameter
+            and parameter.layout is torch.strided
+            and not parameter.is_quantized
+        ):
+            return parameter  # most are: `read_value` would take some microseconds for each
+        return read_value(self, name)
 
     def asks_for_gradients(self) -> bool:
         """Whether a parameter, or a tensor put in the place of one, is to be differentiated."""

@@ -11,7 +11,6 @@ LoRA, fake quantisation), a pruned weight, a dequantised one, or a tensor that s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -81,14 +80,3 @@ def dense_value(value: Tensor, name: str) -> Tensor:
         f"{name} (a {kind.__module__}.{kind.__qualname__}) must be a plain tensor, or have a dequantize() "
         "that gives one: pmoe's products read the numbers themselves"
     )
-
-
-def check_same_kind(names: Sequence[str], values: Sequence[Tensor]) -> None:
-    """Raises ValueError where values differ in type or device from the first."""
-    first = values[0]
-    for name, value in zip(names, values, strict=True):
-        if value.dtype != first.dtype or value.device != first.device:
-            raise ValueError(
-                f"experts' {name} ({value.dtype} on {value.device}) must be like their {names[0]} "
-                f"({first.dtype} on {first.device})"
-            )

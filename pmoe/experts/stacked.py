@@ -25,7 +25,7 @@ from pmoe.experts.base import (
     row_dot,
 )
 from pmoe.experts.marks import mark_stacked
-from pmoe.experts.operands import check_same_kind, has_value, value_names
+from pmoe.experts.operands import has_value, value_names
 from pmoe.experts.products import (
     GradientSum,
     RowGroups,
@@ -130,6 +130,8 @@ class StackedExperts(Experts):
     @property
     def has_bias(self) -> bool:
         """Whether there are b1 and b2."""
+        if self._parameters.get("b1") is not None:
+            return True
         return has_value(self, "b1") or has_value(self, "b2")
 
     def note_operands(self) -> None:
@@ -150,11 +152,15 @@ class StackedExperts(Experts):
     def _check_sizes(self, values: Sequence[Tensor]) -> None:
         """Raises ValueError where a tool has put tensors of other sizes, types or devices in the place of
         these experts' own."""
-        check_same_kind(self.operand_names, values)
-        w1, w2 = self.shapes().values()
-        wanted = {"w1": w1, "w2": w2, "b1": w1[:2], "b2": w2[:2]}
-        for name, value in zip(self.operand_names, values, strict=True):
-            shape = wanted.get(name, value.shape)
+        first, local, hidden = values[0], self.num_local_experts, self.hidden_factor * self.num_hidden
+        weights = ((local, hidden, self._d_model), (local, self._d_model, self.num_hidden))
+        shapes = (*weights, (local, hidden), (local, self._d_model))  # of OPERANDS; others are a subclass's
+        for name, value, shape in zip(self.operand_names, values, shapes, strict=False):
+            if value.dtype != first.dtype or value.device != first.device:
+                raise ValueError(
+                    f"experts' {name} ({value.dtype} on {value.device}) must be like their "
+                    f"{self.operand_names[0]} ({first.dtype} on {first.device})"
+                )
             if value.shape != shape:
                 raise ValueError(
                     f"experts' {name} (of shape {tuple(value.shape)} on this rank) must be {shape}, for "
@@ -232,7 +238,8 @@ class StackedExperts(Experts):
     @property
     def element_size(self) -> int:
         """Bytes of a number of the parameters, which are of one type."""
-        return next(self.parameters()).element_size()
+        parameter = self._parameters.get("w2")
+        return (next(self.parameters()) if parameter is None else parameter).element_size()
 
     def _scratch_rows(self, device_type: str) -> int:
         """Rows of the blocks of `input_gradient`."""

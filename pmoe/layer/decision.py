@@ -150,7 +150,7 @@ class ExpertsCall:
         self.decision: Decision | None = None
         # It goes once it was used, and with it what planning alone needed.
         self._decide: Callable[[Parts, Inputs], Decision] | None = routed_call.decide
-        self._failed_inside = False
+        self._has_told = False  # where it must be: deciding and running tell peers of what they raise
         self._had_grad = False
 
     def __call__(self) -> tuple[Decision, Tensor]:
@@ -163,10 +163,10 @@ class ExpertsCall:
             if call.scheduled is not call.parts:
                 y_TM = y_TM + shared_output(call.parts, x_TM).to(y_TM.dtype)
         except BaseException as error:
-            if not self._failed_inside and call.parts.ranks.size > 1:
+            if not self._has_told and call.parts.ranks.size > 1:
                 from pmoe.comm.told import leave
 
-                leave(error, call.parts.ranks, "a hook of experts, or the shared expert")
+                leave(error, call.parts.ranks, "a hook or a parameter of the experts or the shared expert")
             raise
         if not isinstance(y_TM, Tensor) or y_TM.shape[:1] != x_TM.shape[:1]:
             raise ValueError(
@@ -187,11 +187,10 @@ class ExpertsCall:
     def _run(self, experts: Experts, x_TM: Tensor) -> Tensor:
         """Inside the call: decides and computes. x_TM: the rows as hooks have left them."""
         call, routed = self.call, self.routed
+        if x_TM is not routed.x_TM:
+            routed = replace(routed, x_TM=_checked_rows(x_TM, routed.x_TM))
+        inputs = make_inputs(call, routed, experts)
         try:
-            if x_TM is not routed.x_TM:
-                routed = replace(routed, x_TM=_checked_rows(x_TM, routed.x_TM))
-            with telling(call.parts.ranks, "reading the experts' parameters"):
-                inputs = make_inputs(call, routed, experts)
             if self.decision is not None:  # a checkpoint around the experts alone runs them again
                 self._check_second_run()
                 return run(replace(self.decision, routed=routed, inputs=inputs))
@@ -204,7 +203,7 @@ class ExpertsCall:
             self._decide = None
             return run(self.decision)
         except BaseException:
-            self._failed_inside = True  # not the error: its frames would hold tensors until a collection
+            self._has_told = True  # not the error: its frames would hold tensors until a collection
             raise
 
 

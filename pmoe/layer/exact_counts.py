@@ -29,11 +29,10 @@ def route_call(call: Call) -> RoutedCall:
     routed, orders = sorted_rows(call)
     with telling(parts.ranks, "the exchange of row counts"):
         exchange = start(call, routed, orders)
+        sort_early(parts, orders)
 
     def decide(scheduled: Parts, inputs: Inputs) -> Decision:
         orders.modules = scheduled
-        with telling(parts.ranks, "sorting rows"):
-            sort_early(parts, orders)
 
         def agree() -> Agreed:
             counts = shared_counts(exchange, routed)

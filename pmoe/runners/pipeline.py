@@ -63,7 +63,10 @@ def _together(parts: tuple[type, ...]) -> type[Any]:
 def keep_for_backward(plan: Plan, left: Forwarded) -> Saved:
     """What the engine's backward pass needs, its tensors in one list: those of ``left``, x_TM the first."""
     tensors: list[Tensor | None] = []
-    emptied = _swapped(replace(left, inputs=_checked(plan, left.inputs)), tensors.append)
+    checked = _checked(plan, left.inputs)
+    if checked is not left.inputs:
+        left = replace(left, inputs=checked)
+    emptied = _swapped(left, tensors.append)
     if plan.restore.dispatched != "communicate" and not plan.modules.stages.shared:
         tensors[0] = None
     return Saved(tensors, functools.partial(_backward, plan, emptied))
@@ -81,7 +84,7 @@ def _checked(plan: Plan, inputs: Inputs) -> Inputs:
         unchecked["parameters"] = [each.data for each in inputs.parameters]
     if modules.shared_expert is not None and modules.shared_expert.are_modules:
         unchecked["shared_parameters"] = [each.data for each in inputs.shared_parameters]
-    if restore.dispatched != "communicate":
+    if restore.dispatched != "communicate" and inputs.hook_parameters:
         unchecked["hook_parameters"] = [each.data for each in inputs.hook_parameters]
     return replace(inputs, **unchecked) if unchecked else inputs  # type: ignore[arg-type]
 

@@ -171,9 +171,14 @@ def calls(draw: Callable[..., Any], world: int, dtype: str) -> Call:
     wants = [must or backward == "inputs" or draw(_often) for _ in range(world)]
     autocast = dtype == "float32" and draw(_seldom)
     mask = draw(st.sampled_from(("", "", "", *MASKS)))
+    other_mode = draw(st.sampled_from((*[""] * 12, *MODES)))
+    if (
+        must and other_mode == "no_grad"
+    ):  # in whose first pass no rank has gradients: nothing tells them apart
+        other_mode = ""
     return Call(
         mask=mask,
-        other_mode=draw(st.sampled_from((*[""] * 12, *MODES))),
+        other_mode=other_mode,
         tokens=(*tokens, *Call.tokens[world:]),
         between=between,
         wants=(*wants, *Call.wants[world:]),

@@ -15,6 +15,7 @@ from pmoe.experts.wrapped import COPIED, sampled
 from pmoe.layer.parts import Parts
 from pmoe.layer.stored_state import check_loaded
 from pmoe.layer.values import SAME_VALUES, dense_tensors, dense_values, fingerprint
+from pmoe.warn import warn_once
 
 NOT_COMPARED = {
     "gate",
@@ -38,9 +39,9 @@ PLAIN = (bool, int, float, str, torch.dtype)
 
 def check_alike(parts: Parts) -> bool:
     """Whether ranks hold different experts. Collective over the layer's ranks. Raises ValueError on each of
-    them, naming option, values and ranks, where any two options differ; where the dense parts' values differ,
-    which must be alike; and where experts, which must differ, were copied since they were built, or loaded
-    from one file."""
+    them, naming option, values and ranks, where any two options differ, and where experts, which must differ,
+    were copied since they were built, or loaded from one file. Warns on each where values of the dense parts
+    differ, which must be alike."""
     given = options_in_words(parts)
     dense = dense_values(parts)
     like, experts = parts.like, parts.experts
@@ -59,8 +60,8 @@ def check_alike(parts: Parts) -> bool:
     if options:
         raise ValueError(_options_that_differ(parts, options, given[options[0]]))
     values = [name for name, is_same in zip(dense, agree[len(given) :], strict=True) if not is_same]
-    if values:
-        raise ValueError(_values_that_differ(parts, values[0]))
+    if values:  # no error: some programs call a layer once before they load or broadcast its values
+        warn_once(_values_that_differ(parts, values[0]))
     experts.are_equal = are_same
     return not are_same
 
@@ -84,8 +85,9 @@ def _values_that_differ(parts: Parts, part: str) -> str:
         holders.setdefault(each.get(name), []).append(str(rank))
     who = "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" for ranks in holders.values())
     return (
-        f"the values of {name} must be the same on every rank of a MoELayer, and differ (alike are: {who}). "
-        f"{SAME_VALUES}"
+        f"{parts.ranks.layer or 'a MoELayer'}, whose values of {name} must be the same on every rank: they "
+        f"differ (alike are: {who}), and unless something makes them alike each rank trains a model of its "
+        f"own. {SAME_VALUES}"
     )
 
 

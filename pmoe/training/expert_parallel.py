@@ -6,7 +6,8 @@ each gradient is the ranks' sum divided by their number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.arguments import check_flag, check_module, check_not_negative, check_tensors, list_of
 from pmoe.comm.agreement import largest, same
@@ -86,6 +88,7 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
             layer.experts.reduce = MeanOverRanks(mesh.size(), copies.of_layer(name), layer.ranks, names)
     for module in model.modules():
         _leave_to_experts(module)
+    _watch_ddp()
     return model
 
 
@@ -296,6 +299,26 @@ def _lay_out(experts: Experts, mesh: DeviceMesh) -> None:
         replace_parameter(experts.get_submodule(module), own, laid)
         experts.placements[name] = tuple(placements)
     experts.mark_parameters()
+
+
+@functools.cache
+def _watch_ddp() -> None:
+    """From now on `DistributedDataParallel` finds parallelized experts in whatever it wraps.
+
+    torch looks for names to ignore at the module that is wrapped, which may contain the model that was
+    parallelized: a LightningModule, or a wrapper with the loss.
+    """
+    wrap: Callable[..., None] = DistributedDataParallel.__init__
+
+    @functools.wraps(wrap)
+    def wrap_with_experts(
+        self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> None:
+        if any(isinstance(part, Experts) and part.is_parallelized for part in module.modules()):
+            _leave_to_experts(module)
+        wrap(self, module, *args, **kwargs)
+
+    DistributedDataParallel.__init__ = wrap_with_experts  # type: ignore[method-assign]
 
 
 def _leave_to_experts(module: nn.Module) -> None:

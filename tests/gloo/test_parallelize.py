@@ -349,3 +349,41 @@ def test_a_model_of_the_meta_device_is_drawn_after_it_is_spread() -> None:
     for found in ranks(4).run(meta_job):
         for name, value in model.named_parameters():
             assert torch.equal(found[name], value), name
+
+
+# ---- DistributedDataParallel around a parent of what was parallelized
+
+
+class Holder(nn.Module):
+    """Wraps a model with its loss, as a LightningModule does."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).square().sum()
+
+
+def parent_job(rank: int, world: int) -> list[dict[str, Tensor]]:
+    """Gradients of a model that DDP wraps, and of a parent of it that DDP wraps."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    found = []
+    for wraps_parent in (False, True):
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(6, 6), pmoe.MoELayer(6, 8, 4, 2, group=mesh.get_group("ep")))
+        pmoe.parallelize(net, mesh)
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(rank))
+        if wraps_parent:
+            DistributedDataParallel(Holder(net))(x).backward()
+        else:
+            DistributedDataParallel(net)(x).square().sum().backward()
+        found.append({name: local_part(each.grad).clone() for name, each in net.named_parameters()})
+    return found
+
+
+def test_ddp_may_wrap_a_parent_of_the_parallelized_model() -> None:
+    for of_model, of_parent in ranks(2).run(parent_job):
+        assert of_model.keys() == of_parent.keys()
+        for name, gradient in of_model.items():
+            assert torch.equal(gradient, of_parent[name]), name

@@ -93,6 +93,23 @@ def batch(rows: int, seed: int = 7, length: int = 12) -> Tensor:
     )
 
 
+LENGTHS = (12, 7, 3, 1)
+"""Tokens of each sequence of `padded`, of 12."""
+
+
+def padded(side: str, lengths: tuple[int, ...] = LENGTHS, seed: int = 7) -> dict[str, Tensor]:
+    """Padding is 0 in the mask and -100 in the labels, as transformers' collators write it; and -100 for each
+    first token, which transformers would predict from the padding before it."""
+    ids = batch(len(lengths), seed)
+    place = torch.arange(ids.shape[1])
+    length = torch.tensor(lengths).unsqueeze(1)
+    mask = place < length if side == "right" else place >= ids.shape[1] - length
+    ids = ids.where(mask, SIZES["pad_token_id"])
+    is_behind_token = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, :-1]], dim=1)
+    labels = ids.where(mask & is_behind_token, -100)
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
+
+
 def gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

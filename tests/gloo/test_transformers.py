@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tests.pool import ranks
-from tests.tiny_transformers import MODELS, batch, gradients, make_model, relative
+from tests.tiny_transformers import MODELS, batch, gradients, make_model, padded, relative
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -208,6 +208,96 @@ def test_copies_of_experts_are_sharded_and_reduced_by_the_library_on_four_ranks(
     sizes: dict[str, Any], saved: Callable[[str], Path]
 ) -> None:
     assert_same_step(saved("gpt-oss"), "gpt-oss", sizes | {"ep_implementation": "pmoe"}, QUICK, world=4)
+
+
+# ---- padding that goes to no expert
+
+
+def padded_parts(count: int) -> list[dict[str, Tensor]]:
+    """Of ranks whose batches differ in their padding; the second has nothing else."""
+    batches = [padded("left", (12, 7, 1)), padded("right", (0, 0, 0), seed=8)]
+    return batches[:count]
+
+
+def padded_step(model: Any, inputs: dict[str, Tensor], share: float = 1.0) -> Any:
+    """The loss is of the logits of tokens: the mean over labels of a batch without any would be NaN."""
+    model.train()
+    output = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    logits = output.logits.full_tensor() if hasattr(output.logits, "full_tensor") else output.logits
+    (share * (logits.square() * inputs["attention_mask"].unsqueeze(2)).sum()).backward()
+    return output
+
+
+def padded_job(
+    rank: int, world: int, path: Path, name: str, spread: dict[str, Any], checkpointing: dict[str, Any] | None
+) -> dict[str, Any]:
+    import pmoe.integrations.transformers as integration
+
+    model = load(path, name, spread, QUICK)
+    integration.skip_padding(model)
+    if checkpointing is not None:
+        model.activation_checkpointing_enable(checkpointing)
+    inputs = padded_parts(num_batches(world, spread))[rank // spread.get("tp_size", 1)]
+    output = padded_step(model, inputs)
+    found = {each: whole(gradient) for each, gradient in gradients(model)}
+    rows = {int(layer.tokens_per_expert.sum()) for layer in integration.layers(model).values()}
+    received = [int(layer.row_counts.recv.sum()) for layer in integration.layers(model).values()]
+    return {
+        "logits": whole(output.logits), "gradients": found if rank == 0 else {}, "rows": rows,
+        "received": received,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "spread", "checkpointing"),
+    [
+        ("Mixtral", SPREAD, None),
+        ("gpt-oss", SPREAD, {"use_reentrant": False}),
+        ("Mixtral", SHARED, None),
+        ("DeepSeek-V3", SHARED, {"use_reentrant": False}),
+    ],
+    ids=str,
+)
+def test_padding_of_one_rank_or_of_all_of_a_rank_goes_to_no_expert(
+    name: str,
+    spread: dict[str, Any],
+    checkpointing: dict[str, Any] | None,
+    saved: Callable[[str], Path],
+) -> None:
+    plain, batches = make_model(name, "eager"), padded_parts(num_batches(2, spread))
+    wanted = [padded_step(plain, each, 1 / len(batches)) for each in batches]
+    found = on_ranks(2, padded_job, saved(name), name, spread, checkpointing)
+    shared = spread.get("tp_size", 1)
+    for rank, each in enumerate(found):
+        is_token = batches[rank // shared]["attention_mask"].bool()
+        assert relative(each["logits"][is_token], wanted[rank // shared].logits[is_token]) < 1e-5
+        assert each["rows"] == {20 * 2 // shared if is_token.any() else 0}
+    for received in zip(*(each["received"] for each in found), strict=True):
+        assert sum(received) == 20 * 2
+    ours, theirs = found[0]["gradients"], dict(gradients(plain))
+    assert ours.keys() == theirs.keys()
+    worst = max((relative(ours[key], theirs[key]), key) for key in theirs)
+    assert worst[0] < 1e-5, worst
+
+
+def padded_generate_job(rank: int, world: int, path: Path) -> Tensor:
+    import pmoe.integrations.transformers as integration
+
+    model = load(path, "Mixtral", SPREAD, QUICK).eval()
+    integration.skip_padding(model)
+    inputs = padded("left", (12, 3, 5) if rank == 0 else (1, 2, 12))
+    del inputs["labels"]
+    text: Tensor = model.generate(**inputs, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    return text
+
+
+def test_generate_behind_left_padding_gives_the_tokens_of_one_process(saved: Callable[[str], Path]) -> None:
+    plain = make_model("Mixtral", "eager").eval()
+    for rank, text in enumerate(on_ranks(2, padded_generate_job, saved("Mixtral"))):
+        inputs = padded("left", (12, 3, 5) if rank == 0 else (1, 2, 12))
+        del inputs["labels"]
+        wanted = plain.generate(**inputs, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+        assert torch.equal(text, wanted)
 
 
 # ---- inference and files

@@ -13,6 +13,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 from pmoe.integrations.transformers.layers import run_module
 from pmoe.integrations.transformers.layout import check
+from pmoe.integrations.transformers.padding import run_tokens
 
 
 class PipelinedEP(EPImplementation):
@@ -26,6 +27,9 @@ class PipelinedEP(EPImplementation):
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """(T, M) of this rank's tokens (T, M), by their routing (T, K) to experts of the whole group."""
+        return run_tokens(self.module, self._run, hidden_states, top_k_index, top_k_weights)
+
+    def _run(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         group = self.ep_mesh.get_group()
         if self.tp_mesh.size() == 1:
             return run_module(self.module, hidden_states, top_k_index, top_k_weights, group)

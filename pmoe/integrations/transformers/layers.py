@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from pmoe.gates.external import ExternalGate
 from pmoe.integrations.statistics import finders
 from pmoe.integrations.transformers.borrowed import BorrowedExperts, BorrowedSwiGLU, NormedExperts, Stacks
 from pmoe.integrations.transformers.layout import borrow, check_same_place
+from pmoe.integrations.transformers.padding import run_tokens
 from pmoe.layer import MoELayer
 
 OPTIONS = (
@@ -138,6 +140,18 @@ def run_module(
     top_k_index, top_k_weights: (T, K); the index behind the last expert means no expert. Raises ValueError
     where the layout or the routing is not as it must be; of the routing's values on every rank of the group.
     """
+    if group is not None or getattr(module, "_is_expert_parallel", False):
+        return _run(module, group, hidden_states, top_k_index, top_k_weights)
+    return run_tokens(module, partial(_run, module, None), hidden_states, top_k_index, top_k_weights)
+
+
+def _run(
+    module: nn.Module,
+    group: dist.ProcessGroup | None,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
     experts = borrow(module)
     num_experts = experts.num_local_experts * (1 if group is None else dist.get_world_size(group))
     if top_k_index.dim() != 2 or top_k_weights.shape != top_k_index.shape:

@@ -1,0 +1,316 @@
+"""Padding in a batch of transformers goes to no expert: `skip_padding`.
+
+Only the model's own forward gets the attention mask; its experts get rows. So a hook before that forward
+keeps the mask for the thread, the experts inside look it up, and a hook behind the forward drops it:
+
+    MixtralForCausalLM
+      MixtralModel         begin: the mask (B, L) of this call        end: forgotten
+        layers.0
+          mlp.experts      rows (B * S, M): those of tokens are computed, the others are zeros
+
+A checkpoint runs a decoder layer again in backward, where no forward of the model is about and other batches
+may have come since. So each checkpoint function of the model is wrapped (`Carrying`): the function that it
+keeps for the second pass brings the mask of the first one with it.
+
+Letters: B sequences, S positions of this call, L those with what a cache holds, T = B * S rows, N of them
+tokens, K choices, M model width.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pmoe.arguments import check_module
+from pmoe.engine.recompute import is_capturing
+from pmoe.engine.replay import hidden_from_checkpoints
+
+ATTRIBUTE = "_pmoe_padding"
+"""Of an experts module: the `CallPadding` of the model that it is a part of. It is no submodule or parameter,
+and goes with copies and pickles of the model."""
+
+CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
+"""Attributes of modules that hold a checkpoint function: of transformers' own layers, and of torch's
+CheckpointWrapper, which accelerate puts around layers under FSDP."""
+
+CACHES = ("cache", "past_key_values")
+"""Names that releases of transformers give the argument."""
+
+
+def skip_padding(model: nn.Module) -> SkippedPadding:
+    """From the next call on, tokens that ``attention_mask`` hides go to no expert of ``model``.
+
+    Their rows are not sent and not computed, their experts' output is 0, and ``tokens_per_expert`` and
+    `pmoe.stats` do not count them. Outputs and gradients of the other tokens do not change, for nothing
+    attends to padding. Labels must be -100 in padding, and behind left padding for the first token, which
+    transformers' losses predict from the padding before it. A second call changes nothing.
+
+    model: one of transformers, or a module that has such in it (DistributedDataParallel, PEFT). What counts
+    is the mask (B, L) that a model's inner part with the experts gets: 0 is padding. Nothing is skipped
+
+    - where the mask is None, has four dimensions or is not as long as the call's tokens and its cache,
+    - where experts get other rows than those of the call's tokens,
+    - under another implementation of experts than "pmoe", or in a CUDA graph.
+
+    Returns a handle; its ``remove()`` ends it. Call it before torch.compile, and on every rank or on none.
+    Raises ValueError where no experts of transformers' registry are in ``model``, and for models whose
+    attention mixes padding into tokens (DeepSeek-V4's).
+
+    Example: handle = skip_padding(model)
+    """
+    check_module(model=model)
+    owners = dict(_owners(model))
+    if not any(owner is not None for owner in owners.values()):
+        raise ValueError(
+            f"model ({type(model).__name__}) must be a model of transformers, or have one in it, whose "
+            "forward takes attention_mask and whose experts transformers' registry runs: give the whole one. "
+            "After a call, pmoe.integrations.transformers.layers(model) names the experts that pmoe runs"
+        )
+    for owner in owners.values():
+        _check_layers(owner)
+    for experts, owner in owners.items():
+        if owner is not None:
+            vars(experts)[ATTRIBUTE] = _of_owner(owner)
+    return SkippedPadding(model)
+
+
+class SkippedPadding:
+    """What `skip_padding` returns. It does not keep the model alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    def remove(self) -> None:
+        """Padding goes to experts again, as before `skip_padding`. A second call changes nothing."""
+        model = self._model()
+        for module in () if model is None else model.modules():
+            vars(module).pop(ATTRIBUTE, None)
+            _remove_hooks(module)
+            for name in CHECKPOINTS:
+                carrying = vars(module).get(name)
+                if isinstance(carrying, Carrying):
+                    setattr(module, name, carrying.checkpoint)
+
+
+# ---- the modules of a model
+
+
+def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+    """Each experts module of transformers' registry, with the model that it is a part of: the innermost,
+    whose mask is that of its rows. None where that takes no mask (an encoder of images), or there is none."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    names = dict(model.named_modules())
+    for name, module in names.items():
+        if not (hasattr(module, "has_bias") and hasattr(module, "is_transposed")):
+            continue
+        above = [name[:at] for at, letter in enumerate(name) if letter == "."][::-1]
+        owners = (names[path] for path in [*above, ""] if isinstance(names[path], PreTrainedModel))
+        owner = next(owners, None)
+        takes_mask = owner is not None and "attention_mask" in _arguments(type(owner).forward)
+        yield module, owner if takes_mask else None
+
+
+def _check_layers(owner: nn.Module | None) -> None:
+    """Attention over sums of neighbouring positions sees padding, which no mask keeps out of the sums."""
+    kinds = getattr(getattr(owner, "config", None), "layer_types", None) or ()
+    compressed = sorted({kind for kind in kinds if "compressed" in kind})
+    if compressed:
+        raise ValueError(
+            f"model ({type(owner).__name__}) must have no layers of {', '.join(compressed)}: they mix "
+            "padding into the tokens beside it, so that skipping it would change these. Leave skip_padding out"
+        )
+
+
+def _of_owner(owner: nn.Module) -> CallPadding:
+    """The one that is there, or a new one whose hooks are registered."""
+    for hook in owner._forward_pre_hooks.values():
+        padding = getattr(hook, "__self__", None)
+        if isinstance(padding, CallPadding):
+            return padding
+    padding = CallPadding()
+    owner.register_forward_pre_hook(padding.begin, with_kwargs=True)
+    owner.register_forward_hook(padding.end, always_call=True)
+    return padding
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    """By hand, for a copy of a model has hooks and no handles of them."""
+    for hooks, options in (
+        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
+        (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
+    ):
+        ours = [
+            key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), CallPadding)
+        ]
+        for key in ours:
+            for each in (hooks, *options):
+                each.pop(key, None)
+
+
+@functools.cache
+def _arguments(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the arguments that a class's forward takes by position, but for self."""
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+# ---- a call of a model
+
+
+class TokenRows:
+    """Which of the T rows of a call are tokens.
+
+    is_token_T: bool, a copy: whoever made the mask may fill it again before backward.
+    """
+
+    def __init__(self, is_token_T: Tensor) -> None:
+        self.is_token_T = is_token_T
+        self._tokens: Tensor | None = None
+
+    def tokens(self, device: torch.device) -> Tensor | None:
+        """(N,) the rows of tokens, in order; None where all are. The host waits for the device once a call of
+        the model."""
+        if self._tokens is None:
+            with torch.no_grad(), hidden_from_checkpoints():
+                self._tokens = self.is_token_T.nonzero().squeeze(1)
+        if self._tokens.shape[0] == self.is_token_T.shape[0]:
+            return None
+        return self._tokens.to(device)
+
+
+class CallPadding:
+    """The hooks of one model, and the key by which its experts find the rows of the call that they are in.
+    It has no state: a model may be called by several threads, and in a checkpoint's second pass by
+    autograd's."""
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward pre-hook: remembers which rows are tokens."""
+        rows = _rows_of_call(module, args, kwargs)
+        _calls.by_padding[self] = rows
+        if rows is not None and torch.is_grad_enabled():
+            _wrap_checkpoints(module)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def end(self, *_: Any) -> None:
+        """A forward hook, called after errors, too."""
+        _calls.by_padding.pop(self, None)
+
+
+class _Calls(threading.local):
+    """Of this thread: the rows of each model that is called now; None where all are computed."""
+
+    def __init__(self) -> None:
+        self.by_padding: dict[CallPadding, TokenRows | None] = {}
+
+
+_calls = _Calls()
+
+
+def _rows_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TokenRows | None:
+    """None where the mask says nothing of the rows, or does not fit them."""
+    given = dict(zip(_arguments(type(module).forward), args, strict=False)) | dict(kwargs)
+    mask = given.get("attention_mask")
+    tokens = given.get("inputs_embeds") if given.get("input_ids") is None else given.get("input_ids")
+    if type(mask) is not Tensor or mask.dim() != 2 or mask.is_meta:
+        return None
+    if not isinstance(tokens, Tensor) or tokens.dim() < 2 or is_capturing(mask.device):
+        return None
+    cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
+    seen = 0 if cache is None else _seen(cache)
+    num_sequences, num_positions = tokens.shape[:2]
+    # A static cache counts on the device; a mask of its whole length has four dimensions anyway.
+    if not isinstance(seen, int) or mask.shape != (num_sequences, seen + num_positions):
+        return None
+    return TokenRows((mask[:, seen:] != 0).reshape(-1))
+
+
+def _seen(cache: Any) -> Any:
+    """How many positions it holds; None where it does not say, as one without a layer of attention."""
+    try:
+        return cache.get_seq_length()
+    except (AttributeError, ValueError):
+        return None
+
+
+# ---- the second pass of a checkpoint
+
+
+class Carrying:
+    """A checkpoint function under which the second pass skips the rows that its first pass skipped."""
+
+    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+        self.checkpoint = checkpoint
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        rows = dict(_calls.by_padding)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _calls_are(rows):
+                return function(*args, **kwargs)
+
+        return self.checkpoint(run, *args, **kwargs)
+
+
+@contextmanager
+def _calls_are(rows: dict[CallPadding, TokenRows | None]) -> Iterator[None]:
+    before = _calls.by_padding
+    _calls.by_padding = dict(rows)
+    try:
+        yield
+    finally:
+        _calls.by_padding = before
+
+
+def _wrap_checkpoints(module: nn.Module) -> None:
+    """Those of the model, of its layers and of what is right inside these: the modules of all layers are too
+    many to look at. At each call, for a checkpoint function may be set at any time."""
+    layers = [layer for child in module.children() if isinstance(child, nn.ModuleList) for layer in child]
+    inside = [part for layer in layers for part in layer._modules.values() if part is not None]
+    for owner in (module, *layers, *inside):
+        attributes = vars(owner)
+        for name in CHECKPOINTS:
+            checkpoint = attributes.get(name)
+            if checkpoint is not None and not isinstance(checkpoint, Carrying):
+                attributes[name] = Carrying(checkpoint)
+
+
+# ---- a call of experts
+
+RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(T, M), (T, K), (T, K) to (T, M): hidden states, indices and weights of experts to their outputs."""
+
+
+def run_tokens(
+    module: nn.Module, run: RunExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """(T, M): ``run`` of the rows that are tokens, and zeros in their padding. ``run`` of all rows where the
+    model of the experts ``module`` skips none, and where its call has another number of rows."""
+    padding = module.__dict__.get(ATTRIBUTE)
+    if padding is None:
+        return run(hidden_states, top_k_index, top_k_weights)
+    return _run_tokens(padding, run, hidden_states, top_k_index, top_k_weights)
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _run_tokens(
+    padding: CallPadding, run: RunExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    rows = _calls.by_padding.get(padding)
+    if rows is None or not all(
+        each.shape[:1] == rows.is_token_T.shape for each in (hidden_states, top_k_index, top_k_weights)
+    ):
+        return run(hidden_states, top_k_index, top_k_weights)
+    tokens_N = rows.tokens(hidden_states.device)
+    if tokens_N is None:
+        return run(hidden_states, top_k_index, top_k_weights)
+    y_NM = run(hidden_states[tokens_N], top_k_index[tokens_N], top_k_weights[tokens_N])
+    return y_NM.new_zeros(hidden_states.shape).index_copy(0, tokens_N, y_NM)

@@ -318,6 +318,7 @@ def _is_spread(layer: MoELayer) -> bool:
 def _warn_of_values(
     name: str, layer: MoELayer, ranks: Ranks, experts_are_same: bool, dense_are_same: Sequence[bool]
 ) -> None:
+    name = name or "model"  # a layer that is looked at by itself
     known = layer.parts.known
     if experts_are_same and known.differed and set(layer.ranks.members) <= set(ranks.members):
         warn_once(f"{name}: {COPIED}")

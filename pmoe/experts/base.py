@@ -149,7 +149,7 @@ class Experts(nn.Module, abc.ABC):
             parameter.allreduce = False  # type: ignore[attr-defined]
             if name == "b2" and self.shard.count > 1:
                 parameter.num_copies = self.shard.count  # type: ignore[attr-defined]
-            if self.is_parallelized and self.hidden_dims() is not None and not hasattr(parameter, "to_local"):
+            if name in self.placements and not hasattr(parameter, "to_local"):
                 raise ValueError(
                     f"{name} (a plain tensor, assigned) must be a DTensor, as in the state dict of a "
                     "parallelized model: see torch.distributed.checkpoint"

@@ -11,6 +11,7 @@ LoRA, fake quantisation), a pruned weight, a dequantised one, or a tensor that s
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -80,3 +81,15 @@ def dense_value(value: Tensor, name: str) -> Tensor:
         f"{name} (a {kind.__module__}.{kind.__qualname__}) must be a plain tensor, or have a dequantize() "
         "that gives one: pmoe's products read the numbers themselves"
     )
+
+
+def check_own_parameters(experts: nn.Module, names: Iterable[str]) -> None:
+    """Raises ValueError where a value is not the module's own plain parameter any more: it cannot be cut into
+    parts for ranks."""
+    for name in names:
+        path, _, own = name.rpartition(".")
+        if own not in experts.get_submodule(path)._parameters:
+            raise ValueError(
+                f"experts' {name} (parametrized, pruned or replaced) must be a plain parameter to be spread "
+                "over ranks: call pmoe.parallelize(model, mesh) before it is changed"
+            )

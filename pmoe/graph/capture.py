@@ -85,7 +85,7 @@ def _number(layer: MoELayer) -> int:
 
 def _refusal(layer: MoELayer) -> str | None:
     """Why a layer is not captured; None where it is."""
-    copies = getattr(layer.experts.reduce, "copies", None)
+    copies = getattr(layer.parts.experts.reduce, "copies", None)
     if copies is not None and copies.size > 1:
         return "its experts have copies, over which pmoe.parallelize reduces gradients"
     parts = layer.parts
@@ -117,7 +117,7 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
     """`MoELayer.forward` by exact row counts."""
     autocast = autocast_dtype(x)
     given: list[Any] = [layer.experts._parameters[name] for name in layer.experts.operand_names]
-    if layer.experts.is_parallelized:
+    if layer.parts.experts.is_parallelized:
         given = [each.to_local() for each in given]
     if x.shape[-1] != layer.d_model or (autocast is None and x.dtype != given[0].dtype):
         return _eager(layer, x, token_ids)  # which raises

@@ -259,7 +259,7 @@ def _tensors(layer: MoELayer, ran: Ran) -> dict[str, int]:
     assert counts is not None
     num_rows = int(counts.recv.sum())
     tokens, rows = ran.num_tokens * layer.d_model * item, num_rows * layer.d_model * item
-    columns = layer.experts.columns(ran.device.type).hidden
+    columns = layer.parts.experts.columns(ran.device.type).hidden
     hidden = {"T_M": num_rows * columns * item} if columns else {}
     return {"T_I": tokens, "T_DI": rows, **hidden, "T_DO": rows, "T_O": tokens}
 
@@ -312,7 +312,7 @@ def _marks(layer: MoELayer) -> list[int]:
 
 def _is_spread(layer: MoELayer) -> bool:
     """Whether the layer is one among ranks. Others may be models of their own."""
-    return layer.ranks.size > 1 or layer.experts.is_parallelized
+    return layer.ranks.size > 1 or layer.parts.experts.is_parallelized
 
 
 def _warn_of_values(

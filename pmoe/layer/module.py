@@ -393,7 +393,9 @@ class MoELayer(nn.Module):
         self.check_spread(mesh)
         self.grid = build.make_grid(None, mesh)
         self._bind_to_ranks()
-        self.experts.keep(slice(self.first_expert, self.first_expert + self.num_local_experts), self.shard)
+        self.parts.experts.keep(
+            slice(self.first_expert, self.first_expert + self.num_local_experts), self.shard
+        )
         self.last, self.known = LastCall(), Known()
         self.experts.was_loaded = False  # by one rank, which had all
         stored_state.watch(self.experts, self.grid, self.num_experts)

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.comm.topology import dimensions_of, grid_of_mesh
 from pmoe.experts import initialise, seeded
+from pmoe.experts.operands import check_own_parameters
 from pmoe.experts.stacked import StackedExperts
 from pmoe.experts.wrapped import sampled
 from pmoe.gates.base import Gate
@@ -29,6 +30,7 @@ def check_spread(parts: Parts, mesh: DeviceMesh) -> None:
         )
     if parts.gradients is not None:
         raise ValueError("a layer must be spread before a GradientReducer is made for it")
+    check_own_parameters(parts.experts, parts.experts.hidden_dims() or ())
     if not parts.experts.are_modules and parts.experts.hidden_dims() is None:
         raise TypeError(
             f"experts ({type(parts.experts).__name__}) must be stacked or modules to be spread over ranks"

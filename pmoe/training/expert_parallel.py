@@ -26,6 +26,7 @@ from pmoe.comm.standing import collectives
 from pmoe.comm.told import all_fail_together
 from pmoe.comm.topology import ACROSS, INSIDE, dimensions_of, grid_of_mesh
 from pmoe.experts.base import Experts, is_expert, local_part
+from pmoe.experts.operands import check_own_parameters
 from pmoe.experts.placement import replace_parameter
 from pmoe.layer import MoELayer
 from pmoe.training.parameter_kinds import grouped_by_kind
@@ -61,7 +62,7 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
     Every rank of the mesh must call it, before optimizers and data-parallel wrappers are made: an optimizer
     that has experts from before raises ValueError at its next step. Models on the meta device stay there, and
     there layers of other ranks are spread again too. Calling it again with the same mesh changes only the
-    list of names: do so where modules inside were wrapped since (checkpoint_wrapper, torch.compile).
+    list of names that `DistributedDataParallel` ignores, which also finds them by itself when it wraps.
 
     Raises ValueError or TypeError, naming the layer, before any weight is touched, where there is no layer,
     one is of other ranks, cannot be spread or is in a data-parallel wrapper, or the mesh is none of these.
@@ -74,18 +75,19 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
     with all_fail_together(copies, stage=stage), all_fail_together(grid.all, stage=stage):
         layers = _checked_layers(model, reduce, inner, grid)
     for name, layer in layers:
-        if layer.experts.is_parallelized:
+        if layer.parts.experts.is_parallelized:
             continue
         if not _is_over(layer, grid):
             layer.spread(inner)
         layer.ranks.layer = name
         layer.ranks.takes_default = False  # DTensors stay on the mesh's groups
-        _take_first(layer.experts, copies, grid.inside)
-        _lay_out(layer.experts, mesh)
-        layer.experts.is_parallelized = True
+        _take_first(layer.parts.experts, copies, grid.inside)
+        _lay_out(layer.parts.experts, mesh)
+        layer.parts.experts.is_parallelized = True
         if reduce:
-            names = tuple(own for own, _ in layer.experts.named_parameters())
-            layer.experts.reduce = MeanOverRanks(mesh.size(), copies.of_layer(name), layer.ranks, names)
+            names = tuple(own for own, _ in layer.parts.experts.named_parameters())
+            layer.parts.experts.reduce = MeanOverRanks(mesh.size(), copies.of_layer(name), layer.ranks, names)
+    _mark_experts(model)
     for module in model.modules():
         _leave_to_experts(module)
     _watch_ddp()
@@ -113,6 +115,7 @@ def _checked_layers(
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Parameters of this rank's routed experts: the ignored_params of FSDP2's ``fully_shard``."""
     check_module(model=model)
+    _mark_experts(model)
     return {each for each in model.parameters() if is_expert(each)}
 
 
@@ -242,8 +245,10 @@ def _check_layer(layer: MoELayer, inner: DeviceMesh, grid: Grid) -> None:
     for name, ranks in ((ACROSS, grid.across), (INSIDE, grid.inside)):
         if places.get(name, 0) != ranks.rank:  # groups sort their ranks, DTensors do not
             raise ValueError(f'mesh (ranks {inner.mesh.tolist()}) must be in ascending order along "{name}"')
+    if not layer.parts.experts.is_parallelized:
+        check_own_parameters(layer.parts.experts, layer.parts.experts.hidden_dims() or ())
     if not _is_over(layer, grid):
-        if layer.experts.is_parallelized:
+        if layer.parts.experts.is_parallelized:
             raise ValueError("a layer that is parallelized already must not be parallelized over other ranks")
         layer.check_spread(inner)
 
@@ -254,7 +259,7 @@ def _check_wrappers(model: nn.Module) -> None:
         if WRAPPERS.isdisjoint(kind.__name__ for kind in type(module).__mro__):
             continue
         inside = (each for each in module.modules() if isinstance(each, MoELayer))
-        if not all(layer.experts.is_parallelized for layer in inside):
+        if not all(layer.parts.experts.is_parallelized for layer in inside):
             raise ValueError(
                 f"{name or 'model'} (a {type(module).__name__}) must be wrapped after pmoe.parallelize"
             )
@@ -315,10 +320,19 @@ def _watch_ddp() -> None:
         self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any
     ) -> None:
         if any(isinstance(part, Experts) and part.is_parallelized for part in module.modules()):
+            _mark_experts(module)
             _leave_to_experts(module)
         wrap(self, module, *args, **kwargs)
 
     DistributedDataParallel.__init__ = wrap_with_experts  # type: ignore[method-assign]
+
+
+def _mark_experts(model: nn.Module) -> None:
+    """Marks what a parametrization or an adapter has brought into parallelized experts as their rank's."""
+    for layer in model.modules():
+        if isinstance(layer, MoELayer) and layer.parts.experts.is_parallelized:
+            for parameter in layer.experts.parameters():
+                parameter.allreduce = False  # type: ignore[attr-defined]
 
 
 def _leave_to_experts(module: nn.Module) -> None:

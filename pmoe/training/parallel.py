@@ -243,7 +243,7 @@ def _check_layers(model: nn.Module, meshes: Meshes) -> None:
                 f"{name or 'model'} (a MoELayer of ep {found[0]}, esp {found[1]}) must be built with "
                 f"mesh=meshes.experts (ep {wanted[0]}, esp {wanted[1]})"
             )
-        if layer.experts.reduce is not None:
+        if layer.parts.experts.reduce is not None:
             raise ValueError(
                 f"{name or 'model'} (parallelized) reduces its experts' gradients in backward: use "
                 "pmoe.parallelize(..., reduce=False) to have them reduced here"

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize, prune
 
 import pmoe
@@ -215,3 +217,64 @@ def sharded_job(rank: int, world: int) -> list[float]:
 def test_fsdp_may_shard_experts_over_ranks_that_hold_the_same() -> None:
     for errors in ranks(2).run(sharded_job):
         assert max(errors) < 1e-12
+
+
+def adapted_job(rank: int, world: int) -> list[Any]:
+    """Experts of a parallelized model get LoRA, as a parametrization; DDP must leave it to its rank."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    model = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), build(bias=False))
+    pmoe.parallelize(model, mesh)
+    experts = model[1].experts
+    parametrize.register_parametrization(experts, "w1", Adapter(experts.w1, rank))
+    wrapped = DistributedDataParallel(model)
+    x = tokens(5, 10 + rank)
+    before = wrapped(x)
+    before.sum().backward()
+    adapter = experts.parametrizations.w1[0]
+    gradient = adapter.up.grad.clone()
+    values = [torch.empty_like(gradient) for _ in range(world)]
+    dist.all_gather(values, gradient)
+    with torch.no_grad():
+        adapter.up.add_(1.0)
+    changed = relative_error(wrapped(x).detach(), before.detach())
+    return [float(gradient.abs().sum()), torch.equal(values[0], values[1]), changed]
+
+
+class Adapter(nn.Module):
+    """LoRA of one rank's experts, which lie in a DTensor."""
+
+    def __init__(self, weight: Any, rank: int) -> None:
+        super().__init__()
+        experts, outs, ins = weight.to_local().shape
+        generator = torch.Generator().manual_seed(rank)
+        down = torch.randn(experts, 2, ins, generator=generator, dtype=torch.float64)
+        self.down = nn.Parameter(down)
+        self.up = nn.Parameter(torch.zeros(experts, outs, 2, dtype=torch.float64))
+
+    def forward(self, weight: Any) -> Any:
+        delta = DTensor.from_local(self.up @ self.down, weight.device_mesh, weight.placements)
+        return weight + delta
+
+
+def test_adapters_of_parallelized_experts_stay_with_their_rank() -> None:
+    for gradient, is_shared, changed in ranks(2).run(adapted_job):
+        assert gradient > 0 and not is_shared and changed > 1e-3
+
+
+def changed_before_job(rank: int, world: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    errors = []
+    for change in (
+        lambda experts: parametrize.register_parametrization(experts, "w1", Halved()),
+        lambda experts: prune.l1_unstructured(experts, "w2", amount=0.5),
+    ):
+        layer = build(group=pmoe.comm.ranks.Ranks.single())
+        change(layer.experts)
+        errors.append(error_of(lambda layer=layer: pmoe.parallelize(layer, mesh)))
+    return errors
+
+
+def test_experts_that_were_changed_before_parallelize_are_named() -> None:
+    for parametrized, pruned in ranks(2).run(changed_before_job):
+        assert "experts' w1 (parametrized, pruned or replaced) must be a plain parameter" in parametrized
+        assert "experts' w2 (parametrized, pruned or replaced)" in pruned

@@ -336,10 +336,17 @@ DDP = {"experts_implementation": "pmoe"}
 
 
 def trainer_job(
-    rank: int, world: int, path: Path, out: Path, spread: dict[str, Any], contexts: bool
+    rank: int,
+    world: int,
+    path: Path,
+    out: Path,
+    spread: dict[str, Any],
+    contexts: bool,
+    is_padded: bool = False,
 ) -> tuple[list[float], list[float], int]:
     """Losses and gradient norms by step, and how often pmoe ran experts. Without an ep_implementation every
-    rank has all experts, under DistributedDataParallel."""
+    rank has all experts, under DistributedDataParallel. is_padded: sequences of 1 to 12 tokens, two batches a
+    step, and padding that pmoe's experts skip."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), ACCELERATE_USE_CPU="true")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     import transformers
@@ -359,8 +366,14 @@ def trainer_job(
         output_dir=str(out), use_cpu=True, per_device_train_batch_size=4, max_steps=8, learning_rate=3e-2,
         logging_steps=1, save_steps=8, save_only_model=True, report_to=[], seed=1, disable_tqdm=True,
         gradient_checkpointing=True, gradient_checkpointing_kwargs=checkpointing,
+        gradient_accumulation_steps=2 if is_padded else 1,
     )  # fmt: skip
     rows = [{"input_ids": row, "labels": row} for row in batch(16)]
+    if is_padded:
+        inputs = padded("right", (12, 1, 7, 3, 10, 2, 5, 8) * 2)
+        rows = [dict(zip(inputs, row, strict=True)) for row in zip(*inputs.values(), strict=True)]
+    if is_padded and spread.get("experts_implementation") != "eager":
+        importlib.import_module("pmoe.integrations.transformers").skip_padding(model)
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows * 8)
     borrow = mock.Mock(wraps=layers.borrow)
     with mock.patch.object(layers, "borrow", borrow):
@@ -390,6 +403,19 @@ def test_trainer_with_gradient_checkpointing_trains_as_the_eager_implementation_
         ids = batch(4)
         with torch.no_grad():
             assert relative(trained(ids).logits, plain(ids).logits) < 1e-3
+
+
+@pytest.mark.slow
+def test_trainer_that_skips_padding_trains_as_the_eager_implementation_does_with_it(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path, eager = saved("Mixtral"), {"experts_implementation": "eager"}
+    losses, norms, _ = on_ranks(2, trainer_job, path, tmp_path / "eager", eager, False, True)[0]
+    for spread, contexts in ((DDP, False), (SPREAD, False), (SPREAD, True)):
+        out = tmp_path / f"{len(spread)} {contexts}"
+        for found, found_norms, calls in on_ranks(2, trainer_job, path, out, spread, contexts, True):
+            assert found == pytest.approx(losses, rel=1e-4) and found_norms == pytest.approx(norms, rel=1e-3)
+            assert calls == 8 * 2 * 2 * 2  # steps, batches, layers, and once more in backward
 
 
 # ---- what is refused

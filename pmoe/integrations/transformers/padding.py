@@ -126,7 +126,8 @@ def _check_layers(owner: nn.Module | None) -> None:
     if compressed:
         raise ValueError(
             f"model ({type(owner).__name__}) must have no layers of {', '.join(compressed)}: they mix "
-            "padding into the tokens beside it, so that skipping it would change these. Leave skip_padding out"
+            "padding into the tokens beside it, so that skipping it would change these. Leave skip_padding "
+            "out"
         )
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.comm.standing import Standing, collectives, is_known, standing_of
+from pmoe.warn import warn_once
 
 
 class Ranks:
@@ -26,6 +27,7 @@ class Ranks:
 
     layer: whose messages they carry, for errors; "" of no layer, and of one that was not called yet.
     takes_default: whether the default group is theirs, so that one that follows it may take its place.
+    by_default: whether nobody chose them. One rank alone may then be an oversight: its first call warns.
     number: which of the group's layers they belong to, once it has exchanged row counts; 0 before.
     call: the number of the layer's last exchange of row counts, among all exchanges over the group.
     open_call: the number of the last call whose backward pass may follow (`Standing.open_calls`).
@@ -37,6 +39,7 @@ class Ranks:
 
     layer, _first_calls = "", itertools.count(1)
     takes_default: bool = False
+    by_default: bool = False
     number: int = 0
     call: int = 0
     open_call: int = 0
@@ -122,22 +125,38 @@ class Ranks:
             f"destroyed (torch.distributed.destroy_process_group): {cure}"
         )
 
-    def begin_call(self) -> None:
+    def begin_call(self, changed: str = "") -> None:
         """A layer without a name is known by its number among the process's first calls.
 
+        changed: which options were changed since the last call, for which all ranks meet; "" for none.
         Raises RuntimeError, and tells the peers, where this rank has left a pass of the group in the middle.
         """
         if self.size > 1:
             self.check_whole()
-            if self.open_call in self.standing.open_calls and torch._C._current_graph_task_id() == -1:
-                from pmoe.comm import told
+            is_open = self.open_call in self.standing.open_calls and torch._C._current_graph_task_id() == -1
+            if changed or is_open:
+                from pmoe.comm import meeting, told
 
-                told.meet(self)
+                told.meet(self, changed or meeting.IS_OPEN)
+        elif self.by_default:
+            self._warn_alone()
         if has_told.is_set():
             from pmoe.comm import told
 
             told.take_back()
         self.layer = self.layer or f"MoELayer {next(self._first_calls)}"
+
+    def _warn_alone(self) -> None:
+        """At the first call of a layer of one rank: if other ranks can be reached by now."""
+        self.by_default = False
+        is_initialized = dist.is_available() and dist.is_initialized()
+        if self.group is None and is_initialized and dist.get_world_size() > 1:
+            warn_once(
+                "a MoELayer that was built before init_process_group holds all of its experts on this rank "
+                f"of {dist.get_world_size()}: spread it by pmoe.parallelize(model, mesh), before the "
+                "optimizer and wrappers are made. If one rank is meant, build it with "
+                "group=pmoe.comm.ranks.Ranks.single()"
+            )
 
     def count_exchange(self) -> None:
         """When an exchange of row counts begins."""
@@ -184,7 +203,7 @@ class Ranks:
         if self.takes_default:
             cure += (
                 ", or call destroy_process_group() and init_process_group() of torch.distributed on all "
-                "ranks, and go on"
+                "ranks, with a new store under torchrun (docs/troubleshooting.md), and go on"
             )
         error = RuntimeError(
             f"pmoe: {self} left its process group in the middle of a pass ({standing.left}), and the group's "
@@ -196,7 +215,7 @@ class Ranks:
     def of_layer(self, name: str) -> Ranks:
         named = copy.copy(self)
         named.group, named.layer = self.group, name  # a copy is made as a pickle is
-        named.takes_default = self.takes_default
+        named.takes_default, named.by_default = self.takes_default, self.by_default
         return named
 
     def __deepcopy__(self, memo: dict[int, object]) -> Ranks:

@@ -33,7 +33,8 @@ class Standing:
         last `MOST_OPEN` are kept, for some calls never have one.
     backward_of: the number of the call whose backward pass is running; 0 outside of them.
     backward_of_layer: the layer of that call.
-    last_meeting: the number of the last call before which the ranks met (`pmoe.comm.meeting`).
+    meetings: how many meetings this rank has come to (`pmoe.comm.meeting`).
+    last_meeting: the number of the call before which the last of them was.
     """
 
     name: str = ""
@@ -48,6 +49,7 @@ class Standing:
     open_calls: dict[int, None] = field(default_factory=dict)
     backward_of: int = 0
     backward_of_layer: str = ""
+    meetings: int = 0
     last_meeting: int = 0
 
     def place(self) -> str:

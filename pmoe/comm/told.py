@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from pmoe.comm.agreement import gathered
-from pmoe.comm.meeting import CURE, Meeting, left_out
+from pmoe.comm.meeting import Meeting, left_out
 from pmoe.comm.ranks import LOOK_AFTER, Ranks, at_stage, has_told
 from pmoe.comm.standing import Standing, is_known, names_of_left_groups, standing_of
 
@@ -203,8 +203,8 @@ def failures(group: dist.ProcessGroup) -> list[str]:
     return texts
 
 
-def meet(ranks: Ranks) -> None:
-    """Waits until all ranks have come to the same call, as `pmoe.comm.meeting` says why.
+def meet(ranks: Ranks, why: str) -> None:
+    """Waits until all ranks have come to the same call. why: as in `pmoe.comm.meeting.Meeting`.
 
     Raises RuntimeError where a peer tells that it will not come, or where the group's timeout passes.
     """
@@ -214,12 +214,12 @@ def meet(ranks: Ranks) -> None:
     assert group is not None
     with at_stage("waiting for the other ranks before a call", ranks):
         began, timeout = time.monotonic(), timeout_of(group) or dist.default_pg_timeout
-        meeting = Meeting(group, ranks.standing)
+        meeting = Meeting(group, ranks.standing, why)
         while not (meeting.is_complete or meeting.has_all(wait_for=LOOK_AFTER)):
             texts = failures(group)
             if texts:
                 raise PeerError(min(texts, key=len))
             if time.monotonic() - began > timeout.total_seconds():
-                raise RuntimeError(f"not all ranks have begun this call in {timeout}; {CURE}")
+                raise RuntimeError(f"not all ranks have begun this call in {timeout}: this rank {why}")
             meeting.publish()
         meeting.leave()

@@ -5,6 +5,7 @@ What is special (modules as experts, gates but the default) is imported where it
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from pmoe.gates import GateName, make_gate
 from pmoe.layer.parts import Parts
 from pmoe.layer.spec import LayerSpec, Switches
 from pmoe.schedule.restore import Restore
+from pmoe.warn import warn_once
 
 if TYPE_CHECKING:
     from pmoe.engine.callbacks import Callback
@@ -142,14 +144,40 @@ def make_experts(
     return given_experts(expert, sizes, layer.shard, layer.first_expert, options)
 
 
-def make_grid(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) -> Grid:
+def make_grid(
+    group: dist.ProcessGroup | Ranks | None,
+    mesh: DeviceMesh | None,
+    device: torch.device | str | None = None,
+) -> Grid:
+    """Where a layer stands among its ranks. device: of its parameters.
+
+    Warns where a launcher started several processes and torch.distributed is not initialised: the layer is
+    then of one process alone.
+    """
     if mesh is None:
-        return Grid.of_group(group)
+        grid = Grid.of_group(group)
+        grid.all.by_default = group is None
+        if group is None and grid.all.group is None and not torch.empty(0, device=device).is_meta:
+            _warn_of_other_processes()
+        return grid
     if group is not None:
         raise ValueError("group and mesh must not be given both: a mesh brings its groups")
     from pmoe.comm.topology import grid_of_mesh
 
     return grid_of_mesh(mesh)
+
+
+def _warn_of_other_processes() -> None:
+    """Layers on the meta device are left out: they have no experts yet, and are spread once they have."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes.isdecimal() and int(processes) > 1:
+        warn_once(
+            f"a MoELayer is built in one of {processes} processes (WORLD_SIZE) before torch.distributed is "
+            "initialised: this rank holds all of its experts and exchanges nothing. To spread them, call "
+            "torch.distributed.init_process_group before the layer is built, or pmoe.parallelize(model, "
+            "mesh) later, before the optimizer and wrappers are made. If one rank is meant, build it with "
+            "group=pmoe.comm.ranks.Ranks.single()"
+        )
 
 
 def check_fit(num_experts: int, d_hidden: int, grid: Grid, across: str) -> None:

@@ -184,7 +184,7 @@ class MoELayer(nn.Module):
         super().__init__()
         self.spec = LayerSpec(**{name: given[name] for name in names if name in given})
         build.check_arguments(callbacks, device, dtype, activation, shared_gate, z_loss_weight)
-        self.grid = build.make_grid(group, mesh)
+        self.grid = build.make_grid(group, mesh, device)
         build.check_fit(num_experts, d_hidden, self.grid, "group" if mesh is None else 'the mesh\'s "ep"')
         self.last, self.known, self.traffic = LastCall(), Known(), Traffic()
         self.gradients: Any = None  # set by `pmoe.GradientReducer`

@@ -31,11 +31,14 @@ if TYPE_CHECKING:
 class Known:
     """What a layer has agreed on and learnt in its calls; it outlives changes of options.
 
-    differed: whether ranks had other experts at the first call; None before. padded_kinds: those compared.
+    differed: whether ranks had other experts at the first call; None before.
+    compared: the layer's parts at the last call, whose options all ranks have.
+    padded_kinds: those compared.
     choosers: what chooses n and the pair, by what it depends on.
     """
 
     differed: bool | None = None
+    compared: Parts | None = None
     padded_kinds: set[PaddedKind] = field(default_factory=set)
     choosers: dict[Any, Any] = field(default_factory=dict)
 
@@ -238,16 +241,22 @@ def check_ranks(parts: Parts) -> None:
     options at the first call. Collective then."""
     if parts.grid.reconnect():
         parts.known.forget_ranks()
-    parts.grid.all.begin_call()
+    changed = ""
+    if parts.known.compared is not parts and parts.known.differed is not None:
+        from pmoe.layer.changed import changed_options
+
+        changed = changed_options(parts.known.compared, parts)
+    parts.grid.all.begin_call(changed)
     if parts.ranks.size > 1 or parts.experts.is_parallelized:
         from pmoe.experts.wrapped import check_wrapped
 
         check_wrapped(parts.experts, set(parts.ranks.members))
-    if parts.ranks.size > 1 and parts.known.differed is None:
+    if parts.ranks.size > 1 and (parts.known.differed is None or changed):
         from pmoe.layer.alike import check_alike
 
         with hidden_from_checkpoints():
             parts.known.differed = check_alike(parts)
+    parts.known.compared = parts
 
 
 def is_captured(x: object) -> bool:

@@ -87,6 +87,7 @@ def save_checkpoint(
         check_count(keep=keep)
         check_kind((Mapping, type(None)), "a mapping of names, or None", extra=extra)
         check_module(model=model)
+        states.check_group(model, ranks.size)
         names = states.Names(model)
         tensors, of_modules = states.model_state(model, names)
         of_optimizer, plain = states.optimizer_state(names, _listed(optimizer))
@@ -136,6 +137,7 @@ def load_checkpoint(
         check_path(folder=folder)
         check_int(0, step=0 if step is None else step)
         check_module(model=model)
+        states.check_group(model, ranks.size)
         names = states.Names(model)
         return names, states.model_state(model, names)[0], _listed(optimizer)
 

@@ -31,6 +31,17 @@ RUN_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "diffe
 """Options of optimizers that say how a step is computed, not which: they stay those of the new run."""
 
 
+def check_group(model: nn.Module, num_ranks: int) -> None:
+    """Raises ValueError where a layer is spread over more ranks than take part in a checkpoint, as where the
+    process group was destroyed before."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, MoELayer) and layer.ranks.size > num_ranks:
+            raise ValueError(
+                f"group (of size {num_ranks}) must be all ranks that hold the model together: "
+                f"{name or 'model'} is spread over {layer.ranks.size}"
+            )
+
+
 class Names:
     """How a checkpoint names the tensors of a model and of its optimizers' states.
 

@@ -1,0 +1,478 @@
+"""A pass that one rank leaves, by an error or by leaving out its backward pass.
+
+Every rank is told, none waits for the group's timeout, and no process is aborted.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import pmoe
+from pmoe.comm import meeting, told
+from pmoe.comm.standing import MOST_OPEN, Standing
+from tests.gloo.kit import error_of
+from tests.pool import Pool, ranks
+
+M, H, E = 6, 8, 4
+TIMEOUT_SECONDS = 30.0
+"""Of the groups. Who waits for so long has been told nothing, and is told of a peer that "took longer"."""
+
+
+class PlantedError(Exception):
+    """What users' code raises."""
+
+
+class Expert(nn.Module):
+    """Raises in a forward pass while ``fails``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.fails = nn.Linear(M, M), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise PlantedError("out of memory")
+        return self.inner(x)
+
+
+def build(group: Any = None, **options: Any) -> pmoe.MoELayer:
+    torch.manual_seed(3)
+    return pmoe.MoELayer(M, H, E, 2, group=group, **options)
+
+
+def tokens(rank: int) -> Tensor:
+    return torch.randn(5, M, generator=torch.Generator().manual_seed(rank))
+
+
+def step(layer: nn.Module, rank: int) -> None:
+    layer(tokens(rank)).sum().backward()
+
+
+def set_failing(layer: pmoe.MoELayer, fails: bool) -> None:
+    for module in layer.modules():
+        if isinstance(module, Expert):
+            module.fails = fails
+
+
+# ---- an error that is caught, and the batch skipped
+
+
+def skipping_job(rank: int, world: int, options: dict[str, Any], folder: str) -> dict[str, list[str]]:
+    """What each step of a script tells that skips batches which fail, as the second does on rank 0. Then what
+    steps tell in a new default group."""
+    layer = build(expert=Expert, **options)
+    other = build(group=dist.new_group(list(range(world))))
+    steps = []
+    for at in range(5):
+        set_failing(layer, at == 1 and rank == 0)
+        steps.append(error_of(lambda: step(layer, rank)))
+    others = [error_of(lambda: step(other, rank))]  # which nobody has left
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(f"{folder}/again", world),
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS),
+    )
+    again = [error_of(lambda: step(layer, rank)) for _ in range(2)]
+    return {"steps": steps, "others": others, "again": again}
+
+
+@pytest.mark.parametrize(
+    "world, options",
+    [
+        (2, {"pipeline": 2}),
+        (2, {"dispatch": "hierarchical_2d", "nodes": 1, "memory_reuse": "S4"}),
+        pytest.param(4, {"pipeline": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"dispatch": "hierarchical_1d", "nodes": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_after_an_error_in_the_middle_of_a_pass_every_rank_raises_until_the_group_is_made_again(
+    world: int, options: dict[str, Any], tmp_path: Any
+) -> None:
+    with Pool(world, TIMEOUT_SECONDS) as pool:
+        found = pool.run(skipping_job, options, str(tmp_path), timeout=100)
+    own = "PlantedError in a forward pass of MoELayer 1: out of memory"
+    cure = "end all processes and start again from the last checkpoint, or call destroy_process_group()"
+    for rank, by_part in enumerate(found):
+        steps = by_part["steps"]
+        assert steps[0] == ""
+        assert all(steps[2:]), steps
+        for message in steps[2:]:
+            assert "took longer than the group's timeout" not in message
+        for message in steps[3:]:
+            start = (
+                f"RuntimeError: pmoe: rank {rank} of {world} left its process group in the middle of a pass ("
+            )
+            assert message.startswith(start) and cure in message, message
+        if rank == 0:
+            assert steps[1] == "PlantedError: out of memory"
+            assert own in steps[2]
+        else:
+            assert "global rank 0 raised PlantedError: out of memory" in (steps[1] or steps[2])
+        assert by_part["others"] == [""]
+        assert by_part["again"] == ["", ""]
+
+
+def together_job(rank: int, world: int) -> list[str]:
+    layer = build(group=dist.new_group(list(range(world))), expert=Expert, pipeline=2)
+    found = []
+    for at in range(4):
+        set_failing(layer, at in (1, 2))
+        if at == 2 and rank == 0:
+            time.sleep(1.5)  # the others look for what is told meanwhile
+        found.append(error_of(lambda: step(layer, rank)))
+    return found
+
+
+def test_a_group_stays_whole_where_every_rank_leaves_a_pass_by_itself_at_the_same_place() -> None:
+    planted = "PlantedError: out of memory"
+    for found in ranks(2).run(together_job):
+        assert found == ["", planted, planted, ""]
+
+
+def apart_job(rank: int, world: int) -> list[str]:
+    """Each rank's own error, but one in forward and one in backward."""
+    layer = build(group=dist.new_group(list(range(world))), expert=Expert)
+    step(layer, rank)
+    set_failing(layer, rank == 0)
+    found = [error_of(lambda: step(layer, rank))]
+    set_failing(layer, False)
+    return [*found, error_of(lambda: step(layer, rank))]
+
+
+def test_a_group_is_left_where_ranks_leave_it_at_different_places() -> None:
+    for rank, (first, then) in enumerate(ranks(2).run(apart_job)):
+        assert "out of memory" in first
+        assert f"rank {rank} of 2 left its process group in the middle of a pass" in then
+
+
+def backward_job(rank: int, world: int) -> str:
+    """After an error in a second layer's forward pass, rank 0 goes backward through the first."""
+    group = dist.new_group(list(range(world)))
+    first, second = build(group), build(group, expert=Expert)
+    set_failing(second, rank == 0)
+    y = first(tokens(rank))
+    error_of(lambda: second(y))
+    return error_of(y.sum().backward)
+
+
+def test_a_backward_pass_over_a_group_that_was_left_raises_too() -> None:
+    for told_here in ranks(2).run(backward_job):
+        assert "left its process group in the middle of a pass" in told_here
+
+
+# ---- a backward pass that one rank leaves out
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, group: Any, **options: Any) -> None:
+        super().__init__()
+        self.first, self.second = build(group, **options), build(group, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x).sin())
+        return y
+
+
+def left_out_job(rank: int, world: int, options: dict[str, Any]) -> list[str]:
+    """What the ranks meet where the last one leaves out its third backward pass, step by step."""
+    model = TwoLayers(dist.new_group(list(range(world))), **options)
+    found = []
+    for at in range(5):
+        if at == 2 and rank == world - 1:
+            found.append(error_of(lambda: model(tokens(rank))))
+        else:
+            found.append(error_of(lambda: step(model, rank)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "world, options",
+    [
+        (2, {}),
+        (2, {"pipeline": 4, "memory_reuse": "S1"}),
+        (2, {"pad_to_capacity": True, "capacity_factor": 1.0}),
+        (2, {"dispatch": "hierarchical_2d", "nodes": 1}),
+        pytest.param(4, {"pipeline": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_backward_pass_that_one_rank_leaves_out_is_told_to_all(world: int, options: dict[str, Any]) -> None:
+    with Pool(world, TIMEOUT_SECONDS) as pool:
+        found = pool.run(left_out_job, options, timeout=100)
+    for rank, steps in enumerate(found):
+        assert steps[:2] == ["", ""]
+        told_here = steps[2] or steps[3]
+        assert "took longer than the group's timeout" not in told_here
+        assert f"rank {world - 1} begins its next call without the backward pass of MoELayer 2" in told_here
+        assert "adds 0 * y.sum() to it" in told_here
+        assert bool(steps[2]) == (rank < world - 1)
+        assert "left its process group in the middle of a pass" in steps[4]
+
+
+def without_rows_job(rank: int, world: int) -> list[str]:
+    """As above, but no rows travel that the others would wait for: rank 0's backward pass ends by itself."""
+    layer = build(dist.new_group(list(range(world))))
+    found = []
+    for at in range(3):
+        y = layer(tokens(rank)[:0])
+        found.append(error_of((lambda: None) if at == 1 and rank == 1 else y.sum().backward))
+    return found
+
+
+def test_a_backward_pass_without_rows_that_one_rank_leaves_out_hangs_nobody() -> None:
+    with Pool(2, TIMEOUT_SECONDS) as pool:
+        pool.start(without_rows_job)
+        outcomes = []
+        for rank in range(2):
+            try:
+                outcomes.append(str(pool.answer(rank, timeout=20)))
+            except AssertionError as error:  # the job itself raised
+                outcomes.append(str(error))
+    for outcome in outcomes:
+        assert "died with exit code" not in outcome and "no answer" not in outcome
+        assert "backward pass" in outcome
+
+
+# ---- what ranks may do alike
+
+
+def legitimate(layer: pmoe.MoELayer, rank: int) -> dict[str, Callable[[], object]]:
+    """Programs that leave backward passes out, or run them in any order, on all ranks alike."""
+
+    def x() -> Tensor:
+        return tokens(rank).requires_grad_()
+
+    def validation() -> None:
+        for _ in range(3):
+            layer(x())
+
+    def pipelined() -> None:
+        outputs = [layer(x()) for _ in range(4)]
+        for at in (2, 0, 3, 1):
+            outputs[at].sum().backward()
+
+    def chained() -> None:
+        layer(layer(layer(x()).sin()).sin()).sum().backward()
+
+    def retained() -> None:
+        y = layer(x()).sum()
+        y.backward(retain_graph=True)
+        y.backward()
+
+    def of_inputs() -> None:
+        inputs = x()
+        torch.autograd.grad(layer(inputs).sum(), [inputs])
+
+    def of_the_loss_alone() -> None:
+        layer(x())
+        assert layer.l_aux is not None
+        layer.l_aux.backward()
+
+    def checkpointed(**kind: Any) -> None:
+        for _ in range(2):
+            y = checkpoint(lambda inputs: layer(layer(inputs).sin()), x(), **kind)
+            y.sum().backward()
+
+    def copied() -> None:
+        layer(x())
+        other = copy.deepcopy(layer)
+        for _ in range(2):
+            other(x()).sum().backward()
+            layer(x())
+
+    def dropped() -> None:
+        y: Any = layer(x())
+        layer.last = type(layer.last)()
+        if rank == 0:
+            del y  # the graph goes on one rank, and lives on the other
+        layer(x()).sum().backward()
+
+    def late() -> None:
+        layer(x())
+        if rank == 0:
+            time.sleep(1.3)  # the other waits, and tells that it does
+        y = layer(x())
+        if rank == 1:
+            time.sleep(1.3)
+        y.sum().backward()
+
+    return {
+        "validation with gradients": validation,
+        "pipelined": pipelined,
+        "chained": chained,
+        "retained": retained,
+        "gradients of inputs": of_inputs,
+        "of l_aux alone": of_the_loss_alone,
+        "older checkpoint": lambda: checkpointed(use_reentrant=True),
+        "newer checkpoint": lambda: checkpointed(use_reentrant=False),
+        "pmoe's checkpoint": lambda: checkpointed(use_reentrant=False, context_fn=pmoe.checkpoint_contexts),
+        "deep copies": copied,
+        "a graph that goes on one rank": dropped,
+        "late ranks": late,
+    }
+
+
+def legitimate_job(rank: int, world: int, options: dict[str, Any]) -> dict[str, str]:
+    layer = build(dist.new_group(list(range(world))), **options)
+    found = {}
+    for name, program in legitimate(layer, rank).items():
+        found[name] = error_of(program)
+        step(layer, rank)
+    assert layer.ranks.standing.last_meeting  # some of these meet
+    return found
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [{}, {"dispatch": "hierarchical_2d", "nodes": 1, "pipeline": 2}], ids=str)
+def test_programs_that_all_ranks_run_alike_go_on(world: int, options: dict[str, Any]) -> None:
+    for found in ranks(world).run(legitimate_job, options):
+        assert not any(found.values()), found
+
+
+def threads_job(rank: int, world: int) -> list[str]:
+    """Two threads, each with a layer and a group of its own, that never go backward."""
+    layers = [build(dist.new_group(list(range(world)))) for _ in range(2)]
+    found = ["", ""]
+
+    def run(at: int) -> None:
+        found[at] = error_of(lambda: [layers[at](tokens(rank)) for _ in range(5)])
+
+    running = [threading.Thread(target=run, args=(at,)) for at in range(2)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    return found
+
+
+def test_layers_of_several_threads_meet_in_groups_of_their_own() -> None:
+    assert ranks(2).run(threads_job) == [["", ""]] * 2
+
+
+def meetings_job(rank: int, world: int) -> list[int]:
+    """How often a training loop meets, with and without a checkpoint; then a validation of two calls."""
+    layer = build(dist.new_group(list(range(world))))
+    met: list[int] = []
+    original = told.meet
+    count = 0
+
+    def counted(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        original(*args)
+
+    told.meet = counted
+    try:
+        for _ in range(3):
+            step(layer, rank)
+        met.append(count)
+        for reentrant in (True, False):
+            checkpoint(layer, tokens(rank).requires_grad_(), use_reentrant=reentrant).sum().backward()
+        with torch.no_grad():
+            layer(tokens(rank))
+        met.append(count)
+        layer(tokens(rank))
+        layer(tokens(rank))
+        met.append(count)
+    finally:
+        told.meet = original
+    return met
+
+
+def test_a_loop_whose_backward_passes_run_never_meets() -> None:
+    assert ranks(2).run(meetings_job) == [[0, 0, 1]] * 2
+
+
+def test_open_calls_are_kept_up_to_a_number() -> None:
+    standing = Standing()
+    for number in range(1, MOST_OPEN + 10):
+        standing.open_call(number)
+    assert list(standing.open_calls) == list(range(10, MOST_OPEN + 10))
+    with standing.backward_pass(12, "a layer"):
+        assert standing.backward_of == 12 and 12 not in standing.open_calls
+    assert standing.backward_of == 0
+
+
+def keys_job(rank: int, world: int) -> list[int]:
+    """Keys of the ranks' store before and after many meetings."""
+    layer = build(dist.new_group(list(range(world))))
+    for _ in range(3):
+        layer(tokens(rank))
+    dist.barrier()
+    before = dist.distributed_c10d._get_default_store().num_keys()
+    dist.barrier()
+    for _ in range(20):
+        layer(tokens(rank))
+    dist.barrier()
+    return [before, dist.distributed_c10d._get_default_store().num_keys()]
+
+
+def test_meetings_leave_no_keys_behind() -> None:
+    assert meeting.CURE
+    for before, after in ranks(2).run(keys_job):
+        assert after - before <= 2
+
+
+# ---- options that are set later
+
+
+OPTIONS: dict[str, tuple[str, Any, str]] = {
+    "chunks": ("pipeline", 4, "pipeline (4)"),
+    "restore pair": ("memory_reuse", "S1", "memory_reuse (offload/offload)"),
+    "rows that travel once": ("send_once", True, "send_once (True)"),
+    "what is checked": ("check_finite", True, "check_finite (True)"),
+}
+
+
+def setting_job(rank: int, world: int, name: str, value: object) -> list[str]:
+    """Sets an option on the last rank alone."""
+    layer = build(dist.new_group(list(range(world))), pipeline=2)
+    step(layer, rank)
+    if rank == world - 1:
+        setattr(layer, name, value)
+    return [error_of(lambda: step(layer, rank)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("name, value, shown", OPTIONS.values(), ids=OPTIONS)
+def test_an_option_that_one_rank_sets_in_the_middle_of_training_is_told_to_all(
+    name: str, value: object, shown: str
+) -> None:
+    with Pool(2, TIMEOUT_SECONDS) as pool:
+        found = pool.run(setting_job, name, value, timeout=100)
+    for first, second in found:
+        assert "rank 1 has set " in first and " of MoELayer 1 since its last call" in first, first
+        assert shown in first, first
+        assert "left its process group in the middle of a pass" in second
+
+
+def all_set_job(rank: int, world: int) -> list[str]:
+    """Options that all ranks set: alike, to what they were, to other values on each, and alike again."""
+    layer = build(pipeline=2)
+    step(layer, rank)
+    found = []
+    layer.pipeline = 4
+    layer(tokens(rank))  # and goes nowhere: the next call has two reasons to meet
+    for values in ((1, 1), (1, 1), (2, 4), (4, 4)):
+        layer.pipeline = values[rank]
+        found.append(error_of(lambda: step(layer, rank)))
+    return found
+
+
+def test_options_that_all_ranks_set_are_compared_again_and_the_layer_goes_on() -> None:
+    differ = (
+        "ValueError: pipeline must be the same on every rank of a MoELayer, and differs: rank 0: 2; rank 1: 4"
+    )
+    assert ranks(2).run(all_set_job) == [["", "", differ, ""]] * 2

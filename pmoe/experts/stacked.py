@@ -156,7 +156,7 @@ class StackedExperts(Experts):
         weights = ((local, hidden, self._d_model), (local, self._d_model, self.num_hidden))
         shapes = (*weights, (local, hidden), (local, self._d_model))  # of OPERANDS; others are a subclass's
         for name, value, shape in zip(self.operand_names, values, shapes, strict=False):
-            if value.dtype != first.dtype or value.device != first.device:
+            if value.dtype is not first.dtype or value.device != first.device:
                 raise ValueError(
                     f"experts' {name} ({value.dtype} on {value.device}) must be like their "
                     f"{self.operand_names[0]} ({first.dtype} on {first.device})"

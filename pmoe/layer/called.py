@@ -88,12 +88,10 @@ def without_compilation(module: nn.Module) -> Callable[..., Tensor]:
 
     What experts do with rows is decided on the host, call by call; a graph of it would hold for one call.
     """
-    original = vars(module).get("_modules", {}).get("_orig_mod")
-    if original is not None and not any(vars(module).get(kind) for kind in HOOKS):
-        module = original
-    if getattr(module, "_compiled_call_impl", None) is not None:
-        return module._call_impl
-    return module
+    attributes = vars(module)
+    if "_orig_mod" in attributes["_modules"] and not any(attributes.get(kind) for kind in HOOKS):
+        module = attributes["_modules"]["_orig_mod"]
+    return module if module._compiled_call_impl is None else module._call_impl
 
 
 def described(value: object) -> str:

@@ -17,6 +17,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan import Modules
 from pmoe.engine.replay import Replay, hidden_from_checkpoints, replay_of
 from pmoe.experts.base import local_part
+from pmoe.experts.values import check_not_meta
 from pmoe.layer.spec import LayerSpec
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Stages
@@ -186,6 +187,7 @@ def check_ranks(parts: Parts) -> None:
     if parts.ranks.size > 1 and parts.known.differed is None:
         from pmoe.layer.alike import check_alike
 
+        check_not_meta(parts.like)
         with hidden_from_checkpoints():
             parts.known.differed = check_alike(parts)
 

@@ -123,7 +123,7 @@ def test_a_schedule_starts_from_nan(schedule: Any, name: str, is_checkpointed: b
 
 
 class Poisoned(Stage):
-    """NaN in its n-th call; the first is torch's, which learns shapes. Goes on after an error: others wait."""
+    """NaN in its n-th call; the first is torch's, which learns shapes. Goes on after errors: others wait."""
 
     calls, bad_call = 0, 0
     error = ""

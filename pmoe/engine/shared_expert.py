@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,8 +46,19 @@ class SharedExpertForward(_WithSharedExpert, Forward):
     def shared(self, _chunk: int) -> None:
         inputs, expert = self.inputs, self.expert
         assert inputs.shared_weight_T is not None
+        given, x_TM = self.all_tokens(inputs), inputs.x_TM
+        counts = expert.are_modules and not x_TM.is_inference()
+        version = x_TM._version if counts else 0
+        if expert.are_modules and not counts:  # inference counts no versions
+            given = replace(given, rows_NM=x_TM.clone())
         with inputs.autocast_for(expert):
-            _, hidden = expert.compute(self.all_tokens(inputs), inputs.shared_weight_T, keep=self.keep)
+            _, hidden = expert.compute(given, inputs.shared_weight_T, keep=self.keep)
+        if counts and x_TM._version != version:
+            name = type(expert.as_modules()[0]).__name__
+            raise RuntimeError(
+                f"shared_expert ({name}) changes its input in place, which the routed experts read too: its "
+                "first operation must make a new tensor (inplace=False)"
+            )
         if self.keep:
             self.left.kept[SHARED] = Kept(hidden=hidden)
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from pmoe.experts.base import Experts, Reduce, Shard, local_part
+from pmoe.experts.base import Experts, Reduce, Shard, is_expert, local_part
 from pmoe.experts.graphs import changed_in_place, saves_plainly
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
 @functools.cache
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_check_optimizer)
+    register_optimizer_step_post_hook(_count_versions)
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -64,6 +66,13 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 "that the model has no more) must be made after pmoe.parallelize or MoELayer.spread, which "
                 "replace experts' parameters"
             )
+
+
+def _count_versions(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Steps with foreach=True or fused=True write to the parts of DTensors, and count no version of them."""
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if is_expert(parameter) and hasattr(parameter, "to_local") and parameter.grad is not None:
+            increment_version(parameter)
 
 
 def local_values(experts: Experts, names: Sequence[str], values: Sequence[Tensor]) -> list[Tensor]:
@@ -98,12 +107,12 @@ class Local(torch.autograd.Function):
         if saves_plainly():
             laid_out = [each for each in parameters if hasattr(each, "to_local")]
             ctx.check_unchanged = functools.partial(_check_unchanged, [(p, p._version) for p in laid_out])
-        local = [local_part(each) for each in parameters]
-        views = tuple(each.view_as(each) for each in local)  # autograd writes into what it is handed
+        # Tensors of their own, with the versions of what they show: autograd writes into what it is handed.
+        shown = tuple(local_part(each).detach() for each in parameters)
         ctx.mark_non_differentiable(
-            *(view for view, each in zip(views, parameters, strict=True) if not each.requires_grad)
+            *(local for local, each in zip(shown, parameters, strict=True) if not each.requires_grad)
         )
-        return views
+        return shown
 
     @staticmethod
     @once_differentiable

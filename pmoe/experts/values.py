@@ -8,3 +8,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 def has_values(tensor: Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def check_not_meta(parameter: Tensor | None) -> None:
+    """Raises ValueError for a parameter on the meta device: nothing can be computed with it."""
+    if parameter is not None and parameter.is_meta:
+        raise ValueError(
+            "the layer's parameters (on meta) must have values before a call with values: call to_empty and "
+            "reset_parameters first"
+        )

@@ -43,7 +43,7 @@ def clamped_with_fault(routing: Routing, x_TM: Tensor, num_experts: int) -> tupl
         Fault.ROUTING: ((expert < 0) | (expert >= num_experts)).any(),
     }
     if not is_shape_run():
-        found[Fault.WEIGHT] = ~weight.isfinite().all()
+        found[Fault.WEIGHT] = ~weight.detach().isfinite().all()
     if token is not None:
         found[Fault.TOKEN] = ((token < 0) | (token >= num_tokens)).any() | (token.diff() < 0).any()
         token = token.clamp(0, max(num_tokens - 1, 0))

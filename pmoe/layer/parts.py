@@ -17,6 +17,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan import Modules
 from pmoe.engine.replay import Replay, hidden_from_checkpoints, replay_of
 from pmoe.experts.base import local_part
+from pmoe.experts.values import check_not_meta
 from pmoe.layer.called import check_callbacks, is_watched
 from pmoe.layer.spec import LayerSpec
 from pmoe.schedule.restore import Restore
@@ -254,6 +255,8 @@ def check_ranks(parts: Parts) -> None:
     if parts.ranks.size > 1 and (parts.known.differed is None or changed):
         from pmoe.layer.alike import check_alike
 
+        if not any(map(is_watched, parts.experts_module.modules())):  # which may fetch them when called
+            check_not_meta(parts.like)
         with hidden_from_checkpoints():
             parts.known.differed = check_alike(parts)
     parts.known.compared = parts

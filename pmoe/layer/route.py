@@ -123,7 +123,7 @@ def ask_gate(call: Call, x_TM: Tensor) -> Gated:
     checks = not spec.pad_to_capacity if spec.check_finite is None else spec.check_finite
     if checks and routing.logits is not None and not is_shape_run():  # padded counts do not come to the host
         # Arithmetic and no torch.where: scalars that become tensors would be copies that synchronise.
-        finite = routing.logits.isfinite().all().long()
+        finite = routing.logits.detach().isfinite().all().long()
         fault = finite * fault + (1 - finite) * int(Fault.NOT_FINITE)
     changed = None
     if may_run_again(call.layer):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel.distributed import _find_tensors
 
 from pmoe.arguments import check_count, check_kind, check_module, is_int, list_of
@@ -70,12 +71,17 @@ def profile_module(
 def _timed_run(
     module: nn.Module, arguments: tuple[Any, ...], now: Callable[[], float]
 ) -> tuple[float, float]:
-    """Seconds of forward and of backward."""
+    """Seconds of forward and of backward.
+
+    The module gets copies that it may change in place, as it may what another layer hands it: autograd lets
+    nobody write to a leaf that wants a gradient. Their gradients are those before such a change.
+    """
+    handed = [_copied(each) for each in arguments]
+    starts: list[Any] = [get_gradient_edge(each) for each in handed if _wants_gradient(each)]
     begin = now()
-    output = module(*arguments)
+    output = module(*handed)
     forward = now() - begin
     ends = [found for found in _find_tensors(output) if found.requires_grad]
-    starts = [found for found in arguments if isinstance(found, Tensor) and found.requires_grad]
     starts += [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not ends or not starts:
         return forward, 0.0
@@ -83,6 +89,15 @@ def _timed_run(
     begin = now()
     torch.autograd.grad(ends, starts, gradients, allow_unused=True)
     return forward, now() - begin
+
+
+def _wants_gradient(argument: object) -> bool:
+    return isinstance(argument, Tensor) and argument.requires_grad
+
+
+def _copied(argument: Any) -> Any:
+    """Of a tensor a copy, with a graph where it wants a gradient; else the argument itself."""
+    return argument.clone() if isinstance(argument, Tensor) else argument
 
 
 def _arguments(made: ModuleInputs) -> tuple[Any, ...]:

@@ -206,3 +206,39 @@ def test_rows_that_make_no_line_are_refused(rows: list[int]) -> None:
 def test_a_width_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"make_input \(0\) must be at least 1"):
         profile_module(nn.Identity(), [1, 2], 0)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)),
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)),
+        nn.ReLU(inplace=True),
+        nn.Identity(),
+    ],
+    ids=str,
+)
+def test_a_module_may_change_its_input_in_place(module: nn.Module) -> None:
+    """Autograd lets nobody write to a leaf that wants a gradient; what another layer hands on is none."""
+    given: list[Tensor] = []
+
+    def make(count: int) -> Tensor:
+        given.append(torch.randn(count, 4))
+        return given[-1]
+
+    forward, backward = profile_module(module, [100, 200], make)
+    assert forward.num_sizes == backward.num_sizes == 2
+    assert any((each < 0).any() for each in given), "its own rows were written over"
+
+
+def test_gradients_are_timed_behind_the_modules_first_operation() -> None:
+    """As without a change in place: the copy that the module gets is no part of what is timed."""
+    clock = Clock()
+
+    class InPlace(Priced):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(2.0))
+
+    forward, backward = profile_by(clock, InPlace(clock), [100, 200, 400], 4)
+    assert line_of(forward) == pytest.approx((1e-3, 2e-6))
+    assert line_of(backward) == pytest.approx((3e-3, 4e-6))

@@ -229,3 +229,12 @@ def test_memory_is_predicted_exactly_with_pmoes_kernels_and_bounded_with_other_f
     found = Allocated(step)
     predicted = layer.predict_memory(tokens, layer.row_counts).peak / found.peak
     assert 0.995 < predicted < (1.02 if kind == "swiglu" else 1.12)
+
+
+@pytest.mark.parametrize("pair", [False, *ALL_PAIRS], ids=str)
+def test_an_activation_may_write_over_what_it_is_given(pair: Any) -> None:
+    """T_M stays, for backward needs it: some nonlinearities have inplace=True."""
+    case = Case("squared", transposed=True, bias=True)
+    stacks = replace(case.stacks, activation=lambda hidden: F.relu(hidden, inplace=True) ** 2)
+    case.experts = BorrowedActivation(stacks)
+    assert_equal(case, pipeline=2, memory_reuse=pair)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 import pmoe
 from pmoe.experts import FFNExperts
 from pmoe.experts.modules import ModuleExperts
-from tests.kit import D_HIDDEN, D_MODEL
+from tests.kit import D_HIDDEN, D_MODEL, build
+from tests.own_experts import changing
 from tests.reference import relative_error
 
 
@@ -265,3 +267,25 @@ def test_given_experts_are_taken_as_they_are() -> None:
     layer = module_layer(modules)
     assert list(layer.experts.local) == list(modules)
     assert all(torch.equal(a, b) for a, b in zip(modules.state_dict().values(), before.values(), strict=True))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_a_shared_expert_that_writes_over_the_layers_input_is_named(mode: Any) -> None:
+    """Without gradients the routed experts would read what it left, and nothing would say so."""
+    layer = build(shared_expert=changing(D_MODEL, D_HIDDEN).double())
+    with (
+        mode(),
+        pytest.raises(RuntimeError, match=r"shared_expert \(Sequential\) changes its input in place"),
+    ):
+        layer(tokens())
+
+
+def test_a_shared_expert_may_write_over_what_no_version_counts() -> None:
+    layer = build(shared_expert=changing(D_MODEL, D_HIDDEN).double())
+    plain = build(shared_expert=changing(D_MODEL, D_HIDDEN).double())
+    plain.load_state_dict(layer.state_dict())
+    plain.shared_expert.local[0][0].inplace = False
+    with torch.inference_mode():
+        x = tokens() * 1.0
+        before = x.clone()
+        assert torch.equal(layer(x), plain(before)) and torch.equal(x, before)

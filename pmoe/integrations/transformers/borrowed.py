@@ -131,6 +131,9 @@ class BorrowedActivation(BorrowedExperts):
     """Any function from T_M to the activated hidden, (N, G) to (N, H), differentiated by autograd a block of
     rows at a time: T_M is kept as ever, and nothing else."""
 
+    _writes_over: bool | None = None
+    """Whether it changes its input in place; None before it has been asked for any rows."""
+
     def columns(self, device_type: str) -> HiddenColumns:
         return replace(super().columns(device_type), graph=GRAPH * self.hidden_factor * self.num_hidden)
 
@@ -141,12 +144,25 @@ class BorrowedActivation(BorrowedExperts):
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
         block_rows = self._scratch_rows(hidden_NG.device.type)
         for hidden, active in zip(hidden_NG.split(block_rows), active_NH.split(block_rows), strict=True):
-            active.copy_(self.stacks.activation(hidden))
+            active.copy_(self._activated(hidden))
+
+    def _activated(self, hidden_NG: Tensor) -> Tensor:
+        """Of a copy where the function writes over what it is given, as ``nn.SiLU(inplace=True)`` does: T_M
+        is needed again, and backward's is a leaf, to which autograd lets nobody write."""
+        if self._writes_over is None:
+            probe = torch.zeros_like(hidden_NG[:1]) if hidden_NG.shape[0] else None
+            if probe is not None and not probe.is_inference():
+                version = probe._version
+                self.stacks.activation(probe)
+                self._writes_over = probe._version != version
+        keeps = self._writes_over is False
+        found: Tensor = self.stacks.activation(hidden_NG if keeps else hidden_NG.clone())
+        return found
 
     def activation_gradient(self, grad_NG: Tensor, hidden_NG: Tensor) -> None:
         with torch.enable_grad():
             hidden = hidden_NG.detach().requires_grad_()
-            active = self.stacks.activation(hidden)
+            active = self._activated(hidden)
         (found,) = torch.autograd.grad(active, hidden, grad_NG[:, : active.shape[1]].to(active.dtype))
         grad_NG.copy_(found)
 

@@ -193,8 +193,8 @@ HEADER = 4
 
     tokens       of the sender
     fault        a `Fault`
-    mode         bits (TRAINING ...), and the life of the group (`pmoe.comm.standing`) times LIFE
-    type, layer  the place of the rows' type in TYPES, and `Ranks.number` of the layer times LAYER
+    mode         the sum of bits (TRAINING ...) and LIFE times the life of the group (`pmoe.comm.standing`)
+    type, layer  the sum of the rows' type, as its place in TYPES, and LAYER times the layer's `Ranks.number`
 """
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -204,8 +204,8 @@ LAYER = 8
 
 
 TRAINING, GRAD_ENABLED, IN_BACKWARD, WANTS_GRADIENTS = 1, 2, 4, 1 << 30
-"""Bits of a mode. WANTS_GRADIENTS implies GRAD_ENABLED. It is the highest bit of the integer: the largest of
-all ranks' integers says whether any rank has it. IN_BACKWARD is set in a checkpoint's second pass."""
+"""Bits of a mode. WANTS_GRADIENTS implies GRAD_ENABLED. WANTS_GRADIENTS is the highest bit, so the largest of
+all ranks' modes tells whether any rank has it. IN_BACKWARD is set in a checkpoint's second pass."""
 
 
 def mode_of_call(*, needs_grad: bool, training: bool) -> int:
@@ -248,7 +248,7 @@ class CountsExchange:
         training: whether the layer is in training mode. dtype: of the rows that will travel. once_FP: see
         `RankCounts`. exchanges: the dispatch and the combine, where they have counts to relay. bypass_local:
         rows between a rank and itself do not travel. asks_max_rows: whether `RankCounts.max_rows` is wanted,
-        the same on all ranks; one_row_a_choice: whether this rank's rows are such that it makes sense."""
+        the same on all ranks; one_row_a_choice: whether it makes sense for this rank's rows."""
         counts_FPX = counts_FE.unflatten(1, (grid.across.size, -1))
         self._counted_once = once_FP is not None
         if once_FP is not None:
@@ -376,12 +376,12 @@ class CountsExchange:
 
 
 def check_calls_match(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) -> None:
-    """Raises FaultError, on all ranks, where they do not make the same call.
+    """Raises FaultError on all ranks where they do not make the same call.
 
-    Warns where some are in training mode and others are not. modes, kinds: of the headers of one exchange, by
-    rank.
+    Warns where some are in training mode and others are not. modes, kinds: each rank's, from the headers of
+    one exchange.
     """
-    ranks.standing.life = max(mode % WANTS_GRADIENTS // LIFE for mode in modes)  # from here on the same
+    ranks.standing.life = max(mode % WANTS_GRADIENTS // LIFE for mode in modes)  # now equal on all ranks
 
     def with_and_without(flag: int) -> tuple[str, str]:
         """The ranks whose mode has the flag, and the others, in words; "" where there are none."""

@@ -1,19 +1,19 @@
 """Ranks meet in their store before a call that one of them may make otherwise than the others.
 
 A rank may leave out the backward pass of a layer's last call and call that layer again. Its row counts would
-then meet rows of that backward pass, which its peers are in. Ranks that do the same are in the same state
-before each call: the backward pass of the layer's last call has run on all of them or on none. So they meet
-before a call only in the second state. A rank that waits there while a peer is in that backward pass has left
-it out:
+then be paired with rows of that backward pass, which its peers run. If all ranks do the same, then before
+each call the backward pass of the layer's last call has run on all of them or on none. So a rank comes to a
+meeting only if it has not run that backward pass. If a peer is in that backward pass while a rank waits in
+the meeting, the rank that waits has left it out:
 
     rank 0   call 1   backward of call 1: waits for rows        looks in the store: both raise
     rank 1   call 1   call 2: waits in the meeting before it
 
-A rank whose options were changed since its last call meets the others too, for messages of other sizes would
-abort their processes. Where all ranks have changed them, all come.
+A rank whose options were changed since its last call comes to a meeting too, because messages of other sizes
+would abort the processes of its peers. If all ranks have changed their options, all come.
 
-Calls are numbered by their exchanges of row counts. These are collectives: numbers are the same on all ranks.
-Nothing here is for groups that wait on a GPU.
+A call has the number of its exchange of row counts. The exchange is a collective, so all ranks have the same
+number. Groups that wait on a GPU never meet for a backward pass.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ CURE = (
 
 
 IS_OPEN = f"has not run the backward pass of a layer's last call, which has run on other ranks: {CURE}"
-"""Why a rank meets the others, in the words of those who do not."""
+"""The `why` of a meeting for a backward pass that has not run."""
 
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1e-4, 0.05
-"""Between looks into the store: first a rank that is nearly there, last one that is late, at little cost."""
+"""Pauses between looks into the store: short at first, for a peer that is nearly there, then longer, so that
+waiting for a late one costs little."""
 
 
 class Meeting:
@@ -45,12 +46,12 @@ class Meeting:
 
     Its keys in the store are below pmoe/meet/LIFE/GROUP:
 
-        NUMBER        of the meeting: how many ranks have come
+        NUMBER        how many ranks have come to the meeting of that number
         NUMBER/all    set when all have come
         waiting       set when a rank has waited for long in any meeting of the group
-        waiting/RANK  where that rank waits, three lines: the number of the call, `Standing.open_calls`, why
+        waiting/RANK  of a rank that waits, three lines: the number of the call, `Standing.open_calls`, why
 
-    why: the rest of a sentence that begins with this rank, and tells the others what they should have done.
+    why: the rest of a sentence that begins with "rank RANK": why it waits, and what all ranks must do.
     """
 
     def __init__(self, group: dist.ProcessGroup, standing: Standing, why: str) -> None:
@@ -70,12 +71,12 @@ class Meeting:
         return f"{self._folder}/{number}/all"
 
     def _remove_keys_of(self, number: int) -> None:
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can delete
             self._store.delete_key(f"{self._folder}/{number}")
             self._store.delete_key(self._key_of_all(number))
 
     def has_all(self, wait_for: timedelta) -> bool:
-        """Whether all ranks have come, for which it waits at most so long."""
+        """Whether all ranks have come. Waits for them at most ``wait_for``."""
         end, pause = time.monotonic() + wait_for.total_seconds(), FIRST_PAUSE_SECONDS
         keys = [self._key_of_all(self._number)]
         while not self._store.check(keys):  # the store's own wait would print that it timed out
@@ -86,7 +87,7 @@ class Meeting:
         return True
 
     def publish(self) -> None:
-        """Tells peers that look why they wait for this rank, and for which call."""
+        """Writes into the store why this rank waits and before which call, for peers that look there."""
         if not self._is_published:
             numbers = ",".join(map(str, self._standing.open_calls))
             self._store.set(f"{self._folder}/waiting/{self._rank}", f"{self._call}\n{numbers}\n{self._why}")
@@ -94,7 +95,7 @@ class Meeting:
             self._is_published = True
 
     def leave(self) -> None:
-        """After all ranks have come."""
+        """Ends the meeting, after all ranks have come."""
         self._standing.last_meeting = self._call
         if self._is_published:
             self._store.set(f"{self._folder}/waiting/{self._rank}", "")
@@ -103,7 +104,7 @@ class Meeting:
 def left_out(standing: Standing, own_rank: int, ranks: Sequence[int]) -> list[str]:
     """Sentences about peers that wait in a meeting to which this rank will not come.
 
-    Each proves that one of the two does something else than the other. own_rank, ranks: in the group.
+    Each proves that the peer and this rank do different things. own_rank, ranks: numbers in the group.
     """
     store, folder = dist.distributed_c10d._get_default_store(), _folder(standing)
     if not store.check([f"{folder}/waiting"]):

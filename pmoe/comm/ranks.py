@@ -26,9 +26,10 @@ class Ranks:
     Copies share the group; pickling leaves it out, and `reconnect` finds the default group again.
 
     layer: whose messages they carry, for errors; "" of no layer, and of one that was not called yet.
-    takes_default: whether the default group is theirs, so that one that follows it may take its place.
-    by_default: whether nobody chose them. One rank alone may then be an oversight: its first call warns.
-    number: which of the group's layers they belong to, once it has exchanged row counts; 0 before.
+    takes_default: whether their group is the default one. A new default group may then take its place.
+    by_default: whether no group or mesh was passed. A layer of one rank may then be an oversight, and its
+        first call warns.
+    number: the layer's number among the group's layers, from its first exchange of row counts on; 0 before.
     call: the number of the layer's last exchange of row counts, among all exchanges over the group.
     open_call: the number of the last call whose backward pass may follow (`Standing.open_calls`).
     """
@@ -86,17 +87,17 @@ class Ranks:
 
     @property
     def standing(self) -> Standing:
-        """What this rank remembers of the group, which must be one of several ranks."""
+        """This rank's record of the group, which must have several ranks."""
         if self._standing is None:
             assert self.group is not None
             self._standing = standing_of(self.group)
         return self._standing
 
     def reconnect(self) -> bool:
-        """Takes the default group after unpickling, and where that was destroyed and made again.
+        """Takes the default group after unpickling, or after that group was destroyed and made again.
 
-        Returns whether it took the place of a destroyed one. Raises RuntimeError where the group was
-        destroyed and none takes its place, ValueError where the default group is of another size than before.
+        Returns whether the new group replaces a destroyed one. Raises RuntimeError where the group was
+        destroyed and none replaces it, ValueError where the default group has another size than before.
         """
         if self.size == 1 or (self.group is not None and is_known(self.group)):
             return False  # one rank alone needs no group
@@ -126,9 +127,11 @@ class Ranks:
         )
 
     def begin_call(self, changed: str = "") -> None:
-        """A layer without a name is known by its number among the process's first calls.
+        """Begins a call. A layer without a name is called by its number among the process's first calls.
 
-        changed: which options were changed since the last call, for which all ranks meet; "" for none.
+        changed: the options that were changed since the last call, in words; all ranks meet for them. "" for
+        none.
+
         Raises RuntimeError, and tells the peers, where this rank has left a pass of the group in the middle.
         """
         if self.size > 1:
@@ -147,7 +150,7 @@ class Ranks:
         self.layer = self.layer or f"MoELayer {next(self._first_calls)}"
 
     def _warn_alone(self) -> None:
-        """At the first call of a layer of one rank: if other ranks can be reached by now."""
+        """At the first call of a layer of one rank, warns if there are other ranks by now."""
         self.by_default = False
         is_initialized = dist.is_available() and dist.is_initialized()
         if self.group is None and is_initialized and dist.get_world_size() > 1:
@@ -159,15 +162,16 @@ class Ranks:
             )
 
     def count_exchange(self) -> None:
-        """When an exchange of row counts begins."""
+        """Counts an exchange of row counts, when it begins."""
         self.standing.exchanges += 1
         self.standing.begun_before = collectives.begun
         self.call = self.standing.exchanges
 
     def expect_backward(self, device: torch.device) -> int:
-        """After the forward pass of a call whose backward pass may follow: the number for `backward_pass`.
+        """Notes that a backward pass may follow this forward pass. Returns the number for `backward_pass`.
 
-        It notes neither passes on a GPU nor a checkpoint's second passes, which run in a backward pass.
+        Notes nothing and returns 0 for passes on a GPU, and for a checkpoint's second passes, which run in a
+        backward pass.
         """
         if self.size == 1 or device.type != "cpu" or torch._C._current_graph_task_id() != -1:
             return 0
@@ -176,21 +180,24 @@ class Ranks:
         return self.call
 
     def backward_pass(self, number: int) -> contextlib.AbstractContextManager[None]:
-        """Of the call for which `expect_backward` gave this number. Raises as `begin_call` does."""
+        """A context for the backward pass of the call for which `expect_backward` gave this number.
+
+        Raises as `begin_call` does.
+        """
         if self.size == 1:
             return contextlib.nullcontext()
         self.check_whole()
         return self.standing.backward_pass(number, self.layer)
 
     def take_number(self) -> None:
-        """After the first exchange of row counts of a layer, which is that of all ranks."""
+        """Numbers a layer after its first exchange of row counts, which is the same one on all ranks."""
         self.standing.num_layers += 1
         self.number = self.standing.num_layers
 
     def check_whole(self) -> None:
         """Raises RuntimeError, and tells the peers, where this rank has left a pass in the middle.
 
-        It goes on where all ranks left it after the same collectives, for which it may wait some seconds.
+        Returns if all ranks left it after the same collectives; to find out, it may wait some seconds.
         """
         if self.size == 1 or not self.standing.left:
             return
@@ -269,11 +276,12 @@ has_told: threading.Event = threading.Event()
 
 @contextlib.contextmanager
 def telling(ranks: Ranks, stage: str) -> Iterator[None]:
-    """Tells peers, which may wait for this rank, what is raised in here, and that this rank has left the pass
-    in the middle. It is for what one rank alone may raise (users' code, a failed allocation); what all ranks
-    raise together must not be told.
+    """Tells peers of an error in the block, by which this rank leaves a pass in the middle.
 
-    stage: what is done in here, for the message of this rank's next call.
+    Peers may wait for this rank. The block is for errors that one rank alone may raise (users' code, a failed
+    allocation). Errors that all ranks raise together must not be told.
+
+    stage: a name of the block, for the message of this rank's next call.
     """
     try:
         yield
@@ -353,7 +361,7 @@ class Grid:
         return arrival_FWX[:, start : start + self.across.size]
 
     def reconnect(self) -> bool:
-        """After unpickling, or where the group was destroyed: see `Ranks.reconnect`.
+        """Finds a group again after unpickling, or after it was destroyed: see `Ranks.reconnect`.
 
         A layer of a mesh must be built anew.
         """

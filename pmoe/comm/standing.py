@@ -19,22 +19,23 @@ class Standing:
     """One process group, as this rank knows it.
 
     name: the group's, the same on all its ranks.
-    life: which of the default groups of this job it belongs to. torchrun's store outlives a group that is
-        destroyed and made again under the same name, and keys in it tell old groups from new ones by this.
+    life: the number of the default group to which it belongs, counted over this job. torchrun's store
+        outlives a group that is destroyed and made again under the same name. This number in the keys of the
+        store tells old groups from new ones.
     left: why this rank left a pass in the middle; "" while the group is whole.
-    left_with: what peers are told of that.
-    left_at: after which collectives it left, where an error of its own was the cause; "" where a peer's was,
-        or a collective's. Ranks that all left by their own errors, after the same collectives, are in step.
-    settled_at: where all ranks left it the last time that they were in step.
-    num_layers: layers that have exchanged row counts over the group, on all of its ranks.
-    exchanges: how many exchanges of row counts this rank has begun. Their numbers are those of calls.
-    begun_before: `Collectives.begun` at the last of them.
+    left_with: the error text that peers get.
+    left_at: `place` when it left, where an error of its own was the cause; "" where an error of a peer or of
+        a collective was. Ranks that all left by their own errors, at the same place, are in step.
+    settled_at: `left_at` of the last time that all ranks left in step.
+    num_layers: how many layers have exchanged row counts over the group, on all of its ranks.
+    exchanges: how many exchanges of row counts this rank has begun. A call has the number of its exchange.
+    begun_before: `Collectives.begun` when the last exchange began.
     open_calls: numbers of the calls, on the CPU, whose backward pass may follow and has not begun. Only the
         last `MOST_OPEN` are kept, for some calls never have one.
     backward_of: the number of the call whose backward pass is running; 0 outside of them.
     backward_of_layer: the layer of that call.
     meetings: how many meetings this rank has come to (`pmoe.comm.meeting`).
-    last_meeting: the number of the call before which the last of them was.
+    last_meeting: the number of the call that followed the last meeting.
     """
 
     name: str = ""
@@ -64,7 +65,7 @@ class Standing:
 
     @contextlib.contextmanager
     def backward_pass(self, number: int, layer: str) -> Iterator[None]:
-        """Of the call of that number; 0 of one that `open_call` did not note."""
+        """The block is the backward pass of the call of that number; 0 if `open_call` did not note it."""
         self.open_calls.pop(number, None)
         before = self.backward_of, self.backward_of_layer
         self.backward_of, self.backward_of_layer = number, layer
@@ -88,7 +89,7 @@ _standings: weakref.WeakKeyDictionary[dist.ProcessGroup, Standing] = weakref.Wea
 
 
 def standing_of(group: dist.ProcessGroup) -> Standing:
-    """What is remembered of a group that torch.distributed knows."""
+    """The record of a group that torch.distributed knows, made at the first request."""
     found = _standings.get(group)
     if found is None:
         found = Standing(name=str(group.group_name), life=_life())
@@ -107,7 +108,7 @@ def names_of_left_groups() -> set[str]:
 
 
 _lives: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""By default group."""
+"""The life of each default group."""
 
 MOST_LIVES = 1 << 10
 """Lives are counted modulo this: they travel in a few bits."""

@@ -20,7 +20,7 @@ FAILED = "pmoe/failed"
     pmoe/failed/LIFE              some rank has failed; without it nothing else is looked at
     pmoe/failed/LIFE/RANK         the group that the rank left, where (`Standing.left_at`), what it raised;
                                   empty once it goes on
-    pmoe/failed/LIFE/RANK/GROUP   where it left that group, and what it raised, which it does not take back
+    pmoe/failed/LIFE/RANK/GROUP   where the rank left that group, and what it raised; never emptied
 """
 
 
@@ -48,15 +48,15 @@ class PeerError(RuntimeError):
 
 
 def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = True) -> None:
-    """This rank leaves a pass over ``ranks`` in the middle: it remembers why, and tells the peers.
+    """Records that this rank leaves a pass over ``ranks`` in the middle, and tells the peers.
 
-    stage: where; "" where the error's own text says it. by_itself: whether neither a peer nor a collective is
-    the cause.
+    stage: where it leaves; "" where the error's own text says it. by_itself: whether the error is this rank's
+    own, and not caused by a peer or a collective.
     """
     from torch.utils.checkpoint import _StopRecomputationError
 
     if isinstance(error, _StopRecomputationError):
-        return  # how torch ends a checkpoint's second pass early, on all ranks alike
+        return  # torch raises it on all ranks, to end a checkpoint's second pass early
     if not dist.is_initialized() or ranks.group is None or not is_known(ranks.group):
         return
     standing = ranks.standing
@@ -69,10 +69,10 @@ def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = T
 
 
 def tell(standing: Standing) -> None:
-    """Tells peers what this rank has raised in a pass over a group that it has left.
+    """Tells peers the error with which this rank has left a pass over a group.
 
-    It stands in the store twice: for those who wait in the same group, as long as the group lasts, and for
-    those who wait for this rank in any group, until its next call.
+    The store holds it twice: for ranks that wait in the same group, as long as the group lasts, and for ranks
+    that wait for this rank in any group, until this rank's next call.
     """
     rank, text = dist.get_rank(), standing.left_with[:4000]
     has_told.set()
@@ -86,7 +86,7 @@ def tell(standing: Standing) -> None:
 
 
 def announce(error: BaseException) -> None:
-    """Tells peers, until this rank's next call, of an error outside of any pass: no group was left by it."""
+    """Tells peers of an error outside of any pass, until this rank's next call. The rank leaves no group."""
     world = dist.group.WORLD
     if world is None:
         return
@@ -98,14 +98,14 @@ def announce(error: BaseException) -> None:
 
 
 PATIENCE_SECONDS = 3.0
-"""For which a rank waits to hear where its peers left. A peer that waits for it leaves within a second."""
+"""How long a rank waits to hear where its peers left. A peer that waits for it leaves within a second."""
 
 
 def settle(ranks: Ranks) -> bool:
     """Whether all ranks left the last pass by their own errors and after the same collectives.
 
-    Then they are in step, and the group is whole again. Each rank looks at what the others have told. A rank
-    that does not find that tells so, and the others do not wait for it.
+    Then they are in step, and the group is whole again. Each rank reads where the others left. A rank that
+    returns False must `tell` again, without a place: the others then stop waiting for it.
     """
     group, standing = ranks.group, ranks.standing
     assert group is not None
@@ -114,7 +114,7 @@ def settle(ranks: Ranks) -> bool:
     while standing.left_at:
         values = [store.get(key).decode() if store.check([key]) else "" for key in keys]
         places = [value.partition("\n")[0] for value in values if value]
-        # Who told the place where all left before has not left since.
+        # A rank whose place is still that of the last time has not left again.
         told_now = [place for place in places if not place or place != standing.settled_at]
         if told_now == [standing.left_at] * ranks.size:
             standing.settled_at = standing.left_at
@@ -130,7 +130,8 @@ _to_take_back: set[str] = set()
 
 
 def take_back() -> None:
-    """This rank goes on, in a group that is whole; who waits in one that it has left is still told."""
+    """Empties what this rank has told, when it goes on in a whole group. Ranks that wait in a group that it
+    has left are still told."""
     has_told.clear()
     if dist.is_initialized():
         _write(dict.fromkeys(_to_take_back, ""))
@@ -146,7 +147,7 @@ def _any_failed(standing: Standing) -> str:
 
 
 def _write(values: dict[str, str]) -> None:
-    """In their order. Waits 2 s at most: the store may be on a rank that has stopped."""
+    """Writes values in their order. Waits 2 s at most: the store may be on a rank that has stopped."""
     store = dist.distributed_c10d._get_default_store()
 
     def write() -> None:
@@ -181,7 +182,7 @@ def _look(group: dist.ProcessGroup, told: list[str]) -> None:
 
 
 def failures(group: dist.ProcessGroup) -> list[str]:
-    """What ranks of a group have told of failures that concern those who wait in it."""
+    """The failures that ranks of a group have told and that concern a rank that waits in the group."""
     store = dist.distributed_c10d._get_default_store()
     standing = standing_of(group)
     if not store.check([_any_failed(standing)]):
@@ -197,7 +198,7 @@ def failures(group: dist.ProcessGroup) -> list[str]:
         if in_group and not (place and place == standing.settled_at):
             texts.append(in_group)
         left, _, rest = value_of(_key(standing, rank)).partition("\n")
-        # A failure that this rank has met in another group, which it left too, says nothing of this one.
+        # A failure in another group that this rank has left too says nothing about this one.
         if rest and left != standing.name and left not in known_here:
             texts.append(rest.partition("\n")[2])
     return texts

@@ -6,9 +6,9 @@ one stores what some operators return, the second one gives that back instead of
     first pass    x @ w -> stored     layer(x): hidden       y @ v -> stored
     second pass   x @ w <- stored     layer(x): runs again   y @ v <- stored
 
-Inside of a layer that cannot be. Its buffers are slots that operators write by ``out=`` and in place: what a
-policy stored there would have been overwritten. And a collective that is not run again leaves other ranks
-waiting.
+This cannot work inside of a layer. Operators write into its buffers by ``out=`` and in place, so a tensor
+that a policy stored would be overwritten. And a collective that one rank does not run again leaves other
+ranks waiting.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 @contextmanager
 def hidden_from_selective_checkpoints() -> Iterator[None]:
-    """Operators of the block are seen by all dispatch modes but those of selective checkpoints.
+    """Hides operators of the block from the dispatch modes of selective checkpoints, and from no others.
 
-    Other modes, which count flops, fake tensors or log, keep their order. Saved tensors go through the
-    checkpoint's hooks as ever: those are no dispatch modes.
+    Other modes (counters of flops, fake tensors, loggers) keep their order. Saved tensors still go through
+    the checkpoint's hooks, which are not dispatch modes.
     """
     stack = _get_current_dispatch_mode_stack()  # the outermost first
     is_selective = [isinstance(mode, SELECTIVE) for mode in stack]

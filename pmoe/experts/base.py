@@ -124,16 +124,16 @@ class Experts(nn.Module, abc.ABC):
     place: Any = None
     """Which of all experts these are, for state dicts: a `pmoe.layer.stored_state.ExpertPlace`."""
     was_loaded = False
-    """Whether values were loaded of which nothing tells whose they are: the next call compares ranks."""
+    """Whether values were loaded that may be another rank's. The next call then compares the ranks."""
     may_be_equal = False
-    """To be set by users: all ranks' experts are equal on purpose. It holds for the next comparison."""
+    """Users set it if all ranks' experts are equal on purpose. It holds for the next comparison alone."""
     are_equal = False
-    """Whether all ranks' experts were equal when they were last compared, or copied from one."""
+    """Whether all ranks' experts were equal at the last comparison, or were copied from one network."""
     reduce: Reduce | None = None
     """What becomes of the parameters' gradients at the end of each backward pass, where parallelize says."""
     operand_names: tuple[str, ...] = ()
     """The names under which `operands` reads values, in the order in which methods take them. A layer notes
-    them when it is built: what is done to parameters later changes neither their number nor their order."""
+    them when it is built. Later pruning or parametrizations change neither their number nor their order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,13 +171,13 @@ class Experts(nn.Module, abc.ABC):
         raise TypeError(f"experts ({type(self).__name__}) must be stacked or modules to be spread over ranks")
 
     def forward(self, x: Tensor, *, run: RestOfCall | None = None) -> Tensor:
-        """Maps rows (T, M) to (T, M): what `MoELayer` calls, so that hooks of this module see a call.
+        """Maps rows (T, M) to (T, M). `MoELayer` calls it, so that hooks of this module run.
 
-        run: computes the rows by the experts of all ranks; a layer gives it. Without it these must be one
-        expert, such as a layer's shared one, which computes every row.
+        run: computes the rows by the experts of all ranks; a layer passes it. Without it there must be one
+        expert, such as a layer's shared one, and it computes every row.
 
-        Hooks run as torch promises: forward pre-hooks before any parameter is read, so what they change
-        (pruning masks, weights that are fetched from another device) is what computes.
+        Forward pre-hooks run before any parameter is read, so the call computes with parameters as the hooks
+        leave them (pruned, or fetched from another device).
 
         Raises ValueError without ``run`` where there are several experts.
         """
@@ -190,26 +190,26 @@ class Experts(nn.Module, abc.ABC):
             )
         return self.compute_alone(x)
 
-    if TYPE_CHECKING:  # of torch's __call__ type checkers know nothing: this is forward's signature again
+    if TYPE_CHECKING:  # torch's __call__ has no types for checkers: this repeats forward's signature
 
         def __call__(self, x: Tensor, *, run: RestOfCall | None = None) -> Tensor: ...
 
     def compute_alone(self, x: Tensor) -> Tensor:
-        """Every row (T, M) by the only expert, by operations that autograd knows.
+        """Computes every row (T, M) by the only expert, with operations that autograd differentiates.
 
-        Raises TypeError where these experts have no such way (the default).
+        Raises TypeError where these experts cannot do so, which is the default.
         """
         raise TypeError(f"experts ({type(self).__name__}) cannot be a shared expert that has hooks")
 
     def note_operands(self) -> None:
-        """Sets `operand_names` to what there is now. Raises nothing; called when a layer is built."""
+        """Sets `operand_names` to the present names. A layer calls it when it is built. Raises nothing."""
         self.operand_names = tuple(value_names(self))
 
     def operands(self) -> list[Tensor]:
         """The tensors with which a call computes: plain ones, this rank's part of each, (E_local, ...).
 
-        Each is what its name means now, read once, with its graph: gradients travel back to the parameters
-        behind it, through ``reduce``. Raises ValueError where one is missing or of another size.
+        Each is read once, by its name, with its graph: gradients travel back through ``reduce`` to the
+        parameters behind it. Raises ValueError where one is missing or of another size.
         """
         names = self.operand_names or tuple(value_names(self))
         values = [self._value_of(name) for name in names]
@@ -226,11 +226,11 @@ class Experts(nn.Module, abc.ABC):
             and parameter.layout is torch.strided
             and not parameter.is_quantized
         ):
-            return parameter  # most are: `read_value` would take some microseconds for each
+            return parameter  # the usual case: `read_value` would take some microseconds for each
         return read_value(self, name)
 
     def asks_for_gradients(self) -> bool:
-        """Whether a parameter, or a tensor put in the place of one, is to be differentiated."""
+        """Whether a parameter, or a tensor that was put in the place of one, requires a gradient."""
         if any(parameter.requires_grad for parameter in self.parameters()):
             return True
         own = vars(self)

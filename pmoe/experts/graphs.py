@@ -35,9 +35,9 @@ class Shelf:
     """Where the graph of one expert finds the tensors that it saved: filled in forward, handed over, and
     filled again for the time of a backward. It knows no graph, or neither would ever be freed.
 
-    own_storages: of parameters and buffers. own: those that were saved. Where ``checks_own`` they must stay
-    as they were. Torch's own layers do not check what goes through somebody's saved-tensor hooks, a
-    checkpoint's say, and neither does a shelf.
+    own_storages: the storages of parameters and buffers. own: the parameters and buffers that were saved.
+    checks_own: whether these must stay as they were until backward. torch's own layers do not check tensors
+    that go through saved-tensor hooks, such as a checkpoint's, and neither does a shelf.
     """
 
     own_storages: frozenset[int]
@@ -78,7 +78,7 @@ class Shelf:
         assert rows is not None
         storage = tensor.untyped_storage().data_ptr()
         if storage in self.own_storages:
-            # Not activation memory. What is detached shares the version of its tensor.
+            # Not activation memory. A detached tensor shares the version of its original.
             self.own.append(_Own(tensor.detach(), tensor._version))
             return self.own[-1]
         if tensor.numel() and storage == rows.untyped_storage().data_ptr():
@@ -117,7 +117,7 @@ class Shelf:
 
 
 def changed_in_place(tensor: Tensor) -> RuntimeError:
-    """What autograd raises of its own layers' tensors."""
+    """The error that autograd raises for a changed tensor of torch's own layers."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"a parameter or buffer of shape {tuple(tensor.shape)} was changed between a layer's forward pass "
@@ -126,7 +126,8 @@ def changed_in_place(tensor: Tensor) -> RuntimeError:
 
 
 def saves_plainly() -> bool:
-    """Whether autograd keeps what it saves as it is now, and so checks that it stays so."""
+    """Whether no saved-tensor hooks are active now. Only then does autograd check that what it saves is not
+    changed."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 

@@ -1,7 +1,7 @@
-"""The tensors with which experts compute a call: what their parameters are when it begins.
+"""The tensors with which experts compute a call: values of their parameters, read when it begins.
 
-A name is read, not a list of parameters: behind ``experts.w1`` there may be a parametrization (weight_norm,
-LoRA, fake quantisation), a pruned weight, a dequantised one, or a tensor that some tool has put there.
+Values are read by name, not from the list of parameters: behind ``experts.w1`` there may be a parametrization
+(weight_norm, LoRA, fake quantisation), a pruned or a quantised weight, or a tensor that a tool has put there.
 
     named_parameters()                                   value_names()
     w2, parametrizations.w1.original0, ....original1     w2, w1
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 DERIVED = ("_orig", "_g", "_v")
-"""Endings of parameters from which a forward pre-hook makes the value: pruning and the older spectral_norm,
-and the older weight_norm."""
+"""Name endings of parameters from which a forward pre-hook computes the value: "_orig" of pruning and of the
+older spectral_norm, "_g" and "_v" of the older weight_norm."""
 
 
 def value_names(module: nn.Module) -> list[str]:
-    """Names, dotted, of the values that a module's parameters stand for, in the order of the parameters."""
+    """Dotted names of the values that a module's parameters stand for, in the order of the parameters."""
     names = dict.fromkeys(_value_name(module, name) for name, _ in module.named_parameters())
     return list(names)
 
@@ -41,16 +41,16 @@ def _value_name(module: nn.Module, name: str) -> str:
 
 
 def has_value(module: nn.Module, name: str) -> bool:
-    """Whether reading ``module.name`` would give a tensor. It does not read: a parametrization may have
-    side effects."""
+    """Whether reading ``module.name`` would give a tensor. The name is not read, because a parametrization
+    may have side effects."""
     plain = itertools.chain(module._parameters.items(), module._buffers.items(), vars(module).items())
     registered = next((value for own, value in plain if own == name), None)
     return registered is not None or parametrize.is_parametrized(module, name)
 
 
 def read_value(module: nn.Module, name: str) -> Tensor:
-    """What ``module.name`` is now, with its graph. Raises ValueError where that is no tensor that can be
-    multiplied with."""
+    """The present value of ``module.name``, with its graph. Raises ValueError where it is no tensor, or one
+    that `dense_value` cannot convert."""
     value: object = module
     for part in name.split("."):
         value = getattr(value, part, None)
@@ -62,7 +62,7 @@ def read_value(module: nn.Module, name: str) -> Tensor:
 
 
 def dense_value(value: Tensor, name: str) -> Tensor:
-    """The same numbers in a plain tensor or a DTensor. Raises ValueError for a type that has no such form."""
+    """The same numbers in a plain tensor or a DTensor. Raises ValueError for a type without a conversion."""
     kind = type(value)
     if value.layout is not torch.strided:
         return value.to_dense()
@@ -70,7 +70,7 @@ def dense_value(value: Tensor, name: str) -> Tensor:
         return value.dequantize()
     if kind in (Tensor, nn.Parameter) or hasattr(value, "to_local"):
         return value
-    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:  # a label on a tensor: it changes no operation
+    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:  # its class changes no operation
         with torch._C.DisableTorchFunctionSubclass():
             return value.as_subclass(Tensor)
     if kind.dequantize is not Tensor.dequantize:  # a quantised weight, as torchao puts it in a weight's place
@@ -84,8 +84,8 @@ def dense_value(value: Tensor, name: str) -> Tensor:
 
 
 def check_own_parameters(experts: nn.Module, names: Iterable[str]) -> None:
-    """Raises ValueError where a value is not the module's own plain parameter any more: it cannot be cut into
-    parts for ranks."""
+    """Raises ValueError where a value is no longer the module's own plain parameter, because it cannot be cut
+    into parts for ranks."""
     for name in names:
         path, _, own = name.rpartition(".")
         if own not in experts.get_submodule(path)._parameters:

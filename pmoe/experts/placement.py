@@ -69,7 +69,8 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _count_versions(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Steps with foreach=True or fused=True write to the parts of DTensors, and count no version of them."""
+    """Raises the versions of DTensors after a step. With foreach=True or fused=True, a step writes to the
+    local parts and leaves the versions of the DTensors as they were."""
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         if is_expert(parameter) and hasattr(parameter, "to_local") and parameter.grad is not None:
             increment_version(parameter)
@@ -78,8 +79,8 @@ def _count_versions(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def local_values(experts: Experts, names: Sequence[str], values: Sequence[Tensor]) -> list[Tensor]:
     """This rank's part of each value of experts that `pmoe.parallelize` has laid over ranks.
 
-    A value that was computed from DTensors (by a parametrization) may lie otherwise than its parameter did:
-    it is laid out as that was, which may be a collective of torch.
+    A parametrization computes a value from DTensors, and the value's placements may differ from those of the
+    parameter. It is then redistributed to the parameter's placements, which may be a collective of torch.
 
     Raises ValueError for a plain tensor where a DTensor must be.
     """
@@ -107,7 +108,7 @@ class Local(torch.autograd.Function):
         if saves_plainly():
             laid_out = [each for each in parameters if hasattr(each, "to_local")]
             ctx.check_unchanged = functools.partial(_check_unchanged, [(p, p._version) for p in laid_out])
-        # Tensors of their own, with the versions of what they show: autograd writes into what it is handed.
+        # New tensors, because autograd changes those that it is handed; they share the parts' versions.
         shown = tuple(local_part(each).detach() for each in parameters)
         ctx.mark_non_differentiable(
             *(local for local, each in zip(shown, parameters, strict=True) if not each.requires_grad)
@@ -125,8 +126,11 @@ class Local(torch.autograd.Function):
 
 
 def _check_unchanged(before: list[tuple[Tensor, int]]) -> None:
-    """Raises RuntimeError where a DTensor was changed in place: its local tensor, which autograd saves, has a
-    version of its own that does not tell. Called by the backward pass whose values these are."""
+    """Raises RuntimeError where a DTensor was changed in place since forward. The backward pass that uses the
+    values calls it.
+
+    Autograd saves the local tensor, which has a version of its own that does not show the change.
+    """
     for parameter, version in before:
         if parameter._version != version:
             raise changed_in_place(parameter)

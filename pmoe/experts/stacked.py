@@ -42,7 +42,7 @@ from pmoe.schedule.slots import HiddenColumns
 V = TypeVar("V")
 
 OPERANDS = ("w1", "w2", "b1", "b2")
-"""In the order in which kernels take them; both biases or none."""
+"""Names of operands, in the order in which kernels take them; there are both biases or none."""
 
 SCRATCH_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 """Of one block of rows in backward: what a core's cache holds; on a GPU few launches matter more."""
@@ -136,7 +136,7 @@ class StackedExperts(Experts):
 
     def note_operands(self) -> None:
         own = OPERANDS if self.has_bias else OPERANDS[:2]
-        # What a subclass adds comes behind, and its `weights` knows it.
+        # Operands that a subclass adds come last, and its `weights` reads them.
         self.operand_names: tuple[str, ...] = (
             *own,
             *(name for name in value_names(self) if name not in OPERANDS),
@@ -169,7 +169,7 @@ class StackedExperts(Experts):
                 )
 
     def compute_alone(self, x: Tensor) -> Tensor:
-        # Outside of autocast rows are narrower than parameters where FSDP has cast the rows alone.
+        # FSDP may cast the rows and not the parameters: then rows are narrower, also without autocast.
         w1, w2, b1, b2 = self.weights([value.to(x.dtype) for value in self.operands()])
         hidden = F.linear(x, w1[0], None if b1 is None else b1[0])
         if self.fused_activation is None:
@@ -237,7 +237,7 @@ class StackedExperts(Experts):
 
     @property
     def element_size(self) -> int:
-        """Bytes of a number of the parameters, which are of one type."""
+        """Bytes of one number of the parameters, which all have one type."""
         parameter = self._parameters.get("w2")
         return (next(self.parameters()) if parameter is None else parameter).element_size()
 
@@ -391,7 +391,7 @@ def _blocks(size: int, *rows: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 def split_parameters(values: Sequence[V]) -> tuple[V, V, V | None, V | None]:
-    """(w1, w2, b1, b2) of values in the order of OPERANDS; None for biases that there are not."""
+    """(w1, w2, b1, b2) of values in the order of OPERANDS; None for missing biases."""
     w1, w2, *biases = values
     b1, b2 = biases or (None, None)
     return w1, w2, b1, b2

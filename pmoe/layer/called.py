@@ -1,8 +1,7 @@
-"""How a layer calls the modules that stand in it: by their hooks, and through whatever a library has put in
-their place.
+"""How a layer calls its modules: with their hooks, and through the wrappers of other libraries.
 
 PEFT, torch.compile, checkpoint_wrapper and others replace ``layer.experts`` or ``layer.gate`` by a module
-that holds the old one. The layer calls what stands there, and asks the module inside what it is.
+that holds the old one. The layer calls the wrapper, and reads options from the module inside it.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from pmoe.gates.logits import router_logits
 from pmoe.warn import warn_once
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""Where a module keeps what ``register_..._hook`` has registered."""
+"""Attributes in which a module keeps the hooks that ``register_..._hook`` has registered."""
 
 INSIDE = ("base_layer", "original_module", "_orig_mod", "_checkpoint_wrapped_module", "module")
-"""Where wrappers keep the module in whose place they stand: PEFT (two kinds), torch.compile,
+"""Attributes in which wrappers keep the module that they replace: PEFT (two kinds), torch.compile,
 checkpoint_wrapper, and most others."""
 
 
 class SharedGate(nn.Linear):
     """The score (T, 1) of each token for the shared expert, in float32 or wider: rows may be narrower.
 
-    A ``torch.nn.Linear`` of d_model inputs, one output and no bias, so tools that look for those find it.
+    A ``torch.nn.Linear`` of d_model inputs, one output and no bias, so tools that look for Linears find it.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -41,10 +40,10 @@ class SharedGate(nn.Linear):
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether calling a module does more than its class says: it has hooks, or another forward.
+    """Whether a call of a module does more than its class says: it has hooks, or a replaced forward.
 
-    Libraries that replace ``module.forward`` (accelerate's offloading) count, and hooks of all modules
-    (``torch.nn.modules.module.register_module_forward_hook``).
+    Hooks for all modules count too (``torch.nn.modules.module.register_module_forward_hook``). accelerate's
+    offloading replaces ``module.forward``.
     """
     attributes = vars(module)
     has_hooks = any(attributes.get(kind) for kind in HOOKS)
@@ -54,8 +53,8 @@ def is_watched(module: nn.Module) -> bool:
 def experts_inside(name: str, module: nn.Module) -> Experts:
     """The `Experts` that ``module`` is, or that a wrapper in their place holds.
 
-    name: of the layer's attribute. Raises ValueError where there is none, and for DistributedDataParallel,
-    which takes the experts of one rank for copies of all others'.
+    name: the layer's attribute, for errors. Raises ValueError where there are none, and for
+    DistributedDataParallel, which would take each rank's experts for copies of the same ones.
     """
     if isinstance(module, Experts):
         return module
@@ -70,7 +69,7 @@ def experts_inside(name: str, module: nn.Module) -> Experts:
 
 
 def gate_inside(gate: nn.Module) -> nn.Module:
-    """The `pmoe.Gate` in whose place a wrapper stands, else the module itself: it says what the gate does."""
+    """The `pmoe.Gate` inside a wrapper, else the module itself. The gate's options are read from it."""
     module: object = gate
     while isinstance(module, nn.Module):
         if isinstance(module, Gate):
@@ -84,9 +83,9 @@ def _submodule(module: nn.Module, name: str) -> nn.Module | None:
 
 
 def without_compilation(module: nn.Module) -> Callable[..., Tensor]:
-    """What calls the experts where torch.compile was asked for them alone: the same without tracing.
+    """The function that calls experts, uncompiled where torch.compile was applied to them alone.
 
-    What experts do with rows is decided on the host, call by call; a graph of it would hold for one call.
+    The host decides in each call what experts do with rows, so a compiled graph would fit one call only.
     """
     attributes = vars(module)
     if "_orig_mod" in attributes["_modules"] and not any(attributes.get(kind) for kind in HOOKS):
@@ -95,15 +94,17 @@ def without_compilation(module: nn.Module) -> Callable[..., Tensor]:
 
 
 def described(value: object) -> str:
-    """A value in an error message: a tensor's shape and type, or what else it is."""
+    """A value in an error message: a tensor's shape, type and device, or the name of the value's class."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype} on {value.device}"
     return f"a {type(value).__name__}"
 
 
 def check_callbacks(callbacks: Iterable[object], modules: Iterable[nn.Module]) -> None:
-    """Raises ValueError where a callback that is a module was replaced in ``callback_modules``, for its
-    methods are what a layer calls. Warns of callbacks that have hooks, which no call of a layer runs.
+    """Checks that callbacks which are modules were not replaced, and warns of hooks on them.
+
+    Raises ValueError where ``callback_modules`` has another module in a callback's place: a layer calls the
+    methods of the callback that it was given. No call of a layer runs hooks on callbacks.
 
     modules: ``callback_modules``, which holds the callbacks that are modules.
     """

@@ -111,8 +111,8 @@ class RoutedCall:
 
 
 def route_call(call: Call) -> RoutedCall:
-    """Routes a call by the source of row counts that fits: one rank's kernels, padded rows, or an exchange
-    of counts."""
+    """Routes a call. Picks where row counts come from: one rank's kernels, padded rows, or an exchange of
+    counts."""
     parts = call.parts
     if parts.may_run_on_one_rank:
         from pmoe.layer import one_rank_counts
@@ -139,23 +139,23 @@ def run(decision: Decision) -> Tensor:
 
 
 class ExpertsCall:
-    """One call of the layer's experts as a module: their hooks stand around all that is done with them.
+    """One call of the layer's experts as a module, so that their hooks enclose all of their work.
 
-    decision: how the call was run; None until it was.
+    decision: how the call was run; None before.
     """
 
     def __init__(self, routed_call: RoutedCall) -> None:
         self.call: Call = routed_call.call
         self.routed: Routed = routed_call.routed
         self.decision: Decision | None = None
-        # It goes once it was used, and with it what planning alone needed.
+        # Dropped after its use, with everything that only planning needs.
         self._decide: Callable[[Parts, Inputs], Decision] | None = routed_call.decide
-        self._has_told = False  # where it must be: deciding and running tell peers of what they raise
+        self._has_told = False  # whether `_run` raised: deciding and running tell peers themselves
         self._had_grad = False
 
     def __call__(self) -> tuple[Decision, Tensor]:
-        """How the call was run, and the tokens' results, (T, M). What a hook raises on this rank alone is
-        told to the others."""
+        """How the call was run, and the tokens' results, (T, M). Tells peers of an error that a hook raises
+        on this rank alone."""
         call, x_TM = self.call, self.routed.x_TM
         call_experts = without_compilation(call.parts.experts_module)
         try:
@@ -194,7 +194,7 @@ class ExpertsCall:
             if self.decision is not None:  # a checkpoint around the experts alone runs them again
                 self._check_second_run()
                 return run(replace(self.decision, routed=routed, inputs=inputs))
-            # A wrapper may call other experts than the first that it holds: PEFT's trained copies of modules.
+            # A wrapper may call other experts than the first that it holds: PEFT trains copies of modules.
             parts = call.scheduled
             parts = parts if experts is parts.experts else replace(parts, experts=experts)
             self._had_grad = torch.is_grad_enabled()
@@ -203,7 +203,7 @@ class ExpertsCall:
             self._decide = None
             return run(self.decision)
         except BaseException:
-            self._has_told = True  # not the error: its frames would hold tensors until a collection
+            self._has_told = True  # the error is not kept: its frames hold tensors until garbage collection
             raise
 
 

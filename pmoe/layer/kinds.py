@@ -1,15 +1,15 @@
-"""Calls with other kinds of tensors than a plain one with values, or under dispatch modes.
+"""Calls with tensors that are not plain or have no values, and calls under dispatch modes.
 
-The layer runs on a plain tensor that is made of what there is, and the result becomes of the caller's kind:
+The layer runs on a plain tensor that is made from the input, and the result is turned into the input's kind:
 
     kind                        the layer's tokens             the result
     jagged nested tensor        its values                     jagged, with the same offsets
     DTensor                     this rank's part               a DTensor with the same placements
-    subclass, own functions     the tensor without its class   what the class makes of a function's result
-    waited for (AsyncCollective) the tensor, waited for        plain
-    meta, fake                  none (`pmoe.layer.shapes_only`)
+    subclass, own functions     the tensor without its class   as the class makes it (``__torch_function__``)
+    AsyncCollectiveTensor       the tensor, after a wait       plain
+    meta, fake                  none                           a shape only (`pmoe.layer.shapes_only`)
 
-Other kinds are refused by `refused_kind`, which every rank gets to know with the row counts.
+`refused_kind` refuses other kinds, and every rank learns of the refusal with the row counts.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ NO_DISPATCH: tuple[object, ...] = (Tensor.__torch_dispatch__, torch._C._disabled
 
 
 def call_with_any(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:
-    """`MoELayer.forward`. of_tokens: what else has a value for each token, of the kind of x or plain.
+    """`MoELayer.forward` for any kind of tensor.
 
-    Raises RuntimeError while a graph is traced, beside what `MoELayer.forward` raises.
+    of_tokens: the other arguments that have a value for each token (ids, mask), of the kind of x or plain.
+
+    Raises what `MoELayer.forward` raises, and RuntimeError while a graph is traced.
     """
     if get_proxy_mode() is not None:  # the graph would hold this batch's row counts, or an empty tensor
         raise RuntimeError(
@@ -101,7 +103,7 @@ def _local(of_tokens: Any) -> Tensor | None:
 
 
 def _as_function(x: Tensor, layer: MoELayer, *of_tokens: Tensor | None) -> Tensor:
-    """The call as one of torch's functions: x's class says what it makes of it (``__torch_function__``)."""
+    """Makes the call as one of torch's functions, so that x's class handles it (``__torch_function__``)."""
     if has_torch_function_unary(x):
         y: Tensor = handle_torch_function(_as_function, (x,), x, layer, *of_tokens)
         return y
@@ -110,7 +112,7 @@ def _as_function(x: Tensor, layer: MoELayer, *of_tokens: Tensor | None) -> Tenso
 
 
 class _Waited(torch.autograd.Function):
-    """What a collective that runs on brings, once it is there."""
+    """The result of a collective that is still running, after a wait for it."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:
@@ -135,9 +137,9 @@ def is_dtensor(x: object) -> bool:
 
 
 def refused_kind(x: Tensor, d_model: int) -> str | None:
-    """Why a layer does not take a tensor of this kind, and what to give it instead; None where it does.
+    """Why a layer refuses a tensor of this kind, and what to pass instead; None where it accepts it.
 
-    Says nothing of its dtype, shape and device.
+    Does not check dtype, shape and device.
     """
     name = f"x (a {type(x).__name__})"
     if x.layout is torch.jagged:

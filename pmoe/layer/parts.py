@@ -33,7 +33,7 @@ class Known:
     """What a layer has agreed on and learnt in its calls; it outlives changes of options.
 
     differed: whether ranks had other experts at the first call; None before.
-    compared: the layer's parts at the last call, whose options all ranks have.
+    compared: the layer's parts at the last call. All ranks agreed on the options in them.
     padded_kinds: those compared.
     choosers: what chooses n and the pair, by what it depends on.
     """
@@ -44,7 +44,7 @@ class Known:
     choosers: dict[Any, Any] = field(default_factory=dict)
 
     def forget_ranks(self) -> None:
-        """Another process group takes the old one's place. Its ranks compare again."""
+        """Makes ranks compare again, for a process group that takes the old one's place."""
         self.differed = None
         self.padded_kinds.clear()
 
@@ -53,9 +53,9 @@ class Known:
 class Parts(Modules):
     """A layer's modules, where it stands among the ranks, and its options.
 
-    gate, experts_module, shared_module, shared_gate: what stands in the layer and is called, which may be a
-    library's wrapper. experts, shared_expert, router: the experts and the gate inside, which say what these
-    are and how they compute.
+    gate, experts_module, shared_module, shared_gate: the modules that the layer calls, each perhaps a
+    library's wrapper. experts, shared_expert, router: the experts and the gate inside of those, which have
+    the options and methods.
     trusts_gate: whether the layer made the gate, whose routing is then not checked.
     """
 
@@ -71,15 +71,15 @@ class Parts(Modules):
 
     @functools.cached_property
     def without_shared_expert(self) -> Parts:
-        """For a schedule without the shared expert, where that is called as a module."""
+        """These parts for a schedule that leaves the shared expert out, because it is called as a module."""
         return replace(self, shared_expert=None)
 
     @property
     def calls_shared_expert(self) -> bool:
         """Whether the shared expert is called as a module, and not computed by a task of the schedule.
 
-        So it is where somebody looks on: its hooks must run, and hooks of the experts must not see its part
-        of the sum. Asked at each call, and of this rank alone: no message depends on it.
+        True where it or the experts have hooks or a wrapper: its hooks must run, and hooks of the experts
+        must not see its part of the sum. Evaluated at each call. Ranks may differ: no message depends on it.
         """
         watched = (self.experts_module, self.shared_module)
         is_wrapped = self.shared_module is not self.shared_expert or self.experts_module is not self.experts
@@ -98,7 +98,7 @@ class Parts(Modules):
         return None if found is None else local_part(found)
 
     def no_loss(self) -> Tensor:
-        """What l_aux is without a call: scalar, zero, float32 or wider, as a gate's loss is."""
+        """The value of l_aux before any call: a zero scalar in float32 or wider, as a gate's loss is."""
         like = self.like
         if like is None:
             return torch.zeros(())
@@ -197,9 +197,9 @@ def cast_dtype(parts: Parts, x: Tensor) -> torch.dtype | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a call is given.
+    """The arguments of a call, and the parts of the layer that it uses.
 
-    x: (..., M), not yet checked: what is wrong on one rank alone is told to all with the row counts.
+    x: (..., M), not yet checked: a rank tells the others of a wrong input with the row counts.
     mask: (...) bool, where x has a token; None where all rows are tokens. Not yet checked either.
     scheduled: the parts that the schedule computes.
     replay: decides, or takes what a checkpoint's first pass decided.
@@ -255,7 +255,7 @@ def check_ranks(parts: Parts) -> None:
     if parts.ranks.size > 1 and (parts.known.differed is None or changed):
         from pmoe.layer.alike import check_alike
 
-        if not any(map(is_watched, parts.experts_module.modules())):  # which may fetch them when called
+        if not any(map(is_watched, parts.experts_module.modules())):  # a library may fetch them
             check_not_meta(parts.like)
         with hidden_from_checkpoints():
             parts.known.differed = check_alike(parts)

@@ -197,8 +197,8 @@ def _nothing_routed(parts: Parts, error: Exception) -> Routed:
 
 
 def is_fetched(parts: Parts) -> bool:
-    """Whether a library may fetch experts' parameters when their modules are called, as accelerate's
-    offloading does: until then they are on the meta device."""
+    """Whether a library may fetch experts' parameters when their modules are called. accelerate's offloading
+    does so, and keeps them on the meta device until then."""
     return any(map(is_watched, parts.experts_module.modules()))
 
 
@@ -235,8 +235,8 @@ def check_input(parts: Parts, x: Tensor) -> None:
 
 
 def make_inputs(call: Call, routed: Routed, experts: Experts) -> Inputs:
-    """Under autocast rows and parameters are cast. The parameters are those of now: modules may have other
-    ones at the next call. experts: those that were called, which may be another object than at the last
+    """Rows and parameters for the passes, cast under autocast. Parameters are read at each call, because a
+    module's may be replaced. experts: those that were called, which may be another object than at the last
     call."""
     parts = call.scheduled
     rows_TM, mix, dtype = routed.x_TM, routed.routing.mix, routed.autocast
@@ -261,7 +261,7 @@ def make_inputs(call: Call, routed: Routed, experts: Experts) -> Inputs:
 
 
 def _operands(experts: Experts, dtype: torch.dtype | None, rows_TM: Tensor) -> list[Tensor]:
-    """What experts compute with, as autocast hands it to operators; modules meet autocast by themselves."""
+    """Experts' operands, cast as autocast would cast them; modules run under autocast themselves."""
     values = experts.operands()
     if experts.runs_under_autocast:
         return values
@@ -291,7 +291,7 @@ def shared_weight(parts: Parts, x_TM: Tensor) -> Tensor:
 
 
 def shared_output(parts: Parts, x_TM: Tensor) -> Tensor:
-    """(T, M): the shared expert called as a module, times its factor."""
+    """(T, M): the output of the shared expert, called as a module, times its factor."""
     module = parts.shared_module
     assert module is not None
     output_TM: Tensor = module(x_TM)

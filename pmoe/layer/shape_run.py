@@ -1,8 +1,8 @@
-"""Whether a call stands in the run by which torch.distributed.pipelining learns the shapes of its stages.
+"""Detects the run by which torch.distributed.pipelining learns the shapes of its stages.
 
 At its first step a stage runs its module, forward and backward, on tensors that were allocated and never
-written (`torch.empty`). Garbage may hold NaN, which must stop no run: a layer does not check values there.
-All else is as in any call: shapes, row counts and collectives.
+written (`torch.empty`). This garbage may hold NaN and must not raise an error, so a layer does not check
+values in that run. Shapes, row counts and collectives are as in any call.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 
 STAGE = "torch.distributed.pipelining.stage"
 INFERENCE = {"_forward_metadata_inference", "_shape_inference"}
-"""Methods of torch's stages, of torch 2.13 and of earlier ones, inside of which modules run on garbage."""
+"""Methods of torch's stages that run modules on garbage: in torch 2.13, and in earlier releases."""
 
 
 def is_shape_run() -> bool:
     """Whether the values that a layer is called with may be garbage.
 
-    It costs a look into a dictionary, unless torch's pipelining is loaded: then into the frames of the call.
+    It costs a look into a dictionary. If torch's pipelining is loaded, it also looks into the call's frames.
     """
     if STAGE not in sys.modules:
         return False
     if torch._C._current_graph_task_id() != -1:
-        # A checkpoint runs again, maybe in a thread that has no frames of the caller's. Its first pass was
-        # checked, unless that was garbage.
+        # A checkpoint's second pass, perhaps in a thread without the caller's frames. Its first pass was
+        # checked already, or ran on garbage.
         return True
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,13 +1,14 @@
 """A call without values: on the meta device, or with fake tensors (``FakeTensorMode``).
 
-It gives what a real call gives of shape, dtype, device and requires_grad, and gradients of the right shapes.
-No row is routed, nothing is sent and the host reads nothing, so it takes any options and any number of ranks:
+Its output has the shape, dtype, device and requires_grad of a real call's, and gradients have the right
+shapes. No row is routed, nothing is sent and the host reads nothing, so any options and any number of ranks
+work. The table says which combinations of a layer and its input come here:
 
     layer   meta   meta   fake   plain  fake
     x       meta   plain  fake   fake   plain
             here   error  here   here   here (inside of the mode)
 
-What a layer allocates and computes inside is not seen: `MoELayer.predict_memory` says how many bytes that is.
+Tools do not see what a layer allocates and computes inside: `MoELayer.predict_memory` gives the bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def has_no_values(parts: Parts, x: Tensor) -> bool:
 
 
 def computed_shapes(parts: Parts, x: Tensor) -> tuple[Tensor, LastCall]:
-    """The layer's output and what its call leaves, which is only l_aux, a scalar. x: (..., M).
+    """The layer's output, and the record of the call, which has only l_aux, a scalar. x: (..., M).
 
     Raises what a call raises for a wrong shape, dtype or device.
     """
@@ -53,7 +54,7 @@ def computed_shapes(parts: Parts, x: Tensor) -> tuple[Tensor, LastCall]:
 
 
 def _shape_like(like: Tensor, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
-    """An empty tensor of the shape of ``like`` that hangs on the graphs of ``tensors``."""
+    """An empty tensor of the shape of ``like``, connected to the graphs of ``tensors``."""
     found: Tensor = _Shape.apply(like, dtype, *tensors)  # type: ignore[no-untyped-call]
     return found
 
@@ -71,7 +72,7 @@ class _Shape(torch.autograd.Function):
 
 
 def _zeros_of(tensor: Tensor, grad: Tensor) -> Tensor:
-    """As fake as ``grad``: an optimizer must not take zeros for a plain parameter's gradient."""
+    """Zeros of the kind of ``grad``, fake or meta: an optimizer must not take them for a real gradient."""
     if hasattr(tensor, "to_local"):  # DTensors
         return torch.zeros_like(tensor)
     return grad.new_zeros(tensor.shape, dtype=tensor.dtype)

@@ -1,18 +1,17 @@
-"""Whose experts a state dict holds, so that one rank's are not loaded by all.
+"""Records whose experts a state dict holds, so that not all ranks load the experts of one.
 
-Each rank's ``state_dict()`` has that rank's experts, under names that every rank uses. Rank 0's file
-therefore loads everywhere without a word, and every rank then has rank 0's experts. Three things stand
-against it:
+Each rank's ``state_dict()`` has that rank's experts, under names that every rank uses. Without checks, rank
+0's file would load on every rank, and every rank would then have rank 0's experts. Three checks prevent it:
 
     state_dict()        writes into ``_metadata`` whose experts these are      `_say_whose`
                         refuses callers that write one file for all ranks      `_refuse_one_file`
     load_state_dict()   refuses experts of another rank, by that metadata      `_check_whose`
-    the next call       compares what ranks hold, where a rank loaded values   `check_loaded`
-                        whose place nothing tells (safetensors, a dict made
-                        by hand): they must be others on each rank
+    the next call       compares the ranks' experts, if a rank loaded values   `check_loaded`
+                        that may be another's (safetensors and dicts made by
+                        hand have no metadata): they must differ by rank
 
-Loading is no collective: one rank alone may load. So a rank that did says so with the row counts of its next
-call, and all compare before that call goes on (`LoadedExchange`).
+Loading is not a collective: one rank may load and the others not. So a rank that has loaded says so with the
+row counts of its next call, and all ranks compare before that call goes on (`LoadedExchange`).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from pmoe.layer.parts import Parts
 from pmoe.layer.values import fingerprint
 
 KEY = "pmoe.experts"
-"""In a module's part of a state dict's ``_metadata``, which torch.save writes and torch.load reads."""
+"""The key in a module's part of a state dict's ``_metadata``, which torch.save and torch.load keep."""
 
 CURE = (
     "Save with pmoe.save_checkpoint(folder, model, optimizer, step=step) and load with "
@@ -43,8 +42,8 @@ CURE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlace:
-    """Which experts a rank has, of how many, and which part of their hidden columns. rank, num_ranks: among
-    those that hold all of them together."""
+    """Which experts a rank holds, and which part of their hidden columns. rank, num_ranks: the rank's place
+    in the group that together holds all experts, and the size of that group."""
 
     first_expert: int
     num_local_experts: int
@@ -69,8 +68,8 @@ class ExpertPlace:
 
     @property
     def holds(self) -> tuple[int, ...]:
-        """What must be equal where one's values are loaded into the other. Another number of ranks may hold
-        the same experts."""
+        """The fields that must be equal for loading one place's values into another. The number of ranks is
+        none of them: another number may hold the same experts."""
         return self.first_expert, self.num_local_experts, self.num_experts, self.shard, self.num_shards
 
     def __str__(self) -> str:
@@ -80,7 +79,7 @@ class ExpertPlace:
 
 
 def watch(experts: Experts, grid: Grid, num_experts: int) -> None:
-    """Tells experts their place, and has their state dicts say and ask it. May be called again."""
+    """Sets the experts' place, which their state dicts record and loading checks. May be called again."""
     if not experts.is_parallel:
         return
     if experts.place is None:
@@ -124,17 +123,17 @@ ONE_FILE = {
         )
     },
 }
-"""By module and function. Lightning's strategies that write distributed files have functions of their own."""
+"""By module and function. Lightning's strategies that write distributed files use other functions."""
 
 DCP = "torch.distributed.checkpoint.state_dict"
-"""Its state dicts are of all ranks, by DTensors; what is no DTensor stays rank 0's in a full one."""
+"""Its state dicts cover all ranks by DTensors. In a full one, plain tensors have one rank's values."""
 
 
 def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
-    """Raises ValueError where whoever asks for the state dict will write it as the only file.
+    """Raises ValueError where the caller will write this state dict as the only file.
 
-    A state dict does not know what becomes of it, so this looks who called: the nearest function of
-    `ONE_FILE` or of `DCP`. A function that is not known is not refused; its file then is, by `_check_whose`.
+    A state dict does not know its use, so this looks up the call stack for the nearest function of `ONE_FILE`
+    or of `DCP`. Functions that are not listed pass; `_check_whose` refuses their file when it is loaded.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -169,20 +168,23 @@ def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
 def _check_whose(
     experts: Experts, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
 ) -> None:
-    """Raises ValueError, and tells peers, where the state dict says that it holds other experts. Where
-    nothing shows that the values are this rank's own, the layer's next call compares them."""
+    """Raises ValueError, and tells peers, where the state dict records other experts than this rank's.
+
+    Unless the values are certainly this rank's own (`_is_own`), or the state dict records that all ranks had
+    equal ones, the layer's next call compares the ranks.
+    """
     place: ExpertPlace = experts.place
     own = {name: each for name, each in experts.named_parameters() if f"{prefix}{name}" in state}
     if not own:
-        return  # of the dense part alone
+        return  # the state dict has no experts
     loaded = {name: state[f"{prefix}{name}"] for name in own}
     if all(_is_own(loaded[name], each) for name, each in own.items()):
-        return  # also where torch has cut it out of what the metadata tells of, a whole model's state
+        return  # whatever the metadata says: torch may have cut these values out of a whole model's state
     said = dict(local_metadata.get(KEY) or {})
     were_equal = bool(said.pop("are_equal", False))
     if said and ExpertPlace(**said).holds != place.holds:
         if place.num_ranks == 1 and any(loaded[name].shape != each.shape for name, each in own.items()):
-            return  # torch names the sizes
+            return  # torch raises an error with the sizes
         error = ValueError(
             f"{prefix.rstrip('.')}: a state dict of {ExpertPlace(**said)}, saved by rank {said['rank']} of "
             f"{said['num_ranks']}, must not be loaded into {place} (rank {place.rank} of {place.num_ranks}): "
@@ -190,16 +192,18 @@ def _check_whose(
             "save and load a file of its own"
         )
         if place.num_ranks > 1:
-            told.announce(error)  # rank 0, whose file it is, goes on and waits
+            told.announce(error)  # rank 0 loads its own file without an error, and would wait for this rank
         raise error
     if place.num_ranks > 1 and not were_equal:
         experts.was_loaded = True
 
 
 def _is_own(value: Any, parameter: Tensor) -> bool:
-    """Whether a value that is loaded is this rank's by itself: its very memory, into which DCP reads, or a
-    DTensor that was laid over the parameter's mesh in this process. What was unpickled has another mesh, an
-    equal one, whoever saved it."""
+    """Whether a loaded value is certainly this rank's own.
+
+    It is if it shares the parameter's memory, into which DCP reads, or if it is a DTensor over the same mesh
+    object. An unpickled DTensor has another mesh object, even if the meshes are equal.
+    """
     if not isinstance(value, Tensor):
         return False
     mesh = getattr(parameter, "device_mesh", None)
@@ -213,8 +217,8 @@ def _is_own(value: Any, parameter: Tensor) -> bool:
 
 
 class LoadedExchange:
-    """The exchange of row counts of a call, in which ranks also say that their experts were loaded. Where any
-    did, all compare experts when they have met, and exchange the counts again.
+    """The exchange of a call's row counts, in which ranks also say whether their experts were loaded. If any
+    rank's were, all ranks compare experts after the exchange, and then exchange the counts again.
 
     begin: starts the exchange with a fault. fault: this rank's own.
     """
@@ -226,7 +230,7 @@ class LoadedExchange:
         self._exchange = begin(Fault.LOADED if parts.experts.was_loaded else fault)
 
     def finish(self) -> RankCounts:
-        """As `CountsExchange.finish`. Raises ValueError on every rank where two of them hold the same."""
+        """As `CountsExchange.finish`. Raises ValueError on all ranks where two ranks hold equal experts."""
         try:
             return self._exchange.finish()
         except FaultError as error:
@@ -237,10 +241,10 @@ class LoadedExchange:
 
 
 def check_loaded(parts: Parts) -> None:
-    """Compares the ranks' experts, which any of them has loaded. Collective over the layer's ranks.
+    """Compares the ranks' experts after any rank has loaded some. Collective over the layer's ranks.
 
-    Raises ValueError on each where some hold the same values, unless a rank says that its experts are equal
-    on purpose (``experts.may_be_equal``), which holds for one comparison.
+    Raises ValueError on all ranks where two hold the same values, unless a rank says that its experts are
+    equal on purpose (``experts.may_be_equal``). That holds for one comparison.
     """
     experts = parts.experts
     mine = fingerprint(dict(experts.named_parameters())), experts.may_be_equal

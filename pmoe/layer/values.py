@@ -13,7 +13,8 @@ from pmoe.experts.base import is_expert, local_part
 from pmoe.layer.parts import Parts
 
 MOST_VALUES = 1 << 16
-"""Of one tensor that are read, evenly spread. A router seldom has more; a shared expert has."""
+"""How many values of one tensor are read at most, evenly spread. A router seldom has more; a shared expert
+has."""
 
 DENSE = ("gate", "shared_expert", "shared_gate", "callbacks")
 """The parts of a layer that every rank must have with the same values."""
@@ -23,15 +24,15 @@ SAME_VALUES = (
     "DistributedDataParallel(pmoe.parallelize(model, mesh)), or send rank 0's values to all: "
     "torch.distributed.broadcast(parameter.data, src=0)"
 )
-"""How values of the dense part become alike."""
+"""For messages: how to give the dense part the same values on all ranks."""
 
 
 @torch.no_grad()
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """A digest of names, shapes, types and values, to the bit; "" of no tensors. Waits for a GPU.
+    """A digest of names, shapes, types and the bits of values; "" for no tensors. Waits for a GPU.
 
-    Tensors without values here (on the meta device, not yet materialised, of a subclass that keeps them in
-    its own way) count by name only.
+    Tensors without readable values (on the meta device, not yet materialised, of a subclass that keeps them
+    in its own way) count by name, shape and type only.
     """
     if not tensors:
         return ""
@@ -51,9 +52,9 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 def dense_tensors(parts: Parts, part: str) -> dict[str, Tensor]:
     """The tensors of one of `DENSE` whose values can be compared, by name; the same names on every rank.
 
-    Parameters, and the buffers of pmoe's own gates that are saved. Left out is what lies in parts over ranks
-    (DTensors that are sharded, Megatron's tensor-parallel weights), what is an expert's, and callbacks that
-    have no hook inside the layer, which ranks may have differently.
+    These are parameters, and the buffers of pmoe's own gates that state dicts hold. Left out are tensors that
+    are split over ranks (sharded DTensors, Megatron's tensor-parallel weights), experts' parameters, and
+    callbacks that have no hook inside the layer: ranks may have different ones.
     """
     if part == "callbacks":
         modules = () if parts.hooks is None else parts.hooks.modules
@@ -65,7 +66,7 @@ def dense_tensors(parts: Parts, part: str) -> dict[str, Tensor]:
 
 
 def dense_values(parts: Parts) -> dict[str, str]:
-    """By the names of `DENSE`, a digest of the values."""
+    """A digest of the values of each part, by the names of `DENSE`."""
     return {part: fingerprint(dense_tensors(parts, part)) for part in DENSE}
 
 

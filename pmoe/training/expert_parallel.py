@@ -61,8 +61,8 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
 
     Every rank of the mesh must call it, before optimizers and data-parallel wrappers are made: an optimizer
     that has experts from before raises ValueError at its next step. Models on the meta device stay there, and
-    there layers of other ranks are spread again too. Calling it again with the same mesh changes only the
-    list of names that `DistributedDataParallel` ignores, which also finds them by itself when it wraps.
+    there layers of other ranks are spread again too. A second call with the same mesh only updates the list
+    of names that `DistributedDataParallel` ignores. That wrapper also updates it by itself.
 
     Raises ValueError or TypeError, naming the layer, before any weight is touched, where there is no layer,
     one is of other ranks, cannot be spread or is in a data-parallel wrapper, or the mesh is none of these.
@@ -134,16 +134,16 @@ def parameter_groups(
         parameters: a model, its parameters (of any shape), or groups as optimizers take them, each of which
             is split with all its options. The order of groups and of parameters is kept, plain ones first.
             Raises TypeError for what is none of these.
-        lr, weight_decay: of a model. Where either is given, groups are made by what parameters are, which
-            the number of their dimensions does not say: an expert's bias has two. Each group then has these
-            options, "kind" and "stacked" (whether dimension 0 counts experts):
+        lr, weight_decay: options for the parameters of a model. If either is given, parameters are grouped
+            by kind, which the number of dimensions does not tell: an expert's bias has two. Each group then
+            has these options, "kind" and "stacked" (whether dimension 0 counts experts):
 
             - "matrices": weights of two dimensions and more; stacked: experts' w1 and w2, a matrix a slice;
             - "embeddings": those of `torch.nn.Embedding`;
-            - "gates": of gates and shared gates;
+            - "gates": those of gates and shared gates;
             - "biases": biases, norms and other vectors; stacked: experts' b1 and b2, a bias a slice.
 
-            Biases and gates' vectors have weight_decay 0. Raises TypeError where it is no model.
+            Biases and gates' vectors have weight_decay 0. Raises TypeError where ``parameters`` is no model.
     """
     if lr is not None or weight_decay is not None:
         return parameter_groups(_groups_by_kind(parameters, lr, weight_decay))
@@ -308,9 +308,9 @@ def _lay_out(experts: Experts, mesh: DeviceMesh) -> None:
 
 @functools.cache
 def _watch_ddp() -> None:
-    """From now on `DistributedDataParallel` finds parallelized experts in whatever it wraps.
+    """Makes `DistributedDataParallel` find parallelized experts in each module that it wraps from now on.
 
-    torch looks for names to ignore at the module that is wrapped, which may contain the model that was
+    torch reads the names to ignore from the wrapped module. That may be a parent of the model that was
     parallelized: a LightningModule, or a wrapper with the loss.
     """
     wrap: Callable[..., None] = DistributedDataParallel.__init__
@@ -328,7 +328,7 @@ def _watch_ddp() -> None:
 
 
 def _mark_experts(model: nn.Module) -> None:
-    """Marks what a parametrization or an adapter has brought into parallelized experts as their rank's."""
+    """Marks parameters that parametrizations or adapters added to parallelized experts as one rank's."""
     for layer in model.modules():
         if isinstance(layer, MoELayer) and layer.parts.experts.is_parallelized:
             for parameter in layer.experts.parameters():

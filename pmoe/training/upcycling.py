@@ -13,7 +13,7 @@ from pmoe.experts.stacked import StackedExperts
 from pmoe.layer import MoELayer
 
 LINEARS = {1: ("w1", "w2"), 2: ("gate_proj", "up_proj", "down_proj")}
-"""Of a dense module, by `StackedExperts.hidden_factor`: its linear layers, in order or by name."""
+"""Linear layers of a dense module, by `StackedExperts.hidden_factor`: for 1 by order, for 2 by name."""
 
 
 @torch.no_grad()
@@ -22,16 +22,16 @@ def copy_into_experts(layer: MoELayer, dense: nn.Module | Mapping[str, Tensor]) 
 
     Args:
         layer: of one rank or several, parallelized or not. Every rank must call it with the same values.
-        dense: the network, or its tensors by name. Of "ffn": a module with two `torch.nn.Linear`, of which
-            the first widens; or w1 (H, M), w2 (M, H), b1 (H,), b2 (M,). Of "swiglu": a module with linear
-            layers gate_proj, up_proj and down_proj; or w1 (2H, M), gate rows first, w2, b1 (2H,), b2. Of
-            experts that are modules: one such module, or its state dict.
+        dense: the network, or its tensors by name. For "ffn": a module with two `torch.nn.Linear`, of which
+            the first widens; or w1 (H, M), w2 (M, H), b1 (H,), b2 (M,). For "swiglu": a module with linear
+            layers gate_proj, up_proj and down_proj; or w1 (2H, M), gate rows first, w2, b1 (2H,), b2. For
+            experts that are modules: a module of the same kind, or its state dict.
 
-    Values are cast to the layer's type, and of experts that are split over "esp" each rank takes its part.
-    It also says that the experts are equal on purpose: where a state dict makes them equal on all ranks, the
-    next call raises ValueError, because one rank's file was loaded by all.
+    Values are cast to the layer's type. If experts are split over "esp", each rank takes its part. The
+    experts are also marked as equal on purpose. Without the mark, the next call after a state dict was loaded
+    raises ValueError if ranks have equal experts, because usually all have loaded one rank's file.
 
-    Raises ValueError, before anything is changed, where names or shapes are others than an expert's, and
+    Raises ValueError, before anything is changed, where names or shapes differ from those of an expert, and
     where the layer is on the meta device; TypeError for experts of another kind.
     """
     check_kind(MoELayer, "a pmoe.MoELayer", layer=layer)
@@ -49,7 +49,7 @@ def copy_into_experts(layer: MoELayer, dense: nn.Module | Mapping[str, Tensor]) 
     for target, value in copies:
         target.copy_(value)
     experts.may_be_equal = experts.are_equal = True
-    experts.was_loaded = layer.ranks.size > 1  # so that the next call compares, and ranks know that they are
+    experts.was_loaded = layer.ranks.size > 1  # so that all ranks learn at the next call that they are
 
 
 def _into_stacked(

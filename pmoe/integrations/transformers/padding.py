@@ -1,4 +1,4 @@
-"""Padding in a batch of transformers goes to no expert: `skip_padding`.
+"""`skip_padding`: padding in a batch of a transformers model goes to no expert.
 
 Only the model's own forward gets the attention mask; its experts get rows. So a hook before that forward
 keeps the mask for the thread, the experts inside look it up, and a hook behind the forward drops it:
@@ -8,11 +8,11 @@ keeps the mask for the thread, the experts inside look it up, and a hook behind 
         layers.0
           mlp.experts      rows (B * S, M): those of tokens are computed, the others are zeros
 
-A checkpoint runs a decoder layer again in backward, where no forward of the model is about and other batches
-may have come since. So each checkpoint function of the model is wrapped (`Carrying`): the function that it
-keeps for the second pass brings the mask of the first one with it.
+A checkpoint runs a decoder layer again in backward. The model's forward has ended by then, and may have run
+for other batches. So each checkpoint function of the model is wrapped (`Carrying`): the function that it
+keeps for the second pass carries the mask of the first one.
 
-Letters: B sequences, S positions of this call, L those with what a cache holds, T = B * S rows, N of them
+Letters: B sequences, S positions of this call, L positions with those in a cache, T = B * S rows, N of them
 tokens, K choices, M model width.
 """
 
@@ -34,33 +34,35 @@ from pmoe.engine.recompute import is_capturing
 from pmoe.engine.replay import hidden_from_checkpoints
 
 ATTRIBUTE = "_pmoe_padding"
-"""Of an experts module: the `CallPadding` of the model that it is a part of. It is no submodule or parameter,
-and goes with copies and pickles of the model."""
+"""The attribute of an experts module that holds the `CallPadding` of its model. That is no submodule or
+parameter. Copies and pickles of the model keep it."""
 
 CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Attributes of modules that hold a checkpoint function: of transformers' own layers, and of torch's
 CheckpointWrapper, which accelerate puts around layers under FSDP."""
 
 CACHES = ("cache", "past_key_values")
-"""Names that releases of transformers give the argument."""
+"""Names of the argument for a cache, in different releases of transformers."""
 
 
 def skip_padding(model: nn.Module) -> SkippedPadding:
     """From the next call on, tokens that ``attention_mask`` hides go to no expert of ``model``.
 
     Their rows are not sent and not computed, their experts' output is 0, and ``tokens_per_expert`` and
-    `pmoe.stats` do not count them. Outputs and gradients of the other tokens do not change, for nothing
-    attends to padding. Labels must be -100 in padding, and behind left padding for the first token, which
-    transformers' losses predict from the padding before it. A second call changes nothing.
+    `pmoe.stats` do not count them. Outputs and gradients of the other tokens do not change, because no token
+    attends to padding. Labels of padding must be -100. With padding on the left, the first token's label must
+    be -100 too: transformers' losses predict it from the padding before it. A second call changes nothing.
 
-    model: one of transformers, or a module that has such in it (DistributedDataParallel, PEFT). What counts
-    is the mask (B, L) that a model's inner part with the experts gets: 0 is padding. Nothing is skipped
+    model: a model of transformers, or a module that contains one (DistributedDataParallel, PEFT). The mask
+    (B, L) is the one that reaches the inner model with the experts; 0 is padding. Nothing is skipped
 
     - where the mask is None, has four dimensions or is not as long as the call's tokens and its cache,
     - where experts get other rows than those of the call's tokens,
     - under another implementation of experts than "pmoe", or in a CUDA graph.
 
-    Returns a handle; its ``remove()`` ends it. Call it before torch.compile, and on every rank or on none.
+    Returns a handle, whose ``remove()`` ends the skipping. Call `skip_padding` before torch.compile, and on
+    every rank or on none.
+
     Raises ValueError where no experts of transformers' registry are in ``model``, and for models whose
     attention mixes padding into tokens (DeepSeek-V4's).
 
@@ -104,8 +106,8 @@ class SkippedPadding:
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module | None]]:
-    """Each experts module of transformers' registry, with the model that it is a part of: the innermost,
-    whose mask is that of its rows. None where that takes no mask (an encoder of images), or there is none."""
+    """Each experts module of transformers' registry, with the innermost model that contains it: that model's
+    mask fits the rows. None where this model takes no mask (an encoder of images), or there is none."""
     from transformers.modeling_utils import PreTrainedModel
 
     names = dict(model.named_modules())
@@ -120,7 +122,7 @@ def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module | None]]:
 
 
 def _check_layers(owner: nn.Module | None) -> None:
-    """Attention over sums of neighbouring positions sees padding, which no mask keeps out of the sums."""
+    """Raises ValueError for attention over sums of neighbouring positions: masks do not keep padding out."""
     kinds = getattr(getattr(owner, "config", None), "layer_types", None) or ()
     compressed = sorted({kind for kind in kinds if "compressed" in kind})
     if compressed:
@@ -132,7 +134,7 @@ def _check_layers(owner: nn.Module | None) -> None:
 
 
 def _of_owner(owner: nn.Module) -> CallPadding:
-    """The one that is there, or a new one whose hooks are registered."""
+    """The `CallPadding` of a model. If there is none, makes one and registers its hooks."""
     for hook in owner._forward_pre_hooks.values():
         padding = getattr(hook, "__self__", None)
         if isinstance(padding, CallPadding):
@@ -144,7 +146,7 @@ def _of_owner(owner: nn.Module) -> CallPadding:
 
 
 def _remove_hooks(module: nn.Module) -> None:
-    """By hand, for a copy of a model has hooks and no handles of them."""
+    """Removes hooks without their handles, because a copy of a model has hooks and no handles of them."""
     for hooks, options in (
         (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
         (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
@@ -159,7 +161,7 @@ def _remove_hooks(module: nn.Module) -> None:
 
 @functools.cache
 def _arguments(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the arguments that a class's forward takes by position, but for self."""
+    """Names of the arguments that a class's forward takes by position, without self."""
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
@@ -169,7 +171,7 @@ def _arguments(forward: Callable[..., Any]) -> tuple[str, ...]:
 class TokenRows:
     """Which of the T rows of a call are tokens.
 
-    is_token_T: bool, a copy: whoever made the mask may fill it again before backward.
+    is_token_T: bool, a copy, because a caller may overwrite the mask before backward.
     """
 
     def __init__(self, is_token_T: Tensor) -> None:
@@ -177,8 +179,8 @@ class TokenRows:
         self._tokens: Tensor | None = None
 
     def tokens(self, device: torch.device) -> Tensor | None:
-        """(N,) the rows of tokens, in order; None where all are. The host waits for the device once a call of
-        the model."""
+        """(N,) the rows that are tokens, in order; None where all rows are. The host waits for the device
+        once in each call of the model."""
         if self._tokens is None:
             with torch.no_grad(), hidden_from_checkpoints():
                 self._tokens = self.is_token_T.nonzero().squeeze(1)
@@ -188,9 +190,11 @@ class TokenRows:
 
 
 class CallPadding:
-    """The hooks of one model, and the key by which its experts find the rows of the call that they are in.
-    It has no state: a model may be called by several threads, and in a checkpoint's second pass by
-    autograd's."""
+    """The hooks of one model, and the key by which its experts find the rows of the present call.
+
+    It has no state, because several threads may call a model, and autograd's threads run the second pass of a
+    checkpoint.
+    """
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -207,7 +211,7 @@ class CallPadding:
 
 
 class _Calls(threading.local):
-    """Of this thread: the rows of each model that is called now; None where all are computed."""
+    """This thread's rows of each model that runs now; None where all rows are computed."""
 
     def __init__(self) -> None:
         self.by_padding: dict[CallPadding, TokenRows | None] = {}
@@ -217,7 +221,7 @@ _calls = _Calls()
 
 
 def _rows_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TokenRows | None:
-    """None where the mask says nothing of the rows, or does not fit them."""
+    """The rows of a call that are tokens; None where there is no mask that fits the rows."""
     given = dict(zip(_arguments(type(module).forward), args, strict=False)) | dict(kwargs)
     mask = given.get("attention_mask")
     tokens = given.get("inputs_embeds") if given.get("input_ids") is None else given.get("input_ids")
@@ -228,14 +232,14 @@ def _rows_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
     seen = 0 if cache is None else _seen(cache)
     num_sequences, num_positions = tokens.shape[:2]
-    # A static cache counts on the device; a mask of its whole length has four dimensions anyway.
+    # A static cache has a count on the device, no int. Its masks have four dimensions anyway.
     if not isinstance(seen, int) or mask.shape != (num_sequences, seen + num_positions):
         return None
     return TokenRows((mask[:, seen:] != 0).reshape(-1))
 
 
 def _seen(cache: Any) -> Any:
-    """How many positions it holds; None where it does not say, as one without a layer of attention."""
+    """How many positions a cache holds; None where it does not say, as one without layers of attention."""
     try:
         return cache.get_seq_length()
     except (AttributeError, ValueError):
@@ -246,7 +250,7 @@ def _seen(cache: Any) -> Any:
 
 
 class Carrying:
-    """A checkpoint function under which the second pass skips the rows that its first pass skipped."""
+    """A checkpoint function whose second pass skips the rows that its first pass skipped."""
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self.checkpoint = checkpoint
@@ -272,8 +276,11 @@ def _calls_are(rows: dict[CallPadding, TokenRows | None]) -> Iterator[None]:
 
 
 def _wrap_checkpoints(module: nn.Module) -> None:
-    """Those of the model, of its layers and of what is right inside these: the modules of all layers are too
-    many to look at. At each call, for a checkpoint function may be set at any time."""
+    """Wraps the checkpoint functions of the model, of its layers and of the layers' direct children.
+
+    It runs at each call, because a checkpoint function may be set at any time. A look at all modules would
+    take too long.
+    """
     layers = [layer for child in module.children() if isinstance(child, nn.ModuleList) for layer in child]
     inside = [part for layer in layers for part in layer._modules.values() if part is not None]
     for owner in (module, *layers, *inside):
@@ -293,8 +300,11 @@ RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
 def run_tokens(
     module: nn.Module, run: RunExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """(T, M): ``run`` of the rows that are tokens, and zeros in their padding. ``run`` of all rows where the
-    model of the experts ``module`` skips none, and where its call has another number of rows."""
+    """(T, M): the results of ``run`` for the rows that are tokens, and zeros for padding.
+
+    All rows are run where the model of the experts ``module`` skips none, and where its call has another
+    number of rows.
+    """
     padding = module.__dict__.get(ATTRIBUTE)
     if padding is None:
         return run(hidden_states, top_k_index, top_k_weights)

@@ -308,7 +308,7 @@ class CountsExchange:
         if self._ranks.size > 1:
             modes, kinds = headers[:, 2:].t().tolist()
             if modes.count(modes[0]) < len(modes) or kinds.count(kinds[0]) < len(kinds):
-                check_calls_match(modes, kinds, self._ranks)
+                compare_headers(modes, kinds, self._ranks)
             if not self._ranks.number:
                 self._ranks.take_number()
         self.tokens_W = headers[:, 0]
@@ -375,7 +375,7 @@ class CountsExchange:
 # ---- ranks that make different calls
 
 
-def check_calls_match(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) -> None:
+def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) -> None:
     """Raises FaultError on all ranks where they do not make the same call.
 
     Warns where some are in training mode and others are not. modes, kinds: each rank's, from the headers of

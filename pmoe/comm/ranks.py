@@ -59,7 +59,7 @@ class Ranks:
                 rank = dist.get_rank() if dist.is_initialized() else 0
                 raise ValueError(f"group ({name}) must contain this rank (global rank {rank})")
             if not is_known(group):
-                raise ValueError(f"group ({_name_of(group)}) must not be destroyed (destroy_process_group)")
+                raise ValueError(f"group ({group.group_name}) must not be destroyed (destroy_process_group)")
             self.takes_default = group is dist.group.WORLD
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
@@ -122,7 +122,7 @@ class Ranks:
             place = f"rank {self.rank} of {self.size}"
             cure = f"call torch.distributed.init_process_group again, as {place}, and go on"
         raise RuntimeError(
-            f"the process group of {self.layer or 'a MoELayer'} ({_name_of(self.group)}, {self}) was "
+            f"the process group of {self.layer or 'a MoELayer'} ({self.group.group_name}, {self}) was "
             f"destroyed (torch.distributed.destroy_process_group): {cure}"
         )
 
@@ -233,10 +233,6 @@ class Ranks:
 
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.size}"
-
-
-def _name_of(group: dist.ProcessGroup) -> str:
-    return f"process group {group.group_name!r}"
 
 
 @contextlib.contextmanager

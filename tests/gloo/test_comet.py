@@ -267,11 +267,11 @@ def test_without_gradients_the_result_is_the_same() -> None:
 
 
 def mixed_job(rank: int, world: int, way: bool | str) -> Tensor:
-    """Rank 0 alone differentiates nothing: its parameters are frozen."""
+    """Rank 0 alone differentiates nothing: all is frozen there."""
     layer, (xs, _) = build(Case(options={"fused": way, "pipeline": 2}), world), inputs(world)
     layer.requires_grad_(rank != 0)
     with using(plain_steps):
-        return layer(xs[rank].detach()).detach()
+        return layer(xs[rank].detach().requires_grad_(rank != 0)).detach()
 
 
 @pytest.mark.parametrize("way", [True, "forward"])

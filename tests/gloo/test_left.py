@@ -434,6 +434,7 @@ OPTIONS: dict[str, tuple[str, Any, str]] = {
     "restore pair": ("memory_reuse", "S1", "memory_reuse (offload/offload)"),
     "rows that travel once": ("send_once", True, "send_once (True)"),
     "what is checked": ("check_finite", True, "check_finite (True)"),
+    "a reducer": ("gradients", "stands for a GradientReducer", "a GradientReducer (True)"),
 }
 
 

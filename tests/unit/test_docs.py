@@ -282,7 +282,20 @@ def messages() -> list[Block]:
     return [block for block in blocks(DOCS / "troubleshooting.md") if block.language == "text"]
 
 
-FORMATTED = {"rank", "ranks", "of", "chunk", "in", "and", "torch", "model", "cpu", "True", "KeyError"}
+FORMATTED = {
+    "MoELayer",
+    "rank",
+    "ranks",
+    "of",
+    "chunk",
+    "in",
+    "and",
+    "torch",
+    "model",
+    "cpu",
+    "True",
+    "KeyError",
+}
 """Words of values that are formatted into the page's messages; other words of letters are the code's."""
 PREFIX = re.compile(r"\w*(Error|Warning): (?:pmoe: )?|pmoe(?: plan: error)?: ")
 """What Python, warnings or the command line write before a message."""

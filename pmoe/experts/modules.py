@@ -126,8 +126,8 @@ class ModuleExperts(Experts):
         return same_on_device and torch.equal(recipe.random, now.random)
 
     def recompute(self, given: ExpertRows, recipe: Recipe | None) -> Hidden:
-        """As `Experts.recompute`. Raises RuntimeError for a buffer that was changed in place since forward, by
-        others than the experts, and that a gradient needs."""
+        """As `Experts.recompute`. Raises RuntimeError for a buffer that a gradient needs and that was changed
+        in place since forward, by others than the experts."""
         graphs, tensors = list[Graph](), list[Tensor]()
         # Since forward began. Those that the experts change themselves, now as then, are theirs to change.
         before = () if recipe is None else recipe.buffers

@@ -152,7 +152,8 @@ class ModuleExperts(Experts):
     def recompute(self, given: ExpertRows, recipe: Recipe | None) -> Hidden:
         """As `Experts.recompute`: T_M of the rows (N, M), each module's graph made again.
 
-        Raises RuntimeError where a buffer that the modules read was changed in place since forward.
+        Raises RuntimeError for a buffer that a gradient needs and that was changed in place since forward, by
+        others than the experts.
         """
         graphs, tensors = list[Graph](), list[Tensor]()
         # Since forward began. Those that the experts change themselves, now as then, are theirs to change.

@@ -13,7 +13,7 @@ EXPERTS = (
         name="parameters-by-position",
         breaks="experts compute with registered parameters, not with what their names mean",
         file="pmoe/experts/base.py",
-        old="        values = [read_value(self, name) for name in names]\n",
+        old="        values = [self._value_of(name) for name in names]\n",
         new="        values = list(self.parameters())\n",
         tests="tests/unit/test_surgery.py",
     ),

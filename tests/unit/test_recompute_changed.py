@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
+import pmoe
 from pmoe.engine import rerouting
 from pmoe.gates import GATES
 from pmoe.layer import exact_counts, padded_counts
@@ -113,15 +114,19 @@ def test_selective_checkpointing_finds_the_same_operations_in_both_passes(
 
 
 @pytest.mark.parametrize("way", ["alone", "chunks"])
-def test_and_routing_that_changed_is_refused_whatever_the_policy_saves(
+def test_and_routing_that_changed_is_refused_whatever_a_policy_saves(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A layer runs again as a whole. Beside a policy the routing may be kept."""
     layer, drop = build(), nn.Dropout(0.5)
     if way == "alone":
         monkeypatch.setattr(alone, "kernel_refusal", lambda *_, **__: None)
-    for policy, preserved in ((saving_nothing, True), (saving_products, False), (saving_nothing, False)):
-        with nullcontext() if preserved else pytest.raises(ValueError, match=CHANGED):
-            plain(lambda x: 2 * layer(drop(x)), False, preserve_rng_state=preserved, **selective(policy))
+    for policy in (saving_nothing, saving_products):
+        for preserved in (True, False):
+            with nullcontext() if preserved else pytest.raises(ValueError, match=CHANGED):
+                plain(lambda x: 2 * layer(drop(x)), False, preserve_rng_state=preserved, **selective(policy))
+            kept = {"context_fn": functools.partial(pmoe.checkpoint_contexts, policy)}
+            plain(lambda x: 2 * layer(drop(x)), False, preserve_rng_state=preserved, **kept)
 
 
 def test_what_the_gate_keeps_is_part_of_the_routing() -> None:

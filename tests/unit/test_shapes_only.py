@@ -180,3 +180,13 @@ def test_a_call_that_dynamo_does_not_look_into_has_a_shape() -> None:
         assert torch.equal(compiled(tokens()), layer(tokens()) * 2)
     finally:
         torch._dynamo.reset()
+
+
+def test_a_router_outside_of_the_layer_has_its_gradient() -> None:
+    gate = pmoe.gates.ExternalGate()
+    with FakeTensorMode():
+        layer = MoELayer(D_MODEL, D_HIDDEN, NUM_EXPERTS, TOP_K, gate=gate)
+        x, weight = torch.randn(5, D_MODEL), torch.rand(5, TOP_K, requires_grad=True)
+        with gate.routing(torch.zeros(5, TOP_K, dtype=torch.int64), weight):
+            layer(x).sum().backward()
+        assert weight.grad.shape == weight.shape

@@ -10,11 +10,17 @@ turns. A ratio is the median over the rounds of the step that skips over the one
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench, and pmoe from this checkout
+
+from bench.timing import counted
 
 LENGTHS = (256, 192, 128, 128, 128, 96, 64, 32)
 POSITIONS = 256
@@ -59,7 +65,7 @@ def main() -> None:
     model, inputs = make_model(), make_batch()
     seconds: dict[bool, list[float]] = {False: [], True: []}
     rows: dict[bool, int] = {}
-    for _ in range(2 + rounds):
+    for _ in counted(range(2 + rounds), "round"):
         for skips in (False, True):
             handle = integration.skip_padding(model)
             if not skips:

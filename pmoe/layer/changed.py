@@ -6,18 +6,20 @@ meet before that, in case that one of them alone has changed anything (`pmoe.com
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pmoe.layer.alike import options_in_words
 from pmoe.layer.parts import Parts
 
 
-def changed_options(before: Parts | None, now: Parts) -> str:
+def changed_options(words_before: Mapping[str, str], now: Parts) -> str:
     """What is set otherwise on a layer than at its last call, in words for the other ranks; "" if nothing is.
+
+    words_before: `options_in_words` of when ranks last agreed.
 
     Example: "has set pipeline (4) of MoELayer 1 since its last call, and other ranks have not: ..."
     """
-    if before is None or now.ranks.size == 1:
-        return ""
-    words_before, words = options_in_words(before), options_in_words(now)
+    words = options_in_words(now)
     changed = [f"{name} ({value})" for name, value in words.items() if words_before.get(name) != value]
     if not changed:
         return ""

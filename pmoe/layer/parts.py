@@ -33,13 +33,16 @@ class Known:
     """What a layer has agreed on and learnt in its calls; it outlives changes of options.
 
     differed: whether ranks had other experts at the first call; None before.
-    compared: the layer's parts at the last call. All ranks agreed on the options in them.
+    compared: what the options followed from when ranks last agreed on them (`Parts.given`). No parts: those
+        hold the experts, which may be another library's, and would keep them alive.
+    words: those options in words.
     padded_kinds: those compared.
     choosers: what chooses n and the pair, by what it depends on.
     """
 
     differed: bool | None = None
-    compared: Parts | None = None
+    compared: tuple[object, ...] = ()
+    words: dict[str, str] = field(default_factory=dict)
     padded_kinds: set[PaddedKind] = field(default_factory=set)
     choosers: dict[Any, Any] = field(default_factory=dict)
 
@@ -84,6 +87,13 @@ class Parts(Modules):
         watched = (self.experts_module, self.shared_module)
         is_wrapped = self.shared_module is not self.shared_expert or self.experts_module is not self.experts
         return self.shared_module is not None and (is_wrapped or any(map(is_watched, filter(None, watched))))
+
+    @functools.cached_property
+    def given(self) -> tuple[object, ...]:
+        """What ranks compare of a layer, without the modules themselves: its options and their types."""
+        modules = (self.experts, self.gate, self.shared_expert, self.order, self.dispatch, self.combine)
+        kinds = tuple(type(module) for module in modules)
+        return (self.spec, *kinds, self.hooks is None, self.gradients is None)
 
     @property
     def ranks(self) -> Ranks:
@@ -242,24 +252,25 @@ def check_ranks(parts: Parts) -> None:
     options at the first call. Collective then."""
     if parts.grid.reconnect():
         parts.known.forget_ranks()
-    changed = ""
-    if parts.known.compared is not parts and parts.known.differed is not None:
+    known, changed = parts.known, ""
+    if parts.ranks.size > 1 and known.differed is not None and known.compared != parts.given:
         from pmoe.layer.changed import changed_options
 
-        changed = changed_options(parts.known.compared, parts)
+        changed = changed_options(known.words, parts)
     parts.grid.all.begin_call(changed)
     if parts.ranks.size > 1 or parts.experts.is_parallelized:
         from pmoe.experts.wrapped import check_wrapped
 
         check_wrapped(parts.experts, set(parts.ranks.members))
-    if parts.ranks.size > 1 and (parts.known.differed is None or changed):
-        from pmoe.layer.alike import check_alike
+    if parts.ranks.size > 1 and (known.differed is None or changed):
+        from pmoe.layer.alike import check_alike, options_in_words
 
         if not any(map(is_watched, parts.experts_module.modules())):  # a library may fetch them
             check_not_meta(parts.like)
         with hidden_from_checkpoints():
-            parts.known.differed = check_alike(parts)
-    parts.known.compared = parts
+            known.differed = check_alike(parts)
+        known.words = options_in_words(parts)
+    known.compared = parts.given
 
 
 def is_captured(x: object) -> bool:

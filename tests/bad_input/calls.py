@@ -160,6 +160,12 @@ def use_layers(**given: Any) -> None:
     layers(**given)
 
 
+def use_skip_padding(**given: Any) -> None:
+    from pmoe.integrations.transformers.padding import skip_padding
+
+    skip_padding(**given)
+
+
 def use_explain(**given: Any) -> None:
     from pmoe.graph.explain import explain  # imports the compiler
 
@@ -281,6 +287,7 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
     ),
     "configure": (None, use_configure),
     "layers": (None, use_layers),
+    "skip_padding": (None, use_skip_padding),
     "explain": (None, use_explain),
     "torch.compile's options": (Options, lambda **given: Options.of(given)),
     "load_balance_loss": (

@@ -172,7 +172,7 @@ def calls(draw: Callable[..., Any], world: int, dtype: str) -> Call:
     autocast = dtype == "float32" and draw(_seldom)
     mask = draw(st.sampled_from(("", "", "", *MASKS)))
     other_mode = draw(st.sampled_from((*[""] * 12, *MODES)))
-    if must:  # in whose first pass no rank has gradients, and whose second must be in the mode of the first
+    if checkpoint:  # its second pass must be in the mode of the first
         other_mode = ""
     return Call(
         mask=mask,

@@ -22,6 +22,7 @@ NAMED = {
     "StatsWriter.note's scalars": ["loss"],
     "configure": [*TAKEN["configure"]],
     "layers": ["model"],
+    "skip_padding": ["model"],
     "explain": ["model", "options"],
 }
 """Of calls that are no function's with a signature: what is given by name."""

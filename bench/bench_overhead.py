@@ -337,6 +337,8 @@ def main() -> None:
     sys.path.insert(0, str(HERE))  # run from a clone without installing
     from bench.timing import machine, table, write_json
 
+    if arguments.against and not (arguments.against / "pmoe").is_dir():
+        parser.error(f"--against ({arguments.against}) must be the folder of another clone of pmoe")
     roots = {"this": HERE} | ({"other": arguments.against.resolve()} if arguments.against else {})
     found = measure(roots, arguments.rounds, arguments.calls)
     rows = rows_of(found)

@@ -199,7 +199,10 @@ class Experts(nn.Module, abc.ABC):
 
         Raises TypeError where these experts cannot do so, which is the default.
         """
-        raise TypeError(f"experts ({type(self).__name__}) cannot be a shared expert that has hooks")
+        raise TypeError(
+            f"shared_expert ({type(self).__name__}) has hooks or lies in a wrapper: it must implement "
+            "compute_alone(x), by which such a shared expert is computed"
+        )
 
     def note_operands(self) -> None:
         """Sets `operand_names` to the present names. A layer calls it when it is built. Raises nothing."""

@@ -173,7 +173,10 @@ class StackedExperts(Experts):
         w1, w2, b1, b2 = self.weights([value.to(x.dtype) for value in self.operands()])
         hidden = F.linear(x, w1[0], None if b1 is None else b1[0])
         if self.fused_activation is None:
-            raise TypeError(f"experts ({type(self).__name__}) cannot be a shared expert that has hooks")
+            raise TypeError(
+                f"shared_expert ({type(self).__name__}) has hooks or lies in a wrapper: it must implement "
+                "compute_alone(x), by which such a shared expert is computed"
+            )
         return F.linear(activate(self.activation, hidden), w2[0], None if b2 is None else b2[0])
 
     def hidden_dims(self) -> Mapping[str, int | None] | None:

@@ -255,9 +255,9 @@ def check_loaded(parts: Parts) -> None:
     same = next((ranks for ranks in holders.values() if len(ranks) > 1), None)
     if same is not None and not any(may_be for _, may_be in of_ranks):
         raise ValueError(
-            f"experts must be others on each rank, and ranks {', '.join(map(str, same))} have the same since "
-            f"a state dict was loaded, as if one rank's file were everybody's. {CURE}. Where all experts are "
-            "equal on purpose (upcycling): pmoe.copy_into_experts(layer, dense), or "
+            f"experts must differ from rank to rank, and ranks {', '.join(map(str, same))} have the same "
+            f"since a state dict was loaded, as if one rank's file were everybody's. {CURE}. "
+            "Where all experts are equal on purpose (upcycling): pmoe.copy_into_experts(layer, dense), or "
             "layer.experts.may_be_equal = True before the next call"
         )
     experts.was_loaded = experts.may_be_equal = False

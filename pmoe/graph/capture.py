@@ -64,7 +64,7 @@ _eager = MoELayer.forward
 def _forward(
     layer: MoELayer, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    if torch.compiler.is_compiling() and mask is None:
+    if torch.compiler.is_dynamo_compiling() and mask is None:  # torch.export may trace without it
         number = _number(layer)
         if number >= 0:
             return _captured(layer, number, x, token_ids)

@@ -173,6 +173,12 @@ def test_a_layer_is_not_traced_into_a_graph_of_one_batch(x: Tensor) -> None:
         torch.export.export(layer, (x,), strict=False)
 
 
+def test_export_is_refused_also_after_a_model_was_compiled_for_pmoe() -> None:
+    torch.compile(build(), backend="pmoe")(tokens())  # from now on MoELayer.forward is capture's
+    with pytest.raises(RuntimeError, match="make_fx and torch.export cannot trace it"):
+        torch.export.export(build(), (tokens(),), strict=False)
+
+
 def test_callbacks_see_the_values_of_a_jagged_tensor() -> None:
     class Seeing(pmoe.Callback):
         def before_moe_start(self, x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class _Hooked(Pass):
     returning_points: tuple[str, str]
 
     call_inputs: Inputs
-    """Of the call, in both passes."""
+    """The inputs of the call whose forward or backward pass this is."""
 
     @property
     def hooks(self) -> Hooks:

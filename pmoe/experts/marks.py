@@ -28,5 +28,5 @@ def is_stacked(parameter: Tensor) -> bool:
 
 
 def num_dims(parameter: Tensor) -> int:
-    """Of one slice of a stacked parameter, or of the parameter: 2 is a matrix, 1 a bias."""
+    """The number of a parameter's dimensions; of one slice, where it is stacked. A matrix has 2, a bias 1."""
     return parameter.ndim - is_stacked(parameter)

@@ -289,7 +289,7 @@ def _over_ranks(found: Sequence[LayerStats], layers: Sequence[MoELayer], ranks: 
     with at_stage("the sum of statistics", ranks):
         dist.all_reduce(summed, group=ranks.group)
     *parts, powers = summed.cpu().split([len(own) for own in numbers])
-    # Of n numbers n * sum(x**2) = sum(x)**2 where all are equal, and nowhere else.
+    # n numbers are all equal exactly where n * sum(x**2) = sum(x)**2.
     sums = powers.long().view(len(layers), -1, 2)
     are_same = (ranks.size * sums[..., 1] == sums[..., 0] ** 2).tolist()
     if ranks.rank == 0:

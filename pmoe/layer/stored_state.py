@@ -123,7 +123,8 @@ ONE_FILE = {
         )
     },
 }
-"""By module and function. Lightning's strategies that write distributed files use other functions."""
+"""Callers that write one rank's state, by module and function. Lightning's strategies that write distributed
+files use other functions."""
 
 DCP = "torch.distributed.checkpoint.state_dict"
 """Its state dicts cover all ranks by DTensors. In a full one, plain tensors have one rank's values."""

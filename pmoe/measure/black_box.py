@@ -96,7 +96,7 @@ def _wants_gradient(argument: object) -> bool:
 
 
 def _copied(argument: Any) -> Any:
-    """Of a tensor a copy, with a graph where it wants a gradient; else the argument itself."""
+    """A copy of a tensor, with a graph where it wants a gradient; anything else is returned as it is."""
     return argument.clone() if isinstance(argument, Tensor) else argument
 
 

@@ -53,8 +53,8 @@ def grouped_by_kind(
 
 
 def kinds_of(model: nn.Module) -> dict[Tensor, ParameterKind]:
-    """Of every parameter, in the model's order. A parameter that modules share has the kind that it has in a
-    gate or an embedding, if in any."""
+    """The kind of every parameter, in the model's order. Where modules share a parameter and one of them is a
+    gate or an embedding, that one decides."""
     gates, embeddings = set[Tensor](), set[Tensor]()
     for module in model.modules():
         if isinstance(module, Gate):

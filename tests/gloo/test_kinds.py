@@ -128,7 +128,7 @@ def test_a_meta_layer_of_several_ranks_says_how_it_gets_values() -> None:
 
 
 def shapes_job(rank: int, world: int, options: dict[str, Any], is_parallelized: bool) -> None:
-    """By one rank alone: nothing is sent."""
+    """One rank makes the call alone: nothing is sent."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     with torch.device("meta"):
         on_meta = MoELayer(D_MODEL, D_HIDDEN, NUM_EXPERTS, 2, **options)

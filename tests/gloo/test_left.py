@@ -26,7 +26,7 @@ from tests.pool import Pool, ranks
 
 M, H, E = 6, 8, 4
 TIMEOUT_SECONDS = 30.0
-"""Of the groups. Who waits for so long has been told nothing, and is told of a peer that "took longer"."""
+"""The groups' timeout. A rank that waits so long has been told nothing but that a peer "took longer"."""
 
 
 class PlantedError(Exception):
@@ -246,11 +246,11 @@ def test_a_backward_pass_without_rows_that_one_rank_leaves_out_hangs_nobody() ->
         assert "backward pass" in outcome
 
 
-# ---- what ranks may do alike
+# ---- what all ranks may do together
 
 
 def legitimate(layer: pmoe.MoELayer, rank: int) -> dict[str, Callable[[], object]]:
-    """Programs that leave backward passes out, or run them in any order, on all ranks alike."""
+    """Programs in which all ranks leave out the same backward passes, or run them in the same order."""
 
     def x() -> Tensor:
         return tokens(rank).requires_grad_()
@@ -460,7 +460,7 @@ def test_an_option_that_one_rank_sets_in_the_middle_of_training_is_told_to_all(
 
 
 def all_set_job(rank: int, world: int) -> list[str]:
-    """Options that all ranks set: alike, to what they were, to other values on each, and alike again."""
+    """All ranks set options: to equal values, to the old ones, to different ones, and to equal ones again."""
     layer = build(pipeline=2)
     step(layer, rank)
     found = []

@@ -118,7 +118,7 @@ def put_in(model: nn.Module, how: str) -> nn.Module:
 
 
 def gradients_under(rank: int, world: int, how: str, expert: str) -> list[Tensor]:
-    """Of experts, where names changed between parallelize and DistributedDataParallel."""
+    """Experts' names changed between parallelize and DistributedDataParallel."""
     mesh = make_mesh({"ep": world})
     torch.manual_seed(0)
     layer = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, 2, expert="ffn" if expert == "ffn" else mlp)

@@ -71,7 +71,7 @@ def file_of_rank_0(model: nn.Module, weights_only: bool = True) -> Any:
 
 
 def calm() -> None:
-    """What a rank has told of its failure is taken back: these ranks go on."""
+    """A rank told of its failure, and takes that back: these ranks go on."""
     dist.barrier()
     told.take_back()
     dist.barrier()
@@ -157,7 +157,7 @@ def updated(model: nn.Module, state: Any) -> Any:
 
 
 def unnamed_job(rank: int, world: int) -> dict[str, list[str]]:
-    """By case, the errors of: loading, the next call, the one after it, one after an own state was loaded."""
+    """For each case, errors of the load, of two calls, and of one after this rank's own state was loaded."""
     found = {}
     for expert, spread in CASES:
         for how in ("a dict", "update", "broadcast_from_rank0"):

@@ -17,7 +17,7 @@ from tests.pool import Pool
 
 M, H, E = 6, 8, 4
 TIMEOUT_SECONDS = 30.0
-"""Of the groups. Who waits for so long has been told nothing."""
+"""The groups' timeout. A rank that waits so long has been told nothing."""
 
 
 class PlantedError(Exception):

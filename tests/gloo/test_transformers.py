@@ -214,7 +214,7 @@ def test_copies_of_experts_are_sharded_and_reduced_by_the_library_on_four_ranks(
 
 
 def padded_parts(count: int) -> list[dict[str, Tensor]]:
-    """Of ranks whose batches differ in their padding; the second has nothing else."""
+    """Masks of ranks whose batches differ in their padding; the second rank's is all padding."""
     batches = [padded("left", (12, 7, 1)), padded("right", (0, 0, 0), seed=8)]
     return batches[:count]
 

@@ -255,7 +255,7 @@ def test_statistics_tell_of_values_that_became_others_at_any_time() -> None:
 
 
 def copies_job(rank: int, world: int) -> list[str]:
-    """Gates of two groups of ranks: each group is alike, the groups are not."""
+    """Gates of two groups of ranks: gates are equal within a group and differ between groups."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     torch.manual_seed(rank // 2)
     model = nn.Sequential(pmoe.MoELayer(M, H, E, 2, group=mesh.get_group("ep")))

@@ -18,7 +18,7 @@ from pmoe.gates.base import KeptType, Routing
 
 M, E = 8, 4
 FINE = torch.tensor([1.001, -1.001, 0.3, 0.0])
-"""Of which bfloat16 holds the last alone."""
+"""Numbers of which bfloat16 can hold only the last."""
 COUNTS = torch.tensor([257, 3, 100_001, 0])
 
 

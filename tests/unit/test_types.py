@@ -35,7 +35,7 @@ LARGE = [path for path in EXAMPLES if "transformers" in path.read_text(encoding=
 FIRST = [page for page in GUIDES if page.name in ("README.md", "start.md")]
 
 Errors = dict[tuple[str, int], str]
-"""By file name and line."""
+"""A checker's messages, by file name and line."""
 
 
 def environment() -> dict[str, str]:
@@ -106,7 +106,7 @@ def snippets(pages: Iterable[Path], folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_what_is_right_is_accepted_and_what_is_wrong_is_found(checker: str, tmp_path: Path) -> None:
-    """Of a script, of the first pages' snippets and of the examples."""
+    """Checks a script, the first pages' snippets and the examples."""
     shown = snippets(FIRST, tmp_path)
     assert len(shown) > 3
     examples = [path for path in EXAMPLES if path not in LARGE]

@@ -147,8 +147,10 @@ class BorrowedActivation(BorrowedExperts):
             active.copy_(self._activated(hidden))
 
     def _activated(self, hidden_NG: Tensor) -> Tensor:
-        """Of a copy where the function writes over what it is given, as ``nn.SiLU(inplace=True)`` does: T_M
-        is needed again, and backward's is a leaf, to which autograd lets nobody write."""
+        """Activates a copy where the function writes over its argument, as ``nn.SiLU(inplace=True)`` does.
+
+        The columns are needed again, and in a backward pass they are a leaf, to which autograd lets nobody
+        write."""
         if self._writes_over is None:
             probe = torch.zeros_like(hidden_NG[:1]) if hidden_NG.shape[0] else None
             if probe is not None and not probe.is_inference():

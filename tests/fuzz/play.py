@@ -28,6 +28,7 @@ from pmoe.experts.base import WHOLE, Shard
 from pmoe.gates import TopKGate
 from pmoe.gates.external import ExternalGate
 from pmoe.schedule.restore import ALL_PAIRS
+from tests.around import Around
 from tests.featured import OwnDispatch, OwnExperts
 from tests.fuzz.cases import Call, Case
 from tests.fuzz.plain import PlainLayer, own_part, values, whole_experts
@@ -189,17 +190,6 @@ def squash(weight: Tensor) -> Tensor:
 def clip(weight: Tensor) -> Tensor:
     """What pruning by the sign of a number leaves."""
     return weight * (weight.detach() > -0.1)
-
-
-class Around(nn.Module):
-    """As libraries wrap a module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.base_layer = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.base_layer(*args, **kwargs)
 
 
 def treat(case: Case, layer: pmoe.MoELayer) -> dict[str, Callable[[Tensor], Tensor]]:

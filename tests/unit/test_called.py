@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pmoe
 from pmoe import warn
 from pmoe.layer.called import SharedGate
+from tests.around import Around
 from tests.kit import assert_same, build, gradients, tokens
 from tests.reference import relative_error
 
@@ -192,17 +193,6 @@ def test_a_callback_that_was_replaced_is_named() -> None:
 
 
 # ---- what libraries put in a module's place
-
-
-class Around(nn.Module):
-    """A wrapper as libraries write them."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.base_layer = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.base_layer(*args, **kwargs)
 
 
 class Adapter(Around):

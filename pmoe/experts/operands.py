@@ -10,7 +10,6 @@ Values are read by name, not from the list of parameters: behind ``experts.w1`` 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 
 import torch
@@ -43,9 +42,10 @@ def _value_name(module: nn.Module, name: str) -> str:
 def has_value(module: nn.Module, name: str) -> bool:
     """Whether reading ``module.name`` would give a tensor. The name is not read, because a parametrization
     may have side effects."""
-    plain = itertools.chain(module._parameters.items(), module._buffers.items(), vars(module).items())
-    registered = next((value for own, value in plain if own == name), None)
-    return registered is not None or parametrize.is_parametrized(module, name)
+    places = (module._parameters, module._buffers, vars(module))
+    if any(place.get(name) is not None for place in places):
+        return True
+    return parametrize.is_parametrized(module, name)
 
 
 def read_value(module: nn.Module, name: str) -> Tensor:

@@ -99,9 +99,15 @@ def _refusal(layer: MoELayer) -> str | None:
             continue
         if module is not experts or is_watched(module):
             return f"{name} ({type(module).__name__}) have hooks or a wrapper"
-        if not all(own in experts._parameters for own in experts.operand_names):
+    # First the table: experts that are modules have no parameters by these names, and are refused as modules.
+    if (reason := parts.refusal("whole graph")) is not None:
+        return reason
+    for name, experts in (("experts", parts.experts), ("shared_expert", parts.shared_expert)):
+        if experts is None:
+            continue
+        if not all(operand in experts._parameters for operand in experts.operand_names):
             return f"{name} ({type(experts).__name__}) are parametrized, pruned or replaced"
-    return layer.parts.refusal("whole graph")
+    return None
 
 
 def _is_traced_for_us() -> bool:

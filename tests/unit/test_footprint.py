@@ -63,6 +63,20 @@ def test_the_peak_of_a_step_is_within_two_percent_of_the_prediction(pair: pmoe.R
     assert bound.peak >= found.peak
 
 
+def test_a_block_of_an_earlier_measurement_that_dies_during_this_one_is_not_counted() -> None:
+    kept: list[torch.Tensor] = []
+    Allocated(lambda mark: kept.append(torch.empty(1000)))
+
+    def step(mark: Callable[[], None]) -> torch.Tensor:
+        kept.clear()
+        y = torch.empty(10)
+        mark()
+        return y
+
+    counted = Allocated(step)
+    assert (counted.peak, counted.held, counted.left) == (40, 40, 40)
+
+
 OTHERS: list[dict[str, Any]] = [
     {"expert": "swiglu"},
     {"top_k": 2, "bias": False},

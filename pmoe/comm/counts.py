@@ -110,6 +110,22 @@ class RankCounts:
         """The same without memory of the device."""
         return replace(self, recv_device=self.recv, received_once_device=self.received_once)
 
+    def travelling(self, rank: int) -> RankCounts:
+        """The counts of rows that leave ``rank``, this rank: rows between it and itself count as 0."""
+
+        def cleared(counts: Tensor | None) -> Tensor | None:
+            return None if counts is None else without_own(counts, rank)
+
+        return RankCounts(
+            send=without_own(self.send, rank),
+            recv=without_own(self.recv, rank),
+            recv_device=without_own(self.recv_device, rank),
+            max_tokens=self.max_tokens,
+            needs_grad=self.needs_grad,
+            sent_once=cleared(self.sent_once),
+            received_once=cleared(self.received_once),
+        )
+
     def joined(self, n: int) -> RankCounts:
         """The same rows in n chunks, each of as many neighbouring bins; n divides the number of bins."""
         if n == self.send.shape[0]:

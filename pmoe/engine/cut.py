@@ -123,14 +123,13 @@ def _cut(orders: Orders, n: int, bins: RankCounts) -> PassPlan:
     grid, bypass_local = modules.grid, modules.stages.local
     rank = grid.all.rank
     shared = bins.joined(n)
-    send, recv, recv_device = shared.send, shared.recv, shared.recv_device
-    bins_device, sent_rows, come_rows = bins.recv_device, shared.sent_rows, shared.received_rows
-    if bypass_local:
-        send, recv, recv_device, bins_device, sent_rows, come_rows = (
-            without_own(counts, rank)
-            for counts in (send, recv, recv_device, bins_device, sent_rows, come_rows)
-        )
-    sent, come = sent_rows.tolist(), come_rows.tolist()
+    travelling_counts = shared.travelling(rank) if bypass_local else shared
+    send, recv, recv_device = travelling_counts.send, travelling_counts.recv, travelling_counts.recv_device
+    bins_device = recv_device if shared is bins else bins.recv_device
+    if bypass_local and shared is not bins:
+        bins_device = without_own(bins_device, rank)
+    come_rows = travelling_counts.received_rows
+    sent, come = travelling_counts.sent_rows.tolist(), come_rows.tolist()
     are_several = _are_several(come_rows)
     by_expert = recv.sum(1).tolist()
     # Running sums of all chunks at once: a chunk's own would be several launches each.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,14 +90,16 @@ class Inputs:
         """The same with other tensors, in the order of ``all``."""
         x_TM, weight_TK, shared_weight_T, *rest = tensors
         own, shared = len(self.parameters), len(self.parameters) + len(self.shared_parameters)
-        return replace(
-            self,
+        return Inputs(
             x_TM=x_TM,
             weight_TK=weight_TK,
-            shared_weight_T=shared_weight_T,
             parameters=rest[:own],
+            shared_weight_T=shared_weight_T,
             shared_parameters=rest[own:shared],
             hook_parameters=rest[shared:],
+            autocast=self.autocast,
+            hooks_autocast=self.hooks_autocast,
+            compare=self.compare,
         )
 
 

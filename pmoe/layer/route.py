@@ -6,7 +6,7 @@ What is wrong on one rank becomes a `Fault`, which travels with the row counts: 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -133,8 +133,15 @@ def ask_gate(call: Call, x_TM: Tensor) -> Gated:
     if changed is not None:
         with hidden_from_checkpoints():
             fault = changed * int(Fault.RECOMPUTED) + (1 - changed) * fault
-    routing = replace(routing, logits=None, keep=_kept(parts, routing, x_TM))
-    return Gated(routing=routing, fault=fault, is_again=changed is not None)
+    kept = Routing(
+        expert=routing.expert,
+        weight=routing.weight,
+        l_aux=routing.l_aux,
+        keep=_kept(parts, routing, x_TM),
+        token=routing.token,
+        mix=routing.mix,
+    )
+    return Gated(routing=kept, fault=fault, is_again=changed is not None)
 
 
 def _kept(parts: Parts, routing: Routing, x_TM: Tensor) -> Tensor | None:

@@ -19,6 +19,7 @@ from pmoe.engine.backward_pass import Backward
 from pmoe.engine.forward_pass import Forward
 from pmoe.engine.passes import Forwarded, Inputs, Kept
 from pmoe.engine.plan import Plan
+from pmoe.experts.base import Hidden
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def _backward(
     plan: Plan, emptied: Forwarded, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor
 ) -> list[Tensor | None]:
     found = iter(tensors)
-    saved = replace(_swapped(emptied, lambda _: next(found)), wanted=wanted)
+    saved = _swapped(emptied, lambda _: next(found))
+    saved.wanted = wanted
     parts = _special_parts(plan, moves=plan.restore.offloads or plan.rearranged)
     with telling(plan.modules.grid.all, "a backward pass"):
         backward = _together((*(part for _, part in parts), Backward))(plan, grad_TM, saved)
@@ -109,7 +111,8 @@ def _swapped(left: Forwarded, swap: Callable[[Any], Any]) -> Forwarded:
     for unit, kept in left.kept.items():
         rows_NM, hidden = swap(kept.rows_NM), kept.hidden
         if hidden is not None:
-            hidden = replace(hidden, tensors=[swap(tensor) for tensor in hidden.tensors])
+            tensors = [swap(tensor) for tensor in hidden.tensors]
+            hidden = Hidden(tensors=tensors, graph=hidden.graph, expendable=hidden.expendable)
         found.kept[unit] = Kept(rows_NM, hidden, kept.recipe)
     for point, each in left.passed.items():
         found.passed[point] = replace(each, tensors=tuple(map(swap, each.tensors)))

@@ -39,8 +39,8 @@ from bench.links import INFINITE, launch
 from bench.passes import DIRECTIONS, Run, even_batch, messages_alone, spans_of, timed
 from bench.quiet import Measured, Neighbours, measure_quietly
 from bench.timing import OUT, Timing, counted, machine, table, write_json
+from pmoe.call.options import Switches
 from pmoe.engine.recording import Span, recording
-from pmoe.layer.spec import Switches
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import bars
 from pmoe.schedule.straight import backward_schedule, forward_schedule

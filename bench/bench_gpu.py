@@ -37,7 +37,7 @@ import pmoe
 from bench.device import file_name, need_gpu, relative_error, show_gpu, time_in_turn
 from bench.plain import GROUPED, SPELLINGS, PlainMoE, fastest, name_of
 from bench.timing import OUT, Timing, table, write_json
-from pmoe.layer.spec import Switches
+from pmoe.call.options import Switches
 
 DEGREES = (1, 2, 4, 8)
 FLOAT32_ERROR = 5e-5

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 import pmoe
 from bench.timing import OUT, Told, table, write_json
 from pmoe.comm.ranks import Ranks
-from pmoe.layer.memory import memory_shape
+from pmoe.layer.predict_memory import memory_shape
 from pmoe.measure.rates import measure
 from pmoe.planner.cost_model import cheapest_pair
 from pmoe.planner.profile import Profile

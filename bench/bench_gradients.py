@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 import pmoe
 from bench.links import INFINITE, launch
 from bench.timing import Timing, interleaved, table, write_json
-from pmoe.layer.spec import Switches
+from pmoe.call.options import Switches
 from pmoe.training.parallel import is_expert
 
 WAYS = ("no reduction", "plain", "partitioned")

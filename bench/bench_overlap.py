@@ -47,8 +47,8 @@ from bench.passes import (
     timed,
 )
 from bench.timing import OUT, Timing, counted, table, write_json
+from pmoe.call.options import Switches
 from pmoe.engine.recording import recording
-from pmoe.layer.spec import Switches
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate, task_seconds
 from pmoe.planner.timeline import Span, bars, draw, simulated_bars

@@ -49,8 +49,8 @@ from bench.passes import (
 from bench.plain import SPELLINGS, PlainOverRanks, fastest
 from bench.plain import name_of as name_of_plain
 from bench.timing import OUT, Timing, counted, table, write_json
+from pmoe.call.options import Switches
 from pmoe.engine.recording import recording
-from pmoe.layer.spec import Switches
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate, task_seconds
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore

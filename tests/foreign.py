@@ -24,14 +24,14 @@ from unittest import mock
 import torch
 
 import pmoe
+from pmoe.choose import search as searched
+from pmoe.choose.search import kept_path, load_degrees, save_degrees
 from pmoe.cli import main
 from pmoe.cli.cluster import load_cluster
 from pmoe.comm.ranks import Ranks
 from pmoe.graph.cost import Costs
 from pmoe.integrations.logging import StatsWriter
 from pmoe.integrations.run_folder import read_run
-from pmoe.layer import searched
-from pmoe.layer.searched import kept_path, load_degrees, save_degrees
 from pmoe.measure.division import load_divisions, read_divisions
 from pmoe.measure.profile import load_profile, profile_path, save_profile
 from pmoe.planner.degree import DEGREES
@@ -333,7 +333,7 @@ KINDS: dict[str, Kind] = {
     "divisions": of_divisions(read_divisions, "pmoe/measure/division.py:read_divisions"),
     "divisions, in a folder": of_divisions(lambda path: load_divisions(path.parent), may_be_missing=True),
     "degrees": of_degrees(
-        lambda path: in_fields(load_degrees(path, CACHED)), "pmoe/layer/searched.py:load_degrees"
+        lambda path: in_fields(load_degrees(path, CACHED)), "pmoe/choose/search.py:load_degrees"
     ),
     "degrees, in a folder": of_degrees(kept_degrees, may_be_missing=True),
     "operators' seconds": Kind(

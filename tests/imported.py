@@ -3,13 +3,13 @@
 import gc
 
 import pmoe
+import pmoe.choose.search
+import pmoe.choose.solve
+import pmoe.choose.trials
+import pmoe.decide.exact_counts
 import pmoe.experts.modules
 import pmoe.experts.wrapped
-import pmoe.layer.chosen
-import pmoe.layer.exact_counts
-import pmoe.layer.searched
-import pmoe.layer.solved
-import pmoe.layer.spread
+import pmoe.layer.reshard
 import pmoe.schedule.rings
 import pmoe.schedule.straight
 import pmoe.training.checkpoint

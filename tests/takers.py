@@ -15,8 +15,8 @@ import torch
 
 import pmoe
 from pmoe import warn
+from pmoe.call import modules as layer_parts
 from pmoe.graph import run
-from pmoe.layer import parts as layer_parts
 from pmoe.runners import one_rank
 from pmoe.runners.features import Feature, refused
 from tests.featured import Features, build, differences, expected, found, sentence

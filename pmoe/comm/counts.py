@@ -57,7 +57,7 @@ class Fault(enum.IntEnum):
     OTHER_CALL = (
         "it makes another call than the others: in another gradient mode or pass, or of another layer"
     )
-    LOADED = "its experts were loaded from a state dict"  # no error: see `pmoe.layer.stored_state`
+    LOADED = "its experts were loaded from a state dict"  # no error: see `pmoe.decide.stored_state`
 
 
 class FaultError(ValueError):

@@ -143,7 +143,7 @@ class PassPlan:
 @dataclass(frozen=True, kw_only=True)
 class Modules(abc.ABC):
     """What of a layer its calls have in common (FSMoE, section 3.1): the modules, where they stand among
-    ranks, and which stages there are (`pmoe.layer.parts.Parts`).
+    ranks, and which stages there are (`pmoe.call.modules.Parts`).
 
     scalars: carries routing weights. gradients: of other layers, which a backward pass carries (FSMoE,
     section 5), where a `pmoe.GradientReducer` says so: it calls ``begins`` and ``ends``, and ``inside`` as a

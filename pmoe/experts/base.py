@@ -122,7 +122,7 @@ class Experts(nn.Module, abc.ABC):
     built = ""
     """A digest of values that they were built with, to be compared at a layer's first call."""
     place: Any = None
-    """Which of all experts these are, for state dicts: a `pmoe.layer.stored_state.ExpertPlace`."""
+    """Which of all experts these are, for state dicts: a `pmoe.decide.stored_state.ExpertPlace`."""
     was_loaded = False
     """Whether values were loaded that may be another rank's. The next call then compares the ranks."""
     may_be_equal = False

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pmoe.call.decision import LastCall, Ran
+from pmoe.call.module_calls import is_watched
 from pmoe.comm.counts import RankCounts
+from pmoe.decide.route import autocast_dtype
 from pmoe.gates.capacity import expert_capacity
 from pmoe.graph import messages, operators
 from pmoe.kernels.grouped_gemm.reference import activate
 from pmoe.layer import MoELayer
-from pmoe.layer.called import is_watched
-from pmoe.layer.decision import LastCall, Ran
-from pmoe.layer.parts import autocast_dtype
 from pmoe.warn import warn_once
 
 BACKENDS: list[Any] = []

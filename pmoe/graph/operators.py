@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pmoe.call.modules import Parts
+from pmoe.call.shape_run import is_shape_run
 from pmoe.comm.counts import Fault
 from pmoe.experts.base import ExpertRows, Hidden
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.gates.capacity import within_capacity
-from pmoe.layer.parts import Parts
-from pmoe.layer.shape_run import is_shape_run
 from pmoe.ordering.sorted import count_rows, sort_rows
 
 NUMBERS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()

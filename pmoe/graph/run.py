@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from pmoe.comm.agreement import digest, from_first, gathered, same
 from pmoe.comm.ranks import Ranks
+from pmoe.decide.begin import check_ranks
 from pmoe.graph import weight_gradients
 from pmoe.graph.cost import Cost, Costs, Profiled, costs_of, instructions_of, link_of
 from pmoe.graph.instructions import Instruction, peak_bytes, total_seconds
@@ -35,7 +36,6 @@ from pmoe.graph.operators import LAYERS, parts_of
 from pmoe.graph.options import Options
 from pmoe.graph.plan import Cutting, RangePlan, backward_axes
 from pmoe.graph.ranges import PartCosts, lags, solve, whole_ranges
-from pmoe.layer.parts import check_ranks
 
 CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default)
 """What tracing leaves to check that numbers of rows are none below 0."""

@@ -2,7 +2,7 @@
 
 A trial costs whole training steps and B changes from step to step, so few B can be measured. The paper's
 hypothesis, n never falls as B grows, lets two measurements answer for every B between them. Ranges of B are
-asked first: `GranularityTable`. Else trials run, in `pmoe.layer.searched.search` (searchBestGran).
+asked first: `GranularityTable`. Else trials run, in `pmoe.choose.search.search` (searchBestGran).
 
 B tokens of a batch. What is searched for is a pair of degrees, where the paper's n is one number.
 """

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pmoe.call.sizes import memory_shape
+from pmoe.choose.solve import layer_costs, operations_of
 from pmoe.comm.agreement import from_first
 from pmoe.comm.ranks import Grid, Ranks
 from pmoe.layer import MoELayer
-from pmoe.layer.memory import memory_shape
-from pmoe.layer.solved import layer_costs, operations_of
 from pmoe.planner.costs import DegreeSeconds, GeneralizedLayer, LineCost
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import ScheduleOptions, simulated_degrees

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import pmoe
+from pmoe.choose import search as searched
 from pmoe.engine import passes
-from pmoe.layer import searched
 from pmoe.measure import profile
 from pmoe.planner.degree import DEGREES
 from pmoe.schedule.restore import STRATEGIES

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 import pmoe
 import pmoe.engine.cut
 import pmoe.gates
+from pmoe.choose import solve
 from pmoe.engine.cut import make_plan
-from pmoe.layer import solved as solve
 from pmoe.planner.profile import Operations
 from tests.gloo.flexible import (
     D_HIDDEN,

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pmoe
-import pmoe.layer.parts as layers
+from pmoe.decide import begin, padded_counts
 from pmoe.engine.cuda_lanes import CudaLanes
-from pmoe.layer import padded_counts
 from pmoe.schedule.restore import ALL_PAIRS
 from tests import kit
 from tests.gloo import streams, test_streams
@@ -209,7 +208,7 @@ def capturing_job(rank: int, world: int) -> str:
     """What a layer that is not padded says, before anything travels. The padded one says nothing."""
     plain, layer = build(world), build(world, pad_to_capacity=True)
     expected = layer(tokens(rank))
-    with mock.patch.object(layers, "is_captured", lambda _: True):
+    with mock.patch.object(begin, "is_captured", lambda _: True):
         with pytest.raises(RuntimeError) as raised, counted_collectives() as calls:
             plain(tokens(rank))
         assert not calls and torch.equal(layer(tokens(rank)), expected)

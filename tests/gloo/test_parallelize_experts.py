@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import pmoe
+from pmoe.call.sizes import memory_shape
+from pmoe.choose import search as searched
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import is_expert, local_part
-from pmoe.layer import searched
-from pmoe.layer.memory import memory_shape
 from tests.gloo.kit import error_of
 from tests.gloo.lm import (
     D_HIDDEN,

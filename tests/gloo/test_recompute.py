@@ -18,8 +18,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import pmoe
 from pmoe import MoELayer, Restore, Routing
-from pmoe.layer import exact_counts, searched
-from pmoe.layer import solved as solve
+from pmoe.choose import search as searched
+from pmoe.choose import solve
+from pmoe.decide import exact_counts
 from pmoe.planner.degree import Choice
 from pmoe.planner.profile import Operations
 from pmoe.schedule.restore import ALL_PAIRS

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pmoe
+from pmoe.choose import solve
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.recording import recording
-from pmoe.layer import solved as solve
 from pmoe.planner.costs import Fit, LineCost, Share
 from pmoe.planner.gradient_partition import Partition
 from pmoe.planner.profile import Operations

@@ -261,7 +261,10 @@ def poison_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measure_nothing(patch: pytest.MonkeyPatch) -> None:
     """Which of two ways computes a product is for the test to say; no file of measurements is written."""
-    for measuring in ("pmoe.runners.one_rank.measure_products", "pmoe.layer.chosen.measure_products_of"):
+    for measuring in (
+        "pmoe.runners.one_rank.measure_products",
+        "pmoe.choose.open_choice.measure_products_of",
+    ):
         patch.setattr(measuring, lambda *_, **__: None)
 
 

@@ -230,7 +230,9 @@ def stepped(rank: int, world: int, options: dict[str, Any], parted: bool) -> dic
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), PRODUCTS.forcing(PMOE):
         warnings.filterwarnings("error", message=".*falls back.*")
-        patch.setattr("pmoe.layer.chosen.measure_products_of", lambda *_, **__: None)  # nothing is measured
+        patch.setattr(
+            "pmoe.choose.open_choice.measure_products_of", lambda *_, **__: None
+        )  # nothing is measured
         patch.setattr(Launcher, "launch", counted)
         if parted:
             patch.setattr(kernel_steps, "Launcher", Parted)

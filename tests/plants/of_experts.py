@@ -20,7 +20,7 @@ EXPERTS = (
     Plant(
         name="hooks-of-experts-uncalled",
         breaks="experts are computed without a call of their module",
-        file="pmoe/layer/decision.py",
+        file="pmoe/decide/experts_call.py",
         old="            y_TM: Tensor = call_experts(x_TM, run=self._run)\n",
         new="            y_TM: Tensor = self._run(call.parts.experts, x_TM)\n",
         tests="tests/unit/test_called.py",
@@ -28,7 +28,7 @@ EXPERTS = (
     Plant(
         name="experts-of-the-first-in-a-wrapper",
         breaks="where a wrapper calls other experts than the first that it holds, the first compute",
-        file="pmoe/layer/decision.py",
+        file="pmoe/decide/experts_call.py",
         old="            parts = parts if experts is parts.experts else replace(parts, experts=experts)\n",
         new="",
         tests="tests/unit/test_called.py -k instead_of_the_first",
@@ -36,7 +36,7 @@ EXPERTS = (
     Plant(
         name="padding-counts",
         breaks="rows that a mask leaves out are routed like tokens",
-        file="pmoe/layer/route.py",
+        file="pmoe/decide/route.py",
         old="    return x[mask.bool()]\n",
         new="    return x.reshape(-1, x.shape[-1])\n",
         tests="tests/unit/test_mask.py",

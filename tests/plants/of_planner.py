@@ -76,7 +76,7 @@ PLANNER = (
     Plant(
         name="key-without-users-settings",
         breaks="a user's gates of one class share what was learnt, however many rows they make",
-        file="pmoe/layer/searched.py",
+        file="pmoe/choose/search.py",
         old="options_in_words(parts, of_users=True)",
         new="options_in_words(parts)",
         tests="tests/unit/test_learnt_key.py",
@@ -84,7 +84,7 @@ PLANNER = (
     Plant(
         name="kept-degrees-of-another-rank",
         breaks="each rank takes its own file of what trials found",
-        file="pmoe/layer/searched.py",
+        file="pmoe/choose/search.py",
         old='    key, tables = from_first(ranks, sent, stage="sharing what trials found")\n',
         new="    tables = _kept(kept_path(key), key, candidates=range(1, 17))\n",
         tests="tests/gloo/test_learnt.py -k only_another",
@@ -124,7 +124,7 @@ PLANNER = (
     Plant(
         name="slowest-degree",
         breaks="pipeline=True records the n of most seconds",
-        file="pmoe/layer/searched.py",
+        file="pmoe/choose/search.py",
         old="    best = known.record(max_tokens, took)\n",
         new="    best = known.record(max_tokens, {tried: 1 / each for tried, each in took.items()})\n",
         tests=f"{CHOICES} -k trials",
@@ -132,7 +132,7 @@ PLANNER = (
     Plant(
         name="degrees-of-the-other-pass",
         breaks="forward's trials choose backward's n and the other way round",
-        file="pmoe/layer/searched.py",
+        file="pmoe/choose/search.py",
         old="    best_of_each = PassDegrees(ahead.forward, back.backward)\n",
         new="    best_of_each = PassDegrees(back.backward, ahead.forward)\n",
         tests=f"{CHOICES} -k trials",
@@ -156,7 +156,7 @@ PLANNER = (
     Plant(
         name="slowest-solved-degree",
         breaks='pipeline="solve" takes the slowest n for both passes',
-        file="pmoe/layer/solved.py",
+        file="pmoe/choose/solve.py",
         old="        best = min(DEGREES, key=step)\n",
         new="        best = max(DEGREES, key=step)\n",
         tests="tests/gloo/test_flexible.py -k solved_degrees_follow",

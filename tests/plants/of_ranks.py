@@ -114,7 +114,7 @@ RANKS = (
     Plant(
         name="copied-experts-pass",
         breaks="a loop that broadcasts all parameters leaves every rank with the same experts",
-        file="pmoe/layer/alike.py",
+        file="pmoe/decide/rank_consistency.py",
         old="    elif are_same and not (were_same or all_changed_or_none):",
         new="    elif are_same and were_same and not all_changed_or_none:",
         tests="tests/gloo/test_wrapped.py",
@@ -122,7 +122,7 @@ RANKS = (
     Plant(
         name="copied-later-untold",
         breaks="experts that become equal after the first call are not told by statistics",
-        file="pmoe/layer/alike.py",
+        file="pmoe/decide/rank_consistency.py",
         old="    return not are_same",
         new="    return are_same",
         tests="tests/gloo/test_wrapped.py -k statistics",

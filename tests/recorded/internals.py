@@ -26,7 +26,7 @@ from tests.switched import switched_layer
 
 
 def build_layer(sizes: tuple[int, int, int, int], options: Mapping[str, Any], switches: Mapping[str, bool]):
-    """The layer. switches: by the names of `pmoe.layer.spec.Switches`."""
+    """The layer. switches: by the names of `pmoe.call.options.Switches`."""
     return switched_layer(*sizes, **options, **switches)
 
 

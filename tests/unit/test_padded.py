@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
-import pmoe.layer.parts as layers
+from pmoe.decide import begin
 from pmoe.engine.callbacks import Callback
 from pmoe.engine.padding import Splits, make_padding
 from pmoe.engine.recording import recording
@@ -378,7 +378,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Any:
     @contextlib.contextmanager
     def captured(gate: nn.Module | None = None) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(layers, "is_captured", lambda _: True)
+            patch.setattr(begin, "is_captured", lambda _: True)
             if gate is not None:
                 patch.setattr(gate, "forward", lambda *_: pytest.fail("the gate was run"))
             yield

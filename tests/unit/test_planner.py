@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from bench.chrome_trace import chrome_trace
-from pmoe.layer.chosen import adaptive_degree
-from pmoe.layer.spec import LayerSpec
+from pmoe.call.options import LayerSpec
+from pmoe.choose.trials import adaptive_degree
 from pmoe.planner import timeline
 from pmoe.planner.degree import check_pipeline
 from pmoe.planner.simulator import makespan, simulate

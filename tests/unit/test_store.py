@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pmoe.layer.searched import load_degrees
+from pmoe.choose.search import load_degrees
 from pmoe.measure.division import load_divisions
 from pmoe.measure.profile import find_profile, load_profile, profile_path
 from pmoe.measure.store import CorruptFileError, cache_folder, cache_path, load_json, save_json

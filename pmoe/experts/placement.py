@@ -1,4 +1,11 @@
-"""Experts' parameters that `pmoe.parallelize` has laid over ranks, or that were replaced."""
+"""Experts' parameters that were replaced, or laid out on a device mesh by `pmoe.parallelize`.
+
+From a parameter to the tensor that a call computes with:
+
+    parameter        a DTensor over the ranks of the mesh
+    `local_values`   redistributes values whose placements differ from the parameter's
+    `Local`          gives this rank's part; its backward reduces the gradients of all parameters together
+"""
 
 from __future__ import annotations
 
@@ -22,7 +29,13 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def keep_part(stacked: StackedExperts, experts: slice, shard: Shard) -> None:
-    """As `pmoe.experts.base.Experts.keep`."""
+    """Keeps a range of stacked experts and one shard of their hidden columns; see `Experts.keep`.
+
+    A gated w1 holds two halves, gate and up. A shard takes the same columns of both (H = 6, shard 1 of 3):
+
+        rows of w1    gate 0 1 2 3 4 5 | up 0 1 2 3 4 5
+        kept               . . x x . . |    . . x x . .
+    """
     count, width = experts.stop - experts.start, stacked.all_hidden // shard.count
     for name, dim in (stacked.hidden_dims() or {}).items():
         whole = getattr(stacked, name)
@@ -44,8 +57,11 @@ def keep_part(stacked: StackedExperts, experts: slice, shard: Shard) -> None:
 
 
 def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
-    """Puts a new Parameter in the place of the module's own one of that name. The next step of an optimizer
-    that has the old one raises ValueError: it would train what no model uses any more."""
+    """Replaces a module's parameter ``name`` by a new Parameter that holds ``value``.
+
+    An optimizer that still has the old one would train a parameter that no model uses. Its next step
+    therefore raises ValueError.
+    """
     old = module.get_parameter(name)
     setattr(module, name, nn.Parameter(value, requires_grad=old.requires_grad))
     old.is_replaced = True  # type: ignore[attr-defined]
@@ -54,11 +70,13 @@ def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
 
 @functools.cache
 def _watch_optimizers() -> None:
+    """Registers two hooks on the steps of all optimizers of this process, once."""
     register_optimizer_step_pre_hook(_check_optimizer)
     register_optimizer_step_post_hook(_count_versions)
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raises ValueError if the optimizer has a parameter that `replace_parameter` has replaced."""
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         if hasattr(parameter, "is_replaced"):
             raise ValueError(
@@ -69,20 +87,25 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _count_versions(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raises the versions of DTensors after a step. With foreach=True or fused=True, a step writes to the
-    local parts and leaves the versions of the DTensors as they were."""
+    """Raises the versions of the DTensors that an optimizer step has changed.
+
+    With foreach=True or fused=True a step writes to the local parts and leaves the DTensors' versions as they
+    were. `_check_unchanged` would then miss a step between forward and backward.
+    """
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         if is_expert(parameter) and hasattr(parameter, "to_local") and parameter.grad is not None:
             increment_version(parameter)
 
 
 def local_values(experts: Experts, names: Sequence[str], values: Sequence[Tensor]) -> list[Tensor]:
-    """This rank's part of each value of experts that `pmoe.parallelize` has laid over ranks.
+    """Returns this rank's part of each value of experts that `pmoe.parallelize` has laid out.
 
-    A parametrization computes a value from DTensors, and the value's placements may differ from those of the
-    parameter. It is then redistributed to the parameter's placements, which may be a collective of torch.
+    names: the operands' names. values: DTensors, or plain tensors that are on no mesh.
 
-    Raises ValueError for a plain tensor where a DTensor must be.
+    A parametrization computes a value from DTensors, and the value's placements may differ from the
+    parameter's. It is then redistributed to the parameter's placements, which may need a collective.
+
+    Raises ValueError for a plain tensor in the place of a DTensor.
     """
     laid_out = []
     for name, value in zip(names, values, strict=True):
@@ -99,8 +122,11 @@ def local_values(experts: Experts, names: Sequence[str], values: Sequence[Tensor
 
 
 class Local(torch.autograd.Function):
-    """This rank's part of parameters. Backward runs once all their gradients are there: they are reduced
-    together, in the same order on every rank, and added up over backward passes only then."""
+    """Gives this rank's part of each parameter, in an autograd function of its own.
+
+    Its backward runs once the gradients of all parameters are complete. So they are reduced together, in the
+    same order on every rank, before they are added to earlier backward passes' gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, reduce: Reduce | None, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -108,7 +134,8 @@ class Local(torch.autograd.Function):
         if saves_plainly():
             laid_out = [each for each in parameters if hasattr(each, "to_local")]
             ctx.check_unchanged = functools.partial(_check_unchanged, [(p, p._version) for p in laid_out])
-        # New tensors, because autograd changes those that it is handed; they share the parts' versions.
+        # detach(): autograd changes the tensors that forward returns, which must not be the parameters. The
+        # new tensors share the version counters of the local parts.
         shown = tuple(local_part(each).detach() for each in parameters)
         ctx.mark_non_differentiable(
             *(local for local, each in zip(shown, parameters, strict=True) if not each.requires_grad)
@@ -126,10 +153,11 @@ class Local(torch.autograd.Function):
 
 
 def _check_unchanged(before: list[tuple[Tensor, int]]) -> None:
-    """Raises RuntimeError where a DTensor was changed in place since forward. The backward pass that uses the
-    values calls it.
+    """Raises RuntimeError if a DTensor was changed in place since forward.
 
-    Autograd saves the local tensor, which has a version of its own that does not show the change.
+    before: each DTensor with its version in forward. The backward pass that uses the values calls this.
+
+    Autograd saves the local tensor. That one has a version of its own, which does not show the change.
     """
     for parameter, version in before:
         if parameter._version != version:
@@ -137,7 +165,7 @@ def _check_unchanged(before: list[tuple[Tensor, int]]) -> None:
 
 
 def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a gradient, as its parameter lies over the ranks."""
+    """Returns this rank's part of a gradient as a DTensor with the mesh and placements of its parameter."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(like, DTensor):

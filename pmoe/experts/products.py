@@ -172,8 +172,9 @@ class GradientSum:
     def add_weight(self, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups, way: str | None = None) -> None:
         """Adds grad[rows of e]^T @ rows[rows of e] to total[e]. way: as in `expert_product`."""
         way = choice("weight", grad_NO, rows_NI, groups, None, self.total) if way is None else way
+        # pmoe's kernel writes the parameter's dtype, but adds in float32 only.
         if way == PMOE and (self._first or self.total.dtype == torch.float32):
-            grouped_gemm.weight_gradient(  # adds in place, in float32, and rounds once
+            grouped_gemm.weight_gradient(
                 grad_NO, rows_NI, groups.ends_E, out=self.total, accumulate=not self._first
             )
         elif way != LOOP:

@@ -1,4 +1,4 @@
-"""The grouped products as ``torch.library`` operators: fakes for tracing, and gradients."""
+"""The grouped products as ``torch.library`` operators, with gradients, and fakes for tracing."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _product_backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
 product_op.register_autograd(_product_backward, setup_context=_save_product)
 
 
-# ---- with gradients. What a launch of `product` fuses is an operation of its own here
+# ---- products with gradients. Gathering, scale and nonlinearity are operations of their own here, not fused
 
 
 def grouped_product(
@@ -77,9 +77,9 @@ def grouped_product(
     slots: RowSlots | None = None,
     gathered: bool = False,
 ) -> Tensor:
-    """`product` with gradients of rows, weight, bias and scale; ends[E - 1] must be N.
+    """Computes `product`, (N, O), with gradients of rows, weight, bias and scale. ends[E - 1] must be N.
 
-    Gathered rows and products are in memory of their own, and a scaled product is rounded twice.
+    Gathered rows and unscaled products take memory of their own, and a scaled product is rounded twice.
     """
     num_rows = check_operands(
         rows, weight_EOI, ends_E, 2, slots=slots, gathered=gathered, bias=bias_EO, scale=scale
@@ -99,7 +99,10 @@ def grouped_hidden(
     bias_EG: Tensor | None = None,
     slots: RowSlots | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`hidden` with gradients of rows (gathered where slots are given), weight and bias."""
+    """Computes `hidden`, T_M (N, G) and the activated hidden (N, H), with gradients.
+
+    Rows are gathered if slots are given. Gradients are those of rows, weight and bias.
+    """
     activation_code(activation)
     hidden_width(weight_EGI.shape[1], activation)
     gathered = slots is not None
@@ -108,7 +111,7 @@ def grouped_hidden(
 
 
 def _positions(slots: RowSlots, num_tokens: int) -> Tensor:
-    """(T, K): the row of each slot, N for a slot without one."""
+    """Returns (T, K): the row of each slot, or N for a slot that has no row."""
     slot_N, num_rows = slots.slot_N, slots.slot_N.shape[0]
     position = torch.full((num_tokens * slots.top_k,), num_rows, dtype=torch.int32, device=slot_N.device)
     order = torch.arange(num_rows, dtype=torch.int32, device=slot_N.device)
@@ -116,11 +119,11 @@ def _positions(slots: RowSlots, num_tokens: int) -> Tensor:
 
 
 def sum_by_expert(rows_NO: Tensor, ends_E: Tensor, weight_N: Tensor | None = None) -> Tensor:
-    """(E, O): for each expert the sum of its rows, each times its weight where there are weights.
+    """Returns (E, O): the sum of each expert's rows, each times its weight if there are weights.
 
-    The order of the sum is fixed, where atomic adds would have none: it is a product with a column.
+    It is a product with a column of ones or weights, which sums in a fixed order. Atomic adds would not.
     """
-    column = rows_NO.new_zeros(rows_NO.shape[0], 8)  # 16 bytes a row
+    column = rows_NO.new_zeros(rows_NO.shape[0], 8)  # 8 columns, because kernels need 16 bytes a row
     column[:, 0] = 1 if weight_N is None else weight_N
-    summed: Tensor = weight_gradient_op(rows_NO, column, ends_E)  # an operator, for tracing
+    summed: Tensor = weight_gradient_op(rows_NO, column, ends_E)  # the operator, so that it can be traced
     return summed[:, :, 0]

@@ -105,7 +105,7 @@ class Shard:
         check_count(count=self.count)
         check_int(index=self.index)
         if not 0 <= self.index < self.count:
-            raise ValueError(f"index ({self.index}) must be from 0 to count ({self.count}) less 1")
+            raise ValueError(f"index ({self.index}) must be at least 0 and below count ({self.count})")
 
     def of(self, columns: int) -> slice:
         """Returns the slice of this part among ``columns`` columns."""
@@ -180,8 +180,9 @@ class Experts(nn.Module, abc.ABC):
                 parameter.num_copies = self.shard.count  # type: ignore[attr-defined]
             if name in self.placements and not hasattr(parameter, "to_local"):
                 raise ValueError(
-                    f"{name} (a plain tensor, assigned) must be a DTensor, as in the state dict of a "
-                    "parallelized model: see torch.distributed.checkpoint"
+                    f"{name} (a plain tensor, assigned) must be a DTensor, because pmoe.parallelize laid the "
+                    "experts out: load the state dict of a parallelized model with "
+                    "torch.distributed.checkpoint"
                 )
 
     def as_modules(self) -> list[nn.Module]:
@@ -206,7 +207,10 @@ class Experts(nn.Module, abc.ABC):
         The parameters become new Parameter objects. Raises TypeError if `hidden_dims` does not say what to
         split.
         """
-        raise TypeError(f"experts ({type(self).__name__}) must be stacked or modules to be spread over ranks")
+        raise TypeError(
+            f"experts ({type(self).__name__}) must be stacked or modules to be spread over ranks, or "
+            "implement hidden_dims() and keep()"
+        )
 
     def forward(self, x: Tensor, *, run: RestOfCall | None = None) -> Tensor:
         """Maps rows (T, M) to results (T, M). `MoELayer` calls it so that this module's hooks run.
@@ -238,8 +242,8 @@ class Experts(nn.Module, abc.ABC):
         Raises TypeError unless a subclass implements it.
         """
         raise TypeError(
-            f"shared_expert ({type(self).__name__}) has hooks or lies in a wrapper: it must implement "
-            "compute_alone(x), by which such a shared expert is computed"
+            f"shared_expert ({type(self).__name__}) has hooks or is in a wrapper, so it is computed by "
+            "compute_alone(x): its class must implement that method"
         )
 
     def note_operands(self) -> None:

@@ -140,7 +140,8 @@ class Shelf:
         if self.rows_changed if isinstance(key, _InRows) else key in self._changed:
             # Autograd does not check versions of tensors that went through saved-tensor hooks.
             raise RuntimeError(
-                "a tensor that an expert's gradient needs has been modified by an inplace operation"
+                "a tensor that an expert's gradient needs has been modified by an inplace operation of the "
+                "expert itself: use an operation that returns a new tensor"
             )
         if isinstance(key, _InRows):
             assert self.rows is not None
@@ -153,7 +154,7 @@ def changed_in_place(tensor: Tensor) -> RuntimeError:
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"a parameter or buffer of shape {tuple(tensor.shape)} was changed between a layer's forward pass "
-        "and its backward pass, by an optimizer's step say"
+        "and its backward pass, for example by an optimizer's step"
     )
 
 

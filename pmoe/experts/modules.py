@@ -273,7 +273,10 @@ def build_modules(build: Callable[..., nn.Module], d_model: int, d_hidden: int) 
     try:
         signature = inspect.signature(build)
     except ValueError as error:  # some built-in callables have no signature
-        raise ValueError(f"expert ({build!r}) must be a callable whose arguments Python knows") from error
+        raise ValueError(
+            f"expert ({build!r}) must be a callable whose arguments inspect.signature can read: wrap it in a "
+            "function, such as lambda: build()"
+        ) from error
     # A module class without its own __init__ inherits nn.Module's: it is declared with *args, but takes none.
     takes_none = isinstance(build, type) and vars(nn.Module)["__init__"] is getattr(build, "__init__", None)
     for args in ((),) if takes_none else ((d_model, d_hidden), ()):
@@ -317,13 +320,14 @@ def given_experts(
         if given.shard != shard:
             raise ValueError(
                 f"expert (a {type(expert).__name__}, {given.shard}) must hold this rank's part of the "
-                f"hidden columns ({shard}), where experts are sharded over the ranks of a node"
+                f"hidden columns ({shard}): build it with that shard, an argument of stacked experts"
             )
         return given
     if shard.count > 1 and callable(expert):
         raise ValueError(
             f"expert ({expert!r}) must be ffn or swiglu, or a pmoe.experts.Experts of this rank's "
-            "columns, where experts are sharded over the ranks of a node: a module's hidden is its own"
+            "columns, if experts are sharded over the ranks of a node: pmoe cannot split the hidden columns "
+            "of a module"
         )
     if isinstance(expert, nn.Module) or not callable(expert):
         raise TypeError(

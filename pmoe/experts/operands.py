@@ -64,7 +64,8 @@ def read_value(module: nn.Module, name: str) -> Tensor:
         value = getattr(value, part, None)
     if not isinstance(value, Tensor):
         raise ValueError(
-            f"experts' {name} ({type(value).__name__}) must be a torch.Tensor: it was removed or replaced"
+            f"experts' {name} ({type(value).__name__}) must be a torch.Tensor: it was removed or replaced "
+            "after the layer was built"
         )
     return dense_value(value, f"experts' {name}")
 
@@ -90,7 +91,7 @@ def dense_value(value: Tensor, name: str) -> Tensor:
             return plain
     raise ValueError(
         f"{name} (a {kind.__module__}.{kind.__qualname__}) must be a plain tensor, or have a dequantize() "
-        "that gives one: pmoe's products read the numbers themselves"
+        "that returns one: pmoe's products read the numbers directly"
     )
 
 

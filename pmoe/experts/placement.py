@@ -80,9 +80,9 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         if hasattr(parameter, "is_replaced"):
             raise ValueError(
-                f"optimizer ({type(optimizer).__name__} of a parameter of shape {tuple(parameter.shape)} "
-                "that the model has no more) must be made after pmoe.parallelize or MoELayer.spread, which "
-                "replace experts' parameters"
+                f"optimizer ({type(optimizer).__name__}) has a parameter of shape {tuple(parameter.shape)} "
+                "that is no longer in the model: pmoe.parallelize or MoELayer.spread has replaced it. Make "
+                "the optimizer after that call"
             )
 
 
@@ -113,7 +113,7 @@ def local_values(experts: Experts, names: Sequence[str], values: Sequence[Tensor
         if placements is not None and not hasattr(value, "redistribute"):
             raise ValueError(
                 f"experts' {name} (a plain tensor of shape {tuple(value.shape)}) must be a DTensor, as "
-                "pmoe.parallelize made it: put DTensor.from_local(value, mesh, placements) in its place"
+                "pmoe.parallelize made it: assign DTensor.from_local(value, mesh, placements) instead"
             )
         if placements is not None and tuple(value.placements) != placements:  # type: ignore[attr-defined]
             value = value.redistribute(placements=placements)  # type: ignore[attr-defined]

@@ -171,12 +171,12 @@ class StackedExperts(Experts):
         for name, value, shape in zip(self.operand_names, values, shapes, strict=False):
             if value.dtype is not first.dtype or value.device != first.device:
                 raise ValueError(
-                    f"experts' {name} ({value.dtype} on {value.device}) must be like their "
-                    f"{self.operand_names[0]} ({first.dtype} on {first.device})"
+                    f"experts' {name} ({value.dtype} on {value.device}) must have the dtype and device of "
+                    f"their {self.operand_names[0]} ({first.dtype} on {first.device})"
                 )
             if value.shape != shape:
                 raise ValueError(
-                    f"experts' {name} (of shape {tuple(value.shape)} on this rank) must be {shape}, for "
+                    f"experts' {name} (of shape {tuple(value.shape)} on this rank) must have shape {shape}: "
                     f"{self.num_local_experts} experts of d_model {self.d_model}. For more or fewer experts "
                     "build another MoELayer with that num_experts and copy weights into it (docs/weights.md)"
                 )
@@ -187,8 +187,8 @@ class StackedExperts(Experts):
         hidden = F.linear(x, w1[0], None if b1 is None else b1[0])
         if self.fused_activation is None:
             raise TypeError(
-                f"shared_expert ({type(self).__name__}) has hooks or lies in a wrapper: it must implement "
-                "compute_alone(x), by which such a shared expert is computed"
+                f"shared_expert ({type(self).__name__}) has hooks or is in a wrapper, so it is computed by "
+                "compute_alone(x): its class must implement that method"
             )
         return F.linear(activate(self.activation, hidden), w2[0], None if b2 is None else b2[0])
 

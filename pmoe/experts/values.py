@@ -15,6 +15,6 @@ def check_not_meta(parameter: Tensor | None) -> None:
     """Raises ValueError if a parameter is on the meta device, because nothing can be computed with it."""
     if parameter is not None and parameter.is_meta:
         raise ValueError(
-            "the layer's parameters (on meta) must have values before a call with values: call to_empty and "
-            "reset_parameters first"
+            "the layer's parameters are on the meta device and have no values: call "
+            "layer.to_empty(device=...) and layer.reset_parameters() before the layer"
         )

@@ -21,15 +21,15 @@ from pmoe.experts.values import has_values
 DDP, FSDP2, FSDP1 = "DistributedDataParallel", "fully_shard", "FullyShardedDataParallel"
 OWN = "pmoe.expert_parameters(model)"
 RIGHT = {
-    DDP: f"{DDP}(pmoe.parallelize(model, mesh)), once all inside is wrapped (parallelize knows names)",
+    DDP: f"{DDP}(pmoe.parallelize(model, mesh)), after every module inside it is wrapped",
     FSDP2: f"pmoe.parallelize(model, mesh), then {FSDP2}(..., ignored_params={OWN})",
     FSDP1: f"pmoe.parallelize(model, mesh), then {FSDP1}(model, ignored_states={OWN})",
 }
 """How a model must be wrapped instead, by the name of the wrapper."""
 
 COPIED = (
-    "experts must be others on each rank, and all ranks have those of one: they were copied "
-    f"(dist.broadcast, an optimizer, a wrapper). Leave out {OWN}, or build the model anew and wrap it "
+    "experts must differ from rank to rank, but all ranks have those of one: they were copied by "
+    f"dist.broadcast, an optimizer or a wrapper. Exclude {OWN} from it, or build the model again and wrap it "
     f"by {RIGHT[DDP]}"
 )
 """The error for experts that are the same on all ranks although they were built to differ."""
@@ -50,8 +50,8 @@ def check_wrapped(experts: Experts, own: set[int]) -> None:
         mixes = len(ranks & own) > 1 if ranks else len(own) == dist.get_world_size()
         if mixes or experts.is_parallelized:
             raise ValueError(
-                f"experts' parameters must not be in {wrapper}, which averages them as if they were dense. "
-                f"Build the model anew and wrap it by {RIGHT[wrapper]}"
+                f"experts' parameters must not be in {wrapper}, which treats them as the same on every rank. "
+                f"Build the model again and wrap it by {RIGHT[wrapper]}"
             )
 
 

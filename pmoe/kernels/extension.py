@@ -54,7 +54,7 @@ def why_missing() -> str | None:
 def module() -> Any:
     """Returns the extension. The caller must know that it is loaded."""
     found = load()
-    assert found is not None, "refusal() comes first"
+    assert found is not None, "the extension is not loaded: ask refusal() before a launch"
     return found
 
 
@@ -69,7 +69,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
     others = sorted(path.name for path in Path(__file__).parents[1].glob("_cuda.*.so"))
     if others:
         here = f"Python {sys.version_info.major}.{sys.version_info.minor}"
-        return None, f"{NAME} is not built for {here}, there is {', '.join(others)}; {HOW_TO_BUILD}"
+        return None, f"{NAME} is not built for {here}, only as {', '.join(others)}; {HOW_TO_BUILD}"
     return None, f"{NAME} is not built; {HOW_TO_BUILD}"
 
 
@@ -94,7 +94,7 @@ def hopper_refusal(binary_version: int, ptx_version: int, capability: tuple[int,
     loaded = f"binary version {binary_version} of PTX version {ptx_version} was loaded, not 90 of 90"
     major, minor = capability
     if capability == (9, 0):
-        return f"{loaded}: the driver took the PTX (CUDA_FORCE_PTX_JIT), or sm_90a was not compiled"
+        return f"{loaded}: the driver compiled the PTX (CUDA_FORCE_PTX_JIT=1), or there is no sm_90a code"
     return f"{loaded}: sm_90a code runs on compute capability 9.0 only, and this device has {major}.{minor}"
 
 

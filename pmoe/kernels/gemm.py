@@ -50,5 +50,5 @@ def misfit(dtype: torch.dtype, **columns: int) -> str | None:
         return f"dtype {dtype}: the kernels take bfloat16 and float16"
     for name, count in columns.items():
         if count % 8 or not count:
-            return f"{name} ({count}) must be a multiple of 8 and at least 8: 16 bytes a load"
+            return f"{name} ({count}) must be a multiple of 8 and at least 8: kernels load 16 bytes at a time"
     return None

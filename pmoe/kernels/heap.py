@@ -253,7 +253,7 @@ Beyond it a flag that was never raised would count as raised (cuda/comet/protoco
 
 REPORT_WORDS = 8
 
-MAKE_ANEW = "a new heap must be made, on every rank (pmoe.comm.heap.close_heaps drops the old ones)"
+MAKE_ANEW = "make a new heap on every rank (pmoe.comm.heap.close_heaps drops the old ones)"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -314,7 +314,7 @@ class Heap:
         """
         self.raise_if_failed()
         if self.epoch + 1 >= MAX_EPOCHS:
-            self._unusable = f"this heap of rank {self.rank} has had {self.epoch} rounds, the most there are"
+            self._unusable = f"this heap of rank {self.rank} has had {self.epoch} rounds, which is the limit"
             self.check_usable()
         self.epoch += 1
         return self.epoch
@@ -360,9 +360,9 @@ class Heap:
         what = awaited(list(self._words), PERSISTENT_WAITS if self.shape.d_hidden else WAITS)
         raise HeapError(
             f"pmoe: rank {self.rank} waited {self.bound_seconds:g} s in vain for {what}. That rank has "
-            f"ended, failed before, or was slower ({WAIT_SECONDS} sets the bound). What this round computed "
-            "is worthless, and the heap is broken, also on ranks that wait for this one. This process stays "
-            f"usable; {MAKE_ANEW}"
+            f"ended, has failed before, or needs more time ({WAIT_SECONDS} sets the limit). The results of "
+            "this round are wrong, and the heap is broken, also on ranks that wait for this one. This "
+            f"process stays usable; {MAKE_ANEW}"
         )
 
     def check(self) -> None:

@@ -91,8 +91,8 @@ def _misplaced_rows(name: str, rows: Tensor) -> str | None:
         return None
     return (
         f"{name} of shape {tuple(rows.shape)} and strides {rows.stride()} of {rows.element_size()} bytes "
-        "must have a column stride of 1, and rows apart by at least their columns and a multiple of "
-        f"{VECTOR_BYTES} bytes"
+        "each must have adjacent columns (a column stride of 1), and a row stride of at least the number of "
+        f"columns that is a multiple of {VECTOR_BYTES} bytes"
     )
 
 

@@ -259,12 +259,12 @@ class Registry:
         if self.challenger not in willing:
             return plain, f"{self.challenger} refuses"
         if torch.are_deterministic_algorithms_enabled():
-            return plain, "deterministic mode: nothing that depends on a measurement"
+            return plain, "deterministic mode: measurements are ignored"
         measured = self.measured.get(request)
         if measured is not None and measured.choice in willing:
             rule = "as fast, or faster" if measured.choice == plain else "faster"
             return measured.choice, f"{rule}, measured {measured.when}"
-        return plain, self._unmeasured.get(request, "not measured, and nothing untimed replaces it")
+        return plain, self._unmeasured.get(request, "not measured, and only a measured kernel replaces it")
 
     def explain(self, request: ProductRequest) -> str:
         """Returns a choice as text: the request, each candidate's refusal or time, the choice and why.

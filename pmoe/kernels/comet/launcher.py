@@ -28,17 +28,15 @@ SPARE_BLOCKS = "PMOE_SPARE_BLOCKS"
 def ranks_refusal(device: torch.device, num_ranks: int, experts: int) -> str | None:
     """Returns why the fused kernels do not take so many ranks of so many experts each; None if they do."""
     if num_ranks > MAX_RANKS:
-        return f"{num_ranks} ranks are more than {MAX_RANKS}"
+        return f"{num_ranks} ranks: the fused kernels take at most {MAX_RANKS}"
     if num_ranks * experts > MAX_EXPERTS:
-        return f"{num_ranks * experts} experts of all ranks are more than {MAX_EXPERTS}"
+        return f"{num_ranks * experts} experts of all ranks: the fused kernels take at most {MAX_EXPERTS}"
     found, why = path(device)
     if found is None:
         return why
     words = int(path_facts(found == "sm_90a")["board_words"])
     if (num_ranks + 1) * experts > words:
-        return (
-            f"({num_ranks} ranks + 1) x {experts} experts are more than the {words} that a block has room for"
-        )
+        return f"({num_ranks} ranks + 1) x {experts} experts must be at most {words}, the room in a block"
     return None
 
 
@@ -138,7 +136,9 @@ class Launcher:
     def __init__(self, heaps: Sequence[Heap], divide: Divide) -> None:
         """Raises ValueError if the device cannot run the kernels, or if there are 0 or too many ranks."""
         if not 1 <= len(heaps) <= MAX_VIRTUAL:
-            raise ValueError(f"heaps ({len(heaps)}) must be 1 to {MAX_VIRTUAL}: the ranks of one launch")
+            raise ValueError(
+                f"heaps ({len(heaps)}) must be 1 to {MAX_VIRTUAL}, one for each rank of the launch"
+            )
         self.heaps, self.divide, self.device = tuple(heaps), divide, heaps[0].device
         shape = heaps[0].shape
         found, why = path(self.device)

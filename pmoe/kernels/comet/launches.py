@@ -87,7 +87,7 @@ def journey_fields(heap: Heap, journey: Journey) -> dict[str, int]:
     recv_WE = journey.recv_WE
     check_tensor("recv_WE", recv_WE, dtypes=[torch.int32], device=heap.device)
     if recv_WE.stride(1) != 1:
-        raise ValueError(f"recv_WE of strides {recv_WE.stride()} must have a rank's counts side by side")
+        raise ValueError(f"recv_WE of strides {recv_WE.stride()} must have a column stride of 1")
     return {
         "send_counts": journey.send_WE.data_ptr(),
         "recv_counts": recv_WE.data_ptr(),

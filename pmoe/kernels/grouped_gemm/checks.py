@@ -78,7 +78,7 @@ def check_rows(name: str, rows: Tensor, shape: tuple[int | str, int | str], like
     """
     check_tensor(name, rows, shape=shape, dtypes=[like.dtype], device=like.device)
     if rows.shape[0] > MAX_ROWS:
-        raise ValueError(f"{name} of {rows.shape[0]} rows must have at most {MAX_ROWS}: places are int32")
+        raise ValueError(f"{name} of {rows.shape[0]} rows must have at most {MAX_ROWS}: positions are int32")
 
 
 def hidden_width(num_hidden: int, activation: str) -> int:
@@ -86,7 +86,9 @@ def hidden_width(num_hidden: int, activation: str) -> int:
     if activation != "swiglu":
         return num_hidden
     if num_hidden % 2:
-        raise ValueError(f"weight of {num_hidden} rows an expert must have an even number for swiglu")
+        raise ValueError(
+            f"weight has {num_hidden} rows for each expert: swiglu needs an even number, two halves"
+        )
     return num_hidden // 2
 
 

@@ -126,7 +126,7 @@ def check_given(
         check_tensor(name, each, dtypes=[first.dtype])
     if num_rows is not None and not 0 <= num_rows <= position_TK.numel():
         raise ValueError(
-            f"num_rows ({num_rows}) must be from 0 to {position_TK.numel()}, as many as there are positions"
+            f"num_rows ({num_rows}) must be from 0 to {position_TK.numel()}, the number of positions"
         )
 
 

@@ -85,8 +85,8 @@ def check_logits_memory(logits_TE: Tensor, top_k: int) -> None:
     check_tensor("logits", logits_TE, contiguous=True)
     if logits_TE.shape[0] * top_k > MAX_ROWS:
         raise ValueError(
-            f"num_tokens ({logits_TE.shape[0]}) * top_k ({top_k}) must be at most {MAX_ROWS}: places are "
-            "int32"
+            f"num_tokens ({logits_TE.shape[0]}) * top_k ({top_k}) must be at most {MAX_ROWS}: positions "
+            "are int32"
         )
 
 

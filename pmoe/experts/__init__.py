@@ -82,7 +82,7 @@ def seeded(draw: Callable[[int], T], *, first_expert: int, count: int) -> list[T
     # device="cpu" because under `with torch.device("meta")` the number would have no value.
     drawn_seed = torch.randint(2**62, (), device="cpu")
     seed = int(drawn_seed) if has_values(drawn_seed) else 0
-    drawn = []
+    values = []
     for i in range(count):
         # Not torch.manual_seed: it would also seed CUDA generators that fork_rng does not restore. The
         # current device's generator takes part only if CUDA is in use already: asking for it starts CUDA.
@@ -91,5 +91,5 @@ def seeded(draw: Callable[[int], T], *, first_expert: int, count: int) -> list[T
             torch.default_generator.manual_seed(seed + first_expert + i)
             if devices:
                 torch.cuda.manual_seed(seed + first_expert + i)
-            drawn.append(draw(i))
-    return drawn
+            values.append(draw(i))
+    return values

@@ -280,8 +280,8 @@ class Experts(nn.Module, abc.ABC):
         """Returns whether a parameter, or a tensor that replaced one, requires a gradient."""
         if any(parameter.requires_grad for parameter in self.parameters()):
             return True
-        own = vars(self)
-        values = (own.get(name) for name in self.operand_names)
+        attributes = vars(self)
+        values = (attributes.get(name) for name in self.operand_names)
         return any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ def _of_few_shapes(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     if tensors[0].is_cuda or rows < 16 or not rows & (rows - 1):
         return [tensors]
     sizes = [1 << bit for bit in range(rows.bit_length() - 1, 3, -1) if rows >> bit & 1] + [rows % 16]
-    return zip(*(each.split_with_sizes(sizes) for each in tensors), strict=True)
+    return zip(*(tensor.split_with_sizes(sizes) for tensor in tensors), strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,7 +69,8 @@ class Shelf:
 
     def open(self, rows_NM: Tensor) -> None:
         """Begins a recording with these rows."""
-        self.rows, self._rows_version = rows_NM, rows_NM._version
+        self.rows = rows_NM
+        self._rows_version = rows_NM._version
 
     def seal(self) -> None:
         """Ends a recording: notes which saved tensors the expert changed after they were saved.
@@ -77,21 +78,24 @@ class Shelf:
         Their gradients would be wrong, so `get` raises for them.
         """
         assert self.rows is not None
-        now = [tensor._version for tensor in self.tensors]
+        new_versions = [tensor._version for tensor in self.tensors]
         self._changed = frozenset(
-            i for i, (old, new) in enumerate(zip(self._versions, now, strict=True)) if old != new
+            i for i, (old, new) in enumerate(zip(self._versions, new_versions, strict=True)) if old != new
         )
         self.rows_changed = self.rows._version != self._rows_version
 
     def close(self) -> list[Tensor]:
         """Returns the saved tensors and forgets them: they belong to the caller from now on."""
-        tensors, self.tensors, self.rows, self._known = self.tensors, [], None, {}
+        tensors = self.tensors
+        self.tensors = []
+        self.rows = None
+        self._known = {}
         return tensors
 
     def has_saved(self, own: Tensor) -> bool:
         """Returns whether the graph needs this parameter or buffer, or a view of it."""
-        place = own.untyped_storage().data_ptr()
-        return any(each.tensor.untyped_storage().data_ptr() == place for each in self.own)
+        address = own.untyped_storage().data_ptr()
+        return any(saved.tensor.untyped_storage().data_ptr() == address for saved in self.own)
 
     def put(self, tensor: Tensor) -> int | _InRows | _Own:
         """Stores one tensor that autograd saves, and returns the key under which `get` finds it:
@@ -215,7 +219,7 @@ def record(
     shelf.checks_own = saves_plainly()
     with torch.enable_grad(), saved_tensors_hooks(shelf.put, shelf.get):
         entered_rows = _Enter.apply(anchor, rows)  # type: ignore[no-untyped-call]
-        entered = get_gradient_edge(entered_rows)  # before run: an in-place operation changes it
+        rows_edge = get_gradient_edge(entered_rows)  # before run: an in-place operation changes it
         shelf.open(torch.empty(0) if own_rows else entered_rows.detach())
         output = run(entered_rows)
     saved_output = -1 if own_rows else shelf.put(output)
@@ -224,7 +228,7 @@ def record(
         at=at,
         shelf=shelf,
         num_tensors=len(shelf.tensors),
-        rows=entered,
+        rows=rows_edge,
         output=get_gradient_edge(output) if output.requires_grad else None,
         saved_output=saved_output,
     )
@@ -240,6 +244,6 @@ def gradients(graph: Graph, wanted: Sequence[Tensor], grad_output: Tensor) -> Se
     """
     assert graph.output is not None
     # The graph is retained because a user may run backward again. It is freed with the autograd context.
-    into: list[Any] = [graph.rows, *(each for each in wanted if each.requires_grad)]
-    found = iter(torch.autograd.grad(graph.output, into, grad_output, retain_graph=True, allow_unused=True))
-    return [next(found), *(next(found) if each.requires_grad else None for each in wanted)]
+    into: list[Any] = [graph.rows, *(tensor for tensor in wanted if tensor.requires_grad)]
+    grads = iter(torch.autograd.grad(graph.output, into, grad_output, retain_graph=True, allow_unused=True))
+    return [next(grads), *(next(grads) if tensor.requires_grad else None for tensor in wanted)]

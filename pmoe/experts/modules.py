@@ -83,10 +83,10 @@ class ModuleExperts(Experts):
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         super().__init__()
-        listed = list_of("modules", modules)
-        check_module(**{f"modules, number {at}": each for at, each in enumerate(listed)})
-        check_count(**{"the number of modules": len(listed)})
-        self.local = nn.ModuleList(listed)
+        module_list = list_of("modules", modules)
+        check_module(**{f"modules, number {number}": module for number, module in enumerate(module_list)})
+        check_count(**{"the number of modules": len(module_list)})
+        self.local = nn.ModuleList(module_list)
         self.num_local_experts = len(self.local)
 
     def as_modules(self) -> list[nn.Module]:
@@ -121,13 +121,15 @@ class ModuleExperts(Experts):
     def compute(
         self, given: ExpertRows, weight_N: Tensor, *, keep: bool = True
     ) -> tuple[Tensor, Hidden | None]:
-        rows_NM, groups = given.rows_NM, given.groups
+        rows_NM = given.rows_NM
+        groups = given.groups
         out = torch.empty_like(rows_NM) if given.out is None else given.out
         if not keep:
             for expert, at in groups.slices():
                 out[at] = self._run(expert, rows_NM[at]) * weight_N[at].unsqueeze(1)
             return out, None
-        graphs, tensors = list[Graph](), list[Tensor]()
+        graphs = list[Graph]()
+        tensors = list[Tensor]()
         for graph, output in self._graphs(rows_NM, groups):
             out[graph.at] = output * weight_N[graph.at].unsqueeze(1)
             tensors += graph.shelf.close()
@@ -136,12 +138,12 @@ class ModuleExperts(Experts):
 
     def _graphs(self, rows_NM: Tensor, groups: RowGroups) -> Iterator[tuple[Graph, Tensor]]:
         """Yields each expert's graph, its shelf still filled, and its output."""
-        own = frozenset(
+        own_storages = frozenset(
             tensor.untyped_storage().data_ptr()
             for tensor in itertools.chain(self.parameters(), self.buffers())
         )
         for expert, at in groups.slices():
-            shelf = Shelf(own)
+            shelf = Shelf(own_storages)
             graph, output = record(functools.partial(self._run, expert), rows_NM[at], at, shelf)
             if shelf.rows_changed:
                 # The graph's rows have a version counter of their own (`_Enter`); the engine looks at this.
@@ -150,13 +152,18 @@ class ModuleExperts(Experts):
 
     def recipe(self, device: torch.device) -> Recipe:
         buffers = self.buffers() if saves_plainly() else ()
-        return replace(Recipe.here(device), buffers=tuple((each, each._version) for each in buffers))
+        return replace(Recipe.here(device), buffers=tuple((buffer, buffer._version) for buffer in buffers))
 
     def is_repeatable(self, recipe: Recipe) -> bool:
-        now = Recipe.here(recipe.device)
-        before, after = recipe.device_random, now.device_random
-        same_on_device = before is None or after is None or torch.equal(before, after)
-        return same_on_device and torch.equal(recipe.random, now.random)
+        present = Recipe.here(recipe.device)
+        old_device_random = recipe.device_random
+        new_device_random = present.device_random
+        same_on_device = (
+            old_device_random is None
+            or new_device_random is None
+            or torch.equal(old_device_random, new_device_random)
+        )
+        return same_on_device and torch.equal(recipe.random, present.random)
 
     def recompute(self, given: ExpertRows, recipe: Recipe | None) -> Hidden:
         """Returns T_M of the rows (N, M): each module is run again with the random state of ``recipe``.
@@ -164,16 +171,17 @@ class ModuleExperts(Experts):
         Raises RuntimeError if a gradient needs a buffer that was changed in place since forward, unless the
         experts change it themselves.
         """
-        graphs, tensors = list[Graph](), list[Tensor]()
+        graphs = list[Graph]()
+        tensors = list[Tensor]()
         # Buffers that changed since forward began. If a module updates its own buffers (running statistics),
         # it does so again below, and their version rises once more: that is allowed.
-        before = () if recipe is None else recipe.buffers
-        changed = [(each, each._version) for each, version in before if each._version != version]
+        buffers = () if recipe is None else recipe.buffers
+        changed = [(buffer, buffer._version) for buffer, version in buffers if buffer._version != version]
         with contextlib.nullcontext() if recipe is None else recipe.followed(), self._same_buffers():
             for graph, _ in self._graphs(given.rows_NM, given.groups):
-                for each, version in changed:
-                    if each._version == version and graph.shelf.has_saved(each):
-                        raise changed_in_place(each)
+                for buffer, version in changed:
+                    if buffer._version == version and graph.shelf.has_saved(buffer):
+                        raise changed_in_place(buffer)
                 tensors += graph.shelf.close()
                 graphs.append(graph)
         return Hidden(tensors=tensors, graph=graphs, expendable=True)
@@ -181,7 +189,7 @@ class ModuleExperts(Experts):
     @contextlib.contextmanager
     def _same_buffers(self) -> Iterator[None]:
         """Restores all buffers after the block, because forward has already counted these rows in them."""
-        held = [
+        saved_buffers = [
             (module._buffers, name, buffer, buffer._version, buffer.clone())
             for module in self.local.modules()
             for name, buffer in module._buffers.items()
@@ -190,7 +198,7 @@ class ModuleExperts(Experts):
         try:
             yield
         finally:
-            for buffers, name, buffer, version, value in held:
+            for buffers, name, buffer, version, value in saved_buffers:
                 if buffer._version != version:
                     # Without a new version: a graph recorded in the block may have saved the buffer, and
                     # would take the restored value for a change.
@@ -205,11 +213,14 @@ class ModuleExperts(Experts):
 
         A graph cannot be split, so every backward chunk consists of whole forward chunks.
         """
-        graphs, tensors = list[Graph](), list[Tensor]()
+        graphs = list[Graph]()
+        tensors = list[Tensor]()
         for part, runs in parts:
             for graph in part.graph:
-                there, here = next(run for run in runs if run[0].start <= graph.at.start < run[0].stop)
-                start = here.start + graph.at.start - there.start
+                forward_rows, backward_rows = next(
+                    run for run in runs if run[0].start <= graph.at.start < run[0].stop
+                )
+                start = backward_rows.start + graph.at.start - forward_rows.start
                 at = slice(start, start + graph.at.stop - graph.at.start)
                 graphs.append(replace(graph, at=at))
             tensors += part.tensors
@@ -233,12 +244,13 @@ class ModuleExperts(Experts):
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         out = torch.empty_like(grad_NM) if given.out is None else given.out
         grad_weight_N = torch.empty_like(weight_N)
-        wanted = list(self.parameters())
-        totals: list[Tensor | None] = [None] * len(wanted)
-        every_tensor = iter(hidden.tensors)
+        parameters = list(self.parameters())
+        totals: list[Tensor | None] = [None] * len(parameters)
+        saved_tensors = iter(hidden.tensors)
         for graph in hidden.graph:
-            at, shelf = graph.at, graph.shelf
-            shelf.tensors = list(itertools.islice(every_tensor, graph.num_tensors))
+            at = graph.at
+            shelf = graph.shelf
+            shelf.tensors = list(itertools.islice(saved_tensors, graph.num_tensors))
             shelf.rows = given.rows_NM[at]
             output = shelf.get(graph.saved_output)
             grad_weight_N[at] = row_dot(output, grad_NM[at].to(output.dtype)).to(grad_weight_N.dtype)
@@ -247,7 +259,7 @@ class ModuleExperts(Experts):
                 shelf.close()
                 continue
             grad_output = (grad_NM[at] * weight_N[at].unsqueeze(1)).to(output.dtype)
-            grads = gradients(graph, wanted, grad_output)
+            grads = gradients(graph, parameters, grad_output)
             shelf.close()
             out[at] = 0 if grads[0] is None else grads[0]
             for i, grad in enumerate(grads[1:]):
@@ -311,18 +323,18 @@ def given_experts(
     """
     d_model, d_hidden, local = sizes
     if isinstance(expert, Experts | nn.ModuleList):
-        given = expert if isinstance(expert, Experts) else ModuleExperts(expert)
-        if given.num_local_experts != local:
+        experts = expert if isinstance(expert, Experts) else ModuleExperts(expert)
+        if experts.num_local_experts != local:
             raise ValueError(
-                f"expert (a {type(expert).__name__} of {given.num_local_experts}) must hold this rank's "
+                f"expert (a {type(expert).__name__} of {experts.num_local_experts}) must hold this rank's "
                 f"{local} experts"
             )
-        if given.shard != shard:
+        if experts.shard != shard:
             raise ValueError(
-                f"expert (a {type(expert).__name__}, {given.shard}) must hold this rank's part of the "
+                f"expert (a {type(expert).__name__}, {experts.shard}) must hold this rank's part of the "
                 f"hidden columns ({shard}): build it with that shard, an argument of stacked experts"
             )
-        return given
+        return experts
     if shard.count > 1 and callable(expert):
         raise ValueError(
             f"expert ({expert!r}) must be ffn or swiglu, or a pmoe.experts.Experts of this rank's "
@@ -362,14 +374,14 @@ def shared_experts(
 
     Raises ValueError for a width below 1, TypeError if ``shared`` is neither an int nor a module.
     """
-    made: Experts
+    experts: Experts
     if isinstance(shared, nn.Module):
-        made = ModuleExperts([shared])
+        experts = ModuleExperts([shared])
     elif is_int(shared):
         check_count(shared_expert=shared)
-        made = make_stacked(kind, d_model, int(shared), 1, activation, bias, **options)
-        initialise(made, first_expert=first_expert)
+        experts = make_stacked(kind, d_model, int(shared), 1, activation, bias, **options)
+        initialise(experts, first_expert=first_expert)
     else:
         raise TypeError(f"shared_expert ({shared!r}) must be None, an int or a torch.nn.Module")
-    made.is_parallel = False
-    return made
+    experts.is_parallel = False
+    return experts

@@ -32,13 +32,13 @@ def value_names(module: nn.Module) -> list[str]:
 
 def _value_name(module: nn.Module, name: str) -> str:
     """Returns the name of the value that the parameter ``name`` stands for; see the table above."""
-    path, _, own = name.rpartition(".")
+    path, _, attribute = name.rpartition(".")
     owner, marker, parametrized = f".{path}".partition(".parametrizations.")
     if marker:  # ".inner.parametrizations.w1" holds the parameters behind inner.w1
         return f"{owner}.{parametrized.partition('.')[0]}".lstrip(".")
     for ending in DERIVED:
-        stem = own.removesuffix(ending)
-        if stem != own and isinstance(vars(module.get_submodule(path)).get(stem), Tensor):
+        stem = attribute.removesuffix(ending)
+        if stem != attribute and isinstance(vars(module.get_submodule(path)).get(stem), Tensor):
             return f"{path}.{stem}".lstrip(".")
     return name
 
@@ -98,8 +98,8 @@ def dense_value(value: Tensor, name: str) -> Tensor:
 def check_own_parameters(experts: nn.Module, names: Iterable[str]) -> None:
     """Raises ValueError if a value is not a plain parameter: only those can be split over ranks."""
     for name in names:
-        path, _, own = name.rpartition(".")
-        if own not in experts.get_submodule(path)._parameters:
+        path, _, attribute = name.rpartition(".")
+        if attribute not in experts.get_submodule(path)._parameters:
             raise ValueError(
                 f"experts' {name} (parametrized, pruned or replaced) must be a plain parameter to be spread "
                 "over ranks: call pmoe.parallelize(model, mesh) before it is changed"

@@ -36,23 +36,25 @@ def keep_part(stacked: StackedExperts, experts: slice, shard: Shard) -> None:
         rows of w1    gate 0 1 2 3 4 5 | up 0 1 2 3 4 5
         kept               . . x x . . |    . . x x . .
     """
-    count, width = experts.stop - experts.start, stacked.all_hidden // shard.count
+    num_experts = experts.stop - experts.start
+    num_columns = stacked.all_hidden // shard.count
     for name, dim in (stacked.hidden_dims() or {}).items():
-        whole = getattr(stacked, name)
+        parameter = getattr(stacked, name)
         parts = stacked.hidden_factor if dim == 1 else 1
-        shape = [count, *whole.shape[1:]]
+        shape = [num_experts, *parameter.shape[1:]]
         if dim is not None:
-            shape[dim] = parts * width
-        if whole.is_meta:
-            kept = whole.new_empty(shape)
+            shape[dim] = parts * num_columns
+        if parameter.is_meta:
+            part = parameter.new_empty(shape)
         else:
-            kept = whole[experts]
+            part = parameter[experts]
             if dim is not None:
-                columns = kept.unflatten(dim, (parts, stacked.all_hidden))
-                kept = columns.narrow(dim + 1, shard.index * width, width)
-            kept = kept.reshape(shape).clone()
-        replace_parameter(stacked, name, kept)
-    stacked.num_local_experts, stacked.shard = count, shard
+                columns = part.unflatten(dim, (parts, stacked.all_hidden))
+                part = columns.narrow(dim + 1, shard.index * num_columns, num_columns)
+            part = part.reshape(shape).clone()
+        replace_parameter(stacked, name, part)
+    stacked.num_local_experts = num_experts
+    stacked.shard = shard
     stacked.mark_parameters()
 
 
@@ -77,7 +79,7 @@ def _watch_optimizers() -> None:
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raises ValueError if the optimizer has a parameter that `replace_parameter` has replaced."""
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+    for parameter in (tensor for group in optimizer.param_groups for tensor in group["params"]):
         if hasattr(parameter, "is_replaced"):
             raise ValueError(
                 f"optimizer ({type(optimizer).__name__}) has a parameter of shape {tuple(parameter.shape)} "
@@ -92,7 +94,7 @@ def _count_versions(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     With foreach=True or fused=True a step writes to the local parts and leaves the DTensors' versions as they
     were. `_check_unchanged` would then miss a step between forward and backward.
     """
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+    for parameter in (tensor for group in optimizer.param_groups for tensor in group["params"]):
         if is_expert(parameter) and hasattr(parameter, "to_local") and parameter.grad is not None:
             increment_version(parameter)
 
@@ -130,26 +132,33 @@ class Local(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, reduce: Reduce | None, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.reduce, ctx.parameters = reduce, parameters
+        ctx.reduce = reduce
+        ctx.parameters = parameters
         if saves_plainly():
-            laid_out = [each for each in parameters if hasattr(each, "to_local")]
+            laid_out = [parameter for parameter in parameters if hasattr(parameter, "to_local")]
             ctx.check_unchanged = functools.partial(_check_unchanged, [(p, p._version) for p in laid_out])
         # detach(): autograd changes the tensors that forward returns, which must not be the parameters. The
         # new tensors share the version counters of the local parts.
-        shown = tuple(local_part(each).detach() for each in parameters)
+        local_tensors = tuple(local_part(parameter).detach() for parameter in parameters)
         ctx.mark_non_differentiable(
-            *(local for local, each in zip(shown, parameters, strict=True) if not each.requires_grad)
+            *(
+                local
+                for local, parameter in zip(local_tensors, parameters, strict=True)
+                if not parameter.requires_grad
+            )
         )
-        return shown
+        return local_tensors
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[1:]
+        needs_gradient = ctx.needs_input_grad[1:]
         if ctx.reduce is not None:
-            ctx.reduce([each for each, wants in zip(gradients, wanted, strict=True) if wants])
-        laid = zip(ctx.parameters, gradients, wanted, strict=True)
-        return None, *(_laid_out(gradient, like) if wants else None for like, gradient, wants in laid)
+            ctx.reduce([grad for grad, needs in zip(gradients, needs_gradient, strict=True) if needs])
+        by_parameter = zip(ctx.parameters, gradients, needs_gradient, strict=True)
+        return None, *(
+            _laid_out(gradient, parameter) if needs else None for parameter, gradient, needs in by_parameter
+        )
 
 
 def _check_unchanged(before: list[tuple[Tensor, int]]) -> None:

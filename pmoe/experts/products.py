@@ -67,7 +67,9 @@ class RowGroups:
         if len(experts) < 2:
             return zip(experts, (rows,), strict=False)
         sizes = [self.counts[expert] for expert in experts]
-        return zip(experts, zip(*(each.split_with_sizes(sizes) for each in rows), strict=True), strict=True)
+        return zip(
+            experts, zip(*(tensor.split_with_sizes(sizes) for tensor in rows), strict=True), strict=True
+        )
 
 
 def choice(
@@ -118,12 +120,13 @@ def expert_product(
         out = result.contiguous() if out is None else out.copy_(result)
     else:
         out = rows_NI.new_empty(rows_NI.shape[0], weight_EOI.shape[1]) if out is None else out
-        weight_IO, bias_O = weight_EOI.transpose(1, 2).unbind(), () if bias_EO is None else bias_EO.unbind()
-        for expert, (rows, part) in groups.parts(rows_NI, out):
+        weight_IO = weight_EOI.transpose(1, 2).unbind()
+        bias_O = () if bias_EO is None else bias_EO.unbind()
+        for expert, (rows, out_rows) in groups.parts(rows_NI, out):
             if bias_O:
-                torch.addmm(bias_O[expert], rows, weight_IO[expert], out=part)
+                torch.addmm(bias_O[expert], rows, weight_IO[expert], out=out_rows)
             else:
-                torch.mm(rows, weight_IO[expert], out=part)
+                torch.mm(rows, weight_IO[expert], out=out_rows)
     return out if scale_N is None else out.mul_(scale_N.unsqueeze(1))
 
 
@@ -231,8 +234,8 @@ def _weight_gradient(way: str, grad_NO: Tensor, rows_NI: Tensor, groups: RowGrou
     """Returns grad[rows of e]^T @ rows[rows of e] for each expert e: (E, O, I), by one launch."""
     if way == PMOE:
         return grouped_gemm.weight_gradient(grad_NO, rows_NI, groups.ends_E)
-    found = F.grouped_mm(grad_NO.t(), rows_NI, offs=groups.ends_E)
+    products = F.grouped_mm(grad_NO.t(), rows_NI, offs=groups.ends_E)
     for expert, count in enumerate(groups.counts):
         if count == 0:
-            found[expert].zero_()  # on some devices grouped_mm leaves it unwritten
-    return found
+            products[expert].zero_()  # on some devices grouped_mm leaves it unwritten
+    return products

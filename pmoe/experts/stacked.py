@@ -87,7 +87,7 @@ class StackedExperts(Experts):
     def fused_activation(self) -> str | None:
         """``activation``, or None if a subclass outside pmoe has a nonlinearity of its own."""
         methods = (type(self).activate, type(self).activation_gradient)
-        are_ours = all(getattr(each, "__module__", "").startswith("pmoe.experts.") for each in methods)
+        are_ours = all(getattr(method, "__module__", "").startswith("pmoe.experts.") for method in methods)
         return self.activation if are_ours else None
 
     def __init__(
@@ -107,7 +107,9 @@ class StackedExperts(Experts):
         check_place(device, dtype)
         check_kind(Shard, "a pmoe.experts.Shard", shard=shard)
         self._d_model = int(d_model)
-        self.num_local_experts, self.shard, self.all_hidden = int(num_local_experts), shard, int(d_hidden)
+        self.num_local_experts = int(num_local_experts)
+        self.shard = shard
+        self.all_hidden = int(d_hidden)
         d_hidden = self.all_hidden // shard.count
 
         def stacked(*shape: int) -> nn.Parameter:
@@ -135,7 +137,9 @@ class StackedExperts(Experts):
 
     def shapes(self) -> dict[str, tuple[int, int, int]]:
         """Returns the shapes of this rank's w1 and w2 by name."""
-        experts, d_model, hidden = self.num_local_experts, self.d_model, self.num_hidden
+        experts = self.num_local_experts
+        d_model = self.d_model
+        hidden = self.num_hidden
         return {"w1": (experts, self.hidden_factor * hidden, d_model), "w2": (experts, d_model, hidden)}
 
     @property
@@ -146,10 +150,10 @@ class StackedExperts(Experts):
         return has_value(self, "b1") or has_value(self, "b2")
 
     def note_operands(self) -> None:
-        own = OPERANDS if self.has_bias else OPERANDS[:2]
+        own_names = OPERANDS if self.has_bias else OPERANDS[:2]
         # Operands that a subclass adds come last. The subclass's `weights` reads them.
         self.operand_names: tuple[str, ...] = (
-            *own,
+            *own_names,
             *(name for name in value_names(self) if name not in OPERANDS),
         )
 
@@ -165,14 +169,17 @@ class StackedExperts(Experts):
 
         Another tool may have replaced a parameter since the layer was built.
         """
-        first, local, hidden = values[0], self.num_local_experts, self.hidden_factor * self.num_hidden
-        weights = ((local, hidden, self._d_model), (local, self._d_model, self.num_hidden))
-        shapes = (*weights, (local, hidden), (local, self._d_model))  # by OPERANDS; a subclass checks its own
+        reference = values[0]
+        num_experts = self.num_local_experts
+        hidden = self.hidden_factor * self.num_hidden
+        weights = ((num_experts, hidden, self._d_model), (num_experts, self._d_model, self.num_hidden))
+        # In the order of OPERANDS. A subclass checks operands that it adds.
+        shapes = (*weights, (num_experts, hidden), (num_experts, self._d_model))
         for name, value, shape in zip(self.operand_names, values, shapes, strict=False):
-            if value.dtype is not first.dtype or value.device != first.device:
+            if value.dtype is not reference.dtype or value.device != reference.device:
                 raise ValueError(
                     f"experts' {name} ({value.dtype} on {value.device}) must have the dtype and device of "
-                    f"their {self.operand_names[0]} ({first.dtype} on {first.device})"
+                    f"their {self.operand_names[0]} ({reference.dtype} on {reference.device})"
                 )
             if value.shape != shape:
                 raise ValueError(
@@ -211,8 +218,9 @@ class StackedExperts(Experts):
 
         A shard draws the whole expert and takes its columns, so values do not depend on the number of shards.
         """
-        d_model, columns = self.d_model, self.shard.of(self.all_hidden)
-        whole = {
+        d_model = self.d_model
+        columns = self.shard.of(self.all_hidden)
+        whole_shapes = {
             "w1": (self.hidden_factor, self.all_hidden, d_model),
             "w2": (d_model, self.all_hidden),
             "b1": (self.hidden_factor, self.all_hidden),
@@ -221,11 +229,11 @@ class StackedExperts(Experts):
         for name, parameter in self.named_parameters():
             bound = 1 / math.sqrt(d_model if name in ("w1", "b1") else self.all_hidden)
             dtype = torch.promote_types(parameter.dtype, torch.float32)
-            drawn = torch.empty(whole[name], dtype=dtype, device="cpu").uniform_(-bound, bound)
+            values = torch.empty(whole_shapes[name], dtype=dtype, device="cpu").uniform_(-bound, bound)
             if name != "b2":
-                drawn = drawn[:, columns]
+                values = values[:, columns]
             part = local_part(parameter)
-            part[local_expert] = drawn.reshape(part.shape[1:])
+            part[local_expert] = values.reshape(part.shape[1:])
 
     @abc.abstractmethod
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
@@ -277,7 +285,9 @@ class StackedExperts(Experts):
     def compute(
         self, given: ExpertRows, weight_N: Tensor, *, keep: bool = True
     ) -> tuple[Tensor, Hidden | None]:
-        rows_NM, groups, num_hidden = given.rows_NM, given.groups, self.num_hidden
+        rows_NM = given.rows_NM
+        groups = given.groups
+        num_hidden = self.num_hidden
         w1, w2, b1, b2 = self.weights(given.parameters)
         in_place = not keep and self._activates_in_place(rows_NM.device.type)
         # One launch of pmoe's kernels computes T_M and the activated hidden. It needs no memory for a T_M
@@ -323,13 +333,13 @@ class StackedExperts(Experts):
     def join(
         self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate | None = None
     ) -> Hidden:
-        like = parts[0][0].tensors[0]
-        space = fresh(like) if space is None else space
-        hidden_NG = space("T_M", num_rows, like.shape[1])
+        first_NG = parts[0][0].tensors[0]
+        space = fresh(first_NG) if space is None else space
+        hidden_NG = space("T_M", num_rows, first_NG.shape[1])
         for part, runs in parts:
             (part_NG,) = part.tensors
-            for there, here in runs:
-                hidden_NG[here].copy_(part_NG[there], non_blocking=True)
+            for forward_rows, backward_rows in runs:
+                hidden_NG[backward_rows].copy_(part_NG[forward_rows], non_blocking=True)
         return Hidden(tensors=[hidden_NG], expendable=True)
 
     def input_gradient(
@@ -340,9 +350,11 @@ class StackedExperts(Experts):
         If T_M is expendable, the activated hidden overwrites it block by block. A chunk then needs only two
         buffers of T_M's size: T_M itself and dT_M.
         """
-        groups, (hidden_NG,) = given.groups, hidden.tensors
+        groups = given.groups
+        (hidden_NG,) = hidden.tensors
         w1, w2, _, b2 = self.weights(given.parameters)
-        num_rows, num_hidden = grad_NM.shape[0], w2.shape[2]
+        num_rows = grad_NM.shape[0]
+        num_hidden = w2.shape[2]
         grad_hidden_NG = given.new("dT_M", w1.shape[1])
         in_place = hidden.expendable and self._activates_in_place(grad_NM.device.type)
         active_NH = _first(hidden_NG, num_hidden, 1) if in_place else given.new("active", num_hidden)
@@ -362,10 +374,12 @@ class StackedExperts(Experts):
             rows = self._scratch_rows(grad_NM.device.type)
             if in_place:
                 scratch = given.new("scratch", num_hidden, min(rows, num_rows))
-            every = (hidden_NG, active_NH, grad_hidden_NG, grad_active_NH, grad_weight_N, scale_N1)
+            row_tensors = (hidden_NG, active_NH, grad_hidden_NG, grad_active_NH, grad_weight_N, scale_N1)
             # A block at a time, so that its rows stay in the cache. grad_bH is the first columns of grad_bG:
             # it comes in as the gradient of the activated hidden, and grad_bG leaves as that of T_M.
-            for hidden_bG, active_bH, grad_bG, grad_bH, grad_weight_b, scale_b1 in _blocks(rows, *every):
+            for hidden_bG, active_bH, grad_bG, grad_bH, grad_weight_b, scale_b1 in _blocks(
+                rows, *row_tensors
+            ):
                 block_bH = _first(scratch, hidden_bG.shape[0], 0) if in_place else active_bH
                 self.activate(hidden_bG, block_bH)
                 grad_weight_b.copy_(
@@ -414,7 +428,7 @@ def _blocks(size: int, *rows: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Yields blocks of at most ``size`` rows of each tensor."""
     if 0 < rows[0].shape[0] <= size:
         return [rows]
-    return zip(*(each.split(size) for each in rows), strict=True) if rows[0].shape[0] else ()
+    return zip(*(tensor.split(size) for tensor in rows), strict=True) if rows[0].shape[0] else ()
 
 
 def split_parameters(values: Sequence[V]) -> tuple[V, V, V | None, V | None]:

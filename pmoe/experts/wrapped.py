@@ -43,8 +43,9 @@ def check_wrapped(experts: Experts, own: set[int]) -> None:
     A wrapper may span ranks that hold the same experts, one in each of several groups with such a layer. But
     it must not have experts of a parallelized model, whose gradients are averaged already.
     """
-    first, ddp = next(experts.parameters(), None), DistributedDataParallel._get_active_ddp_module()
-    if first is not None and is_expert(first) and ddp is None:
+    parameter = next(experts.parameters(), None)
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    if parameter is not None and is_expert(parameter) and ddp is None:
         return  # FSDP puts new parameters in their place, which have no mark
     for wrapper, ranks in _wrappers(experts):
         mixes = len(ranks & own) > 1 if ranks else len(own) == dist.get_world_size()
@@ -60,7 +61,8 @@ def _wrappers(experts: Experts) -> Iterator[tuple[str, set[int]]]:
 
     The ranks of the older FSDP are unknown: they are given as an empty set, and there are several.
     """
-    parameters, modules = {id(each) for each in experts.parameters()}, set(experts.modules())
+    parameters = {id(each) for each in experts.parameters()}
+    modules = set(experts.modules())
     ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp and any(id(each) in parameters for each in ddp._module_parameters if each.requires_grad):
         yield DDP, set(dist.get_process_group_ranks(ddp.process_group))
@@ -79,8 +81,8 @@ def _wrappers(experts: Experts) -> Iterator[tuple[str, set[int]]]:
 @torch.no_grad()
 def sampled(experts: Experts) -> str:
     """Returns a digest of the first 8 values of each parameter, as bfloat16; "" on the meta device."""
-    local = [local_part(each) for each in experts.parameters()]
-    if not all(map(has_values, local)):
+    local_tensors = [local_part(tensor) for tensor in experts.parameters()]
+    if not all(map(has_values, local_tensors)):
         return ""
-    values = [each.reshape(-1)[:8].bfloat16().tolist() for each in local]
+    values = [tensor.reshape(-1)[:8].bfloat16().tolist() for tensor in local_tensors]
     return hashlib.sha256(str(values).encode()).hexdigest()

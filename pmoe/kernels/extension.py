@@ -53,9 +53,9 @@ def why_missing() -> str | None:
 
 def module() -> Any:
     """Returns the extension. The caller must know that it is loaded."""
-    found = load()
-    assert found is not None, "the extension is not loaded: ask refusal() before a launch"
-    return found
+    loaded = load()
+    assert loaded is not None, "the extension is not loaded: ask refusal() before a launch"
+    return loaded
 
 
 @cache
@@ -66,10 +66,10 @@ def _load() -> tuple[ModuleType | None, str | None]:
     except ImportError as error:
         if not isinstance(error, ModuleNotFoundError) or error.name != NAME:
             return None, f"{NAME} cannot be imported: {error}"
-    others = sorted(path.name for path in Path(__file__).parents[1].glob("_cuda.*.so"))
-    if others:
-        here = f"Python {sys.version_info.major}.{sys.version_info.minor}"
-        return None, f"{NAME} is not built for {here}, only as {', '.join(others)}; {HOW_TO_BUILD}"
+    other_builds = sorted(path.name for path in Path(__file__).parents[1].glob("_cuda.*.so"))
+    if other_builds:
+        python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+        return None, f"{NAME} is not built for {python}, only as {', '.join(other_builds)}; {HOW_TO_BUILD}"
     return None, f"{NAME} is not built; {HOW_TO_BUILD}"
 
 
@@ -151,10 +151,10 @@ def path(device: torch.device) -> tuple[str | None, str | None]:
         return None, f"device {device.type}: the kernels are for CUDA"
     if load() is None:
         return None, why_missing()
-    found = on_device(cuda_index(device))
-    if not found.kernels:
-        return None, f"device {found.index}: {found.reason}"
-    return "sm_90a" if found.kernels[0].runs == "sm_90a" else "sm_80", None
+    probed = on_device(cuda_index(device))
+    if not probed.kernels:
+        return None, f"device {probed.index}: {probed.reason}"
+    return "sm_90a" if probed.kernels[0].runs == "sm_90a" else "sm_80", None
 
 
 def ask_device(index: int, only: str = "") -> Device:
@@ -167,10 +167,10 @@ def ask_device(index: int, only: str = "") -> Device:
     kernels: list[LoadedKernel] = []
     if module is not None:
         try:
-            for each in module.kernels(index, only):
-                versions = each["binary_version"], each["ptx_version"]
-                refusal = hopper_refusal(*versions, capability) if each.pop("hopper") else None
-                kernels.append(LoadedKernel(runs=binary_of(*versions), refusal=refusal, **each))
+            for facts in module.kernels(index, only):
+                versions = facts["binary_version"], facts["ptx_version"]
+                refusal = hopper_refusal(*versions, capability) if facts.pop("hopper") else None
+                kernels.append(LoadedKernel(runs=binary_of(*versions), refusal=refusal, **facts))
         except RuntimeError as error:
             reason = str(error)
     return Device(
@@ -191,8 +191,8 @@ def nvshmem_library() -> str | None:
         places = [Path(home)]
     else:
         packages = importlib.util.find_spec("nvidia")
-        found = (packages and packages.submodule_search_locations) or ()
-        places = [Path(place, "nvshmem") for place in found]
+        locations = (packages and packages.submodule_search_locations) or ()
+        places = [Path(place, "nvshmem") for place in locations]
     for place in places:
         for folder in ("lib", "lib64"):
             for library in sorted(place.joinpath(folder).glob("libnvshmem_host.so*")):
@@ -229,9 +229,9 @@ class Architecture:
 
 def loaded_architecture(device: torch.device) -> Architecture:
     """Returns the architecture of the code that a CUDA device has loaded."""
-    found = ask_device(device.index or 0, PROBE)
-    binary, ptx = next(((each.binary_version, each.ptx_version) for each in found.kernels), (0, 0))
-    major, minor = found.capability
+    probed = ask_device(device.index or 0, PROBE)
+    binary, ptx = next(((kernel.binary_version, kernel.ptx_version) for kernel in probed.kernels), (0, 0))
+    major, minor = probed.capability
     return Architecture(binary_version=binary, ptx_version=ptx, capability=10 * major + minor)
 
 
@@ -295,11 +295,11 @@ def _kernel_lines(kernels: tuple[LoadedKernel, ...]) -> list[str]:
     if not kernels:
         return []
     rows = [["kernel", "threads", "registers", "shared bytes", "local bytes", "runs"]]
-    for each in kernels:
-        shared = each.shared_bytes + each.dynamic_shared_bytes
-        numbers = [each.threads, each.registers, shared, each.local_bytes]
-        runs = each.runs if each.refusal is None else f"refused: {each.refusal}"
-        rows.append([each.name, *map(str, numbers), runs])
+    for kernel in kernels:
+        shared = kernel.shared_bytes + kernel.dynamic_shared_bytes
+        numbers = [kernel.threads, kernel.registers, shared, kernel.local_bytes]
+        runs = kernel.runs if kernel.refusal is None else f"refused: {kernel.refusal}"
+        rows.append([kernel.name, *map(str, numbers), runs])
     from pmoe.text import table
 
     return textwrap.indent(table(rows, left=(0, 5)), "  ").splitlines()
@@ -325,7 +325,7 @@ def status() -> Status:
         reason=why_missing(),
         archs=None if module is None else module.ARCHS,
         nvcc=None if module is None else module.NVCC,
-        kernels=() if module is None else tuple(each["name"] for each in module.declared()),
+        kernels=() if module is None else tuple(kernel["name"] for kernel in module.declared()),
         devices=devices,
         no_devices=no_devices,
         nvshmem=_nvshmem(module),
@@ -338,5 +338,5 @@ def _nvshmem(module: ModuleType | None) -> str | None:
     if version is None:
         return None
     library = nvshmem_library()
-    found = "its library is not found" if library is None else f"library {library}"
-    return f"built for {version}, untested; {found}"
+    state = "its library is not found" if library is None else f"library {library}"
+    return f"built for {version}, untested; {state}"

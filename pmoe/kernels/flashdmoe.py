@@ -99,11 +99,13 @@ def pass_tensors(
 
     Raises ValueError, naming the tensor, for operands that the kernels would read wrongly.
     """
-    shape, weight_TK, (w1, w2, b1, b2) = heap.shape, float_weights(weight_TK), parameters
+    shape = heap.shape
+    weight_TK = float_weights(weight_TK)
+    w1, w2, b1, b2 = parameters
     cells = shape.num_ranks * shape.experts
-    for each in (source_TM, again_TM):
-        if each is not None:
-            check_tokens(heap, expert_TK, each, weight_TK)
+    for rows_TM in (source_TM, again_TM):
+        if rows_TM is not None:
+            check_tokens(heap, expert_TK, rows_TM, weight_TK)
     check_expert_weight("w1", w1, b1, heap, columns=2)
     check_tensor("w1", w1, shape=("E", shape.d_hidden * (2 if activation == "swiglu" else 1), "M"))
     check_expert_weight("w2", w2, b2, heap, columns=1)
@@ -139,7 +141,9 @@ def forward_tensors(
     "home" and "offset" are None unless the heap is a pool.
     """
     _, wide, d_model = given["w1"].shape
-    expert_TK, keep_TK, shape = chosen.expert_TK, chosen.keep_TK, heap.shape
+    expert_TK = chosen.expert_TK
+    keep_TK = chosen.keep_TK
+    shape = heap.shape
     cells = shape.num_ranks * shape.experts
     check_tensor(
         "expert", expert_TK, dtypes=[torch.int64, torch.int32], device=given["source"].device, contiguous=True
@@ -151,10 +155,11 @@ def forward_tensors(
     if chosen.promise is not None:
         logits_TE, routes, options, product = chosen.promise
         check_tensor("logits", logits_TE, shape=("T", cells), dtypes=[torch.float32], contiguous=True)
-        written = {"logits": logits_TE, "weight": routes.weight_TK, "all_counts": routes.counts_nE}
-        given = given | written | {"chooses": 1, "l_aux": routes.l_aux, **options}
+        routing_tensors = {"logits": logits_TE, "weight": routes.weight_TK, "all_counts": routes.counts_nE}
+        given = given | routing_tensors | {"chooses": 1, "l_aux": routes.l_aux, **options}
         if product is not None:
-            weight_EM, source_TM = product[1], given["source"]
+            weight_EM = product[1]
+            source_TM = given["source"]
             kind: dict[str, Any] = {"dtypes": [source_TM.dtype], "device": source_TM.device}
             check_tensor("gate", weight_EM, shape=(cells, d_model), **kind)
             check_memory(dense={"gate": weight_EM})
@@ -193,11 +198,12 @@ def backward_tensors(
     _, capacity, width = given["active"].shape
     missing = capacity - places["slot"].shape[1]
     if missing:  # since forward a larger batch has replaced the heap by one with larger cells
-        kept = [None if each is None else F.pad(each, (0, 0, 0, missing)) for each in kept]
+        kept = [None if tensor is None else F.pad(tensor, (0, 0, 0, missing)) for tensor in kept]
         places = places | {"slot": F.pad(places["slot"], (0, missing))}
     input_PCM, hidden_PCG = kept
     hopper = extension.path(given["w1"].device)[0] == "sm_90a"
-    wide, parts = given["w1"].shape[1], extension.module().row_dot_parts(hopper, width)
+    wide = given["w1"].shape[1]
+    parts = extension.module().row_dot_parts(hopper, width)
     for name, need in zip(("w1", "w2", "b1", "b2"), needs, strict=True):
         given[f"of_{name}"] = torch.empty_like(given[name]) if need and given[name] is not None else None
     return {
@@ -223,16 +229,21 @@ def launch_pass(
 
     Raises HeapError for a broken heap.
     """
-    begun, fields = launcher.begin(), []
+    launch_fields = launcher.begin()
+    fields = []
     for heap, tensors in zip(launcher.heaps, ranks, strict=True):
-        (tokens, top_k), shape = tensors["expert"].shape, heap.shape
+        tokens, top_k = tensors["expert"].shape
+        shape = heap.shape
         sizes = {"tokens": tokens, "top_k": top_k, "d_hidden": shape.d_hidden}
         sizes |= {"sends_again": shape.sends_again, "is_pool": shape.is_pool}
         sizes |= {"workspace": heap.base + shape.places["workspace"]}
-        told = {at: each if isinstance(each, int | float) else address(each) for at, each in tensors.items()}
-        fields.append(launcher.rank_fields(heap) | sizes | told)
+        numbers = {
+            name: value if isinstance(value, int | float) else address(value)
+            for name, value in tensors.items()
+        }
+        fields.append(launcher.rank_fields(heap) | sizes | numbers)
     extension.module().flashdmoe(
-        **begun,
+        **launch_fields,
         hopper=launcher.hopper,
         is_backward=direction == "backward",
         activation=ACTIVATIONS[activation],

@@ -287,11 +287,14 @@ class Heap:
     epoch: int = 0
 
     def __post_init__(self) -> None:
-        shape, device, places = self.shape, self.device, self.shape.places
+        shape = self.shape
+        device = self.device
+        places = self.shape.places
         self.peers: Tensor = torch.tensor(self.peer_addresses, dtype=torch.int64, device=device)
         self.report: Tensor = torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._words = (ctypes.c_int32 * REPORT_WORDS).from_address(self.report.data_ptr())
-        inbox, weights = self.base + places["inbox"], self.base + places["weights"]
+        inbox = self.base + places["inbox"]
+        weights = self.base + places["weights"]
         self._inbox = tensor_at(inbox, (shape.rows, shape.d_model), shape.dtype, device)
         self._weights = tensor_at(weights, (shape.rows,), torch.float32, device)
         self._unusable: str | None = None
@@ -388,7 +391,8 @@ class Heap:
         Raises RuntimeError if a peer does not come. The memory then stays allocated, because the peer may
         still use it.
         """
-        release, self.release = self.release, None
+        release = self.release
+        self.release = None
         if release is None:
             return
         self._unusable = f"this heap of rank {self.rank} is closed"

@@ -65,12 +65,16 @@ def memory_misfit(
 
     All must begin at a multiple of 16 bytes. An operand without elements always fits.
     """
-    found = [_misplaced_rows(name, each) for name, each in (rows or {}).items() if each is not None]
-    found += [_gap(name, each) for name, each in (dense or {}).items() if each is not None and each.numel()]
-    for name, each in {**(rows or {}), **(dense or {})}.items():
-        if each is not None and each.numel() and each.data_ptr() % VECTOR_BYTES:
-            found.append(f"{name} at address {each.data_ptr():#x} must be aligned to {VECTOR_BYTES} bytes")
-    return next((why for why in found if why is not None), None)
+    reasons = [_misplaced_rows(name, tensor) for name, tensor in (rows or {}).items() if tensor is not None]
+    reasons += [
+        _gap(name, tensor) for name, tensor in (dense or {}).items() if tensor is not None and tensor.numel()
+    ]
+    for name, tensor in {**(rows or {}), **(dense or {})}.items():
+        if tensor is not None and tensor.numel() and tensor.data_ptr() % VECTOR_BYTES:
+            reasons.append(
+                f"{name} at address {tensor.data_ptr():#x} must be aligned to {VECTOR_BYTES} bytes"
+            )
+    return next((why for why in reasons if why is not None), None)
 
 
 def strides_fit(rows: Tensor) -> bool:
@@ -128,11 +132,11 @@ def at(**rows: Tensor | None) -> dict[str, int]:
 
     Both are 0 for None. Example: at(a=rows) -> {"a": address, "a_stride": elements}.
     """
-    found = {}
-    for name, each in rows.items():
-        found[name] = address(each)
-        found[f"{name}_stride"] = 0 if each is None else row_stride(each)
-    return found
+    fields = {}
+    for name, tensor in rows.items():
+        fields[name] = address(tensor)
+        fields[f"{name}_stride"] = 0 if tensor is None else row_stride(tensor)
+    return fields
 
 
 def row_stride(rows: Tensor) -> int:

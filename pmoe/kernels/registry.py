@@ -164,7 +164,7 @@ class Registry:
         self.measured: dict[ProductRequest, MeasuredChoice] = {}
         self.faults: dict[Any, str | None] = {}
         """What the challenger computed wrongly, by the case that was checked; None if it was right."""
-        self._named = {each.name: each for each in candidates}
+        self._named = {candidate.name: candidate for candidate in candidates}
         self._distrusted: dict[tuple[str, torch.dtype], str] = {}
         self._unmeasured: dict[ProductRequest, str] = {}
         self._ranked: dict[tuple[ProductRequest, bool], tuple[ProductCandidate, ...]] = {}
@@ -216,11 +216,12 @@ class Registry:
         """
         if name not in self._named:
             raise ValueError(f"name ({name!r}) must be one of {', '.join(self._named)}")
-        before, self.forced = self.forced, self._named[name]
+        outer = self.forced
+        self.forced = self._named[name]
         try:
             yield
         finally:
-            self.forced = before
+            self.forced = outer
 
     def competing(self, request: ProductRequest) -> tuple[str, str] | None:
         """Returns the challenger and the plain candidate to time against it; None if there are no two."""
@@ -230,24 +231,24 @@ class Registry:
     def _rank(self, request: ProductRequest) -> tuple[ProductCandidate, ...]:
         """Returns the willing candidates, the rule's choice first. The result is stored until it changes."""
         key = (request, torch.are_deterministic_algorithms_enabled())
-        found = self._ranked.get(key)
-        if found is None:
+        ranked = self._ranked.get(key)
+        if ranked is None:
             willing = self._willing(request)
             first, _ = self._first(request, willing)
             # If operands do not fit the first, plain candidates follow in the order of preference. The
             # challenger never comes second: it would be used without having won a measurement.
             names = [first, *(name for name in willing if name not in (first, self.challenger))]
-            found = self._ranked[key] = tuple(self._named[name] for name in names)
+            ranked = self._ranked[key] = tuple(self._named[name] for name in names)
             self._warn_of_fallback(self.candidates[0], request, self._refusals(request)[self.challenger])
             if os.environ.get("PMOE_LOG_KERNELS", "") not in ("", "0"):
                 log.warning("%s", self.explain(request))  # warning: users who asked for it must see it
-        return found
+        return ranked
 
     def _refusals(self, request: ProductRequest) -> dict[str, list[str]]:
         """Returns by candidate the reasons why it refuses a request."""
-        found = {candidate.name: candidate.reasons(request) for candidate in self.candidates}
+        refusals = {candidate.name: candidate.reasons(request) for candidate in self.candidates}
         why = self._distrusted.get((request.device_name, request.dtype))
-        return found if why is None else {**found, self.challenger: [*found[self.challenger], why]}
+        return refusals if why is None else {**refusals, self.challenger: [*refusals[self.challenger], why]}
 
     def _willing(self, request: ProductRequest) -> list[str]:
         """Returns the names of the candidates that do not refuse a request."""
@@ -277,7 +278,8 @@ class Registry:
         """
         refusals = self._refusals(request)
         first, why = self._first(request, self._willing(request))
-        measured, width = self.measured.get(request), max(map(len, refusals))
+        measured = self.measured.get(request)
+        width = max(map(len, refusals))
         lines = [str(request)]
         for name, reasons in refusals.items():
             state = "willing"
@@ -318,7 +320,8 @@ def _pmoe_misfit(operands: ProductOperands) -> str | None:
     """Returns why pmoe's kernels would refuse these operands; None if they take them."""
     if not operands.first.is_cuda:
         return None  # on the CPU the reference takes any strides
-    (first, second), out = _named(operands), operands.out
+    first, second = _named(operands)
+    out = operands.out
     if operands.form == "weight":
         return memory_misfit(rows=dict([first, second]), dense={"out": out})
     return memory_misfit(rows=dict([first, ("out", out)]), dense=dict([second, ("bias", operands.bias)]))
@@ -329,25 +332,25 @@ def _grouped_mm_reasons(request: ProductRequest) -> list[str]:
     device = request.device
     if device.type != "cuda":
         return [f"device {device.type}: a loop is as fast there and writes in place"]
-    found = []
+    reasons = []
     if request.dtype != torch.bfloat16:
-        found.append(f"dtype {request.dtype}: grouped_mm has one launch for bfloat16 only")
+        reasons.append(f"dtype {request.dtype}: grouped_mm has one launch for bfloat16 only")
     if request.bias:
-        found.append(BIAS)
+        reasons.append(BIAS)
     major, minor = torch.cuda.get_device_capability(device)
     if major not in (9, 10):
-        found.append(
+        reasons.append(
             f"compute capability {major}.{minor}: grouped_mm loops there, reading the offsets on the host"
         )
     if request.experts >= 1024:
-        found.append(f"{request.experts} experts: grouped_mm takes fewer than 1024")
+        reasons.append(f"{request.experts} experts: grouped_mm takes fewer than 1024")
     columns = {"in_features": request.in_features}
     if request.form != "forward":  # forward's out_features are the result's columns, which torch pads
         columns["out_features"] = request.out_features
     for name, count in columns.items():
         if count * request.dtype.itemsize % 16:
-            found.append(f"{name}: a row of {count} elements is no multiple of 16 bytes")
-    return found
+            reasons.append(f"{name}: a row of {count} elements is no multiple of 16 bytes")
+    return reasons
 
 
 def _grouped_mm_misfit(operands: ProductOperands) -> str | None:

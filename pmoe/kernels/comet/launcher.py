@@ -31,10 +31,10 @@ def ranks_refusal(device: torch.device, num_ranks: int, experts: int) -> str | N
         return f"{num_ranks} ranks: the fused kernels take at most {MAX_RANKS}"
     if num_ranks * experts > MAX_EXPERTS:
         return f"{num_ranks * experts} experts of all ranks: the fused kernels take at most {MAX_EXPERTS}"
-    found, why = path(device)
-    if found is None:
+    code, why = path(device)
+    if code is None:
         return why
-    words = int(path_facts(found == "sm_90a")["board_words"])
+    words = int(path_facts(code == "sm_90a")["board_words"])
     if (num_ranks + 1) * experts > words:
         return f"({num_ranks} ranks + 1) x {experts} experts must be at most {words}, the room in a block"
     return None
@@ -88,8 +88,11 @@ FusedKernel = Literal["dispatch", "combine"]
 KERNELS: dict[FusedKernel, int] = {"dispatch": 0, "combine": 1}
 """Codes of `Kernel` of cuda/comet/launch.h."""
 
-COLUMNS, RULE_COLUMNS = 256, 512
-"""`Division.chunk_columns` is a multiple of COLUMNS; it is RULE_COLUMNS if nothing was measured."""
+COLUMNS = 256
+"""`Division.chunk_columns` is a multiple of it."""
+
+RULE_COLUMNS = 512
+"""`Division.chunk_columns` if nothing was measured."""
 
 
 @dataclass(frozen=True, order=True)
@@ -139,13 +142,15 @@ class Launcher:
             raise ValueError(
                 f"heaps ({len(heaps)}) must be 1 to {MAX_VIRTUAL}, one for each rank of the launch"
             )
-        self.heaps, self.divide, self.device = tuple(heaps), divide, heaps[0].device
+        self.heaps = tuple(heaps)
+        self.divide = divide
+        self.device = heaps[0].device
         shape = heaps[0].shape
-        found, why = path(self.device)
+        code, why = path(self.device)
         why = why or ranks_refusal(self.device, shape.num_ranks, shape.experts)
         if why is not None:
             raise ValueError(f"the fused kernels cannot run: {why}")
-        self.hopper = found == "sm_90a"
+        self.hopper = code == "sm_90a"
         # Ranks of one launch do not wait for other processes, so together they count as one.
         spare = spare_blocks(shape.num_ranks // len(heaps))
         self.blocks = (processors(self.device) - spare) // len(heaps)
@@ -180,8 +185,8 @@ class Launcher:
             epilogue=epilogue,
             activation=activation,
             ranks=[
-                {**self.rank_fields(heap), **self._divided(division, own), **own}
-                for heap, own in zip(self.heaps, ranks, strict=True)
+                {**self.rank_fields(heap), **self._divided(division, fields), **fields}
+                for heap, fields in zip(self.heaps, ranks, strict=True)
             ],
         )
 
@@ -236,9 +241,9 @@ def chunk_columns(division: Division, columns: int, tile_columns: int) -> int:
     Example: in tiles of 128, division.chunk_columns 200 of 600 columns -> 256; 1000 of 600 -> 640, all there
         are.
     """
-    every = -(-columns // tile_columns) * tile_columns
-    min_columns = max(division.chunk_columns, -(-every // MAX_CHUNKS))
-    return min(-(-min_columns // tile_columns) * tile_columns, every)
+    all_columns = -(-columns // tile_columns) * tile_columns
+    min_columns = max(division.chunk_columns, -(-all_columns // MAX_CHUNKS))
+    return min(-(-min_columns // tile_columns) * tile_columns, all_columns)
 
 
 _last_stream: weakref.WeakKeyDictionary[Heap, torch.cuda.Stream] = weakref.WeakKeyDictionary()
@@ -251,8 +256,8 @@ def _stream_behind(heaps: Sequence[Heap], device: torch.device) -> int:
     """
     stream = torch.cuda.current_stream(device)
     for heap in heaps:
-        before = _last_stream.get(heap)
-        if before is not None and before != stream:
-            stream.wait_stream(before)
+        last_stream = _last_stream.get(heap)
+        if last_stream is not None and last_stream != stream:
+            stream.wait_stream(last_stream)
         _last_stream[heap] = stream
     return int(stream.cuda_stream)

@@ -103,11 +103,15 @@ def journey_fields(heap: Heap, journey: Journey) -> dict[str, int]:
 
 def check_tokens(heap: Heap, expert_TK: Tensor, source_TM: Tensor, weight_TK: Tensor) -> None:
     """Raises ValueError unless kernels can read rows by token, (T, M), and routing weights, (T, K)."""
-    shape, device = heap.shape, heap.device
-    wanted, chosen = (expert_TK.shape[0], shape.d_model), expert_TK.shape
-    check_tensor("rows", source_TM, shape=wanted, dtypes=[shape.dtype], device=device)
+    shape = heap.shape
+    device = heap.device
+    rows_shape = (expert_TK.shape[0], shape.d_model)
+    slots_shape = expert_TK.shape
+    check_tensor("rows", source_TM, shape=rows_shape, dtypes=[shape.dtype], device=device)
     check_memory(dense={"rows": source_TM})
-    check_tensor("weight", weight_TK, shape=chosen, dtypes=[torch.float32], device=device, contiguous=True)
+    check_tensor(
+        "weight", weight_TK, shape=slots_shape, dtypes=[torch.float32], device=device, contiguous=True
+    )
 
 
 def dispatch_fields(heap: Heap, journey: Journey, source_TM: Tensor, weight_TK: Tensor) -> dict[str, int]:
@@ -163,9 +167,9 @@ def check_expert_weight(
     """
     check_memory(dense={name: weight, "bias": bias})
     shape = heap.shape
-    wanted: list[int | str] = [shape.experts, "columns", "columns"]
-    wanted[columns] = shape.d_model
-    check_tensor(name, weight, shape=wanted, dtypes=[shape.dtype], device=heap.device)
+    expected: list[int | str] = [shape.experts, "columns", "columns"]
+    expected[columns] = shape.d_model
+    check_tensor(name, weight, shape=expected, dtypes=[shape.dtype], device=heap.device)
     if bias is not None:
         check_tensor("bias", bias, shape=weight.shape[:2], dtypes=[shape.dtype], device=heap.device)
     first, second, third = weight.shape
@@ -203,7 +207,9 @@ def dispatch_hidden(
     Returns lists with an entry for each rank: T_M (N, G), or None unless ``keep``, and the activated hidden
     (N, H).
     """
-    fields, hidden, active = [], [], []
+    fields = []
+    hidden = []
+    active = []
     for heap, journey, weight_EGM, bias in zip(launcher.heaps, journeys, w1, b1, strict=True):
         _, num_hidden, _ = check_expert_weight("w1", weight_EGM, bias, heap, columns=2)
         width = num_hidden // 2 if activation == "swiglu" else num_hidden
@@ -242,8 +248,8 @@ def product_combine(
     """
     fields = []
     result_TM = active[0].new_empty(journeys[0].expert_TK.shape[0], launcher.heaps[0].shape.d_model)
-    every = zip(launcher.heaps, journeys, active, w2, b2, strict=True)
-    for heap, journey, active_NH, weight_EMH, bias in every:
+    by_rank = zip(launcher.heaps, journeys, active, w2, b2, strict=True)
+    for heap, journey, active_NH, weight_EMH, bias in by_rank:
         _, _, width = check_expert_weight("w2", weight_EMH, bias, heap, columns=1)
         check_tensor("active", active_NH, shape=("rows", width))
         fields.append(
@@ -282,22 +288,26 @@ def dispatch_hidden_gradient(
     weight_TK: (T, K).
     w2, b2, hidden: of each rank, (E, M, H), (E, M) and T_M (N, G).
     """
-    fields, of_hidden, active, dots = [], [], [], []
-    every = zip(launcher.heaps, journeys, w2, hidden, b2, strict=True)
-    for heap, journey, weight_EMH, hidden_NG, bias in every:
+    fields = []
+    grad_hidden = []
+    active = []
+    dots = []
+    by_rank = zip(launcher.heaps, journeys, w2, hidden, b2, strict=True)
+    for heap, journey, weight_EMH, hidden_NG, bias in by_rank:
         _, _, width = check_expert_weight("w2", weight_EMH, None, heap, columns=1)
         check_memory(dense={"hidden": hidden_NG})
-        count, parts = hidden_NG.shape[0], extension.module().row_dot_parts(launcher.hopper, width)
-        of_hidden.append(torch.empty_like(hidden_NG))
-        active.append(hidden_NG.new_empty(count, width))
-        dots.append(hidden_NG.new_empty(parts + (bias is not None), count, dtype=torch.float32))
+        num_rows = hidden_NG.shape[0]
+        parts = extension.module().row_dot_parts(launcher.hopper, width)
+        grad_hidden.append(torch.empty_like(hidden_NG))
+        active.append(hidden_NG.new_empty(num_rows, width))
+        dots.append(hidden_NG.new_empty(parts + (bias is not None), num_rows, dtype=torch.float32))
         fields.append(
             {
                 **dispatch_fields(heap, journey, grad_TM, weight_TK),
                 "b": weight_EMH.data_ptr(),
                 "n": width,
-                "rows": count,
-                **at(d=of_hidden[-1], hidden=hidden_NG, active=active[-1]),
+                "rows": num_rows,
+                **at(d=grad_hidden[-1], hidden=hidden_NG, active=active[-1]),
                 "made_dots": dots[-1].data_ptr(),
                 "weighs_active": 1,
             }
@@ -307,7 +317,7 @@ def dispatch_hidden_gradient(
     for heap, journey, bias, dots_PN in zip(launcher.heaps, journeys, b2, dots, strict=True):
         if bias is not None:
             dots_PN[-1] = _dots_with_bias(heap.rows(dots_PN.shape[1]), bias, journey.ends_E)
-    return of_hidden, active, dots
+    return grad_hidden, active, dots
 
 
 def _dots_with_bias(rows_NM: Tensor, bias_EM: Tensor, ends_E: Tensor) -> Tensor:
@@ -338,9 +348,9 @@ def gradient_combine(
     fields = []
     num_tokens, top_k = journeys[0].expert_TK.shape
     result_TM = of_hidden[0].new_empty(num_tokens, launcher.heaps[0].shape.d_model)
-    of_weight_TK = of_hidden[0].new_empty(num_tokens, top_k, dtype=torch.float32)
-    every = zip(launcher.heaps, journeys, of_hidden, w1, dots, strict=True)
-    for heap, journey, grad_NG, weight_EGM, dots_PN in every:
+    grad_weight_TK = of_hidden[0].new_empty(num_tokens, top_k, dtype=torch.float32)
+    by_rank = zip(launcher.heaps, journeys, of_hidden, w1, dots, strict=True)
+    for heap, journey, grad_NG, weight_EGM, dots_PN in by_rank:
         _, width, _ = check_expert_weight("w1", weight_EGM, None, heap, columns=2)
         check_tensor("gradient of the hidden", grad_NG, shape=("rows", width))
         fields.append(
@@ -350,8 +360,8 @@ def gradient_combine(
                 "row_dots": dots_PN.data_ptr(),
                 "dot_parts": dots_PN.shape[0],
                 "dot_rows": dots_PN.shape[1],
-                "weight_gradient": of_weight_TK.data_ptr(),
+                "weight_gradient": grad_weight_TK.data_ptr(),
             }
         )
     launcher.launch("combine", "backward", fields)
-    return result_TM, of_weight_TK
+    return result_TM, grad_weight_TK

@@ -25,7 +25,8 @@ class Steps:
     """
 
     def __init__(self, find_heap: Callable[[], Heap], divide: Divide) -> None:
-        self._find_heap, self._divide = find_heap, divide
+        self._find_heap = find_heap
+        self._divide = divide
         self._made = Launcher([find_heap()], divide)
 
     @property
@@ -84,15 +85,15 @@ class Steps:
 
         of_rank: w2, b2 and T_M.
         """
-        of_hidden, active, dots = launches.dispatch_hidden_gradient(
+        grad_hidden, active, dots = launches.dispatch_hidden_gradient(
             self.launcher,
             [journey],
             grad_TM,
             float_weights(weight_TK),
-            *([each] for each in of_rank),
+            *([tensor] for tensor in of_rank),
             **options,
         )
-        return of_hidden[0], active[0], dots[0]
+        return grad_hidden[0], active[0], dots[0]
 
     def gradient_combine(
         self, journey: Journey, grad_hidden_NG: Tensor, w1: Tensor, dots_PN: Tensor

@@ -46,14 +46,14 @@ def path_for(device: torch.device, dtype: torch.dtype, **columns: int) -> str | 
     """
     if device.type != "cuda":
         return None
-    found, why = path(device)
-    if found is None:
+    code, why = path(device)
+    if code is None:
         warn_once(f"grouped products are computed without pmoe's kernels: {why}", for_each_reason=True)
         return None
     why = misfit(dtype, **columns)
     if why is not None:
         raise ValueError(f"grouped product: {why}")
-    return found
+    return code
 
 
 def launch(

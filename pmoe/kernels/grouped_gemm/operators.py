@@ -52,7 +52,8 @@ def _save_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _product_backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
     rows, weight, ends = ctx.saved_tensors
-    grad_NO, (needs_rows, needs_weight, _, needs_bias) = grad_NO.contiguous(), ctx.needs_input_grad
+    grad_NO = grad_NO.contiguous()
+    needs_rows, needs_weight, _, needs_bias = ctx.needs_input_grad
     return (
         input_gradient_op(grad_NO, weight, ends) if needs_rows else None,
         weight_gradient_op(grad_NO, rows, ends) if needs_weight else None,
@@ -86,8 +87,8 @@ def grouped_product(
     )
     if gathered and slots is not None:
         rows = permute(rows, _positions(slots, rows.shape[0]), num_rows)
-    found: Tensor = product_op(rows, weight_EOI, ends_E, bias_EO)
-    return found if scale is None else (found * by_row(scale, slots).unsqueeze(1)).to(found.dtype)
+    result: Tensor = product_op(rows, weight_EOI, ends_E, bias_EO)
+    return result if scale is None else (result * by_row(scale, slots).unsqueeze(1)).to(result.dtype)
 
 
 def grouped_hidden(
@@ -106,13 +107,14 @@ def grouped_hidden(
     activation_code(activation)
     hidden_width(weight_EGI.shape[1], activation)
     gathered = slots is not None
-    found = grouped_product(rows, weight_EGI, ends_E, bias_EO=bias_EG, slots=slots, gathered=gathered)
-    return found, activate(activation, found)
+    hidden_NG = grouped_product(rows, weight_EGI, ends_E, bias_EO=bias_EG, slots=slots, gathered=gathered)
+    return hidden_NG, activate(activation, hidden_NG)
 
 
 def _positions(slots: RowSlots, num_tokens: int) -> Tensor:
     """Returns (T, K): the row of each slot, or N for a slot that has no row."""
-    slot_N, num_rows = slots.slot_N, slots.slot_N.shape[0]
+    slot_N = slots.slot_N
+    num_rows = slots.slot_N.shape[0]
     position = torch.full((num_tokens * slots.top_k,), num_rows, dtype=torch.int32, device=slot_N.device)
     order = torch.arange(num_rows, dtype=torch.int32, device=slot_N.device)
     return position.scatter(0, slot_N.long(), order).view(num_tokens, slots.top_k)

@@ -199,7 +199,8 @@ def weight_gradient(
     accumulate: adds the products to ``out``, which must be float32.
     """
     shape = checks.weight_gradient_shape(grad_NO, rows_NI, ends_E)
-    num_rows, device = rows_NI.shape[0], rows_NI.device
+    num_rows = rows_NI.shape[0]
+    device = rows_NI.device
     if out is None:
         if accumulate:
             raise ValueError("accumulate (True) must be False without out: there is nothing to add to")

@@ -30,10 +30,10 @@ def product(
     wide = torch.promote_types(rows.dtype, torch.float32)
     scale_N = None if scale_N is None else scale_N.to(wide)
     for expert, at in _groups(ends_E):
-        found = rows[at].to(wide) @ weight_EOI[expert].t().to(wide)
+        result = rows[at].to(wide) @ weight_EOI[expert].t().to(wide)
         if bias is not None:
-            found = found + bias[expert].to(wide)
-        out[at] = (found if scale_N is None else found * scale_N[at].unsqueeze(1)).to(out.dtype)
+            result = result + bias[expert].to(wide)
+        out[at] = (result if scale_N is None else result * scale_N[at].unsqueeze(1)).to(out.dtype)
     return out
 
 
@@ -51,12 +51,13 @@ def hidden_gradient(
 ) -> Tensor:
     """Fills out (N, G) and active (N, H), and returns the inner products (N,); see `products`."""
     wide = torch.promote_types(grad.dtype, torch.float32)
-    of_active, transposed = active.new_empty(active.shape, dtype=wide), weight_EMH.transpose(1, 2).to(wide)
-    product(grad.to(wide), transposed, ends_E, None, None, of_active)
+    grad_active = active.new_empty(active.shape, dtype=wide)
+    transposed = weight_EMH.transpose(1, 2).to(wide)
+    product(grad.to(wide), transposed, ends_E, None, None, grad_active)
     row_scale = scale_N.to(wide).unsqueeze(1)
     value = activate(activation, hidden_NG.to(wide))
-    gradient = slope(activation, hidden_NG.to(wide), of_active * row_scale)
-    dot_N = (value * of_active).sum(1)
+    gradient = slope(activation, hidden_NG.to(wide), grad_active * row_scale)
+    dot_N = (value * grad_active).sum(1)
     active.copy_(value * row_scale if weighs_active else value)
     out.copy_(gradient)
     return dot_N
@@ -88,13 +89,13 @@ def slope(activation: str, hidden_NG: Tensor, grad_NH: Tensor) -> Tensor:
     """
     if activation == "swiglu":
         gate, up = hidden_NG.chunk(2, dim=1)
-        of_gate = torch.ops.aten.silu_backward(grad_NH * up, gate)
-        return torch.cat([of_gate, grad_NH * F.silu(gate)], dim=1)
+        grad_gate = torch.ops.aten.silu_backward(grad_NH * up, gate)
+        return torch.cat([grad_gate, grad_NH * F.silu(gate)], dim=1)
     if activation == "relu":
         return grad_NH * (hidden_NG > 0)
     backward = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}[activation]
-    found: Tensor = backward(grad_NH, hidden_NG)
-    return found
+    grad_NG: Tensor = backward(grad_NH, hidden_NG)
+    return grad_NG
 
 
 def _groups(ends_E: Tensor) -> Iterator[tuple[int, slice]]:

@@ -73,16 +73,16 @@ def move(
     check_slots_memory(position_TK, weight=weight_TK, d_weight=d_weight_TK)
     check_rows_memory(**rows)
     tokens, top_k = position_TK.shape
-    for name, each in rows.items():
+    for name, tensor in rows.items():
         shape = (num_rows if name.endswith("rows") else tokens, first.shape[1])
-        check_tensor(name, each, shape=shape, dtypes=[first.dtype], device=position_TK.device)
+        check_tensor(name, tensor, shape=shape, dtypes=[first.dtype], device=position_TK.device)
     check_tensor("rows", first, dtypes=TYPES)
     size = first.element_size()
     row_bytes = first.shape[1] * size
     written = [] if d_weight_TK is None else [d_weight_TK]
     if not tokens or not top_k or not row_bytes:  # nothing to launch; sums over no rows are 0
-        for each in (last, *written):
-            each.zero_()
+        for tensor in (last, *written):
+            tensor.zero_()
         return
     moving = extension.module().Moving(
         first.device.index,
@@ -96,7 +96,7 @@ def move(
         address(weight_TK),
         PARTS,
     )
-    places = [number for each in rows.values() for number in (each.data_ptr(), each.stride(0) * size)]
+    places = [number for tensor in rows.values() for number in (tensor.data_ptr(), tensor.stride(0) * size)]
     getattr(extension.module(), kernel)(moving, *places, *map(address, written))
 
 
@@ -112,18 +112,19 @@ def check_given(
     """
     first = next(iter(rows.values()))
     check_tensor("position", position_TK, shape=("T", "K"), dtypes=[torch.int32, torch.int64])
-    tokens, device = position_TK.shape[0], position_TK.device
+    tokens = position_TK.shape[0]
+    device = position_TK.device
     if weight_TK is not None:
         dtypes = dict.fromkeys([torch.float32, torch.promote_types(first.dtype, torch.float32)])
         check_tensor("weight", weight_TK, shape=position_TK.shape, dtypes=dtypes, device=device)
-    for name, each in rows.items():
+    for name, tensor in rows.items():
         shape: tuple[int | str, int | str] = (
             "rows" if name.endswith("rows") else tokens,
-            "M" if each is first else first.shape[1],
+            "M" if tensor is first else first.shape[1],
         )
-        check_tensor(name, each, shape=shape, device=device)
-        check_floating(name, each)
-        check_tensor(name, each, dtypes=[first.dtype])
+        check_tensor(name, tensor, shape=shape, device=device)
+        check_floating(name, tensor)
+        check_tensor(name, tensor, dtypes=[first.dtype])
     if num_rows is not None and not 0 <= num_rows <= position_TK.numel():
         raise ValueError(
             f"num_rows ({num_rows}) must be from 0 to {position_TK.numel()}, the number of positions"
@@ -136,15 +137,16 @@ def check_given(
 def check_slots_memory(position_TK: Tensor, **weights: Tensor | None) -> None:
     """Checks that positions are contiguous int32, and weights contiguous float32 of the same shape."""
     check_tensor("position", position_TK, dtypes=[torch.int32], contiguous=True)
-    for name, each in weights.items():
-        if each is not None:
-            check_tensor(name, each, shape=position_TK.shape, dtypes=[torch.float32], contiguous=True)
+    for name, weight in weights.items():
+        if weight is not None:
+            check_tensor(name, weight, shape=position_TK.shape, dtypes=[torch.float32], contiguous=True)
 
 
 def check_rows_memory(**rows: Tensor) -> None:
     """Checks that each row is a multiple of 16 bytes, and that kernels can read the rows' memory."""
-    for name, each in rows.items():
-        columns, size = each.shape[1], each.element_size()
+    for name, tensor in rows.items():
+        columns = tensor.shape[1]
+        size = tensor.element_size()
         if columns * size % VECTOR_BYTES:
             raise ValueError(
                 f"{name}: a row's bytes ({columns} x {size} = {columns * size}) must be a multiple of "
@@ -243,7 +245,8 @@ def _permute_backward(d_rows: Tensor, x: Tensor, position: Tensor, weight: Tenso
     if not (x.is_cuda and _runs_kernel("permute_backward", position, weight, x=x, d_rows=d_rows)):
         d_weight = reference.dots(x, d_rows, position, weight)
         return reference.unpermute(d_rows, position, weight), d_weight
-    d_x, d_weight = x.new_empty(x.shape), weight.new_empty(weight.shape)
+    d_x = x.new_empty(x.shape)
+    d_weight = weight.new_empty(weight.shape)
     moved = {"x": x, "d_rows": d_rows, "d_x": d_x}
     move("permute_backward", position, weight, d_rows.shape[0], d_weight, **moved)
     return d_x, d_weight
@@ -256,7 +259,8 @@ def _unpermute_backward(d_y: Tensor, rows: Tensor, position: Tensor, weight: Ten
     if not (rows.is_cuda and _runs_kernel("unpermute_backward", position, weight, d_y=d_y, rows=rows)):
         d_rows = reference.permute(d_y, position, rows.shape[0], weight)
         return d_rows, reference.dots(d_y, rows, position, weight)
-    d_rows, d_weight = rows.new_empty(rows.shape), weight.new_empty(weight.shape)
+    d_rows = rows.new_empty(rows.shape)
+    d_weight = weight.new_empty(weight.shape)
     moved = {"d_y": d_y, "rows": rows, "d_rows": d_rows}
     move("unpermute_backward", position, weight, rows.shape[0], d_weight, **moved)
     return d_rows, d_weight

@@ -27,12 +27,13 @@ def unpermute(rows_NM: Tensor, position_TK: Tensor, weight_TK: Tensor | None) ->
 
 def dots(of_tokens_TM: Tensor, rows_NM: Tensor, position_TK: Tensor, like_TK: Tensor) -> Tensor:
     """Returns <of_tokens[t], rows[position[t, k]]>: (T, K) of the dtype of like_TK, 0 for dropped slots."""
-    num_rows, wide = rows_NM.shape[0], _wide(rows_NM.dtype)
-    found = torch.zeros_like(like_TK, memory_format=torch.contiguous_format)
+    num_rows = rows_NM.shape[0]
+    wide = _wide(rows_NM.dtype)
+    dot_TK = torch.zeros_like(like_TK, memory_format=torch.contiguous_format)
     for k, position_T in enumerate(position_TK.unbind(1) if num_rows else ()):
         product = of_tokens_TM.to(wide) * _rows_at(rows_NM, position_T).to(wide)
-        found[:, k] = torch.where(_in_range(position_T, num_rows), product.sum(1), 0)
-    return found
+        dot_TK[:, k] = torch.where(_in_range(position_T, num_rows), product.sum(1), 0)
+    return dot_TK
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -68,8 +68,8 @@ class Promise(NamedTuple):
             x_TM, weight_EM = self.product
             with torch.autocast(x_TM.device.type, enabled=False):
                 self.logits_TE.data.copy_(x_TM.float() @ weight_EM.float().t())
-        for promised, made in zip(self.routes, route(self.logits_TE, **self.options), strict=True):
-            promised.data.copy_(made)
+        for promised, computed in zip(self.routes, route(self.logits_TE, **self.options), strict=True):
+            promised.data.copy_(computed)
 
 
 def promise(logits_TE: Tensor, top_k: int, *, normalize: bool, z_loss_weight: float) -> Promise:
@@ -158,9 +158,11 @@ def route_backward(
     Raises ValueError for tensors that are not contiguous, or of other shapes, dtypes or devices than `Routes`
     has.
     """
-    saved, gradients = (logits_TE, expert_TK, weight_TK, counts_nE), (grad_weight_TK, grad_l_aux)
+    saved = (logits_TE, expert_TK, weight_TK, counts_nE)
+    gradients = (grad_weight_TK, grad_l_aux)
     check_route_backward(*saved, *gradients)
-    top_k, num_chunks = expert_TK.shape[1], counts_nE.shape[0]
+    top_k = expert_TK.shape[1]
+    num_chunks = counts_nE.shape[0]
     if not _runs_kernel(logits_TE, top_k, num_chunks):
         return reference.route_backward(*saved, normalize, z_loss_weight, *gradients)
     grad_logits_TE = torch.empty_like(logits_TE)
@@ -221,7 +223,7 @@ def launch_route(logits_TE: Tensor, out: Routes, *, normalize: bool, z_loss_weig
     problem = _problem(logits_TE, out.weight_TK.shape[1], num_chunks, normalize, z_loss_weight)
     num_bytes = module.route_workspace_bytes(problem)
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=logits_TE.device)
-    module.route(problem, *(each.data_ptr() for each in (logits_TE, *out, workspace)), num_bytes)
+    module.route(problem, *(tensor.data_ptr() for tensor in (logits_TE, *out, workspace)), num_bytes)
 
 
 def _problem(logits_TE: Tensor, top_k: int, num_chunks: int, normalize: bool, z_loss_weight: float) -> Any:

@@ -101,21 +101,25 @@ def check_route_backward(
     """Checks the operands of `route_backward`: shapes, dtypes, device, memory."""
     check_tensor("expert", expert_TK, shape=("T", "K"))
     check_tensor("counts", counts_nE, shape=("n", "E"))
-    top_k, num_chunks = expert_TK.shape[1], counts_nE.shape[0]
+    top_k = expert_TK.shape[1]
+    num_chunks = counts_nE.shape[0]
     check_route(logits_TE, top_k, num_chunks, 0.0)
     check_logits_memory(logits_TE, top_k)
-    (num_tokens, num_experts), dtype = logits_TE.shape, logits_TE.dtype
+    num_tokens, num_experts = logits_TE.shape
+    dtype = logits_TE.dtype
     slots = (num_tokens, top_k)
-    asked: dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype]] = {
+    expected: dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype]] = {
         "expert": (expert_TK, slots, torch.int32),
         "weight": (weight_TK, slots, dtype),
         "counts": (counts_nE, (num_chunks, num_experts), torch.int32),
         "grad_weight": (grad_weight_TK, slots, dtype),
         "grad_l_aux": (grad_l_aux, (), dtype),
     }
-    for name, (tensor, shape, wanted) in asked.items():
+    for name, (tensor, shape, expected_dtype) in expected.items():
         if tensor is not None:
-            check_tensor(name, tensor, shape=shape, dtypes=[wanted], device=logits_TE.device, contiguous=True)
+            check_tensor(
+                name, tensor, shape=shape, dtypes=[expected_dtype], device=logits_TE.device, contiguous=True
+            )
 
 
 # ---- the routes
@@ -166,13 +170,14 @@ def route(
     position_N = torch.empty_like(slot_N)
     position_N[slot_N] = torch.arange(slot_N.numel(), device=logits_TE.device)
 
-    counts_nE, ends_nE = counts.view(num_chunks, -1), counts.cumsum(0).view(num_chunks, -1)
+    counts_nE = counts.view(num_chunks, -1)
+    ends_nE = counts.cumsum(0).view(num_chunks, -1)
     share_E = counts_nE.sum(0).to(probability_TE.dtype)
     l_aux = _balance_scale(num_tokens, num_experts, top_k) * (probability_TE.sum(0) * share_E).sum()
     if z_loss_weight:
         l_aux = l_aux + z_loss_weight * (logits_TE.logsumexp(-1).square().sum() / max(num_tokens, 1))
     places = (expert_TK, position_N.view(num_tokens, top_k), slot_N, counts_nE, ends_nE)
-    expert, position, slot, counts, ends = (each.to(torch.int32) for each in places)
+    expert, position, slot, counts, ends = (tensor.to(torch.int32) for tensor in places)
     return Routes(weight_TK, expert, position, slot, counts, ends, l_aux)
 
 

@@ -192,8 +192,10 @@ class Experts(nn.Module, abc.ABC):
     def hidden_dims(self) -> Mapping[str, int | None] | None:
         """Returns by parameter name the dimension that shards split; None for one that they hold whole.
 
-        Dimension 0 of each parameter counts the experts. The default returns None instead of a mapping: the
-        parameters are not stacks. `pmoe.parallelize` then leaves them as they are, and they cannot be split.
+        Dimension 0 of each parameter counts the experts.
+
+        The default returns None in place of a mapping: the parameters are not stacks. `pmoe.parallelize` then
+        leaves them as they are, and the experts cannot be split.
         """
         return None
 

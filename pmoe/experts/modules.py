@@ -100,6 +100,7 @@ class ModuleExperts(Experts):
         """Returns the modules' parameters, each of any shape.
 
         A module reads its own values when it is called.
+
         Raises ValueError if the number of modules is not the one that the layer was built with.
         """
         if len(self.local) != self.num_local_experts:

@@ -144,7 +144,7 @@ class StackedExperts(Experts):
 
     @property
     def has_bias(self) -> bool:
-        """Whether there are b1 and b2."""
+        """Whether these experts have the biases b1 and b2."""
         if self._parameters.get("b1") is not None:
             return True
         return has_value(self, "b1") or has_value(self, "b2")

@@ -123,10 +123,9 @@ class ProductCandidate:
     """One implementation of the products.
 
     name: as choices and logs call it.
-    reasons: returns why it would refuse a request on the request's device; an empty list if it would compute
-        it.
-    misfit: returns why it would refuse these operands of a request that it computes (strides, alignment);
-        else None.
+    reasons: returns why it would refuse a request on the request's device; an empty list if it would not.
+    misfit: returns why it would refuse these operands of a request that it takes (strides, alignment); else
+        None.
     """
 
     name: str

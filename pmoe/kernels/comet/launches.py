@@ -340,9 +340,10 @@ def gradient_combine(
 ) -> tuple[Tensor, Tensor]:
     """Returns dT_I (T, M) and the gradients of the routing weights (T, K), 0 for dropped slots.
 
-    dT_I sums each token's rows of grad_hidden w1[e], as `product_combine` sums results.
+    dT_I of a token is the sum of dT_M w1[e] over its rows, added in the order of `product_combine`.
 
     of_hidden: dT_M of each rank, (N, G).
+    w1: of each rank, (E, G, M).
     dots: parts of the weights' gradients of each rank, (P, N).
     """
     fields = []

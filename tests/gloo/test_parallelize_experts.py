@@ -330,8 +330,9 @@ def test_an_optimizer_made_before_experts_are_replaced_refuses_to_step() -> None
     for found in ranks(2).run(early_optimizers):
         for message, experts in zip(found, (2, 4, 4), strict=True):  # that this rank had before
             assert message == (
-                f"optimizer (SGD of a parameter of shape ({experts}, 12, 8) that the model has no more) must "
-                "be made after pmoe.parallelize or MoELayer.spread, which replace experts' parameters"
+                f"optimizer (SGD) has a parameter of shape ({experts}, 12, 8) that is no longer in the "
+                "model: pmoe.parallelize or MoELayer.spread has replaced it. Make the optimizer after that "
+                "call"
             )
 
 

@@ -300,11 +300,10 @@ def test_explain_gives_each_candidates_reasons() -> None:
 
 def test_explain_says_why_nothing_was_measured(deterministic: None) -> None:
     found = make_registry(FakeBench(FASTER))
-    assert found.explain(FORWARD).endswith(
-        "takes grouped_mm: deterministic mode: nothing that depends on a measurement"
-    )
+    assert found.explain(FORWARD).endswith("takes grouped_mm: deterministic mode: measurements are ignored")
     torch.use_deterministic_algorithms(False)
-    assert found.explain(FORWARD).endswith("takes grouped_mm: not measured, and nothing untimed replaces it")
+    reason = "not measured, and only a measured kernel replaces it"
+    assert found.explain(FORWARD).endswith(f"takes grouped_mm: {reason}")
 
 
 @pytest.mark.parametrize("flag", [None, "0", "1"])

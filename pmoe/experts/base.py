@@ -139,7 +139,7 @@ class Experts(nn.Module, abc.ABC):
     built = ""
     """Digest of the values at construction. The layer's first call compares it among ranks."""
     place: Any = None
-    """A `pmoe.layer.stored_state.ExpertPlace`: which of all experts these are. State dicts record it."""
+    """A `pmoe.decide.stored_state.ExpertPlace`: which of all experts these are. State dicts record it."""
     was_loaded = False
     """True if values were loaded that may belong to another rank. The next call then compares the ranks."""
     may_be_equal = False

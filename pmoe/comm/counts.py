@@ -56,16 +56,16 @@ class Fault(enum.IntEnum):
     DEVICE = "its input is on another device than the layer's parameters"
     NOT_FINITE = "its gate logits are not finite (check_finite=False lets them pass)"
     ROUTING = "its gate returned expert indices outside 0..num_experts - 1"
-    OTHER = "its gate raised an error, or its input was no tensor"
+    OTHER = "its gate raised an error, or its input is not a tensor"
     WEIGHT = "its gate returned weights that are not finite"
-    TOKEN = "its gate returned tokens that do not ascend from 0 to the number of tokens less 1"
+    TOKEN = "its gate returned a Routing.token that does not ascend, or lies outside 0..num_tokens - 1"
     CALLBACK = "a callback raised an error in before_moe_start"
     RECOMPUTED = (
-        "routing changed in recomputation: give its checkpoint context_fn=pmoe.checkpoint_contexts (and "
-        "use_reentrant=False), which keeps the routing"
+        "routing changed in recomputation: pass context_fn=pmoe.checkpoint_contexts, use_reentrant=False to "
+        "torch.utils.checkpoint.checkpoint, which then keeps the routing"
     )
     OTHER_CALL = (
-        "it makes another call than the others: in another gradient mode or pass, or of another layer"
+        "it calls another layer than the other ranks, or the same layer in another gradient mode or pass"
     )
     LOADED = "its experts were loaded from a state dict"  # no error: see `pmoe.layer.stored_state`
 
@@ -477,11 +477,11 @@ def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) ->
     called = ranks.layer or "a MoELayer"
     in_layer = [kind // LAYER for kind in kinds]
     if len(set(in_layer)) > 1:
-        names = [f"number {number}" if number else "one that was not called before" for number in in_layer]
+        names = [f"number {number}" if number else "a layer at its first call" for number in in_layer]
         raise FaultError(
             Fault.OTHER_CALL,
-            "every rank must call the layers of a group in the same order and equally often; these were "
-            f"called together, numbered by their first calls: {_by_rank(names)}",
+            "every rank must call the layers of a group in the same order and equally often, but at this "
+            f"call the ranks are in different layers, numbered by their first calls: {_by_rank(names)}",
         )
     again, first = with_and_without(IN_BACKWARD)
     if again and first:
@@ -496,19 +496,20 @@ def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) ->
         raise FaultError(
             Fault.OTHER_CALL,
             f"{called} is called without gradients (torch.no_grad or inference_mode) on {disabled}, and with "
-            f"them on {wanting}: all ranks must call it in the same mode, for its backward pass needs all of "
-            "them; a rank whose loss is not needed calls the layer with gradients too, and calls backward",
+            f"them on {wanting}: all ranks must call it in the same mode, because its backward pass needs "
+            "all of them; a rank whose loss is not needed calls the layer with gradients too, and calls "
+            "backward",
         )
     types = [kind % LAYER for kind in kinds]
     if len(set(types)) > 1:
         names = [(*map(str, TYPES), "another type")[kind] for kind in types]
-        rule = f"rows must be of one type on all ranks (autocast on all or none): {_by_rank(names)}"
+        rule = f"rows must have one dtype on all ranks (autocast on all or on none): {_by_rank(names)}"
         raise FaultError(Fault.DTYPE, rule)
     training, evaluating = with_and_without(TRAINING)
     if training and evaluating:
         warn_once(
-            f"{called} is in training mode on {training} and in evaluation mode on {evaluating}: if that is "
-            "not meant, call model.train() or model.eval() on all ranks"
+            f"{called} is in training mode on {training} and in evaluation mode on {evaluating}: if this is "
+            "not intended, call model.train() or model.eval() on all ranks"
         )
 
 

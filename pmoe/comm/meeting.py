@@ -29,8 +29,8 @@ import torch.distributed as dist
 from pmoe.comm.standing import Standing
 
 CURE = (
-    "every rank must call backward on every output of the layer that any rank calls it on; a rank whose loss "
-    "does not need the output y adds 0 * y.sum() to it"
+    "every rank must call backward on the same outputs of the layer as the other ranks; a rank whose loss "
+    "does not need the output y adds 0 * y.sum() to its loss"
 )
 """The end of messages about ranks that differ in their backward passes: what all ranks must do."""
 
@@ -131,8 +131,8 @@ def left_out(standing: Standing, own_rank: int, ranks: Sequence[int]) -> list[st
         # for which the peer waits, and has not met anyone before it.
         if standing.backward_of in without_backward and int(call) > standing.exchanges:
             sentences.append(
-                f"rank {rank} begins its next call without the backward pass of {standing.backward_of_layer} "
-                f"that rank {own_rank} is in: {CURE}"
+                f"rank {rank} begins its next call without the backward pass of "
+                f"{standing.backward_of_layer}, which rank {own_rank} is running: {CURE}"
             )
         elif standing.last_meeting < int(call) <= standing.exchanges:
             sentences.append(f"rank {rank} {why}")

@@ -118,8 +118,9 @@ class Ranks:
         if (default.rank, default.size) != (self.rank, self.size):
             before = "before it was destroyed" if was_destroyed else "when the layer was pickled"
             raise ValueError(
-                f"group (rank {default.rank} of {default.size} by default) must be rank {self.rank} of "
-                f"{self.size}, as {before}; initialise torch.distributed so, or build anew"
+                f"group (the default one, with this process as rank {default.rank} of {default.size}) must "
+                f"have it as rank {self.rank} of {self.size}, as {before}: call init_process_group with that "
+                "rank and world_size, or build the layer again"
             )
         self.group, self.takes_default = default.group, True
         self.number, self.call, self.open_call, self._standing = 0, 0, 0, None
@@ -128,7 +129,7 @@ class Ranks:
     def _refuse_destroyed(self) -> NoReturn:
         """Raises RuntimeError because the group was destroyed."""
         assert self.group is not None
-        cure = "build the model anew on groups that exist, and load its checkpoint (pmoe.load_checkpoint)"
+        cure = "build the model again on groups that exist, and load its checkpoint (pmoe.load_checkpoint)"
         if self.takes_default:
             place = f"rank {self.rank} of {self.size}"
             cure = f"call torch.distributed.init_process_group again, as {place}, and go on"
@@ -169,8 +170,8 @@ class Ranks:
         if self.group is None and is_initialized and dist.get_world_size() > 1:
             warn_once(
                 "a MoELayer that was built before init_process_group holds all of its experts on this rank "
-                f"of {dist.get_world_size()}: spread it by pmoe.parallelize(model, mesh), before the "
-                "optimizer and wrappers are made. If one rank is meant, build it with "
+                f"of {dist.get_world_size()}: spread them with pmoe.parallelize(model, mesh), before the "
+                "optimizer and wrappers are made. If one rank is intended, build the layer with "
                 "group=pmoe.comm.ranks.Ranks.single()"
             )
 
@@ -404,7 +405,9 @@ class Grid:
         Raises ValueError if the grid is of a mesh, which pickling loses: the layer must be built again.
         """
         if self.is_sharded and self.all.group is None:
-            raise ValueError("mesh (lost by pickling) must be given anew: build the layer and load its state")
+            raise ValueError(
+                "mesh (lost by pickling) must be passed again: build the layer, and load its state"
+            )
         return self.all.reconnect()
 
 

@@ -256,6 +256,6 @@ def meet(ranks: Ranks, why: str) -> None:
             if texts:
                 raise PeerError(min(texts, key=len))
             if time.monotonic() - began > timeout.total_seconds():
-                raise RuntimeError(f"not all ranks have begun this call in {timeout}: this rank {why}")
+                raise RuntimeError(f"not all ranks have begun this call within {timeout}: this rank {why}")
             meeting.publish()
         meeting.leave()

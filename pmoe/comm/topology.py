@@ -204,7 +204,9 @@ def node_ids(nodes: Nodes, global_ranks: Sequence[int]) -> list[Hashable]:
     if not isinstance(nodes, Sequence) or isinstance(nodes, str):
         raise TypeError(f"nodes ({nodes!r}) must be a number of ranks, or an id of its node for each rank")
     if len(nodes) != len(global_ranks):
-        raise ValueError(f"nodes ({nodes!r}) must have {len(global_ranks)} entries, one a rank of the group")
+        raise ValueError(
+            f"nodes ({nodes!r}) must have {len(global_ranks)} entries, one for each rank of the group"
+        )
     return list(nodes)
 
 
@@ -276,6 +278,7 @@ def _check_number_of_groups(ranks: Ranks) -> None:
     numbers = gathered(ranks, known, stage="comparing the numbers of process groups")
     if len(set(numbers)) > 1:
         raise ValueError(
-            f"group ({ranks.size} of {dist.get_world_size()} processes) must be of processes that are in "
-            f"equally many process groups, not in {numbers}: a hierarchical all-to-all makes more of them"
+            f"group ({ranks.size} of {dist.get_world_size()} processes) must have processes that are in "
+            f"equally many process groups, not in {numbers}: a hierarchical all-to-all makes new groups, and "
+            "torch would hang if these numbers differ. Make equally many groups on all of its processes"
         )

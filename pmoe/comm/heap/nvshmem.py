@@ -40,13 +40,16 @@ class NvshmemMemory(DeviceMemory):
         """
         if not hasattr(heap_module.loaded_extension(), "NVSHMEM"):
             raise RuntimeError(
-                "NVSHMEM is not built in; with its headers at hand: PMOE_NVSHMEM=1 pip install ."
+                "NVSHMEM is not built in: install its headers, then run PMOE_NVSHMEM=1 pip install ."
             )
         if extension.nvshmem_library() is None:
-            raise RuntimeError("libnvshmem_host is not in $NVSHMEM_HOME/lib, nor in a package nvidia-nvshmem")
+            raise RuntimeError(
+                "libnvshmem_host is neither in $NVSHMEM_HOME/lib nor in a package nvidia-nvshmem: install "
+                "NVSHMEM, or set NVSHMEM_HOME to its folder"
+            )
         if _members not in (None, self.members):
             raise RuntimeError(
-                f"NVSHMEM serves ranks {_members} in this process, and not {self.members}, too"
+                f"NVSHMEM serves ranks {_members} in this process; it cannot serve {self.members}, too"
             )
         return super().place(device)
 
@@ -66,7 +69,8 @@ class NvshmemMemory(DeviceMemory):
         )
         if found != (self.ranks.rank, self.ranks.size):
             raise RuntimeError(
-                f"NVSHMEM runs as rank {found[0]} of {found[1]} in this process, and not {self.ranks}"
+                f"NVSHMEM runs as rank {found[0]} of {found[1]} in this process, but the group "
+                f"has it as {self.ranks}"
             )
         _members = self.members
 
@@ -88,7 +92,7 @@ class NvshmemMemory(DeviceMemory):
         peer: int = heap_module.loaded_extension().nvshmem_pointer(device.index, self.base, int(handle))
         if not peer:
             raise RuntimeError(
-                "it is beyond loads and stores (no NVLink there), and the kernels write by stores"
+                "loads and stores do not reach it (there is no NVLink), and the kernels write by stores"
             )
         return peer
 

@@ -58,7 +58,9 @@ def virtual_heaps(
         for base in bases:
             _quietly(memory.free, device, base)
         who = f"rank {len(bases)}: " if len(bases) < shape.num_ranks else ""
-        raise RuntimeError(f"pmoe: no heaps of {shape.num_ranks} virtual ranks: {who}{error}") from error
+        raise RuntimeError(
+            f"pmoe: could not make heaps of {shape.num_ranks} virtual ranks: {who}{error}"
+        ) from error
     open_heaps.update(heaps)
     return heaps
 
@@ -160,7 +162,7 @@ class _HeapBuilder(CollectiveSteps):
                 for rank, each in enumerate(facts)
             )
             raise ValueError(
-                "all ranks of a symmetric heap must have the same shape, type and loaded kernels, not "
+                "all ranks of a symmetric heap must have the same shape, dtype and loaded kernels, not "
                 f"{numbers}"
             )
         if self.shape.num_ranks != size:
@@ -168,7 +170,7 @@ class _HeapBuilder(CollectiveSteps):
         if one_node and len(set(hosts)) > 1:
             nodes = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(hosts))
             raise ValueError(
-                f"all ranks of a symmetric heap must be on one node (nvshmem_heap goes further), not {nodes}"
+                f"all ranks of a symmetric heap must be on one node (nvshmem_heap goes beyond), not {nodes}"
             )
         warn_where_there_is_no_room(spare_blocks(size) if size > 1 else 0)
 
@@ -249,7 +251,7 @@ def _quietly(work: Callable[..., object], *args: object) -> None:
     try:
         work(*args)
     except Exception as error:
-        warnings.warn(f"pmoe: closing a heap: {error}", stacklevel=2)
+        warnings.warn(f"pmoe: could not close a heap: {error}", stacklevel=2)
 
 
 # ---- for how long kernels wait for their peers
@@ -344,11 +346,11 @@ def warn_where_there_is_no_room(spare: int) -> None:
     """
     if spare and not all(_fits(group, spare) for group in _groups()):
         warn_once(
-            f"fused layers leave {spare} multiprocessors to collectives that run beside them, and NCCL may "
-            "take more, or clusters, for which they must lie together: ranks may then wait for each other in "
-            f"a circle, until a timeout. On all ranks set NCCL_MAX_CTAS={spare} and NCCL_CGA_CLUSTER_SIZE=0 "
-            "(for one group config.max_ctas and config.cga_cluster_size of ProcessGroupNCCL.Options), or "
-            "PMOE_SPARE_BLOCKS to another number: to 0 if there are no such collectives"
+            f"fused layers leave {spare} multiprocessors free for collectives that run beside them, but NCCL "
+            "may need more, or clusters of neighbouring ones: ranks may then wait for each other in a "
+            f"circle, until a timeout. On all ranks set NCCL_MAX_CTAS={spare} and NCCL_CGA_CLUSTER_SIZE=0 "
+            "(for one group: config.max_ctas and config.cga_cluster_size of ProcessGroupNCCL.Options). Or set "
+            "PMOE_SPARE_BLOCKS to another number: to 0 if no collectives run beside fused layers"
         )
 
 

@@ -56,8 +56,9 @@ def same(ranks: Ranks, device: torch.device, values: Sequence[float], *, stage: 
 
     Example: ranks with (1, 5) and (3, 5) -> [False, True].
     """
-    found = largest(ranks, device, [*values, *(-value for value in values)], stage=stage)
-    highest, minus_lowest = found[: len(values)], found[len(values) :]
+    maxima = largest(ranks, device, [*values, *(-value for value in values)], stage=stage)
+    highest = maxima[: len(values)]
+    minus_lowest = maxima[len(values) :]
     return [high == -low for high, low in zip(highest, minus_lowest, strict=True)]
 
 
@@ -68,10 +69,10 @@ def gathered(ranks: Ranks, value: T, *, stage: str) -> list[T]:
     """
     if ranks.size == 1:
         return [value]
-    found = [value] * ranks.size
+    values = [value] * ranks.size
     with at_stage(stage, ranks):
-        dist.all_gather_object(found, value, group=ranks.group)
-    return found
+        dist.all_gather_object(values, value, group=ranks.group)
+    return values
 
 
 def from_first(ranks: Ranks, value: T, *, stage: str) -> T:
@@ -79,8 +80,8 @@ def from_first(ranks: Ranks, value: T, *, stage: str) -> T:
 
     value: anything that can be pickled. The values of the other ranks are ignored.
     """
-    found = [value]
+    values = [value]
     if ranks.size > 1:
         with at_stage(stage, ranks):
-            dist.broadcast_object_list(found, group_src=0, group=ranks.group)
-    return found[0]
+            dist.broadcast_object_list(values, group_src=0, group=ranks.group)
+    return values[0]

@@ -78,7 +78,8 @@ class Exchange(abc.ABC):
 
         It is called once on every rank, when the layer is built.
         """
-        self.ranks, self.traffic = ranks, traffic
+        self.ranks = ranks
+        self.traffic = traffic
 
     def relay_counts(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor | None:
         """Returns the numbers of other ranks' rows that this rank passes on, (F, X) int64; None for none.
@@ -155,7 +156,8 @@ def all_to_all(
     float8 rows travel as bytes, because not every backend knows their dtype.
     """
     if rows.is_floating_point() and rows.element_size() == 1:
-        rows, out = rows.view(torch.uint8), out.view(torch.uint8)
+        rows = rows.view(torch.uint8)
+        out = out.view(torch.uint8)
     collectives.begun += 1
     work: dist.Work = dist.all_to_all_single(
         out, rows, list(recv_rows), list(send_rows), group=group, async_op=True

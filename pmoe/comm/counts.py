@@ -47,7 +47,8 @@ class Fault(enum.IntEnum):
 
     def __new__(cls, text: str) -> Fault:
         fault = int.__new__(cls, len(cls.__members__))
-        fault._value_, fault.text = int(fault), text
+        fault._value_ = int(fault)
+        fault.text = text
         return fault
 
     NONE = ""
@@ -213,8 +214,9 @@ def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int) -> int:
     Example: degrees (4, 2) on 3 ranks -> 16.
     """
     finest = math.lcm(*degrees)
-    bins, most = finest, min(MAX_BINS, MAX_COUNTS // num_experts)
-    while bins < finest * num_ranks and 2 * bins <= most:
+    bins = finest
+    max_bins = min(MAX_BINS, MAX_COUNTS // num_experts)
+    while bins < finest * num_ranks and 2 * bins <= max_bins:
         bins *= 2
     return bins
 
@@ -321,19 +323,25 @@ class CountsExchange:
         self._counted_once = once_FP is not None
         if once_FP is not None:
             counts_FPX = torch.cat([counts_FPX, once_FP.unsqueeze(2)], dim=2)
-        self._grid, self._ranks, self._exchanges = grid, grid.all, exchanges
-        self._own_FPX, ranks, self._bypass_local = counts_FPX, grid.all, bypass_local
-        self._slots, self._traffic = slots, traffic
-        self._asks_max_rows, self._one_row_a_choice = asks_max_rows, one_row_a_choice
+        self._grid = grid
+        self._ranks = grid.all
+        self._exchanges = exchanges
+        self._own_FPX = counts_FPX
+        ranks = grid.all
+        self._bypass_local = bypass_local
+        self._slots = slots
+        self._traffic = traffic
+        self._asks_max_rows = asks_max_rows
+        self._one_row_a_choice = one_row_a_choice
         kind = TYPES.index(dtype) if dtype in TYPES else len(TYPES)
         kind += ranks.number * LAYER
-        told = 0 if isinstance(fault, Tensor) else fault.value
+        fault_number = 0 if isinstance(fault, Tensor) else fault.value
         mode = mode_of_call(needs_grad=needs_grad, training=training)
         if ranks.size > 1:
             ranks.count_exchange()
             mode += ranks.standing.life * LIFE
         # From pinned memory, because any other copy of Python's numbers to a GPU makes the host wait.
-        header = torch.tensor([num_tokens, told, mode, kind], pin_memory=counts_FE.is_cuda)
+        header = torch.tensor([num_tokens, fault_number, mode, kind], pin_memory=counts_FE.is_cuda)
         header = header.to(counts_FE.device, non_blocking=True)
         if isinstance(fault, Tensor):
             header[1] = fault
@@ -367,16 +375,16 @@ class CountsExchange:
             headers = self._received[:, :HEADER]
             # All numbers reach the host in one copy, because each copy is a synchronisation.
             on_device = [self._own_FPX, device_FWX, headers, agreed, *relayed]
-            flat = torch.cat([each.reshape(-1) for each in on_device]).cpu()
-        on_host = flat.split([each.numel() for each in on_device])
+            flat = torch.cat([tensor.reshape(-1) for tensor in on_device]).cpu()
+        on_host = flat.split([tensor.numel() for tensor in on_device])
         own, arrived, headers, numbers, *counts = (
-            found.view_as(each) for found, each in zip(on_host, on_device, strict=True)
+            values.view_as(tensor) for values, tensor in zip(on_host, on_device, strict=True)
         )
         max_tokens, fault, mode, _, host_shortage, max_rows, irregular, *depths = numbers.tolist()
         if fault:
             codes = enumerate(headers[:, 1].tolist())
-            told = [f"rank {rank}: {Fault(code).text}" for rank, code in codes if code]
-            raise FaultError(Fault(fault), "; ".join(told))
+            faults = [f"rank {rank}: {Fault(code).text}" for rank, code in codes if code]
+            raise FaultError(Fault(fault), "; ".join(faults))
         if self._ranks.size > 1:
             modes, kinds = headers[:, 2:].t().tolist()
             if modes.count(modes[0]) < len(modes) or kinds.count(kinds[0]) < len(kinds):
@@ -418,13 +426,14 @@ class CountsExchange:
         if not any(exchange.in_steps for exchange in self._exchanges):
             return []
         rows = [self._own_FPX, self._grid.of_own_place(device_FWX)]
-        rows = [each[..., -1].contiguous() if self._counted_once else each.sum(2) for each in rows]
+        rows = [counts[..., -1].contiguous() if self._counted_once else counts.sum(2) for counts in rows]
         if self._bypass_local:
-            rows = [without_own(each, self._ranks.rank) for each in rows]
-        (send_FP, recv_FP), (dispatch, combine) = rows, self._exchanges
+            rows = [without_own(counts, self._ranks.rank) for counts in rows]
+        send_FP, recv_FP = rows
+        dispatch, combine = self._exchanges
         # Results travel the other way: combine sends the rows that dispatch received.
-        found = (dispatch.relay_counts(send_FP, recv_FP), combine.relay_counts(recv_FP, send_FP))
-        return [send_FP.new_empty(send_FP.shape[0], 0) if each is None else each for each in found]
+        relayed = (dispatch.relay_counts(send_FP, recv_FP), combine.relay_counts(recv_FP, send_FP))
+        return [send_FP.new_empty(send_FP.shape[0], 0) if counts is None else counts for counts in relayed]
 
     def _agree(self, recv_FWE: Tensor) -> Tensor:
         """Returns the maximum over all ranks of each of these numbers, on the device:
@@ -435,19 +444,19 @@ class CountsExchange:
         Every rank has received all headers, so their maximum needs no communication. The other numbers follow
         from the counts, so they need a reduction after them; without slots and `max_rows` they stay 0.
         """
-        told = self._received[:, :HEADER].amax(0)
+        header = self._received[:, :HEADER].amax(0)
         slots = self._slots
         if slots is None and not self._asks_max_rows:
-            return F.pad(told, (0, 3))
+            return F.pad(header, (0, 3))
         agreed = recv_FWE.new_zeros(HEADER + 3 + (0 if slots is None else len(slots.degrees)))
-        agreed[:HEADER] = told
+        agreed[:HEADER] = header
         if self._asks_max_rows:
             agreed[HEADER + 1] = recv_FWE.sum()
             agreed[HEADER + 2] = not self._one_row_a_choice
         if slots is not None:
             if slots.host_rows is not None:
                 agreed[HEADER] = recv_FWE.sum() > slots.host_rows
-            for i, depth in enumerate(slots.depths(recv_FWE, told[0])):
+            for i, depth in enumerate(slots.depths(recv_FWE, header[0])):
                 agreed[HEADER + 3 + i] = depth
         if self._ranks.size > 1:
             self._traffic.counts += agreed.numel() * agreed.element_size()

@@ -79,7 +79,8 @@ class HierarchicalExchange(Dispatch, Combine):
         On CUDA the current stream waits for the steps, and the host does not.
         """
         if rows.is_floating_point() and rows.element_size() == 1:
-            rows, out = rows.view(torch.uint8), out.view(torch.uint8)  # not every operator knows float8
+            rows = rows.view(torch.uint8)  # not every operator knows float8
+            out = out.view(torch.uint8)
         if self.ranks.size == 1:
             out.copy_(rows)
         elif self.topology.is_level:
@@ -144,9 +145,9 @@ class HierarchicalExchange(Dispatch, Combine):
         shares = len(sources) // len(self.peers(across))
         received = [sum(sizes[start : start + shares]) for start in range(0, len(sizes), shares)]
         straight = _nothing_moves(sizes, order)
-        got = self.step(rows, send_rows, received, out if straight else None, across=across)
+        arrived = self.step(rows, send_rows, received, out if straight else None, across=across)
         if not straight:
-            in_order(got, sizes, order, out)
+            in_order(arrived, sizes, order, out)
 
 
 def in_order(rows: Tensor, sizes: Sequence[int], order: Sequence[int], out: Tensor | None = None) -> Tensor:

@@ -34,12 +34,12 @@ class HierarchicalAllToAll1D(HierarchicalExchange):
         of rank (a, 0): W rows for each rank | W rows from each rank | of rank (a, 1): ...
         """
         num_bins = send_FW.shape[0]
-        told = torch.cat([send_FW, recv_FW], dim=1)
+        counts = torch.cat([send_FW, recv_FW], dim=1)
         if not self._leads:
-            self.traffic.counts += told.numel() * told.element_size()
+            self.traffic.counts += counts.numel() * counts.element_size()
         received = [num_bins * self._leads] * self._local
-        heard = self.step(told, self._to_leader(num_bins), received, across=False, are_counts=True)
-        return heard.view(-1, num_bins, told.shape[1]).transpose(0, 1).reshape(num_bins, -1)
+        gathered = self.step(counts, self._to_leader(num_bins), received, across=False, are_counts=True)
+        return gathered.view(-1, num_bins, counts.shape[1]).transpose(0, 1).reshape(num_bins, -1)
 
     @property
     def _leads(self) -> bool:
@@ -60,7 +60,8 @@ class HierarchicalAllToAll1D(HierarchicalExchange):
     ) -> None:
         size = self.ranks.size
         tables = [relayed[start : start + size] for start in range(0, len(relayed), size)]
-        to_rank, from_rank = tables[::2], tables[1::2]  # for each rank of a leader's node; else empty
+        to_rank = tables[::2]  # for each rank of a leader's node; else empty
+        from_rank = tables[1::2]
         gathered = [sum(table) for table in to_rank] if self._leads else [0] * self._local
         rows = self.step(rows, self._to_leader(sum(send_rows)), gathered, across=False)
         if self._leads:
@@ -81,7 +82,8 @@ class HierarchicalAllToAll1D(HierarchicalExchange):
         rows: by source in the node, then by destination. to_rank[i][r]: rows of the node's rank i for rank r.
         from_rank[k][r]: rows of rank r for the node's rank k. Returns rows by destination k, then by source.
         """
-        size, places = self.ranks.size, range(len(to_rank))
+        size = self.ranks.size
+        places = range(len(to_rank))
         mates = [self.topology.inside(rank) for rank in self.peers(across=True)]
 
         sizes = [count for table in to_rank for count in table]

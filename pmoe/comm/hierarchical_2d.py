@@ -43,7 +43,8 @@ class HierarchicalAllToAll2D(HierarchicalExchange):
         Number i * A + b counts the rows of (a, i) for (b, j).
         """
         sent_WF = torch.stack([send_FW[:, rank] for rank in self._destinations()])
-        nodes, local = self.topology.num_nodes, self.topology.max_local
+        nodes = self.topology.num_nodes
+        local = self.topology.max_local
         self.traffic.counts += (local - 1) * nodes * send_FW.shape[0] * sent_WF.element_size()
         got_WF = self.step(sent_WF, [nodes] * local, [nodes] * local, across=False, are_counts=True)
         return got_WF.t().contiguous()
@@ -55,7 +56,8 @@ class HierarchicalAllToAll2D(HierarchicalExchange):
     def carry(
         self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts
     ) -> None:
-        members, nodes = self.topology.members, self.topology.num_nodes
+        members = self.topology.members
+        nodes = self.topology.num_nodes
         mates = [self.topology.node(rank) for rank in self.peers(across=True)]  # nodes in group order
         places = range(self.topology.max_local)
 

@@ -64,8 +64,11 @@ class Meeting:
 
     def __init__(self, group: dist.ProcessGroup, standing: Standing, why: str) -> None:
         self._store = dist.distributed_c10d._get_default_store()
-        self._standing, self._folder, self._rank = standing, _folder(standing), dist.get_rank(group)
-        self._call, self._why = standing.exchanges + 1, why
+        self._standing = standing
+        self._folder = _folder(standing)
+        self._rank = dist.get_rank(group)
+        self._call = standing.exchanges + 1
+        self._why = why
         standing.meetings += 1
         self._number = standing.meetings
         self._is_published = False
@@ -85,7 +88,8 @@ class Meeting:
 
     def has_all(self, wait_for: timedelta) -> bool:
         """Returns whether all ranks have come. Waits for them at most ``wait_for``."""
-        end, pause = time.monotonic() + wait_for.total_seconds(), FIRST_PAUSE_SECONDS
+        end = time.monotonic() + wait_for.total_seconds()
+        pause = FIRST_PAUSE_SECONDS
         keys = [self._key_of_all(self._number)]
         while not self._store.check(keys):  # the store's own wait would print that it timed out
             if time.monotonic() > end:
@@ -116,7 +120,8 @@ def left_out(standing: Standing, own_rank: int, ranks: Sequence[int]) -> list[st
 
     own_rank, ranks: ranks in the group.
     """
-    store, folder = dist.distributed_c10d._get_default_store(), _folder(standing)
+    store = dist.distributed_c10d._get_default_store()
+    folder = _folder(standing)
     if not store.check([f"{folder}/waiting"]):
         return []
     sentences = []

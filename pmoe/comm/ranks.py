@@ -42,7 +42,8 @@ class Ranks:
     rank: int
     layer: str
 
-    layer, _first_calls = "", itertools.count(1)
+    layer = ""
+    _first_calls = itertools.count(1)
     takes_default: bool = False
     by_default: bool = False
     number: int = 0
@@ -57,22 +58,27 @@ class Ranks:
         self.size = 1
         self.rank = 0
         if group is not None:
-            given: object = group
+            candidate: object = group
             # To a rank outside of a new group, torch.distributed.new_group returns an integer in its place.
-            if not isinstance(given, dist.ProcessGroup):
-                name = "GroupMember.NON_GROUP_MEMBER" if isinstance(given, int) else type(given).__name__
+            if not isinstance(candidate, dist.ProcessGroup):
+                name = (
+                    "GroupMember.NON_GROUP_MEMBER" if isinstance(candidate, int) else type(candidate).__name__
+                )
                 rank = dist.get_rank() if dist.is_initialized() else 0
                 raise ValueError(f"group ({name}) must contain this rank (global rank {rank})")
             if not is_known(group):
                 raise ValueError(f"group ({group.group_name}) must not be destroyed (destroy_process_group)")
             self.takes_default = group is dist.group.WORLD
-            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+            self.rank = dist.get_rank(group)
+            self.size = dist.get_world_size(group)
 
     @staticmethod
     def single() -> Ranks:
         """Returns a single rank without a group, also if torch.distributed is initialised."""
         ranks = Ranks.__new__(Ranks)
-        ranks.group, ranks.size, ranks.rank = None, 1, 0
+        ranks.group = None
+        ranks.size = 1
+        ranks.rank = 0
         return ranks
 
     @property
@@ -122,8 +128,13 @@ class Ranks:
                 f"have it as rank {self.rank} of {self.size}, as {before}: call init_process_group with that "
                 "rank and world_size, or build the layer again"
             )
-        self.group, self.takes_default = default.group, True
-        self.number, self.call, self.open_call, self._standing = 0, 0, 0, None
+        self.group = default.group
+        self.takes_default = True
+        # The new group has made no calls yet.
+        self.number = 0
+        self.call = 0
+        self.open_call = 0
+        self._standing = None
         return was_destroyed
 
     def _refuse_destroyed(self) -> NoReturn:
@@ -239,9 +250,11 @@ class Ranks:
 
     def of_layer(self, name: str) -> Ranks:
         """Returns a copy of these ranks for a layer of this name, with the same group."""
-        named = copy.copy(self)
-        named.group, named.layer = self.group, name  # copy.copy copies what __getstate__ returns
-        named.takes_default, named.by_default = self.takes_default, self.by_default
+        named = copy.copy(self)  # what __getstate__ returns: neither the group nor the following flags
+        named.group = self.group
+        named.layer = name
+        named.takes_default = self.takes_default
+        named.by_default = self.by_default
         return named
 
     def __deepcopy__(self, memo: dict[int, object]) -> Ranks:

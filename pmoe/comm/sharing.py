@@ -28,7 +28,8 @@ class Sharing:
     traffic: Traffic
 
     def __init__(self, inside: Ranks, traffic: Traffic) -> None:
-        self.inside, self.traffic = inside, traffic
+        self.inside = inside
+        self.traffic = traffic
 
     def copies(self, own_rows: int) -> int:
         """Returns how many rows of scratch memory `all_gather` needs, if this rank has ``own_rows`` rows.
@@ -45,9 +46,12 @@ class Sharing:
         counts: counts[r] is the number of rows of rank r.
         copies: scratch memory of the size that the method `copies` returns.
         """
-        inside, send, recv = self.inside, [rows.shape[0]] * self.inside.size, list(counts)
+        inside = self.inside
+        send = [rows.shape[0]] * self.inside.size
+        recv = list(counts)
         if inside.size == 2:
-            first, second = out[: counts[0]], out[counts[0] :]
+            first = out[: counts[0]]
+            second = out[counts[0] :]
             own, received = (second, first) if inside.rank else (first, second)
             own.copy_(rows)
             send[inside.rank] = recv[inside.rank] = 0

@@ -76,7 +76,8 @@ class Standing:
         """
         self.open_calls.pop(number, None)
         before = self.backward_of, self.backward_of_layer
-        self.backward_of, self.backward_of_layer = number, layer
+        self.backward_of = number
+        self.backward_of_layer = layer
         try:
             yield
         finally:
@@ -99,11 +100,11 @@ _standings: weakref.WeakKeyDictionary[dist.ProcessGroup, Standing] = weakref.Wea
 
 def standing_of(group: dist.ProcessGroup) -> Standing:
     """Returns this rank's record of a group that torch.distributed knows. The first request makes it."""
-    found = _standings.get(group)
-    if found is None:
-        found = Standing(name=str(group.group_name), life=_life())
-        _standings[group] = found
-    return found
+    standing = _standings.get(group)
+    if standing is None:
+        standing = Standing(name=str(group.group_name), life=_life())
+        _standings[group] = standing
+    return standing
 
 
 def is_known(group: dist.ProcessGroup) -> bool:

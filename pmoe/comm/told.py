@@ -47,14 +47,14 @@ def all_fail_together(ranks: Ranks, *, stage: str) -> Iterator[None]:
         yield
     except Exception as error:
         failed = error
-    known = (each for each in (TypeError, ValueError, ImportError) if isinstance(failed, each))
-    kind = type(failed) if isinstance(failed, OSError) else next(known, RuntimeError)
-    found = gathered(ranks, None if failed is None else (kind, str(failed)), stage=stage)
+    known = (kind for kind in (TypeError, ValueError, ImportError) if isinstance(failed, kind))
+    error_type = type(failed) if isinstance(failed, OSError) else next(known, RuntimeError)
+    failures = gathered(ranks, None if failed is None else (error_type, str(failed)), stage=stage)
     if failed is not None:
         raise failed
-    for rank, each in enumerate(found):
-        if each is not None:
-            raise each[0](f"rank {rank}: {each[1]}")
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise failure[0](f"rank {rank}: {failure[1]}")
 
 
 class PeerError(RuntimeError):
@@ -91,7 +91,8 @@ def tell(standing: Standing) -> None:
     in that group wait in vain until it is destroyed. The other one is for ranks that wait for this rank in
     any group; this rank's next call empties it.
     """
-    rank, text = dist.get_rank(), standing.left_with[:4000]
+    rank = dist.get_rank()
+    text = standing.left_with[:4000]
     has_told.set()
     _to_take_back.add(_key(standing, rank))
     in_store = {
@@ -107,7 +108,8 @@ def announce(error: BaseException) -> None:
     world = dist.group.WORLD
     if world is None:
         return
-    standing, rank = standing_of(world), dist.get_rank()
+    standing = standing_of(world)
+    rank = dist.get_rank()
     text = f"global rank {rank} raised {type(error).__name__}: {error}"[:4000]
     has_told.set()
     _to_take_back.add(_key(standing, rank))
@@ -127,20 +129,22 @@ def settle(ranks: Ranks) -> bool:
     A rank that gets False must call `tell` again. That publishes an empty place, so that the others see that
     they are not in step and stop waiting.
     """
-    group, standing = ranks.group, ranks.standing
+    group = ranks.group
+    standing = ranks.standing
     assert group is not None
-    store, end = dist.distributed_c10d._get_default_store(), time.monotonic() + PATIENCE_SECONDS
+    store = dist.distributed_c10d._get_default_store()
+    end = time.monotonic() + PATIENCE_SECONDS
     keys = [f"{_key(standing, rank)}/{standing.name}" for rank in dist.get_process_group_ranks(group)]
     while standing.left_at:
         values = [store.get(key).decode() if store.check([key]) else "" for key in keys]
         places = [value.partition("\n")[0] for value in values if value]
         # Reports stay in the store. A rank whose place is still that of the last time has not left again.
-        told_now = [place for place in places if not place or place != standing.settled_at]
-        if told_now == [standing.left_at] * ranks.size:
+        new_places = [place for place in places if not place or place != standing.settled_at]
+        if new_places == [standing.left_at] * ranks.size:
             standing.settled_at = standing.left_at
             standing.left = standing.left_with = standing.left_at = ""
             return True
-        if set(told_now) - {standing.left_at} or time.monotonic() > end:
+        if set(new_places) - {standing.left_at} or time.monotonic() > end:
             standing.left_at = ""
         time.sleep(0.01)
     return False
@@ -191,18 +195,19 @@ def wait_and_look(work: dist.Work, group: dist.ProcessGroup) -> None:
 
     Raises PeerError if there is one. A thread looks, because the store may not answer.
     """
-    told, looker = list[str](), None
-    while not told:
+    reports = list[str]()
+    looker = None
+    while not reports:
         if work.is_completed():
             work.wait()  # raises the collective's error, if it has failed
             return
         if looker is None or not looker.is_alive():
-            looker = threading.Thread(target=_look, args=(group, told), daemon=True)
+            looker = threading.Thread(target=_look, args=(group, reports), daemon=True)
             looker.start()
         with contextlib.suppress(RuntimeError):
             work.wait(LOOK_AFTER)
             return
-    raise PeerError(min(told, key=len))  # the shortest is the cause: peers' errors quote each other's
+    raise PeerError(min(reports, key=len))  # the shortest is the cause: peers' errors quote each other's
 
 
 def _look(group: dist.ProcessGroup, told: list[str]) -> None:
@@ -249,7 +254,8 @@ def meet(ranks: Ranks, why: str) -> None:
     group = ranks.group
     assert group is not None
     with at_stage("waiting for the other ranks before a call", ranks):
-        began, timeout = time.monotonic(), timeout_of(group) or dist.default_pg_timeout
+        began = time.monotonic()
+        timeout = timeout_of(group) or dist.default_pg_timeout
         meeting = Meeting(group, ranks.standing, why)
         while not (meeting.is_complete or meeting.has_all(wait_for=LOOK_AFTER)):
             texts = failures(group)

@@ -31,8 +31,8 @@ def share_timeout(group: dist.ProcessGroup, others: Iterable[dist.ProcessGroup])
     """Gives other groups the timeout of ``group``, if it can be read."""
     timeout = timeout_of(group)
     if timeout is not None:
-        for each in others:
-            dist.distributed_c10d._set_pg_timeout(timeout, each)
+        for other in others:
+            dist.distributed_c10d._set_pg_timeout(timeout, other)
 
 
 def backend_options(group: dist.ProcessGroup) -> Any:
@@ -261,15 +261,16 @@ def _make_groups(
 
     members: the ranks of each group.
     """
-    own, found = dist.get_rank(), None
+    own_rank = dist.get_rank()
+    own_group = None
     for ranks in members:
         global_ranks = [topology.global_ranks[rank] for rank in ranks]
-        if own in global_ranks:
-            found = dist.new_group(global_ranks, **options)  # outsiders get no group from torch
+        if own_rank in global_ranks:
+            own_group = dist.new_group(global_ranks, **options)  # outsiders get no group from torch
         elif "use_local_synchronization" not in options:
             dist.new_group(global_ranks, **options)
-    assert isinstance(found, dist.ProcessGroup)
-    return found
+    assert isinstance(own_group, dist.ProcessGroup)
+    return own_group
 
 
 def _check_number_of_groups(ranks: Ranks) -> None:

@@ -64,12 +64,12 @@ class NvshmemMemory(DeviceMemory):
         Raises RuntimeError if NVSHMEM gives this process another rank than the group does.
         """
         global _members
-        found = heap_module.loaded_extension().nvshmem_init(
+        place = heap_module.loaded_extension().nvshmem_init(
             device.index, given_id, self.ranks.rank, self.ranks.size
         )
-        if found != (self.ranks.rank, self.ranks.size):
+        if place != (self.ranks.rank, self.ranks.size):
             raise RuntimeError(
-                f"NVSHMEM runs as rank {found[0]} of {found[1]} in this process, but the group "
+                f"NVSHMEM runs as rank {place[0]} of {place[1]} in this process, but the group "
                 f"has it as {self.ranks}"
             )
         _members = self.members

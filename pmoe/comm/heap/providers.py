@@ -104,7 +104,8 @@ class CollectiveSteps:
     device: torch.device
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self.ranks, self.device = ranks, device
+        self.ranks = ranks
+        self.device = device
 
     def gather(self, value: object) -> list[Any]:
         """Returns the values of all ranks, in order of rank. A collective, which is also a barrier."""
@@ -144,7 +145,8 @@ class _HeapBuilder(CollectiveSteps):
 
     def __init__(self, ranks: Ranks, shape: HeapShape, device: torch.device, memory: DeviceMemory) -> None:
         super().__init__(ranks, device)
-        self.shape, self.memory = shape, memory
+        self.shape = shape
+        self.memory = memory
         self.base: int | None = None
         self.opened: dict[int, int] = {}
         self.heap: Heap | None = None
@@ -156,10 +158,10 @@ class _HeapBuilder(CollectiveSteps):
         """
         size = self.ranks.size
         facts, hosts = zip(*self.attempt(self.facts), strict=True)
-        if differing := [name for name in facts[0] if len({each[name] for each in facts}) > 1]:
+        if differing := [name for name in facts[0] if len({values[name] for values in facts}) > 1]:
             numbers = "; ".join(
-                f"rank {rank}: {', '.join(f'{name} {each[name]}' for name in differing)}"
-                for rank, each in enumerate(facts)
+                f"rank {rank}: {', '.join(f'{name} {values[name]}' for name in differing)}"
+                for rank, values in enumerate(facts)
             )
             raise ValueError(
                 "all ranks of a symmetric heap must have the same shape, dtype and loaded kernels, not "
@@ -168,7 +170,7 @@ class _HeapBuilder(CollectiveSteps):
         if self.shape.num_ranks != size:
             raise ValueError(f"num_ranks ({self.shape.num_ranks}) must be the size of the group ({size})")
         if one_node and len(set(hosts)) > 1:
-            nodes = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(hosts))
+            nodes = "; ".join(f"rank {rank}: {host}" for rank, host in enumerate(hosts))
             raise ValueError(
                 f"all ranks of a symmetric heap must be on one node (nvshmem_heap goes beyond), not {nodes}"
             )
@@ -257,8 +259,11 @@ def _quietly(work: Callable[..., object], *args: object) -> None:
 # ---- for how long kernels wait for their peers
 
 
-DEFAULT_WAIT_SECONDS, MAX_WAIT_SECONDS = 600.0, 86400.0
-"""The longest wait without a timeout of the group, and the longest wait at all."""
+DEFAULT_WAIT_SECONDS = 600.0
+"""The longest wait if the group has no timeout."""
+
+MAX_WAIT_SECONDS = 86400.0
+"""The longest wait in any case."""
 
 
 def wait_seconds(ranks: Ranks) -> float:
@@ -349,15 +354,15 @@ def warn_where_there_is_no_room(spare: int) -> None:
             f"fused layers leave {spare} multiprocessors free for collectives that run beside them, but NCCL "
             "may need more, or clusters of neighbouring ones: ranks may then wait for each other in a "
             f"circle, until a timeout. On all ranks set NCCL_MAX_CTAS={spare} and NCCL_CGA_CLUSTER_SIZE=0 "
-            "(for one group: config.max_ctas and config.cga_cluster_size of ProcessGroupNCCL.Options). Or set "
-            "PMOE_SPARE_BLOCKS to another number: to 0 if no collectives run beside fused layers"
+            "(for one group: config.max_ctas and config.cga_cluster_size of ProcessGroupNCCL.Options). Or "
+            "set PMOE_SPARE_BLOCKS to another number: to 0 if no collectives run beside fused layers"
         )
 
 
 def _groups() -> list[dist.ProcessGroup]:
     """Returns all process groups of NCCL with several ranks."""
     groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
-    return [each for each in groups if "nccl" in dist.get_backend(each) and dist.get_world_size(each) > 1]
+    return [group for group in groups if "nccl" in dist.get_backend(group) and dist.get_world_size(group) > 1]
 
 
 def _fits(group: dist.ProcessGroup, spare: int) -> bool:

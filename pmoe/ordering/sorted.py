@@ -30,8 +30,8 @@ from pmoe.ordering import Order
 def chunk_bounds(num_tokens: int, n: int) -> list[int]:
     """Returns the bounds of n chunks of T tokens: floor(i * T / n) for i = 0 .. n.
 
-    Chunk i has the tokens from bound i up to bound i + 1. Sizes differ by at most one. If T < n, some chunks are empty. Bounds of n chunks are among those of a
-    multiple of n.
+    Chunk i has the tokens from bound i up to bound i + 1. Sizes differ by at most one, and some chunks are
+    empty if T < n. The bounds of 2 n, 3 n, ... chunks include those of n chunks.
 
     Example: (10, 4) -> [0, 2, 5, 7, 10].
     """
@@ -74,7 +74,8 @@ def count_rows(
     num_experts: E, experts of all ranks.
     tokens: None if each token has K slots.
     """
-    key, chunk = expert_TK.reshape(-1), _chunks(expert_TK, n, tokens)
+    key = expert_TK.reshape(-1)
+    chunk = _chunks(expert_TK, n, tokens)
     if chunk is not None:
         key = chunk * num_experts + key
     if keep_TK is not None:

@@ -133,7 +133,7 @@ def make_gate(
     for option, value in asked.items():
         if option not in known:
             raise ValueError(
-                f"{option} ({value!r}) must be left out with gate={name!r}: it has no such option"
+                f"{option} ({value!r}) must be left out with gate={name!r}, which has no such option"
             )
     if kind.decides_capacity:
         asked["capacity_factor"] = capacity_factor

@@ -52,8 +52,9 @@ class DeepSeekGate(TopKRouter):
     `torch.nn.parallel.DistributedDataParallel` must have broadcast_buffers=False. Otherwise it overwrites the
     loads of all ranks with those of rank 0.
 
-    Raises ValueError for top_k above the experts of top_groups groups, num_groups that do not divide
-    num_experts, top_groups above num_groups, a routed_scaling that is not positive, a negative update_speed.
+    Raises ValueError for top_k above the number of experts in top_groups groups, num_groups that does not
+    divide num_experts, top_groups above num_groups, a routed_scaling that is not positive, or a negative
+    update_speed.
     """
 
     num_groups: int
@@ -188,4 +189,6 @@ def _check_groups(num_experts: int, top_k: int, num_groups: int, top_groups: int
         raise ValueError(f"top_groups ({top_groups}) must be at most num_groups ({num_groups})")
     reachable = top_groups * (num_experts // num_groups)
     if top_k > reachable:
-        raise ValueError(f"top_k ({top_k}) must be at most the experts of top_groups groups ({reachable})")
+        raise ValueError(
+            f"top_k ({top_k}) must be at most the number of experts in top_groups groups ({reachable})"
+        )

@@ -100,7 +100,7 @@ class KeptType:
 def _kept(gate: nn.Module) -> list[str]:
     """Returns the names of a gate's buffers that keep their dtype (`KeptType`)."""
     names = [
-        name for kind in type(gate).__mro__ for name, each in vars(kind).items() if type(each) is KeptType
+        name for kind in type(gate).__mro__ for name, value in vars(kind).items() if type(value) is KeptType
     ]
     return [name for name in names if name in gate._buffers]
 
@@ -184,7 +184,7 @@ class Gate(nn.Module, abc.ABC):
         """Returns the plain attributes and the shapes of the parameters, by name, for repr."""
         plain = {name: value for name, value in vars(self).items() if isinstance(value, int | float | str)}
         del plain["training"]
-        shapes = {name: tuple(each.shape) for name, each in self.named_parameters(recurse=False)}
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters(recurse=False)}
         return ", ".join(f"{name}={value!r}" for name, value in (plain | shapes).items())
 
     @abc.abstractmethod
@@ -267,7 +267,8 @@ class TopKRouter(Gate):
         self.check_options(top_k, normalize)
         check_not_negative(z_loss_weight=z_loss_weight)
         check_place(device, dtype)
-        self.top_k, self.z_loss_weight = int(top_k), z_loss_weight
+        self.top_k = int(top_k)
+        self.z_loss_weight = z_loss_weight
         self.normalize = self.normalizes and top_k > 1 if normalize is None else normalize
         weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
         draw_router_weight(weight)

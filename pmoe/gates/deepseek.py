@@ -95,8 +95,10 @@ class DeepSeekGate(TopKRouter):
         check_not_negative(update_speed=update_speed)
         if sequence_length is not None:
             check_count(sequence_length=sequence_length)
-        self.num_groups, self.top_groups = num_groups, top_groups
-        self.routed_scaling, self.update_speed = routed_scaling, update_speed
+        self.num_groups = num_groups
+        self.top_groups = top_groups
+        self.routed_scaling = routed_scaling
+        self.update_speed = update_speed
         self.sequence_length = plain_int(sequence_length)
         self.register_buffer("bias", torch.zeros(num_experts, device=device, dtype=torch.float32))
         load_E = torch.zeros(num_experts, device=device, dtype=torch.int64)
@@ -176,8 +178,8 @@ def sequence_balance_loss(share_TE: Tensor, expert_TK: Tensor, sequence_length: 
     sums_BE = share_TE.new_zeros(num_sequences, num_experts).index_add(0, sequence_T, share_TE)
     starts_B = torch.arange(num_sequences, device=share_TE.device) * length
     lengths_B = (num_tokens - starts_B).clamp(min=1, max=length)
-    each_B = (counts_BE.view(num_sequences, num_experts) * sums_BE).sum(-1) / lengths_B.square()
-    return each_B.sum() * (num_experts / (top_k * num_sequences))
+    loss_B = (counts_BE.view(num_sequences, num_experts) * sums_BE).sum(-1) / lengths_B.square()
+    return loss_B.sum() * (num_experts / (top_k * num_sequences))
 
 
 def _check_groups(num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:

@@ -33,7 +33,8 @@ class DrawnGate(Gate):
     ) -> None:
         super().__init__()
         check_sizes(d_model, num_experts, top_k)
-        self.num_experts, self.top_k = int(num_experts), int(top_k)
+        self.num_experts = int(num_experts)
+        self.top_k = int(top_k)
 
     def routed(self, x_TM: Tensor, draw_TK: Tensor) -> Routing:
         """Returns the routing of tokens x_TM (T, M), by independent draws (T, K) int64: see `distinct`."""

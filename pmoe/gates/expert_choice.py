@@ -70,7 +70,9 @@ class ExpertChoiceGate(Gate):
         check_place(device, dtype)
         check_positive(capacity_factor=capacity_factor)
         check_one_of("normalize_over", normalize_over, get_args(NormalizedOver))
-        self.top_k, self.capacity_factor, self.normalize_over = int(top_k), capacity_factor, normalize_over
+        self.top_k = int(top_k)
+        self.capacity_factor = capacity_factor
+        self.normalize_over = normalize_over
         self.weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
         self.reset_parameters()
 

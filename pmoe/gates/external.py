@@ -51,6 +51,7 @@ class ExternalGate(Gate):
         """Returns the routing of the block, for tokens x_TM (T, M). Raises RuntimeError outside a block."""
         if self._given is None:
             raise RuntimeError(
-                "a layer with an ExternalGate must be called inside `with gate.routing(expert_TK, weight_TK):`"
+                "a layer with an ExternalGate must be called inside "
+                "`with gate.routing(expert_TK, weight_TK):`"
             )
         return self._given

@@ -57,7 +57,8 @@ class HashGate(DrawnGate):
             raise ValueError(
                 f"token_ids ({type(token_ids_T).__name__}) must be a torch.Tensor of dtype int64"
             )
-        shape, device = x_TM.shape[:1], x_TM.device
+        shape = x_TM.shape[:1]
+        device = x_TM.device
         check_tensor("token_ids", token_ids_T, shape=shape, dtypes=[torch.int64], device=device)
         return self.routed(x_TM, hashed(token_ids_T, self.seed, self.top_k))
 

@@ -57,10 +57,11 @@ class Logits(torch.autograd.Function):
             grad_x = halves @ torch.cat([weight_EM, weight_EM]) if ctx.needs_input_grad[0] else None
             return grad_x, (upper_EM + lower_EM).to(weight_EM.dtype)
         wide_EM = weight_EM.float()
-        grad_x, grad_weight = torch.empty_like(x_TM), torch.zeros_like(wide_EM)
-        blocks = (each.split(BLOCK_ROWS) for each in (grad_TE, x_TM, grad_x))
-        for grad, rows, of_rows in zip(*blocks, strict=True):
-            of_rows.copy_(grad @ wide_EM)
+        grad_x = torch.empty_like(x_TM)
+        grad_weight = torch.zeros_like(wide_EM)
+        blocks = (tensor.split(BLOCK_ROWS) for tensor in (grad_TE, x_TM, grad_x))
+        for grad, rows, grad_rows in zip(*blocks, strict=True):
+            grad_rows.copy_(grad @ wide_EM)
             grad_weight.addmm_(grad.t(), rows.float())
         return grad_x, grad_weight.to(weight_EM.dtype)
 

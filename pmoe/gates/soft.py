@@ -46,7 +46,8 @@ class SoftGate(Gate):
     scale: nn.Parameter
 
     partition: PartitionName = "none"
-    picks_tokens = mixes_tokens = True
+    picks_tokens = True
+    mixes_tokens = True
 
     def __init__(
         self,

@@ -94,7 +94,9 @@ class XMoEGate(Gate):
         if d_proj is None:
             d_proj = max(num_experts // 2, 2)
         check_count(d_proj=d_proj)
-        self.top_k, self.score, self.z_loss_weight = int(top_k), score, z_loss_weight
+        self.top_k = int(top_k)
+        self.score = score
+        self.z_loss_weight = z_loss_weight
         self.normalize = (top_k > 1 and score == "softmax") if normalize is None else normalize
         self.first_temperature = TEMPERATURES[score] if temperature is None else temperature
         self.projection = nn.Parameter(torch.empty(d_proj, d_model, device=device, dtype=dtype))

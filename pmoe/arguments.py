@@ -25,7 +25,7 @@ def check_number(**values: object) -> None:
     for name, value in values.items():
         is_float = isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational)
         if not is_float and not (is_int(value) and abs(value) < 2**63):
-            raise TypeError(f"{name} ({shown(value)}) must be a number, an int below 2**63 or a float")
+            raise TypeError(f"{name} ({shown(value)}) must be a number: an int below 2**63, or a float")
 
 
 def is_int(value: object) -> TypeGuard[int]:
@@ -101,7 +101,7 @@ def list_of(name: str, values: Any) -> list[Any]:
         and getattr(values, "ndim", 1) != 0
     ):
         return list(values)
-    raise TypeError(f"{name} ({shown(values)}) must be several, as in a list")
+    raise TypeError(f"{name} ({shown(values)}) must be an iterable, such as a list")
 
 
 def check_kind(kind: type | tuple[type, ...], told: str, **values: object) -> None:
@@ -151,7 +151,7 @@ def check_place(device: Any, dtype: object) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-        raise ValueError(f"device ({device!r}) must be a device that is here: {error}") from error
+        raise ValueError(f"device ({device!r}) must be an available device: {error}") from error
 
 
 def check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

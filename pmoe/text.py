@@ -44,5 +44,5 @@ def parse_bytes(name: str, value: int | str) -> int:
         raise ValueError(rule)
     number = float(found[1]) * UNITS[found[2].upper()]
     if not 1 <= number < 2**63:
-        raise ValueError(f"{name} ({value!r}) must be at least one byte, and less than 2**63")
+        raise ValueError(f"{name} ({value!r}) must be at least one byte and less than 2**63")
     return int(number)

@@ -39,10 +39,10 @@ def parse_bytes(name: str, value: int | str) -> int:
     rule = f"{name} ({value!r}) must be a number of bytes or a string such as '2GiB' or '500 MB'"
     if isinstance(value, bool) or not isinstance(value, (numbers.Integral, str)):
         raise TypeError(rule)
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
-    if found is None or found[2].upper() not in UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+    if match is None or match[2].upper() not in UNITS:
         raise ValueError(rule)
-    number = float(found[1]) * UNITS[found[2].upper()]
+    number = float(match[1]) * UNITS[match[2].upper()]
     if not 1 <= number < 2**63:
         raise ValueError(f"{name} ({value!r}) must be at least one byte and less than 2**63")
     return int(number)

@@ -70,7 +70,7 @@ class Exchange(abc.ABC):
     in_steps = False
     """Whether `exchange` waits for one collective before it starts the next.
 
-    Then the CPU engine runs it in a thread, and `relay_counts` is asked for counts.
+    If it does, the engine runs it in a thread on the CPU, and each call of the layer uses `relay_counts`.
     """
 
     def bind(self, ranks: Ranks, traffic: Traffic) -> None:

@@ -137,8 +137,8 @@ class HierarchicalExchange(Dispatch, Combine):
 
         send_rows: a number for each rank of `peers`.
         recv_rows: a number for each of the W ranks.
-        sources: the W ranks, in the order in which their rows arrive. Each peer delivers an equal share of
-            neighbours in this list.
+        sources: the W ranks, in the order in which their rows arrive. Each peer delivers the rows of equally
+            many consecutive ranks of this list.
         """
         sizes = [recv_rows[rank] for rank in sources]
         order = sorted(range(len(sources)), key=sources.__getitem__)

@@ -138,7 +138,7 @@ class Ranks:
         return was_destroyed
 
     def _refuse_destroyed(self) -> NoReturn:
-        """Raises RuntimeError because the group was destroyed."""
+        """Raises RuntimeError, which says what to do after the group was destroyed."""
         assert self.group is not None
         cure = "build the model again on groups that exist, and load its checkpoint (pmoe.load_checkpoint)"
         if self.takes_default:
@@ -346,7 +346,7 @@ def wait_for(work: dist.Work, group: dist.ProcessGroup | None, on_gpu: bool = Fa
 
 
 def reduce_to_largest(values: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Replaces each value by its maximum over the ranks of the group. A collective that `wait_for` ends."""
+    """Replaces each value by its maximum over the ranks of the group. Collective; waits as `wait_for`."""
     collectives.begun += 1
     wait_for(dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True), group, values.is_cuda)
 
@@ -399,7 +399,7 @@ class Grid:
         return counts_FPX.index_select(1, _index(places, counts_FPX.device))
 
     def by_arrival(self, recv_FWX: Tensor) -> Tensor:
-        """Puts counts (F, W, X) of the W ranks, given by rank, in the order in which gathered rows lie."""
+        """Reorders counts (F, W, X): from the order of ranks to the order in which gathered rows lie."""
         if not self.is_sharded:
             return recv_FWX
         return recv_FWX.index_select(1, _index(self.order, recv_FWX.device))

@@ -217,7 +217,7 @@ def _look(group: dist.ProcessGroup, told: list[str]) -> None:
 
 
 def failures(group: dist.ProcessGroup) -> list[str]:
-    """Returns published errors of a group's ranks that concern a rank which waits in the group."""
+    """Returns published errors of a group's ranks because of which waiting in the group is in vain."""
     store = dist.distributed_c10d._get_default_store()
     standing = standing_of(group)
     if not store.check([_any_failed(standing)]):

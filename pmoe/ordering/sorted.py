@@ -43,7 +43,7 @@ class SortedRows:
     """A permutation of the T * K slots, and its inverse.
 
     slot: (T * K,) int64, the slots in sorted order, dropped ones last.
-    position: (T * K,) int64, the place of each slot in that order. Kept slots have places below their number.
+    position: (T * K,) int64, the place of each slot in that order.
     """
 
     slot: Tensor
@@ -96,7 +96,7 @@ def sort_rows(
 ) -> SortedRows:
     """Sorts the slots by (chunk, expert), those that stay by (piece, expert), dropped ones last.
 
-    Slots that are equal in this are in token order.
+    Slots with the same sort key stay in token order.
 
     expert_TK, keep_TK, n, num_experts, tokens: as in `count_rows`.
     local: the experts whose rows stay on this rank; empty if all rows travel.

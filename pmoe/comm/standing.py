@@ -1,6 +1,6 @@
-"""What this rank remembers of a process group: who uses it, and whether its collectives still match.
+"""This rank's record of a process group: who uses it, and whether its collectives still match.
 
-Nothing here communicates. Layers that share a group share its `Standing`.
+Nothing in this file waits for another rank. Layers that share a group share its `Standing`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,26 @@ import torch.distributed as dist
 class Standing:
     """One process group, as this rank knows it.
 
-    name: the group's, the same on all its ranks.
+    A group is whole while its collectives match on all ranks. A rank that leaves a pass in the middle (by an
+    error) leaves collectives undone for which its peers wait.
+
+    name: the group's name, the same on all its ranks.
     life: the number of the default group to which it belongs, counted over this job. torchrun's store
         outlives a group that is destroyed and made again under the same name. This number in the keys of the
-        store tells old groups from new ones.
+        store separates new groups from old ones.
     left: why this rank left a pass in the middle; "" while the group is whole.
     left_with: the error text that peers get.
-    left_at: `place` when it left, where an error of its own was the cause; "" where an error of a peer or of
-        a collective was. Ranks that all left by their own errors, at the same place, are in step.
+    left_at: `place` when this rank left by an error of its own; "" when an error of a peer or of a collective
+        was the cause. Ranks that all left by errors of their own, at the same place, are in step.
     settled_at: `left_at` of the last time that all ranks left in step.
-    num_layers: how many layers have exchanged row counts over the group, on all of its ranks.
+    num_layers: how many layers have exchanged row counts over the group. Equal on all of its ranks.
     exchanges: how many exchanges of row counts this rank has begun. A call has the number of its exchange.
     begun_before: `Collectives.begun` when the last exchange began.
     open_calls: numbers of the calls, on the CPU, whose backward pass may follow and has not begun. Only the
-        last `MOST_OPEN` are kept, for some calls never have one.
-    backward_of: the number of the call whose backward pass is running; 0 outside of them.
-    backward_of_layer: the layer of that call.
+        last `MOST_OPEN` are kept, because some calls never have a backward pass. A dict serves as an ordered
+        set.
+    backward_of: the number of the call whose backward pass is running; 0 if none is.
+    backward_of_layer: the name of that call's layer.
     meetings: how many meetings this rank has come to (`pmoe.comm.meeting`).
     last_meeting: the number of the call that followed the last meeting.
     """
@@ -54,21 +58,26 @@ class Standing:
     last_meeting: int = 0
 
     def place(self) -> str:
-        """Where this rank is among the collectives of its layers; the same text on ranks that are in step."""
+        """Returns where this rank is among the collectives of its layers. Ranks in step get the same text."""
         return f"{self.exchanges} {collectives.begun - self.begun_before} {self.backward_of}"
 
     def open_call(self, number: int) -> None:
-        """Notes that a backward pass may follow a call."""
+        """Records that a backward pass may follow the call of this number."""
         self.open_calls[number] = None
         if len(self.open_calls) > MOST_OPEN:
             del self.open_calls[next(iter(self.open_calls))]
 
     @contextlib.contextmanager
     def backward_pass(self, number: int, layer: str) -> Iterator[None]:
-        """The block is the backward pass of the call of that number; 0 if `open_call` did not note it."""
+        """Records that the block is the backward pass of a call.
+
+        number: the call's number; 0 if `open_call` has not recorded the call.
+        layer: the name of the call's layer.
+        """
         self.open_calls.pop(number, None)
         before = self.backward_of, self.backward_of_layer
-        self.backward_of, self.backward_of_layer = number, layer
+        self.backward_of = number
+        self.backward_of_layer = layer
         try:
             yield
         finally:
@@ -76,7 +85,7 @@ class Standing:
 
 
 class Collectives:
-    """How many collectives this process's layers have begun, over all groups."""
+    """Counter of the collectives that this process's layers have begun, over all groups."""
 
     begun = 0
 
@@ -84,39 +93,43 @@ class Collectives:
 collectives: Collectives = Collectives()
 
 MOST_OPEN = 1024
+"""The largest number of `Standing.open_calls`."""
 
 _standings: weakref.WeakKeyDictionary[dist.ProcessGroup, Standing] = weakref.WeakKeyDictionary()
 
 
 def standing_of(group: dist.ProcessGroup) -> Standing:
-    """The record of a group that torch.distributed knows, made at the first request."""
-    found = _standings.get(group)
-    if found is None:
-        found = Standing(name=str(group.group_name), life=_life())
-        _standings[group] = found
-    return found
+    """Returns this rank's record of a group that torch.distributed knows. The first request makes it."""
+    standing = _standings.get(group)
+    if standing is None:
+        standing = Standing(name=str(group.group_name), life=_life())
+        _standings[group] = standing
+    return standing
 
 
 def is_known(group: dist.ProcessGroup) -> bool:
-    """Whether torch.distributed still knows a group: destroy_process_group forgets it."""
+    """Returns whether torch.distributed still knows a group. It does not after destroy_process_group."""
     return group in dist.distributed_c10d._world.pg_map
 
 
 def names_of_left_groups() -> set[str]:
-    """Names of the groups that this rank has left in the middle of a pass."""
+    """Returns the names of the groups that this rank has left in the middle of a pass."""
     return {standing.name for standing in _standings.values() if standing.left}
 
 
 _lives: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""The life of each default group."""
+"""The life (`Standing.life`) of each default group."""
 
 MOST_LIVES = 1 << 10
-"""Lives are counted modulo this: they travel in a few bits."""
+"""Lives are counted modulo this number, because they travel in a few bits of a header."""
 
 
 def _life() -> int:
-    """The number of default groups under which this rank has used layers, counted in the ranks' store. Asks
-    the store once for each default group; 0 where it gives no answer."""
+    """Returns the number of default groups with which this rank has used layers, the present one included.
+
+    It is counted in the default group's store, which is asked once for each default group. 0 if there is no
+    default group, no store, or no answer within 5 seconds.
+    """
     world = dist.group.WORLD
     if world is None:
         return 0
@@ -130,7 +143,8 @@ def _life() -> int:
                 store = dist.distributed_c10d._get_default_store()
                 answer[0] = int(store.add(f"pmoe/lives/{dist.get_rank()}", 1)) % MOST_LIVES
 
-        asking = threading.Thread(target=ask, daemon=True)  # the store may be on a rank that has stopped
+        # In a thread, because the store may be on a rank that has stopped and never answer.
+        asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(5)
         _lives[world] = answer[0]

@@ -1,4 +1,13 @@
-"""What a rank tells of its failure, in the store where ranks met: on the CPU, where the host waits."""
+"""Failure reports: a rank that fails publishes its error, so that its peers stop waiting for it.
+
+Reports are written to the default group's store. A rank that waits on the CPU for a collective looks there
+every `LOOK_AFTER`, and raises `PeerError` if it finds a report that concerns it:
+
+    rank 0   collective: waits ... looks into the store: raises PeerError with rank 1's error
+    rank 1   raises an error: writes it into the store, and never comes to the collective
+
+On a GPU the host does not wait for collectives, so nothing looks.
+"""
 
 from __future__ import annotations
 
@@ -15,48 +24,55 @@ from pmoe.comm.ranks import LOOK_AFTER, Ranks, at_stage, has_told
 from pmoe.comm.standing import Standing, is_known, names_of_left_groups, standing_of
 
 FAILED = "pmoe/failed"
-"""Keys in the store of the ranks, by life (`pmoe.comm.standing.Standing`):
+"""Beginning of all keys of failure reports. LIFE is `Standing.life`, RANK a global rank:
 
-    pmoe/failed/LIFE              some rank has failed; without it nothing else is looked at
-    pmoe/failed/LIFE/RANK         the group that the rank left, where (`Standing.left_at`), what it raised;
-                                  empty once it goes on
-    pmoe/failed/LIFE/RANK/GROUP   where the rank left that group, and what it raised; never emptied
+    pmoe/failed/LIFE              set when any rank has failed; while it is missing, no other key is read
+    pmoe/failed/LIFE/RANK         three lines: the name of the group that the rank left, `Standing.left_at`,
+                                  and its error; empty when the rank has gone on
+    pmoe/failed/LIFE/RANK/GROUP   two lines: `Standing.left_at` and the error with which the rank left that
+                                  group; it stays
 """
 
 
 @contextlib.contextmanager
 def all_fail_together(ranks: Ranks, *, stage: str) -> Iterator[None]:
-    """Raises on every rank where the block raises on any: there its own error, elsewhere one that names the
-    rank. Collective."""
+    """Raises on every rank if the block raises on any rank. Collective.
+
+    The failed rank raises its own error. The others raise one with its text and the number of the failed
+    rank: a TypeError, ValueError, ImportError, OSError or an error of its class if it was one, else a
+    RuntimeError.
+    """
     failed: Exception | None = None
     try:
         yield
     except Exception as error:
         failed = error
-    known = (each for each in (TypeError, ValueError, ImportError) if isinstance(failed, each))
-    kind = type(failed) if isinstance(failed, OSError) else next(known, RuntimeError)
-    found = gathered(ranks, None if failed is None else (kind, str(failed)), stage=stage)
+    known = (kind for kind in (TypeError, ValueError, ImportError) if isinstance(failed, kind))
+    error_type = type(failed) if isinstance(failed, OSError) else next(known, RuntimeError)
+    failures = gathered(ranks, None if failed is None else (error_type, str(failed)), stage=stage)
     if failed is not None:
         raise failed
-    for rank, each in enumerate(found):
-        if each is not None:
-            raise each[0](f"rank {rank}: {each[1]}")
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise failure[0](f"rank {rank}: {failure[1]}")
 
 
 class PeerError(RuntimeError):
-    """Another rank, which is waited for, has told what it raised."""
+    """Raised by a rank that waits for a peer which has published its failure."""
 
 
 def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = True) -> None:
-    """Records that this rank leaves a pass over ``ranks`` in the middle, and tells the peers.
+    """Records that this rank leaves a pass over ``ranks`` in the middle, and publishes the failure.
 
-    stage: where it leaves; "" where the error's own text says it. by_itself: whether the error is this rank's
-    own, and not caused by a peer or a collective.
+    Only the first error by which it leaves the group is recorded.
+
+    stage: where it leaves, in words; "" if the error's own text says so.
+    by_itself: whether the error is this rank's own, not caused by a peer or a collective.
     """
     from torch.utils.checkpoint import _StopRecomputationError
 
     if isinstance(error, _StopRecomputationError):
-        return  # torch raises it on all ranks, to end a checkpoint's second pass early
+        return  # no failure: torch raises it on all ranks, to end a checkpoint's second pass early
     if not dist.is_initialized() or ranks.group is None or not is_known(ranks.group):
         return
     standing = ranks.standing
@@ -69,12 +85,14 @@ def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = T
 
 
 def tell(standing: Standing) -> None:
-    """Tells peers the error with which this rank has left a pass over a group.
+    """Publishes the error with which this rank has left a pass over a group.
 
-    The store holds it twice: for ranks that wait in the same group, as long as the group lasts, and for ranks
-    that wait for this rank in any group, until this rank's next call.
+    The store holds it under two keys (`FAILED`). The one with the group's name stays, because ranks that wait
+    in that group wait in vain until it is destroyed. The other one is for ranks that wait for this rank in
+    any group; this rank's next call empties it.
     """
-    rank, text = dist.get_rank(), standing.left_with[:4000]
+    rank = dist.get_rank()
+    text = standing.left_with[:4000]
     has_told.set()
     _to_take_back.add(_key(standing, rank))
     in_store = {
@@ -86,11 +104,12 @@ def tell(standing: Standing) -> None:
 
 
 def announce(error: BaseException) -> None:
-    """Tells peers of an error outside of any pass, until this rank's next call. The rank leaves no group."""
+    """Publishes an error outside of any pass. The rank leaves no group; its next call empties the report."""
     world = dist.group.WORLD
     if world is None:
         return
-    standing, rank = standing_of(world), dist.get_rank()
+    standing = standing_of(world)
+    rank = dist.get_rank()
     text = f"global rank {rank} raised {type(error).__name__}: {error}"[:4000]
     has_told.set()
     _to_take_back.add(_key(standing, rank))
@@ -98,40 +117,48 @@ def announce(error: BaseException) -> None:
 
 
 PATIENCE_SECONDS = 3.0
-"""How long a rank waits to hear where its peers left. A peer that waits for it leaves within a second."""
+"""How long a rank waits for its peers to report where they left. A peer that waits leaves in a second."""
 
 
 def settle(ranks: Ranks) -> bool:
-    """Whether all ranks left the last pass by their own errors and after the same collectives.
+    """Returns whether all ranks left the last pass by errors of their own, after the same collectives.
 
-    Then they are in step, and the group is whole again. Each rank reads where the others left. A rank that
-    returns False must `tell` again, without a place: the others then stop waiting for it.
+    If so, they are in step, and the group is whole again: this rank's record of leaving is cleared. Each rank
+    reads in the store where the others left, for at most `PATIENCE_SECONDS`.
+
+    A rank that gets False must call `tell` again. That publishes an empty place, so that the others see that
+    they are not in step and stop waiting.
     """
-    group, standing = ranks.group, ranks.standing
+    group = ranks.group
+    standing = ranks.standing
     assert group is not None
-    store, end = dist.distributed_c10d._get_default_store(), time.monotonic() + PATIENCE_SECONDS
+    store = dist.distributed_c10d._get_default_store()
+    end = time.monotonic() + PATIENCE_SECONDS
     keys = [f"{_key(standing, rank)}/{standing.name}" for rank in dist.get_process_group_ranks(group)]
     while standing.left_at:
         values = [store.get(key).decode() if store.check([key]) else "" for key in keys]
         places = [value.partition("\n")[0] for value in values if value]
-        # A rank whose place is still that of the last time has not left again.
-        told_now = [place for place in places if not place or place != standing.settled_at]
-        if told_now == [standing.left_at] * ranks.size:
+        # Reports stay in the store. A rank whose place is still that of the last time has not left again.
+        new_places = [place for place in places if not place or place != standing.settled_at]
+        if new_places == [standing.left_at] * ranks.size:
             standing.settled_at = standing.left_at
             standing.left = standing.left_with = standing.left_at = ""
             return True
-        if set(told_now) - {standing.left_at} or time.monotonic() > end:
+        if set(new_places) - {standing.left_at} or time.monotonic() > end:
             standing.left_at = ""
         time.sleep(0.01)
     return False
 
 
 _to_take_back: set[str] = set()
+"""Keys of this rank's reports that its next call empties."""
 
 
 def take_back() -> None:
-    """Empties what this rank has told, when it goes on in a whole group. Ranks that wait in a group that it
-    has left are still told."""
+    """Empties this rank's reports, when it goes on in a whole group.
+
+    A report for the ranks that wait in a group that this rank has left stays.
+    """
     has_told.clear()
     if dist.is_initialized():
         _write(dict.fromkeys(_to_take_back, ""))
@@ -147,7 +174,10 @@ def _any_failed(standing: Standing) -> str:
 
 
 def _write(values: dict[str, str]) -> None:
-    """Writes values in their order. Waits 2 s at most: the store may be on a rank that has stopped."""
+    """Writes values into the store, in their order. Returns after 2 seconds at the latest.
+
+    The store may be on a rank that has stopped, and never answer.
+    """
     store = dist.distributed_c10d._get_default_store()
 
     def write() -> None:
@@ -161,28 +191,33 @@ def _write(values: dict[str, str]) -> None:
 
 
 def wait_and_look(work: dist.Work, group: dist.ProcessGroup) -> None:
-    """Goes on waiting for a collective, as `pmoe.comm.ranks.wait_for`, and looks what peers have told."""
-    told, looker = list[str](), None
-    while not told:
+    """Goes on with `pmoe.comm.ranks.wait_for` on the CPU, and looks in between for reports of failures.
+
+    Raises PeerError if there is one. A thread looks, because the store may not answer.
+    """
+    reports = list[str]()
+    looker = None
+    while not reports:
         if work.is_completed():
-            work.wait()  # raises again what it met
+            work.wait()  # raises the collective's error, if it has failed
             return
         if looker is None or not looker.is_alive():
-            looker = threading.Thread(target=_look, args=(group, told), daemon=True)
+            looker = threading.Thread(target=_look, args=(group, reports), daemon=True)
             looker.start()
         with contextlib.suppress(RuntimeError):
             work.wait(LOOK_AFTER)
             return
-    raise PeerError(min(told, key=len))  # the others' tell of it in turn
+    raise PeerError(min(reports, key=len))  # the shortest is the cause: peers' errors quote each other's
 
 
 def _look(group: dist.ProcessGroup, told: list[str]) -> None:
+    """Adds to ``told`` the reports, and else the meetings, that show that a collective will not end."""
     with contextlib.suppress(RuntimeError):
         told += failures(group) or left_out(standing_of(group), group.rank(), range(group.size()))
 
 
 def failures(group: dist.ProcessGroup) -> list[str]:
-    """The failures that ranks of a group have told and that concern a rank that waits in the group."""
+    """Returns published errors of a group's ranks because of which waiting in the group is in vain."""
     store = dist.distributed_c10d._get_default_store()
     standing = standing_of(group)
     if not store.check([_any_failed(standing)]):
@@ -194,33 +229,39 @@ def failures(group: dist.ProcessGroup) -> list[str]:
     texts = []
     known_here = names_of_left_groups() - {standing.name}
     for rank in dist.get_process_group_ranks(group):
+        # The rank has left this group, and not in step with all others (`settle`).
         place, _, in_group = value_of(f"{_key(standing, rank)}/{standing.name}").partition("\n")
         if in_group and not (place and place == standing.settled_at):
             texts.append(in_group)
         left, _, rest = value_of(_key(standing, rank)).partition("\n")
-        # A failure in another group that this rank has left too says nothing about this one.
+        # The rank has left another group, or no group (`announce`). If this rank has left that group too, the
+        # report says nothing about the present group.
         if rest and left != standing.name and left not in known_here:
             texts.append(rest.partition("\n")[2])
     return texts
 
 
 def meet(ranks: Ranks, why: str) -> None:
-    """Waits until all ranks have come to the same call. why: as in `pmoe.comm.meeting.Meeting`.
+    """Waits until all ranks have come to the same call (`pmoe.comm.meeting`).
 
-    Raises RuntimeError where a peer tells that it will not come, or where the group's timeout passes.
+    why: as in `Meeting`.
+
+    Raises RuntimeError if a peer has failed or publishes that it will not come, and after the group's
+    timeout.
     """
     from pmoe.comm.topology import timeout_of
 
     group = ranks.group
     assert group is not None
     with at_stage("waiting for the other ranks before a call", ranks):
-        began, timeout = time.monotonic(), timeout_of(group) or dist.default_pg_timeout
+        began = time.monotonic()
+        timeout = timeout_of(group) or dist.default_pg_timeout
         meeting = Meeting(group, ranks.standing, why)
         while not (meeting.is_complete or meeting.has_all(wait_for=LOOK_AFTER)):
             texts = failures(group)
             if texts:
                 raise PeerError(min(texts, key=len))
             if time.monotonic() - began > timeout.total_seconds():
-                raise RuntimeError(f"not all ranks have begun this call in {timeout}: this rank {why}")
+                raise RuntimeError(f"not all ranks have begun this call within {timeout}: this rank {why}")
             meeting.publish()
         meeting.leave()

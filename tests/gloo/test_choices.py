@@ -265,6 +265,6 @@ def one_sided_job(rank: int, world: int) -> list[str]:
 def test_autocast_on_one_rank_alone_is_an_error_on_all() -> None:
     for (message,) in ranks(2).run(one_sided_job):
         assert message == (
-            "FaultError: rows must be of one type on all ranks (autocast on all or none): rank 0: "
+            "FaultError: rows must have one dtype on all ranks (autocast on all or on none): rank 0: "
             "torch.bfloat16; rank 1: torch.float32"
         )

@@ -337,7 +337,7 @@ def test_a_routing_that_does_not_fit_on_one_rank_is_fused_on_none() -> None:
     first, second = ranks(2).run(uneven_job)
     assert first[:2] == second[:2] == ([message], False)
     assert first[2] == "ArithmeticError: three tokens"
-    assert second[2] == "FaultError: rank 0: its gate raised an error, or its input was no tensor"
+    assert second[2] == "FaultError: rank 0: its gate raised an error, or its input is not a tensor"
 
 
 def missing_job(rank: int, world: int) -> tuple[list[str], bool]:

@@ -85,7 +85,7 @@ GATES = {
     "nan": ("weights that are not finite", "weights that are not finite"),
     "shape": ("gate (Broken) returned weight of shape (6, 1)", "its gate raised an error"),
     "keep": ("gate (Broken) returned keep of shape (8, 1)", "its gate raised an error"),
-    "token": ("tokens that do not ascend", "tokens that do not ascend"),
+    "token": ("Routing.token that does not ascend", "Routing.token that does not ascend"),
     "float keep": (
         "gate (Broken) returned keep of shape (7, 1) and dtype torch.float32",
         "its gate raised an error",

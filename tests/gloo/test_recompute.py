@@ -440,7 +440,7 @@ def changed_job(
 def test_every_rank_raises_before_rows_travel(
     world: int, culprits: tuple[int, ...], options: dict[str, Any], use_reentrant: bool
 ) -> None:
-    text = "routing changed in recomputation: give its checkpoint context_fn=pmoe.checkpoint_contexts"
+    text = "routing changed in recomputation: pass context_fn=pmoe.checkpoint_contexts"
     for message, calls, went_on in ranks(world).run(changed_job, culprits, use_reentrant, options):
         assert message.startswith("FaultError: ")
         for rank in range(world):

@@ -303,7 +303,7 @@ def test_a_lost_device_means_that_the_process_must_end(monkeypatch: pytest.Monke
         heap.check()
     with pytest.raises(HeapError, match=r"is on a device that is lost; this process must end"):
         heap.next_epoch()
-    with pytest.warns(UserWarning, match="closing a heap: CUDA error"):
+    with pytest.warns(UserWarning, match="could not close a heap: CUDA error"):
         heap.close()
 
 
@@ -337,7 +337,7 @@ def test_a_closed_heap_is_closed_once_and_refuses_use() -> None:
 def test_what_fails_while_closing_is_a_warning() -> None:
     memory = FileMemory(refuses="free")
     (heap,) = virtual_heaps(ALONE, CPU, memory=memory)  # whose file goes nevertheless
-    with pytest.warns(UserWarning, match="pmoe: closing a heap: cannot free"):
+    with pytest.warns(UserWarning, match="pmoe: could not close a heap: cannot free"):
         heap.close()
 
 

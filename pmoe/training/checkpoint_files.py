@@ -1,14 +1,19 @@
-"""The files of a checkpoint beside DCP's, and the order of moves in which a kill leaves a whole one.
+"""Files of a checkpoint beside those of DCP, written so that a kill leaves a complete checkpoint.
 
-    folder/latest.json               {"folder": "step_00000400", "step": 400}; replaced last, in one move
+    folder/latest.json               {"folder": "step_00000400", "step": 400}
     folder/step_00000400/
         .metadata  __0_0.distcp ...  tensors, as torch.distributed.checkpoint (DCP) writes them
-        plain.pt                     by rank 0: step, what the caller adds, options of optimizers
-        random_0.pt  random_1.pt ... by each rank: the state of its random generators
-        sums_0.json  sums_1.json ... by each rank: a CRC-32 of each file that it wrote
+        plain.pt                     written by rank 0: step, the caller's extra data, options of optimizers
+        random_0.pt  random_1.pt ... written by each rank: the states of its random generators
+        sums_0.json  sums_1.json ... written by each rank: a CRC-32 of each file that it wrote
 
-A checkpoint is written as step_N.tmp. When the files of all ranks are on the disk it is renamed, and only
-then named by latest.json. Nothing that has been named is ever written to.
+A checkpoint is published in three steps, so that a kill between any two leaves a complete checkpoint:
+
+1. All ranks write their files to step_N.tmp and wait until the disk has them.
+2. The folder is renamed to step_N.
+3. latest.json, which names the folder, is replaced in one rename.
+
+A folder that latest.json has named is never written to again.
 """
 
 from __future__ import annotations
@@ -40,18 +45,22 @@ RECORDS = frozenset(
     | {(FileSystemReader.__module__, "_StorageInfo"), (Metadata.__module__, "_MEM_FORMAT_ENCODING")}
     | {(Metadata.__module__, name) for name in metadata.__all__}
 )
-"""Module and name of what a list of tensors may hold."""
+"""(module, name) of the classes that a checkpoint's pickled list of tensors may contain."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint could not be saved, is not there, is damaged, or is of another model: on every rank."""
+    """A checkpoint could not be saved, does not exist, is damaged or does not fit. Raised on every rank."""
 
 
 # ---- writing
 
 
 def new_folder(folder: Path, step: int) -> Path:
-    """Makes the folder that a checkpoint is written to. Removes what a killed save or removal left."""
+    """Makes and returns the temporary folder that a checkpoint is written to.
+
+    Removes what a killed save, or a removal that was interrupted, left in ``folder``. If the step was saved
+    before, the new folder's name gets a number: step_00000400-2.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for left in (*folder.glob("step_*.tmp"), *folder.glob(f".{POINTER}.*.tmp")):
         is_folder = left.is_dir() and not left.is_symlink()
@@ -66,7 +75,7 @@ def new_folder(folder: Path, step: int) -> Path:
 
 
 def check_plain(plain: Mapping[str, Any]) -> None:
-    """Raises ValueError where ``plain`` could not be written, or not be read back as plain data."""
+    """Raises ValueError if ``plain`` cannot be written, or cannot be read back as plain data and tensors."""
     memory = io.BytesIO()
     try:
         torch.save(plain, memory)
@@ -81,7 +90,7 @@ def check_plain(plain: Mapping[str, Any]) -> None:
 
 
 def write_beside(part: Path, rank: int, plain: Mapping[str, Any]) -> None:
-    """Writes what DCP does not: this rank's random states and, on rank 0, the plain data."""
+    """Writes the files that DCP does not: random states, checksums and, on rank 0, the plain data."""
     generators: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         generators["cuda"] = torch.cuda.get_rng_state()
@@ -95,7 +104,10 @@ def write_beside(part: Path, rank: int, plain: Mapping[str, Any]) -> None:
 
 
 def publish(part: Path, step: int, keep: int) -> Path:
-    """Makes the finished folder ``part`` the last checkpoint, and removes all but the newest ``keep``."""
+    """Makes the finished folder ``part`` the latest checkpoint.
+
+    Removes all but the newest ``keep``. Returns its path.
+    """
     folder, path = part.parent, part.with_suffix("")
     _sync_folder(part)
     os.replace(part, path)
@@ -105,7 +117,7 @@ def publish(part: Path, step: int, keep: int) -> Path:
     by_age = sorted(_complete(folder), key=lambda each: (each == path, (each / PLAIN).stat().st_mtime_ns))
     for old in by_age[:-keep]:
         doomed = old.with_name(f"{old.name}.tmp")
-        os.replace(old, doomed)  # a removal that is cut short leaves nothing that looks whole
+        os.replace(old, doomed)  # renamed first: a removal that a kill interrupts leaves no folder step_N
         shutil.rmtree(doomed, ignore_errors=True)
     return path
 
@@ -114,9 +126,9 @@ def publish(part: Path, step: int, keep: int) -> Path:
 
 
 def find(folder: Path, step: int | None) -> str:
-    """The name of the checkpoint's folder. step: None is the last.
+    """Returns the name of a checkpoint's folder: that of ``step``, or the latest if ``step`` is None.
 
-    Raises CheckpointError where there is none.
+    Raises CheckpointError if there is none.
     """
     if step is None:
         return _last(folder / POINTER)
@@ -131,11 +143,12 @@ def find(folder: Path, step: int | None) -> str:
 
 
 def read(path: Path, rank: int, num_ranks: int) -> tuple[dict[str, Any], Metadata, dict[str, Any] | None]:
-    """All but the tensors: plain.pt, DCP's list of tensors, and the states of this rank's random generators,
-    None where another number of ranks saved them. Raises OSError or ValueError for a file missing, damaged or
-    too short.
+    """Reads everything of a checkpoint except its tensors: (plain.pt, DCP's metadata, random states).
 
-    The ranks share the work of looking at the sums: torch does not.
+    The random states are this rank's; None if another number of ranks saved them. The checksums of all files
+    are compared here, because torch does not: each rank compares those of every ``num_ranks``-th list.
+
+    Raises OSError or ValueError if a file is missing, damaged or too short.
     """
     sums = sorted(path.glob("sums_*.json"))
     for file in sums[rank::num_ranks]:
@@ -152,7 +165,7 @@ def read(path: Path, rank: int, num_ranks: int) -> tuple[dict[str, Any], Metadat
 
 
 def set_random(generators: Mapping[str, Any]) -> None:
-    """Sets this process's random generators to saved states."""
+    """Sets the random generators of torch, Python and the current CUDA device to saved states."""
     torch.set_rng_state(generators["torch"])
     random.setstate(generators["python"])
     if "cuda" in generators and torch.cuda.is_available():
@@ -160,6 +173,7 @@ def set_random(generators: Mapping[str, Any]) -> None:
 
 
 def _last(pointer: Path) -> str:
+    """Returns the folder name in latest.json. Raises CheckpointError if the file is missing or damaged."""
     try:
         name = load_json(pointer, lambda found: found["folder"])
     except FileNotFoundError:
@@ -172,11 +186,12 @@ def _last(pointer: Path) -> str:
 
 
 def _complete(folder: Path) -> list[Path]:
+    """Returns the folders of published checkpoints. A folder without plain.pt is not one."""
     return [path for path in folder.glob("step_*") if path.suffix != ".tmp" and (path / PLAIN).exists()]
 
 
 class _Records(pickle.Unpickler):
-    """Reads DCP's records and plain data. What else a pickle names could be any program."""
+    """Unpickles DCP's records and plain data only: an arbitrary pickle could run any program."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in RECORDS or module == "torch" and isinstance(getattr(torch, name), torch.dtype):
@@ -185,6 +200,10 @@ class _Records(pickle.Unpickler):
 
 
 def _read_metadata(path: Path) -> Metadata:
+    """Reads DCP's list of tensors.
+
+    Raises ValueError if one of the files that it names is shorter than it must be.
+    """
     found, ends = _opened(path / LIST, _listed)
     for name, end in ends.items():
         if Path(name).name != name:
@@ -196,7 +215,7 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def _listed(file: IO[bytes]) -> tuple[Metadata, dict[str, int]]:
-    """The list, and where the last tensor of each file ends."""
+    """Returns the metadata and, for each file, the byte at which its last tensor ends."""
     found, ends = _Records(file).load(), dict[str, int]()
     for place in found.storage_data.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -208,7 +227,11 @@ def _read_plain(path: Path) -> dict[str, Any]:
 
 
 def _opened(path: Path, load: Callable[[IO[bytes]], T]) -> T:
-    """What ``load`` makes of a file. Raises OSError; ValueError for whatever a damaged one makes it raise."""
+    """Opens a file and returns ``load`` of it.
+
+    Raises OSError as ``open`` does. Any other error means that the file is damaged, and becomes a ValueError
+    that says so.
+    """
     try:
         with open(path, "rb") as file:
             return load(file)
@@ -220,7 +243,7 @@ def _opened(path: Path, load: Callable[[IO[bytes]], T]) -> T:
 
 
 def _sum(path: Path) -> int:
-    """CRC-32 of a file."""
+    """Returns the CRC-32 of a file, read in pieces of 4 MiB."""
     found = 0
     with open(path, "rb") as file:
         while part := file.read(1 << 22):
@@ -232,7 +255,7 @@ def _sum(path: Path) -> int:
 
 
 def _write_to_disk(value: object, path: Path) -> None:
-    """Writes a new file and returns when the disk has it, not only the system's cache."""
+    """Writes a new file and returns when the disk has it, not only the cache of the operating system."""
     with open(path, "xb") as file:
         torch.save(value, file)
         file.flush()
@@ -240,7 +263,7 @@ def _write_to_disk(value: object, path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Returns when the disk has the names in a folder: new files and renames."""
+    """Returns when the disk has the folder's entries: new files and renames."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

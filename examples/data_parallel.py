@@ -4,9 +4,10 @@
     torchrun --standalone --nproc-per-node 2 examples/data_parallel.py --steps 60 --folder runs/copies \
         --wrap fsdp
 
-Half of the ranks hold copies of the other half's experts. The second command goes on where the first ended
-or was killed, on another number of ranks and with another wrapper. One rank a GPU where there are GPUs, else
-gloo on the CPU.
+With an even number of ranks, half of them hold copies of the other half's experts. The second command
+continues where the first one ended or was killed, on another number of ranks and with another wrapper.
+
+It runs one rank a GPU if the machine has GPUs, else on the CPU with gloo.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ D_MODEL, VOCABULARY, SEQUENCES, TOKENS = 32, 61, 8, 16
 
 
 class Block(nn.Module):
-    """Each token beside the one before it, then experts."""
+    """A block of the model: mixes each token with the one before it, then applies experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +41,7 @@ class Block(nn.Module):
 
 
 def batch(step: int, rank: int) -> Tensor:
-    """(SEQUENCES, TOKENS + 1): each token follows from the one before."""
+    """Returns (SEQUENCES, TOKENS + 1) random sequences. Each token is computed from the one before it."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     columns = [torch.randint(VOCABULARY, (SEQUENCES,), generator=generator)]
     for _ in range(TOKENS):
@@ -49,8 +50,10 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def train(arguments: argparse.Namespace) -> None:
+    """Trains the model on all ranks, from the last checkpoint if there is one."""
     torch.manual_seed(0)  # the same on all ranks
-    blocks = [Block() for _ in range(2)]  # before there is a process group: each rank builds all experts
+    # Built before the process group exists, so that each rank builds all experts. `parallelize` spreads them.
+    blocks = [Block() for _ in range(2)]
     model = nn.Sequential(nn.Embedding(VOCABULARY, D_MODEL), *blocks, nn.Linear(D_MODEL, VOCABULARY))
     ranks = start_ranks()
     copies = 2 if ranks.world % 2 == 0 else 1

@@ -1,6 +1,6 @@
-"""The arguments of train_lm.py: their defaults, and which of them a resumed run may change.
+"""Command line of train_lm.py: the arguments, their defaults, and which of them a resumed run may change.
 
-The defaults are a run of about four and a half minutes on two CPU cores.
+With the defaults a run takes about four and a half minutes on two CPU cores.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ from pathlib import Path
 from typing import Any
 
 MAY_CHANGE_ON_RESUME = {"out", "resume", "data", "pipeline", "checkpoint_every", "time_limit", "timeout"}
-"""They decide no number; the text itself is compared by its hash."""
+"""Arguments that do not change the numbers of a run.
+
+"data" is one of them: the text is compared by its hash.
+"""
 
 MAY_BE_ZERO = {"seed", "warmup", "weight_decay", "aux_weight"}
+"""Arguments that may be 0. All other numbers must be greater."""
 
 
 class SettingsError(ValueError):
-    """The arguments do not fit together, or not with the checkpoint."""
+    """The arguments contradict each other, or differ from those of the checkpoint."""
 
 
 def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the arguments of the command line, or those of ``given``."""
     parser = argparse.ArgumentParser(
         description="Trains a byte-level language model with a pmoe.MoELayer in every second block.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -87,7 +92,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check_arguments(arguments: argparse.Namespace, num_ranks: int) -> None:
-    """Raises SettingsError, the same on all ranks, for what neither argparse nor the model checks."""
+    """Raises SettingsError, the same on all ranks, for values that neither argparse nor the model checks."""
     for name, value in vars(arguments).items():
         flag = f"--{name.replace('_', '-')} ({value})"
         if type(value) is int and value < 1 and name not in MAY_BE_ZERO:
@@ -103,5 +108,5 @@ def check_arguments(arguments: argparse.Namespace, num_ranks: int) -> None:
 
 
 def deciding_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that decide the numbers of a run, as plain data."""
+    """Returns the arguments that decide the numbers of a run, as plain data."""
     return {name: value for name, value in vars(arguments).items() if name not in MAY_CHANGE_ON_RESUME}

@@ -200,7 +200,7 @@ class StatsWriter:
                 if is_first:  # described now, not at the start: a model's first call may make layers
                     self._described = {**self._session, "layers": _describe(self._model)}
                 self._add_statistics(step, found)
-                self._write("waits for the next time", found)
+                self._write("are written the next time", found)
         if self.exposed and (step + stride) % self.every == 0 and self._journal is None:
             self._journal = self._recording.enter_context(recording())
         return found
@@ -257,7 +257,7 @@ class StatsWriter:
         try:
             yield
         except OSError as error:
-            message = f"pmoe: StatsWriter cannot write to {self.folder}; what it has {otherwise}: {error}"
+            message = f"pmoe: StatsWriter cannot write to {self.folder}; its lines {otherwise}: {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=5)
 
     def close(self) -> None:
@@ -265,9 +265,9 @@ class StatsWriter:
         self._recording.close()
         self._journal = None
         if self.writes:
-            self._write("is lost")
+            self._write("are lost")
         if self._board is not None:
-            with self._stops_nothing("is lost"):
+            with self._stops_nothing("are lost"):
                 self._board.close()
         self._claim.close()
 
@@ -295,7 +295,7 @@ def _number(name: str, value: object) -> float | Tensor:
             raise TypeError
         return float(value)  # type: ignore[arg-type]
     except (OverflowError, TypeError, ValueError):
-        raise TypeError(f"{name} ({value!r}) must be a number, and no bool") from None
+        raise TypeError(f"{name} ({value!r}) must be a number, not a bool") from None
 
 
 def _session(model: nn.Module, settings: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:

@@ -240,7 +240,7 @@ def read_run(folder: Path) -> Run:
 
 def read_sessions(path: Path) -> list[dict[str, Any]]:
     """Returns the sessions in run.json, oldest first. Empty if there is no such file."""
-    return load_json(path, _sessions_from, "without it the rest is read") if os.path.lexists(path) else []
+    return load_json(path, _sessions_from, "remove it to read the rest") if os.path.lexists(path) else []
 
 
 def _sessions_from(found: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -281,7 +281,7 @@ def _read(path: Path) -> Iterator[Row]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be text: {error}; without it the rest is read") from None
+        raise ValueError(f"{path} must be text: {error}; remove it to read the rest") from None
     lines, columns = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline="")), COLUMNS[path.name]
     header = list(columns)
     try:
@@ -295,5 +295,5 @@ def _read(path: Path) -> Iterator[Row]:
             yield Row(**{name: parse(cell) for (name, parse), cell in parsed})
     except (csv.Error, ValueError) as error:
         raise ValueError(
-            f"{path}, line {lines.line_num}: {error}; without the line the rest is read"
+            f"{path}, line {lines.line_num}: {error}; remove the line to read the rest"
         ) from None

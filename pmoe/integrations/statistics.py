@@ -194,7 +194,7 @@ def stats(
     check_flag("all_ranks", all_ranks)
     check_kind((Journal, type(None)), "None or what pmoe.recording() gave", journal=journal)
     if group is not None and not all_ranks:
-        raise ValueError("group must be None unless all_ranks is True: nothing is reduced")
+        raise ValueError("group must be None unless all_ranks is True, because nothing is reduced over it")
     layers = layers_of(model)
     found = [_of_layer(name, layer, journal) for name, layer in layers.items()]
     ranks = Ranks(group) if all_ranks else Ranks.single()
@@ -321,7 +321,7 @@ def _over_ranks(found: Sequence[LayerStats], layers: Sequence[MoELayer], ranks: 
     numbers.append([float(power) for own in marks for mark in own for power in (mark, mark**2)])
     device = next((parameter.device for layer in layers for parameter in layer.parameters()), "cpu")
     summed = torch.tensor([each for own in numbers for each in own], dtype=torch.float64, device=device)
-    with at_stage("the sum of statistics", ranks):
+    with at_stage("summing statistics", ranks):
         dist.all_reduce(summed, group=ranks.group)
     *parts, powers = summed.cpu().split([len(own) for own in numbers])
     # n numbers are all equal if and only if n * sum(x**2) = sum(x)**2. So sums are enough to compare the

@@ -154,10 +154,12 @@ def read(path: Path, rank: int, num_ranks: int) -> tuple[dict[str, Any], Metadat
     for file in sums[rank::num_ranks]:
         for name, expected in load_json(file, dict, "it holds the sums of files").items():
             if _sum(path / Path(name).name) != expected:
-                raise ValueError(f"{path / name} is damaged: its sum is not the one in {file.name}")
+                raise ValueError(f"{path / name} is damaged: its checksum is not the one in {file.name}")
     plain = _read_plain(path / PLAIN)
     if (version := plain.get("format", FORMAT)) != FORMAT:
-        raise ValueError(f"{path / PLAIN}: format ({version!r}) must be {FORMAT}: load it as it was saved")
+        raise ValueError(
+            f"{path / PLAIN}: format ({version!r}) must be {FORMAT}: load it with the pmoe that saved it"
+        )
     if len(sums) != plain.get("ranks"):
         raise ValueError(f"{path} must have a sums_*.json of each rank, {plain.get('ranks')} in all")
     generators = _read_plain(path / f"random_{rank}.pt") if plain["ranks"] == num_ranks else None
@@ -181,7 +183,9 @@ def _last(pointer: Path) -> str:
     except (ValueError, KeyError):
         name = None
     if not isinstance(name, str) or Path(name).name != name or not (pointer.parent / name).is_dir():
-        raise CheckpointError(f"{pointer} is damaged: it must name a folder beside it ({name!r}); see step=")
+        raise CheckpointError(
+            f"{pointer} is damaged: it must name a folder beside it ({name!r}): load another with step="
+        )
     return name
 
 
@@ -196,7 +200,7 @@ class _Records(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in RECORDS or module == "torch" and isinstance(getattr(torch, name), torch.dtype):
             return super().find_class(module, name)
-        raise CheckpointError(f"it names {module}.{name}, which is no record of a checkpoint")
+        raise CheckpointError(f"it names {module}.{name}, which no checkpoint holds")
 
 
 def _read_metadata(path: Path) -> Metadata:
@@ -207,7 +211,7 @@ def _read_metadata(path: Path) -> Metadata:
     found, ends = _opened(path / LIST, _listed)
     for name, end in ends.items():
         if Path(name).name != name:
-            raise ValueError(f"{path / LIST} is damaged: it names {name}, which is not beside it")
+            raise ValueError(f"{path / LIST} is damaged: it names {name}, which is not in its folder")
         length = (path / name).stat().st_size
         if length < end:
             raise ValueError(f"{path / name} ({length} bytes) must have at least {end}")

@@ -47,7 +47,7 @@ def check_group(model: nn.Module, num_ranks: int) -> None:
         if isinstance(layer, MoELayer) and layer.ranks.size > num_ranks:
             raise ValueError(
                 f"group (of size {num_ranks}) must be all ranks that hold the model together: "
-                f"{name or 'model'} is spread over {layer.ranks.size}"
+                f"the number of ranks of {name or 'model'} is {layer.ranks.size}"
             )
 
 
@@ -88,7 +88,9 @@ class Names:
         """
         if parameter not in self._by_parameter:
             shape = tuple(parameter.shape)
-            raise ValueError(f"optimizer (a parameter of shape {shape}) must be of the model's alone")
+            raise ValueError(
+                f"optimizer (a parameter of shape {shape}) must have parameters of the model only"
+            )
         return self._by_parameter[parameter]
 
     def of_this_rank(self, stored: Iterable[str]) -> set[str]:
@@ -177,7 +179,7 @@ def option_problems(names: Names, optimizers: Sequence[Optimizer], plain: Plain)
         for name in known[1:]:
             if options[name] != options[known[0]]:
                 problems.append(
-                    f"optimizer.{name} and optimizer.{known[0]}, now of one group, had other options"
+                    f"optimizer.{name} and optimizer.{known[0]}, now in one group, had different options"
                 )
     return problems
 
@@ -230,16 +232,16 @@ def problems_of(
     all_names: names of the tensors of all ranks.
     """
     found = {name: each for name, each in metadata.state_dict_metadata.items() if name.startswith(f"{part}.")}
-    problems = [f"{name} is missing in it" for name in sorted(all_names - set(found))]
-    problems += [f"{name} is in it alone" for name in sorted(set(found) - all_names)]
+    problems = [f"{name} is not in it" for name in sorted(all_names - set(found))]
+    problems += [f"{name} is only in it" for name in sorted(set(found) - all_names)]
     for name in sorted(set(found) & set(wanted)):
         tensor, known = wanted[name], found[name]
         if not isinstance(known, TensorStorageMetadata):
-            problems.append(f"{name} is no tensor in it")
+            problems.append(f"{name} is not a tensor in it")
         elif known.size != tensor.shape:
-            problems.append(f"{name} is {tuple(known.size)} in it, {tuple(tensor.shape)} here")
+            problems.append(f"{name} has shape {tuple(known.size)} in it, {tuple(tensor.shape)} in this run")
         elif known.properties.dtype != tensor.dtype:
-            problems.append(f"{name} is {known.properties.dtype} in it, {tensor.dtype} here")
+            problems.append(f"{name} has {known.properties.dtype} in it, {tensor.dtype} in this run")
     return problems
 
 
@@ -289,7 +291,7 @@ def _check_names_differ(name: str, layer: MoELayer) -> None:
         kind = type(layer.experts).__name__
         raise ValueError(
             f"{name or 'model'} (of {layer.ranks}, experts {kind}) must hold its experts as DTensors or "
-            "as modules to be told apart in a checkpoint: see pmoe.parallelize"
+            "as modules, so that a checkpoint can name them: call pmoe.parallelize(model, mesh)"
         )
 
 

@@ -136,8 +136,8 @@ def _copies_of_experts(model: object, named: Iterable[tuple[str, Tensor]], num_r
     for name, each in named:
         if is_expert(each) and not isinstance(each, DTensor) and id(each) not in found and num_ranks > 1:
             raise ValueError(
-                f"parameters ({name} is an expert's that is no DTensor) must be the model, or come from "
-                "pmoe.parallelize: else the number of its copies is not known"
+                f"parameters ({name} is an expert's and not a DTensor) must be the model, or come from "
+                "pmoe.parallelize: otherwise the number of its copies is not known"
             )
     return found
 
@@ -257,7 +257,7 @@ class GradScaler(torch.amp.GradScaler):
         total = torch.stack([found_inf, *(each.to(found_inf.device) for each in found.values())]).amax()
         if dist.is_available() and dist.is_initialized():
             agreed = total.to(device_type_of(self.group))
-            with at_stage("telling gradients that overflow", Ranks(self.group)):
+            with at_stage("agreeing whether gradients overflow", Ranks(self.group)):
                 dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.group)
             total = agreed.to(total.device)
         return {device: total.to(device) for device in (*found, total.device)}

@@ -87,7 +87,7 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
     grid = grid_of_mesh(inner)
     (*others,) = (name for name in mesh.mesh_dim_names or () if name not in (ACROSS, INSIDE))
     copies = Ranks(mesh.get_group(others[0])) if others else Ranks.single()
-    stage = "comparing what parallelize is given"
+    stage = "comparing the arguments of parallelize"
     with all_fail_together(copies, stage=stage), all_fail_together(grid.all, stage=stage):
         layers = _checked_layers(model, reduce, inner, grid)
     for name, layer in layers:

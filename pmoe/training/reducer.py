@@ -205,7 +205,7 @@ def _check_partition(partition: Partition, num_layers: int) -> None:
     if first.dense_bytes or first.moe_bytes:
         raise ValueError(
             f"partition ({first.dense_bytes + first.moe_bytes} bytes in the first dense part) must leave it "
-            "empty: no gradient is there before it"
+            "empty: no gradient exists before it"
         )
 
 
@@ -361,6 +361,6 @@ class PartitionedStep(BackwardStep):
         for at in () if part is None else part.parameters:
             if at not in self._ready:
                 raise RuntimeError(
-                    f"pmoe: the gradient of {self._names[at]} is not there when it should travel: a model "
+                    f"pmoe: the gradient of {self._names[at]} does not exist when it should be sent: a model "
                     "whose backward pass changes from step to step needs GradientReducer(partition=False)"
                 )

@@ -63,7 +63,8 @@ class Float8Rows(pmoe.Callback):
     def __init__(
         self, rows: torch.dtype = torch.float8_e4m3fn, gradients: torch.dtype = torch.float8_e4m3fn
     ) -> None:
-        self.rows, self.gradients = rows, gradients
+        self.rows = rows
+        self.gradients = gradients
 
     def before_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
         packed: Tensor = _Pack.apply(rows, self.rows, self.gradients)  # type: ignore[no-untyped-call]
@@ -165,9 +166,9 @@ def step_results(layer: pmoe.MoELayer, x: Tensor, dy: Tensor) -> tuple[int, dict
     before = layer.traffic.rows
     y = layer(x)
     y.backward(dy)
-    found: dict[str, Tensor | None] = {"output": y.detach(), "x": x.grad}
-    found |= {name: parameter.grad for name, parameter in layer.named_parameters()}
-    return layer.traffic.rows - before, {name: each for name, each in found.items() if each is not None}
+    results: dict[str, Tensor | None] = {"output": y.detach(), "x": x.grad}
+    results |= {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return layer.traffic.rows - before, {name: value for name, value in results.items() if value is not None}
 
 
 def error(found: Tensor, exact: Tensor, ranks: Ranks) -> float:
@@ -218,7 +219,9 @@ def main() -> None:
 
     generator = torch.Generator().manual_seed(1 + ranks.rank)
     x, dy = torch.randn(2, arguments.tokens, arguments.d_model, generator=generator).to(ranks.device)
-    sent, results, losses = {}, {}, {}
+    sent = {}
+    results = {}
+    losses = {}
     for name, callbacks in VARIANTS.items():
         layer = make_layer(callbacks, arguments)
         bytes_sent, found = step_results(layer, x, dy)

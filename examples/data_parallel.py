@@ -32,7 +32,8 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.mix = nn.LayerNorm(D_MODEL), nn.Linear(2 * D_MODEL, D_MODEL)
+        self.norm = nn.LayerNorm(D_MODEL)
+        self.mix = nn.Linear(2 * D_MODEL, D_MODEL)
         self.moe = pmoe.MoELayer(D_MODEL, 64, num_experts=8, top_k=2, pipeline=2)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -89,12 +89,12 @@ def named_files(paths: Sequence[Path]) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for path in paths:
         if path.is_dir():
-            found = {str(file.relative_to(path)): file for file in path.rglob("*") if file.is_file()}
+            new_files = {str(file.relative_to(path)): file for file in path.rglob("*") if file.is_file()}
         elif path.is_file():
-            found = {path.name: path}
+            new_files = {path.name: path}
         else:
             raise DataError(f"--data {path}: no such file or folder")
-        for name, file in found.items():
+        for name, file in new_files.items():
             if name in files:
                 name = str(file)  # two folders may hold files of the same name
             files[name] = file
@@ -149,6 +149,6 @@ def windows(text: Tensor, offsets: Tensor, context: int) -> tuple[Tensor, Tensor
 
     A target is the byte that follows its input.
     """
-    at = offsets[:, None] + torch.arange(context + 1)
-    taken = text[at].long()
-    return taken[:, :-1], taken[:, 1:]
+    positions = offsets[:, None] + torch.arange(context + 1)
+    window = text[positions].long()
+    return window[:, :-1], window[:, 1:]

@@ -52,7 +52,10 @@ class Progress:
     def __init__(
         self, *, done: int, steps: int, bytes_per_step: int, device: torch.device, show: bool
     ) -> None:
-        self.steps, self.bytes_per_step, self.device, self.show = steps, bytes_per_step, device, show
+        self.steps = steps
+        self.bytes_per_step = bytes_per_step
+        self.device = device
+        self.show = show
         self.bar = open_bar(done, steps) if show and sys.stderr.isatty() else None
         self.last_line = time.monotonic()
         self.seconds_per_step = 0.0
@@ -160,6 +163,7 @@ def smooth(values: list[float]) -> list[float]:
     sums = [0.0, *itertools.accumulate(values)]
     out = []
     for index in range(len(values)):
-        first, end = max(0, index - reach), min(len(values), index + reach + 1)
+        first = max(0, index - reach)
+        end = min(len(values), index + reach + 1)
         out.append((sums[end] - sums[first]) / (end - first))
     return out

@@ -84,7 +84,8 @@ class Model(nn.Module):
 
     def __init__(self, d_model: int, num_experts: int, meshes: Meshes) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, d_model), nn.Linear(d_model, VOCABULARY)
+        self.embed = nn.Embedding(VOCABULARY, d_model)
+        self.head = nn.Linear(d_model, VOCABULARY)
         self.blocks = nn.ModuleList(Block(d_model, num_experts, meshes) for _ in range(2))
 
     def forward(self, tokens_BS: Tensor) -> Tensor:

@@ -170,7 +170,9 @@ def build_optimizer(model: ByteGPT, arguments: argparse.Namespace) -> torch.opti
 def restore(run: Run) -> None:
     """Loads the last checkpoint into the run."""
     saved = load(run.checkpoints(), run.model, run.optimizer, run.settings(), run.ranks)
-    run.step, run.seconds, run.history = saved["step"], saved["seconds"], History(**saved["history"])
+    run.step = saved["step"]
+    run.seconds = saved["seconds"]
+    run.history = History(**saved["history"])
     say(run.ranks, f"resumed after step {run.step} on {run.ranks.world} rank(s)")
 
 
@@ -251,16 +253,16 @@ def train_step(run: Run, stop_here: bool) -> StepResult:
     others = [parameter for parameter in model.parameters() if not is_expert(parameter)]
     square = squared_norm(others, ranks.device) / ranks.world + squared_norm(experts, ranks.device)
     stop = torch.tensor(float(stop_here), device=ranks.device)
-    told = torch.stack([loss / ranks.world, square, stop]).double()
-    ranks.sum(told)  # all small numbers share one reduction, and the host waits for it once
-    mean_loss, square_sum, stops = told.tolist()
+    numbers = torch.stack([loss / ranks.world, square, stop]).double()
+    ranks.sum(numbers)  # all small numbers share one reduction, and the host waits for it once
+    mean_loss, square_sum, stops = numbers.tolist()
     norm = math.sqrt(square_sum)
     if not math.isfinite(norm + mean_loss):
         raise FloatingPointError(
             f"step {run.step + 1}: loss {mean_loss}, gradient norm {norm}; try a smaller --lr"
         )
     if norm > arguments.clip:
-        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        gradients = [tensor.grad for tensor in model.parameters() if tensor.grad is not None]
         # Scales all gradients in one operation. torch has no public function for it.
         torch._foreach_mul_(gradients, arguments.clip / norm)  # pyright: ignore[reportPrivateImportUsage]
     run.optimizer.step()
@@ -323,7 +325,8 @@ def evaluate(run: Run, num_bytes: int) -> float:
 
 def record(run: Run, result: StepResult) -> None:
     """Adds the result of a step to the curves."""
-    history, seen = run.history, run.step * run.bytes_per_step()
+    history = run.history
+    seen = run.step * run.bytes_per_step()
     history.train_bytes.append(seen)
     history.train_loss.append(result.loss)
     history.gradient_norm.append(result.gradient_norm)

@@ -70,8 +70,8 @@ class Board:
             return
         if self._writer is None:
             self._writer = self._made(purge_step=scalars[0].step)
-        for each in scalars:
-            self._writer.add_scalar(each.name, each.value, each.step)
+        for scalar in scalars:
+            self._writer.add_scalar(scalar.name, scalar.value, scalar.step)
         for layer in () if found is None else found.layers:
             _show_layer(self._writer, step, layer)
         self._writer.flush()
@@ -142,7 +142,10 @@ class StatsWriter:
     ) -> None:
         ranks = Ranks(group)
         self.writes = ranks.rank == 0
-        self.every, self.exposed, self._model, self._group = every, exposed, model, group
+        self.every = every
+        self.exposed = exposed
+        self._model = model
+        self._group = group
         self._last: int | None = None
         self._claim = contextlib.ExitStack()
         self._described: dict[str, Any] | None = None
@@ -158,7 +161,8 @@ class StatsWriter:
             check_flag("tensorboard", tensorboard)
             check_flag("exposed", exposed)
             check_kind((Mapping, type(None)), "a dict, such as vars(arguments)", settings=settings)
-            self.folder, self._session = Path(run_dir), _session(model, settings or {}, ranks.size)
+            self.folder = Path(run_dir)
+            self._session = _session(model, settings or {}, ranks.size)
             if self.writes:
                 self._open(tensorboard)
             self._claim = self._claim.pop_all()
@@ -191,19 +195,19 @@ class StatsWriter:
         is_due = is_first or step % self.every == 0
         stride = 1 if self._last is None else step - self._last
         self._last = step
-        found = None
+        statistics = None
         if is_due:
             self._recording.close()
-            found = stats(self._model, all_ranks=True, group=self._group, journal=self._journal)
+            statistics = stats(self._model, all_ranks=True, group=self._group, journal=self._journal)
             self._journal = None
             if self.writes:
                 if is_first:  # described now, not at the start: a model's first call may make layers
                     self._described = {**self._session, "layers": _describe(self._model)}
-                self._add_statistics(step, found)
-                self._write("are written the next time", found)
+                self._add_statistics(step, statistics)
+                self._write("are written the next time", statistics)
         if self.exposed and (step + stride) % self.every == 0 and self._journal is None:
             self._journal = self._recording.enter_context(recording())
-        return found
+        return statistics
 
     def note(self, **scalars: float | Tensor) -> None:
         """Adds scalars, such as those of a validation, to the last step (tensors of one element, any shape).
@@ -217,9 +221,9 @@ class StatsWriter:
 
     def _add(self, step: int, scalars: Mapping[str, float | Tensor]) -> None:
         """Checks the scalars on every rank. Keeps them on the rank that writes."""
-        found = [(step, name, _number(name, value)) for name, value in scalars.items()]
+        checked = [(step, name, _number(name, value)) for name, value in scalars.items()]
         if self.writes:
-            self._scalars += found
+            self._scalars += checked
 
     def _add_statistics(self, step: int, found: Stats) -> None:
         """Keeps the rows of all layers, the time, and the peaks of the pools. Only on rank 0."""
@@ -325,12 +329,12 @@ def _describe(model: nn.Module) -> list[dict[str, Any]]:
     return [
         {
             "layer": name,
-            **{size: getattr(each, size) for size in sizes},
-            "gate": type(each.gate).__name__,
-            "experts": type(each.experts).__name__,
-            "ranks": each.ranks.size,
-            **{option: getattr(each, option) for option in options},
-            "memory_reuse": each.restore if isinstance(each.restore, bool) else str(each.restore),
+            **{size: getattr(layer, size) for size in sizes},
+            "gate": type(layer.gate).__name__,
+            "experts": type(layer.experts).__name__,
+            "ranks": layer.ranks.size,
+            **{option: getattr(layer, option) for option in options},
+            "memory_reuse": layer.restore if isinstance(layer.restore, bool) else str(layer.restore),
         }
-        for name, each in layers_of(model).items()
+        for name, layer in layers_of(model).items()
     ]

@@ -78,8 +78,8 @@ def layer_row(step: int, each: LayerStats) -> Row:
     """Returns the row of one layer at one step. Seconds and ratios are rounded to six digits."""
     values = {name: getattr(each, name) for name in COLUMNS[LAYERS] if hasattr(each, name)}
     for direction in PASSES:
-        seen = getattr(each, direction)
-        values |= {f"{direction}_{name}": getattr(seen, name) for name in TIMES if seen is not None}
+        times = getattr(each, direction)
+        values |= {f"{direction}_{name}": getattr(times, name) for name in TIMES if times is not None}
     values |= {f"{name}_bytes": size for name, size in each.tensors.items()}
     if each.predicted is not None:
         values |= {f"{name}_bytes": getattr(each.predicted, name) for name in PREDICTED}
@@ -167,23 +167,26 @@ def append(path: Path, rows: Iterable[Row]) -> None:
 
     If that fails (such as on a full disk), the file is cut back to its old length and OSError is raised.
     """
-    columns, text = COLUMNS[path.name], io.StringIO(newline="")
+    columns = COLUMNS[path.name]
+    text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     # Unbuffered: after a failed write, closing the file would write a buffer's bytes once more.
     with open(path, "ab", buffering=0) as file:
-        before = file.tell()
-        if not before:
+        old_length = file.tell()
+        if not old_length:
             writer.writerow(columns)
         for row in rows:
             values = (getattr(row, name, None) for name in columns)
-            writer.writerow(" ".join(map(str, each)) if isinstance(each, tuple) else each for each in values)
-        left = memoryview(text.getvalue().encode())
+            writer.writerow(
+                " ".join(map(str, value)) if isinstance(value, tuple) else value for value in values
+            )
+        unwritten = memoryview(text.getvalue().encode())
         try:
-            while left:
-                left = left[file.write(left) :]
+            while unwritten:
+                unwritten = unwritten[file.write(unwritten) :]
             os.fsync(file.fileno())
         except OSError:
-            file.truncate(before)
+            file.truncate(old_length)
             raise
 
 
@@ -196,12 +199,12 @@ def mend(path: Path) -> None:
         return
     header = ",".join(COLUMNS[path.name]) + "\n"
     with open(path, "rb+") as file:
-        found = file.read()
-        whole = found.rfind(b"\n") + 1
-        if not (found.startswith(header.encode()) or header.encode().startswith(found)):
+        content = file.read()
+        end_of_lines = content.rfind(b"\n") + 1
+        if not (content.startswith(header.encode()) or header.encode().startswith(content)):
             raise ValueError(f"{path} must begin with the columns {header.strip()}: write to another folder")
-        if whole < len(found):
-            file.truncate(whole)
+        if end_of_lines < len(content):
+            file.truncate(end_of_lines)
 
 
 def add_session(path: Path, session: Mapping[str, Any], *, instead: bool = False) -> None:
@@ -258,7 +261,7 @@ def _is_session(found: Any) -> bool:
     """Returns whether the parts of a session that the report uses have the right types."""
     layers = found.get("layers") or [] if isinstance(found, dict) else None
     parts = () if layers is None else (found.get("versions") or {}, found.get("settings") or {})
-    return isinstance(layers, list) and all(isinstance(each, dict) for each in (*parts, *layers))
+    return isinstance(layers, list) and all(isinstance(part, dict) for part in (*parts, *layers))
 
 
 def _in_force(rows: Iterable[Row]) -> list[Row]:
@@ -269,7 +272,7 @@ def _in_force(rows: Iterable[Row]) -> list[Row]:
     kept: list[Row] = []
     for row in rows:
         if kept and row.step < kept[-1].step:
-            del kept[bisect.bisect_left(kept, row.step, key=lambda each: each.step) :]
+            del kept[bisect.bisect_left(kept, row.step, key=lambda kept_row: kept_row.step) :]
         kept.append(row)
     return kept
 
@@ -282,7 +285,8 @@ def _read(path: Path) -> Iterator[Row]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be text: {error}; remove it to read the rest") from None
-    lines, columns = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline="")), COLUMNS[path.name]
+    lines = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+    columns = COLUMNS[path.name]
     header = list(columns)
     try:
         if next(lines, header) != header:

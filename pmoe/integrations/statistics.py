@@ -92,14 +92,14 @@ class LayerStats:
 
         None if no pass was recorded.
         """
-        found = [each.exposed for each in (self.forward, self.backward) if each is not None]
-        return sum(found) if found else None
+        seconds = [times.exposed for times in (self.forward, self.backward) if times is not None]
+        return sum(seconds) if seconds else None
 
     @property
     def communication_seconds(self) -> float | None:
         """Seconds of both passes in which something travels. None if no pass was recorded."""
-        found = [each.communication for each in (self.forward, self.backward) if each is not None]
-        return sum(found) if found else None
+        seconds = [times.communication for times in (self.forward, self.backward) if times is not None]
+        return sum(seconds) if seconds else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,19 +141,19 @@ class Stats:
             return "no MoELayer in this model"
         whose = "this rank's tokens" if self.num_ranks == 1 else f"the tokens of {self.num_ranks} ranks"
         rows: list[Sequence[str]] = [HEADER]
-        for each in self.layers:
+        for layer in self.layers:
             rows.append(
                 [
-                    each.name or "(the model)",
-                    each.path,
-                    f"{each.n_forward or '-'}/{each.n_backward or '-'}".replace("-/-", "-"),
-                    each.restore or "-",
-                    f"{sum(each.tokens_per_expert):,}",
-                    _number(each.drop_rate, "{:.1%}"),
-                    _number(each.imbalance, "{:.2f}"),
-                    _number(each.rank_imbalance, "{:.2f}"),
-                    _number(each.exposed_seconds, "{:.3f}", 1e3),
-                    _number(None if each.predicted is None else each.predicted.peak, "{:,.1f}", 2**-20),
+                    layer.name or "(the model)",
+                    layer.path,
+                    f"{layer.n_forward or '-'}/{layer.n_backward or '-'}".replace("-/-", "-"),
+                    layer.restore or "-",
+                    f"{sum(layer.tokens_per_expert):,}",
+                    _number(layer.drop_rate, "{:.1%}"),
+                    _number(layer.imbalance, "{:.2f}"),
+                    _number(layer.rank_imbalance, "{:.2f}"),
+                    _number(layer.exposed_seconds, "{:.3f}", 1e3),
+                    _number(None if layer.predicted is None else layer.predicted.peak, "{:,.1f}", 2**-20),
                 ]
             )
         pools = [
@@ -196,12 +196,12 @@ def stats(
     if group is not None and not all_ranks:
         raise ValueError("group must be None unless all_ranks is True, because nothing is reduced over it")
     layers = layers_of(model)
-    found = [_of_layer(name, layer, journal) for name, layer in layers.items()]
+    statistics = [_of_layer(name, layer, journal) for name, layer in layers.items()]
     ranks = Ranks(group) if all_ranks else Ranks.single()
-    if found and ranks.group is not None:
-        found = _over_ranks(found, list(layers.values()), ranks)
+    if statistics and ranks.group is not None:
+        statistics = _over_ranks(statistics, list(layers.values()), ranks)
     devices = dict.fromkeys(str(layer.ran.device) for layer in layers.values() if layer.ran is not None)
-    return Stats(layers=tuple(found), pools=tuple(map(_of_pool, devices)), num_ranks=ranks.size)
+    return Stats(layers=tuple(statistics), pools=tuple(map(_of_pool, devices)), num_ranks=ranks.size)
 
 
 finders: list[Callable[[nn.Module], Mapping[str, MoELayer]]] = []
@@ -210,10 +210,10 @@ finders: list[Callable[[nn.Module], Mapping[str, MoELayer]]] = []
 
 def layers_of(model: nn.Module) -> dict[str, MoELayer]:
     """Returns the MoE layers of a model by name, its submodules first."""
-    found = {name: each for name, each in model.named_modules() if isinstance(each, MoELayer)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
     for finder in finders:
-        found |= finder(model)
-    return found
+        layers |= finder(model)
+    return layers
 
 
 def imbalance(rows: Sequence[int]) -> float | None:
@@ -231,14 +231,15 @@ def _of_layer(name: str, layer: MoELayer, journal: Journal | None) -> LayerStats
     On CUDA it waits for row counts that are still on the device.
     """
     spans = [None if journal is None else journal.last(layer.experts, way) for way in ("forward", "backward")]
-    forward, backward = (None if each is None else overlap(each) for each in spans)
-    ran, rows_E = layer.ran, tuple(layer.tokens_per_expert.tolist())
-    found = LayerStats(name=name, tokens_per_expert=rows_E, forward=forward, backward=backward)
+    forward, backward = (None if pass_spans is None else overlap(pass_spans) for pass_spans in spans)
+    ran = layer.ran
+    rows_E = tuple(layer.tokens_per_expert.tolist())
+    statistics = LayerStats(name=name, tokens_per_expert=rows_E, forward=forward, backward=backward)
     if ran is None:
-        return found
+        return statistics
     predicted, unpredicted = _predicted(layer, ran)
     return replace(
-        found,
+        statistics,
         num_slots=ran.num_slots,
         drop_rate=_drop_rate(sum(rows_E), ran.num_slots),
         imbalance=imbalance(rows_E),
@@ -261,7 +262,7 @@ def _predicted(layer: MoELayer, ran: Ran) -> tuple[PredictedMemory | None, str]:
     counts = layer.row_counts
     assert counts is not None
     try:
-        found = layer.predict_memory(
+        predicted = layer.predict_memory(
             ran.num_tokens,
             replace(counts, depth={}),  # the chunks are those that were cut
             pipeline=ran.forward,
@@ -270,7 +271,7 @@ def _predicted(layer: MoELayer, ran: Ran) -> tuple[PredictedMemory | None, str]:
         )
     except ValueError as error:
         return None, str(error)
-    return found, "; ".join(found.unknown)
+    return predicted, "; ".join(predicted.unknown)
 
 
 def _drop_rate(kept: int, num_slots: int | None) -> float | None:
@@ -285,24 +286,26 @@ def _tensors(layer: MoELayer, ran: Ran) -> dict[str, int]:
 
     N is the number of rows that its experts computed, own tokens included.
     """
-    counts, item = layer.row_counts, ran.dtype.itemsize
+    counts = layer.row_counts
+    element_size = ran.dtype.itemsize
     assert counts is not None
     num_rows = int(counts.recv.sum())
-    tokens, rows = ran.num_tokens * layer.d_model * item, num_rows * layer.d_model * item
+    token_bytes = ran.num_tokens * layer.d_model * element_size
+    row_bytes = num_rows * layer.d_model * element_size
     columns = layer.parts.experts.columns(ran.device.type).hidden
-    hidden = {"T_M": num_rows * columns * item} if columns else {}
-    return {"T_I": tokens, "T_DI": rows, **hidden, "T_DO": rows, "T_O": tokens}
+    hidden = {"T_M": num_rows * columns * element_size} if columns else {}
+    return {"T_I": token_bytes, "T_DI": row_bytes, **hidden, "T_DO": row_bytes, "T_O": token_bytes}
 
 
 def _of_pool(device: str) -> PoolStats:
     """Returns the bytes of a device's pool."""
-    found = pool(device)
+    memory_pool = pool(device)
     return PoolStats(
         device=device,
-        device_bytes=found.device.bytes_in_use,
-        device_peak_bytes=found.device.peak_bytes,
-        host_bytes=found.host.bytes_in_use,
-        host_peak_bytes=found.host.peak_bytes,
+        device_bytes=memory_pool.device.bytes_in_use,
+        device_peak_bytes=memory_pool.device.peak_bytes,
+        host_bytes=memory_pool.host.bytes_in_use,
+        host_peak_bytes=memory_pool.host.peak_bytes,
     )
 
 

@@ -91,7 +91,9 @@ def save_checkpoint(
     Raises CheckpointError on every rank if any rank fails. For example, the model was not parallelized, so
     that ranks hold different experts under one name. Raises RuntimeError if another rank died.
     """
-    ranks, step, keep = Ranks(group), plain_int(step), plain_int(keep)
+    ranks = Ranks(group)
+    step = plain_int(step)
+    keep = plain_int(keep)
 
     def collect() -> tuple[dict[str, Tensor], dict[str, Any]]:
         check_path(folder=folder)
@@ -103,8 +105,8 @@ def save_checkpoint(
         names = states.Names(model)
         tensors, of_modules = states.model_state(model, names)
         of_optimizer, plain = states.optimizer_state(names, _listed(optimizer))
-        given = dict(extra or {}) if ranks.rank == 0 else {}
-        plain |= {"step": step, "extra": given, "model": of_modules}
+        extra_data = dict(extra or {}) if ranks.rank == 0 else {}
+        plain |= {"step": step, "extra": extra_data, "model": of_modules}
         # Checked before the ranks exchange it: a rank that cannot pickle it would leave the others waiting.
         files.check_plain(plain)
         return tensors | of_optimizer, plain
@@ -184,10 +186,10 @@ def load_checkpoint(
 def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
     """Returns the optimizers as a list. Raises TypeError for anything that is not an optimizer."""
     several: Any = () if optimizer is None else optimizer
-    found: list[Optimizer] = list(several) if isinstance(several, list | tuple) else [several]
-    for each in found:
-        check_kind(Optimizer, "a torch.optim.Optimizer, or a list of them", optimizer=each)
-    return found
+    optimizers: list[Optimizer] = list(several) if isinstance(several, list | tuple) else [several]
+    for candidate in optimizers:
+        check_kind(Optimizer, "a torch.optim.Optimizer, or a list of them", optimizer=candidate)
+    return optimizers
 
 
 def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -196,12 +198,14 @@ def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Raises CheckpointError if the ranks gave different steps.
     """
-    steps = [each["step"] for each in of_ranks]
+    steps = [plain_data["step"] for plain_data in of_ranks]
     if len(set(steps)) > 1:
         raise CheckpointError(f"checkpoint: step must be the same on every rank, not {steps}")
     plain = dict(of_ranks[0])
     for kind in ("model", "options", "values"):
-        plain[kind] = {name: value for each in reversed(of_ranks) for name, value in each[kind].items()}
+        plain[kind] = {
+            name: value for plain_data in reversed(of_ranks) for name, value in plain_data[kind].items()
+        }
     return plain
 
 
@@ -218,7 +222,7 @@ def _states_to_fill(
     An optimizer that made no step yet has no state, so its state is created first. If the checkpoint does not
     fit, the optimizers get back the state that they had before.
     """
-    before = [dict(each.state) for each in optimizers]
+    before = [dict(optimizer.state) for optimizer in optimizers]
 
     def collect() -> tuple[dict[str, Tensor], list[str]]:
         states.make_states(optimizers)
@@ -229,9 +233,9 @@ def _states_to_fill(
         tensors, problems = _on_all(ranks, "collecting the optimizer's state", collect)
         _check_fit(ranks, path, names, tensors, metadata, "optimizer", problems)
     except BaseException:
-        for each, state in zip(optimizers, before, strict=True):
-            each.state.clear()
-            each.state.update(state)
+        for optimizer, state in zip(optimizers, before, strict=True):
+            optimizer.state.clear()
+            optimizer.state.update(state)
         raise
     return tensors
 
@@ -254,10 +258,10 @@ def _check_fit(
     of_some_ranks = gathered(ranks, names.of_this_rank(tensors), stage="comparing names")
     problems = [*more, *states.problems_of(tensors, set(tensors).union(*of_some_ranks), metadata, part)]
     of_ranks = gathered(ranks, problems, stage="comparing what does not fit")
-    found = list(dict.fromkeys(problem for each in of_ranks for problem in each))
-    if found:
-        text = "; ".join(found[:MAX_PROBLEMS])
-        text += f"; and {len(found) - MAX_PROBLEMS} more" if len(found) > MAX_PROBLEMS else ""
+    all_problems = list(dict.fromkeys(problem for rank_problems in of_ranks for problem in rank_problems))
+    if all_problems:
+        text = "; ".join(all_problems[:MAX_PROBLEMS])
+        text += f"; and {len(all_problems) - MAX_PROBLEMS} more" if len(all_problems) > MAX_PROBLEMS else ""
         raise CheckpointError(f"checkpoint {path} does not fit the {part}: {text}")
 
 
@@ -269,7 +273,8 @@ def _on_all(ranks: Ranks, stage: str, act: Callable[[], T]) -> T:
 
     Raises CheckpointError on every rank if it raised on any. Collective.
     """
-    error = value = None
+    error = None
+    value = None
     try:
         value = act()
     except Exception as raised:
@@ -310,6 +315,6 @@ def _raise(stage: str, errors: Sequence[str | None]) -> None:
     """
     if not any(errors):
         return
-    told = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
+    texts = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
     common = len(set(errors)) == 1
-    raise CheckpointError(f"checkpoint: {stage}: {errors[0] if common else '; '.join(told)}")
+    raise CheckpointError(f"checkpoint: {stage}: {errors[0] if common else '; '.join(texts)}")

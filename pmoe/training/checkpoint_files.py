@@ -62,10 +62,11 @@ def new_folder(folder: Path, step: int) -> Path:
     before, the new folder's name gets a number: step_00000400-2.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for left in (*folder.glob("step_*.tmp"), *folder.glob(f".{POINTER}.*.tmp")):
-        is_folder = left.is_dir() and not left.is_symlink()
-        shutil.rmtree(left, ignore_errors=True) if is_folder else left.unlink()
-    name, number = f"step_{step:08d}", 1
+    for leftover in (*folder.glob("step_*.tmp"), *folder.glob(f".{POINTER}.*.tmp")):
+        is_folder = leftover.is_dir() and not leftover.is_symlink()
+        shutil.rmtree(leftover, ignore_errors=True) if is_folder else leftover.unlink()
+    name = f"step_{step:08d}"
+    number = 1
     while (folder / name).exists():
         number += 1
         name = f"step_{step:08d}-{number}"
@@ -108,17 +109,20 @@ def publish(part: Path, step: int, keep: int) -> Path:
 
     Removes all but the newest ``keep``. Returns its path.
     """
-    folder, path = part.parent, part.with_suffix("")
+    folder = part.parent
+    path = part.with_suffix("")
     _sync_folder(part)
     os.replace(part, path)
     _sync_folder(folder)
     save_json(folder / POINTER, {"folder": path.name, "step": step})
     _sync_folder(folder)
-    by_age = sorted(_complete(folder), key=lambda each: (each == path, (each / PLAIN).stat().st_mtime_ns))
+    by_age = sorted(
+        _complete(folder), key=lambda candidate: (candidate == path, (candidate / PLAIN).stat().st_mtime_ns)
+    )
     for old in by_age[:-keep]:
-        doomed = old.with_name(f"{old.name}.tmp")
-        os.replace(old, doomed)  # renamed first: a removal that a kill interrupts leaves no folder step_N
-        shutil.rmtree(doomed, ignore_errors=True)
+        renamed = old.with_name(f"{old.name}.tmp")
+        os.replace(old, renamed)  # renamed first: a removal that a kill interrupts leaves no folder step_N
+        shutil.rmtree(renamed, ignore_errors=True)
     return path
 
 
@@ -208,22 +212,23 @@ def _read_metadata(path: Path) -> Metadata:
 
     Raises ValueError if one of the files that it names is shorter than it must be.
     """
-    found, ends = _opened(path / LIST, _listed)
+    tensor_list, ends = _opened(path / LIST, _listed)
     for name, end in ends.items():
         if Path(name).name != name:
             raise ValueError(f"{path / LIST} is damaged: it names {name}, which is not in its folder")
         length = (path / name).stat().st_size
         if length < end:
             raise ValueError(f"{path / name} ({length} bytes) must have at least {end}")
-    return found
+    return tensor_list
 
 
 def _listed(file: IO[bytes]) -> tuple[Metadata, dict[str, int]]:
     """Returns the metadata and, for each file, the byte at which its last tensor ends."""
-    found, ends = _Records(file).load(), dict[str, int]()
-    for place in found.storage_data.values():
+    tensor_list = _Records(file).load()
+    ends = dict[str, int]()
+    for place in tensor_list.storage_data.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    return found, ends
+    return tensor_list, ends
 
 
 def _read_plain(path: Path) -> dict[str, Any]:
@@ -248,11 +253,11 @@ def _opened(path: Path, load: Callable[[IO[bytes]], T]) -> T:
 
 def _sum(path: Path) -> int:
     """Returns the CRC-32 of a file, read in pieces of 4 MiB."""
-    found = 0
+    checksum = 0
     with open(path, "rb") as file:
-        while part := file.read(1 << 22):
-            found = zlib.crc32(part, found)
-    return found
+        while block := file.read(1 << 22):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 # ---- the disk

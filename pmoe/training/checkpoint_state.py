@@ -110,8 +110,8 @@ def model_state(model: nn.Module, names: Names) -> tuple[dict[str, Tensor], Plai
 
     The tensors are the model's own memory, of any shape. Extra states are plain data.
     """
-    found = state_dict.get_model_state_dict(model).items()
-    state = {f"model.{names.stored(name)}": value for name, value in found}
+    items = state_dict.get_model_state_dict(model).items()
+    state = {f"model.{names.stored(name)}": value for name, value in items}
     tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in state.items() if name not in tensors}
 
@@ -133,7 +133,9 @@ def optimizer_state(names: Names, optimizers: Sequence[Optimizer]) -> tuple[dict
     The plain data are "options" of each parameter's group, and "values": states that are not tensors.
     Raises ValueError if a parameter of an optimizer is not the model's.
     """
-    tensors, values, options = dict[str, Tensor](), dict[str, Plain](), dict[str, Plain]()
+    tensors = dict[str, Tensor]()
+    values = dict[str, Plain]()
+    options = dict[str, Plain]()
     for optimizer, group, parameter in _parameters_of(optimizers):
         name = names.of(parameter)
         options[name] = {key: value for key, value in group.items() if key not in RUN_OPTIONS}
@@ -171,15 +173,16 @@ def option_problems(names: Names, optimizers: Sequence[Optimizer], plain: Plain)
 
     A parameter has no saved options, or parameters that now share a group were saved with different options.
     """
-    problems, options = [], plain["options"]
-    for group in (each for optimizer in optimizers for each in optimizer.param_groups):
-        wanted = [names.of(parameter) for parameter in group["params"]]
-        problems += [f"optimizer.{name} is missing" for name in wanted if name not in options]
-        known = [name for name in wanted if name in options]
-        for name in known[1:]:
-            if options[name] != options[known[0]]:
+    problems = []
+    options = plain["options"]
+    for group in (param_group for optimizer in optimizers for param_group in optimizer.param_groups):
+        names_in_group = [names.of(parameter) for parameter in group["params"]]
+        problems += [f"optimizer.{name} is missing" for name in names_in_group if name not in options]
+        saved = [name for name in names_in_group if name in options]
+        for name in saved[1:]:
+            if options[name] != options[saved[0]]:
                 problems.append(
-                    f"optimizer.{name} and optimizer.{known[0]}, now in one group, had different options"
+                    f"optimizer.{name} and optimizer.{saved[0]}, now in one group, had different options"
                 )
     return problems
 
@@ -193,19 +196,20 @@ def make_states(optimizers: Sequence[Optimizer]) -> None:
     """
     for optimizer in optimizers:
         parameters = [parameter for _, _, parameter in _parameters_of([optimizer])]
-        if all(each in optimizer.state for each in parameters if each.requires_grad):
+        if all(tensor in optimizer.state for tensor in parameters if tensor.requires_grad):
             continue
-        states, gradients = dict(optimizer.state), [each.grad for each in parameters]
+        states = dict(optimizer.state)
+        gradients = [tensor.grad for tensor in parameters]
         options = [dict(group) for group in optimizer.param_groups]
         optimizer.state.clear()
-        for each in parameters:
-            each.grad = None
+        for tensor in parameters:
+            tensor.grad = None
         try:
             state_dict._init_optim_state(optimizer)
         finally:
             optimizer.state.update(states)
-            for each, gradient in zip(parameters, gradients, strict=True):
-                each.grad = gradient
+            for tensor, gradient in zip(parameters, gradients, strict=True):
+                tensor.grad = gradient
             for group, before in zip(optimizer.param_groups, options, strict=True):
                 group.update(before)
 
@@ -218,7 +222,7 @@ def of_saved(tensors: Mapping[str, Tensor], metadata: Metadata) -> dict[str, Ten
     yet.
     """
     saved = _owners(metadata)
-    return {name: each for name, each in tensors.items() if name.rpartition(".")[0] in saved}
+    return {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] in saved}
 
 
 def problems_of(
@@ -231,17 +235,22 @@ def problems_of(
     wanted: this rank's tensors by name, of any shape.
     all_names: names of the tensors of all ranks.
     """
-    found = {name: each for name, each in metadata.state_dict_metadata.items() if name.startswith(f"{part}.")}
-    problems = [f"{name} is not in it" for name in sorted(all_names - set(found))]
-    problems += [f"{name} is only in it" for name in sorted(set(found) - all_names)]
-    for name in sorted(set(found) & set(wanted)):
-        tensor, known = wanted[name], found[name]
-        if not isinstance(known, TensorStorageMetadata):
+    saved = {
+        name: entry for name, entry in metadata.state_dict_metadata.items() if name.startswith(f"{part}.")
+    }
+    problems = [f"{name} is not in it" for name in sorted(all_names - set(saved))]
+    problems += [f"{name} is only in it" for name in sorted(set(saved) - all_names)]
+    for name in sorted(set(saved) & set(wanted)):
+        tensor = wanted[name]
+        saved_tensor = saved[name]
+        if not isinstance(saved_tensor, TensorStorageMetadata):
             problems.append(f"{name} is not a tensor in it")
-        elif known.size != tensor.shape:
-            problems.append(f"{name} has shape {tuple(known.size)} in it, {tuple(tensor.shape)} in this run")
-        elif known.properties.dtype != tensor.dtype:
-            problems.append(f"{name} has {known.properties.dtype} in it, {tensor.dtype} in this run")
+        elif saved_tensor.size != tensor.shape:
+            problems.append(
+                f"{name} has shape {tuple(saved_tensor.size)} in it, {tuple(tensor.shape)} in this run"
+            )
+        elif saved_tensor.properties.dtype != tensor.dtype:
+            problems.append(f"{name} has {saved_tensor.properties.dtype} in it, {tensor.dtype} in this run")
     return problems
 
 
@@ -265,16 +274,17 @@ def _in_boxes(tensor: Tensor) -> Tensor:
     """Returns a tensor as `in_boxes` does: only DTensors with a strided split change."""
     if not isinstance(tensor, DTensor):
         return tensor
-    split = next((each for each in tensor.placements if isinstance(each, _StridedShard)), None)
+    split = next((candidate for candidate in tensor.placements if isinstance(candidate, _StridedShard)), None)
     if split is None:
         return tensor
-    dim, count = split.dim, int(split.split_factor)
+    dim = split.dim
+    count = int(split.split_factor)
     parts = list(local_part(tensor).chunk(count, dim))
     first = [0] * tensor.ndim
-    for at, placement in zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True):
-        along = getattr(placement, "dim", None)  # None where it is replicated
-        if along is not None:
-            first[along] = at * parts[0].shape[along]
+    for position, placement in zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True):
+        sharded_dim = getattr(placement, "dim", None)  # None where it is replicated
+        if sharded_dim is not None:
+            first[sharded_dim] = position * parts[0].shape[sharded_dim]
     half = tensor.shape[dim] // count
     offsets = [(*first[:dim], first[dim] + number * half, *first[dim + 1 :]) for number in range(count)]
     return DTensor(LocalShardsWrapper(parts, offsets), tensor._spec, requires_grad=False)
@@ -297,8 +307,8 @@ def _check_names_differ(name: str, layer: MoELayer) -> None:
 
 def _unwrapped(model: nn.Module, name: str) -> str:
     """Returns a name without what DistributedDataParallel, torch.compile and checkpoint_wrapper add to it."""
-    (found,) = state_dict._get_fqns(model, name)
-    return found
+    (plain_name,) = state_dict._get_fqns(model, name)
+    return plain_name
 
 
 def _parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:

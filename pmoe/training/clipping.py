@@ -74,7 +74,8 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm ({max_norm}) must be a number of at least 0")
     if not norm_type > 0:
         raise ValueError(f"norm_type ({norm_type}) must be positive, or inf")
-    ranks, named = Ranks(group), _named(parameters)
+    ranks = Ranks(group)
+    named = _named(parameters)
     gradients = _grouped(named, _copies_of_experts(parameters, named, ranks.size), ranks.size)
     norm = _norm(gradients, norm_type, _scalar_device(named, ranks), ranks, foreach)
     if error_if_nonfinite and not norm.isfinite():
@@ -82,7 +83,7 @@ def clip_grad_norm_(
             f"the norm of order {norm_type} of all gradients ({norm.item()}) must be finite, or "
             "error_if_nonfinite False"
         )
-    scaled = stand_ins(each for tensors in gradients.values() for each in tensors)
+    scaled = stand_ins(gradient for tensors in gradients.values() for gradient in tensors)
     torch.nn.utils.clip_grads_with_norm_(scaled, max_norm, norm, foreach)
     return norm
 
@@ -118,9 +119,9 @@ def _named(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[tuple[str,
     if isinstance(parameters, nn.Module):
         return list(parameters.named_parameters())
     listed = [parameters] if isinstance(parameters, Tensor) else list_of("parameters", parameters)
-    found = [(f"parameter {at}", each) for at, each in enumerate(listed)]
-    check_kind(Tensor, "a tensor", **{f"parameters: {name}": each for name, each in found})
-    return found
+    pairs = [(f"parameter {at}", parameter) for at, parameter in enumerate(listed)]
+    check_kind(Tensor, "a tensor", **{f"parameters: {name}": parameter for name, parameter in pairs})
+    return pairs
 
 
 def _copies_of_experts(model: object, named: Iterable[tuple[str, Tensor]], num_ranks: int) -> dict[int, int]:
@@ -128,36 +129,42 @@ def _copies_of_experts(model: object, named: Iterable[tuple[str, Tensor]], num_r
 
     Raises ValueError if an expert parameter comes without its model and is not a DTensor.
     """
-    found = dict[int, int]()
+    copies = dict[int, int]()
     for at, layer in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(layer, MoELayer):
             count = _copies_of(at or "model", layer.ranks.size, num_ranks)
-            found |= {id(each): count for each in layer.experts.parameters()}
-    for name, each in named:
-        if is_expert(each) and not isinstance(each, DTensor) and id(each) not in found and num_ranks > 1:
+            copies |= {id(parameter): count for parameter in layer.experts.parameters()}
+    for name, parameter in named:
+        if (
+            is_expert(parameter)
+            and not isinstance(parameter, DTensor)
+            and id(parameter) not in copies
+            and num_ranks > 1
+        ):
             raise ValueError(
                 f"parameters ({name} is an expert's and not a DTensor) must be the model, or come from "
                 "pmoe.parallelize: otherwise the number of its copies is not known"
             )
-    return found
+    return copies
 
 
 def _grouped(
     named: Iterable[tuple[str, Tensor]], copies_of_experts: Mapping[int, int], num_ranks: int
 ) -> Grouped:
     """Returns this rank's gradients, grouped by device, dtype and number of ranks that hold each value."""
-    found: Grouped = {}
+    groups: Grouped = {}
     for name, parameter in named:
         if parameter.grad is not None:
             gradient = local_gradient(parameter.grad)
             copies = _num_copies(name, parameter, copies_of_experts, num_ranks)
-            found.setdefault((gradient.device, gradient.dtype, copies), []).append(gradient)
-    return found
+            groups.setdefault((gradient.device, gradient.dtype, copies), []).append(gradient)
+    return groups
 
 
 def _num_copies(name: str, parameter: Tensor, copies_of_experts: Mapping[int, int], num_ranks: int) -> int:
     """Returns the number of ranks that hold each value of this parameter's gradient."""
-    gradient, parts = parameter.grad, 1
+    gradient = parameter.grad
+    parts = 1
     if is_expert(parameter) and not isinstance(gradient, DTensor):
         inside: int = getattr(parameter, "num_copies", 1)
         return copies_of_experts.get(id(parameter), 1) * inside
@@ -195,18 +202,19 @@ def _norm(
     gradients: Grouped, norm_type: float, device: torch.device, ranks: Ranks, foreach: bool | None
 ) -> Tensor:
     """Returns the norm over all ranks: a scalar of float32 or a wider dtype, on ``device``."""
-    is_largest, dtype = math.isinf(norm_type), torch.float32
+    is_largest = math.isinf(norm_type)
+    dtype = torch.float32
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (_, of_dtype, copies), tensors in gradients.items():
         dtype = torch.promote_types(dtype, of_dtype)
-        filled = [each for each in tensors if each.numel()]
-        if not filled:
+        nonempty = [tensor for tensor in tensors if tensor.numel()]
+        if not nonempty:
             continue
-        wide = torch.promote_types(of_dtype, torch.float32)
+        wide_dtype = torch.promote_types(of_dtype, torch.float32)
         if foreach is False:
-            each_norm = [torch.linalg.vector_norm(each, norm_type, dtype=wide) for each in filled]
+            each_norm = [torch.linalg.vector_norm(tensor, norm_type, dtype=wide_dtype) for tensor in nonempty]
         else:
-            each_norm = list(torch._foreach_norm(filled, norm_type, dtype=wide))
+            each_norm = list(torch._foreach_norm(nonempty, norm_type, dtype=wide_dtype))
         norms = torch.stack(each_norm).to(device, torch.float64)
         if is_largest:
             total = torch.maximum(total, norms.max())

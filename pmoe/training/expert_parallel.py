@@ -119,7 +119,9 @@ def _checked_layers(
     """
     check_module(model=model)
     check_flag("reduce", reduce)
-    layers = [(name or "model", each) for name, each in model.named_modules() if isinstance(each, MoELayer)]
+    layers = [
+        (name or "model", module) for name, module in model.named_modules() if isinstance(module, MoELayer)
+    ]
     if not layers:
         raise ValueError(f"model ({type(model).__name__}) must have a pmoe.MoELayer to be parallelized")
     for name, layer in layers:
@@ -138,7 +140,7 @@ def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
     """
     check_module(model=model)
     _mark_experts(model)
-    return {each for each in model.parameters() if is_expert(each)}
+    return {parameter for parameter in model.parameters() if is_expert(parameter)}
 
 
 def parameter_groups(
@@ -174,20 +176,21 @@ def parameter_groups(
         return parameter_groups(_groups_by_kind(parameters, lr, weight_decay))
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
-    given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list_of("parameters", parameters)
-    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
-    found = []
+    entries: list[Any] = [parameters] if isinstance(parameters, Tensor) else list_of("parameters", parameters)
+    groups = entries if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
+    split_groups = []
     for group in groups:
-        inside = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         kinds: dict[object, list[Any]] = {None: []}
-        for each in inside:
-            parameter = each[1] if isinstance(each, tuple) else each  # optimizers take (name, parameter) too
+        for entry in members:
+            # Optimizers take (name, parameter) pairs too.
+            parameter = entry[1] if isinstance(entry, tuple) else entry
             if not isinstance(parameter, Tensor):
                 raise TypeError(f"parameters ({parameter!r} among them) must be tensors")
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            kinds.setdefault(mesh, []).append(each)
-        found += [{**group, "params": of_kind} for of_kind in kinds.values() if of_kind]
-    return found
+            kinds.setdefault(mesh, []).append(entry)
+        split_groups += [{**group, "params": of_kind} for of_kind in kinds.values() if of_kind]
+    return split_groups
 
 
 def _groups_by_kind(model: object, lr: object, weight_decay: object) -> list[dict[str, Any]]:
@@ -255,7 +258,9 @@ class MeanOverRanks:
             return
         with at_stage("summing the gradients of copies of experts", self.copies):
             collectives.begun += len(gradients)
-            works = [dist.all_reduce(each, group=self.copies.group, async_op=True) for each in gradients]
+            works = [
+                dist.all_reduce(gradient, group=self.copies.group, async_op=True) for gradient in gradients
+            ]
             for work in works:
                 wait_for(work, self.copies.group, gradients[0].is_cuda)
 
@@ -279,10 +284,10 @@ def _experts_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def _check_layer(layer: MoELayer, inner: DeviceMesh, grid: Grid) -> None:
     """Raises ValueError or TypeError if `parallelize` cannot take the layer."""
-    places = dict(zip(inner.mesh_dim_names or (), inner.get_coordinate() or (), strict=True))
+    coordinates = dict(zip(inner.mesh_dim_names or (), inner.get_coordinate() or (), strict=True))
     for name, ranks in ((ACROSS, grid.across), (INSIDE, grid.inside)):
         # A process group sorts its ranks, a DTensor does not: with another order, parts would be swapped.
-        if places.get(name, 0) != ranks.rank:
+        if coordinates.get(name, 0) != ranks.rank:
             raise ValueError(f'mesh (ranks {inner.mesh.tolist()}) must be in ascending order along "{name}"')
     if not layer.parts.experts.is_parallelized:
         check_own_parameters(layer.parts.experts, layer.parts.experts.hidden_dims() or ())
@@ -297,8 +302,8 @@ def _check_wrappers(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if WRAPPERS.isdisjoint(kind.__name__ for kind in type(module).__mro__):
             continue
-        inside = (each for each in module.modules() if isinstance(each, MoELayer))
-        if not all(layer.parts.experts.is_parallelized for layer in inside):
+        layers = (part for part in module.modules() if isinstance(part, MoELayer))
+        if not all(layer.parts.experts.is_parallelized for layer in layers):
             raise ValueError(
                 f"{name or 'model'} (a {type(module).__name__}) must be wrapped after pmoe.parallelize"
             )
@@ -390,5 +395,5 @@ def _leave_to_experts(module: nn.Module) -> None:
             names += [f"{at}.{name}".lstrip(".") for name, _ in each.named_buffers()]
     if names:
         names += [f"_orig_mod.{name}" for name in names]
-        known = list(getattr(module, DDP_IGNORES, ()))
-        setattr(module, DDP_IGNORES, known + [name for name in names if name not in known])
+        ignored = list(getattr(module, DDP_IGNORES, ()))
+        setattr(module, DDP_IGNORES, ignored + [name for name in names if name not in ignored])

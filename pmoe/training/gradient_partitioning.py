@@ -90,7 +90,8 @@ class GradientBuffers:
         All gradients must have one dtype and device.
         """
         (memory,) = self.memories
-        item, places = memory.element_size(), zip(self._order, pairwise(self.ends), strict=True)
+        item = memory.element_size()
+        places = zip(self._order, pairwise(self.ends), strict=True)
         inside = tuple(at for at, (first, last) in places if first < end and last > begin)
         return GradientRange(memory[begin // item : end // item], inside)
 
@@ -171,12 +172,12 @@ def find_partition(
     Collective: costs may be measured, and all ranks take the first rank's partition.
     """
     line = all_reduce_line(ranks, buffers.memories[0])
-    made = [buffers.ends[each.num_made] for each in seen]
-    sizes = [end - begin for begin, end in pairwise([0, *made, buffers.ends[-1]])]
+    made_bytes = [buffers.ends[record.num_made] for record in seen]
+    sizes = [end - begin for begin, end in pairwise([0, *made_bytes, buffers.ends[-1]])]
     parts = []
-    for each, size in zip(seen, sizes, strict=False):
-        degrees = backward_degrees(layers[each.layer])
-        parts.append(_dense_part(each.dense_seconds, size))
+    for record, size in zip(seen, sizes, strict=False):
+        degrees = backward_degrees(layers[record.layer])
+        parts.append(_dense_part(record.dense_seconds, size))
         parts.append(GeneralizedLayer(degrees=degrees, dense_seconds=0.0, gradient_bytes=0))
     parts.append(_dense_part(last_seconds, sizes[-1]))
     return from_first(ranks, partition(parts, line), stage="sharing a partition of gradients")

@@ -118,15 +118,15 @@ def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | No
     arguments.check_one_of("device_type", device_type, DEVICES)
     world = dist.group.WORLD
     assert world is not None
-    made = _made.setdefault(world, {})
+    meshes_of_group = _made.setdefault(world, {})
     key = (mp, ep, esp, device_type)
-    if key not in made:
+    if key not in meshes_of_group:
         dense = init_device_mesh(device_type, (num_ranks // mp, mp), mesh_dim_names=(DP, MP))
         shape = (num_ranks // (ep * esp), ep, esp)
         experts = init_device_mesh(device_type, shape, mesh_dim_names=(EDP, ACROSS, INSIDE))
         share_timeout(world, [*dense.get_all_groups(), *experts.get_all_groups()])
-        made[key] = Meshes(dense, experts)
-    return made[key]
+        meshes_of_group[key] = Meshes(dense, experts)
+    return meshes_of_group[key]
 
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Meshes]]
@@ -215,17 +215,17 @@ def _summand(
             f'{name} (a DTensor over ranks {mesh.mesh.tolist()}) must be on meshes.dense["mp"]; where a '
             "wrapper reduces its gradient, use experts_only=True"
         )
-    (wanted,), (found,) = parameter.placements, gradient.placements
-    if wanted.is_replicate() and found == Partial():
+    (wanted_placement,), (gradient_placement,) = parameter.placements, gradient.placements
+    if wanted_placement.is_replicate() and gradient_placement == Partial():
         # Partial: `redistribute` would sum it now, in a collective of its own. It is summed with its bucket.
         local = local_gradient(gradient)
-        parameter.grad = DTensor.from_local(local, mesh, (wanted,), run_check=False)
+        parameter.grad = DTensor.from_local(local, mesh, (wanted_placement,), run_check=False)
         return "all", 1, local
-    if found != wanted:
+    if gradient_placement != wanted_placement:
         # torch leaves the gradient of an embedding that is split by rows whole on each rank. It is brought to
         # the parameter's placement, so that all ranks reduce gradients of the same size.
-        parameter.grad = gradient = gradient.redistribute(placements=(wanted,))
-    if wanted.is_replicate():
+        parameter.grad = gradient = gradient.redistribute(placements=(wanted_placement,))
+    if wanted_placement.is_replicate():
         return "all", meshes.size(MP), local_gradient(gradient)
     return DP, 1, local_gradient(gradient)
 
@@ -258,30 +258,30 @@ def _checked_replicated(model: nn.Module, replicated: Iterable[nn.Parameter]) ->
 
     Raises ValueError if one is not a plain dense parameter of the model.
     """
-    known = {id(each): (name, each) for name, each in model.named_parameters()}
-    found = {id(each) for each in arguments.list_of("replicated", replicated)}
-    if not found <= set(known):
+    parameters = {id(each): (name, each) for name, each in model.named_parameters()}
+    ids = {id(each) for each in arguments.list_of("replicated", replicated)}
+    if not ids <= set(parameters):
         raise ValueError(
-            f"replicated ({len(found - set(known))} of {len(found)} unknown) must be parameters of the model"
+            f"replicated ({len(ids - set(parameters))} of {len(ids)} unknown) must be parameters of the model"
         )
-    for name, parameter in (known[each] for each in found):
+    for name, parameter in (parameters[each] for each in ids):
         if is_expert(parameter) or isinstance(parameter, DTensor):
             kind = "an expert's" if is_expert(parameter) else "a DTensor"
             raise ValueError(f"replicated ({name}, {kind}) must be plain dense parameters")
-    return found
+    return ids
 
 
 def _check_layers(model: nn.Module, meshes: Meshes) -> None:
     """Raises ValueError if a `MoELayer` has other sizes of "ep" and "esp", or reduces its own gradients."""
-    wanted = (meshes.size(ACROSS), meshes.size(INSIDE))
+    wanted_sizes = (meshes.size(ACROSS), meshes.size(INSIDE))
     for name, layer in model.named_modules():
         if not isinstance(layer, MoELayer):
             continue
-        found = (layer.grid.across.size, layer.grid.inside.size)
-        if found != wanted:
+        sizes = (layer.grid.across.size, layer.grid.inside.size)
+        if sizes != wanted_sizes:
             raise ValueError(
-                f"{name or 'model'} (a MoELayer of ep {found[0]}, esp {found[1]}) must be built with "
-                f"mesh=meshes.experts (ep {wanted[0]}, esp {wanted[1]})"
+                f"{name or 'model'} (a MoELayer of ep {sizes[0]}, esp {sizes[1]}) must be built with "
+                f"mesh=meshes.experts (ep {wanted_sizes[0]}, esp {wanted_sizes[1]})"
             )
         if layer.parts.experts.reduce is not None:
             raise ValueError(

@@ -50,7 +50,7 @@ def grouped_by_kind(
     for parameter, kind in kinds_of(model).items():
         of_kind.setdefault(kind, []).append(parameter)
     groups = list[dict[str, Any]]()
-    for kind in sorted(of_kind, key=lambda each: (KINDS.index(each.kind), each.stacked, not each.decays)):
+    for kind in sorted(of_kind, key=lambda key: (KINDS.index(key.kind), key.stacked, not key.decays)):
         group: dict[str, Any] = {"params": of_kind[kind], "kind": kind.kind, "stacked": kind.stacked}
         if lr is not None:
             group["lr"] = lr
@@ -76,17 +76,17 @@ def kinds_of(model: nn.Module) -> dict[Tensor, ParameterKind]:
             gates.update(() if module.shared_gate is None else module.shared_gate.parameters())
         elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
             embeddings.update(module.parameters())
-    found = dict[Tensor, ParameterKind]()
+    kinds = dict[Tensor, ParameterKind]()
     for name, parameter in model.named_parameters():
         is_matrix = num_dims(parameter) >= 2 and not _is_bias(name)
         stacked = is_stacked(parameter)
         if parameter in gates:
-            found[parameter] = ParameterKind("gates", stacked, is_matrix)
+            kinds[parameter] = ParameterKind("gates", stacked, is_matrix)
         elif parameter in embeddings:
-            found[parameter] = ParameterKind("embeddings", stacked, True)
+            kinds[parameter] = ParameterKind("embeddings", stacked, True)
         else:
-            found[parameter] = ParameterKind("matrices" if is_matrix else "biases", stacked, is_matrix)
-    return found
+            kinds[parameter] = ParameterKind("matrices" if is_matrix else "biases", stacked, is_matrix)
+    return kinds
 
 
 def _is_bias(name: str) -> bool:

@@ -90,7 +90,8 @@ class GradientReducer:
     ) -> None:
         check_module(model=model)
         check_flag("average", average)
-        ranks, self.average = Ranks(group), average
+        ranks = Ranks(group)
+        self.average = average
         # A group of its own: its all-reduces run while other code may use the given group, and collectives of
         # one group must start in the same order on all ranks.
         own = None if ranks.group is None else dist.new_group(ranks.members, **options_like(ranks.group))
@@ -124,7 +125,8 @@ class GradientReducer:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes within this context add to the gradients and send nothing."""
-        before, self._syncs = self._syncs, False
+        before = self._syncs
+        self._syncs = False
         try:
             yield
         finally:
@@ -237,8 +239,8 @@ def _step_of(reducer: weakref.ref[GradientReducer]) -> BackwardStep:
 
     It does nothing within ``no_sync``, and after the reducer was garbage-collected: hooks hold it weakly.
     """
-    found = reducer()
-    return BackwardStep() if found is None or not found._syncs else found._step
+    target = reducer()
+    return BackwardStep() if target is None or not target._syncs else target._step
 
 
 @dataclass(eq=False)
@@ -319,7 +321,10 @@ class PartitionedStep(BackwardStep):
     def __init__(
         self, buffers: GradientBuffers, timetable: Timetable, ranks: Ranks, names: Sequence[str]
     ) -> None:
-        self._buffers, self._timetable, self._ranks, self._names = buffers, timetable, ranks, names
+        self._buffers = buffers
+        self._timetable = timetable
+        self._ranks = ranks
+        self._names = names
         self._works: list[dist.Work] = []
         self._ready: set[int] = set()
         self._num_layers = 0
@@ -348,7 +353,7 @@ class PartitionedStep(BackwardStep):
             if at not in self._ready:
                 self._buffers.take(at)
         if self._ranks.group is not None:
-            self._works += [self._all_reduce(each) for each in self._timetable.end]
+            self._works += [self._all_reduce(memory) for memory in self._timetable.end]
         for work in self._works:
             work.wait()
         return self._buffers

@@ -57,7 +57,8 @@ def copy_into_experts(layer: MoELayer, dense: nn.Module | Mapping[str, Tensor]) 
         raise TypeError(f"experts ({kind}) must be plain stacked ones (no parametrizations) or modules")
     for target, value in copies:
         target.copy_(value)
-    experts.may_be_equal = experts.are_equal = True
+    experts.may_be_equal = True
+    experts.are_equal = True
     experts.was_loaded = layer.ranks.size > 1  # the next call then compares the ranks
 
 
@@ -73,29 +74,30 @@ def _into_stacked(
     _check_names(set(values), set(dims))
     copies = []
     for name, dim in dims.items():
-        target, value = local_part(experts.get_parameter(name)), values[name]
+        target = local_part(experts.get_parameter(name))
+        value = values[name]
         factor = experts.hidden_factor if dim == 1 else 1
-        whole = list(target.shape[1:])
+        whole_shape = list(target.shape[1:])
         if dim is not None:
-            whole[dim - 1] = factor * experts.all_hidden
-        _check_shape(name, value, tuple(whole))
+            whole_shape[dim - 1] = factor * experts.all_hidden
+        _check_shape(name, value, tuple(whole_shape))
         if dim is not None:
             columns = experts.shard.of(experts.all_hidden)
-            split = value.unflatten(dim - 1, (factor, experts.all_hidden))
-            value = split.narrow(dim, columns.start, columns.stop - columns.start).reshape(target.shape[1:])
+            parts = value.unflatten(dim - 1, (factor, experts.all_hidden))
+            value = parts.narrow(dim, columns.start, columns.stop - columns.start).reshape(target.shape[1:])
         copies.append((target, value))
     return copies
 
 
 def _named_as_stacked(experts: StackedExperts, dense: nn.Module) -> dict[str, Tensor]:
     """Returns the weights and biases of a dense module under the names w1, w2, b1 and b2."""
-    linears = {name: each for name, each in dense.named_modules() if isinstance(each, nn.Linear)}
+    linears = {name: linear for name, linear in dense.named_modules() if isinstance(linear, nn.Linear)}
     wanted = LINEARS.get(experts.hidden_factor, ())
     if experts.hidden_factor == 1:
         chosen = list(linears.values())
         text = "two torch.nn.Linear, of which the first widens"
     else:
-        by_name = {name.rpartition(".")[2]: each for name, each in linears.items()}
+        by_name = {name.rpartition(".")[2]: linear for name, linear in linears.items()}
         chosen = [by_name[name] for name in wanted if name in by_name]
         text = f"linear layers named {', '.join(wanted)}"
     if len(chosen) != len(wanted) or len(linears) != len(wanted):
@@ -104,8 +106,8 @@ def _named_as_stacked(experts: StackedExperts, dense: nn.Module) -> dict[str, Te
             f"{text}, or be given as tensors by the names w1, w2, b1, b2"
         )
     *first, last = chosen
-    values = {"w1": torch.cat(tuple(each.weight for each in first)), "w2": last.weight}
-    biases = [each.bias for each in chosen if each.bias is not None]
+    values = {"w1": torch.cat(tuple(linear.weight for linear in first)), "w2": last.weight}
+    biases = [linear.bias for linear in chosen if linear.bias is not None]
     if len(biases) == len(chosen):
         values |= {"b1": torch.cat(tuple(biases[:-1])), "b2": biases[-1]}
     elif biases:
@@ -128,14 +130,14 @@ def _into_module(expert: nn.Module, dense: nn.Module | Mapping[str, Tensor]) -> 
 def _check_names(names: set[str], wanted: set[str]) -> None:
     """Raises ValueError if the dense tensors have other names than those of one expert."""
     if names != wanted:
-        found = ", ".join(sorted(names)) or "none"
+        given_names = ", ".join(sorted(names)) or "none"
         raise ValueError(
-            f"dense (tensors {found}) must have those of one expert: {', '.join(sorted(wanted))}"
+            f"dense (tensors {given_names}) must have those of one expert: {', '.join(sorted(wanted))}"
         )
 
 
 def _check_shape(name: str, value: object, shape: tuple[int, ...]) -> None:
     """Raises ValueError if a dense tensor has another shape than that of one whole expert."""
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:
-        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"dense ({name}: {found}) must be of the shape of one whole expert, {shape}")
+        given_shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"dense ({name}: {given_shape}) must be of the shape of one whole expert, {shape}")

@@ -161,8 +161,8 @@ def line_chart(
     """
     from matplotlib.ticker import EngFormatter, PercentFormatter
 
-    found = {name: bins_of(of.steps, of.values, max_points) for name, of in curves.items()}
-    values = np.concatenate([ends for bins in found.values() for ends in (bins.low, bins.high)])
+    bins_by_name = {name: bins_of(points.steps, points.values, max_points) for name, points in curves.items()}
+    values = np.concatenate([ends for bins in bins_by_name.values() for ends in (bins.low, bins.high)])
     values = np.sort(values[~np.isnan(values)])
     if not len(values):
         nothing = f"No finite value in {len(next(iter(curves.values())).steps)} points."
@@ -178,7 +178,7 @@ def line_chart(
         if show is format_share:
             axis.yaxis.set_major_formatter(PercentFormatter(1))
         for name, colour in keys:
-            _draw_line(axis, found[name], gaps[name], LIGHT[colour], is_filled)
+            _draw_line(axis, bins_by_name[name], gaps[name], LIGHT[colour], is_filled)
 
     notes = [note, "" if cut is None else f"Cut off above: values up to {show(cut)}.", _about_gaps(gaps)]
     return part(
@@ -203,7 +203,8 @@ def _range(ordered: Any, floor: float | None) -> tuple[float, float, float | Non
     usual = float(ordered[int(0.95 * (len(ordered) - 1))])
     cut = None
     if high > usual + 2 * (usual - low) and usual > low and len(ordered) >= 40:
-        cut, high = high, usual + 0.5 * (usual - low)
+        cut = high
+        high = usual + 0.5 * (usual - low)
     pad = (high - low) * 0.04 or abs(high) * 0.05 or 1.0
     return low if low == floor else low - pad, high + pad, cut
 
@@ -232,10 +233,11 @@ def _gaps(curve: Curve) -> list[int]:
 
 def _about_gaps(gaps: Mapping[str, Sequence[int]]) -> str:
     """Returns a sentence about the values that are not finite, or ""."""
-    steps = [step for of in gaps.values() for step in of]
+    steps = [step for steps_of_name in gaps.values() for step in steps_of_name]
     if not steps:
         return ""
-    values, first = f"{len(steps):,} value{'s' * (len(steps) > 1)}", format_number(min(steps))
+    values = f"{len(steps):,} value{'s' * (len(steps) > 1)}"
+    first = format_number(min(steps))
     return f"{values} not finite, the first at step {first}."
 
 
@@ -292,5 +294,5 @@ def heat_legend(what: str) -> str:
     from matplotlib.colors import to_hex
 
     texts = {0: "none · ¼", 0.25: "", 0.5: "", 1: "", 2: "", 4: "4 times or more"}
-    colours = [to_hex(each, keep_alpha=True) for each in shades(list(texts))]
+    colours = [to_hex(shade, keep_alpha=True) for shade in shades(list(texts))]
     return part("scale", what, list(zip(texts.values(), colours, strict=True)))

@@ -87,12 +87,12 @@ class History:
 
         name: one of `COMMUNICATION`.
         """
-        found = defaultdict[int, float](float)
+        seconds = defaultdict[int, float](float)
         for row in itertools.chain.from_iterable(self.by_layer.values()):
-            times = [each for way in PASSES if (each := getattr(row, f"{way}_{name}")) is not None]
+            times = [value for way in PASSES if (value := getattr(row, f"{way}_{name}")) is not None]
             if times:
-                found[row.step] += sum(times)
-        return Curve(sorted(found), [found[step] for step in sorted(found)])
+                seconds[row.step] += sum(times)
+        return Curve(sorted(seconds), [seconds[step] for step in sorted(seconds)])
 
     def median_seconds(self, name: str) -> float | None:
         """Median over the recorded steps of `seconds_by_step`."""
@@ -120,8 +120,10 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
     if len(names) > 1 and max(map(len, names)) > LONG_NAME:
         shortest = min(map(len, parts))
         ahead = min(len(commonprefix(parts)), shortest - 1)
-        behind = min(len(commonprefix([each[::-1] for each in parts])), shortest - ahead - 1)
-    shortened = [".".join(each[ahead : len(each) - behind]) or "(the model)" for each in parts]
+        behind = min(len(commonprefix([name_parts[::-1] for name_parts in parts])), shortest - ahead - 1)
+    shortened = [
+        ".".join(name_parts[ahead : len(name_parts) - behind]) or "(the model)" for name_parts in parts
+    ]
     return {
         name: f"layer {short}" if short.isdecimal() else short
         for name, short in zip(names, shortened, strict=True)
@@ -132,8 +134,8 @@ def stretches(rows: Iterable[Row]) -> list[tuple[str, ...]]:
     """Returns the ranges of steps over which a layer ran in the same way: (steps, path, n, n of backward,
     restore pair).
     """
-    found = [(how, [row.step for row in group]) for how, group in itertools.groupby(rows, _how)]
-    return [(f"{steps[0]:,}" + f" – {steps[-1]:,}" * (len(steps) > 1), *how) for how, steps in found]
+    groups = [(how, [row.step for row in group]) for how, group in itertools.groupby(rows, _how)]
+    return [(f"{steps[0]:,}" + f" – {steps[-1]:,}" * (len(steps) > 1), *how) for how, steps in groups]
 
 
 def _how(row: Row) -> tuple[str, ...]:

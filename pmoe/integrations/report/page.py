@@ -48,7 +48,7 @@ def run_page(run: files.Run) -> str:
     except ImportError as error:
         raise ImportError(f"matplotlib draws the charts (pip install 'pmoe[report]'): {error}") from None
     history = history_of(run)
-    made = template("integrations/report/report.html").render(
+    page = template("integrations/report/report.html").render(
         title=f"pmoe report: {run.folder.resolve().name}",
         run=run,
         history=history,
@@ -67,7 +67,7 @@ def run_page(run: files.Run) -> str:
         keys=list(zip(files.TENSORS, SERIES, strict=False)),
         max_maps=MAX_SHOWN,
     )
-    return made.strip() + "\n"
+    return page.strip() + "\n"
 
 
 # ---- expert load
@@ -75,13 +75,13 @@ def run_page(run: files.Run) -> str:
 
 def _load_charts(history: History) -> list[str]:
     """Returns charts of imbalance and of dropped rows."""
-    found: list[str] = []
+    drawn: list[str] = []
     for whose, field in (("expert", "imbalance"), ("rank", "rank_imbalance")):
         title = f"Imbalance: rows of the busiest {whose}"
-        found += _by_layer(history, title, field, unit="over the mean", floor=1)
+        drawn += _by_layer(history, title, field, unit="over the mean", floor=1)
     if any(row.drop_rate for rows in history.by_layer.values() for row in rows):
-        found += _by_layer(history, "Dropped rows", "drop_rate", floor=0, show=charts.format_share)
-    return found
+        drawn += _by_layer(history, "Dropped rows", "drop_rate", floor=0, show=charts.format_share)
+    return drawn
 
 
 def _by_layer(history: History, title: str, field: str, **options: Any) -> list[str]:
@@ -139,7 +139,8 @@ def _heat_map(name: str, rows: Sequence[files.Row]) -> str:
         ratios = (summed / summed.mean(1, keepdims=True)).T
     note = ""
     if sum(last):
-        busiest, idle = last.index(max(last)), last.count(0)
+        busiest = last.index(max(last))
+        idle = last.count(0)
         share = charts.format_share(last[busiest] / sum(last))
         note = f"At step {rows[-1].step:,}: expert {busiest} has {share} of {sum(last):,} rows"
         note += f"; {idle} of {len(last)} experts have none." if idle else ", and every expert has some."
@@ -158,11 +159,11 @@ def _choices(history: History) -> list[list[str]]:
     for name, rows in history.by_layer.items():
         names_of.setdefault(tuple(stretches(rows)), []).append(name)
     lines = []
-    for found, names in names_of.items():
+    for ranges, names in names_of.items():
         shown = ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]} ({len(names)} layers)"
-        left_out = len(found) - MAX_STRETCHES
+        left_out = len(ranges) - MAX_STRETCHES
         shown += f" (after {left_out} changes)" if left_out > 0 else ""
-        lines += [[shown if i == 0 else "", *each] for i, each in enumerate(found[-MAX_STRETCHES:])]
+        lines += [[shown if i == 0 else "", *cells] for i, cells in enumerate(ranges[-MAX_STRETCHES:])]
     return lines
 
 
@@ -177,11 +178,11 @@ def _communication(history: History) -> list[str]:
         "the last call is in it; the exchange of row counts is not."
     )
     options: dict[str, Any] = {"floor": 0, "show": charts.format_seconds}
-    found = [charts.line_chart("Communication of a step", curves, note=note, is_filled=True, **options)]
+    drawn = [charts.line_chart("Communication of a step", curves, note=note, is_filled=True, **options)]
     for direction in files.PASSES:
         title, field = f"Exposed communication, {direction}", f"{direction}_exposed"
-        found += _by_layer(history, title, field, **options)
-    return found
+        drawn += _by_layer(history, title, field, **options)
+    return drawn
 
 
 # ---- memory
@@ -190,7 +191,7 @@ def _communication(history: History) -> list[str]:
 def _tensors(history: History) -> list[tuple[str, list[int]]]:
     """Returns bars of memory: (name of a layer, bytes of each of `TENSORS`)."""
     rows = [(name, row) for name, row in history.latest.items() if row.T_I_bytes is not None]
-    return [(name, [getattr(row, f"{each}_bytes") or 0 for each in files.TENSORS]) for name, row in rows]
+    return [(name, [getattr(row, f"{tensor}_bytes") or 0 for tensor in files.TENSORS]) for name, row in rows]
 
 
 def _predicted(history: History) -> list[list[str]]:
@@ -199,7 +200,7 @@ def _predicted(history: History) -> list[list[str]]:
         [
             name,
             row.restore or "kept",
-            *(charts.format_bytes(getattr(row, f"{each}_bytes")) for each in files.PREDICTED),
+            *(charts.format_bytes(getattr(row, f"{field}_bytes")) for field in files.PREDICTED),
         ]
         for name, row in history.latest.items()
         if row.peak_bytes is not None
@@ -228,7 +229,7 @@ def _as_built(run: files.Run) -> tuple[dict[str, Any], list[list[str]]]:
     layers = run.sessions[-1].get("layers") or [] if run.sessions else []
     names = list(layers[0]) if layers else []
     alike = {
-        name: layers[0][name] for name in names[1:] if len({str(each.get(name)) for each in layers}) == 1
+        name: layers[0][name] for name in names[1:] if len({str(layer.get(name)) for layer in layers}) == 1
     }
     differ = [name for name in names if name not in alike]
-    return alike, [differ, *([str(each.get(name)) for name in differ] for each in layers)]
+    return alike, [differ, *([str(layer.get(name)) for name in differ] for layer in layers)]

@@ -206,7 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=512, help="of each rank")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of each rank")
     parser.add_argument("--d-model", type=int, default=128)
     parser.add_argument("--num-experts", type=int, default=8)
     parser.add_argument("--pipeline", type=int, default=2, help="n, the number of micro-batches")

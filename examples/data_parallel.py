@@ -91,10 +91,17 @@ def train(arguments: argparse.Namespace) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument(
-        "--folder", type=Path, required=True, help="of checkpoints; goes on from the last there"
+        "--folder",
+        type=Path,
+        required=True,
+        help="folder of checkpoints; the run continues from the last one",
     )
-    parser.add_argument("--wrap", choices=("ddp", "fsdp"), default="ddp", help="what shares the dense part")
-    parser.add_argument("--steps", type=int, default=40, help="those of earlier runs included (default: 40)")
+    parser.add_argument(
+        "--wrap", choices=("ddp", "fsdp"), default="ddp", help="wrapper that manages the dense part"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=40, help="number of steps, earlier runs included (default: 40)"
+    )
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints (default: 10)")
     return parser.parse_args()
 

@@ -168,8 +168,10 @@ def say(text: str) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     for name in ("mp", "ep", "esp"):
-        parser.add_argument(f"--{name}", type=int, default=2, help=f'ranks of "{name}" (default: 2)')
-    parser.add_argument("--experts", type=int, default=4, help="in all (default: 4)")
+        parser.add_argument(
+            f"--{name}", type=int, default=2, help=f'number of ranks along "{name}" (default: 2)'
+        )
+    parser.add_argument("--experts", type=int, default=4, help="experts of all ranks together (default: 4)")
     parser.add_argument("--d-model", type=int, default=64, help=f"a multiple of {HEAD} * mp (default: 64)")
     parser.add_argument("--steps", type=int, default=30, help="(default: 30)")
     return parser.parse_args()

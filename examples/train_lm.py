@@ -1,4 +1,4 @@
-"""Trains a small language model with a pmoe.MoELayer in every second block, on text of the machine.
+"""Trains a small language model with a pmoe.MoELayer in every second block, on text found locally.
 
     torchrun --standalone --nproc-per-node 2 examples/train_lm.py            # experts over two ranks
     torchrun --standalone --nproc-per-node 2 examples/train_lm.py --resume   # after Ctrl-C or a kill

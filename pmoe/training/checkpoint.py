@@ -49,11 +49,12 @@ MAX_PROBLEMS = 12
 class Loaded:
     """Result of `load_checkpoint`: what a checkpoint holds beside the model's and the optimizers' state.
 
-    path: folder of the checkpoint.
-    step: number of the training step at which it was saved.
-    extra: the ``extra`` that `save_checkpoint` got on rank 0.
-    random: True if the random generators were set to their saved states. This needs as many ranks
-        as saved it.
+    Attributes:
+        path: folder of the checkpoint.
+        step: number of the training step at which it was saved.
+        extra: the ``extra`` that `save_checkpoint` got on rank 0.
+        random: True if the random generators were set to their saved states. That needs the number of ranks
+            that saved them.
     """
 
     path: Path

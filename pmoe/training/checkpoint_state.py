@@ -32,9 +32,9 @@ from pmoe.layer import MoELayer
 Plain = dict[str, Any]
 
 RUN_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-"""Options of optimizers that say how a step is computed, not which step.
+"""Entries of a parameter group that are not saved: parameters, and options for how a step is computed.
 
-They are not saved: the new run's stay.
+When a checkpoint is loaded, these stay as the new run has them.
 """
 
 

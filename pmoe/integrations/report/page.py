@@ -1,5 +1,4 @@
-"""Makes the page about a run: this module has the numbers and charts, `report.html` the sections and their
-texts.
+"""Makes the page about a run: numbers and charts here, sections and their texts in `report.html`.
 
 Long runs are thinned (`charts`). If a model has many layers, the later ones are folded away.
 """

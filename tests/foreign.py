@@ -295,7 +295,7 @@ def of_run(name: str, *opened_by: str, **more: Any) -> Kind:
         make=lambda folder: made_run(folder) / name,
         opened_by=tuple(f"pmoe/integrations/run_folder.py:{each}" for each in opened_by),
         is_json=name.endswith(".json"),
-        remedy="the rest is read|the pmoe that wrote it|another folder|must hold",
+        remedy="to read the rest|the pmoe that wrote it|another folder|must hold",
         may_be_missing=more.get("grows", False),
         is_slow=True,
         **more,

@@ -1,4 +1,5 @@
-// Addresses and streams come as integers; pmoe/kernels/grouped_gemm/products.py has checked their meaning.
+// Python binding of the grouped products. Addresses and streams arrive as integers;
+// pmoe/kernels/grouped_gemm/products.py has checked what they point to.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -28,7 +29,7 @@ T* at(Address address) {
 }
 
 void list_kernels(std::vector<pmoe::KernelInfo>& found) {
-  static std::map<std::string, int> names;  // whose keys outlive what points to them
+  static std::map<std::string, int> names;  // static, because KernelInfo::name points to its keys
   const auto add = [&](const GroupedGemm& which, const pmoe::GroupedGemmPath& path) {
     const char* name = names.emplace(name_of(which, path), 0).first->first.c_str();
     found.push_back(
@@ -39,7 +40,7 @@ void list_kernels(std::vector<pmoe::KernelInfo>& found) {
   pmoe::for_each_grouped_gemm(1, [&](const GroupedGemm& which) { add(which, pmoe::ampere_path); });
 }
 
-// How a product's blocks are to share an operand.
+// Fills in how the two blocks of a cluster share an operand; kByRule chooses by the shape.
 void share(GroupedGemm& which, pmoe::Problem& p, Sharing sharing) {
   if (sharing == Sharing::kByRule) sharing = pmoe::best_sharing(which.form, p, pmoe::ceil_div(p.n, 256));
   which.cluster = sharing == Sharing::kB ? 2 : 1;
@@ -87,7 +88,7 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
 
 void bind_grouped_gemm(py::module_& m) {
   using py::arg;
-  // A full queue of launches blocks: other threads must not wait for it, too.
+  // A launch blocks while the queue of launches is full. The GIL is released, so that other threads go on.
   m.def("grouped_gemm", &grouped_gemm, py::kw_only(), arg("device"), arg("stream"), arg("hopper"),
         arg("element"), arg("form"), arg("epilogue") = 0, arg("activation") = 0, arg("a"), arg("a_rows"),
         arg("a_stride"), arg("b"), arg("b_rows") = 0, arg("b_stride") = 0, arg("d"), arg("d_stride"),

@@ -1,4 +1,5 @@
-// Addresses and streams come as integers; pmoe/kernels/permute/operators.py has checked what they stand for.
+// Python binding of the permutes. Addresses and streams arrive as integers; pmoe/kernels/permute/operators.py
+// has checked what they point to.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -33,7 +34,7 @@ permute::RowsAt rows(Address data, int64_t stride_bytes) {
 
 float* floats(Address data) { return reinterpret_cast<float*>(data); }
 
-// A full queue of launches blocks: other threads must not wait for it, too.
+// A launch blocks while the queue of launches is full. The GIL is released, so that other threads go on.
 using no_gil = py::call_guard<py::gil_scoped_release>;
 
 void bind_permute(py::module_& m) {

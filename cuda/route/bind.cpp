@@ -1,4 +1,5 @@
-// Addresses and streams come as integers; pmoe/kernels/route/reference.py has checked what they stand for.
+// Python binding of the routing. Addresses and streams arrive as integers; pmoe/kernels/route/reference.py
+// has checked what they point to.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -51,7 +52,7 @@ void bind_route(py::module_& m) {
         py::call_guard<py::gil_scoped_release>(),
         "Raises RuntimeError where a device cannot run the kernels.");
   m.def("route_workspace_bytes", &route::workspace_bytes, "Bytes of workspace that a forward launch takes.");
-  // A full queue of launches blocks: other threads must not wait for it, too.
+  // A launch blocks while the queue of launches is full. The GIL is released, so that other threads go on.
   m.def("route", &forward, py::call_guard<py::gil_scoped_release>());
   m.def("route_backward", &backward, py::call_guard<py::gil_scoped_release>());
 }

@@ -1,5 +1,7 @@
-// pmoe._cuda: what the kernels' folders bind (module.h), and what is known of their kernels. No torch header:
-// tensors come as addresses and streams as integers, so one build serves every torch of this Python.
+// pmoe._cuda: the functions that the kernels' folders bind (module.h), and facts about their kernels.
+//
+// No torch header is used. Tensors arrive as addresses and streams as integers, so one build works with every
+// torch of this Python.
 
 #include <cuda_runtime.h>
 #include <dlfcn.h>
@@ -85,7 +87,7 @@ py::list kernels(int device, const std::string& only) {
   return found;
 }
 
-// Of this process, which has started CUDA.
+// Returns whether this process loads kernels when CUDA starts. CUDA must have been started.
 bool loads_eagerly() {
   static const auto mode_of =
       pmoe::driver_function<PFN_cuModuleGetLoadingMode_v11070>("cuModuleGetLoadingMode", 11070);

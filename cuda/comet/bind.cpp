@@ -1,4 +1,5 @@
-// Addresses come as integers; pmoe/kernels/comet/launches.py has checked what they stand for.
+// Python binding of COMET's kernels. Addresses arrive as integers; pmoe/kernels/comet/launches.py has checked
+// what they point to.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -22,7 +23,7 @@ using pmoe::Sharing;
 using namespace pmoe::comet;
 
 void list_kernels(std::vector<pmoe::KernelInfo>& found) {
-  static std::map<std::string, int> names;  // whose keys outlive what points to them
+  static std::map<std::string, int> names;  // static, because KernelInfo::name points to its keys
   for (const bool hopper : {true, false}) {
     const Path& path = hopper ? hopper_path : ampere_path;
     for_each([&](const Which& which) {
@@ -40,7 +41,7 @@ void run(int device, std::uintptr_t stream, bool hopper, int kernel, int element
   int64_t a_rows[kMostVirtual] = {};
   Launch all = read_launch(ranks, blocks, a_rows);
   const int count = static_cast<int>(ranks.size());
-  const py::gil_scoped_release others_run;  // a full queue of launches blocks
+  const py::gil_scoped_release others_run;  // a launch blocks while the queue of launches is full
   const pmoe::OnDevice here(device);
   const Path& path = hopper ? hopper_path : ampere_path;
   const bool in_pairs =

@@ -1,4 +1,5 @@
-// Addresses and streams come as integers, handles as bytes; pmoe/kernels/heap.py is the Python face.
+// Python binding of heaps. Addresses and streams arrive as integers, handles as bytes. pmoe/kernels/heap.py
+// is the Python side.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -19,7 +20,8 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Most of them wait for the device or the driver, which other threads need not.
+// Most of these functions wait for the device or the driver. The GIL is released, so that other threads go
+// on.
 using no_gil = py::call_guard<py::gil_scoped_release>;
 
 void bind_heap(py::module_& m) {

@@ -26,7 +26,7 @@ __global__ void await_flag_kernel(const uint32_t* flag, uint32_t wanted, uint64_
   }
 }
 
-// What a user can do about it.
+// Returns a hint for the user about an error of opening a peer's memory.
 std::string told(cudaError_t error) {
   if (error == cudaErrorPeerAccessUnsupported)
     return ": the devices do not reach each other's memory, by NVLink or PCIe (nvidia-smi topo -p2p w)";

@@ -1,8 +1,9 @@
-// NVSHMEM as a place for heaps: memory that ranks of other nodes reach by loads and stores, too, where NVLink
-// goes there. Compiled only where setup.py finds NVSHMEM's headers, and never run yet by its authors.
+// NVSHMEM as a provider of heaps: memory that ranks of other nodes reach by loads and stores, where NVLink
+// goes to them. It is compiled only where setup.py finds NVSHMEM's headers. One process has run it; it has
+// never run between several.
 //
-// Only the host's side is used, and the kernels know nothing of it: a peer whose memory cannot be mapped is
-// refused. The library is opened when it is needed, so that pmoe works without it.
+// Only NVSHMEM's host interface is used, and the kernels know nothing of it. A peer whose memory cannot be
+// mapped is refused. The library is opened when it is first needed, so that pmoe works without it.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <host/nvshmem_api.h>
@@ -27,7 +28,7 @@ using Address = std::uintptr_t;
 using pmoe::check;
 using pmoe::OnDevice;
 
-// Also other parts of the process may have opened it: it is one and the same then.
+// NVSHMEM's host library. If another part of the process has opened it already, this is the same library.
 class Library {
  public:
   explicit Library(const char* path) : file_(dlopen(path, RTLD_NOW | RTLD_GLOBAL)) {
@@ -61,7 +62,7 @@ class Library {
       throw std::runtime_error(std::string("pmoe._cuda: NVSHMEM's library has no ") + name);
   }
 
-  void* file_;  // stays open: what it started cannot be undone
+  void* file_;  // never closed: what the library has started cannot be undone
 };
 
 std::unique_ptr<Library> opened;
@@ -87,7 +88,8 @@ std::string unique_id() {
   return std::string(reinterpret_cast<const char*>(&id), sizeof id);
 }
 
-// The ranks that call this with one id are NVSHMEM's, once a process: (rank, ranks), as they are afterwards.
+// Joins this process to NVSHMEM, together with all ranks that call it with the same id; only once a process.
+// Returns (rank, number of ranks) as NVSHMEM has them afterwards.
 std::pair<int, int> init(int device, const std::string& id, int rank, int ranks) {
   if (id.size() != sizeof(nvshmemx_uniqueid_t))
     throw std::invalid_argument("id (" + std::to_string(id.size()) + " bytes) must have " +
@@ -107,7 +109,7 @@ std::pair<int, int> init(int device, const std::string& id, int rank, int ranks)
   return {nvshmem.my_pe(), nvshmem.n_pes()};
 }
 
-// Collective over NVSHMEM's ranks, as is release().
+// Allocates zeroed memory. Collective over NVSHMEM's ranks, like release().
 Address allocate(int device, int64_t bytes) {
   const OnDevice here(device);
   void* const base = library().allocate(static_cast<size_t>(bytes));
@@ -125,7 +127,7 @@ void release(int device, Address base) {
   library().release(reinterpret_cast<void*>(base));
 }
 
-// 0 where the peer is beyond loads and stores.
+// Returns where this rank sees a peer's part, or 0 if loads and stores cannot reach it.
 Address pointer(int device, Address base, int peer) {
   const OnDevice here(device);
   return reinterpret_cast<Address>(library().pointer(reinterpret_cast<void*>(base), peer));

@@ -1,4 +1,4 @@
-// Addresses come as integers.
+// Python binding of FlashDMoE's kernels. Addresses and streams arrive as integers.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -20,12 +20,12 @@ using pmoe::Element;
 using pmoe::comet::Fields;
 using namespace pmoe::flashdmoe;
 
-constexpr int kTileRows = 128;           // of every architecture
-constexpr int kFewestTileColumns = 128;  // of all: there are no more tasks than by these
-constexpr int kMostBlocks = 1024;        // of a rank
+constexpr int kTileRows = 128;           // rows of a tile on every architecture
+constexpr int kFewestTileColumns = 128;  // smallest tile width of any architecture; it gives the most tasks
+constexpr int kMostBlocks = 1024;        // largest number of blocks of a rank
 
 void list_kernels(std::vector<pmoe::KernelInfo>& found) {
-  static std::map<std::string, int> names;  // whose keys outlive what points to them
+  static std::map<std::string, int> names;  // static, because KernelInfo::name points to its keys
   for_each([&](const Which& which) {
     const auto name = names.emplace(name_of(which), 0).first;
     const Path& path = path_of(which);
@@ -41,8 +41,8 @@ Layout layout_of(int ranks, int experts, int rows, int64_t row_bytes, bool is_po
 
 bool are_halves(Activation activation) { return pmoe::are_halves(pmoe::Epilogue::kHidden, activation); }
 
-// What actors keep from round to round lies at the same places for every activation, number of blocks and
-// architecture.
+// Lays out the workspace, whose parts must lie at the same offsets for every activation, number of blocks and
+// architecture, because all of them share it. Returns its bytes.
 int64_t place(Pass& pass, const Experts& experts, int most_tokens, uint8_t* base) {
   pass.processors = kMostBlocks - 1;
   return place_for_all(pass, experts, true, kTileRows, kFewestTileColumns, most_tokens, base);
@@ -78,7 +78,7 @@ void read_choice(Fields& given, Pass& pass) {
                           " and " + std::to_string(pmoe::route::kMostChoices) + " where a launch chooses");
 }
 
-// Rows of tokens are dense.
+// Reads one rank's part of a launch. Rows of tokens must lie without gaps.
 Member read_member(Fields& given, const Which& which, int blocks) {
   Member m;
   Pass& pass = m.pass;
@@ -111,7 +111,7 @@ Member read_member(Fields& given, const Which& which, int blocks) {
   pass.again = given.at<const uint8_t>("again"), pass.again_stride = row_bytes;
   pass.weight_gradient = given.at<float>("weight_gradient");
   Experts& e = m.experts = read_experts(given, static_cast<int>(row_bytes / 2));
-  void* const recomputed = given.at<void>("recomputed");  // T_M, in backward, where forward kept none
+  void* const recomputed = given.at<void>("recomputed");  // for T_M in backward, if forward did not keep it
   if (recomputed != nullptr) e.wide = recomputed;
   const int most_tokens = given.small("heap_home_rows");
   if (pass.tokens > most_tokens)
@@ -146,12 +146,13 @@ void run(int device, std::uintptr_t stream, bool hopper, bool is_backward, int e
     all.of_rank[i] = read_member(fields, which, blocks);
     fields.finish();
   }
-  const py::gil_scoped_release others_run;  // a full queue of launches blocks
+  const py::gil_scoped_release others_run;  // a launch blocks while the queue of launches is full
   const pmoe::OnDevice here(device);
   launch(which, all, blocks, reinterpret_cast<void*>(stream));
 }
 
-// Where regions of a rank's heap begin, which ends with its workspace; "bytes" of all, and of them "L".
+// Returns the byte offsets of the regions of a rank's heap, whose last region is the workspace; "bytes", the
+// size of the heap; and "L", the size of the tensor L.
 py::dict tell_layout(int ranks, int experts, int rows, int home_rows, int64_t row_bytes, int d_hidden,
                      bool sends_again, bool is_pool, bool is_staged) {
   Pass pass;

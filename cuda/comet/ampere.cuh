@@ -14,8 +14,8 @@ struct AmpereShared {
   ampere::Shared gemm;
   int32_t board[kSmallBoardWords];
 };
-static_assert(sizeof(AmpereShared) <= 99 * 1024, "more than a block of 8.6 has");
-static_assert(sizeof(ampere::Shared) >= 4 * kSendsWords, "what is sent is counted where stages would be");
+static_assert(sizeof(AmpereShared) <= 99 * 1024, "more shared memory than a block of 8.6 has");
+static_assert(sizeof(ampere::Shared) >= 4 * kSendsWords, "the table of sends must fit into the stages");
 
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation>
 __global__ void __launch_bounds__(ampere::kThreads, 1)

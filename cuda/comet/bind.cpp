@@ -55,9 +55,9 @@ void bind_comet(py::module_& m) {
   m.def("comet", &run, py::kw_only(), arg("device"), arg("stream"), arg("hopper"), arg("kernel"),
         arg("element"), arg("form"), arg("epilogue") = 0, arg("activation") = 0, arg("blocks"), arg("ranks"),
         arg("sharing") = 0,
-        "One launch of a fused kernel, for each rank of which there is a dict; see cuda/comet/rank.h.");
+        "Launches a fused kernel. ranks: one dict for each rank; for the fields see cuda/comet/rank.h.");
   m.def("comet_layout", &tell_layout, arg("ranks"), arg("experts"), arg("rows"), arg("home_rows"),
-        arg("row_bytes"), "Byte offsets of a heap's regions, and \"bytes\", the size of all.");
+        arg("row_bytes"), "Returns byte offsets of a heap's regions, and its size \"bytes\".");
   m.def(
       "comet_path",
       [](bool hopper) {
@@ -67,7 +67,7 @@ void bind_comet(py::module_& m) {
         told["board_words"] = path.board_words;
         return told;
       },
-      arg("hopper"), "Rows and columns of a tile; words for (ranks + 1) x experts of a rank.");
+      arg("hopper"), "Returns rows and columns of a tile, and the most (ranks + 1) x experts of a rank.");
   m.attr("comet_limits") = tell_limits();
 }
 

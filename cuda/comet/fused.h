@@ -27,6 +27,6 @@ struct Launch {
   int blocks = 0;  // blocks of each rank
 };
 
-static_assert(sizeof(Launch) <= 4096, "more than a kernel's arguments");
+static_assert(sizeof(Launch) <= 4096, "more bytes than a kernel's arguments may have");
 
 }  // namespace pmoe::comet

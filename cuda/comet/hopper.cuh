@@ -30,8 +30,8 @@ struct HopperShared {
   Beside beside;
   alignas(16) uint8_t walk[hopper::kThreads / 32][kWalkBytes];
 };
-static_assert(sizeof(HopperShared) <= 232448 - 1024, "more than a block of Hopper has");
-static_assert(sizeof(hopper::Shared::a) >= 4 * kSendsWords, "what is sent is counted where stages would be");
+static_assert(sizeof(HopperShared) <= 232448 - 1024, "more shared memory than a block of Hopper has");
+static_assert(sizeof(hopper::Shared::a) >= 4 * kSendsWords, "the table of sends must fit into the stages");
 
 // The shared memory of a block that dispatches. It takes the place of a computing block's stages.
 struct Sending {

@@ -33,7 +33,8 @@ class Fields {
     return reinterpret_cast<T*>(static_cast<std::uintptr_t>(number(name)));
   }
   void finish() const {
-    if (used_ != given_.size()) throw py::value_error("a field of a rank that there is not, or given twice");
+    if (used_ != given_.size())
+      throw py::value_error("a rank's dict has a field that the kernel does not know");
   }
 
  private:
@@ -100,7 +101,7 @@ inline Launch read_launch(const py::list& ranks, int blocks, int64_t (&a_rows)[k
   Launch all;
   const int count = static_cast<int>(ranks.size());
   if (count < 1 || count > kMostVirtual)
-    throw py::value_error("ranks of one launch (" + std::to_string(count) + ") must be 1 to " +
+    throw py::value_error("ranks of one launch (" + std::to_string(count) + ") must be from 1 to " +
                           std::to_string(kMostVirtual));
   all.blocks = blocks;
   for (int i = 0; i < count; ++i) {

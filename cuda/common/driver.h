@@ -33,7 +33,7 @@ void check_driver(CUresult result, const Call& call) {
   if (result == CUDA_SUCCESS) return;
   static const auto name_of = driver_function<PFN_cuGetErrorName_v6000>("cuGetErrorName", 6000);
   const char* name = nullptr;
-  if (name_of(result, &name) != CUDA_SUCCESS || name == nullptr) name = "an error without a name";
+  if (name_of(result, &name) != CUDA_SUCCESS || name == nullptr) name = "unknown error";
   throw std::runtime_error("pmoe._cuda: " + std::string(call()) + ": " + name + " (" +
                            std::to_string(static_cast<int>(result)) + ")");
 }

@@ -33,8 +33,8 @@ inline void allow_shared(const void* kernel, int bytes) {
         "cudaDeviceGetAttribute");
   if (bytes > most)
     throw std::runtime_error("pmoe._cuda: a block needs " + std::to_string(bytes) +
-                             " bytes of shared memory, and device " + std::to_string(device) + " gives " +
-                             std::to_string(most));
+                             " bytes of shared memory, but device " + std::to_string(device) +
+                             " allows at most " + std::to_string(most));
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
         "cudaFuncSetAttribute");
 }

@@ -15,7 +15,7 @@ struct AmpereShared {
   Problem problem;  // of the current task; in registers it would leave none for accumulators
   int place;
 };
-static_assert(sizeof(AmpereShared) <= 99 * 1024, "more than a block of 8.6 has");
+static_assert(sizeof(AmpereShared) <= 99 * 1024, "more shared memory than a block of 8.6 has");
 // Routing tasks use all threads of a block, and the memory of its stages.
 using AmpereRouting = RoutingShape<ampere::kThreads>;
 static_assert(kRoutingBytes<AmpereRouting> <= sizeof(ampere::Shared));

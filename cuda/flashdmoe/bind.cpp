@@ -71,11 +71,12 @@ void read_choice(Fields& given, Pass& pass) {
   choice.l_aux = given.at<float>("l_aux");
   if (choice.weight != nullptr && experts % 2 != 0)
     throw py::value_error("experts (" + std::to_string(experts) +
-                          ") must be even where a launch scores them");
+                          ") must be even if the launch computes the gate's scores");
   if (choice.is_asked && (experts > kMostChosen || pass.choices > pmoe::route::kMostChoices))
     throw py::value_error("experts (" + std::to_string(experts) + ") and top_k (" +
                           std::to_string(pass.choices) + ") must be at most " + std::to_string(kMostChosen) +
-                          " and " + std::to_string(pmoe::route::kMostChoices) + " where a launch chooses");
+                          " and " + std::to_string(pmoe::route::kMostChoices) +
+                          " if the launch chooses experts");
 }
 
 // Reads one rank's part of a launch. Rows of tokens must lie without gaps.
@@ -133,11 +134,11 @@ void run(int device, std::uintptr_t stream, bool hopper, bool is_backward, int e
   const Which which = {static_cast<Element>(element), static_cast<Activation>(activation), is_backward,
                        hopper};
   if (ranks.empty() || ranks.size() > kMostVirtual)
-    throw py::value_error("ranks of one launch (" + std::to_string(ranks.size()) + ") must be 1 to " +
+    throw py::value_error("ranks of one launch (" + std::to_string(ranks.size()) + ") must be from 1 to " +
                           std::to_string(kMostVirtual));
   if (blocks < 2 || blocks > kMostBlocks)
-    throw py::value_error("blocks (" + std::to_string(blocks) + ") must be 2, of which one schedules, to " +
-                          std::to_string(kMostBlocks));
+    throw py::value_error("blocks (" + std::to_string(blocks) +
+                          ") must be from 2 (one of them schedules) to " + std::to_string(kMostBlocks));
   Launch all;
   all.ranks = static_cast<int>(ranks.size());
   for (int i = 0; i < all.ranks; ++i) {
@@ -170,12 +171,12 @@ void bind_flashdmoe(py::module_& m) {
   using py::arg;
   m.def("flashdmoe", &run, py::kw_only(), arg("device"), arg("stream"), arg("hopper"),
         arg("is_backward") = false, arg("element"), arg("activation"), arg("blocks"), arg("ranks"),
-        "One launch of a layer's pass, for each rank of which there is a dict; see cuda/flashdmoe/pass.h and "
+        "Launches a pass of a layer. ranks: one dict for each rank, with fields as in cuda/flashdmoe/pass.h, "
         "experts.h.");
   m.def("flashdmoe_layout", &tell_layout, arg("ranks"), arg("experts"), arg("rows"), arg("home_rows"),
         arg("row_bytes"), arg("d_hidden"), arg("sends_again") = false, arg("is_pool") = false,
         arg("is_staged") = false,
-        "Byte offsets of a heap's regions, \"bytes\", the size of all, and \"L\", that of the tensor L.");
+        "Returns byte offsets of a heap's regions, its size \"bytes\", and the size \"L\" of the tensor L.");
 }
 
 const pmoe::Module joined(bind_flashdmoe, list_kernels);

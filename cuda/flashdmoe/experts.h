@@ -36,7 +36,7 @@ struct Launch {
   Member of_rank[kMostVirtual];
   int ranks = 1;
 };
-static_assert(sizeof(Launch) <= 4096, "more than a kernel's arguments");
+static_assert(sizeof(Launch) <= 4096, "more bytes than a kernel's arguments may have");
 
 // Plans the tasks of a forward pass: routing, if it is asked for, and the tiles of the products.
 //

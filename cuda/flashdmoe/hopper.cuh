@@ -28,9 +28,9 @@ struct HopperShared {
   // place: place of the current task in tQ. number: this processor. index: its rank in the launch.
   int place, number, index;
 };
-static_assert(sizeof(HopperShared) <= 232448 - 1024, "more than a block of Hopper has");
+static_assert(sizeof(HopperShared) <= 232448 - 1024, "more shared memory than a block of Hopper has");
 static_assert(hopper::kDepth == kTileDepth && hopper::kMultipliers == kCrew);
-static_assert(sizeof(hopper::Shared::exchange) >= kBiasBytes, "biases are summed where nothing is loaded");
+static_assert(sizeof(hopper::Shared::exchange) >= kBiasBytes, "biases are summed in the exchange buffers");
 
 // Routing tasks are done by the threads that multiply, in the memory of the stages, which are empty between
 // products.

@@ -36,6 +36,6 @@ struct HopperLaunch {
   Maps<kProducts> maps[kMostVirtual];
   Launch launch;
 };
-static_assert(sizeof(HopperLaunch<5>) <= 32764, "more than a kernel's arguments");
+static_assert(sizeof(HopperLaunch<5>) <= 32764, "more bytes than a kernel's arguments may have");
 
 }  // namespace pmoe::flashdmoe

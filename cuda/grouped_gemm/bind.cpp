@@ -65,8 +65,8 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
   GroupedGemm which = {static_cast<Element>(element), static_cast<Form>(form),
                        static_cast<Epilogue>(epilogue), static_cast<pmoe::Activation>(activation)};
   if (which.form != Form::kForward && (slot != 0 || a_gathered))
-    throw std::invalid_argument("slot and a_gathered must be left out of form " + std::to_string(form) +
-                                ": only form 0, forward, gathers rows or has weights by slot");
+    throw std::invalid_argument("slot and a_gathered must be left out in form " + std::to_string(form) +
+                                ": only form 0 (forward) gathers rows or takes weights by slot");
   pmoe::Problem p;
   p.a = at<void>(a), p.b = at<void>(b), p.d = at<void>(d);
   p.a_stride = a_stride, p.b_stride = b_stride, p.d_stride = d_stride;
@@ -97,13 +97,13 @@ void bind_grouped_gemm(py::module_& m) {
         arg("active_stride") = 0, arg("hidden") = 0, arg("hidden_stride") = 0, arg("row_dots") = 0,
         arg("weighs_active") = false, arg("wide") = false, arg("accumulates") = false, arg("sharing") = 0,
         arg("spare") = 0, arg("next_tile") = 0, py::call_guard<py::gil_scoped_release>(),
-        "One launch of a grouped product; see cuda/grouped_gemm/problem.h.");
+        "Launches a grouped product; for the arguments see cuda/grouped_gemm/problem.h.");
   m.def(
       "row_dot_parts",
       [](bool hopper, int columns) {
         return hopper ? pmoe::hopper_row_dot_parts(columns) : pmoe::ampere_row_dot_parts(columns);
       },
-      "In how many parts a kernel leaves a row's inner products over so many columns.");
+      "Returns the number of parts into which a kernel splits a row's inner product over `columns` columns.");
 }
 
 const pmoe::Module joined(bind_grouped_gemm, list_kernels);

@@ -68,14 +68,14 @@ class Library {
 std::unique_ptr<Library> opened;
 
 Library& library() {
-  if (!opened) throw std::runtime_error("pmoe._cuda: nvshmem_open comes first");
+  if (!opened) throw std::runtime_error("pmoe._cuda: NVSHMEM is not open: call nvshmem_open first");
   return *opened;
 }
 
 void expect_zero(int status, const char* call) {
   if (status != 0)
     throw std::runtime_error(std::string("pmoe._cuda: ") + call + " failed with status " +
-                             std::to_string(status) + " (NVSHMEM_DEBUG=INFO tells more)");
+                             std::to_string(status) + " (set NVSHMEM_DEBUG=INFO for details)");
 }
 
 void open(const std::string& path) {
@@ -92,7 +92,7 @@ std::string unique_id() {
 // Returns (rank, number of ranks) as NVSHMEM has them afterwards.
 std::pair<int, int> init(int device, const std::string& id, int rank, int ranks) {
   if (id.size() != sizeof(nvshmemx_uniqueid_t))
-    throw std::invalid_argument("id (" + std::to_string(id.size()) + " bytes) must have " +
+    throw std::invalid_argument("id (" + std::to_string(id.size()) + " bytes) must have this many bytes: " +
                                 std::to_string(sizeof(nvshmemx_uniqueid_t)));
   const OnDevice here(device);
   check(cudaFree(nullptr), "starting CUDA");
@@ -115,8 +115,8 @@ Address allocate(int device, int64_t bytes) {
   void* const base = library().allocate(static_cast<size_t>(bytes));
   if (base == nullptr)
     throw std::runtime_error("pmoe._cuda: nvshmem_malloc(" + std::to_string(bytes) +
-                             " bytes) found no memory (NVSHMEM_SYMMETRIC_SIZE, "
-                             "NVSHMEM_MAX_MEMORY_PER_GPU)");
+                             " bytes) found no memory: raise NVSHMEM_SYMMETRIC_SIZE "
+                             "or NVSHMEM_MAX_MEMORY_PER_GPU");
   check(cudaMemset(base, 0, static_cast<size_t>(bytes)), "cudaMemset of a heap");
   check(cudaDeviceSynchronize(), "zeroing a heap");
   return reinterpret_cast<Address>(base);
@@ -140,9 +140,10 @@ void bind_nvshmem(py::module_& m) {
   m.attr("NVSHMEM") = std::to_string(NVSHMEM_VENDOR_MAJOR_VERSION) + "." +
                       std::to_string(NVSHMEM_VENDOR_MINOR_VERSION) + "." +
                       std::to_string(NVSHMEM_VENDOR_PATCH_VERSION);
-  m.def("nvshmem_open", &open, arg("path"), "Opens libnvshmem_host, once a process.", no_gil());
+  m.def("nvshmem_open", &open, arg("path"), "Opens the library libnvshmem_host, once per process.", no_gil());
   m.def(
-      "nvshmem_unique_id", [] { return py::bytes(unique_id()); }, "Of the rank that gives it to the others.");
+      "nvshmem_unique_id", [] { return py::bytes(unique_id()); },
+      "Returns an id, which one rank makes and gives to all others.");
   m.def(
       "nvshmem_init",
       [](int device, const py::bytes& id, int rank, int ranks) {
@@ -151,11 +152,12 @@ void bind_nvshmem(py::module_& m) {
         return init(device, given, rank, ranks);
       },
       arg("device"), arg("id"), arg("rank"), arg("ranks"),
-      "Collective, once a process: (rank, ranks), as NVSHMEM has them since its first start.");
-  m.def("nvshmem_allocate", &allocate, arg("device"), arg("bytes"), "Collective. Zeroed.", no_gil());
-  m.def("nvshmem_free", &release, arg("device"), arg("base"), "Collective.", no_gil());
+      "Starts NVSHMEM, once per process. Collective. Returns (rank, ranks) as of its first start.");
+  m.def("nvshmem_allocate", &allocate, arg("device"), arg("bytes"), "Allocates zeroed memory. Collective.",
+        no_gil());
+  m.def("nvshmem_free", &release, arg("device"), arg("base"), "Frees memory. Collective.", no_gil());
   m.def("nvshmem_pointer", &pointer, arg("device"), arg("base"), arg("peer"),
-        "Where this rank sees a peer's part; 0 where it is beyond loads and stores.", no_gil());
+        "Returns where this rank sees a peer's part, or 0 if loads and stores cannot reach it.", no_gil());
 }
 
 void list_none(std::vector<pmoe::KernelInfo>&) {}

@@ -39,7 +39,7 @@ using no_gil = py::call_guard<py::gil_scoped_release>;
 
 void bind_permute(py::module_& m) {
   py::class_<permute::Moving>(m, "Moving", py::module_local(),
-                              "What the four launches of pmoe.kernels.permute have in common.")
+                              "The arguments that the four launches of pmoe.kernels.permute share.")
       .def(py::init(&moving), py::arg("device"), py::arg("stream"), py::arg("type"), py::arg("tokens"),
            py::arg("choices"), py::arg("num_rows"), py::arg("row_bytes"), py::arg("position"),
            py::arg("weight"), py::arg("parts"));

@@ -16,7 +16,7 @@ Slots slots_of(const Moving& m) {
     throw std::invalid_argument("choices (" + std::to_string(m.choices) + ") must be from 1 to " +
                                 std::to_string(kMostChoices));
   if (m.num_rows < 0)
-    throw std::invalid_argument("num_rows (" + std::to_string(m.num_rows) + ") is negative");
+    throw std::invalid_argument("num_rows (" + std::to_string(m.num_rows) + ") must be at least 0");
   const auto num_rows = static_cast<uint32_t>(smaller<int64_t>(m.num_rows, int64_t{1} << 31));
   return {m.position, m.weight, static_cast<int32_t>(m.choices), num_rows};
 }

@@ -87,7 +87,7 @@ inline Cut make_cut(int64_t tokens, int64_t row_bytes, int per_lane, int threads
   const auto refuse = [](const std::string& what) { throw std::invalid_argument(what); };
   if (tokens < 1) refuse("tokens (" + std::to_string(tokens) + ") must be at least 1");
   if (row_bytes < 16 || row_bytes % 16 || row_bytes / 16 > (int64_t{1} << 29))
-    refuse("a row's bytes (" + std::to_string(row_bytes) + ") must be a multiple of 16, 2**33 at most");
+    refuse("row_bytes (" + std::to_string(row_bytes) + ") must be a multiple of 16, at most 2**33");
   Cut cut{tokens, static_cast<int32_t>(row_bytes / 16), 0, per_lane, 1, threads};
   cut.lanes = lanes_for(cut.row_vectors, per_lane);
   const int slices = cut.slices();
@@ -104,7 +104,7 @@ inline Cut make_cut(int64_t tokens, int64_t row_bytes, int per_lane, int threads
   }
   if (tokens > (int64_t{1} << 40) / cut.parts || cut.blocks() > kMostBlocks)
     refuse("tokens (" + std::to_string(tokens) + ") of " + std::to_string(row_bytes) +
-           " bytes take more than 2**31 - 1 blocks");
+           " bytes each need more than 2**31 - 1 blocks");
   return cut;
 }
 

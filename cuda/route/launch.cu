@@ -97,7 +97,7 @@ template <class Call, int kCount>
 const Chosen<Call>& pick(const Chosen<Call> (&kernels)[kCount], int64_t num_experts) {
   for (const auto& each : kernels)
     if (num_experts <= each.experts) return each;
-  throw std::invalid_argument("pmoe._cuda: route: no kernel takes " + std::to_string(num_experts) +
+  throw std::invalid_argument("pmoe._cuda: route: there is no kernel for " + std::to_string(num_experts) +
                               " experts");
 }
 

@@ -1,5 +1,5 @@
-// What pmoe.kernels.status() and the disassembly tests know of a kernel. Plain C++, since .cu files include
-// it too.
+// Facts about a kernel, for pmoe.kernels.status() and for the disassembly tests. Plain C++, since .cu files
+// include it too.
 #pragma once
 
 #include <vector>

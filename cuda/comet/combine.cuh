@@ -1,4 +1,4 @@
-// What communicating warps do in the combining kernel (COMET, section 3.2.1).
+// The work of communicating warps in the combining kernel (COMET, section 3.2.1).
 //
 // As soon as a chunk of columns is computed, they sum those rows of each token that are on this rank, and
 // write the sum into the heap of the token's owner. The owner adds up what the ranks have sent, always in the
@@ -86,6 +86,7 @@ __device__ __forceinline__ void send_sums(const Rank& r, int first_row, int rows
         next[b] = row[b] < 0 ? -1 : link[b].next;
         more |= at[b] >= 0;
       }
+      // Follows the links of kAtOnce tokens side by side. Each link is loaded one step before it is needed.
       while (more) {
         Words held[kAtOnce];
         int behind[kAtOnce];

@@ -1,5 +1,5 @@
-// What communicating warps do in the dispatching kernel: grant room, write rows into peers' heaps, raise
-// flags.
+// The work of communicating warps in the dispatching kernel. They grant room, write rows into peers' heaps,
+// and raise flags.
 #pragma once
 #include "comet/protocol.h"
 #include "comet/rank.h"

@@ -18,7 +18,7 @@ namespace pmoe::comet {
 
 constexpr int kWalkBytes = 128;
 
-// For blocks that form pairs with tiles side by side: where this block's tile lies.
+// The place of a block's tile, if blocks form pairs with tiles side by side.
 struct Beside {
   int first;                   // column of this block's tile in the pair
   int chunk_columns, columns;  // of the result; no tile crosses the end of a chunk

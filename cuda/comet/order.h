@@ -68,7 +68,8 @@ class Board {
   int ranks_, experts_;
 };
 
-// Where the rows that a rank sends begin in its own order, by target and expert. It is filled like a Board.
+// A table of where the rows that a rank sends begin in its own order, by target and expert. It is filled like
+// a Board.
 class Sends {
  public:
   PMOE_HD Sends(int32_t* memory, int ranks, int experts) : first_(memory), ranks_(ranks), experts_(experts) {}

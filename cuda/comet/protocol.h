@@ -1,9 +1,11 @@
-// How blocks and ranks announce what is ready: flags that only rise, and waits that end.
+// The protocol by which blocks and ranks announce that data is ready: flags that only rise, bounded waits.
 //
-// A round is one launch; a heap's rounds are numbered from 1, the same on all ranks. A flag holds the number
-// of the last round (epoch) in which it was raised. One rank writes it, with release, after what it
-// announces. Readers load it with acquire before they use that. Nothing is reset between rounds. In the
-// dispatching kernel:
+// A round is a launch of the dispatching kernel and the launch of the combining kernel after it (one launch
+// for FlashDMoE). A heap's rounds are numbered from 1, the same on all ranks. A flag holds the number of the
+// last round (epoch) in which it was raised. One rank writes it, with release, after what it announces.
+// Readers load it with acquire before they use that. Nothing is reset between rounds.
+//
+// In the dispatching kernel:
 //
 //   target rank t                           source rank s
 //   writes grants and raises granted   -->  waits for granted

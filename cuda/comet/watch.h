@@ -4,7 +4,7 @@
 
 namespace pmoe::comet {
 
-// What a wait is for. pmoe/kernels/heap.py says it in words.
+// The reasons of waits. pmoe/kernels/heap.py says them in words.
 enum class Wait : int { kNone, kGrant, kArrival, kDone, kReturn, kAnnounced, kRouted, kPlaced, kRoom };
 
 // The report of a failed wait, in memory that the host reads. It is written once, `wait` last.
@@ -16,7 +16,7 @@ struct Report {
   int32_t rank;
 };
 
-// What the waits of one rank need in one launch.
+// Bounds and reports of the waits of one rank in one launch.
 struct Watch {
   uint32_t* failed;  // nonzero after a timeout; in the rank's own heap
   Report* report;

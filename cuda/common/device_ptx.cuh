@@ -64,8 +64,8 @@ __device__ __forceinline__ void sync_named(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Makes the compiler treat the value as a new one, so that it recomputes what it derived from the old value
-// instead of keeping it in registers.
+// Makes the compiler treat the value as a new one. Numbers derived from the old value are then computed
+// again, instead of being kept in registers.
 __device__ __forceinline__ void forget(int64_t& value) { asm volatile("" : "+l"(value)); }
 __device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
 

@@ -50,8 +50,8 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Orders global memory that ordinary accesses have written, and that this thread has seen by an acquire,
-// before its later bulk reads of that memory.
+// Orders ordinary writes to global memory before this thread's later bulk reads of it. The thread must have
+// seen these writes by an acquire.
 __device__ __forceinline__ void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
@@ -95,15 +95,15 @@ __device__ __forceinline__ void bulk_store(void* dst, const void* src, int bytes
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until all but the last kLeft groups of this thread's bulk stores have read their shared memory, so
-// that it may be overwritten.
+// Waits until all but this thread's last kLeft groups of bulk stores have read shared memory. It may then be
+// overwritten.
 template <int kLeft>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
 }
 
-// Waits until all but the last kLeft groups of this thread's bulk stores are written, and are visible to the
-// thread's ordinary accesses. A flag that it then sets with release semantics announces them.
+// Waits until all but this thread's last kLeft groups of bulk stores are written. They are then visible to
+// its ordinary accesses, so a flag that it sets with release semantics announces them.
 template <int kLeft>
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kLeft) : "memory");
@@ -140,8 +140,8 @@ __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* bar, uint32_t rank)
   mbarrier_arrive_remote(cluster_address(bar, rank));
 }
 
-// Stores 16 bytes at the corresponding address of block `rank` of the cluster, and counts these 16 bytes at
-// that block's corresponding barrier.
+// Stores 16 bytes at the corresponding address of block `rank` of the cluster. The bytes are counted at that
+// block's corresponding barrier.
 __device__ __forceinline__ void store_async(Words* place, const Words& v, uint64_t* bar, uint32_t rank) {
   asm volatile(
       "{\n"

@@ -41,8 +41,8 @@ Layout layout_of(int ranks, int experts, int rows, int64_t row_bytes, bool is_po
 
 bool are_halves(Activation activation) { return pmoe::are_halves(pmoe::Epilogue::kHidden, activation); }
 
-// Lays out the workspace, whose parts must lie at the same offsets for every activation, number of blocks and
-// architecture, because all of them share it. Returns its bytes.
+// Lays out the workspace and returns its bytes. Its parts lie at the same offsets for every activation,
+// number of blocks and architecture, because all of them share it.
 int64_t place(Pass& pass, const Experts& experts, int most_tokens, uint8_t* base) {
   pass.processors = kMostBlocks - 1;
   return place_for_all(pass, experts, true, kTileRows, kFewestTileColumns, most_tokens, base);

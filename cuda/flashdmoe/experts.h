@@ -79,8 +79,8 @@ inline void plan_backward(Pass& pass, const Experts& experts, bool halves, int r
   pass.is_backward = true;
 }
 
-// Lays out a workspace that serves both passes, any set of wanted gradients, and up to `tokens` tokens, with
-// its parts at the same offsets in all of them. Returns its bytes.
+// Lays out a workspace for both passes, and returns its bytes. Its parts lie at the same offsets for any set
+// of wanted gradients and for up to `tokens` tokens.
 inline int64_t place_for_all(Pass& pass, const Experts& experts, bool halves, int rows, int columns,
                              int tokens, uint8_t* base) {
   Experts all = experts;

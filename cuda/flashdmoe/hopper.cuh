@@ -32,8 +32,8 @@ static_assert(sizeof(HopperShared) <= 232448 - 1024, "more shared memory than a 
 static_assert(hopper::kDepth == kTileDepth && hopper::kMultipliers == kCrew);
 static_assert(sizeof(hopper::Shared::exchange) >= kBiasBytes, "biases are summed in the exchange buffers");
 
-// Routing tasks are done by the threads that multiply, in the memory of the stages, which are empty between
-// products.
+// The shape of routing tasks. The threads that multiply do them, in the memory of the stages, which are empty
+// between products.
 struct HopperRouting : RoutingShape<kCrew> {
   static constexpr int kFirstThread = hopper::kLoaders, kBarrier = 1;
 };

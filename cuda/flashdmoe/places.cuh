@@ -1,5 +1,5 @@
-// Where cells begin that share a pool (layout.h), counted like `c` of a row. It is 0 for cells with rows of
-// their own.
+// The offsets at which cells begin in a pool that they share (layout.h), counted like `c` of a row. The
+// offset of a cell with rows of its own is 0.
 //
 // A source announces how many rows come, and at which of its own offsets their products come home. The rows'
 // rank gives each cell the next tiles of its pool, and tells the source where they begin. Which source comes

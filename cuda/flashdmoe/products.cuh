@@ -158,8 +158,8 @@ struct CellPieces {
   }
 };
 
-// Where a source's rows of T_DI begin, kept or sent again, and the number of rows from there to the next
-// source's.
+// The place of a source's rows of T_DI, kept or sent again: the first row, and the number of rows from there
+// to the next source's first.
 struct InputRows {
   const void* begin;
   int apart;
@@ -176,7 +176,7 @@ struct InputRows {
   }
 };
 
-// Returns the product dY w2 of a task, whose epilogue makes dT_M, the activated hidden, and the routing
+// Returns the product dY w2 of a task. Its epilogue computes dT_M, the activated hidden, and the routing
 // weights' gradients.
 template <class T, Activation kActivation>
 __device__ __forceinline__ Problem hidden_gradient(const Member& m, const Task& task, const CellTile& cell) {

@@ -40,6 +40,7 @@ class Scheduler {
     }
     sync_warp();
     if (lane_ != 0) return;
+    // The next round begins with zeros. After a failure the heap is lost, so nothing is reset.
     if (is_whole)
       write(&state->tail, 0u), write(&state->promised, 0u), write(&state->listened, 0u),
           write(&state->granted, 0u), write(&state->routed, 0u);
@@ -48,7 +49,7 @@ class Scheduler {
   }
 
  private:
-  // What a lane has seen at the doors of its processors.
+  // The state of a lane's processors, as seen at their doors.
   struct Doors {
     int idle;  // an idle processor of this lane, or -1
     bool any_busy;

@@ -222,8 +222,8 @@ class Subscriber {
     return heard == kHeard;
   }
 
-  // Pushes the combine tasks of this thread's groups of tokens, one group after the other, when all products
-  // of a group have come back. Returns whether all groups are done.
+  // Pushes the combine task of each of this thread's groups of tokens, in order, as soon as all products of
+  // the group have come back. Returns whether all groups are done.
   __device__ __forceinline__ bool gather(Missing& missing) {
     if (!is_routed_) return false;
     const Layout& layout = pass_.layout;

@@ -61,7 +61,7 @@ struct alignas(32) Entry {
   uint32_t ready;  // tasks from here on that are written; stored last, cleared by the scheduler
 };
 
-// What the actors of one rank share. Everything but `over` is zero between rounds.
+// The counters that the actors of one rank share. Everything but `over` is zero between rounds.
 struct State {
   uint32_t tail;      // of tQ
   uint32_t promised;  // tasks that finished subscribers expect; after the last one, all tasks of the round

@@ -72,7 +72,7 @@ class Store {
     }
   }
 
-  // What a block of the gradient reads from memory: 16 rows of T_M.
+  // The numbers that a block of the gradient reads from memory: 16 rows of T_M.
   struct Ahead {
     Words hidden[4];
   };
@@ -106,8 +106,7 @@ class Store {
                                         const Ahead& ahead, const Next& next) {
     const Ahead own = ahead;
     if constexpr (!kGated) next();
-    // Without this the compiler would keep the addresses of all rows in registers from block to block, and
-    // would spill accumulators.
+    // Otherwise the compiler would keep the addresses of all rows in registers, and would spill accumulators.
     forget(first_);
     exchange_.forget_places();
     float values[32];

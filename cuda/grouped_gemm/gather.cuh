@@ -40,7 +40,7 @@ struct BoxCopy {
   }
 };
 
-// Finds which rows of an operand stand for kCount of the N sorted rows.
+// Finds the rows of an operand that kCount of the N sorted rows are read from.
 //
 // slot: (N,) slot of each row, whose token slot / top_k is the row to read; null if rows are not gathered.
 // group_begin, group_rows: the rows of the expert.

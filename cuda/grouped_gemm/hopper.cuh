@@ -166,9 +166,9 @@ __device__ __forceinline__ void load_by_copies(const Loader<Form::kForward, kHal
   announce_but(0);
 }
 
-// Returns the matrix descriptor of an operand in shared memory, as warpgroup products take it (PTX ISA,
-// "matrix descriptor"): 128-byte swizzle, and 1024 bytes between groups of 8 lines. A transposed operand has
-// its further columns one box later.
+// Returns the matrix descriptor of an operand in shared memory (PTX ISA, "matrix descriptor"). The operand
+// has a 128-byte swizzle, and 1024 bytes between groups of 8 lines. A transposed operand has its further
+// columns one box later.
 //
 // The shuffle makes the value equal in all lanes, so that the compiler computes it once a warp, in uniform
 // registers, where the products want it.
@@ -313,8 +313,8 @@ __device__ __forceinline__ void init_barriers(Shared& shared, int full_arrivals,
   fence_mbarrier_init();
 }
 
-// Waits until the barriers of this block, and of the other one in its cluster, are initialised, before
-// anything arrives at them. blocks: number of blocks in the cluster.
+// Waits until the barriers of all blocks of the cluster are initialised. Nothing may arrive at them before.
+// blocks: number of blocks in the cluster.
 __device__ __forceinline__ void meet_before(int blocks) {
   if (blocks > 1)
     sync_cluster();

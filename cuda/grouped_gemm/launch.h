@@ -20,7 +20,7 @@ struct GroupedGemm {
   int cluster = 1;        // blocks that share B, 1 or 2; only Hopper's path takes 2
 };
 
-// What the two blocks of a cluster share:
+// The operand that the two blocks of a cluster share:
 //
 // kByRule: decided by best_sharing().
 // kNothing: nothing; no clusters are formed.

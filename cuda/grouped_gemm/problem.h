@@ -1,4 +1,4 @@
-// One grouped product: what is multiplied, for which rows, and what becomes of the result.
+// One grouped product: its operands, its rows, and what its epilogue does with the result.
 //
 // The N rows are sorted by expert: expert e owns rows ends[e - 1] to ends[e] - 1, with ends[-1] = 0. The
 // group sizes exist only on the device. In form kForward the rows of A may be gathered: row r is then read

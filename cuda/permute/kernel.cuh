@@ -27,7 +27,7 @@ struct Rows {
   }
 };
 
-// Where the routed rows of all slots are, and their weights.
+// Positions of the routed rows of all slots, and their weights.
 struct Slots {
   const int32_t* position;  // (T, K)
   const float* weight;      // (T, K); null if the kernel is not weighted
@@ -184,8 +184,8 @@ __device__ __forceinline__ void store_sums(const float (&sum)[kVectors][kPerVect
 
 // ---- permute: b[position] = weight * a[token]
 
-// Where __launch_bounds__ names a number of blocks, it is small, so that the compiler has many registers for
-// loads. All positions are then loaded at once, then all vectors of all rows, before anything is used.
+// The numbers of blocks in __launch_bounds__ are small, so that the compiler has many registers for loads.
+// All positions are then loaded at once, then all vectors of all rows, before anything is used.
 constexpr int kThreads = 256;
 constexpr int kPermuteVectors = 4;
 constexpr int kPermuteChoices = 4;  // number of positions loaded together

@@ -43,8 +43,8 @@ struct Shape {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kTokens = 32 / kLanes;  // tokens that a warp has at a time
   static constexpr int kExperts = kLanes * kPer;
-  // For blocks of which only some threads route: the first of these threads, and their named barrier. 0
-  // stands for the barrier of the whole block.
+  // The first of the threads that route, and their named barrier, in blocks where other threads do other
+  // work. Barrier 0 is that of the whole block.
   static constexpr int kFirstThread = 0, kBarrier = 0;
   static_assert(kPer % 4 == 0 && 32 % kLanes == 0);
 
@@ -122,7 +122,7 @@ inline int32_t chunk_blocks(int64_t num_tokens, int32_t num_chunks, int64_t bloc
   return static_cast<int32_t>(larger(int64_t{1}, smaller(enough, most_blocks / num_chunks)));
 }
 
-// What blocks of the first forward kernel pass on to those of the second.
+// Numbers that blocks of the first forward kernel pass on to those of the second.
 struct Workspace {
   int32_t* rows_GE;       // rows by expert
   float* probability_GE;  // probabilities summed over the block's tokens

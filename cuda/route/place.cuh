@@ -118,8 +118,8 @@ __device__ __forceinline__ void add_warps(const Shared<S>& shared, int num_exper
   }
 }
 
-// Goes through a warp's slots in their order, and calls put(slot, expert, rows of that expert before it in
-// this block). A slot whose expert is -1 is not counted.
+// Goes through a warp's slots in their order, and calls put(slot, expert, placed) for each. placed: number of
+// rows of that expert before it in this block. A slot whose expert is -1 is not counted.
 template <class S, class Choice, class Put>
 __device__ __forceinline__ void place_slots(const Place<S>& at, const Shared<S>& shared, int num_experts,
                                             const Slots& slots, const Choice& choice, const Put& put) {

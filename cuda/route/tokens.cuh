@@ -1,4 +1,4 @@
-// What forward and backward share: a warp's tokens, their rows of logits in registers, and the softmax.
+// Code that forward and backward share: a warp's tokens, their rows of logits in registers, the softmax.
 // layout.h says which lane has what, and explains the letters.
 #pragma once
 #include <cmath>

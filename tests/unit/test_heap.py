@@ -415,7 +415,7 @@ def test_the_extension_refuses_in_sentences_where_there_is_no_device() -> None:
     cuda: Any = extension.load()
     if cuda is None:
         pytest.skip("pmoe._cuda is not built")
-    with pytest.raises(ValueError, match="a handle has 64 bytes, not 3"):
+    with pytest.raises(ValueError, match="a handle must have 64 bytes, not 3"):
         cuda.heap_open(0, b"abc")
     with pytest.raises(ValueError, match=r"bytes \(0\) must be at least 1"):
         cuda.heap_allocate(0, 0)

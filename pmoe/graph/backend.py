@@ -1,6 +1,6 @@
-"""The backend of ``torch.compile(model, backend="pmoe")``: Lancet's passes on a whole graph (paper 004).
+"""The backend of ``torch.compile(model, backend="pmoe")``: Lancet's passes on a whole graph.
 
-PyTorch finds it by its name: pmoe's package says so (the entry point "torch_dynamo_backends" in setup.py).
+PyTorch finds it by its name, through the entry point "torch_dynamo_backends" in setup.py.
 """
 
 from __future__ import annotations
@@ -27,16 +27,25 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compiles one graph. options: as in `Options`. Raises ValueError for a mode, which only Inductor has."""
+    """Compiles one graph, and returns the function that runs it.
+
+    example_inputs: the graph's inputs; `batch_inputs` finds those that hold the batch.
+    options: as in `Options`.
+    mode: must be None.
+
+    Raises ValueError for a mode, which only Inductor has.
+    """
     if mode is not None:
         raise ValueError(f"mode ({mode!r}) must not be given: the pmoe backend has none")
     taken, batch = Options.of(options), batch_inputs(example_inputs)
     sequences = example_inputs[batch[0]].shape[0] if batch else 2
+    # PyTorch specialises sizes 0 and 1: their graphs have other operators than those of larger batches.
     is_tiny = isinstance(sequences, int) and sequences < 2
 
     cuttings: dict[str, Cutting] = {}
 
     def compiler(direction: str) -> Any:
+        """Returns a compiler of graphs of one direction: "forward", "backward" or "inference"."""
         return lambda graph, _inputs: GraphRunner(graph, direction, taken, batch, is_tiny, cuttings)
 
     compiled: Callable[..., Any] = aot_module_simplified(
@@ -51,7 +60,10 @@ def backend(
 
 
 def batch_inputs(inputs: Sequence[Any]) -> list[int]:
-    """Which inputs are no parameters or buffers, and as long as the first such."""
+    """Returns the positions of the inputs that hold the batch, along their first dimension.
+
+    These are tensors that are no parameters or buffers, and as long as the first of them.
+    """
     given = [
         at
         for at, each in enumerate(inputs)
@@ -62,9 +74,14 @@ def batch_inputs(inputs: Sequence[Any]) -> list[int]:
 
 @functools.cache
 def prepare() -> None:
-    """Numbers of rows, known when a graph runs, stay in it; DDP must not cut graphs between layers that
-    communicate; every block may be compiled alone; and a rank that has compiled too often raises:
-    without its graph it would send other messages than the others."""
+    """Sets options of torch._dynamo, and makes layers capturable. Runs once, when this module is imported.
+
+    capture_dynamic_output_shape_ops   on: numbers of rows, known only at run time, do not break the graph
+    optimize_ddp                       off: DDP must not cut graphs between layers that communicate
+    recompile_limit                    raised to the accumulated limit: every block may be compiled alone
+    fail_on_recompile_limit_hit        on: a rank that has compiled too often raises. Without its graph it
+                                       would send other messages than the other ranks
+    """
     found: Any = torch._dynamo.config
     found.capture_dynamic_output_shape_ops = found.fail_on_recompile_limit_hit = True
     found.recompile_limit, found.optimize_ddp = found.accumulated_recompile_limit, False

@@ -1,4 +1,8 @@
-"""A layer inside a graph: its call as the operators of `pmoe.graph.operators`, where our backend compiles."""
+"""Capture of layers: MoELayer.forward is traced as operators of the graph for the backend "pmoe".
+
+The operators are those of `pmoe.graph.operators` and `pmoe.graph.messages`. For any other backend, and for a
+layer that cannot be captured, the graph breaks at the layer, which then runs as without a backend.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +24,19 @@ from pmoe.layer.parts import autocast_dtype
 from pmoe.warn import warn_once
 
 BACKENDS: list[Any] = []
-"""Functions that `torch.compile` is given, for which layers are captured."""
+"""Backends, as `torch.compile` receives them, for which layers are captured."""
 
 
 @dataclass(frozen=True)
 class CapturedCounts:
-    """What a captured call leaves of its row counts: (W, E_local) that travel, (1, E_local) that stay, and
-    the ranks' tokens."""
+    """Row counts of a captured call, on the host, as `LastCall` keeps them.
+
+    send_WE: (W, E_local) int64, rows that this rank sent to each rank's experts; none to itself.
+    recv_WE: (W, E_local) int64, rows that came from each rank; none from itself.
+    own_1E: (1, E_local) int64, rows that stayed on this rank.
+    tokens_W: (W,) int64, tokens of each rank.
+    rank: this rank.
+    """
 
     send_WE: Tensor
     recv_WE: Tensor
@@ -36,9 +46,11 @@ class CapturedCounts:
 
     @property
     def max_tokens(self) -> int:
+        """The largest number of tokens of any rank."""
         return int(self.tokens_W.max())
 
     def rows(self) -> RankCounts:
+        """Returns the counts as a call without a graph has them: rows that stay are among those sent."""
         send_WE, recv_WE = self.send_WE.clone(), self.recv_WE.clone()
         send_WE[self.rank] = recv_WE[self.rank] = self.own_1E[0]
         recv_1WE = recv_WE.unsqueeze(0)
@@ -48,22 +60,25 @@ class CapturedCounts:
         )  # fmt: skip
 
     def kept_E(self) -> Tensor:
+        """Returns (E,) int64, this rank's kept rows for each expert."""
         return self.rows().send.flatten()
 
 
 def install(backend: Any) -> None:
-    """From now on `MoELayer.forward`, where it is traced for ``backend``, is what `_captured` says."""
+    """Replaces `MoELayer.forward` by one that is traced as `_captured` if ``backend`` compiles it."""
     BACKENDS.append(backend)
     _forward.__doc__ = _eager.__doc__
     MoELayer.forward = _forward  # type: ignore[assignment, method-assign]
 
 
 _eager = MoELayer.forward
+"""The layer's own forward, which runs wherever a call is not captured."""
 
 
 def _forward(
     layer: MoELayer, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None
 ) -> Tensor:
+    # The docstring of MoELayer.forward takes this place, see `install`.
     if torch.compiler.is_dynamo_compiling() and mask is None:  # torch.export may trace without it
         number = _number(layer)
         if number >= 0:
@@ -73,7 +88,10 @@ def _forward(
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _number(layer: MoELayer) -> int:
-    """What stands for the layer in the graph; -1 where the graph breaks around it."""
+    """Returns the number that stands for the layer in the graph; -1 if the graph must break at the layer.
+
+    Dynamo calls it while it traces and takes the result as a constant. Warns once for each reason of a break.
+    """
     if not _is_traced_for_us():
         return -1
     reason = _refusal(layer)
@@ -84,7 +102,7 @@ def _number(layer: MoELayer) -> int:
 
 
 def _refusal(layer: MoELayer) -> str | None:
-    """Why a layer is not captured; None where it is."""
+    """Returns why a layer cannot be captured; None if it can be."""
     copies = getattr(layer.parts.experts.reduce, "copies", None)
     if copies is not None and copies.size > 1:
         return "its experts have copies, over which pmoe.parallelize reduces gradients"
@@ -111,6 +129,10 @@ def _refusal(layer: MoELayer) -> str | None:
 
 
 def _is_traced_for_us() -> bool:
+    """Returns whether the graph that Dynamo traces at this moment is for one of `BACKENDS`.
+
+    torch.compile wraps the backend several times; the wrappers keep what they wrap in two attributes.
+    """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     compiler: Any = InstructionTranslator.current_tx().output.compiler_fn
@@ -120,13 +142,17 @@ def _is_traced_for_us() -> bool:
 
 
 def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None) -> Tensor:
-    """`MoELayer.forward` by exact row counts."""
+    """Computes a layer by exact row counts, through operators that passes can cut and move.
+
+    The order is that of a call without a graph: gate, order, exchange of counts, dispatch, experts, combine.
+    Rows that stay on this rank have an experts operator of their own, which waits for no all-to-all.
+    """
     autocast = autocast_dtype(x)
     given: list[Any] = [layer.experts._parameters[name] for name in layer.experts.operand_names]
     if layer.parts.experts.is_parallelized:
         given = [each.to_local() for each in given]
     if x.shape[-1] != layer.d_model or (autocast is None and x.dtype != given[0].dtype):
-        return _eager(layer, x, token_ids)  # which raises
+        return _eager(layer, x, token_ids)  # raises the error, in the words of a call without a graph
     x_TM = x.reshape(-1, layer.d_model)
     tokens, ranks = x_TM.shape[0], layer.ranks.size
     gate_inputs = (x_TM,) if token_ids is None else (x_TM, token_ids.reshape(-1))
@@ -168,7 +194,14 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
 
 
 def _shared(layer: MoELayer, x_TM: Tensor, rows: Tensor) -> Tensor:
-    """The shared expert's output for every token, by operators of PyTorch, which every pass knows."""
+    """Returns the shared expert's output for every token, (T, M).
+
+    It is computed by operators of PyTorch, for which all passes have rules already. If the shared expert has
+    a gate, the output is multiplied by its weight.
+
+    x_TM: (T, M), the tokens as the gate reads them.
+    rows: (T, M), the same in the dtype of the experts.
+    """
     expert: Any = layer.shared_expert
     like = rows.dtype
     w1, w2, *biases = [getattr(expert, name)[0].to(like) for name in expert.operand_names]

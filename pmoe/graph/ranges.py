@@ -1,7 +1,9 @@
-"""Which ranges of instructions are cut, and in how many parts: Lancet's dynamic programme (section 5.1).
+"""Choice of the ranges that are cut, and of their parts: Lancet's dynamic programme (section 5.1).
 
-T(n) = min over i < n and k of T(i) + P(i + 1, n, k): the first n groups of instructions end at T(n) where the
-last range begins behind group i. P is the time of the range as a pipeline of its stages (section 5.3).
+    T(n) = min over i < n and k of T(i) + P(i + 1, n, k)
+
+T(n) is the predicted end of the first n groups of instructions, whose last range begins behind group i.
+P is the time of that range in k parts, as a pipeline of its stages (section 5.3); k = 1 is not cut.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction, total_sec
 T = TypeVar("T")
 
 GROUPS_A_LAYER = 5
-"""Groups of instructions between two layers (the paper's, section 7)."""
+"""Number of groups of instructions for each layer (the paper's, section 7)."""
 LONGEST = 2 * GROUPS_A_LAYER
-"""Groups of a range at most."""
+"""Largest number of groups in a range."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """The instructions from ``first`` to ``last``, by name, in k parts. lag: as in `turns`."""
+    """A range: the instructions from ``first`` to ``last``, by name, in k parts. lag: as in `turns`."""
 
     first: str
     last: str
@@ -34,8 +36,11 @@ class Range:
 
 @dataclass(frozen=True)
 class PartCosts:
-    """By an instruction's name, for one k: seconds of each of its parts, and of joining them where somebody
-    outside a range needs the whole."""
+    """Costs of instructions in k parts, for one k, by the instruction's name.
+
+    part: seconds of one part, on average.
+    join: seconds of joining the parts, which a result that is needed outside the range costs.
+    """
 
     part: Mapping[str, float]
     join: Mapping[str, float]
@@ -43,8 +48,11 @@ class PartCosts:
 
 @dataclass(frozen=True)
 class Cuttable:
-    """A forward pass. ends: for each place before an instruction, and the end, whether a range may end there.
-    can: for each instruction, whether it can be cut."""
+    """A graph's instructions, with where they may be cut.
+
+    ends: for each place before an instruction, and for the end of the graph, whether a range may end there.
+    can: for each instruction, whether it can be cut into parts.
+    """
 
     instructions: Sequence[Instruction]
     ends: Sequence[bool]
@@ -52,8 +60,11 @@ class Cuttable:
 
 
 def stages(body: Iterable[T], ends_stage: Callable[[T], bool]) -> list[list[T]]:
-    """Runs of instructions that compute, each with the all-to-alls of rows that send what it made. An
-    exchange of counts ends none: the first part's rows would wait for the gates of all parts."""
+    """Splits a range into stages: instructions that compute, and the all-to-alls of rows behind them.
+
+    ends_stage: whether an instruction is an all-to-all of rows. An exchange of counts ends no stage: the
+        first part's rows would wait until the gates of all parts are computed.
+    """
     found, ended = list[list[T]](), True
     for each in body:
         ends = ends_stage(each)
@@ -65,10 +76,13 @@ def stages(body: Iterable[T], ends_stage: Callable[[T], bool]) -> list[list[T]]:
 
 
 def turns(num_stages: int, k: int, lag: int) -> list[tuple[int, int]]:
-    """(stage, part) in the order in which they run. The two stages of a layer, up to its dispatch and up to
-    its way home, take turns: the second is ``lag`` parts behind, with k after all parts of the first (the
-    paper's order). Layers follow each other: a rank that can only cut layers has the same messages.
+    """Returns (stage, part) in the order in which they run.
 
+    lag: by how many parts the second stage of a layer is behind the first. With k it is behind all parts of
+        the first, which is the paper's order.
+
+    A layer has two stages, up to its dispatch and up to its combine. They take turns; layers do not, so that
+    a rank that can only cut single layers sends the same messages in the same order.
     Example: (2, 3, 1) -> (0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (1, 2).
     """
     every = itertools.product(range(num_stages), range(k))
@@ -76,13 +90,20 @@ def turns(num_stages: int, k: int, lag: int) -> list[tuple[int, int]]:
 
 
 def lags(k: int) -> list[int]:
-    """Those that are tried: one part behind, ways home leave early; k behind, no dispatch waits for them."""
+    """Returns the lags that are tried, of which either may be faster.
+
+    1: combines leave as early as they can. k: no dispatch waits for a combine.
+    """
     return sorted({1, k})
 
 
 def pipelined(body: Sequence[Instruction], k: int, lag: int, costs: PartCosts) -> list[Instruction]:
-    """A range as its pipeline: stages and parts in the order of `turns`, each part's all-to-all as soon as
-    what it sends is computed."""
+    """Returns a range as a pipeline: one task for each run of instructions on one lane, of each part.
+
+    body: the range's instructions. lag: as in `turns`. costs: for this k.
+
+    Stages and parts are in the order of `turns`. A part's all-to-all waits only for the rows that it sends.
+    """
     tasks, by_stage, run_of = list[Instruction](), list[list[Any]](), dict[str, str]()
     for stage in stages(body, lambda each: each.ends_stage):
         runs = []
@@ -103,7 +124,10 @@ def pipelined(body: Sequence[Instruction], k: int, lag: int, costs: PartCosts) -
 def pipeline_seconds(
     body: Sequence[Instruction], k: int, lag: int, costs: PartCosts, users: Mapping[str, Sequence[str]]
 ) -> float:
-    """P: the end of the pipeline, and of what joins its results."""
+    """Returns P, in seconds: the end of the pipeline, plus the joining of results that others need.
+
+    users: for each instruction of the graph, the names of those that wait for it.
+    """
     if k == 1:
         return total_seconds(alone(body, costs))
     inside = {each.name for each in body}
@@ -112,7 +136,7 @@ def pipeline_seconds(
 
 
 def alone(body: Sequence[Instruction], costs: PartCosts) -> list[Instruction]:
-    """The instructions as if nothing were before them, with the seconds of one part."""
+    """Returns the instructions without the waits for others before them, with the seconds of one part."""
     inside = {each.name for each in body}
     return [
         replace(
@@ -125,8 +149,12 @@ def alone(body: Sequence[Instruction], costs: PartCosts) -> list[Instruction]:
 
 
 def solve(graph: Cuttable, costs: Mapping[int, PartCosts]) -> tuple[float, list[Range]]:
-    """(seconds predicted, the ranges that are cut). costs: by k, 1 among them."""
+    """Returns the predicted seconds of the graph, and the ranges that are cut, in order.
+
+    costs: by k. k = 1 must be among them.
+    """
     instructions = graph.instructions
+    # best[n] is T(n); chosen[n] is its (i, k, lag).
     users, ends = users_of(instructions), _groups(graph, costs[1].part)
     best, chosen = [0.0] + [math.inf] * (len(ends) - 1), [(0, 1, 1)] * len(ends)
     for n in range(1, len(ends)):
@@ -139,7 +167,7 @@ def solve(graph: Cuttable, costs: Mapping[int, PartCosts]) -> tuple[float, list[
                 if k > 1 and not all(each.name in costs[k].part for each in body):
                     continue
                 seconds = best[i] + pipeline_seconds(body, k, lag, costs[k], users)
-                if seconds < best[n] - 1e-9:
+                if seconds < best[n] - 1e-9:  # differences by rounding do not count
                     best[n], chosen[n] = seconds, (i, k, lag)
     found, n = [], len(ends) - 1
     while n:
@@ -151,7 +179,11 @@ def solve(graph: Cuttable, costs: Mapping[int, PartCosts]) -> tuple[float, list[
 
 
 def _groups(graph: Cuttable, seconds: Mapping[str, float]) -> list[int]:
-    """Where groups begin, and the end: some of the places that are allowed, groups of about equal time."""
+    """Returns where groups begin, and the end of the graph. Groups take about equal times.
+
+    seconds: of each instruction, by name. A group ends at the first allowed place at which it is as long as
+        the whole computation over the number of groups, `GROUPS_A_LAYER` for each layer.
+    """
     instructions = graph.instructions
     layers = max(sum(each.communicates for each in instructions) // 3, 1)  # counts, rows, rows
     alone = sum(each.seconds for each in instructions if not each.communicates)
@@ -165,7 +197,7 @@ def _groups(graph: Cuttable, seconds: Mapping[str, float]) -> list[int]:
 
 
 def whole_ranges(graph: Cuttable, k: int) -> list[Range]:
-    """Everything that can be cut, in k parts: what costs of parts are measured on."""
+    """Returns the longest ranges that can be cut, in k parts. The costs of parts are measured on them."""
     instructions, found = graph.instructions, list[Range]()
     for can, stretch in itertools.groupby(range(len(instructions)), graph.can.__getitem__):
         inside = list(stretch)

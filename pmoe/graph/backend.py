@@ -36,7 +36,7 @@ def backend(
     Raises ValueError for a mode, which only Inductor has.
     """
     if mode is not None:
-        raise ValueError(f"mode ({mode!r}) must not be given: the pmoe backend has none")
+        raise ValueError(f'mode ({mode!r}) must be left out: the backend "pmoe" has options, but no modes')
     taken, batch = Options.of(options), batch_inputs(example_inputs)
     sequences = example_inputs[batch[0]].shape[0] if batch else 2
     # PyTorch specialises sizes 0 and 1: their graphs have other operators than those of larger batches.

@@ -79,7 +79,7 @@ def _forward(
     layer: MoELayer, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None
 ) -> Tensor:
     # The docstring of MoELayer.forward takes this place, see `install`.
-    if torch.compiler.is_dynamo_compiling() and mask is None:  # torch.export may trace without it
+    if torch.compiler.is_dynamo_compiling() and mask is None:  # torch.export may trace without Dynamo
         number = _number(layer)
         if number >= 0:
             return _captured(layer, number, x, token_ids)
@@ -96,7 +96,7 @@ def _number(layer: MoELayer) -> int:
         return -1
     reason = _refusal(layer)
     if reason is not None:
-        warn_once(f"the graph breaks at a MoELayer: {reason}", for_each_reason=True)
+        warn_once(f"torch.compile runs a MoELayer outside of the graph: {reason}", for_each_reason=True)
         return -1
     return operators.number_of(layer)
 
@@ -105,10 +105,10 @@ def _refusal(layer: MoELayer) -> str | None:
     """Returns why a layer cannot be captured; None if it can be."""
     copies = getattr(layer.parts.experts.reduce, "copies", None)
     if copies is not None and copies.size > 1:
-        return "its experts have copies, over which pmoe.parallelize reduces gradients"
+        return "its experts have copies on other ranks, with which pmoe.parallelize sums gradients"
     parts = layer.parts
     if parts.shared_expert is not None and parts.shared_expert.are_modules:
-        return "its shared expert is a module of one's own"
+        return "its shared_expert is your own module; a graph takes those that MoELayer builds"
     for name, experts, module in (
         ("experts", parts.experts, parts.experts_module),
         ("shared_expert", parts.shared_expert, parts.shared_module),
@@ -116,15 +116,19 @@ def _refusal(layer: MoELayer) -> str | None:
         if experts is None or module is None:
             continue
         if module is not experts or is_watched(module):
-            return f"{name} ({type(module).__name__}) have hooks or a wrapper"
-    # First the table: experts that are modules have no parameters by these names, and are refused as modules.
+            return f"{name} ({type(module).__name__}) must have no hooks and no wrapper in a graph"
+    # The table is asked before parameters are: experts that are modules have none by the names of operands, and
+    # are refused as modules.
     if (reason := parts.refusal("whole graph")) is not None:
         return reason
     for name, experts in (("experts", parts.experts), ("shared_expert", parts.shared_expert)):
         if experts is None:
             continue
         if not all(operand in experts._parameters for operand in experts.operand_names):
-            return f"{name} ({type(experts).__name__}) are parametrized, pruned or replaced"
+            return (
+                f"{name} ({type(experts).__name__}) must have plain parameters in a graph, none of them "
+                "parametrized, pruned or replaced"
+            )
     return None
 
 

@@ -58,11 +58,11 @@ class Costs:
     def __init__(self, device: torch.device) -> None:
         key = ("operators", str(device.type), torch.__version__, str(torch.get_num_threads()))
         self._path = cache_path(key)
-        self.seconds: dict[str, float] = found_or({}, "operators' seconds are not used", self._kept)
+        self.seconds: dict[str, float] = found_or({}, "stored costs of operators are not used", self._kept)
 
     def _kept(self) -> dict[str, float]:
         """Reads the stored seconds. Raises OSError or ValueError if the file cannot be used."""
-        remedy = "measured again, and written over"
+        remedy = "they are measured again, and the file is replaced"
         return load_json(
             self._path, lambda fields: typed(dict[str, float], fields.get("seconds"), "seconds"), remedy
         )

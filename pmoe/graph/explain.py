@@ -126,7 +126,10 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
             program.watch = None
     programs = {key[0]: run.PROGRAMS[key] for key, each in seconds.items() if each.found and key[1]}
     if not programs:
-        raise ValueError("model must hold a MoELayer among several ranks that can be captured")
+        raise ValueError(
+            "model must hold a MoELayer among several ranks that torch.compile can capture; if it has one, a "
+            "warning says why it was not captured"
+        )
     measured = {name: statistics.median(seconds[each.key].found) for name, each in programs.items()}
     return Explanation(programs, measured)
 

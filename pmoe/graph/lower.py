@@ -193,4 +193,4 @@ def failed_at(module: fx.GraphModule, error: BaseException) -> str:
             node = nodes[name]
             own = (*CALLS.values(), *(each for pair in STARTS.values() for each in pair))
             return label(node) + (f" (layer {node.args[-1]})" if node.target in own else "")
-    return "its results"
+    return "the results"

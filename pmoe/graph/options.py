@@ -43,7 +43,7 @@ class Options:
         check_kind((Mapping, type(None)), f"a dict of {', '.join(known)}", options=options)
         for name in options or {}:
             if name not in known:
-                raise ValueError(f"options ({name!r}) must be of {', '.join(known)}")
+                raise ValueError(f"options ({name!r}) must be one of {', '.join(known)}")
         return Options(**(options or {}))
 
     def limit(self, traced: int) -> float:

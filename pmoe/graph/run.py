@@ -156,6 +156,7 @@ class GraphRunner:
         ranks, program = self.ranks, self.program
         if ranks is not None and not program.steps:
             check_same_graphs(ranks, self.module, self._is_tiny, program.key)
+        # MoELayer.forward, which compares options and refuses wrappers, does not run in a graph.
         if program.key[0] != "backward":
             for layer in program.key[1]:
                 check_ranks(parts_of(layer))
@@ -185,7 +186,7 @@ class GraphRunner:
         nothing is: the fastest of the plans that were measured is taken, if it fits into memory.
         """
         program = self.program
-        stage = "agreeing on what is cut"
+        stage = "agreeing on the parts of a graph"
         mine = (self.cutting.names, min(self.cutting.sequences, self.options.parts))
         names, most = from_first(ranks, mine, stage=stage)
         graph = self.cutting.cuttable(instructions_of(self.module, {}))
@@ -317,5 +318,5 @@ def check_same_graphs(ranks: Ranks, module: fx.GraphModule, is_tiny: bool, key: 
             if its != wanted:
                 raise ValueError(
                     f"the {key[0]} graph of rank {rank} must be that of rank {first}: operator {at} is "
-                    f"{its}, there {wanted}. Models and options must be the same on all ranks"
+                    f"{its} in place of {wanted}. Build the same model with the same options on all ranks"
                 )

@@ -29,12 +29,11 @@ from pmoe.graph.lower import NUMBERS, has_shape
 aten: Any = torch.ops.aten
 moe: Any = torch.ops.pmoe_graph
 
-IRREGULAR, SUM = "irregular", "sum"
-"""Two axes that are no dimension.
+IRREGULAR = "irregular"
+"""The axis of routed rows: a part has as many rows as the routing gives it (the paper's A_irr)."""
 
-IRREGULAR: the axis of routed rows. A part has as many rows as the routing gives it (the paper's A_irr).
-SUM: the axis of parameters' gradients. Each part gives a tensor of the whole shape; the result is their sum.
-"""
+SUM = "sum"
+"""The axis of parameters' gradients: each part gives a tensor of the whole shape, and these are added."""
 
 Axis = int | str | None
 """The axis of a tensor: a dimension, `IRREGULAR`, `SUM`, or None if every part takes the whole tensor."""
@@ -62,18 +61,18 @@ RULES: dict[object, Rule] = {}
 def rule_of(*targets: object) -> Callable[[Rule], Rule]:
     """Returns a decorator that enters a rule in `RULES` for these operators."""
 
-    def add(found: Rule) -> Rule:
-        RULES.update(dict.fromkeys(targets, found))
-        return found
+    def add(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(targets, rule))
+        return rule
 
     return add
 
 
 def tensors(node: fx.Node) -> list[fx.Node]:
     """Returns the tensors among a node's arguments, in order; one that is passed twice is listed twice."""
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda each: found.append(each) or each)  # type: ignore[func-returns-value]
-    return [each for each in found if not _is_number(each)]
+    nodes: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda source: nodes.append(source) or source)  # type: ignore[func-returns-value]
+    return [source for source in nodes if not _is_number(source)]
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -91,10 +90,10 @@ def infer(
 
     The result of an operator that cannot be cut is whole, but may be cut behind it: a new range begins there.
     """
-    found = _Inference(cut, free)
+    inference = _Inference(cut, free)
     for node in graph.nodes:
-        found.add(node)
-    return found.axes, found.refused
+        inference.add(node)
+    return inference.axes, inference.refused
 
 
 def follow(
@@ -106,12 +105,12 @@ def follow(
 
     Raises RefusedError if an instruction cannot be cut.
     """
-    found = _Inference(cut, free)
+    inference = _Inference(cut, free)
     for node in body:
-        for each in node.all_input_nodes:
-            found.axes.setdefault(each, cut.get(each))
-        found.axes[node] = found.axis(node)
-    return found.axes
+        for source in node.all_input_nodes:
+            inference.axes.setdefault(source, cut.get(source))
+        inference.axes[node] = inference.axis(node)
+    return inference.axes
 
 
 class RefusedError(Exception):
@@ -132,7 +131,8 @@ class _Inference:
     """
 
     def __init__(self, cut: Mapping[fx.Node, Axis], free: Iterable[fx.Node]) -> None:
-        self._cut, self._free = cut, {each for each in free if cut.get(each) is None}
+        self._cut = cut
+        self._free = {node for node in free if cut.get(node) is None}
         self.axes: dict[fx.Node, Any] = {}
         self.refused: dict[fx.Node, str] = {}
 
@@ -144,7 +144,8 @@ class _Inference:
         try:
             self.axes[node] = self.axis(node)
         except RefusedError as error:
-            self.axes[node], self.refused[node] = self._behind(node), str(error)
+            self.axes[node] = self._behind(node)
+            self.refused[node] = str(error)
             self._free.add(node)
 
     def _behind(self, node: fx.Node) -> Any:
@@ -153,48 +154,50 @@ class _Inference:
         It is the axis of the first input that is cut along a dimension, if the result has that input's shape;
         None otherwise.
         """
-        first = next((each for each in tensors(node) if isinstance(self.axes[each], int)), None)
-        if first is None:
+        source = next((tensor for tensor in tensors(node) if isinstance(self.axes[tensor], int)), None)
+        if source is None:
             return None
         results = node.meta["val"]
-        found = [
-            self.axes[first] if has_shape(each, shape(first)) else None
-            for each in (results if isinstance(results, (tuple, list)) else [results])
+        axes = [
+            self.axes[source] if has_shape(tensor, shape(source)) else None
+            for tensor in (results if isinstance(results, (tuple, list)) else [results])
         ]
-        return tuple(found) if isinstance(results, (tuple, list)) else found[0]
+        return tuple(axes) if isinstance(results, (tuple, list)) else axes[0]
 
     def axis(self, node: fx.Node) -> Any:
         """Returns the axis of a node's result; a tuple for several. Raises RefusedError if it is not cut."""
-        given, axes = tensors(node), self.axes
+        inputs = tensors(node)
+        axes = self.axes
         if _is_number(node):
-            return IRREGULAR if any(axes[each] == IRREGULAR for each in node.all_input_nodes) else None
-        if not given:
+            return IRREGULAR if any(axes[source] == IRREGULAR for source in node.all_input_nodes) else None
+        if not inputs:
             self._free.add(node)
         if node.target is operator.getitem:
-            if given[0] in self._free:
+            if inputs[0] in self._free:
                 self._free.add(node)
-            whole, place = axes[given[0]], _number(node, 1)
-            return whole[place] if isinstance(whole, tuple) else whole
+            axis_of_source = axes[inputs[0]]
+            index = _number(node, 1)
+            return axis_of_source[index] if isinstance(axis_of_source, tuple) else axis_of_source
         # An operator on whole tensors is computed once, whole. Not `order`, whose inputs may be free: its
         # results could not be cut into those of parts, so its rule must cut the inputs, or refuse.
-        if all(axes[each] is None for each in given) and node.target is not moe.order.default:
-            if not self._free.isdisjoint(given):
+        if all(axes[source] is None for source in inputs) and node.target is not moe.order.default:
+            if not self._free.isdisjoint(inputs):
                 self._free.add(node)
             return None
         for combination in self._rule(node)(node):
-            if all(map(self._fits, given, combination.inputs)):
-                for each, axis in zip(given, combination.inputs, strict=True):
-                    axes[each] = axis
-                    self._free.discard(each)  # a tensor keeps the axis of its first use
+            if all(map(self._fits, inputs, combination.inputs)):
+                for source, axis in zip(inputs, combination.inputs, strict=True):
+                    axes[source] = axis
+                    self._free.discard(source)  # a tensor keeps the axis of its first use
                 return combination.result
-        raise RefusedError(f"{node.target} cannot be cut along {[axes[each] for each in given]}")
+        raise RefusedError(f"{node.target} cannot be cut along {[axes[source] for source in inputs]}")
 
     def _rule(self, node: fx.Node) -> Rule:
         """Returns the rule of a node's operator. Raises RefusedError if it has none."""
-        found = RULES.get(node.target) or (_pointwise if _is_pointwise(node.target) else None)
-        if found is None:
+        rule = RULES.get(node.target) or (_pointwise if _is_pointwise(node.target) else None)
+        if rule is None:
             raise RefusedError(f"{node.target} has no rule")
-        return found
+        return rule
 
     def _fits(self, node: fx.Node, axis: Axis) -> bool:
         """Returns whether a tensor has this axis, or is free to take it. No free tensor is a `SUM`."""
@@ -224,8 +227,8 @@ def _number(node: fx.Node, place: int, default: Any = None) -> Any:
 def _argument(node: fx.Node, name: str) -> Any:
     """Returns an operator's argument by its name: the value in the call, or the schema's default."""
     schema = node.target._schema  # type: ignore[union-attr]
-    at, found = next((at, each) for at, each in enumerate(schema.arguments) if each.name == name)
-    return node.args[at] if at < len(node.args) else node.kwargs.get(name, found.default_value)
+    index, argument = next((index, each) for index, each in enumerate(schema.arguments) if each.name == name)
+    return node.args[index] if index < len(node.args) else node.kwargs.get(name, argument.default_value)
 
 
 def _alike(node: fx.Node, but: Iterable[int]) -> Iterator[Combination]:
@@ -233,13 +236,14 @@ def _alike(node: fx.Node, but: Iterable[int]) -> Iterator[Combination]:
 
     but: dimensions that are left out, because the operator works along them. They may be negative.
     """
-    first, *_ = given = tensors(node)
-    rank, results = len(shape(first)), node.meta["val"]
-    without = {each % rank for each in but}
+    first, *_ = inputs = tensors(node)
+    rank = len(shape(first))
+    results = node.meta["val"]
+    without = {index % rank for index in but}
     for dim in range(rank):
         if dim not in without:
             result = (dim,) * len(results) if isinstance(results, (list, tuple)) else dim
-            yield Combination((dim,) * len(given), result)
+            yield Combination((dim,) * len(inputs), result)
 
 
 # ---- rules. Each is for the operators that its decorator names
@@ -259,15 +263,15 @@ def _pointwise(node: fx.Node) -> Iterator[Combination]:
 
     An input that is broadcast along the dimension, because it has size 1 there or lacks it, stays whole.
     """
-    given = tensors(node)
-    if any(isinstance(shape(each)[0] if shape(each) else 1, torch.SymInt) for each in given):
-        yield Combination((IRREGULAR,) * len(given), IRREGULAR)
+    operands = tensors(node)
+    if any(isinstance(shape(each)[0] if shape(each) else 1, torch.SymInt) for each in operands):
+        yield Combination((IRREGULAR,) * len(operands), IRREGULAR)
     size = shape(node)
     for dim in _dims(node):
         inputs = []
-        for each in given:
-            own = dim - (len(size) - len(shape(each)))
-            inputs.append(own if own >= 0 and shape(each)[own] != 1 else None)
+        for each in operands:
+            own_dim = dim - (len(size) - len(shape(each)))
+            inputs.append(own_dim if own_dim >= 0 and shape(each)[own_dim] != 1 else None)
         if any(each is not None for each in inputs):
             yield Combination(tuple(inputs), dim)
 
@@ -303,20 +307,22 @@ def _addmm(node: fx.Node) -> Iterator[Combination]:
 @rule_of(aten.native_layer_norm.default, aten._fused_rms_norm.default)
 def _norm(node: fx.Node) -> Iterator[Combination]:
     """Yields the dimensions before those that are normalized. Weight and bias stay whole."""
-    given, normalized = tensors(node), len(_number(node, 1))
-    for dim in range(len(shape(given[0])) - normalized):
-        yield Combination((dim, *(None for _ in given[1:])), (dim,) * len(node.meta["val"]))
+    operands = tensors(node)
+    normalized = len(_number(node, 1))
+    for dim in range(len(shape(operands[0])) - normalized):
+        yield Combination((dim, *(None for _ in operands[1:])), (dim,) * len(node.meta["val"]))
 
 
 @rule_of(aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default)
 def _norm_backward(node: fx.Node) -> Iterator[Combination]:
     """Yields the dimensions before those that are normalized. Gradients of weight and bias are sums."""
-    given, normalized = tensors(node), len(_number(node, 2))
-    rank = len(shape(given[0]))
+    operands = tensors(node)
+    normalized = len(_number(node, 2))
+    rank = len(shape(operands[0]))
     for dim in range(rank - normalized):
-        if any(size != 1 for size in shape(given[0])[:dim]):
+        if any(size != 1 for size in shape(operands[0])[:dim]):
             break  # the kernels read mean and rstd as contiguous, which they are not if cut here
-        inputs = tuple(dim if len(shape(each)) == rank else None for each in given)
+        inputs = tuple(dim if len(shape(operand)) == rank else None for operand in operands)
         yield Combination(inputs, (dim, *(SUM for _ in node.meta["val"][1:])))
 
 
@@ -379,15 +385,16 @@ def _along(node: fx.Node) -> Iterator[Combination]:
 )
 def _reduce(node: fx.Node) -> Iterator[Combination]:
     """Yields the dimensions that are kept. A sum may also be cut along one that it removes, as a `SUM`."""
-    rank, dims = len(shape(tensors(node)[0])), _argument(node, "dim")
+    rank = len(shape(tensors(node)[0]))
+    dims = _argument(node, "dim")
     listed = [dims] if isinstance(dims, int) else dims
-    gone = {each % rank for each in listed} if listed else set(range(rank))
-    for each in _alike(node, gone):
+    removed = {each % rank for each in listed} if listed else set(range(rank))
+    for each in _alike(node, removed):
         dim = int(each.inputs[0])  # type: ignore[arg-type]
-        lost = 0 if _argument(node, "keepdim") else sum(other < dim for other in gone)
-        yield Combination(each.inputs, dim - lost)
+        num_removed = 0 if _argument(node, "keepdim") else sum(removed_dim < dim for removed_dim in removed)
+        yield Combination(each.inputs, dim - num_removed)
     if node.target is aten.sum.dim_IntList:
-        for dim in gone:
+        for dim in removed:
             yield Combination((dim,), SUM)
 
 
@@ -407,8 +414,8 @@ def _view(node: fx.Node) -> Iterator[Combination]:
         return
     for dim, size in enumerate(source):
         before = math.prod(source[:dim])
-        for other, found in enumerate(result):
-            if size != 1 and found != 1 and math.prod(result[:other]) == before:
+        for other, other_size in enumerate(result):
+            if size != 1 and other_size != 1 and math.prod(result[:other]) == before:
                 yield Combination((dim,), other)
                 break
     yield Combination((SUM,), SUM)
@@ -428,7 +435,7 @@ def _permute(node: fx.Node) -> Iterator[Combination]:
     rank = len(shape(node))
     order = list(range(rank))
     if node.target is aten.permute.default:
-        order = [each % rank for each in _number(node, 1)]
+        order = [index % rank for index in _number(node, 1)]
     else:
         first, second = _number(node, 1, 0) % rank, _number(node, 2, rank - 1) % rank
         order[first], order[second] = order[second], order[first]
@@ -443,13 +450,13 @@ def _permute(node: fx.Node) -> Iterator[Combination]:
 )
 def _one_more_or_less(node: fx.Node) -> Iterator[Combination]:
     """Yields every dimension but the one that the operator inserts or removes; those behind it shift by 1."""
-    given = tensors(node)
-    before, after = len(shape(given[0])), len(shape(node))
-    at = _argument(node, "dim") % max(before, after)
+    operands = tensors(node)
+    before, after = len(shape(operands[0])), len(shape(node))
+    changed = _argument(node, "dim") % max(before, after)
     for dim in range(before):
-        if after > before or dim != at:
-            moved = dim + (dim >= at) if after > before else dim - (dim > at)
-            yield Combination((dim,) * len(given), moved)
+        if after > before or dim != changed:
+            moved = dim + (dim >= changed) if after > before else dim - (dim > changed)
+            yield Combination((dim,) * len(operands), moved)
 
 
 # ---- a layer's operators: tokens are cut with the batch, and the rows that they are routed as are irregular
@@ -462,8 +469,8 @@ def _order(node: fx.Node) -> Iterator[Combination]:
     The last input and the last result, the rows that each expert was given so far, stay whole: each part
     passes them to the next.
     """
-    given = tensors(node)
-    yield Combination((*(0 for _ in given[:-1]), None), (IRREGULAR,) * 3 + (None,))
+    operands = tensors(node)
+    yield Combination((*(0 for _ in operands[:-1]), None), (IRREGULAR,) * 3 + (None,))
 
 
 @rule_of(moe.exchange.default)

@@ -37,7 +37,8 @@ def backend(
     """
     if mode is not None:
         raise ValueError(f'mode ({mode!r}) must be left out: the backend "pmoe" has options, but no modes')
-    taken, batch = Options.of(options), batch_inputs(example_inputs)
+    checked_options = Options.of(options)
+    batch = batch_inputs(example_inputs)
     sequences = example_inputs[batch[0]].shape[0] if batch else 2
     # PyTorch specialises sizes 0 and 1: their graphs have other operators than those of larger batches.
     is_tiny = isinstance(sequences, int) and sequences < 2
@@ -46,7 +47,7 @@ def backend(
 
     def compiler(direction: str) -> Any:
         """Returns a compiler of graphs of one direction: "forward", "backward" or "inference"."""
-        return lambda graph, _inputs: GraphRunner(graph, direction, taken, batch, is_tiny, cuttings)
+        return lambda graph, _inputs: GraphRunner(graph, direction, checked_options, batch, is_tiny, cuttings)
 
     compiled: Callable[..., Any] = aot_module_simplified(
         module,
@@ -64,12 +65,16 @@ def batch_inputs(inputs: Sequence[Any]) -> list[int]:
 
     These are tensors that are no parameters or buffers, and as long as the first of them.
     """
-    given = [
-        at
-        for at, each in enumerate(inputs)
-        if isinstance(each, Tensor) and each.dim() and not hasattr(each, "_dynamo_static_input_type")
+    tensor_positions = [
+        position
+        for position, tensor in enumerate(inputs)
+        if isinstance(tensor, Tensor) and tensor.dim() and not hasattr(tensor, "_dynamo_static_input_type")
     ]
-    return [at for at in given if inputs[at].shape[0] == inputs[given[0]].shape[0]]
+    return [
+        position
+        for position in tensor_positions
+        if inputs[position].shape[0] == inputs[tensor_positions[0]].shape[0]
+    ]
 
 
 @functools.cache
@@ -82,9 +87,11 @@ def prepare() -> None:
     fail_on_recompile_limit_hit        on: a rank that has compiled too often raises. Without its graph it
                                        would send other messages than the other ranks
     """
-    found: Any = torch._dynamo.config
-    found.capture_dynamic_output_shape_ops = found.fail_on_recompile_limit_hit = True
-    found.recompile_limit, found.optimize_ddp = found.accumulated_recompile_limit, False
+    config: Any = torch._dynamo.config
+    config.capture_dynamic_output_shape_ops = True
+    config.fail_on_recompile_limit_hit = True
+    config.recompile_limit = config.accumulated_recompile_limit
+    config.optimize_ddp = False
     capture.install(backend)
 
 

@@ -117,7 +117,7 @@ def _refusal(layer: MoELayer) -> str | None:
             continue
         if module is not experts or is_watched(module):
             return f"{name} ({type(module).__name__}) must have no hooks and no wrapper in a graph"
-    # The table is asked before parameters are: experts that are modules have none by the names of operands, and
+    # The table comes before the parameters: experts that are modules have none by the names of operands, and
     # are refused as modules.
     if (reason := parts.refusal("whole graph")) is not None:
         return reason
@@ -142,7 +142,7 @@ def _is_traced_for_us() -> bool:
     compiler: Any = InstructionTranslator.current_tx().output.compiler_fn
     while hasattr(compiler, "_torchdynamo_orig_backend"):
         compiler = compiler._torchdynamo_orig_backend
-    return any(getattr(compiler, "compiler_fn", compiler) is each for each in BACKENDS)
+    return any(getattr(compiler, "compiler_fn", compiler) is backend for backend in BACKENDS)
 
 
 def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None) -> Tensor:
@@ -152,13 +152,14 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
     Rows that stay on this rank have an experts operator of their own, which waits for no all-to-all.
     """
     autocast = autocast_dtype(x)
-    given: list[Any] = [layer.experts._parameters[name] for name in layer.experts.operand_names]
+    own_parameters: list[Any] = [layer.experts._parameters[name] for name in layer.experts.operand_names]
     if layer.parts.experts.is_parallelized:
-        given = [each.to_local() for each in given]
-    if x.shape[-1] != layer.d_model or (autocast is None and x.dtype != given[0].dtype):
+        own_parameters = [each.to_local() for each in own_parameters]
+    if x.shape[-1] != layer.d_model or (autocast is None and x.dtype != own_parameters[0].dtype):
         return _eager(layer, x, token_ids)  # raises the error, in the words of a call without a graph
     x_TM = x.reshape(-1, layer.d_model)
-    tokens, ranks = x_TM.shape[0], layer.ranks.size
+    tokens = x_TM.shape[0]
+    ranks = layer.ranks.size
     gate_inputs = (x_TM,) if token_ids is None else (x_TM, token_ids.reshape(-1))
     routing = layer.gate(*(gate_inputs if getattr(layer.gate, "needs_token_ids", False) else (x_TM,)))
     capacity = -1
@@ -173,26 +174,27 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
         number,
     )
     rows = x_TM if autocast is None else x_TM.to(autocast)
-    parameters = given if autocast is None else [each.to(autocast) for each in given]
+    parameters = own_parameters if autocast is None else [each.to(autocast) for each in own_parameters]
     send_WE, recv_WE, own_1E, tokens_W = messages.exchange_counts(counts, slot, rows.dtype, number)
     order = (slot, position, send_WE, own_1E)
     travel, stay = operators.pack(rows, *order, layer.top_k)
     travel_weight, stay_weight = operators.pack(routing.weight.reshape(-1), *order, 1)
-    home, arrived = travel, []
+    home_rows = travel
+    received_rows = []
     if ranks > 1:
-        arrived = messages.exchange_rows([travel, travel_weight], send_WE, recv_WE, None, False, number)
-    stayed = operators.experts(stay, stay_weight, own_1E, parameters, number)[0]
+        received_rows = messages.exchange_rows([travel, travel_weight], send_WE, recv_WE, None, False, number)
+    own_out = operators.experts(stay, stay_weight, own_1E, parameters, number)[0]
     if ranks > 1:
-        done = operators.experts(*arrived, recv_WE, parameters, number)[0]
-        (home,) = messages.exchange_rows([done], recv_WE, send_WE, travel.shape[0], True, number)
-    y_TM = operators.join(home, stayed, *order, layer.top_k, tokens)
+        received_out = operators.experts(*received_rows, recv_WE, parameters, number)[0]
+        (home_rows,) = messages.exchange_rows([received_out], recv_WE, send_WE, travel.shape[0], True, number)
+    y_TM = operators.join(home_rows, own_out, *order, layer.top_k, tokens)
     if layer.shared_expert is not None:
         y_TM = y_TM + _shared(layer, x_TM, rows)
-    counted = CapturedCounts(send_WE, recv_WE, own_1E, tokens_W, layer.ranks.rank)
+    row_counts = CapturedCounts(send_WE, recv_WE, own_1E, tokens_W, layer.ranks.rank)
     ran = Ran(
         path="whole graph", num_tokens=tokens, num_slots=slot.numel(), dtype=rows.dtype, device=x.device
     )
-    object.__setattr__(layer, "last", LastCall(l_aux=routing.l_aux, counts=counted, ran=ran))
+    object.__setattr__(layer, "last", LastCall(l_aux=routing.l_aux, counts=row_counts, ran=ran))
     y: Tensor = y_TM.view(x.shape)
     return y
 
@@ -207,8 +209,8 @@ def _shared(layer: MoELayer, x_TM: Tensor, rows: Tensor) -> Tensor:
     rows: (T, M), the same in the dtype of the experts.
     """
     expert: Any = layer.shared_expert
-    like = rows.dtype
-    w1, w2, *biases = [getattr(expert, name)[0].to(like) for name in expert.operand_names]
+    dtype = rows.dtype
+    w1, w2, *biases = [getattr(expert, name)[0].to(dtype) for name in expert.operand_names]
     b1, b2 = biases or (None, None)
     with torch.autocast(rows.device.type, enabled=False):
         hidden = F.linear(rows, w1, b1)

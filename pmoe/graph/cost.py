@@ -89,8 +89,8 @@ def signature(node: fx.Node, args: object, kwargs: object) -> str:
         """Returns a tensor's shape and dtype as text; other values as they are."""
         return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else value
 
-    given: Any = (args, kwargs)
-    return f"{node.target} {fx.node.map_aggregate(given, shown)}"
+    arguments: Any = (args, kwargs)
+    return f"{node.target} {fx.node.map_aggregate(arguments, shown)}"
 
 
 class Profiled(fx.Interpreter):
@@ -107,7 +107,8 @@ class Profiled(fx.Interpreter):
         """
         super().__init__(module)
         self.found: dict[str, Cost] = {}
-        self._costs, self._link = costs, link
+        self._costs = costs
+        self._link = link
         # For each tensor of a node's result, the label of what it is a view of; None if its memory is new.
         self._bases: dict[fx.Node, list[str | None]] = {}
 
@@ -134,13 +135,13 @@ class Profiled(fx.Interpreter):
                 seconds = self._link(max(_bytes(args[0]), _bytes(result)))
             else:
                 seconds, result = self._timed(n, run, signature(n, args, kwargs))
-        found = [bases.get(_memory(tensor)) for tensor in _find_tensors(result)]
-        self._bases[n] = found
+        view_of = [bases.get(_memory(tensor)) for tensor in _find_tensors(result)]
+        self._bases[n] = view_of
         # If a node has several results, the node that takes one of them (getitem) counts its bytes. The
         # results of an all-to-all arrive together, so the all-to-all counts all of them.
-        counts = isinstance(result, Tensor) and found[0] is None
-        whole = _bytes(result) if counts or communicates(n) else 0
-        self.found[label(n)] = Cost(seconds, whole, found[0] if isinstance(result, Tensor) else None)
+        has_own_bytes = isinstance(result, Tensor) and view_of[0] is None
+        num_bytes = _bytes(result) if has_own_bytes or communicates(n) else 0
+        self.found[label(n)] = Cost(seconds, num_bytes, view_of[0] if isinstance(result, Tensor) else None)
         return result
 
     def _timed(self, node: fx.Node, run: functools.partial[Any], name: str) -> tuple[float, Any]:
@@ -148,17 +149,17 @@ class Profiled(fx.Interpreter):
 
         name: its `signature`. Seconds that are known are not measured again; the operator runs once then.
         """
-        known = self._costs.seconds
-        times = 1 if name in known or not _may_repeat(node) else REPEATS
+        known_seconds = self._costs.seconds
+        times = 1 if name in known_seconds or not _may_repeat(node) else REPEATS
         clock = clock_of(*(each.device for each in _find_tensors(list(run.args))))
         seconds = math.inf
         for _ in range(times):
             begin = clock()
             result = run()
             seconds = min(seconds, clock() - begin)
-        if name not in known and _may_repeat(node):
-            known[name] = seconds
-        return known.get(name, seconds), result
+        if name not in known_seconds and _may_repeat(node):
+            known_seconds[name] = seconds
+        return known_seconds.get(name, seconds), result
 
 
 def _may_repeat(node: fx.Node) -> bool:
@@ -194,7 +195,8 @@ def link_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Callable[
         return lambda num_bytes: 0.0
     key = (ranks.name, device, dtype)
     if key not in LINKS:
-        line, work = profile_of(ranks, device, dtype).message, messages(ranks, device, dtype)
+        line = profile_of(ranks, device, dtype).message
+        work = messages(ranks, device, dtype)
         units = min(work.max_units, 1 + int(LONG_SECONDS / (work.size * max(line.beta_seconds, 1e-12))))
         with open_bench(ranks, device) as bench:
             seconds = seconds_of(bench, COMMUNICATE, work.make(units), REPEATS, min)
@@ -221,12 +223,12 @@ def instructions_of(module: fx.GraphModule, costs: Mapping[str, Cost]) -> list[I
         """Returns the label of the node or input whose memory a result lies in."""
         return costs.get(name, nothing).view_of or name
 
-    found = []
+    instructions = []
     for node in calls_of(module):
         # A node that takes one result of an all-to-all is part of it (`is_result`): wait for the all-to-all.
         needs: list[Any] = [each.args[0] if is_result(each) else each for each in node.all_input_nodes]
         cost = costs.get(label(node), nothing)
-        found.append(
+        instructions.append(
             Instruction(
                 name=label(node),
                 waits=tuple(label(each) for each in needs if each.op == "call_function"),
@@ -237,4 +239,4 @@ def instructions_of(module: fx.GraphModule, costs: Mapping[str, Cost]) -> list[I
                 is_counts=node.target is OPS.exchange_counts.default,
             )
         )
-    return found
+    return instructions

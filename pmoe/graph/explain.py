@@ -41,9 +41,9 @@ class PassSeconds:
         """Runs one pass and returns its results. boxed: the module's arguments, which it empties."""
         clock = clock_like(boxed)
         begin = clock()
-        done: Sequence[Any] = module.forward(boxed)
+        results: Sequence[Any] = module.forward(boxed)
         self.found.append(clock() - begin)
-        return done
+        return results
 
 
 def clock_like(values: Sequence[Any]) -> Callable[[], float]:
@@ -69,7 +69,8 @@ class Explanation:
         """Yields the report: a table of seconds, then the ranges and the moved weight gradients."""
         rows = [["pass", "predicted ms", "measured ms", "exposed ms", "as traced ms", "exposed as traced ms"]]
         for direction, program in self.programs.items():
-            before, after = program.before, program.instructions
+            before = program.before
+            after = program.instructions
             seconds = (
                 total_seconds(after), self.measured[direction], exposed_seconds(after),
                 total_seconds(before), exposed_seconds(before),
@@ -90,8 +91,8 @@ class Explanation:
         """
         panels = {}
         for direction, program in self.programs.items():
-            for order, found in (("traced", program.before), ("run", program.instructions)):
-                bars = bars_of(direction, timeline(found), weight_gradients(found))
+            for order, instructions in (("traced", program.before), ("run", program.instructions)):
+                bars = bars_of(direction, timeline(instructions), weight_gradients(instructions))
                 panels[f"{direction}, as {order}"] = bars
         draw(path, panels, "A pass of the whole model: predicted")
 
@@ -140,14 +141,17 @@ def _moved(program: Program) -> Counter[str]:
 
     def behind(order: list[Instruction]) -> dict[str, str]:
         """Returns the last all-to-all before each instruction, by name; "" if there is none."""
-        last, found = "", {}
-        for each in order:
-            last = each.name if each.communicates else last
-            found[each.name] = last
-        return found
+        last_message = ""
+        message_before = {}
+        for instruction in order:
+            last_message = instruction.name if instruction.communicates else last_message
+            message_before[instruction.name] = last_message
+        return message_before
 
-    traced, runs = behind(program.before), behind(program.instructions)
-    return Counter(runs[name] for name in runs if name in free and runs[name] != traced[name])
+    before_traced, before_run = behind(program.before), behind(program.instructions)
+    return Counter(
+        before_run[name] for name in before_run if name in free and before_run[name] != before_traced[name]
+    )
 
 
 def bars_of(direction: str, ran: Sequence[Simulated[Instruction]], free: Collection[str]) -> list[Span]:
@@ -160,15 +164,15 @@ def bars_of(direction: str, ran: Sequence[Simulated[Instruction]], free: Collect
     return [
         Span(
             direction=direction,
-            name=each.task.name,
-            kind=_kind(each.task, free),
+            name=simulated.task.name,
+            kind=_kind(simulated.task, free),
             chunk=0,
-            lane=each.task.lane,
-            start=each.start,
-            end=each.end,
+            lane=simulated.task.lane,
+            start=simulated.start,
+            end=simulated.end,
         )
-        for each in ran
-        if each.end > each.start
+        for simulated in ran
+        if simulated.end > simulated.start
     ]
 
 

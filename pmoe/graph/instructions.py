@@ -70,10 +70,10 @@ def exposed_seconds(instructions: Sequence[Instruction]) -> float:
 def users_of(instructions: Iterable[Instruction]) -> dict[str, list[str]]:
     """Returns, for each instruction, the names of those that wait for it."""
     users: dict[str, list[str]] = {}
-    for each in instructions:
-        users.setdefault(each.name, [])
-        for name in each.waits:
-            users[name].append(each.name)
+    for instruction in instructions:
+        users.setdefault(instruction.name, [])
+        for name in instruction.waits:
+            users[name].append(instruction.name)
     return users
 
 
@@ -85,13 +85,21 @@ def peak_bytes(instructions: Sequence[Instruction], kept: Iterable[str], given: 
     kept: names of results and inputs that live to the end, because the graph returns them.
     given: bytes of the graph's inputs, by name.
     """
-    last = {name: at for at, each in enumerate(instructions) for name in (each.name, *each.holds)}
-    last.update(dict.fromkeys(kept, len(instructions)))
-    held = dict(given)
-    now = peak = sum(held.values())
-    for at, each in enumerate(instructions):
-        held[each.name] = each.num_bytes
-        now += each.num_bytes
-        peak = max(peak, now)
-        now -= sum(held.pop(name, 0) for name in {each.name, *each.holds} if last[name] <= at)
+    last_use = {
+        name: index
+        for index, instruction in enumerate(instructions)
+        for name in (instruction.name, *instruction.holds)
+    }
+    last_use.update(dict.fromkeys(kept, len(instructions)))
+    live_bytes = dict(given)
+    num_bytes = peak = sum(live_bytes.values())
+    for index, instruction in enumerate(instructions):
+        live_bytes[instruction.name] = instruction.num_bytes
+        num_bytes += instruction.num_bytes
+        peak = max(peak, num_bytes)
+        num_bytes -= sum(
+            live_bytes.pop(name, 0)
+            for name in {instruction.name, *instruction.holds}
+            if last_use[name] <= index
+        )
     return peak

@@ -57,8 +57,8 @@ def label(node: fx.Node) -> str:
     `name_all` gives the names. A call without one, such as the computation of a size, is marked as unnamed.
     """
     unnamed = f"{node.name}, unnamed" if node.op == "call_function" else node.name
-    found: str = node.meta.get("label", unnamed)
-    return found
+    name: str = node.meta.get("label", unnamed)
+    return name
 
 
 def name_all(graph: fx.Graph) -> None:
@@ -67,12 +67,12 @@ def name_all(graph: fx.Graph) -> None:
     Nodes that compute a size are left out. Only graphs of changing shapes have them, and their numbers would
     shift the others.
     """
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for node in graph.nodes:
         if node.op == "call_function" and not isinstance(node.meta.get("val"), NUMBERS):
             name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
-            node.meta["label"] = f"{name}_{seen[name]}"
-            seen[name] += 1
+            node.meta["label"] = f"{name}_{counts[name]}"
+            counts[name] += 1
 
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -97,10 +97,10 @@ def merge_weight_gradients(graph: fx.Graph) -> None:
     part), and an addition for each parameter. Two blocks are merged only if their gradients have no other use
     than this addition.
     """
-    found: dict[int, list[fx.Node]] = {}
+    nodes_of_layer: dict[int, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=OPS.experts_weight_gradient.default):
-        found.setdefault(node.args[-1], []).append(node)
-    for first, *others in found.values():
+        nodes_of_layer.setdefault(node.args[-1], []).append(node)
+    for first, *others in nodes_of_layer.values():
         for second in others:
             sums = _sums(first, second)
             if sums is None:
@@ -111,9 +111,9 @@ def merge_weight_gradients(graph: fx.Graph) -> None:
             with graph.inserting_after(second):
                 first = graph.call_function(second.target, (*joined, *second.args[5:]))  # type: ignore[arg-type]
             first.meta = dict(second.meta)
-            for at, total in sums.items():
+            for index, total in sums.items():
                 with graph.inserting_before(total):
-                    part = graph.call_function(operator.getitem, (first, at))
+                    part = graph.call_function(operator.getitem, (first, index))
                 part.meta = dict(total.meta)
                 total.replace_all_uses_with(part)
     graph.eliminate_dead_code()
@@ -130,8 +130,8 @@ def _sums(first: fx.Node, second: fx.Node) -> dict[int, fx.Node] | None:
             users = list(part.users)
             if len(users) != 1 or users[0].target is not torch.ops.aten.add.Tensor:
                 return None
-            at = part.args[1]
-            if sums.setdefault(at, users[0]) is not users[0]:  # type: ignore[arg-type]
+            index = part.args[1]
+            if sums.setdefault(index, users[0]) is not users[0]:  # type: ignore[arg-type]
                 return None
     return sums if len(first.users) == len(second.users) == len(sums) else None
 
@@ -143,7 +143,8 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node]) -> fx.GraphModule:
 
     The new module takes its arguments in one list, which it empties, so that they can be freed early.
     """
-    graph, new = fx.Graph(), {}
+    graph = fx.Graph()
+    new = {}
     for node in module.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             new[node] = graph.node_copy(node)
@@ -163,7 +164,8 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node]) -> fx.GraphModule:
         return new[node]
 
     for node in order:
-        args, kwargs = fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value)
+        args = fx.node.map_arg(node.args, value)
+        kwargs = fx.node.map_arg(node.kwargs, value)
         if communicates(node):
             started[node] = graph.call_function(STARTS[node.target][0], args, kwargs)
             started[node].meta = dict(node.meta)
@@ -191,6 +193,6 @@ def failed_at(module: fx.GraphModule, error: BaseException) -> str:
         name, *_ = linecache.getline(frame.f_code.co_filename, line).replace(":", " ").split() or [""]
         if frame.f_code is type(module).forward.__code__ and name in nodes:
             node = nodes[name]
-            own = (*CALLS.values(), *(each for pair in STARTS.values() for each in pair))
-            return label(node) + (f" (layer {node.args[-1]})" if node.target in own else "")
+            functions = (*CALLS.values(), *(each for pair in STARTS.values() for each in pair))
+            return label(node) + (f" (layer {node.args[-1]})" if node.target in functions else "")
     return "the results"

@@ -42,10 +42,11 @@ def start_counts(counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int) -
 
 def wait_counts(exchange: CountsExchange, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Waits for the row counts, and returns the results of `exchange_counts`. The host waits here."""
-    found: RankCounts = exchange.finish()
+    counts: RankCounts = exchange.finish()
     rank = parts_of(layer).ranks.rank
-    own_1E, tokens_W = found.send[0, rank : rank + 1].clone(), exchange.tokens_W.long()
-    return without_own(found.send, rank)[0], without_own(found.recv, rank)[0], own_1E, tokens_W
+    own_1E = counts.send[0, rank : rank + 1].clone()
+    tokens_W = exchange.tokens_W.long()
+    return without_own(counts.send, rank)[0], without_own(counts.recv, rank)[0], own_1E, tokens_W
 
 
 @torch.library.custom_op("pmoe_graph::exchange_counts", mutates_args=())
@@ -90,8 +91,8 @@ def regrouped(rows: Sequence[Tensor], counts_WE: Tensor, *, back: bool) -> list[
     back: the other direction, from (expert, rank) to (rank, expert).
     """
     ranks, experts = counts_WE.shape
-    group = torch.arange(experts).repeat(ranks).repeat_interleave(counts_WE.flatten())
-    index = group.argsort(stable=True)
+    expert_of_row = torch.arange(experts).repeat(ranks).repeat_interleave(counts_WE.flatten())
+    index = expert_of_row.argsort(stable=True)
     if back:
         index = torch.empty_like(index).scatter_(0, index, torch.arange(index.numel()))
     index = index.to(rows[0].device, non_blocking=True)

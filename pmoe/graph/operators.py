@@ -159,7 +159,8 @@ def join(
     slot, position, send_WE, own_1E, top_k: as in `pack`.
     num_values: S / top_k, which the trace cannot derive.
     """
-    rows, kept = [travelled, stayed], travelled.shape[0] + stayed.shape[0]
+    rows = [travelled, stayed]
+    kept = travelled.shape[0] + stayed.shape[0]
     if kept < position.shape[0]:  # one row of zeros stands for all dropped slots
         rows.append(travelled.new_zeros(1, *travelled.shape[1:]))
         position = position.clamp(max=kept)
@@ -208,8 +209,8 @@ def experts(
     parameters: as `Experts.operands` gives them.
     layer: the layer's number.
     """
-    given = ExpertRows(rows, _groups(counts_RE, rows), parameters)
-    out, hidden = parts_of(layer).experts.compute(given, weight_N)
+    expert_rows = ExpertRows(rows, _groups(counts_RE, rows), parameters)
+    out, hidden = parts_of(layer).experts.compute(expert_rows, weight_N)
     assert hidden is not None
     return out, hidden.tensors[0]
 
@@ -239,9 +240,9 @@ def experts_input_gradient(
 
     The three tensors are the gradient of T_M, the activated hidden, and ``grad`` times the routing weight.
     """
-    given = ExpertRows(rows, _groups(counts_RE, rows), parameters)
+    expert_rows = ExpertRows(rows, _groups(counts_RE, rows), parameters)
     out, grad_weight_N, (_, grad_hidden, active, grad_out) = parts_of(layer).experts.input_gradient(
-        grad.clone(), given, weight_N, Hidden(tensors=[hidden])
+        grad.clone(), expert_rows, weight_N, Hidden(tensors=[hidden])
     )
     return out, grad_weight_N, grad_hidden, active, grad_out
 
@@ -270,13 +271,14 @@ def experts_weight_gradient(
 
     Under `pmoe.parallelize` the gradients are then scaled and reduced as it says.
     """
-    found, sums = parts_of(layer).experts, [GradientSum(each, len(rows)) for each in parameters]
+    layer_experts = parts_of(layer).experts
+    sums = [GradientSum(each, len(rows)) for each in parameters]
     for block in zip(rows, grad_hidden, active, grad_out, counts_RE, strict=True):
         *pending, counts = block
-        found.weight_gradient(tuple(pending), _groups(counts, block[0]), sums)
+        layer_experts.weight_gradient(tuple(pending), _groups(counts, block[0]), sums)
     gradients = [each.result() for each in sums]
-    if found.reduce is not None:
-        found.reduce(gradients)
+    if layer_experts.reduce is not None:
+        layer_experts.reduce(gradients)
     return gradients
 
 

@@ -48,5 +48,7 @@ class Options:
 
     def limit(self, traced: int) -> float:
         """Returns the memory limit in bytes. traced: bytes that the graph takes as traced, always allowed."""
-        asked = self.memory_limit
-        return SLACK * traced if asked is None else max(parse_bytes("memory_limit", asked), traced)
+        memory_limit = self.memory_limit
+        return (
+            SLACK * traced if memory_limit is None else max(parse_bytes("memory_limit", memory_limit), traced)
+        )

@@ -108,14 +108,18 @@ def order_of_part(
     Backward needs it: the order of the whole batch is saved from the forward pass, that of a part is not.
     """
     begin, end = bounds(slot.shape[0], sequences, part, k)
-    is_own = (slot >= begin) & (slot < end)
-    found = slot[is_own] - begin
-    position = torch.empty_like(found).scatter_(0, found, torch.arange(len(found), device=found.device))
+    is_in_part = (slot >= begin) & (slot < end)
+    slots_of_part = slot[is_in_part] - begin
+    position = torch.empty_like(slots_of_part).scatter_(
+        0, slots_of_part, torch.arange(len(slots_of_part), device=slots_of_part.device)
+    )
     ends = torch.cat([send_WE.flatten(), own_1E.flatten()]).cumsum(0).to(slot.device, non_blocking=True)
-    up_to = F.pad(is_own.cumsum(0), (1, 0))[ends]  # this part's rows up to the end of each expert's block
-    travel_E, stay_E = F.pad(up_to, (1, 0)).diff().split([send_WE.numel(), own_1E.numel()])
+    # This part's rows up to the end of each expert's block; the differences are its rows of each expert.
+    rows_before = F.pad(is_in_part.cumsum(0), (1, 0))[ends]
+    travel_E, stay_E = F.pad(rows_before, (1, 0)).diff().split([send_WE.numel(), own_1E.numel()])
     travel_E.view_as(send_WE)[parts_of(layer).ranks.rank] += stay_E
-    return found, position, F.pad(travel_E, (0, 1))  # 0 in the fault's place: forward has checked the routing
+    # The last count is 0, no fault: the forward pass has checked the routing.
+    return slots_of_part, position, F.pad(travel_E, (0, 1))
 
 
 def cut(
@@ -156,7 +160,7 @@ def routes(graph: fx.Graph) -> list[Route]:
     In a backward graph the order of the slots is an input. If that does not hold for one layer, or if its
     gradients do not travel, the result is empty: then no layer can be cut.
     """
-    found = []
+    found_routes = []
     joins = graph.find_nodes(op="call_function", target=moe.join.default)
     for pack in graph.find_nodes(op="call_function", target=moe.pack.default):
         sends: Any = [
@@ -171,8 +175,8 @@ def routes(graph: fx.Graph) -> list[Route]:
             counts = next((name for name in ("own", "recv") if kept[name] is node.args[4]), None)
             if counts:
                 kept |= {f"{counts} {at}": node.args[at] for at in (1, 2, 3)}
-        found.append(Route(pack, last[-1], sends[0].args[-1], kept))
-    return found
+        found_routes.append(Route(pack, last[-1], sends[0].args[-1], kept))
+    return found_routes
 
 
 ORDER = ("slot", "position", "send", "own", "recv")
@@ -190,8 +194,10 @@ class _Cutter:
     """
 
     def __init__(self, module: fx.GraphModule, axes: Mapping[fx.Node, Any]) -> None:
-        self.module, self.axes = module, axes
-        self.graph, self.whole = fx.Graph(), dict[fx.Node, fx.Node]()
+        self.module = module
+        self.axes = axes
+        self.graph = fx.Graph()
+        self.whole = dict[fx.Node, fx.Node]()
         self.sequences: Any = None
         self.kept: dict[fx.Node, tuple[Route, str]] = {}
         self.routed: dict[Route, list[dict[str, fx.Node]]] = {}
@@ -199,28 +205,28 @@ class _Cutter:
     def run(self, ranges: Mapping[Range, fx.Node]) -> fx.GraphModule:
         """Copies the graph in its order, ranges in parts. Arguments and result are those of `cut`."""
         calls = [node for node in self.module.graph.nodes if node.op == "call_function"]
-        place = {label(node): at for at, node in enumerate(calls)}
-        begins = {place[each.first]: each for each in ranges}
+        place_of = {label(node): index for index, node in enumerate(calls)}
+        begins = {place_of[each.first]: each for each in ranges}
         for node in self.module.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.whole[node] = self._copy(node, self.whole.__getitem__)
         for route in routes(self.module.graph):
-            for found, batch in ranges.items():
-                if place[found.first] <= place[label(route.pack)] <= place[found.last]:
-                    self._route(route, batch, found.k)
-        at = 0
-        while at < len(calls):
-            if at not in begins:
-                self.whole[calls[at]] = self._copy(calls[at], self.whole.__getitem__)
-                at += 1
+            for range_, batch in ranges.items():
+                if place_of[range_.first] <= place_of[label(route.pack)] <= place_of[range_.last]:
+                    self._route(route, batch, range_.k)
+        index = 0
+        while index < len(calls):
+            if index not in begins:
+                self.whole[calls[index]] = self._copy(calls[index], self.whole.__getitem__)
+                index += 1
                 continue
-            found = begins[at]
-            end = place[found.last] + 1
+            range_ = begins[index]
+            end = place_of[range_.last] + 1
             while end < len(calls) and is_result(calls[end]):
                 end += 1
-            self.sequences = self._size_of(ranges[found])
-            self._cut(calls[at:end], found.k, found.lag)
-            at = end
+            self.sequences = self._size_of(ranges[range_])
+            self._cut(calls[index:end], range_.k, range_.lag)
+            index = end
         output = self.module.graph.output_node()
         self.graph.output(fx.node.map_arg(output.args[0], self.whole.__getitem__))
         merge_weight_gradients(self.graph)
@@ -245,7 +251,8 @@ class _Cutter:
         """
         slot, _, send, own, _ = (self.whole[route.kept[name]] for name in ORDER)
         self.kept |= {node: (route, name) for name, node in route.kept.items()}
-        parts, size = self.routed.setdefault(route, []), self._size_of(batch, route)
+        parts = self.routed.setdefault(route, [])
+        size = self._size_of(batch, route)
         rows: Any = route.pack.args[0]
         dtype = rows.meta["val"].dtype
         for part in range(k):
@@ -262,20 +269,21 @@ class _Cutter:
 
     def _routed(self, node: fx.Node, part: int) -> fx.Node:
         """Returns one part of a tensor that a route has saved from the forward pass."""
-        (route, what), whole = self.kept[node], self.whole[node]
+        route, kind = self.kept[node]
+        whole = self.whole[node]
         parts = self.routed[route]
-        if what not in parts[part]:
-            counts = [each[what.partition(" ")[0]] for each in parts]
-            name = f"{label(route.pack)}, rows {what} of part {part}"
-            parts[part][what] = self._call(rows_of_part, whole, counts, part, name=name)
-        return parts[part][what]
+        if kind not in parts[part]:
+            counts = [each[kind.partition(" ")[0]] for each in parts]
+            call_name = f"{label(route.pack)}, rows {kind} of part {part}"
+            parts[part][kind] = self._call(rows_of_part, whole, counts, part, name=call_name)
+        return parts[part][kind]
 
     def _call(self, target: Callable[..., Any], *args: Any, name: str = "") -> fx.Node:
         """Adds a call to the new graph. name: its `label`, if it needs one."""
-        made = self.graph.call_function(target, args)
+        call = self.graph.call_function(target, args)
         if name:
-            made.meta["label"] = name
-        return made
+            call.meta["label"] = name
+        return call
 
     def _copy(self, node: fx.Node, value: Callable[[fx.Node], fx.Node], part: str = "") -> fx.Node:
         """Copies a node to the new graph. value: gives the new node of each input. part: ends the label."""
@@ -288,14 +296,14 @@ class _Cutter:
         parts: list[dict[fx.Node, fx.Node]] = [{} for _ in range(k)]
         inside = set[fx.Node]()
         for node in body:
-            if any(each in inside or self.axes[each] is not None for each in node.all_input_nodes):
+            if any(source in inside or self.axes[source] is not None for source in node.all_input_nodes):
                 inside.add(node)
             else:  # no input is cut: computed once, for all parts
                 self.whole[node] = self._copy(node, self.whole.__getitem__)
         cut = (node for node in body if node in inside)
-        found = stages(cut, lambda node: node.target is moe.exchange.default)
-        for at, part in turns(len(found), k, lag):
-            for node in found[at]:
+        stages_of_range = stages(cut, lambda node: node.target is moe.exchange.default)
+        for stage, part in turns(len(stages_of_range), k, lag):
+            for node in stages_of_range[stage]:
                 self._emit(node, part, k, parts)
         for node in body:
             # A tuple is not joined: the nodes that take its elements are.
@@ -306,37 +314,40 @@ class _Cutter:
 
     def _emit(self, node: fx.Node, part: int, k: int, parts: Sequence[dict[fx.Node, fx.Node]]) -> None:
         """Adds one part of a node, and enters it in ``parts``: by part, the new nodes of the old ones."""
-        here = parts[part]
+        new_nodes = parts[part]
 
         def value(each: fx.Node) -> fx.Node:
             """Returns this part of an input; an input from outside the range is cut at its first use."""
-            if each not in here:
-                axis, whole = self.axes.get(each), self.whole[each]
-                here[each] = self._routed(each, part) if each in self.kept else whole
+            if each not in new_nodes:
+                axis = self.axes.get(each)
+                whole = self.whole[each]
+                new_nodes[each] = self._routed(each, part) if each in self.kept else whole
                 if isinstance(axis, int) and isinstance(each.meta.get("val"), Tensor):
                     name = f"{label(each)}, cut for part {part}"
-                    here[each] = self._call(part_of_batch, whole, axis, self.sequences, part, k, name=name)
-            return here[each]
+                    new_nodes[each] = self._call(
+                        part_of_batch, whole, axis, self.sequences, part, k, name=name
+                    )
+            return new_nodes[each]
 
-        used = None
+        used_E = None
         if node.target is moe.order.default and part:  # takes the capacity that the part before has used
-            used = self._call(operator.getitem, parts[part - 1][node], 3)
+            used_E = self._call(operator.getitem, parts[part - 1][node], 3)
         copied = self._copy(node, value, f", part {part}")
         axis = self.axes[node]
         if node.target in SIZED and isinstance(axis, int):
             whole = node.meta["val"].shape
-            sizes = [whole[at] if each == -1 else each for at, each in enumerate(copied.args[1])]  # type: ignore[arg-type]
+            sizes = [whole[index] if each == -1 else each for index, each in enumerate(copied.args[1])]  # type: ignore[arg-type]
             sizes[axis] = -1
             copied.args = (copied.args[0], sizes)
         if node.target in MADE and isinstance(axis, int):
             source: Any = node.args[0]
             sizes = [*copied.args[1]]  # type: ignore[misc]
             with self.graph.inserting_before(copied):
-                sizes[axis] = self._call(aten.sym_size.int, here[source], self.axes[source])
+                sizes[axis] = self._call(aten.sym_size.int, new_nodes[source], self.axes[source])
             copied.args = (copied.args[0], sizes, *copied.args[2:])
-        if used is not None:
-            copied.args = (*copied.args[:3], used, *copied.args[4:])
-        here[node] = copied
+        if used_E is not None:
+            copied.args = (*copied.args[:3], used_E, *copied.args[4:])
+        new_nodes[node] = copied
 
     # ---- values of the whole batch, from its parts
 
@@ -348,7 +359,8 @@ class _Cutter:
         None          the same in all parts: the first is taken
         IRREGULAR     rows are put in the order of the whole batch, counts added, an order computed again
         """
-        found, axis = [each[node] for each in parts], self.axes[node]
+        values = [part[node] for part in parts]
+        axis = self.axes[node]
         # Views of one tensor share its joined copy: each joined by itself would need memory of its own.
         if (isinstance(axis, int) or axis == SUM) and node.target in VIEWS:
             source = node.all_input_nodes[0]
@@ -356,21 +368,21 @@ class _Cutter:
                 self.whole[source] = self._join(source, parts)
             return self._copy(node, self.whole.__getitem__)
         if isinstance(axis, int):
-            return self._call(aten.cat.default, found, axis)
+            return self._call(aten.cat.default, values, axis)
         if axis == SUM:
-            return functools.reduce(lambda a, b: self._call(aten.add.Tensor, a, b), found)
+            return functools.reduce(lambda a, b: self._call(aten.add.Tensor, a, b), values)
         if axis is None:
-            return found[0]
+            return values[0]
         source, place = _maker(node, self.axes)
         if source.target is moe.order.default:
             return self._order(source, place, parts)
         if source.target is moe.exchange_counts.default or not isinstance(node.meta["val"], Tensor):
-            total = found[0]  # row counts, or a number of rows
-            for each in found[1:]:
-                total = self._call(operator.add, total, each)
+            total = values[0]  # row counts, or a number of rows
+            for part in values[1:]:
+                total = self._call(operator.add, total, part)
             return total
         counts, by_expert = _layout(source, place, self.axes)
-        return self._call(joined_rows, found, [each[counts] for each in parts], by_expert)
+        return self._call(joined_rows, values, [part[counts] for part in parts], by_expert)
 
     def _order(self, node: fx.Node, place: int, parts: Sequence[Mapping[fx.Node, fx.Node]]) -> fx.Node:
         """Returns a result of `order` for the whole batch. place: which of its results."""

@@ -39,16 +39,17 @@ class RangePlan:
 
     def ranges_of_layers(self) -> list[Range | None]:
         """Returns the range of each layer, in order; None for a layer that is not cut."""
-        found, now = list[Range | None](), None
+        ranges = list[Range | None]()
+        current = None
         # A layer begins with `order`; in backward, which has none, by packing the output's gradient.
         opens = "order_" if "order_0" in self.names else "pack_"
-        begins = {each.first: each for each in self.ranges}
+        begins = {range_.first: range_ for range_ in self.ranges}
         for name in self.names:
-            now = begins.get(name, now)
+            current = begins.get(name, current)
             if name.startswith(opens):
-                found.append(now)
-            now = None if now and name == now.last else now
-        return found
+                ranges.append(current)
+            current = None if current and name == current.last else current
+        return ranges
 
 
 class Cutting:
@@ -69,11 +70,12 @@ class Cutting:
         cut: the axes of the graph's inputs.
         sequences: number of sequences in the batch, a number or a symbol.
         """
-        self._module, self.size = module, f"{sequences}"
-        held = (
+        self._module = module
+        self.size = f"{sequences}"
+        batches = (
             each for each, axis in cut.items() if axis == 0 and f"{each.meta['val'].shape[0]}" == self.size
         )
-        self._batch = batch = next(held, None)
+        self._batch = batch = next(batches, None)
         self._routes = routes(module.graph)
         free = module.graph.find_nodes(op="placeholder") if self._routes else []
         self._axes, self._refused = infer(module.graph, cut, free)
@@ -92,9 +94,10 @@ class Cutting:
         for route in self._routes:
             nodes = list(self._module.graph.nodes)
             body = nodes[nodes.index(route.pack) : nodes.index(route.last)]
-            weights, needed = OPS.experts_weight_gradient.default, {route.last}
+            weight_gradient = OPS.experts_weight_gradient.default
+            needed = {route.last}
             for node in reversed(body):
-                if node.target is weights or not needed.isdisjoint(node.users):
+                if node.target is weight_gradient or not needed.isdisjoint(node.users):
                     needed.add(node)
             for node in reversed(body):
                 if node not in needed:
@@ -107,12 +110,12 @@ class Cutting:
 
         The shape is for gradients: a result and its gradient share the shape, but not the name.
         """
-        found: dict[str, int] = {}
+        axes: dict[str, int] = {}
         for node in self._module.graph.output_node().all_input_nodes if self.sequences > 1 else ():
             if isinstance(self._axes[node], int):
-                found[node.name] = self._axes[node]
-                found.setdefault(_text(node), self._axes[node])
-        return found
+                axes[node.name] = self._axes[node]
+                axes.setdefault(_text(node), self._axes[node])
+        return axes
 
     @property
     def sequences(self) -> int:
@@ -128,13 +131,13 @@ class Cutting:
         cut them into parts again. Nor does it end between an operator with several results and the nodes that
         take these: only single tensors are joined.
         """
-        place = {node: at for at, node in enumerate(self.calls)}
+        place_of = {node: at for at, node in enumerate(self.calls)}
         ends = [True] * (len(self.calls) + 1)
         for node in self.calls:
             users = [user for each in (node, *filter(is_result, node.users)) for user in each.users]
-            last = max((place[user] for user in users if user in place), default=place[node])
+            last = max((place_of[user] for user in users if user in place_of), default=place_of[node])
             if self._axes[node] == IRREGULAR or isinstance(node.meta.get("val"), (tuple, list)):
-                ends[place[node] + 1 : last + 1] = [False] * (last - place[node])
+                ends[place_of[node] + 1 : last + 1] = [False] * (last - place_of[node])
         return Cuttable(instructions, ends, [node not in self._refused for node in self.calls])
 
     def cut(self, plan: RangePlan) -> fx.GraphModule:
@@ -143,24 +146,25 @@ class Cutting:
             return self._module
         if self.names == plan.names and self._batch and self.sequences > 1:
             return cut(self._module, dict.fromkeys(plan.ranges, self._batch), self._axes)
-        axes, ranges = dict[fx.Node, Any](), dict[Range, fx.Node]()
+        axes = dict[fx.Node, Any]()
+        ranges = dict[Range, fx.Node]()
         free = [node for each in self._routes for node in each.kept.values()]
-        for (begin, end), found in zip(self._layers(), plan.ranges_of_layers(), strict=True):
-            if found:
+        for (begin, end), range_ in zip(self._layers(), plan.ranges_of_layers(), strict=True):
+            if range_:
                 body = self.calls[begin : end + 1]
                 with_results = [each for node in body for each in (node, *filter(is_result, node.users))]
                 axes |= follow(with_results, _tokens(body), free)
-                own = replace(found, first=label(body[0]), last=label(body[-1]))
-                ranges[own] = body[0].args[0]  # type: ignore[assignment]
+                own_range = replace(range_, first=label(body[0]), last=label(body[-1]))
+                ranges[own_range] = body[0].args[0]  # type: ignore[assignment]
         return cut(self._module, ranges, axes)
 
     def _layers(self) -> list[tuple[int, int]]:
         """Returns the places of each layer's first and last instruction among `calls`."""
-        place = {node: at for at, node in enumerate(self.calls)}
+        place_of = {node: at for at, node in enumerate(self.calls)}
         if self._routes:
-            return [(place[each.pack], place[each.last]) for each in self._routes]
-        orders = [place[node] for node in self.calls if node.target is OPS.order.default]
-        joins = [place[node] for node in self.calls if node.target is OPS.join.default]
+            return [(place_of[each.pack], place_of[each.last]) for each in self._routes]
+        orders = [place_of[node] for node in self.calls if node.target is OPS.order.default]
+        joins = [place_of[node] for node in self.calls if node.target is OPS.join.default]
         return list(zip(orders, joins, strict=True))
 
 
@@ -170,14 +174,15 @@ NUM_SOURCES: dict[Any, int] = {OPS.order.default: 3, OPS.pack.default: 1}
 
 def _tokens(body: Sequence[fx.Node]) -> Mapping[fx.Node, Axis]:
     """Returns the inputs of a layer's body that are cut by tokens, along dimension 0."""
-    inside, found = set(body), dict[fx.Node, Axis]()
+    inside = set(body)
+    axes = dict[fx.Node, Axis]()
     for node in body:
         for source in node.args[: NUM_SOURCES.get(node.target, 0)]:
             while source in inside:
                 source = source.all_input_nodes[0]  # type: ignore[union-attr]
             if isinstance(source, fx.Node):
-                found[source] = 0
-    return found
+                axes[source] = 0
+    return axes
 
 
 def backward_axes(forward: Cutting, graph: fx.Graph) -> dict[fx.Node, Axis]:
@@ -186,12 +191,13 @@ def backward_axes(forward: Cutting, graph: fx.Graph) -> dict[fx.Node, Axis]:
     A saved tensor has the name of the forward result. The gradient of a result ("tangents_...") has another
     name and is found by its shape.
     """
-    saved, found = forward.saved(), dict[fx.Node, Axis]()
+    saved = forward.saved()
+    axes = dict[fx.Node, Axis]()
     for node in graph.find_nodes(op="placeholder"):
         axis = saved.get(_text(node) if node.name.startswith("tangents") else node.name)
         if axis is not None:
-            found[node] = axis
-    return found
+            axes[node] = axis
+    return axes
 
 
 def _text(node: fx.Node) -> str:
@@ -206,14 +212,15 @@ def _put_last(graph: fx.Graph, refused: Mapping[fx.Node, str]) -> None:
     Instructions that follow from them move too. An auxiliary loss, for example, needs the whole batch; in the
     middle of the graph it would end a range.
     """
-    needed, last = set[fx.Node](), set[fx.Node]()
+    needed = set[fx.Node]()
+    moved = set[fx.Node]()
     for node in reversed(graph.nodes):
         if communicates(node) or node in needed:
             needed.update(node.all_input_nodes)
     for node in list(graph.nodes):
-        may = node.op == "call_function" and node not in needed and not communicates(node)
-        if may and (node in refused or not last.isdisjoint(node.all_input_nodes)):
-            last.add(node)
+        is_movable = node.op == "call_function" and node not in needed and not communicates(node)
+        if is_movable and (node in refused or not moved.isdisjoint(node.all_input_nodes)):
+            moved.add(node)
     output = graph.output_node()
-    for node in [each for each in graph.nodes if each in last]:
+    for node in [each for each in graph.nodes if each in moved]:
         output.prepend(node)

@@ -65,14 +65,15 @@ def stages(body: Iterable[T], ends_stage: Callable[[T], bool]) -> list[list[T]]:
     ends_stage: whether an instruction is an all-to-all of rows. An exchange of counts ends no stage: the
         first part's rows would wait until the gates of all parts are computed.
     """
-    found, ended = list[list[T]](), True
-    for each in body:
-        ends = ends_stage(each)
-        if not found or (ended and not ends):
-            found.append([])
-        found[-1].append(each)
+    result = list[list[T]]()
+    ended = True
+    for instruction in body:
+        ends = ends_stage(instruction)
+        if not result or (ended and not ends):
+            result.append([])
+        result[-1].append(instruction)
         ended = ends
-    return found
+    return result
 
 
 def turns(num_stages: int, k: int, lag: int) -> list[tuple[int, int]]:
@@ -104,13 +105,16 @@ def pipelined(body: Sequence[Instruction], k: int, lag: int, costs: PartCosts) -
 
     Stages and parts are in the order of `turns`. A part's all-to-all waits only for the rows that it sends.
     """
-    tasks, by_stage, run_of = list[Instruction](), list[list[Any]](), dict[str, str]()
+    tasks = list[Instruction]()
+    by_stage = list[list[Any]]()
+    run_of = dict[str, str]()
     for stage in stages(body, lambda each: each.ends_stage):
         runs = []
-        for ends, found in itertools.groupby(stage, key=lambda each: each.ends_stage):
-            run = list(found)
+        for ends, group in itertools.groupby(stage, key=lambda each: each.ends_stage):
+            run = list(group)
             waits = sorted({run_of[name] for each in run for name in each.waits if name in run_of})
-            name, lane = f"{run[0].name} to {run[-1].name}", COMMUNICATE if ends else COMPUTE
+            name = f"{run[0].name} to {run[-1].name}"
+            lane = COMMUNICATE if ends else COMPUTE
             run_of.update(dict.fromkeys((each.name for each in run), name))
             runs.append((name, waits, sum(costs.part.get(each.name, 0.0) for each in run), lane))
         by_stage.append(runs)
@@ -154,9 +158,10 @@ def solve(graph: Cuttable, costs: Mapping[int, PartCosts]) -> tuple[float, list[
     costs: by k. k = 1 must be among them.
     """
     instructions = graph.instructions
-    # best[n] is T(n); chosen[n] is its (i, k, lag).
-    users, ends = users_of(instructions), _groups(graph, costs[1].part)
-    best, chosen = [0.0] + [math.inf] * (len(ends) - 1), [(0, 1, 1)] * len(ends)
+    users = users_of(instructions)
+    ends = _groups(graph, costs[1].part)
+    best = [0.0] + [math.inf] * (len(ends) - 1)  # T(n)
+    chosen = [(0, 1, 1)] * len(ends)  # the (i, k, lag) of T(n)
     for n in range(1, len(ends)):
         for i in range(max(0, n - LONGEST), n):
             first, last = ends[i], ends[n]
@@ -168,14 +173,16 @@ def solve(graph: Cuttable, costs: Mapping[int, PartCosts]) -> tuple[float, list[
                     continue
                 seconds = best[i] + pipeline_seconds(body, k, lag, costs[k], users)
                 if seconds < best[n] - 1e-9:  # differences by rounding do not count
-                    best[n], chosen[n] = seconds, (i, k, lag)
-    found, n = [], len(ends) - 1
+                    best[n] = seconds
+                    chosen[n] = (i, k, lag)
+    ranges = []
+    n = len(ends) - 1
     while n:
         i, k, lag = chosen[n]
         if k > 1:
-            found.append(Range(instructions[ends[i]].name, instructions[ends[n] - 1].name, k, lag))
+            ranges.append(Range(instructions[ends[i]].name, instructions[ends[n] - 1].name, k, lag))
         n = i
-    return best[-1], found[::-1]
+    return best[-1], ranges[::-1]
 
 
 def _groups(graph: Cuttable, seconds: Mapping[str, float]) -> list[int]:
@@ -185,23 +192,26 @@ def _groups(graph: Cuttable, seconds: Mapping[str, float]) -> list[int]:
         the whole computation over the number of groups, `GROUPS_A_LAYER` for each layer.
     """
     instructions = graph.instructions
-    layers = max(sum(each.communicates for each in instructions) // 3, 1)  # counts, rows, rows
-    alone = sum(each.seconds for each in instructions if not each.communicates)
-    target, ends, now = alone / (layers * GROUPS_A_LAYER), [0], 0.0
-    for at, each in enumerate(instructions):
-        if at and graph.ends[at] and now >= target:
-            ends.append(at)
-            now = 0.0
-        now += 0.0 if each.communicates else seconds.get(each.name, 0.0)
+    layers = max(sum(instruction.communicates for instruction in instructions) // 3, 1)  # counts, rows, rows
+    compute_seconds = sum(instruction.seconds for instruction in instructions if not instruction.communicates)
+    group_seconds = compute_seconds / (layers * GROUPS_A_LAYER)
+    ends = [0]
+    seconds_of_group = 0.0
+    for index, instruction in enumerate(instructions):
+        if index and graph.ends[index] and seconds_of_group >= group_seconds:
+            ends.append(index)
+            seconds_of_group = 0.0
+        seconds_of_group += 0.0 if instruction.communicates else seconds.get(instruction.name, 0.0)
     return [*ends, len(instructions)]
 
 
 def whole_ranges(graph: Cuttable, k: int) -> list[Range]:
     """Returns the longest ranges that can be cut, in k parts. The costs of parts are measured on them."""
-    instructions, found = graph.instructions, list[Range]()
-    for can, stretch in itertools.groupby(range(len(instructions)), graph.can.__getitem__):
-        inside = list(stretch)
-        ends = [at for at in (*inside, inside[-1] + 1) if can and graph.ends[at]]
+    instructions = graph.instructions
+    ranges = list[Range]()
+    for is_cuttable, stretch in itertools.groupby(range(len(instructions)), graph.can.__getitem__):
+        places = list(stretch)
+        ends = [place for place in (*places, places[-1] + 1) if is_cuttable and graph.ends[place]]
         if ends and any(each.communicates for each in instructions[ends[0] : ends[-1]]):
-            found.append(Range(instructions[ends[0]].name, instructions[ends[-1] - 1].name, k, k))
-    return found
+            ranges.append(Range(instructions[ends[0]].name, instructions[ends[-1] - 1].name, k, k))
+    return ranges

@@ -123,7 +123,8 @@ class GraphRunner:
         module.graph.eliminate_dead_code()
         merge_weight_gradients(module.graph)
         name_all(module.graph)
-        self.module, self.options = module, options
+        self.module = module
+        self.options = options
         exchanges = (
             node.args[-1] for node in module.graph.find_nodes(op="call_function", target=OPS.exchange.default)
         )
@@ -135,7 +136,7 @@ class GraphRunner:
             self.cutting = Cutting(module, backward_axes(forward, module.graph), forward.size)
         else:
             sequences = inputs[batch[0]].meta["val"].shape[0] if batch else 0
-            self.cutting = Cutting(module, {inputs[at]: 0 for at in batch}, sequences)
+            self.cutting = Cutting(module, {inputs[position]: 0 for position in batch}, sequences)
         cuttings[direction] = self.cutting
         self._is_tiny = is_tiny
         self._run: Any = None
@@ -153,7 +154,8 @@ class GraphRunner:
         Raises ValueError on every rank if ranks run different graphs. An error in the graph is raised again
         with rank, instruction and layer.
         """
-        ranks, program = self.ranks, self.program
+        ranks = self.ranks
+        program = self.program
         if ranks is not None and not program.steps:
             check_same_graphs(ranks, self.module, self._is_tiny, program.key)
         # MoELayer.forward, which compares options and refuses wrappers, does not run in a graph.
@@ -163,8 +165,8 @@ class GraphRunner:
         if self._run is None:
             if ranks is not None and not program.is_agreed:
                 program.steps += 1
-                found = self._first_step if program.steps == 1 else self._next_step
-                results = found(ranks, boxed)
+                step = self._first_step if program.steps == 1 else self._next_step
+                results = step(ranks, boxed)
                 if results is not None:
                     if self._costs is not None and ranks.rank == 0:
                         self._costs.save()
@@ -187,26 +189,28 @@ class GraphRunner:
         """
         program = self.program
         stage = "agreeing on the parts of a graph"
-        mine = (self.cutting.names, min(self.cutting.sequences, self.options.parts))
-        names, most = from_first(ranks, mine, stage=stage)
+        proposal = (self.cutting.names, min(self.cutting.sequences, self.options.parts))
+        names, max_parts = from_first(ranks, proposal, stage=stage)
         graph = self.cutting.cuttable(instructions_of(self.module, {}))
         is_backward = program.key[0] == "backward"
-        by_k, tried = dict[int, PartCosts](), dict[RangePlan, dict[str, Cost]]()
-        for k in (each for each in (BACKWARD_PARTS if is_backward else PARTS) if each <= most):
-            everything = whole_ranges(graph, k)
-            plan = RangePlan(names, tuple(everything))
+        by_k = dict[int, PartCosts]()
+        costs_of_plan = dict[RangePlan, dict[str, Cost]]()
+        for k in (each for each in (BACKWARD_PARTS if is_backward else PARTS) if each <= max_parts):
+            ranges_of_k = whole_ranges(graph, k)
+            plan = RangePlan(names, tuple(ranges_of_k))
             plan = from_first(ranks, plan, stage="agreeing on parts to be measured")
             module = self.cutting.cut(plan)
             with torch.random.fork_rng(devices=[]):  # a trial must not change the random numbers of the run
                 costs = self._profiled(ranks, module, list(boxed))[0]
             by_k[k] = _by_origin(module, costs)
             for lag in lags(k):
-                tried[RangePlan(names, tuple(replace(each, lag=lag) for each in everything))] = costs
+                costs_of_plan[RangePlan(names, tuple(replace(each, lag=lag) for each in ranges_of_k))] = costs
         program.costs, results = self._profiled(ranks, self.module, boxed)
         if is_backward and ranks.rank == 0:
             _, order, _, limit = self._fastest(self.module, program.costs)
-            program.plan, program.limit = RangePlan(seconds=total_seconds(order)), limit
-            for plan, costs in tried.items():
+            program.plan = RangePlan(seconds=total_seconds(order))
+            program.limit = limit
+            for plan, costs in costs_of_plan.items():
                 _, order, num_bytes, _ = self._fastest(self.cutting.cut(plan), costs)
                 if num_bytes <= limit and total_seconds(order) < program.plan.seconds:
                     program.plan = replace(plan, seconds=total_seconds(order))
@@ -230,8 +234,8 @@ class GraphRunner:
                 module = self.cutting.cut(program.plan)
                 program.costs, results = self._profiled(ranks, module, boxed)
                 return results
-        mine = (program.costs, program.limit)
-        program.costs, program.limit = from_first(ranks, mine, stage="agreeing on the costs of a graph")
+        proposal = (program.costs, program.limit)
+        program.costs, program.limit = from_first(ranks, proposal, stage="agreeing on the costs of a graph")
         program.is_agreed = True
         return None
 
@@ -239,9 +243,9 @@ class GraphRunner:
         self, ranks: Ranks, module: fx.GraphModule, boxed: list[Any]
     ) -> tuple[dict[str, Cost], Sequence[Any]]:
         """Runs a module node by node; returns the cost of each node and the results."""
-        like = next(each for each in boxed if isinstance(each, Tensor) and each.is_floating_point())
-        self._costs = costs_of(like.device)
-        profiled = Profiled(module, self._costs, link_of(ranks, like.device, like.dtype))
+        tensor = next(each for each in boxed if isinstance(each, Tensor) and each.is_floating_point())
+        self._costs = costs_of(tensor.device)
+        profiled = Profiled(module, self._costs, link_of(ranks, tensor.device, tensor.dtype))
         with torch.no_grad():
             results: Sequence[Any] = profiled.boxed_run(boxed)
         return profiled.found, results
@@ -267,18 +271,18 @@ class GraphRunner:
         """
         before = instructions_of(module, costs)
         inputs = [label(node) for node in module.graph.find_nodes(op="placeholder")]
-        given = {name: costs[name].num_bytes for name in inputs if name in costs}
+        input_bytes = {name: costs[name].num_bytes for name in inputs if name in costs}
         results = [label(each) for each in module.graph.output_node().all_input_nodes]
         kept = [costs[name].view_of or name for name in results if name in costs]
-        limit = self.program.limit or self.options.limit(peak_bytes(before, kept, given))
+        limit = self.program.limit or self.options.limit(peak_bytes(before, kept, input_bytes))
         orders = [before]
         if self.options.weight_gradients and self.ranks is not None:
             assigned = weight_gradients.assign(before)
             orders.append(weight_gradients.placed(before, assigned))
-            orders.append(weight_gradients.listed(before, limit=limit, kept=kept, given=given))
-        fitting = [order for order in orders if peak_bytes(order, kept, given) <= limit]
-        found = min(fitting or orders[:1], key=total_seconds)
-        return before, found, peak_bytes(found, kept, given), limit
+            orders.append(weight_gradients.listed(before, limit=limit, kept=kept, given=input_bytes))
+        fitting = [order for order in orders if peak_bytes(order, kept, input_bytes) <= limit]
+        fastest = min(fitting or orders[:1], key=total_seconds)
+        return before, fastest, peak_bytes(fastest, kept, input_bytes), limit
 
 
 def _by_origin(module: fx.GraphModule, costs: dict[str, Cost]) -> PartCosts:
@@ -291,7 +295,9 @@ def _by_origin(module: fx.GraphModule, costs: dict[str, Cost]) -> PartCosts:
             part.setdefault(node.meta["origin"], []).append(seconds)
         elif "joins" in node.meta:
             join[node.meta["joins"]] = seconds
-    return PartCosts({name: sum(found) / len(found) for name, found in part.items()}, join)
+    return PartCosts(
+        {name: sum(seconds_of_parts) / len(seconds_of_parts) for name, seconds_of_parts in part.items()}, join
+    )
 
 
 def check_same_graphs(ranks: Ranks, module: fx.GraphModule, is_tiny: bool, key: Key) -> None:
@@ -302,21 +308,22 @@ def check_same_graphs(ranks: Ranks, module: fx.GraphModule, is_tiny: bool, key: 
 
     Collective: one reduction of a digest, and one gathering of the operators if the digests differ.
     """
-    found = [(f"{node.target}", communicates(node)) for node in calls_of(module)]
-    mine = (found, not is_tiny)
+    calls = [(f"{node.target}", communicates(node)) for node in calls_of(module)]
+    own_calls = (calls, not is_tiny)
     stage = f"comparing the {key[0]} graphs"
-    (alike,) = same(ranks, torch.device("cpu"), [digest(name for name, _ in found)], stage=stage)
-    if alike:
+    (is_same,) = same(ranks, torch.device("cpu"), [digest(name for name, _ in calls)], stage=stage)
+    if is_same:
         return
-    every = gathered(ranks, mine, stage=stage)
-    first = next((rank for rank, (_, is_whole) in enumerate(every) if is_whole), 0)
-    for rank, (_, is_whole) in enumerate(every):
+    all_calls = gathered(ranks, own_calls, stage=stage)
+    first = next((rank for rank, (_, is_whole) in enumerate(all_calls) if is_whole), 0)
+    for rank, (_, is_whole) in enumerate(all_calls):
         theirs, names = (
-            [name for name, sends in every[each][0] if sends or is_whole] for each in (rank, first)
+            [name for name, sends in all_calls[each][0] if sends or is_whole] for each in (rank, first)
         )
-        for at, (its, wanted) in enumerate(itertools.zip_longest(theirs, names, fillvalue="none")):
-            if its != wanted:
+        for index, (actual, expected) in enumerate(itertools.zip_longest(theirs, names, fillvalue="none")):
+            if actual != expected:
                 raise ValueError(
-                    f"the {key[0]} graph of rank {rank} must be that of rank {first}: operator {at} is "
-                    f"{its} in place of {wanted}. Build the same model with the same options on all ranks"
+                    f"the {key[0]} graph of rank {rank} must be that of rank {first}: operator {index} is "
+                    f"{actual} in place of {expected}. Build the same model with the same options on all "
+                    "ranks"
                 )

@@ -41,19 +41,21 @@ def labels(instructions: Listing) -> dict[str, set[str]]:
     they wait for stand before it.
     """
     free = weight_gradients(instructions)
-    place = {each.name: at for at, each in enumerate(instructions)}
+    place_of = {each.name: at for at, each in enumerate(instructions)}
     # For each weight gradient, the place of the last instruction that it waits for, directly or through other
     # weight gradients, which can be moved with it.
     after: dict[str, int] = {}
     behind: dict[str, set[str]] = {}  # for each instruction, the all-to-alls from which a path leads to it
     for each in instructions:
-        found = set[str]().union(*(behind.get(name, ()) for name in each.waits))
-        behind[each.name] = found | {each.name} if each.communicates else found
+        reached = set[str]().union(*(behind.get(name, ()) for name in each.waits))
+        behind[each.name] = reached | {each.name} if each.communicates else reached
         if each.name in free:
-            known = [after[name] if name in free else place[name] for name in each.waits]
-            after[each.name] = max(known, default=-1)
+            places = [after[name] if name in free else place_of[name] for name in each.waits]
+            after[each.name] = max(places, default=-1)
     return {
-        each.name: {name for name in free if each.name not in behind[name] and after[name] < place[each.name]}
+        each.name: {
+            name for name in free if each.name not in behind[name] and after[name] < place_of[each.name]
+        }
         for each in instructions
         if each.communicates
     }
@@ -68,11 +70,11 @@ def assign(instructions: Listing) -> dict[str, str]:
     seconds = {each.name: each.seconds for each in instructions}
     assigned: dict[str, str] = {}
     for name, candidates in labels(instructions).items():
-        left = seconds[name]
+        seconds_left = seconds[name]
         pool = {each for each in candidates if seconds[each] > 0} - assigned.keys()
-        while left > 0 and pool:
-            best = min(sorted(pool), key=lambda each: abs(left - seconds[each]))
-            left -= seconds[best]
+        while seconds_left > 0 and pool:
+            best = min(sorted(pool), key=lambda each: abs(seconds_left - seconds[each]))
+            seconds_left -= seconds[best]
             pool.discard(best)
             assigned[best] = name
     return assigned
@@ -91,28 +93,28 @@ def placed(instructions: Listing, assigned: Mapping[str, str]) -> list[Instructi
     behind: dict[str, list[str]] = {}
     for name, communication in assigned.items():
         behind.setdefault(communication, []).append(name)
-    done: dict[str, Instruction] = {}
+    order: dict[str, Instruction] = {}
 
     def take(name: str) -> None:
         """Adds an instruction, after the weight gradients that it waits for."""
-        if name in done:
+        if name in order:
             return
         for needed in by_name[name].waits:
             if needed in free:
                 take(needed)
-        done[name] = by_name[name]
+        order[name] = by_name[name]
 
     for each in instructions:
         if each.name in assigned:
             continue
-        if each.name in free and any(name in assigned and name not in done for name in each.waits):
+        if each.name in free and any(name in assigned and name not in order for name in each.waits):
             continue  # it follows what it waits for
         take(each.name)
         for name in behind.get(each.name, ()):
             take(name)
     for each in instructions:
         take(each.name)
-    return list(done.values())
+    return list(order.values())
 
 
 # ---- a list schedule: runs whatever is ready, and weight gradients while nothing else is
@@ -163,18 +165,25 @@ class _List:
     def __init__(
         self, instructions: Listing, limit: float, kept: Collection[str], given: Mapping[str, int]
     ) -> None:
-        self.by_name = {each.name: each for each in instructions}
+        self.by_name = {instruction.name: instruction for instruction in instructions}
         assert len(self.by_name) == len(instructions), "names must be distinct"
-        self.place = {each.name: at for at, each in enumerate(instructions)}
+        self.place = {instruction.name: at for at, instruction in enumerate(instructions)}
         self.free = weight_gradients(instructions)
-        self.sorter = TopologicalSorter({each.name: each.waits for each in instructions})
+        self.sorter = TopologicalSorter({instruction.name: instruction.waits for instruction in instructions})
         self.ready = set[str]()
-        self.uses = Counter(name for each in instructions for name in set(each.holds))
+        self.uses = Counter(name for instruction in instructions for name in set(instruction.holds))
         self.uses.update(kept)
-        self.num_bytes = {**given, **{each.name: each.num_bytes for each in instructions}}
-        self.limit, self.held = limit, sum(given.values())
-        self.messages = [each.name for each in reversed(instructions) if each.communicates]
-        self.now = self.link_free = 0.0
+        self.num_bytes = {
+            **given,
+            **{instruction.name: instruction.num_bytes for instruction in instructions},
+        }
+        self.limit = limit
+        self.held = sum(given.values())
+        self.messages = [
+            instruction.name for instruction in reversed(instructions) if instruction.communicates
+        ]
+        self.now = 0.0
+        self.link_free = 0.0
         self.end: dict[str, float] = {}
         self.chain: list[tuple[int, str]] = []  # a heap by place
         self.later: list[tuple[float, int, str]] = []  # a heap by the time at which they can begin
@@ -235,7 +244,8 @@ class _List:
         """Puts instructions whose inputs have all been scheduled into ``chain``, ``later`` or ``pool``."""
         for name in self.sorter.get_ready():
             self.ready.add(name)
-            begin, place = self._begin(name), self.place[name]
+            begin = self._begin(name)
+            place = self.place[name]
             if self.by_name[name].communicates:
                 continue  # `run` takes them in the order of ``messages``
             if begin <= self.now:
@@ -245,16 +255,16 @@ class _List:
 
     def _take(self, name: str) -> None:
         """Schedules an instruction: moves the time of its lane, and frees memory that nobody reads again."""
-        each = self.by_name[name]
-        self.order.append(each)
+        instruction = self.by_name[name]
+        self.order.append(instruction)
         self.pool.discard(name)
-        if each.communicates:
-            self.link_free = self.end[name] = max(self.now, self.link_free) + each.seconds
+        if instruction.communicates:
+            self.link_free = self.end[name] = max(self.now, self.link_free) + instruction.seconds
         else:
-            self.now += each.seconds
+            self.now += instruction.seconds
             self.end[name] = self.now
-        self.held += each.num_bytes - self._freed(name)
-        self.uses.subtract(set(each.holds))
+        self.held += instruction.num_bytes - self._freed(name)
+        self.uses.subtract(set(instruction.holds))
         self.sorter.done(name)
         self._release()
 

@@ -1,6 +1,8 @@
-"""State dicts of other systems' MoE layers into pmoe's and back, bit for bit: `to_pmoe` and `from_pmoe`.
+"""Converts state dicts of other systems' MoE layers to pmoe's and back, bit for bit.
 
-docs/weights.md says where each of the `LAYOUTS` was read, and what it was tested on.
+`to_pmoe` reads another system's layer, `from_pmoe` writes one. Names, stacking and the order of axes change;
+values do not. A `Layout` describes where a system keeps the tensors of a layer; all layouts are in
+layouts.json. docs/weights.md says where each was read, and what it was tested on.
 """
 
 from __future__ import annotations
@@ -23,20 +25,29 @@ AXES = {
     "shared_expert.w1": "S fh M", "shared_expert.w2": "S M h",
     "shared_expert.b1": "S fh", "shared_expert.b2": "S M",
 }  # fmt: skip
-"""Dimensions of pmoe's tensors. E experts in all, X of a state dict, M = d_model, H = d_hidden. f = 2 where
-experts are gated, for the gate's rows and the other factor's, else 1. S = 1 shared expert, of h columns."""
+"""The axes of each of pmoe's tensors, dimension by dimension; "fH" is one dimension of size f * H.
+
+    E  experts in all            M  d_model
+    X  experts in a state dict   H  d_hidden
+    S  shared experts: 1         h  hidden columns of the shared expert
+    f  2 if experts are gated (rows of the gate, then rows of the other factor), 1 otherwise
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where a system has the tensors of one MoE layer.
+    """Names and shapes of the tensors of one MoE layer in another system.
 
-    names: by pmoe's name. {e} is the number of an expert, which has its own tensor. Two names, with a space
-        between, are for the gate's rows and for the other factor's.
-    axes: dimensions that are not those of `AXES`; behind "|" the order of their numbers, if it is another.
-    gated: whether experts are gated; None where they may be.
+    names: for each of pmoe's names, the system's. {e} stands for an expert's number, if every expert has its
+        own tensor. Two names, separated by a space, are the gate's rows and the other factor's rows.
+    axes: for each of pmoe's names, the dimensions, if they are not those of `AXES`. Behind "|" the order in
+        which the values lie in memory, if it is not that of the dimensions.
+    gated: whether experts are gated; None if both occur.
     local: whether each rank numbers its experts from 0.
-    count: a tensor that holds E.
+    count: name of a tensor that holds E; "" if there is none.
+
+    Example, pmoe's "experts.w1" (X, fH, M): Mixtral has two tensors (H, M) for each expert. gpt-oss has one
+    for all experts, "X M Hf": in-features first, columns of the gate and of the other factor in turn.
     """
 
     names: Mapping[str, str]
@@ -46,12 +57,21 @@ class Layout:
     count: str = ""
 
     def keys(self, name: str, experts: Iterable[int]) -> list[str]:
-        """The tensors that are pmoe's one together."""
+        """Returns the system's names of the tensors that together are one of pmoe's.
+
+        name: pmoe's name. experts: the numbers that {e} takes.
+        """
         numbers = [*experts] if "{e}" in self.names[name] else [0]
         return [part.replace("{e}", str(e)) for part in self.names[name].split() for e in numbers]
 
     def order(self, name: str) -> tuple[str, list[str]]:
-        """The axes of all these tensors, in the order of their numbers; and the dimensions of each."""
+        """Returns the axes of the tensors of `keys`, stacked, and the dimensions of each of them.
+
+        The axes are in the order in which the values lie in memory. Those spread over several tensors
+        come first: f over two names, X over experts.
+
+        Example: "experts.w1" of Mixtral -> ("fXHM", ["H", "M"]), of gpt-oss -> ("XMHf", ["X", "M", "Hf"]).
+        """
         found, own = self.names[name], AXES[name]
         between = "f" * (" " in found) + "X" * ("{e}" in found) + "S" * (found != name and "S" in own)
         text, _, order = self.axes.get(name, own).partition("|")
@@ -60,6 +80,7 @@ class Layout:
 
 
 def _sizes_of(axes: Iterable[str], sizes: Mapping[str, int]) -> list[int]:
+    """Returns the size of each dimension; that of "fH" is the product of the sizes of f and H."""
     return [math.prod(sizes[axis] for axis in dimension) for dimension in axes]
 
 
@@ -81,18 +102,19 @@ LayoutName = Literal[
     "tutel-llama",
     "fairseq",
 ]
-"""What `to_pmoe` and `from_pmoe` take: the keys of `LAYOUTS`."""
+"""The names of the layouts: the keys of `LAYOUTS`."""
 
 _STATED = json.loads(files("pmoe").joinpath("layouts.json").read_text(encoding="utf-8"))
 LAYOUTS: Mapping[LayoutName, Layout] = {name: Layout(**fields) for name, fields in _STATED.items()}
-"""By the name that `to_pmoe` and `from_pmoe` take."""
+"""All layouts that pmoe knows, by name."""
 
 Place = tuple[Layout, str, str]
-"""A layout, what messages call it, and what its names begin with."""
+"""A layout with its name in messages, and the prefix of the layer's tensors in a state dict."""
 PMOE: Place = Layout(names={name: name for name in AXES}), "pmoe", ""
+"""pmoe's own state dict as a layout, without a prefix."""
 
 Found = tuple[dict[str, Tensor], list[int], dict[str, int]]
-"""Tensors as pmoe has them, the numbers of their experts, and the size of each axis."""
+"""A layer as pmoe has it: its tensors by name, the numbers of its X experts, the size of each axis."""
 
 
 # ---- the two directions
@@ -107,23 +129,25 @@ def to_pmoe(
     experts: Iterable[int] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> dict[str, Tensor]:
-    """The state dict of a `MoELayer` with the weights of another system's MoE layer, the same to the bit.
+    """Returns the state dict of a `MoELayer` with the weights of another system's layer, bit for bit.
 
     Args:
-        state: tensors by their names there. Those whose names do not begin with ``prefix`` are not looked at.
+        state: the other system's state dict. Tensors whose names do not begin with ``prefix`` are ignored.
         layout: a key of `LAYOUTS`.
-        prefix: of the layer in its model, "model.layers.0.mlp." say.
-        experts: the numbers of X of the E experts, which the result has; None for all. ``state`` has these
-            alone, as a rank's has, or all E; these alone in "megatron-grouped" and "tutel-llama".
-        names: texts in the layout's names, and what yours have instead. DeepSpeed's experts are your own
-            modules: {"dense_h_to_4h": "fc1", "dense_4h_to_h": "fc2"}, say.
+        prefix: of the layer's names in its model, for example "model.layers.0.mlp.".
+        experts: the numbers of the X experts that the result has, out of E; None for all. ``state`` holds
+            either these alone, as the state dict of one rank does, or all E. In "megatron-grouped" and
+            "tutel-llama" it must hold these alone.
+        names: replacements in the layout's names, because DeepSpeed's experts are modules of your own:
+            {"dense_h_to_4h": "fc1", "dense_4h_to_h": "fc2"}, for example.
 
-    Returns ``gate.weight`` (E, M), ``experts.w1`` (X, H, M), or (X, 2H, M) where experts are gated,
-    ``experts.w2`` (X, M, H), and biases, a bias of the router and a shared expert where ``state`` has them.
-    They share no memory with it.
+    Returns ``gate.weight`` (E, M), ``experts.w1`` (X, H, M) or, if experts are gated, (X, 2H, M),
+    ``experts.w2`` (X, M, H), and if ``state`` has them biases, the router's bias and a shared expert. They
+    share no memory with ``state``.
 
-    Raises ValueError with the tensor, its shape and the rule where one is missing, has no place in the
-    layout, or is of another shape, type or device than the others say; TypeError for what is no tensor.
+    Raises ValueError if a tensor is missing, has no place in the layout, or does not fit the others in shape,
+    dtype or device; the message names the tensor, its shape and the rule. Raises TypeError for a value that
+    is no tensor.
     """
     return _read(state, experts, _place(layout, prefix, names))[0]
 
@@ -137,16 +161,24 @@ def from_pmoe(
     experts: Iterable[int] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> dict[str, Tensor]:
-    """The reverse of `to_pmoe`: another system's tensors, of the state dict of a `MoELayer`.
+    """Returns another system's state dict with the weights of a `MoELayer`, bit for bit.
 
-    ``state`` has ``gate.weight`` (E, M) and so on; the result has the layout's names behind ``prefix``. Other
-    arguments are as in `to_pmoe`. Raises ValueError, too, for what the layout has no place for.
+    Args:
+        state: the state dict of a `MoELayer`: ``gate.weight`` (E, M) and so on.
+        layout: a key of `LAYOUTS`.
+        prefix: put in front of the layout's names.
+        experts: as in `to_pmoe`: the numbers of the experts that the result has.
+        names: as in `to_pmoe`.
+
+    The result shares no memory with ``state``. Raises the errors of `to_pmoe`, and ValueError if the layout
+    has no place for one of the layer's tensors.
     """
     place = _place(layout, prefix, names)
     return _written(_read(state, experts, PMOE), place)
 
 
 def _place(layout: LayoutName, prefix: str, names: Mapping[str, str] | None) -> Place:
+    """Checks the arguments of `to_pmoe`, and returns the layout with names replaced."""
     check_one_of("layout", layout, tuple(LAYOUTS))
     check_kind(str, "a text", prefix=prefix)
     check_kind((Mapping, type(None)), "None or a dict of texts", names=names)
@@ -162,7 +194,13 @@ def _place(layout: LayoutName, prefix: str, names: Mapping[str, str] | None) -> 
 
 
 def _read(state: Mapping[str, Any], experts: Iterable[int] | None, place: Place) -> Found:
-    """Checks all of ``state`` before it puts anything together."""
+    """Returns the layer of a state dict in the layout of ``place``.
+
+    1. The router's shape gives E and M, and the tensors' names give the experts.
+    2. Every tensor that is needed must be there, and no other.
+    3. w2 gives the hidden size; then all shapes, dtypes and devices are known, and are checked.
+    4. Only then are tensors stacked and permuted.
+    """
     layout, told, prefix = place
     check_kind(Mapping, "a state dict", state=state)
     check_kind(str, "a text", **{f"key {key!r} of state": key for key in state})
@@ -183,7 +221,7 @@ def _read(state: Mapping[str, Any], experts: Iterable[int] | None, place: Place)
 
     keys = {name: layout.keys(name, there) for name in layout.names}
     used = {"experts.w1", "experts.w2", *(name for name in keys if not held.keys().isdisjoint(keys[name]))}
-    used |= {name[:-1] + i for name in used if name[-1] in "12" for i in "12"}  # both or none
+    used |= {name[:-1] + i for name in used if name[-1] in "12" for i in "12"}  # w1 with w2, b1 with b2
     keys = {name: each for name, each in keys.items() if name in used}
     owners = {key: name for name, each in keys.items() for key in each}
     for key in (key for key in owners if key not in held):
@@ -196,7 +234,8 @@ def _read(state: Mapping[str, Any], experts: Iterable[int] | None, place: Place)
         sizes[axis] = max(1, numel.get(name, 0) // (d_model * num))
     is_gated = numel["experts.w1"] > numel["experts.w2"] if layout.gated is None else layout.gated
     sizes["f"] = 2 if is_gated else 1
-    for key in sorted(owners, key=lambda key: not owners[key].endswith("w2")):  # by which others are measured
+    # w2 first: the sizes are its own, so a message names the tensor that does not fit to it.
+    for key in sorted(owners, key=lambda key: not owners[key].endswith("w2")):
         value, first = held[key], held[keys[owners[key]][0]]
         kind = f"of shape {tuple(value.shape)}, {value.dtype}, {value.device}"
         shape = tuple(_sizes_of(layout.order(owners[key])[1], sizes))
@@ -216,6 +255,10 @@ def _read(state: Mapping[str, Any], experts: Iterable[int] | None, place: Place)
 
 
 def _numbers(experts: Iterable[int] | None, num_experts: int) -> list[int]:
+    """Returns the numbers of the experts in the result.
+
+    Raises ValueError if they are not different numbers from 0 to E - 1, and TypeError if one is no integer.
+    """
     numbers = [*range(num_experts)] if experts is None else list_of("experts", experts)
     for each in numbers:
         check_int(experts=each)
@@ -225,7 +268,11 @@ def _numbers(experts: Iterable[int] | None, num_experts: int) -> list[int]:
 
 
 def _has_all(held: Mapping[str, Tensor], layout: Layout, num_experts: int) -> bool:
-    """Whether all E experts are there. Where they are no dimension of their own, the shape does not say."""
+    """Returns whether a state dict holds all E experts, or only those that are asked for.
+
+    False for a layout in which experts are neither a dimension nor tensors of their own: there the state dict
+    does not show it.
+    """
     keys, (_, dims) = layout.keys("experts.w2", range(num_experts)), layout.order("experts.w2")
     if dims[0] == "X":
         return keys[0] in held and held[keys[0]].shape[:1] == (num_experts,)
@@ -233,7 +280,7 @@ def _has_all(held: Mapping[str, Tensor], layout: Layout, num_experts: int) -> bo
 
 
 def _written(read: Found, place: Place) -> dict[str, Tensor]:
-    """Checks that the layout has a place for everything first."""
+    """Returns a layer in the layout of ``place``. Raises ValueError if that has no place for a tensor."""
     (found, experts, sizes), (layout, told, prefix) = read, place
     for name, tensor in found.items():
         if name not in layout.names:

@@ -110,7 +110,7 @@ LAYOUTS: Mapping[LayoutName, Layout] = {name: Layout(**fields) for name, fields 
 
 Place = tuple[Layout, str, str]
 """A layout with its name in messages, and the prefix of the layer's tensors in a state dict."""
-PMOE: Place = Layout(names={name: name for name in AXES}), "pmoe", ""
+PMOE: Place = Layout(names={name: name for name in AXES}), "pmoe's layout", ""
 """pmoe's own state dict as a layout, without a prefix."""
 
 Found = tuple[dict[str, Tensor], list[int], dict[str, int]]
@@ -188,7 +188,10 @@ def _place(layout: LayoutName, prefix: str, names: Mapping[str, str] | None) -> 
         renamed = {own: each.replace(text, other) for own, each in found.names.items()}
         parts = [part for each in renamed.values() for part in each.split()]
         if renamed == found.names or len({*parts}) < len(parts):
-            raise ValueError(f"names ({text!r}) must be in names of layout {layout!r}, and keep them apart")
+            raise ValueError(
+                f"names ({text!r}) must occur in names of layout {layout!r}, and its replacement must keep "
+                "them apart"
+            )
         found = dataclasses.replace(found, names=renamed)
     return found, f"layout {layout!r}", prefix
 
@@ -210,14 +213,14 @@ def _read(state: Mapping[str, Any], experts: Iterable[int] | None, place: Place)
     held = {key.removeprefix(prefix): state[key] for key in names}
     router, count = layout.names["gate.weight"], held.pop(layout.count, None)
     if router not in held or held[router].dim() != 2 or not held[router].numel():
-        shape = tuple(held[router].shape) if router in held else f"not there behind prefix {prefix!r}"
-        raise ValueError(f"state must have {prefix}{router} ({shape}) of shape (E, M), by {told}")
+        shape = tuple(held[router].shape) if router in held else f"missing; prefix is {prefix!r}"
+        raise ValueError(f"state must have {prefix}{router} ({shape}) of shape (E, M), in {told}")
     num_experts, d_model = held[router].shape
     if count is not None and count.tolist() != num_experts:
         raise ValueError(f"{prefix}{layout.count} ({count.tolist()}) must be {num_experts}, as {router} says")
     chosen, has_all = _numbers(experts, num_experts), _has_all(held, layout, num_experts)
     there = [*range(num_experts if has_all else len(chosen))] if has_all or layout.local else chosen
-    rule = f"by {told} with experts {there}"
+    rule = f"in {told} with experts {there}"
 
     keys = {name: layout.keys(name, there) for name in layout.names}
     used = {"experts.w1", "experts.w2", *(name for name in keys if not held.keys().isdisjoint(keys[name]))}
@@ -285,10 +288,10 @@ def _written(read: Found, place: Place) -> dict[str, Tensor]:
     for name, tensor in found.items():
         if name not in layout.names:
             places = ", ".join(layout.names)
-            raise ValueError(f"{name} of shape {tuple(tensor.shape)} must be one of {places}, by {told}")
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)} must be one of {places}, in {told}")
     if layout.gated not in (None, sizes["f"] == 2):
         shape, rows = tuple(found["experts.w1"].shape), f"{2 if layout.gated else 1} * {sizes['H']} rows"
-        raise ValueError(f"experts.w1 of shape {shape} must have {rows}, by {told}")
+        raise ValueError(f"experts.w1 of shape {shape} must have {rows}, in {told}")
     made = {prefix + layout.count: torch.tensor(sizes["E"])} if layout.count else {}
     for name, tensor in found.items():
         (axes, dims), own = layout.order(name), AXES[name].replace(" ", "")

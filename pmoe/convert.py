@@ -72,9 +72,14 @@ class Layout:
 
         Example: "experts.w1" of Mixtral -> ("fXHM", ["H", "M"]), of gpt-oss -> ("XMHf", ["X", "M", "Hf"]).
         """
-        found, own = self.names[name], AXES[name]
-        between = "f" * (" " in found) + "X" * ("{e}" in found) + "S" * (found != name and "S" in own)
-        text, _, order = self.axes.get(name, own).partition("|")
+        layout_name = self.names[name]
+        own_axes = AXES[name]
+        between = (
+            "f" * (" " in layout_name)
+            + "X" * ("{e}" in layout_name)
+            + "S" * (layout_name != name and "S" in own_axes)
+        )
+        text, _, order = self.axes.get(name, own_axes).partition("|")
         dims = text.translate(dict.fromkeys(map(ord, between))).split()
         return between + (order or "".join(dims)), dims
 
@@ -182,18 +187,18 @@ def _place(layout: LayoutName, prefix: str, names: Mapping[str, str] | None) -> 
     check_one_of("layout", layout, tuple(LAYOUTS))
     check_kind(str, "a text", prefix=prefix)
     check_kind((Mapping, type(None)), "None or a dict of texts", names=names)
-    found = LAYOUTS[layout]
+    chosen_layout = LAYOUTS[layout]
     for text, other in (names or {}).items():
         check_kind(str, "texts for texts", **{"names": text, f"names[{text!r}]": other})
-        renamed = {own: each.replace(text, other) for own, each in found.names.items()}
+        renamed = {name: each.replace(text, other) for name, each in chosen_layout.names.items()}
         parts = [part for each in renamed.values() for part in each.split()]
-        if renamed == found.names or len({*parts}) < len(parts):
+        if renamed == chosen_layout.names or len({*parts}) < len(parts):
             raise ValueError(
                 f"names ({text!r}) must occur in names of layout {layout!r}, and its replacement must keep "
                 "them apart"
             )
-        found = dataclasses.replace(found, names=renamed)
-    return found, f"layout {layout!r}", prefix
+        chosen_layout = dataclasses.replace(chosen_layout, names=renamed)
+    return chosen_layout, f"layout {layout!r}", prefix
 
 
 def _read(state: Mapping[str, Any], experts: Iterable[int] | None, place: Place) -> Found:
@@ -204,57 +209,63 @@ def _read(state: Mapping[str, Any], experts: Iterable[int] | None, place: Place)
     3. w2 gives the hidden size; then all shapes, dtypes and devices are known, and are checked.
     4. Only then are tensors stacked and permuted.
     """
-    layout, told, prefix = place
+    layout, layout_in_words, prefix = place
     check_kind(Mapping, "a state dict", state=state)
     check_kind(str, "a text", **{f"key {key!r} of state": key for key in state})
     # Transformer Engine's _extra_state holds no weights.
     names = [key for key in state if key.startswith(prefix) and not key.endswith("_extra_state")]
     check_tensors(None, **{key: state[key] for key in names})
-    held = {key.removeprefix(prefix): state[key] for key in names}
-    router, count = layout.names["gate.weight"], held.pop(layout.count, None)
-    if router not in held or held[router].dim() != 2 or not held[router].numel():
-        shape = tuple(held[router].shape) if router in held else f"missing; prefix is {prefix!r}"
-        raise ValueError(f"state must have {prefix}{router} ({shape}) of shape (E, M), in {told}")
-    num_experts, d_model = held[router].shape
+    tensors = {key.removeprefix(prefix): state[key] for key in names}
+    router = layout.names["gate.weight"]
+    count = tensors.pop(layout.count, None)
+    if router not in tensors or tensors[router].dim() != 2 or not tensors[router].numel():
+        shape = tuple(tensors[router].shape) if router in tensors else f"missing; prefix is {prefix!r}"
+        raise ValueError(f"state must have {prefix}{router} ({shape}) of shape (E, M), in {layout_in_words}")
+    num_experts, d_model = tensors[router].shape
     if count is not None and count.tolist() != num_experts:
         raise ValueError(f"{prefix}{layout.count} ({count.tolist()}) must be {num_experts}, as {router} says")
-    chosen, has_all = _numbers(experts, num_experts), _has_all(held, layout, num_experts)
-    there = [*range(num_experts if has_all else len(chosen))] if has_all or layout.local else chosen
-    rule = f"in {told} with experts {there}"
+    chosen = _numbers(experts, num_experts)
+    has_all = _has_all(tensors, layout, num_experts)
+    numbers = [*range(num_experts if has_all else len(chosen))] if has_all or layout.local else chosen
+    rule = f"in {layout_in_words} with experts {numbers}"
 
-    keys = {name: layout.keys(name, there) for name in layout.names}
-    used = {"experts.w1", "experts.w2", *(name for name in keys if not held.keys().isdisjoint(keys[name]))}
+    keys = {name: layout.keys(name, numbers) for name in layout.names}
+    used = {"experts.w1", "experts.w2", *(name for name in keys if not tensors.keys().isdisjoint(keys[name]))}
     used |= {name[:-1] + i for name in used if name[-1] in "12" for i in "12"}  # w1 with w2, b1 with b2
-    keys = {name: each for name, each in keys.items() if name in used}
-    owners = {key: name for name, each in keys.items() for key in each}
-    for key in (key for key in owners if key not in held):
+    keys = {name: keys_of_name for name, keys_of_name in keys.items() if name in used}
+    owners = {key: name for name, keys_of_name in keys.items() for key in keys_of_name}
+    for key in (key for key in owners if key not in tensors):
         raise ValueError(f"state must have {prefix}{key}, of pmoe's {owners[key]}, {rule}")
-    for key in (key for key in held if key not in owners):
-        raise ValueError(f"{prefix}{key} of shape {tuple(held[key].shape)} must not be in state, {rule}")
-    sizes = {"1": 1, "S": 1, "E": num_experts, "M": d_model, "X": len(there), "h": 1}
-    numel = {name: held[each[0]].numel() * len(each) for name, each in keys.items()}
-    for axis, name, num in (("H", "experts.w2", len(there)), ("h", "shared_expert.w2", 1)):
-        sizes[axis] = max(1, numel.get(name, 0) // (d_model * num))
+    for key in (key for key in tensors if key not in owners):
+        raise ValueError(f"{prefix}{key} of shape {tuple(tensors[key].shape)} must not be in state, {rule}")
+    sizes = {"1": 1, "S": 1, "E": num_experts, "M": d_model, "X": len(numbers), "h": 1}
+    numel = {
+        name: tensors[keys_of_name[0]].numel() * len(keys_of_name) for name, keys_of_name in keys.items()
+    }
+    for axis, name, num_stacked in (("H", "experts.w2", len(numbers)), ("h", "shared_expert.w2", 1)):
+        sizes[axis] = max(1, numel.get(name, 0) // (d_model * num_stacked))
     is_gated = numel["experts.w1"] > numel["experts.w2"] if layout.gated is None else layout.gated
     sizes["f"] = 2 if is_gated else 1
     # w2 first: the sizes are its own, so a message names the tensor that does not fit to it.
     for key in sorted(owners, key=lambda key: not owners[key].endswith("w2")):
-        value, first = held[key], held[keys[owners[key]][0]]
-        kind = f"of shape {tuple(value.shape)}, {value.dtype}, {value.device}"
+        value = tensors[key]
+        first = tensors[keys[owners[key]][0]]
+        actual = f"of shape {tuple(value.shape)}, {value.dtype}, {value.device}"
         shape = tuple(_sizes_of(layout.order(owners[key])[1], sizes))
-        wanted = f"of shape {shape}, {first.dtype}, {first.device}"
-        if kind != wanted or not value.is_floating_point() or hasattr(value, "to_local"):
-            kind = f"{type(value).__name__} {kind}"
-            raise ValueError(f"{prefix}{key} ({kind}) must be a plain tensor {wanted}, {rule}")
+        expected = f"of shape {shape}, {first.dtype}, {first.device}"
+        if actual != expected or not value.is_floating_point() or hasattr(value, "to_local"):
+            actual = f"{type(value).__name__} {actual}"
+            raise ValueError(f"{prefix}{key} ({actual}) must be a plain tensor {expected}, {rule}")
 
-    found = {}
-    for name, each in keys.items():
-        (axes, _), own = layout.order(name), AXES[name].replace(" ", "")
-        tensor = torch.stack([held[key] for key in each]).reshape(_sizes_of(axes, sizes))
-        tensor = tensor.permute([axes.index(axis) for axis in own])
+    layer = {}
+    for name, keys_of_name in keys.items():
+        axes, _ = layout.order(name)
+        own_axes = AXES[name].replace(" ", "")
+        tensor = torch.stack([tensors[key] for key in keys_of_name]).reshape(_sizes_of(axes, sizes))
+        tensor = tensor.permute([axes.index(axis) for axis in own_axes])
         tensor = tensor.reshape(_sizes_of(AXES[name].split(), sizes))
-        found[name] = (tensor[chosen] if has_all and "X" in own else tensor).contiguous()
-    return found, chosen, sizes | {"X": len(chosen)}
+        layer[name] = (tensor[chosen] if has_all and "X" in own_axes else tensor).contiguous()
+    return layer, chosen, sizes | {"X": len(chosen)}
 
 
 def _numbers(experts: Iterable[int] | None, num_experts: int) -> list[int]:
@@ -263,11 +274,11 @@ def _numbers(experts: Iterable[int] | None, num_experts: int) -> list[int]:
     Raises ValueError if they are not different numbers from 0 to E - 1, and TypeError if one is no integer.
     """
     numbers = [*range(num_experts)] if experts is None else list_of("experts", experts)
-    for each in numbers:
-        check_int(experts=each)
+    for number in numbers:
+        check_int(experts=number)
     if not numbers or len({*numbers}) < len(numbers) or not {*numbers} <= {*range(num_experts)}:
         raise ValueError(f"experts ({numbers}) must be different numbers from 0 to {num_experts - 1}")
-    return [int(each) for each in numbers]
+    return [int(number) for number in numbers]
 
 
 def _has_all(held: Mapping[str, Tensor], layout: Layout, num_experts: int) -> bool:
@@ -276,7 +287,8 @@ def _has_all(held: Mapping[str, Tensor], layout: Layout, num_experts: int) -> bo
     False for a layout in which experts are neither a dimension nor tensors of their own: there the state dict
     does not show it.
     """
-    keys, (_, dims) = layout.keys("experts.w2", range(num_experts)), layout.order("experts.w2")
+    keys = layout.keys("experts.w2", range(num_experts))
+    _, dims = layout.order("experts.w2")
     if dims[0] == "X":
         return keys[0] in held and held[keys[0]].shape[:1] == (num_experts,)
     return "{e}" in layout.names["experts.w2"] and all(key in held for key in keys)
@@ -284,19 +296,24 @@ def _has_all(held: Mapping[str, Tensor], layout: Layout, num_experts: int) -> bo
 
 def _written(read: Found, place: Place) -> dict[str, Tensor]:
     """Returns a layer in the layout of ``place``. Raises ValueError if that has no place for a tensor."""
-    (found, experts, sizes), (layout, told, prefix) = read, place
-    for name, tensor in found.items():
+    tensors, experts, sizes = read
+    layout, layout_in_words, prefix = place
+    for name, tensor in tensors.items():
         if name not in layout.names:
             places = ", ".join(layout.names)
-            raise ValueError(f"{name} of shape {tuple(tensor.shape)} must be one of {places}, in {told}")
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)} must be one of {places}, in {layout_in_words}"
+            )
     if layout.gated not in (None, sizes["f"] == 2):
-        shape, rows = tuple(found["experts.w1"].shape), f"{2 if layout.gated else 1} * {sizes['H']} rows"
-        raise ValueError(f"experts.w1 of shape {shape} must have {rows}, in {told}")
-    made = {prefix + layout.count: torch.tensor(sizes["E"])} if layout.count else {}
-    for name, tensor in found.items():
-        (axes, dims), own = layout.order(name), AXES[name].replace(" ", "")
+        shape = tuple(tensors["experts.w1"].shape)
+        rows = f"{2 if layout.gated else 1} * {sizes['H']} rows"
+        raise ValueError(f"experts.w1 of shape {shape} must have {rows}, in {layout_in_words}")
+    state = {prefix + layout.count: torch.tensor(sizes["E"])} if layout.count else {}
+    for name, tensor in tensors.items():
+        axes, dims = layout.order(name)
+        own_axes = AXES[name].replace(" ", "")
         keys = layout.keys(name, range(len(experts)) if layout.local else experts)
-        tensor = tensor.reshape(_sizes_of(own, sizes)).permute([own.index(axis) for axis in axes])
-        for key, each in zip(keys, tensor.reshape(len(keys), *_sizes_of(dims, sizes)), strict=True):
-            made[prefix + key] = each.clone(memory_format=torch.contiguous_format)
-    return made
+        tensor = tensor.reshape(_sizes_of(own_axes, sizes)).permute([own_axes.index(axis) for axis in axes])
+        for key, part in zip(keys, tensor.reshape(len(keys), *_sizes_of(dims, sizes)), strict=True):
+            state[prefix + key] = part.clone(memory_format=torch.contiguous_format)
+    return state

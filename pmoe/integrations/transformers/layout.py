@@ -1,7 +1,13 @@
-"""What an experts module of transformers holds, as pmoe's experts: views of its own parameters, its own
-activation, and nothing that pmoe does not know.
+"""Reads an experts module of transformers as pmoe's experts; refuses modules that pmoe does not know.
 
-Letters: E experts of this rank, M model width, I intermediate width.
+The weights are views of the module's own parameters, and the activation is the module's own:
+
+    up_proj, or gate_up_proj   w1    (E, G, M), or (E, M, G) if is_transposed
+    down_proj                  w2    (E, M, H), or (E, H, M) if is_transposed
+    *_bias                     b1, b2
+    post_expert_norm           norm
+
+Letters: E experts of this rank, M model width, H intermediate width, G = H, or 2H with a gate.
 """
 
 from __future__ import annotations
@@ -24,16 +30,20 @@ FLAGS = {
     "is_transposed": False,
     "is_concatenated": True,
 }
-"""Of transformers' registry, with the value that holds where a release does not have them yet. How gate and
-up columns are mixed (is_concatenated) is the business of the module's own ``_apply_gate``."""
+"""Flags of transformers' registry, with the value that they have in releases without them.
+
+is_concatenated says how columns of gate and up are mixed. The module's own ``_apply_gate`` knows it, so pmoe
+need not.
+"""
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""dtypes of weights that are not quantised."""
 
 ADVICE = 'use experts_implementation="grouped_mm" (or "eager") for this model'
 
 
 def borrow(module: nn.Module) -> borrowed.BorrowedExperts | borrowed.NormedExperts:
-    """This module's experts, for one call. Raises ValueError where pmoe does not know how its weights lie."""
+    """Returns a module's experts, for one call. Raises ValueError if pmoe does not know its layout."""
     check(module)
     up, has_bias = _up_name(module), _flag(module, "has_bias")
     kind, activation = _activation(module)
@@ -52,7 +62,7 @@ def borrow(module: nn.Module) -> borrowed.BorrowedExperts | borrowed.NormedExper
 
 
 def check(module: nn.Module) -> None:
-    """What of `borrow` can be said before there are weights."""
+    """Raises ValueError if pmoe does not know a module's layout. Checks all that does not need weights."""
     name = type(module).__name__
     if not hasattr(module, "has_bias"):
         raise ValueError(
@@ -95,19 +105,23 @@ def check(module: nn.Module) -> None:
 
 
 def _flag(module: nn.Module, name: str) -> bool:
+    """Returns a flag of the module, or the value of `FLAGS`."""
     return bool(getattr(module, name, FLAGS[name]))
 
 
 def _up_name(module: nn.Module) -> str:
+    """Returns the name of the first weight."""
     return "gate_up_proj" if _flag(module, "has_gate") else "up_proj"
 
 
 def _expected(module: nn.Module) -> set[str]:
+    """Returns the names of the parameters that a module with these flags has."""
     names = {_up_name(module), "down_proj"}
     return names | {f"{name}_bias" for name in names} if _flag(module, "has_bias") else names
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:
+    """Returns a parameter by its name. Raises ValueError if it is a DTensor."""
     tensor: Tensor = getattr(module, name)
     if hasattr(tensor, "to_local"):
         raise ValueError(
@@ -118,6 +132,7 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
 
 
 def _check_shapes(module: nn.Module, stacks: borrowed.Stacks) -> None:
+    """Raises ValueError if w1 does not fit w2: the same experts and width, G = H or 2H."""
     w1, w2 = map(stacks.out_features_first, (stacks.w1, stacks.w2))
     experts, d_model, hidden = w2.shape
     wanted = (experts, hidden * (2 if _flag(module, "has_gate") else 1), d_model)
@@ -130,7 +145,11 @@ def _check_shapes(module: nn.Module, stacks: borrowed.Stacks) -> None:
 
 
 def check_same_place(module: nn.Module, **inputs: Tensor) -> None:
-    """Parameters, or inputs by name, must be where the module's first weight is, and of its type."""
+    """Raises ValueError if tensors are not on the device, or not of the dtype, of the first weight.
+
+    inputs: the tensors, by name; without any, the module's own parameters. Parameters on the meta device are
+        refused. dtypes may differ under autocast.
+    """
     name, first = type(module).__name__, _up_name(module)
     wanted = _tensor(module, first)
     for key, found in (inputs or {key: _tensor(module, key) for key in sorted(_expected(module))}).items():
@@ -152,7 +171,10 @@ def check_same_place(module: nn.Module, **inputs: Tensor) -> None:
 
 
 def _activation(module: Any) -> tuple[type[borrowed.BorrowedExperts | borrowed.NormedExperts], Any]:
-    """The class of the experts and their activation: pmoe's own kernels where it is one of theirs."""
+    """Returns the class of the experts, and their activation: a name if pmoe has kernels for it.
+
+    Otherwise the activation is the module's own function, which autograd differentiates.
+    """
     function = getattr(module, "act_fn", None)
     name = _name_of(function)
     if _flag(module, "has_gate"):
@@ -168,7 +190,7 @@ def _activation(module: Any) -> tuple[type[borrowed.BorrowedExperts | borrowed.N
 
 
 def _name_of(activation: object) -> str | None:
-    """As pmoe calls it, None where it is none of pmoe's."""
+    """Returns pmoe's name of an activation; None if pmoe does not have it."""
     if activation is F.silu or isinstance(activation, nn.SiLU | SiLUActivation):
         return "silu"
     if activation is F.relu or isinstance(activation, nn.ReLU):

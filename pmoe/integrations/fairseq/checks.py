@@ -1,5 +1,7 @@
-"""Refuses options that cannot work, and says what to change: `check_model` before a model is built,
-`check_training` before a trainer touches it."""
+"""Refuses options that cannot work together, with what to change.
+
+`check_model` runs before a model is built, `check_training` before its trainer is.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,19 @@ from pmoe.arguments import is_int
 from pmoe.integrations.fairseq.options import layer_arguments, places
 
 LOOK_AHEAD = (gates.ExpertChoiceGate, gates.SoftGate)
-"""Gates by which later tokens decide about earlier ones: not for decoders."""
+"""Gates in which later tokens influence the routing of earlier ones: a decoder must not use them."""
 
 NOT_BY_ELEMENT = ("adafactor", "composite", "lamb")
-"""Optimisers that scale by norms or means over a parameter, or hold several others."""
+"""Optimisers that scale by norms or means over a parameter, or consist of several optimisers."""
 
 
 def layers_with_experts(config: Any, side: str) -> list[int]:
-    """Of the ``side`` ("encoder" or "decoder"), the layers whose feed-forward part is experts."""
+    """Returns the indices of the layers with experts, in the encoder or in the decoder.
+
+    side: "encoder" or "decoder".
+
+    Raises ValueError if the distance of layers with experts is no count, or larger than the number of layers.
+    """
     given = places(config)
     own = given[f"{side}_freq"]
     flag, freq = ("--moe-freq", given["freq"]) if own is None else (f"--moe-{side}-freq", own)
@@ -33,7 +40,10 @@ def layers_with_experts(config: Any, side: str) -> list[int]:
 
 
 def check_model(config: Any, sides: tuple[str, ...]) -> None:
-    """Whether a model of these options would be what they say. What MoELayer refuses, it refuses itself."""
+    """Raises ValueError for options with which fairseq would build another model than they describe.
+
+    sides: "encoder" and "decoder", those that the model has. Arguments of MoELayer are checked by the layer.
+    """
     found = {side: layers_with_experts(config, side) for side in sides}
     if not any(found.values()):
         raise ValueError(
@@ -68,7 +78,13 @@ def check_model(config: Any, sides: tuple[str, ...]) -> None:
 
 
 def check_training(config: Any, criterion: Any, *, num_ranks: int, device_type: str) -> None:
-    """Raises ValueError where fairseq cannot train a model with experts by its options (a FairseqConfig)."""
+    """Raises ValueError if fairseq cannot train a model with experts with these options.
+
+    config: a FairseqConfig.
+    criterion: the training criterion.
+    num_ranks: number of data-parallel ranks.
+    device_type: "cuda" or "cpu".
+    """
     common, distributed, optimization = config.common, config.distributed_training, config.optimization
     if not hasattr(criterion, "moe_aux_weight"):
         name = config.criterion._name

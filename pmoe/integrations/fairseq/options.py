@@ -1,8 +1,10 @@
-"""The options of the command line, read off `pmoe.MoELayer`: an argument that the layer gets is an option
-here.
+"""The --moe options of the command line: the arguments of `pmoe.MoELayer`, and those of `PLACES`.
 
-``--moe-top-k 2`` is top_k=2. All values are text: ``true``, ``false``, ``none``, numbers, lists such as
-``0,0,1,1``, pairs such as ``keep/recompute`` (a `pmoe.Restore`), or words.
+``--moe-top-k 2`` is top_k=2. Names, defaults and help are read from the layer's signature and docstring, so
+an argument that is added to the layer is an option here.
+
+Values are strings: ``true``, ``false``, ``none``, numbers, lists such as ``0,0,1,1``, pairs such as
+``keep/recompute`` (a `pmoe.Restore`), or words.
 """
 
 from __future__ import annotations
@@ -17,18 +19,23 @@ from typing import Any
 from pmoe import MoELayer, Restore
 
 NOT_OPTIONS = ("d_model", "group", "mesh", "callbacks", "device", "dtype")
-"""Arguments of MoELayer that the model, fairseq or `PLACES` say, or only a program can."""
+"""Arguments of MoELayer that are no options: the model or fairseq decides them, or only a program can."""
 
 FOLLOWS = {
     "d_hidden": "--encoder-ffn-embed-dim or --decoder-ffn-embed-dim",
     "activation": "--activation-fn",
 }
-"""Arguments that go by an option of fairseq's where theirs is none."""
+"""Arguments that take the value of an option of fairseq's, named here, if their own option is none."""
 
 
 @dataclass(frozen=True)
 class CommandOption:
-    """One option: its name without ``moe_``, its default and its help, as the command line has them."""
+    """An option of the command line.
+
+    name: without ``moe_``.
+    default: as text.
+    help: its description.
+    """
 
     name: str
     default: str
@@ -36,6 +43,7 @@ class CommandOption:
 
     @property
     def flag(self) -> str:
+        """The option as it is written on the command line: "--moe-top-k"."""
         return "--moe-" + self.name.replace("_", "-")
 
 
@@ -58,11 +66,11 @@ PLACES = (
         "all ranks",
     ),
 )
-"""What MoELayer has no argument for."""
+"""Options that are no arguments of MoELayer: which layers have experts, and which ranks hold them."""
 
 
 def layer_options() -> tuple[CommandOption, ...]:
-    """One for each argument of MoELayer but `NOT_OPTIONS`; defaults are the layer's own."""
+    """Returns an option for each argument of MoELayer, except `NOT_OPTIONS`, with the layer's default."""
     described = _descriptions(inspect.getdoc(MoELayer) or "")
     parameters = inspect.signature(MoELayer).parameters
     return tuple(
@@ -77,12 +85,15 @@ def layer_options() -> tuple[CommandOption, ...]:
 
 
 def layer_arguments(config: Any) -> dict[str, Any]:
-    """MoELayer's arguments as a configuration's ``moe_`` fields give them."""
+    """Returns the arguments for MoELayer, from the ``moe_`` fields of a model's configuration."""
     return {option.name: value_of(config, option) for option in layer_options()}
 
 
 def value_of(config: Any, option: CommandOption) -> Any:
-    """What the configuration says for an option; its default where it says nothing (older checkpoints)."""
+    """Returns an option's value; its default if the configuration lacks it, as in older checkpoints.
+
+    Raises ValueError if its text is no value.
+    """
     text = getattr(config, f"moe_{option.name}", None)
     try:
         return parse(option.default if text is None else str(text))
@@ -91,19 +102,22 @@ def value_of(config: Any, option: CommandOption) -> Any:
 
 
 def places(config: Any) -> Mapping[str, Any]:
-    """The values of `PLACES` by name."""
+    """Returns the values of the options in `PLACES`, by name."""
     return {option.name: value_of(config, option) for option in PLACES}
 
 
 def as_text(value: object) -> str:
-    """The text that `parse` makes the value of; "none" for what has no default."""
+    """Returns the text for a value, of which `parse` makes the value again; "none" for a missing default."""
     if value is None or value is inspect.Parameter.empty:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def parse(text: str) -> Any:
-    """Example: "none" -> None, "true" -> True, "2" -> 2, "1.5" -> 1.5, "0,1" -> [0, 1], "2GiB" -> "2GiB"."""
+    """Returns the value of an option's text. Raises ValueError for a pair that is no `pmoe.Restore`.
+
+    Example: "none" -> None, "true" -> True, "2" -> 2, "1.5" -> 1.5, "0,1" -> [0, 1], "2GiB" -> "2GiB".
+    """
     word = text.strip()
     known: dict[str, Any] = {"none": None, "true": True, "false": False}
     if word.lower() in known:
@@ -119,7 +133,7 @@ def parse(text: str) -> Any:
 
 
 def _descriptions(text: str) -> dict[str, str]:
-    """Of a docstring's "Args:", what it says of each argument."""
+    """Returns the description of each argument in a docstring's "Args:"."""
     listed = text.partition("\nArgs:\n")[2].partition("\nAttributes:")[0]
     found: dict[str, str] = {}
     for names, words in re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*|\n)*)", listed, re.MULTILINE):

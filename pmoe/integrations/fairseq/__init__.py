@@ -1,4 +1,4 @@
-"""pmoe in fairseq: models ``transformer_lm_pmoe`` and ``transformer_pmoe``, their criteria and trainer.
+"""pmoe in fairseq: models ``transformer_lm_pmoe`` and ``transformer_pmoe``, criteria and a trainer.
 
 `__main__` runs fairseq's commands with this plugin. If fairseq can be imported without help (Python 3.10, or
 the fork fairseq-fixed), its own commands work too: ``fairseq-train --user-dir``, followed by the folder that

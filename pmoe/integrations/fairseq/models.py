@@ -137,7 +137,7 @@ def _experts(sizes: Any, activation_fn: str, config: Any) -> FeedForwardExperts:
     try:
         experts = FeedForwardExperts(d_model=sizes.embed_dim, group=ranks, **arguments)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"--moe-* options, by their names in pmoe.MoELayer: {error}") from error
+        raise ValueError(f"--moe-* options (named as in pmoe.MoELayer): {error}") from error
     for parameter in experts.experts.parameters():
         parameter.expert = True  # type: ignore[attr-defined]  # fairseq's mark: not reduced, not in the norm
     return experts

@@ -49,15 +49,17 @@ class CommandOption:
 
 PLACES = (
     CommandOption(
-        "freq", "2", "every how many layers there are experts: layer i has them if (i + 1) % freq == 0"
+        "freq",
+        "2",
+        "distance of the layers with experts: layer i has them if (i + 1) % freq == 0; 0: no experts",
     ),
-    CommandOption("encoder_freq", "none", "the encoder's, where it is another; 0: no experts there"),
-    CommandOption("decoder_freq", "none", "the decoder's, where it is another; 0: no experts there"),
+    CommandOption("encoder_freq", "none", "the encoder's freq; none: as --moe-freq; 0: no experts there"),
+    CommandOption("decoder_freq", "none", "the decoder's freq; none: as --moe-freq; 0: no experts there"),
     CommandOption(
         "expert_parallel",
         "true",
-        "experts are spread over ranks; false: each process holds them all (what checkpoints say: for "
-        "generate and eval-lm)",
+        "true: experts are spread over ranks; false: each process holds all of them, which checkpoints set "
+        "for generate and eval-lm",
     ),
     CommandOption(
         "expert_parallel_size",
@@ -77,7 +79,7 @@ def layer_options() -> tuple[CommandOption, ...]:
         CommandOption(
             name,
             "none" if name in FOLLOWS else as_text(parameter.default),
-            described.get(name, "") + (f" Where none: {FOLLOWS[name]}." if name in FOLLOWS else ""),
+            described.get(name, "") + (f" If none: {FOLLOWS[name]}." if name in FOLLOWS else ""),
         )
         for name, parameter in parameters.items()
         if name not in NOT_OPTIONS

@@ -68,7 +68,7 @@ def configure(**options: Any) -> None:
             raise ValueError(f"{name} ({value!r}) must be left out: the options are {', '.join(OPTIONS)}")
         takes_modules = name in ("order", "dispatch", "combine")
         if takes_modules and not (isinstance(value, str) or (value is None and name == "combine")):
-            raise TypeError(f"{name} ({value!r}) must be a name: a module belongs to one layer")
+            raise TypeError(f"{name} ({value!r}) must be a name: a module could serve only one of the layers")
     experts = BorrowedSwiGLU(Stacks(w1=torch.empty(2, 16, 8), w2=torch.empty(2, 8, 8)))
     MoELayer(8, 8, 2, 2, gate=ExternalGate(), expert=experts, group=Ranks.single(), **options)
     _options = options

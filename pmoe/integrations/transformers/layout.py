@@ -66,8 +66,8 @@ def check(module: nn.Module) -> None:
     name = type(module).__name__
     if not hasattr(module, "has_bias"):
         raise ValueError(
-            f"experts module ({name}) must be of a class under @use_experts_implementation, which says how "
-            f"its weights lie: {ADVICE}"
+            f"experts module ({name}) must be of a class decorated with @use_experts_implementation, which "
+            f"says how its weights lie; otherwise {ADVICE}"
         )
     flags = inspect.signature(moe.use_experts_implementation).parameters  # of this release
     unknown = [
@@ -78,7 +78,7 @@ def check(module: nn.Module) -> None:
     ]
     if unknown:
         raise ValueError(
-            f"experts module ({name}, {', '.join(unknown)}) must have only flags that pmoe knows: {ADVICE}"
+            f"experts module ({name}, {', '.join(unknown)}) must only have flags that pmoe knows: {ADVICE}"
         )
     expected = _expected(module)
     held = {key for key, each in [*module._parameters.items(), *module._buffers.items()] if each is not None}
@@ -86,7 +86,7 @@ def check(module: nn.Module) -> None:
     if absent or held - expected:
         raise ValueError(
             f"experts module ({name}) must hold {', '.join(sorted(expected))} and nothing else; it holds "
-            f"{', '.join(sorted(held))}. Where weights are quantised, load the model without "
+            f"{', '.join(sorted(held))}. If weights are quantised, load the model without "
             f"quantization_config (or with dequantize=True), or {ADVICE}"
         )
     for key in sorted(held):
@@ -94,7 +94,8 @@ def check(module: nn.Module) -> None:
         if each.dtype not in DTYPES or each.dim() != (2 if key.endswith("_bias") else 3):
             raise ValueError(
                 f"{key} of experts module ({name}) is {each.dtype} of shape {tuple(each.shape)}; it must be "
-                f"floating, stacked by expert. Where it is quantised, load the model dequantised, or {ADVICE}"
+                f"floating-point type and stacked by expert. If it is quantised, load the model dequantised, "
+                f"or {ADVICE}"
             )
     owners = {key: key.split(".")[0] for key, _ in module.named_parameters() if "." in key}
     learnt = [key for key, of in owners.items() if of not in ("post_expert_norm", "parametrizations")]
@@ -125,8 +126,9 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
     tensor: Tensor = getattr(module, name)
     if hasattr(tensor, "to_local"):
         raise ValueError(
-            f"{name} of experts module ({type(module).__name__}) is a DTensor; its part of this rank must be "
-            'given to the experts, as DistributedConfig(ep_size=N, ep_implementation="pmoe") does'
+            f"{name} of experts module ({type(module).__name__}) is a DTensor; experts must be given this "
+            "rank's part of it: load the model with "
+            'DistributedConfig(ep_size=N, ep_implementation="pmoe")'
         )
     return tensor
 

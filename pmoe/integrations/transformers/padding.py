@@ -77,9 +77,10 @@ def skip_padding(model: nn.Module) -> SkippedPadding:
     owners = dict(_owners(model))
     if not any(owner is not None for owner in owners.values()):
         raise ValueError(
-            f"model ({type(model).__name__}) must be a model of transformers, or have one in it, whose "
-            "forward takes attention_mask and whose experts transformers' registry runs: give the whole one. "
-            "After a call, pmoe.integrations.transformers.layers(model) names the experts that pmoe runs"
+            f"model ({type(model).__name__}) must be or contain a model of transformers that has experts and "
+            "whose forward takes attention_mask; skip_padding found none. Pass the whole model, such as a "
+            "MixtralForCausalLM, not a layer of it. Once the model has been called, "
+            "pmoe.integrations.transformers.layers(model) names the experts that pmoe runs"
         )
     for owner in owners.values():
         _check_layers(owner)
@@ -136,8 +137,8 @@ def _check_layers(owner: nn.Module | None) -> None:
     if compressed:
         raise ValueError(
             f"model ({type(owner).__name__}) must have no layers of {', '.join(compressed)}: they mix "
-            "padding into the tokens beside it, so that skipping it would change these. Leave skip_padding "
-            "out"
+            "padding into the tokens beside it, so skipping padding would change these tokens. Do not call "
+            "skip_padding for this model"
         )
 
 

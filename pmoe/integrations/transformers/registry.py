@@ -28,8 +28,8 @@ def register() -> None:
     release = tuple(map(int, version.split(".")[:2]))  # 5.10.0.dev0 -> (5, 10)
     if interface is None or release < (5, 7):
         raise ImportError(
-            f"transformers ({version}) must be at least 5.7, whose registry of experts implementations takes "
-            'others than its own: pip install -U "transformers>=5.23"'
+            f"transformers ({version}) must be at least 5.7: older releases have no registry to which pmoe "
+            'could add its experts implementation. pip install -U "transformers>=5.23"'
         )
     from pmoe.integrations.transformers.layers import run_module
 
@@ -41,8 +41,9 @@ def register() -> None:
     parallel = _find(EXPERT_PARALLEL, "EPImplementationInterface")
     if parallel is None:
         warnings.warn(
-            f'transformers {version}: "pmoe" is registered as an experts implementation only, on one rank; '
-            'there is no registry of expert-parallel implementations: pip install -U "transformers>=5.23"',
+            f'transformers {version}: "pmoe" is registered as an experts implementation only, which runs on '
+            "one rank; this release has no registry of expert-parallel implementations. To spread experts "
+            'over ranks: pip install -U "transformers>=5.23"',
             stacklevel=3,
         )
         return

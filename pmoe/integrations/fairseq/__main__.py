@@ -59,15 +59,15 @@ def _run(name: str, rest: list[str]) -> None:
     except ModuleNotFoundError as error:
         sys.exit(f"fairseq cannot be imported ({error}): {INSTALL}")
     command = importlib.import_module(f"fairseq_cli.{name.replace('-', '_')}")
-    given = {each.partition("=")[0] for each in rest}
-    added: list[str] = []
+    given_names = {argument.partition("=")[0] for argument in rest}
+    added_arguments: list[str] = []
     if name == "hydra-train":
         # hydra composes its configuration, and needs the models for it, before it reads common.user_dir.
         importlib.import_module("pmoe.integrations.fairseq.plugin")
-        added = [] if "common.user_dir" in given else [f"common.user_dir={USER_DIR}"]
-    elif name != "score" and "--user-dir" not in given:
-        added = ["--user-dir", str(USER_DIR)]
-    sys.argv = [f"fairseq-{name}", *added, *rest]
+        added_arguments = [] if "common.user_dir" in given_names else [f"common.user_dir={USER_DIR}"]
+    elif name != "score" and "--user-dir" not in given_names:
+        added_arguments = ["--user-dir", str(USER_DIR)]
+    sys.argv = [f"fairseq-{name}", *added_arguments, *rest]
     command.cli_main()
 
 

@@ -38,17 +38,17 @@ def own_experts(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError if ``state`` has another number of experts than the model.
     """
-    own = dict(state)
+    own_state = dict(state)
     for name, layer in _expert_names(model).items():
-        if name not in own:
+        if name not in own_state:
             continue  # load_state_dict raises, with the names of all missing tensors
-        if own[name].shape[0] != layer.num_experts:
+        if own_state[name].shape[0] != layer.num_experts:
             raise ValueError(
-                f"{name} of the checkpoint (experts: {own[name].shape[0]}) must hold --moe-num-experts "
+                f"{name} of the checkpoint (experts: {own_state[name].shape[0]}) must hold --moe-num-experts "
                 f"({layer.num_experts})"
             )
-        own[name] = own[name].narrow(0, layer.first_expert, layer.num_local_experts)
-    return own
+        own_state[name] = own_state[name].narrow(0, layer.first_expert, layer.num_local_experts)
+    return own_state
 
 
 def gather_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
@@ -64,8 +64,8 @@ def gather_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ra
 
 def own_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Returns a state dict of `gather_optimizer` with only this rank's experts."""
-    own = ranks.rank
-    return _changed(optimizer, state, ranks.size, lambda kept, size: kept.narrow(0, own * size, size))
+    rank = ranks.rank
+    return _changed(optimizer, state, ranks.size, lambda kept, size: kept.narrow(0, rank * size, size))
 
 
 def for_inference(config: Any) -> Any:
@@ -103,8 +103,8 @@ def _changed(
     Replaced are tensors of parameters marked ``expert`` that have one row for each expert.
     """
     changed = {**state, "state": dict(state["state"])}
-    for here, there in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        for parameter, index in zip(here["params"], there["params"], strict=True):
+    for own_group, stored_group in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for parameter, index in zip(own_group["params"], stored_group["params"], strict=True):
             if hasattr(parameter, "expert") and index in state["state"]:
                 size = parameter.shape[0]
                 changed["state"][index] = {

@@ -25,9 +25,11 @@ def layers_with_experts(config: Any, side: str) -> list[int]:
 
     Raises ValueError if the distance of layers with experts is no count, or larger than the number of layers.
     """
-    given = places(config)
-    own = given[f"{side}_freq"]
-    flag, freq = ("--moe-freq", given["freq"]) if own is None else (f"--moe-{side}-freq", own)
+    place_options = places(config)
+    side_freq = place_options[f"{side}_freq"]
+    flag, freq = (
+        ("--moe-freq", place_options["freq"]) if side_freq is None else (f"--moe-{side}-freq", side_freq)
+    )
     if not is_int(freq) or freq < 0:
         raise ValueError(f"{flag} ({freq}) must be a number of layers; 0 means no experts")
     num_layers = getattr(config, f"{side}_layers")
@@ -44,8 +46,8 @@ def check_model(config: Any, sides: tuple[str, ...]) -> None:
 
     sides: "encoder" and "decoder", those that the model has. Arguments of MoELayer are checked by the layer.
     """
-    found = {side: layers_with_experts(config, side) for side in sides}
-    if not any(found.values()):
+    layers_of_side = {side: layers_with_experts(config, side) for side in sides}
+    if not any(layers_of_side.values()):
         raise ValueError(
             "--moe-freq (0) must be at least 1 for the encoder or the decoder; for a model without experts "
             "use fairseq's own architecture"
@@ -71,7 +73,7 @@ def check_model(config: Any, sides: tuple[str, ...]) -> None:
     gate = next((kind for known, kind in gates.GATES.items() if known == name), None)
     if gate is not None and gate.needs_token_ids:
         raise ValueError(f"--moe-gate ({name}) must be another: fairseq's layers are not given token ids")
-    if gate is not None and issubclass(gate, LOOK_AHEAD) and found["decoder"]:
+    if gate is not None and issubclass(gate, LOOK_AHEAD) and layers_of_side["decoder"]:
         raise ValueError(
             f"--moe-gate ({name}) must be another in a decoder, where later tokens must not decide about "
             "earlier ones; --moe-decoder-freq 0 leaves experts to the encoder"
@@ -86,7 +88,9 @@ def check_training(config: Any, criterion: Any, *, num_ranks: int, device_type: 
     num_ranks: number of data-parallel ranks.
     device_type: "cuda" or "cpu".
     """
-    common, distributed, optimization = config.common, config.distributed_training, config.optimization
+    common = config.common
+    distributed = config.distributed_training
+    optimization = config.optimization
     if not hasattr(criterion, "moe_aux_weight"):
         name = config.criterion._name
         raise ValueError(

@@ -145,19 +145,20 @@ def _experts(sizes: Any, activation_fn: str, config: Any) -> FeedForwardExperts:
 
 def _expert_ranks(config: Any) -> Ranks:
     """Returns the ranks that hold all experts together."""
-    given = places(config)
-    if not given["expert_parallel"]:
+    place_options = places(config)
+    if not place_options["expert_parallel"]:
         return Ranks.single()
-    everyone, size = Ranks(), given["expert_parallel_size"]
+    all_ranks = Ranks()
+    size = place_options["expert_parallel_size"]
     if size is None:
-        return everyone
-    if not is_int(size) or size < 1 or everyone.size % size:
+        return all_ranks
+    if not is_int(size) or size < 1 or all_ranks.size % size:
         raise ValueError(
-            f"--moe-expert-parallel-size ({size}) must divide the number of ranks ({everyone.size})"
+            f"--moe-expert-parallel-size ({size}) must divide the number of ranks ({all_ranks.size})"
         )
     if size == 1:
         return Ranks.single()
-    return everyone if size == everyone.size else Ranks(make_meshes(ep=size).group("ep"))
+    return all_ranks if size == all_ranks.size else Ranks(make_meshes(ep=size).group("ep"))
 
 
 def _keep_loss(layer: Any, _: Any, output: tuple[Any, ...]) -> Any:

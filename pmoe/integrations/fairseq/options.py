@@ -120,24 +120,24 @@ def parse(text: str) -> Any:
 
     Example: "none" -> None, "true" -> True, "2" -> 2, "1.5" -> 1.5, "0,1" -> [0, 1], "2GiB" -> "2GiB".
     """
-    word = text.strip()
-    known: dict[str, Any] = {"none": None, "true": True, "false": False}
-    if word.lower() in known:
-        return known[word.lower()]
-    if "," in word:
-        return [parse(part) for part in word.split(",")]
-    if "/" in word:
-        return Restore(*word.split("/", 1))  # type: ignore[arg-type]
+    stripped = text.strip()
+    constants: dict[str, Any] = {"none": None, "true": True, "false": False}
+    if stripped.lower() in constants:
+        return constants[stripped.lower()]
+    if "," in stripped:
+        return [parse(part) for part in stripped.split(",")]
+    if "/" in stripped:
+        return Restore(*stripped.split("/", 1))  # type: ignore[arg-type]
     for kind in (int, float):
         with contextlib.suppress(ValueError):
-            return kind(word)
-    return word
+            return kind(stripped)
+    return stripped
 
 
 def _descriptions(text: str) -> dict[str, str]:
     """Returns the description of each argument in a docstring's "Args:"."""
-    listed = text.partition("\nArgs:\n")[2].partition("\nAttributes:")[0]
-    found: dict[str, str] = {}
-    for names, words in re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*|\n)*)", listed, re.MULTILINE):
-        found.update(dict.fromkeys(names.split(", "), " ".join(words.split())))
-    return found
+    arguments_text = text.partition("\nArgs:\n")[2].partition("\nAttributes:")[0]
+    descriptions: dict[str, str] = {}
+    for names, words in re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*|\n)*)", arguments_text, re.MULTILINE):
+        descriptions.update(dict.fromkeys(names.split(", "), " ".join(words.split())))
+    return descriptions

@@ -83,7 +83,8 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             # it to the others, with a pickled configuration that torch.load refuses since torch 2.6.
             cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
             self.ranks: Ranks = model.moe_layers[0].fc1.ranks
-            size, num_ranks = self.ranks.size, self.data_parallel_world_size
+            size = self.ranks.size
+            num_ranks = self.data_parallel_world_size
             copies = Ranks(make_meshes(ep=size).group("edp")) if size < num_ranks else Ranks.single()
             self._reduce = MeanOverRanks(num_ranks, copies)
 
@@ -126,16 +127,18 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         reads them, and scales all of them afterwards.
         """
         gradients = [
-            each.grad for each in self.optimizer.params if hasattr(each, "expert") and each.grad is not None
+            parameter.grad
+            for parameter in self.optimizer.params
+            if hasattr(parameter, "expert") and parameter.grad is not None
         ]
         if self.is_spread:
             self._reduce(gradients)
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        experts = torch.stack([dense_norm.new_zeros(()), *norms]).double().square().sum()
+        squared_norm = torch.stack([dense_norm.new_zeros(()), *norms]).double().square().sum()
         if self.is_spread:
-            dist.all_reduce(experts)
-            experts /= self._reduce.copies.size
-        return (dense_norm.double().square() + experts).sqrt().to(dense_norm.dtype)
+            dist.all_reduce(squared_norm)
+            squared_norm /= self._reduce.copies.size
+        return (dense_norm.double().square() + squared_norm).sqrt().to(dense_norm.dtype)
 
     def consolidate_optimizer(self) -> None:
         """Gathers all experts on rank 0, for the checkpoint that it writes next.

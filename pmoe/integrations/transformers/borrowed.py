@@ -61,8 +61,8 @@ class Stacks:
     @property
     def named(self) -> dict[str, Tensor]:
         """The tensors that are not None, by name."""
-        every = {"w1": self.w1, "w2": self.w2, "b1": self.b1, "b2": self.b2}
-        return {name: tensor for name, tensor in every.items() if tensor is not None}
+        tensors = {"w1": self.w1, "w2": self.w2, "b1": self.b1, "b2": self.b2}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def out_features_first(self, weight: Tensor) -> Tensor:
         """Returns a view of a weight (E, out, in), however the module holds it."""
@@ -74,9 +74,9 @@ class Stacks:
         A layer keeps them between calls, so that it knows the sizes but does not keep the module's tensors
         alive.
         """
-        made = {name: each.new_empty(()).expand(each.shape) for name, each in self.named.items()}
+        tensors = {name: each.new_empty(()).expand(each.shape) for name, each in self.named.items()}
         name = self.activation if isinstance(self.activation, str) else None
-        return Stacks(**made, transposed=self.transposed, activation=name)
+        return Stacks(**tensors, transposed=self.transposed, activation=name)
 
 
 class BorrowedExperts(StackedExperts):
@@ -188,17 +188,17 @@ class BorrowedActivation(BorrowedExperts):
                 version = probe._version
                 self.stacks.activation(probe)
                 self._writes_over = probe._version != version
-        keeps = self._writes_over is False
-        found: Tensor = self.stacks.activation(hidden_NG if keeps else hidden_NG.clone())
-        return found
+        keeps_input = self._writes_over is False
+        active: Tensor = self.stacks.activation(hidden_NG if keeps_input else hidden_NG.clone())
+        return active
 
     def activation_gradient(self, grad_NG: Tensor, hidden_NG: Tensor) -> None:
         """Replaces the gradient of the activated hidden, the first H columns of grad_NG, by that of T_M."""
         with torch.enable_grad():
             hidden = hidden_NG.detach().requires_grad_()
             active = self._activated(hidden)
-        (found,) = torch.autograd.grad(active, hidden, grad_NG[:, : active.shape[1]].to(active.dtype))
-        grad_NG.copy_(found)
+        (grad,) = torch.autograd.grad(active, hidden, grad_NG[:, : active.shape[1]].to(active.dtype))
+        grad_NG.copy_(grad)
 
 
 class NormedExperts(ModuleExperts):
@@ -219,7 +219,8 @@ class NormedExperts(ModuleExperts):
 
     def __init__(self, stacks: Stacks) -> None:
         Experts.__init__(self)
-        self.stacks, self.local = stacks, nn.ModuleList()
+        self.stacks = stacks
+        self.local = nn.ModuleList()
         self.views = {name: each.unbind() for name, each in stacks.named.items()}
         self.num_local_experts = len(self.views["w1"])
 
@@ -234,8 +235,8 @@ class NormedExperts(ModuleExperts):
 
     def _run(self, expert: int, rows_NM: Tensor) -> Tensor:
         """Returns one expert's output (N, M) for its rows, after the norm."""
-        held = {name: parts[expert] for name, parts in self.views.items()}
-        w1, w2 = (held[name].t() if self.stacks.transposed else held[name] for name in ("w1", "w2"))
-        active_NH = self.stacks.activation(F.linear(rows_NM, w1, held.get("b1")))
-        normed_NM: Tensor = self.stacks.norm(F.linear(active_NH, w2, held.get("b2")))
+        weights = {name: parts[expert] for name, parts in self.views.items()}
+        w1, w2 = (weights[name].t() if self.stacks.transposed else weights[name] for name in ("w1", "w2"))
+        active_NH = self.stacks.activation(F.linear(rows_NM, w1, weights.get("b1")))
+        normed_NM: Tensor = self.stacks.norm(F.linear(active_NH, w2, weights.get("b2")))
         return normed_NM

@@ -126,15 +126,17 @@ def _layer_of(
     _, d_hidden, d_model = experts.stacks.w2.shape
     if not experts.stacks.transposed:
         d_hidden, d_model = d_model, d_hidden
-    sizes, options = (d_model, d_hidden, num_experts, top_k), _options
+    sizes = (d_model, d_hidden, num_experts, top_k)
+    options = _options
     typed = {name: (type(value), value) for name, value in options.items()}  # because True == 1
-    built, made_for = _layers.get(module), (sizes, group, typed)
-    if built is None or built.made_for != made_for:
+    entry = _layers.get(module)
+    made_for = (sizes, group, typed)
+    if entry is None or entry.made_for != made_for:
         ranks = Ranks.single() if group is None else group
         layer = MoELayer(*sizes, gate=ExternalGate(), expert=experts, group=ranks, **options)
-        built = _layers[module] = _Built(made_for, layer)
-    with built.turn:
-        yield built.layer
+        entry = _layers[module] = _Built(made_for, layer)
+    with entry.turn:
+        yield entry.layer
 
 
 # ---- a call

@@ -45,7 +45,8 @@ ADVICE = 'use experts_implementation="grouped_mm" (or "eager") for this model'
 def borrow(module: nn.Module) -> borrowed.BorrowedExperts | borrowed.NormedExperts:
     """Returns a module's experts, for one call. Raises ValueError if pmoe does not know its layout."""
     check(module)
-    up, has_bias = _up_name(module), _flag(module, "has_bias")
+    up = _up_name(module)
+    has_bias = _flag(module, "has_bias")
     kind, activation = _activation(module)
     stacks = borrowed.Stacks(
         w1=_tensor(module, up),
@@ -82,8 +83,8 @@ def check(module: nn.Module) -> None:
         )
     expected = _expected(module)
     held = {key for key, each in [*module._parameters.items(), *module._buffers.items()] if each is not None}
-    absent = [key for key in expected if not hasattr(module, key)]
-    if absent or held - expected:
+    missing = [key for key in expected if not hasattr(module, key)]
+    if missing or held - expected:
         raise ValueError(
             f"experts module ({name}) must hold {', '.join(sorted(expected))} and nothing else; it holds "
             f"{', '.join(sorted(held))}. If weights are quantised, load the model without "
@@ -98,10 +99,10 @@ def check(module: nn.Module) -> None:
                 f"or {ADVICE}"
             )
     owners = {key: key.split(".")[0] for key, _ in module.named_parameters() if "." in key}
-    learnt = [key for key, of in owners.items() if of not in ("post_expert_norm", "parametrizations")]
-    if learnt:
+    learned = [key for key, of in owners.items() if of not in ("post_expert_norm", "parametrizations")]
+    if learned:
         raise ValueError(
-            f"the activation of experts module ({name}) must have no parameters ({learnt}): {ADVICE}"
+            f"the activation of experts module ({name}) must have no parameters ({learned}): {ADVICE}"
         )
 
 
@@ -137,12 +138,12 @@ def _check_shapes(module: nn.Module, stacks: borrowed.Stacks) -> None:
     """Raises ValueError if w1 does not fit w2: the same experts and width, G = H or 2H."""
     w1, w2 = map(stacks.out_features_first, (stacks.w1, stacks.w2))
     experts, d_model, hidden = w2.shape
-    wanted = (experts, hidden * (2 if _flag(module, "has_gate") else 1), d_model)
-    if tuple(w1.shape) != wanted:
+    shape = (experts, hidden * (2 if _flag(module, "has_gate") else 1), d_model)
+    if tuple(w1.shape) != shape:
         raise ValueError(
             f"{_up_name(module)} of experts module ({type(module).__name__}) is of shape "
             f"{tuple(stacks.w1.shape)}; beside a down_proj of {tuple(stacks.w2.shape)} it must be "
-            f"{(wanted[0], wanted[2], wanted[1]) if stacks.transposed else wanted}: {ADVICE}"
+            f"{(shape[0], shape[2], shape[1]) if stacks.transposed else shape}: {ADVICE}"
         )
 
 
@@ -152,23 +153,24 @@ def check_same_place(module: nn.Module, **inputs: Tensor) -> None:
     inputs: the tensors, by name; without any, the module's own parameters. Parameters on the meta device are
         refused. dtypes may differ under autocast.
     """
-    name, first = type(module).__name__, _up_name(module)
-    wanted = _tensor(module, first)
-    for key, found in (inputs or {key: _tensor(module, key) for key in sorted(_expected(module))}).items():
-        if found.is_meta and not inputs:
+    name = type(module).__name__
+    first_name = _up_name(module)
+    first_weight = _tensor(module, first_name)
+    for key, tensor in (inputs or {key: _tensor(module, key) for key in sorted(_expected(module))}).items():
+        if tensor.is_meta and not inputs:
             raise ValueError(
                 f"{key} of experts module ({name}) is on the meta device; it must hold values: load weights, "
                 "by from_pretrained or load_state_dict(..., assign=True), before the model is called"
             )
-        if found.device != wanted.device:
+        if tensor.device != first_weight.device:
             raise ValueError(
-                f"{key} of experts module ({name}) is on {found.device}; it must be where {first} is: "
-                f'model.to("{wanted.device}")'
+                f"{key} of experts module ({name}) is on {tensor.device}; it must be where {first_name} is: "
+                f'model.to("{first_weight.device}")'
             )
-        if found.dtype != wanted.dtype and not torch.is_autocast_enabled(found.device.type):
+        if tensor.dtype != first_weight.dtype and not torch.is_autocast_enabled(tensor.device.type):
             raise ValueError(
-                f"{key} of experts module ({name}) is {found.dtype}; it must be of the type of {first}: "
-                f"model.to({wanted.dtype}), or call the model under autocast"
+                f"{key} of experts module ({name}) is {tensor.dtype}; it must be of the type of "
+                f"{first_name}: model.to({first_weight.dtype}), or call the model under autocast"
             )
 
 

@@ -236,20 +236,22 @@ def _rows_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
 
     module: the model. args, kwargs: the arguments of its forward.
     """
-    given = dict(zip(_arguments(type(module).forward), args, strict=False)) | dict(kwargs)
-    mask = given.get("attention_mask")
-    tokens = given.get("inputs_embeds") if given.get("input_ids") is None else given.get("input_ids")
+    arguments = dict(zip(_arguments(type(module).forward), args, strict=False)) | dict(kwargs)
+    mask = arguments.get("attention_mask")
+    tokens = (
+        arguments.get("inputs_embeds") if arguments.get("input_ids") is None else arguments.get("input_ids")
+    )
     if type(mask) is not Tensor or mask.dim() != 2 or mask.is_meta:
         return None
     if not isinstance(tokens, Tensor) or tokens.dim() < 2 or is_capturing(mask.device):
         return None
-    cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
-    seen = 0 if cache is None else _seen(cache)
+    cache = next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
+    num_cached = 0 if cache is None else _seen(cache)
     num_sequences, num_positions = tokens.shape[:2]
     # A static cache has a count on the device, no int. Its masks have four dimensions anyway.
-    if not isinstance(seen, int) or mask.shape != (num_sequences, seen + num_positions):
+    if not isinstance(num_cached, int) or mask.shape != (num_sequences, num_cached + num_positions):
         return None
-    return TokenRows((mask[:, seen:] != 0).reshape(-1))
+    return TokenRows((mask[:, num_cached:] != 0).reshape(-1))
 
 
 def _seen(cache: Any) -> Any:

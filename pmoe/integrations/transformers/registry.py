@@ -35,9 +35,9 @@ def register() -> None:
 
     # FP8 experts look into a registry of their own. pmoe is entered there too, so that its refusal of
     # quantised weights is raised, with the reason, instead of an unknown name.
-    for each in (interface, _find("transformers.integrations.finegrained_fp8", "FP8ExpertsInterface")):
-        if each is not None:
-            each.register("pmoe", run_module)
+    for registry in (interface, _find("transformers.integrations.finegrained_fp8", "FP8ExpertsInterface")):
+        if registry is not None:
+            registry.register("pmoe", run_module)
     parallel = _find(EXPERT_PARALLEL, "EPImplementationInterface")
     if parallel is None:
         warnings.warn(

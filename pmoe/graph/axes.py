@@ -200,7 +200,10 @@ class _Inference:
         return rule
 
     def _fits(self, node: fx.Node, axis: Axis) -> bool:
-        """Returns whether a tensor has this axis, or is free to take it. No free tensor is a `SUM`."""
+        """Returns whether a tensor has this axis, or is free to take it.
+
+        A free tensor cannot become a `SUM`: it exists whole, not as summands.
+        """
         known = self.axes[node]
         return known == axis or (known is None and node in self._free and axis != SUM)
 
@@ -475,20 +478,20 @@ def _order(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(moe.exchange.default)
 def _rows(node: fx.Node) -> Iterator[Combination]:
-    """Yields irregular rows and counts, to irregular rows."""
+    """Yields one combination: rows and counts are irregular, and so are the rows that come."""
     yield Combination((IRREGULAR,) * len(tensors(node)), IRREGULAR)
 
 
 @rule_of(moe.experts.default)
 def _experts(node: fx.Node) -> Iterator[Combination]:
-    """Yields irregular rows, weights and counts. Parameters stay whole."""
+    """Yields one combination: rows, weights and counts are irregular, parameters stay whole."""
     parameters: Sequence[object] = node.args[3]  # type: ignore[assignment]
     yield Combination((*(IRREGULAR,) * 3, *(None for _ in parameters)), (IRREGULAR, IRREGULAR))
 
 
 @rule_of(moe.experts_input_gradient.default, moe.experts_weight_gradient.default)
 def _experts_gradient(node: fx.Node) -> Iterator[Combination]:
-    """Yields irregular rows. Parameters stay whole, and their gradients are sums."""
+    """Yields one combination: rows are irregular, parameters stay whole, and their gradients are sums."""
     parameters: Sequence[object] = node.args[5]  # type: ignore[assignment]
     rows = len(tensors(node)) - len(parameters)
     result = SUM if node.target is moe.experts_weight_gradient.default else IRREGULAR

@@ -4,8 +4,8 @@ Graphs of the same layers and direction are one program, for all shapes. Its fir
 on every rank, so ranks agree there. A rank that compiles again later, for other shapes, does so alone.
 
     step   runs                                       ranks agree before it on
-    1      the graph in k parts, for each k,          the same operators; the largest number of parts
-           then as traced: its results hold
+    1      the graph in k parts, for each k, then     the same operators; the largest number of parts
+           as traced, which gives the step's results
     2      the graph with its ranges cut              the ranges (rank 0's)
     3      the graph in its final order               the costs (rank 0's), from which the order follows
 

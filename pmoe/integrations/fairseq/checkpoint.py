@@ -80,7 +80,10 @@ def for_inference(config: Any) -> Any:
 
 
 def _expert_names(model: nn.Module) -> dict[str, MoELayer]:
-    """Returns the layer of each parameter of experts, by its name in the state dict, in the ranks' order."""
+    """Returns the layer of each parameter of experts, by the parameter's name in the state dict.
+
+    The order is the same on all ranks, which gather one parameter after the other.
+    """
     return {
         f"{prefix}.experts.{name}": layer
         for prefix, layer in model.named_modules()

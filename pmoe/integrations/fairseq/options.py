@@ -109,7 +109,7 @@ def places(config: Any) -> Mapping[str, Any]:
 
 
 def as_text(value: object) -> str:
-    """Returns the text for a value, of which `parse` makes the value again; "none" for a missing default."""
+    """Returns the text of a value, from which `parse` returns the value; "none" for a missing default."""
     if value is None or value is inspect.Parameter.empty:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -144,8 +144,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         """Gathers all experts on rank 0, for the checkpoint that it writes next.
 
         fairseq calls it on every rank before it saves. It also calls it when a step has failed, perhaps on
-        one
-        rank alone: then nothing is gathered, because the others would not take part.
+        one rank alone. Then nothing is gathered, because the others would not take part.
         """
         super().consolidate_optimizer()
         if not self.is_spread or self._is_stepping:

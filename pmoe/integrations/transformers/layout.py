@@ -112,7 +112,7 @@ def _flag(module: nn.Module, name: str) -> bool:
 
 
 def _up_name(module: nn.Module) -> str:
-    """Returns the name of the first weight."""
+    """Returns the name of the module's first weight: gate_up_proj, or up_proj without a gate."""
     return "gate_up_proj" if _flag(module, "has_gate") else "up_proj"
 
 

@@ -12,7 +12,7 @@ from pmoe.ordering import Order
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
-    # `import pmoe` loads these, and pmoe.gates.TopKGate is then right: mypy knows that, pyright is told.
+    # `import pmoe` loads these modules, so pmoe.gates.TopKGate works. pyright learns it from these lines.
     from pmoe import comm as comm
     from pmoe import experts as experts
     from pmoe import gates as gates
@@ -45,9 +45,12 @@ _LATER = {
     "save_checkpoint": "pmoe.training.checkpoint",
     "stats": "pmoe.integrations.statistics",
 }
-"""Names whose modules load at their first use: not every layer needs them, and some are slow to import."""
+"""Public names and their modules, which load when the name is first used.
 
-# In full and not made of _LATER: type checkers read this list, and do not run the file.
+Not every model needs them, and some are slow to import.
+"""
+
+# The list is written out, not derived from _LATER, because type checkers read it without running the file.
 __all__ = [
     "Callback",
     "Combine",
@@ -74,13 +77,16 @@ __all__ = [
     "stats",
 ]
 
-if not TYPE_CHECKING:  # a type checker that saw it would take every mistyped name for one of pmoe's
+# Hidden from type checkers: with a __getattr__ they would accept every mistyped name.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
+        """Imports the module of a name in `_LATER`, and returns the name's value."""
         if name not in _LATER:
             raise AttributeError(f"module 'pmoe' has no attribute {name!r}")
         return getattr(importlib.import_module(_LATER[name]), name)
 
 
 def __dir__() -> list[str]:
+    """Returns the module's names, those that load later included."""
     return sorted({*globals(), *_LATER})

@@ -1,10 +1,15 @@
-"""A graph with ranges of its instructions cut in parts, in the order of Lancet's pipeline (section 5.3).
+"""Cuts ranges of a graph into parts of the batch, in the order of Lancet's pipeline (section 5.3).
 
-Parts are of the batch: part p of k holds the p-th k-th of its sequences. Inside a range, instructions that
-compute without an all-to-all of rows between them are a stage; stages and parts take turns
-(`pmoe.graph.ranges.turns`), every part's all-to-all behind what it sends. The capacity that one part of the
-batch has used travels to the next (section 2.3), so that a gate drops the rows that it drops of the whole
-batch. What somebody outside a range needs, backward among them, is joined at its end.
+Part p of k holds the p-th of k nearly equal runs of sequences. Inside a range, the instructions between two
+all-to-alls of rows are a stage. Stages and parts take turns (`pmoe.graph.ranges.turns`): with k = 2 and
+stages A (attention, gate), E (experts) and F (what follows),
+
+    compute        A0   A1   E0   E1   F0   F1
+    communicate        S0   S1   R0   R1            S dispatch, R combine
+
+Each part's all-to-all starts as soon as the rows that it sends are computed. A part passes to the next how
+much of every expert's capacity it has used (section 2.3), so that parts drop the rows that the whole batch
+would drop. Tensors that are needed outside the range, for example by backward, are joined at its end.
 """
 
 from __future__ import annotations
@@ -27,16 +32,22 @@ from pmoe.graph.ranges import Range, stages, turns
 aten: Any = torch.ops.aten
 moe: Any = torch.ops.pmoe_graph
 SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+"""Operators whose second argument is the result's sizes, of which one may be -1."""
+
 MADE = (aten.select_backward.default, aten.slice_backward.default, aten.new_zeros.default)
-"""Operators that are told the size of their result: those that may infer one dimension, and others."""
+"""Operators whose second argument is the result's sizes, all of which must be given."""
+
 VIEWS = (
     *(aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default),
     *(aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.detach.default),
 )
+"""Operators whose result is a view of their first input."""
 
 
 def bounds(size: int, sequences: int, part: int, k: int) -> tuple[int, int]:
-    """Where part ``part`` of k begins and ends in a dimension of ``size``, a multiple of the sequences.
+    """Returns where a part begins and ends along a dimension of ``size``, a multiple of ``sequences``.
+
+    part: from 0 to k - 1.
 
     Example: 24 rows of 3 sequences in 2 parts -> (0, 8) and (8, 24).
     """
@@ -45,16 +56,26 @@ def bounds(size: int, sequences: int, part: int, k: int) -> tuple[int, int]:
 
 
 def part_of_batch(tensor: Tensor, dim: int, sequences: int, part: int, k: int) -> Tensor:
+    """Returns a view of one part of a tensor of the whole batch, along ``dim``; see `bounds`."""
     begin, end = bounds(tensor.shape[dim], sequences, part, k)
     return tensor.narrow(dim, begin, end - begin)
 
 
 def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: bool) -> Tensor:
-    """Rows of parts, each by (sender, expert) or (expert, sender), as the whole batch would have them. A
-    part's rows of one sender and expert follow those of the part before."""
+    """Joins the rows of all parts in the order that the rows of the whole batch would have.
+
+    rows: k tensors (N, ...), each by (sender, expert), or, with ``by_expert``, by (expert, sender).
+    counts_RE: k tensors (R, E_local) on the host, rows of each sender and expert in the part.
+
+    Rows of one sender and expert lie in the order of the parts. Example with 1 sender, 2 experts and 2 parts:
+
+        part 0         a0 b0       (a rows of expert 0, b rows of expert 1)
+        part 1         a1 b1
+        whole batch    a0 a1 b0 b1
+    """
     if len(counts_RE[0]) == 1 and counts_RE[0].shape[1] == 1:
         return torch.cat(list(rows))
-    keys = []
+    keys = []  # each row's place: block of (sender, expert) first, then part
     for part, counts in enumerate(counts_RE):
         blocks = torch.arange(counts.numel()) * len(rows) + part
         keys.append(blocks.repeat_interleave((counts.t() if by_expert else counts).flatten()))
@@ -63,7 +84,11 @@ def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: 
 
 
 def rows_of_part(rows: Tensor, counts_kRE: Sequence[Tensor], part: int) -> Tensor:
-    """The rows of one part, of all that lie by (expert, sender); the way back from `joined_rows`."""
+    """Returns the rows of one part of the whole batch's rows: the reverse of `joined_rows` by expert.
+
+    rows: (N, ...), by (expert, sender).
+    counts_kRE: k tensors (R, E_local) on the host, rows of each sender and expert in each part.
+    """
     counts_ERk = torch.stack(list(counts_kRE), 2).transpose(0, 1)
     part_N = torch.arange(len(counts_kRE)).expand_as(counts_ERk).flatten()
     index = (part_N.repeat_interleave(counts_ERk.flatten()) == part).nonzero().flatten()
@@ -73,32 +98,55 @@ def rows_of_part(rows: Tensor, counts_kRE: Sequence[Tensor], part: int) -> Tenso
 def order_of_part(
     slot: Tensor, send_WE: Tensor, own_1E: Tensor, layer: int, sequences: int, part: int, k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(slot, position, counts), as of `order`, of one part of a batch whose order is known."""
+    """Returns (slot, position, counts) of one part, as `order` does, from the order of the whole batch.
+
+    slot: (S,), the slots of the whole batch in sorted order.
+    send_WE, own_1E: the row counts of the whole batch, as `exchange_counts` returns them.
+    layer: the layer's number.
+    sequences, part, k: as in `bounds`. A part is a run of slots: those of its tokens.
+
+    Backward needs it: the order of the whole batch is saved from the forward pass, that of a part is not.
+    """
     begin, end = bounds(slot.shape[0], sequences, part, k)
-    is_own = (slot >= begin) & (slot < end)
-    found = slot[is_own] - begin
-    position = torch.empty_like(found).scatter_(0, found, torch.arange(len(found), device=found.device))
+    is_in_part = (slot >= begin) & (slot < end)
+    slots_of_part = slot[is_in_part] - begin
+    position = torch.empty_like(slots_of_part).scatter_(
+        0, slots_of_part, torch.arange(len(slots_of_part), device=slots_of_part.device)
+    )
     ends = torch.cat([send_WE.flatten(), own_1E.flatten()]).cumsum(0).to(slot.device, non_blocking=True)
-    up_to = F.pad(is_own.cumsum(0), (1, 0))[ends]  # this part's rows, up to the last one of each expert
-    travel_E, stay_E = F.pad(up_to, (1, 0)).diff().split([send_WE.numel(), own_1E.numel()])
+    # This part's rows up to the end of each expert's block; the differences are its rows of each expert.
+    rows_before = F.pad(is_in_part.cumsum(0), (1, 0))[ends]
+    travel_E, stay_E = F.pad(rows_before, (1, 0)).diff().split([send_WE.numel(), own_1E.numel()])
     travel_E.view_as(send_WE)[parts_of(layer).ranks.rank] += stay_E
-    return found, position, F.pad(travel_E, (0, 1))  # without a fault
+    # The last count is 0, no fault: the forward pass has checked the routing.
+    return slots_of_part, position, F.pad(travel_E, (0, 1))
 
 
 def cut(
     module: fx.GraphModule, ranges: Mapping[Range, fx.Node], axes: Mapping[fx.Node, Any]
 ) -> fx.GraphModule:
-    """The module in parts, each of some of the sequences, or tokens, along a tensor's first dimension: the
-    range's. A node that is another's part says so in meta["origin"], one that joins its parts
-    in meta["joins"]: by `label`."""
+    """Returns the module with these ranges cut into parts.
+
+    ranges: each range with the tensor whose first dimension is its batch: sequences, or tokens.
+    axes: the axis of each node, as `infer` finds them.
+
+    In the new graph, a part of a node has that node's `label` in meta["origin"]. A node that joins the parts
+    has it in meta["joins"].
+    """
     return _Cutter(module, axes).run(ranges)
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """A layer's way through a backward graph, whose order the forward pass found: from ``pack`` to the last
-    `join`. kept: what is left of the forward pass, by name; rows' begin with that of the counts by which they
-    lie."""
+    """A layer in a backward graph: its instructions from `pack` to the last `join`.
+
+    pack: packs the gradients of the layer's output, which then travel.
+    last: sums the gradients of the layer's input.
+    layer: the layer's number.
+    kept: tensors saved by the forward pass, of the whole batch, by name. `ORDER` has the names of those that
+        hold no rows. Rows, routing weights and T_M are "own 1", "own 2" and "own 3" for rows that stayed, and
+        "recv 1", "recv 2" and "recv 3" for rows that came; "own" and "recv" are the counts by which they lie.
+    """
 
     pack: fx.Node
     last: fx.Node
@@ -107,8 +155,12 @@ class Route:
 
 
 def routes(graph: fx.Graph) -> list[Route]:
-    """Of the layers whose order is an input of the graph; none where one's gradients do not come home."""
-    found = []
+    """Returns the routes of a backward graph's layers, in order; none for a forward graph.
+
+    In a backward graph the order of the slots is an input. If that does not hold for one layer, or if its
+    gradients do not travel, the result is empty: then no layer can be cut.
+    """
+    found_routes = []
     joins = graph.find_nodes(op="call_function", target=moe.join.default)
     for pack in graph.find_nodes(op="call_function", target=moe.pack.default):
         sends: Any = [
@@ -123,71 +175,90 @@ def routes(graph: fx.Graph) -> list[Route]:
             counts = next((name for name in ("own", "recv") if kept[name] is node.args[4]), None)
             if counts:
                 kept |= {f"{counts} {at}": node.args[at] for at in (1, 2, 3)}
-        found.append(Route(pack, last[-1], sends[0].args[-1], kept))
-    return found
+        found_routes.append(Route(pack, last[-1], sends[0].args[-1], kept))
+    return found_routes
 
 
 ORDER = ("slot", "position", "send", "own", "recv")
-"""Of `Route.kept`, what is no rows."""
+"""Names in `Route.kept` of the order of the slots and of the row counts; all others are rows."""
 
 
 class _Cutter:
+    """Builds the graph in parts, node by node.
+
+    graph: the new graph.
+    whole: for a node of the old graph, the node of the new one with the value of the whole batch.
+    sequences: node or number, the length of the batch in the range that is being cut.
+    kept: for a saved tensor of a route, the route and the tensor's name in `Route.kept`.
+    routed: for each route, one dict for each part: its order, counts and rows, by the same names.
+    """
+
     def __init__(self, module: fx.GraphModule, axes: Mapping[fx.Node, Any]) -> None:
-        self.module, self.axes = module, axes
-        self.graph, self.whole = fx.Graph(), dict[fx.Node, fx.Node]()
+        self.module = module
+        self.axes = axes
+        self.graph = fx.Graph()
+        self.whole = dict[fx.Node, fx.Node]()
         self.sequences: Any = None
         self.kept: dict[fx.Node, tuple[Route, str]] = {}
         self.routed: dict[Route, list[dict[str, fx.Node]]] = {}
 
     def run(self, ranges: Mapping[Range, fx.Node]) -> fx.GraphModule:
+        """Copies the graph in its order, ranges in parts. Arguments and result are those of `cut`."""
         calls = [node for node in self.module.graph.nodes if node.op == "call_function"]
-        place = {label(node): at for at, node in enumerate(calls)}
-        begins = {place[each.first]: each for each in ranges}
+        place_of = {label(node): index for index, node in enumerate(calls)}
+        begins = {place_of[each.first]: each for each in ranges}
         for node in self.module.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.whole[node] = self._copy(node, self.whole.__getitem__)
         for route in routes(self.module.graph):
-            for found, batch in ranges.items():
-                if place[found.first] <= place[label(route.pack)] <= place[found.last]:
-                    self._route(route, batch, found.k)
-        at = 0
-        while at < len(calls):
-            if at not in begins:
-                self.whole[calls[at]] = self._copy(calls[at], self.whole.__getitem__)
-                at += 1
+            for range_, batch in ranges.items():
+                if place_of[range_.first] <= place_of[label(route.pack)] <= place_of[range_.last]:
+                    self._route(route, batch, range_.k)
+        index = 0
+        while index < len(calls):
+            if index not in begins:
+                self.whole[calls[index]] = self._copy(calls[index], self.whole.__getitem__)
+                index += 1
                 continue
-            found = begins[at]
-            end = place[found.last] + 1
+            range_ = begins[index]
+            end = place_of[range_.last] + 1
             while end < len(calls) and is_result(calls[end]):
                 end += 1
-            self.sequences = self._size_of(ranges[found])
-            self._cut(calls[at:end], found.k, found.lag)
-            at = end
+            self.sequences = self._size_of(ranges[range_])
+            self._cut(calls[index:end], range_.k, range_.lag)
+            index = end
         output = self.module.graph.output_node()
         self.graph.output(fx.node.map_arg(output.args[0], self.whole.__getitem__))
         merge_weight_gradients(self.graph)
         return fx.GraphModule(self.module, self.graph)
 
     def _size_of(self, batch: fx.Node, route: Route | None = None) -> Any:
+        """Returns the length of the batch: a number, or a node that computes it when the graph runs."""
         size = batch.meta["val"].shape[0]
         if isinstance(size, int):
             return size
-        # Of what comes later: the tokens that the slots are of.
+        # The orders of parts are computed before everything else (`_route`), so the batch may not exist yet.
+        # The slots do: tokens = slots / top_k.
         if route is not None and batch is route.pack.args[0]:
             slots = self._call(aten.sym_size.int, self.whole[route.kept["slot"]], 0)
             return self._call(operator.floordiv, slots, route.pack.args[5])
         return self._call(aten.sym_size.int, self.whole[batch], 0)
 
     def _route(self, route: Route, batch: fx.Node, k: int) -> None:
-        """What each part must know of a route comes before all rows, for which it would wait on the link."""
+        """Computes the order and the row counts of every part of a route, before any rows of the pass travel.
+
+        Later, an exchange of counts would queue behind rows on the link, and the host would wait for both.
+        """
         slot, _, send, own, _ = (self.whole[route.kept[name]] for name in ORDER)
         self.kept |= {node: (route, name) for name, node in route.kept.items()}
-        parts, size = self.routed.setdefault(route, []), self._size_of(batch, route)
+        parts = self.routed.setdefault(route, [])
+        size = self._size_of(batch, route)
         rows: Any = route.pack.args[0]
         dtype = rows.meta["val"].dtype
         for part in range(k):
 
             def call(what: str, target: Any, *args: Any, part: int = part) -> fx.Node:
+                """Adds a call that is labelled by the route's pack, ``what`` and the part."""
                 return self._call(target, *args, name=f"{label(route.pack)}, {what} of part {part}")
 
             order = call("order", order_of_part, slot, send, own, route.layer, size, part, k)
@@ -197,107 +268,127 @@ class _Cutter:
             parts.append(dict(zip(ORDER, (slot_p, position_p, send_p, own_p, recv_p), strict=True)))
 
     def _routed(self, node: fx.Node, part: int) -> fx.Node:
-        (route, what), whole = self.kept[node], self.whole[node]
+        """Returns one part of a tensor that a route has saved from the forward pass."""
+        route, kind = self.kept[node]
+        whole = self.whole[node]
         parts = self.routed[route]
-        if what not in parts[part]:
-            counts = [each[what.partition(" ")[0]] for each in parts]
-            name = f"{label(route.pack)}, rows {what} of part {part}"
-            parts[part][what] = self._call(rows_of_part, whole, counts, part, name=name)
-        return parts[part][what]
+        if kind not in parts[part]:
+            counts = [each[kind.partition(" ")[0]] for each in parts]
+            call_name = f"{label(route.pack)}, rows {kind} of part {part}"
+            parts[part][kind] = self._call(rows_of_part, whole, counts, part, name=call_name)
+        return parts[part][kind]
 
     def _call(self, target: Callable[..., Any], *args: Any, name: str = "") -> fx.Node:
-        made = self.graph.call_function(target, args)
+        """Adds a call to the new graph. name: its `label`, if it needs one."""
+        call = self.graph.call_function(target, args)
         if name:
-            made.meta["label"] = name
-        return made
+            call.meta["label"] = name
+        return call
 
     def _copy(self, node: fx.Node, value: Callable[[fx.Node], fx.Node], part: str = "") -> fx.Node:
+        """Copies a node to the new graph. value: gives the new node of each input. part: ends the label."""
         copied = self.graph.node_copy(node, value)
         copied.meta = {**node.meta, "origin": label(node), "label": label(node) + part}
         return copied
 
     def _cut(self, body: Sequence[fx.Node], k: int, lag: int) -> None:
+        """Adds one range in k parts, in the order of `turns`, and joins the results that others need."""
         parts: list[dict[fx.Node, fx.Node]] = [{} for _ in range(k)]
         inside = set[fx.Node]()
         for node in body:
-            if any(each in inside or self.axes[each] is not None for each in node.all_input_nodes):
+            if any(source in inside or self.axes[source] is not None for source in node.all_input_nodes):
                 inside.add(node)
-            else:  # made of nothing that is cut: once for all parts
+            else:  # no input is cut: computed once, for all parts
                 self.whole[node] = self._copy(node, self.whole.__getitem__)
         cut = (node for node in body if node in inside)
-        found = stages(cut, lambda node: node.target is moe.exchange.default)
-        for at, part in turns(len(found), k, lag):
-            for node in found[at]:
+        stages_of_range = stages(cut, lambda node: node.target is moe.exchange.default)
+        for stage, part in turns(len(stages_of_range), k, lag):
+            for node in stages_of_range[stage]:
                 self._emit(node, part, k, parts)
         for node in body:
+            # A tuple is not joined: the nodes that take its elements are.
             is_one = not isinstance(node.meta.get("val"), (tuple, list))
             if node in inside and is_one and not inside.issuperset(node.users):
                 self.whole[node] = self._join(node, parts)
                 self.whole[node].meta |= {"joins": label(node), "label": f"{label(node)}, joined"}
 
     def _emit(self, node: fx.Node, part: int, k: int, parts: Sequence[dict[fx.Node, fx.Node]]) -> None:
-        here = parts[part]
+        """Adds one part of a node, and enters it in ``parts``: by part, the new nodes of the old ones."""
+        new_nodes = parts[part]
 
         def value(each: fx.Node) -> fx.Node:
-            if each not in here:
-                axis, whole = self.axes.get(each), self.whole[each]
-                here[each] = self._routed(each, part) if each in self.kept else whole
+            """Returns this part of an input; an input from outside the range is cut at its first use."""
+            if each not in new_nodes:
+                axis = self.axes.get(each)
+                whole = self.whole[each]
+                new_nodes[each] = self._routed(each, part) if each in self.kept else whole
                 if isinstance(axis, int) and isinstance(each.meta.get("val"), Tensor):
                     name = f"{label(each)}, cut for part {part}"
-                    here[each] = self._call(part_of_batch, whole, axis, self.sequences, part, k, name=name)
-            return here[each]
+                    new_nodes[each] = self._call(
+                        part_of_batch, whole, axis, self.sequences, part, k, name=name
+                    )
+            return new_nodes[each]
 
-        used = None
-        if node.target is moe.order.default and part:
-            used = self._call(operator.getitem, parts[part - 1][node], 3)
+        used_E = None
+        if node.target is moe.order.default and part:  # takes the capacity that the part before has used
+            used_E = self._call(operator.getitem, parts[part - 1][node], 3)
         copied = self._copy(node, value, f", part {part}")
         axis = self.axes[node]
         if node.target in SIZED and isinstance(axis, int):
             whole = node.meta["val"].shape
-            sizes = [whole[at] if each == -1 else each for at, each in enumerate(copied.args[1])]  # type: ignore[arg-type]
+            sizes = [whole[index] if each == -1 else each for index, each in enumerate(copied.args[1])]  # type: ignore[arg-type]
             sizes[axis] = -1
             copied.args = (copied.args[0], sizes)
         if node.target in MADE and isinstance(axis, int):
             source: Any = node.args[0]
             sizes = [*copied.args[1]]  # type: ignore[misc]
             with self.graph.inserting_before(copied):
-                sizes[axis] = self._call(aten.sym_size.int, here[source], self.axes[source])
+                sizes[axis] = self._call(aten.sym_size.int, new_nodes[source], self.axes[source])
             copied.args = (copied.args[0], sizes, *copied.args[2:])
-        if used is not None:
-            copied.args = (*copied.args[:3], used, *copied.args[4:])
-        here[node] = copied
+        if used_E is not None:
+            copied.args = (*copied.args[:3], used_E, *copied.args[4:])
+        new_nodes[node] = copied
 
-    # ---- what the whole batch would have given
+    # ---- values of the whole batch, from its parts
 
     def _join(self, node: fx.Node, parts: Sequence[Mapping[fx.Node, fx.Node]]) -> fx.Node:
-        found, axis = [each[node] for each in parts], self.axes[node]
-        # A view is one of the whole, which is joined once.
+        """Returns the node's value for the whole batch. How parts are joined follows from the node's axis:
+
+        a dimension   concatenated
+        SUM           added
+        None          the same in all parts: the first is taken
+        IRREGULAR     rows are put in the order of the whole batch, counts added, an order computed again
+        """
+        values = [part[node] for part in parts]
+        axis = self.axes[node]
+        # Views of one tensor share its joined copy: each joined by itself would need memory of its own.
         if (isinstance(axis, int) or axis == SUM) and node.target in VIEWS:
             source = node.all_input_nodes[0]
             if source not in self.whole:
                 self.whole[source] = self._join(source, parts)
             return self._copy(node, self.whole.__getitem__)
         if isinstance(axis, int):
-            return self._call(aten.cat.default, found, axis)
+            return self._call(aten.cat.default, values, axis)
         if axis == SUM:
-            return functools.reduce(lambda a, b: self._call(aten.add.Tensor, a, b), found)
+            return functools.reduce(lambda a, b: self._call(aten.add.Tensor, a, b), values)
         if axis is None:
-            return found[0]
+            return values[0]
         source, place = _maker(node, self.axes)
         if source.target is moe.order.default:
             return self._order(source, place, parts)
         if source.target is moe.exchange_counts.default or not isinstance(node.meta["val"], Tensor):
-            total = found[0]  # row counts, and numbers of rows
-            for each in found[1:]:
-                total = self._call(operator.add, total, each)
+            total = values[0]  # row counts, or a number of rows
+            for part in values[1:]:
+                total = self._call(operator.add, total, part)
             return total
         counts, by_expert = _layout(source, place, self.axes)
-        return self._call(joined_rows, found, [each[counts] for each in parts], by_expert)
+        return self._call(joined_rows, values, [part[counts] for part in parts], by_expert)
 
     def _order(self, node: fx.Node, place: int, parts: Sequence[Mapping[fx.Node, fx.Node]]) -> fx.Node:
-        if place == 3:
+        """Returns a result of `order` for the whole batch. place: which of its results."""
+        if place == 3:  # used_E: the last part has counted all before it
             return self._call(operator.getitem, parts[-1][node], 3)
-        if node not in self.whole:  # sorted once more, for all
+        if node not in self.whole:  # sorts the whole batch once more
             for each in node.all_input_nodes:
                 if each not in self.whole:
                     self.whole[each] = self._join(each, parts)
@@ -306,7 +397,7 @@ class _Cutter:
 
 
 def _maker(node: fx.Node, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, int]:
-    """The layer's operator that made irregular rows, and which of its results they are."""
+    """Returns the layer's operator from which an irregular tensor comes, and the position of its result."""
     place = 0
     while node.target not in MAKERS:
         if node.target is operator.getitem:
@@ -318,15 +409,19 @@ def _maker(node: fx.Node, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, int]:
 
 
 def _layout(node: fx.Node, place: int, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, bool]:
-    """The counts by which its rows lie, and whether experts come first there."""
+    """Returns the node of the counts of an operator's rows, and whether they lie by (expert, sender).
+
+    node, place: the operator and the position of its result, as `_maker` returns them.
+    """
     args: Any = node.args
     if node.target is moe.pack.default:
         return args[3 + place], False
     if node.target is moe.exchange.default:
         return args[2], not args[4]
-    return args[2], _layout(*_maker(args[0], axes), axes)[1]  # the experts' rows lie as those they were given
+    return args[2], _layout(*_maker(args[0], axes), axes)[1]  # the experts' results lie as their rows do
 
 
 MAKERS = frozenset(
     getattr(moe, name).default for name in ("order", "exchange_counts", "pack", "exchange", "experts")
 )
+"""Operators of a layer that make irregular tensors."""

@@ -31,8 +31,8 @@ TRAINING = (
         name="tensors-too-many",
         breaks="a tensor that a layout does not know is left out in silence",
         file=CONVERT,
-        old="(key for key in held if key not in owners)",
-        new="(key for key in held if key in ())",
+        old="(key for key in tensors if key not in owners)",
+        new="(key for key in tensors if key in ())",
         tests=LAYOUTS,
     ),
     Plant(

@@ -13,12 +13,12 @@ import torch
 
 import pmoe
 from pmoe import warn
+from pmoe.call.sizes import memory_shape
 from pmoe.choose import open_choice as chosen
 from pmoe.choose import search as searched
 from pmoe.choose import trials
 from pmoe.comm.agreement import largest
 from pmoe.comm.ranks import Ranks
-from pmoe.layer.predict_memory import memory_shape
 from pmoe.planner.candidates import bound
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost

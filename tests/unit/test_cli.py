@@ -18,9 +18,9 @@ import torch
 
 import pmoe
 from pmoe import MoELayer, Restore, cli
+from pmoe.call.sizes import memory_shape
 from pmoe.integrations.run_folder import SCALARS, Row, append
 from pmoe.kernels import extension, status
-from pmoe.layer.predict_memory import memory_shape
 from pmoe.measure.profile import load_profile, profile_path, save_profile
 from pmoe.planner.candidates import bound
 from pmoe.planner.degree import Choice

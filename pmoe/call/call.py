@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from pmoe.call.modules import Parts
@@ -32,8 +31,3 @@ class Call:
     token_ids: Tensor | None
     mask: Tensor | None
     replay: Replay
-
-
-def is_captured(x: object) -> bool:
-    """Whether kernels that are launched now for x become part of a CUDA graph."""
-    return isinstance(x, Tensor) and x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -77,6 +77,11 @@ class Parts(Modules):
         return replace(self, shared_expert=None)
 
     @property
+    def scheduled(self) -> Parts:
+        """These parts, or those without the shared expert if a call must call it as a module."""
+        return self.without_shared_expert if self.calls_shared_expert else self
+
+    @property
     def calls_shared_expert(self) -> bool:
         """Whether the shared expert is called as a module, and not computed by a task of the schedule.
 

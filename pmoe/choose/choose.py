@@ -27,5 +27,7 @@ def choose(
             if is_open:
                 return open_choice.choose_among(Batch(parts, counts, inputs, orders), restore)
     assert n is not None
-    restore = with_room(restore or parts.pairs[0], counts)
+    restore = restore or parts.pairs[0]
+    if counts.host_shortage:
+        restore = with_room(restore, counts)
     return Choice(forward=n, backward=spec.pipeline_backward or n, restore=restore)

@@ -268,8 +268,7 @@ class Ranks:
         return f"rank {self.rank} of {self.size}"
 
 
-@contextlib.contextmanager
-def at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
+def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None]:
     """Adds the stage and this rank to errors of collectives in the block, and publishes every failure.
 
     A RuntimeError is taken for a collective's: a peer has died or did not come in time. It is raised again
@@ -278,11 +277,14 @@ def at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
 
     stage: what the block does, in words.
     """
+    return contextlib.nullcontext() if ranks.size == 1 else _at_stage(stage, ranks)
+
+
+@contextlib.contextmanager
+def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if ranks.size == 1:
-            raise
         from pmoe.comm import told
 
         late = "a peer has died, never arrived, or took longer than the group's timeout: "
@@ -293,10 +295,9 @@ def at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
         told.leave(failed, ranks, stage="", by_itself=False)
         raise failed from error
     except BaseException as error:
-        if ranks.size > 1:
-            from pmoe.comm import told
+        from pmoe.comm import told
 
-            told.leave(error, ranks, stage)
+        told.leave(error, ranks, stage)
         raise
 
 
@@ -310,8 +311,7 @@ has_told: threading.Event = threading.Event()
 """Set when this rank publishes a failure. Its next call over a group that is whole clears it."""
 
 
-@contextlib.contextmanager
-def telling(ranks: Ranks, stage: str) -> Iterator[None]:
+def telling(ranks: Ranks, stage: str) -> contextlib.AbstractContextManager[None]:
     """Publishes an error of the block, by which this rank leaves a pass in the middle.
 
     It is for errors that one rank alone may raise (users' code, a failed allocation) while its peers wait for
@@ -319,13 +319,17 @@ def telling(ranks: Ranks, stage: str) -> Iterator[None]:
 
     stage: what the block does, in words, for the message of this rank's next call.
     """
+    return contextlib.nullcontext() if ranks.size == 1 else _telling(ranks, stage)
+
+
+@contextlib.contextmanager
+def _telling(ranks: Ranks, stage: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if ranks.size > 1:
-            from pmoe.comm import told
+        from pmoe.comm import told
 
-            told.leave(error, ranks, stage)
+        told.leave(error, ranks, stage)
         raise
 
 

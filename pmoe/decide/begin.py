@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
-from pmoe.call.call import Call, is_captured
+from pmoe.call.call import Call
 from pmoe.call.description import options_in_words
 from pmoe.call.module_calls import check_callbacks
 from pmoe.call.modules import Parts
@@ -25,7 +26,7 @@ def begin_call(
     call = Call(
         layer=layer,
         parts=parts,
-        scheduled=parts.without_shared_expert if parts.calls_shared_expert else parts,
+        scheduled=parts if parts.shared_module is None else parts.scheduled,
         x=x,
         token_ids=token_ids,
         mask=mask,
@@ -39,6 +40,11 @@ def begin_call(
         check_capturable(call)
     check_ranks(parts)
     return call
+
+
+def is_captured(x: object) -> bool:
+    """Whether kernels that are launched now for x become part of a CUDA graph."""
+    return isinstance(x, Tensor) and x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_ranks(parts: Parts) -> None:

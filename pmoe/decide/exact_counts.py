@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from pmoe.call.call import Call
 from pmoe.call.decision import Agreed, CallCounts, Decision
 from pmoe.call.modules import Parts
+from pmoe.call.routed import Routed
 from pmoe.choose.choose import choose
 from pmoe.choose.slots import slots_to_ask
-from pmoe.comm.counts import CountsExchange, Fault, RankCounts
+from pmoe.comm.counts import CountsExchange, Fault, FaultError, RankCounts
 from pmoe.comm.ranks import telling
 from pmoe.decide.route import route_batch
-from pmoe.decide.stored_state import LoadedExchange
+from pmoe.decide.stored_state import check_loaded
 from pmoe.engine.cut import Orders
 from pmoe.engine.once import OnceOrders
 from pmoe.engine.passes import Inputs
@@ -31,7 +34,7 @@ class ExactCounts:
         self.call = call
         self.routed = route_batch(call)
         parts = call.parts
-        routing = self.routed.routing
+        routing = self.routed.gated.routing
         count = routing.expert.shape[0] if routing.token is None else self.routed.num_tokens
         kind = OnceOrders if parts.spec.send_once else Orders
         self.orders = kind(call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token))
@@ -53,7 +56,7 @@ class ExactCounts:
         """Begins the exchange of counts in bins. The bins are the chunks, if their number and share of rows
         are fixed."""
         parts, routed, orders = self.call.parts, self.routed, self.orders
-        routing = routed.routing
+        routing = routed.gated.routing
         has_k_choices = routing.expert.shape[1] == parts.spec.top_k  # dropped rows among them
         return CountsExchange(
             parts.grid,
@@ -62,7 +65,7 @@ class ExactCounts:
             fault=fault,
             needs_grad=parts.asks_for_gradients(routed.x_TM, routing.weight),
             training=self.call.layer.training,
-            dtype=routed.dtype,
+            dtype=routed.autocast or routed.x_TM.dtype,
             traffic=parts.traffic,
             slots=slots_to_ask(parts, routed),
             once_FP=orders.count_once(parts.num_bins),
@@ -100,3 +103,37 @@ class ExactCounts:
         plan = self.orders.plan(agreed.counts, agreed.choice)
         counts = CallCounts(agreed.counts.on_host(), agreed.counts.max_tokens)
         return Decision.in_chunks(self.call, self.routed, inputs, plan, counts)
+
+
+class LoadedExchange:
+    """The exchange of a call's row counts, in which a rank also reports that its experts were loaded.
+
+    If any rank's were, all ranks compare their experts after the exchange, and exchange the counts again.
+
+    begin: starts the exchange with a fault.
+    """
+
+    def __init__(
+        self, parts: Parts, routed: Routed, begin: Callable[[Tensor | Fault], CountsExchange]
+    ) -> None:
+        self._parts = parts
+        self._routed = routed
+        self._begin = begin
+        self._exchange = begin(Fault.LOADED if parts.experts.was_loaded else routed.gated.fault)
+
+    def finish(self) -> RankCounts:
+        """Waits for the counts.
+
+        Raises FaultError on all ranks if any rank reported a fault, and on that rank the error behind it.
+        Raises ValueError on all ranks if two ranks hold equal experts since a state dict was loaded.
+        """
+        try:
+            return self._exchange.finish()
+        except FaultError as error:
+            if error.fault is not Fault.LOADED:
+                raise (self._routed.failure or error) from None
+        check_loaded(self._parts)
+        try:
+            return self._begin(self._routed.gated.fault).finish()
+        except FaultError as error:
+            raise (self._routed.failure or error) from None

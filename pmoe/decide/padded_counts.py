@@ -20,9 +20,9 @@ from pmoe.call.routed import Gated, Routed
 from pmoe.call.sizes import splits_of
 from pmoe.choose.choose import choose
 from pmoe.comm.counts import CountsExchange, Fault, RankCounts
+from pmoe.decide.exact_counts import LoadedExchange
 from pmoe.decide.fused_choice import find_steps, kernels_runner, may_fuse, promised
 from pmoe.decide.route import ask_gate, cast_dtype, route_batch
-from pmoe.decide.stored_state import LoadedExchange
 from pmoe.engine.cut import Orders
 from pmoe.engine.padding import PaddedKind, check_same_calls, make_padding
 from pmoe.engine.passes import Inputs

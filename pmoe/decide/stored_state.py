@@ -11,23 +11,21 @@ Each rank's ``state_dict()`` has that rank's experts, under names that every ran
                         hand have no metadata): they must differ by rank
 
 Loading is not a collective: one rank may load and the others not. So a rank that has loaded says so with the
-row counts of its next call, and all ranks compare before that call goes on (`LoadedExchange`).
+row counts of its next call, and all ranks compare before that call goes on
+(`pmoe.decide.exact_counts.LoadedExchange`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
 
 from pmoe.call.modules import Parts
-from pmoe.call.routed import Routed
 from pmoe.comm import told
 from pmoe.comm.agreement import gathered
-from pmoe.comm.counts import CountsExchange, Fault, FaultError, RankCounts
 from pmoe.comm.ranks import Grid
 from pmoe.decide.dense_values import fingerprint
 from pmoe.experts.base import Experts, local_part
@@ -216,40 +214,6 @@ def _is_own(value: Any, parameter: Tensor) -> bool:
 
 
 # ---- the next call
-
-
-class LoadedExchange:
-    """The exchange of a call's row counts, in which a rank also reports that its experts were loaded.
-
-    If any rank's were, all ranks compare their experts after the exchange, and exchange the counts again.
-
-    begin: starts the exchange with a fault.
-    """
-
-    def __init__(
-        self, parts: Parts, routed: Routed, begin: Callable[[Tensor | Fault], CountsExchange]
-    ) -> None:
-        self._parts = parts
-        self._routed = routed
-        self._begin = begin
-        self._exchange = begin(Fault.LOADED if parts.experts.was_loaded else routed.gated.fault)
-
-    def finish(self) -> RankCounts:
-        """Waits for the counts.
-
-        Raises FaultError on all ranks if any rank reported a fault, and on that rank the error behind it.
-        Raises ValueError on all ranks if two ranks hold equal experts since a state dict was loaded.
-        """
-        try:
-            return self._exchange.finish()
-        except FaultError as error:
-            if error.fault is not Fault.LOADED:
-                raise (self._routed.failure or error) from None
-        check_loaded(self._parts)
-        try:
-            return self._begin(self._routed.gated.fault).finish()
-        except FaultError as error:
-            raise (self._routed.failure or error) from None
 
 
 def check_loaded(parts: Parts) -> None:

@@ -82,6 +82,10 @@ def load_balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
     check_tensors(2, probability_TE=probability_TE, expert_TK=expert_TK)
     if expert_TK.dtype != torch.int64:
         raise TypeError(f"expert_TK of dtype {expert_TK.dtype} must have dtype torch.int64")
+    return _load_balance_loss(probability_TE, expert_TK)
+
+
+def _load_balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
     num_tokens, num_experts = probability_TE.shape
     chosen = expert_TK.reshape(-1)
     share_E = torch.zeros(num_experts, dtype=probability_TE.dtype, device=probability_TE.device)

@@ -105,22 +105,21 @@ def _operations(
 ) -> dict[str, LaneWork]:
     """By the name of their line in `Operations`; without those of one rank, where nothing travels."""
     sharing, size = Sharing(inside, Traffic()), dtype.itemsize
-    inside_stage = at_stage(MESSAGES, inside)
 
     def zeros(elements: int) -> Tensor:  # sums of them stay finite; written, so they have memory of their own
         return torch.empty(elements, dtype=dtype, device=device).zero_()
 
     def all_gather(n: int) -> TimedCall:
         rows, out, copies = zeros(n), zeros(inside.size * n), zeros(sharing.copies(n))
-        return inside_stage(lambda: sharing.all_gather(rows, out, [n] * inside.size, copies))
+        return with_stage(inside, lambda: sharing.all_gather(rows, out, [n] * inside.size, copies))
 
     def reduce_scatter(n: int) -> TimedCall:
         rows, out, parts = zeros(inside.size * n), zeros(n), zeros(inside.size * n)
-        return inside_stage(lambda: sharing.reduce_scatter(rows, out, [n] * inside.size, parts))
+        return with_stage(inside, lambda: sharing.reduce_scatter(rows, out, [n] * inside.size, parts))
 
     def all_reduce(n: int) -> TimedCall:
         gradient = zeros(n)
-        return at_stage(MESSAGES, across)(lambda: dist.all_reduce(gradient, group=across.group))
+        return with_stage(across, lambda: dist.all_reduce(gradient, group=across.group))
 
     works = {"gemm": products(device, dtype)}
     if across.size > 1:
@@ -142,3 +141,13 @@ def _line(bench: Bench, work: LaneWork, effort: Effort, full: bool) -> Fit:
         longest = longest_units(bench, work, effort.piece_seconds)
         sizes = [longest >> i for i in range(5)]
     return measured_line(bench, work, sizes, effort.repeats)
+
+
+def with_stage(ranks: Ranks, function: TimedCall) -> TimedCall:
+    """``function`` as a call whose errors name the stage."""
+
+    def call() -> object:
+        with at_stage(MESSAGES, ranks):
+            return function()
+
+    return call

@@ -203,7 +203,7 @@ def test_a_name_that_a_page_gives_exists() -> None:
 
 def test_the_readme_tells_what_every_folder_holds() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 200
+    assert len(text.splitlines()) <= 220
     tree = text.partition("\n## Where things are\n")[2]
     told = re.findall(r"^([a-z]\w*(?:/\w+)?)/  +\S", tree, re.MULTILINE)
     packages = {f"pmoe/{path.parent.name}" for path in (ROOT / "pmoe").glob("*/__init__.py")}

@@ -112,7 +112,10 @@ class DevicePool:
     def trim(self) -> None:
         """Gives all free memory back to the system. Raises RuntimeError while a pass runs."""
         if self._running:
-            raise RuntimeError(f"the pool of {self._device} must not be trimmed while a pass of a layer runs")
+            raise RuntimeError(
+                f"the pool of {self._device} must not be trimmed while a pass of a layer runs: call trim() "
+                "between passes"
+            )
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         self.keep_at_most(0)

@@ -121,7 +121,7 @@ class Hooks:
             rows = rows.to(like.dtype)
         if is_used and (rows.shape[1] != like.shape[1] or rows.dtype != like.dtype):
             raise ValueError(
-                f"callback {name} returned {rows.shape[1]} columns of {rows.dtype}; it must return rows as "
-                f"the layer has them, {like.shape[1]} columns of {like.dtype}"
+                f"callback {name} returned {rows.shape[1]} columns of {rows.dtype}; it must return rows like "
+                f"the layer's, {like.shape[1]} columns of {like.dtype}"
             )
         return rows

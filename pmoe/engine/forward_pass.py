@@ -141,11 +141,14 @@ class Forward(Pass):
         """
         if changed:
             raise RuntimeError(
-                "an expert changes its input in place: its hidden cannot be recomputed from that input, so "
-                'memory_reuse must keep or offload it (hidden="keep" or "offload")'
+                "an expert changes its input in place, so its hidden activation (T_M) cannot be recomputed "
+                "from that input: let its first operation make a new tensor (inplace=False), or let "
+                'memory_reuse keep or offload T_M (hidden="keep" or "offload")'
             )
         if self.plan.rearranged and not self.plan.modules.experts.is_repeatable(recipe):
             raise RuntimeError(
-                "an expert draws random numbers: it can be recomputed only where backward has forward's "
-                f"chunks ({len(self.plan.forward.chunks)}), not {len(self.plan.backward.chunks)}"
+                "an expert draws random numbers, so it can be recomputed only if both passes have the same "
+                "number of chunks: set pipeline_backward to None, or let memory_reuse keep or offload T_M "
+                '(hidden="keep" or "offload"). Chunks of forward: '
+                f"{len(self.plan.forward.chunks)}, of backward: {len(self.plan.backward.chunks)}"
             )

@@ -161,7 +161,7 @@ class HostPool:
             self._collect()
             found = self._find(size) or self._grow(size)
         if found is None:
-            raise _error(f"no piece of {wanted} bytes is left of {self.limit_bytes}")
+            raise _error(f"no free piece has {wanted} bytes, although the limit is {self.limit_bytes}")
         segment, i = found
         start, room = segment.free[i]
         segment.free[i : i + 1] = [(start + size, room - size)] if room > size else []

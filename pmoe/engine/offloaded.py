@@ -69,10 +69,10 @@ class OffloadingForward(Forward):
                 # T_M cannot be recomputed from other chunks if modules drew random numbers, nor from an input
                 # that they changed.
                 if kept.recipe is None or not (self.plan.rearranged or changed):
-                    warn_once(f"{error}; T_M is recomputed where it does not fit")
+                    warn_once(f"{error}. T_M that does not fit is recomputed in backward instead")
                     kept.hidden = None
                 else:
-                    warn_once(f"{error}; T_M stays on the device where it does not fit")
+                    warn_once(f"{error}. T_M that does not fit stays on the device")
 
     def _to_host(self, unit: Unit, tensor: str, tensors: Sequence[Tensor], leave: int = 0) -> list[Tensor]:
         """Takes host memory for the tensors of a unit. A later task copies them.
@@ -87,7 +87,7 @@ class OffloadingForward(Forward):
         if leave and wanted + leave > host.free_bytes:
             raise HostMemoryError(
                 f"host memory for offloading: {wanted} bytes wanted, {host.free_bytes} of {host.limit_bytes} "
-                f"left, {leave} of them for T_DI"
+                f"left, {leave} of these reserved for T_DI"
             )
         targets = [host.take(each.shape, each.dtype) for each in tensors]
         self.leaving_device[tensor, unit] = list(zip(targets, tensors, strict=True))
@@ -194,5 +194,6 @@ def check_host_memory(restore: Restore, where: torch.device) -> None:
     if not host.free_bytes:
         raise ValueError(
             f"memory_reuse ({restore}) must not offload with no host memory left: {host.free_bytes} of "
-            f"{host.limit_bytes} bytes are left"
+            f"{host.limit_bytes} bytes are left. Set pmoe.pool(device).host.limit_bytes higher, or choose a "
+            'pair that does not offload (memory_reuse="S4")'
         )

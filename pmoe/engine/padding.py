@@ -200,8 +200,8 @@ def check_same_calls(told: RankCounts) -> None:
         )
     if len(set(needs_grad)) > 1:
         raise ValueError(
-            "gradients must be asked for on every rank or on none with pad_to_capacity (True): they are not "
-            f"on rank {', '.join(str(rank) for rank, needs in enumerate(needs_grad) if not needs)}"
+            "with pad_to_capacity (True) every rank must need gradients, or none: no gradient is needed on "
+            f"rank {', '.join(str(rank) for rank, needs in enumerate(needs_grad) if not needs)}"
         )
 
 

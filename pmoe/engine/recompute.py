@@ -172,8 +172,8 @@ class _Replaying(Replay):
         call = self.call
         if call.tokens != (x_TM.shape[0], x_TM.dtype):
             raise RuntimeError(
-                f"x (tokens and dtype: {(x_TM.shape[0], x_TM.dtype)}) must be in recomputation what it was "
-                f"in the forward pass ({call.tokens})"
+                f"x (tokens and dtype: {(x_TM.shape[0], x_TM.dtype)}) must have as many tokens and the same "
+                f"dtype in recomputation as in the forward pass ({call.tokens})"
             )
         # The first pass saved x_TM once for each ticket. The checkpoint matches the saved tensors of the two
         # passes by their order, so this pass saves it as often, in the same place.
@@ -268,14 +268,15 @@ class _RunningAgain:
         if at >= len(calls) or calls[at].layer is not layer:
             before = f"the forward pass made {len(calls)}" if at >= len(calls) else "it was another layer's"
             raise RuntimeError(
-                f"call {at + 1} of a MoELayer in recomputation must be the forward pass's, and {before}: a "
-                "function checkpointed with pmoe.checkpoint_contexts must call the same layers in the same "
-                "order when it is run again"
+                f"call {at + 1} of a MoELayer in recomputation must repeat that of the forward pass, but "
+                f"{before}: a function checkpointed with pmoe.checkpoint_contexts must call the same layers "
+                "in the same order when it runs again"
             )
         if calls[at].decided is None or calls[at].tokens is None:
             raise RuntimeError(
-                f"call {at + 1} of a MoELayer in recomputation repeats one that raised an error: a function "
-                "checkpointed with pmoe.checkpoint_contexts must not go on after that"
+                f"call {at + 1} of a MoELayer in recomputation repeats a call that raised an error in the "
+                "forward pass: a function checkpointed with pmoe.checkpoint_contexts must not catch that "
+                "error and go on"
             )
         self._before.setdefault(layer, layer.last)
         return calls[at]
@@ -392,8 +393,8 @@ def unpack(packed: Ticket | tuple[Tensor, int]) -> Tensor:
     tensor, version = packed
     if tensor._version != version:
         raise RuntimeError(
-            f"a tensor of shape {tuple(tensor.shape)} that a gate needs for its gradient has been changed in "
-            f"place since: it is at version {tensor._version}, and must be at version {version}"
+            f"a tensor of shape {tuple(tensor.shape)} that a gate needs for its gradient was changed in "
+            f"place after the gate ran: it is at version {tensor._version}, and must be at version {version}"
         )
     return tensor
 
@@ -427,7 +428,8 @@ class _TakeOver(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         raise RuntimeError(
             "a function checkpointed with pmoe.checkpoint_contexts must not go backward through a MoELayer "
-            "itself (torch.autograd.grad): when it is run again, the gradient of its routing is not known"
+            "itself (torch.autograd.grad): when it runs again, its routing has no graph. Call backward "
+            "outside of the checkpointed function"
         )
 
 

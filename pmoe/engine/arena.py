@@ -70,7 +70,8 @@ class DevicePool:
     bytes_in_use: int
 
     def __init__(self, device: torch.device) -> None:
-        self.bytes_in_use = self.peak_bytes = 0
+        self.bytes_in_use = 0
+        self.peak_bytes = 0
         self._device = device
         self._running: weakref.WeakSet[Arena] = weakref.WeakSet()
 
@@ -136,7 +137,8 @@ class Pool:
     device: DevicePool
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._of = DevicePool(device), device
+        self.device = DevicePool(device)
+        self._of = device
 
     @functools.cached_property
     def host(self) -> HostPool:

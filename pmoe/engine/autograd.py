@@ -71,8 +71,10 @@ class _Experts(torch.autograd.Function):
         y_TM, saved = runner.forward(inputs.like(tensors), keep=True)
         assert saved is not None
         ctx.save_for_backward(*saved.tensors)
-        ctx.backward_from, ctx.inputs = saved.backward, inputs
-        ctx.ranks, ctx.call = ranks, ranks.expect_backward(y_TM.device)
+        ctx.backward_from = saved.backward
+        ctx.inputs = inputs
+        ctx.ranks = ranks
+        ctx.call = ranks.expect_backward(y_TM.device)
         return y_TM
 
     @staticmethod

@@ -65,9 +65,12 @@ class Backward(Pass):
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: Forwarded) -> None:
         super().__init__(plan, plan.backward, grad_TM, keep=True)
-        self.saved, self.kept, self.parameters = saved, saved.kept, saved.inputs.parameters
+        self.saved = saved
+        self.kept = saved.kept
+        self.parameters = saved.inputs.parameters
         self.regroup = saved.regroup or self.regroup  # in `once` it became known only during forward
-        wanted, additions = saved.inputs.like(saved.wanted), self.schedule.num_weight_gradients
+        wanted = saved.inputs.like(saved.wanted)
+        additions = self.schedule.num_weight_gradients
         self.sums = gradient_sums(self.parameters, wanted.parameters, additions)
         self.shared_sums = gradient_sums(saved.inputs.shared_parameters, wanted.shared_parameters, 1)
         self.grad_shared_weight: Tensor | None = None
@@ -88,6 +91,7 @@ class Backward(Pass):
             if plan.joined is not None:
                 received = received.index_select(0, plan.joined.weight_map)
             self.weight_of_chunk = split_by_chunk(received, self.cut)
+            # One tensor, unless experts are sharded: `sharded` replaces the first.
             self.grad_weight_leaving = self.grad_weight_gathered = torch.empty_like(self.grad_weight_rows)
             self.grad_weight_home = weight.new_empty(self.journey.slot.shape[0])
 
@@ -149,8 +153,8 @@ class Backward(Pass):
         """Runs M: recomputes T_M of a unit from T_DI."""
         unit = (i, at)
         recipe = next((kept.recipe for kept, _ in self.parts(unit)), None)
-        given = self.for_experts(unit, self.rows_of(unit))
-        self.hidden[unit] = self.plan.modules.experts.recompute(given, recipe)
+        expert_rows = self.for_experts(unit, self.rows_of(unit))
+        self.hidden[unit] = self.plan.modules.experts.recompute(expert_rows, recipe)
 
     def hidden_of(self, unit: Unit) -> Hidden:
         """Returns T_M of a unit, and recomputes it if no earlier task restored it."""
@@ -166,7 +170,8 @@ class Backward(Pass):
 
     def local(self, j: int) -> None:
         """Runs L: computes the gradients of the inputs of piece j, whose rows stay on this rank."""
-        piece, unit = self.cut.pieces[j], (j, "_L")
+        piece = self.cut.pieces[j]
+        unit = (j, "_L")
         slot = self.cut.slot[piece.rows]
         grad_NM = self.gather_local(self.source_TM, self.temporary("dT_DO_L", j), j)
         weight_N = self.weight.index_select(0, slot)
@@ -186,9 +191,9 @@ class Backward(Pass):
 
     def _input_gradient(self, unit: Unit, grad_NM: Tensor, weight_N: Tensor, out_NM: Tensor) -> Tensor:
         """Writes dT_DI of a unit to out_NM (N, M), and returns the gradients of its routing weights (N,)."""
-        given = self.for_experts(unit, self.rows_of(unit), out_NM)
+        expert_rows = self.for_experts(unit, self.rows_of(unit), out_NM)
         _, grad_weight_N, self.pending[unit] = self.plan.modules.experts.input_gradient(
-            grad_NM, given, weight_N, self.hidden_of(unit)
+            grad_NM, expert_rows, weight_N, self.hidden_of(unit)
         )
         return grad_weight_N
 

@@ -80,17 +80,17 @@ class Hooks:
     def of(callbacks: Iterable[Callback]) -> Hooks | None:
         """Collects the hooks of callbacks; None if they override none inside the layer."""
         callbacks = tuple(callbacks)
-        at = {
+        hooks_at = {
             point: tuple(
-                (f"{type(each).__name__}.{point}", getattr(each, point))
-                for each in callbacks
-                if getattr(type(each), point) is not getattr(Callback, point)
+                (f"{type(callback).__name__}.{point}", getattr(callback, point))
+                for callback in callbacks
+                if getattr(type(callback), point) is not getattr(Callback, point)
             )
             for point in POINTS
         }
-        if not any(at.values()):
+        if not any(hooks_at.values()):
             return None
-        return Hooks(at, tuple(each for each in callbacks if isinstance(each, nn.Module)))
+        return Hooks(hooks_at, tuple(callback for callback in callbacks if isinstance(callback, nn.Module)))
 
     def has(self, point: str) -> bool:
         """Whether a point has hooks."""
@@ -105,7 +105,8 @@ class Hooks:
 
         Raises TypeError or ValueError if a hook returns anything else.
         """
-        num_rows, behind = rows.shape[0], point.replace("before_", "after_")
+        num_rows = rows.shape[0]
+        point_after = point.replace("before_", "after_")
         for name, hook in self.at[point]:
             rows = hook(rows, chunk)
             if not isinstance(rows, Tensor):
@@ -115,7 +116,8 @@ class Hooks:
                     f"callback {name} returned shape {tuple(rows.shape)} for the {num_rows} rows of chunk "
                     f"{chunk}; it must return as many rows as it was given, (N, columns)"
                 )
-        is_used = point == behind or not self.has(behind)
+        # Whether rows go on to the experts or to their tokens as they are, not to other hooks.
+        is_used = point == point_after or not self.has(point_after)
         if is_used and rows.is_floating_point() and torch.is_autocast_enabled(rows.device.type):
             # Under autocast norms and sums return float32. The next product would cast it anyway.
             rows = rows.to(like.dtype)

@@ -57,7 +57,9 @@ class Orders:
     padding: Padding | None = None
 
     def __init__(self, modules: Modules, expert_TK: Tensor, keep_TK: Tensor | None, tokens: Tokens) -> None:
-        self.expert_TK, self.keep_TK, self.tokens = expert_TK, keep_TK, tokens
+        self.expert_TK = expert_TK
+        self.keep_TK = keep_TK
+        self.tokens = tokens
         self.modules = modules
         self._sorted: dict[int, SortedRows] = {}
         self._counted: dict[int, Tensor] = {}
@@ -65,10 +67,12 @@ class Orders:
     def slots(self, n: int) -> SortedRows:
         """All slots, sorted by chunk and expert for n chunks; dropped ones last."""
         if n not in self._sorted:
-            modules, pieces = self.modules, self.modules.num_pieces(n)
-            experts, staying = modules.num_experts, modules.staying
+            modules = self.modules
+            num_pieces = self.modules.num_pieces(n)
+            num_experts = modules.num_experts
+            staying = modules.staying
             self._sorted[n] = sort_rows(
-                self.expert_TK, self.keep_TK, n, experts, staying, pieces, self.tokens
+                self.expert_TK, self.keep_TK, n, num_experts, staying, num_pieces, self.tokens
             )
         return self._sorted[n]
 
@@ -138,7 +142,7 @@ def make_plan(orders: Orders, n: int, n_backward: int, shared: RankCounts, resto
         rank = modules.grid.all.rank
         received, received_device = bins.recv, bins.recv_device
         if modules.stages.local:
-            received, received_device = (without_own(each, rank) for each in (received, received_device))
+            received, received_device = (without_own(counts, rank) for counts in (received, received_device))
         joined = join_chunks(received, received_device, bins.recv[:, rank], n, n_backward)
         backward = _cut(orders, n_backward, bins)
     return Plan(
@@ -155,18 +159,26 @@ def make_plan(orders: Orders, n: int, n_backward: int, shared: RankCounts, resto
 
 def _cut(orders: Orders, n: int, bins: RankCounts) -> PassPlan:
     """Cuts the sorted rows into n chunks for one pass. bins: row counts in bins that both passes share."""
-    modules, tokens, top_k = orders.modules, orders.tokens, orders.expert_TK.shape[1]
-    num_pieces, slots, travelling = modules.num_pieces(n), orders.slots(n), orders.sent(n)
-    grid, bypass_local = modules.grid, modules.stages.local
+    modules = orders.modules
+    tokens = orders.tokens
+    top_k = orders.expert_TK.shape[1]
+    num_pieces = modules.num_pieces(n)
+    slots = orders.slots(n)
+    travelling = orders.sent(n)
+    grid = modules.grid
+    bypass_local = modules.stages.local
     rank = grid.all.rank
     shared = bins.joined(n)
     travelling_counts = shared.travelling(rank) if bypass_local else shared
-    send, recv, recv_device = travelling_counts.send, travelling_counts.recv, travelling_counts.recv_device
+    send = travelling_counts.send
+    recv = travelling_counts.recv
+    recv_device = travelling_counts.recv_device
     bins_device = recv_device if shared is bins else bins.recv_device
     if bypass_local and shared is not bins:
         bins_device = without_own(bins_device, rank)
     come_rows = travelling_counts.received_rows
-    sent, come = travelling_counts.sent_rows.tolist(), come_rows.tolist()
+    sent_by_chunk = travelling_counts.sent_rows.tolist()
+    come_by_chunk = come_rows.tolist()
     are_several = _are_several(come_rows)
     by_expert = recv.sum(1).tolist()
     # Computed for all chunks at once: on a GPU, one chunk at a time would be several launches for each.
@@ -176,47 +188,51 @@ def _cut(orders: Orders, n: int, bins: RankCounts) -> PassPlan:
     if bypass_local:
         local_counts = _by_piece(shared.send[:, rank], num_pieces).tolist()
         local_ends = _ends(_by_piece(shared.recv_device[:, rank], num_pieces).unsqueeze(1))
-    bounds = chunk_bounds(tokens.count, n)
-    ends = [end * top_k for end in bounds]
+    token_bounds = chunk_bounds(tokens.count, n)
+    slot_bounds = [end * top_k for end in token_bounds]
     if tokens.of_slot is not None:  # no slot is dropped then, so the counts are the numbers of slots
-        ends = [0, *itertools.accumulate(shared.send.sum((1, 2)).tolist())]
-    chunks, pieces, first = [], [], 0
+        slot_bounds = [0, *itertools.accumulate(shared.send.sum((1, 2)).tolist())]
+    chunks = []
+    pieces = []
+    first_row = 0
     # Rows by (source rank, chunk, expert, bin of the chunk), the order in which they arrive from one source.
     fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
     for i in range(n):
-        send_rows, (recv_rows, gathered) = sent[i], _by_place(come[i], grid)
+        send_rows = sent_by_chunk[i]
+        recv_rows, gathered = _by_place(come_by_chunk[i], grid)
         regroup = None
         if shared.sent_once is None and are_several[i]:
-            regroup = _regroup(fine[:, i].flatten(1), come[i])
+            regroup = _regroup(fine[:, i].flatten(1), come_by_chunk[i])
         chunks.append(
             Chunk(
-                tokens=slice(bounds[i], bounds[i + 1]),
-                slots=slice(ends[i], ends[i + 1]),
-                sent=slice(first, first + sum(send_rows)),
+                tokens=slice(token_bounds[i], token_bounds[i + 1]),
+                slots=slice(slot_bounds[i], slot_bounds[i + 1]),
+                sent=slice(first_row, first_row + sum(send_rows)),
                 send_rows=tuple(send_rows),
                 recv_rows=recv_rows,
                 received=RowGroups(counts=tuple(by_expert[i]), ends=received_ends[i]),
                 regroup=regroup,
-                relayed=[() if each is None else tuple(each[i].tolist()) for each in shared.relayed],
+                relayed=[() if counts is None else tuple(counts[i].tolist()) for counts in shared.relayed],
                 gathered=gathered,
             )
         )
-        first += sum(send_rows)
+        first_row += sum(send_rows)
         # As `sort_rows` sorts them: with a piece for each chunk, piece i follows the rows that chunk i sends;
         # fewer pieces follow the rows of all chunks.
-        follow = range(i, i + 1) if num_pieces == n else range(num_pieces if i == n - 1 else 0)
-        for j in follow:
-            end = first + sum(local_counts[j])
+        following_pieces = range(i, i + 1) if num_pieces == n else range(num_pieces if i == n - 1 else 0)
+        for j in following_pieces:
+            end = first_row + sum(local_counts[j])
             groups = RowGroups(counts=tuple(local_counts[j]), ends=local_ends[j])
-            pieces.append(Piece(rows=slice(first, end), groups=groups))
-            first = end
-    weights = once = None
+            pieces.append(Piece(rows=slice(first_row, end), groups=groups))
+            first_row = end
+    weights = None
+    once = None
     if modules.stages.remote:
         kept = slots.slot[: int(shared.send.sum())]
         weights = _weight_journey(kept, orders.expert_TK, send, recv, fine, modules)
         once = orders.number_rows(n, weights, shared, fine)
-    sent_slot = travelling.slot[:first]
-    token = sent_slot if top_k == 1 else sent_slot // top_k
+    row_slot = travelling.slot[:first_row]
+    token = row_slot if top_k == 1 else row_slot // top_k
     return PassPlan(
         chunks=tuple(chunks),
         pieces=tuple(pieces),
@@ -243,13 +259,14 @@ def _weight_journey(
         # Weights of rows that stay are not sent: behind all ranks, where the slice below leaves them out.
         destination = torch.where(destination == modules.grid.all.rank, send.shape[1], destination)
     come_rows = recv.sum((0, 2))
-    send_rows, come = send.sum((0, 2)).tolist(), come_rows.tolist()
-    recv_rows, gathered = _by_place(come, modules.grid)
+    send_rows = send.sum((0, 2)).tolist()
+    come_by_source = come_rows.tolist()
+    recv_rows, gathered = _by_place(come_by_source, modules.grid)
     return WeightJourney(
         slot=slot[destination.argsort(stable=True)[: sum(send_rows)]],
         send=tuple(send_rows),
         recv=recv_rows,
-        regroup=_regroup(fine.flatten(1), come) if _are_several(come_rows) else None,
+        regroup=_regroup(fine.flatten(1), come_by_source) if _are_several(come_rows) else None,
         gathered=gathered,
     )
 
@@ -262,9 +279,9 @@ def _by_place(come: Sequence[int], grid: Grid) -> tuple[tuple[int, ...], tuple[i
     Returns the (P,) counts of this rank's own block, and the (L,) sums of the blocks; () without sharding.
     """
     width = grid.across.size
-    own = grid.inside.rank * width
-    gathered = (sum(come[at : at + width]) for at in range(0, len(come), width))
-    return tuple(come[own : own + width]), tuple(gathered) if grid.is_sharded else ()
+    own_start = grid.inside.rank * width
+    gathered = (sum(come[start : start + width]) for start in range(0, len(come), width))
+    return tuple(come[own_start : own_start + width]), tuple(gathered) if grid.is_sharded else ()
 
 
 def _are_several(come_nW: Tensor) -> Any:

@@ -55,7 +55,8 @@ class Forward(Pass):
 
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
         super().__init__(plan, plan.forward, inputs.x_TM, keep)
-        self.inputs, self.parameters = inputs, inputs.parameters
+        self.inputs = inputs
+        self.parameters = inputs.parameters
         self.weight = inputs.weight_TK.reshape(-1)
         self.left = Forwarded(inputs=inputs)
         self.scalars: list[Scalars] = []
@@ -82,7 +83,8 @@ class Forward(Pass):
 
     def send_scalars(self, of_rows: Scalars) -> dist.Work | None:
         """Starts one message of one number a row."""
-        journey, exchange = self.journey, self.plan.modules.scalars.exchange
+        journey = self.journey
+        exchange = self.plan.modules.scalars.exchange
         return exchange(of_rows.sent, journey.send, of_rows.own, journey.recv)
 
     def local(self, j: int) -> None:
@@ -105,12 +107,14 @@ class Forward(Pass):
 
     def sorted_weights(self) -> Tensor:
         """Returns the routing weights of the received rows, (N,), by chunk and in expert order."""
-        arrived, regroup = self.scalars[0].arrived, self.journey.regroup
+        arrived = self.scalars[0].arrived
+        regroup = self.journey.regroup
         return arrived if regroup is None else arrived.index_select(0, regroup)
 
     def _compute(self, unit: Unit, rows_NM: Tensor, weight_N: Tensor, out_NM: Tensor) -> None:
         """Computes T_DO of a unit into out_NM (N, M), and puts away what backward needs of it."""
-        experts, restore = self.plan.modules.experts, self.plan.restore
+        experts = self.plan.modules.experts
+        restore = self.plan.restore
         remakes = self.keep and restore.hidden != "keep"
         recipe = experts.recipe(rows_NM.device) if remakes else None
         version = rows_NM._version if recipe is not None else 0

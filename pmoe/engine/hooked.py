@@ -42,9 +42,9 @@ class _Hooked(Pass):
     @property
     def hooks(self) -> Hooks:
         """The hooks of the layer's callbacks."""
-        found = self.plan.modules.hooks
-        assert found is not None
-        return found
+        hooks = self.plan.modules.hooks
+        assert hooks is not None
+        return hooks
 
     def run_hooks(self, point: str, rows: Tensor, i: int) -> Tensor:
         """Runs the hooks of a point on ``rows`` of chunk i, in the caller's autocast state."""
@@ -75,7 +75,8 @@ class _Hooked(Pass):
         if not self._any(self.leaving_points):
             super().gather(i)
             return
-        chunk, rows_NM = self.cut.chunks[i], self.new(self.cut.chunks[i].num_sent, self.source_TM.shape[1])
+        chunk = self.cut.chunks[i]
+        rows_NM = self.new(self.cut.chunks[i].num_sent, self.source_TM.shape[1])
         self.gather_rows(self.source_TM, rows_NM, i)
         leaving = self.at(self.leaving_points[0], i, rows_NM)
         self.own[f"send.{i}"] = leaving
@@ -145,7 +146,9 @@ class HookedForward(_Hooked, Forward):
             return self.changed(point, i, rows)
         run = functools.partial(self.run_hooks, point, i=i)
         # Tensors in the memory of the hooks' parameters are not saved for backward: they exist anyway.
-        shelf = Shelf(frozenset(each.untyped_storage().data_ptr() for each in self.inputs.hook_parameters))
+        shelf = Shelf(
+            frozenset(parameter.untyped_storage().data_ptr() for parameter in self.inputs.hook_parameters)
+        )
         graph, out = record(run, rows, slice(0, rows.shape[0]), shelf, own_rows=True)
         parameters = tuple(self.inputs.hook_parameters)
         self.left.passed[point, i] = Passed(graph, tuple(shelf.close()), rows.shape, rows.dtype, parameters)
@@ -165,15 +168,16 @@ class HookedBackward(_Hooked, Backward):
     def at(self, point: str, i: int, rows: Tensor) -> Tensor:
         if not self.hooks.has(point):
             return rows
-        passed, of_rows = self.saved.passed[point, i], None
+        passed = self.saved.passed[point, i]
+        of_rows = None
         if passed.graph.output is not None:
             passed.graph.shelf.tensors = list(passed.tensors)
             of_rows, *of_parameters = gradients(passed.graph, passed.parameters, rows)
             passed.graph.shelf.close()
-            for j, found in enumerate(of_parameters):
-                if found is not None:
+            for j, gradient in enumerate(of_parameters):
+                if gradient is not None:
                     total = self.grad_hooks[j]
-                    self.grad_hooks[j] = found if total is None else total + found
+                    self.grad_hooks[j] = gradient if total is None else total + gradient
         if of_rows is None:
             of_rows = torch.zeros(passed.shape, dtype=passed.dtype, device=rows.device)
         return of_rows.contiguous()
@@ -184,7 +188,8 @@ class HookedBackward(_Hooked, Backward):
         if not self._any(("before_dispatch", "after_dispatch")):
             super().gather_again(i)
             return
-        x_TM, chunk = self.saved.inputs.x_TM, self.cut.chunks[i]
+        x_TM = self.saved.inputs.x_TM
+        chunk = self.cut.chunks[i]
         rows = x_TM.new_empty(chunk.num_sent, x_TM.shape[1])
         self.gather_rows(x_TM, rows, i)
         self.own[f"send_again.{i}"] = rows = self.changed("before_dispatch", i, rows)

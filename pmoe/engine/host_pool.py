@@ -43,11 +43,11 @@ class _Segment:
         """Frees a piece, and joins it with free neighbours."""
         pieces = sorted([*self.free, (start, size)])
         self.free = joined = pieces[:1]
-        for at, room in pieces[1:]:
-            if sum(joined[-1]) == at:
+        for piece_start, room in pieces[1:]:
+            if sum(joined[-1]) == piece_start:
                 joined[-1] = (joined[-1][0], joined[-1][1] + room)
             else:
-                joined.append((at, room))
+                joined.append((piece_start, room))
 
     def trim(self, most: int) -> int:
         """Gives up to ``most`` free bytes back to the system in whole pages, and keeps their addresses.
@@ -57,13 +57,13 @@ class _Segment:
         """
         for start, room in reversed(self.free):
             end = min(start + room, self.top)
-            first = max(start, end - most)
-            page = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+            first_byte = max(start, end - most)
+            page = -(-first_byte // mmap.PAGESIZE) * mmap.PAGESIZE
             if (size := (end - page) // mmap.PAGESIZE * mmap.PAGESIZE) > 0:
                 self.memory.madvise(mmap.MADV_DONTNEED, page, size)
             if start + room == self.num_bytes:
-                self.top = min(self.top, first)
-            most -= max(end - first, 0)
+                self.top = min(self.top, first_byte)
+            most -= max(end - first_byte, 0)
         return most
 
 
@@ -90,7 +90,8 @@ class HostPool:
     peak_bytes: int
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pinned = device, device.type == "cuda"
+        self._device = device
+        self._pinned = device.type == "cuda"
         self._segments: list[_Segment] = []
         self._blocks: list[_Block] = []
         self._lock = threading.Lock()
@@ -113,7 +114,7 @@ class HostPool:
     @property
     def kept_bytes(self) -> int:
         """The most bytes that may be free and not yet given back to the system."""
-        return sum(each.top for each in self._segments) - self.bytes_in_use
+        return sum(segment.top for segment in self._segments) - self.bytes_in_use
 
     def trim(self, most: int = sys.maxsize) -> None:
         """Gives up to ``most`` free bytes back to the system. Pinned memory gives all free segments back."""
@@ -141,9 +142,9 @@ class HostPool:
             # Looks for blocks that were released only if the bytes might not suffice: blocks may be many.
             if self._in_use + size > min(self.peak_bytes, self.limit_bytes):
                 self._collect()
-            left = max(self.limit_bytes - self._in_use, 0)
-            if size > left:
-                raise _error(f"{wanted} bytes wanted, {left} of {self.limit_bytes} left")
+            bytes_left = max(self.limit_bytes - self._in_use, 0)
+            if size > bytes_left:
+                raise _error(f"{wanted} bytes wanted, {bytes_left} of {self.limit_bytes} left")
             segment, start = self._place(size, wanted)
             storage = _storage(segment.address + start, torch.device("cpu"), wanted)
             self._blocks.append((storage, segment, start, size))
@@ -155,14 +156,14 @@ class HostPool:
 
     def _place(self, size: int, wanted: int) -> tuple[_Segment, int]:
         """Returns the segment and the start of a new block of ``size`` bytes; ``wanted`` is for the error."""
-        found = self._find(size)
+        place = self._find(size)
         # Collects released blocks before it touches new pages.
-        if found is None or found[0].free[found[1]][0] + size > found[0].top:
+        if place is None or place[0].free[place[1]][0] + size > place[0].top:
             self._collect()
-            found = self._find(size) or self._grow(size)
-        if found is None:
+            place = self._find(size) or self._grow(size)
+        if place is None:
             raise _error(f"no free piece has {wanted} bytes, although the limit is {self.limit_bytes}")
-        segment, i = found
+        segment, i = place
         start, room = segment.free[i]
         segment.free[i : i + 1] = [(start + size, room - size)] if room > size else []
         segment.top = max(segment.top, start + size)
@@ -170,8 +171,8 @@ class HostPool:
 
     def _find(self, size: int) -> tuple[_Segment, int] | None:
         """Returns the first free piece that is large enough: its segment, and its index in ``free``."""
-        pieces = ((each, i) for each in self._segments for i in range(len(each.free)))
-        return next(((each, i) for each, i in pieces if each.free[i][1] >= size), None)
+        pieces = ((segment, i) for segment in self._segments for i in range(len(segment.free)))
+        return next(((segment, i) for segment, i in pieces if segment.free[i][1] >= size), None)
 
     def _grow(self, size: int) -> tuple[_Segment, int] | None:
         """Adds a segment with room for ``size`` bytes, and returns its free piece; None without room."""
@@ -197,25 +198,27 @@ class HostPool:
         """Gives segments without a block in use back to the system."""
         if self._pinned:
             torch.cuda.synchronize(self._device)  # copies may still read blocks that were released
-        for segment in [each for each in self._segments if each.free == [(0, each.num_bytes)]]:
+        for segment in [one for one in self._segments if one.free == [(0, one.num_bytes)]]:
             self._segments.remove(segment)
             if not self._pinned:
                 segment.memory.close()
 
     def _room(self) -> int:
         """Returns the bytes by which the segments may still grow."""
-        return self.limit_bytes // ALIGNMENT * ALIGNMENT - sum(each.num_bytes for each in self._segments)
+        return self.limit_bytes // ALIGNMENT * ALIGNMENT - sum(
+            segment.num_bytes for segment in self._segments
+        )
 
     def _collect(self) -> None:
         """Frees the blocks that only this pool holds."""
-        held: list[_Block] = []
+        blocks_in_use: list[_Block] = []
         for block, holders in zip(self._blocks, _holders(self._blocks), strict=True):
             if holders > _NONE:
-                held.append(block)
+                blocks_in_use.append(block)
             else:
                 block[1].give_back(*block[2:])
                 self._in_use -= block[3]
-        self._blocks = held
+        self._blocks = blocks_in_use
 
 
 def _error(text: str) -> HostMemoryError:
@@ -225,7 +228,7 @@ def _error(text: str) -> HostMemoryError:
 
 def _holders(blocks: Sequence[_Block]) -> list[int]:
     """Returns for each block the number of references to its storage, from tensors and from Python."""
-    return [_use_count(each[0]._cdata) + sys.getrefcount(each[0]) for each in blocks]
+    return [_use_count(block[0]._cdata) + sys.getrefcount(block[0]) for block in blocks]
 
 
 def _available_bytes() -> int:

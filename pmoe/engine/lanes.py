@@ -32,7 +32,8 @@ class Lanes(abc.ABC):
     """The lanes of one pass, which run its tasks. Each pass makes its own object."""
 
     def __init__(self, schedule: Schedule, ranks: Ranks) -> None:
-        self._schedule, self._ranks = schedule, ranks
+        self._schedule = schedule
+        self._ranks = ranks
 
     @abc.abstractmethod
     def run(self, task: Task, action: Action) -> None:
@@ -134,15 +135,15 @@ def run_schedule(
     of: the object whose pass it is, for `watchers`.
     """
     lanes = lanes_for(rows, schedule, ranks, in_steps)
-    seen: TaskAction | None = None
+    recorded: TaskAction | None = None
     if watchers or _profiler_enabled():
         from pmoe.engine import recording
 
-        seen = recording.seen(schedule, actions, rows.device, ranks, of)
+        recorded = recording.seen(schedule, actions, rows.device, ranks, of)
     try:
         for task in schedule.tasks:
             action = functools.partial(actions[task.kind], task.chunk)
-            lanes.run(task, action if seen is None else functools.partial(seen, task))
+            lanes.run(task, action if recorded is None else functools.partial(recorded, task))
     except BaseException:
         lanes.abandon()
         raise

@@ -53,7 +53,8 @@ class OffloadingForward(Forward):
 
     def put_away(self, unit: Unit, kept: Kept, rows_NM: Tensor, changed: bool) -> None:
         super().put_away(unit, kept, rows_NM, changed)
-        restore, hidden = self.plan.restore, kept.hidden
+        restore = self.plan.restore
+        hidden = kept.hidden
         if restore.dispatched == "offload":
             self.host_bytes_due -= aligned(rows_NM.nbytes)
             try:
@@ -83,13 +84,13 @@ class OffloadingForward(Forward):
         Raises HostMemoryError if there is too little.
         """
         host = pool(self.source_TM.device).host
-        wanted = sum(aligned(each.nbytes) for each in tensors)
+        wanted = sum(aligned(source.nbytes) for source in tensors)
         if leave and wanted + leave > host.free_bytes:
             raise HostMemoryError(
                 f"host memory for offloading: {wanted} bytes wanted, {host.free_bytes} of {host.limit_bytes} "
                 f"left, {leave} of these reserved for T_DI"
             )
-        targets = [host.take(each.shape, each.dtype) for each in tensors]
+        targets = [host.take(source.shape, source.dtype) for source in tensors]
         self.leaving_device[tensor, unit] = list(zip(targets, tensors, strict=True))
         return targets
 
@@ -125,7 +126,7 @@ class OffloadingBackward(Backward):
         joined = self.plan.joined
         if joined is None:
             return super().parts(unit)
-        return [(self.kept[there, at], runs) for there, runs in (joined.local if at else joined.received)[i]]
+        return [(self.kept[chunk, at], runs) for chunk, runs in (joined.local if at else joined.received)[i]]
 
     def copy_rows_in(self, i: int, at: str = "") -> None:
         """Runs HI of a unit: copies T_DI into its slot, from the host or from chunks that forward kept."""
@@ -133,14 +134,15 @@ class OffloadingBackward(Backward):
         rows_NM = self.temporary(f"T_DI{at}", i)
         for kept, runs in self.parts(unit):
             assert kept.rows_NM is not None
-            for there, here in runs:
-                copy(rows_NM[here], kept.rows_NM[there])
+            for forward_rows, backward_rows in runs:
+                copy(rows_NM[backward_rows], kept.rows_NM[forward_rows])
         self.rows[unit] = rows_NM
 
     def copy_hidden_in(self, i: int, at: str = "") -> None:
         """Runs HM of a unit: copies T_M into its slot; tensors that modules saved, to new memory."""
         unit = (i, at)
-        parts, experts = self.parts(unit), self.plan.modules.experts
+        parts = self.parts(unit)
+        experts = self.plan.modules.experts
         saved = [(kept.hidden, runs) for kept, runs in parts if kept.hidden is not None]
         if not saved or len(saved) < len(parts):
             return  # some of it did not fit on the host: `hidden_of` recomputes it when it is needed
@@ -151,11 +153,11 @@ class OffloadingBackward(Backward):
 
     def _fetched(self, tensor: Tensor) -> Tensor:
         """Returns a copy on the device of a tensor on the host."""
-        here = torch.empty_like(tensor, device=self.source_TM.device)
-        copy(here, tensor)
+        target = torch.empty_like(tensor, device=self.source_TM.device)
+        copy(target, tensor)
         # Allocated on the copy lane's stream; the compute lane reads and frees it.
-        hold_for(self.compute_stream, here)
-        return here
+        hold_for(self.compute_stream, target)
+        return target
 
     def rows_of(self, unit: Unit) -> Tensor:
         if unit not in self.rows and self.plan.rearranged and self.plan.restore.dispatched == "keep":

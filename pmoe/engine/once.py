@@ -66,15 +66,18 @@ class OnceOrders(Orders):
 
     def sent(self, n: int) -> SortedRows:
         if n not in self._sent:
-            ranks, nowhere = self._num_ranks, range(0, 0)
-            self._sent[n] = sort_rows(self._rank_TK, self._carries_TK, n, ranks, nowhere, 0, self.tokens)
+            ranks = self._num_ranks
+            none_stay = range(0, 0)
+            self._sent[n] = sort_rows(self._rank_TK, self._carries_TK, n, ranks, none_stay, 0, self.tokens)
         return self._sent[n]
 
     def number_rows(self, n: int, weights: WeightJourney, shared: RankCounts, fine: Tensor) -> MergedRows:
         """Returns the number of each weight's row, counted from the first row of its chunk and rank."""
-        come_nW, tokens = shared.received_once_device, self.tokens
+        come_nW = shared.received_once_device
+        tokens = self.tokens
         assert come_nW is not None
-        top_k, slot = self.expert_TK.shape[1], weights.slot
+        top_k = self.expert_TK.shape[1]
+        slot = weights.slot
         row = self.sent(n).position[slot // top_k * top_k + self._carrier_TK.view(-1)[slot]]
         token = slot // top_k if tokens.of_slot is None else tokens.of_slot[slot]
         # Subtracts the place where the rows of (chunk, rank) begin among all rows that this rank sends.
@@ -135,7 +138,8 @@ class OnceForward(_Once, Forward):
     def sorted_weights(self) -> Tensor:
         """Returns the routing weights in expert order. Sets `regroup` too, from the numbers that arrived."""
         assert self.cut.once is not None
-        row, regroup = self.cut.once.base + self.number.arrived, self.journey.regroup
+        row = self.cut.once.base + self.number.arrived
+        regroup = self.journey.regroup
         row = row if regroup is None else row.index_select(0, regroup)
         self.regroup = self.left.regroup = split_by_chunk(row, self.cut)
         return super().sorted_weights()

@@ -125,12 +125,14 @@ def make_padding(expert_TK: Tensor, splits: Splits) -> tuple[Padding, Tensor]:
     Keeps the first ``capacity`` rows of each expert in token order, as `pmoe.gates.capacity` does. The host
     waits for nothing.
     """
-    num_slots, num_rows, rows = expert_TK.numel(), splits.num_rows, max(splits.rows_a_bin, 1)
+    num_slots = expert_TK.numel()
+    num_rows = splits.num_rows
+    rows_a_bin = max(splits.rows_a_bin, 1)
     expert = expert_TK.reshape(-1)
     counts_E = count_rows(expert_TK, None, 1, splits.num_experts)[0]
     by_expert = sort_rows(expert_TK, None, 1, splits.num_experts, range(0, 0), 0)
     place = by_expert.position - (counts_E.cumsum(0) - counts_E)[expert]
-    row = (place // rows * splits.num_experts + expert) * rows + place % rows
+    row = (place // rows_a_bin * splits.num_experts + expert) * rows_a_bin + place % rows_a_bin
     row = torch.where(place < splits.capacity, row, num_rows)
     # One row more than there are: all dropped slots are written to it.
     slot = torch.full((num_rows + 1,), num_slots, dtype=torch.int64, device=expert.device)
@@ -141,11 +143,12 @@ def make_padding(expert_TK: Tensor, splits: Splits) -> tuple[Padding, Tensor]:
 
 def _taken(rows: Tensor, index: Tensor) -> Tensor:
     """Returns rows[index], (S, ...); zero for an index (S,) equal to the number of rows."""
-    count, columns = rows.shape[0], rows.shape[1:]
+    count = rows.shape[0]
+    columns = rows.shape[1:]
     if not count:
         return rows.new_zeros(*index.shape, *columns)
-    found = rows.index_select(0, index.clamp(max=count - 1))
-    return found.masked_fill_((index == count).view(-1, *(1 for _ in columns)), 0)
+    taken = rows.index_select(0, index.clamp(max=count - 1))
+    return taken.masked_fill_((index == count).view(-1, *(1 for _ in columns)), 0)
 
 
 # ---- No counts are exchanged, so these values must be equal on all ranks
@@ -183,7 +186,8 @@ class PaddedKind:
         training: whether the layer is in training mode. Ranks may differ in it.
         """
         facts_FE = torch.empty(2, num_experts, dtype=torch.int64, device=device)
-        facts_FE[0], facts_FE[1] = self.num_tokens, self.needs_grad
+        facts_FE[0] = self.num_tokens
+        facts_FE[1] = self.needs_grad
         return CountsExchange(grid, facts_FE, fault=fault, traffic=traffic, training=training, **vars(self))
 
 
@@ -210,7 +214,8 @@ def check_same_calls(told: RankCounts) -> None:
 
 def _padded(plan: Plan, inputs: Inputs) -> Inputs:
     """Returns the inputs with padded rows in place of tokens."""
-    padding, x_TM = plan.padding, inputs.x_TM
+    padding = plan.padding
+    x_TM = inputs.x_TM
     assert padding is not None
     if x_TM is not None:  # backward has it only if it sends T_DI again
         x_TM = padding.spread(x_TM)

@@ -50,7 +50,8 @@ class AutocastState:
     @staticmethod
     def now(device_type: str) -> AutocastState:
         """Returns the state at present."""
-        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        enabled = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type)
         return AutocastState(device_type, enabled, dtype)
 
     def again(self) -> AbstractContextManager[object]:
@@ -90,11 +91,11 @@ class Inputs:
 
     def autocast_for(self, experts: Experts) -> AbstractContextManager[object]:
         """Returns the context in which experts compute: the caller's autocast for modules, else none."""
-        kind = self.x_TM.device.type
-        if self.autocast is None and not torch.is_autocast_enabled(kind):
+        device_type = self.x_TM.device.type
+        if self.autocast is None and not torch.is_autocast_enabled(device_type):
             return nullcontext()
-        inside = self.autocast is not None and experts.runs_under_autocast
-        return torch.autocast(kind, enabled=inside, dtype=self.autocast)
+        is_enabled = self.autocast is not None and experts.runs_under_autocast
+        return torch.autocast(device_type, enabled=is_enabled, dtype=self.autocast)
 
     @property
     def all(self) -> list[Tensor | None]:
@@ -105,14 +106,15 @@ class Inputs:
     def like(self, tensors: Sequence[Any]) -> Inputs:
         """Returns a copy with other tensors in place of these, given in the order of ``all``."""
         x_TM, weight_TK, shared_weight_T, *rest = tensors
-        own, shared = len(self.parameters), len(self.parameters) + len(self.shared_parameters)
+        shared_start = len(self.parameters)
+        hooks_start = len(self.parameters) + len(self.shared_parameters)
         return Inputs(
             x_TM=x_TM,
             weight_TK=weight_TK,
-            parameters=rest[:own],
+            parameters=rest[:shared_start],
             shared_weight_T=shared_weight_T,
-            shared_parameters=rest[own:shared],
-            hook_parameters=rest[shared:],
+            shared_parameters=rest[shared_start:hooks_start],
+            hook_parameters=rest[hooks_start:],
             autocast=self.autocast,
             hooks_autocast=self.hooks_autocast,
             compare=self.compare,
@@ -217,7 +219,10 @@ class Pass:
     arena: Arena
 
     def __init__(self, plan: Plan, cut: PassPlan, source_TM: Tensor, keep: bool) -> None:
-        self.plan, self.cut, self.source_TM, self.keep = plan, cut, source_TM, keep
+        self.plan = plan
+        self.cut = cut
+        self.source_TM = source_TM
+        self.keep = keep
         self.stages = plan.modules.stages
         self.result_TM = torch.empty_like(source_TM, memory_format=torch.contiguous_format)
         self.results = self.result_TM.split_with_sizes([length(chunk.tokens) for chunk in cut.chunks])
@@ -241,16 +246,17 @@ class Pass:
         self.arena = Arena(self.pool, self.schedule, self.sizes, source_TM)
         self.own: dict[str, Tensor] = {}
         self.home: Tensor | None = None
-        rotates, keeps = plan.modules.rotates, self.sizes.keeps_what_arrives
+        rotates = plan.modules.rotates
+        keeps_what_arrives = self.sizes.keeps_what_arrives
         for i, chunk in enumerate(cut.chunks):
             if not rotates:
                 self.make_buffers(i)
-            if not rotates or (keeps and not self.sizes.extent.regrouped[i]):
+            if not rotates or (keeps_what_arrives and not self.sizes.extent.regrouped[i]):
                 self.own[f"{self.received}.{i}"] = self.new(chunk.num_gathered, source_TM.shape[1])
         if not rotates:
-            comes = sum(chunk.num_sent for chunk in cut.chunks)
-            stays = sum(piece.groups.num_rows for piece in cut.pieces)
-            self.home = self.new(comes + stays + cut.has_drops, source_TM.shape[1])
+            rows_sent = sum(chunk.num_sent for chunk in cut.chunks)
+            rows_kept = sum(piece.groups.num_rows for piece in cut.pieces)
+            self.home = self.new(rows_sent + rows_kept + cut.has_drops, source_TM.shape[1])
             if cut.has_drops:
                 self.home[-1].zero_()  # a dropped slot adds this row to its token
 
@@ -277,7 +283,8 @@ class Pass:
 
     def buffer(self, name: str, i: int) -> Tensor:
         """Returns the buffer ``name`` of chunk i: its own memory if it has some, else its ring slot."""
-        key, slots = f"{name}.{i}", self.arena.buffers
+        key = f"{name}.{i}"
+        slots = self.arena.buffers
         return slots[key] if key in slots and key not in self.own else self.own_buffer(name, i)
 
     def temporary(self, name: str, i: int) -> Tensor:
@@ -285,19 +292,19 @@ class Pass:
 
         The pass keeps no reference to new memory: it lasts as long as the caller holds it.
         """
-        found = self.arena.buffers.get(f"{name}.{i}")
-        return self.new(*self.sizes.shape(f"{name}.{i}")) if found is None else found
+        slot = self.arena.buffers.get(f"{name}.{i}")
+        return self.new(*self.sizes.shape(f"{name}.{i}")) if slot is None else slot
 
     def space(self, unit: Unit) -> Allocate:
         """Returns the function by which experts get memory while they compute a unit."""
         i, at = unit
 
         def place(name: str, rows: int, columns: int) -> Tensor:
-            found = self.arena.buffers.get(f"{name}{at}.{i}")
-            if found is None:
+            slot = self.arena.buffers.get(f"{name}{at}.{i}")
+            if slot is None:
                 return self.new(rows, columns)
-            assert found.shape == (rows, columns), (name, unit, found.shape, rows, columns)
-            return found
+            assert slot.shape == (rows, columns), (name, unit, slot.shape, rows, columns)
+            return slot
 
         return place
 
@@ -380,7 +387,8 @@ class Pass:
         """Returns the part of the home buffer for ``at``, a slice of sorted rows that belong to chunk i."""
         if self.home is not None:
             return self.home[at]
-        home, start = self.temporary(self.home_name, i), self.cut.home[i].start
+        home = self.temporary(self.home_name, i)
+        start = self.cut.home[i].start
         return home if length(at) == home.shape[0] else home[at.start - start : at.stop - start]
 
     def comes_home(self, i: int) -> Tensor:
@@ -389,7 +397,8 @@ class Pass:
 
     def combine(self, i: int) -> dist.Work | None:
         """Runs R of chunk i."""
-        chunk, leaving = self.cut.chunks[i], self.buffer(self.taken_by_R, i)
+        chunk = self.cut.chunks[i]
+        leaving = self.buffer(self.taken_by_R, i)
         return self.plan.modules.combine.exchange(
             leaving, chunk.recv_rows, self.comes_home(i), chunk.send_rows, chunk.relayed[1]
         )
@@ -399,8 +408,11 @@ class Pass:
 
         The order in which rows came home does not change the sum.
         """
-        cut, chunk = self.cut, self.cut.chunks[i]
-        row_SK, out_TM, home = self.positions[i], self.results[i], self.home
+        cut = self.cut
+        chunk = self.cut.chunks[i]
+        row_SK = self.positions[i]
+        out_TM = self.results[i]
+        home = self.home
         if home is None:
             home = self.temporary(self.home_name, i)
             row_SK = row_SK - cut.home[i].start
@@ -409,10 +421,10 @@ class Pass:
         if cut.has_drops:
             # Slots without a row have a larger number. They read the last row, which is zero.
             row_SK = row_SK.clamp(max=home.shape[0] - 1)
-        of_slot = self.plan.slot_token
-        if of_slot is not None:
-            of_slot = of_slot[chunk.slots] - chunk.tokens.start
-        self.plan.modules.order.restore(home, row_SK, out_TM, of_slot)
+        slot_token = self.plan.slot_token
+        if slot_token is not None:
+            slot_token = slot_token[chunk.slots] - chunk.tokens.start
+        self.plan.modules.order.restore(home, row_SK, out_TM, slot_token)
         if self.shared_TM is not None:
             out_TM.add_(self.shared_TM[chunk.tokens])
 
@@ -431,7 +443,8 @@ class Pass:
 
     def run_schedule(self) -> None:
         """Runs all tasks of the pass, then gives its memory back, also after an error."""
-        modules, stages = self.plan.modules, self.stages
+        modules = self.plan.modules
+        stages = self.stages
         in_steps = stages.sharded or modules.dispatch.in_steps or modules.combine.in_steps
         in_steps = in_steps or (self.direction == "backward" and stages.gradients)
         try:

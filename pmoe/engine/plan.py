@@ -165,7 +165,9 @@ class PassPlan:
 
         If there are fewer pieces than chunks, no buffer rotates, and ``local`` and ``home`` are not used.
         """
-        chunks, n, inside = self.chunks, len(self.chunks), len(self.chunks[0].gathered)
+        chunks = self.chunks
+        n = len(self.chunks)
+        inside = len(self.chunks[0].gathered)
         by_chunk = len(self.pieces) in (0, n)
         apart = inside > 0 or self.once is not None
         return ChunkRows(
@@ -175,7 +177,7 @@ class PassPlan:
             send=[chunk.num_sent for chunk in chunks],
             received=[chunk.received.num_rows for chunk in chunks],
             local=[piece.groups.num_rows for piece in self.pieces] or [0] * n,
-            home=[at.stop - at.start + self.has_drops for at in self.home] if by_chunk else [0] * n,
+            home=[rows.stop - rows.start + self.has_drops for rows in self.home] if by_chunk else [0] * n,
             regrouped=[self.once is not None or chunk.regroup is not None for chunk in chunks],
         )
 
@@ -193,7 +195,7 @@ class PassPlan:
         sent = [chunk.sent for chunk in self.chunks]
         if not self.pieces:
             return sent
-        return [slice(at.start, piece.rows.stop) for at, piece in zip(sent, self.pieces, strict=False)]
+        return [slice(rows.start, piece.rows.stop) for rows, piece in zip(sent, self.pieces, strict=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,8 +258,8 @@ class Modules(abc.ABC):
     def staying(self) -> range:
         """The global numbers of this rank's experts if its rows for them do not travel; else empty."""
         count = self.experts.num_local_experts
-        first = self.grid.across.rank * count
-        return range(first, first + count * self.stages.local)
+        first_expert = self.grid.across.rank * count
+        return range(first_expert, first_expert + count * self.stages.local)
 
     def num_pieces(self, n: int) -> int:
         """Returns m, the number of pieces into which the rows that stay are cut, for n chunks."""

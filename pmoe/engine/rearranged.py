@@ -60,23 +60,27 @@ def _join(counts_LE: Tensor, n: int, n_backward: int) -> ChunkRuns:
 
     counts_LE: (L, E) rows by bin and expert, on the host.
     """
-    rows, begin = (each.view(n_backward, -1).tolist() for each in _pieces(counts_LE, n, n_backward))
+    rows, begin = (numbers.view(n_backward, -1).tolist() for numbers in _pieces(counts_LE, n, n_backward))
     forward_chunk = counts_LE.unflatten(0, (n, -1)).sum((1, 2))
-    begin_of = (forward_chunk.cumsum(0) - forward_chunk).tolist()
+    chunk_begin = (forward_chunk.cumsum(0) - forward_chunk).tolist()
     joined = []
-    for of_pieces, begins in zip(rows, begin, strict=True):
+    for block_rows, block_begins in zip(rows, begin, strict=True):
         runs: dict[int, list[tuple[slice, slice]]] = {}
         end = 0
-        for num_rows, first in zip(of_pieces, begins, strict=True):
+        for num_rows, block_begin in zip(block_rows, block_begins, strict=True):
             if not num_rows:
                 continue
-            chunk = bisect_right(begin_of, first) - 1
-            of = runs.setdefault(chunk, [])
-            there, here, end = first - begin_of[chunk], end, end + num_rows
-            if of and (of[-1][0].stop, of[-1][1].stop) == (there, here):
-                there, here = of[-1][0].start, of.pop()[1].start
-            of.append((slice(there, there + end - here), slice(here, end)))
-        joined.append(tuple((i, tuple(of)) for i, of in sorted(runs.items())))
+            chunk = bisect_right(chunk_begin, block_begin) - 1
+            chunk_runs = runs.setdefault(chunk, [])
+            # The block's first row, counted in forward's chunk and in backward's chunk.
+            forward_start = block_begin - chunk_begin[chunk]
+            start = end
+            end = end + num_rows
+            if chunk_runs and (chunk_runs[-1][0].stop, chunk_runs[-1][1].stop) == (forward_start, start):
+                # The block follows the last run in both chunks: they become one run.
+                forward_start, start = chunk_runs[-1][0].start, chunk_runs.pop()[1].start
+            chunk_runs.append((slice(forward_start, forward_start + end - start), slice(start, end)))
+        joined.append(tuple((i, tuple(chunk_runs)) for i, chunk_runs in sorted(runs.items())))
     return tuple(joined)
 
 

@@ -94,15 +94,15 @@ def _find(layer: nn.Module) -> Replay | None:
     contexts = _contexts.get()
     if not contexts or _in_another_checkpoint(contexts[-1].hooks):
         return None
-    firsts = [each for each in contexts if isinstance(each, _First)]
+    firsts = [context for context in contexts if isinstance(context, _First)]
     call: _Call | None = None
     if isinstance(contexts[0], _RunningAgain):
         call = contexts[0].next(layer)
     # With checkpoints inside of one that runs again, the call both replays a record of the outer one and is
     # a new record for the inner ones.
     replay = _Recording(_Call(layer)) if call is None else _Replaying(call)
-    for each in firsts:
-        each.calls.append(replay.call)
+    for context in firsts:
+        context.calls.append(replay.call)
     return replay if firsts or call is not None else None
 
 
@@ -136,24 +136,29 @@ class _Recording(Replay):
         self.call = call
 
     def once(self, decide: Callable[[], V]) -> V:
-        found = self.call.decided = super().once(decide)
-        return found
+        decided = self.call.decided = super().once(decide)
+        return decided
 
     def route(self, x_TM: Tensor, decide: Callable[[], V]) -> V:
-        call, before = self.call, _random_states(x_TM.device)
+        call = self.call
+        before = _random_states(x_TM.device)
         packing = Packing(x_TM)
         with saved_tensors_hooks(packing.pack, unpack):
-            found = decide()
+            routing = decide()
+        # Autograd keeps packing as long as the graph: it must not keep tickets and their nodes alive.
         tickets, packing.tickets = packing.tickets, []
         for ticket in tickets:
             ticket.holder = hold(x_TM)
         after = _random_states(x_TM.device)
         call.random = None if _same(before, after) else (before, after)
-        call.tokens, call.tickets = (x_TM.shape[0], x_TM.dtype), len(tickets)
+        call.tokens = (x_TM.shape[0], x_TM.dtype)
+        call.tickets = len(tickets)
         # Without the graph, which would make a cycle: its saved tensors lead to the checkpoint, and that to
         # this record.
-        call.routing = map_tensors(found, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
-        return found
+        call.routing = map_tensors(
+            routing, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad)
+        )
+        return routing
 
 
 class _Replaying(Replay):
@@ -209,7 +214,8 @@ class _First(AbstractContextManager[None]):
         self.is_inside = top_hooks() is not None
         self.calls: list[_Call] = []
         self.hooks: SavedHooks | None = None
-        self.has_begun = self.is_complete = False
+        self.has_begun = False
+        self.is_complete = False
 
     def __enter__(self) -> None:
         if self.has_begun:
@@ -222,8 +228,9 @@ class _First(AbstractContextManager[None]):
         _contexts.set((*_contexts.get(), self))
 
     def __exit__(self, *_: object) -> None:
-        _contexts.set(tuple(each for each in _contexts.get() if each is not self))
-        self.is_complete, self.hooks = True, None  # hooks may refer to this object: a cycle
+        _contexts.set(tuple(context for context in _contexts.get() if context is not self))
+        self.is_complete = True
+        self.hooks = None  # hooks may refer to this object: a cycle
 
 
 class _Second(AbstractContextManager[None]):
@@ -251,7 +258,8 @@ class _RunningAgain:
 
     def __init__(self, first: _First) -> None:
         self.hooks = top_hooks()
-        self._first, self._position = first, 0
+        self._first = first
+        self._position = 0
         self._before: dict[nn.Module, Any] = {}
 
     def next(self, layer: nn.Module) -> _Call | None:
@@ -261,25 +269,28 @@ class _RunningAgain:
 
         Raises RuntimeError if the first pass called another layer, or none, at this place.
         """
-        calls, at = self._first.calls, self._position
-        if at == len(calls) and not self._first.is_complete:
+        calls = self._first.calls
+        position = self._position
+        if position == len(calls) and not self._first.is_complete:
             return None
         self._position += 1
-        if at >= len(calls) or calls[at].layer is not layer:
-            before = f"the forward pass made {len(calls)}" if at >= len(calls) else "it was another layer's"
-            raise RuntimeError(
-                f"call {at + 1} of a MoELayer in recomputation must repeat that of the forward pass, but "
-                f"{before}: a function checkpointed with pmoe.checkpoint_contexts must call the same layers "
-                "in the same order when it runs again"
+        if position >= len(calls) or calls[position].layer is not layer:
+            before = (
+                f"the forward pass made {len(calls)}" if position >= len(calls) else "it was another layer's"
             )
-        if calls[at].decided is None or calls[at].tokens is None:
             raise RuntimeError(
-                f"call {at + 1} of a MoELayer in recomputation repeats a call that raised an error in the "
-                "forward pass: a function checkpointed with pmoe.checkpoint_contexts must not catch that "
+                f"call {position + 1} of a MoELayer in recomputation must repeat that of the forward pass, "
+                f"but {before}: a function checkpointed with pmoe.checkpoint_contexts must call the same "
+                "layers in the same order when it runs again"
+            )
+        if calls[position].decided is None or calls[position].tokens is None:
+            raise RuntimeError(
+                f"call {position + 1} of a MoELayer in recomputation repeats a call that raised an error in "
+                "the forward pass: a function checkpointed with pmoe.checkpoint_contexts must not catch that "
                 "error and go on"
             )
         self._before.setdefault(layer, layer.last)
-        return calls[at]
+        return calls[position]
 
     def put_back(self) -> None:
         """Gives each layer the ``last`` call back that it had before this pass."""
@@ -349,7 +360,9 @@ class Ticket:
     offset: int
 
     def __init__(self, tensor: Tensor, input_stride: tuple[int, ...], input_offset: int) -> None:
-        self.size, self.stride, self.input_stride = tensor.size(), tensor.stride(), input_stride
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.input_stride = input_stride
         self.offset = cast(int, tensor.storage_offset() - input_offset)
         self.holder: Any = None
 
@@ -373,7 +386,8 @@ class Packing:
     """
 
     def __init__(self, x_TM: Tensor) -> None:
-        self._storage, self._dtype = x_TM.untyped_storage()._cdata, x_TM.dtype
+        self._storage = x_TM.untyped_storage()._cdata
+        self._dtype = x_TM.dtype
         self._layout = x_TM.stride(), int(x_TM.storage_offset())
         self.tickets: list[Ticket] = []
 
@@ -410,8 +424,8 @@ class _Hold(torch.autograd.Function):
 
 def hold(x_TM: Tensor) -> Any:
     """Returns an autograd node that has saved x_TM (T, M) through the saved-tensor hooks active now."""
-    held: Tensor = _Hold.apply(make_anchor(x_TM), x_TM.detach())  # type: ignore[no-untyped-call]
-    return held.grad_fn
+    empty: Tensor = _Hold.apply(make_anchor(x_TM), x_TM.detach())  # type: ignore[no-untyped-call]
+    return empty.grad_fn
 
 
 class _TakeOver(torch.autograd.Function):
@@ -437,8 +451,8 @@ def as_first_pass_had(tensor: Tensor, x_TM: Tensor) -> Tensor:
     """Returns a tensor of the first pass, without its graph, that requires a gradient as it did then."""
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor.detach()
-    found: Tensor = _TakeOver.apply(make_anchor(x_TM), x_TM, tensor.detach())  # type: ignore[no-untyped-call]
-    return found
+    taken: Tensor = _TakeOver.apply(make_anchor(x_TM), x_TM, tensor.detach())  # type: ignore[no-untyped-call]
+    return taken
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -446,10 +460,10 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = ((each.name, getattr(value, each.name)) for each in dataclasses.fields(value))
-        return dataclasses.replace(value, **{name: map_tensors(each, change) for name, each in fields})
+        fields = ((item.name, getattr(value, item.name)) for item in dataclasses.fields(value))
+        return dataclasses.replace(value, **{name: map_tensors(item, change) for name, item in fields})
     if isinstance(value, tuple):
-        items = [map_tensors(each, change) for each in value]
+        items = [map_tensors(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value
 

@@ -47,8 +47,8 @@ class Journal:
 
     def last(self, of: object, direction: str) -> list[Span] | None:
         """Returns the spans of the last pass of ``of`` in a direction; None if it had none."""
-        found = (each for each in reversed(self.passes) if each.of is of and each.direction == direction)
-        return next((each.spans for each in found), None)
+        matching = (one for one in reversed(self.passes) if one.of is of and one.direction == direction)
+        return next((one.spans for one in matching), None)
 
     def watch(self, schedule: Schedule, act: TaskAction, device: torch.device, of: object) -> TaskAction:
         """Returns ``act`` so that it notes its start and end: by events on CUDA, by the clock on the CPU.
@@ -73,7 +73,8 @@ class Journal:
             noted.spans.append(span)
 
         def on_cuda(task: Task) -> dist.Work | None:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
             start.record()
             work = act(task)
             if work is not None:

@@ -66,8 +66,8 @@ FINDERS: list[Callable[[nn.Module], Replay | None]] = []
 
 def replay_of(layer: nn.Module) -> Replay:
     """Returns the `Replay` of the call of ``layer`` that begins now. Called once a call, at its start."""
-    found = (find(layer) for find in FINDERS)
-    return next((replay for replay in found if replay is not None), Replay())
+    replays = (find(layer) for find in FINDERS)
+    return next((replay for replay in replays if replay is not None), Replay())
 
 
 def hidden_from_checkpoints() -> AbstractContextManager[None]:
@@ -107,6 +107,7 @@ def may_run_again(layer: nn.Module) -> bool:
                no          no                training mode, as with use_reentrant=True
     second     yes         yes               saved tensors go through hooks, or training mode
     """
-    again, has_grad = torch._C._current_graph_task_id() != -1, torch.is_grad_enabled()
+    is_in_backward = torch._C._current_graph_task_id() != -1
+    has_grad = torch.is_grad_enabled()
     goes_through_hooks = has_grad and top_hooks() is not None
-    return goes_through_hooks or (layer.training and again == has_grad)
+    return goes_through_hooks or (layer.training and is_in_backward == has_grad)

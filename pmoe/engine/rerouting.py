@@ -43,10 +43,10 @@ class _Remembered:
         length = self.hashes.shape[0]
         if self._next == length and length < REMEMBERED:
             self.hashes = torch.cat([self.hashes, torch.zeros_like(self.hashes)])
-        at = self._next % self.hashes.shape[0]
-        self.hashes[at] = hash_
-        self.num_tokens[at : at + 1] = [num_tokens]
-        self._next = at + 1
+        index = self._next % self.hashes.shape[0]
+        self.hashes[index] = hash_
+        self.num_tokens[index : index + 1] = [num_tokens]
+        self._next = index + 1
 
 
 _remembered: weakref.WeakKeyDictionary[nn.Module, _Remembered] = weakref.WeakKeyDictionary()
@@ -69,19 +69,20 @@ def changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor | None) 
 
     In eval mode a checkpoint with use_reentrant=True leaves no trace of its first run, and nothing is found.
     """
-    again, has_grad = torch._C._current_graph_task_id() != -1, torch.is_grad_enabled()
+    is_in_backward = torch._C._current_graph_task_id() != -1
+    has_grad = torch.is_grad_enabled()
     device = next(tensor.device for tensor in routing if tensor is not None)
     if (
         torch.is_inference_mode_enabled()
         or is_capturing(device)
-        or (has_grad and not again and routing_is_kept())
+        or (has_grad and not is_in_backward and routing_is_kept())
     ):
         return None
     with hidden_from_checkpoints():
         earlier = _remembered.get(layer)
         if earlier is None or earlier.hashes.device != device:
             earlier = _remembered[layer] = _Remembered(device)
-        if not again:
+        if not is_in_backward:
             earlier.add(num_tokens, _hash(num_tokens, routing))
         elif layer.training and num_tokens in earlier.num_tokens:
             return (earlier.hashes != _hash(num_tokens, routing)).all().long()

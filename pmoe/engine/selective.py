@@ -35,13 +35,13 @@ def hidden_from_selective_checkpoints() -> Iterator[None]:
         yield
         return
     removed = [_pop_mode() for _ in stack[is_selective.index(True) :]]  # the innermost first
-    others = [mode for mode in reversed(removed) if not isinstance(mode, SELECTIVE)]
-    for mode in others:
+    other_modes = [mode for mode in reversed(removed) if not isinstance(mode, SELECTIVE)]
+    for mode in other_modes:
         _push_mode(mode)
     try:
         yield
     finally:
-        for _ in others:
+        for _ in other_modes:
             _pop_mode()
         for mode in reversed(removed):
             _push_mode(mode)

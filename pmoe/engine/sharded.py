@@ -54,7 +54,9 @@ class _Sharded(Pass):
 
     def in_source_order(self, i: int, rows_NM: Tensor) -> None:
         super().in_source_order(i, rows_NM)
-        self.buffer("leaving", i), self.buffer("parts", i)  # allocates them on the compute lane, before RS
+        # Allocates them on the compute lane, before RS uses them on another.
+        self.buffer("leaving", i)
+        self.buffer("parts", i)
 
     def reduce_scatter(self, i: int) -> None:
         """Runs RS of chunk i."""
@@ -68,14 +70,14 @@ class ShardedForward(_Sharded, Forward):
     """A forward pass with sharded experts, which gathers routing weights inside the node too."""
 
     def scalar(self, sent: Tensor) -> Scalars:
-        own = sum(self.journey.recv)
-        copies = sent.new_empty(self.sharing.copies(own))
-        return Scalars(sent, sent.new_empty(own), sent.new_empty(self.cut.num_received), copies)
+        own_rows = sum(self.journey.recv)
+        copies = sent.new_empty(self.sharing.copies(own_rows))
+        return Scalars(sent, sent.new_empty(own_rows), sent.new_empty(self.cut.num_received), copies)
 
     def share_weights(self, _: int) -> None:
         """Runs PG: gathers the routing weights of all chunks inside the node."""
-        for each in self.scalars:
-            self.sharing.all_gather(each.own, each.arrived, self.journey.gathered, each.copies)
+        for scalars in self.scalars:
+            self.sharing.all_gather(scalars.own, scalars.arrived, self.journey.gathered, scalars.copies)
 
 
 class ShardedBackward(_Sharded, Backward):
@@ -88,9 +90,9 @@ class ShardedBackward(_Sharded, Backward):
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: Forwarded) -> None:
         super().__init__(plan, grad_TM, saved)
-        own = sum(self.journey.recv)
-        self.grad_weight_leaving = self.grad_weight_rows.new_empty(own)
-        self.grad_weight_parts = self.grad_weight_rows.new_empty(own * self.sharing.inside.size)
+        own_rows = sum(self.journey.recv)
+        self.grad_weight_leaving = self.grad_weight_rows.new_empty(own_rows)
+        self.grad_weight_parts = self.grad_weight_rows.new_empty(own_rows * self.sharing.inside.size)
 
     def all_gather_again(self, i: int) -> None:
         """Runs AGI of chunk i: gathers T_DI that was sent again."""
@@ -101,5 +103,6 @@ class ShardedBackward(_Sharded, Backward):
 
         A gradient is an inner product over hidden columns, and each rank has a part of these columns.
         """
-        leaving, parts = self.grad_weight_leaving, self.grad_weight_parts
+        leaving = self.grad_weight_leaving
+        parts = self.grad_weight_parts
         self.sharing.reduce_scatter(self.grad_weight_gathered, leaving, self.journey.gathered, parts)

@@ -29,9 +29,9 @@ class _WithSharedExpert(Pass):
     @property
     def expert(self) -> Experts:
         """The shared expert."""
-        found = self.plan.modules.shared_expert
-        assert found is not None
-        return found
+        expert = self.plan.modules.shared_expert
+        assert expert is not None
+        return expert
 
     def groups(self, unit: Unit) -> RowGroups:
         if unit != SHARED:
@@ -56,16 +56,18 @@ class SharedExpertForward(_WithSharedExpert, Forward):
 
         Raises RuntimeError if a module changes its input in place, because the routed experts read it too.
         """
-        inputs, expert = self.inputs, self.expert
+        inputs = self.inputs
+        expert = self.expert
         assert inputs.shared_weight_T is not None
-        given, x_TM = self.all_tokens(inputs), inputs.x_TM
-        counts = expert.are_modules and not x_TM.is_inference()
-        version = x_TM._version if counts else 0
-        if expert.are_modules and not counts:  # inference tensors have no version to compare: give it a copy
-            given = replace(given, rows_NM=x_TM.clone())
+        expert_rows = self.all_tokens(inputs)
+        x_TM = inputs.x_TM
+        has_version = expert.are_modules and not x_TM.is_inference()
+        version = x_TM._version if has_version else 0
+        if expert.are_modules and not has_version:  # inference tensors have no version: gives it a copy
+            expert_rows = replace(expert_rows, rows_NM=x_TM.clone())
         with inputs.autocast_for(expert):
-            _, hidden = expert.compute(given, inputs.shared_weight_T, keep=self.keep)
-        if counts and x_TM._version != version:
+            _, hidden = expert.compute(expert_rows, inputs.shared_weight_T, keep=self.keep)
+        if has_version and x_TM._version != version:
             name = type(expert.as_modules()[0]).__name__
             raise RuntimeError(
                 f"shared_expert ({name}) changes its input in place, which the routed experts read too: its "
@@ -87,7 +89,8 @@ class SharedExpertBackward(_WithSharedExpert, Backward):
 
     def shared(self, _chunk: int) -> None:
         """Runs X: computes the gradients of the shared expert's inputs."""
-        inputs, hidden = self.saved.inputs, self.kept[SHARED].hidden
+        inputs = self.saved.inputs
+        hidden = self.kept[SHARED].hidden
         assert inputs.shared_weight_T is not None and hidden is not None
         _, self.grad_shared_weight, self.shared_pending = self.expert.input_gradient(
             self.source_TM.clone(),  # a copy: experts overwrite it, and every chunk still reads dT_O

@@ -26,7 +26,8 @@ class ThreadLanes(CpuLanes):
 
     def __init__(self, schedule: Schedule, ranks: Ranks, in_steps: bool) -> None:
         super().__init__(schedule, ranks)
-        self._in_steps, self._inference = in_steps, torch.is_inference_mode_enabled()
+        self._in_steps = in_steps
+        self._inference = torch.is_inference_mode_enabled()
         self._has_failed = False
 
     def run(self, task: Task, action: Action) -> None:

@@ -74,7 +74,7 @@ def refusal(device: torch.device, dtype: torch.dtype, *, d_model: int, d_hidden:
 def _captures(device: torch.device) -> str | None:
     """Returns why a call is not computed during the capture of a CUDA graph; None if none is captured."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return "a CUDA graph is captured: rounds have numbers, which a replay would use again"
+        return "a CUDA graph is captured: each launch has a round number, which a replay would use again"
     return None
 
 
@@ -95,7 +95,7 @@ def steps_for(request: Request) -> Steps | str:
         (is_any,) = largest(request.ranks, device, refuses, stage="agreeing on fused kernels")
         _agreed[key] = bool(is_any)
     if _agreed[key]:
-        return why or "another rank refuses the fused kernels: it says why"
+        return why or "another rank refuses the fused kernels: that rank warns of the reason"
     return _kernel_steps(request)
 
 
@@ -107,7 +107,7 @@ def _kernel_steps(request: Request) -> Steps | str:
     ranks = request.ranks
     shape, room = heap_shape(request), _room(request)
     if request.max_rows > room:
-        return f"more rows arrive at a rank than its heap holds: {request.max_rows}, of {room}"
+        return f"more rows arrive at a rank than its heap holds: {request.max_rows} rows, room for {room}"
     make = nvshmem_heap if _spans_nodes(request) else process_heap
     find_heap = functools.partial(heap_for, ranks, request.device, shape, make=make)
     try:

@@ -101,5 +101,6 @@ def refused(taker: str, features: Iterable[Feature]) -> Feature | None:
 
     taker: a key of `TAKES`.
     """
-    asked, takes = frozenset(features), TAKES[taker]
-    return next((feature for feature in Feature if feature in asked and feature not in takes), None)
+    requested = frozenset(features)
+    supported = TAKES[taker]
+    return next((feature for feature in Feature if feature in requested and feature not in supported), None)

@@ -132,7 +132,9 @@ class FusedRunner(KernelsRunner):
     name: ClassVar[Path] = "fused"
 
     def _output(self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool) -> KernelsOutput:
-        steps, journey, activation = self.steps, self.journey, self.activation
+        steps = self.steps
+        journey = self.journey
+        activation = self.activation
         w1, w2, b1, b2 = split_parameters(inputs.parameters)
         hidden_NG, active_NH = steps.dispatch_hidden(
             journey, dense(inputs.x_TM), inputs.weight_TK, w1, b1, activation=activation, keep=keeps_hidden
@@ -143,7 +145,10 @@ class FusedRunner(KernelsRunner):
     def _gradients(self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor) -> KernelsGradients:
         x_TM, weight_TK, w1, w2, b1, b2, hidden_NG, rows_NM = tensors
         tensors.clear()
-        steps, journey, ends_E, activation = self.steps, self.journey, self.journey.ends_E, self.activation
+        steps = self.steps
+        journey = self.journey
+        ends_E = self.journey.ends_E
+        activation = self.activation
         needs_w1, needs_w2, needs_b1, needs_b2 = (*needs, False, False)[:4]
         if hidden_NG is None and rows_NM is not None:
             hidden_NG = grouped_gemm.product(rows_NM, w1, ends_E, bias_EO=b1)
@@ -194,30 +199,44 @@ class PersistentRunner(KernelsRunner):
         return replace(self, chosen=None)
 
     def _output(self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool) -> KernelsOutput:
-        launcher, chosen, x_TM = self.steps.launcher, self.chosen, dense(inputs.x_TM)
+        launcher = self.steps.launcher
+        chosen = self.chosen
+        x_TM = dense(inputs.x_TM)
         assert chosen is not None
-        heap, parameters, weight_TK = launcher.heaps[0], split_parameters(inputs.parameters), inputs.weight_TK
-        given = flashdmoe.pass_tensors(heap, chosen.expert_TK, x_TM, weight_TK, parameters, self.activation)
-        made = flashdmoe.forward_tensors(
-            heap, given, chosen, keeps_input=keeps_rows, keeps_hidden=keeps_hidden
+        heap = launcher.heaps[0]
+        parameters = split_parameters(inputs.parameters)
+        weight_TK = inputs.weight_TK
+        common = flashdmoe.pass_tensors(heap, chosen.expert_TK, x_TM, weight_TK, parameters, self.activation)
+        rank_tensors = flashdmoe.forward_tensors(
+            heap, common, chosen, keeps_input=keeps_rows, keeps_hidden=keeps_hidden
         )
-        flashdmoe.launch_pass(launcher, "forward", self.activation, [made])
-        return made["result"], [made[name] for name in ("hidden", "input", *PLACES)]
+        flashdmoe.launch_pass(launcher, "forward", self.activation, [rank_tensors])
+        return rank_tensors["result"], [rank_tensors[name] for name in ("hidden", "input", *PLACES)]
 
     def _gradients(self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor) -> KernelsGradients:
         x_TM, weight_TK, w1, w2, b1, b2, hidden, rows = tensors[:8]
         places = dict(zip(PLACES, tensors[8:], strict=True))
         tensors.clear()
-        launcher, parameters = self.steps.launcher, (w1, w2, b1, b2)
-        x_TM, heap, expert_TK = None if x_TM is None else dense(x_TM), launcher.heaps[0], places["expert"]
-        given = flashdmoe.pass_tensors(
+        launcher = self.steps.launcher
+        parameters = (w1, w2, b1, b2)
+        x_TM = None if x_TM is None else dense(x_TM)
+        heap = launcher.heaps[0]
+        expert_TK = places["expert"]
+        common = flashdmoe.pass_tensors(
             heap, expert_TK, dense(grad_TM), weight_TK, parameters, self.activation, x_TM
         )
         needs = (*needs, False, False)[:4]
-        made = flashdmoe.backward_tensors(given, places, kept=[rows, hidden], needs=needs)
-        flashdmoe.launch_pass(launcher, "backward", self.activation, [made])
-        of_weight = made["weight_gradient"].to(weight_TK.dtype)
-        return made["result"], of_weight, made["of_w1"], made["of_w2"], made["of_b1"], made["of_b2"]
+        rank_tensors = flashdmoe.backward_tensors(common, places, kept=[rows, hidden], needs=needs)
+        flashdmoe.launch_pass(launcher, "backward", self.activation, [rank_tensors])
+        of_weight = rank_tensors["weight_gradient"].to(weight_TK.dtype)
+        return (
+            rank_tensors["result"],
+            of_weight,
+            rank_tensors["of_w1"],
+            rank_tensors["of_w2"],
+            rank_tensors["of_b1"],
+            rank_tensors["of_b2"],
+        )
 
 
 # ---- Forward by the fused kernels, backward by the engine
@@ -244,14 +263,20 @@ class FusedForwardRunner:
 
     def _take_steps(self, inputs: Inputs) -> tuple[Tensor, Forwarded]:
         """Returns T_O (T, M) from the kernels, and the state that the engine's forward would have left."""
-        plan, cut = self.plan, self.plan.forward
-        steps, journey, activation = self.fused.steps, self.fused.journey, self.fused.activation
+        plan = self.plan
+        cut = self.plan.forward
+        steps = self.fused.steps
+        journey = self.fused.journey
+        activation = self.fused.activation
         w1, w2, b1, b2 = split_parameters(inputs.parameters)
-        weight_TK, keeps_hidden = inputs.weight_TK, plan.restore.hidden == "keep"
+        weight_TK = inputs.weight_TK
+        keeps_hidden = plan.restore.hidden == "keep"
         hidden_NG, active_NH = steps.dispatch_hidden(
             journey, dense(inputs.x_TM), weight_TK, w1, b1, activation=activation, keep=keeps_hidden
         )
-        n, m, num_rows = len(cut.chunks), len(cut.pieces), journey.num_received
+        n = len(cut.chunks)
+        m = len(cut.pieces)
+        num_rows = journey.num_received
         index_N = unit_index(
             self.recv_FWE.unflatten(0, (n, -1)).sum(1), journey.rank, num_pieces=m, num_rows=num_rows
         )
@@ -260,11 +285,11 @@ class FusedForwardRunner:
         units |= {(j, "_L"): piece.groups.num_rows for j, piece in enumerate(cut.pieces)}
         rows_NM = steps.rows(journey) if plan.restore.dispatched == "keep" else None
         left = Forwarded(inputs=inputs)
-        for unit, at in zip(units, index_N.split(list(units.values())), strict=True):
+        for unit, unit_rows in zip(units, index_N.split(list(units.values())), strict=True):
             kept = left.kept[unit] = Kept()
-            kept.rows_NM = None if rows_NM is None else rows_NM.index_select(0, at)
+            kept.rows_NM = None if rows_NM is None else rows_NM.index_select(0, unit_rows)
             if hidden_NG is not None:
-                kept.hidden = Hidden(tensors=[hidden_NG.index_select(0, at)])
+                kept.hidden = Hidden(tensors=[hidden_NG.index_select(0, unit_rows)])
         if cut.weights is not None:
             weight_N = steps.row_weight(journey).to(weight_TK.dtype)
             left.weight_received = weight_N.index_select(0, index_N[: sum(received)])
@@ -292,10 +317,11 @@ def unit_index(recv_nWE: Tensor, rank: int, *, num_pieces: int, num_rows: int) -
     n, num_ranks, num_experts = recv_nWE.shape
 
     def along(numbers: Tensor, dim: int) -> Tensor:
-        return numbers.view([-1 if at == dim else 1 for at in range(3)])
+        return numbers.view([-1 if axis == dim else 1 for axis in range(3)])
 
     ascending = torch.arange(max(n, num_ranks, num_experts), device=recv_nWE.device)
-    expert, chunk = along(ascending[:num_experts], 0), along(ascending[:n], 2)
+    expert = along(ascending[:num_experts], 0)
+    chunk = along(ascending[:n], 2)
     source = along((ascending[:num_ranks] + rank) % num_ranks, 1)
     # The rows from one source for one expert in one chunk are a block in both orders. These are the places of
     # the blocks in the order of units.

@@ -83,7 +83,9 @@ def steps_for(request: Request) -> Steps | str:
 
     Collective the first time for a type and sizes, because the kernels may be missing on some rank.
     """
-    device, dtype, experts = request.device, request.dtype, request.experts
+    device = request.device
+    dtype = request.dtype
+    experts = request.experts
     if why := _captures(device):
         return why
     why = refusal(device, dtype, d_model=request.d_model, d_hidden=request.d_hidden)
@@ -105,7 +107,8 @@ def _kernel_steps(request: Request) -> Steps | str:
     Refuses only for numbers that all ranks share, or for an error that all raise.
     """
     ranks = request.ranks
-    shape, room = heap_shape(request), _room(request)
+    shape = heap_shape(request)
+    room = _room(request)
     if request.max_rows > room:
         return f"more rows arrive at a rank than its heap holds: {request.max_rows} rows, room for {room}"
     make = nvshmem_heap if _spans_nodes(request) else process_heap
@@ -123,8 +126,8 @@ def _spans_nodes(request: Request) -> bool:
     ranks = request.ranks
     key = ("nodes", ranks.name)
     if key not in _agreed:
-        here = float(digest([host_name()]))
-        (on_one_node,) = same(ranks, request.device, [here], stage="comparing the nodes of ranks")
+        node_digest = float(digest([host_name()]))
+        (on_one_node,) = same(ranks, request.device, [node_digest], stage="comparing the nodes of ranks")
         _agreed[key] = not on_one_node
     return _agreed[key]
 
@@ -138,18 +141,25 @@ def heap_shape(request: Request) -> HeapShape:
     ranks can send. A pool also has room for tiles that are not full, one a cell. With a capacity each cell
     holds it, in whole tiles, unless that is more than all ranks can send.
     """
-    tokens, room, top_k = _tokens(request), _room(request), request.top_k
-    ranks, experts, d_model, dtype = request.ranks.size, request.experts, request.d_model, request.dtype
+    tokens = _tokens(request)
+    room = _room(request)
+    top_k = request.top_k
+    ranks = request.ranks.size
+    experts = request.experts
+    d_model = request.d_model
+    dtype = request.dtype
     if not request.is_persistent:
         return HeapShape(ranks, experts, room, tokens * top_k, d_model, dtype)
-    cells, factor = ranks * experts, request.capacity_factor
+    cells = ranks * experts
+    factor = request.capacity_factor
     # Depends on the factor, not on numbers of rows: layers share the heap even if their tokens differ.
     if is_pool := factor is None or factor * top_k > ranks * min(top_k, experts):
         rows = room + cells * (TILE_ROWS - 1)
     else:
         rows = min(expert_capacity(factor, tokens, top_k, cells), tokens)
     rows = max(math.ceil(rows / TILE_ROWS), 1) * TILE_ROWS
-    d_hidden, sends_again = request.d_hidden, request.sends_again
+    d_hidden = request.d_hidden
+    sends_again = request.sends_again
     return HeapShape(ranks, experts, rows, tokens, d_model, dtype, d_hidden, sends_again, is_pool)
 
 
@@ -162,8 +172,12 @@ def _tokens(request: Request) -> int:
 def _room(request: Request) -> int:
     """Returns the rows that may arrive at a rank; with a capacity, as many as all ranks can send to it."""
     tokens = _tokens(request)
-    most = tokens * min(request.top_k, request.experts) * request.ranks.size
-    return most if request.capacity_factor else min(math.ceil(tokens * request.top_k * request.slack), most)
+    all_rows = tokens * min(request.top_k, request.experts) * request.ranks.size
+    return (
+        all_rows
+        if request.capacity_factor
+        else min(math.ceil(tokens * request.top_k * request.slack), all_rows)
+    )
 
 
 def _division(request: Request, kernel: FusedKernel, direction: PassDirection) -> Division:

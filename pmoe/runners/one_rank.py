@@ -59,7 +59,8 @@ def kernel_refusal(
     dtype: of the rows that reach the experts.
     needs_grad: whether a backward pass may follow.
     """
-    device, num_rows = x_TM.device, x_TM.shape[0] * gate.top_k
+    device = x_TM.device
+    num_rows = x_TM.shape[0] * gate.top_k
     if device.type != "cuda" or not num_rows:
         return f"{x_TM.shape[0]} tokens on {device}"
     num_experts, num_model, width = experts.shapes()["w2"]
@@ -102,8 +103,8 @@ def route_tokens(gate: TopKGate, x_TM: Tensor, by: Callable[..., V]) -> V:
 
 def aligned_rows(rows_TM: Tensor) -> Tensor:
     """Returns the rows (T, M) aligned as the kernels read them; a copy if they are not."""
-    fits = not rows_TM.numel() or (strides_fit(rows_TM) and rows_TM.data_ptr() % VECTOR_BYTES == 0)
-    return rows_TM if fits else rows_TM.clone(memory_format=torch.contiguous_format)
+    is_aligned = not rows_TM.numel() or (strides_fit(rows_TM) and rows_TM.data_ptr() % VECTOR_BYTES == 0)
+    return rows_TM if is_aligned else rows_TM.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,12 @@ class OneRankRunner:
     name: ClassVar[Path] = "one rank"
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
-        x_TM, weight_TK, routes = aligned_rows(inputs.x_TM), inputs.weight_TK, self.routes
+        x_TM = aligned_rows(inputs.x_TM)
+        weight_TK = inputs.weight_TK
+        routes = self.routes
         w1, w2, b1, b2 = split_parameters(inputs.parameters)
-        ends_E, position_TK = routes.ends_nE.view(-1), routes.position_TK
+        ends_E = routes.ends_nE.view(-1)
+        position_TK = routes.position_TK
         slots = RowSlots(slot_N=routes.slot_N, top_k=weight_TK.shape[1])
         hidden_NG, active_NH = grouped_gemm.hidden(
             x_TM, w1, ends_E, activation=self.activation, bias_EG=b1, slots=slots, keep=keep
@@ -201,7 +205,8 @@ def one_rank_mismatch(case: KernelCase, top_k: int, normalize: bool) -> str | No
     generator = torch.Generator().manual_seed(0)
     experts = max(NUM_EXPERTS, top_k)
     width = NUM_HIDDEN * (2 if case.activation == "swiglu" else 1)
-    tokens, weights = (NUM_TOKENS, NUM_MODEL), ((experts, width, NUM_MODEL), (experts, NUM_MODEL, NUM_HIDDEN))
+    tokens = (NUM_TOKENS, NUM_MODEL)
+    weights = ((experts, width, NUM_MODEL), (experts, NUM_MODEL, NUM_HIDDEN))
     biases = ((experts, width), (experts, NUM_MODEL)) if case.bias else ()
     shapes = (tokens, tokens, *weights, *biases)
     operands = [torch.randn(*each, generator=generator).mul_(0.25).to(case.dtype) for each in shapes]
@@ -211,8 +216,8 @@ def one_rank_mismatch(case: KernelCase, top_k: int, normalize: bool) -> str | No
         plain = both(logits_TE, operands)
         exact = both(logits_TE.double(), [each.double() for each in operands])
         try:
-            found = both(logits_TE.to(case.device), [each.to(case.device) for each in operands])
-            return first_wrong(NAMES[: len(exact)], found, plain, exact, case.dtype)
+            computed = both(logits_TE.to(case.device), [each.to(case.device) for each in operands])
+            return first_wrong(NAMES[: len(exact)], computed, plain, exact, case.dtype)
         except Exception as error:
             return f"a small case failed: {error}"
 
@@ -227,9 +232,9 @@ def _both_passes(
     """
     x_TM, grad_TM, *parameters = operands
     with torch.enable_grad():
-        asked = [each.requires_grad_() for each in (logits_TE, x_TM, *parameters)]
+        differentiated = [each.requires_grad_() for each in (logits_TE, x_TM, *parameters)]
         routes = route.route(logits_TE, top_k, normalize=normalize, z_loss_weight=0.1)
         inputs = Inputs(x_TM=x_TM, weight_TK=routes.weight_TK, parameters=parameters)
         y_TM = run_experts(OneRankRunner(routes, activation), inputs, Ranks.single(), needs_grad=True)
-        gradients = torch.autograd.grad([routes.l_aux, y_TM], asked, [None, grad_TM])
+        gradients = torch.autograd.grad([routes.l_aux, y_TM], differentiated, [None, grad_TM])
     return [*(each.detach() for each in (routes.weight_TK, routes.l_aux, y_TM)), *gradients]

@@ -52,7 +52,7 @@ def _special_parts(plan: Plan, *, moves: bool) -> list[tuple[type[Forward], type
 
     moves: whether T_DI or T_M is copied to the host, or fetched from the place where forward kept it.
     """
-    asked = {
+    feature_is_needed = {
         ("padding", "Padded"): plan.padding is not None,
         ("hooked", "Hooked"): plan.modules.hooks is not None,
         ("shared_expert", "SharedExpert"): plan.modules.shared_expert is not None,
@@ -60,7 +60,7 @@ def _special_parts(plan: Plan, *, moves: bool) -> list[tuple[type[Forward], type
         ("once", "Once"): plan.forward.once is not None,
         ("offloaded", "Offloading"): moves,
     }
-    names = [name for name, is_asked in asked.items() if is_asked]
+    names = [name for name, is_needed in feature_is_needed.items() if is_needed]
     parts = [(importlib.import_module(f"pmoe.engine.{file}"), name) for file, name in names]
     return [(getattr(file, f"{name}Forward"), getattr(file, f"{name}Backward")) for file, name in parts]
 
@@ -94,14 +94,15 @@ def _checked(plan: Plan, inputs: Inputs) -> Inputs:
     (`pmoe.experts.graphs.Shelf`). Autograd then gets them as ``.data``, which it does not check. If modules
     run again in backward, all of their parameters are needed, and autograd checks them.
     """
-    modules, restore = plan.modules, plan.restore
+    modules = plan.modules
+    restore = plan.restore
     unchecked: dict[str, list[Tensor]] = {}
     if modules.experts.are_modules and restore.hidden != "recompute":
-        unchecked["parameters"] = [each.data for each in inputs.parameters]
+        unchecked["parameters"] = [parameter.data for parameter in inputs.parameters]
     if modules.shared_expert is not None and modules.shared_expert.are_modules:
-        unchecked["shared_parameters"] = [each.data for each in inputs.shared_parameters]
+        unchecked["shared_parameters"] = [parameter.data for parameter in inputs.shared_parameters]
     if restore.dispatched != "communicate" and inputs.hook_parameters:
-        unchecked["hook_parameters"] = [each.data for each in inputs.hook_parameters]
+        unchecked["hook_parameters"] = [parameter.data for parameter in inputs.hook_parameters]
     return replace(inputs, **unchecked) if unchecked else inputs  # type: ignore[arg-type]
 
 
@@ -115,8 +116,8 @@ def _backward(
     wanted: for each of ``Inputs.all``, whether its gradient is wanted.
     grad_TM: (T, M), the gradient of T_O.
     """
-    found = iter(tensors)
-    saved = _swapped(emptied, lambda _: next(found))
+    remaining = iter(tensors)
+    saved = _swapped(emptied, lambda _: next(remaining))
     saved.wanted = wanted
     parts = _special_parts(plan, moves=plan.restore.offloads or plan.rearranged)
     with telling(plan.modules.grid.all, "a backward pass"):
@@ -132,15 +133,16 @@ def _swapped(left: Forwarded, swap: Callable[[Any], Any]) -> Forwarded:
     out, and a later one puts them back.
     """
     inputs = left.inputs.like([swap(each) for each in left.inputs.all])
-    found = Forwarded(inputs=inputs, weight_received=swap(left.weight_received))
+    swapped = Forwarded(inputs=inputs, weight_received=swap(left.weight_received))
     for unit, kept in left.kept.items():
-        rows_NM, hidden = swap(kept.rows_NM), kept.hidden
+        rows_NM = swap(kept.rows_NM)
+        hidden = kept.hidden
         if hidden is not None:
             tensors = [swap(tensor) for tensor in hidden.tensors]
             hidden = Hidden(tensors=tensors, graph=hidden.graph, expendable=hidden.expendable)
-        found.kept[unit] = Kept(rows_NM, hidden, kept.recipe)
+        swapped.kept[unit] = Kept(rows_NM, hidden, kept.recipe)
     for point, each in left.passed.items():
-        found.passed[point] = replace(each, tensors=tuple(map(swap, each.tensors)))
-    # Of `pmoe.engine.once`, whose regroup is not part of the plan.
-    found.regroup = [swap(each) for each in left.regroup]
-    return found
+        swapped.passed[point] = replace(each, tensors=tuple(map(swap, each.tensors)))
+    # The plan has no regroup for `pmoe.engine.once`: it became known in forward.
+    swapped.regroup = [swap(each) for each in left.regroup]
+    return swapped

@@ -78,9 +78,11 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
     def compute(i: int, at: str) -> None:
         """Adds L or C of chunk i, and D, the copies of its T_DI and T_M to the host if they are offloaded."""
         rows = [f"T_DI_L.{i}"] if at else [f"T_DI.{i}", f"T_DI_sorted.{i}"]
-        hidden, active = f"T_M{at}.{i}", f"active{at}.{i}"
+        hidden = f"T_M{at}.{i}"
+        active = f"active{at}.{i}"
         if at:
-            reads, writes = [f"T_I_L.{i}", "weight"], [*rows, hidden, active, f"home_L.{i}"]
+            reads = [f"T_I_L.{i}", "weight"]
+            writes = [*rows, hidden, active, f"home_L.{i}"]
         else:
             reads = [rows[0], "weight_DI"]
             writes = [rows[1], hidden, active, f"T_DO_sorted.{i}", f"T_DO.{i}"]
@@ -163,23 +165,27 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
 
     def compute(i: int, at: str) -> None:
         """Adds M if T_M is recomputed, L or C, R, and the gradients of parameters (LW or W) of a unit."""
-        rows, hidden = [f"T_DI{at}.{i}"], f"T_M{at}.{i}"
+        rows = [f"T_DI{at}.{i}"]
+        hidden = f"T_M{at}.{i}"
         if not at and (sends_again or (dispatched == "keep" and not rearranged)):
             rows.append(f"T_DI_sorted.{i}")
         # The unit's first task also writes T_DI in expert order, from kept chunks, from rows that arrived, or
         # from T_I. `arranged` has the buffers that the next task writes for that reason.
         arranged = rows[-1:] if sends_again or (dispatched == "keep" and rearranged) else []
         if hidden_fate == "recompute":
-            given = [buffer for buffer in rows if buffer not in arranged]
-            tasks.add(Kind.RECOMPUTE.at(at), i, given, [*arranged, hidden])
+            inputs = [buffer for buffer in rows if buffer not in arranged]
+            tasks.add(Kind.RECOMPUTE.at(at), i, inputs, [*arranged, hidden])
             arranged = []
         elif hidden_fate == "keep" and rearranged:
             arranged = [*arranged, hidden]
         work = [f"{name}{at}.{i}" for name in ("dT_M", "active", "scratch")]
         if at:
-            grads, source, result = [f"dT_DO_L.{i}"], [f"dT_O_L.{i}"], [f"dhome_L.{i}"]
+            grads = [f"dT_DO_L.{i}"]
+            source = [f"dT_O_L.{i}"]
+            result = [f"dhome_L.{i}"]
         else:
-            grads, source = [f"dT_DO_sorted.{i}"], [f"dT_DO.{i}"]
+            grads = [f"dT_DO_sorted.{i}"]
+            source = [f"dT_DO.{i}"]
             result = [f"dT_DI_sorted.{i}", f"dT_DI.{i}", f"dweight_DI.{i}"]
         reads = [buffer for buffer in (*source, *rows, hidden) if buffer not in arranged]
         if hidden_fate != "keep":  # the task overwrites T_M with the activated hidden
@@ -187,8 +193,8 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         tasks.add(Kind.LOCAL if at else Kind.COMPUTE, i, reads, [*arranged, *work, *grads, *result])
         if not at:
             tasks.combine(i)
-        given = [*rows, hidden, *work[:2], *grads, *([] if at else source)]
-        tasks.add(Kind.WGRAD.at(at), i, [*given, "dw"], ["dw"])
+        inputs = [*rows, hidden, *work[:2], *grads, *([] if at else source)]
+        tasks.add(Kind.WGRAD.at(at), i, [*inputs, "dw"], ["dw"])
 
     if remote:
         dispatch(n - 1)

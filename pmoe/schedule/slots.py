@@ -97,9 +97,11 @@ class BufferSizes:
 
     def _rows_and_columns(self, name: str) -> tuple[Sequence[int], int]:
         """Works out the result of `of`."""
-        extent, width = self.extent, self.d_model
+        extent = self.extent
+        width = self.d_model
         stays = name.endswith("_L")
-        rows, none = (extent.local if stays else extent.received), (0,) * len(extent.received)
+        rows = extent.local if stays else extent.received
+        no_rows = (0,) * len(extent.received)
         name = name.removesuffix("_L").removesuffix("_again")
         match name:
             case "send":
@@ -107,19 +109,21 @@ class BufferSizes:
             case "arrived" | "leaving" | "copies" | "parts":
                 return self._inside_rows(name), width
             case "home" | "dhome":
-                return (none if stays else extent.home), width  # "home" holds the rows that stay too
+                return (no_rows if stays else extent.home), width  # "home" holds the rows that stay too
             case "T_M" | "dT_M":
                 return rows, self.columns.hidden
             case "active":
                 return rows, self._active_columns
             case "scratch":
                 scratch_rows = self.columns.scratch_rows if self._expendable else 0
-                return [min(each, scratch_rows) for each in rows], self.columns.scratch
+                return [min(count, scratch_rows) for count in rows], self.columns.scratch
         by_link = name in ("T_DO", "dT_DO", "dT_DI") or (name == "T_DI" and self._restores_by_link)
         if by_link and not stays and extent.gathered is not None:
             rows = extent.gathered
         if name.endswith("_sorted") or (name == "T_DI" and not stays and self.keeps_what_arrives):
-            return [of * sorts for of, sorts in zip(rows, extent.regrouped, strict=True)], width
+            return [
+                number * is_sorted for number, is_sorted in zip(rows, extent.regrouped, strict=True)
+            ], width
         return rows, width
 
     @property
@@ -133,7 +137,8 @@ class BufferSizes:
 
         name: "arrived" or "leaving"; "copies", from which AG sends; or "parts", which RS sums.
         """
-        arrived, inside = self.extent.arrived or self.extent.received, self.extent.inside
+        arrived = self.extent.arrived or self.extent.received
+        inside = self.extent.inside
         if name == "copies":
             inside = inside if inside > 2 else 0
         return [rows * inside for rows in arrived] if name in ("copies", "parts") else arrived

@@ -22,7 +22,8 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
     """
     tasks = PassBuilder("forward", n, stages)
     local, remote = stages.local, stages.remote
-    m, chunks = local_pieces(n, local=local, remote=remote), range(n if remote else 0)
+    m = local_pieces(n, local=local, remote=remote)
+    chunks = range(n if remote else 0)
     early = m - 1 if remote and m > 1 else m
 
     def stay(pieces: range) -> None:
@@ -58,7 +59,8 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
     """
     tasks = PassBuilder("backward", n, stages)
     local, remote = stages.local, stages.remote
-    m, chunks = local_pieces(n, local=local, remote=remote), range(n if remote else 0)
+    m = local_pieces(n, local=local, remote=remote)
+    chunks = range(n if remote else 0)
 
     def add_weight_gradients(i: int) -> None:
         """Adds W of chunk i."""

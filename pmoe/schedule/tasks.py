@@ -142,11 +142,11 @@ class Schedule:
 
         Example: "T_M_L" -> [("T_M_L.3", 3, "T_M[0]")].
         """
-        found: dict[str, list[tuple[str, int, str]]] = {}
+        turns: dict[str, list[tuple[str, int, str]]] = {}
         for buffer, slot in self.slots.items():
             name, _, chunk = buffer.rpartition(".")
-            found.setdefault(name, []).append((buffer, int(chunk), slot))
-        return found
+            turns.setdefault(name, []).append((buffer, int(chunk), slot))
+        return turns
 
     @functools.cached_property
     def num_weight_gradients(self) -> int:
@@ -205,8 +205,8 @@ def finished(
         last = max((at for at, task in enumerate(tasks) if task.kind is Kind.DISPATCH), default=-1)
         tasks[last + 1 : last + 1] = [make_task(Kind.GRADIENTS, -1, [], ["gradients"])]
     if stages.one_lane:
-        one = Lane.COMMUNICATE
-        tasks = [replace(task, lane=one) if task.lane is Lane.INTRA_NODE else task for task in tasks]
+        shared_lane = Lane.COMMUNICATE
+        tasks = [replace(task, lane=shared_lane) if task.lane is Lane.INTRA_NODE else task for task in tasks]
     return Schedule(direction=direction, tasks=link(tasks, slots), slots=slots or {})
 
 
@@ -266,7 +266,8 @@ def link(tasks: Iterable[Task], slots: Mapping[str, str] | None = None) -> tuple
         for b in reads:
             readers.setdefault(b, []).append(task.name)
         for b in writes:
-            writer[b], readers[b] = task.name, []
+            writer[b] = task.name
+            readers[b] = []
         holds |= {slots.get(b, b): b for b in task.writes}
     return tuple(linked)
 
@@ -312,7 +313,9 @@ class PassBuilder:
     def __init__(self, direction: PassDirection, n: int, stages: Stages) -> None:
         if n < 1:
             raise ValueError(f"n ({n}) must be at least 1")
-        self.direction, self.n, self.stages = direction, n, stages
+        self.direction = direction
+        self.n = n
+        self.stages = stages
         self.tasks: list[Task] = []
         buffers = ENDS_OF_STAGES[direction]
         self._source, self._received, self._result, self._home, self._output = buffers
@@ -342,10 +345,10 @@ class PassBuilder:
     def send(self, i: int, *, again: bool = False) -> None:
         """Appends S of chunk i, and AG if experts are sharded and no callbacks come between (`open`)."""
         suffix = "_again" * again
-        here = f"arrived{suffix}" if self.stages.sharded else "T_DI" if again else self._received
-        self.add(Kind.DISPATCH.again(again), i, [f"send{suffix}.{i}"], [f"{here}.{i}"])
+        arrived = f"arrived{suffix}" if self.stages.sharded else "T_DI" if again else self._received
+        self.add(Kind.DISPATCH.again(again), i, [f"send{suffix}.{i}"], [f"{arrived}.{i}"])
         if self.stages.sharded and not self.stages.hooked:
-            self._all_gather(i, here, again)
+            self._all_gather(i, arrived, again)
 
     def open(self, i: int, *, again: bool = False) -> None:
         """Appends HA and AG of chunk i in a hooked layer: callbacks, then the all-gather."""
@@ -405,7 +408,8 @@ class PassBuilder:
         piece: the piece that holds the chunk's rows that stay; None for the piece with the chunk's number.
         """
         if 0 <= i < self.n:
-            stays, shared = i if piece is None else piece, "T_S" if self.direction == "forward" else "dT_S"
-            reads = [f"{self._home}_L.{stays}"] * self.stages.local
+            own_piece = i if piece is None else piece
+            shared = "T_S" if self.direction == "forward" else "dT_S"
+            reads = [f"{self._home}_L.{own_piece}"] * self.stages.local
             reads += [f"{self._home}.{i}"] * self.stages.remote + [shared] * self.stages.shared
             self.add(Kind.OUTPUT, i, reads, [f"{self._output}.{i}"])

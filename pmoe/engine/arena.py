@@ -84,7 +84,7 @@ class DevicePool:
 
     @property
     def kept_bytes(self) -> int:
-        """The most bytes that are kept free for later passes. 0 on a GPU: torch's allocator keeps them."""
+        """An upper bound of the bytes kept free for later passes. 0 on a GPU, where torch keeps them."""
         return self._own.kept_bytes if "_own" in self.__dict__ else 0
 
     def new(self, like: Tensor, *shape: int) -> Tensor:

@@ -113,7 +113,7 @@ class HostPool:
 
     @property
     def kept_bytes(self) -> int:
-        """The most bytes that may be free and not yet given back to the system."""
+        """An upper bound of the free bytes that are not yet given back to the system."""
         return sum(segment.top for segment in self._segments) - self.bytes_in_use
 
     def trim(self, most: int = sys.maxsize) -> None:

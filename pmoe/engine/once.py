@@ -97,7 +97,7 @@ class OnceOrders(Orders):
 
 @dataclass(frozen=True, kw_only=True)
 class MergedRows:
-    """The rows that carry several slots: numbers by which a receiving rank finds the row of each weight.
+    """The numbers by which a rank finds the row of each routing weight that arrives.
 
     number: (S,) int32, for each weight that this rank sends, the number of its row among the rows that this
         rank sends to the same rank in the same chunk.

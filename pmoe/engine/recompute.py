@@ -3,7 +3,7 @@
 The first pass records the decisions of each call of a layer: the routing, the agreed row counts, n, the
 restore pair, the runner. The second pass takes them over, in the same order, so nothing is decided twice:
 
-    first pass    _First          a call of a layer gets a _Recording, which appends a _Call to _First.calls
+    first pass    _First          a call of a layer gets a _Recording; its _Call is appended to _First.calls
     second pass   _RunningAgain   the i-th call of a layer gets a _Replaying of _First.calls[i]
 
 The gate does not run again, so its graph of the first pass is the one through which gradients go. That graph

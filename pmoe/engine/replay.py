@@ -5,10 +5,9 @@ In the second pass a gate may route tokens differently, because of dropout befor
 one rounding. Then gradients would belong to another output. So a second pass replays the decision of the
 first one if the checkpoint uses `pmoe.checkpoint_contexts` (`pmoe.engine.recompute`):
 
-                  gate                  exchange of counts, choice of n     rows and products
-    first pass    runs                  run                                 run
-                    recorded by route     recorded by once
-    second pass   taken from record     taken from record                   run again
+                  gate                      exchange of counts, choices    rows and products
+    first pass    runs; `route` records     run; `once` records            run
+    second pass   replayed by `route`       replayed by `once`             run again
 
 Under any other checkpoint everything runs again, and `pmoe.engine.rerouting` notices if the routing changed.
 """

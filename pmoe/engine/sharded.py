@@ -2,7 +2,7 @@
 
 Each rank of a node has a part of the hidden columns of the same experts, so each needs the rows of all:
 
-    S    brings rows from the same place of other nodes       arrived
+    S    brings rows from one rank of each node               arrived
     AG   the ranks of a node send each other these rows       T_DI
     C    each rank computes its part of every result          T_DO
     RS   each rank gets the sums of the parts of its rows     leaving

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 
 class Feature(str, enum.Enum):
-    """A property that options give a layer beyond a default one.
+    """A property of a layer that a layer with default options does not have.
 
-    The value of each is the text of its refusal; names in braces stand for values of the layer.
+    The value is the text of its refusal, in which names in braces stand for the layer's options.
     """
 
     RANKS = "rows travel between ranks"
@@ -92,7 +92,7 @@ TAKES["memory"] = TAKES["memory budget"] | (
 TAKES["graph capture"] = TAKES["padded counts"] - {F.GRADIENTS, F.OFFLOADS, F.PERSISTENT}
 """The features that each runner, source of counts or prediction supports, by its name.
 
-The pipeline runner supports all, so a call that another refuses is computed by it.
+The pipeline runner supports all. It computes the calls that other runners refuse.
 """
 
 

@@ -10,7 +10,7 @@ decided twice. The restore pair says how backward gets T_DI and T_M:
     T_DI  keep         forward copies the rows that arrived, because they lie in memory that all layers share
           communicate  backward dispatches them again
     T_M   keep         forward keeps it as the first kernel wrote it
-          recompute    backward multiplies the kept T_DI again; the first kernel does so if it is sent again
+          recompute    backward repeats the first product, from the kept T_DI or while T_DI is sent again
 
 The kernels are in cuda/comet and cuda/flashdmoe; tests may replace the steps (`pmoe.runners.fused_steps`).
 

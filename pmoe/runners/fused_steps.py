@@ -37,9 +37,9 @@ class Request:
     max_tokens: the largest number of tokens of any rank.
     max_rows: the largest number of rows that any rank receives, if no capacity limits them.
     needs_grad: whether a backward pass may follow.
-    slack: rows of the heap over its balanced share.
+    slack: the heap's rows, as a multiple of the rows that a rank gets if routing is balanced.
     is_persistent: whether a persistent kernel is asked for.
-    capacity_factor: of the heap's cells; None if there may be more rows.
+    capacity_factor: the capacity factor of a cell of the heap; None if an expert may get more rows.
     sends_again: whether backward may send T_DI again, which takes a round of its own.
     """
 

@@ -213,8 +213,8 @@ def finished(
 def local_pieces(n: int, *, local: bool, remote: bool) -> int:
     """Returns m, the number of pieces into which the rows that stay are cut (`piece_of`).
 
-    m = 0 if no rows stay, n if none travel. Otherwise at most 2: all rows but those of the last chunk, and
-    those.
+    m is 0 if no rows stay, and n if none travel. Otherwise it is 2: a piece for the last chunk, and one for
+    all chunks before it; 1 if n = 1.
     """
     if not local:
         return 0

@@ -1,9 +1,8 @@
-"""Callbacks: a user's hooks at six points of a layer, and how their gradients come about (FSMoE, section
-3.1).
+"""Callbacks: a user's hooks at six points of a layer (FSMoE, section 3.1).
 
-The four points inside are passed chunk by chunk (`pmoe.engine.hooked`).
+Chunks pass the four points inside the layer one by one (`pmoe.engine.hooked`).
 
-Letters: N rows, M = d_model, W columns of what travels.
+Letters: N rows, M = d_model, W columns of rows that travel.
 """
 
 from __future__ import annotations
@@ -15,83 +14,99 @@ import torch
 from torch import Tensor, nn
 
 POINTS = ("before_dispatch", "after_dispatch", "before_combine", "after_combine")
-"""The points inside, in the order in which a chunk passes them."""
+"""The points inside the layer, in the order in which a chunk passes them in forward."""
 
 
 class Callback:
-    """Subclass it and override hooks; each gets what is there and returns what shall be there instead.
+    """Hooks at six points of a layer. Subclasses override some; each returns the tensor to go on with.
 
-    Rows are (N, M) tensors of their own, N any number, 0 included; the number must stay. What before_dispatch
-    returns travels to the experts' ranks, whatever its columns and type, the same on every rank;
-    after_dispatch must make (N, M) rows of the layer's type of it. The same holds of before_combine, which
-    sees results with the routing weight applied, and after_combine. Rows that are sent again in backward pass
-    their two hooks again. A callback that is a torch.nn.Module too is part of the layer, its parameters are
-    trained. Hooks run in the autocast state of the layer's caller, wherever they run: there rows that they
-    return become of the layer's type."""
+    Inside the layer, hooks get (N, M) rows of one chunk, N >= 0, and must return as many.
+
+    - before_dispatch may return rows (N, W) of any W and type, the same on every rank. They travel to the
+      experts' ranks, where after_dispatch must turn them into (N, M) rows of the layer's type.
+    - before_combine and after_combine do the same for results, which have their routing weights applied.
+    - If memory_reuse sends rows again in backward, they pass before_dispatch and after_dispatch again.
+    - A callback that is also a torch.nn.Module is a part of the layer, and its parameters are trained.
+    - Hooks run in the autocast state of the layer's caller. Under autocast, rows that they return are cast to
+      the layer's type.
+    """
 
     def before_moe_start(self, x: Tensor) -> Tensor:
-        """The layer's input, in whatever shape it was given; to return: (..., d_model)."""
+        """Gets the layer's input, (...) of any shape, and returns (..., d_model)."""
         return x
 
     def before_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
-        """Rows that are about to leave, (N, M)."""
+        """Gets the rows of a chunk before dispatch sends them, (N, M), and returns (N, W)."""
         return rows
 
     def after_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
-        """Rows as they arrived, (N, W); to return: (N, M)."""
+        """Gets the rows of a chunk as they arrived, (N, W), and returns (N, M)."""
         return rows
 
     def before_combine(self, rows: Tensor, chunk: int) -> Tensor:
-        """Results that are about to return, (N, M), each times its routing weight."""
+        """Gets the results of a chunk, (N, M), each times its routing weight, and returns (N, W)."""
         return rows
 
     def after_combine(self, rows: Tensor, chunk: int) -> Tensor:
-        """Results as they came home, (N, W); to return: (N, M)."""
+        """Gets the results of a chunk as they came home, (N, W), and returns (N, M)."""
         return rows
 
     def before_moe_end(self, y: Tensor) -> Tensor:
-        """The layer's output, (..., d_model); to return: anything."""
+        """Gets the layer's output, (..., d_model), and returns any value."""
         return y
 
 
 Hook = Callable[[Tensor, int], Tensor]
+"""hook(rows, chunk) -> the rows that replace them."""
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """The hooks of a layer's callbacks by point, and those callbacks that are modules."""
+    """The hooks of a layer's callbacks at the points inside it.
+
+    at: for each point, the overridden hooks as (name, hook), in the order of the callbacks.
+    modules: the callbacks that are modules.
+    """
 
     at: dict[str, tuple[tuple[str, Hook], ...]]
     modules: tuple[nn.Module, ...]
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        """Of the modules. Not cached: a module's parameters may be replaced."""
+        """The parameters of callbacks that are modules. Not cached, because they may be replaced."""
         return tuple(parameter for module in self.modules for parameter in module.parameters())
 
     @staticmethod
     def of(callbacks: Iterable[Callback]) -> Hooks | None:
-        """None where they have no hook inside the layer."""
+        """Collects the hooks of callbacks; None if they override none inside the layer."""
         callbacks = tuple(callbacks)
-        at = {
+        hooks_at = {
             point: tuple(
-                (f"{type(each).__name__}.{point}", getattr(each, point))
-                for each in callbacks
-                if getattr(type(each), point) is not getattr(Callback, point)
+                (f"{type(callback).__name__}.{point}", getattr(callback, point))
+                for callback in callbacks
+                if getattr(type(callback), point) is not getattr(Callback, point)
             )
             for point in POINTS
         }
-        if not any(at.values()):
+        if not any(hooks_at.values()):
             return None
-        return Hooks(at, tuple(each for each in callbacks if isinstance(each, nn.Module)))
+        return Hooks(hooks_at, tuple(callback for callback in callbacks if isinstance(callback, nn.Module)))
 
     def has(self, point: str) -> bool:
+        """Whether a point has hooks."""
         return bool(self.at.get(point))
 
     def run(self, point: str, rows: Tensor, chunk: int, like: Tensor) -> Tensor:
-        """All hooks of a point, one after another. like: what columns and type rows have behind the last one,
-        unless they then travel to another point that has hooks."""
-        num_rows, behind = rows.shape[0], point.replace("before_", "after_")
+        """Runs all hooks of a point one after another and returns the rows (N, W) of the last one.
+
+        rows: (N, M), or (N, W) as they travelled.
+        like: a tensor with the layer's columns and type, which the rows must have after the last hook. They
+            may have others if they then travel to a point that has hooks too.
+
+        Raises TypeError or ValueError if a hook returns anything else.
+        """
+        num_rows = rows.shape[0]
+        point_after = point.replace("before_", "after_")
         for name, hook in self.at[point]:
             rows = hook(rows, chunk)
             if not isinstance(rows, Tensor):
@@ -101,12 +116,14 @@ class Hooks:
                     f"callback {name} returned shape {tuple(rows.shape)} for the {num_rows} rows of chunk "
                     f"{chunk}; it must return as many rows as it was given, (N, columns)"
                 )
-        is_used = point == behind or not self.has(behind)
+        # Whether rows go on to the experts or to their tokens as they are, not to other hooks.
+        is_used = point == point_after or not self.has(point_after)
         if is_used and rows.is_floating_point() and torch.is_autocast_enabled(rows.device.type):
-            rows = rows.to(like.dtype)  # norms and sums give float32 there, which the next product would cast
+            # Under autocast norms and sums return float32. The next product would cast it anyway.
+            rows = rows.to(like.dtype)
         if is_used and (rows.shape[1] != like.shape[1] or rows.dtype != like.dtype):
             raise ValueError(
-                f"callback {name} returned {rows.shape[1]} columns of {rows.dtype}; it must return rows as "
-                f"the layer has them, {like.shape[1]} columns of {like.dtype}"
+                f"callback {name} returned {rows.shape[1]} columns of {rows.dtype}; it must return rows like "
+                f"the layer's, {like.shape[1]} columns of {like.dtype}"
             )
         return rows

@@ -1,4 +1,4 @@
-"""The lanes of a GPU: a stream each, which wait for each other by events."""
+"""The lanes of a GPU: each lane is a stream, and streams wait for each other by events."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pmoe.schedule.tasks import Lane, Schedule, Task
 
 
 class CudaLanes(Lanes):
-    """The compute lane is the current stream, each other lane a stream of its own a device.
+    """Lanes that are streams. The compute lane is the current stream; the others are shared by all passes.
 
-    Every buffer is allocated on the compute stream and lives until `finish`, where the compute stream has
-    waited for the last event of the others: so the allocator may hand it out again without record_stream.
-    Tensors that modules made are no such buffers: see `pmoe.engine.offloaded.hold_for`.
+    Every buffer is allocated on the compute stream and lives until `finish`. By then the compute stream has
+    waited for the other streams, so the allocator may reuse the memory without record_stream. Tensors that
+    users' modules made do not live so long: see `pmoe.engine.offloaded.hold_for`.
     """
 
     _streams: dict[tuple[torch.device, Lane], torch.cuda.Stream] = {}
@@ -30,7 +30,7 @@ class CudaLanes(Lanes):
             if (device, lane) not in self._streams:
                 self._streams[device, lane] = torch.cuda.Stream(device)
             self._stream[lane] = self._streams[device, lane]
-            # The pass begins after whatever the caller put on the current stream.
+            # The caller's work on the current stream comes before the pass.
             self._stream[lane].wait_stream(compute)
         self._await_readers_of_the_host(device)
         lane_of = {task.name: task.lane for task in schedule.tasks}
@@ -63,8 +63,11 @@ class CudaLanes(Lanes):
                 self._events[task.name] = (task.lane, event)
 
     def _await_readers_of_the_host(self, device: torch.device) -> None:
-        """Host memory that a backward pass copied in is handed out again as soon as the host is done with
-        it: to passes of the caller's other streams too, which have waited for no copy of that one."""
+        """Makes copies out wait for copies in of earlier passes, which may still read the same host memory.
+
+        The host frees that memory when it has issued the copies in, not when they have ended. A pass on
+        another of the caller's streams may get it, without having waited for them.
+        """
         copies_in = self._streams.get((device, Lane.COPY_IN))
         if Lane.COPY_OUT in self._stream and copies_in is not None:
             self._stream[Lane.COPY_OUT].wait_stream(copies_in)

@@ -1,4 +1,4 @@
-"""Host memory that lives on: for offloaded tensors, pinned where the device is a GPU; and for the CPU."""
+"""Pools of host memory: for tensors offloaded from a GPU (pinned), and for passes that run on the CPU."""
 
 from __future__ import annotations
 
@@ -20,13 +20,18 @@ from pmoe.schedule.slots import ALIGNMENT, aligned
 
 
 class HostMemoryError(RuntimeError):
-    """The host pool has no room for what should be offloaded."""
+    """The host pool has no room for the tensor that should be offloaded."""
 
 
 @dataclass(eq=False)
 class _Segment:
-    """memory: a mapping, or a pinned tensor. free: (start, bytes), by start. top: the end of what was handed
-    out since the last trim; a mapping has no pages beyond it."""
+    """One allocation of the pool, from which blocks are taken.
+
+    memory: a memory mapping, or a pinned tensor.
+    address, num_bytes: its place and its size.
+    free: the free pieces as (start, bytes), sorted by start; starts are offsets in bytes.
+    top: the end of the highest block taken since the last trim. A mapping has no pages beyond it.
+    """
 
     memory: Any
     address: int
@@ -35,26 +40,30 @@ class _Segment:
     top: int = 0
 
     def give_back(self, start: int, size: int) -> None:
+        """Frees a piece, and joins it with free neighbours."""
         pieces = sorted([*self.free, (start, size)])
         self.free = joined = pieces[:1]
-        for at, room in pieces[1:]:
-            if sum(joined[-1]) == at:
+        for piece_start, room in pieces[1:]:
+            if sum(joined[-1]) == piece_start:
                 joined[-1] = (joined[-1][0], joined[-1][1] + room)
             else:
-                joined.append((at, room))
+                joined.append((piece_start, room))
 
     def trim(self, most: int) -> int:
-        """``most`` free bytes go back to the system in whole pages, the last first: the first are handed out
-        first. Their addresses stay. Returns how many it had not."""
+        """Gives up to ``most`` free bytes back to the system in whole pages, and keeps their addresses.
+
+        The last pieces go first, because blocks are taken from the first ones. Returns the bytes that are
+        still missing from ``most``.
+        """
         for start, room in reversed(self.free):
             end = min(start + room, self.top)
-            first = max(start, end - most)
-            page = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+            first_byte = max(start, end - most)
+            page = -(-first_byte // mmap.PAGESIZE) * mmap.PAGESIZE
             if (size := (end - page) // mmap.PAGESIZE * mmap.PAGESIZE) > 0:
                 self.memory.madvise(mmap.MADV_DONTNEED, page, size)
             if start + room == self.num_bytes:
-                self.top = min(self.top, first)
-            most -= max(end - first, 0)
+                self.top = min(self.top, first_byte)
+            most -= max(end - first_byte, 0)
         return most
 
 
@@ -62,22 +71,27 @@ _MAPPED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE",
 _use_count = torch._C._storage_Use_Count
 _storage: Any = torch._C._construct_storage_from_data_pointer
 _Block = tuple[torch.UntypedStorage, _Segment, int, int]
-"""(what tensors hold, where it lies: segment, start, bytes)"""
+"""A block in use: (its storage, which tensors share; its segment; start and bytes in that segment)."""
 
 
 class HostPool:
-    """Host memory, handed out as tensors; a block is free again when nobody else holds its storage: no graph,
-    no user, no thread of gloo's (which may outlive Python, and so must not be made to call it).
+    """A pool of host memory that hands out tensors and reuses their memory.
 
-    limit_bytes: what it may grow to; by default half of the memory that was available, shared by the ranks of
-    a node. Blocks are first fit in segments; neighbours that are free are joined.
+    limit_bytes: the bytes to which it may grow. By default half of the memory that was available when the
+        pool was made, divided by the ranks of the node.
+    peak_bytes: the most bytes that were in use.
+
+    A block is taken from the first free piece that is large enough. It is free again when only the pool holds
+    its storage. The pool finds that by counting references: a callback on the last release would not do,
+    because a thread of gloo may release it after Python has ended.
     """
 
     limit_bytes: int
     peak_bytes: int
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pinned = device, device.type == "cuda"
+        self._device = device
+        self._pinned = device.type == "cuda"
         self._segments: list[_Segment] = []
         self._blocks: list[_Block] = []
         self._lock = threading.Lock()
@@ -87,21 +101,23 @@ class HostPool:
 
     @property
     def bytes_in_use(self) -> int:
+        """The bytes of all blocks that somebody holds."""
         with self._lock:
             self._collect()
             return self._in_use
 
     @property
     def free_bytes(self) -> int:
+        """The bytes that may still be taken: the limit less the bytes in use."""
         return max(self.limit_bytes - self.bytes_in_use, 0)
 
     @property
     def kept_bytes(self) -> int:
-        """What is free, but not given back to the system, at most."""
-        return sum(each.top for each in self._segments) - self.bytes_in_use
+        """An upper bound of the free bytes that are not yet given back to the system."""
+        return sum(segment.top for segment in self._segments) - self.bytes_in_use
 
     def trim(self, most: int = sys.maxsize) -> None:
-        """Gives ``most`` bytes of what is free back to the system; of pinned memory, all free segments."""
+        """Gives up to ``most`` free bytes back to the system. Pinned memory gives all free segments back."""
         with self._lock:
             self._collect()
             if self._pinned:
@@ -110,25 +126,25 @@ class HostPool:
                 most = segment.trim(most)
 
     def new(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Of this memory where there is room, else of torch's."""
+        """Returns an uninitialised tensor in the type of ``like``; torch's own if the pool has no room."""
         try:
             return self.take(shape, like.dtype)
         except HostMemoryError:
             return like.new_empty(shape)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Uninitialised. Raises HostMemoryError, with the numbers, where the limit would be passed."""
+        """Returns an uninitialised CPU tensor. Raises HostMemoryError, with numbers, beyond the limit."""
         wanted = math.prod(shape) * dtype.itemsize
         if wanted == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         size = aligned(wanted)
         with self._lock:
-            # Who still holds what is asked only where it matters: blocks may be many.
+            # Looks for blocks that were released only if the bytes might not suffice: blocks may be many.
             if self._in_use + size > min(self.peak_bytes, self.limit_bytes):
                 self._collect()
-            left = max(self.limit_bytes - self._in_use, 0)
-            if size > left:
-                raise _error(f"{wanted} bytes wanted, {left} of {self.limit_bytes} left")
+            bytes_left = max(self.limit_bytes - self._in_use, 0)
+            if size > bytes_left:
+                raise _error(f"{wanted} bytes wanted, {bytes_left} of {self.limit_bytes} left")
             segment, start = self._place(size, wanted)
             storage = _storage(segment.address + start, torch.device("cpu"), wanted)
             self._blocks.append((storage, segment, start, size))
@@ -139,74 +155,84 @@ class HostPool:
             return taken
 
     def _place(self, size: int, wanted: int) -> tuple[_Segment, int]:
-        found = self._find(size)
-        if found is None or found[0].free[found[1]][0] + size > found[0].top:  # before new pages are touched
+        """Returns the segment and the start of a new block of ``size`` bytes; ``wanted`` is for the error."""
+        place = self._find(size)
+        # Collects released blocks before it touches new pages.
+        if place is None or place[0].free[place[1]][0] + size > place[0].top:
             self._collect()
-            found = self._find(size) or self._grow(size)
-        if found is None:
-            raise _error(f"no piece of {wanted} bytes is left of {self.limit_bytes}")
-        segment, i = found
+            place = self._find(size) or self._grow(size)
+        if place is None:
+            raise _error(f"no free piece has {wanted} bytes, although the limit is {self.limit_bytes}")
+        segment, i = place
         start, room = segment.free[i]
         segment.free[i : i + 1] = [(start + size, room - size)] if room > size else []
         segment.top = max(segment.top, start + size)
         return segment, start
 
     def _find(self, size: int) -> tuple[_Segment, int] | None:
-        """The first free piece that is large enough: its segment, and its number there."""
-        pieces = ((each, i) for each in self._segments for i in range(len(each.free)))
-        return next(((each, i) for each, i in pieces if each.free[i][1] >= size), None)
+        """Returns the first free piece that is large enough: its segment, and its index in ``free``."""
+        pieces = ((segment, i) for segment in self._segments for i in range(len(segment.free)))
+        return next(((segment, i) for segment, i in pieces if segment.free[i][1] >= size), None)
 
     def _grow(self, size: int) -> tuple[_Segment, int] | None:
-        if self._room() < size:  # segments that nobody uses, but each too small
+        """Adds a segment with room for ``size`` bytes, and returns its free piece; None without room."""
+        if self._room() < size:  # unused segments, each too small, may take up the limit
             self._drop_free_segments()
         if (room := self._room()) >= size:
-            with contextlib.suppress(RuntimeError, OSError):  # a machine that has less is as if it were full
+            with contextlib.suppress(RuntimeError, OSError):  # the machine has less memory than the limit
                 self._segments.append(self._segment(max(size, min(256 << 20, room)), room))
         return self._find(size)
 
     def _segment(self, pinned_size: int, size: int) -> _Segment:
+        """Makes a segment: pinned_size bytes if the pool is pinned, else a mapping of size bytes."""
         if self._pinned:
             pinned = torch.empty(pinned_size, dtype=torch.uint8, pin_memory=True)
             return _Segment(pinned, pinned.data_ptr(), pinned_size, [(0, pinned_size)])
-        # Addresses for all there may be; pages come when they are first written.
+        # Maps addresses for all bytes that the pool may use. The system adds a page when it is first written.
         memory = mmap.mmap(-1, size, flags=_MAPPED)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # messages may be under way when Python ends
+        # Python must not unmap it when it ends: messages may be under way.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
         return _Segment(memory, ctypes.addressof(ctypes.c_char.from_buffer(memory)), size, [(0, size)])
 
     def _drop_free_segments(self) -> None:
+        """Gives segments without a block in use back to the system."""
         if self._pinned:
-            torch.cuda.synchronize(self._device)  # copies that read what has been given back
-        for segment in [each for each in self._segments if each.free == [(0, each.num_bytes)]]:
+            torch.cuda.synchronize(self._device)  # copies may still read blocks that were released
+        for segment in [one for one in self._segments if one.free == [(0, one.num_bytes)]]:
             self._segments.remove(segment)
             if not self._pinned:
                 segment.memory.close()
 
     def _room(self) -> int:
-        """Bytes by which the segments may grow."""
-        return self.limit_bytes // ALIGNMENT * ALIGNMENT - sum(each.num_bytes for each in self._segments)
+        """Returns the bytes by which the segments may still grow."""
+        return self.limit_bytes // ALIGNMENT * ALIGNMENT - sum(
+            segment.num_bytes for segment in self._segments
+        )
 
     def _collect(self) -> None:
-        """Blocks that only this pool holds are free."""
-        held: list[_Block] = []
+        """Frees the blocks that only this pool holds."""
+        blocks_in_use: list[_Block] = []
         for block, holders in zip(self._blocks, _holders(self._blocks), strict=True):
             if holders > _NONE:
-                held.append(block)
+                blocks_in_use.append(block)
             else:
                 block[1].give_back(*block[2:])
                 self._in_use -= block[3]
-        self._blocks = held
+        self._blocks = blocks_in_use
 
 
 def _error(text: str) -> HostMemoryError:
+    """Returns the error for memory that could not be taken."""
     return HostMemoryError(f"host memory for offloading: {text}")
 
 
 def _holders(blocks: Sequence[_Block]) -> list[int]:
-    """References to each block's storage: by tensors, and to its Python object."""
-    return [_use_count(each[0]._cdata) + sys.getrefcount(each[0]) for each in blocks]
+    """Returns for each block the number of references to its storage, from tensors and from Python."""
+    return [_use_count(block[0]._cdata) + sys.getrefcount(block[0]) for block in blocks]
 
 
 def _available_bytes() -> int:
+    """Returns the bytes of memory that the machine has available; if unknown, all that it has."""
     with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
@@ -215,4 +241,4 @@ def _available_bytes() -> int:
 
 
 _NONE = _holders([(torch.empty(1).untyped_storage(), _Segment(None, 0, 0, []), 0, 0)])[0]
-"""Holders of a storage that nobody but a pool has."""
+"""The number of references to a storage that only a pool holds."""

@@ -1,5 +1,11 @@
-"""How tasks of the lanes run side by side: asynchronous works on the CPU, or CUDA streams and events
-(`pmoe.engine.cuda_lanes`), in the same three steps: what is tested with gloo is what runs on a GPU.
+"""Runs the tasks of a schedule on lanes, side by side.
+
+On the CPU a lane is a thread or asynchronous messages, on a GPU a stream (`pmoe.engine.cuda_lanes`). Both run
+the same schedule by the same three methods, so tests with gloo on the CPU test the order on a GPU too:
+
+    run(task, action)   for each task in list order: waits for the tasks that it names, then starts it
+    finish()            after the last task: waits for all
+    abandon()           after an error: makes buffers safe to free
 """
 
 from __future__ import annotations
@@ -17,29 +23,32 @@ from pmoe.comm.ranks import Ranks, at_stage, wait_for
 from pmoe.schedule.tasks import Kind, Lane, Schedule, Task
 
 Action = Callable[[], "dist.Work | None"]
+"""The work of one task. Returns the Work that it started, or None if it has ended."""
 TaskAction = Callable[[Task], "dist.Work | None"]
+"""The work of any task, which it takes as its argument."""
 
 
 class Lanes(abc.ABC):
-    """Runs the tasks of one pass in the order given. One instance a pass."""
+    """The lanes of one pass, which run its tasks. Each pass makes its own object."""
 
     def __init__(self, schedule: Schedule, ranks: Ranks) -> None:
-        self._schedule, self._ranks = schedule, ranks
+        self._schedule = schedule
+        self._ranks = ranks
 
     @abc.abstractmethod
     def run(self, task: Task, action: Action) -> None:
-        """Runs or starts ``task`` once what it waits for has ended (on its lane's clock)."""
+        """Runs or starts a task, which begins on its lane after the tasks for which it waits have ended."""
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """After the last task: the compute lane sees everything that the pass wrote."""
+        """Makes the compute lane wait for all others, after the last task, so that it sees all results."""
 
     def abandon(self) -> None:
-        """After an error: makes it safe to free the buffers that messages in flight still use."""
+        """Makes it safe, after an error, to free buffers that messages in flight still use."""
         self.finish()
 
     def fail(self, task: Task, error: Exception) -> NoReturn:
-        """Raises it again: a RuntimeError with the stage and this rank."""
+        """Raises ``error`` again, as a RuntimeError that names the stage and this rank."""
         chunk = "" if task.chunk < 0 else f" of chunk {task.chunk}"
         stage = f"{task.kind.name.lower()} ({task.name}){chunk}, {self._schedule.direction}"
         with at_stage(stage, self._ranks):
@@ -47,8 +56,10 @@ class Lanes(abc.ABC):
 
 
 class CpuLanes(Lanes):
-    """The compute lane is this thread; the communication lane is whatever carries asynchronous works. Lanes
-    that are threads are those of `pmoe.engine.thread_lanes`."""
+    """Lanes on the CPU: this thread computes, and gloo's threads carry asynchronous messages.
+
+    `pmoe.engine.thread_lanes` adds lanes that are threads of their own.
+    """
 
     def __init__(self, schedule: Schedule, ranks: Ranks) -> None:
         super().__init__(schedule, ranks)
@@ -72,9 +83,10 @@ class CpuLanes(Lanes):
             self._wait(name)
 
     def abandon(self) -> None:
-        self._works.clear()  # they hold their own buffers, and a missing peer must not be waited for
+        self._works.clear()  # not awaited, for a peer may be missing; each Work keeps its own buffers alive
 
     def _wait(self, name: str) -> None:
+        """Waits for the Work that a task started. Raises as `fail` does."""
         task, work = self._works.pop(name)
         try:
             wait_for(work, self._ranks.group)
@@ -83,6 +95,11 @@ class CpuLanes(Lanes):
 
 
 def lanes_for(rows: Tensor, schedule: Schedule, ranks: Ranks, in_steps: bool = False) -> Lanes:
+    """Returns the lanes for a pass on the device of ``rows``.
+
+    in_steps: whether tasks of communication wait for collectives before they return. On the CPU they need
+        threads then, so that computing goes on.
+    """
     if rows.device.type == "cuda":
         from pmoe.engine.cuda_lanes import CudaLanes
 
@@ -94,10 +111,11 @@ def lanes_for(rows: Tensor, schedule: Schedule, ranks: Ranks, in_steps: bool = F
     return CpuLanes(schedule, ranks)
 
 
-# ---- runs a schedule; knows nothing of experts or rows
+# ---- Running a schedule. Nothing in this part knows of experts or rows
 
 
 Actions = Mapping[Kind, Callable[[int], "dist.Work | None"]]
+"""The action of each kind of task, which takes the chunk."""
 
 
 def run_schedule(
@@ -108,22 +126,24 @@ def run_schedule(
     in_steps: bool = False,
     of: object = None,
 ) -> None:
-    """Runs each task of ``schedule`` by calling actions[kind](chunk), on the lanes of rows' device.
+    """Runs each task of ``schedule``: calls actions[kind](chunk) on the lanes of the device of ``rows``.
 
-    An action of a communication lane returns the Work that it started, or None where it had nothing to do, or
-    where it has ended (in_steps); the engine waits for it where the schedule says so. of: whose pass it is,
-    for `watchers`.
+    actions: an action of a communication lane returns the Work that it started; None if it had nothing to do,
+        or has ended. The engine waits for the Work before the first task that the schedule lets wait for it.
+    ranks: the ranks of the layer.
+    in_steps: as in `lanes_for`.
+    of: the object whose pass it is, for `watchers`.
     """
     lanes = lanes_for(rows, schedule, ranks, in_steps)
-    seen: TaskAction | None = None
+    recorded: TaskAction | None = None
     if watchers or _profiler_enabled():
         from pmoe.engine import recording
 
-        seen = recording.seen(schedule, actions, rows.device, ranks, of)
+        recorded = recording.seen(schedule, actions, rows.device, ranks, of)
     try:
         for task in schedule.tasks:
             action = functools.partial(actions[task.kind], task.chunk)
-            lanes.run(task, action if seen is None else functools.partial(seen, task))
+            lanes.run(task, action if recorded is None else functools.partial(recorded, task))
     except BaseException:
         lanes.abandon()
         raise
@@ -131,4 +151,4 @@ def run_schedule(
 
 
 watchers: list[Any] = []
-"""Each a `pmoe.engine.recording.Journal`; the newest is told of each pass."""
+"""The journals (`pmoe.engine.recording.Journal`) that are open now. The newest records each pass."""

@@ -1,4 +1,25 @@
-"""The plan of one call: for each chunk, which rows go where, from the routing and the exchanged counts."""
+"""The plan of one call: for each chunk, which rows go where. `pmoe.engine.cut` makes it.
+
+A slot is one of the T * K (token, choice) pairs. A row is a slot that was kept. Rows are sorted so that each
+chunk sends one block. The rows that stay on this rank are cut into m pieces (`pmoe.schedule.tasks.piece_of`):
+
+    m = n   | chunk 0 sends | piece 0 | chunk 1 sends | piece 1 | dropped slots |
+    m < n   | chunk 0 sends | chunk 1 sends | piece 0 | piece 1 | dropped slots |
+
+On the way to the experts the rows of one chunk change their order:
+
+    T_I             by token
+      G             copies the tokens PassPlan.row_token[Chunk.sent]
+    send buffer     by destination rank, then expert     Chunk.send_rows
+      S             all-to-all
+    arrived rows    by source rank, then expert          Chunk.recv_rows
+      AG            only if experts are sharded          Chunk.gathered
+      Chunk.regroup
+    T_DI            by expert, then source rank          Chunk.received
+
+Results take the same way back. R brings the result of slot s to the row `PassPlan.position` [s] of the home
+buffer, which has the order of the sorted rows.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +48,30 @@ if TYPE_CHECKING:
 
 
 def length(at: slice) -> int:
+    """Returns the number of rows of a slice with a start and a stop."""
     return int(at.stop - at.start)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """One micro-batch: a range of this rank's tokens, and the rows that it sends and receives.
+    """One micro-batch of this rank: a range of its tokens, and the rows that it sends and receives.
 
-    slots: of those tokens. sent: where the rows that travel stand in sorted order. send_rows, recv_rows: one
-    number a rank. relayed: of dispatch and combine (`Exchange.relay_counts`). gathered: what each rank inside
-    the node has received, where experts are sharded. received: the rows by expert, as the experts see them.
-    regroup: index of each of these, in expert order, among the rows as they arrived by source rank; None
-    where the two orders are the same, or where it is not known before the rows' own numbers arrive
-    (`pmoe.engine.once`)."""
+    tokens: slice of this rank's tokens.
+    slots: slice of the T * K slots of these tokens.
+    sent: slice of the sorted rows, those that leave for other ranks.
+    send_rows, recv_rows: (P,) rows to and from each rank across the nodes.
+    received: (E_local,) rows of each local expert, as the experts read them.
+    regroup: (N,) int64, for each row in expert order its place among the arrived rows. None if both orders
+        are the same, and in `pmoe.engine.once`, where it is known only after numbers have arrived.
+    relayed: two sequences, for dispatch and for combine: the numbers of `Exchange.relay_counts`.
+    gathered: (L,) rows that each rank inside the node received; () if experts are not sharded.
+
+    Example: rank 0 sends rows for its experts a, a, b, and rank 1 sends rows for a, b.
+
+        arrived   a0 a0 b0 a1 b1        recv_rows (3, 2)
+        regroup    0  1  3  2  4
+        T_DI      a0 a0 a1 b0 b1        received (3, 2)
+    """
 
     tokens: slice
     slots: slice
@@ -53,20 +85,27 @@ class Chunk:
 
     @functools.cached_property
     def num_sent(self) -> int:
+        """Rows that leave this rank."""
         return sum(self.send_rows)
 
     @functools.cached_property
     def num_arrived(self) -> int:
+        """Rows that S brings to this rank."""
         return sum(self.recv_rows)
 
     @property
     def num_gathered(self) -> int:
+        """Rows after AG; those that S brings if experts are not sharded."""
         return sum(self.gathered) if self.gathered else self.num_arrived
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Rows that stay: where they stand in sorted order, and by expert."""
+    """Rows that stay on this rank and are computed as one task.
+
+    rows: slice of the sorted rows.
+    groups: (E_local,) rows of each local expert.
+    """
 
     rows: slice
     groups: RowGroups
@@ -74,8 +113,14 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightJourney:
-    """The one message of routing weights, for all chunks. slot: the slots whose weights are sent, by
-    destination rank. gathered, regroup: as in `Chunk`, for all received rows by (chunk, expert)."""
+    """The one message of routing weights, which carries those of all chunks.
+
+    slot: (S,) the slots whose weights leave, sorted by destination rank, then chunk and expert.
+    send, recv: (P,) weights to and from each rank across the nodes.
+    regroup: (N,) as `Chunk.regroup`, over all chunks: turns the order (source rank, chunk, expert) into
+        (chunk, expert, source rank). None if both are the same.
+    gathered: (L,) as `Chunk.gathered`, over all chunks.
+    """
 
     slot: Tensor
     send: tuple[int, ...]
@@ -86,13 +131,18 @@ class WeightJourney:
 
 @dataclass(frozen=True, kw_only=True)
 class PassPlan:
-    """How one pass cuts the batch.
+    """The cut of one pass, forward or backward: its chunks, its pieces, and the order of their rows.
 
-    pieces: the rows that stay. slot: as in `SortedRows`. position: where each slot's row stands among those
-    that come home, the number of these or more where none does. row_token: the token of each row that leaves,
-    in sorted order. has_drops: whether some slots may have no row that comes home. weights: None where
-    nothing travels, on any rank. once: see `pmoe.engine.once`; then rows that travel are fewer than slots,
-    and most slots' rows come home as a part of another's.
+    chunks: n micro-batches.
+    pieces: the rows that stay on this rank, in m pieces; () if all rows travel.
+    weights: the message of routing weights; None if no row travels on any rank.
+    slot: (T * K,) the slots in sorted order, dropped ones last (`SortedRows.slot`).
+    row_token: (rows,) the token of each sorted row, of rows that leave and of rows that stay.
+    position: (T * K,) the sorted row of each slot, which is where its result comes home. A slot without a row
+        has the number of sorted rows, or more.
+    has_drops: whether some slots may have no row.
+    once: the numbers of merged rows, if a token travels once to each rank (`pmoe.engine.once`). Fewer rows
+        than slots travel then, and one result comes home for several slots.
     """
 
     chunks: tuple[Chunk, ...]
@@ -106,14 +156,18 @@ class PassPlan:
 
     @functools.cached_property
     def sent_tokens(self) -> list[Tensor]:
-        """Of each chunk, the token of each row that it sends."""
+        """The token of each row that leaves, (num_sent,) int64 for each chunk."""
         return [self.row_token[chunk.sent] for chunk in self.chunks]
 
     @functools.cached_property
     def rows(self) -> ChunkRows:
-        """Rows of the buffers of a pass. Where pieces are not chunks nothing rotates, and what is said of
-        rows by chunk of home and of those that stay is not used."""
-        chunks, n, inside = self.chunks, len(self.chunks), len(self.chunks[0].gathered)
+        """Number of rows of each buffer of the pass, for each chunk.
+
+        If there are fewer pieces than chunks, no buffer rotates, and ``local`` and ``home`` are not used.
+        """
+        chunks = self.chunks
+        n = len(self.chunks)
+        inside = len(self.chunks[0].gathered)
         by_chunk = len(self.pieces) in (0, n)
         apart = inside > 0 or self.once is not None
         return ChunkRows(
@@ -123,32 +177,42 @@ class PassPlan:
             send=[chunk.num_sent for chunk in chunks],
             received=[chunk.received.num_rows for chunk in chunks],
             local=[piece.groups.num_rows for piece in self.pieces] or [0] * n,
-            home=[at.stop - at.start + self.has_drops for at in self.home] if by_chunk else [0] * n,
+            home=[rows.stop - rows.start + self.has_drops for rows in self.home] if by_chunk else [0] * n,
             regrouped=[self.once is not None or chunk.regroup is not None for chunk in chunks],
         )
 
     @property
     def num_received(self) -> int:
+        """N, the rows that this rank's experts receive in all chunks."""
         return sum(self.rows.received)
 
     @functools.cached_property
     def home(self) -> list[slice]:
-        """Where all rows of each chunk's tokens stand, travelling or not, if there is a piece a chunk."""
+        """The sorted rows of each chunk's tokens: the slice of those that it sends and of its piece.
+
+        With fewer pieces than chunks the slices mean nothing, and nothing reads them.
+        """
         sent = [chunk.sent for chunk in self.chunks]
         if not self.pieces:
             return sent
-        return [slice(at.start, piece.rows.stop) for at, piece in zip(sent, self.pieces, strict=False)]
+        return [slice(rows.start, piece.rows.stop) for rows, piece in zip(sent, self.pieces, strict=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Modules(abc.ABC):
-    """What of a layer its calls have in common (FSMoE, section 3.1): the modules, where they stand among
-    ranks, and which stages there are (`pmoe.call.modules.Parts`).
+    """The modules of a layer (FSMoE, section 3.1), its place among the ranks, and its stages.
 
-    scalars: carries routing weights. gradients: of other layers, which a backward pass carries (FSMoE,
-    section 5), where a `pmoe.GradientReducer` says so: it calls ``begins`` and ``ends``, and ``inside`` as a
-    task of its schedule, for the Work between the last S and the first R. For ``t_gar`` seconds they travel
-    there."""
+    The same for all calls of a layer. `pmoe.call.modules.Parts` implements it.
+
+    grid: this rank's place among the ranks across the nodes and inside one.
+    scalars: the all-to-all of routing weights.
+    callbacks: the user's `Callback` objects.
+    gradients: data-parallel gradients of other layers, which a backward pass carries (FSMoE, section 5); None
+        without a `pmoe.GradientReducer`. Backward calls ``begins`` and ``ends``, and ``inside`` as a task of
+        its schedule. The Work that ``inside`` returns runs between the last S and the first R, for ``t_gar``
+        seconds.
+    traffic: counts the bytes that this rank sends.
+    """
 
     grid: Grid
     experts: Experts
@@ -164,7 +228,7 @@ class Modules(abc.ABC):
     @property
     @abc.abstractmethod
     def stages(self) -> Stages:
-        """The stages that every call has: the same on every rank, whatever rows it has."""
+        """The stages of every call. They do not depend on rows, so they are the same on every rank."""
 
     @property
     @abc.abstractmethod
@@ -174,11 +238,11 @@ class Modules(abc.ABC):
     @property
     @abc.abstractmethod
     def sequential(self) -> bool:
-        """Whether every task waits for the one before."""
+        """Whether every task waits for the task before it, so that nothing overlaps."""
 
     @functools.cached_property
     def hooks(self) -> Hooks | None:
-        """The callbacks' hooks inside the layer; None where they have none."""
+        """The callbacks' hooks at the four points inside the layer; None if there are none."""
         if not self.callbacks:
             return None
         from pmoe.engine.callbacks import Hooks
@@ -187,18 +251,18 @@ class Modules(abc.ABC):
 
     @functools.cached_property
     def num_experts(self) -> int:
-        """Of all ranks."""
+        """E, the number of experts of all ranks."""
         return self.grid.across.size * self.experts.num_local_experts
 
     @functools.cached_property
     def staying(self) -> range:
-        """The experts whose rows of this rank do not travel."""
+        """The global numbers of this rank's experts if its rows for them do not travel; else empty."""
         count = self.experts.num_local_experts
-        first = self.grid.across.rank * count
-        return range(first, first + count * self.stages.local)
+        first_expert = self.grid.across.rank * count
+        return range(first_expert, first_expert + count * self.stages.local)
 
     def num_pieces(self, n: int) -> int:
-        """Into how many pieces the rows that stay are cut, for n chunks."""
+        """Returns m, the number of pieces into which the rows that stay are cut, for n chunks."""
         if self.rotates:
             return n * self.stages.local
         return local_pieces(n, local=self.stages.local, remote=self.stages.remote)
@@ -206,13 +270,17 @@ class Modules(abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that forward and backward of one call need beside tensors. It is decided once: the routing that
-    forward used is the one that backward reverses.
+    """All that forward and backward of one call need beside tensors.
 
-    forward, backward: how each pass cuts the batch; they may have different numbers of chunks.
-    joined: where the rows of backward's chunks stand in forward's; None where the chunks are the same.
-    slot_token: (S,) the token of each slot, where the gate does not give every token K of them.
-    padding: where rows are padded to capacity; the cuts are then of padded rows.
+    It is decided once per call, so backward reverses exactly the routing that forward used.
+
+    modules: the layer's modules and its place among the ranks.
+    forward, backward: how each pass cuts the batch. Their numbers of chunks may differ.
+    joined: where the rows of backward's chunks are in forward's chunks; None if the chunks are the same.
+    top_k: K, slots of a token.
+    restore: what becomes of T_DI and T_M between the passes.
+    slot_token: (S,) the token of each slot, if the gate does not give every token K slots; else None.
+    padding: how rows are padded to the capacity, or None. With it, forward and backward cut padded rows.
     """
 
     modules: Modules
@@ -226,4 +294,5 @@ class Plan:
 
     @property
     def rearranged(self) -> bool:
+        """Whether backward has other chunks than forward."""
         return self.joined is not None

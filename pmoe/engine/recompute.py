@@ -1,8 +1,13 @@
-"""Activation checkpointing whose second pass replays the first one's decision: `pmoe.checkpoint_contexts`.
+"""Activation checkpointing that replays the first pass's decisions: `pmoe.checkpoint_contexts`.
 
-Nothing is decided twice. The first pass records what each call of a layer decided: the routing, the agreed
-row counts, n, the restore pair, the runner. The second pass takes that over, in the same order. The gate is
-not run again, so its graph is the first pass's and stays whole.
+The first pass records the decisions of each call of a layer: the routing, the agreed row counts, n, the
+restore pair, the runner. The second pass takes them over, in the same order, so nothing is decided twice:
+
+    first pass    _First          a call of a layer gets a _Recording; its _Call is appended to _First.calls
+    second pass   _RunningAgain   the i-th call of a layer gets a _Replaying of _First.calls[i]
+
+The gate does not run again, so its graph of the first pass is the one through which gradients go. That graph
+must not keep the layer's input, or the checkpoint would save no memory: see `Ticket`.
 """
 
 from __future__ import annotations
@@ -28,26 +33,33 @@ V = TypeVar("V")
 def checkpoint_contexts(
     policy: Callable[..., Any] | list[Any] | None = None,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The ``context_fn`` of a `torch.utils.checkpoint.checkpoint` with MoE layers in it: the second pass
-    routes every token as the first one did, exchanges no row counts and chooses nothing.
+    """Returns the two contexts of an activation checkpoint in which MoE layers keep their routing.
+
+    It is the ``context_fn`` of `torch.utils.checkpoint.checkpoint`. In the second pass every token is routed
+    as in the first one; no row counts are exchanged and nothing is chosen.
 
         y = checkpoint(block, x, use_reentrant=False, context_fn=pmoe.checkpoint_contexts)
 
-    Gradients are those without the checkpoint, whatever is random in the block or in its gates. Between the
-    passes a call of a layer keeps its indices, weights and counts, and what its gate saves: for the gates
-    of pmoe nothing wider than the logits (a gate of one's own that widens the tokens, as ``x.float()`` does,
-    keeps the wide ones). Gates' forward hooks, and whatever a gate counts, see one pass. A router outside of
-    the layer (`pmoe.gates.ExternalGate`) is run again like all else and must decide again as it did: nothing
-    compares it here.
+    Pass the function itself, not its result: each checkpoint needs contexts of its own.
 
-    policy: a function or a list of operators, as torch's ``create_selective_checkpoint_contexts`` takes it.
-    It says which operators around the layers are not run again; a layer runs again as a whole.
+    policy: which operators around the layers are not run again: a function or a list of operators, as torch's
+        ``create_selective_checkpoint_contexts`` takes it. A layer always runs again as a whole.
 
         context_fn=functools.partial(pmoe.checkpoint_contexts, [torch.ops.aten.mm.default])
 
-    One call is for one checkpoint: give the function itself, not its result. The checkpointed function must
-    call the same layers in the same order in both passes, with as many tokens, and must not go backward
-    through one itself, or RuntimeError says so. Raises what torch raises for a policy that is none.
+    Gradients are those without the checkpoint, even if the block or its gates draw random numbers. Forward
+    hooks of a gate, and anything that a gate counts, see one pass only.
+
+    Between the passes each call of a layer keeps its indices, weights and counts, and the tensors that its
+    gate saves. pmoe's gates save nothing wider than the logits. A gate of your own that widens the tokens, by
+    ``x.float()`` say, keeps the wide ones.
+
+    A router outside of the layer (`pmoe.gates.ExternalGate`) is run again and must return the same routing.
+    Nothing checks that.
+
+    Raises RuntimeError in the second pass if the checkpointed function calls other layers, in another order
+    or with another number of tokens, or goes backward through a layer itself. Raises torch's errors for a
+    policy that torch does not take.
     """
     first = _First()
     second = _Second(first)
@@ -58,7 +70,7 @@ def checkpoint_contexts(
 
 
 class _Both(AbstractContextManager[None]):
-    """Two contexts in one, to be entered any number of times."""
+    """Two contexts as one, the outer entered first. It may be entered any number of times."""
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
         self._contexts = outer, inner
@@ -75,21 +87,22 @@ class _Both(AbstractContextManager[None]):
 
 
 def _find(layer: nn.Module) -> Replay | None:
-    """Of the checkpoints around a call that is about to begin.
+    """Returns the `Replay` of a call that begins now; None if no checkpoint of this kind is around it.
 
     Raises RuntimeError in a second pass that calls other layers than the first one did.
     """
     contexts = _contexts.get()
     if not contexts or _in_another_checkpoint(contexts[-1].hooks):
         return None
-    firsts = [each for each in contexts if isinstance(each, _First)]
+    firsts = [context for context in contexts if isinstance(context, _First)]
     call: _Call | None = None
     if isinstance(contexts[0], _RunningAgain):
         call = contexts[0].next(layer)
-    # A checkpoint inside of one that runs again: what is replayed outside is new inside.
+    # With checkpoints inside of one that runs again, the call both replays a record of the outer one and is
+    # a new record for the inner ones.
     replay = _Recording(_Call(layer)) if call is None else _Replaying(call)
-    for each in firsts:
-        each.calls.append(replay.call)
+    for context in firsts:
+        context.calls.append(replay.call)
     return replay if firsts or call is not None else None
 
 
@@ -98,11 +111,14 @@ FINDERS.append(_find)
 
 @dataclass
 class _Call:
-    """What a call decided.
+    """The record of one call of a layer in the first pass.
 
-    decided, routing: what `Replay.once` and `Replay.route` gave, None where they raised an error.
-    tokens: their number and type. tickets: how often its gate saved the layer's input.
-    random: states of the random number generators before and after the gate, where it drew.
+    layer: the layer that was called.
+    decided: the value of `Replay.once`; None if it raised an error.
+    routing: the value of `Replay.route`, without its graph; None if it raised an error.
+    tokens: (number of tokens, dtype of the rows); None until the gate has run.
+    tickets: how often the gate's graph saved the layer's input (`Ticket`).
+    random: the states of the random number generators before and after the gate; None if it drew nothing.
     """
 
     layer: nn.Module
@@ -114,30 +130,40 @@ class _Call:
 
 
 class _Recording(Replay):
+    """A call in a first pass: decides, and records its decisions in ``call``."""
+
     def __init__(self, call: _Call) -> None:
         self.call = call
 
     def once(self, decide: Callable[[], V]) -> V:
-        found = self.call.decided = super().once(decide)
-        return found
+        decided = self.call.decided = super().once(decide)
+        return decided
 
     def route(self, x_TM: Tensor, decide: Callable[[], V]) -> V:
-        call, before = self.call, _random_states(x_TM.device)
+        call = self.call
+        before = _random_states(x_TM.device)
         packing = Packing(x_TM)
         with saved_tensors_hooks(packing.pack, unpack):
-            found = decide()
+            routing = decide()
+        # Autograd keeps packing as long as the graph: it must not keep tickets and their nodes alive.
         tickets, packing.tickets = packing.tickets, []
         for ticket in tickets:
             ticket.holder = hold(x_TM)
         after = _random_states(x_TM.device)
         call.random = None if _same(before, after) else (before, after)
-        call.tokens, call.tickets = (x_TM.shape[0], x_TM.dtype), len(tickets)
-        # Without the graph: a record that held it would be held by it in turn.
-        call.routing = map_tensors(found, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
-        return found
+        call.tokens = (x_TM.shape[0], x_TM.dtype)
+        call.tickets = len(tickets)
+        # Without the graph, which would make a cycle: its saved tensors lead to the checkpoint, and that to
+        # this record.
+        call.routing = map_tensors(
+            routing, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad)
+        )
+        return routing
 
 
 class _Replaying(Replay):
+    """A call in a second pass: returns the decisions recorded in ``call``."""
+
     is_replay = True
 
     def __init__(self, call: _Call) -> None:
@@ -151,13 +177,16 @@ class _Replaying(Replay):
         call = self.call
         if call.tokens != (x_TM.shape[0], x_TM.dtype):
             raise RuntimeError(
-                f"x (tokens and dtype: {(x_TM.shape[0], x_TM.dtype)}) must be in recomputation what it was "
-                f"in the forward pass ({call.tokens})"
+                f"x (tokens and dtype: {(x_TM.shape[0], x_TM.dtype)}) must have as many tokens and the same "
+                f"dtype in recomputation as in the forward pass ({call.tokens})"
             )
+        # The first pass saved x_TM once for each ticket. The checkpoint matches the saved tensors of the two
+        # passes by their order, so this pass saves it as often, in the same place.
         for _ in range(call.tickets):
             hold(x_TM)
-        # Whatever draws after the gate must draw what it drew; where the checkpoint does not keep the
-        # generators' states (preserve_rng_state=False) they are none of ours.
+        # Operations after the gate must draw the same random numbers as before, though the gate draws none
+        # now. If the generators are not as they were before the gate, the checkpoint did not restore them
+        # (preserve_rng_state=False), and they are left alone.
         if call.random is not None and _same(_random_states(x_TM.device), call.random[0]):
             _set_random_states(call.random[1], x_TM.device)
         routing: V = map_tensors(call.routing, lambda tensor: as_first_pass_had(tensor, x_TM))
@@ -165,19 +194,28 @@ class _Replaying(Replay):
 
 
 _contexts: ContextVar[tuple[_First | _RunningAgain, ...]] = ContextVar("checkpoints", default=())
-"""What this thread is inside of, the innermost last. A second pass stands first and alone: it begins as if
-there were nothing around it."""
+"""The passes that this thread is inside of, the innermost last.
+
+A second pass is always the first entry: it begins as if nothing were around it. Only first passes of
+checkpoints inside of it follow.
+"""
 
 
 class _First(AbstractContextManager[None]):
-    """One first pass, and its calls in their order. is_inside: whether saved tensors go through hooks around
-    the checkpoint, which may be another checkpoint's."""
+    """The context of a first pass, which records its calls in order.
+
+    is_inside: whether saved-tensor hooks were active around the checkpoint, maybe those of another one.
+    calls: the records of calls of layers, in order.
+    hooks: the checkpoint's own saved-tensor hooks while the pass runs.
+    has_begun, is_complete: whether the pass was entered, and left.
+    """
 
     def __init__(self) -> None:
         self.is_inside = top_hooks() is not None
         self.calls: list[_Call] = []
         self.hooks: SavedHooks | None = None
-        self.has_begun = self.is_complete = False
+        self.has_begun = False
+        self.is_complete = False
 
     def __enter__(self) -> None:
         if self.has_begun:
@@ -190,12 +228,13 @@ class _First(AbstractContextManager[None]):
         _contexts.set((*_contexts.get(), self))
 
     def __exit__(self, *_: object) -> None:
-        _contexts.set(tuple(each for each in _contexts.get() if each is not self))
-        self.is_complete, self.hooks = True, None  # the hooks may hold all this in turn
+        _contexts.set(tuple(context for context in _contexts.get() if context is not self))
+        self.is_complete = True
+        self.hooks = None  # hooks may refer to this object: a cycle
 
 
 class _Second(AbstractContextManager[None]):
-    """Entered anew for every second pass: there is one for each backward through a retained graph."""
+    """The context of second passes. Entered for each: a retained graph may go backward several times."""
 
     def __init__(self, first: _First) -> None:
         self._first = first
@@ -212,48 +251,64 @@ class _Second(AbstractContextManager[None]):
 
 
 class _RunningAgain:
-    """One second pass."""
+    """One second pass: hands out the records of the first pass in order.
+
+    hooks: the checkpoint's own saved-tensor hooks.
+    """
 
     def __init__(self, first: _First) -> None:
         self.hooks = top_hooks()
-        self._first, self._position = first, 0
+        self._first = first
+        self._position = 0
         self._before: dict[nn.Module, Any] = {}
 
     def next(self, layer: nn.Module) -> _Call | None:
-        """What the next call decided; None where the first pass has not come so far: backward runs in the
-        middle of it."""
-        calls, at = self._first.calls, self._position
-        if at == len(calls) and not self._first.is_complete:
+        """Returns the record of the next call, which must be one of ``layer``.
+
+        None if the first pass has not come to that call yet, because backward runs in the middle of it.
+
+        Raises RuntimeError if the first pass called another layer, or none, at this place.
+        """
+        calls = self._first.calls
+        position = self._position
+        if position == len(calls) and not self._first.is_complete:
             return None
         self._position += 1
-        if at >= len(calls) or calls[at].layer is not layer:
-            before = f"the forward pass made {len(calls)}" if at >= len(calls) else "it was another layer's"
-            raise RuntimeError(
-                f"call {at + 1} of a MoELayer in recomputation must be the forward pass's, and {before}: a "
-                "function checkpointed with pmoe.checkpoint_contexts must call the same layers in the same "
-                "order when it is run again"
+        if position >= len(calls) or calls[position].layer is not layer:
+            before = (
+                f"the forward pass made {len(calls)}" if position >= len(calls) else "it was another layer's"
             )
-        if calls[at].decided is None or calls[at].tokens is None:
             raise RuntimeError(
-                f"call {at + 1} of a MoELayer in recomputation repeats one that raised an error: a function "
-                "checkpointed with pmoe.checkpoint_contexts must not go on after that"
+                f"call {position + 1} of a MoELayer in recomputation must repeat that of the forward pass, "
+                f"but {before}: a function checkpointed with pmoe.checkpoint_contexts must call the same "
+                "layers in the same order when it runs again"
+            )
+        if calls[position].decided is None or calls[position].tokens is None:
+            raise RuntimeError(
+                f"call {position + 1} of a MoELayer in recomputation repeats a call that raised an error in "
+                "the forward pass: a function checkpointed with pmoe.checkpoint_contexts must not catch that "
+                "error and go on"
             )
         self._before.setdefault(layer, layer.last)
-        return calls[at]
+        return calls[position]
 
     def put_back(self) -> None:
+        """Gives each layer the ``last`` call back that it had before this pass."""
         for layer, last in self._before.items():
             layer.last = last
 
 
 def routing_is_kept() -> bool:
-    """Whether the routing is recorded for the only checkpoint that may run a call again."""
+    """Whether the innermost checkpoint records the routing and no other may run the call again."""
     last = next(reversed(_contexts.get()), None)
     return isinstance(last, _First) and not last.is_inside and not _in_another_checkpoint(last.hooks)
 
 
 def _in_another_checkpoint(own: SavedHooks | None) -> bool:
-    """Whether tensors are saved by a checkpoint further in, which has its own second pass."""
+    """Whether another checkpoint further in saves tensors now; it has its own second pass.
+
+    own: the hooks of the checkpoint that asks.
+    """
     top = top_hooks()
     if top is None or (own is not None and top[0] is own[0]):
         return False
@@ -261,7 +316,7 @@ def _in_another_checkpoint(own: SavedHooks | None) -> bool:
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
-    """Of the generators that a gate on ``device`` may draw from."""
+    """Returns the states of the random number generators from which a gate on ``device`` may draw."""
     states = [torch.get_rng_state()]
     if device.type == "cuda" and not is_capturing(device):
         states.append(torch.cuda.get_rng_state(device))
@@ -269,22 +324,35 @@ def _random_states(device: torch.device) -> list[Tensor]:
 
 
 def _set_random_states(states: Sequence[Tensor], device: torch.device) -> None:
+    """Restores states that `_random_states` returned."""
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state, device)
 
 
 def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether two lists of tensors have equal values."""
     return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
-# ---- the gate's graph: it runs once, in the first pass. Of the layer's input, which a gate saves, only a
-# `Ticket` stays in it; the rows are those that the second pass makes again
+# ---- The gate's graph lives from the first pass to backward, but the layer's input must not live so long.
+# Wherever the gate saves the input, its graph gets a `Ticket` instead:
+#
+#     first pass    gate(x)    graph saves ticket     ticket.holder = a node that saves x
+#                              the node saves x through the checkpoint's hooks, which drop it
+#     backward      graph asks ticket.tensor()        reads the node's saved tensor
+#                              the checkpoint's hooks run the second pass, which makes x again
 
 
 class Ticket:
-    """Stands in the gate's graph for the layer's input or a view of it. holder: its ``saved_tensors`` are
-    that input, saved as everything around the gate is: by the checkpoint, which makes it again."""
+    """A placeholder in the gate's graph for the layer's input or a view of it.
+
+    size, stride: those of the saved tensor.
+    input_stride: the stride of the layer's input.
+    offset: elements from the start of the input to the start of the saved tensor.
+    holder: an autograd node, whose saved tensor is the input. The checkpoint's hooks dropped it and make it
+        again when it is read.
+    """
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -292,14 +360,17 @@ class Ticket:
     offset: int
 
     def __init__(self, tensor: Tensor, input_stride: tuple[int, ...], input_offset: int) -> None:
-        self.size, self.stride, self.input_stride = tensor.size(), tensor.stride(), input_stride
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.input_stride = input_stride
         self.offset = cast(int, tensor.storage_offset() - input_offset)
         self.holder: Any = None
 
     def tensor(self) -> Tensor:
+        """Returns the saved tensor, a view of the input that the second pass made."""
         x_TM: Tensor
         (x_TM,) = self.holder.saved_tensors
-        if x_TM.stride() != self.input_stride:  # other hooks, such as save_on_cpu's, may have changed that
+        if x_TM.stride() != self.input_stride:  # hooks of others, of save_on_cpu say, may change the stride
             x_TM = torch.empty_strided(
                 x_TM.size(), self.input_stride, dtype=x_TM.dtype, device=x_TM.device
             ).copy_(x_TM)
@@ -307,35 +378,43 @@ class Ticket:
 
 
 class Packing:
-    """Packs what a gate saves of x_TM. It does not hold x_TM: autograd keeps `pack` as long as the graph."""
+    """The saved-tensor hook of a gate's graph: replaces the input x_TM (T, M) and its views by tickets.
+
+    It keeps no reference to x_TM, because autograd keeps `pack` as long as the graph.
+
+    tickets: those made so far.
+    """
 
     def __init__(self, x_TM: Tensor) -> None:
-        self._storage, self._dtype = x_TM.untyped_storage()._cdata, x_TM.dtype
+        self._storage = x_TM.untyped_storage()._cdata
+        self._dtype = x_TM.dtype
         self._layout = x_TM.stride(), int(x_TM.storage_offset())
         self.tickets: list[Ticket] = []
 
     def pack(self, tensor: Tensor) -> Ticket | tuple[Tensor, int]:
-        # Also where there are no tokens: whether a rank runs again must not depend on them.
+        """Returns a ticket for the input or a view of it; any other tensor with its version."""
+        # Without a check of the number of tokens: a rank without tokens must run again as the others do.
         if tensor.dtype == self._dtype and tensor.untyped_storage()._cdata == self._storage:
             self.tickets.append(Ticket(tensor, *self._layout))
             return self.tickets[-1]
-        return tensor.detach(), tensor._version  # a graph that saved its own results would hold itself
+        return tensor.detach(), tensor._version  # detached: a result of the graph would keep the graph alive
 
 
 def unpack(packed: Ticket | tuple[Tensor, int]) -> Tensor:
+    """Returns the tensor that `Packing.pack` packed. Raises RuntimeError if it was changed in place since."""
     if isinstance(packed, Ticket):
         return packed.tensor()
     tensor, version = packed
     if tensor._version != version:
         raise RuntimeError(
-            f"a tensor of shape {tuple(tensor.shape)} that a gate needs for its gradient has been changed in "
-            f"place since: it is at version {tensor._version}, and must be at version {version}"
+            f"a tensor of shape {tuple(tensor.shape)} that a gate needs for its gradient was changed in "
+            f"place after the gate ran: it is at version {tensor._version}, and must be at version {version}"
         )
     return tensor
 
 
 class _Hold(torch.autograd.Function):
-    """Saves a tensor, and nothing more: nothing is computed from it, so nothing goes backward."""
+    """A node that saves a tensor. Nothing is computed from it, so its backward never runs."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x_TM: Tensor) -> Tensor:
@@ -344,12 +423,16 @@ class _Hold(torch.autograd.Function):
 
 
 def hold(x_TM: Tensor) -> Any:
-    held: Tensor = _Hold.apply(make_anchor(x_TM), x_TM.detach())  # type: ignore[no-untyped-call]
-    return held.grad_fn
+    """Returns an autograd node that has saved x_TM (T, M) through the saved-tensor hooks active now."""
+    empty: Tensor = _Hold.apply(make_anchor(x_TM), x_TM.detach())  # type: ignore[no-untyped-call]
+    return empty.grad_fn
 
 
 class _TakeOver(torch.autograd.Function):
-    """The tensor, in a graph that knows no gradient."""
+    """A node that returns a tensor of the first pass, so that it requires a gradient in the second.
+
+    Its backward raises RuntimeError: the gradient belongs to the first pass's graph.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x_TM: Tensor, tensor: Tensor) -> Tensor:
@@ -359,31 +442,32 @@ class _TakeOver(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         raise RuntimeError(
             "a function checkpointed with pmoe.checkpoint_contexts must not go backward through a MoELayer "
-            "itself (torch.autograd.grad): when it is run again, the gradient of its routing is not known"
+            "itself (torch.autograd.grad): when it runs again, its routing has no graph. Call backward "
+            "outside of the checkpointed function"
         )
 
 
 def as_first_pass_had(tensor: Tensor, x_TM: Tensor) -> Tensor:
-    """As the first pass had it, as far as gradients are asked for."""
+    """Returns a tensor of the first pass, without its graph, that requires a gradient as it did then."""
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor.detach()
-    found: Tensor = _TakeOver.apply(make_anchor(x_TM), x_TM, tensor.detach())  # type: ignore[no-untyped-call]
-    return found
+    taken: Tensor = _TakeOver.apply(make_anchor(x_TM), x_TM, tensor.detach())  # type: ignore[no-untyped-call]
+    return taken
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest of dataclasses and tuples."""
+    """Returns a nest of dataclasses and tuples with ``change`` applied to each tensor in it."""
     if isinstance(value, Tensor):
         return change(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = ((each.name, getattr(value, each.name)) for each in dataclasses.fields(value))
-        return dataclasses.replace(value, **{name: map_tensors(each, change) for name, each in fields})
+        fields = ((item.name, getattr(value, item.name)) for item in dataclasses.fields(value))
+        return dataclasses.replace(value, **{name: map_tensors(item, change) for name, item in fields})
     if isinstance(value, tuple):
-        items = [map_tensors(each, change) for each in value]
+        items = [map_tensors(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched becomes part of a CUDA graph."""
+    """Whether kernels launched on ``device`` now become part of a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""When each task of a pass really ran: for the timeline, for statistics, and for measuring."""
+"""Records when each task of a pass really ran, for the timeline, for statistics and for measuring."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from pmoe.schedule.tasks import Schedule, Task
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """The spans of one pass. of: whose it is, as `run_schedule` was told."""
+    """The spans of one pass.
+
+    of: the object whose pass it is, as `run_schedule` got it.
+    direction: "forward" or "backward".
+    spans: one for each task that ended.
+    """
 
     of: object
     direction: str
@@ -30,20 +35,27 @@ class RecordedPass:
 
 @dataclass(eq=False)
 class Journal:
-    """The spans of every pass run under `recording`, filled in when the block ends: all of them, and by
-    pass in the order in which passes began."""
+    """The spans of every pass that ran under `recording`. It is complete when the block has ended.
+
+    spans: those of all passes.
+    passes: by pass, in the order in which passes began.
+    """
 
     spans: list[Span] = field(default_factory=list)
     passes: list[RecordedPass] = field(default_factory=list)
     _unfilled: list[Callable[[], None]] = field(default_factory=list)
 
     def last(self, of: object, direction: str) -> list[Span] | None:
-        """The spans of the last pass of ``of`` in a direction; None where there was none."""
-        found = (each for each in reversed(self.passes) if each.of is of and each.direction == direction)
-        return next((each.spans for each in found), None)
+        """Returns the spans of the last pass of ``of`` in a direction; None if it had none."""
+        matching = (one for one in reversed(self.passes) if one.of is of and one.direction == direction)
+        return next((one.spans for one in matching), None)
 
     def watch(self, schedule: Schedule, act: TaskAction, device: torch.device, of: object) -> TaskAction:
-        """``act`` with its start and end noted: by events on CUDA, by the clock on the CPU."""
+        """Returns ``act`` so that it notes its start and end: by events on CUDA, by the clock on the CPU.
+
+        act: runs a task.
+        of: the object whose pass it is.
+        """
         noted = RecordedPass(of, schedule.direction)
         self.passes.append(noted)
 
@@ -61,7 +73,8 @@ class Journal:
             noted.spans.append(span)
 
         def on_cuda(task: Task) -> dist.Work | None:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
             start.record()
             work = act(task)
             if work is not None:
@@ -80,7 +93,7 @@ class Journal:
                 note(task, start, time.perf_counter())
                 return None
 
-            # Another thread waits beside the engine, or the end would be seen only when it is needed.
+            # A thread waits for the end. The engine would wait later, when another task needs the result.
             def wait() -> None:
                 with contextlib.suppress(RuntimeError):
                     work.wait()
@@ -114,7 +127,10 @@ def recording() -> Iterator[Journal]:
 
 
 def seen(schedule: Schedule, actions: Actions, device: torch.device, ranks: Ranks, of: object) -> TaskAction:
-    """What runs a task where somebody watches: torch's profiler, which is told its name, or `watchers`."""
+    """Returns the function that runs a task while torch's profiler or one of `watchers` records.
+
+    In the profiler a task appears by its name, direction and layer.
+    """
 
     def act(task: Task) -> dist.Work | None:
         if not _profiler_enabled():

@@ -1,14 +1,13 @@
-"""Selective activation checkpointing sees a layer's call as one operator that it never saves.
+"""Hides a layer's call from selective activation checkpointing, so that it runs again as a whole.
 
-`torch.utils.checkpoint.create_selective_checkpoint_contexts` puts a dispatch mode around each pass. The first
-one stores what some operators return, the second one gives that back instead of running them:
+`torch.utils.checkpoint.create_selective_checkpoint_contexts` puts a dispatch mode around each pass. The mode
+of the first pass stores the results of some operators; that of the second returns them and runs nothing:
 
     first pass    x @ w -> stored     layer(x): hidden       y @ v -> stored
     second pass   x @ w <- stored     layer(x): runs again   y @ v <- stored
 
-This cannot work inside of a layer. Operators write into its buffers by ``out=`` and in place, so a tensor
-that a policy stored would be overwritten. And a collective that one rank does not run again leaves other
-ranks waiting.
+Inside of a layer that would break. Operators write into buffers by ``out=`` and in place, so a stored tensor
+would be overwritten. And a collective that one rank does not run again would leave the other ranks waiting.
 """
 
 from __future__ import annotations
@@ -20,14 +19,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+"""torch's dispatch modes of a selective checkpoint, of its first and of its second pass."""
 
 
 @contextmanager
 def hidden_from_selective_checkpoints() -> Iterator[None]:
-    """Hides operators of the block from the dispatch modes of selective checkpoints, and from no others.
+    """Hides operators of the block from the dispatch modes of selective checkpoints.
 
-    Other modes (counters of flops, fake tensors, loggers) keep their order. Saved tensors still go through
-    the checkpoint's hooks, which are not dispatch modes.
+    Other modes (counters of flops, fake tensors, loggers) still see them, in the same order. Saved tensors
+    still go through the checkpoint's hooks, which are not dispatch modes.
     """
     stack = _get_current_dispatch_mode_stack()  # the outermost first
     is_selective = [isinstance(mode, SELECTIVE) for mode in stack]
@@ -35,13 +35,13 @@ def hidden_from_selective_checkpoints() -> Iterator[None]:
         yield
         return
     removed = [_pop_mode() for _ in stack[is_selective.index(True) :]]  # the innermost first
-    others = [mode for mode in reversed(removed) if not isinstance(mode, SELECTIVE)]
-    for mode in others:
+    other_modes = [mode for mode in reversed(removed) if not isinstance(mode, SELECTIVE)]
+    for mode in other_modes:
         _push_mode(mode)
     try:
         yield
     finally:
-        for _ in others:
+        for _ in other_modes:
             _pop_mode()
         for mode in reversed(removed):
             _push_mode(mode)

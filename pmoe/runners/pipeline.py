@@ -1,6 +1,11 @@
-"""The pipeline runner: both passes by the engine, in micro-batches (MPipeMoE, section III.B and III.D).
+"""The pipeline runner: both passes by the engine, in micro-batches (MPipeMoE, sections III.B, III.D).
 
-A pass is made of the plain one (`Forward`, `Backward`) and of what only some layers need, a file each.
+The class of a pass is put together for each call: the plain one (`Forward`, `Backward`) and, in front of it,
+a class for each feature that the layer has:
+
+    layer with memory_reuse="S1" and a shared expert
+        forward   SharedExpertForward -> OffloadingForward -> Forward
+        backward  SharedExpertBackward -> OffloadingBackward -> Backward
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from pmoe.experts.base import Hidden
 
 @dataclass(frozen=True)
 class PipelineRunner:
-    """Both passes of ``plan``, each by its schedule."""
+    """Computes both passes of ``plan`` by the engine, each by its schedule."""
 
     name: ClassVar[Path] = "pipeline"
 
@@ -40,9 +45,14 @@ class PipelineRunner:
 
 
 def _special_parts(plan: Plan, *, moves: bool) -> list[tuple[type[Forward], type[Backward]]]:
-    """What only some layers need, outermost first: two classes of a file of `pmoe.engine`, by its name and
-    theirs. moves: T_DI or T_M is copied away, or fetched from where forward kept it."""
-    asked = {
+    """Returns the (forward, backward) classes of the features that a pass needs, the outermost first.
+
+    They are found by name: ("sharded", "Sharded") stands for ShardedForward and ShardedBackward in
+    pmoe/engine/sharded.py. Only the files that are needed are imported.
+
+    moves: whether T_DI or T_M is copied to the host, or fetched from the place where forward kept it.
+    """
+    feature_is_needed = {
         ("padding", "Padded"): plan.padding is not None,
         ("hooked", "Hooked"): plan.modules.hooks is not None,
         ("shared_expert", "SharedExpert"): plan.modules.shared_expert is not None,
@@ -50,19 +60,23 @@ def _special_parts(plan: Plan, *, moves: bool) -> list[tuple[type[Forward], type
         ("once", "Once"): plan.forward.once is not None,
         ("offloaded", "Offloading"): moves,
     }
-    names = [name for name, is_asked in asked.items() if is_asked]
+    names = [name for name, is_needed in feature_is_needed.items() if is_needed]
     parts = [(importlib.import_module(f"pmoe.engine.{file}"), name) for file, name in names]
     return [(getattr(file, f"{name}Forward"), getattr(file, f"{name}Backward")) for file, name in parts]
 
 
 @functools.cache
 def _together(parts: tuple[type, ...]) -> type[Any]:
-    """A class of several, each of which does its own and hands on to the next."""
+    """Returns one class made of several. Each handles its feature and calls the next by super()."""
     return parts[0] if len(parts) == 1 else type(parts[-1].__name__, parts[:-1], {})
 
 
 def keep_for_backward(plan: Plan, left: Forwarded) -> Saved:
-    """What the engine's backward pass needs, its tensors in one list: those of ``left``, x_TM the first."""
+    """Returns the state that autograd saves for the engine's backward pass.
+
+    left: the state of the forward pass. All its tensors go into one list, x_TM the first, and `_backward`
+        puts them back in the same order.
+    """
     tensors: list[Tensor | None] = []
     checked = _checked(plan, left.inputs)
     if checked is not left.inputs:
@@ -74,27 +88,36 @@ def keep_for_backward(plan: Plan, left: Forwarded) -> Saved:
 
 
 def _checked(plan: Plan, inputs: Inputs) -> Inputs:
-    """The inputs as autograd shall save them: it raises where one is changed in place before backward.
+    """Returns the inputs for autograd to save, which raises if one is changed in place before backward.
 
-    Where modules keep graphs, these know which parameters they need, under autocast copies of them, and check
-    that by themselves (`pmoe.experts.graphs.Shelf`). Where they run again all parameters are needed.
+    A module's graph that is kept checks its own parameters, and only those that it needs
+    (`pmoe.experts.graphs.Shelf`). Autograd then gets them as ``.data``, which it does not check. If modules
+    run again in backward, all of their parameters are needed, and autograd checks them.
     """
-    modules, restore = plan.modules, plan.restore
+    modules = plan.modules
+    restore = plan.restore
     unchecked: dict[str, list[Tensor]] = {}
     if modules.experts.are_modules and restore.hidden != "recompute":
-        unchecked["parameters"] = [each.data for each in inputs.parameters]
+        unchecked["parameters"] = [parameter.data for parameter in inputs.parameters]
     if modules.shared_expert is not None and modules.shared_expert.are_modules:
-        unchecked["shared_parameters"] = [each.data for each in inputs.shared_parameters]
+        unchecked["shared_parameters"] = [parameter.data for parameter in inputs.shared_parameters]
     if restore.dispatched != "communicate" and inputs.hook_parameters:
-        unchecked["hook_parameters"] = [each.data for each in inputs.hook_parameters]
+        unchecked["hook_parameters"] = [parameter.data for parameter in inputs.hook_parameters]
     return replace(inputs, **unchecked) if unchecked else inputs  # type: ignore[arg-type]
 
 
 def _backward(
     plan: Plan, emptied: Forwarded, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor
 ) -> list[Tensor | None]:
-    found = iter(tensors)
-    saved = _swapped(emptied, lambda _: next(found))
+    """Runs the engine's backward pass. Returns the gradients of ``Inputs.all``.
+
+    emptied: the state of the forward pass, without its tensors.
+    tensors: those tensors, in the order of `_swapped`.
+    wanted: for each of ``Inputs.all``, whether its gradient is wanted.
+    grad_TM: (T, M), the gradient of T_O.
+    """
+    remaining = iter(tensors)
+    saved = _swapped(emptied, lambda _: next(remaining))
     saved.wanted = wanted
     parts = _special_parts(plan, moves=plan.restore.offloads or plan.rearranged)
     with telling(plan.modules.grid.all, "a backward pass"):
@@ -104,18 +127,22 @@ def _backward(
 
 
 def _swapped(left: Forwarded, swap: Callable[[Any], Any]) -> Forwarded:
-    """The same with what ``swap`` gives for each tensor, and for each that there might be, always in one
-    order."""
+    """Returns a copy of the state with swap(tensor) for each tensor in it.
+
+    The order is fixed, and ``swap`` is also called for a tensor that is None. So one call takes all tensors
+    out, and a later one puts them back.
+    """
     inputs = left.inputs.like([swap(each) for each in left.inputs.all])
-    found = Forwarded(inputs=inputs, weight_received=swap(left.weight_received))
+    swapped = Forwarded(inputs=inputs, weight_received=swap(left.weight_received))
     for unit, kept in left.kept.items():
-        rows_NM, hidden = swap(kept.rows_NM), kept.hidden
+        rows_NM = swap(kept.rows_NM)
+        hidden = kept.hidden
         if hidden is not None:
             tensors = [swap(tensor) for tensor in hidden.tensors]
             hidden = Hidden(tensors=tensors, graph=hidden.graph, expendable=hidden.expendable)
-        found.kept[unit] = Kept(rows_NM, hidden, kept.recipe)
+        swapped.kept[unit] = Kept(rows_NM, hidden, kept.recipe)
     for point, each in left.passed.items():
-        found.passed[point] = replace(each, tensors=tuple(map(swap, each.tensors)))
-    # Which rows are whose was not known when the plan was made.
-    found.regroup = [swap(each) for each in left.regroup]
-    return found
+        swapped.passed[point] = replace(each, tensors=tuple(map(swap, each.tensors)))
+    # The plan has no regroup for `pmoe.engine.once`: it became known in forward.
+    swapped.regroup = [swap(each) for each in left.regroup]
+    return swapped

@@ -1,13 +1,18 @@
-"""Schedules that reuse memory: MPipeMoE's ring buffers (section III.D, Fig. 6), restored tensors (Fig. 7b-e).
+"""Schedules in which chunks take turns in ring slots (MPipeMoE, section III.D, Fig. 6 and Fig. 7b-e).
 
-T_DI and T_DO rotate through two slots each, T_M through one, or two where it is offloaded; gradients and the
-staging of what travels likewise. A slot is written again only after its last reader: `link` sees to that, for
-it looks at slots where buffers have them. Rows that stay are cut like those that travel, so that a chunk's
-rows are together.
+A ring is a small number of memory slots for the buffers of one name, in which chunks take turns. With two
+slots, chunk 2 uses the slot of chunk 0 again:
 
-Where T_M is offloaded, rows that stay have a slot of their own for it. They take turns with rows that travel,
-so of two slots for both the rows that travel would always get the same one, and none of their copies could
-run beside their own computing.
+    buffer   T_DI.0    T_DI.1    T_DI.2    T_DI.3
+    slot     T_DI[0]   T_DI[1]   T_DI[0]   T_DI[1]
+
+T_DI and T_DO have two slots each. T_M has one, or two if it is offloaded. Gradients and the buffers that are
+sent have rings too. A slot is written again only after its last reader has ended: `link` makes tasks wait for
+slots as it does for buffers. Rows that stay are cut into n pieces, so that a chunk's rows are together.
+
+If T_M is offloaded, rows that stay have a slot of their own for it. They alternate with rows that travel. If
+both shared two slots, rows that travel would always get the same one, and none of their copies could run
+beside their own computing.
 
 Forward with S3 (offload/recompute), n = 3, rows that travel and rows that stay (a column is no clock tick):
 
@@ -15,8 +20,8 @@ Forward with S3 (offload/recompute), n = 3, rows that travel and rows that stay 
     compute      G0 . . G1 . L0 . C0 . G2 . L1 C1 . O0 C2 . O1 L2 O2
     copy out     . . . . . . LDI0 . DI0 . . LDI1 . DI1 . DI2 . . LDI2
 
-Backward goes from the last chunk to the first: what was written last is read first, and chunk i - 1 is
-fetched (H, or S again) while chunk i computes.
+Backward goes from the last chunk to the first, so that the tensors written last are read first. Chunk i - 1
+is fetched (by H, or by sending it again) while chunk i computes.
 """
 
 from __future__ import annotations
@@ -30,10 +35,12 @@ from pmoe.schedule.tasks import Kind, PassBuilder, Schedule, Stages, Task
 
 
 def _turns(tasks: Sequence[Task], sizes: Mapping[str, int], homes: Sequence[str]) -> dict[str, str]:
-    """The slot of each buffer: those of a ring take its slots in turn, as they are first written.
+    """Returns the ring slot of each buffer. Buffers take the slots of a ring in turn, as they are written.
 
-    sizes: slots by ring; buffers of a ring without any have memory of their own. A buffer's ring has its
-    name, or its name without "_L" or "_again". homes: what comes home, of which rows that stay are a part.
+    tasks: the tasks of a pass, in order.
+    sizes: the number of slots of each ring. Buffers of a ring without slots have memory of their own. A
+        buffer's ring has the buffer's name, or that name without "_L" or "_again".
+    homes: the buffers of results at home, which take their slots first. Rows that stay are a part of them.
     """
     used = Counter[str]()
     slots: dict[str, str] = {}
@@ -48,14 +55,17 @@ def _turns(tasks: Sequence[Task], sizes: Mapping[str, int], homes: Sequence[str]
 
 @functools.lru_cache(maxsize=256)
 def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Schedule:
-    """The forward pass through rings. restore=None keeps nothing (no backward will come).
+    """Returns the schedule of a forward pass with rings.
 
-    S of chunk i + 1 is issued before R of chunk i (Fig. 7a): two slots of T_DI allow no more.
+    restore: the fates of T_DI and T_M; None keeps neither, because no backward pass follows.
+
+    S of chunk i + 1 is issued before R of chunk i (Fig. 7a), and S of chunk i + 2 after it: T_DI has two
+    slots.
     """
     tasks = PassBuilder("forward", n, stages)
     remote = stages.remote
     dispatched, hidden_fate = (None, None) if restore is None else (restore.dispatched, restore.hidden)
-    of_fate: dict[str | None, int] = {"keep": 0, "offload": 2}  # else one
+    of_fate: dict[str | None, int] = {"keep": 0, "offload": 2}  # slots of a tensor by its fate; else one
     sizes = {
         **dict.fromkeys(("send", "arrived", "T_DI", "T_DO", "leaving"), 2),
         **dict.fromkeys(("T_DI_sorted", "T_DI_L"), of_fate.get(dispatched, 1)),
@@ -66,11 +76,13 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
     }
 
     def compute(i: int, at: str) -> None:
-        """L or C of a chunk, and D of what it leaves to be offloaded."""
+        """Adds L or C of chunk i, and D, the copies of its T_DI and T_M to the host if they are offloaded."""
         rows = [f"T_DI_L.{i}"] if at else [f"T_DI.{i}", f"T_DI_sorted.{i}"]
-        hidden, active = f"T_M{at}.{i}", f"active{at}.{i}"
+        hidden = f"T_M{at}.{i}"
+        active = f"active{at}.{i}"
         if at:
-            reads, writes = [f"T_I_L.{i}", "weight"], [*rows, hidden, active, f"home_L.{i}"]
+            reads = [f"T_I_L.{i}", "weight"]
+            writes = [*rows, hidden, active, f"home_L.{i}"]
         else:
             reads = [rows[0], "weight_DI"]
             writes = [rows[1], hidden, active, f"T_DO_sorted.{i}", f"T_DO.{i}"]
@@ -106,10 +118,14 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
 
 @functools.lru_cache(maxsize=256)
 def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: bool = False) -> Schedule:
-    """The backward pass through rings, with T_DI and T_M restored as ``restore`` says.
+    """Returns the schedule of a backward pass with rings, which restores T_DI and T_M.
 
-    rearranged: forward had another number of chunks, so what it kept is copied into slots chunk by chunk.
-    Weight gradients follow their chunk at once: what they need is in slots that the next chunk takes.
+    restore: the fates of T_DI and T_M.
+    rearranged: whether forward had another number of chunks. Tensors that it kept are then copied into slots,
+        chunk by chunk.
+
+    The gradients of parameters from a chunk follow it at once, because they need slots that the next chunk
+    takes.
     """
     tasks = PassBuilder("backward", n, stages)
     remote = stages.remote
@@ -129,51 +145,56 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     units = _units(chunks, stages)
 
     def dispatch(i: int) -> None:
-        """The gradients of a chunk, and before them its T_DI, if sent again."""
+        """Adds G and S of chunk i; before them GI and SI, if T_DI is sent again."""
         if sends_again:
             tasks.dispatch(i, again=True)
         tasks.dispatch(i)
 
     def unpack(i: int) -> None:
-        """The callbacks of a chunk, and its AGs."""
+        """Adds HA and AG of chunk i in a hooked layer."""
         if sends_again:
             tasks.open(i, again=True)
         tasks.open(i)
 
     def fetch(i: int, at: str) -> None:
-        """H of what forward offloaded of a unit."""
+        """Adds the copies from the host (H) of a unit's T_DI and T_M if forward offloaded them."""
         if dispatched == "offload":
             tasks.add(Kind.COPY_ROWS_IN.at(at), i, [f"host_T_DI{at}.{i}"], [f"T_DI{at}.{i}"])
         if hidden_fate == "offload":
             tasks.add(Kind.COPY_HIDDEN_IN.at(at), i, [f"host_T_M{at}.{i}"], [f"T_M{at}.{i}"])
 
     def compute(i: int, at: str) -> None:
-        """T_M made again, L or C with its R, and the weight gradients."""
-        rows, hidden = [f"T_DI{at}.{i}"], f"T_M{at}.{i}"
+        """Adds M if T_M is recomputed, L or C, R, and the gradients of parameters (LW or W) of a unit."""
+        rows = [f"T_DI{at}.{i}"]
+        hidden = f"T_M{at}.{i}"
         if not at and (sends_again or (dispatched == "keep" and not rearranged)):
             rows.append(f"T_DI_sorted.{i}")
-        # T_DI as the chunk's first task makes it, of kept chunks, of what arrived, or of T_I
+        # The unit's first task also writes T_DI in expert order, from kept chunks, from rows that arrived, or
+        # from T_I. `arranged` has the buffers that the next task writes for that reason.
         arranged = rows[-1:] if sends_again or (dispatched == "keep" and rearranged) else []
         if hidden_fate == "recompute":
-            given = [buffer for buffer in rows if buffer not in arranged]
-            tasks.add(Kind.RECOMPUTE.at(at), i, given, [*arranged, hidden])
+            inputs = [buffer for buffer in rows if buffer not in arranged]
+            tasks.add(Kind.RECOMPUTE.at(at), i, inputs, [*arranged, hidden])
             arranged = []
         elif hidden_fate == "keep" and rearranged:
             arranged = [*arranged, hidden]
         work = [f"{name}{at}.{i}" for name in ("dT_M", "active", "scratch")]
         if at:
-            grads, source, result = [f"dT_DO_L.{i}"], [f"dT_O_L.{i}"], [f"dhome_L.{i}"]
+            grads = [f"dT_DO_L.{i}"]
+            source = [f"dT_O_L.{i}"]
+            result = [f"dhome_L.{i}"]
         else:
-            grads, source = [f"dT_DO_sorted.{i}"], [f"dT_DO.{i}"]
+            grads = [f"dT_DO_sorted.{i}"]
+            source = [f"dT_DO.{i}"]
             result = [f"dT_DI_sorted.{i}", f"dT_DI.{i}", f"dweight_DI.{i}"]
         reads = [buffer for buffer in (*source, *rows, hidden) if buffer not in arranged]
-        if hidden_fate != "keep":  # the activated hidden takes its place
+        if hidden_fate != "keep":  # the task overwrites T_M with the activated hidden
             arranged = [*arranged, hidden]
         tasks.add(Kind.LOCAL if at else Kind.COMPUTE, i, reads, [*arranged, *work, *grads, *result])
         if not at:
             tasks.combine(i)
-        given = [*rows, hidden, *work[:2], *grads, *([] if at else source)]
-        tasks.add(Kind.WGRAD.at(at), i, [*given, "dw"], ["dw"])
+        inputs = [*rows, hidden, *work[:2], *grads, *([] if at else source)]
+        tasks.add(Kind.WGRAD.at(at), i, [*inputs, "dw"], ["dw"])
 
     if remote:
         dispatch(n - 1)
@@ -205,8 +226,11 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
 def rotating(
     direction: str, n: int, stages: Stages, *, restore: Restore | None, rearranged: bool = False
 ) -> Schedule:
-    """The forward or the backward pass through rings. A backward has a ``restore``; a forward is the same
-    whether its backward is ``rearranged`` or not."""
+    """Returns the schedule of a forward or backward pass with rings.
+
+    restore: as in `rotating_forward`; never None for a backward pass.
+    rearranged: as in `rotating_backward`; a forward pass does not depend on it.
+    """
     if direction == "forward":
         return rotating_forward(n, stages, restore=restore)
     assert restore is not None
@@ -214,8 +238,11 @@ def rotating(
 
 
 def _units(chunks: Sequence[int], stages: Stages) -> list[tuple[int, str]]:
-    """In which order the experts compute: (chunk, "_L" for its rows that stay, else ""). Rows that stay fill
-    the time until their chunk arrives; the last chunk's cover its R."""
+    """Returns the order in which the experts compute: (chunk, "_L" for its rows that stay, else "").
+
+    Rows that stay come first, to fill the time until their chunk arrives. Those of the last chunk come last,
+    to fill the time while it returns.
+    """
     units = []
     for i in chunks:
         unit = [(i, "_L")] * stages.local + [(i, "")] * stages.remote

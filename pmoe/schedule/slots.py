@@ -1,6 +1,7 @@
-"""Ring slots as numbers: how large each buffer of a pass is, and where its slot lies (MPipeMoE, III.D).
+"""The sizes of the buffers of a pass, and of the ring slots that hold them (MPipeMoE, section III.D).
 
-A slot is as large as the largest buffer that takes a turn in it, and starts at a multiple of ALIGNMENT bytes.
+A slot is as large as the largest buffer that takes a turn in it. All slots of a pass lie in one piece of
+memory, each at a multiple of `ALIGNMENT` bytes.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Schedule
 
 ALIGNMENT = 256
-"""Bytes; every slot starts at a multiple of it."""
+"""Bytes. Every slot starts at a multiple of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenColumns:
-    """Columns of what experts hold for a row between their products; 0 where experts do not say.
+    """Columns of the tensors that experts hold for a row between their products; 0 if experts do not say.
 
-    hidden: of T_M and of its gradient.
-    active: of the activated hidden, where it has memory of its own in forward.
-    scratch: of the activated hidden; scratch_rows: the rows of a block that is worked on at a time.
-    staged: of the widest product that is computed elsewhere and then copied to its place.
-    graph: of all that autograd holds while it differentiates a block, at most.
+    hidden: columns of T_M and of its gradient.
+    active: columns of the activated hidden, if it has memory of its own in forward.
+    scratch: columns of the activated hidden.
+    scratch_rows: rows of a block that the experts process at a time.
+    staged: columns of the widest product that is computed in other memory and then copied to its place.
+    graph: columns of all tensors together that autograd holds while it differentiates a block, at most.
     """
 
     hidden: int = 0
@@ -36,13 +38,16 @@ class HiddenColumns:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRows:
-    """Rows of one pass, a number a chunk.
+    """Numbers of rows of one pass, one for each chunk.
 
-    send: rows to other ranks. received: rows from them, in the order that the experts read.
-    local: rows that stay on this rank. home: rows of the chunk's tokens, and one for all dropped rows.
+    send: rows to other ranks.
+    received: rows that the experts compute, from other ranks.
+    local: rows that stay on this rank.
+    home: rows of the chunk's tokens, and one row for all dropped slots.
     regrouped: whether received rows must be sorted by expert.
-    arrived, gathered: rows that S brought, and AG behind it; None where they are those received.
-    inside: ranks that share each expert.
+    arrived: rows that S brings; None if they are those received.
+    gathered: rows that AG brings; None if they are those received.
+    inside: the number of ranks that share each expert; not a sequence.
     """
 
     send: Sequence[int]
@@ -57,9 +62,14 @@ class ChunkRows:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferSizes:
-    """Rows and columns of every buffer of a pass.
+    """The rows and columns of every buffer of a pass.
 
-    restore: None where nothing is kept. rearranged: as in `pmoe.schedule.rings`.
+    direction: "forward" or "backward".
+    extent: the numbers of rows by chunk.
+    d_model: M.
+    columns: the columns of the experts' tensors.
+    restore: the restore pair; None if nothing is kept.
+    rearranged: whether backward has other chunks than forward.
     """
 
     direction: str
@@ -71,22 +81,27 @@ class BufferSizes:
     _known: dict[str, tuple[Sequence[int], int]] = field(default_factory=dict, init=False, compare=False)
 
     def shape(self, buffer: str) -> tuple[int, int]:
-        """Example: "T_M_L.3" -> (rows of chunk 3 that stay, H). Buffers that this pass or rank makes no use
-        of have no rows."""
+        """Returns (rows, columns) of a buffer; 0 rows for one that this pass or rank does not use.
+
+        Example: "T_M_L.3" -> (rows of chunk 3 that stay, H).
+        """
         name, _, chunk = buffer.rpartition(".")
         rows, columns = self.of(name)
         return rows[int(chunk)], columns
 
     def of(self, name: str) -> tuple[Sequence[int], int]:
-        """Of the buffers of this name: the rows of each chunk's, and their columns."""
+        """Returns the rows of each chunk's buffer of this name, and their columns."""
         if name not in self._known:
             self._known[name] = self._rows_and_columns(name)
         return self._known[name]
 
     def _rows_and_columns(self, name: str) -> tuple[Sequence[int], int]:
-        extent, width = self.extent, self.d_model
+        """Works out the result of `of`."""
+        extent = self.extent
+        width = self.d_model
         stays = name.endswith("_L")
-        rows, none = (extent.local if stays else extent.received), (0,) * len(extent.received)
+        rows = extent.local if stays else extent.received
+        no_rows = (0,) * len(extent.received)
         name = name.removesuffix("_L").removesuffix("_again")
         match name:
             case "send":
@@ -94,47 +109,54 @@ class BufferSizes:
             case "arrived" | "leaving" | "copies" | "parts":
                 return self._inside_rows(name), width
             case "home" | "dhome":
-                return (none if stays else extent.home), width  # rows that stay are a part of it
+                return (no_rows if stays else extent.home), width  # "home" holds the rows that stay too
             case "T_M" | "dT_M":
                 return rows, self.columns.hidden
             case "active":
                 return rows, self._active_columns
             case "scratch":
                 scratch_rows = self.columns.scratch_rows if self._expendable else 0
-                return [min(each, scratch_rows) for each in rows], self.columns.scratch
+                return [min(count, scratch_rows) for count in rows], self.columns.scratch
         by_link = name in ("T_DO", "dT_DO", "dT_DI") or (name == "T_DI" and self._restores_by_link)
         if by_link and not stays and extent.gathered is not None:
             rows = extent.gathered
         if name.endswith("_sorted") or (name == "T_DI" and not stays and self.keeps_what_arrives):
-            return [of * sorts for of, sorts in zip(rows, extent.regrouped, strict=True)], width
+            return [
+                number * is_sorted for number, is_sorted in zip(rows, extent.regrouped, strict=True)
+            ], width
         return rows, width
 
     @property
     def keeps_what_arrives(self) -> bool:
-        """Forward's T_DI is kept: where it arrives in expert order, no slot holds it."""
+        """Whether this is forward and T_DI is kept. Then T_DI that arrives in expert order needs no slot."""
         kept = self.restore is not None and self.restore.dispatched == "keep"
         return self.direction == "forward" and kept
 
     def _inside_rows(self, name: str) -> Sequence[int]:
-        """Between S and AG, and between RS and R. copies, parts: what AG is sent from, and what RS sums."""
-        arrived, inside = self.extent.arrived or self.extent.received, self.extent.inside
+        """Returns the rows of each chunk's buffer between S and AG, or between RS and R.
+
+        name: "arrived" or "leaving"; "copies", from which AG sends; or "parts", which RS sums.
+        """
+        arrived = self.extent.arrived or self.extent.received
+        inside = self.extent.inside
         if name == "copies":
             inside = inside if inside > 2 else 0
         return [rows * inside for rows in arrived] if name in ("copies", "parts") else arrived
 
     @property
     def _restores_by_link(self) -> bool:
-        """Whether T_DI is what a collective brings: in forward, and where backward sends it again."""
+        """Whether a collective brings T_DI: in forward, and in backward if it is sent again."""
         sends_again = self.restore is not None and self.restore.dispatched == "communicate"
         return self.direction == "forward" or sends_again
 
     @property
     def _expendable(self) -> bool:
-        """Whether backward may put the activated hidden into T_M's place."""
+        """Whether backward may overwrite T_M with the activated hidden."""
         return self.restore is not None and (self.restore.hidden != "keep" or self.rearranged)
 
     @property
     def _active_columns(self) -> int:
+        """The columns of the buffer of the activated hidden."""
         if self.direction == "forward":
             in_place = self.restore is None or self.restore.hidden == "recompute"
         else:
@@ -143,11 +165,12 @@ class BufferSizes:
 
 
 def aligned(num_bytes: int) -> int:
+    """Returns a number of bytes rounded up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def slot_elements(schedule: Schedule, sizes: BufferSizes) -> dict[str, int]:
-    """Elements of each ring slot: as many as the largest of its buffers."""
+    """Returns the elements of each ring slot: those of the largest buffer that takes a turn in it."""
     largest: dict[str, int] = {}
     for name, turns in schedule.turns.items():
         rows, columns = sizes.of(name)
@@ -157,7 +180,7 @@ def slot_elements(schedule: Schedule, sizes: BufferSizes) -> dict[str, int]:
 
 
 def arena_elements(slots: Mapping[str, int], element_size: int) -> tuple[dict[str, int], int]:
-    """(elements from each slot to the next, elements of all), each slot aligned."""
+    """Returns (elements from the start of each slot to the next, elements of all slots), each aligned."""
     step = max(ALIGNMENT // element_size, 1)
     spans = {slot: -(-elements // step) * step for slot, elements in slots.items()}
     return spans, sum(spans.values())

@@ -1,4 +1,7 @@
-"""Schedules without rings: every buffer has memory of its own, so every S is issued first."""
+"""Schedules without rings: every buffer has memory of its own, so every S is issued first.
+
+`pmoe.schedule.tasks` has pictures of them.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,22 @@ from pmoe.schedule.tasks import Kind, PassBuilder, Schedule, Stages, local_piece
 
 @functools.lru_cache(maxsize=64)
 def forward_schedule(n: int, stages: Stages) -> Schedule:
-    """The forward pass in n chunks.
+    """Returns the schedule of a forward pass in n chunks.
 
-    Every S is issued first: nothing that is kept until backward gains from waiting, and the link never idles
-    while S remain. Local rows fill the time until the first chunk arrives, in one piece, for products should
-    not be cut smaller than they must be; the last chunk's are left for the end, where they cover the drain of
-    the last R.
+    Every S is issued first. All of T_DI is kept, so waiting would save no memory, and the link never idles
+    while an S remains.
+
+    Rows that stay fill the time until the first chunk arrives. They are one piece, because small products are
+    slow. Those of the last chunk are computed at the end, while the last R runs.
     """
     tasks = PassBuilder("forward", n, stages)
     local, remote = stages.local, stages.remote
-    m, chunks = local_pieces(n, local=local, remote=remote), range(n if remote else 0)
+    m = local_pieces(n, local=local, remote=remote)
+    chunks = range(n if remote else 0)
     early = m - 1 if remote and m > 1 else m
 
     def stay(pieces: range) -> None:
+        """Adds L of some pieces of the rows that stay."""
         for j in pieces:
             writes = [f"T_DI_L.{j}", f"T_M_L.{j}", f"home_L.{j}"]
             tasks.add(Kind.LOCAL, j, [f"T_I_L.{j}", "weight"], writes)
@@ -43,18 +49,21 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
 
 @functools.lru_cache(maxsize=64)
 def backward_schedule(n: int, stages: Stages) -> Schedule:
-    """The backward pass, mirrored: gradients of T_O are dispatched, those of T_DI return.
+    """Returns the schedule of a backward pass in n chunks: S carries gradients of T_O, R those of T_DI.
 
-    Weight gradients are tasks of their own. Those of local rows fill the time until the first gradients
-    arrive. Those of received rows come one chunk late: the last two fill the drain of the last R, and what
-    they need is held for two chunks at most. All of them add to one sum, in list order. Other layers'
-    gradients follow the last S (FSMoE, Fig. 3d).
+    Gradients of parameters are tasks of their own, which all add to one sum, in list order. Those from rows
+    that stay fill the time until the first gradients arrive. Those from received rows come one chunk late, so
+    that the last two fill the time while the last R runs. Their operands are held for two chunks at most.
+
+    Gradients of other layers (GAR) follow the last S (FSMoE, Fig. 3d).
     """
     tasks = PassBuilder("backward", n, stages)
     local, remote = stages.local, stages.remote
-    m, chunks = local_pieces(n, local=local, remote=remote), range(n if remote else 0)
+    m = local_pieces(n, local=local, remote=remote)
+    chunks = range(n if remote else 0)
 
     def add_weight_gradients(i: int) -> None:
+        """Adds W of chunk i."""
         tasks.add(Kind.WGRAD, i, [f"pending.{i}", "dw"], ["dw"])
 
     for i in chunks:
@@ -78,8 +87,11 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
 
 
 def _through_experts(tasks: PassBuilder, i: int, reads: list[str], writes: list[str]) -> None:
-    """A chunk's experts, and R. Callbacks and AG of the next chunk come before them; callbacks between RS and
-    R come a chunk later, for the experts do not wait for the sums."""
+    """Adds C of chunk i, then RS and R.
+
+    In a hooked layer, HA and AG of the next chunk come before. HB and R come a chunk late, because the
+    experts need not wait for the sums of RS.
+    """
     if i == 0:
         tasks.open(0)
     tasks.open(i + 1)

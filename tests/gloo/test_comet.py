@@ -359,7 +359,7 @@ def missing_job(rank: int, world: int) -> tuple[list[str], bool]:
 def test_kernels_that_one_rank_lacks_are_taken_on_none() -> None:
     start = "pmoe: fused (True) falls back to the unfused layer because "
     assert ranks(2).run(missing_job) == [
-        ([start + "another rank refuses the fused kernels: it says why"], False),
+        ([start + "another rank refuses the fused kernels: that rank warns of the reason"], False),
         ([start + "no kernels here"], False),
     ]
 

@@ -148,7 +148,7 @@ POINTS = ["before_dispatch", "after_dispatch", "before_combine", "after_combine"
     "change, rule",
     [
         ("rows", "it must return as many rows as it was given"),
-        ("columns", "it must return rows as the layer has them"),
+        ("columns", "it must return rows like the layer's"),
         ("nothing", "must return a tensor, not NoneType"),
     ],
 )

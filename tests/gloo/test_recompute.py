@@ -302,7 +302,7 @@ def failed_job(rank: int, world: int) -> str:
 def test_every_rank_refuses_to_repeat_a_call_that_failed() -> None:
     for message in ranks(2).run(failed_job):
         assert message.startswith("RuntimeError: call 1 of a MoELayer"), message
-        assert "repeats one that raised an error" in message
+        assert "repeats a call that raised an error" in message
 
 
 # ---- selective checkpointing

@@ -326,7 +326,9 @@ def test_a_layer_that_carries_other_gradients_is_not_fused() -> None:
     layer.gradients = object()  # as `pmoe.GradientReducer` sets it
     with fused() as calls, torch.no_grad():
         (message,) = told(layer)
-    assert message.endswith("because other layers' gradients are reduced inside") and not calls
+    assert (
+        message.endswith("because other layers' gradients are reduced inside its backward pass") and not calls
+    )
 
 
 def test_reasons_with_numbers_are_told_once_too() -> None:

@@ -6,14 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.call.call import Call
-from pmoe.call.description import options_in_words
 from pmoe.call.module_calls import check_callbacks
 from pmoe.call.modules import Parts
-from pmoe.decide.rank_consistency import changed_options, check_alike
-from pmoe.decide.route import is_fetched
-from pmoe.engine.replay import hidden_from_checkpoints, replay_of
-from pmoe.experts.values import check_not_meta
-from pmoe.experts.wrapped import check_wrapped
+from pmoe.engine.replay import replay_of
 
 
 def begin_call(
@@ -53,21 +48,17 @@ def check_ranks(parts: Parts) -> None:
 
     Raises ValueError on every rank if options differ, or if a wrapper of another library manages the experts.
     """
-    known = parts.known
-    are_several = parts.ranks.size > 1
+    ranks = parts.ranks
     if parts.grid.reconnect():
-        known.forget_ranks()
-    changed = ""
-    if are_several and known.differed is not None and known.compared != parts.given:
-        changed = changed_options(known.words, parts)
-    parts.ranks.begin_call(changed)
-    if are_several or parts.experts.is_parallelized:
-        check_wrapped(parts.experts, set(parts.ranks.members))
-    if are_several and (known.differed is None or changed):
-        # If hooks or wrappers stand around the experts, a library may fetch their values later.
-        if not is_fetched(parts):
-            check_not_meta(parts.like)
-        with hidden_from_checkpoints():
-            known.differed = check_alike(parts)
-        known.words = options_in_words(parts)
-    known.compared = parts.given
+        parts.known.forget_ranks()
+    if ranks.size > 1:
+        from pmoe.decide.rank_consistency import check_same_options
+
+        check_same_options(parts)
+    else:
+        ranks.begin_call()
+        if parts.experts.is_parallelized:
+            from pmoe.experts.wrapped import check_wrapped
+
+            check_wrapped(parts.experts, set(ranks.members))
+    parts.known.compared = parts.given

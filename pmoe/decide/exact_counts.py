@@ -19,8 +19,10 @@ from pmoe.decide.stored_state import check_loaded
 from pmoe.engine.cut import Orders
 from pmoe.engine.once import OnceOrders
 from pmoe.engine.passes import Inputs
+from pmoe.engine.plan import Plan
 from pmoe.engine.replay import hidden_from_checkpoints
 from pmoe.ordering.sorted import Tokens
+from pmoe.runners.pipeline import PipelineRunner
 
 
 class ExactCounts:
@@ -102,7 +104,20 @@ class ExactCounts:
         self.orders.modules = parts
         plan = self.orders.plan(agreed.counts, agreed.choice)
         counts = CallCounts(agreed.counts.on_host(), agreed.counts.max_tokens)
-        return Decision.in_chunks(self.call, self.routed, inputs, plan, counts)
+        return in_chunks(self.call, self.routed, inputs, plan, counts)
+
+
+def in_chunks(call: Call, routed: Routed, inputs: Inputs, plan: Plan, counts: CallCounts) -> Decision:
+    """Returns the decision to run by the pipeline engine."""
+    return Decision(
+        call=call,
+        routed=routed,
+        inputs=inputs,
+        runner=PipelineRunner(plan),
+        counts=counts,
+        plan=plan,
+        restore=plan.restore if call.parts.spec.rotates else None,
+    )
 
 
 class LoadedExchange:

@@ -20,7 +20,7 @@ from pmoe.call.routed import Gated, Routed
 from pmoe.call.sizes import splits_of
 from pmoe.choose.choose import choose
 from pmoe.comm.counts import CountsExchange, Fault, RankCounts
-from pmoe.decide.exact_counts import LoadedExchange
+from pmoe.decide.exact_counts import LoadedExchange, in_chunks
 from pmoe.decide.fused_choice import find_steps, kernels_runner, may_fuse, promised
 from pmoe.decide.route import ask_gate, cast_dtype, route_batch
 from pmoe.engine.cut import Orders
@@ -79,7 +79,7 @@ class PaddedCounts:
         counts = self._device_counts
         totals = CallCounts(counts.on_host(), self._kind.num_tokens, kept_E)
         plan = orders.plan(counts, agreed.choice)
-        return Decision.in_chunks(self.call, self.routed, inputs, plan, totals)
+        return in_chunks(self.call, self.routed, inputs, plan, totals)
 
     def _by_kernels(self, inputs: Inputs, agreed: Agreed) -> Decision:
         assert agreed.steps is not None

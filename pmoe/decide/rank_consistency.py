@@ -11,12 +11,35 @@ from collections.abc import Mapping
 import torch
 
 from pmoe.call.description import options_in_words
+from pmoe.call.module_calls import is_watched
 from pmoe.call.modules import Parts
 from pmoe.comm.agreement import digest, gathered, same
 from pmoe.decide.dense_values import SAME_VALUES, dense_tensors, dense_values, fingerprint
 from pmoe.decide.stored_state import check_loaded
-from pmoe.experts.wrapped import COPIED, sampled
+from pmoe.engine.replay import hidden_from_checkpoints
+from pmoe.experts.values import check_not_meta
+from pmoe.experts.wrapped import COPIED, check_wrapped, sampled
 from pmoe.warn import warn_once
+
+
+def check_same_options(parts: Parts) -> None:
+    """Begins a call of several ranks, and compares their options where that is due.
+
+    Collective at the first call of a layer, and at the next call after options were set.
+    """
+    known = parts.known
+    changed = ""
+    if known.differed is not None and known.compared != parts.given:
+        changed = changed_options(known.words, parts)
+    parts.ranks.begin_call(changed)
+    check_wrapped(parts.experts, set(parts.ranks.members))
+    if known.differed is None or changed:
+        # If hooks or wrappers stand around the experts, a library may fetch their values later.
+        if not any(map(is_watched, parts.experts_module.modules())):
+            check_not_meta(parts.like)
+        with hidden_from_checkpoints():
+            known.differed = check_alike(parts)
+        known.words = options_in_words(parts)
 
 
 def check_alike(parts: Parts) -> bool:

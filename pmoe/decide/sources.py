@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pmoe.call.call import Call
 from pmoe.call.decision import CountsSource
-from pmoe.decide.exact_counts import ExactCounts
 
 
 def counts_source(call: Call) -> CountsSource:
@@ -29,4 +28,6 @@ def counts_source(call: Call) -> CountsSource:
         from pmoe.decide.fused_counts import FusedCounts
 
         return FusedCounts(call)
+    from pmoe.decide.exact_counts import ExactCounts
+
     return ExactCounts(call)

@@ -1,8 +1,8 @@
-"""A training step of large models on many ranks, simulated by the engine's schedules from stated rates.
+"""Simulated training steps of large models on many ranks, from stated rates and real schedules.
 
-All ranks wait in each all-to-all for the slowest one, so one rank is simulated: that of the most popular
-experts, which in every layer has the most rows to send, to receive and to multiply. `pmoe simulate scale
---assumptions` says what is assumed.
+In every all-to-all all ranks wait for the slowest one. So one rank is simulated: the one with the most
+popular experts, which in every layer has most rows to send, to receive and to multiply. `pmoe simulate
+scale --assumptions` prints all assumptions.
 """
 
 from __future__ import annotations
@@ -29,15 +29,23 @@ from pmoe.schedule.rings import rotating
 from pmoe.schedule.tasks import Kind, PassDirection, Stages
 
 DEGREES, TOKENS, BATCH = (1, 4, 8), 8192, 4_194_304
+"""n to choose from, the most tokens of a rank in one pass, and tokens of a batch in strong scaling."""
+
 S4, SLACK, ELEMENT, OPTIMIZER = STRATEGIES["S4"], 1.25, 2, 12
+"""Restore pair, slack of ring slots, bytes of an element, bytes of optimizer state per parameter."""
+
 LIMITS = ("all-to-alls", "gradients", "launches")
+"""Costs that may limit scaling. Each is left out in turn (`ScaledStep.free`) to see what it costs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledModel:
-    """A model of ``layers`` MoE layers. layer: arguments of `sizes_from_options`.
+    """A model with ``layers`` MoE layers.
 
-    dense: parameters that are no routed expert's. dense_products: multiply-adds of a token in all else.
+    layer: arguments of `sizes_from_options`, for each MoE layer.
+    layers: number of MoE layers.
+    dense: parameters outside of routed experts.
+    dense_products: multiply-adds of one token outside of routed experts.
     """
 
     layer: dict[str, Any]
@@ -48,10 +56,15 @@ class ScaledModel:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledStep:
-    """A step to simulate. rates: of the rank that all wait for, with all machines.
+    """A training step to simulate.
 
-    tokens: of a rank in one of ``passes`` forward and backward passes, in n chunks. skew: an expert's
-    popularity is exp(skew z), z normal. free: which of LIMITS takes no time.
+    model: the model.
+    rates: rates of the rank that all others wait for, with all machines.
+    tokens: tokens of a rank in one forward and backward pass.
+    n: number of chunks of each pass.
+    passes: number of forward and backward passes in a step.
+    skew: an expert's popularity is exp(skew z), with z normally distributed.
+    free: one of LIMITS, which then takes no time; "" for none.
     """
 
     model: ScaledModel
@@ -64,21 +77,21 @@ class ScaledStep:
 
     @cached_property
     def sizes(self) -> LayerSizes:
-        """Of a layer, whose experts are shared by as many ranks as there are experts, or by all."""
+        """Sizes of one MoE layer. Its experts are on as many ranks as there are experts, or on all ranks."""
         sharing = min(self.rates.num_ranks, self.model.layer["num_experts"])
         place: dict[str, Any] = {"num_ranks": sharing, "device_type": "cuda", "dtype": torch.bfloat16}
         return sizes_from_options(**self.model.layer, **place)
 
     @cached_property
     def busiest_tokens(self) -> int:
-        """Of each rank, with which even routing would bring it as many rows as the busiest one gets."""
+        """Tokens of each rank that, evenly routed, would bring it as many rows as the busiest rank gets."""
         z = np.random.default_rng(0).standard_normal(self.sizes.num_experts)
         shares = np.exp(self.skew * z).reshape(self.sizes.num_ranks, -1).sum(1)
         return math.ceil(self.tokens * self.sizes.num_ranks * float(shares.max() / shares.sum()))
 
     @cached_property
     def seconds(self) -> float:
-        """Of all passes, the last of which carries the gradients."""
+        """Seconds of all passes. The last one carries the gradients."""
         rates, sharing = self.rates, self.sizes.num_ranks
         if self.free == "launches":
             rates = replace(rates, compute=replace(rates.compute, alpha_seconds=0.0))
@@ -101,7 +114,11 @@ class ScaledStep:
         return of_pass(gradients) + (self.passes - 1) * of_pass(0.0)
 
     def _gradient_seconds(self) -> float:
-        """Of one layer: rings inside machines, between them, and among replicas of experts."""
+        """Returns the seconds of one layer's gradient all-reduces.
+
+        Dense gradients go through rings inside machines and between them, those of experts among their
+        replicas.
+        """
 
         def ring(num_bytes: float, ranks: int, link: LineCost) -> float:
             sent = num_bytes * (ranks - 1) / ranks * link.beta_seconds
@@ -115,8 +132,11 @@ class ScaledStep:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the busiest rank: parameters, gradients, its part of the optimizer's state, all layers' saved
-        bytes, and what one layer adds to them. As if a rank sent the rows that it receives."""
+        """Peak bytes of the busiest rank.
+
+        They are parameters, gradients, its part of the optimizer's state, saved bytes of all layers, and
+        what one layer's passes add. It counts as many rows sent as received.
+        """
         layers, ranks = self.model.layers, self.rates.num_ranks
         even = replace(self.sizes, num_ranks=1, bypass_local=False)
         choice = Choice(forward=self.n, backward=self.n, restore=S4)
@@ -129,14 +149,22 @@ class ScaledStep:
 
 
 def slowed(step: ScaledStep, link: str, times: float) -> ScaledStep:
-    """The step where a line of its rates, "compute" or "outside", say, takes so many times as long."""
+    """Returns the step with one rate slower.
+
+    link: name of a line of its rates, such as "compute" or "outside".
+    times: factor on its seconds.
+    """
     line: LineCost = getattr(step.rates, link)
     slower: Any = {link: LineCost(times * line.alpha_seconds, times * line.beta_seconds)}
     return replace(step, rates=replace(step.rates, **slower))
 
 
 def scaling(models: Mapping[str, ScaledModel], rates: Cluster, *, strong: bool) -> list[dict[str, Any]]:
-    """A row for each model and 1 to 512 machines; "columns" of the assumptions says what is in it."""
+    """Returns a row for each model and each of 1 to 512 machines, in powers of two.
+
+    strong: whether the batch stays the same (`BATCH`) for all numbers of machines; otherwise each rank has
+        `TOKENS` tokens. The "columns" of the assumptions explain the fields.
+    """
     rows = []
     for (name, model), i in itertools.product(models.items(), range(10)):
         here = replace(rates, machines=1 << i)
@@ -167,7 +195,11 @@ def scaling(models: Mapping[str, ScaledModel], rates: Cluster, *, strong: bool) 
 
 
 def scaling_ends(rows: Sequence[Mapping[str, Any]], *, strong: bool) -> dict[str, Mapping[str, Any]]:
-    """By model the first row that the assumptions call the end of scaling, where there is one."""
+    """Returns, by model, the first row at which scaling has ended, for models where it does.
+
+    With strong scaling it ends where twice the machines give less than 1.5 times the throughput, otherwise
+    where a model has less than half of linear speedup.
+    """
     found: dict[str, Mapping[str, Any]] = {}
     for before, row in itertools.pairwise(rows):
         first = next(each for each in rows if each["model"] == row["model"])

@@ -1,7 +1,8 @@
-"""Measures divisions of fused kernels, and the fused layer beside the chunked one (COMET, Section 3.2.2).
+"""Measures divisions of fused kernels, and the fused layer beside the chunked one.
 
-The ranks are processes, or virtual ranks of one process that share a device: then all ranks' tokens are rows
-of one tensor, rank r's from floor(r T / W) on, as `pmoe.kernels.route` cuts chunks.
+See COMET, Section 3.2.2. The ranks are processes, or virtual ranks of one process that share a device. With
+virtual ranks the tokens of all ranks are rows of one tensor. Those of rank r begin at row floor(r T / W),
+as `pmoe.kernels.route` cuts chunks.
 """
 
 from __future__ import annotations
@@ -39,11 +40,14 @@ from pmoe.planner.division import (
 )
 
 WARM_UP, ROUNDS = 2, 7
-"""How often a launch, or a layer's passes, run before they count, and how often they count."""
+"""Number of rounds before those that count, and number of rounds that count."""
 
 
 def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[Journey]:
-    """The journeys of these ranks' rows, for a routing of all ranks' tokens with a chunk a rank."""
+    """Returns the journeys of these ranks' rows.
+
+    routes: routing of the tokens of all ranks, with one chunk for each rank.
+    """
     experts, top_k = shape.experts, routes.expert_TK.shape[1]
     first = chunk_bounds(routes.expert_TK.shape[0], shape.num_ranks)
     return [
@@ -66,7 +70,10 @@ def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[
 def even_routes(
     num_tokens: int, top_k: int, num_experts: int, num_ranks: int, device: torch.device
 ) -> Routes:
-    """Every expert as often as every other, by tokens of every rank; a chunk a rank."""
+    """Returns an even routing: the tokens of every rank choose every expert equally often. One chunk a rank.
+
+    num_tokens: T, of all ranks.
+    """
     slot = torch.arange(num_tokens * top_k, device=device)
     expert_TK = (slot % num_experts).view(num_tokens, top_k)
     logits_TE = torch.zeros(num_tokens, num_experts, device=device).scatter_(1, expert_TK, 1.0)
@@ -76,12 +83,12 @@ def even_routes(
 def time_division(
     kernel: FusedKernelSizes, division: Division, *, top_k: int, device: torch.device, group: Ranks
 ) -> float:
-    """Seconds of one fused kernel with a division of its blocks: the median of some rounds.
+    """Returns the seconds of one fused kernel with one division of its blocks, as a median of rounds.
 
-    Rows are random and their routing is even. Collective over ``group``, whose ranks share nothing but the
-    heap, or of one process for virtual ranks.
+    Rows are random and evenly routed. Collective over ``group``, whose ranks share nothing but the heap.
+    With virtual ranks it runs in one process.
 
-    Raises as `process_heap` and `virtual_heaps` do, and HeapError where a rank waits in vain.
+    Raises as `process_heap` and `virtual_heaps` do, and HeapError if a rank waits in vain.
     """
     dtype: torch.dtype = getattr(torch, kernel.dtype)
     ranks = kernel.num_ranks
@@ -92,7 +99,7 @@ def time_division(
     def random(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(shape, dtype=torch.float32, device=device).mul_(scale).to(dtype)
 
-    def matrices(num_out: int, num_in: int) -> list[Tensor]:  # results are about as large as their operands
+    def matrices(num_out: int, num_in: int) -> list[Tensor]:  # scaled so that products stay of similar size
         return [random(kernel.experts, num_out, num_in, scale=num_in**-0.5) for _ in heaps]
 
     try:
@@ -124,7 +131,12 @@ def _launches(
     x_TM: Tensor,
     weight_TK: Tensor,
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """The launch before the kernel that is timed, and that kernel's. w1 (E, G, M), w2 (E, M, H): by rank."""
+    """Returns two launches: the one that must run before the timed kernel, and that kernel's own.
+
+    w1, w2: (E, G, M) and (E, M, H) for each rank of this process.
+    x_TM: (T, M).
+    weight_TK: (T, K).
+    """
     act, no_bias = "swiglu" if kernel.gated else "gelu", [None] * len(w1)
     hidden = partial(
         launches.dispatch_hidden, launcher, journeys, x_TM, weight_TK, w1, no_bias, activation=act, keep=True
@@ -144,15 +156,17 @@ def _launches(
 
 
 def _agree_among(ranks: Ranks, device: torch.device) -> Agree:
+    """Returns `largest` of these ranks."""
     return partial(largest, ranks, device, stage=AGREEING)
 
 
 def measure_kernels(
     layers: Sequence[FusedLayerSizes], ranks: Ranks, device: torch.device, *, top_k: int
 ) -> DivisionTable:
-    """The fused kernels of these layers with every division of a sweep, on random rows, evenly routed.
+    """Measures every fused kernel of these layers with every division of a sweep.
 
-    Collective; see `sweep`. Warns about divisions that cannot be measured, and leaves them out.
+    Rows are random and evenly routed. Divisions that cannot be measured are left out, with a warning.
+    Collective; see `sweep`.
     """
     seconds = partial(time_division, top_k=top_k, device=device, group=ranks)
     kernels = [kernel for each in dict.fromkeys(layers) for kernel in all_kernel_sizes(each)]
@@ -163,15 +177,22 @@ def measure_kernels(
 def sweep(
     kernels: Sequence[FusedKernelSizes], time: Callable[[FusedKernelSizes, Division], float], agree: Agree
 ) -> list[Entry]:
-    """Measures every candidate division of every kernel, and the one that `rule` would take beside them.
+    """Measures every candidate division of every kernel, and the division of `rule`.
 
-    Collective: one reduction, and one more a kernel. time: seconds of one division on this rank, a median of
-    rounds; it may be collective, since all ranks try the same divisions in the same order. Where it raises on
-    one rank, the division does not count on any; that is a warning, never an exception on one rank alone. The
-    slowest rank's seconds count; of equal ones those of fewer communicating blocks. Kernels without any
-    measured division are left out.
+    The seconds of the slowest rank count; of equal divisions the one with fewer communicating blocks.
+    Kernels without any measured division are left out.
 
-    Raises ValueError on every rank where the ranks come with unlike kernels.
+    Args:
+        kernels: the same on every rank.
+        time: gives the seconds of one division on this rank. It may be collective, because all ranks try
+            the same divisions in the same order.
+        agree: takes the largest of each value over the ranks.
+
+    If ``time`` raises on one rank, that rank warns and the division counts on no rank. It must not raise on
+    one rank alone, since the others would wait.
+
+    Collective: one reduction, and one more for each kernel. Raises ValueError on every rank if the ranks
+        pass different kernels.
     """
     here = float(digest(map(str, kernels)))
     highest, minus_lowest = agree([here, -here])
@@ -194,7 +215,10 @@ def sweep(
 
 
 def _seconds_or_inf(time: Callable[[], float], name: str, warned: set[str]) -> float:
-    """Infinite where it cannot be measured here, with one warning for each reason."""
+    """Returns the measured seconds, or infinity if they cannot be measured on this rank.
+
+    Warns once for each reason.
+    """
     try:
         seconds = float(time())
         check_not_negative(seconds=seconds)
@@ -207,9 +231,11 @@ def _seconds_or_inf(time: Callable[[], float], name: str, warned: set[str]) -> f
 
 
 def time_layers(fused: nn.Module, chunked: nn.Module, x_TM: Tensor, ranks: Ranks) -> LayerSeconds:
-    """Medians of both layers' passes over ``x_TM`` (T, M), on the slowest rank.
+    """Returns the median seconds of both layers' passes, on the slowest rank.
 
-    Rounds of both alternate. Collective; clears the gradients of both.
+    Rounds of both layers alternate. Collective. Clears the gradients of both.
+
+    x_TM: (T, M), the input of both.
     """
     dy_TM = torch.randn_like(x_TM)
     clock = clock_of(x_TM.device)

@@ -1,8 +1,8 @@
-"""The lines of FSMoE's performance models (Eq. 1): products, and the four collectives of a layer whose
-experts are sharded, measured on the live groups over the sizes of Section 6.2.
+"""Measures the lines of FSMoE's performance models (Eq. 1): products and four collectives.
 
-The paper takes the mean of five runs; here it is the median, that of the slowest rank, after one run that
-does not count. All of the paper's sizes take minutes on a slow link: unless they are asked for, a line goes
+The collectives are those of a layer with sharded experts, measured on its groups. The paper measures the
+sizes of Section 6.2 and takes the mean of five runs. Here it is the median, on the slowest rank, after one
+run that does not count. All of the paper's sizes take minutes on a slow link. So by default a line goes
 through five sizes, of which the largest takes some milliseconds.
 """
 
@@ -35,14 +35,22 @@ from pmoe.planner.costs import FREE, Fit
 from pmoe.planner.profile import WIDTH, Operations
 
 MESSAGE_STEP_BYTES, MESSAGE_STEPS = 4 * 2**18, 24
-"""Section 6.2: from 2^18 to 24 * 2^18 float32 elements. Other types have as many bytes."""
+"""Sizes of messages in Section 6.2: 2^18, 2 * 2^18, ..., 24 * 2^18 float32 elements, as bytes.
+
+Other dtypes are measured with the same bytes.
+"""
 
 GEMM_STEP, GEMM_STEPS = 2**19, 12
-"""Section 6.2: from 2^19 to 12 * 2^19 elements, here those of the matrix that the measured weight is applied
-to."""
+"""Sizes of products in Section 6.2: 2^19, 2 * 2^19, ..., 12 * 2^19 elements.
+
+Here they are those of the matrix that the measured weight is applied to.
+"""
 
 SMALLER = (16, 4)
-"""Parts of the first size that are measured too: large messages alone do not tell what any one costs."""
+"""Divisors of the first size. The two smaller sizes are measured too.
+
+Large messages alone do not show alpha.
+"""
 
 
 def measure_operations(
@@ -55,20 +63,24 @@ def measure_operations(
     quick: bool = False,
     full: bool = False,
 ) -> Operations:
-    """Collective among ``ranks``; every rank returns the same.
+    """Measures FSMoE's operations. Collective among ``ranks``; every rank returns the same.
 
-    across: the ranks among which rows are dispatched and gradients added up, one of each node, say. inside:
-    those that share each expert, a node's. Both are parts of ``ranks``, as large on every rank; None: all of
-    them. Groups that do not meet are measured at the same time, as they would run; the slowest counts.
+    Args:
+        across: ranks among which rows are dispatched and gradients are summed, for example one of each
+            node.
+        inside: ranks that share each expert, for example those of a node.
+        quick: smaller sizes and fewer runs.
+        full: all sizes of Section 6.2.
 
-    quick: smaller sizes and fewer runs. full: all sizes of Section 6.2.
+    ``across`` and ``inside`` are subsets of ``ranks`` that are equally large on every rank; None stands for
+    all ranks. Different groups are measured at the same time, as they would run; the slowest counts.
 
-    Raises as `identity` does; ValueError for groups that are no part of ``ranks`` or of unlike sizes;
-    RuntimeError where a peer fails.
+    Raises as `identity` does; ValueError for groups that are not within ``ranks`` or not equally large;
+    RuntimeError if a peer fails.
     """
     begin = time.perf_counter()
     device = torch.device(device)
-    identity(ranks, device, dtype)  # refuses what cannot be measured
+    identity(ranks, device, dtype)  # raises for a device or dtype that cannot be measured
     effort = QUICK if quick else USUAL
     named = (("across", across), ("inside", inside))
     across, inside = (part_of(ranks, device, name, part) for name, part in named)
@@ -81,8 +93,11 @@ def measure_operations(
 
 
 def part_of(whole: Ranks, device: torch.device, name: str, part: Ranks | None) -> Ranks:
-    """``part``, or ``whole`` where it is None. Collective: on every rank ValueError where on
-    any it is no part, or where parts are of unlike sizes."""
+    """Returns ``part``, or ``whole`` if it is None. Collective.
+
+    Raises ValueError on every rank if on any rank it is not within ``whole``, or if sizes differ between
+    ranks.
+    """
     part = whole if part is None else part
     own, all_ranks = set(part.members), set(whole.members)
     strange = not own <= all_ranks
@@ -103,11 +118,16 @@ def part_of(whole: Ranks, device: torch.device, name: str, part: Ranks | None) -
 def _operations(
     device: torch.device, dtype: torch.dtype, across: Ranks, inside: Ranks
 ) -> dict[str, LaneWork]:
-    """By the name of their line in `Operations`; without those of one rank, where nothing travels."""
+    """Returns the kinds of work by the names of their lines in `Operations`.
+
+    Those of one rank are left out, because nothing travels there.
+    """
     sharing, size = Sharing(inside, Traffic()), dtype.itemsize
     inside_stage = at_stage(MESSAGES, inside)
 
-    def zeros(elements: int) -> Tensor:  # sums of them stay finite; written, so they have memory of their own
+    # Zeros, so that repeated sums stay finite. They are written, because memory that was never written may
+    # not be there yet.
+    def zeros(elements: int) -> Tensor:
         return torch.empty(elements, dtype=dtype, device=device).zero_()
 
     def all_gather(n: int) -> TimedCall:
@@ -133,6 +153,7 @@ def _operations(
 
 
 def _line(bench: Bench, work: LaneWork, effort: Effort, full: bool) -> Fit:
+    """Measures the line of one kind of work over five sizes, or over those of Section 6.2 (``full``)."""
     if full:
         product = work.lane == COMPUTE
         steps = GEMM_STEPS if product else MESSAGE_STEPS

@@ -1,9 +1,11 @@
-"""The profile of a device and a group of ranks: from its file, or measured once and kept there.
+"""The profile of a device and a group of ranks: loaded from its file, or measured once and stored.
 
-MPipeMoE, Section II.C; FSMoE, Section 4.1. Costs of each kind of work are straight lines, measured alone
-(`pmoe.measure.rates`, `pmoe.measure.operations`); how much computation, communication and copies slow each
-other is measured side by side. All ranks hold the same profile: the numbers of the slowest. There is one file
-for each device, group and dtype; other files in the folder are not looked at.
+A profile holds a line for each kind of work, measured alone (`pmoe.measure.rates`,
+`pmoe.measure.operations`), and how much computation, communication and copies slow each other, measured
+side by side (MPipeMoE, Section II.C; FSMoE, Section 4.1).
+
+All ranks hold the same profile: the numbers of the slowest. There is one file for each device, group and
+dtype. Other files in the folder are ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from pmoe.planner.profile import FORMAT, Identity, Profile
 from pmoe.warn import log, warn_once
 
 NAMED = re.compile(r"(?!division_|degrees_).*_v\d+\.json")
-"""By `profile_path`; other kinds of files lie in the same folder."""
+"""Names that `profile_path` gives files. The folder also holds files of other kinds."""
 
 
 def load_or_measure(
@@ -48,15 +50,18 @@ def load_or_measure(
     across: Ranks | None = None,
     inside: Ranks | None = None,
 ) -> Profile:
-    """The stored profile where every rank has a good one, else a measured one, saved by rank 0.
+    """Returns the stored profile if every rank has a valid one; otherwise measures and stores one.
 
-    Collective; every rank returns the same profile. With ``operations`` it has those of ``across`` and
-    ``inside`` (see `measure_operations`); where the file has none, or those of other sizes of groups, only
-    they are measured, and take their place in the file.
+    Collective; every rank returns the same profile, and rank 0 stores it. Ranks on different kinds of
+    devices measure every time.
 
-    Warns once about a file that cannot be used, and replaces it; one of an older format has another name and
-    is left alone. A folder that cannot be written costs a warning, and the measuring again next time. Ranks
-    on unlike devices measure every time. Rank 0 warns where lines fit badly, though they were measured twice.
+    operations: whether the profile must have FSMoE's lines for ``across`` and ``inside`` (see
+        `measure_operations`). If the file has none, or those of groups of other sizes, only these are
+        measured and replaced.
+
+    Warns once about a file that cannot be used, and replaces it. A file of an older format has another name
+    and is left alone. If the folder cannot be written, it warns and will measure again next time. Rank 0
+    warns if lines fit badly although they were measured twice.
 
     Raises as `identity` and `measure_operations` do.
     """
@@ -77,7 +82,7 @@ def load_or_measure(
         try:
             save_profile(profile, profile_path(profile))
             log.info("measured, and kept in %s", profile_path(profile))
-        except OSError as error:  # must not stop one rank alone
+        except OSError as error:  # an error on rank 0 alone would leave the other ranks waiting
             warnings.warn(
                 f"the profile could not be saved, and will be measured again: {error}", stacklevel=2
             )
@@ -88,7 +93,7 @@ def load_or_measure(
 
 
 def _found_by_all(ranks: Ranks, device: torch.device, here: Identity) -> Profile | None:
-    """Rank 0's, where every rank has one that is of what is here. Collective."""
+    """Returns rank 0's stored profile if every rank has one that is valid here; otherwise None. Collective."""
     found, fault = None, None
     try:
         found = load_profile(profile_path(here), expected=here)
@@ -96,7 +101,9 @@ def _found_by_all(ranks: Ranks, device: torch.device, here: Identity) -> Profile
         pass
     except (OSError, ValueError) as error:
         fault = error
-    place = ranks.size - ranks.rank  # the largest among the ranks with a fault is the one that warns
+    place = (
+        ranks.size - ranks.rank
+    )  # only one rank warns: of those with a fault the one with the largest place
     here_is = [float(found is None), float(place if fault else 0)]
     missing, warning = largest(ranks, device, here_is, stage=AGREEING)
     if fault and warning == place:
@@ -107,16 +114,16 @@ def _found_by_all(ranks: Ranks, device: torch.device, here: Identity) -> Profile
 
 
 PROFILES: dict[tuple[str, torch.device, torch.dtype], Profile] = {}
-"""Those in use in this process, by the name of their ranks."""
+"""Profiles in use in this process, by the name of their ranks, device and dtype."""
 
 
 def profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Profile:
-    """The stored profile of this device and group, or a quick measurement; collective the first time."""
+    """Returns the profile in use, or else the result of `load_or_measure`. Collective the first time."""
     return PROFILES.get((ranks.name, device, dtype)) or load_or_measure(ranks, device, dtype)
 
 
 def profile_path(who: Identity, folder: PathLike | None = None) -> Path:
-    """The file named after an identity: in ``folder``, or $PMOE_CACHE, or ~/.cache/pmoe."""
+    """Returns the file that is named after an identity, in `cache_folder`."""
     cuda = f"cuda {who.versions.cuda}" if who.versions.cuda else "no cuda"
     nodes = f"{who.num_nodes} nodes" if who.num_nodes > 1 else ""
     place = [who.device, f"{who.num_ranks} ranks", nodes, who.backend, who.link]
@@ -125,15 +132,17 @@ def profile_path(who: Identity, folder: PathLike | None = None) -> Path:
 
 
 def save_profile(profile: Profile, path: PathLike) -> None:
-    """Writes the whole file or none. Makes the folder. Raises OSError where it cannot be written."""
+    """Writes the whole file or none. Makes the folder. Raises OSError if it cannot be written."""
     save_json(path, dataclasses.asdict(profile))
 
 
 def load_profile(path: PathLike, *, expected: Identity | None = None) -> Profile:
-    """The profile in the file, whose identity must be ``expected`` unless that is None.
+    """Returns the profile in a file.
 
-    Raises FileNotFoundError; CorruptFileError where the file holds no profile; ValueError where it holds that
-    of another device, number of ranks, backend, dtype or version, naming what it holds and what is here.
+    expected: the identity that it must have; None for any.
+
+    Raises FileNotFoundError; CorruptFileError if the file holds no profile; ValueError, with both values,
+    if it holds that of another device, number of ranks, backend, dtype or version.
     """
     profile = load_json(path, profile_from, "`pmoe profile` writes it")
     if expected is not None and profile.identity != expected:
@@ -142,7 +151,10 @@ def load_profile(path: PathLike, *, expected: Identity | None = None) -> Profile
 
 
 def stored_profiles(folder: PathLike | None = None) -> dict[Path, Profile | OSError | ValueError]:
-    """By file, each profile, or why it cannot be used; without files of another kind and name."""
+    """Returns each stored profile, or the reason why it cannot be used, by file.
+
+    Files of other kinds are left out.
+    """
     found: dict[Path, Profile | OSError | ValueError] = {}
     for path in sorted(cache_folder(folder).glob("*.json")):
         try:
@@ -154,10 +166,9 @@ def stored_profiles(folder: PathLike | None = None) -> dict[Path, Profile | OSEr
 
 
 def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) -> tuple[Path, Profile]:
-    """The one stored profile for so many ranks and this dtype.
+    """Returns the file and the profile of the one stored profile for this number of ranks and dtype.
 
-    Raises ValueError where none fits or several do, with a line for each stored profile and how to
-    measure one.
+    Raises ValueError if none or several fit. It lists the stored profiles, and says how to measure one.
     """
     stored = stored_profiles(folder)
     fitting = [
@@ -177,9 +188,9 @@ def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) 
 
 
 def profile_from(fields: Mapping[str, Any]) -> Profile:
-    """The profile whose `dataclasses.asdict` these are.
+    """Returns the profile whose `dataclasses.asdict` these fields are.
 
-    Raises CorruptFileError where a field is missing or of another type, ValueError for another format.
+    Raises CorruptFileError if a field is missing or has another type, and ValueError for another format.
     """
     versions = fields.get("versions")
     found = versions.get("file", FORMAT) if isinstance(versions, dict) else FORMAT

@@ -1,7 +1,8 @@
-"""How much memory a step really takes, from the allocator's own events: exact for any allocation.
+"""Peak memory of a real step, from the allocator's own events. It is exact for any allocation on CUDA.
 
-Counted on the CPU are all tensors that this thread makes. What another thread frees (gloo's do, now and then,
-what they have sent) is seen to go when its place is taken again: a count may be too high, never too low.
+On the CPU it counts all tensors that this thread makes. Another thread may free some: gloo's threads
+sometimes free what they have sent. That is noticed only when the address is used again, so a count may be
+too high, but never too low.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 
 
 def step_peak_bytes(module: nn.Module, x: Tensor, dy: Tensor) -> int:
-    """Bytes of module(x) and its backward from dy, at once at most, beyond what was held before.
+    """Returns the most bytes that module(x) and its backward from dy add to the bytes held before.
 
     y and the gradients are held until the end. Clears the module's gradients.
+
+    x, dy: input and gradient of the output, of any shape that the module takes.
     """
     device = next(module.parameters()).device
     module.zero_grad(set_to_none=True)
@@ -25,6 +28,7 @@ def step_peak_bytes(module: nn.Module, x: Tensor, dy: Tensor) -> int:
 
 
 def _peak_on_cuda(module: nn.Module, x: Tensor, dy: Tensor, device: torch.device) -> int:
+    """Returns the peak by the CUDA allocator's own statistics."""
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -35,6 +39,7 @@ def _peak_on_cuda(module: nn.Module, x: Tensor, dy: Tensor, device: torch.device
 
 
 def _peak_on_cpu(module: nn.Module, x: Tensor, dy: Tensor) -> int:
+    """Returns the peak by the profiler's events of CPU allocations."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -54,7 +59,7 @@ def _peak_on_cpu(module: nn.Module, x: Tensor, dy: Tensor) -> int:
 
 
 def events_of(profile: torch.profiler.profile) -> list[Any]:
-    """What a profile has seen, allocations included, in the order of time."""
+    """Returns all events of a profile, allocations included, in order of time."""
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
     found, left = [], list(profile.profiler.kineto_results.experimental_event_tree())
     while left:

@@ -35,7 +35,7 @@ def profile_module(
     rows: Sequence[int],
     make_input: int | Callable[[int], ModuleInputs],
 ) -> tuple[Fit, Fit]:
-    """Returns the seconds of a module's forward and of its backward pass, as lines over the number of rows.
+    """Returns the seconds of a module's forward and backward pass, as lines over the number of rows.
 
     Each line is fitted by least squares (`Fit`) through the median of five runs for each number of
     ``rows``.

@@ -93,7 +93,10 @@ def load_or_measure(
 
 
 def _found_by_all(ranks: Ranks, device: torch.device, here: Identity) -> Profile | None:
-    """Returns rank 0's stored profile if every rank has one that is valid here; otherwise None. Collective."""
+    """Returns rank 0's stored profile if every rank has one that is valid here; else None.
+
+    Collective.
+    """
     found, fault = None, None
     try:
         found = load_profile(profile_path(here), expected=here)
@@ -101,9 +104,8 @@ def _found_by_all(ranks: Ranks, device: torch.device, here: Identity) -> Profile
         pass
     except (OSError, ValueError) as error:
         fault = error
-    place = (
-        ranks.size - ranks.rank
-    )  # only one rank warns: of those with a fault the one with the largest place
+    # Of the ranks with a fault only the lowest warns: its place is the largest.
+    place = ranks.size - ranks.rank
     here_is = [float(found is None), float(place if fault else 0)]
     missing, warning = largest(ranks, device, here_is, stage=AGREEING)
     if fault and warning == place:

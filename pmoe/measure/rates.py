@@ -125,7 +125,7 @@ def _interference(bench: Bench, pieces: Mapping[str, TimedCall], effort: Effort)
         for lanes in together:
             for lane, speed in run(lanes).items():
                 relative.setdefault((lane, lanes), []).append(speed / full[lane])
-    # One rank sends no messages: "all" in a field's name then means the two other lanes.
+    # One rank sends no messages. "all" in a field's name then means compute and copy.
     lanes_of = {name: tuple(lane for lane in lanes if lane in pieces) for name, (_, lanes) in FACTORS.items()}
     names = [name for name, (lane, _) in FACTORS.items() if (lane, lanes_of[name]) in relative]
     slowness = [-statistics.median(relative[FACTORS[name][0], lanes_of[name]]) for name in names]

@@ -1,8 +1,9 @@
-"""Lancet's evaluation (section 7) from stated costs of operators: what its two passes are worth.
+"""Lancet's evaluation (section 7), simulated from stated costs of operators.
 
-GPT-2 with a Switch layer in every other block, two experts a GPU, on two clusters. Operators cost what their
-products and bytes take at stated rates; the passes are pmoe's own (`pmoe.graph`), and the pipeline of Tutel
-is written beside them. `ASSUMPTIONS` were fixed before the first run; nothing was fitted to the paper.
+It shows the gain of Lancet's two passes. The models are GPT-2 with a Switch layer in every other block and
+two experts a GPU, on two clusters. The cost of an operator follows from its products and bytes at stated
+rates. The passes are pmoe's own (`pmoe.graph`). Tutel's pipeline is written in this file. `ASSUMPTIONS`
+were fixed before the first run. Nothing was fitted to the paper.
 """
 
 from __future__ import annotations
@@ -19,10 +20,16 @@ from pmoe.graph.weight_gradients import listed
 from pmoe.papers.assumptions import assumptions, printed
 
 ASSUMPTIONS = assumptions("lancet")
+"""Assumptions, because section 7 leaves them open."""
 
 
 class GPUCluster(NamedTuple):
-    """flops: of half precision, a second. memory, nic: bytes a second, of a GPU and of a node of 8."""
+    """Rates of a cluster whose nodes have 8 GPUs.
+
+    flops: half-precision operations per second of a GPU.
+    memory: bytes per second of a GPU's memory.
+    nic: bytes per second between nodes, for a node.
+    """
 
     name: str
     flops: float
@@ -31,6 +38,13 @@ class GPUCluster(NamedTuple):
 
 
 class GPTModel(NamedTuple):
+    """A GPT-2 model of the evaluation.
+
+    blocks: transformer blocks.
+    columns: d_model.
+    sequences: sequences a GPU, by cluster.
+    """
+
     name: str
     blocks: int
     columns: int
@@ -46,8 +60,13 @@ NUMBERS, PARTS = (16, 32, 64), (1, 2, 3, 4, 6, 8)
 
 
 class Operator(NamedTuple):
-    """An operator of the forward pass. flops: of its product over all rows, 0 where it has none; moved: bytes
-    that others read and write; sent: bytes of an all-to-all."""
+    """An operator of the forward pass.
+
+    flops: of its product over all rows; 0 without one.
+    moved: bytes that it reads and writes, if it is not a product.
+    sent: bytes of an all-to-all.
+    has_weight: whether the product is with a weight.
+    """
 
     name: str
     flops: float = 0.0
@@ -57,7 +76,7 @@ class Operator(NamedTuple):
 
 
 def forward_work(model: GPTModel, sequences: int) -> Iterator[Operator]:
-    """One block after the other."""
+    """Yields the operators of a forward pass, block by block."""
     rows, m = sequences * TOKENS, model.columns
     row_bytes, scores = 2.0 * rows * m, 2.0 * sequences * m // 64 * TOKENS * TOKENS
     for block in range(model.blocks):
@@ -84,6 +103,7 @@ def forward_work(model: GPTModel, sequences: int) -> Iterator[Operator]:
 
 
 def seconds_on(cluster: GPUCluster, gpus: int, rows: int, work: Operator, k: int = 1) -> float:
+    """Returns the seconds of one of k parts of an operator."""
     if work.sent:
         return MESSAGE + work.sent / k * (gpus - 8) / gpus * 8 / (0.8 * cluster.nic)
     share = rows / k / (rows / k + 512)
@@ -92,7 +112,7 @@ def seconds_on(cluster: GPUCluster, gpus: int, rows: int, work: Operator, k: int
 
 
 def forward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[Instruction]:
-    """One waits for the one before."""
+    """Returns the instructions of the forward pass. Each waits for the one before."""
     return [
         Instruction(
             name=work.name,
@@ -105,7 +125,10 @@ def forward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[In
 
 
 def backward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[Instruction]:
-    """Each product has two gradients of its own size; for that of its weight nobody waits."""
+    """Returns the instructions of the backward pass.
+
+    A product has two gradients of its own size. No instruction waits for that of its weight.
+    """
     found, waits = list[Instruction](), tuple[str, ...]()
     for work in reversed(works):
         once, name = seconds(work), f"d {work.name}"
@@ -123,7 +146,7 @@ def backward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[I
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Seconds of a step, and of them those in which nothing is computed."""
+    """Seconds of a step, and those of them in which nothing is computed (exposed)."""
 
     seconds: float
     exposed: float
@@ -133,16 +156,17 @@ class SimulatedStep:
 
 
 def one_after_the_other(instructions: Sequence[Instruction]) -> SimulatedStep:
+    """Returns the step in which instructions run in list order on their lanes."""
     return SimulatedStep(total_seconds(instructions), exposed_seconds(instructions))
 
 
 def in_ranges(works: Sequence[Operator], seconds: Callable[..., float], sequences: int) -> SimulatedStep:
-    """The forward pass as Lancet's dynamic programme cuts it."""
+    """Returns the forward pass with the ranges that Lancet's dynamic programme cuts."""
     instructions, inside, ends = forward(works, seconds), False, [True]
-    for work in works:  # no routed rows cross the end of a range
+    for work in works:  # a range must not end between "order" and "join", where rows are routed
         inside = (inside or work.name.startswith("order")) and not work.name.startswith("join")
         ends.append(not inside)
-    # Joining costs nothing: parts are written where they belong.
+    # Joining the parts of a range costs nothing, because each is written to its place.
     parts = {k: {work.name: seconds(work, k) for work in works} for k in PARTS if k <= sequences}
     costs = {k: PartCosts(part, {}) for k, part in parts.items()}
     total, ranges = solve(Cuttable(instructions, ends, [True] * len(works)), costs)
@@ -158,7 +182,10 @@ def in_ranges(works: Sequence[Operator], seconds: Callable[..., float], sequence
 def in_layers(
     instructions: Sequence[Instruction], works: Sequence[Operator], seconds: Callable[..., float], k: int
 ) -> SimulatedStep:
-    """Each layer's all-to-alls and experts in k parts, everything else in one: Tutel's pipeline."""
+    """Returns the step of Tutel's pipeline.
+
+    The all-to-alls and experts of each layer run in k parts, everything else in one.
+    """
     shares = {work.name: seconds(work, k) / seconds(work) for work in works}
     step, body = SimulatedStep(0.0, 0.0), list[Instruction]()
     for each in instructions:
@@ -176,6 +203,7 @@ def in_layers(
 
 
 def lancet_systems(model: GPTModel, cluster: GPUCluster, gpus: int) -> dict[str, SimulatedStep]:
+    """Returns the step of each system."""
     sequences = model.sequences[cluster.name]
     seconds = functools.partial(seconds_on, cluster, gpus, sequences * TOKENS)
     works = list(forward_work(model, sequences))
@@ -192,7 +220,10 @@ def lancet_systems(model: GPTModel, cluster: GPUCluster, gpus: int) -> dict[str,
 
 
 def section7() -> list[dict[str, Any]]:
-    """For each model, cluster and number of GPUs: milliseconds by system, and Lancet's over the others."""
+    """Returns a row for each model, cluster and number of GPUs.
+
+    It has the milliseconds of each system, and how many times as fast Lancet is.
+    """
     found = []
     for model, cluster, gpus in itertools.product((SMALL, LARGE), (A100, V100), NUMBERS):
         steps = lancet_systems(model, cluster, gpus)
@@ -212,10 +243,14 @@ def section7() -> list[dict[str, Any]]:
 
 
 PAPER: Mapping[str, str] = printed("lancet")
+"""Gains that the paper reports."""
 
 
 def tables() -> dict[str, list[dict[str, Any]]]:
-    """What `pmoe simulate lancet` prints: section 7, and the largest gains beside the paper's."""
+    """Returns the tables that `pmoe simulate lancet` prints.
+
+    most: the largest gains, beside the paper's.
+    """
     rows = section7()
     most = [{"gain": name, "most": max(row[name] for row in rows), "paper": PAPER[name]} for name in PAPER]
     return {"section7": rows, "most": most}

@@ -31,6 +31,7 @@ from pmoe.text import table
 
 ABOUT = "bytes of a layer: by the paper's equations, predicted, measured"
 TOTALS = ("saved", "temporary", "gradients", "host", "peak", "promised")
+"""Fields of `PredictedMemory` in the first table."""
 EQUATIONS = {
     "model_states": ("Eq. 1", "4 (E M + 2 H M)"),
     "activations": ("Eq. 2", "4 B M + B H"),
@@ -40,7 +41,7 @@ EQUATIONS = {
     "saved": ("Eq. 5", "2 B (2 M (n - 2) / n + H (n - 1) / n)"),
     "saving_ratio": ("Eq. 6", "saved / (model states + activations + buffers, pipelined)"),
 }
-"""Of MPipeMoE, by the names that `theory` gives them."""
+"""MPipeMoE's equations by the names that `theory` gives them: (number, formula)."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -55,6 +56,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> Output:
+    """Returns the predicted bytes of each restore pair, with --measure also the measured ones."""
     if args.theory:
         return _theory(args)
     try:
@@ -79,7 +81,10 @@ def run_command(args: argparse.Namespace) -> Output:
 
 
 def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> dict[str, Any]:
-    """One step of a real layer, after one with few tokens; its inputs are there before and do not count."""
+    """Returns the bytes of one real step, and those predicted for its rows.
+
+    A step with few tokens runs before it. Its input and the gradient exist before and are not counted.
+    """
     layer = MoELayer(
         **constructor_arguments(args),
         pipeline=args.n,
@@ -110,6 +115,8 @@ def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> 
 def _lines(
     args: argparse.Namespace, rows: Mapping[Restore, Mapping[str, Any]], device: torch.device
 ) -> Iterator[str]:
+    """Yields the tables: totals by pair, tensors by pair, and measured bytes if there are any."""
+
     def by_pair(header: Sequence[str], cells: Callable[[Mapping[str, Any]], Sequence[str]]) -> str:
         return table([["pair", *header], *([pair_name(pair), *cells(row)] for pair, row in rows.items())])
 
@@ -127,6 +134,7 @@ def _lines(
 
 
 def _measured_cells(row: Mapping[str, Any]) -> list[str]:
+    """Returns the cells of a pair's measured and predicted bytes."""
     measured, predicted = row["measured"], row["predicted"]
     ratio = f"{predicted['peak'] / measured['peak']:.4f}"
     hosts = mib(measured["host"]), mib(predicted["host"])
@@ -134,6 +142,7 @@ def _measured_cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _theory(args: argparse.Namespace) -> Output:
+    """Returns the table of MPipeMoE's Eq. 1-6."""
     sizes = {"B": args.tokens, "M": args.d_model, "H": args.d_hidden, "E": args.num_experts, "n": args.n}
     numbers = theory(**sizes)
     rows = [("", "", "formula", "elements")]

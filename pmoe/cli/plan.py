@@ -39,7 +39,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> Output:
-    layer.layer_shape(args, "cpu")  # bad sizes first
+    """Returns the advice for a layer: candidates, decision, and for a cluster also sensitivity."""
+    layer.layer_shape(args, "cpu")  # raises for bad sizes before any file is read
     path, rates = _rates(args)
     options = {"layer": layer.constructor_arguments(args), "num_tokens": args.tokens}
     options |= {"budget": args.budget, "slack": args.slack}
@@ -67,7 +68,10 @@ def run_command(args: argparse.Namespace) -> Output:
 
 
 def _rates(args: argparse.Namespace) -> tuple[Path, Profile | Cluster]:
-    """The file of a profile or of a cluster, and what it holds. A cluster says the number of ranks, too."""
+    """Returns the file of a profile or a cluster, and its content.
+
+    With a cluster --ranks may be left out: it takes the cluster's number.
+    """
     if args.profile is None and args.cluster is None:
         return find_profile(args.folder, num_ranks=args.ranks, dtype=args.dtype)
     rates: Profile | Cluster
@@ -83,6 +87,7 @@ def _rates(args: argparse.Namespace) -> tuple[Path, Profile | Cluster]:
 
 
 def _named_profile(args: argparse.Namespace) -> Profile:
+    """Returns the profile of --profile. Raises ValueError if it cannot be used or is of another dtype."""
     path = args.profile
     with (
         refused_as(f"--profile ({path}) must be a file to read", OSError),
@@ -95,7 +100,7 @@ def _named_profile(args: argparse.Namespace) -> Profile:
 
 
 def _python(args: argparse.Namespace, way: Advice) -> str:
-    """The layer, to copy."""
+    """Returns the Python code that builds the layer, to copy."""
     profile, esp, restore = way.profile, way.sizes.inside, way.decision.restore
     options: dict[str, Any] = {"memory_reuse": restore.strategy or restore}
     if way.dispatch != "flat":
@@ -108,7 +113,7 @@ def _python(args: argparse.Namespace, way: Advice) -> str:
 
 
 def _tables(way: Advice, fields: Mapping[str, Any]) -> Iterator[tuple[list[list[str]], int | None]]:
-    """Cells of each, a header first, and which row below it is marked."""
+    """Yields (cells of a table, its header first; index of the highlighted row below the header, or None)."""
     if fields["sensitivity"]:
         yield by_key(fields["ways"]), 0
         yield by_key(fields["sensitivity"]), None
@@ -116,6 +121,7 @@ def _tables(way: Advice, fields: Mapping[str, Any]) -> Iterator[tuple[list[list[
 
 
 def _lines(args: argparse.Namespace, way: Advice, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the layer, the rates, the tables, the decision, and the Python code."""
     yield layer.describe_layer(args, fields["device"])
     yield f"rates: {fields['profile']['path']}\n  {way.profile}\n"
     for rows, marked in _tables(way, fields):
@@ -127,11 +133,13 @@ def _lines(args: argparse.Namespace, way: Advice, fields: Mapping[str, Any]) -> 
 
 
 def _conclusions(way: Advice) -> list[str]:
+    """Returns the decision, its reason, and the fastest candidate if that is another one."""
     lines = [f"decision: {way.decision}", way.why]
     return lines + [f"fastest of all: {way.fastest}"] * (way.fastest is not way.decision)
 
 
 def _write_page(args: argparse.Namespace, way: Advice, fields: Mapping[str, Any]) -> None:
+    """Writes the page of --html."""
     path = args.html
     with refused_as(f"--html ({path}) must be left out without matplotlib", ImportError):
         pictures = _pictures(way, args.budget)
@@ -147,7 +155,7 @@ def _write_page(args: argparse.Namespace, way: Advice, fields: Mapping[str, Any]
 
 
 def time_over_memory(advice: Advice, budget: int | None) -> Figure:
-    """Every candidate's time over its bytes. Needs matplotlib."""
+    """Draws every candidate's time over its bytes. Needs matplotlib."""
     points = [
         Point(
             group=pair_name(each.restore),
@@ -163,6 +171,7 @@ def time_over_memory(advice: Advice, budget: int | None) -> Figure:
 
 
 def _pictures(way: Advice, budget: int | None) -> list[str]:
+    """Returns the page's two pictures: time over memory, and the schedule of the decision."""
     name = f"n={way.decision.forward}, {pair_name(way.decision.restore)}"
     bars = {name: step_bars(way.sizes, way.profile, way.num_tokens, way.decision)}
     points = time_over_memory(way, budget)
@@ -174,11 +183,13 @@ def _pictures(way: Advice, budget: int | None) -> list[str]:
 
 
 def _way_fields(way: Advice) -> dict[str, Any]:
+    """Returns the fields of one all-to-all and ESP degree."""
     num_bytes = {"even_bytes": way.even_bytes, "promised_bytes": way.decision.memory.promised}
     return {**way.way, "exposed_seconds": way.exposed_seconds, **num_bytes}
 
 
 def _candidate_fields(each: PricedChoice, advice: Advice, budget: int | None) -> dict[str, Any]:
+    """Returns the fields of one n and restore pair."""
     return {
         "restore": str(each.restore),
         "strategy": each.restore.strategy,

@@ -40,10 +40,10 @@ LAYER: dict[str, Any] = {
     "tokens": (1024, 4096, 16384),
     "expert": "swiglu",
 }
-"""The layer whose kernels are measured by default: Mixtral 8x7B, of COMET's Table 2."""
+"""The layer that is measured by default: Mixtral 8x7B, from COMET's Table 2."""
 
 OPTIONS = ("show", *LAYER, "virtual_ranks")
-"""The options that need --kernels."""
+"""Options that need --kernels."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -64,7 +64,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> Output | None:
-    """Fills the table of divisions. Under torchrun every rank takes part, and rank 0 stores and prints."""
+    """Fills the table of divisions. Under torchrun every rank takes part; rank 0 stores and prints."""
     refuse_options(args, ("quick", "full", "inside", "out"), "must not be given with --kernels")
     if args.show:
         found, folder = load_divisions(args.folder), cache_folder(args.folder)
@@ -79,6 +79,7 @@ def run_command(args: argparse.Namespace) -> Output | None:
 
 
 def _fused_device(args: argparse.Namespace) -> torch.device:
+    """Returns the device whose kernels are measured. Raises ValueError if it has no fused kernels."""
     virtual, world = args.virtual_ranks, world_size()
     if virtual is not None and world > 1:
         raise ValueError(f"--virtual-ranks ({virtual}) must be of one process, and there are {world}")
@@ -92,7 +93,7 @@ def _fused_device(args: argparse.Namespace) -> torch.device:
 def _measured(
     args: argparse.Namespace, ranks: Ranks, device: torch.device
 ) -> tuple[DivisionTable, Path | None]:
-    """The table, and the file in which rank 0 has stored it. Collective."""
+    """Returns the measured table, and the file in which rank 0 has stored it. Collective."""
     layer = {name: getattr(args, name) or default for name, default in LAYER.items()}
     layer |= {"device": device, "dtype": DTYPES[args.dtype or "bfloat16"]}
     all_tokens, virtual = layer.pop("tokens"), args.virtual_ranks
@@ -104,14 +105,14 @@ def _measured(
     if not found.entries:
         raise ValueError("no fused kernel could be measured")
     path = _save(found, ranks, args.folder)
-    if virtual is None and ranks.size > 1:  # with the divisions that were just stored
+    if virtual is None and ranks.size > 1:  # layers are timed with the divisions that were just stored
         found = DivisionTable(found.entries, _time_layers(layer, sizes, ranks))
         path = _save(found, ranks, args.folder)
     return found, path
 
 
 def _save(found: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | None:
-    """The file in which rank 0 stored the table, None on other ranks. Collective."""
+    """Stores the table on rank 0, and returns its file there; None on other ranks. Collective."""
     rule = f"--folder ({cache_folder(folder)}) must be a folder to write"
     with all_fail_together(ranks, stage="storing division points"), refused_as(rule, OSError):
         path = save_divisions(found, folder) if ranks.rank == 0 else None
@@ -122,7 +123,10 @@ def _save(found: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | Non
 def _time_layers(
     layer: Mapping[str, Any], sizes: Mapping[int, FusedLayerSizes], ranks: Ranks
 ) -> dict[FusedLayerSizes, LayerSeconds]:
-    """The times of the fused and of the chunked layer, by sizes; none where the fused one falls back."""
+    """Returns the times of the fused and the chunked layer by sizes.
+
+    Sizes for which the fused layer falls back to another path are left out.
+    """
     found = {}
     for tokens, each in sizes.items():
         x_TM = torch.randn(tokens, layer["d_model"], device=layer["device"]).to(layer["dtype"])
@@ -134,12 +138,13 @@ def _time_layers(
         assert fused.ran is not None
         if fused.ran.path == "fused":
             found[each] = time_layers(fused, chunked, x_TM, ranks)
-        else:  # the layer has warned why, though not if it has before
+        else:  # the layer has warned of the reason, but only once for each reason
             print(f"pmoe: no layer times of {each}: the path {fused.ran.path!r} ran", file=sys.stderr)
     return found
 
 
 def _lines(found: DivisionTable, folder: Path) -> Iterator[str]:
+    """Yields the tables of what is stored in a folder."""
     if not (found.entries or found.layers):
         yield f"nothing measured of the fused kernels in {folder}"
         return
@@ -152,7 +157,10 @@ def _lines(found: DivisionTable, folder: Path) -> Iterator[str]:
 
 
 def _divisions(found: DivisionTable) -> str:
-    """The fastest division of each kernel, and the time of the one that the rule gives, if it was tried."""
+    """Returns a table of the fastest division of each kernel.
+
+    It also has the time of the division that the rule gives, if that was measured.
+    """
     lines = ["thread blocks that communicate (n_c), columns of a chunk (T_N), and ms of the kernel"]
     header = ("kernel", "n_c", "T_N", "ms", "ms by rule", "measured")
     for sizes in sorted({sizes_of(shape) for shape in found.entries}, key=str):
@@ -162,6 +170,7 @@ def _divisions(found: DivisionTable) -> str:
 
 
 def _division_cells(entry: Entry) -> Sequence[str]:
+    """Returns the cells of one kernel."""
     shape, division, by_rule = entry.sizes, entry.division, entry.seconds.get(rule(entry.sizes))
     return (
         f"{shape.kernel} {shape.direction}",
@@ -174,6 +183,7 @@ def _division_cells(entry: Entry) -> Sequence[str]:
 
 
 def _layer_rows(layers: Mapping[FusedLayerSizes, LayerSeconds]) -> Iterator[Sequence[str]]:
+    """Yields the rows of the table of layer times."""
     yield "", "fused", "chunked", "fused, both", "chunked, both", "measured"
     for sizes in sorted(layers, key=str):
         each = layers[sizes]

@@ -1,4 +1,4 @@
-"""`pmoe report`: one page about a training run."""
+"""`pmoe report`: writes one page about a training run."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> Output:
+    """Writes the page and returns its path with a summary."""
     from pmoe.integrations.report.history import summary
     from pmoe.integrations.report.page import run_page
     from pmoe.integrations.run_folder import read_run

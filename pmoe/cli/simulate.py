@@ -1,4 +1,4 @@
-"""`pmoe simulate`: an experiment of a paper, or large models on many ranks, from stated costs of tasks."""
+"""`pmoe simulate`: an experiment of a paper, or large models on many ranks, from stated task costs."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ TOLD = {
     "lancet": "Lancet's section 7: a step of GPT-2 by system",
     "scale": "a step of three models on 8 to 4,096 ranks, and where they stop scaling",
 }
+"""Descriptions of the experiments, for the help."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -41,6 +42,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> Output:
+    """Runs an experiment and returns its tables, or prints its assumptions."""
     name, picture = args.experiment, args.draw
     if name != "fsmoe-table5" and args.contention is not None:
         raise ValueError(f"--contention ({args.contention:g}) is for fsmoe-table5, not for {name}")
@@ -61,7 +63,10 @@ def run_command(args: argparse.Namespace) -> Output:
 
 
 def _lines(name: str, found: Simulation) -> Iterator[str]:
-    """Each table under what the page of assumptions calls it, and why the numbers are what they are."""
+    """Yields each table under its title, and then the reasons for the numbers.
+
+    Titles and reasons are sections of papers/assumptions.md.
+    """
     titles = assumptions(f"{name}, tables")
     for key, rows in found.items():
         left = [0, *(i for i, cell in enumerate(rows[0].values()) if isinstance(cell, str))]
@@ -73,11 +78,13 @@ def _lines(name: str, found: Simulation) -> Iterator[str]:
 
 
 def _models() -> dict[str, ScaledModel]:
+    """Returns the models of scale.toml by name."""
     stated = tomllib.loads(Path(__file__).with_name("scale.toml").read_text(encoding="utf-8"))
     return {name: ScaledModel(**each) for name, each in stated.items()}
 
 
 def _scale() -> Simulation:
+    """Returns the tables of weak and strong scaling, and the rows where each ends."""
     rates = load_cluster(Path(__file__).with_name("scale_cluster.toml"), None)
     found = dict[str, Any]()
     for name, strong in (("weak", False), ("strong", True)):
@@ -95,4 +102,6 @@ TABLES: Mapping[str, Callable[..., Simulation]] = {
     "lancet": lancet_figures.tables,
     "scale": _scale,
 }
+"""Functions that return the tables of each experiment."""
 FIGURES = {"comet": comet_figures.beside_figure}
+"""Functions that draw an experiment."""

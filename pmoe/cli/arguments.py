@@ -75,7 +75,7 @@ def parse_device(text: str, *, must_exist: bool) -> torch.device:
     if device.type not in WIDTH:
         raise ValueError(f"--device ({text!r}) must be {' or '.join(WIDTH)}")
     if must_exist and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device ({text!r}) must be here: torch sees {torch.cuda.device_count()} GPUs")
+        raise ValueError(f"--device ({text!r}) must exist: torch sees {torch.cuda.device_count()} GPUs")
     return device
 
 

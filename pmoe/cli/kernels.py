@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pmoe.cli.output import Output
 from pmoe.kernels import status
 
-ABOUT = "the CUDA kernels: what was built, what runs on each device, why not"
+ABOUT = "print which CUDA kernels were built, which run on each device, and why others do not"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

@@ -20,14 +20,14 @@ def add_layer_sizes(command: argparse.ArgumentParser) -> None:
     add = command.add_argument_group("the layer").add_argument
     add("--d-model", type=whole_number, required=True, metavar="M")
     add("--d-hidden", type=whole_number, required=True, metavar="H")
-    add("--num-experts", type=whole_number, required=True, metavar="E", help="on all ranks together")
-    add("--tokens", type=whole_number, required=True, metavar="B", help="of one rank, the most")
-    add("--ranks", type=whole_number, default=1, metavar="W", help="that share the experts")
-    add("--top-k", type=whole_number, default=1, metavar="K", help="experts a token")
+    add("--num-experts", type=whole_number, required=True, metavar="E", help="experts on all ranks")
+    add("--tokens", type=whole_number, required=True, metavar="B", help="tokens of the rank that has most")
+    add("--ranks", type=whole_number, default=1, metavar="W", help="number of ranks that share the experts")
+    add("--top-k", type=whole_number, default=1, metavar="K", help="experts of each token")
     add("--expert", choices=list(STACKED), default="ffn")
     add("--bias", action=argparse.BooleanOptionalAction, default=True)
     add("--dtype", choices=list(DTYPES), default="float32")
-    add("--slack", type=slack, default=SLACK, help="rows of a slot over the balanced share")
+    add("--slack", type=slack, default=SLACK, help="rows of a ring slot, over the balanced share")
 
 
 def layer_fields(args: argparse.Namespace) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from pmoe.planner.theory import theory
 from pmoe.schedule.restore import ALL_PAIRS, Restore
 from pmoe.text import table
 
-ABOUT = "bytes of a layer: by the paper's equations, predicted, measured"
+ABOUT = "print a layer's bytes: by the paper's equations, predicted, measured"
 TOTALS = ("saved", "temporary", "gradients", "host", "peak", "promised")
 """Fields of `PredictedMemory` in the first table."""
 EQUATIONS = {
@@ -46,13 +46,17 @@ EQUATIONS = {
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add_layer_sizes(command)
-    add, pairs = command.add_argument, "S1 to S4 or such as keep/recompute; default: all"
+    add, pairs = command.add_argument, "S1 to S4, or a pair such as keep/recompute (default: all pairs)"
     add("--n", type=whole_number, default=4, help="micro-batches (default 4)")
     add("--n-backward", type=whole_number, help="micro-batches of the backward pass (default n)")
     add("--memory-reuse", type=restore_pair, metavar="PAIR", help=pairs)
-    add("--theory", action="store_true", help="MPipeMoE's Eq. 1-6, in elements")
-    add("--measure", action="store_true", help="also run a forward and backward here, on one rank")
-    add("--device", default="cpu", help="cpu or cuda: whose buffers (default cpu)")
+    add("--theory", action="store_true", help="print MPipeMoE's Eq. 1-6, in elements")
+    add(
+        "--measure",
+        action="store_true",
+        help="also run a forward and backward pass on this machine, on one rank",
+    )
+    add("--device", default="cpu", help="cpu or cuda, the device that bytes are for (default cpu)")
 
 
 def run_command(args: argparse.Namespace) -> Output:
@@ -77,7 +81,7 @@ def run_command(args: argparse.Namespace) -> Output:
     own = None if backward == args.n else backward
     code = python_line(args, pipeline=args.n, pipeline_backward=own, memory_reuse=least.strategy or least)
     fields = {**sizes, "slack": args.slack, "pairs": list(rows.values()), "python": code}
-    return Output(fields, [*_lines(args, rows, device), f"\nof fewest bytes:\n  {code}"])
+    return Output(fields, [*_lines(args, rows, device), f"\nwith the fewest bytes:\n  {code}"])
 
 
 def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> dict[str, Any]:
@@ -122,13 +126,13 @@ def _lines(
 
     differs = args.n_backward not in (None, args.n)
     yield f"{describe_layer(args, device.type)}, n = {args.n}" + f" and {args.n_backward} backward" * differs
-    yield "\npredicted MiB for any routing, beyond x, dy and the parameters"
+    yield "\npredicted MiB for any routing, without x, dy and the parameters"
     yield by_pair(TOTALS, lambda row: [mib(row[name]) for name in TOTALS])
     yield "\nMiB by tensor"
     names = list(dict.fromkeys(name for row in rows.values() for name in row["tensors"]))
     yield by_pair(names, lambda row: [mib(row["tensors"][name]) for name in names])
     if args.measure:
-        yield f"\nMiB measured on {device}, beside what is predicted for the rows that came"
+        yield f"\nMiB measured on {device}, beside the prediction for the rows of this step"
         header = ("measured peak", "predicted", "predicted / measured", "host", "predicted")
         yield by_pair(header, _measured_cells)
 

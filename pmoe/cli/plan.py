@@ -24,18 +24,18 @@ from pmoe.text import table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ABOUT = "n and the restore pair for a layer, from a stored profile or for machines that a file describes"
+ABOUT = "choose n and the restore pair for a layer, by a stored profile or for machines in a file"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     layer.add_layer_sizes(command)
     add = command.add_argument
-    add("--budget", type=byte_count, help="most bytes on the device, such as 2GiB or '500 MB'")
-    add("--profile", type=Path, metavar="FILE", help="default: the stored one that fits")
-    add("--folder", type=Path, help="of stored profiles (default $PMOE_CACHE, ~/.cache/pmoe)")
-    described = "machines that one does not have (docs/cluster.md); what it leaves out is that of --profile"
+    add("--budget", type=byte_count, help="limit of bytes on the device, such as 2GiB or '500 MB'")
+    add("--profile", type=Path, metavar="FILE", help="profile to use (default: the stored one that fits)")
+    add("--folder", type=Path, help="folder of stored profiles (default $PMOE_CACHE, ~/.cache/pmoe)")
+    described = "machines that you do not have (docs/cluster.md); --profile fills in what it leaves out"
     add("--cluster", type=Path, metavar="FILE", help=described)
-    add("--html", type=Path, metavar="FILE", help="also write one page with pictures")
+    add("--html", type=Path, metavar="FILE", help="also write a page with pictures to this file")
 
 
 def run_command(args: argparse.Namespace) -> Output:
@@ -82,7 +82,7 @@ def _rates(args: argparse.Namespace) -> tuple[Path, Profile | Cluster]:
         path, rates = args.cluster, load_cluster(args.cluster, of_part)
         args.ranks = rates.num_ranks if args.ranks == 1 else args.ranks
     if args.ranks != rates.num_ranks:
-        raise ValueError(f"--ranks ({args.ranks}) must be that of {path} ({rates.num_ranks})")
+        raise ValueError(f"--ranks ({args.ranks}) must be the number of ranks in {path} ({rates.num_ranks})")
     return path, rates
 
 
@@ -95,7 +95,7 @@ def _named_profile(args: argparse.Namespace) -> Profile:
     ):
         profile = load_profile(path)
     if args.dtype != profile.dtype:
-        raise ValueError(f"--dtype ({args.dtype}) must be that of --profile {path} ({profile.dtype})")
+        raise ValueError(f"--dtype ({args.dtype}) must be the dtype of --profile {path} ({profile.dtype})")
     return profile
 
 
@@ -141,7 +141,7 @@ def _conclusions(way: Advice) -> list[str]:
 def _write_page(args: argparse.Namespace, way: Advice, fields: Mapping[str, Any]) -> None:
     """Writes the page of --html."""
     path = args.html
-    with refused_as(f"--html ({path}) must be left out without matplotlib", ImportError):
+    with refused_as(f"--html ({path}) needs matplotlib: install it, or leave the option out", ImportError):
         pictures = _pictures(way, args.budget)
     tables = [part("table", head, rows, [marked], words=1) for (head, *rows), marked in _tables(way, fields)]
     budget = "" if args.budget is None else f", budget {mib(args.budget)} MiB"

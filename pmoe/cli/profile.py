@@ -22,21 +22,21 @@ from pmoe.planner.costs import LineCost
 from pmoe.planner.profile import Operations, Profile
 from pmoe.text import table
 
-ABOUT = "measure what this machine, or this group of ranks, can do"
+ABOUT = "measure the rates of this machine, or of this group of ranks, and store them"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     effort = command.add_mutually_exclusive_group().add_argument
-    effort("--quick", action="store_true", help="a few seconds in place of ten or twenty")
-    full = "all sizes of FSMoE's lines, Section 6.2: minutes on a slow link"
+    effort("--quick", action="store_true", help="measure for a few seconds instead of ten or twenty")
+    full = "measure all sizes of FSMoE's Section 6.2: takes minutes on a slow link"
     effort("--full", action="store_true", help=full)
     add = command.add_argument
-    inside = "ranks of a node, which are to share each expert (default: torchrun's ranks a node)"
+    inside = "number of ranks of a node that share each expert (default: torchrun's ranks per node)"
     add("--inside", type=whole_number, metavar="L", help=inside)
     add("--dtype", choices=list(DTYPES), help="default float32, and bfloat16 with --kernels")
-    add("--device", help="cpu or cuda (default: cuda where there is one)")
-    add("--folder", type=Path, help="where to store it (default $PMOE_CACHE, ~/.cache/pmoe)")
-    add("--out", type=Path, metavar="FILE", help="store it in this file instead")
+    add("--device", help="cpu or cuda (default: cuda if there is one)")
+    add("--folder", type=Path, help="folder to store the profile in (default $PMOE_CACHE, ~/.cache/pmoe)")
+    add("--out", type=Path, metavar="FILE", help="store the profile in this file instead")
     profile_kernels.add_arguments(command)
 
 

@@ -50,17 +50,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument_group(
         "the fused kernels", "how many of their thread blocks communicate (default layer: Mixtral 8x7B's)"
     ).add_argument
-    add("--kernels", action="store_true", help="measure them in place of the machine, on a CUDA device")
-    add("--show", action="store_true", help="print what is stored, and measure nothing")
-    experts = f"on all ranks together; default {LAYER['num_experts']}"
-    tokens = f"of one rank; default {' '.join(map(str, LAYER['tokens']))}"
+    add("--kernels", action="store_true", help="measure these kernels, not the machine, on a CUDA device")
+    add("--show", action="store_true", help="print what is stored and measure nothing")
+    experts = f"experts on all ranks; default {LAYER['num_experts']}"
+    tokens = f"tokens of one rank, one or more numbers; default {' '.join(map(str, LAYER['tokens']))}"
     add("--d-model", type=whole_number, metavar="M", help=f"default {LAYER['d_model']}")
     add("--d-hidden", type=whole_number, metavar="H", help=f"default {LAYER['d_hidden']}")
     add("--num-experts", type=whole_number, metavar="E", help=experts)
-    add("--top-k", type=whole_number, metavar="K", help=f"experts a token; default {LAYER['top_k']}")
+    add("--top-k", type=whole_number, metavar="K", help=f"experts of each token; default {LAYER['top_k']}")
     add("--tokens", type=whole_number, nargs="+", metavar="B", help=tokens)
     add("--expert", choices=list(STACKED), help=f"default {LAYER['expert']}")
-    add("--virtual-ranks", type=whole_number, metavar="W", help="that share this one device, in one process")
+    add("--virtual-ranks", type=whole_number, metavar="W", help="ranks in one process, on one device")
 
 
 def run_command(args: argparse.Namespace) -> Output | None:
@@ -82,7 +82,7 @@ def _fused_device(args: argparse.Namespace) -> torch.device:
     """Returns the device whose kernels are measured. Raises ValueError if it has no fused kernels."""
     virtual, world = args.virtual_ranks, world_size()
     if virtual is not None and world > 1:
-        raise ValueError(f"--virtual-ranks ({virtual}) must be of one process, and there are {world}")
+        raise ValueError(f"--virtual-ranks ({virtual}) needs a single process, but torchrun started {world}")
     device = own_device("cuda" if args.device is None else args.device)
     _, reason = extension.path(device)
     if reason is not None:
@@ -103,7 +103,7 @@ def _measured(
     sizes = {tokens: fused_layer_sizes(**options, tokens=tokens) for tokens in all_tokens}
     found = measure_kernels(list(sizes.values()), ranks, device, top_k=layer["top_k"])
     if not found.entries:
-        raise ValueError("no fused kernel could be measured")
+        raise ValueError("no fused kernel could be measured: see the warnings above")
     path = _save(found, ranks, args.folder)
     if virtual is None and ranks.size > 1:  # layers are timed with the divisions that were just stored
         found = DivisionTable(found.entries, _time_layers(layer, sizes, ranks))
@@ -139,14 +139,17 @@ def _time_layers(
         if fused.ran.path == "fused":
             found[each] = time_layers(fused, chunked, x_TM, ranks)
         else:  # the layer has warned of the reason, but only once for each reason
-            print(f"pmoe: no layer times of {each}: the path {fused.ran.path!r} ran", file=sys.stderr)
+            print(
+                f"pmoe: no layer times for {each}: it ran on path {fused.ran.path!r}, not fused",
+                file=sys.stderr,
+            )
     return found
 
 
 def _lines(found: DivisionTable, folder: Path) -> Iterator[str]:
     """Yields the tables of what is stored in a folder."""
     if not (found.entries or found.layers):
-        yield f"nothing measured of the fused kernels in {folder}"
+        yield f"no measurements of fused kernels in {folder}"
         return
     if found.entries:
         yield _divisions(found)

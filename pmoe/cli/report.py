@@ -8,12 +8,14 @@ from pathlib import Path
 from pmoe.cli.arguments import refused_as
 from pmoe.cli.output import Output, plural
 
-ABOUT = "one page about a training run, from what StatsWriter left"
+ABOUT = "write one page about a training run, from the files of StatsWriter"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that StatsWriter wrote to")
-    command.add_argument("--out", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
+    command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a StatsWriter")
+    command.add_argument(
+        "--out", type=Path, metavar="FILE", help="page to write (default: RUN_DIR/report.html)"
+    )
 
 
 def run_command(args: argparse.Namespace) -> Output:

@@ -20,7 +20,7 @@ from pmoe.text import table
 
 Simulation = Mapping[str, Sequence[Mapping[str, Any]]]
 
-ABOUT = "a paper's experiment, or large models on many ranks, from stated task costs"
+ABOUT = "simulate a paper's experiment, or large models on many ranks, from stated task costs"
 TOLD = {
     "fsmoe-table5": "FSMoE's Table 5: five systems, 1,458 layers, Testbed B",
     "comet": "COMET's Table 3, the moves of n_c in its Fig. 8, and a fused layer beside a chunked one",
@@ -34,11 +34,11 @@ TOLD = {
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("experiment", choices=list(TOLD), help="; ".join(f"{name}: {told}" for name, told in TOLD.items()))
-    both = "fsmoe-table5: seconds of collectives of both lanes together, over those alone"
+    both = "fsmoe-table5: how many times as long collectives take while both lanes send"
     add("--contention", type=slack, metavar="C", help=f"{both} (default {fsmoe_table5.CONTENTION})")
-    drawn = "comet: the fused layer beside the chunked one, as a PNG"
+    drawn = "comet: draw the fused layer beside the chunked one, as a PNG in this file"
     add("--draw", type=Path, metavar="FILE", help=drawn)
-    add("--assumptions", action="store_true", help="print what is assumed, and simulate nothing")
+    add("--assumptions", action="store_true", help="print the assumptions and simulate nothing")
 
 
 def run_command(args: argparse.Namespace) -> Output:
@@ -53,12 +53,14 @@ def run_command(args: argparse.Namespace) -> Output:
         return Output(assumed, wrapped(assumed))
     if picture is not None:
         with (
-            refused_as(f"--draw ({picture}) must be left out without matplotlib", ImportError),
+            refused_as(
+                f"--draw ({picture}) needs matplotlib: install it, or leave the option out", ImportError
+            ),
             refused_as(f"--draw ({picture}) must be a file to write", OSError, ValueError),
         ):
             FIGURES[name]().savefig(picture, dpi=130)
     found = TABLES[name](**{} if args.contention is None else {"contention": args.contention})
-    told = f"\nassumed: pmoe simulate {name} --assumptions"
+    told = f"\nprint the assumptions with: pmoe simulate {name} --assumptions"
     return Output({**found, "assumptions": dict(assumed)}, itertools.chain(_lines(name, found), [told]))
 
 

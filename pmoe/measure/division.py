@@ -130,7 +130,9 @@ def _of_rank_0(
     key = (ranks.name, sizes)
     if key not in _agreed:
         if not all(same(ranks, device, [digest([str(sizes)])], stage=AGREEING)):
-            raise ValueError(f"shape ({sizes}) must be the same on every rank, and another rank has another")
+            raise ValueError(
+                f"sizes ({sizes}) must be the same on every rank, but another rank has other sizes"
+            )
         own = found(load_divisions()) if ranks.rank == 0 else None
         _agreed[key] = from_first(ranks, own, stage=AGREEING)
     value: T = _agreed[key]
@@ -160,7 +162,7 @@ def load_divisions(folder: PathLike | None = None) -> DivisionTable:
     try:
         paths = sorted(cache_folder(folder).glob("division_*.json"))
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
-        warnings.warn(f"pmoe: measured division points are not used: {error}", stacklevel=2)
+        warnings.warn(f"pmoe: stored divisions of fused kernels are not used: {error}", stacklevel=2)
         paths = []
     for path in paths:
         held = _usable(path)
@@ -199,7 +201,7 @@ def _usable(path: Path) -> DivisionTable:
 
     Warns about a file that exists and cannot be used.
     """
-    about = "measured division points are not used"
+    about = "stored divisions of fused kernels are not used"
     return found_or(DivisionTable(), about, lambda: read_divisions(path))
 
 

@@ -197,7 +197,7 @@ def sweep(
     here = float(digest(map(str, kernels)))
     highest, minus_lowest = agree([here, -here])
     if highest != -minus_lowest:
-        raise ValueError("shapes to measure must be the same on every rank, and differ")
+        raise ValueError("kernels to measure must be the same on every rank, but they differ")
     warned: set[str] = set()
     found = []
     for kernel in kernels:

@@ -86,7 +86,7 @@ def first_wrong(
         error, allowed = (float((each.cpu().double() - value).norm() / value.norm()) for each in (got, usual))
         allowed = max(2 * allowed, 2 * torch.finfo(dtype).eps)
         if not error <= allowed:
-            return f"{name} in {dtype} is wrong by {error:.2g} of its size, where {allowed:.2g} is allowed"
+            return f"{name} in {dtype} has a relative error of {error:.2g}, where {allowed:.2g} is allowed"
     return None
 
 

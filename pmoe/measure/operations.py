@@ -105,11 +105,11 @@ def part_of(whole: Ranks, device: torch.device, name: str, part: Ranks | None) -
         whole, device, [part.size, -part.size, float(strange)], stage=AGREEING
     )
     if any_strange:
-        here = f"ranks {sorted(own)}" if strange else "of another rank"
-        raise ValueError(f"{name} ({here}) must be a part of ranks {sorted(all_ranks)}")
+        here = f"ranks {sorted(own)}" if strange else "on another rank"
+        raise ValueError(f"{name} ({here}) must have only ranks of {sorted(all_ranks)}")
     if highest != -minus_lowest:
         raise ValueError(
-            f"{name} ({part.size} ranks) must be as large on every rank, "
+            f"{name} ({part.size} ranks) must have as many ranks on every rank, "
             f"not {-minus_lowest:.0f} to {highest:.0f}"
         )
     return part

@@ -71,7 +71,7 @@ def measure_choices(
             f"{', '.join(f'{name} {int(low)} to {int(high)}' for name, low, high in ranges)}"
         )
     if lowest_facts[3] != highest_facts[3]:
-        warn_once("the ranks' experts are of unlike sizes: their products are not measured")
+        warn_once("other ranks have experts of other sizes, so it is not measured which kernels are faster")
         return
     if highest_facts[5]:
         registry.distrust(requests[0], fault or "they compute wrongly on another rank")
@@ -141,12 +141,14 @@ def _seconds(
     try:
         wanted, free = needed_bytes(request), free_bytes(device)
         if wanted > free // 2:
-            raise MemoryError(f"{wanted} bytes are needed, and half of {free} free ones may be used")
+            raise MemoryError(
+                f"{wanted} bytes are needed, but only half of the {free} free bytes may be used"
+            )
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
             return candidate_seconds(request, pair)
     except Exception as error:
         failures[request] = f"not measured: {error}"
-        message = f"some products could not be measured, and pmoe's kernels do not compute them: {error}"
+        message = f"some products could not be measured, so pmoe's kernels do not compute them: {error}"
         warn_once(message, for_each_reason=True)
         return [math.inf, math.inf]
 

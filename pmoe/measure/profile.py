@@ -68,7 +68,7 @@ def load_or_measure(
     device = torch.device(device)
     profile = found = _found_by_all(ranks, device, identity(ranks, device, dtype))
     if profile is None:
-        log.info("measuring %s with %d ranks, once: some seconds", device, ranks.size)
+        log.info("measuring %s with %d ranks: this takes some seconds, once", device, ranks.size)
         profile = measure(ranks, device, dtype, quick=True)
     if operations:
         named = (("across", across), ("inside", inside))
@@ -81,10 +81,10 @@ def load_or_measure(
     if ranks.rank == 0 and profile is not found:
         try:
             save_profile(profile, profile_path(profile))
-            log.info("measured, and kept in %s", profile_path(profile))
+            log.info("stored the profile in %s", profile_path(profile))
         except OSError as error:  # an error on rank 0 alone would leave the other ranks waiting
             warnings.warn(
-                f"the profile could not be saved, and will be measured again: {error}", stacklevel=2
+                f"the profile could not be saved, so the next run measures again: {error}", stacklevel=2
             )
     if ranks.rank == 0 and profile.doubt:
         warn_once(profile.doubt)
@@ -109,7 +109,7 @@ def _found_by_all(ranks: Ranks, device: torch.device, here: Identity) -> Profile
     here_is = [float(found is None), float(place if fault else 0)]
     missing, warning = largest(ranks, device, here_is, stage=AGREEING)
     if fault and warning == place:
-        warnings.warn(f"{fault}; measured again", stacklevel=3)
+        warnings.warn(f"{fault}; it is measured again", stacklevel=3)
     if found is None or missing:
         return None
     return from_first(ranks, found, stage="sharing a profile")
@@ -148,7 +148,9 @@ def load_profile(path: PathLike, *, expected: Identity | None = None) -> Profile
     """
     profile = load_json(path, profile_from, "`pmoe profile` writes it")
     if expected is not None and profile.identity != expected:
-        raise ValueError(f"{path}: holds the profile of {profile.identity.difference(expected)}")
+        raise ValueError(
+            f"{path}: does not fit this machine and group: {profile.identity.difference(expected)}"
+        )
     return profile
 
 

@@ -105,7 +105,7 @@ def within_budget(candidates: Sequence[PricedChoice], budget: int) -> PricedChoi
         smallest = min(candidates, key=lambda each: each.memory.promised)
         raise ValueError(
             f"memory_budget ({budget} bytes) must be at least {smallest.memory.promised} for these tokens, "
-            f"whatever their routing (n={smallest.forward}, {smallest.restore})"
+            f"with any routing (n={smallest.forward}, {smallest.restore})"
         )
     return min(fitting, key=PRICE)
 
@@ -188,7 +188,7 @@ def advise(
         why = f"{pair.strategy} is the cheapest of S1 to S4 by Eq. 10, and n={decision.forward} its fastest"
     else:
         decision = within_budget(candidates, budget)
-        why = f"the fastest that holds {budget} bytes for any routing"
+        why = f"the fastest that needs at most {budget} bytes for any routing"
     return Advice(
         sizes=sizes,
         profile=profile,

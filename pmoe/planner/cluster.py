@@ -72,7 +72,9 @@ class Cluster:
         here = (self.device_type, self.machines, self.ranks_per_machine)
         if held[0] != here[0] or held[1] > here[1] or held[2] > here[2]:
             what = "a {} profile of {} machines of {} ranks".format(*held)
-            raise ValueError("{} must be of a part of {}, {} machines of {}".format(what, *here))
+            raise ValueError(
+                "{} must be of a part of the cluster: {}, {} machines of {} ranks".format(what, *here)
+            )
 
     def check_holds(self, num_bytes: int) -> None:
         """Raises ValueError if a rank's experts exceed the memory of its device.
@@ -83,7 +85,7 @@ class Cluster:
             least = math.ceil(num_bytes * self.num_ranks / self.memory_bytes)
             raise ValueError(
                 f"memory_bytes ({self.memory_bytes:g}) must hold a rank's experts ({num_bytes} bytes): "
-                f"{self.num_ranks} ranks are too few, {least} could"
+                f"{self.num_ranks} ranks are too few, {least} would be enough"
             )
 
     def profile(self, dispatch: ExchangeName, esp: int, dtype: str) -> Profile:

@@ -42,8 +42,8 @@ def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) ->
         raise TypeError(f"pipeline_backward ({pipeline_backward!r}) must be None or an int")
     if pipeline is True or isinstance(pipeline, str):
         raise ValueError(
-            f"pipeline_backward ({pipeline_backward}) must be None where pipeline is {pipeline}, "
-            "which chooses both"
+            f"pipeline_backward ({pipeline_backward}) must be None if pipeline is {pipeline}, "
+            "which chooses both degrees"
         )
     n = int(pipeline) or 1
     if not 1 <= pipeline_backward <= MOST or (n % pipeline_backward and pipeline_backward % n):

@@ -250,7 +250,7 @@ class DivisionTable:
         entry = min(alike, key=lambda each: _apart(each.sizes, kernel), default=None)
         if entry is None:
             of = f"{kernel.kernel} {kernel.direction} in {kernel.dtype}"
-            return rule(kernel), f"rule: nothing measured of {of}"
+            return rule(kernel), f"rule: no measurement of {of}"
         division, why = entry.division, f"nearest: {entry.sizes.summary}, measured {entry.when}"
         if _elsewhere(entry.sizes, kernel):
             here, there = kernel.num_blocks, entry.sizes.num_blocks

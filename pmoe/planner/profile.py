@@ -157,7 +157,7 @@ class Profile(Identity):
         operations = () if self.operations is None else vars(self.operations).values()
         found = min([self.r_squared, *(each.r_squared for each in operations if isinstance(each, Fit))])
         told = f"the profile of {self.when} describes this machine badly (r squared {found:.2f}), so choices"
-        return "" if found >= GOOD_FIT else f"{told} may be wrong: `pmoe profile` measures it again"
+        return "" if found >= GOOD_FIT else f"{told} may be wrong: measure it again with `pmoe profile`"
 
     def products(self, multiply_adds: float, weights: float) -> float:
         """Returns the seconds of a task's products.

@@ -39,8 +39,8 @@ def candidate_ways(rates: Profile | Cluster, layer: Mapping[str, Any]) -> list[t
             found += [(name, esp) for name in (NAMES if rates.machines > 1 and local > esp else NAMES[:1])]
     if not found:
         raise ValueError(
-            f"num_experts ({num_experts}) must be a multiple of the {rates.num_ranks} ranks, or of them "
-            f"over a common divisor of ranks_per_machine ({local}) and d_hidden ({layer['d_hidden']})"
+            f"num_experts ({num_experts}) must be a multiple of ranks / ESP, for {rates.num_ranks} ranks and "
+            f"some ESP degree that divides ranks_per_machine ({local}) and d_hidden ({layer['d_hidden']})"
         )
     return found
 

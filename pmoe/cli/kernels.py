@@ -17,5 +17,5 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run_command(args: argparse.Namespace) -> Output:
     """Returns a report. A missing extension or device is a line of the report, and no error."""
-    found = status()
-    return Output(asdict(found), [str(found)])
+    report = status()
+    return Output(asdict(report), [str(report)])

@@ -48,8 +48,8 @@ def layer_shape(args: argparse.Namespace, device_type: str) -> LayerSizes:
 
 def python_line(args: argparse.Namespace, **options: Any) -> str:
     """Returns the Python code that builds the layer, to copy. Options that are None are left out."""
-    given = constructor_arguments(args) | options | {"slack": None if args.slack == SLACK else args.slack}
-    listed = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+    arguments = constructor_arguments(args) | options | {"slack": None if args.slack == SLACK else args.slack}
+    listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items() if value is not None)
     return f"pmoe.MoELayer({listed})".replace("=Restore(", "=pmoe.Restore(")
 
 

@@ -46,7 +46,8 @@ EQUATIONS = {
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add_layer_sizes(command)
-    add, pairs = command.add_argument, "S1 to S4, or a pair such as keep/recompute (default: all pairs)"
+    add = command.add_argument
+    pairs = "S1 to S4, or a pair such as keep/recompute (default: all pairs)"
     add("--n", type=whole_number, default=4, help="micro-batches (default 4)")
     add("--n-backward", type=whole_number, help="micro-batches of the backward pass (default n)")
     add("--memory-reuse", type=restore_pair, metavar="PAIR", help=pairs)
@@ -70,16 +71,21 @@ def run_command(args: argparse.Namespace) -> Output:
     if args.measure and args.ranks > 1:
         raise ValueError(f"--ranks ({args.ranks}) must be 1 with --measure")
     device = parse_device(args.device, must_exist=args.measure)
-    shape, backward = layer_shape(args, device.type), args.n_backward or args.n
-    rows, pairs = {}, ALL_PAIRS if args.memory_reuse is None else (args.memory_reuse,)
+    shape = layer_shape(args, device.type)
+    backward = args.n_backward or args.n
+    rows = {}
+    pairs = ALL_PAIRS if args.memory_reuse is None else (args.memory_reuse,)
     for choice in all_choices([(args.n, backward)], pairs):
-        memory, pair = bound(shape, shape.call(args.tokens), choice, args.slack), choice.restore
+        memory = bound(shape, shape.call(args.tokens), choice, args.slack)
+        pair = choice.restore
         measured = _measured(args, pair, device) if args.measure else {}
         rows[pair] = {"restore": str(pair), "strategy": pair.strategy, **asdict(memory), **measured}
     sizes = {**layer_fields(args), "n": args.n, "n_backward": backward, "device": device.type}
-    least = min(rows, key=lambda pair: rows[pair]["promised"])
+    smallest = min(rows, key=lambda pair: rows[pair]["promised"])
     own = None if backward == args.n else backward
-    code = python_line(args, pipeline=args.n, pipeline_backward=own, memory_reuse=least.strategy or least)
+    code = python_line(
+        args, pipeline=args.n, pipeline_backward=own, memory_reuse=smallest.strategy or smallest
+    )
     fields = {**sizes, "slack": args.slack, "pairs": list(rows.values()), "python": code}
     return Output(fields, [*_lines(args, rows, device), f"\nwith the fewest bytes:\n  {code}"])
 
@@ -105,13 +111,13 @@ def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> 
 
     host = pool(device).host
     step(min(args.tokens, 64))
-    host.peak_bytes = before = host.bytes_in_use
+    host.peak_bytes = bytes_before = host.bytes_in_use
     begin = time.perf_counter()
     peak = step(args.tokens)
     seconds = time.perf_counter() - begin
     predicted = layer.predict_memory(args.tokens, layer.row_counts)
     return {
-        "measured": {"peak": peak, "host": host.peak_bytes - before, "seconds": seconds},
+        "measured": {"peak": peak, "host": host.peak_bytes - bytes_before, "seconds": seconds},
         "predicted": {"peak": predicted.peak, "host": predicted.host},
     }
 
@@ -153,7 +159,7 @@ def _theory(args: argparse.Namespace) -> Output:
     for name, number in numbers.items():
         equation, formula = EQUATIONS[name]
         rows.append((equation, name, formula, f"{number:{'.4f' if name == 'saving_ratio' else ','}}"))
-    told = ", ".join(f"{letter} = {size}" for letter, size in sizes.items())
+    letters = ", ".join(f"{letter} = {size}" for letter, size in sizes.items())
     code = python_line(args, pipeline=args.n, memory_reuse=True)
-    head = f"MPipeMoE's memory of a rank, in elements: {told}"
+    head = f"MPipeMoE's memory of a rank, in elements: {letters}"
     return Output({**numbers, "python": code}, [head, table(rows, left=range(3)), f"\n  {code}"])

@@ -59,7 +59,7 @@ def run_command(args: argparse.Namespace) -> Output:
         "sensitivity": list(sensitivity(rates, ways, **options)) if isinstance(rates, Cluster) else [],
         "decision": {**_candidate_fields(way.decision, way, args.budget), "why": way.why},
         "fastest": _candidate_fields(way.fastest, way, args.budget),
-        "candidates": [_candidate_fields(each, way, args.budget) for each in way.candidates],
+        "candidates": [_candidate_fields(candidate, way, args.budget) for candidate in way.candidates],
         "python": _python(args, way),
     }
     if args.html is not None:
@@ -101,7 +101,9 @@ def _named_profile(args: argparse.Namespace) -> Profile:
 
 def _python(args: argparse.Namespace, way: Advice) -> str:
     """Returns the Python code that builds the layer, to copy."""
-    profile, esp, restore = way.profile, way.sizes.inside, way.decision.restore
+    profile = way.profile
+    esp = way.sizes.inside
+    restore = way.decision.restore
     options: dict[str, Any] = {"memory_reuse": restore.strategy or restore}
     if way.dispatch != "flat":
         options |= {"dispatch": way.dispatch, "nodes": profile.num_ranks // profile.num_nodes}
@@ -158,13 +160,13 @@ def time_over_memory(advice: Advice, budget: int | None) -> Figure:
     """Draws every candidate's time over its bytes. Needs matplotlib."""
     points = [
         Point(
-            group=pair_name(each.restore),
-            label=str(each.forward),
-            mib=each.memory.promised / 2**20,
-            milliseconds=each.seconds * 1e3,
-            chosen=each is advice.decision,
+            group=pair_name(candidate.restore),
+            label=str(candidate.forward),
+            mib=candidate.memory.promised / 2**20,
+            milliseconds=candidate.seconds * 1e3,
+            chosen=candidate is advice.decision,
         )
-        for each in advice.candidates
+        for candidate in advice.candidates
     ]
     title = "numbers: n; ringed: the decision" + "; dashed: the budget" * (budget is not None)
     return scatter_figure(points, title, budget)

@@ -52,8 +52,8 @@ def run_command(args: argparse.Namespace) -> Output | None:
         path = args.out or profile_path(identity(ranks, device, dtype), args.folder)
         across, inside = split_by_node(ranks, args.inside)
         profile = measure(ranks, device, dtype, quick=args.quick)
-        asked = {"across": across, "inside": inside, "quick": args.quick, "full": args.full}
-        operations = measure_operations(ranks, device, dtype, **asked)
+        options = {"across": across, "inside": inside, "quick": args.quick, "full": args.full}
+        operations = measure_operations(ranks, device, dtype, **options)
         profile = replace(profile, operations=operations)
         if ranks.rank:
             return None

@@ -67,20 +67,22 @@ def run_command(args: argparse.Namespace) -> Output | None:
     """Fills the table of divisions. Under torchrun every rank takes part; rank 0 stores and prints."""
     refuse_options(args, ("quick", "full", "inside", "out"), "must not be given with --kernels")
     if args.show:
-        found, folder = load_divisions(args.folder), cache_folder(args.folder)
-        return Output({"folder": str(folder), **as_fields(found)}, _lines(found, folder))
+        divisions = load_divisions(args.folder)
+        folder = cache_folder(args.folder)
+        return Output({"folder": str(folder), **as_fields(divisions)}, _lines(divisions, folder))
     device = _fused_device(args)
     with all_ranks(device) as ranks:
-        found, path = _measured(args, ranks, device)
+        divisions, path = _measured(args, ranks, device)
     if ranks.rank:
         return None
-    lines = [_divisions(found), f"\nwrote {path}"]
-    return Output({"path": str(path), **as_fields(found)}, lines)
+    lines = [_divisions(divisions), f"\nwrote {path}"]
+    return Output({"path": str(path), **as_fields(divisions)}, lines)
 
 
 def _fused_device(args: argparse.Namespace) -> torch.device:
     """Returns the device whose kernels are measured. Raises ValueError if it has no fused kernels."""
-    virtual, world = args.virtual_ranks, world_size()
+    virtual = args.virtual_ranks
+    world = world_size()
     if virtual is not None and world > 1:
         raise ValueError(f"--virtual-ranks ({virtual}) needs a single process, but torchrun started {world}")
     device = own_device("cuda" if args.device is None else args.device)
@@ -96,19 +98,20 @@ def _measured(
     """Returns the measured table, and the file in which rank 0 has stored it. Collective."""
     layer = {name: getattr(args, name) or default for name, default in LAYER.items()}
     layer |= {"device": device, "dtype": DTYPES[args.dtype or "bfloat16"]}
-    all_tokens, virtual = layer.pop("tokens"), args.virtual_ranks
+    all_tokens = layer.pop("tokens")
+    virtual = args.virtual_ranks
     options = {name: value for name, value in layer.items() if name != "expert"}
     options |= {"gated": layer["expert"] == "swiglu", "num_ranks": virtual or ranks.size}
     options["virtual"] = virtual is not None
     sizes = {tokens: fused_layer_sizes(**options, tokens=tokens) for tokens in all_tokens}
-    found = measure_kernels(list(sizes.values()), ranks, device, top_k=layer["top_k"])
-    if not found.entries:
+    divisions = measure_kernels(list(sizes.values()), ranks, device, top_k=layer["top_k"])
+    if not divisions.entries:
         raise ValueError("no fused kernel could be measured: see the warnings above")
-    path = _save(found, ranks, args.folder)
+    path = _save(divisions, ranks, args.folder)
     if virtual is None and ranks.size > 1:  # layers are timed with the divisions that were just stored
-        found = DivisionTable(found.entries, _time_layers(layer, sizes, ranks))
-        path = _save(found, ranks, args.folder)
-    return found, path
+        divisions = DivisionTable(divisions.entries, _time_layers(layer, sizes, ranks))
+        path = _save(divisions, ranks, args.folder)
+    return divisions, path
 
 
 def _save(found: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | None:
@@ -127,8 +130,8 @@ def _time_layers(
 
     Sizes for which the fused layer falls back to another path are left out.
     """
-    found = {}
-    for tokens, each in sizes.items():
+    times = {}
+    for tokens, layer_sizes in sizes.items():
         x_TM = torch.randn(tokens, layer["d_model"], device=layer["device"]).to(layer["dtype"])
         fused, chunked = (
             MoELayer(**layer, bias=False, fused=way, pipeline=True, memory_reuse=True)
@@ -137,13 +140,13 @@ def _time_layers(
         fused(x_TM)
         assert fused.ran is not None
         if fused.ran.path == "fused":
-            found[each] = time_layers(fused, chunked, x_TM, ranks)
+            times[layer_sizes] = time_layers(fused, chunked, x_TM, ranks)
         else:  # the layer has warned of the reason, but only once for each reason
             print(
-                f"pmoe: no layer times for {each}: it ran on path {fused.ran.path!r}, not fused",
+                f"pmoe: no layer times for {layer_sizes}: it ran on path {fused.ran.path!r}, not fused",
                 file=sys.stderr,
             )
-    return found
+    return times
 
 
 def _lines(found: DivisionTable, folder: Path) -> Iterator[str]:
@@ -174,7 +177,9 @@ def _divisions(found: DivisionTable) -> str:
 
 def _division_cells(entry: Entry) -> Sequence[str]:
     """Returns the cells of one kernel."""
-    shape, division, by_rule = entry.sizes, entry.division, entry.seconds.get(rule(entry.sizes))
+    shape = entry.sizes
+    division = entry.division
+    by_rule = entry.seconds.get(rule(entry.sizes))
     return (
         f"{shape.kernel} {shape.direction}",
         str(division.n_c),
@@ -189,6 +194,6 @@ def _layer_rows(layers: Mapping[FusedLayerSizes, LayerSeconds]) -> Iterator[Sequ
     """Yields the rows of the table of layer times."""
     yield "", "fused", "chunked", "fused, both", "chunked, both", "measured"
     for sizes in sorted(layers, key=str):
-        each = layers[sizes]
-        seconds = (each.fused_forward, each.chunked_forward, each.fused_step, each.chunked_step)
-        yield str(sizes), *map(ms, seconds), each.when
+        times = layers[sizes]
+        seconds = (times.fused_forward, times.chunked_forward, times.fused_step, times.chunked_step)
+        yield str(sizes), *map(ms, seconds), times.when

@@ -25,14 +25,14 @@ def run_command(args: argparse.Namespace) -> Output:
     from pmoe.integrations.run_folder import read_run
 
     with refused_as(f"RUN_DIR ({args.run_dir}) must be a run's folder", OSError, ValueError):
-        found = read_run(args.run_dir)
+        run = read_run(args.run_dir)
     out = args.run_dir / "report.html" if args.out is None else args.out
     try:
-        page = run_page(found)
+        page = run_page(run)
     except ImportError as error:
         raise ValueError(str(error)) from None
     with refused_as(f"--out ({out}) must be a file to write", OSError):
         out.write_text(page, encoding="utf-8", errors="backslashreplace")  # names of files
-    numbers = summary(found)
+    numbers = summary(run)
     layers = plural(numbers["layers"], "MoE layer")
     return Output({"path": str(out), **numbers}, [f"{numbers['steps']:,} steps, {layers}\nwrote {out}"])

@@ -33,7 +33,7 @@ TOLD = {
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("experiment", choices=list(TOLD), help="; ".join(f"{name}: {told}" for name, told in TOLD.items()))
+    add("experiment", choices=list(TOLD), help="; ".join(f"{name}: {about}" for name, about in TOLD.items()))
     both = "fsmoe-table5: how many times as long collectives take while both lanes send"
     add("--contention", type=slack, metavar="C", help=f"{both} (default {fsmoe_table5.CONTENTION})")
     drawn = "comet: draw the fused layer beside the chunked one, as a PNG in this file"
@@ -43,7 +43,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run_command(args: argparse.Namespace) -> Output:
     """Runs an experiment and returns its tables, or prints its assumptions."""
-    name, picture = args.experiment, args.draw
+    name = args.experiment
+    picture = args.draw
     if name != "fsmoe-table5" and args.contention is not None:
         raise ValueError(f"--contention ({args.contention:g}) is for fsmoe-table5, not for {name}")
     if picture is not None and (name not in FIGURES or args.assumptions):
@@ -59,9 +60,11 @@ def run_command(args: argparse.Namespace) -> Output:
             refused_as(f"--draw ({picture}) must be a file to write", OSError, ValueError),
         ):
             FIGURES[name]().savefig(picture, dpi=130)
-    found = TABLES[name](**{} if args.contention is None else {"contention": args.contention})
-    told = f"\nprint the assumptions with: pmoe simulate {name} --assumptions"
-    return Output({**found, "assumptions": dict(assumed)}, itertools.chain(_lines(name, found), [told]))
+    simulation = TABLES[name](**{} if args.contention is None else {"contention": args.contention})
+    hint = f"\nprint the assumptions with: pmoe simulate {name} --assumptions"
+    return Output(
+        {**simulation, "assumptions": dict(assumed)}, itertools.chain(_lines(name, simulation), [hint])
+    )
 
 
 def _lines(name: str, found: Simulation) -> Iterator[str]:
@@ -82,19 +85,19 @@ def _lines(name: str, found: Simulation) -> Iterator[str]:
 def _models() -> dict[str, ScaledModel]:
     """Returns the models of scale.toml by name."""
     stated = tomllib.loads(Path(__file__).with_name("scale.toml").read_text(encoding="utf-8"))
-    return {name: ScaledModel(**each) for name, each in stated.items()}
+    return {name: ScaledModel(**fields) for name, fields in stated.items()}
 
 
 def _scale() -> Simulation:
     """Returns the tables of weak and strong scaling, and the rows where each ends."""
     rates = load_cluster(Path(__file__).with_name("scale_cluster.toml"), None)
-    found = dict[str, Any]()
+    simulation = dict[str, Any]()
     for name, strong in (("weak", False), ("strong", True)):
-        found[name] = scaling(_models(), rates, strong=strong)
-        ends = scaling_ends(found[name], strong=strong).values()
-        told = ("model", "ranks", "waits for")
-        found |= {f"{name} ends": [{key: end[key] for key in told} for end in ends]} if ends else {}
-    return found
+        simulation[name] = scaling(_models(), rates, strong=strong)
+        ends = scaling_ends(simulation[name], strong=strong).values()
+        columns = ("model", "ranks", "waits for")
+        simulation |= {f"{name} ends": [{key: end[key] for key in columns} for end in ends]} if ends else {}
+    return simulation
 
 
 TABLES: Mapping[str, Callable[..., Simulation]] = {

@@ -31,8 +31,11 @@ from pmoe.comm.topology import node_ids
 from pmoe.planner.cost_model import COMMUNICATE, COMPUTE, COPY
 from pmoe.planner.profile import FORMAT, WIDTH, Identity, Versions
 
-AGREEING, MESSAGES = "agreeing on a profile", "measuring messages"
-"""Stages that errors name."""
+AGREEING = "agreeing on a profile"
+"""Stage that an error names when ranks agree on numbers."""
+
+MESSAGES = "measuring messages"
+"""Stage that an error names when ranks measure messages."""
 
 TimedCall = Callable[[], object]
 """A piece of work without arguments: a product, a message, a copy."""
@@ -192,8 +195,8 @@ def _full_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")  # of Linux
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
-    found = re.search(r"^model name\s*:\s*(.+?)\s*$", text, re.MULTILINE)
-    model = found[1] if found else platform.processor() or platform.machine()
+    model_line = re.search(r"^model name\s*:\s*(.+?)\s*$", text, re.MULTILINE)
+    model = model_line[1] if model_line else platform.processor() or platform.machine()
     return f"{model}, {torch.get_num_threads()} threads"
 
 

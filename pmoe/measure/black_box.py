@@ -68,12 +68,14 @@ def profile_module(
     with _left_as_it_was(module), torch.inference_mode(False), torch.enable_grad():
         for count in rows:
             arguments = _arguments(make_input(count))
-            tensors = (each for each in (*arguments, *module.parameters()) if isinstance(each, Tensor))
+            tensors = (
+                argument for argument in (*arguments, *module.parameters()) if isinstance(argument, Tensor)
+            )
             clock = clock_of(*(tensor.device for tensor in tensors))
             run = functools.partial(_timed_run, module, arguments, clock)
-            ((ahead, back),) = median_seconds([run], RUNS)
-            samples.append((float(count), ahead, back))
-    return fit((n, ahead) for n, ahead, _ in samples), fit((n, back) for n, _, back in samples)
+            ((forward, backward),) = median_seconds([run], RUNS)
+            samples.append((float(count), forward, backward))
+    return fit((n, forward) for n, forward, _ in samples), fit((n, backward) for n, _, backward in samples)
 
 
 def _timed_run(
@@ -84,12 +86,12 @@ def _timed_run(
     The module gets copies, because it may change its arguments in place, and autograd forbids writing to a
     leaf that requires a gradient. The measured gradients are those of the arguments before the change.
     """
-    handed = [_copied(each) for each in arguments]
-    starts: list[Any] = [get_gradient_edge(each) for each in handed if _wants_gradient(each)]
+    copies = [_copied(argument) for argument in arguments]
+    starts: list[Any] = [get_gradient_edge(argument) for argument in copies if _wants_gradient(argument)]
     begin = now()
-    output = module(*handed)
+    output = module(*copies)
     forward = now() - begin
-    ends = [found for found in _find_tensors(output) if found.requires_grad]
+    ends = [tensor for tensor in _find_tensors(output) if tensor.requires_grad]
     starts += [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not ends or not starts:
         return forward, 0.0
@@ -119,15 +121,19 @@ def _arguments(made: ModuleInputs) -> tuple[Any, ...]:
     """
     check_kind((Tensor, tuple), "a tensor or a tuple", **{"what make_input made": made})
     return tuple(
-        each.detach().requires_grad_() if isinstance(each, Tensor) and each.is_floating_point() else each
-        for each in (made if isinstance(made, tuple) else (made,))
+        argument.detach().requires_grad_()
+        if isinstance(argument, Tensor) and argument.is_floating_point()
+        else argument
+        for argument in (made if isinstance(made, tuple) else (made,))
     )
 
 
 def _random_input(module: nn.Module, columns: int) -> Callable[[int], Tensor]:
     """Returns a function that makes a random tensor (rows, columns) for a number of rows."""
     check_count(make_input=columns)
-    like = next((each for each in module.parameters() if each.is_floating_point()), torch.empty(0))
+    like = next(
+        (parameter for parameter in module.parameters() if parameter.is_floating_point()), torch.empty(0)
+    )
     return lambda count: torch.randn(count, columns, dtype=like.dtype, device=like.device)
 
 
@@ -137,7 +143,7 @@ def _left_as_it_was(module: nn.Module) -> Iterator[None]:
 
     It restores attributes, buffers and their values.
     """
-    held: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    attributes: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (table, dict(table))
         for part in module.modules()
         for table in (vars(part), *(vars(part)[name] for name in TABLES))
@@ -148,7 +154,7 @@ def _left_as_it_was(module: nn.Module) -> Iterator[None]:
         with torch.random.fork_rng(on_gpus):
             yield
     finally:
-        for table, entries in held:
+        for table, entries in attributes:
             table.clear()
             table.update(entries)
         with torch.inference_mode(False), torch.no_grad():

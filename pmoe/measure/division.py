@@ -165,9 +165,9 @@ def load_divisions(folder: PathLike | None = None) -> DivisionTable:
         warnings.warn(f"pmoe: stored divisions of fused kernels are not used: {error}", stacklevel=2)
         paths = []
     for path in paths:
-        held = _usable(path)
-        entries |= held.entries
-        layers |= held.layers
+        file_table = _usable(path)
+        entries |= file_table.entries
+        layers |= file_table.layers
     return DivisionTable(entries, layers)
 
 
@@ -180,9 +180,9 @@ def save_divisions(found: DivisionTable, folder: PathLike | None = None) -> Path
 
     Raises OSError or RuntimeError if the file cannot be written.
     """
-    (path,) = {division_path(each.device_name, folder) for each in (*found.entries, *found.layers)}
-    held = _usable(path)
-    merged = DivisionTable({**held.entries, **found.entries}, {**held.layers, **found.layers})
+    (path,) = {division_path(sizes.device_name, folder) for sizes in (*found.entries, *found.layers)}
+    stored = _usable(path)
+    merged = DivisionTable({**stored.entries, **found.entries}, {**stored.layers, **found.layers})
     save_json(path, {"format": FORMAT, **as_fields(merged)})
     return path
 
@@ -216,7 +216,9 @@ def as_fields(table: DivisionTable) -> dict[str, list[dict[str, Any]]]:
 
 def _entry_numbers(entry: Entry) -> dict[str, Any]:
     """Returns an entry without its sizes."""
-    seconds = [[*astuple(each), took] for each, took in sorted(entry.seconds.items())]
+    seconds = [
+        [*astuple(division), division_seconds] for division, division_seconds in sorted(entry.seconds.items())
+    ]
     return {**asdict(entry.division), "seconds": seconds, "when": entry.when}
 
 
@@ -224,24 +226,26 @@ def _table_from(held: Mapping[str, Any]) -> DivisionTable:
     """Returns the table that the fields of a file hold. Raises ValueError if they are not of this format."""
     if held.get("format") != FORMAT:
         raise ValueError(f"format ({held.get('format')!r}) must be {FORMAT}")
-    entries, layers = held.get("entries"), held.get("layers")
+    entries = held.get("entries")
+    layers = held.get("layers")
     if not (isinstance(entries, list) and isinstance(layers, list)):
         raise ValueError("must have a list of entries and a list of layers")
-    found = [_entry(f"entries[{i}]", each) for i, each in enumerate(entries)]
+    entry_list = [_entry(f"entries[{i}]", fields) for i, fields in enumerate(entries)]
     timed = {
-        typed(FusedLayerSizes, each, f"layers[{i}]"): typed(LayerSeconds, each, f"layers[{i}]")
-        for i, each in enumerate(layers)
+        typed(FusedLayerSizes, entry, f"layers[{i}]"): typed(LayerSeconds, entry, f"layers[{i}]")
+        for i, entry in enumerate(layers)
     }
-    return DivisionTable({each.sizes: each for each in found}, timed)
+    return DivisionTable({entry.sizes: entry for entry in entry_list}, timed)
 
 
 def _entry(name: str, value: Any) -> Entry:
     """Returns one entry of a file. Raises CorruptFileError, with the name of the field, if it is none."""
-    sizes, division = typed(FusedKernelSizes, value, name), typed(Division, value, name)
+    sizes = typed(FusedKernelSizes, value, name)
+    division = typed(Division, value, name)
     try:
         seconds = {
-            Division(n_c, columns): typed(float, took, f"{name}.seconds[{i}]")
-            for i, (n_c, columns, took) in enumerate(value.get("seconds"))
+            Division(n_c, columns): typed(float, division_seconds, f"{name}.seconds[{i}]")
+            for i, (n_c, columns, division_seconds) in enumerate(value.get("seconds"))
         }
     except (TypeError, ValueError) as error:
         raise CorruptFileError(f"{name}: {error}") from None

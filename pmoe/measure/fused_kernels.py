@@ -39,8 +39,11 @@ from pmoe.planner.division import (
     rule,
 )
 
-WARM_UP, ROUNDS = 2, 7
-"""Number of rounds before those that count, and number of rounds that count."""
+WARM_UP = 2
+"""Number of rounds before those that count."""
+
+ROUNDS = 7
+"""Number of rounds that count."""
 
 
 def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[Journey]:
@@ -48,7 +51,8 @@ def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[
 
     routes: routing of the tokens of all ranks, with one chunk for each rank.
     """
-    experts, top_k = shape.experts, routes.expert_TK.shape[1]
+    experts = shape.experts
+    top_k = routes.expert_TK.shape[1]
     first = chunk_bounds(routes.expert_TK.shape[0], shape.num_ranks)
     return [
         Journey(
@@ -92,7 +96,8 @@ def time_division(
     """
     dtype: torch.dtype = getattr(torch, kernel.dtype)
     ranks = kernel.num_ranks
-    tokens, num_experts = max(kernel.rows // top_k, 1), ranks * kernel.experts
+    tokens = max(kernel.rows // top_k, 1)
+    num_experts = ranks * kernel.experts
     sizes = HeapShape(ranks, kernel.experts, 2 * kernel.rows, kernel.rows, kernel.d_model, dtype)
     heaps = virtual_heaps(sizes, device) if kernel.virtual else [process_heap(group, sizes, device)]
 
@@ -109,10 +114,10 @@ def time_division(
         w1 = matrices(kernel.d_hidden * (1 + kernel.gated), kernel.d_model)
         w2 = matrices(kernel.d_model, kernel.d_hidden)
         x_TM = random(ranks * tokens, kernel.d_model)
-        before, timed = _launches(kernel, launcher, journeys, w1, w2, x_TM, routes.weight_TK)
+        launch_before, timed = _launches(kernel, launcher, journeys, w1, w2, x_TM, routes.weight_TK)
 
         def run() -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-            before()
+            launch_before()
             return marked(timed)
 
         ((seconds,),) = median_seconds([run], ROUNDS, warm_up=WARM_UP, seconds=event_seconds)
@@ -137,7 +142,8 @@ def _launches(
     x_TM: (T, M).
     weight_TK: (T, K).
     """
-    act, no_bias = "swiglu" if kernel.gated else "gelu", [None] * len(w1)
+    act = "swiglu" if kernel.gated else "gelu"
+    no_bias = [None] * len(w1)
     hidden = partial(
         launches.dispatch_hidden, launcher, journeys, x_TM, weight_TK, w1, no_bias, activation=act, keep=True
     )
@@ -169,9 +175,9 @@ def measure_kernels(
     Collective; see `sweep`.
     """
     seconds = partial(time_division, top_k=top_k, device=device, group=ranks)
-    kernels = [kernel for each in dict.fromkeys(layers) for kernel in all_kernel_sizes(each)]
+    kernels = [kernel for layer in dict.fromkeys(layers) for kernel in all_kernel_sizes(layer)]
     entries = sweep(kernels, seconds, _agree_among(ranks, device))
-    return DivisionTable({each.sizes: each for each in entries})
+    return DivisionTable({entry.sizes: entry for entry in entries})
 
 
 def sweep(
@@ -194,24 +200,31 @@ def sweep(
     Collective: one reduction, and one more for each kernel. Raises ValueError on every rank if the ranks
         pass different kernels.
     """
-    here = float(digest(map(str, kernels)))
-    highest, minus_lowest = agree([here, -here])
+    own_digest = float(digest(map(str, kernels)))
+    highest, minus_lowest = agree([own_digest, -own_digest])
     if highest != -minus_lowest:
         raise ValueError("kernels to measure must be the same on every rank, but they differ")
     warned: set[str] = set()
-    found = []
+    entries = []
     for kernel in kernels:
         columns = kernel.d_model if kernel.kernel == "combine" else None
         divisions = candidates(kernel.num_blocks, columns)
-        tried = sorted({clamped(each, kernel) for each in divisions} | {rule(kernel)})
+        tried = sorted({clamped(division, kernel) for division in divisions} | {rule(kernel)})
         slowest = agree(
-            [_seconds_or_inf(partial(time, kernel, each), f"{each} of {kernel}", warned) for each in tried]
+            [
+                _seconds_or_inf(partial(time, kernel, division), f"{division} of {kernel}", warned)
+                for division in tried
+            ]
         )
-        seconds = {each: took for each, took in zip(tried, slowest, strict=True) if math.isfinite(took)}
+        seconds = {
+            division: division_seconds
+            for division, division_seconds in zip(tried, slowest, strict=True)
+            if math.isfinite(division_seconds)
+        }
         if seconds:
-            best = min(seconds, key=lambda each: (seconds[each], each))
-            found.append(Entry(sizes=kernel, division=best, seconds=seconds, when=timestamp()))
-    return found
+            best = min(seconds, key=lambda division: (seconds[division], division))
+            entries.append(Entry(sizes=kernel, division=best, seconds=seconds, when=timestamp()))
+    return entries
 
 
 def _seconds_or_inf(time: Callable[[], float], name: str, warned: set[str]) -> float:

@@ -20,8 +20,14 @@ from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels.registry import LOOP, PMOE, PRODUCTS
 
-COUNTS, NUM_MODEL, NUM_HIDDEN = (70, 0, 33, 1), 136, 72
-"""Rows of each expert, M and H. Experts have more rows than a tile of the kernels, fewer, and none."""
+COUNTS = (70, 0, 33, 1)
+"""Rows of each expert: more than a tile of the kernels has, none, and fewer."""
+
+NUM_MODEL = 136
+"""M of the case."""
+
+NUM_HIDDEN = 72
+"""H of the case."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +63,13 @@ def mismatch(case: KernelCase) -> str | None:
     shapes = (rows, rows, rows[:1], *(each.shape for each in experts.parameters()))
     operands = [torch.randn(*each, generator=generator).mul_(0.25).to(case.dtype) for each in shapes]
     exact = _both_passes(experts, [each.double() for each in operands])
-    there = [each.to(case.device) for each in operands]
+    on_device = [each.to(case.device) for each in operands]
     with PRODUCTS.forcing(LOOP):
-        plain = _both_passes(experts, there)
+        plain = _both_passes(experts, on_device)
     with PRODUCTS.forcing(PMOE):
-        found = _both_passes(experts, there)
+        by_kernels = _both_passes(experts, on_device)
     names = ["T_DO", "T_M", "dT_DI", "d weight", *(f"d {name}" for name, _ in experts.named_parameters())]
-    return first_wrong(names, found, plain, exact, case.dtype)
+    return first_wrong(names, by_kernels, plain, exact, case.dtype)
 
 
 def first_wrong(
@@ -82,8 +88,10 @@ def first_wrong(
     plain: the loop's results in the same dtype.
     exact: the loop's results in float64.
     """
-    for name, got, usual, value in zip(names, found, plain, exact, strict=True):
-        error, allowed = (float((each.cpu().double() - value).norm() / value.norm()) for each in (got, usual))
+    for name, result, usual, value in zip(names, found, plain, exact, strict=True):
+        error, allowed = (
+            float((tensor.cpu().double() - value).norm() / value.norm()) for tensor in (result, usual)
+        )
         allowed = max(2 * allowed, 2 * torch.finfo(dtype).eps)
         if not error <= allowed:
             return f"{name} in {dtype} has a relative error of {error:.2g}, where {allowed:.2g} is allowed"
@@ -99,11 +107,11 @@ def _both_passes(experts: StackedExperts, operands: Sequence[Tensor]) -> list[Te
     rows_NM, grad_NM, narrow_N, *parameters = operands
     weight_N = narrow_N.to(torch.promote_types(narrow_N.dtype, torch.float32))
     groups = RowGroups(counts=COUNTS, ends=torch.tensor(COUNTS).cumsum(0).to(rows_NM.device, torch.int32))
-    given = ExpertRows(rows_NM, groups, parameters)
-    out_NM, hidden = experts.compute(given, weight_N)
+    expert_rows = ExpertRows(rows_NM, groups, parameters)
+    out_NM, hidden = experts.compute(expert_rows, weight_N)
     assert hidden is not None
     hidden_NG = hidden.tensors[0].clone()
     sums = [GradientSum(each, 1) for each in parameters]
-    *grads, pending = experts.input_gradient(grad_NM.clone(), given, weight_N, hidden)
+    *grads, pending = experts.input_gradient(grad_NM.clone(), expert_rows, weight_N, hidden)
     experts.weight_gradient(pending, groups, sums)
     return [out_NM, hidden_NG, *grads, *(each.result() for each in sums)]

@@ -18,11 +18,15 @@ from pmoe.planner.profile import GOOD_FIT, WIDTH
 
 MAX_ROWS = {"cpu": 8192, "cuda": 16384}
 """Largest number of rows that the measured weight is applied to, by device type."""
+
 FIRST_ROWS = {"cpu": 64, "cuda": 256}
 """Smallest number of these rows. It grows up to MAX_ROWS until a product takes long enough to be timed."""
 
-FIRST_BYTES, MAX_BYTES = 2**14, 2**26
-"""Smallest and largest size of a message or a copy. It grows in the same way."""
+FIRST_BYTES = 2**14
+"""Smallest size of a message or a copy."""
+
+MAX_BYTES = 2**26
+"""Largest size of a message or a copy. It is reached in the same way as MAX_ROWS."""
 
 TRIES = 7
 """Number of runs of each size in that search.
@@ -75,13 +79,14 @@ def products(device: torch.device, dtype: torch.dtype) -> LaneWork:
 
     def make(rows: int) -> TimedCall:
         x, weight, y = (
-            torch.randn(each, width, dtype=dtype, device=device, generator=generator)
-            for each in (rows, width, rows)
+            torch.randn(num_rows, width, dtype=dtype, device=device, generator=generator)
+            for num_rows in (rows, width, rows)
         )
         return lambda: torch.mm(x, weight, out=y)
 
-    first, most = FIRST_ROWS[device.type], MAX_ROWS[device.type]
-    return LaneWork(lane=COMPUTE, size=width * width, first_units=first, max_units=most, make=make)
+    first_units = FIRST_ROWS[device.type]
+    max_units = MAX_ROWS[device.type]
+    return LaneWork(lane=COMPUTE, size=width * width, first_units=first_units, max_units=max_units, make=make)
 
 
 def transfer(
@@ -92,8 +97,9 @@ def transfer(
     size: bytes of a unit.
     make: makes a piece of a number of units.
     """
-    first, most = max(16, first_bytes // size), max(64, MAX_BYTES // size)
-    return LaneWork(lane=lane, size=size, first_units=first, max_units=most, make=make)
+    first_units = max(16, first_bytes // size)
+    max_units = max(64, MAX_BYTES // size)
+    return LaneWork(lane=lane, size=size, first_units=first_units, max_units=max_units, make=make)
 
 
 def messages(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> LaneWork:
@@ -119,8 +125,8 @@ def longest_units(bench: Bench, work: LaneWork, piece_seconds: float) -> int:
     interruption would make the size too small.
     """
     units = work.first_units
-    first = seconds = seconds_of(bench, work.lane, work.make(units), TRIES, min)
-    while units < work.max_units and (seconds < piece_seconds / 2 or seconds < 3 * first):
+    first_seconds = seconds = seconds_of(bench, work.lane, work.make(units), TRIES, min)
+    while units < work.max_units and (seconds < piece_seconds / 2 or seconds < 3 * first_seconds):
         units = min(work.max_units, 4 * units)
         seconds = seconds_of(bench, work.lane, work.make(units), TRIES, min)
     if seconds < piece_seconds:
@@ -143,9 +149,9 @@ def measured_line(bench: Bench, work: LaneWork, sizes: Iterable[int], repeats: i
             float(units * work.size): seconds_of(bench, work.lane, work.make(units), repeats)
             for units in sizes
         }
-        found = fit(samples.items(), relative=True)
-        if not (found.line.alpha_seconds and found.line.beta_seconds):
-            found = from_zero(samples)
-        if found.r_squared >= GOOD_FIT:
+        fitted = fit(samples.items(), relative=True)
+        if not (fitted.line.alpha_seconds and fitted.line.beta_seconds):
+            fitted = from_zero(samples)
+        if fitted.r_squared >= GOOD_FIT:
             break
-    return found
+    return fitted

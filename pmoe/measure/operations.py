@@ -34,17 +34,23 @@ from pmoe.planner.cost_model import COMMUNICATE, COMPUTE
 from pmoe.planner.costs import FREE, Fit
 from pmoe.planner.profile import WIDTH, Operations
 
-MESSAGE_STEP_BYTES, MESSAGE_STEPS = 4 * 2**18, 24
-"""Sizes of messages in Section 6.2: 2^18, 2 * 2^18, ..., 24 * 2^18 float32 elements, as bytes.
+MESSAGE_STEP_BYTES = 4 * 2**18
+"""First size of a message in Section 6.2, and the distance of the others, in bytes.
 
-Other dtypes are measured with the same bytes.
+It is that of 2^18 float32 elements. Other dtypes are measured with the same bytes.
 """
 
-GEMM_STEP, GEMM_STEPS = 2**19, 12
-"""Sizes of products in Section 6.2: 2^19, 2 * 2^19, ..., 12 * 2^19 elements.
+MESSAGE_STEPS = 24
+"""Number of these sizes: 2^18, 2 * 2^18, ..., 24 * 2^18 elements."""
 
-Here they are those of the matrix that the measured weight is applied to.
+GEMM_STEP = 2**19
+"""First size of a product in Section 6.2, and the distance of the others, in elements.
+
+Here they are elements of the matrix that the measured weight is applied to.
 """
+
+GEMM_STEPS = 12
+"""Number of these sizes: 2^19, 2 * 2^19, ..., 12 * 2^19 elements."""
 
 SMALLER = (16, 4)
 """Divisors of the first size. The two smaller sizes are measured too.
@@ -99,14 +105,15 @@ def part_of(whole: Ranks, device: torch.device, name: str, part: Ranks | None) -
     ranks.
     """
     part = whole if part is None else part
-    own, all_ranks = set(part.members), set(whole.members)
-    strange = not own <= all_ranks
-    highest, minus_lowest, any_strange = largest(
-        whole, device, [part.size, -part.size, float(strange)], stage=AGREEING
+    own = set(part.members)
+    all_ranks = set(whole.members)
+    is_foreign = not own <= all_ranks
+    highest, minus_lowest, any_foreign = largest(
+        whole, device, [part.size, -part.size, float(is_foreign)], stage=AGREEING
     )
-    if any_strange:
-        here = f"ranks {sorted(own)}" if strange else "on another rank"
-        raise ValueError(f"{name} ({here}) must have only ranks of {sorted(all_ranks)}")
+    if any_foreign:
+        own_text = f"ranks {sorted(own)}" if is_foreign else "on another rank"
+        raise ValueError(f"{name} ({own_text}) must have only ranks of {sorted(all_ranks)}")
     if highest != -minus_lowest:
         raise ValueError(
             f"{name} ({part.size} ranks) must have as many ranks on every rank, "
@@ -122,7 +129,8 @@ def _operations(
 
     Those of one rank are left out, because nothing travels there.
     """
-    sharing, size = Sharing(inside, Traffic()), dtype.itemsize
+    sharing = Sharing(inside, Traffic())
+    size = dtype.itemsize
     inside_stage = at_stage(MESSAGES, inside)
 
     # Zeros, so that repeated sums stay finite. They are written, because memory that was never written may

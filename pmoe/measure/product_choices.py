@@ -25,11 +25,11 @@ from pmoe.warn import warn_once
 TIE = 0.01
 """The kernels must be faster than the plain way by this fraction of its seconds."""
 
-UNKNOWN, UNWILLING = 0, 9
-"""Codes of requests, beside 1 and 2 for the two candidates that compete. The largest code wins.
+UNKNOWN = 0
+"""Code of a request that was not measured here. 1 and 2 are the codes of the two candidates that compete."""
 
-UNKNOWN: not measured here. UNWILLING: pmoe's kernels or all plain ways refuse the request.
-"""
+UNWILLING = 9
+"""Code of a request that pmoe's kernels, or all plain ways, refuse on this rank. The largest code wins."""
 
 
 def measure_choices(
@@ -58,17 +58,19 @@ def measure_choices(
     if not requests or torch.are_deterministic_algorithms_enabled():
         return
     pairs = [registry.competing(request) for request in requests]
-    here, fault = loaded_architecture(requests[0].device), _fault(registry, case) if any(pairs) else None
+    architecture = loaded_architecture(requests[0].device)
+    fault = _fault(registry, case) if any(pairs) else None
     codes = [_code(registry, request, pair) for request, pair in zip(requests, pairs, strict=True)]
-    of_requests, of_codes = digest(each.key for each in requests), digest(map(str, codes))
-    facts = [*astuple(here), of_requests, of_codes, float(fault is not None)]
+    of_requests = digest(each.key for each in requests)
+    of_codes = digest(map(str, codes))
+    facts = [*astuple(architecture), of_requests, of_codes, float(fault is not None)]
     lowest_facts, highest_facts = _range(facts, agree)
     if lowest_facts[:3] != highest_facts[:3] and highest_facts[0]:  # some rank has kernels
         names = ("binary version", "PTX version", "compute capability times 10")
         ranges = zip(names, lowest_facts[:3], highest_facts[:3], strict=True)
         raise ValueError(
-            f"mixed architectures: the kernels of this rank ({here}) must be those of all ranks, which have "
-            f"{', '.join(f'{name} {int(low)} to {int(high)}' for name, low, high in ranges)}"
+            f"mixed architectures: the kernels of this rank ({architecture}) must be those of all ranks, "
+            f"which have {', '.join(f'{name} {int(low)} to {int(high)}' for name, low, high in ranges)}"
         )
     if lowest_facts[3] != highest_facts[3]:
         warn_once("other ranks have experts of other sizes, so it is not measured which kernels are faster")
@@ -93,8 +95,8 @@ def _code(registry: Registry, request: ProductRequest, pair: tuple[str, str] | N
     """
     if pair is None:
         return UNWILLING
-    found = registry.measured.get(request)
-    return 1 + pair.index(found.choice) if found and set(found.seconds) == set(pair) else UNKNOWN
+    measured = registry.measured.get(request)
+    return 1 + pair.index(measured.choice) if measured and set(measured.seconds) == set(pair) else UNKNOWN
 
 
 def _fault(registry: Registry, case: KernelCase) -> str | None:
@@ -119,7 +121,8 @@ def _measure_unknown(
     failures: dict[ProductRequest, str] = {}
     own = [second for request, pair in unknown for second in _seconds(request, pair, failures)]
     release_memory(unknown[0][0].device)
-    slowest, when = iter(agree(own)), timestamp()
+    slowest = iter(agree(own))
+    when = timestamp()
     for request, (challenger, plain) in unknown:
         seconds = {challenger: next(slowest), plain: next(slowest)}
         if all(map(math.isfinite, seconds.values())):
@@ -139,10 +142,11 @@ def _seconds(
     """
     device = request.device
     try:
-        wanted, free = needed_bytes(request), free_bytes(device)
-        if wanted > free // 2:
+        needed = needed_bytes(request)
+        free = free_bytes(device)
+        if needed > free // 2:
             raise MemoryError(
-                f"{wanted} bytes are needed, but only half of the {free} free bytes may be used"
+                f"{needed} bytes are needed, but only half of the {free} free bytes may be used"
             )
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
             return candidate_seconds(request, pair)
@@ -155,14 +159,23 @@ def _seconds(
 
 def _range(values: Sequence[float], agree: Agree) -> tuple[list[float], list[float]]:
     """Returns the smallest and the largest of each value over the ranks, from one reduction."""
-    found = agree([*values, *(-value for value in values)])
-    return [-value for value in found[len(values) :]], found[: len(values)]
+    maxima = agree([*values, *(-value for value in values)])
+    return [-value for value in maxima[len(values) :]], maxima[: len(values)]
 
 
 # ---- timing: candidates take turns on the same random operands, and compute as a layer does
 
-WARM_UP, MIN_ROUNDS, MAX_ROUNDS, SPAN_SECONDS = 2, 3, 15, 0.03
-"""Warm-up rounds; fewest and most rounds that count; seconds that these should take."""
+WARM_UP = 2
+"""Number of rounds before those that count."""
+
+MIN_ROUNDS = 3
+"""Smallest number of rounds that count."""
+
+MAX_ROUNDS = 15
+"""Largest number of rounds that count."""
+
+SPAN_SECONDS = 0.03
+"""Seconds that the rounds which count should take together, within these limits."""
 
 LEAD_CYCLES = 3_000_000
 """Cycles that the device sleeps, some 2 ms, while the host enqueues the timed work.
@@ -222,7 +235,9 @@ def random_operands(request: ProductRequest) -> tuple[ProductOperands, RowGroups
 
     The caller's random numbers stay as they are.
     """
-    device, experts, rows = request.device, request.experts, request.rows
+    device = request.device
+    experts = request.experts
+    rows = request.rows
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -231,19 +246,22 @@ def random_operands(request: ProductRequest) -> tuple[ProductOperands, RowGroups
     busy = max(experts - 1, 1)
     counts = [rows // busy + (i < rows % busy) for i in range(busy)] + [0] * (experts - busy)
     ends = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
-    groups, form = RowGroups(counts=tuple(counts), ends=ends), request.form
+    groups = RowGroups(counts=tuple(counts), ends=ends)
+    form = request.form
     num_in, num_out = request.in_features, request.out_features
     if form == "weight":
         return ProductOperands(form, random(rows, num_out), random(rows, num_in), experts), groups
     columns, result_columns = (num_in, num_out) if form == "forward" else (num_out, num_in)
-    first, weight = random(rows, columns), random(experts, num_out, num_in)
+    first = random(rows, columns)
+    weight = random(experts, num_out, num_in)
     bias = random(experts, num_out) if request.bias else None
     return ProductOperands(form, first, weight, experts, bias, first.new_empty(rows, result_columns)), groups
 
 
 def needed_bytes(request: ProductRequest) -> int:
     """Returns the bytes of the operands, of the result, and of a second result that some ways make first."""
-    rows, columns = request.rows, request.in_features + request.out_features
+    rows = request.rows
+    columns = request.in_features + request.out_features
     weights = request.experts * request.in_features * request.out_features
     if request.form == "weight":
         elements = rows * columns + 2 * weights

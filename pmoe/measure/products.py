@@ -20,12 +20,15 @@ from pmoe.kernels import grouped_gemm
 from pmoe.kernels.registry import PMOE, PRODUCTS, Form, ProductRequest, bucket
 from pmoe.measure.kernel_check import KernelCase
 
-FINEST, LARGEST = 32, 2
-"""Range of rows that are measured: from 1 / FINEST to LARGEST times a rank's even share.
+FINEST = 32
+"""Products are measured from 1 / FINEST of a rank's even share of rows on.
 
-Chunks and rows that stay have fewer rows than the share, skewed routing brings more. Outside of the range
-the rule for unmeasured products holds.
+Chunks, and rows that stay, have fewer rows than the share. For still fewer rows the rule for unmeasured
+products holds.
 """
+
+LARGEST = 2
+"""Products are measured up to LARGEST times the share, for skewed routing."""
 
 FUSED_SAVES = 0.05
 """Fraction of the products' seconds that fusing saves, at least.
@@ -80,14 +83,17 @@ def slower_kernels(
 
     Single products may be slower. What is fused into them makes up for `FUSED_SAVES` of all seconds.
     """
-    taken, fastest = 0.0, 0.0
+    taken = 0.0
+    fastest = 0.0
     for name, request in _products(experts, dtype, device, rows, needs_grad):
-        chosen, found = PRODUCTS.choose(request), PRODUCTS.measured.get(request)
-        fixed = PRODUCTS.forced is not None or torch.are_deterministic_algorithms_enabled()
-        if chosen != PMOE and (fixed or found is None or PRODUCTS.competing(request) is None):
+        chosen = PRODUCTS.choose(request)
+        measured = PRODUCTS.measured.get(request)
+        is_fixed = PRODUCTS.forced is not None or torch.are_deterministic_algorithms_enabled()
+        if chosen != PMOE and (is_fixed or measured is None or PRODUCTS.competing(request) is None):
             return f"{chosen} is chosen for the {request.form} product of {name} with {rows} rows"
-        if found is not None and not fixed:
-            taken, fastest = taken + found.seconds[PMOE], fastest + min(found.seconds.values())
+        if measured is not None and not is_fixed:
+            taken = taken + measured.seconds[PMOE]
+            fastest = fastest + min(measured.seconds.values())
     if taken <= (1 + FUSED_SAVES) * fastest:
         return None
     return (
@@ -106,12 +112,12 @@ def product_requests(
         return []
     max_bucket = LARGEST * bucket(max_rows)
     buckets = [rows for i in range((FINEST * LARGEST).bit_length()) if (rows := max_bucket >> i)]
-    found = []
+    requests = []
     for name, request in _products(experts, dtype, device, max_rows, needs_grad):
         # Only the first shard adds b2, but the requests of all shards must be the same: both are measured.
         biases = {request.bias, False} if name == "w2" and experts.shard.count > 1 else {request.bias}
-        found += [replace(request, rows=rows, bias=bias) for bias in sorted(biases) for rows in buckets]
-    return found
+        requests += [replace(request, rows=rows, bias=bias) for bias in sorted(biases) for rows in buckets]
+    return requests
 
 
 def _products(

@@ -66,19 +66,19 @@ def load_or_measure(
     Raises as `identity` and `measure_operations` do.
     """
     device = torch.device(device)
-    profile = found = _found_by_all(ranks, device, identity(ranks, device, dtype))
+    profile = stored = _found_by_all(ranks, device, identity(ranks, device, dtype))
     if profile is None:
         log.info("measuring %s with %d ranks: this takes some seconds, once", device, ranks.size)
         profile = measure(ranks, device, dtype, quick=True)
     if operations:
         named = (("across", across), ("inside", inside))
         sizes = [part_of(ranks, device, name, part).size for name, part in named]
-        held = profile.operations
-        if held is None or [held.num_across, held.num_inside] != sizes:
+        operation_lines = profile.operations
+        if operation_lines is None or [operation_lines.num_across, operation_lines.num_inside] != sizes:
             log.info("measuring FSMoE's operations on %s among %d x %d ranks, once", device, *sizes)
             measured = measure_operations(ranks, device, dtype, across=across, inside=inside)
             profile = replace(profile, operations=measured)
-    if ranks.rank == 0 and profile is not found:
+    if ranks.rank == 0 and profile is not stored:
         try:
             save_profile(profile, profile_path(profile))
             log.info("stored the profile in %s", profile_path(profile))
@@ -97,22 +97,23 @@ def _found_by_all(ranks: Ranks, device: torch.device, here: Identity) -> Profile
 
     Collective.
     """
-    found, fault = None, None
+    own_profile = None
+    fault = None
     try:
-        found = load_profile(profile_path(here), expected=here)
+        own_profile = load_profile(profile_path(here), expected=here)
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
         fault = error
     # Of the ranks with a fault only the lowest warns: its place is the largest.
     place = ranks.size - ranks.rank
-    here_is = [float(found is None), float(place if fault else 0)]
-    missing, warning = largest(ranks, device, here_is, stage=AGREEING)
+    own_state = [float(own_profile is None), float(place if fault else 0)]
+    missing, warning = largest(ranks, device, own_state, stage=AGREEING)
     if fault and warning == place:
         warnings.warn(f"{fault}; it is measured again", stacklevel=3)
-    if found is None or missing:
+    if own_profile is None or missing:
         return None
-    return from_first(ranks, found, stage="sharing a profile")
+    return from_first(ranks, own_profile, stage="sharing a profile")
 
 
 PROFILES: dict[tuple[str, torch.device, torch.dtype], Profile] = {}
@@ -159,14 +160,14 @@ def stored_profiles(folder: PathLike | None = None) -> dict[Path, Profile | OSEr
 
     Files of other kinds are left out.
     """
-    found: dict[Path, Profile | OSError | ValueError] = {}
+    profiles: dict[Path, Profile | OSError | ValueError] = {}
     for path in sorted(cache_folder(folder).glob("*.json")):
         try:
-            found[path] = load_profile(path)
+            profiles[path] = load_profile(path)
         except (OSError, ValueError) as error:
             if not isinstance(error, CorruptFileError) or NAMED.fullmatch(path.name):
-                found[path] = error
-    return found
+                profiles[path] = error
+    return profiles
 
 
 def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) -> tuple[Path, Profile]:
@@ -184,11 +185,11 @@ def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) 
         return fitting[0]
     count = f"{len(fitting)} profiles fit" if fitting else "no profile fits"
     wanted = f"{num_ranks} rank{'s' * (num_ranks > 1)} and {dtype}"
-    held = [f"  {path.name}: {profile}" for path, profile in stored.items()]
+    stored_lines = [f"  {path.name}: {profile}" for path, profile in stored.items()]
     launch = "python" if num_ranks == 1 else f"torchrun --nproc-per-node {num_ranks}"
     measure_one = f"measure one with: {launch} -m pmoe profile --dtype {dtype}"
     advice = "name one of them with --profile FILE" if fitting else measure_one
-    raise ValueError("\n".join([f"{count} {wanted} in {cache_folder(folder)}", *held, advice]))
+    raise ValueError("\n".join([f"{count} {wanted} in {cache_folder(folder)}", *stored_lines, advice]))
 
 
 def profile_from(fields: Mapping[str, Any]) -> Profile:
@@ -197,8 +198,8 @@ def profile_from(fields: Mapping[str, Any]) -> Profile:
     Raises CorruptFileError if a field is missing or has another type, and ValueError for another format.
     """
     versions = fields.get("versions")
-    found = versions.get("file", FORMAT) if isinstance(versions, dict) else FORMAT
-    if isinstance(found, int) and found != FORMAT:
-        raise ValueError(f"format version ({found}) must be {FORMAT}")
+    file_format = versions.get("file", FORMAT) if isinstance(versions, dict) else FORMAT
+    if isinstance(file_format, int) and file_format != FORMAT:
+        raise ValueError(f"format version ({file_format}) must be {FORMAT}")
     profile: Profile = typed(Profile, fields, "profile")
     return profile

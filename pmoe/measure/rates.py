@@ -53,7 +53,8 @@ def measure(
     """
     begin = time.perf_counter()
     device = torch.device(device)
-    who, effort = identity(ranks, device, dtype), QUICK if quick else USUAL
+    own_identity = identity(ranks, device, dtype)
+    effort = QUICK if quick else USUAL
     lines: dict[str, Fit] = {"message": FREE}
     pieces: dict[str, list[TimedCall]] = {}
     with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
@@ -63,9 +64,9 @@ def measure(
             pieces.setdefault(kind.lane, []).append(kind.make(units))
         by_lane = {lane: partial(_in_turn, of_lane) for lane, of_lane in pieces.items()}
         interference = _interference(bench, by_lane, effort)
-    costs = {name: found.line for name, found in lines.items()}
+    costs = {name: fitted.line for name, fitted in lines.items()}
     profile = Profile(
-        **(vars(who) | costs),
+        **(vars(own_identity) | costs),
         r_squared=min(line.r_squared for line in lines.values()),
         interference=interference,
         seconds=time.perf_counter() - begin,
@@ -76,7 +77,8 @@ def measure(
 
 def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, LaneWork]:
     """Returns the kinds of work by the names of their lines in a `Profile`."""
-    ranks, device = bench.ranks, bench.device
+    ranks = bench.ranks
+    device = bench.device
 
     def copy(elements: int, *, out: bool) -> TimedCall:
         pinned = device.type == "cuda"  # copies are asynchronous only from and to pinned memory

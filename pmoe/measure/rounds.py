@@ -57,10 +57,10 @@ def in_turns(
     if rounds < 1 or warm_up < 0:
         raise ValueError(f"rounds ({rounds}) must be at least 1 and warm_up ({warm_up}) at least 0")
     samples: list[list[Sequence[Part]]] = [[] for _ in runs]
-    told = time.monotonic()
+    last_report = time.monotonic()
     for turn, place in itertools.product(range(-warm_up, rounds), range(len(runs))):
-        if time.monotonic() - told > PROGRESS_SECONDS:
-            told = time.monotonic()
+        if time.monotonic() - last_report > PROGRESS_SECONDS:
+            last_report = time.monotonic()
             log.info(
                 "measuring: round %d of %d, run %d of %d",
                 turn + warm_up + 1,
@@ -100,7 +100,7 @@ def median_seconds(
     ]
     if agree is None:
         return medians
-    slowest = iter(agree([each for parts in medians for each in parts]))
+    slowest = iter(agree([median for parts in medians for median in parts]))
     return [list(itertools.islice(slowest, len(parts))) for parts in medians]
 
 

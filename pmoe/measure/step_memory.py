@@ -30,12 +30,12 @@ def step_peak_bytes(module: nn.Module, x: Tensor, dy: Tensor) -> int:
 def _peak_on_cuda(module: nn.Module, x: Tensor, dy: Tensor, device: torch.device) -> int:
     """Returns the peak by the CUDA allocator's own statistics."""
     torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
+    bytes_before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     y = module(x)
     y.backward(dy)
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    return torch.cuda.max_memory_allocated(device) - bytes_before
 
 
 def _peak_on_cpu(module: nn.Module, x: Tensor, dy: Tensor) -> int:
@@ -46,24 +46,26 @@ def _peak_on_cpu(module: nn.Module, x: Tensor, dy: Tensor) -> int:
         y = module(x)
         y.backward(dy)
     live: dict[int, int] = {}  # bytes by address
-    held = peak = 0
+    held_bytes = peak_bytes = 0
     for event in events_of(profile):
         if event.name == "[memory]" and torch.device(event.typed[1].device).type == "cpu":
-            address, change = event.typed[1].ptr, event.typed[1].alloc_size
-            held -= live.pop(address, 0)
+            address = event.typed[1].ptr
+            change = event.typed[1].alloc_size
+            held_bytes -= live.pop(address, 0)
             if change > 0:
                 live[address] = change
-                held += change
-            peak = max(peak, held)
-    return peak
+                held_bytes += change
+            peak_bytes = max(peak_bytes, held_bytes)
+    return peak_bytes
 
 
 def events_of(profile: torch.profiler.profile) -> list[Any]:
     """Returns all events of a profile, allocations included, in order of time."""
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    found, left = [], list(profile.profiler.kineto_results.experimental_event_tree())
-    while left:
-        event = left.pop()
-        found.append(event)
-        left.extend(event.children)
-    return sorted(found, key=lambda event: event.start_time_ns)
+    events = []
+    pending = list(profile.profiler.kineto_results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        events.append(event)
+        pending.extend(event.children)
+    return sorted(events, key=lambda event: event.start_time_ns)

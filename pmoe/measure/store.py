@@ -55,13 +55,13 @@ def load_json(path: PathLike, parse: Callable[[dict[str, Any]], T], remedy: str 
     of ``parse``, with the path in front.
     """
     try:
-        found = json.loads(Path(path).read_bytes())
+        content = json.loads(Path(path).read_bytes())
     except (ValueError, RecursionError) as error:
         raise CorruptFileError(f"{path}: no JSON ({error}); {remedy}") from None
-    if not isinstance(found, dict):
-        raise CorruptFileError(f"{path}: must be an object, not {type(found).__name__}; {remedy}")
+    if not isinstance(content, dict):
+        raise CorruptFileError(f"{path}: must be an object, not {type(content).__name__}; {remedy}")
     try:
-        return parse(found)
+        return parse(content)
     except ValueError as error:
         raise type(error)(f"{path}: {error}; {remedy}") from None
 
@@ -89,7 +89,8 @@ def save_json(path: PathLike, fields: Mapping[str, Any], **options: Any) -> None
 
     Raises OSError if it cannot be written, and TypeError or ValueError for values that JSON cannot hold.
     """
-    path, text = Path(path), json.dumps(fields, indent=1, **{"allow_nan": False, **options}) + "\n"
+    path = Path(path)
+    text = json.dumps(fields, indent=1, **{"allow_nan": False, **options}) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     # The draft has a unique name, because several ranks may save at once. It is in the same folder, because
     # only a rename within one disk is atomic.
@@ -119,7 +120,7 @@ def typed(kind: Any, value: Any, name: str) -> Any:
     if isinstance(kind, types.UnionType):  # X | None
         if value is None:
             return None
-        [kind] = [each for each in typing.get_args(kind) if each is not types.NoneType]
+        [kind] = [part_kind for part_kind in typing.get_args(kind) if part_kind is not types.NoneType]
     is_dict = typing.get_origin(kind) is dict
     if is_dict or dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
@@ -128,9 +129,11 @@ def typed(kind: Any, value: Any, name: str) -> Any:
         missing = [field for field in kinds if field not in value]
         if missing:
             raise CorruptFileError(f"{name} has no {', '.join(missing)}")
-        made = {field: typed(each, value[field], f"{name}.{field}") for field, each in kinds.items()}
+        converted = {
+            field: typed(part_kind, value[field], f"{name}.{field}") for field, part_kind in kinds.items()
+        }
         try:
-            return made if is_dict else kind(**made)
+            return converted if is_dict else kind(**converted)
         except ValueError as error:
             raise CorruptFileError(f"{name}: {error}") from None
     if typing.get_origin(kind) is typing.Literal:

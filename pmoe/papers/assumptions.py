@@ -19,9 +19,9 @@ def section(page: str, title: str) -> Mapping[str, str]:
 
     The section's heading is "# title". Each text has a heading "## name".
     """
-    found = page.partition(f"\n# {title}\n")[2].partition("\n# ")[0]
-    blocks = (block.partition("\n") for block in found.strip().split("\n\n"))
-    return {name.removeprefix("## "): " ".join(told.split()) for name, _, told in blocks}
+    body = page.partition(f"\n# {title}\n")[2].partition("\n# ")[0]
+    blocks = (block.partition("\n") for block in body.strip().split("\n\n"))
+    return {name.removeprefix("## "): " ".join(text.split()) for name, _, text in blocks}
 
 
 def wrapped(texts: Mapping[str, str]) -> Iterator[str]:

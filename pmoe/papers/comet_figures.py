@@ -104,25 +104,33 @@ def min_seconds(
 
     whole = computed(layer.columns)
     if isinstance(layer, Arriving):
-        here, away = sum(layer.rows_WE[0]), sum(map(sum, layer.rows_WE[1:]))
-        local_bytes, peer_bytes = layer.row_bytes * (2 * here + away), layer.row_bytes * away
-        beside, last_share = min(tile, whole), 0.0  # at least one tile comes after the last piece
+        local_rows = sum(layer.rows_WE[0])
+        peer_rows = sum(map(sum, layer.rows_WE[1:]))
+        local_bytes = layer.row_bytes * (2 * local_rows + peer_rows)
+        peer_bytes = layer.row_bytes * peer_rows
+        unhidden = min(tile, whole)  # at least one tile comes after the last piece
+        last_share = 0.0
     else:
-        here, away = layer.partials_W[0], sum(layer.partials_W[1:])
+        local_rows = layer.partials_W[0]
+        peer_rows = sum(layer.partials_W[1:])
         row_bytes = layer.columns * layer.element_size
-        local_bytes = row_bytes * (sum(layer.rows_E) + 2 * here + away + layer.tokens)
-        peer_bytes = row_bytes * away
-        beside = computed(min(chunk_columns, layer.columns))  # the first chunk is computed before any is sent
+        local_bytes = row_bytes * (sum(layer.rows_E) + 2 * local_rows + peer_rows + layer.tokens)
+        peer_bytes = row_bytes * peer_rows
+        # The first chunk is computed before any is sent.
+        unhidden = computed(min(chunk_columns, layer.columns))
         last_share = chunk_widths(layer, chunk_columns)[-1] / layer.columns
     moved = (local_bytes / device.block_local_bytes + peer_bytes / device.block_peer_bytes) / n_c
-    return max(whole + moved * last_share, beside + moved, beside + peer_bytes / device.link_bytes)
+    return max(whole + moved * last_share, unhidden + moved, unhidden + peer_bytes / device.link_bytes)
 
 
 # ---- a simulated kernel as bars of a timeline
 
 
-_RESOLUTION, _LEVELS = 200, 25
-"""Steps in time and in height of the bars."""
+_RESOLUTION = 200
+"""Steps in time of the bars."""
+
+_LEVELS = 25
+"""Steps in height of the bars."""
 
 
 def busy_bars(
@@ -224,7 +232,7 @@ def figure8() -> list[dict[str, Any]]:
     half_rate        the model's n_c if communicating blocks are half as fast
     per_group        the model's n_c if M are the tokens of a TP group
     """
-    return [_case(*each) for each in printed("comet figure 8")]
+    return [_case(*case) for case in printed("comet figure 8")]
 
 
 def _case(tp: int, tokens: int, paper: int | None) -> dict[str, Any]:
@@ -261,12 +269,13 @@ def moves(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the two moves of n_c that the paper reports, and whether the model's n_c moves the same way."""
     of = {(case["tp"], case["tokens"]): (case["paper"], case["model"]) for case in cases}
     rows = []
-    for told, start, end in (
+    for move, start, end in (
         ("TP = 8, M 4096 -> 16384", (8, 4096), (8, 16384)),
         ("M = 16384, TP 8 -> 4", (8, 16384), (4, 16384)),
     ):
-        (paper, model), (moved_paper, moved_model) = of[start], of[end]
-        row = {"move": told, "paper": f"{paper} -> {moved_paper}", "model": f"{model} -> {moved_model}"}
+        paper, model = of[start]
+        moved_paper, moved_model = of[end]
+        row = {"move": move, "paper": f"{paper} -> {moved_paper}", "model": f"{model} -> {moved_model}"}
         rows.append({**row, "same way": (moved_model - model) * (moved_paper - paper) > 0})
     return rows
 
@@ -281,9 +290,10 @@ def chunked_run(
     arriving: Arriving, returning: Returning, device: DeviceRates, n: int
 ) -> list[Simulated[Task]]:
     """Simulates pmoe's forward schedule in n chunks, with the chunked layer's costs by ASSUMPTIONS."""
-    here, away = arriving.rows_WE[0], tuple(map(sum, zip(*arriving.rows_WE[1:], strict=True)))
-    remote = sum(away) > 0
-    stages = Stages(local=sum(here) > 0 or not remote, remote=remote)
+    local_rows_E = arriving.rows_WE[0]
+    peer_rows_E = tuple(map(sum, zip(*arriving.rows_WE[1:], strict=True)))
+    remote = sum(peer_rows_E) > 0
+    stages = Stages(local=sum(local_rows_E) > 0 or not remote, remote=remote)
     pieces = local_pieces(n, local=stages.local, remote=remote)
     all_local = device.blocks * device.block_local_bytes
     row_bytes = arriving.row_bytes
@@ -299,18 +309,18 @@ def chunked_run(
 
     def local(task: Task) -> float:
         chunks = [i for i in range(n) if piece_of(i, n, pieces) == task.chunk]
-        return products([sum(_rows_of_chunk(rows, i, n) for i in chunks) for rows in here])
+        return products([sum(_rows_of_chunk(rows, i, n) for i in chunks) for rows in local_rows_E])
 
     def sent(task: Task) -> int:
-        return sum(_rows_of_chunk(rows, task.chunk, n) for rows in away)
+        return sum(_rows_of_chunk(rows, task.chunk, n) for rows in peer_rows_E)
 
     def output(task: Task) -> float:
-        summed = sent(task) + sum(_rows_of_chunk(rows, task.chunk, n) for rows in here)
+        summed = sent(task) + sum(_rows_of_chunk(rows, task.chunk, n) for rows in local_rows_E)
         return (summed + _rows_of_chunk(returning.tokens, task.chunk, n)) * out_bytes / all_local
 
     costs: Mapping[Kind, TaskCost] = {
         Kind.LOCAL: local,
-        Kind.COMPUTE: lambda task: products([_rows_of_chunk(rows, task.chunk, n) for rows in away]),
+        Kind.COMPUTE: lambda task: products([_rows_of_chunk(rows, task.chunk, n) for rows in peer_rows_E]),
         Kind.GATHER: lambda task: 2 * sent(task) * row_bytes / all_local,
         Kind.DISPATCH: lambda task: sent(task) * row_bytes / device.link_bytes + device.signal_seconds,
         Kind.COMBINE: lambda task: sent(task) * out_bytes / device.link_bytes + device.signal_seconds,
@@ -331,13 +341,14 @@ def beside() -> list[dict[str, Any]]:
     The ways are two fused kernels one after the other, each at its best division, and 1, 2, 4 and 8 chunks.
     """
     arriving, returning = _mixtral(DRAWN_TOKENS, tp=1)
-    (first, ahead), (second, behind) = best_division(arriving, H800), best_division(returning, H800)
+    first, first_seconds = best_division(arriving, H800)
+    second, second_seconds = best_division(returning, H800)
     fused = {
         "way": "fused",
-        "seconds": ahead + behind,
-        "layer_0_seconds": ahead,
+        "seconds": first_seconds + second_seconds,
+        "layer_0_seconds": first_seconds,
         "layer 0 blocks": first.n_c,
-        "layer_1_seconds": behind,
+        "layer_1_seconds": second_seconds,
         "layer 1 blocks": second.n_c,
         "layer 1 columns": second.chunk_columns,
     }

@@ -147,17 +147,18 @@ def even_layer(model: Model, tokens: int, *, ep: int, tp: int = 1) -> tuple[Arri
     tokens: of all ranks, divided evenly among them.
     """
     ranks = ep * tp
-    own, local = tokens // ranks, model.E // ep
+    own_tokens = tokens // ranks
+    local_experts = model.E // ep
     # Whole numbers of rows. Their running sums are the exact shares rounded down.
-    ends = [own * model.topk * e // model.E for e in range(local + 1)]
+    ends = [own_tokens * model.topk * e // model.E for e in range(local_experts + 1)]
     rows_E = tuple(end - start for start, end in itertools.pairwise(ends))
-    here = 1 - math.comb(model.E - local, model.topk) / math.comb(model.E, model.topk)
-    partials = min(round(own * here), sum(rows_E))
+    chance = 1 - math.comb(model.E - local_experts, model.topk) / math.comb(model.E, model.topk)
+    partials = min(round(own_tokens * chance), sum(rows_E))
     arriving = Arriving(rows_WE=(rows_E,) * ranks, reduction=model.N, columns=model.K // tp)
     returning = Returning(
         rows_E=arriving.rows_E,
         partials_W=(partials,) * ranks,
-        tokens=own,
+        tokens=own_tokens,
         reduction=model.K // tp,
         columns=model.N,
     )
@@ -238,7 +239,8 @@ class Launch:
         pass the link, after those that other blocks sent before. A block starts nothing before its last
         write but one has passed the link, so that little is in flight.
         """
-        device, sent = self._device, self._on_link[block]
+        device = self._device
+        sent = self._on_link[block]
         rate = device.block_peer_bytes if level else device.block_local_bytes
         seconds = read_bytes / device.block_local_bytes + write_bytes / rate
         self.add(name, f"comm {block}", kind, part, seconds, (*waits, *sent[-2:-1]))
@@ -297,22 +299,24 @@ def fused_dispatch_tasks(layer: Arriving, device: DeviceRates, n_c: int) -> list
     kernel = Launch(device, n_c)
     landed: dict[tuple[int, int], list[str]] = {}  # (expert, row tile) -> writes that bring its rows
     piece = itertools.count()
-    before = [0] * len(layer.rows_E)  # rows of each expert from lower levels
+    rows_before = [0] * len(layer.rows_E)  # rows of each expert from lower levels
     for level, rows_E in enumerate(layer.rows_WE):
         for expert, rows in enumerate(rows_E):
             for first in range(0, rows, PIECE_ROWS):
-                p, count = next(piece), min(PIECE_ROWS, rows - first)
+                p = next(piece)
+                count = min(PIECE_ROWS, rows - first)
                 size = count * layer.row_bytes
                 end = kernel.write(f"S{p}", p % n_c, level, "S", level, read_bytes=size, write_bytes=size)
-                at = before[expert] + first
+                at = rows_before[expert] + first
                 for row in range(at // TILE_ROWS, (at + count - 1) // TILE_ROWS + 1):
                     landed.setdefault((expert, row), []).append(end)
-            before[expert] += rows
+            rows_before[expert] += rows
     for (expert, row), ends in landed.items():
         kernel.meet(f"A{expert}.{row}", "S", 0, device.signal_seconds, ends)
     seconds = device.tile_seconds(layer.reduction)
     for i, tile in enumerate(tile_order(layer)):
-        lane, kind = f"block {i % (device.blocks - n_c)}", "C" if tile.level else "L"
+        lane = f"block {i % (device.blocks - n_c)}"
+        kind = "C" if tile.level else "L"
         kernel.add(f"T{i}", lane, kind, tile.level, seconds, (f"A{tile.expert}.{tile.row}",))
     return kernel.tasks
 
@@ -337,7 +341,8 @@ def fused_combine_tasks(
     kernel = Launch(device, n_c)
     computing = device.blocks - n_c
     tile_seconds = device.tile_seconds(layer.reduction)
-    rows, partials = sum(layer.rows_E), sum(layer.partials_W)
+    rows = sum(layer.rows_E)
+    partials = sum(layer.partials_W)
     sums_WB = dealt(layer.partials_W, n_c, PIECE_ROWS)
     (tokens_B,) = dealt([layer.tokens], n_c, 1)
     widths = chunk_widths(layer, chunk_columns)

@@ -202,13 +202,18 @@ class SystemPlan:
 @functools.cache
 def plans(layer: Configured) -> dict[str, SystemPlan]:
     """Returns each system's plan. Plans assume that lanes do not slow each other."""
-    costs, total = moe_costs(layer), layer.gradient_bytes
+    costs = moe_costs(layer)
+    total = layer.gradient_bytes
     dense = attention(layer)
-    forth, back = _papers_schedule("forward", True), _papers_schedule("backward", True)
+    forward_options = _papers_schedule("forward", True)
+    backward_options = _papers_schedule("backward", True)
     tutel = min(  # one degree, the best for both passes together
-        DEGREES, key=lambda n: pass_seconds(costs, n, forth) + pass_seconds(costs.backward(), n, back)
+        DEGREES,
+        key=lambda n: (
+            pass_seconds(costs, n, forward_options) + pass_seconds(costs.backward(), n, backward_options)
+        ),
     )
-    found = {
+    plan_of = {
         "DeepSpeed-MoE": SystemPlan(one_lane=True, forward=0, backward=0, end_bytes=total),
         "Tutel": SystemPlan(one_lane=True, forward=tutel, backward=tutel, end_bytes=total),
         "Tutel-Improved": SystemPlan(one_lane=True, forward=tutel, backward=tutel, dense_bytes=total),
@@ -220,7 +225,7 @@ def plans(layer: Configured) -> dict[str, SystemPlan]:
             [GeneralizedLayer(degrees=degrees, dense_seconds=seconds, gradient_bytes=0)], ALL_REDUCE, total
         )
         (share,) = part.shares
-        found[name] = SystemPlan(
+        plan_of[name] = SystemPlan(
             one_lane=one_lane,
             forward=forward,
             backward=share.degree,
@@ -228,7 +233,7 @@ def plans(layer: Configured) -> dict[str, SystemPlan]:
             dense_bytes=share.dense_bytes,
             end_bytes=part.end_bytes,
         )
-    return found
+    return plan_of
 
 
 @functools.cache
@@ -313,7 +318,9 @@ def planned() -> list[tuple[Configured, Mapping[str, SystemPlan]]]:
 
     The number of heads changes no cost, so only a third of the layers is simulated.
     """
-    return [(layer, plans(layer)) for layer in (replace(each, heads=1) for each in table4())]
+    return [
+        (layer, plans(layer)) for layer in (replace(configuration, heads=1) for configuration in table4())
+    ]
 
 
 def speed_ups(contention: float) -> list[dict[str, Any]]:
@@ -329,8 +336,8 @@ def speed_ups(contention: float) -> list[dict[str, Any]]:
         for name in planned()[0][1]
     }
     rows = []
-    for name, each in seconds.items():
-        ratios = [tutel / own for tutel, own in zip(seconds["Tutel"], each, strict=True)]
+    for name, own_seconds in seconds.items():
+        ratios = [tutel / own for tutel, own in zip(seconds["Tutel"], own_seconds, strict=True)]
         spread = {"mean": statistics.fmean(ratios), "smallest": min(ratios), "largest": max(ratios)}
         rows.append({"system": name, "C": contention, **spread, "paper": PAPER.get(name)})
     return rows
@@ -341,12 +348,13 @@ def best_degrees() -> dict[str, int]:
 
     Once with the gradients that FSMoE's backward carries, and once without any.
     """
-    found = [_best_degrees(moe_costs(layer), False) for layer, _ in planned()]
+    degrees_of_layers = [_best_degrees(moe_costs(layer), False) for layer, _ in planned()]
     return {
-        "layers": len(found),
+        "layers": len(degrees_of_layers),
         "differing": sum(plan["FSMoE"].forward != plan["FSMoE"].backward for _, plan in planned()),
         "without gradients": sum(
-            min(backward, key=lambda each: each.alone).degree != forward for forward, backward in found
+            min(backward, key=lambda option: option.alone).degree != forward
+            for forward, backward in degrees_of_layers
         ),
         "paper": PAPER_DIFFERING,
     }

@@ -55,8 +55,24 @@ A100 = GPUCluster("A100", 312e12, 2.0e12, 50e9)
 V100 = GPUCluster("V100", 125e12, 0.9e12, 12.5e9)
 SMALL = GPTModel("GPT2-S-MoE", 12, 768, {"A100": 24, "V100": 16})
 LARGE = GPTModel("GPT2-L-MoE", 24, 1024, {"A100": 48, "V100": 8})
-TOKENS, WORDS, LAUNCH, MESSAGE = 512, 50_257, 5e-6, 20e-6
-NUMBERS, PARTS = (16, 32, 64), (1, 2, 3, 4, 6, 8)
+
+TOKENS = 512
+"""Tokens of a sequence."""
+
+WORDS = 50_257
+"""Words of the vocabulary."""
+
+LAUNCH = 5e-6
+"""Seconds that each operator takes besides."""
+
+MESSAGE = 20e-6
+"""Seconds that each all-to-all takes besides."""
+
+NUMBERS = (16, 32, 64)
+"""Numbers of GPUs."""
+
+PARTS = (1, 2, 3, 4, 6, 8)
+"""Numbers of parts that a range may be cut into."""
 
 
 class Operator(NamedTuple):
@@ -77,8 +93,10 @@ class Operator(NamedTuple):
 
 def forward_work(model: GPTModel, sequences: int) -> Iterator[Operator]:
     """Yields the operators of a forward pass, block by block."""
-    rows, m = sequences * TOKENS, model.columns
-    row_bytes, scores = 2.0 * rows * m, 2.0 * sequences * m // 64 * TOKENS * TOKENS
+    rows = sequences * TOKENS
+    m = model.columns
+    row_bytes = 2.0 * rows * m
+    scores = 2.0 * sequences * m // 64 * TOKENS * TOKENS
     for block in range(model.blocks):
         yield Operator(f"norm 1 of {block}", moved=2 * row_bytes)
         yield Operator(f"qkv of {block}", flops=6.0 * rows * m * m)
@@ -129,16 +147,20 @@ def backward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[I
 
     A product has two gradients of its own size. No instruction waits for that of its weight.
     """
-    found, waits = list[Instruction](), tuple[str, ...]()
+    instructions = list[Instruction]()
+    waits = tuple[str, ...]()
     for work in reversed(works):
-        once, name = seconds(work), f"d {work.name}"
-        twice = work.flops > 0 and not work.has_weight
+        seconds_once = seconds(work)
+        name = f"d {work.name}"
+        is_twice = work.flops > 0 and not work.has_weight
         lane = COMMUNICATE if work.sent else COMPUTE
-        found.append(Instruction(name=name, waits=waits, seconds=once * (1 + twice), lane=lane))
+        instructions.append(
+            Instruction(name=name, waits=waits, seconds=seconds_once * (1 + is_twice), lane=lane)
+        )
         if work.flops and work.has_weight:
-            found.append(Instruction(name=f"w {work.name}", waits=waits, seconds=once))
+            instructions.append(Instruction(name=f"w {work.name}", waits=waits, seconds=seconds_once))
         waits = (name,)
-    return found
+    return instructions
 
 
 # ---- systems
@@ -162,7 +184,9 @@ def one_after_the_other(instructions: Sequence[Instruction]) -> SimulatedStep:
 
 def in_ranges(works: Sequence[Operator], seconds: Callable[..., float], sequences: int) -> SimulatedStep:
     """Returns the forward pass with the ranges that Lancet's dynamic programme cuts."""
-    instructions, inside, ends = forward(works, seconds), False, [True]
+    instructions = forward(works, seconds)
+    inside = False
+    ends = [True]
     for work in works:  # a range must not end between "order" and "join", where rows are routed
         inside = (inside or work.name.startswith("order")) and not work.name.startswith("join")
         ends.append(not inside)
@@ -170,8 +194,10 @@ def in_ranges(works: Sequence[Operator], seconds: Callable[..., float], sequence
     parts = {k: {work.name: seconds(work, k) for work in works} for k in PARTS if k <= sequences}
     costs = {k: PartCosts(part, {}) for k, part in parts.items()}
     total, ranges = solve(Cuttable(instructions, ends, [True] * len(works)), costs)
-    busy, k = 0.0, 1
-    begins, last = {each.first: each.k for each in ranges}, {each.last for each in ranges}
+    busy = 0.0
+    k = 1
+    begins = {cut.first: cut.k for cut in ranges}
+    last = {cut.last for cut in ranges}
     for work in works:
         k = begins.get(work.name, k)
         busy += 0.0 if work.sent else k * parts[k][work.name]
@@ -187,18 +213,21 @@ def in_layers(
     The all-to-alls and experts of each layer run in k parts, everything else in one.
     """
     shares = {work.name: seconds(work, k) / seconds(work) for work in works}
-    step, body = SimulatedStep(0.0, 0.0), list[Instruction]()
-    for each in instructions:
-        if not body and not each.communicates:
-            step += SimulatedStep(each.seconds, 0.0)
+    step = SimulatedStep(0.0, 0.0)
+    body = list[Instruction]()
+    for instruction in instructions:
+        if not body and not instruction.communicates:
+            step += SimulatedStep(instruction.seconds, 0.0)
             continue
-        body.append(each)
-        if len(body) > 1 and each.communicates:
+        body.append(instruction)
+        if len(body) > 1 and instruction.communicates:
             costs = {
-                one.name: one.seconds * shares[one.name.removeprefix("d ").removeprefix("w ")] for one in body
+                part.name: part.seconds * shares[part.name.removeprefix("d ").removeprefix("w ")]
+                for part in body
             }
             pipeline = pipelined(alone(body, PartCosts(costs, {})), k, k, PartCosts(costs, {}))
-            step, body = step + one_after_the_other(pipeline), []
+            step = step + one_after_the_other(pipeline)
+            body = []
     return step
 
 
@@ -207,14 +236,19 @@ def lancet_systems(model: GPTModel, cluster: GPUCluster, gpus: int) -> dict[str,
     sequences = model.sequences[cluster.name]
     seconds = functools.partial(seconds_on, cluster, gpus, sequences * TOKENS)
     works = list(forward_work(model, sequences))
-    ahead, back = forward(works, seconds), backward(works, seconds)
-    layered = [in_layers(ahead, works, seconds, k) + in_layers(back, works, seconds, k) for k in (1, 2, 4, 8)]
-    ranges, weights = in_ranges(works, seconds, sequences), one_after_the_other(listed(back))
+    forward_pass = forward(works, seconds)
+    backward_pass = backward(works, seconds)
+    layered = [
+        in_layers(forward_pass, works, seconds, k) + in_layers(backward_pass, works, seconds, k)
+        for k in (1, 2, 4, 8)
+    ]
+    ranges = in_ranges(works, seconds, sequences)
+    weights = one_after_the_other(listed(backward_pass))
     return {
-        "no overlap": one_after_the_other(ahead) + one_after_the_other(back),
+        "no overlap": one_after_the_other(forward_pass) + one_after_the_other(backward_pass),
         "Tutel": min(layered, key=lambda step: step.seconds),
-        "weight gradients": one_after_the_other(ahead) + weights,
-        "ranges": ranges + one_after_the_other(back),
+        "weight gradients": one_after_the_other(forward_pass) + weights,
+        "ranges": ranges + one_after_the_other(backward_pass),
         "Lancet": ranges + weights,
     }
 
@@ -224,11 +258,12 @@ def section7() -> list[dict[str, Any]]:
 
     It has the milliseconds of each system, and how many times as fast Lancet is.
     """
-    found = []
+    rows = []
     for model, cluster, gpus in itertools.product((SMALL, LARGE), (A100, V100), NUMBERS):
         steps = lancet_systems(model, cluster, gpus)
-        ours, layered = steps["Lancet"], steps["Tutel"]
-        found.append(
+        ours = steps["Lancet"]
+        layered = steps["Tutel"]
+        rows.append(
             {
                 "model": model.name,
                 "cluster": cluster.name,
@@ -239,7 +274,7 @@ def section7() -> list[dict[str, Any]]:
                 "less exposed than Tutel %": 100 * (1 - ours.exposed / layered.exposed),
             }
         )
-    return found
+    return rows
 
 
 PAPER: Mapping[str, str] = printed("lancet")
@@ -252,5 +287,5 @@ def tables() -> dict[str, list[dict[str, Any]]]:
     most: the largest gains, beside the paper's.
     """
     rows = section7()
-    most = [{"gain": name, "most": max(row[name] for row in rows), "paper": PAPER[name]} for name in PAPER]
-    return {"section7": rows, "most": most}
+    gains = [{"gain": name, "most": max(row[name] for row in rows), "paper": PAPER[name]} for name in PAPER]
+    return {"section7": rows, "most": gains}

@@ -85,11 +85,11 @@ def evaluate(
     """
     return [
         PricedChoice(
-            **vars(each),
-            seconds=0.0 if profile is None else step_seconds(sizes, profile, num_tokens, each),
-            memory=bound(sizes, sizes.call(num_tokens), each, slack, bins),
+            **vars(choice),
+            seconds=0.0 if profile is None else step_seconds(sizes, profile, num_tokens, choice),
+            memory=bound(sizes, sizes.call(num_tokens), choice, slack, bins),
         )
-        for each in choices
+        for choice in choices
     ]
 
 
@@ -100,9 +100,9 @@ def within_budget(candidates: Sequence[PricedChoice], budget: int) -> PricedChoi
 
     Raises ValueError, with the smallest budget that would do, if there is none.
     """
-    fitting = [each for each in candidates if each.memory.promised <= budget]
+    fitting = [candidate for candidate in candidates if candidate.memory.promised <= budget]
     if not fitting:
-        smallest = min(candidates, key=lambda each: each.memory.promised)
+        smallest = min(candidates, key=lambda candidate: candidate.memory.promised)
         raise ValueError(
             f"memory_budget ({budget} bytes) must be at least {smallest.memory.promised} for these tokens, "
             f"with any routing (n={smallest.forward}, {smallest.restore})"
@@ -140,8 +140,9 @@ class Advice:
     @property
     def way(self) -> dict[str, Any]:
         """The decision by the names of a layer's options, and the predicted seconds of a step."""
-        took, place = self.decision, {"dispatch": self.dispatch, "esp": self.sizes.inside}
-        return {**place, "n": took.forward, "restore": str(took.restore), "seconds": took.seconds}
+        choice = self.decision
+        place = {"dispatch": self.dispatch, "esp": self.sizes.inside}
+        return {**place, "n": choice.forward, "restore": str(choice.restore), "seconds": choice.seconds}
 
     @property
     def exposed_seconds(self) -> float:
@@ -184,7 +185,7 @@ def advise(
     candidates = evaluate(sizes, num_tokens, choices, profile=profile, slack=slack)
     if budget is None:
         pair, _ = cheapest_pair(sizes, profile, num_tokens, STRATEGIES.values())
-        decision = min((each for each in candidates if each.restore == pair), key=PRICE)
+        decision = min((candidate for candidate in candidates if candidate.restore == pair), key=PRICE)
         why = f"{pair.strategy} is the cheapest of S1 to S4 by Eq. 10, and n={decision.forward} its fastest"
     else:
         decision = within_budget(candidates, budget)
@@ -252,7 +253,10 @@ class Chooser:
     def __init__(
         self, *, pairs: Sequence[Restore], budget: int | None, slack: float, bins: int | None = None
     ) -> None:
-        self.pairs, self.budget, self.slack, self.bins = tuple(pairs), budget, slack, bins
+        self.pairs = tuple(pairs)
+        self.budget = budget
+        self.slack = slack
+        self.bins = bins
         self._known: dict[tuple[object, ...], Choice | None] = {}
         self._pairs: dict[tuple[object, ...], Restore] = {}
 
@@ -272,15 +276,18 @@ class Chooser:
         tokens = _rounded_up(max_tokens)
         key = (sizes, tokens, self.pairs)
         if key not in self._pairs:
-            found, seconds = cheapest_pair(sizes, profile(), tokens, self.pairs)
-            near = [pair for pair in self.pairs if seconds[pair] <= NEAR * seconds[found]]
-            found = _fastest_tried(near, tried) or found
-            if found not in self._pairs.values():
-                told = ", ".join(f"{pair}: {time * 1e3:.3g} ms" for pair, time in seconds.items())
+            cheapest, seconds = cheapest_pair(sizes, profile(), tokens, self.pairs)
+            near = [pair for pair in self.pairs if seconds[pair] <= NEAR * seconds[cheapest]]
+            cheapest = _fastest_tried(near, tried) or cheapest
+            if cheapest not in self._pairs.values():
+                listed = ", ".join(f"{pair}: {time * 1e3:.3g} ms" for pair, time in seconds.items())
                 log.info(
-                    "memory_reuse=True takes %s for %d tokens a rank (Eq. 10: %s)", found, max_tokens, told
+                    "memory_reuse=True takes %s for %d tokens a rank (Eq. 10: %s)",
+                    cheapest,
+                    max_tokens,
+                    listed,
                 )
-            self._pairs[key] = found
+            self._pairs[key] = cheapest
         return self._pairs[key]
 
     def fitting(
@@ -305,8 +312,9 @@ class Chooser:
         Raises ValueError, with the smallest budget that would do, if no choice keeps to the budget.
         """
         if host_is_full:
-            choices = [each for each in choices if each.restore.dispatched != "offload"] or [
-                replace(each, restore=Restore("communicate", each.restore.hidden)) for each in choices
+            choices = [candidate for candidate in choices if candidate.restore.dispatched != "offload"] or [
+                replace(candidate, restore=Restore("communicate", candidate.restore.hidden))
+                for candidate in choices
             ]
         # A choice that fits more tokens fits fewer too. So numbers of tokens are rounded up, and few are ever
         # decided on. If nothing fits the rounded number (None), the exact number may still fit.
@@ -319,8 +327,8 @@ class Chooser:
                     if tokens == max_tokens:
                         raise
                     self._known[case] = None
-            if (found := self._known[case]) is not None:
-                return found
+            if (choice := self._known[case]) is not None:
+                return choice
         raise AssertionError("unreachable: the last number of tokens fits or raises")
 
     def _fit(
@@ -337,8 +345,10 @@ class Chooser:
         candidates = evaluate(sizes, tokens, choices, profile=rates, slack=self.slack, bins=self.bins)
         best = within_budget(candidates, self.budget)
         if rates is not None:
-            few = _worth_trying([each for each in candidates if each.memory.promised <= self.budget])
-            best = _fastest_tried(few, tried) or best
+            shortlist = _worth_trying(
+                [candidate for candidate in candidates if candidate.memory.promised <= self.budget]
+            )
+            best = _fastest_tried(shortlist, tried) or best
         log.info("memory_budget=%d takes %s for up to %d tokens a rank", self.budget, best, tokens)
         return best
 
@@ -359,10 +369,10 @@ def _worth_trying(candidates: Iterable[PricedChoice]) -> list[PricedChoice]:
     fastest.
     """
     ordered = sorted(candidates, key=PRICE)
-    first: dict[tuple[int, int], PricedChoice] = {}
-    for each in ordered:
-        first.setdefault((each.forward, each.backward), each)
-    return list(first.values()) if len(first) > 1 else ordered[:3]
+    fastest_by_degrees: dict[tuple[int, int], PricedChoice] = {}
+    for candidate in ordered:
+        fastest_by_degrees.setdefault((candidate.forward, candidate.backward), candidate)
+    return list(fastest_by_degrees.values()) if len(fastest_by_degrees) > 1 else ordered[:3]
 
 
 def _rounded_up(tokens: int) -> int:

@@ -68,12 +68,14 @@ class Cluster:
         Its kind of device must be the same, and it must have no more machines and no more ranks per
         machine.
         """
-        held = (profile.device_type, profile.num_nodes, -(-profile.num_ranks // profile.num_nodes))
-        here = (self.device_type, self.machines, self.ranks_per_machine)
-        if held[0] != here[0] or held[1] > here[1] or held[2] > here[2]:
-            what = "a {} profile of {} machines of {} ranks".format(*held)
+        measured = (profile.device_type, profile.num_nodes, -(-profile.num_ranks // profile.num_nodes))
+        described = (self.device_type, self.machines, self.ranks_per_machine)
+        if measured[0] != described[0] or measured[1] > described[1] or measured[2] > described[2]:
+            profile_text = "a {} profile of {} machines of {} ranks".format(*measured)
             raise ValueError(
-                "{} must be of a part of the cluster: {}, {} machines of {} ranks".format(what, *here)
+                "{} must be of a part of the cluster: {}, {} machines of {} ranks".format(
+                    profile_text, *described
+                )
             )
 
     def check_holds(self, num_bytes: int) -> None:
@@ -82,10 +84,10 @@ class Cluster:
         num_bytes: bytes of a rank's experts.
         """
         if num_bytes > self.memory_bytes:
-            least = math.ceil(num_bytes * self.num_ranks / self.memory_bytes)
+            min_ranks = math.ceil(num_bytes * self.num_ranks / self.memory_bytes)
             raise ValueError(
                 f"memory_bytes ({self.memory_bytes:g}) must hold a rank's experts ({num_bytes} bytes): "
-                f"{self.num_ranks} ranks are too few, {least} would be enough"
+                f"{self.num_ranks} ranks are too few, {min_ranks} would be enough"
             )
 
     def profile(self, dispatch: ExchangeName, esp: int, dtype: str) -> Profile:
@@ -141,7 +143,9 @@ def legs(dispatch: ExchangeName, machines: int, local: int) -> list[dict[str, tu
     machines: A.
     local: L.
     """
-    ranks, mates, away = machines * local, local - 1, machines - 1  # mates: other ranks of the machine
+    ranks = machines * local
+    mates = local - 1  # other ranks of the machine
+    away = machines - 1  # other machines
     if dispatch == "flat":
         return [{"inside": (mates, mates / ranks), "outside": (ranks - local, (ranks - local) / ranks)}]
     if dispatch == "hierarchical_2d":
@@ -181,15 +185,20 @@ def links_of(profile: Profile) -> dict[str, LineCost]:
 
     A measured alpha is that of messages to all peers, so it is divided by their number.
     """
-    ranks, nodes, lines = profile.num_ranks, profile.num_nodes, profile.operations
-    found = {}
+    ranks = profile.num_ranks
+    nodes = profile.num_nodes
+    lines = profile.operations
+    lines_and_sizes = {}
     if ranks > 1 and nodes in (1, ranks):
-        found["inside" if nodes == 1 else "outside"] = (profile.message, ranks)
+        lines_and_sizes["inside" if nodes == 1 else "outside"] = (profile.message, ranks)
     elif lines is not None and (lines.num_across, lines.num_inside * nodes) == (nodes, ranks):
-        found = {"outside": (lines.all_to_all.line, nodes), "inside": (lines.all_gather.line, ranks // nodes)}
+        lines_and_sizes = {
+            "outside": (lines.all_to_all.line, nodes),
+            "inside": (lines.all_gather.line, ranks // nodes),
+        }
     return {
         name: LineCost(line.alpha_seconds / (size - 1), line.beta_seconds)
-        for name, (line, size) in found.items()
+        for name, (line, size) in lines_and_sizes.items()
     }
 
 

@@ -87,8 +87,12 @@ class Interference:
         Both communication lanes count as one kind of work, and so do copies in both directions.
         """
         works = tuple(work for work, lanes in LANES_OF.items() if any(lane in busy for lane in lanes))
-        found = {whose: getattr(self, name) for name, (whose, beside) in FACTORS.items() if beside == works}
-        return {lane: found.get(work, 1.0) for work, lanes in LANES_OF.items() for lane in lanes}
+        speed_of = {
+            slowed: getattr(self, name)
+            for name, (slowed, in_progress) in FACTORS.items()
+            if in_progress == works
+        }
+        return {lane: speed_of.get(work, 1.0) for work, lanes in LANES_OF.items() for lane in lanes}
 
 
 LaneSeconds = tuple[float, float, float]
@@ -112,7 +116,9 @@ def workload(
     """
     first = 2.0 if swiglu else 1.0  # units of the first product; also the columns of T_M over H
     second = 1.0
-    computed, sent, copied = first + second, 2.0, 0.0
+    computed = first + second
+    sent = 2.0
+    copied = 0.0
     if direction == "backward":
         computed *= 2  # the gradients of the inputs and those of the weights
         computed += first if restore.hidden == "recompute" else 0.0

@@ -139,7 +139,7 @@ class LayerCosts:
     def chunk(self, r: float) -> tuple[float, float, float, float]:
         """Returns the seconds (a2a, ag, rs, exp) of one of r chunks: alpha + beta / r each (Eq. 1)."""
         lines = (self.a2a, self.ag, self.rs, self.exp)
-        a2a, ag, rs, exp = (each.alpha_seconds + each.beta_seconds / r for each in lines)
+        a2a, ag, rs, exp = (line.alpha_seconds + line.beta_seconds / r for line in lines)
         return a2a, ag, rs, exp
 
     def backward(self) -> LayerCosts:
@@ -187,13 +187,13 @@ class GeneralizedLayer:
 
         This is the value of Algorithm 1 that Eq. 5 uses.
         """
-        return min(self.degrees, key=lambda each: (each.seconds(t_gar), each.degree))
+        return min(self.degrees, key=lambda option: (option.seconds(t_gar), option.degree))
 
     @property
     def hidden_seconds(self) -> float:
         """The largest t_gar that does not make the MoE part slower (t_olp,moe)."""
         shortest = self.best(0.0).alone
-        return max(each.alone - each.beside for each in self.degrees if each.alone <= shortest)
+        return max(option.alone - option.beside for option in self.degrees if option.alone <= shortest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,11 +222,11 @@ def bytes_within(all_reduce: LineCost, seconds: float) -> int:
 
     It is the inverse of t_ar, rounded down to whole bytes.
     """
-    left = seconds - all_reduce.alpha_seconds
-    if left <= 0:
+    seconds_left = seconds - all_reduce.alpha_seconds
+    if seconds_left <= 0:
         return 0
-    max_bytes = left / all_reduce.beta_seconds if all_reduce.beta_seconds else 2.0**53
-    found = int(min(max_bytes, 2.0**53))
-    while found and all_reduce(found) > seconds:  # the division may have rounded up
-        found -= 1
-    return found
+    max_bytes = seconds_left / all_reduce.beta_seconds if all_reduce.beta_seconds else 2.0**53
+    num_bytes = int(min(max_bytes, 2.0**53))
+    while num_bytes and all_reduce(num_bytes) > seconds:  # the division may have rounded up
+        num_bytes -= 1
+    return num_bytes

@@ -99,7 +99,8 @@ class ScheduleOptions:
 
     def schedule(self, n: int) -> Schedule:
         """Returns the schedule of the pass in n chunks."""
-        local, backward = self.stays > 0, self.direction == "backward"
+        local = self.stays > 0
+        backward = self.direction == "backward"
         stages = Stages(
             local=local, remote=True, sharded=not local, gradients=backward, one_lane=self.one_lane
         )
@@ -161,11 +162,11 @@ def simulated_degrees(
     The first simulation has t_gar = 0 and gives ``alone``. The second has t_gar = 2 * alone, long enough
     for the task to be on the longest path, and gives ``beside``.
     """
-    found = []
+    degree_seconds = []
     for n in degrees:
         alone = pass_seconds(costs, n, options)
-        found.append(DegreeSeconds(n, alone, pass_seconds(costs, n, options, 2 * alone) - 2 * alone))
-    return tuple(found)
+        degree_seconds.append(DegreeSeconds(n, alone, pass_seconds(costs, n, options, 2 * alone) - 2 * alone))
+    return tuple(degree_seconds)
 
 
 def best_degree(
@@ -181,11 +182,11 @@ def best_degree(
 
     All ranks that share the costs find the same degree.
     """
-    asked = functools.cache(lambda at: pass_seconds(costs, degrees[at], options, t_gar))
-    found = find_degree(costs, t_gar, degrees[-1])
+    seconds_at = functools.cache(lambda at: pass_seconds(costs, degrees[at], options, t_gar))
+    start = find_degree(costs, t_gar, degrees[-1])
     last = len(degrees) - 1
-    above = min(bisect.bisect(degrees, found), last)
-    at = min(max(above - 1, 0), above, key=asked)
-    while (faster := min(at, max(at - 1, 0), min(at + 1, last), key=asked)) != at:
+    above = min(bisect.bisect(degrees, start), last)
+    at = min(max(above - 1, 0), above, key=seconds_at)
+    while (faster := min(at, max(at - 1, 0), min(at + 1, last), key=seconds_at)) != at:
         at = faster
     return degrees[at]

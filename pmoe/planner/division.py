@@ -25,7 +25,7 @@ KERNELS: tuple[FusedKernel, ...] = get_args(FusedKernel)
 DIRECTIONS: tuple[PassDirection, ...] = get_args(PassDirection)
 
 RULE_PART = 12
-"""Without measurements, one of this many blocks communicates: 11 of 132.
+"""Number of blocks of which one communicates, if nothing was measured: 11 of 132 do.
 
 This is a guess. COMET found 18 to 46 best with tensor parallelism (Figure 8).
 """
@@ -118,7 +118,7 @@ class FusedKernelSizes(FusedLayerSizes):
 
 def sizes_of(sizes: FusedLayerSizes) -> FusedLayerSizes:
     """Returns the sizes of the layer that a kernel belongs to. They are equal for all kernels of a layer."""
-    return FusedLayerSizes(**{each.name: getattr(sizes, each.name) for each in fields(FusedLayerSizes)})
+    return FusedLayerSizes(**{field.name: getattr(sizes, field.name) for field in fields(FusedLayerSizes)})
 
 
 def kernel_sizes(layer: FusedLayerSizes, kernel: FusedKernel, direction: PassDirection) -> FusedKernelSizes:
@@ -160,8 +160,8 @@ def all_columns(d_model: int) -> int:
 
 def chunk_candidates(d_model: int) -> list[int]:
     """Returns the chunk columns that a sweep of a combining kernel tries: `CHUNKS`, and all columns."""
-    every = all_columns(d_model)
-    return sorted({min(each, every) for each in CHUNKS} | {every})
+    all_of_row = all_columns(d_model)
+    return sorted({min(columns, all_of_row) for columns in CHUNKS} | {all_of_row})
 
 
 def candidates(num_blocks: int, d_model: int | None = None) -> list[Division]:
@@ -245,19 +245,22 @@ class DivisionTable:
         exact = self.entries.get(kernel)
         if exact is not None:
             return clamped(exact.division, kernel), f"measured {exact.when}"
-        work = operator.attrgetter("kernel", "direction", "dtype")
-        alike = (each for each in self.entries.values() if work(each.sizes) == work(kernel))
-        entry = min(alike, key=lambda each: _apart(each.sizes, kernel), default=None)
+        work_of = operator.attrgetter("kernel", "direction", "dtype")
+        same_work = (
+            candidate for candidate in self.entries.values() if work_of(candidate.sizes) == work_of(kernel)
+        )
+        entry = min(same_work, key=lambda candidate: _apart(candidate.sizes, kernel), default=None)
         if entry is None:
-            of = f"{kernel.kernel} {kernel.direction} in {kernel.dtype}"
-            return rule(kernel), f"rule: no measurement of {of}"
-        division, why = entry.division, f"nearest: {entry.sizes.summary}, measured {entry.when}"
+            kernel_text = f"{kernel.kernel} {kernel.direction} in {kernel.dtype}"
+            return rule(kernel), f"rule: no measurement of {kernel_text}"
+        division = entry.division
+        why = f"nearest: {entry.sizes.summary}, measured {entry.when}"
         if _elsewhere(entry.sizes, kernel):
-            here, there = kernel.num_blocks, entry.sizes.num_blocks
-            scaled = (2 * division.n_c * here + there) // (2 * there)  # rounded half up
+            own_blocks, entry_blocks = kernel.num_blocks, entry.sizes.num_blocks
+            scaled = (2 * division.n_c * own_blocks + entry_blocks) // (2 * entry_blocks)  # rounded half up
             division = Division(max(scaled, 1), division.chunk_columns)
             why += f" on {entry.sizes.where}"
-            if here != there:
+            if own_blocks != entry_blocks:
                 why += f", n_c {entry.division.n_c} scaled to {division.n_c}"
         return clamped(division, kernel), why
 
@@ -268,9 +271,9 @@ class DivisionTable:
         Section 5.3).
         """
         for rows in (sizes.rows, 2 * sizes.rows, sizes.rows // 2):
-            found = self.layers.get(replace(sizes, rows=rows)) if rows else None
-            if found is not None:
-                return found
+            times = self.layers.get(replace(sizes, rows=rows)) if rows else None
+            if times is not None:
+                return times
         return None
 
 
@@ -292,7 +295,7 @@ def distance(one: FusedLayerSizes, other: FusedLayerSizes) -> float:
 
 def _elsewhere(one: FusedLayerSizes, other: FusedLayerSizes) -> bool:
     """Whether two sizes are of different devices, numbers of blocks, or kinds of ranks."""
-    places = ((each.device_name, each.num_blocks, each.virtual) for each in (one, other))
+    places = ((sizes.device_name, sizes.num_blocks, sizes.virtual) for sizes in (one, other))
     return len(set(places)) > 1
 
 

@@ -42,8 +42,8 @@ def part(kind: str, *args: Any, **options: Any) -> str:
 
     Example: part("table", header=["n", "ms"], rows=[["1", "2.5"]]).
     """
-    made: str = getattr(template().module, kind)(*args, **options)
-    return made
+    markup: str = getattr(template().module, kind)(*args, **options)
+    return markup
 
 
 @functools.cache
@@ -94,16 +94,19 @@ def scatter_figure(points: Sequence[Point], title: str, budget: int | None = Non
 
     figure = Figure(figsize=(10, 7), layout="constrained")
     axis = figure.subplots()
-    colours = {each.group: PAIRS.get(each.group.split()[0], "#000000") for each in points}
+    colours = {entry.group: PAIRS.get(entry.group.split()[0], "#000000") for entry in points}
     for group, colour in colours.items():
-        x, y = zip(*((each.mib, each.milliseconds) for each in points if each.group == group), strict=True)
+        x, y = zip(
+            *((entry.mib, entry.milliseconds) for entry in points if entry.group == group), strict=True
+        )
         axis.plot(x, y, "-", color=colour, lw=1, alpha=0.6, zorder=1)
         axis.scatter([], [], s=130, color=colour, label=group)
     # Each marker has a layer of its own, so that a later marker also covers the labels of those before it.
     on_marker: Any = {"ha": "center", "va": "center", "size": TEXT_SIZE, "color": LIGHT["paper"]}
     for layer, point in enumerate(sorted(points, key=lambda point: point.chosen), start=2):
         edge, size = (LIGHT["ink"], 480) if point.chosen else (LIGHT["paper"], 330)
-        at, colour = (point.mib, point.milliseconds), colours[point.group]
+        at = (point.mib, point.milliseconds)
+        colour = colours[point.group]
         axis.scatter(*at, s=size, color=colour, edgecolor=edge, lw=1 + 2 * point.chosen, zorder=layer)
         axis.text(*at, point.label, zorder=layer, **on_marker)
     if budget is not None:

@@ -65,22 +65,26 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
     bytes beside the dense part, 700 at the end.
     """
     sources = (ready_bytes, *(layer.gradient_bytes for layer in layers))
-    made = list(itertools.accumulate(sources))[:-1]  # bytes that are ready when each layer's backward starts
+    # Bytes that are ready when each layer's backward starts.
+    ready_before = list(itertools.accumulate(sources))[:-1]
     # Step 1 (Eq. 3, 4): each part takes, as early as possible, as many bytes as cost it nothing.
-    dense, moe, spare, gone = list[int](), list[int](), list[int](), 0
-    for layer, there in zip(layers, made, strict=True):
-        dense.append(min(there - gone, bytes_within(all_reduce, layer.dense_seconds)))
-        gone += dense[-1]
-        moe.append(min(there - gone, bytes_within(all_reduce, layer.hidden_seconds)))
-        gone += moe[-1]
-        spare.append(there - gone)
+    dense = list[int]()
+    moe = list[int]()
+    spare = list[int]()
+    placed = 0
+    for layer, ready in zip(layers, ready_before, strict=True):
+        dense.append(min(ready - placed, bytes_within(all_reduce, layer.dense_seconds)))
+        placed += dense[-1]
+        moe.append(min(ready - placed, bytes_within(all_reduce, layer.hidden_seconds)))
+        placed += moe[-1]
+        spare.append(ready - placed)
     # Bytes that a layer takes are missing in all later layers: it may take only what each of them can spare.
     rooms = [min(spare[at:]) for at in range(len(spare))]
     nothing = [0] * len(layers)
     filled = ExposedSeconds(layers, all_reduce, dense, moe, sum(sources))
     plain = ExposedSeconds(layers, all_reduce, nothing, nothing, sum(sources))
     candidates = [(filled, nothing), (filled, evolve(filled, rooms)), (plain, nothing)]
-    chosen, extra = min(candidates, key=lambda each: each[0].exposed(each[1]))
+    chosen, extra = min(candidates, key=lambda candidate: candidate[0].exposed(candidate[1]))
     shares, left = chosen.placed(extra)
     return Partition(
         shares=tuple(shares),
@@ -127,7 +131,8 @@ class ExposedSeconds:
             t_gar = all_reduce_seconds(self.all_reduce, moe + more)
             degree = layer.best(t_gar).degree
             shares.append(Share(moe_bytes=moe + more, dense_bytes=dense, t_gar=t_gar, degree=degree))
-        left, last = self.left(extra), self.layers[-1]
+        left = self.left(extra)
+        last = self.layers[-1]
         joined = all_reduce_seconds(self.all_reduce, self.dense[-1] + left) - last.dense_seconds
         # The rest joins the message of the last dense part if that is faster. It cannot if the last layer
         # makes gradients itself, because these are ready only later.
@@ -146,7 +151,8 @@ class ExposedSeconds:
     @functools.cached_property
     def of_candidates(self) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
         """A function that evaluates many candidates at once: extra bytes (D, S) -> exposed seconds (S,)."""
-        line, last = self.all_reduce, self.layers[-1]
+        line = self.all_reduce
+        last = self.layers[-1]
         alone_D = np.array([layer.best(0.0).alone for layer in self.layers])[:, None]
         moe_D = np.array(self.moe, dtype=float)[:, None]
         max_degrees = max(len(layer.degrees) for layer in self.layers)
@@ -154,8 +160,8 @@ class ExposedSeconds:
             [*layer.degrees, *[layer.degrees[-1]] * (max_degrees - len(layer.degrees))]
             for layer in self.layers
         ]
-        each_DN1 = np.array([[each.alone for each in row] for row in rows])[:, :, None]
-        beside_DN1 = np.array([[each.beside for each in row] for row in rows])[:, :, None]
+        alone_DN1 = np.array([[option.alone for option in row] for row in rows])[:, :, None]
+        beside_DN1 = np.array([[option.beside for option in row] for row in rows])[:, :, None]
         total = self.left([0] * len(self.layers))
 
         def all_reduced(num_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -163,7 +169,7 @@ class ExposedSeconds:
 
         def seconds(extra_DS: NDArray[np.float64]) -> NDArray[np.float64]:
             t_gar_DS = all_reduced(moe_D + extra_DS)
-            pass_DS = np.maximum(each_DN1, beside_DN1 + t_gar_DS[:, None, :]).min(axis=1)
+            pass_DS = np.maximum(alone_DN1, beside_DN1 + t_gar_DS[:, None, :]).min(axis=1)
             left_S = total - extra_DS.sum(axis=0)
             end_S = all_reduced(left_S)
             if not last.gradient_bytes:
@@ -193,13 +199,13 @@ def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
 
     def decoded(shares_DS: NDArray[np.float64]) -> NDArray[np.float64]:
         extra_DS = np.zeros_like(shares_DS)
-        gone_S = np.zeros(shares_DS.shape[1])
+        taken_S = np.zeros(shares_DS.shape[1])
         for at, room in enumerate(rooms):
-            extra_DS[at] = np.floor(np.clip(shares_DS[at], 0, 1) * np.maximum(room - gone_S, 0))
-            gone_S += extra_DS[at]
+            extra_DS[at] = np.floor(np.clip(shares_DS[at], 0, 1) * np.maximum(room - taken_S, 0))
+            taken_S += extra_DS[at]
         return extra_DS
 
-    found: Any = differential_evolution(
+    result: Any = differential_evolution(
         lambda shares_DS: seconds(decoded(shares_DS)),
         [(0.0, 1.0)] * len(rooms),
         rng=SEED,
@@ -208,27 +214,31 @@ def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
         vectorized=True,
         updating="deferred",
     )
-    extra = [int(each) for each in decoded(found.x[:, None])[:, 0]]
+    extra = [int(num_bytes) for num_bytes in decoded(result.x[:, None])[:, 0]]
     return _polished(problem, rooms, extra)
 
 
 def _polished(problem: ExposedSeconds, rooms: Sequence[int], extra: list[int]) -> list[int]:
     """Moves each layer in turn to the end of a plateau that helps most, until none helps."""
-    seconds, best = problem.of_candidates, problem.exposed(extra)
+    seconds = problem.of_candidates
+    best = problem.exposed(extra)
     for _ in range(len(rooms) + 1):
-        before = best
+        best_before = best
         for at, layer in enumerate(problem.layers):
             # With these bytes the gradients just reach the longest path of a degree: the end of its plateau.
-            ends = (bytes_within(problem.all_reduce, each.alone - each.beside) for each in layer.degrees)
+            ends = (
+                bytes_within(problem.all_reduce, option.alone - option.beside) for option in layer.degrees
+            )
             free = _free(rooms, extra, at)
-            tried = sorted({min(max(end - problem.moe[at], 0), free) for end in ends} | {0, free})
-            columns = np.repeat(np.array(extra, dtype=float)[:, None], len(tried), axis=1)
-            columns[at] = tried
-            found = seconds(columns)
-            fastest = int(np.argmin(found))
-            if found[fastest] < best * (1 - 1e-12):
-                best, extra = float(found[fastest]), [*extra[:at], tried[fastest], *extra[at + 1 :]]
-        if best >= before:
+            candidates = sorted({min(max(end - problem.moe[at], 0), free) for end in ends} | {0, free})
+            columns = np.repeat(np.array(extra, dtype=float)[:, None], len(candidates), axis=1)
+            columns[at] = candidates
+            candidate_seconds = seconds(columns)
+            fastest = int(np.argmin(candidate_seconds))
+            if candidate_seconds[fastest] < best * (1 - 1e-12):
+                best = float(candidate_seconds[fastest])
+                extra = [*extra[:at], candidates[fastest], *extra[at + 1 :]]
+        if best >= best_before:
             break
     return extra
 

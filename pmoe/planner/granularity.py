@@ -75,7 +75,9 @@ class GranularityTable:
 
         seconds: measured seconds of a step by degrees.
         """
-        fastest = min(seconds, key=lambda each: (seconds[each], each.forward + each.backward, each))
+        fastest = min(
+            seconds, key=lambda degrees: (seconds[degrees], degrees.forward + degrees.backward, degrees)
+        )
         self.points[B] = fastest
         return fastest
 

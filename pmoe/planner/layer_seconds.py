@@ -44,7 +44,8 @@ def _costs_of_rows(sizes: LayerSizes, profile: Profile, rows: float) -> dict[Kin
     rows: number of rows that one task multiplies.
     """
     hidden, active, size = sizes.columns.hidden, sizes.columns.scratch, sizes.element_size
-    of_row, weights = sizes.d_model * (hidden + active), sizes.d_model * sizes.num_experts / sizes.num_across
+    of_row = sizes.d_model * (hidden + active)
+    weights = sizes.d_model * sizes.num_experts / sizes.num_across
     return {
         Kind.COMPUTE: profile.products(rows * of_row, weights * (hidden + active)),
         Kind.WGRAD: profile.compute(rows * of_row),
@@ -63,16 +64,17 @@ def simulated_step(
 
     Lanes slow each other while they are busy, as the profile's interference says (MPipeMoE, Fig. 3).
     """
-    found = {}
+    simulated = {}
     for direction, n in (("forward", choice.forward), ("backward", choice.backward)):
-        restore, rearranged = choice.restore, choice.rearranged
+        restore = choice.restore
+        rearranged = choice.rearranged
         schedule = rotating(direction, n, sizes.stages, restore=restore, rearranged=rearranged)
         alone = task_seconds(even_task_costs(sizes, profile, num_tokens, n))
         if profile.interference == Interference():  # no lane is slowed: the simpler simulation is faster
-            found[direction] = simulate(schedule.tasks, alone)
+            simulated[direction] = simulate(schedule.tasks, alone)
         else:
-            found[direction] = simulate_slowed(schedule.tasks, alone, profile.interference.speeds)
-    return found
+            simulated[direction] = simulate_slowed(schedule.tasks, alone, profile.interference.speeds)
+    return simulated
 
 
 def step_seconds(sizes: LayerSizes, profile: Profile, num_tokens: int, choice: Choice) -> float:

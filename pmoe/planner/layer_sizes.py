@@ -149,8 +149,8 @@ def sizes_from_options(
     """
     across = num_ranks // inside
     check_fits(num_experts, top_k, across)
-    made: dict[str, Any] = {"shard": Shard(0, inside), "device": "meta", "dtype": dtype}
-    experts = make_stacked(expert, d_model, d_hidden, num_experts // across, "gelu", bias, **made)
+    placement: dict[str, Any] = {"shard": Shard(0, inside), "device": "meta", "dtype": dtype}
+    experts = make_stacked(expert, d_model, d_hidden, num_experts // across, "gelu", bias, **placement)
     return LayerSizes(
         d_model=d_model,
         num_experts=num_experts,

@@ -92,7 +92,8 @@ def predict(
     if not sizes.rotates:
         forward, backward = (in_pieces(sizes, rows) for rows in (forward, backward))
     width = sizes.d_model * sizes.element_size
-    rows_T, made = call.tokens * width, call.inner * width * bool(call.spread)
+    rows_T = call.tokens * width
+    inner_bytes = call.inner * width * bool(call.spread)
     kept, host = _kept_and_offloaded(sizes, forward, restore)
     shared = call.tokens * sizes.element_size * sizes.shared_columns.hidden
     small = _saved_by_row(sizes, call, forward)
@@ -102,21 +103,21 @@ def predict(
     cast = (parameters * sizes.element_size + rows_T) * bool(sizes.cast_from)
     wide_dx = call.tokens * sizes.d_model * sizes.cast_from
     # SoftMoE saves the experts' results, and also the mixed rows themselves if backward sends them again.
-    mixtures = made * (1 + (restore.dispatched == "communicate")) * (call.spread == "mixed")
+    mixtures = inner_bytes * (1 + (restore.dispatched == "communicate")) * (call.spread == "mixed")
     saved = rows_T + sum(kept.values()) + shared + small + cast + mixtures
 
     forward_held = _held(sizes, rows=forward, direction="forward", restore=restore, rearranged=rearranged)
     backward_held = _held(sizes, rows=backward, direction="backward", restore=restore, rearranged=rearranged)
     padded = call.spread == "padded"  # backward makes padded rows again if it sends them again
-    forward_work = _forward_work(sizes, call, forward, backward, forward_held) + made * (1 + padded)
+    forward_work = _forward_work(sizes, call, forward, backward, forward_held) + inner_bytes * (1 + padded)
     backward_work = _backward_work(sizes, call, backward, backward_held)
-    backward_work += made * (1 + (padded and restore.dispatched == "communicate"))
+    backward_work += inner_bytes * (1 + (padded and restore.dispatched == "communicate"))
     expert_gradients = _expert_gradients(sizes, backward) + sizes.shared_parameters * sizes.element_size
 
     # For padded or mixed rows the output is made after the pass, from its result: the pass does not hold it.
-    in_forward = saved + forward_work - rows_T * bool(made)
-    forward_peak = max(in_forward, saved + made + rows_T * sizes.top_k * (call.spread == "padded"))
-    in_backward = saved + (made or rows_T) + wide_dx + backward_work
+    in_forward = saved + forward_work - rows_T * bool(inner_bytes)
+    forward_peak = max(in_forward, saved + inner_bytes + rows_T * sizes.top_k * (call.spread == "padded"))
+    in_backward = saved + (inner_bytes or rows_T) + wide_dx + backward_work
     backward_peak = in_backward + expert_gradients
     # The peak while the gate routes and rows are sorted, before any row moves: at most 5 tensors of scores,
     # and 12 with an index for each slot.
@@ -241,7 +242,8 @@ def _shared_gradients(sizes: LayerSizes, call: CallRows) -> int:
     """
     if not sizes.shared_parameters:
         return 0
-    columns, size = sizes.shared_columns, sizes.element_size
+    columns = sizes.shared_columns
+    size = sizes.element_size
     elements = call.tokens * (sizes.d_model + columns.hidden + columns.scratch)
     return elements * size + min(columns.scratch_rows, call.tokens) * columns.scratch * max(size, WIDE)
 
@@ -272,9 +274,9 @@ def _unit_bytes(sizes: LayerSizes, rows: PassRows) -> int:
     float32.
     """
     unit = rows.largest_unit
-    found = unit * (4 * sizes.weight_size + INDEX + sizes.columns.staged * sizes.element_size) + SMALL
+    num_bytes = unit * (4 * sizes.weight_size + INDEX + sizes.columns.staged * sizes.element_size) + SMALL
     widened = not sizes.columns.staged and sizes.element_size < WIDE
-    return found + unit * sizes.d_model * 2 * WIDE * widened
+    return num_bytes + unit * sizes.d_model * 2 * WIDE * widened
 
 
 def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
@@ -292,7 +294,8 @@ def _largest_weight(sizes: LayerSizes) -> int:
 
     The weights of modules are unknown: all parameters count as one.
     """
-    wide, width = sizes.columns.hidden, sizes.columns.scratch
+    wide = sizes.columns.hidden
+    width = sizes.columns.scratch
     return (
         math.ceil(sizes.expert_parameters * wide / (wide + width))
         if wide and width
@@ -419,7 +422,8 @@ def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
 
     Example: local rows (4, 4, 4) in 2 pieces -> (8, 4).
     """
-    n, local = rows.num_chunks, rows.extent.local
+    n = rows.num_chunks
+    local = rows.extent.local
     m = local_pieces(n, local=sizes.bypass_local, remote=sizes.travels)
     if not m:
         return rows
@@ -432,7 +436,8 @@ def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> He
 
     rows: as `in_pieces` returns them.
     """
-    direction, n = buffers.direction, rows.num_chunks
+    direction = buffers.direction
+    n = rows.num_chunks
     build = forward_schedule if direction == "forward" else backward_schedule
 
     def num_bytes(names: Iterable[str], chunk: int) -> int:
@@ -441,6 +446,7 @@ def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> He
 
     sharded = sizes.inside > 1
     start = ["send", "T_DI" if direction == "forward" else "dT_DO"] + ["arrived", "copies"] * sharded
+    # The engine makes the buffers of collectives, and the home rows of all chunks, before the first task.
     home = sum(rows.extent.send) + sum(rows.extent.local) + sizes.has_drops
     live = home * sizes.d_model * sizes.element_size + sum(num_bytes(start, i) for i in range(n))
     first = computing = leaving = live
@@ -449,15 +455,18 @@ def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> He
         i = task.chunk
         if task.kind in ENDS:
             live -= num_bytes(makes[ENDS[task.kind]].pending, i)
-        made = makes.get(task.kind)
-        if made is None:
+        task_buffers = makes.get(task.kind)
+        if task_buffers is None:
             continue
-        live += num_bytes(made.pending, i)
-        early, late = made.stay[:1], made.stay[1:] if sharded else ()
-        if made.stay and rows.extent.regrouped[i]:
+        live += num_bytes(task_buffers.pending, i)
+        early, late = task_buffers.stay[:1], task_buffers.stay[1:] if sharded else ()
+        if task_buffers.stay and rows.extent.regrouped[i]:
             early, late = (), (*early, *late)
         live += num_bytes(early, i)
-        computing = max(computing, live + num_bytes(made.brief, i) + num_bytes(made.result, i))
+        # While the experts run they need everything made so far, and brief buffers and the result besides.
+        computing = max(
+            computing, live + num_bytes(task_buffers.brief, i) + num_bytes(task_buffers.result, i)
+        )
         live += num_bytes(late, i)
-        leaving = max(leaving, live + num_bytes(made.result, i))
+        leaving = max(leaving, live + num_bytes(task_buffers.result, i))
     return Held(first, computing, leaving, live)

@@ -51,13 +51,17 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
     own = slice(inside_rank * sizes.num_across, (inside_rank + 1) * sizes.num_across)
     counts = counts.joined(n)
     is_merged = counts.sent_once is not None
-    recv, leaving, coming = counts.recv, counts.sent_rows, counts.received_rows
+    recv = counts.recv
+    leaving = counts.sent_rows
+    coming = counts.received_rows
     # One more row, of zeros, is read by slots without a row of their own: dropped ones, and merged ones.
     home = [rows + (sizes.has_drops or is_merged) for rows in leaving.sum(1).tolist()]
     local = [0] * n
     if sizes.bypass_local:
         local = counts.send[:, rank].sum(1).tolist()
-        recv, leaving, coming = (without_own(each, rank) for each in (recv, leaving, coming))
+        recv, leaving, coming = (
+            without_own(rows_of_ranks, rank) for rows_of_ranks in (recv, leaving, coming)
+        )
         if is_merged:
             home = [a + b + 1 for a, b in zip(leaving.sum(1).tolist(), local, strict=True)]
     apart = sizes.inside > 1 or is_merged
@@ -78,7 +82,11 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
         sent=sum(extent.send),
         exact=True,
         relayed=max(
-            (int(each.sum(1).max()) for each in counts.relayed if each is not None and each.numel()),
+            (
+                int(relayed_rows.sum(1).max())
+                for relayed_rows in counts.relayed
+                if relayed_rows is not None and relayed_rows.numel()
+            ),
             default=0,
         ),
         merged=is_merged,
@@ -96,7 +104,8 @@ def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: 
     cuts = n  # the finest cut that the bins allow
     while bins % (2 * cuts) == 0:
         cuts *= 2
-    received, chunks = sources * own, n
+    received = sources * own
+    chunks = n
     if sizes.rotates:
         received = min(received, max(slot_rows, sources * _most_of_chunk(call, cuts)))
         # A skewed batch of one or two chunks may be cut into more. Three stand for any larger number: a ring

@@ -75,10 +75,14 @@ class Identity:
 
         Example: "num_ranks 4, here 8".
         """
-        held, here = (asdict(each) | asdict(each.versions) for each in (self, other))
-        del held["versions"]
+        own_fields, other_fields = (
+            asdict(identity) | asdict(identity.versions) for identity in (self, other)
+        )
+        del own_fields["versions"]
         return "; ".join(
-            f"{name} {held[name]!r}, here {here[name]!r}" for name in held if held[name] != here[name]
+            f"{name} {own_fields[name]!r}, here {other_fields[name]!r}"
+            for name in own_fields
+            if own_fields[name] != other_fields[name]
         )
 
 
@@ -155,9 +159,15 @@ class Profile(Identity):
     def doubt(self) -> str:
         """A warning that choices may be wrong, if any line describes its measurements badly; otherwise ""."""
         operations = () if self.operations is None else vars(self.operations).values()
-        found = min([self.r_squared, *(each.r_squared for each in operations if isinstance(each, Fit))])
-        told = f"the profile of {self.when} describes this machine badly (r squared {found:.2f}), so choices"
-        return "" if found >= GOOD_FIT else f"{told} may be wrong: measure it again with `pmoe profile`"
+        worst_fit = min(
+            [self.r_squared, *(operation.r_squared for operation in operations if isinstance(operation, Fit))]
+        )
+        warning = (
+            f"the profile of {self.when} describes this machine badly (r squared {worst_fit:.2f}), so choices"
+        )
+        return (
+            "" if worst_fit >= GOOD_FIT else f"{warning} may be wrong: measure it again with `pmoe profile`"
+        )
 
     def products(self, multiply_adds: float, weights: float) -> float:
         """Returns the seconds of a task's products.
@@ -173,5 +183,9 @@ class Profile(Identity):
 
         It is FSMoE's all-gather if that was measured for as many ranks; otherwise the line of messages.
         """
-        found = self.operations
-        return self.message if found is None or found.num_inside != inside else found.all_gather.line
+        operations = self.operations
+        return (
+            self.message
+            if operations is None or operations.num_inside != inside
+            else operations.all_gather.line
+        )

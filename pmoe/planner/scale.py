@@ -28,11 +28,25 @@ from pmoe.schedule.restore import STRATEGIES
 from pmoe.schedule.rings import rotating
 from pmoe.schedule.tasks import Kind, PassDirection, Stages
 
-DEGREES, TOKENS, BATCH = (1, 4, 8), 8192, 4_194_304
-"""n to choose from, the most tokens of a rank in one pass, and tokens of a batch in strong scaling."""
+DEGREES = (1, 4, 8)
+"""Numbers of chunks n to choose from."""
 
-S4, SLACK, ELEMENT, OPTIMIZER = STRATEGIES["S4"], 1.25, 2, 12
-"""Restore pair, slack of ring slots, bytes of an element, bytes of optimizer state per parameter."""
+TOKENS = 8192
+"""Tokens of a rank in weak scaling, and the most that it has in one pass."""
+
+BATCH = 4_194_304
+"""Tokens of all ranks together in strong scaling."""
+
+S4 = STRATEGIES["S4"]
+
+SLACK = 1.25
+"""Rows of a ring slot, over the balanced share."""
+
+ELEMENT = 2
+"""Bytes of an element: bfloat16."""
+
+OPTIMIZER = 12
+"""Bytes of optimizer state for each parameter."""
 
 LIMITS = ("all-to-alls", "gradients", "launches")
 """Costs that may limit scaling. Each is left out in turn (`ScaledStep.free`) to see what it costs."""
@@ -92,7 +106,8 @@ class ScaledStep:
     @cached_property
     def seconds(self) -> float:
         """Seconds of all passes. The last one carries the gradients."""
-        rates, sharing = self.rates, self.sizes.num_ranks
+        rates = self.rates
+        sharing = self.sizes.num_ranks
         if self.free == "launches":
             rates = replace(rates, compute=replace(rates.compute, alpha_seconds=0.0))
         group = replace(rates, machines=math.ceil(sharing / rates.ranks_per_machine))
@@ -105,10 +120,14 @@ class ScaledStep:
         dense = self.tokens * self.model.dense_products / self.model.layers * rates.compute.beta_seconds
 
         def of_pass(gradients: float) -> float:
-            took = task_seconds(costs | {Kind.GRADIENTS: gradients})
+            seconds_of_task = task_seconds(costs | {Kind.GRADIENTS: gradients})
             stages = Stages(local=True, remote=True, gradients=True)
-            both = (rotating(each, self.n, stages, restore=S4).tasks for each in get_args(PassDirection))
-            layer = sum(makespan(simulate(tasks, took)) for tasks in both) + 4 * dense + counts
+            both_passes = (
+                rotating(direction, self.n, stages, restore=S4).tasks for direction in get_args(PassDirection)
+            )
+            layer = (
+                sum(makespan(simulate(tasks, seconds_of_task)) for tasks in both_passes) + 4 * dense + counts
+            )
             return self.model.layers * layer + gradients
 
         return of_pass(gradients) + (self.passes - 1) * of_pass(0.0)
@@ -124,7 +143,8 @@ class ScaledStep:
             sent = num_bytes * (ranks - 1) / ranks * link.beta_seconds
             return 2 * (sent + math.log2(ranks) * link.alpha_seconds)
 
-        rates, local = self.rates, self.rates.ranks_per_machine
+        rates = self.rates
+        local = self.rates.ranks_per_machine
         dense = ELEMENT * self.model.dense / self.model.layers
         experts = ELEMENT * self.sizes.expert_parameters
         inside, between = ring(dense, local, rates.inside), ring(dense / local, rates.machines, rates.outside)
@@ -137,11 +157,13 @@ class ScaledStep:
         They are parameters, gradients, its part of the optimizer's state, saved bytes of all layers, and
         what one layer's passes add. It counts as many rows sent as received.
         """
-        layers, ranks = self.model.layers, self.rates.num_ranks
+        layers = self.model.layers
+        ranks = self.rates.num_ranks
         even = replace(self.sizes, num_ranks=1, bypass_local=False)
         choice = Choice(forward=self.n, backward=self.n, restore=S4)
         memory = bound(even, even.call(self.busiest_tokens), choice, SLACK)
-        experts, dense = layers * self.sizes.expert_parameters, self.model.dense
+        experts = layers * self.sizes.expert_parameters
+        dense = self.model.dense
         states = 2 * ELEMENT * (dense + experts)
         states += OPTIMIZER * (dense // ranks + experts * self.sizes.num_ranks // ranks)
         saved = memory.saved + self.tokens * self.sizes.d_model * ELEMENT
@@ -167,25 +189,28 @@ def scaling(models: Mapping[str, ScaledModel], rates: Cluster, *, strong: bool) 
     """
     rows = []
     for (name, model), i in itertools.product(models.items(), range(10)):
-        here = replace(rates, machines=1 << i)
-        per_rank = BATCH // here.num_ranks if strong else TOKENS
+        cluster = replace(rates, machines=1 << i)
+        per_rank = BATCH // cluster.num_ranks if strong else TOKENS
         passes = max(1, per_rank // TOKENS)
         tokens = per_rank // passes
-        asked = [ScaledStep(model=model, rates=here, tokens=tokens, n=n, passes=passes) for n in DEGREES]
-        step = min(asked, key=lambda step: step.seconds)
+        steps = [ScaledStep(model=model, rates=cluster, tokens=tokens, n=n, passes=passes) for n in DEGREES]
+        step = min(steps, key=lambda step: step.seconds)
         without = {free: replace(step, free=free).seconds for free in LIMITS}
         without["skew"] = replace(step, skew=0.0).seconds
         waits_for = min(without, key=without.__getitem__)
         rows.append(
             {
                 "model": name,
-                "ranks": here.num_ranks,
+                "ranks": cluster.num_ranks,
                 "n": step.n,
                 "seconds": step.seconds,
                 "even_seconds": without["skew"],
                 "lossy_seconds": slowed(step, "outside", 1.61).seconds,
-                "ktokens/s": passes * tokens * here.num_ranks / step.seconds / 1e3,
-                **{f"slow n={each.n}": slowed(each, "compute", 2).seconds / each.seconds for each in asked},
+                "ktokens/s": passes * tokens * cluster.num_ranks / step.seconds / 1e3,
+                **{
+                    f"slow n={candidate.n}": slowed(candidate, "compute", 2).seconds / candidate.seconds
+                    for candidate in steps
+                },
                 "GiB": step.peak_bytes / 2**30,
                 "waits for": waits_for,
                 "%": round(100 * (1 - without[waits_for] / step.seconds)),
@@ -200,10 +225,12 @@ def scaling_ends(rows: Sequence[Mapping[str, Any]], *, strong: bool) -> dict[str
     With strong scaling it ends where twice the machines give less than 1.5 times the throughput, otherwise
     where a model has less than half of linear speedup.
     """
-    found: dict[str, Mapping[str, Any]] = {}
-    for before, row in itertools.pairwise(rows):
-        first = next(each for each in rows if each["model"] == row["model"])
+    ends: dict[str, Mapping[str, Any]] = {}
+    for previous, row in itertools.pairwise(rows):
+        first = next(candidate for candidate in rows if candidate["model"] == row["model"])
         half_of_linear = first["ktokens/s"] * row["ranks"] / first["ranks"] / 2
-        if row is not first and row["ktokens/s"] < (1.5 * before["ktokens/s"] if strong else half_of_linear):
-            found.setdefault(row["model"], row)
-    return found
+        if row is not first and row["ktokens/s"] < (
+            1.5 * previous["ktokens/s"] if strong else half_of_linear
+        ):
+            ends.setdefault(row["model"], row)
+    return ends

@@ -135,10 +135,10 @@ def task_seconds(costs: Mapping[Kind, TaskCost]) -> Callable[[Task], float]:
 
     Example: costs {DISPATCH: 2.0} -> S and R of any chunk take 2 s, all other tasks 0 s.
     """
-    found = {kind: costs[model] for kind, model in COSTS_AS.items() if model in costs} | dict(costs)
+    cost_of = {kind: costs[model] for kind, model in COSTS_AS.items() if model in costs} | dict(costs)
 
     def seconds(task: Task) -> float:
-        cost = found.get(task.kind, 0.0)
+        cost = cost_of.get(task.kind, 0.0)
         return cost if isinstance(cost, (int, float)) else cost(task)
 
     return seconds

@@ -69,11 +69,11 @@ def bars(spans: Iterable[Span]) -> list[Span]:
 
 def simulated_bars(direction: str, simulated: Iterable[Simulated[Task]], origin: float = 0.0) -> list[Span]:
     """Returns a simulated pass as bars. It begins at ``origin`` seconds."""
-    return [_bar(direction, each.task, origin + each.start, origin + each.end) for each in simulated]
+    return [_bar(direction, item.task, origin + item.start, origin + item.end) for item in simulated]
 
 
 def _bar(direction: str, task: Span | Task, start: float, end: float) -> Span:
-    kind, lane = (str(getattr(each, "value", each)) for each in (task.kind, task.lane))
+    kind, lane = (str(getattr(value, "value", value)) for value in (task.kind, task.lane))
     return Span(
         direction=direction, name=task.name, kind=kind, chunk=task.chunk, lane=lane, start=start, end=end
     )
@@ -119,16 +119,18 @@ def drawing(panels: Mapping[str, Sequence[Span]], title: str) -> Figure:
     from matplotlib.patches import Patch
 
     # A lane that stands for many blocks is higher, because its bars lie above each other.
-    inches = [0.9 + (0.8 if _fused(each) else 0.4) * len(_lanes(each)) for each in panels.values()]
+    inches = [0.9 + (0.8 if _fused(spans) else 0.4) * len(_lanes(spans)) for spans in panels.values()]
     figure = Figure(figsize=(10, 1.6 + sum(inches)), layout="constrained")
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=inches)
-    every = [bar for content in panels.values() for bar in content]
-    longest = max((bar.end for bar in every), default=1.0)
+    all_bars = [bar for content in panels.values() for bar in content]
+    longest = max((bar.end for bar in all_bars), default=1.0)
     for axis, (name, content) in zip(axes[:, 0], panels.items(), strict=True):
         _draw_panel(axis, name, content, longest)
-    kinds = {SHARED.get(bar.kind, bar.kind) for bar in every if bar.end > bar.start}
+    kinds = {SHARED.get(bar.kind, bar.kind) for bar in all_bars if bar.end > bar.start}
     axes[-1, 0].set_xlabel("milliseconds", size=TEXT_SIZE)
-    handles = [Patch(color=colour, label=told) for kind, (colour, told) in LEGEND.items() if kind in kinds]
+    handles = [
+        Patch(color=colour, label=meaning) for kind, (colour, meaning) in LEGEND.items() if kind in kinds
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=TEXT_SIZE)
     figure.suptitle(title, fontsize=TEXT_SIZE)
     return figure
@@ -208,14 +210,14 @@ def overlap(spans: Sequence[Span]) -> Overlap:
 
     Example: S from 0 to 3 s, C from 2 to 6 s, R from 5 to 8 s -> 8 seconds, communication 6, exposed 2 + 2.
     """
-    travelling = [(span.start, span.end) for span in spans if span.lane in LINKS]
-    computing = [(span.start, span.end) for span in spans if span.lane == Lane.COMPUTE]
+    travel_times = [(span.start, span.end) for span in spans if span.lane in LINKS]
+    compute_times = [(span.start, span.end) for span in spans if span.lane == Lane.COMPUTE]
     start = min((span.start for span in spans), default=0.0)
     return Overlap(
         seconds=max((span.end for span in spans), default=0.0) - start,
-        communication=union_length(travelling),
+        communication=union_length(travel_times),
         # |travelling without computing| = |travelling or computing| - |computing|
-        exposed=union_length([*travelling, *computing]) - union_length(computing),
+        exposed=union_length([*travel_times, *compute_times]) - union_length(compute_times),
     )
 
 

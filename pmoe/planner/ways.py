@@ -32,17 +32,19 @@ def candidate_ways(rates: Profile | Cluster, layer: Mapping[str, Any]) -> list[t
     """
     if isinstance(rates, Profile):
         return [(NAMES[0], 1)]
-    local, num_experts, found = rates.ranks_per_machine, layer["num_experts"], []
+    local = rates.ranks_per_machine
+    num_experts = layer["num_experts"]
+    ways = []
     divisors = math.gcd(local, layer["d_hidden"])
     for esp in range(1, divisors + 1):
         if divisors % esp == 0 and num_experts % (rates.num_ranks // esp) == 0:
-            found += [(name, esp) for name in (NAMES if rates.machines > 1 and local > esp else NAMES[:1])]
-    if not found:
+            ways += [(name, esp) for name in (NAMES if rates.machines > 1 and local > esp else NAMES[:1])]
+    if not ways:
         raise ValueError(
             f"num_experts ({num_experts}) must be a multiple of ranks / ESP, for {rates.num_ranks} ranks and "
             f"some ESP degree that divides ranks_per_machine ({local}) and d_hidden ({layer['d_hidden']})"
         )
-    return found
+    return ways
 
 
 def plan_ways(
@@ -67,7 +69,7 @@ def plan_ways(
     Raises ValueError as `candidate_ways` and `advise` do, and if a rank's experts exceed the memory of the
     cluster's ranks.
     """
-    found: list[Advice] = []
+    advice: list[Advice] = []
     refused: list[ValueError] = []
     place: dict[str, Any] = {"num_ranks": rates.num_ranks, "device_type": rates.device_type}
     dtype = str(layer["dtype"]).removeprefix("torch.")
@@ -79,14 +81,14 @@ def plan_ways(
             rates.check_holds(sizes.expert_parameters * sizes.element_size)
             profile = rates.profile(dispatch, esp, dtype)
             sizes = replace(sizes, relays=0 if dispatch == "flat" else rates.ranks_per_machine // esp)
-        asked: dict[str, Any] = {"budget": budget, "slack": slack, "pairs": pairs, "dispatch": dispatch}
+        options: dict[str, Any] = {"budget": budget, "slack": slack, "pairs": pairs, "dispatch": dispatch}
         try:
-            found.append(advise(sizes, profile, num_tokens, **asked))
+            advice.append(advise(sizes, profile, num_tokens, **options))
         except ValueError as error:
             refused.append(error)
-    if not found:
+    if not advice:
         raise refused[0]  # the first way needs least memory: the others relay rows, or gather them
-    return sorted(found, key=lambda way: way.decision.seconds)
+    return sorted(advice, key=lambda way: way.decision.seconds)
 
 
 def sensitivity(cluster: Cluster, ways: Sequence[Advice], **options: Any) -> Iterator[dict[str, Any]]:
@@ -107,7 +109,8 @@ def sensitivity(cluster: Cluster, ways: Sequence[Advice], **options: Any) -> Ite
     ways: what `plan_ways` returned for the cluster.
     options: the other arguments of `plan_ways`.
     """
-    first, chosen = ways[0], ways[0].decision
+    first = ways[0]
+    chosen = ways[0].decision
     near = [way for way in ways if (1 - OFF) * way.decision.seconds <= chosen.seconds]
     options["among"] = [(way.dispatch, way.sizes.inside) for way in near]
     if options.get("budget") is None:  # without a budget only S1 to S4 are chosen
@@ -116,15 +119,21 @@ def sensitivity(cluster: Cluster, ways: Sequence[Advice], **options: Any) -> Ite
     for name in ("compute", "copy", "inside", "outside"):
         for times in (1 - OFF, 1 + OFF) if unused.get(name) != 1 else ():
             line = getattr(cluster, name)
-            moved = replace(line, beta_seconds=line.beta_seconds / times)
-            found = plan_ways(replace(cluster, **{name: moved}), **options)
-            (same,) = (way for way in found if (way.dispatch, way.sizes) == (first.dispatch, first.sizes))
-            kept = [c for c in same.candidates if (c.forward, c.restore) == (chosen.forward, chosen.restore)]
-            change = found[0].decision.seconds / chosen.seconds - 1
+            moved_line = replace(line, beta_seconds=line.beta_seconds / times)
+            moved_ways = plan_ways(replace(cluster, **{name: moved_line}), **options)
+            (first_again,) = (
+                way for way in moved_ways if (way.dispatch, way.sizes) == (first.dispatch, first.sizes)
+            )
+            same_choice = [
+                c
+                for c in first_again.candidates
+                if (c.forward, c.restore) == (chosen.forward, chosen.restore)
+            ]
+            change = moved_ways[0].decision.seconds / chosen.seconds - 1
             yield {
                 "rate": name,
                 "times": times,
-                **found[0].way,
+                **moved_ways[0].way,
                 "change": change,
-                "first_seconds": kept[0].seconds,
+                "first_seconds": same_choice[0].seconds,
             }

@@ -3,8 +3,7 @@
 There is one file for each device name, beside the profiles, in $PMOE_CACHE or ~/.cache/pmoe:
 
     {"format": 1,
-     "entries": [{"device_name": "NVIDIA H200", "num_blocks": 132, "num_ranks": 8, ..., "kernel":
-     "dispatch",
+     "entries": [{"device_name": "NVIDIA H200", "num_blocks": 132, "num_ranks": 8, ..., "kernel": "dispatch",
                   "direction": "forward", "n_c": 12, "chunk_columns": 512,
                   "seconds": [[1, 512, 0.0021], ...], "when": "2026-..."}, ...],
      "layers": [{"device_name": "NVIDIA H200", ..., "fused_forward": 0.0031, ..., "when": "2026-..."}, ...]}

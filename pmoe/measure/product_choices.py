@@ -41,8 +41,7 @@ def measure_choices(
 
         1. facts      architectures of the kernels, digests of requests and codes, whether kernels are wrong
         2. codes      what each rank knows of each request; only if the digests of codes differ
-        3. seconds    of both candidates; only if some request is unknown, or known differently, on some
-                      rank
+        3. seconds    of both candidates; only if a request is unknown, or known differently, on a rank
 
     Nothing is done in deterministic mode, which must be on for all ranks or for none.
 

@@ -1,4 +1,4 @@
-"""The loop of timing: runs take turns in rounds, medians over rounds count, of the slowest rank.
+"""The timing loop: runs take turns in rounds, and the median of each run counts, on the slowest rank.
 
 A run is one call that returns the seconds of its parts. Other work on the machine affects all runs of a
 round. How often runs are repeated follows from the arguments alone, never from a clock, so that runs may be

@@ -63,10 +63,10 @@ WORDS = 50_257
 """Words of the vocabulary."""
 
 LAUNCH = 5e-6
-"""Seconds that each operator takes besides."""
+"""Seconds of a launch, a part of each operator's."""
 
 MESSAGE = 20e-6
-"""Seconds that each all-to-all takes besides."""
+"""Seconds of an all-to-all of no bytes."""
 
 NUMBERS = (16, 32, 64)
 """Numbers of GPUs."""

@@ -418,7 +418,7 @@ class Held(NamedTuple):
 
 
 def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
-    """Returns the same rows with those that stay counted by piece, as a pass without rings cuts them.
+    """Returns the same rows, with local rows by piece, as a pass without rings cuts them.
 
     Example: local rows (4, 4, 4) in 2 pieces -> (8, 4).
     """

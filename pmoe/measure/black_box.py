@@ -1,7 +1,7 @@
-"""How long a user's own module takes, forward and backward, by the rows that it is given (FSMoE, Section
-3.2): nothing is known of it but that it can be called.
+"""The cost of a user's own module: measures forward and backward for several numbers of rows.
 
-Nothing is sent: a module that communicates inside is no black box of one rank.
+The module is a black box (FSMoE, Section 3.2): it is only called. Nothing is sent, so a module that
+communicates inside cannot be measured on one rank.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pmoe.measure.rounds import clock_of, median_seconds
 from pmoe.planner.costs import Fit, fit
 
 ModuleInputs = Tensor | tuple[Any, ...]
-"""What a module is called with: one tensor, or all its arguments."""
+"""Arguments of a module: one tensor, or a tuple of all arguments."""
 
 TABLES = "_parameters", "_buffers", "_modules"
-"""Attributes of a module that hold what assigning to others changes."""
+"""Attributes of a module that hold what assigning to other attributes changes."""
 
 RUNS = 5
-"""Of each number of rows, and one before them."""
+"""Number of timed runs for each number of rows. One more runs before them."""
 
 
 def profile_module(
@@ -35,19 +35,27 @@ def profile_module(
     rows: Sequence[int],
     make_input: int | Callable[[int], ModuleInputs],
 ) -> tuple[Fit, Fit]:
-    """Seconds of a forward pass, and of the backward pass after it, by rows: lines by least squares, each
-    with its r squared, through the median of five runs of each number of ``rows``.
+    """Returns the seconds of a module's forward and backward pass, as lines over the number of rows.
 
-    make_input: the number of columns of a tensor of random numbers, of the type and on the device of the
-    module's first parameter; or a function that makes the module's arguments for so many rows. Backward goes
-    to the module's parameters and to those of its arguments that are floating-point tensors, from all
-    tensors found in what the module returns; where none of these has a gradient, it takes no time.
+    Each line is fitted by least squares (`Fit`) through the median of five runs for each number of
+    ``rows``.
 
-    The module is left as it was: buffers, attributes of it and its children, gradients (none is
-    accumulated, so no hook on that runs), and torch's random numbers. What is changed inside an attribute,
-    such as a list, stays. It runs in the mode, training or not, that it is in.
+    Args:
+        module: any module. It runs in the mode, training or not, that it is in.
+        rows: two or more distinct numbers of rows.
+        make_input: the number of columns of a random tensor (rows, columns), which gets the dtype and
+            device of the module's first floating-point parameter; or a function that makes the module's
+            arguments for a number of rows.
 
-    Raises ValueError for rows without two distinct numbers or below 1, and make_input below 1.
+    Backward starts from all tensors that are found in the result, and goes to the module's parameters and
+    to its floating-point arguments. If no tensor of the result requires a gradient, backward takes no time.
+
+    The module is left as it was: buffers, attributes of it and its children, gradients, and torch's random
+    numbers. No gradient is accumulated, so no hook on that runs. A change inside an attribute, such as in a
+    list, stays.
+
+    Raises ValueError for rows without two distinct numbers or below 1, and for make_input below 1.
+
     Example: a module of 1 ms and 2 us a row, rows 100, 200, 400 -> forward alpha 1e-3, beta 2e-6.
     """
     check_module(module=module)
@@ -60,28 +68,30 @@ def profile_module(
     with _left_as_it_was(module), torch.inference_mode(False), torch.enable_grad():
         for count in rows:
             arguments = _arguments(make_input(count))
-            tensors = (each for each in (*arguments, *module.parameters()) if isinstance(each, Tensor))
+            tensors = (
+                argument for argument in (*arguments, *module.parameters()) if isinstance(argument, Tensor)
+            )
             clock = clock_of(*(tensor.device for tensor in tensors))
             run = functools.partial(_timed_run, module, arguments, clock)
-            ((ahead, back),) = median_seconds([run], RUNS)
-            samples.append((float(count), ahead, back))
-    return fit((n, ahead) for n, ahead, _ in samples), fit((n, back) for n, _, back in samples)
+            ((forward, backward),) = median_seconds([run], RUNS)
+            samples.append((float(count), forward, backward))
+    return fit((n, forward) for n, forward, _ in samples), fit((n, backward) for n, _, backward in samples)
 
 
 def _timed_run(
     module: nn.Module, arguments: tuple[Any, ...], now: Callable[[], float]
 ) -> tuple[float, float]:
-    """Seconds of forward and of backward.
+    """Returns the seconds of one forward and of one backward pass.
 
-    The module gets copies that it may change in place, as it may what another layer hands it: autograd lets
-    nobody write to a leaf that wants a gradient. Their gradients are those before such a change.
+    The module gets copies, because it may change its arguments in place, and autograd forbids writing to a
+    leaf that requires a gradient. The measured gradients are those of the arguments before the change.
     """
-    handed = [_copied(each) for each in arguments]
-    starts: list[Any] = [get_gradient_edge(each) for each in handed if _wants_gradient(each)]
+    copies = [_copied(argument) for argument in arguments]
+    starts: list[Any] = [get_gradient_edge(argument) for argument in copies if _wants_gradient(argument)]
     begin = now()
-    output = module(*handed)
+    output = module(*copies)
     forward = now() - begin
-    ends = [found for found in _find_tensors(output) if found.requires_grad]
+    ends = [tensor for tensor in _find_tensors(output) if tensor.requires_grad]
     starts += [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not ends or not starts:
         return forward, 0.0
@@ -92,33 +102,48 @@ def _timed_run(
 
 
 def _wants_gradient(argument: object) -> bool:
+    """Whether an argument is a tensor that requires a gradient."""
     return isinstance(argument, Tensor) and argument.requires_grad
 
 
 def _copied(argument: Any) -> Any:
-    """A copy of a tensor, with a graph where it wants a gradient; anything else is returned as it is."""
+    """Returns a copy of a tensor, and any other argument as it is.
+
+    The copy of a tensor that requires a gradient belongs to the graph.
+    """
     return argument.clone() if isinstance(argument, Tensor) else argument
 
 
 def _arguments(made: ModuleInputs) -> tuple[Any, ...]:
-    """With gradients asked for; leaves, whatever made them."""
+    """Returns the module's arguments as a tuple.
+
+    Floating-point tensors are detached and require gradients, so they are leaves of the graph.
+    """
     check_kind((Tensor, tuple), "a tensor or a tuple", **{"what make_input made": made})
     return tuple(
-        each.detach().requires_grad_() if isinstance(each, Tensor) and each.is_floating_point() else each
-        for each in (made if isinstance(made, tuple) else (made,))
+        argument.detach().requires_grad_()
+        if isinstance(argument, Tensor) and argument.is_floating_point()
+        else argument
+        for argument in (made if isinstance(made, tuple) else (made,))
     )
 
 
 def _random_input(module: nn.Module, columns: int) -> Callable[[int], Tensor]:
+    """Returns a function that makes a random tensor (rows, columns) for a number of rows."""
     check_count(make_input=columns)
-    like = next((each for each in module.parameters() if each.is_floating_point()), torch.empty(0))
+    like = next(
+        (parameter for parameter in module.parameters() if parameter.is_floating_point()), torch.empty(0)
+    )
     return lambda count: torch.randn(count, columns, dtype=like.dtype, device=like.device)
 
 
 @contextmanager
 def _left_as_it_was(module: nn.Module) -> Iterator[None]:
-    """Attributes, buffers and their values, and torch's random numbers, on every device that has any."""
-    held: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    """Restores a module and torch's random numbers when the block ends.
+
+    It restores attributes, buffers and their values.
+    """
+    attributes: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (table, dict(table))
         for part in module.modules()
         for table in (vars(part), *(vars(part)[name] for name in TABLES))
@@ -129,7 +154,7 @@ def _left_as_it_was(module: nn.Module) -> Iterator[None]:
         with torch.random.fork_rng(on_gpus):
             yield
     finally:
-        for table, entries in held:
+        for table, entries in attributes:
             table.clear()
             table.update(entries)
         with torch.inference_mode(False), torch.no_grad():

@@ -1,6 +1,6 @@
-"""How many thread blocks of the fused kernels communicate: stored, and the same on all ranks.
+"""Stored divisions of the fused kernels' thread blocks, and their agreement on all ranks.
 
-There is a file for each device name, beside the profiles, in $PMOE_CACHE or ~/.cache/pmoe:
+There is one file for each device name, beside the profiles, in $PMOE_CACHE or ~/.cache/pmoe:
 
     {"format": 1,
      "entries": [{"device_name": "NVIDIA H200", "num_blocks": 132, "num_ranks": 8, ..., "kernel": "dispatch",
@@ -8,8 +8,8 @@ There is a file for each device name, beside the profiles, in $PMOE_CACHE or ~/.
                   "seconds": [[1, 512, 0.0021], ...], "when": "2026-..."}, ...],
      "layers": [{"device_name": "NVIDIA H200", ..., "fused_forward": 0.0031, ..., "when": "2026-..."}, ...]}
 
-The division that ranks agree on follows from rank 0's table (`pmoe.planner.division`), whatever others
-have stored.
+All ranks use the division that follows from rank 0's table (`pmoe.planner.division`). The files of other
+ranks are not read.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from pmoe.planner.layer_sizes import check_fits
 from pmoe.warn import log
 
 AGREEING = "agreeing on divisions of the fused kernels"
-"""The stage that an error names."""
+"""Stage that an error names."""
 
 T = TypeVar("T")
 
 _agreed: dict[tuple[str, FusedLayerSizes], Any] = {}
-"""By group and kernel or layer, what rank 0's table says."""
+"""Answers of rank 0's table, by the group's name and the kernel or layer."""
 
 
 def fused_layer_sizes(
@@ -67,11 +67,14 @@ def fused_layer_sizes(
     dtype: torch.dtype,
     **sizes: Any,
 ) -> FusedLayerSizes:
-    """Of a layer on this CUDA device, whose rank receives as many rows as it sends: tokens * top_k.
+    """Returns the sizes of a layer on this CUDA device.
 
-    sizes: d_model, d_hidden, gated and virtual, as `FusedLayerSizes` has them, and raising as it does.
+    Its rank receives as many rows as it sends, tokens * top_k.
 
-    Raises ValueError where num_ranks does not divide num_experts, and for top_k above num_experts.
+    sizes: d_model, d_hidden, gated and virtual of `FusedLayerSizes`.
+
+    Raises ValueError if num_ranks does not divide num_experts, for top_k above num_experts, and as
+    `FusedLayerSizes` does.
     """
     check_fits(num_experts, top_k, num_ranks)
     return FusedLayerSizes(
@@ -86,12 +89,12 @@ def fused_layer_sizes(
 
 
 def agreed(ranks: Ranks, kernel: FusedKernelSizes, device: torch.device) -> Division:
-    """The division of rank 0's table for this kernel, see `DivisionTable.find`, on every rank.
+    """Returns the division of this kernel by rank 0's table, on every rank; see `DivisionTable.find`.
 
-    Collective the first time that a kernel comes. Later it is known, until `forget`.
+    Collective when a kernel is asked for the first time. Its answer is then remembered until `forget`.
 
-    Raises ValueError on every rank where their sizes differ: rows must be a number that all ranks share.
-    RuntimeError naming stage and rank where a peer is missing.
+    Raises ValueError on every rank if the sizes differ between ranks: rows must be a number that all ranks
+    share. Raises RuntimeError, naming stage and rank, if a peer is missing.
     """
 
     def found(table: DivisionTable) -> Division:
@@ -103,26 +106,32 @@ def agreed(ranks: Ranks, kernel: FusedKernelSizes, device: torch.device) -> Divi
 
 
 def agreed_layer(ranks: Ranks, sizes: FusedLayerSizes, device: torch.device) -> LayerSeconds | None:
-    """Seconds of the fused and of the chunked layer in rank 0's table, on every rank; None without any.
+    """Returns the times of the fused and the chunked layer by rank 0's table, on every rank.
 
-    See `DivisionTable.find_layer_times`. Collective and raising as `agreed`.
+    None if the table has none; see `DivisionTable.find_layer_times`. Collective and raising as `agreed`.
     """
     sizes = sizes_of(sizes)
     return _of_rank_0(ranks, device, sizes, lambda table: table.find_layer_times(sizes))
 
 
 def forget() -> None:
-    """Everything agreed in this process: the next call reads rank 0's table. All ranks forget, or none."""
+    """Forgets everything that ranks agreed on, so that the next call reads rank 0's table again.
+
+    Either all ranks must call it, or none.
+    """
     _agreed.clear()
 
 
 def _of_rank_0(
     ranks: Ranks, device: torch.device, sizes: FusedLayerSizes, found: Callable[[DivisionTable], T]
 ) -> T:
+    """Returns what rank 0 found in its table, on every rank. Collective if it is not remembered."""
     key = (ranks.name, sizes)
     if key not in _agreed:
         if not all(same(ranks, device, [digest([str(sizes)])], stage=AGREEING)):
-            raise ValueError(f"shape ({sizes}) must be the same on every rank, and another rank has another")
+            raise ValueError(
+                f"sizes ({sizes}) must be the same on every rank, but another rank has other sizes"
+            )
         own = found(load_divisions()) if ranks.rank == 0 else None
         _agreed[key] = from_first(ranks, own, stage=AGREEING)
     value: T = _agreed[key]
@@ -130,62 +139,73 @@ def _of_rank_0(
 
 
 FORMAT = 1
-"""Of the file. Rises with every change of what a field means."""
+"""Version of the file's format. It rises with every change of a field's meaning."""
 
 
 def division_path(device_name: str, folder: PathLike | None = None) -> Path:
-    """The file of devices of this name in the `cache_folder`. Raises RuntimeError where there is no home."""
+    """Returns the file for devices of this name, in `cache_folder`.
+
+    Raises RuntimeError if there is no home folder.
+    """
     return cache_path(("division", device_name, f"v{FORMAT}"), folder)
 
 
 def load_divisions(folder: PathLike | None = None) -> DivisionTable:
-    """All files of the folder as one table.
+    """Returns the entries of all files in the folder as one table.
 
-    Warns once about a file that is corrupt or of another format, and leaves it out. Raises nothing, since
-    other ranks may wait.
+    It raises nothing, because other ranks may be waiting. A file that is corrupt or of another format is
+    left out, with one warning.
     """
     entries: dict[FusedKernelSizes, Entry] = {}
     layers: dict[FusedLayerSizes, LayerSeconds] = {}
     try:
         paths = sorted(cache_folder(folder).glob("division_*.json"))
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        warnings.warn(f"pmoe: measured division points are not used: {error}", stacklevel=2)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
+        warnings.warn(f"pmoe: stored divisions of fused kernels are not used: {error}", stacklevel=2)
         paths = []
     for path in paths:
-        held = _usable(path)
-        entries |= held.entries
-        layers |= held.layers
+        file_table = _usable(path)
+        entries |= file_table.entries
+        layers |= file_table.layers
     return DivisionTable(entries, layers)
 
 
 def save_divisions(found: DivisionTable, folder: PathLike | None = None) -> Path:
-    """Merges ``found``, all of one device, into its file, in the place of older entries of the same kernels.
+    """Merges measurements of one device into its file, and returns the file's path.
 
-    Returns the file. A reader never sees half of it. Of two writers at once one may lose what it added.
-    Warns about a file of this format's name that cannot be used, and replaces it.
+    Older entries of the same kernels are replaced. A reader never sees half of the file, but of two
+    processes that write at once one may lose what it added. A file of this format's name that cannot be
+    used is replaced, with a warning.
 
-    Raises OSError or RuntimeError where it cannot be written.
+    Raises OSError or RuntimeError if the file cannot be written.
     """
-    (path,) = {division_path(each.device_name, folder) for each in (*found.entries, *found.layers)}
-    held = _usable(path)
-    merged = DivisionTable({**held.entries, **found.entries}, {**held.layers, **found.layers})
+    (path,) = {division_path(sizes.device_name, folder) for sizes in (*found.entries, *found.layers)}
+    stored = _usable(path)
+    merged = DivisionTable({**stored.entries, **found.entries}, {**stored.layers, **found.layers})
     save_json(path, {"format": FORMAT, **as_fields(merged)})
     return path
 
 
 def read_divisions(path: PathLike) -> DivisionTable:
-    """The table of one file. Raises OSError; ValueError with the file and the field where it is no table, or
-    one of another format."""
+    """Returns the table of one file.
+
+    Raises OSError if it cannot be read, and ValueError, with the file and the field, if it is no table or
+    of another format.
+    """
     return load_json(path, _table_from, "measure again with: pmoe profile --kernels")
 
 
 def _usable(path: Path) -> DivisionTable:
-    about = "measured division points are not used"
+    """Returns the table of a file, or an empty table if it cannot be used.
+
+    Warns about a file that exists and cannot be used.
+    """
+    about = "stored divisions of fused kernels are not used"
     return found_or(DivisionTable(), about, lambda: read_divisions(path))
 
 
 def as_fields(table: DivisionTable) -> dict[str, list[dict[str, Any]]]:
-    """The table as JSON has it, sorted by the text of its sizes."""
+    """Returns the table as JSON can hold it, sorted by the text of the sizes."""
 
     def rows(held: Mapping[Any, Any], numbers: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:
         return [{**asdict(sizes), **numbers(held[sizes])} for sizes in sorted(held, key=str)]
@@ -194,30 +214,37 @@ def as_fields(table: DivisionTable) -> dict[str, list[dict[str, Any]]]:
 
 
 def _entry_numbers(entry: Entry) -> dict[str, Any]:
-    seconds = [[*astuple(each), took] for each, took in sorted(entry.seconds.items())]
+    """Returns an entry without its sizes."""
+    seconds = [
+        [*astuple(division), division_seconds] for division, division_seconds in sorted(entry.seconds.items())
+    ]
     return {**asdict(entry.division), "seconds": seconds, "when": entry.when}
 
 
 def _table_from(held: Mapping[str, Any]) -> DivisionTable:
+    """Returns the table that the fields of a file hold. Raises ValueError if they are not of this format."""
     if held.get("format") != FORMAT:
         raise ValueError(f"format ({held.get('format')!r}) must be {FORMAT}")
-    entries, layers = held.get("entries"), held.get("layers")
+    entries = held.get("entries")
+    layers = held.get("layers")
     if not (isinstance(entries, list) and isinstance(layers, list)):
         raise ValueError("must have a list of entries and a list of layers")
-    found = [_entry(f"entries[{i}]", each) for i, each in enumerate(entries)]
+    entry_list = [_entry(f"entries[{i}]", fields) for i, fields in enumerate(entries)]
     timed = {
-        typed(FusedLayerSizes, each, f"layers[{i}]"): typed(LayerSeconds, each, f"layers[{i}]")
-        for i, each in enumerate(layers)
+        typed(FusedLayerSizes, entry, f"layers[{i}]"): typed(LayerSeconds, entry, f"layers[{i}]")
+        for i, entry in enumerate(layers)
     }
-    return DivisionTable({each.sizes: each for each in found}, timed)
+    return DivisionTable({entry.sizes: entry for entry in entry_list}, timed)
 
 
 def _entry(name: str, value: Any) -> Entry:
-    sizes, division = typed(FusedKernelSizes, value, name), typed(Division, value, name)
+    """Returns one entry of a file. Raises CorruptFileError, with the name of the field, if it is none."""
+    sizes = typed(FusedKernelSizes, value, name)
+    division = typed(Division, value, name)
     try:
         seconds = {
-            Division(n_c, columns): typed(float, took, f"{name}.seconds[{i}]")
-            for i, (n_c, columns, took) in enumerate(value.get("seconds"))
+            Division(n_c, columns): typed(float, division_seconds, f"{name}.seconds[{i}]")
+            for i, (n_c, columns, division_seconds) in enumerate(value.get("seconds"))
         }
     except (TypeError, ValueError) as error:
         raise CorruptFileError(f"{name}: {error}") from None

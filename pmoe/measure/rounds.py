@@ -1,7 +1,8 @@
-"""The one loop of timing: runs take turns in rounds, medians count, and the slowest rank's of those.
+"""The timing loop: runs take turns in rounds, and the median of each run counts, on the slowest rank.
 
-A run is one call that returns the seconds of its parts. Other work on the machine meets all runs of a round.
-How often they run follows from the arguments alone, never from a clock, so that runs may be collectives.
+A run is one call that returns the seconds of its parts. Other work on the machine affects all runs of a
+round. How often runs are repeated follows from the arguments alone, never from a clock, so that runs may be
+collectives.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from pmoe.warn import log
 Part = TypeVar("Part")
 
 PROGRESS_SECONDS = 5
-"""Between lines that say how far the rounds are."""
+"""Seconds between log lines that report progress."""
 
 
 def timestamp() -> str:
-    """Now: ISO 8601, UTC, in seconds."""
+    """Returns the time now in ISO 8601, UTC, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
@@ -40,21 +41,26 @@ def in_turns(
     begin: Callable[[], object] | None = None,
     rotate: bool = False,
 ) -> list[list[Sequence[Part]]]:
-    """The parts that each run returned, one sample a round, after ``warm_up`` rounds that do not count.
+    """Runs all runs in turn for a number of rounds, and returns for each run its parts of every round.
 
-    begin: called before each run, such as `begin_together`. rotate: each round begins with the next run, so
-    that none always follows the same one.
+    Args:
+        runs: each returns its parts.
+        rounds: rounds that count.
+        warm_up: rounds before them, which do not count.
+        begin: called before each run, such as `begin_together`.
+        rotate: whether each round starts one run later, so that no run always follows the same one.
 
     Raises ValueError for rounds below 1 and warm_up below 0.
-    Example: 2 runs, 2 rounds, 1 warm-up, without rotation -> 0 1, then 0 1 0 1, which count.
+
+    Example: 2 runs, 2 rounds, 1 warm-up, no rotation -> 0 1 (warm-up), 0 1 0 1.
     """
     if rounds < 1 or warm_up < 0:
         raise ValueError(f"rounds ({rounds}) must be at least 1 and warm_up ({warm_up}) at least 0")
     samples: list[list[Sequence[Part]]] = [[] for _ in runs]
-    told = time.monotonic()
+    last_report = time.monotonic()
     for turn, place in itertools.product(range(-warm_up, rounds), range(len(runs))):
-        if time.monotonic() - told > PROGRESS_SECONDS:
-            told = time.monotonic()
+        if time.monotonic() - last_report > PROGRESS_SECONDS:
+            last_report = time.monotonic()
             log.info(
                 "measuring: round %d of %d, run %d of %d",
                 turn + warm_up + 1,
@@ -80,10 +86,13 @@ def median_seconds(
     seconds: Callable[[Part], float] = float,  # type: ignore[assignment]
     agree: Agree | None = None,
 ) -> list[list[float]]:
-    """Of each run and each of its parts the median over the rounds; with ``agree`` the slowest rank's.
+    """Returns for each run, and each of its parts, the median seconds over the rounds.
 
-    rounds, warm_up, begin: as `in_turns` takes them. seconds: of a part, read when all rounds are over, so
-    that nothing between runs waits for a device. agree: one reduction of all medians at the end.
+    Args:
+        rounds, warm_up, begin: as in `in_turns`.
+        seconds: gives the seconds of a part. It is called when all rounds are over, so that nothing between
+            runs waits for a device.
+        agree: if given, takes the slowest rank's medians, by one reduction at the end.
     """
     medians = [
         [statistics.median(map(seconds, part)) for part in zip(*samples, strict=True)]
@@ -91,17 +100,17 @@ def median_seconds(
     ]
     if agree is None:
         return medians
-    slowest = iter(agree([each for parts in medians for each in parts]))
+    slowest = iter(agree([median for parts in medians for median in parts]))
     return [list(itertools.islice(slowest, len(parts))) for parts in medians]
 
 
 def begin_together(ranks: Ranks) -> Callable[[], object] | None:
-    """A barrier of these ranks, as the ``begin`` of rounds; None for one rank."""
+    """Returns a barrier of these ranks, for the argument ``begin`` of rounds; None for one rank."""
     return functools.partial(dist.barrier, group=ranks.group) if ranks.size > 1 else None
 
 
 def clock_of(*devices: torch.device) -> Callable[[], float]:
-    """A clock, in seconds, that waits until the CUDA devices among these have done all work so far."""
+    """Returns a clock in seconds that first waits for all work on the CUDA devices among these."""
     on_gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
 
     def when_done() -> float:
@@ -113,7 +122,10 @@ def clock_of(*devices: torch.device) -> Callable[[], float]:
 
 
 def marked(work: Callable[[], object]) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-    """Runs ``work`` between two CUDA events on the current stream: one part, for `event_seconds`."""
+    """Runs ``work`` between two CUDA events on the current stream, and returns them as one part.
+
+    `event_seconds` reads the seconds between them.
+    """
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     work()
@@ -122,7 +134,7 @@ def marked(work: Callable[[], object]) -> list[tuple[torch.cuda.Event, torch.cud
 
 
 def event_seconds(part: tuple[torch.cuda.Event, torch.cuda.Event]) -> float:
-    """Between two CUDA events. Waits for the second."""
+    """Returns the seconds between two CUDA events. Waits for the second."""
     begin, end = part
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3

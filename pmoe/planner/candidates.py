@@ -1,7 +1,8 @@
-"""The ways to run a layer, each with its predicted seconds and bytes, and the one to take.
+"""Candidates: the ways to run a layer, with predicted seconds and bytes, and the choice among them.
 
-Nothing runs here: sizes, the schedules and a profile are enough. A layer asks for the fastest within its
-budget, with numbers that all its ranks share, so that all decide alike; `pmoe plan` asks for advice.
+Nothing runs here: sizes, schedules and a profile are enough. A layer asks for the fastest choice within its
+budget, with numbers that all its ranks share, so that all ranks choose the same. `pmoe plan` asks for
+advice.
 """
 
 from __future__ import annotations
@@ -29,12 +30,20 @@ from pmoe.warn import log
 
 @dataclass(frozen=True, kw_only=True)
 class PricedChoice(Choice):
-    """One way to run a layer and its price: predicted seconds of a step, bytes for the worst routing."""
+    """A way to run a layer (n and restore pair), with its predicted price.
+
+    seconds: of a forward and a backward pass, for evenly routed tokens.
+    memory: bytes for the worst routing.
+    """
 
     seconds: float
     memory: PredictedMemory = field(hash=False)
 
     def __str__(self) -> str:
+        """Returns the choice and its price in words.
+
+        Example: "n=4 keep/recompute: 3.2 ms, 120.5 MiB at most".
+        """
         degrees = f"n={self.forward}" + f"/{self.backward}" * self.rearranged
         return (
             f"{degrees} {self.restore}: {self.seconds * 1e3:.3g} ms, "
@@ -46,10 +55,12 @@ class PricedChoice(Choice):
 def bound(
     sizes: LayerSizes, call: CallRows, choice: Choice, slack: float, bins: int | None = None
 ) -> PredictedMemory:
-    """The most bytes that any routing needs.
+    """Returns the most bytes that any routing needs.
 
-    call: of the rank with most tokens. slack: rows of a slot over the balanced share. bins: into which rows
-    are counted, by default as for the degrees of ``choice``.
+    Args:
+        call: rows of the rank that has most tokens.
+        slack: a ring slot holds ceil(slack * T * K / n) rows. Chunks are cut finer until their rows fit.
+        bins: number of bins in which rows are counted. None takes the number for the degrees of ``choice``.
     """
     degrees = (choice.forward, choice.backward)
     bins = num_bins(degrees, sizes.num_ranks, sizes.num_experts) if bins is None else bins
@@ -67,31 +78,34 @@ def evaluate(
     slack: float,
     bins: int | None = None,
 ) -> list[PricedChoice]:
-    """Every choice with its price.
+    """Returns every choice with its predicted seconds and bytes.
 
-    profile: of the machine; without one all seconds are 0. slack, bins: as `bound` takes them.
+    profile: rates of the machine. Without one all seconds are 0.
+    slack, bins: as in `bound`.
     """
     return [
         PricedChoice(
-            **vars(each),
-            seconds=0.0 if profile is None else step_seconds(sizes, profile, num_tokens, each),
-            memory=bound(sizes, sizes.call(num_tokens), each, slack, bins),
+            **vars(choice),
+            seconds=0.0 if profile is None else step_seconds(sizes, profile, num_tokens, choice),
+            memory=bound(sizes, sizes.call(num_tokens), choice, slack, bins),
         )
-        for each in choices
+        for choice in choices
     ]
 
 
 def within_budget(candidates: Sequence[PricedChoice], budget: int) -> PricedChoice:
-    """The fastest that needs at most ``budget`` bytes for any routing; of equals the one of fewest bytes.
+    """Returns the fastest candidate within the budget; of equals that of fewest bytes.
 
-    Raises ValueError with the least budget that would do.
+    budget: bytes. A candidate's promised bytes may be at most these.
+
+    Raises ValueError, with the smallest budget that would do, if there is none.
     """
-    fitting = [each for each in candidates if each.memory.promised <= budget]
+    fitting = [candidate for candidate in candidates if candidate.memory.promised <= budget]
     if not fitting:
-        smallest = min(candidates, key=lambda each: each.memory.promised)
+        smallest = min(candidates, key=lambda candidate: candidate.memory.promised)
         raise ValueError(
             f"memory_budget ({budget} bytes) must be at least {smallest.memory.promised} for these tokens, "
-            f"whatever their routing (n={smallest.forward}, {smallest.restore})"
+            f"with any routing (n={smallest.forward}, {smallest.restore})"
         )
     return min(fitting, key=PRICE)
 
@@ -101,12 +115,15 @@ def within_budget(candidates: Sequence[PricedChoice], budget: int) -> PricedChoi
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What a layer should take, and its alternatives.
+    """The advice of `pmoe plan`: the choice for a layer, and its alternatives.
 
-    sizes, profile, num_tokens, slack: what `advise` was asked. dispatch: the all-to-all of the profile's
-        messages.
-    candidates: every n with every pair that was asked for. decision: the one to take; why: in words.
-    fastest: of all candidates. eq10: seconds of a step by pair, by Eq. 10.
+    sizes, profile, num_tokens, slack: the arguments of `advise`.
+    dispatch: the all-to-all that the profile's messages are for.
+    candidates: every n with every pair that was asked for.
+    eq10: seconds of a step by pair, by Eq. 10.
+    decision: the candidate to take.
+    why: the reason, in words.
+    fastest: the fastest of all candidates, even if it exceeds the budget.
     """
 
     sizes: LayerSizes
@@ -122,18 +139,19 @@ class Advice:
 
     @property
     def way(self) -> dict[str, Any]:
-        """What to take, by the names of a layer's options, and the predicted seconds of a step."""
-        took, place = self.decision, {"dispatch": self.dispatch, "esp": self.sizes.inside}
-        return {**place, "n": took.forward, "restore": str(took.restore), "seconds": took.seconds}
+        """The decision by the names of a layer's options, and the predicted seconds of a step."""
+        choice = self.decision
+        place = {"dispatch": self.dispatch, "esp": self.sizes.inside}
+        return {**place, "n": choice.forward, "restore": str(choice.restore), "seconds": choice.seconds}
 
     @property
     def exposed_seconds(self) -> float:
-        """Of a step: something travels, and nothing is computed."""
+        """Seconds of a step in which something travels and nothing is computed."""
         return overlap(step_bars(self.sizes, self.profile, self.num_tokens, self.decision)).exposed
 
     @property
     def even_bytes(self) -> int:
-        """As `promised`, where a rank receives as many rows as it sends."""
+        """Promised bytes if routing is even, so that a rank receives as many rows as it sends."""
         sizes = self.sizes
         even = replace(sizes, num_ranks=sizes.inside, bypass_local=sizes.num_ranks == 1)
         return bound(even, even.call(self.num_tokens), self.decision, self.slack).promised
@@ -149,23 +167,29 @@ def advise(
     pairs: Sequence[Restore] = ALL_PAIRS,
     dispatch: ExchangeName = "flat",
 ) -> Advice:
-    """n and the restore pair for a layer with ``num_tokens`` tokens a rank, evenly routed.
+    """Chooses n and the restore pair for a layer with ``num_tokens`` evenly routed tokens on each rank.
 
-    budget: bytes, or None. With one the fastest candidate, by the simulator, that holds it for any routing;
-    without, the cheapest of S1 to S4 by Eq. 10, with the n of least simulated time. slack: rows of a slot
-    over the balanced share. pairs: of the candidates, S1 to S4 among them. dispatch: as `Advice` has it.
+    With a budget it takes the fastest candidate, by the simulator, that keeps to the budget for any
+    routing. Without one it takes the cheapest pair of S1 to S4 by Eq. 10, and the n for it with the least
+    simulated time.
 
-    Raises ValueError with the least budget where nothing holds it.
+    Args:
+        budget: bytes, or None.
+        slack: as in `bound`.
+        pairs: pairs of the candidates. S1 to S4 must be among them if budget is None.
+        dispatch: name of the all-to-all that the profile's messages are for.
+
+    Raises ValueError, with the smallest budget that would do, if no candidate keeps to the budget.
     """
     choices = all_choices([(n, n) for n in DEGREES], pairs)
     candidates = evaluate(sizes, num_tokens, choices, profile=profile, slack=slack)
     if budget is None:
         pair, _ = cheapest_pair(sizes, profile, num_tokens, STRATEGIES.values())
-        decision = min((each for each in candidates if each.restore == pair), key=PRICE)
+        decision = min((candidate for candidate in candidates if candidate.restore == pair), key=PRICE)
         why = f"{pair.strategy} is the cheapest of S1 to S4 by Eq. 10, and n={decision.forward} its fastest"
     else:
         decision = within_budget(candidates, budget)
-        why = f"the fastest that holds {budget} bytes for any routing"
+        why = f"the fastest that needs at most {budget} bytes for any routing"
     return Advice(
         sizes=sizes,
         profile=profile,
@@ -181,7 +205,7 @@ def advise(
 
 
 def step_bars(sizes: LayerSizes, profile: Profile, num_tokens: int, chosen: PricedChoice) -> list[Span]:
-    """When each task of a step would run: forward, and backward right behind it."""
+    """Returns when each task of a step would run: the forward pass, and the backward pass right after it."""
     drawn: list[Span] = []
     origin = 0.0
     for direction, ran in simulated_step(sizes, profile, num_tokens, chosen).items():
@@ -190,24 +214,35 @@ def step_bars(sizes: LayerSizes, profile: Profile, num_tokens: int, chosen: Pric
     return drawn
 
 
-# ---- the choices of a layer
+# ---- a layer's own choices
 
 
 T = TypeVar("T")
-PRICE = operator.attrgetter("seconds", "memory.promised")  # of equally fast ones fewer bytes come first
+PRICE = operator.attrgetter("seconds", "memory.promised")
+"""Sort key of candidates: seconds, then bytes."""
 NEAR = 1.25
-"""Eq. 10 knows the slowest lane alone: a pair that costs at most so many times the cheapest may be faster."""
+"""Factor by which a pair may be slower than the cheapest by Eq. 10 and still be measured in trials.
+
+Eq. 10 knows only the slowest lane, so such a pair may really be faster.
+"""
 
 Measured = list[tuple[float, float]] | None
-"""Seconds of both passes by choice, the same on every rank; None where trials are not for a layer."""
+"""Measured seconds of (forward, backward) for each choice, the same on every rank.
+
+None if the layer allows no trials.
+"""
 TriedBy = Callable[[Sequence[T]], Measured]
+"""Measures some choices by trials on the batch of the call."""
 
 
 class Chooser:
-    """Chooses for one layer, from numbers that all its ranks share, and remembers by B tokens of a rank.
+    """Chooses n and the restore pair for one layer, and remembers what it chose for how many tokens.
 
-    pairs: to choose from. budget: bytes for any routing, or None. slack: rows of a slot over the balanced
-    share. bins: into which rows are counted.
+    It uses only numbers that all ranks of the layer share, so all ranks choose the same.
+
+    pairs: restore pairs to choose from.
+    budget: bytes that must suffice for any routing, or None.
+    slack, bins: as in `bound`.
     """
 
     pairs: tuple[Restore, ...]
@@ -218,29 +253,41 @@ class Chooser:
     def __init__(
         self, *, pairs: Sequence[Restore], budget: int | None, slack: float, bins: int | None = None
     ) -> None:
-        self.pairs, self.budget, self.slack, self.bins = tuple(pairs), budget, slack, bins
+        self.pairs = tuple(pairs)
+        self.budget = budget
+        self.slack = slack
+        self.bins = bins
         self._known: dict[tuple[object, ...], Choice | None] = {}
         self._pairs: dict[tuple[object, ...], Restore] = {}
 
     def pair(
         self, sizes: LayerSizes, max_tokens: int, profile: Callable[[], Profile], tried: TriedBy[Restore]
     ) -> Restore:
-        """The cheapest pair by Eq. 10; of those that are about as cheap the fastest, where ``tried`` measures
-        them. profile: asked only where there is something to choose."""
+        """Returns the cheapest restore pair by Eq. 10. Trials decide among those that are about as cheap.
+
+        Args:
+            max_tokens: tokens of the rank that has most.
+            profile: gives the machine's rates. It is called only if there is something to choose, as it may
+                have to measure.
+            tried: measures pairs.
+        """
         if len(self.pairs) == 1 or max_tokens == 0:
             return self.pairs[0]
         tokens = _rounded_up(max_tokens)
         key = (sizes, tokens, self.pairs)
         if key not in self._pairs:
-            found, seconds = cheapest_pair(sizes, profile(), tokens, self.pairs)
-            near = [pair for pair in self.pairs if seconds[pair] <= NEAR * seconds[found]]
-            found = _fastest_tried(near, tried) or found
-            if found not in self._pairs.values():
-                told = ", ".join(f"{pair}: {time * 1e3:.3g} ms" for pair, time in seconds.items())
+            cheapest, seconds = cheapest_pair(sizes, profile(), tokens, self.pairs)
+            near = [pair for pair in self.pairs if seconds[pair] <= NEAR * seconds[cheapest]]
+            cheapest = _fastest_tried(near, tried) or cheapest
+            if cheapest not in self._pairs.values():
+                listed = ", ".join(f"{pair}: {time * 1e3:.3g} ms" for pair, time in seconds.items())
                 log.info(
-                    "memory_reuse=True takes %s for %d tokens a rank (Eq. 10: %s)", found, max_tokens, told
+                    "memory_reuse=True takes %s for %d tokens a rank (Eq. 10: %s)",
+                    cheapest,
+                    max_tokens,
+                    listed,
                 )
-            self._pairs[key] = found
+            self._pairs[key] = cheapest
         return self._pairs[key]
 
     def fitting(
@@ -253,15 +300,24 @@ class Chooser:
         *,
         host_is_full: bool = False,
     ) -> Choice:
-        """The fastest choice within the budget; none that offloads T_DI where the host is full.
+        """Returns the fastest choice within the budget.
 
-        tried: measures a few choices, where it can. Raises ValueError with the least budget that would do.
+        Args:
+            max_tokens: tokens of the rank that has most.
+            choices: to choose from.
+            profile: gives the machine's rates.
+            tried: measures a few choices.
+            host_is_full: excludes choices that offload T_DI. If all do, T_DI is sent again instead.
+
+        Raises ValueError, with the smallest budget that would do, if no choice keeps to the budget.
         """
         if host_is_full:
-            choices = [each for each in choices if each.restore.dispatched != "offload"] or [
-                replace(each, restore=Restore("communicate", each.restore.hidden)) for each in choices
+            choices = [candidate for candidate in choices if candidate.restore.dispatched != "offload"] or [
+                replace(candidate, restore=Restore("communicate", candidate.restore.hidden))
+                for candidate in choices
             ]
-        # What holds for more tokens holds for fewer: few numbers are decided on. None where nothing holds.
+        # A choice that fits more tokens fits fewer too. So numbers of tokens are rounded up, and few are ever
+        # decided on. If nothing fits the rounded number (None), the exact number may still fit.
         for tokens in (_rounded_up(max_tokens), max_tokens):
             case = (sizes, tokens, tuple(choices))
             if case not in self._known:
@@ -271,8 +327,8 @@ class Chooser:
                     if tokens == max_tokens:
                         raise
                     self._known[case] = None
-            if (found := self._known[case]) is not None:
-                return found
+            if (choice := self._known[case]) is not None:
+                return choice
         raise AssertionError("unreachable: the last number of tokens fits or raises")
 
     def _fit(
@@ -283,34 +339,44 @@ class Chooser:
         profile: Callable[[], Profile],
         tried: TriedBy[PricedChoice],
     ) -> Choice:
+        """Chooses for this number of tokens. Raises ValueError if nothing keeps to the budget."""
         assert self.budget is not None
         rates = profile() if len(choices) > 1 else None
         candidates = evaluate(sizes, tokens, choices, profile=rates, slack=self.slack, bins=self.bins)
         best = within_budget(candidates, self.budget)
         if rates is not None:
-            few = _worth_trying([each for each in candidates if each.memory.promised <= self.budget])
-            best = _fastest_tried(few, tried) or best
+            shortlist = _worth_trying(
+                [candidate for candidate in candidates if candidate.memory.promised <= self.budget]
+            )
+            best = _fastest_tried(shortlist, tried) or best
         log.info("memory_budget=%d takes %s for up to %d tokens a rank", self.budget, best, tokens)
         return best
 
 
 def _fastest_tried(few: Sequence[T], tried: TriedBy[T]) -> T | None:
-    """None where there is one only, or trials are not for the layer."""
+    """Returns the choice that was fastest in trials.
+
+    None if there is only one choice, or if the layer allows no trials.
+    """
     seconds = tried(few) if len(few) > 1 else None
     return None if seconds is None else few[min(range(len(few)), key=lambda at: sum(seconds[at]))]
 
 
 def _worth_trying(candidates: Iterable[PricedChoice]) -> list[PricedChoice]:
-    """Of each number of chunks the fastest, or, of one number alone the three fastest."""
+    """Returns the candidates that trials should compare.
+
+    They are the fastest of each number of chunks. If there is one number of chunks only, they are its three
+    fastest.
+    """
     ordered = sorted(candidates, key=PRICE)
-    first: dict[tuple[int, int], PricedChoice] = {}
-    for each in ordered:
-        first.setdefault((each.forward, each.backward), each)
-    return list(first.values()) if len(first) > 1 else ordered[:3]
+    fastest_by_degrees: dict[tuple[int, int], PricedChoice] = {}
+    for candidate in ordered:
+        fastest_by_degrees.setdefault((candidate.forward, candidate.backward), candidate)
+    return list(fastest_by_degrees.values()) if len(fastest_by_degrees) > 1 else ordered[:3]
 
 
 def _rounded_up(tokens: int) -> int:
-    """To three significant bits.
+    """Returns the number rounded up to three significant bits.
 
     Example: 1000 -> 1024, 1100 -> 1280.
     """

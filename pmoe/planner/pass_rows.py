@@ -1,4 +1,4 @@
-"""How many rows a pass works on: those that were counted, or the most that any routing brings."""
+"""Rows that a pass works on: counted rows of one call, or the most that any routing can bring."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from pmoe.schedule.slots import ChunkRows
 class PassRows:
     """Rows of one pass on this rank.
 
-    extent: by chunk. received, local, sent: in all. relayed: rows that this rank carries for others in the
-    largest chunk. merged: whether rows travel once to a rank that holds several of their token's experts.
-    exact: the very rows, else the most that there may be.
+    extent: rows of each chunk, by where they are.
+    received: rows from other ranks, of all chunks.
+    local: rows that stay on this rank, of all chunks.
+    sent: rows to other ranks, of all chunks.
+    exact: True if these rows were counted, False if they are upper bounds.
+    relayed: rows that this rank passes on for others, in the chunk that has most.
+    merged: whether a token is sent once to a rank that holds several of its experts.
     """
 
     extent: ChunkRows
@@ -29,28 +33,35 @@ class PassRows:
 
     @property
     def num_chunks(self) -> int:
+        """Number of chunks of the pass."""
         return len(self.extent.send)
 
     @property
     def largest_unit(self) -> int:
-        """Rows of the largest product: chunks that travel and pieces that stay are multiplied one by one."""
+        """Rows of the largest product. Received chunks and pieces of local rows are multiplied one by one."""
         return max((*self.extent.received, *self.extent.local), default=0)
 
 
 def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, inside_rank: int = 0) -> PassRows:
-    """The rows of rank ``rank`` in n chunks, from the counts that ranks exchanged.
+    """Returns the rows of rank ``rank`` in n chunks, from the row counts that ranks exchanged.
 
-    inside_rank: its place among the ranks that share its experts. n divides the bins of ``counts``.
+    n: number of chunks. It divides the number of bins of ``counts``.
+    inside_rank: this rank's place among the ranks that share its experts.
     """
     own = slice(inside_rank * sizes.num_across, (inside_rank + 1) * sizes.num_across)
     counts = counts.joined(n)
     is_merged = counts.sent_once is not None
-    recv, leaving, coming = counts.recv, counts.sent_rows, counts.received_rows
+    recv = counts.recv
+    leaving = counts.sent_rows
+    coming = counts.received_rows
+    # One more row, of zeros, is read by slots without a row of their own: dropped ones, and merged ones.
     home = [rows + (sizes.has_drops or is_merged) for rows in leaving.sum(1).tolist()]
     local = [0] * n
     if sizes.bypass_local:
         local = counts.send[:, rank].sum(1).tolist()
-        recv, leaving, coming = (without_own(each, rank) for each in (recv, leaving, coming))
+        recv, leaving, coming = (
+            without_own(rows_of_ranks, rank) for rows_of_ranks in (recv, leaving, coming)
+        )
         if is_merged:
             home = [a + b + 1 for a, b in zip(leaving.sum(1).tolist(), local, strict=True)]
     apart = sizes.inside > 1 or is_merged
@@ -71,7 +82,11 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
         sent=sum(extent.send),
         exact=True,
         relayed=max(
-            (int(each.sum(1).max()) for each in counts.relayed if each is not None and each.numel()),
+            (
+                int(relayed_rows.sum(1).max())
+                for relayed_rows in counts.relayed
+                if relayed_rows is not None and relayed_rows.numel()
+            ),
             default=0,
         ),
         merged=is_merged,
@@ -79,20 +94,22 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
 
 
 def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: int) -> PassRows:
-    """The most rows that any routing brings a rank, where no rank has more than this call's.
+    """Returns the most rows that any routing can bring a rank, if no rank has more tokens than this call.
 
-    slot_rows: the rows of a slot; chunks are cut finer until none brings more, down to the ``bins``. Without
-    rings there are no slots, and chunks stay as they are.
+    slot_rows: rows of a ring slot. Chunks are cut in two until no chunk brings more rows than a slot holds,
+        but never finer than the ``bins``. Without rings there are no slots, and chunks are not cut.
     """
     sources = sizes.num_ranks - 1 if sizes.bypass_local else sizes.num_ranks
     own = _most_of_chunk(call, n)
-    cuts = n
+    cuts = n  # the finest cut that the bins allow
     while bins % (2 * cuts) == 0:
         cuts *= 2
-    received, chunks = sources * own, n
+    received = sources * own
+    chunks = n
     if sizes.rotates:
         received = min(received, max(slot_rows, sources * _most_of_chunk(call, cuts)))
-        # A skewed batch of one or two chunks is cut into more, which use every slot of a ring.
+        # A skewed batch of one or two chunks may be cut into more. Three stand for any larger number: a ring
+        # has at most two slots, so they use all of them.
         chunks = max(n, 3) if sources else n
     local = own if sizes.bypass_local else 0
     apart = sizes.inside > 1 or sizes.merges
@@ -118,5 +135,5 @@ def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: 
 
 
 def _most_of_chunk(call: CallRows, n: int) -> int:
-    """The most slots that one of n chunks of a rank's tokens may have."""
+    """Returns the most slots that one of n chunks of a rank's tokens may have."""
     return min(math.ceil(call.inner / n) * call.choices, call.slots)

@@ -1,4 +1,7 @@
-"""The way to run a layer, by a profile or on machines that one does not have: all-to-all, ESP, n and pair."""
+"""Ways to run a layer on given machines: the all-to-all, the ESP degree, n and the restore pair.
+
+The machines are those of a measured profile, or a described cluster that one does not have.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +18,33 @@ from pmoe.planner.profile import Profile
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 
 OFF = 0.2
-"""How far each rate may be off where `sensitivity` asks what that changes."""
+"""Relative error of each rate in `sensitivity`."""
 
 
 def candidate_ways(rates: Profile | Cluster, layer: Mapping[str, Any]) -> list[tuple[ExchangeName, int]]:
-    """All-to-alls with ESP degrees, divisors of L and H, over whose ranks a layer's experts can be spread.
+    """Returns the pairs of an all-to-all and an ESP degree that the layer can use on these machines.
 
-    A profile knows the flat one without ESP. Raises ValueError where a cluster has none.
+    An ESP degree is the number of ranks of a machine that share each expert. It divides the ranks of a
+    machine and H, and num_experts is a multiple of ranks / ESP. A profile measured only the flat all-to-all
+    without ESP.
+
+    Raises ValueError if a cluster has no such degree for these experts.
     """
     if isinstance(rates, Profile):
         return [(NAMES[0], 1)]
-    local, num_experts, found = rates.ranks_per_machine, layer["num_experts"], []
+    local = rates.ranks_per_machine
+    num_experts = layer["num_experts"]
+    ways = []
     divisors = math.gcd(local, layer["d_hidden"])
     for esp in range(1, divisors + 1):
         if divisors % esp == 0 and num_experts % (rates.num_ranks // esp) == 0:
-            found += [(name, esp) for name in (NAMES if rates.machines > 1 and local > esp else NAMES[:1])]
-    if not found:
+            ways += [(name, esp) for name in (NAMES if rates.machines > 1 and local > esp else NAMES[:1])]
+    if not ways:
         raise ValueError(
-            f"num_experts ({num_experts}) must be a multiple of the {rates.num_ranks} ranks, or of them "
-            f"over a common divisor of ranks_per_machine ({local}) and d_hidden ({layer['d_hidden']})"
+            f"num_experts ({num_experts}) must be a multiple of ranks / ESP, for {rates.num_ranks} ranks and "
+            f"some ESP degree that divides ranks_per_machine ({local}) and d_hidden ({layer['d_hidden']})"
         )
-    return found
+    return ways
 
 
 def plan_ways(
@@ -48,12 +57,19 @@ def plan_ways(
     slack: float = 1.25,
     pairs: Sequence[Restore] = ALL_PAIRS,
 ) -> list[Advice]:
-    """What `advise` says of each candidate, the fastest first; of those alone that hold the budget.
+    """Returns the advice for each all-to-all and ESP degree, the fastest first. Only those within the budget.
 
-    layer: arguments of `sizes_from_options`. among: `candidate_ways` by default. pairs: as `advise` takes
-    them. Raises ValueError as these do, and where the experts do not fit the memory of a cluster's ranks.
+    Args:
+        rates: a measured profile, or a described cluster.
+        layer: arguments of `sizes_from_options`.
+        num_tokens: tokens of each rank.
+        among: (all-to-all, ESP degree) pairs to look at; `candidate_ways` by default.
+        budget, slack, pairs: as in `advise`.
+
+    Raises ValueError as `candidate_ways` and `advise` do, and if a rank's experts exceed the memory of the
+    cluster's ranks.
     """
-    found: list[Advice] = []
+    advice: list[Advice] = []
     refused: list[ValueError] = []
     place: dict[str, Any] = {"num_ranks": rates.num_ranks, "device_type": rates.device_type}
     dtype = str(layer["dtype"]).removeprefix("torch.")
@@ -65,43 +81,59 @@ def plan_ways(
             rates.check_holds(sizes.expert_parameters * sizes.element_size)
             profile = rates.profile(dispatch, esp, dtype)
             sizes = replace(sizes, relays=0 if dispatch == "flat" else rates.ranks_per_machine // esp)
-        asked: dict[str, Any] = {"budget": budget, "slack": slack, "pairs": pairs, "dispatch": dispatch}
+        options: dict[str, Any] = {"budget": budget, "slack": slack, "pairs": pairs, "dispatch": dispatch}
         try:
-            found.append(advise(sizes, profile, num_tokens, **asked))
+            advice.append(advise(sizes, profile, num_tokens, **options))
         except ValueError as error:
             refused.append(error)
-    if not found:
-        raise refused[0]  # the least of all: others relay rows, or gather them
-    return sorted(found, key=lambda way: way.decision.seconds)
+    if not advice:
+        raise refused[0]  # the first way needs least memory: the others relay rows, or gather them
+    return sorted(advice, key=lambda way: way.decision.seconds)
 
 
 def sensitivity(cluster: Cluster, ways: Sequence[Advice], **options: Any) -> Iterator[dict[str, Any]]:
-    """How each rate moves the answer, where it is OFF lower and higher. options: of `plan_ways`.
+    """Yields how the answer changes if one rate of the cluster is lower or higher by `OFF`.
 
-    Fields: the rate, how many times as high it is, the way that is the best then, the change of its seconds
-    over those of the first way before, and the seconds of the first way then.
+    Fields of each answer:
 
-    No step is longer with a rate that is x times as high, nor shorter than 1 / x: ways that take more than
-    1 / (1 - OFF) of the fastest's seconds stay behind it, and are not asked again.
+        rate            "compute", "copy", "inside" or "outside"
+        times           factor on that rate
+        dispatch, esp, n, restore, seconds   the best way then
+        change          relative change of the best way's seconds
+        first_seconds   seconds then of the way that is best now
+
+    With a rate that is x times as high no step takes longer, and none takes less than 1 / x of its seconds.
+    So a way that takes more than 1 / (1 - OFF) times the fastest way's seconds stays slower, and is left
+    out.
+
+    ways: what `plan_ways` returned for the cluster.
+    options: the other arguments of `plan_ways`.
     """
-    first, chosen = ways[0], ways[0].decision
+    first = ways[0]
+    chosen = ways[0].decision
     near = [way for way in ways if (1 - OFF) * way.decision.seconds <= chosen.seconds]
     options["among"] = [(way.dispatch, way.sizes.inside) for way in near]
-    if options.get("budget") is None:  # others are not chosen then
+    if options.get("budget") is None:  # without a budget only S1 to S4 are chosen
         options["pairs"] = tuple(STRATEGIES.values())
-    unused = {"inside": cluster.ranks_per_machine, "outside": cluster.machines}
+    unused = {"inside": cluster.ranks_per_machine, "outside": cluster.machines}  # a link among 1 is not used
     for name in ("compute", "copy", "inside", "outside"):
         for times in (1 - OFF, 1 + OFF) if unused.get(name) != 1 else ():
             line = getattr(cluster, name)
-            moved = replace(line, beta_seconds=line.beta_seconds / times)
-            found = plan_ways(replace(cluster, **{name: moved}), **options)
-            (same,) = (way for way in found if (way.dispatch, way.sizes) == (first.dispatch, first.sizes))
-            kept = [c for c in same.candidates if (c.forward, c.restore) == (chosen.forward, chosen.restore)]
-            change = found[0].decision.seconds / chosen.seconds - 1
+            moved_line = replace(line, beta_seconds=line.beta_seconds / times)
+            moved_ways = plan_ways(replace(cluster, **{name: moved_line}), **options)
+            (first_again,) = (
+                way for way in moved_ways if (way.dispatch, way.sizes) == (first.dispatch, first.sizes)
+            )
+            same_choice = [
+                c
+                for c in first_again.candidates
+                if (c.forward, c.restore) == (chosen.forward, chosen.restore)
+            ]
+            change = moved_ways[0].decision.seconds / chosen.seconds - 1
             yield {
                 "rate": name,
                 "times": times,
-                **found[0].way,
+                **moved_ways[0].way,
                 "change": change,
-                "first_seconds": kept[0].seconds,
+                "first_seconds": same_choice[0].seconds,
             }

@@ -66,7 +66,7 @@ def test_unlike_shapes_are_an_error_on_every_rank(tmp_path: Path) -> None:
         given, ranks(2).run(taken, str(tmp_path), given), strict=True
     ):
         assert (found, seconds, reductions) == (None, None, 2)
-        assert error == f"shape ({shape}) must be the same on every rank, and another rank has another"
+        assert error == f"sizes ({shape}) must be the same on every rank, but another rank has other sizes"
 
 
 def filled(rank: int, world: int) -> tuple[Division, dict[Division, float]]:

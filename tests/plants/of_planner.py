@@ -117,7 +117,7 @@ PLANNER = (
         name="dearest-pair",
         breaks="memory_reuse=True takes the pair that Eq. 10 finds slowest",
         file="pmoe/planner/candidates.py",
-        old="            self._pairs[key] = found\n",
+        old="            self._pairs[key] = cheapest\n",
         new="            self._pairs[key] = max(seconds, key=seconds.__getitem__)\n",
         tests=f"{CHOICES} -k suits",
     ),

@@ -294,7 +294,7 @@ def test_profile_stores_what_it_measured(
         (["plan", *LAYER, "--budget", "much"], "argument --budget: value ('much') must be a number of bytes"),
         (["plan", *LAYER, "--profile", "/no/such"], "--profile (/no/such) must be a file to read"),
         (["plan", *LAYER, "--profile", __file__], "must hold a profile"),
-        (["profile", "--device", "cuda:99"], "--device ('cuda:99') must be here: torch sees"),
+        (["profile", "--device", "cuda:99"], "--device ('cuda:99') must exist: torch sees"),
         (["plans"], "invalid choice: 'plans'"),
         ([], "required: memory | plan | profile"),
     ],
@@ -309,11 +309,11 @@ def test_plan_refuses_a_given_profile_of_other_ranks_or_dtype(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--profile", str(profile_path(MADE, folder))]
-    assert f"--ranks (2) must be that of {given[1]} (4)" in refused(
+    assert f"--ranks (2) must be the number of ranks in {given[1]} (4)" in refused(
         capsys, "plan", *LAYER, "--ranks", "2", *given
     )
     wrong = ["--ranks", "4", "--dtype", "float64", *given]
-    assert "--dtype (float64) must be that of --profile" in refused(capsys, "plan", *LAYER, *wrong)
+    assert "--dtype (float64) must be the dtype of --profile" in refused(capsys, "plan", *LAYER, *wrong)
     page = ["--ranks", "4", *given, "--html", str(folder / "no" / "page.html")]
     assert "must be a file to write" in refused(capsys, "plan", *LAYER, *page)
 

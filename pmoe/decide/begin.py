@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from pmoe.call.call import Call
 from pmoe.call.module_calls import check_callbacks
 from pmoe.call.modules import Parts
+from pmoe.engine.lanes import is_captured
 from pmoe.engine.replay import replay_of
 
 
@@ -29,17 +29,12 @@ def begin_call(
     )
     if parts.callbacks:
         check_callbacks(parts.callbacks, parts.callback_modules)
-    if is_captured(x):
+    if isinstance(x, Tensor) and is_captured(x.device):
         from pmoe.decide.cuda_graph import check_capturable
 
         check_capturable(call)
     check_ranks(parts)
     return call
-
-
-def is_captured(x: object) -> bool:
-    """Whether kernels that are launched now for x become part of a CUDA graph."""
-    return isinstance(x, Tensor) and x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_ranks(parts: Parts) -> None:

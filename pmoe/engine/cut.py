@@ -28,7 +28,6 @@ from torch import Tensor
 from pmoe.comm.counts import RankCounts, without_own
 from pmoe.comm.ranks import Grid, telling
 from pmoe.engine.plan import Chunk, Modules, PassPlan, Piece, Plan, WeightJourney
-from pmoe.engine.replay import hidden_from_checkpoints
 from pmoe.experts.products import RowGroups
 from pmoe.ordering.sorted import SortedRows, Tokens, chunk_bounds, count_rows, sort_rows
 from pmoe.planner.degree import Choice
@@ -106,10 +105,10 @@ class Orders:
     def plan(self, counts: RankCounts, choice: Choice) -> Plan:
         """Returns the plan of this call with the chosen numbers of chunks and restore pair.
 
-        Hidden from checkpoints, which count operations and expect as many in both passes: trials of several n
-        may have sorted these slots already in one of the passes.
+        The caller hides it from checkpoints, which count operations and expect as many in both passes: trials
+        of several n may have sorted these slots already in one of the passes.
         """
-        with telling(self.modules.grid.all, "the plan of a pass"), hidden_from_checkpoints():
+        with telling(self.modules.grid.all, "the plan of a pass"):
             return make_plan(self, *self._deep_enough(choice, counts.depth), counts, choice.restore)
 
     def _deep_enough(self, choice: Choice, depth: dict[int, int]) -> tuple[int, int]:

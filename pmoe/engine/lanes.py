@@ -152,3 +152,8 @@ def run_schedule(
 
 watchers: list[Any] = []
 """The journals (`pmoe.engine.recording.Journal`) that are open now. The newest records each pass."""
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether kernels launched on ``device`` now become part of a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from pmoe.engine.autograd import make_anchor
+from pmoe.engine.lanes import is_captured
 from pmoe.engine.replay import FINDERS, Replay, SavedHooks, top_hooks
 
 V = TypeVar("V")
@@ -318,7 +319,7 @@ def _in_another_checkpoint(own: SavedHooks | None) -> bool:
 def _random_states(device: torch.device) -> list[Tensor]:
     """Returns the states of the random number generators from which a gate on ``device`` may draw."""
     states = [torch.get_rng_state()]
-    if device.type == "cuda" and not is_capturing(device):
+    if device.type == "cuda" and not is_captured(device):
         states.append(torch.cuda.get_rng_state(device))
     return states
 
@@ -466,8 +467,3 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         items = [map_tensors(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether kernels launched on ``device`` now become part of a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

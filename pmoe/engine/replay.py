@@ -39,10 +39,9 @@ class Replay:
     def once(self, decide: Callable[[], V]) -> V:
         """Returns decide(), or in a second pass the value that decide() returned in the first.
 
-        decide: runs hidden from checkpoints, because it runs in one of the two passes only.
+        The caller hides it from checkpoints, because decide() runs in one of the two passes only.
         """
-        with hidden_from_checkpoints():
-            return decide()
+        return decide()
 
     def route(self, x_TM: Tensor, decide: Callable[[], V]) -> V:
         """Returns decide(), or in a second pass its value of the first, for tensors on the gate's graph.

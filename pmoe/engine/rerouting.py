@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.comm.counts import Fault, FaultError
-from pmoe.engine.recompute import is_capturing, routing_is_kept
+from pmoe.engine.lanes import is_captured
+from pmoe.engine.recompute import routing_is_kept
 from pmoe.engine.replay import hidden_from_checkpoints
 from pmoe.gates.hash import hashed
 
@@ -74,7 +75,7 @@ def changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor | None) 
     device = next(tensor.device for tensor in routing if tensor is not None)
     if (
         torch.is_inference_mode_enabled()
-        or is_capturing(device)
+        or is_captured(device)
         or (has_grad and not is_in_backward and routing_is_kept())
     ):
         return None

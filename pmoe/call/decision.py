@@ -16,13 +16,13 @@ from pmoe.call.modules import Parts
 from pmoe.call.routed import Routed
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Path, Runner
-from pmoe.engine.passes import Inputs
-from pmoe.engine.plan import Plan
+from pmoe.engine.passes.base import Inputs
+from pmoe.engine.plan.plan import Plan
 from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
-    from pmoe.kernels.comet.steps import Steps
+    from pmoe.kernels.comet.backend import Steps
 
 
 class LeftCounts(Protocol):

@@ -20,12 +20,12 @@ from pmoe.cli.layer_arguments import (
     python_line,
 )
 from pmoe.cli.output import Output, mib, pair_name
-from pmoe.engine.arena import pool
+from pmoe.engine.buffers.arena import pool
 from pmoe.layer import MoELayer
 from pmoe.measure.step_memory import step_peak_bytes
-from pmoe.planner.candidates import bound
+from pmoe.papers.mpipemoe_memory import theory
 from pmoe.planner.degree import all_choices, check_backward
-from pmoe.planner.theory import theory
+from pmoe.planner.priced_choices import bound
 from pmoe.schedule.restore import ALL_PAIRS, Restore
 from pmoe.text import table
 

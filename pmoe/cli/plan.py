@@ -13,12 +13,12 @@ from pmoe.cli.arguments import byte_count, refused_as
 from pmoe.cli.cluster import load_cluster
 from pmoe.cli.output import Output, by_key, mib, pair_name
 from pmoe.measure.profile import find_profile, load_profile
-from pmoe.planner.candidates import Advice, PricedChoice, step_bars
 from pmoe.planner.cluster import Cluster
+from pmoe.planner.cluster_candidates import plan_ways, sensitivity
 from pmoe.planner.drawing import Point, inline_svg, part, scatter_figure, template
+from pmoe.planner.priced_choices import Advice, PricedChoice, step_bars
 from pmoe.planner.profile import Profile
 from pmoe.planner.timeline import drawing
-from pmoe.planner.ways import plan_ways, sensitivity
 from pmoe.text import table
 
 if TYPE_CHECKING:

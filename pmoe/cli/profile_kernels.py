@@ -13,15 +13,15 @@ import torch
 from pmoe.cli.arguments import DTYPES, refuse_options, refused_as, whole_number
 from pmoe.cli.launch import all_ranks, own_device, world_size
 from pmoe.cli.output import Output, ms
+from pmoe.comm.failures import all_fail_together
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.told import all_fail_together
 from pmoe.experts import STACKED
 from pmoe.kernels import extension
 from pmoe.layer import MoELayer
-from pmoe.measure.division import as_fields, forget, fused_layer_sizes, load_divisions, save_divisions
+from pmoe.measure.block_split import as_fields, forget, fused_layer_sizes, load_divisions, save_divisions
 from pmoe.measure.fused_kernels import measure_kernels, time_layers
 from pmoe.measure.store import cache_folder
-from pmoe.planner.division import (
+from pmoe.planner.block_split import (
     DivisionTable,
     Entry,
     FusedLayerSizes,

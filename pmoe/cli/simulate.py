@@ -15,7 +15,7 @@ from pmoe.cli.output import Output, by_key
 from pmoe.papers import comet_figures, fsmoe_table5, lancet_figures
 from pmoe.papers.assumptions import assumptions, wrapped
 from pmoe.papers.flashdmoe_table62 import table62
-from pmoe.planner.scale import ScaledModel, scaling, scaling_ends
+from pmoe.papers.scale import ScaledModel, scaling, scaling_ends
 from pmoe.text import table
 
 Simulation = Mapping[str, Sequence[Mapping[str, Any]]]

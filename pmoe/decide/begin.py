@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from pmoe.call.call import Call
 from pmoe.call.module_calls import check_callbacks
 from pmoe.call.modules import Parts
-from pmoe.engine.lanes import is_captured
-from pmoe.engine.replay import replay_of
+from pmoe.checkpointing.replay import replay_of
+from pmoe.engine.lanes.run import is_captured
 
 
 def begin_call(
@@ -53,7 +53,7 @@ def check_ranks(parts: Parts) -> None:
     else:
         ranks.begin_call()
         if parts.experts.is_parallelized:
-            from pmoe.experts.wrapped import check_wrapped
+            from pmoe.experts.wrapper_checks import check_wrapped
 
             check_wrapped(parts.experts, set(ranks.members))
     parts.known.compared = parts.given

@@ -23,9 +23,9 @@ from pmoe.comm.counts import CountsExchange, Fault, RankCounts
 from pmoe.decide.exact_counts import LoadedExchange, in_chunks
 from pmoe.decide.fused_choice import find_steps, kernels_runner, may_fuse, promised
 from pmoe.decide.route import ask_gate, cast_dtype, route_batch
-from pmoe.engine.cut import Orders
-from pmoe.engine.padding import PaddedKind, check_same_calls, make_padding
-from pmoe.engine.passes import Inputs
+from pmoe.engine.passes.base import Inputs
+from pmoe.engine.plan.make_plan import Orders
+from pmoe.engine.variants.padding import PaddedKind, check_same_calls, make_padding
 from pmoe.gates.base import Routing
 from pmoe.kernels.flashdmoe import Chosen
 from pmoe.kernels.route import Promise

@@ -13,12 +13,12 @@ import torch
 from pmoe.call.description import options_in_words
 from pmoe.call.module_calls import is_watched
 from pmoe.call.modules import Parts
+from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.agreement import digest, gathered, same
 from pmoe.decide.dense_values import SAME_VALUES, dense_tensors, dense_values, fingerprint
 from pmoe.decide.stored_state import check_loaded
-from pmoe.engine.replay import hidden_from_checkpoints
 from pmoe.experts.values import check_not_meta
-from pmoe.experts.wrapped import COPIED, check_wrapped, sampled
+from pmoe.experts.wrapper_checks import COPIED, check_wrapped, sampled
 from pmoe.warn import warn_once
 
 

@@ -19,15 +19,15 @@ from pmoe.arguments import check_not_negative
 from pmoe.comm.agreement import Agree, digest, largest
 from pmoe.comm.heap.providers import process_heap, virtual_heaps
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.comet import launches
+from pmoe.kernels.comet import operators as launches
 from pmoe.kernels.comet.launcher import Division, Launcher
-from pmoe.kernels.comet.launches import Journey
+from pmoe.kernels.comet.operators import Journey
 from pmoe.kernels.heap import HeapShape
 from pmoe.kernels.route import Routes, route
-from pmoe.measure.division import AGREEING
-from pmoe.measure.rounds import begin_together, clock_of, event_seconds, marked, median_seconds, timestamp
+from pmoe.measure.block_split import AGREEING
+from pmoe.measure.timing import begin_together, clock_of, event_seconds, marked, median_seconds, timestamp
 from pmoe.ordering.sorted import chunk_bounds
-from pmoe.planner.division import (
+from pmoe.planner.block_split import (
     DivisionTable,
     Entry,
     FusedKernelSizes,

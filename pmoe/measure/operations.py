@@ -16,10 +16,10 @@ from torch import Tensor
 
 from pmoe.comm.agreement import largest
 from pmoe.comm.base import Traffic
+from pmoe.comm.expert_sharding import Sharing
 from pmoe.comm.ranks import Ranks, at_stage
-from pmoe.comm.sharing import Sharing
 from pmoe.measure.bench import AGREEING, MESSAGES, Bench, TimedCall, identity, open_bench
-from pmoe.measure.lines import (
+from pmoe.measure.line_fits import (
     QUICK,
     USUAL,
     Effort,

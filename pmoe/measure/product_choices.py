@@ -19,7 +19,7 @@ from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient,
 from pmoe.kernels.extension import loaded_architecture
 from pmoe.kernels.registry import MeasuredChoice, ProductOperands, ProductRequest, Registry
 from pmoe.measure.kernel_check import KernelCase, mismatch
-from pmoe.measure.rounds import event_seconds, marked, median_seconds, timestamp
+from pmoe.measure.timing import event_seconds, marked, median_seconds, timestamp
 from pmoe.warn import warn_once
 
 TIE = 0.01

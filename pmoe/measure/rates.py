@@ -1,6 +1,6 @@
 """Measures a `Profile`: a line for each kind of work, and how much the lanes slow each other.
 
-`measure` is collective: see `pmoe.measure.rounds`.
+`measure` is collective: see `pmoe.measure.timing`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from pmoe.comm.agreement import from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import Bench, Marks, TimedCall, identity, open_bench, seconds_of
-from pmoe.measure.lines import (
+from pmoe.measure.line_fits import (
     QUICK,
     TRIES,
     USUAL,
@@ -29,7 +29,7 @@ from pmoe.measure.lines import (
     products,
     transfer,
 )
-from pmoe.measure.rounds import timestamp
+from pmoe.measure.timing import timestamp
 from pmoe.planner.cost_model import COMMUNICATE, COPY, FACTORS, Interference
 from pmoe.planner.costs import FREE, Fit
 from pmoe.planner.profile import Profile

@@ -36,10 +36,10 @@ from pmoe.papers.comet_tasks import (
     fused_dispatch_tasks,
     row_tiles,
 )
-from pmoe.planner.division import chunk_candidates
+from pmoe.planner.block_split import chunk_candidates
 from pmoe.planner.simulator import Simulated, TaskCost, makespan, simulate, task_seconds
 from pmoe.planner.timeline import FUSED_LANES, Span, drawing, simulated_bars
-from pmoe.schedule.straight import forward_schedule
+from pmoe.schedule.separate_buffers import forward_schedule
 from pmoe.schedule.tasks import Kind, Stages, Task, local_pieces, piece_of
 
 if TYPE_CHECKING:

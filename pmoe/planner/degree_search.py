@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pmoe.planner.costs import DegreeSeconds, LayerCosts
 from pmoe.planner.simulator import LOCAL_TWIN, makespan, simulate, task_seconds
 from pmoe.schedule.restore import Restore
-from pmoe.schedule.rings import rotating
-from pmoe.schedule.straight import backward_schedule, forward_schedule
+from pmoe.schedule.ring_buffers import rotating
+from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, PassDirection, Schedule, Stages, Task, local_pieces
 
 # ---- Algorithm 1

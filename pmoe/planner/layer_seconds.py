@@ -10,7 +10,7 @@ from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.profile import Profile
 from pmoe.planner.simulator import LOCAL_TWIN, Simulated, makespan, simulate, simulate_slowed, task_seconds
-from pmoe.schedule.rings import rotating
+from pmoe.schedule.ring_buffers import rotating
 from pmoe.schedule.tasks import Kind, Task
 
 

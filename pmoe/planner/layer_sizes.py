@@ -9,7 +9,7 @@ import torch
 
 from pmoe.experts import ExpertName, make_stacked
 from pmoe.experts.base import Shard
-from pmoe.schedule.slots import HiddenColumns
+from pmoe.schedule.buffer_sizes import HiddenColumns
 from pmoe.schedule.tasks import Stages
 
 

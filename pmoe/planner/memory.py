@@ -3,7 +3,7 @@
 At any time a pass holds
 
 - its buffers. If buffers rotate, these are all ring slots of its schedule, with the sizes that the engine
-  allocates (`pmoe.schedule.slots`). If not, each buffer counts while it lives.
+  allocates (`pmoe.schedule.buffer_sizes`). If not, each buffer counts while it lives.
 - what goes from forward to backward, and the result;
 - small tensors with a few numbers for each row.
 
@@ -20,11 +20,11 @@ from typing import NamedTuple
 from pmoe.gates.logits import BLOCK_ROWS
 from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
-from pmoe.planner.pass_rows import PassRows
+from pmoe.planner.rows_per_pass import PassRows
+from pmoe.schedule.buffer_sizes import BufferSizes, arena_elements, slot_elements
 from pmoe.schedule.restore import KEEP, Restore
-from pmoe.schedule.rings import rotating
-from pmoe.schedule.slots import BufferSizes, arena_elements, slot_elements
-from pmoe.schedule.straight import backward_schedule, forward_schedule
+from pmoe.schedule.ring_buffers import rotating
+from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, local_pieces
 
 INDEX = 8

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from pmoe.comm.ranks import telling
 from pmoe.engine.autograd import Path, Saved
-from pmoe.engine.backward_pass import Backward
-from pmoe.engine.forward_pass import Forward
-from pmoe.engine.passes import Forwarded, Inputs, Kept
-from pmoe.engine.plan import Plan
+from pmoe.engine.passes.backward import Backward
+from pmoe.engine.passes.base import Forwarded, Inputs, Kept
+from pmoe.engine.passes.forward import Forward
+from pmoe.engine.plan.plan import Plan
 from pmoe.experts.base import Hidden
 
 
@@ -55,27 +55,27 @@ def _variants(plan: Plan, *, moves: bool) -> list[Variant]:
     modules = plan.modules
     variants: list[Variant] = []
     if plan.padding is not None:
-        from pmoe.engine.padding import PaddedBackward, PaddedForward
+        from pmoe.engine.variants.padding import PaddedBackward, PaddedForward
 
         variants.append((PaddedForward, PaddedBackward))
     if modules.hooks is not None:
-        from pmoe.engine.hooked import HookedBackward, HookedForward
+        from pmoe.engine.variants.callbacks import HookedBackward, HookedForward
 
         variants.append((HookedForward, HookedBackward))
     if modules.shared_expert is not None:
-        from pmoe.engine.shared_expert import SharedExpertBackward, SharedExpertForward
+        from pmoe.engine.variants.shared_expert import SharedExpertBackward, SharedExpertForward
 
         variants.append((SharedExpertForward, SharedExpertBackward))
     if modules.stages.sharded:
-        from pmoe.engine.sharded import ShardedBackward, ShardedForward
+        from pmoe.engine.variants.sharded_experts import ShardedBackward, ShardedForward
 
         variants.append((ShardedForward, ShardedBackward))
     if plan.forward.once is not None:
-        from pmoe.engine.once import OnceBackward, OnceForward
+        from pmoe.engine.variants.send_once import OnceBackward, OnceForward
 
         variants.append((OnceForward, OnceBackward))
     if moves:
-        from pmoe.engine.offloaded import OffloadingBackward, OffloadingForward
+        from pmoe.engine.variants.offload import OffloadingBackward, OffloadingForward
 
         variants.append((OffloadingForward, OffloadingBackward))
     return variants
@@ -113,8 +113,8 @@ def _checked(plan: Plan, inputs: Inputs) -> Inputs:
     """Returns the inputs for autograd to save, which raises if one is changed in place before backward.
 
     A module's graph that is kept checks its own parameters, and only those that it needs
-    (`pmoe.experts.graphs.Shelf`). Autograd then gets them as ``.data``, which it does not check. If modules
-    run again in backward, all of their parameters are needed, and autograd checks them.
+    (`pmoe.experts.expert_autograd.Shelf`). Autograd then gets them as ``.data``, which it does not check. If
+    modules run again in backward, all of their parameters are needed, and autograd checks them.
     """
     modules = plan.modules
     restore = plan.restore
@@ -165,6 +165,6 @@ def _swapped(left: Forwarded, swap: Callable[[Any], Any]) -> Forwarded:
         swapped.kept[unit] = Kept(rows_NM, hidden, kept.recipe)
     for point, each in left.passed.items():
         swapped.passed[point] = replace(each, tensors=tuple(map(swap, each.tensors)))
-    # The plan has no regroup for `pmoe.engine.once`: it became known in forward.
+    # The plan has no regroup for `pmoe.engine.variants.send_once`: it became known in forward.
     swapped.regroup = [swap(each) for each in left.regroup]
     return swapped

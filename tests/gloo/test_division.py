@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from pmoe.comm.agreement import largest
 from pmoe.comm.ranks import Ranks
-from pmoe.measure.division import agreed, agreed_layer, forget, save_divisions
+from pmoe.measure.block_split import agreed, agreed_layer, forget, save_divisions
 from pmoe.measure.fused_kernels import sweep
-from pmoe.planner.division import Division, DivisionTable, FusedKernelSizes
+from pmoe.planner.block_split import Division, DivisionTable, FusedKernelSizes
 from tests.gloo.test_settle import counted_reductions
 from tests.pool import ranks
 from tests.unit.test_division import CPU, SECONDS, SHAPE, SIZES, entry, table

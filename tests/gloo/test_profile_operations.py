@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from pmoe.comm.base import Traffic
+from pmoe.comm.expert_sharding import Sharing
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.sharing import Sharing
 from pmoe.measure import profile as module
 from pmoe.measure.operations import measure_operations
 from pmoe.measure.profile import load_or_measure, load_profile

@@ -22,11 +22,11 @@ from pmoe.call.sizes import memory_shape
 from pmoe.integrations.run_folder import SCALARS, Row, append
 from pmoe.kernels import extension, status
 from pmoe.measure.profile import load_profile, profile_path, save_profile
-from pmoe.planner.candidates import bound
+from pmoe.papers.mpipemoe_memory import theory
 from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import sizes_from_options
+from pmoe.planner.priced_choices import bound
 from pmoe.planner.profile import Profile
-from pmoe.planner.theory import theory
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
 from tests.unit.test_profile import MADE
 
@@ -456,7 +456,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_copies_are_drawn_on_lanes_of_their_own() -> None:
-    from pmoe.planner.candidates import advise, step_bars
+    from pmoe.planner.priced_choices import advise, step_bars
     from pmoe.planner.timeline import LEGEND, SHARED, draw
 
     shape = sizes_from_options(16, 64, 8, num_ranks=4)

@@ -15,10 +15,10 @@ from pmoe import warn
 from pmoe.cli import profile_kernels
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
-from pmoe.measure import division as among_ranks
+from pmoe.measure import block_split as among_ranks
 from pmoe.measure import fused_kernels
-from pmoe.measure.division import as_fields, division_path, load_divisions, save_divisions
-from pmoe.planner.division import Division, DivisionTable, FusedKernelSizes, all_kernel_sizes
+from pmoe.measure.block_split import as_fields, division_path, load_divisions, save_divisions
+from pmoe.planner.block_split import Division, DivisionTable, FusedKernelSizes, all_kernel_sizes
 from tests.unit.test_cli import printed, refused, run
 from tests.unit.test_division import (
     SECONDS,

@@ -21,12 +21,12 @@ from pmoe.comm import NAMES
 from pmoe.comm.topology import Topology
 from pmoe.measure.profile import save_profile
 from pmoe.measure.store import typed
-from pmoe.planner.candidates import advise
 from pmoe.planner.cluster import Cluster, fields_of, legs
+from pmoe.planner.cluster_candidates import OFF, plan_ways, sensitivity
 from pmoe.planner.costs import LineCost
 from pmoe.planner.layer_sizes import sizes_from_options
+from pmoe.planner.priced_choices import advise
 from pmoe.planner.profile import Profile
-from pmoe.planner.ways import OFF, plan_ways, sensitivity
 from tests.snippets import ROOT, blocks
 from tests.unit.test_profile import MADE, OPERATIONS
 

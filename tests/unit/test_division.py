@@ -16,10 +16,10 @@ import torch
 
 from pmoe import MoELayer
 from pmoe.comm.ranks import Ranks
-from pmoe.measure import division as among_ranks
-from pmoe.measure.division import agreed, agreed_layer, save_divisions
+from pmoe.measure import block_split as among_ranks
+from pmoe.measure.block_split import agreed, agreed_layer, save_divisions
 from pmoe.measure.fused_kernels import sweep, time_layers
-from pmoe.planner.division import (
+from pmoe.planner.block_split import (
     Division,
     DivisionTable,
     Entry,

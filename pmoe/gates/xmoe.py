@@ -120,7 +120,8 @@ class XMoEGate(Gate):
                 weight_TK = logits_TE.gather(-1, expert_TK).sigmoid()
             probability_TE = (cosine_TE / self.first_temperature).softmax(-1)
             l_aux = router_loss(probability_TE, expert_TK, logits_TE, self.z_loss_weight)
-        weight_TK = scaled(weight_TK, self.normalize)
+        if self.normalize:
+            weight_TK = scaled(weight_TK)
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
 
     def _cosine(self, x_TM: Tensor) -> Tensor:

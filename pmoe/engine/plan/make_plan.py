@@ -32,6 +32,7 @@ from pmoe.experts.products import RowGroups
 from pmoe.ordering.sorted import SortedRows, Tokens, chunk_bounds, count_rows, sort_rows
 from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
+from pmoe.schedule.tasks import local_pieces
 
 if TYPE_CHECKING:
     from pmoe.engine.variants.padding import Padding
@@ -67,13 +68,20 @@ class Orders:
         """All slots, sorted by chunk and expert for n chunks; dropped ones last."""
         if n not in self._sorted:
             modules = self.modules
-            num_pieces = self.modules.num_pieces(n)
+            num_pieces = self.num_pieces(n)
             num_experts = modules.num_experts
             staying = modules.staying
             self._sorted[n] = sort_rows(
                 self.expert_TK, self.keep_TK, n, num_experts, staying, num_pieces, self.tokens
             )
         return self._sorted[n]
+
+    def num_pieces(self, n: int) -> int:
+        """Returns m, the number of pieces into which the rows that stay are cut, for n chunks."""
+        stages = self.modules.stages
+        if self.modules.rotates:
+            return n * stages.local
+        return local_pieces(n, local=stages.local, remote=stages.remote)
 
     def sent(self, n: int) -> SortedRows:
         """The slots whose rows leave: `slots`, or fewer if slots share a row (`OnceOrders`)."""
@@ -132,7 +140,8 @@ def make_plan(orders: Orders, n: int, n_backward: int, shared: RankCounts, resto
     """
     modules = orders.modules
     # The coarsest bins whose borders include those of both passes' chunks (see the picture above).
-    bins = shared.joined(math.lcm(n, n_backward))
+    num_bins = math.lcm(n, n_backward)
+    bins = shared if shared.send.shape[0] == num_bins else shared.joined(num_bins)
     forward = backward = _cut(orders, n, bins)
     joined = None
     if n != n_backward:
@@ -161,13 +170,14 @@ def _cut(orders: Orders, n: int, bins: RankCounts) -> PassPlan:
     modules = orders.modules
     tokens = orders.tokens
     top_k = orders.expert_TK.shape[1]
-    num_pieces = modules.num_pieces(n)
+    num_pieces = orders.num_pieces(n)
     slots = orders.slots(n)
+    token_bounds = chunk_bounds(tokens.count, n)
     travelling = orders.sent(n)
     grid = modules.grid
     bypass_local = modules.stages.local
     rank = grid.all.rank
-    shared = bins.joined(n)
+    shared = bins if bins.send.shape[0] == n else bins.joined(n)
     travelling_counts = shared.travelling(rank) if bypass_local else shared
     send = travelling_counts.send
     recv = travelling_counts.recv
@@ -187,7 +197,6 @@ def _cut(orders: Orders, n: int, bins: RankCounts) -> PassPlan:
     if bypass_local:
         local_counts = _by_piece(shared.send[:, rank], num_pieces).tolist()
         local_ends = _ends(_by_piece(shared.recv_device[:, rank], num_pieces).unsqueeze(1))
-    token_bounds = chunk_bounds(tokens.count, n)
     slot_bounds = [end * top_k for end in token_bounds]
     if tokens.of_slot is not None:  # no slot is dropped then, so the counts are the numbers of slots
         slot_bounds = [0, *itertools.accumulate(shared.send.sum((1, 2)).tolist())]

@@ -38,7 +38,7 @@ from pmoe.experts.products import RowGroups
 from pmoe.ordering import Order
 from pmoe.schedule.buffer_sizes import ChunkRows
 from pmoe.schedule.restore import Restore
-from pmoe.schedule.tasks import Stages, local_pieces
+from pmoe.schedule.tasks import Stages
 
 if TYPE_CHECKING:
     from pmoe.engine.plan.callbacks import Callback, Hooks
@@ -261,12 +261,6 @@ class Modules(abc.ABC):
         count = self.experts.num_local_experts
         first_expert = self.grid.across.rank * count
         return range(first_expert, first_expert + count * self.stages.local)
-
-    def num_pieces(self, n: int) -> int:
-        """Returns m, the number of pieces into which the rows that stay are cut, for n chunks."""
-        if self.rotates:
-            return n * self.stages.local
-        return local_pieces(n, local=self.stages.local, remote=self.stages.remote)
 
 
 @dataclass(frozen=True, kw_only=True)

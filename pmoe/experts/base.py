@@ -270,7 +270,7 @@ class Experts(nn.Module, abc.ABC):
         return values
 
     def check_operands(self, values: Sequence[Tensor]) -> None:
-        """Raises ValueError if a tool has put tensors of other sizes, types or devices in the experts' place."""
+        """Raises ValueError if a tool has replaced values by tensors of other sizes, types or devices."""
 
     def _value_of(self, name: str) -> Tensor:
         parameter = self._parameters.get(name)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import pmoe
 from pmoe import MoELayer, Restore, warn
 from pmoe.comm.counts import num_bins, slot_rows
-from pmoe.engine.passes.base import base as passes
+from pmoe.engine.passes import base as passes
 from pmoe.experts.base import ExpertRows
 from pmoe.ordering.sorted import chunk_bounds
 from pmoe.schedule.buffer_sizes import ALIGNMENT, BufferSizes

@@ -22,7 +22,7 @@ import pmoe
 from pmoe import MoELayer, Restore
 from pmoe.engine.buffers.arena import pool
 from pmoe.engine.lanes.cuda import CudaLanes
-from pmoe.engine.passes.base import base as passes
+from pmoe.engine.passes import base as passes
 from pmoe.engine.variants import offload as offloaded
 from pmoe.schedule.restore import ALL_PAIRS
 from pmoe.schedule.tasks import Lane, Schedule

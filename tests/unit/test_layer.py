@@ -114,7 +114,7 @@ def test_the_signature_is_the_promised_one() -> None:
         (
             {"pipeline": True, "pipeline_backward": 2},
             ValueError,
-            r"pipeline_backward \(2\) must be None where",
+            r"pipeline_backward \(2\) must be None if",
         ),
         (
             {"pipeline": 2, "pipeline_backward": 4, "expert": nn.Identity},

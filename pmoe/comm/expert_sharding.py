@@ -16,7 +16,7 @@ from pmoe.comm.base import Traffic, all_to_all
 from pmoe.comm.ranks import Ranks, wait_for
 
 
-class Sharing:
+class ShardCollectives:
     """The collectives of the ranks ``inside`` a node, each of which holds a part of the same experts.
 
     On the CPU a call returns when it has ended. On a GPU the current stream waits for it.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.comm.group_record import Standing, collectives, is_known, standing_of
+from pmoe.comm.group_record import GroupRecord, collectives, is_known, record_of_group
 from pmoe.warn import warn_once
 
 
@@ -33,7 +33,7 @@ class Ranks:
         first call warns if there are other ranks.
     number: the layer's number among the group's layers, from its first exchange of row counts on; 0 before.
     call: the number of the layer's last exchange of row counts, among all exchanges over the group.
-    open_call: the number of the last call whose backward pass may follow (`Standing.open_calls`).
+    open_call: the number of the last call whose backward pass may follow (`GroupRecord.open_calls`).
 
     Raises ValueError if this rank is not in ``group``, or if ``group`` was destroyed.
     """
@@ -49,7 +49,7 @@ class Ranks:
     number: int = 0
     call: int = 0
     open_call: int = 0
-    _standing: Standing | None = None
+    _standing: GroupRecord | None = None
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if group is None and dist.is_available() and dist.is_initialized():
@@ -100,11 +100,11 @@ class Ranks:
         return "" if self.group is None else f"{self.group.group_name} {self.members}"
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> GroupRecord:
         """This rank's record of the group. There must be a group."""
         if self._standing is None:
             assert self.group is not None
-            self._standing = standing_of(self.group)
+            self._standing = record_of_group(self.group)
         return self._standing
 
     def reconnect(self) -> bool:
@@ -169,10 +169,10 @@ class Ranks:
                 told.meet(self, changed or meeting.IS_OPEN)
         elif self.by_default:
             self._warn_alone()
-        if has_told.is_set():
+        if failure_published.is_set():
             from pmoe.comm import failures as told
 
-            told.take_back()
+            told.withdraw_failures()
         self.layer = self.layer or f"MoELayer {next(self._first_calls)}"
 
     def _warn_alone(self) -> None:
@@ -308,11 +308,11 @@ def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
 LOOK_AFTER = datetime.timedelta(seconds=0.5)
 """How long this rank waits for a collective before it looks for peers that failed, and between looks."""
 
-has_told: threading.Event = threading.Event()
+failure_published: threading.Event = threading.Event()
 """Set when this rank publishes a failure. Its next call over a group that is whole clears it."""
 
 
-def telling(ranks: Ranks, stage: str) -> contextlib.AbstractContextManager[None]:
+def publishing_failures(ranks: Ranks, stage: str) -> contextlib.AbstractContextManager[None]:
     """Publishes an error of the block, by which this rank leaves a pass in the middle.
 
     It is for errors that one rank alone may raise (users' code, a failed allocation) while its peers wait for
@@ -347,7 +347,7 @@ def wait_for(work: dist.Work, group: dist.ProcessGroup | None, on_gpu: bool = Fa
         return
     from pmoe.comm import failures as told
 
-    told.wait_and_look(work, group)
+    told.wait_or_peer_failure(work, group)
 
 
 def reduce_to_largest(values: Tensor, group: dist.ProcessGroup | None) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from pmoe.call.modules import Parts
 from pmoe.comm import failures as told
 from pmoe.comm.agreement import gathered
-from pmoe.comm.ranks import Grid
+from pmoe.comm.grid import Grid
 from pmoe.decide.dense_values import fingerprint
 from pmoe.experts.base import Experts, local_part
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from pmoe.comm.ranks import telling
+from pmoe.comm.failures import telling
 from pmoe.engine.autograd import Path, Saved
 from pmoe.engine.passes.backward import Backward
 from pmoe.engine.passes.base import Forwarded, Inputs, Kept

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import RankCounts, without_own
-from pmoe.comm.ranks import Grid, telling
+from pmoe.comm.failures import telling
+from pmoe.comm.grid import Grid
 from pmoe.engine.plan.plan import Chunk, Modules, PassPlan, Piece, Plan, WeightJourney
 from pmoe.experts.products import RowGroups
 from pmoe.ordering.sorted import SortedRows, Tokens, chunk_bounds, count_rows, sort_rows

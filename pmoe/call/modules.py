@@ -18,7 +18,7 @@ from pmoe.call.options import LayerSpec
 from pmoe.comm.counts import num_bins
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan.plan import Modules
-from pmoe.experts.base import local_part
+from pmoe.experts.operands import local_part
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Stages
 

@@ -34,7 +34,7 @@ from pmoe.comm.failures import at_stage
 from pmoe.comm.group_options import share_timeout
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import ACROSS, INSIDE
-from pmoe.experts.base import is_expert
+from pmoe.experts.marks import is_expert
 from pmoe.layer import MoELayer
 from pmoe.training.clipping import DEVICES, device_type_of, local_gradient
 

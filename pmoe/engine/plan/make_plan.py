@@ -29,6 +29,7 @@ from pmoe.comm.counts import RankCounts, without_own
 from pmoe.comm.failures import telling
 from pmoe.comm.grid import Grid
 from pmoe.engine.plan.plan import Chunk, Modules, PassPlan, Piece, Plan, WeightJourney
+from pmoe.engine.plan.regroup_chunks import join_chunks
 from pmoe.experts.products import RowGroups
 from pmoe.ordering.sorted import SortedRows, Tokens, chunk_bounds, count_rows, sort_rows
 from pmoe.planner.degree import Choice
@@ -137,8 +138,6 @@ def make_plan(orders: Orders, n: int, n_backward: int, shared: RankCounts, resto
     forward = backward = _cut(orders, n, bins)
     joined = None
     if n != n_backward:
-        from pmoe.engine.plan.regroup_chunks import join_chunks
-
         rank = modules.grid.all.rank
         received, received_device = bins.recv, bins.recv_device
         if modules.stages.local:

@@ -20,7 +20,7 @@ from pmoe.comm.heap.providers import virtual_heaps
 from pmoe.kernels import flashdmoe
 from pmoe.kernels.comet import operators as launches
 from pmoe.kernels.comet.launcher import Divide, Division, Launcher
-from pmoe.kernels.comet.operators import Journey
+from pmoe.kernels.comet.operators import FusedRouting
 from pmoe.kernels.heap import Heap, HeapShape
 from pmoe.kernels.route import Routes
 from pmoe.measure.fused_kernels import journeys_of
@@ -116,7 +116,7 @@ class VirtualRanks:
         for heap in self.heaps:
             heap.check()
 
-    def journeys(self, routes: Routes) -> list[Journey]:
+    def journeys(self, routes: Routes) -> list[FusedRouting]:
         """Returns the journeys of a routing with one chunk a rank; see `journeys_of`."""
         return journeys_of(routes, self.shape, range(self.shape.num_ranks))
 
@@ -124,7 +124,7 @@ class VirtualRanks:
         self,
         x_TM: Tensor,
         weight_TK: Tensor,
-        journeys: Sequence[Journey],
+        journeys: Sequence[FusedRouting],
         given: FusedParameters,
         *,
         keep: bool = True,
@@ -146,7 +146,7 @@ class VirtualRanks:
         self,
         grad_TM: Tensor,
         weight_TK: Tensor,
-        journeys: Sequence[Journey],
+        journeys: Sequence[FusedRouting],
         given: FusedParameters,
         hidden: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
@@ -214,7 +214,7 @@ class PersistentRanks:
         passes = zip(self.heaps, self._passes(x, weight, expert, given), expert, strict=True)
         made = [
             flashdmoe.forward_tensors(
-                heap, each, flashdmoe.Chosen(expert_TK=chosen), keeps_input=keep, keeps_hidden=keep
+                heap, each, flashdmoe.RoutingInput(expert_TK=chosen), keeps_input=keep, keeps_hidden=keep
             )
             for heap, each, chosen in passes
         ]

@@ -6,16 +6,17 @@ import re
 from collections.abc import Sequence
 
 from pmoe.papers.fsmoe_table5 import ASSUMPTIONS
-from pmoe.runners.features import TAKES, Feature
+from pmoe.runners.features import SUPPORTED, Feature
 
-REFUSERS = [taker for taker, takes in TAKES.items() if takes != frozenset(Feature)]
+REFUSERS = [taker for taker, takes in SUPPORTED.items() if takes != frozenset(Feature)]
 """The columns: all but the pipeline, which takes everything."""
 
 
 def options() -> str:
     """Which option goes with what: a row for each feature of a layer."""
     rows = [
-        [words_of(each), *("yes" if each in TAKES[taker] else "no" for taker in REFUSERS)] for each in Feature
+        [words_of(each), *("yes" if each in SUPPORTED[taker] else "no" for taker in REFUSERS)]
+        for each in Feature
     ]
     return markdown(["the layer's options say", *REFUSERS], rows)
 

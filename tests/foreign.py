@@ -228,7 +228,7 @@ def kept_degrees(path: Path) -> object:
         mock.patch.object(searched, "_learnt", {}),
         mock.patch.dict(os.environ, {"PMOE_CACHE": str(path.parent)}),
     ):
-        return in_fields(searched.learnt_by(Ranks(None), CACHED, DEGREES).tables)
+        return in_fields(searched.load_learned(Ranks(None), CACHED, DEGREES).tables)
 
 
 of_degrees = stored_as(made_degrees, "save_degrees, or trials, write it", other_format)

@@ -30,8 +30,8 @@ from pmoe.engine.variants.send_once import carriers
 from pmoe.gates.capacity import within_capacity
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.comet.backend import Steps
-from pmoe.kernels.comet.operators import Journey
-from pmoe.kernels.flashdmoe import Chosen
+from pmoe.kernels.comet.operators import FusedRouting
+from pmoe.kernels.flashdmoe import RoutingInput
 from pmoe.ordering.sorted import count_rows
 from pmoe.runners import fused_steps
 from pmoe.runners.fused import FusedRunner, sort
@@ -62,7 +62,7 @@ class PlainSteps(Steps):
         self._exchange.bind(ranks, Traffic() if traffic is None else traffic)
         self._arrived: _Arrived | None = None
 
-    def journey(self, chosen: Chosen) -> Journey:
+    def journey(self, chosen: RoutingInput) -> FusedRouting:
         """Collective: ranks tell each other how many rows come."""
         if chosen.promise is not None:
             chosen.promise.keep()
@@ -79,7 +79,7 @@ class PlainSteps(Steps):
         if ranks.size > 1:
             recv_WE = torch.empty_like(send_WE)
             dist.all_to_all_single(recv_WE, send_WE, group=ranks.group)
-        return Journey(
+        return FusedRouting(
             rank=ranks.rank,
             expert_TK=expert_TK.int(),
             position_TK=sent.position.view_as(expert_TK),
@@ -89,10 +89,10 @@ class PlainSteps(Steps):
             num_received=int(recv_WE.sum()),
         )
 
-    def dispatch(self, journey: Journey, x_TM: Tensor, weight_TK: Tensor) -> None:
+    def dispatch(self, journey: FusedRouting, x_TM: Tensor, weight_TK: Tensor) -> None:
         self._dispatch(journey, x_TM, weight_TK)
 
-    def _dispatch(self, journey: Journey, x_TM: Tensor, weight_TK: Tensor) -> _Arrived:
+    def _dispatch(self, journey: FusedRouting, x_TM: Tensor, weight_TK: Tensor) -> _Arrived:
         if self._arrived is not None:
             self._arrived.spoil()
         slot_S = journey.slot_S.long()
@@ -121,15 +121,15 @@ class PlainSteps(Steps):
         """Nothing is shared with later rounds."""
         return contextlib.nullcontext()
 
-    def rows(self, journey: Journey) -> Tensor:
+    def rows(self, journey: FusedRouting) -> Tensor:
         return self._last.rows_NM
 
-    def row_weight(self, journey: Journey) -> Tensor:
+    def row_weight(self, journey: FusedRouting) -> Tensor:
         return self._last.weight_N
 
     def dispatch_hidden(
         self,
-        journey: Journey,
+        journey: FusedRouting,
         x_TM: Tensor,
         weight_TK: Tensor,
         w1: Tensor,
@@ -141,13 +141,15 @@ class PlainSteps(Steps):
         rows_NM = self._dispatch(journey, x_TM, weight_TK).rows_NM
         return grouped_gemm.hidden(rows_NM, w1, journey.ends_E, activation=activation, bias_EG=b1, keep=keep)
 
-    def product_combine(self, journey: Journey, active_NH: Tensor, w2: Tensor, b2: Tensor | None) -> Tensor:
+    def product_combine(
+        self, journey: FusedRouting, active_NH: Tensor, w2: Tensor, b2: Tensor | None
+    ) -> Tensor:
         out_NM = grouped_gemm.product(active_NH, w2, journey.ends_E, bias_EO=b2, scale=self._last.weight_N)
         return self._combine(journey, out_NM)
 
     def dispatch_hidden_gradient(
         self,
-        journey: Journey,
+        journey: FusedRouting,
         grad_TM: Tensor,
         weight_TK: Tensor,
         w2: Tensor,
@@ -170,7 +172,7 @@ class PlainSteps(Steps):
         return grad_hidden_NG, active_NH, torch.stack(parts)
 
     def gradient_combine(
-        self, journey: Journey, grad_hidden_NG: Tensor, w1: Tensor, dots_PN: Tensor
+        self, journey: FusedRouting, grad_hidden_NG: Tensor, w1: Tensor, dots_PN: Tensor
     ) -> tuple[Tensor, Tensor]:
         dot_N = dots_PN[0]
         for part_N in dots_PN[1:]:
@@ -197,7 +199,7 @@ class PlainSteps(Steps):
     def _in_source_order(self, per_row: Tensor) -> Tensor:
         return torch.empty_like(per_row).index_copy_(0, self._last.order_N, per_row)
 
-    def _combine(self, journey: Journey, rows_NM: Tensor) -> Tensor:
+    def _combine(self, journey: FusedRouting, rows_NM: Tensor) -> Tensor:
         """(T, M): what the rows of each token add up to, on its rank."""
         last, top_k = self._last, journey.top_k
         wide = torch.promote_types(rows_NM.dtype, torch.float32)
@@ -238,7 +240,7 @@ class PlainPasses(FusedRunner):
     name: ClassVar[Path] = "persistent"
 
 
-def plain_passes(*, steps: PlainSteps, chosen: Chosen, **options: Any) -> PlainPasses:
+def plain_passes(*, steps: PlainSteps, chosen: RoutingInput, **options: Any) -> PlainPasses:
     """Takes the place of `pmoe.runners.fused.PersistentRunner`, by `PlainSteps`. Ranks tell their counts."""
     return PlainPasses(steps=steps, journey=steps.journey(chosen), **options)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.checkpointing.replay import Replay
 
 
@@ -25,8 +25,8 @@ class Call:
     """
 
     layer: nn.Module
-    parts: Parts
-    scheduled: Parts
+    parts: LayerModules
+    scheduled: LayerModules
     x: Tensor
     token_ids: Tensor | None
     mask: Tensor | None

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pmoe.call.call import Call
-from pmoe.call.modules import Parts
-from pmoe.call.routed import Routed
+from pmoe.call.modules import LayerModules
+from pmoe.call.routed import RoutedBatch
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Path, Runner
 from pmoe.engine.passes.base import Inputs
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pmoe.kernels.comet.backend import Steps
 
 
-class LeftCounts(Protocol):
+class LastRowCounts(Protocol):
     """Row counts of the last call, on the host. Reading them may synchronize.
 
     max_tokens   the largest number of tokens of any rank
@@ -40,8 +40,8 @@ class LeftCounts(Protocol):
 
 
 @dataclass(frozen=True)
-class CallCounts:
-    """Row counts of a decided call, as `LeftCounts`.
+class HostRowCounts:
+    """Row counts of a decided call, as `LastRowCounts`.
 
     shared          counts as the rows travelled. If the kernels of one rank sorted the rows, they are on
                     the device, where a replayed CUDA graph changes them
@@ -64,7 +64,7 @@ class CallCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreed:
+class AgreedChoice:
     """The numbers of a decision. A checkpoint's second pass takes over these and the routing, and no more.
 
     counts   row counts of the call; None if the host needs none
@@ -85,12 +85,12 @@ class CountsSource(Protocol):
     """
 
     call: Call
-    routed: Routed
+    routed: RoutedBatch
 
-    def agree(self, parts: Parts, inputs: Inputs) -> Agreed:
+    def agree(self, parts: LayerModules, inputs: Inputs) -> AgreedChoice:
         """Finds the numbers of the decision, with all ranks. A checkpoint's second pass does not call it."""
 
-    def decision(self, parts: Parts, inputs: Inputs, agreed: Agreed) -> Decision:
+    def decision(self, parts: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Builds the decision from the numbers. No collective, and the host does not wait."""
 
 
@@ -105,10 +105,10 @@ class Decision:
     """
 
     call: Call
-    routed: Routed
+    routed: RoutedBatch
     inputs: Inputs
     runner: Runner
-    counts: CallCounts
+    counts: HostRowCounts
     plan: Plan | None = None
     restore: Restore | None = None
 
@@ -122,7 +122,7 @@ class Decision:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
+class RunReport:
     """What was really done, after the choices and fallbacks of a call; all but num_tokens and num_slots is
     the same on every rank.
 
@@ -147,14 +147,14 @@ class LastCall:
     """l_aux: scalar, on the call's graph. ran: how it was computed. All are None before the first call."""
 
     l_aux: Tensor | None = None
-    counts: LeftCounts | None = None
-    ran: Ran | None = None
+    counts: LastRowCounts | None = None
+    ran: RunReport | None = None
 
     @staticmethod
     def of(decision: Decision) -> LastCall:
         routed, plan, needs_grad = decision.routed, decision.plan, decision.needs_grad
         routing, rows_TM, name = routed.routing, decision.inputs.x_TM, decision.runner.name
-        ran = Ran(
+        ran = RunReport(
             path=name,
             num_tokens=routed.num_tokens,
             num_slots=routing.expert.numel() if routing.token is None and routing.mix is None else None,

@@ -6,10 +6,10 @@ from dataclasses import fields
 
 import torch
 
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 
 COMPARED = ("gate", "experts", "shared_expert", "order", "dispatch", "combine", "shared_gate")
-"""The modules of `Parts` whose classes and settings must be the same on every rank."""
+"""The modules of `LayerModules` whose classes and settings must be the same on every rank."""
 
 PLAIN = (bool, int, float, str, torch.dtype)
 """Types of the attributes of a module that describe it."""
@@ -18,7 +18,7 @@ NO_SETTINGS = ("training", "is_parallelized", "built", "was_loaded", "may_be_equ
 """Attributes of modules that change neither results nor times."""
 
 
-def options_in_words(parts: Parts, *, of_users: bool = False) -> dict[str, str]:
+def options_in_words(parts: LayerModules, *, of_users: bool = False) -> dict[str, str]:
     """Every option of the spec by its name, and of every module its class and settings. of_users: also those
     of classes that are not pmoe's, where ranks may differ."""
     spec = {field.name: getattr(parts.spec, field.name) for field in fields(parts.spec)}

@@ -11,15 +11,15 @@ from pmoe.ordering.sorted import SortedOrder
 from pmoe.runners.features import Feature, refused
 
 if TYPE_CHECKING:
-    from pmoe.call.modules import Parts
+    from pmoe.call.modules import LayerModules
 
 PLAIN_GATES = ("pmoe.gates.topk", "pmoe.gates.switch")
 PLAIN_EXPERTS = ("pmoe.experts.ffn", "pmoe.experts.swiglu")
 """Modules of what the kernels compute; subclasses elsewhere may compute otherwise."""
 
 
-def refusal_of(parts: Parts, taker: str) -> str | None:
-    """As `Parts.refusal`."""
+def refusal_of(parts: LayerModules, taker: str) -> str | None:
+    """As `LayerModules.refusal`."""
     feature = refused(taker, parts.features)
     if feature is None:
         return None
@@ -28,8 +28,8 @@ def refusal_of(parts: Parts, taker: str) -> str | None:
     return feature.value.format(**{**values, **kinds, "memory_reuse": parts.spec.restore})
 
 
-def features_of(parts: Parts) -> frozenset[Feature]:
-    """As `Parts.features`."""
+def features_of(parts: LayerModules) -> frozenset[Feature]:
+    """As `LayerModules.features`."""
     spec, gate, switches = parts.spec, parts.gate, parts.spec.switches
     is_given = bool(getattr(parts.router, "has_external_routing", False))
     picks = bool(getattr(parts.router, "picks_tokens", False))

@@ -14,25 +14,25 @@ from torch import Tensor, nn
 
 from pmoe.call.features import features_of, refusal_of
 from pmoe.call.module_calls import is_watched
-from pmoe.call.options import LayerSpec
+from pmoe.call.options import LayerOptions
 from pmoe.comm.counts import num_bins
 from pmoe.comm.ranks import Ranks
-from pmoe.engine.plan.plan import Modules
+from pmoe.engine.plan.plan import PassModules
 from pmoe.experts.operands import local_part
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Stages
 
 if TYPE_CHECKING:
-    from pmoe.engine.variants.padding import PaddedKind
+    from pmoe.engine.variants.padding import PaddedCallKey
     from pmoe.runners.features import Feature
 
 
 @dataclass
-class Known:
+class LayerCache:
     """What a layer has agreed on and learnt in its calls; it outlives changes of options.
 
     differed: whether ranks had other experts at the first call; None before.
-    compared: what the options followed from when ranks last agreed on them (`Parts.given`). No parts: those
+    compared: what the options followed from when ranks last agreed on them (`LayerModules.given`). No parts: those
         hold the experts, which may be another library's, and would keep them alive.
     words: those options in words.
     padded_kinds: those compared.
@@ -42,7 +42,7 @@ class Known:
     differed: bool | None = None
     compared: tuple[object, ...] = ()
     words: dict[str, str] = field(default_factory=dict)
-    padded_kinds: set[PaddedKind] = field(default_factory=set)
+    padded_kinds: set[PaddedCallKey] = field(default_factory=set)
     choosers: dict[Any, Any] = field(default_factory=dict)
 
     def forget_ranks(self) -> None:
@@ -52,7 +52,7 @@ class Known:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts(Modules):
+class LayerModules(PassModules):
     """A layer's modules, where it stands among the ranks, and its options.
 
     gate, experts_module, shared_module, shared_gate: the modules that the layer calls, each perhaps a
@@ -61,7 +61,7 @@ class Parts(Modules):
     trusts_gate: whether the layer made the gate, whose routing is then not checked.
     """
 
-    spec: LayerSpec
+    spec: LayerOptions
     gate: nn.Module
     router: nn.Module
     trusts_gate: bool
@@ -69,15 +69,15 @@ class Parts(Modules):
     shared_module: nn.Module | None
     shared_gate: nn.Module | None
     callback_modules: Iterable[nn.Module]
-    known: Known
+    known: LayerCache
 
     @functools.cached_property
-    def without_shared_expert(self) -> Parts:
+    def without_shared_expert(self) -> LayerModules:
         """These parts for a schedule that leaves the shared expert out, because it is called as a module."""
         return replace(self, shared_expert=None)
 
     @property
-    def scheduled(self) -> Parts:
+    def scheduled(self) -> LayerModules:
         """These parts, or those without the shared expert if a call must call it as a module."""
         return self.without_shared_expert if self.calls_shared_expert else self
 

@@ -40,7 +40,7 @@ class Switches:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSpec:
+class LayerOptions:
     """The options of a `pmoe.MoELayer` by the names of its arguments, as it was built or as they were set.
 
     Raises ValueError or TypeError, naming argument, value and rule.
@@ -137,7 +137,7 @@ class LayerSpec:
 
 
 class _HasSpec(Protocol):
-    spec: LayerSpec
+    spec: LayerOptions
 
 
 def option(name: str) -> Any:

@@ -13,7 +13,7 @@ from pmoe.gates.base import Routing
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gated:
+class CheckedRouting:
     """The checked routing of a call: all that a checkpoint keeps of it.
 
     routing    its ``keep`` is True for the slots within capacity, the layer's or the gate's own
@@ -27,7 +27,7 @@ class Gated:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routed:
+class RoutedBatch:
     """The tokens of this rank with their routing.
 
     x          (..., M), the input of the layer after the callbacks' first hooks
@@ -39,7 +39,7 @@ class Routed:
 
     x: Tensor
     x_TM: Tensor
-    gated: Gated
+    gated: CheckedRouting
     autocast: torch.dtype | None
     failure: Exception | None = None
 

@@ -6,9 +6,9 @@ import math
 
 from torch import Tensor
 
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.comm.hierarchical import HierarchicalExchange
-from pmoe.engine.variants.padding import Splits
+from pmoe.engine.variants.padding import PaddedRowCounts
 from pmoe.experts.base import Experts
 from pmoe.experts.operands import local_part
 from pmoe.gates.base import Gate
@@ -18,19 +18,19 @@ from pmoe.runners.features import Feature
 from pmoe.schedule.buffer_sizes import HiddenColumns
 
 
-def splits_of(parts: Parts, num_tokens: int, top_k: int) -> Splits:
+def splits_of(parts: LayerModules, num_tokens: int, top_k: int) -> PaddedRowCounts:
     """The padded rows of a rank with so many tokens."""
     spec = parts.spec
     assert spec.capacity_factor is not None
     capacity = expert_capacity(spec.capacity_factor, num_tokens, top_k, spec.num_experts)
-    return Splits(
+    return PaddedRowCounts(
         num_experts=spec.num_experts,
         capacity=min(capacity, num_tokens),  # a token's experts are distinct
         bins=math.lcm(*spec.degrees),
     )
 
 
-def rows_of_call(parts: Parts, num_tokens: int) -> CallRows:
+def rows_of_call(parts: LayerModules, num_tokens: int) -> CallRows:
     """How many rows a call with so many tokens has on this rank, whatever their routing."""
     spec, top_k = parts.spec, parts.spec.top_k
     slots = num_tokens * top_k
@@ -45,7 +45,7 @@ def rows_of_call(parts: Parts, num_tokens: int) -> CallRows:
     return CallRows(tokens=num_tokens, inner=num_tokens, slots=rows, choices=spec.num_experts)
 
 
-def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> LayerSizes:
+def memory_shape(parts: LayerModules, rows_TM: Tensor | None = None) -> LayerSizes:
     """What of this layer its memory depends on. rows_TM: as the experts get them, by default of the type
     of their parameters."""
     spec, parameter, shared = parts.spec, parts.like, parts.shared_expert

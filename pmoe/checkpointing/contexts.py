@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from pmoe.checkpointing.replay import FINDERS, Replay, SavedHooks, top_hooks
+from pmoe.checkpointing.replay import REPLAY_FINDERS, Replay, SavedHooks, top_hooks
 from pmoe.engine.autograd import make_anchor
 from pmoe.engine.lanes.run import is_captured
 
@@ -107,7 +107,7 @@ def _find(layer: nn.Module) -> Replay | None:
     return replay if firsts or call is not None else None
 
 
-FINDERS.append(_find)
+REPLAY_FINDERS.append(_find)
 
 
 @dataclass
@@ -190,7 +190,7 @@ class _Replaying(Replay):
         # (preserve_rng_state=False), and they are left alone.
         if call.random is not None and _same(_random_states(x_TM.device), call.random[0]):
             _set_random_states(call.random[1], x_TM.device)
-        routing: V = map_tensors(call.routing, lambda tensor: as_first_pass_had(tensor, x_TM))
+        routing: V = map_tensors(call.routing, lambda tensor: replayed_tensor(tensor, x_TM))
         return routing
 
 
@@ -448,7 +448,7 @@ class _TakeOver(torch.autograd.Function):
         )
 
 
-def as_first_pass_had(tensor: Tensor, x_TM: Tensor) -> Tensor:
+def replayed_tensor(tensor: Tensor, x_TM: Tensor) -> Tensor:
     """Returns a tensor of the first pass, without its graph, that requires a gradient as it did then."""
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor.detach()

@@ -56,7 +56,7 @@ class Replay:
         return decide()
 
 
-FINDERS: list[Callable[[nn.Module], Replay | None]] = []
+REPLAY_FINDERS: list[Callable[[nn.Module], Replay | None]] = []
 """Functions that return the `Replay` of a call, or None if no checkpoint that they know is active.
 
 `pmoe.checkpointing.contexts` adds its own when it is imported.
@@ -65,7 +65,7 @@ FINDERS: list[Callable[[nn.Module], Replay | None]] = []
 
 def replay_of(layer: nn.Module) -> Replay:
     """Returns the `Replay` of the call of ``layer`` that begins now. Called once a call, at its start."""
-    replays = (find(layer) for find in FINDERS)
+    replays = (find(layer) for find in REPLAY_FINDERS)
     return next((replay for replay in replays if replay is not None), Replay())
 
 

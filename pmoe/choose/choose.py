@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from pmoe.call.modules import Parts
-from pmoe.choose.slots import with_room
+from pmoe.call.modules import LayerModules
+from pmoe.choose.slots import without_host_offload
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.passes.base import Inputs
-from pmoe.engine.plan.make_plan import Orders
+from pmoe.engine.plan.make_plan import SortedSlots
 from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
 
 
 def choose(
-    parts: Parts, counts: RankCounts, inputs: Inputs, orders: Orders, restore: Restore | None = None
+    parts: LayerModules,
+    counts: RankCounts,
+    inputs: Inputs,
+    orders: SortedSlots,
+    restore: Restore | None = None,
 ) -> Choice:
     """orders: for the plans of trials. restore: the pair, where something else has chosen it. Collective
     where something is measured (`pmoe.choose.trials`)."""
@@ -20,14 +24,14 @@ def choose(
     is_open = n is None or (restore is None and (several or spec.budget is not None))
     if is_open or inputs.x_TM.is_cuda:
         from pmoe.choose import open_choice
-        from pmoe.choose.trials import Batch
+        from pmoe.choose.trials import TrialBatch
 
         with inputs.autocast_for(parts.experts):  # as the experts will compute
             open_choice.measure_products_of(parts, counts, inputs)
             if is_open:
-                return open_choice.choose_among(Batch(parts, counts, inputs, orders), restore)
+                return open_choice.choose_among(TrialBatch(parts, counts, inputs, orders), restore)
     assert n is not None
     restore = restore or parts.pairs[0]
     if counts.host_shortage:
-        restore = with_room(restore, counts)
+        restore = without_host_offload(restore, counts)
     return Choice(forward=n, backward=spec.pipeline_backward or n, restore=restore)

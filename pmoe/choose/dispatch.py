@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from pmoe.call.options import LayerSpec
+from pmoe.call.options import LayerOptions
 from pmoe.comm import NAMES, ExchangeName
 from pmoe.comm.agreement import from_first
 from pmoe.comm.grid import Grid
 from pmoe.comm.topology import Nodes, Topology, find_topology
 from pmoe.measure.bench import identity
 from pmoe.measure.profile import load_profile, profile_path
-from pmoe.measure.store import found_or
+from pmoe.measure.store import read_or_default
 from pmoe.planner.cluster import links_of, message_line
 from pmoe.planner.profile import Profile
 from pmoe.warn import log
@@ -24,7 +24,7 @@ ONLY_FLAT = ("memory_budget", "pad_to_capacity", "fused")
 
 
 def fastest_dispatch(
-    spec: LayerSpec, grid: Grid, nodes: Nodes, device: torch.device | str | None, dtype: torch.dtype | None
+    spec: LayerOptions, grid: Grid, nodes: Nodes, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> ExchangeName:
     """A name of NAMES, the same on every rank. Collective: ranks compare their nodes, and take what rank 0
     finds in its stored profile. "flat" where there are no two levels or no profile, which the log says.
@@ -40,7 +40,7 @@ def fastest_dispatch(
 
 
 def _by_profile(
-    spec: LayerSpec, grid: Grid, topology: Topology, like: torch.Tensor
+    spec: LayerOptions, grid: Grid, topology: Topology, like: torch.Tensor
 ) -> tuple[ExchangeName, str]:
     """The all-to-all, and why."""
     if topology.is_level:
@@ -55,7 +55,7 @@ def _by_profile(
         who = identity(grid.all, like.device, like.dtype)
         return load_profile(profile_path(who), expected=who)
 
-    profile = found_or(None, 'dispatch="auto"', stored)
+    profile = read_or_default(None, 'dispatch="auto"', stored)
     links = {} if profile is None else links_of(profile)
     if profile is None or len(links) < 2:
         return NAMES[0], "no stored profile of these ranks has both links: `pmoe profile` measures them"

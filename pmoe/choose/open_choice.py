@@ -11,11 +11,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from pmoe.call.modules import Parts
-from pmoe.choose.search import tried_degrees
-from pmoe.choose.slots import with_room
-from pmoe.choose.solve import solved_degrees
-from pmoe.choose.trials import Batch, tried_seconds
+from pmoe.call.modules import LayerModules
+from pmoe.choose.search import degrees_by_search
+from pmoe.choose.slots import without_host_offload
+from pmoe.choose.solve import degrees_by_solver
+from pmoe.choose.trials import TrialBatch, measure_trials
 from pmoe.comm.agreement import largest
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.buffers.arena import pool
@@ -36,7 +36,7 @@ may add so many seconds to a step."""
 _compared: set[str] = set()  # when profiles were measured
 
 
-def measure_products_of(parts: Parts, counts: RankCounts, inputs: Inputs) -> None:
+def measure_products_of(parts: LayerModules, counts: RankCounts, inputs: Inputs) -> None:
     """Has the ways to compute the experts' products measured where that has not been done."""
     device, dtype = inputs.x_TM.device, inputs.x_TM.dtype
     if device.type != "cuda":  # else there is one way only
@@ -47,14 +47,14 @@ def measure_products_of(parts: Parts, counts: RankCounts, inputs: Inputs) -> Non
             measure_products(experts, parts.ranks, dtype, device, rows, needs_grad=counts.needs_grad)
 
 
-def choose_among(batch: Batch, restore: Restore | None) -> Choice:
+def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
     """As `pmoe.choose.choose.choose`."""
     parts, spec, counts = batch.parts, batch.parts.spec, batch.counts
     if restore is None and spec.budget is not None:
         return _compared_with_steps(batch, _within_budget(batch))
     if restore is None:
         several = len(parts.pairs) > 1 and counts.needs_grad
-        restore = with_room(_cheapest_pair(batch) if several else parts.pairs[0], counts)
+        restore = without_host_offload(_cheapest_pair(batch) if several else parts.pairs[0], counts)
     n = spec.fixed_degree
     if n is not None:
         found = PassDegrees(n, spec.pipeline_backward or n)
@@ -63,13 +63,13 @@ def choose_among(batch: Batch, restore: Restore | None) -> Choice:
         def tried(degrees: Sequence[int]) -> Measured:
             return _tried(batch, all_choices([(n, n) for n in degrees], [restore]))
 
-        found = solved_degrees(batch, restore, tried)
+        found = degrees_by_solver(batch, restore, tried)
     else:
-        found = tried_degrees(batch, restore)
+        found = degrees_by_search(batch, restore)
     return _compared_with_steps(batch, Choice(**vars(found), restore=restore))
 
 
-def _chooser_of(batch: Batch) -> Chooser:
+def _chooser_of(batch: TrialBatch) -> Chooser:
     """The layer's for these options and this type of rows, which remembers what it has chosen."""
     parts, spec = batch.parts, batch.parts.spec
     new = Chooser(pairs=parts.pairs, budget=spec.budget, slack=spec.slack, bins=parts.num_bins)
@@ -78,14 +78,14 @@ def _chooser_of(batch: Batch) -> Chooser:
     return found
 
 
-def _tried(batch: Batch, choices: Sequence[Choice]) -> Measured:
+def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
     """None where trials are not for this layer."""
-    if not batch.may_be_tried or batch.parts.gradients is not None or batch.counts.host_shortage:
+    if not batch.trials_allowed or batch.parts.gradients is not None or batch.counts.host_shortage:
         return None  # a choice that offloads would fail on the rank alone whose host is full
-    return tried_seconds(batch, choices)
+    return measure_trials(batch, choices)
 
 
-def _compared_with_steps(batch: Batch, choice: Choice) -> Choice:
+def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
     """The choice. Once for each profile in use, rank 0 warns where real steps contradict it. Collective."""
     counts, x_TM, ranks = batch.counts, batch.inputs.x_TM, batch.parts.ranks
     profile = PROFILES.get((ranks.name, x_TM.device, x_TM.dtype))
@@ -104,7 +104,7 @@ def _compared_with_steps(batch: Batch, choice: Choice) -> Choice:
     return choice
 
 
-def _cheapest_pair(batch: Batch) -> Restore:
+def _cheapest_pair(batch: TrialBatch) -> Restore:
     """MPipeMoE's Eq. 10, on measured rates."""
     spec = batch.parts.spec
     n, m = spec.fixed_degree or 2, spec.pipeline_backward  # 2 where n follows the pair
@@ -115,7 +115,7 @@ def _cheapest_pair(batch: Batch) -> Restore:
     return _chooser_of(batch).pair(batch.sizes, batch.counts.max_tokens, batch.profile, tried)
 
 
-def _within_budget(batch: Batch) -> Choice:
+def _within_budget(batch: TrialBatch) -> Choice:
     """The fastest n and pair whose bytes hold the budget for any routing. Raises ValueError, on every rank,
     that says what the least budget would be."""
     spec, counts = batch.parts.spec, batch.counts

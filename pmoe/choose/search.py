@@ -16,12 +16,12 @@ import torch
 
 from pmoe.arguments import check_path
 from pmoe.call.description import options_in_words
-from pmoe.call.modules import Parts
-from pmoe.choose.trials import Batch, adaptive_degree, tried_seconds
+from pmoe.call.modules import LayerModules
+from pmoe.choose.trials import TrialBatch, adaptive_degree, measure_trials
 from pmoe.comm.agreement import digest, from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import identity
-from pmoe.measure.store import PathLike, cache_path, found_or, load_json, save_json
+from pmoe.measure.store import PathLike, cache_path, load_json, read_or_default, save_json
 from pmoe.planner.degree import Choice
 from pmoe.planner.granularity import GranularityTable, PassDegrees
 from pmoe.schedule.restore import Restore
@@ -30,15 +30,15 @@ from pmoe.warn import log, warn_once
 # ---- the search
 
 
-def tried_degrees(batch: Batch, restore: Restore) -> PassDegrees:
+def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
     """n known for this many tokens, or found by trials where they are worth it; else by a rule. Collective
     where trials are made."""
     parts, spec, known = batch.parts, batch.parts.spec, GranularityTable()
-    learnt = learnt_of(parts) if batch.may_be_tried else parts.known.choosers.get(_name(parts))
+    learnt = learned_degrees(parts) if batch.trials_allowed else parts.known.choosers.get(_name(parts))
     if learnt is not None:
         known = learnt.table(restore, batch.inputs.x_TM.dtype)
     found = known.lookup(batch.counts.max_tokens)
-    if found is None and learnt is not None and batch.may_be_tried:
+    if found is None and learnt is not None and batch.trials_allowed:
         found = search(known, batch, restore, spec.degrees, apart=spec.rotates and not spec.send_once)
         learnt.keep()
     if found is None:
@@ -48,7 +48,7 @@ def tried_degrees(batch: Batch, restore: Restore) -> PassDegrees:
 
 
 def search(
-    known: GranularityTable, batch: Batch, restore: Restore, candidates: Sequence[int], *, apart: bool
+    known: GranularityTable, batch: TrialBatch, restore: Restore, candidates: Sequence[int], *, apart: bool
 ) -> PassDegrees:
     """Finds by trials the degrees for the largest number of any rank's tokens, and records them.
 
@@ -60,7 +60,7 @@ def search(
 
     def measure(tried: Sequence[PassDegrees]) -> None:
         choices = [Choice(**vars(each), restore=restore) for each in tried]
-        seconds.update(zip(tried, tried_seconds(batch, choices), strict=True))
+        seconds.update(zip(tried, measure_trials(batch, choices), strict=True))
 
     same = [PassDegrees(n, n) for n in candidates]
     measure(same)
@@ -80,23 +80,23 @@ def search(
 # ---- what layers of one key have learnt
 
 
-def learnt_of(parts: Parts, path: str | Path | None = None) -> Learnt:
+def learned_degrees(parts: LayerModules, path: str | Path | None = None) -> LearnedDegrees:
     """What trials have found for layers like this one on this group. Collective the first time, and with a
     ``path`` (`pmoe.MoELayer.load_degrees`), from where it is taken then."""
     choosers, name = parts.known.choosers, _name(parts)
     if path is not None or name not in choosers:
-        choosers[name] = learnt_by(parts.ranks, key_of(parts), parts.spec.degrees, path)
-    found: Learnt = choosers[name]
+        choosers[name] = load_learned(parts.ranks, key_of(parts), parts.spec.degrees, path)
+    found: LearnedDegrees = choosers[name]
     return found
 
 
-def _name(parts: Parts) -> tuple[object, ...]:
+def _name(parts: LayerModules) -> tuple[object, ...]:
     """Of what a layer knows: its modules stay, its options may be set."""
     return ("trials", parts.spec)
 
 
-def key_of(parts: Parts) -> dict[str, Any]:
-    """All that changes the time of a layer's trials, beside what `Learnt.table` takes: layers of one key
+def key_of(parts: LayerModules) -> dict[str, Any]:
+    """All that changes the time of a layer's trials, beside what `LearnedDegrees.table` takes: layers of one key
     learn together."""
     like = torch.empty(0) if parts.like is None else parts.like
     options = options_in_words(parts, of_users=True)
@@ -176,7 +176,7 @@ def _check_key(found: Any, here: Mapping[str, Any]) -> None:
 
 
 @dataclass
-class Learnt:
+class LearnedDegrees:
     """What trials have found for layers of one key on one group: the same on all of its ranks.
 
     key: all that changes the time. path: where rank 0 keeps it between runs; None elsewhere, or where nobody
@@ -200,12 +200,12 @@ class Learnt:
                 warn_once(f"what trials found could not be kept, and will be measured again: {error}")
 
 
-_learnt: dict[tuple[str, str], Learnt] = {}
+_learnt: dict[tuple[str, str], LearnedDegrees] = {}
 
 
-def learnt_by(
+def load_learned(
     ranks: Ranks, key: Mapping[str, Any], candidates: Sequence[int], path: str | Path | None = None
-) -> Learnt:
+) -> LearnedDegrees:
     """What rank 0 knows of layers of this key, on every rank alike: from the file at ``path``, or, without
     one, from this process or from their own file.
 
@@ -231,12 +231,12 @@ def learnt_by(
     return found
 
 
-def held(ranks: Ranks, key: Mapping[str, Any], path: Path | None = None) -> Learnt:
+def held(ranks: Ranks, key: Mapping[str, Any], path: Path | None = None) -> LearnedDegrees:
     """What this process knows of layers of this key. Not collective."""
-    return _learnt.setdefault((ranks.name, json.dumps(key, sort_keys=True)), Learnt(key, path=path))
+    return _learnt.setdefault((ranks.name, json.dumps(key, sort_keys=True)), LearnedDegrees(key, path=path))
 
 
 def _kept(path: Path | None, key: Mapping[str, Any], candidates: Sequence[int]) -> Tables:
     """Of the file; none where there is no file, or, with a warning, where it cannot be used."""
     about = "what trials found before is not used, and measured again"
-    return {} if path is None else found_or({}, about, lambda: load_degrees(path, key, candidates))
+    return {} if path is None else read_or_default({}, about, lambda: load_degrees(path, key, candidates))

@@ -3,8 +3,8 @@ memory."""
 
 from __future__ import annotations
 
-from pmoe.call.modules import Parts
-from pmoe.call.routed import Routed
+from pmoe.call.modules import LayerModules
+from pmoe.call.routed import RoutedBatch
 from pmoe.comm.counts import RankCounts, Slots
 from pmoe.engine.buffers.arena import pool
 from pmoe.schedule.buffer_sizes import ALIGNMENT
@@ -12,7 +12,7 @@ from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 
-def slots_to_ask(parts: Parts, routed: Routed) -> Slots | None:
+def requested_slots(parts: LayerModules, routed: RoutedBatch) -> Slots | None:
     """What ranks ask with the counts, where buffers rotate: how deep each n must be cut, and whether the host
     has room for T_DI."""
     spec, x_TM = parts.spec, routed.x_TM
@@ -32,7 +32,7 @@ def slots_to_ask(parts: Parts, routed: Routed) -> Slots | None:
     )
 
 
-def with_room(restore: Restore, counts: RankCounts) -> Restore:
+def without_host_offload(restore: Restore, counts: RankCounts) -> Restore:
     """The same pair, or one that sends T_DI again in place of offloading it where a host is full."""
     if not counts.host_shortage or restore.dispatched != "offload":
         return restore

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from pmoe.choose.trials import Batch
+from pmoe.choose.trials import TrialBatch
 from pmoe.comm.agreement import largest
 from pmoe.comm.grid import Grid
 from pmoe.measure.module_cost import profile_module
@@ -82,7 +82,7 @@ def layer_costs(
     )
 
 
-def solved_degrees(batch: Batch, restore: Restore, tried: TriedBy[int]) -> PassDegrees:
+def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) -> PassDegrees:
     """n of both passes for the largest number of any rank's tokens, from numbers that all ranks share; the
     layer remembers them. tried: measures both passes in some numbers of chunks, where it can. Collective the
     first time."""
@@ -99,7 +99,7 @@ def solved_degrees(batch: Batch, restore: Restore, tried: TriedBy[int]) -> PassD
     return found
 
 
-def _solved(batch: Batch, restore: Restore | None, t_gar: float, tried: TriedBy[int]) -> PassDegrees:
+def _solved(batch: TrialBatch, restore: Restore | None, t_gar: float, tried: TriedBy[int]) -> PassDegrees:
     """t_gar: seconds of other layers' gradients in the backward pass. restore: None where buffers do not
     rotate; both passes then have the same chunks."""
     parts, x_TM, sizes = batch.parts, batch.inputs.x_TM, batch.sizes
@@ -128,7 +128,7 @@ def _solved(batch: Batch, restore: Restore | None, t_gar: float, tried: TriedBy[
     return PassDegrees(ahead_n, best_degree(backward, way_back, t_gar, DEGREES))
 
 
-def _black_box_of(batch: Batch) -> tuple[LineCost | None, LineCost | None]:
+def _black_box_of(batch: TrialBatch) -> tuple[LineCost | None, LineCost | None]:
     """Seconds of an expert's rows in both passes, where experts are modules: measured once a layer."""
     parts, rows_TM = batch.parts, batch.inputs.x_TM
     modules, key = parts.experts.as_modules(), ("black box", rows_TM.dtype)

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.call.sizes import memory_shape
 from pmoe.comm.agreement import largest
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes.base import Inputs
-from pmoe.engine.plan.make_plan import Orders
+from pmoe.engine.plan.make_plan import SortedSlots
 from pmoe.measure.profile import profile_of
 from pmoe.measure.timing import begin_together, clock_of, median_seconds
 from pmoe.planner.degree import DEGREES, Choice
@@ -40,13 +40,13 @@ def adaptive_degree(max_rows: int, num_ranks: int) -> int:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrialBatch:
     """A routed batch whose counts are known, with its layer and its rows."""
 
-    parts: Parts
+    parts: LayerModules
     counts: RankCounts
     inputs: Inputs
-    orders: Orders
+    orders: SortedSlots
 
     @property
     def rows(self) -> int:
@@ -62,7 +62,7 @@ class Batch:
         return profile_of(self.parts.ranks, self.inputs.x_TM.device, self.inputs.x_TM.dtype)
 
     @property
-    def may_be_tried(self) -> bool:
+    def trials_allowed(self) -> bool:
         """Whether trials are worth it, and change nothing that lasts: modules may count what they compute."""
         parts, shared = self.parts, self.parts.shared_expert
         worth = self.counts.needs_grad and parts.ranks.size > 1 and self.rows >= 2 * MIN_ROWS
@@ -73,7 +73,7 @@ class Batch:
         return PipelineRunner(self.orders.plan(self.counts, choice))
 
 
-def tried_seconds(batch: Batch, choices: Sequence[Choice]) -> list[tuple[float, float]]:
+def measure_trials(batch: TrialBatch, choices: Sequence[Choice]) -> list[tuple[float, float]]:
     """Median seconds of forward and backward with each choice: one untimed step each, then in turns.
 
     Those close to the fastest run again: a step on a CPU differs by a tenth from the next like it. All ranks

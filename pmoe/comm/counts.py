@@ -252,7 +252,7 @@ HEADER = 4
 
     tokens       number of its tokens
     fault        number of its `Fault`
-    mode         sum of the bits TRAINING, ... and of LIFE times the life of its group (`Standing.life`)
+    mode         sum of the bits TRAINING, ... and of LIFE times the life of its group (`GroupRecord.life`)
     type, layer  sum of the place of the rows' dtype in TYPES and of LAYER times the layer's `Ranks.number`
 """
 

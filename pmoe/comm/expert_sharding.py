@@ -17,7 +17,7 @@ from pmoe.comm.failures import wait_for
 from pmoe.comm.ranks import Ranks
 
 
-class Sharing:
+class ShardCollectives:
     """The collectives of the ranks ``inside`` a node, each of which holds a part of the same experts.
 
     On the CPU a call returns when it has ended. On a GPU the current stream waits for it.

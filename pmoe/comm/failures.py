@@ -9,7 +9,7 @@ every `LOOK_AFTER`, and raises `PeerError` if it finds a report that concerns it
 On a GPU the host does not wait for collectives, so nothing looks.
 
 This file also has the wait for a collective (`wait_for`), contexts that publish the failure of their block
-(`at_stage`, `telling`), and the beginning of a call and of its backward pass, which a rank that has left a
+(`at_stage`, `publishing_failures`), and the beginning of a call and of its backward pass, which a rank that has left a
 pass is refused (`check_whole`).
 """
 
@@ -27,25 +27,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.comm.group_options import timeout_of
-from pmoe.comm.group_record import Standing, collectives, is_known, names_of_left_groups, standing_of
+from pmoe.comm.group_record import GroupRecord, collectives, is_known, names_of_left_groups, record_of_group
 from pmoe.comm.meeting import IS_OPEN, Meeting, left_out
 from pmoe.comm.ranks import Ranks
 from pmoe.warn import warn_once
 
 FAILED = "pmoe/failed"
-"""Beginning of all keys of failure reports. LIFE is `Standing.life`, RANK a global rank:
+"""Beginning of all keys of failure reports. LIFE is `GroupRecord.life`, RANK a global rank:
 
     pmoe/failed/LIFE              set when any rank has failed; while it is missing, no other key is read
-    pmoe/failed/LIFE/RANK         three lines: the name of the group that the rank left, `Standing.left_at`,
+    pmoe/failed/LIFE/RANK         three lines: the name of the group that the rank left, `GroupRecord.left_at`,
                                   and its error; empty when the rank has gone on
-    pmoe/failed/LIFE/RANK/GROUP   two lines: `Standing.left_at` and the error with which the rank left that
+    pmoe/failed/LIFE/RANK/GROUP   two lines: `GroupRecord.left_at` and the error with which the rank left that
                                   group; it stays
 """
 
 LOOK_AFTER = datetime.timedelta(seconds=0.5)
 """How long this rank waits for a collective before it looks for peers that failed, and between looks."""
 
-has_told: threading.Event = threading.Event()
+failure_published: threading.Event = threading.Event()
 """Set when this rank publishes a failure. Its next call over a group that is whole clears it."""
 
 
@@ -76,7 +76,7 @@ def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = T
     tell(standing)
 
 
-def tell(standing: Standing) -> None:
+def tell(standing: GroupRecord) -> None:
     """Publishes the error with which this rank has left a pass over a group.
 
     The store holds it under two keys (`FAILED`). The one with the group's name stays, because ranks that wait
@@ -85,7 +85,7 @@ def tell(standing: Standing) -> None:
     """
     rank = dist.get_rank()
     text = standing.left_with[:4000]
-    has_told.set()
+    failure_published.set()
     _to_take_back.add(_key(standing, rank))
     in_store = {
         _key(standing, rank): f"{standing.name}\n{standing.left_at}\n{text}",
@@ -95,15 +95,15 @@ def tell(standing: Standing) -> None:
     _write(in_store)
 
 
-def announce(error: BaseException) -> None:
+def publish_outside_pass(error: BaseException) -> None:
     """Publishes an error outside of any pass. The rank leaves no group; its next call empties the report."""
     world = dist.group.WORLD
     if world is None:
         return
-    standing = standing_of(world)
+    standing = record_of_group(world)
     rank = dist.get_rank()
     text = f"global rank {rank} raised {type(error).__name__}: {error}"[:4000]
-    has_told.set()
+    failure_published.set()
     _to_take_back.add(_key(standing, rank))
     _write({_key(standing, rank): f"\n\n{text}", _any_failed(standing): ""})
 
@@ -146,22 +146,22 @@ _to_take_back: set[str] = set()
 """Keys of this rank's reports that its next call empties."""
 
 
-def take_back() -> None:
+def withdraw_failures() -> None:
     """Empties this rank's reports, when it goes on in a whole group.
 
     A report for the ranks that wait in a group that this rank has left stays.
     """
-    has_told.clear()
+    failure_published.clear()
     if dist.is_initialized():
         _write(dict.fromkeys(_to_take_back, ""))
     _to_take_back.clear()
 
 
-def _key(standing: Standing, rank: int) -> str:
+def _key(standing: GroupRecord, rank: int) -> str:
     return f"{FAILED}/{standing.life}/{rank}"
 
 
-def _any_failed(standing: Standing) -> str:
+def _any_failed(standing: GroupRecord) -> str:
     return f"{FAILED}/{standing.life}"
 
 
@@ -196,7 +196,7 @@ def wait_for(work: dist.Work, group: dist.ProcessGroup | None, on_gpu: bool = Fa
     with contextlib.suppress(RuntimeError):
         work.wait(LOOK_AFTER)
         return
-    wait_and_look(work, group)
+    wait_or_peer_failure(work, group)
 
 
 def reduce_to_largest(values: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -205,7 +205,7 @@ def reduce_to_largest(values: Tensor, group: dist.ProcessGroup | None) -> None:
     wait_for(dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True), group, values.is_cuda)
 
 
-def wait_and_look(work: dist.Work, group: dist.ProcessGroup) -> None:
+def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
     """Goes on with `wait_for` on the CPU, and looks in between for reports of failures.
 
     Raises PeerError if there is one. A thread looks, because the store may not answer.
@@ -228,13 +228,13 @@ def wait_and_look(work: dist.Work, group: dist.ProcessGroup) -> None:
 def _look(group: dist.ProcessGroup, told: list[str]) -> None:
     """Adds to ``told`` the reports, and else the meetings, that show that a collective will not end."""
     with contextlib.suppress(RuntimeError):
-        told += failures(group) or left_out(standing_of(group), group.rank(), range(group.size()))
+        told += failures(group) or left_out(record_of_group(group), group.rank(), range(group.size()))
 
 
 def failures(group: dist.ProcessGroup) -> list[str]:
     """Returns published errors of a group's ranks because of which waiting in the group is in vain."""
     store = dist.distributed_c10d._get_default_store()
-    standing = standing_of(group)
+    standing = record_of_group(group)
     if not store.check([_any_failed(standing)]):
         return []
 
@@ -249,7 +249,7 @@ def failures(group: dist.ProcessGroup) -> list[str]:
         if in_group and not (place and place == standing.settled_at):
             texts.append(in_group)
         left, _, rest = value_of(_key(standing, rank)).partition("\n")
-        # The rank has left another group, or no group (`announce`). If this rank has left that group too, the
+        # The rank has left another group, or no group (`publish_outside_pass`). If this rank has left that group too, the
         # report says nothing about the present group.
         if rest and left != standing.name and left not in known_here:
             texts.append(rest.partition("\n")[2])
@@ -288,7 +288,7 @@ def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
         raise
 
 
-def telling(ranks: Ranks, stage: str) -> contextlib.AbstractContextManager[None]:
+def publishing_failures(ranks: Ranks, stage: str) -> contextlib.AbstractContextManager[None]:
     """Publishes an error of the block, by which this rank leaves a pass in the middle.
 
     It is for errors that one rank alone may raise (users' code, a failed allocation) while its peers wait for
@@ -332,8 +332,8 @@ def enter_call(ranks: Ranks, changed: str = "") -> None:
             meet(ranks, changed or IS_OPEN)
     elif ranks.by_default:
         _warn_alone(ranks)
-    if has_told.is_set():
-        take_back()
+    if failure_published.is_set():
+        withdraw_failures()
     ranks.layer = ranks.layer or f"MoELayer {next(_first_calls)}"
 
 

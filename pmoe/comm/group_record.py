@@ -1,6 +1,6 @@
 """This rank's record of a process group: who uses it, and whether its collectives still match.
 
-Nothing in this file waits for another rank. Layers that share a group share its `Standing`.
+Nothing in this file waits for another rank. Layers that share a group share its `GroupRecord`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 @dataclass(eq=False)
-class Standing:
+class GroupRecord:
     """One process group, as this rank knows it.
 
     A group is whole while its collectives match on all ranks. A rank that leaves a pass in the middle (by an
@@ -93,16 +93,16 @@ class Collectives:
 collectives: Collectives = Collectives()
 
 MOST_OPEN = 1024
-"""The largest number of `Standing.open_calls`."""
+"""The largest number of `GroupRecord.open_calls`."""
 
-_standings: weakref.WeakKeyDictionary[dist.ProcessGroup, Standing] = weakref.WeakKeyDictionary()
+_standings: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupRecord] = weakref.WeakKeyDictionary()
 
 
-def standing_of(group: dist.ProcessGroup) -> Standing:
+def record_of_group(group: dist.ProcessGroup) -> GroupRecord:
     """Returns this rank's record of a group that torch.distributed knows. The first request makes it."""
     standing = _standings.get(group)
     if standing is None:
-        standing = Standing(name=str(group.group_name), life=_life())
+        standing = GroupRecord(name=str(group.group_name), life=_life())
         _standings[group] = standing
     return standing
 
@@ -118,7 +118,7 @@ def names_of_left_groups() -> set[str]:
 
 
 _lives: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""The life (`Standing.life`) of each default group."""
+"""The life (`GroupRecord.life`) of each default group."""
 
 MOST_LIVES = 1 << 10
 """Lives are counted modulo this number, because they travel in a few bits of a header."""

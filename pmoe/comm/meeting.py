@@ -26,7 +26,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from pmoe.comm.group_record import Standing
+from pmoe.comm.group_record import GroupRecord
 
 CURE = (
     "every rank must call backward on the same outputs of the layer as the other ranks; a rank whose loss "
@@ -54,7 +54,7 @@ class Meeting:
         NUMBER        how many ranks have come to the meeting of that number
         NUMBER/all    set when all have come
         waiting       set when a rank has waited for long in any meeting of the group
-        waiting/RANK  of a rank that waits, three lines: the number of the call, `Standing.open_calls`, why;
+        waiting/RANK  of a rank that waits, three lines: the number of the call, `GroupRecord.open_calls`, why;
                       empty again when the rank goes on
 
     why: the rest of a sentence that begins with "rank RANK". It says why the rank waits, and what all ranks
@@ -62,7 +62,7 @@ class Meeting:
     is_complete: whether this rank is the last one to come. Otherwise `has_all` waits for the others.
     """
 
-    def __init__(self, group: dist.ProcessGroup, standing: Standing, why: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, standing: GroupRecord, why: str) -> None:
         self._store = dist.distributed_c10d._get_default_store()
         self._standing = standing
         self._folder = _folder(standing)
@@ -113,7 +113,7 @@ class Meeting:
             self._store.set(f"{self._folder}/waiting/{self._rank}", "")
 
 
-def left_out(standing: Standing, own_rank: int, ranks: Sequence[int]) -> list[str]:
+def left_out(standing: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[str]:
     """Returns a sentence about each peer that waits in a meeting to which this rank will not come.
 
     Each sentence proves that the peer and this rank do different things.
@@ -144,5 +144,5 @@ def left_out(standing: Standing, own_rank: int, ranks: Sequence[int]) -> list[st
     return sentences
 
 
-def _folder(standing: Standing) -> str:
+def _folder(standing: GroupRecord) -> str:
     return f"pmoe/meet/{standing.life}/{standing.name}"

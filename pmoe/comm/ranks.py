@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from pmoe.comm.group_record import Standing, collectives, is_known, standing_of
+from pmoe.comm.group_record import GroupRecord, collectives, is_known, record_of_group
 
 
 class Ranks:
@@ -24,7 +24,7 @@ class Ranks:
         first call warns if there are other ranks.
     number: the layer's number among the group's layers, from its first exchange of row counts on; 0 before.
     call: the number of the layer's last exchange of row counts, among all exchanges over the group.
-    open_call: the number of the last call whose backward pass may follow (`Standing.open_calls`).
+    open_call: the number of the last call whose backward pass may follow (`GroupRecord.open_calls`).
 
     Raises ValueError if this rank is not in ``group``, or if ``group`` was destroyed.
     """
@@ -39,7 +39,7 @@ class Ranks:
     number: int = 0
     call: int = 0
     open_call: int = 0
-    _standing: Standing | None = None
+    _standing: GroupRecord | None = None
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if group is None and dist.is_available() and dist.is_initialized():
@@ -90,11 +90,11 @@ class Ranks:
         return "" if self.group is None else f"{self.group.group_name} {self.members}"
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> GroupRecord:
         """This rank's record of the group. There must be a group."""
         if self._standing is None:
             assert self.group is not None
-            self._standing = standing_of(self.group)
+            self._standing = record_of_group(self.group)
         return self._standing
 
     def reconnect(self) -> bool:

@@ -6,14 +6,14 @@ from torch import Tensor, nn
 
 from pmoe.call.call import Call
 from pmoe.call.module_calls import check_callbacks
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.checkpointing.replay import replay_of
 from pmoe.comm.failures import enter_call
 from pmoe.engine.lanes.run import is_captured
 
 
 def begin_call(
-    layer: nn.Module, parts: Parts, x: Tensor, token_ids: Tensor | None, mask: Tensor | None
+    layer: nn.Module, parts: LayerModules, x: Tensor, token_ids: Tensor | None, mask: Tensor | None
 ) -> Call:
     """Begins a call. Collective at the first call of a layer (`check_ranks`).
 
@@ -38,7 +38,7 @@ def begin_call(
     return call
 
 
-def check_ranks(parts: Parts) -> None:
+def check_ranks(parts: LayerModules) -> None:
     """Checks that all ranks of the layer can make this call together. Collective at the first call, after
     options were set, and in a process group that takes the place of a pickled layer's old one.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_kind, check_tensors
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.call.shape_run import is_shape_run
 from pmoe.comm.counts import Fault
 from pmoe.gates.base import Mix, Routing
@@ -53,7 +53,7 @@ def clamped_with_fault(routing: Routing, x_TM: Tensor, num_experts: int) -> tupl
     return replace(routing, expert=expert.clamp(0, num_experts - 1), weight=weight, token=token), fault
 
 
-def check_routing(parts: Parts, routing: object, x_TM: Tensor) -> None:
+def check_routing(parts: LayerModules, routing: object, x_TM: Tensor) -> None:
     """Raises TypeError or ValueError where a gate returned no `Routing` of the tokens."""
     name, num_tokens = type(parts.gate).__name__, x_TM.shape[0]
     if not isinstance(routing, Routing):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.experts.marks import is_expert
 from pmoe.experts.operands import local_part
 
@@ -50,7 +50,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def dense_tensors(parts: Parts, part: str) -> dict[str, Tensor]:
+def dense_tensors(parts: LayerModules, part: str) -> dict[str, Tensor]:
     """The tensors of one of `DENSE` whose values can be compared, by name; the same names on every rank.
 
     These are parameters, and the buffers of pmoe's own gates that state dicts hold. Left out are tensors that
@@ -66,7 +66,7 @@ def dense_tensors(parts: Parts, part: str) -> dict[str, Tensor]:
     return {name: tensor for root, module in roots.items() for name, tensor in _tensors_of(root, module)}
 
 
-def dense_values(parts: Parts) -> dict[str, str]:
+def dense_values(parts: LayerModules) -> dict[str, str]:
     """A digest of the values of each part, by the names of `DENSE`."""
     return {part: fingerprint(dense_tensors(parts, part)) for part in DENSE}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pmoe.call.call import Call
 from pmoe.call.module_calls import is_watched
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.checkpointing.replay import may_run_again
 from pmoe.comm.counts import RankCounts
 from pmoe.decide.route import cast_dtype
@@ -23,10 +23,10 @@ from pmoe.gates.logits import Logits
 from pmoe.gates.topk import TopKGate
 from pmoe.kernels import route
 from pmoe.kernels.comet.backend import Steps
-from pmoe.kernels.comet.operators import Journey
-from pmoe.kernels.flashdmoe import MOST_CHOICES, MOST_EXPERTS, Chosen
+from pmoe.kernels.comet.operators import FusedRouting
+from pmoe.kernels.flashdmoe import MOST_CHOICES, MOST_EXPERTS, RoutingInput
 from pmoe.kernels.operands import memory_misfit
-from pmoe.kernels.route import Promise
+from pmoe.kernels.route import DeferredRouting
 from pmoe.runners import fused_steps, one_rank
 from pmoe.runners.features import Feature, refused
 from pmoe.runners.fused import FusedRunner, KernelsRunner, PersistentRunner
@@ -34,29 +34,29 @@ from pmoe.schedule.restore import KEEP, Restore
 from pmoe.warn import warn_once
 
 
-def layer_refusal(parts: Parts) -> str | None:
+def layer_refusal(parts: LayerModules) -> str | None:
     """Why no call of a layer is fused, whatever its tokens: the same on every rank."""
     if parts.spec.fused == "auto" and parts.ranks.size == 1:
         return "nothing travels on one rank"
     return parts.refusal("persistent" if is_persistent(parts) else "fused")
 
 
-def is_persistent(parts: Parts) -> bool:
+def is_persistent(parts: LayerModules) -> bool:
     return parts.spec.fused == "persistent"
 
 
-def stacked(parts: Parts) -> StackedExperts:
+def stacked(parts: LayerModules) -> StackedExperts:
     """The experts of a layer that the kernels take."""
     assert isinstance(parts.experts, StackedExperts)
     return parts.experts
 
 
-def fused_pair(parts: Parts) -> Restore | None:
+def fused_pair(parts: LayerModules) -> Restore | None:
     """The layer's restore pair, or the one that does not offload where it may choose."""
     return next((pair for pair in parts.pairs if not pair.offloads), None)
 
 
-def may_fuse(parts: Parts, device: torch.device, dtype: torch.dtype) -> bool:
+def may_fuse(parts: LayerModules, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels may take a call, whatever its row counts; the same on every rank. Warns if not."""
     if not parts.spec.fused:
         return False
@@ -69,7 +69,7 @@ def may_fuse(parts: Parts, device: torch.device, dtype: torch.dtype) -> bool:
     return why is None
 
 
-def _warn_unfused(parts: Parts, why: str) -> None:
+def _warn_unfused(parts: LayerModules, why: str) -> None:
     """Reasons with numbers begin the same, up to a colon, and are given once."""
     if parts.spec.fused != "auto":
         warn_once(f"fused ({parts.spec.fused!r}) falls back to the unfused layer because {why}")
@@ -84,7 +84,7 @@ class _PromisedLogits(Logits):
         return x_TM.new_empty(x_TM.shape[0], weight_EM.shape[0], dtype=torch.float32)
 
 
-def promised(call: Call, x_TM: Tensor) -> Promise | None:
+def defer_routing(call: Call, x_TM: Tensor) -> DeferredRouting | None:
     """The gate's choice, where a persistent launch is to make it; None where it is made before. Where the
     gate's weight and the rows are of one type of 16 bits the launch computes the gate's product, too.
 
@@ -110,7 +110,7 @@ def promised(call: Call, x_TM: Tensor) -> Promise | None:
 
 
 def kernels_runner(
-    parts: Parts, steps: Steps, chosen: Chosen, journey: Callable[[], Journey] | None = None
+    parts: LayerModules, steps: Steps, chosen: RoutingInput, journey: Callable[[], FusedRouting] | None = None
 ) -> KernelsRunner:
     """journey: COMET's kernels take it in place of what is chosen."""
     restore = fused_pair(parts) or KEEP  # of a call without a backward pass
@@ -121,7 +121,7 @@ def kernels_runner(
     return FusedRunner(journey=journey(), **passes)
 
 
-def find_steps(parts: Parts, inputs: Inputs, counts: RankCounts) -> Steps | None:
+def find_steps(parts: LayerModules, inputs: Inputs, counts: RankCounts) -> Steps | None:
     """What computes a call by the fused kernels; None, with a warning, where they do not take it."""
     if counts.max_rows is None:
         name, top_k = type(parts.gate).__name__, parts.spec.top_k
@@ -142,7 +142,12 @@ def find_steps(parts: Parts, inputs: Inputs, counts: RankCounts) -> Steps | None
 
 
 def make_request(
-    parts: Parts, device: torch.device, dtype: torch.dtype, max_tokens: int, max_rows: int, needs_grad: bool
+    parts: LayerModules,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_tokens: int,
+    max_rows: int,
+    needs_grad: bool,
 ) -> fused_steps.Request:
     """dtype: of the rows as the experts get them."""
     spec = parts.spec

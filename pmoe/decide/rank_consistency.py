@@ -12,7 +12,7 @@ import torch
 
 from pmoe.call.description import options_in_words
 from pmoe.call.module_calls import is_watched
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.agreement import digest, gathered, same
 from pmoe.comm.failures import enter_call
@@ -23,7 +23,7 @@ from pmoe.experts.wrapper_checks import COPIED, check_wrapped, sampled
 from pmoe.warn import warn_once
 
 
-def check_same_options(parts: Parts) -> None:
+def check_same_options(parts: LayerModules) -> None:
     """Begins a call of several ranks, and compares their options where that is due.
 
     Collective at the first call of a layer, and at the next call after options were set.
@@ -39,11 +39,11 @@ def check_same_options(parts: Parts) -> None:
         if not any(map(is_watched, parts.experts_module.modules())):
             check_not_meta(parts.like)
         with hidden_from_checkpoints():
-            known.differed = check_alike(parts)
+            known.differed = compare_options(parts)
         known.words = options_in_words(parts)
 
 
-def check_alike(parts: Parts) -> bool:
+def compare_options(parts: LayerModules) -> bool:
     """Whether ranks hold different experts. Collective over the layer's ranks. Raises ValueError on each of
     them, naming option, values and ranks, where any two options differ, and where experts, which must differ,
     were copied since they were built, or loaded from one file. Warns on each where values of the dense parts
@@ -72,7 +72,7 @@ def check_alike(parts: Parts) -> bool:
     return not are_same
 
 
-def _options_that_differ(parts: Parts, names: list[str], mine: str) -> str:
+def _options_that_differ(parts: LayerModules, names: list[str], mine: str) -> str:
     """Collective. mine: the value of the first."""
     of_ranks = gathered(parts.ranks, mine, stage="showing the layer's options")
     values = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(of_ranks))
@@ -80,7 +80,7 @@ def _options_that_differ(parts: Parts, names: list[str], mine: str) -> str:
     return f"{names[0]} must be the same on every rank of a MoELayer, and differs{also}: {values}"
 
 
-def _values_that_differ(parts: Parts, part: str) -> str:
+def _values_that_differ(parts: LayerModules, part: str) -> str:
     """Names the first tensor of a dense part whose values differ, and who has which. Collective."""
     mine = {name: fingerprint({name: tensor}) for name, tensor in dense_tensors(parts, part).items()}
     of_ranks = gathered(parts.ranks, mine, stage="showing values that differ")
@@ -103,7 +103,7 @@ def _values_that_differ(parts: Parts, part: str) -> str:
 # next call, and meet before that: one rank alone may have set some (`pmoe.comm.meeting`).
 
 
-def changed_options(words_before: Mapping[str, str], now: Parts) -> str:
+def changed_options(words_before: Mapping[str, str], now: LayerModules) -> str:
     """What is set otherwise on a layer than at its last call, in words for the other ranks; "" if nothing is.
 
     words_before: `options_in_words` of when ranks last agreed.

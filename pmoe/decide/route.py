@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pmoe.call.call import Call
 from pmoe.call.module_calls import described, is_watched
-from pmoe.call.modules import Parts
-from pmoe.call.routed import Gated, Routed
+from pmoe.call.modules import LayerModules
+from pmoe.call.routed import CheckedRouting, RoutedBatch
 from pmoe.call.shape_run import is_shape_run
 from pmoe.call.tensor_kinds import refused_kind
 from pmoe.checkpointing.replay import hidden_from_checkpoints, may_run_again
@@ -22,22 +22,22 @@ from pmoe.gates.base import Routing
 from pmoe.gates.capacity import expert_capacity, within_capacity
 
 
-def route_batch(call: Call, ask: Callable[[Call, Tensor], Gated] | None = None) -> Routed:
+def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None = None) -> RoutedBatch:
     """Checks the input and lets the gate decide, as ``ask`` asks it. One rank alone raises at once; among
     several a rank that failed takes part with no tokens in the exchange that tells the others."""
     parts = call.parts
     try:
-        x = started(call)
+        x = apply_start_callbacks(call)
         x_TM = x.reshape(-1, parts.spec.d_model)
-        gated = call.replay.route(x_TM, lambda: (ask or ask_gate)(call, x_TM))
+        gated = call.replay.route(x_TM, lambda: (ask or run_gate)(call, x_TM))
     except Exception as error:
         if parts.ranks.size == 1 or call.replay.is_replay:  # which has no such exchange
             raise
         return _nothing_routed(parts, error)
-    return Routed(x=x, x_TM=x_TM, gated=gated, autocast=cast_dtype(parts, x_TM))
+    return RoutedBatch(x=x, x_TM=x_TM, gated=gated, autocast=cast_dtype(parts, x_TM))
 
 
-def started(call: Call) -> Tensor:
+def apply_start_callbacks(call: Call) -> Tensor:
     """The checked input behind the callbacks' first hooks: (..., M), or with a mask its N tokens, (N, M)."""
     x = call.x if call.mask is None else _tokens_of(call)
     for callback in call.parts.callbacks:
@@ -69,7 +69,7 @@ def _tokens_of(call: Call) -> Tensor:
     return x[mask.bool()]
 
 
-def ask_gate(call: Call, x_TM: Tensor) -> Gated:
+def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     parts, spec = call.parts, call.parts.spec
     routing = _routing(call, x_TM)
     fault: Tensor | Fault = Fault.NONE
@@ -99,10 +99,10 @@ def ask_gate(call: Call, x_TM: Tensor) -> Gated:
         token=routing.token,
         mix=routing.mix,
     )
-    return Gated(routing=kept, fault=fault, is_again=changed is not None)
+    return CheckedRouting(routing=kept, fault=fault, is_again=changed is not None)
 
 
-def _kept(parts: Parts, routing: Routing, x_TM: Tensor) -> Tensor | None:
+def _kept(parts: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | None:
     """(T, K) bool, the slots within the layer's capacity; the gate's own where it decides."""
     spec = parts.spec
     decides = bool(getattr(parts.router, "decides_capacity", False))
@@ -134,7 +134,7 @@ def _routing(call: Call, x_TM: Tensor) -> Routing:
     return routing
 
 
-def check_num_experts(parts: Parts, num_scores: int | None) -> None:
+def check_num_experts(parts: LayerModules, num_scores: int | None) -> None:
     """Raises ValueError where the gate scores more or fewer experts than the layer has, because a tool has
     replaced its parameters. num_scores: per token; None where the gate gives none."""
     num_experts = parts.spec.num_experts
@@ -146,7 +146,7 @@ def check_num_experts(parts: Parts, num_scores: int | None) -> None:
         )
 
 
-def _nothing_routed(parts: Parts, error: Exception) -> Routed:
+def _nothing_routed(parts: LayerModules, error: Exception) -> RoutedBatch:
     like = torch.empty(0) if parts.like is None or parts.like.is_meta else parts.like
     routing = Routing(
         expert=torch.empty(0, parts.spec.top_k, dtype=torch.int64, device=like.device),
@@ -155,17 +155,17 @@ def _nothing_routed(parts: Parts, error: Exception) -> Routed:
     )
     fault = error.fault if isinstance(error, FaultError) else Fault.OTHER
     x_TM = like.new_empty(0, parts.spec.d_model)
-    gated = Gated(routing=routing, fault=fault)
-    return Routed(x=x_TM, x_TM=x_TM, gated=gated, autocast=cast_dtype(parts, x_TM), failure=error)
+    gated = CheckedRouting(routing=routing, fault=fault)
+    return RoutedBatch(x=x_TM, x_TM=x_TM, gated=gated, autocast=cast_dtype(parts, x_TM), failure=error)
 
 
-def is_fetched(parts: Parts) -> bool:
+def is_fetched(parts: LayerModules) -> bool:
     """Whether a library may fetch experts' parameters when their modules are called. accelerate's offloading
     does so, and keeps them on the meta device until then."""
     return any(map(is_watched, parts.experts_module.modules()))
 
 
-def check_input(parts: Parts, x: Tensor) -> None:
+def check_input(parts: LayerModules, x: Tensor) -> None:
     """Raises TypeError or FaultError (a ValueError) for what a layer cannot take."""
     d_model, like = parts.spec.d_model, parts.like
     if not isinstance(x, Tensor):
@@ -199,7 +199,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(x.device.type)
 
 
-def cast_dtype(parts: Parts, x: Tensor) -> torch.dtype | None:
+def cast_dtype(parts: LayerModules, x: Tensor) -> torch.dtype | None:
     """The type to which rows and parameters are cast: autocast's, or x's own where FSDP's mixed precision has
     cast x and the gate, but not the experts, which it leaves out; else None."""
     found = autocast_dtype(x)

@@ -50,7 +50,7 @@ class Saved:
 class Runner(Protocol):
     """The interface of everything that computes a decided call (`pmoe.runners`).
 
-    name: the value of `Ran.path` for its calls.
+    name: the value of `RunReport.path` for its calls.
     """
 
     name: ClassVar[Path]

@@ -40,7 +40,7 @@ class _Own:
 
 
 @dataclass
-class Shelf:
+class SavedTensorSlots:
     """The tensors that autograd saved for one expert's graph; `put` and `get` are its saved-tensor hooks.
 
     own_storages: addresses of the storages of the modules' parameters and buffers.
@@ -180,7 +180,7 @@ class Graph:
     """
 
     at: slice
-    shelf: Shelf
+    shelf: SavedTensorSlots
     num_tensors: int
     rows: GradientEdge
     output: GradientEdge | None
@@ -205,7 +205,7 @@ class _Enter(torch.autograd.Function):
 
 
 def record(
-    run: Callable[[Tensor], Tensor], rows: Tensor, at: slice, shelf: Shelf, own_rows: bool = False
+    run: Callable[[Tensor], Tensor], rows: Tensor, at: slice, shelf: SavedTensorSlots, own_rows: bool = False
 ) -> tuple[Graph, Tensor]:
     """Returns the graph of run(rows), its shelf still filled, and the output, detached.
 

@@ -27,7 +27,14 @@ from torch.autograd.graph import increment_version
 from pmoe.arguments import check_count, check_module, is_int, list_of
 from pmoe.experts import ActivationName, ExpertName, initialise, make_stacked, seeded
 from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden, Runs, Shard, row_dot
-from pmoe.experts.expert_autograd import Graph, Shelf, changed_in_place, gradients, record, saves_plainly
+from pmoe.experts.expert_autograd import (
+    Graph,
+    SavedTensorSlots,
+    changed_in_place,
+    gradients,
+    record,
+    saves_plainly,
+)
 from pmoe.experts.products import GradientSum, RowGroups
 
 
@@ -145,7 +152,7 @@ class ModuleExperts(Experts):
             for tensor in itertools.chain(self.parameters(), self.buffers())
         )
         for expert, at in groups.slices():
-            shelf = Shelf(own_storages)
+            shelf = SavedTensorSlots(own_storages)
             graph, output = record(functools.partial(self._run, expert), rows_NM[at], at, shelf)
             if shelf.rows_changed:
                 # The graph's rows have a version counter of their own (`_Enter`); the engine looks at this.

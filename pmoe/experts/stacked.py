@@ -308,7 +308,7 @@ class StackedExperts(Experts):
         if fused is None or choice(form, rows, weight, groups, bias) != PMOE:
             return None
         width = self.num_hidden  # each half of a gated T_M
-        fits = not rows.is_cuda or grouped_gemm.misfit(rows.dtype, hidden=width) is None
+        fits = not rows.is_cuda or grouped_gemm.layout_problem(rows.dtype, hidden=width) is None
         return fused if fits else None
 
     def recompute(self, given: ExpertRows, recipe: Any) -> Hidden:

@@ -16,7 +16,7 @@ from torch._functorch.partitioners import default_partition
 
 from pmoe.graph import capture
 from pmoe.graph.options import Options
-from pmoe.graph.plan import Cutting
+from pmoe.graph.plan import GraphSplit
 from pmoe.graph.run import GraphRunner
 
 
@@ -43,7 +43,7 @@ def backend(
     # PyTorch specialises sizes 0 and 1: their graphs have other operators than those of larger batches.
     is_tiny = isinstance(sequences, int) and sequences < 2
 
-    cuttings: dict[str, Cutting] = {}
+    cuttings: dict[str, GraphSplit] = {}
 
     def compiler(direction: str) -> Any:
         """Returns a compiler of graphs of one direction: "forward", "backward" or "inference"."""

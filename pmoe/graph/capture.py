@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pmoe.call.decision import LastCall, Ran
+from pmoe.call.decision import LastCall, RunReport
 from pmoe.call.module_calls import is_watched
 from pmoe.comm.counts import RankCounts
 from pmoe.decide.route import autocast_dtype
@@ -191,7 +191,7 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
     if layer.shared_expert is not None:
         y_TM = y_TM + _shared(layer, x_TM, rows)
     row_counts = CapturedCounts(send_WE, recv_WE, own_1E, tokens_W, layer.ranks.rank)
-    ran = Ran(
+    ran = RunReport(
         path="whole graph", num_tokens=tokens, num_slots=slot.numel(), dtype=rows.dtype, device=x.device
     )
     object.__setattr__(layer, "last", LastCall(l_aux=routing.l_aux, counts=row_counts, ran=ran))

@@ -26,7 +26,7 @@ from pmoe.graph.lower import CALLS, OPS, calls_of, communicates, is_result, labe
 from pmoe.measure.bench import open_bench, seconds_of
 from pmoe.measure.line_fits import messages
 from pmoe.measure.profile import profile_of
-from pmoe.measure.store import cache_path, found_or, load_json, save_json, typed
+from pmoe.measure.store import cache_path, load_json, read_or_default, save_json, typed
 from pmoe.measure.timing import clock_of
 from pmoe.planner.costs import LineCost
 
@@ -58,7 +58,9 @@ class Costs:
     def __init__(self, device: torch.device) -> None:
         key = ("operators", str(device.type), torch.__version__, str(torch.get_num_threads()))
         self._path = cache_path(key)
-        self.seconds: dict[str, float] = found_or({}, "stored costs of operators are not used", self._kept)
+        self.seconds: dict[str, float] = read_or_default(
+            {}, "stored costs of operators are not used", self._kept
+        )
 
     def _kept(self) -> dict[str, float]:
         """Reads the stored seconds. Raises OSError or ValueError if the file cannot be used."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.call.shape_run import is_shape_run
 from pmoe.comm.counts import Fault
 from pmoe.experts.base import ExpertRows, Hidden
@@ -46,9 +46,9 @@ def number_of(layer: nn.Module) -> int:
     return NUMBERS[layer]
 
 
-def parts_of(layer: int) -> Parts:
+def parts_of(layer: int) -> LayerModules:
     """Returns the modules and options of the layer with this number."""
-    parts: Parts = LAYERS[layer].parts  # type: ignore[assignment]
+    parts: LayerModules = LAYERS[layer].parts  # type: ignore[assignment]
     return parts
 
 

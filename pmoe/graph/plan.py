@@ -52,7 +52,7 @@ class RangePlan:
         return ranges
 
 
-class Cutting:
+class GraphSplit:
     """A graph with all that is needed to cut it.
 
     size: the number of sequences as the graph has it, as text: a number or a symbol.
@@ -185,7 +185,7 @@ def _tokens(body: Sequence[fx.Node]) -> Mapping[fx.Node, Axis]:
     return axes
 
 
-def backward_axes(forward: Cutting, graph: fx.Graph) -> dict[fx.Node, Axis]:
+def backward_axes(forward: GraphSplit, graph: fx.Graph) -> dict[fx.Node, Axis]:
     """Returns the axes of a backward graph's inputs, from those of the forward graph's results.
 
     A saved tensor has the name of the forward result. The gradient of a result ("tangents_...") has another

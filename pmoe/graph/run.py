@@ -41,7 +41,7 @@ from pmoe.graph.lower import (
 )
 from pmoe.graph.operators import LAYERS, parts_of
 from pmoe.graph.options import Options
-from pmoe.graph.plan import Cutting, RangePlan, backward_axes
+from pmoe.graph.plan import GraphSplit, RangePlan, backward_axes
 from pmoe.graph.ranges import PartCosts, lags, solve, whole_ranges
 
 CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default)
@@ -97,7 +97,7 @@ class GraphRunner:
     module: fx.GraphModule
     options: Options
     program: Program
-    cutting: Cutting
+    cutting: GraphSplit
 
     _boxed_call = True
 
@@ -108,7 +108,7 @@ class GraphRunner:
         options: Options,
         batch: Sequence[int],
         is_tiny: bool,
-        cuttings: dict[str, Cutting],
+        cuttings: dict[str, GraphSplit],
     ) -> None:
         """Prepares a graph: removes checks, merges weight gradients, labels its calls and finds its axes.
 
@@ -133,10 +133,10 @@ class GraphRunner:
         inputs = module.graph.find_nodes(op="placeholder")
         if direction == "backward":
             forward = cuttings["forward"]
-            self.cutting = Cutting(module, backward_axes(forward, module.graph), forward.size)
+            self.cutting = GraphSplit(module, backward_axes(forward, module.graph), forward.size)
         else:
             sequences = inputs[batch[0]].meta["val"].shape[0] if batch else 0
-            self.cutting = Cutting(module, {inputs[position]: 0 for position in batch}, sequences)
+            self.cutting = GraphSplit(module, {inputs[position]: 0 for position in batch}, sequences)
         cuttings[direction] = self.cutting
         self._is_tiny = is_tiny
         self._run: Any = None

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pmoe.arguments import check_flag, check_kind, check_module
-from pmoe.call.decision import Ran
+from pmoe.call.decision import RunReport
 from pmoe.comm.failures import at_stage
 from pmoe.comm.ranks import Ranks
 from pmoe.decide.dense_values import DENSE, SAME_VALUES, dense_values
@@ -254,7 +254,7 @@ def _of_layer(name: str, layer: MoELayer, journal: Journal | None) -> LayerStats
     )
 
 
-def _predicted(layer: MoELayer, ran: Ran) -> tuple[PredictedMemory | None, str]:
+def _predicted(layer: MoELayer, ran: RunReport) -> tuple[PredictedMemory | None, str]:
     """Returns (predicted bytes, what they do not count), or (None, why they are not predicted)."""
     if ran.path != "pipeline":
         return None, f"memory of the path {ran.path!r} is not predicted"
@@ -282,7 +282,7 @@ def _drop_rate(kept: int, num_slots: int | None) -> float | None:
     return 1 - kept / num_slots if num_slots else 0.0
 
 
-def _tensors(layer: MoELayer, ran: Ran) -> dict[str, int]:
+def _tensors(layer: MoELayer, ran: RunReport) -> dict[str, int]:
     """Returns the bytes of this rank's tensors.
 
     N is the number of rows that its experts computed, own tokens included.

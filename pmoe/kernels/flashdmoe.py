@@ -36,7 +36,7 @@ from pmoe.kernels.comet.operators import check_expert_weight, check_tokens
 from pmoe.kernels.gemm import ACTIVATIONS
 from pmoe.kernels.heap import Heap
 from pmoe.kernels.operands import address, check_memory, check_tensor
-from pmoe.kernels.route import Promise
+from pmoe.kernels.route import DeferredRouting
 from pmoe.schedule.tasks import PassDirection
 
 TILE_ROWS = 128
@@ -59,7 +59,7 @@ Parameters = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class RoutingInput:
     """The experts that a gate chose for a rank's tokens, from which the launch computes where rows go.
 
     expert_TK: (T, K) int64 or int32, numbers among the experts of all ranks.
@@ -70,7 +70,7 @@ class Chosen:
     """
 
     expert_TK: Tensor
-    promise: Promise | None = None
+    promise: DeferredRouting | None = None
     keep_TK: Tensor | None = None
     capacity: int | None = None
     counts_A: Tensor | None = None
@@ -121,7 +121,7 @@ def pass_tensors(
 
 
 def forward_tensors(
-    heap: Heap, given: RankTensors, chosen: Chosen, *, keeps_input: bool, keeps_hidden: bool
+    heap: Heap, given: RankTensors, chosen: RoutingInput, *, keeps_input: bool, keeps_hidden: bool
 ) -> RankTensors:
     """Returns the tensors of a forward pass: those of `pass_tensors`, and those that the launch writes.
 

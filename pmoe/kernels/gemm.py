@@ -41,10 +41,10 @@ def refusal(device: torch.device, dtype: torch.dtype, **columns: int) -> str | N
 
     columns: numbers of columns by name, which errors mention.
     """
-    return path(device)[1] or misfit(dtype, **columns)
+    return path(device)[1] or layout_problem(dtype, **columns)
 
 
-def misfit(dtype: torch.dtype, **columns: int) -> str | None:
+def layout_problem(dtype: torch.dtype, **columns: int) -> str | None:
     """Returns why operands of this dtype and these columns do not fit the kernels; None if they do."""
     if dtype not in ELEMENTS:
         return f"dtype {dtype}: the kernels take bfloat16 and float16"

@@ -130,7 +130,7 @@ class ProductCandidate:
 
     name: str
     reasons: Callable[[ProductRequest], list[str]]
-    misfit: Callable[[Any], str | None] = lambda operands: None
+    layout_problem: Callable[[Any], str | None] = lambda operands: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,11 +197,11 @@ class Registry:
         Warns once for each reason for which the challenger is passed over on CUDA.
         """
         if self.forced is not None:
-            fits = operands is None or self.forced.misfit(operands) is None
+            fits = operands is None or self.forced.layout_problem(operands) is None
             return self.forced.name if fits else self.candidates[-1].name
         *ranked, last = self._rank(request)
         for candidate in ranked:
-            why = None if operands is None else candidate.misfit(operands)
+            why = None if operands is None else candidate.layout_problem(operands)
             if why is None:
                 return candidate.name
             self._warn_of_fallback(candidate, request, [why])
@@ -369,8 +369,8 @@ def _named(operands: ProductOperands) -> tuple[tuple[str, Tensor], tuple[str, Te
 
 PRODUCTS = Registry(
     [
-        ProductCandidate(name=PMOE, reasons=_pmoe_reasons, misfit=_pmoe_misfit),
-        ProductCandidate(name=GROUPED_MM, reasons=_grouped_mm_reasons, misfit=_grouped_mm_misfit),
+        ProductCandidate(name=PMOE, reasons=_pmoe_reasons, layout_problem=_pmoe_misfit),
+        ProductCandidate(name=GROUPED_MM, reasons=_grouped_mm_reasons, layout_problem=_grouped_mm_misfit),
         ProductCandidate(name=LOOP, reasons=lambda request: []),
     ]
 )

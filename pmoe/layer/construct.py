@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.arguments import check_flag, check_kind, check_not_negative, check_place
-from pmoe.call.modules import Parts
-from pmoe.call.options import LayerSpec, Switches
+from pmoe.call.modules import LayerModules
+from pmoe.call.options import LayerOptions, Switches
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
 from pmoe.experts import ExpertName, initialise, make_stacked
@@ -52,7 +52,7 @@ def check_arguments(
         check_kind(Callback, "pmoe.Callback objects", callbacks=callback)
 
 
-def check_together(parts: Parts, shared_expert: int | nn.Module | None) -> None:
+def check_together(parts: LayerModules, shared_expert: int | nn.Module | None) -> None:
     """Raises ValueError where options do not go with each other or the modules. shared_expert: as given."""
     spec, pair = parts.spec, parts.spec.restore
     apart = spec.pipeline_backward not in (None, spec.fixed_degree)
@@ -107,7 +107,7 @@ def set_option(layer: MoELayer, name: str, value: object) -> None:
 
 
 def make_layer_gate(
-    spec: LayerSpec,
+    spec: LayerOptions,
     gate: GateName | nn.Module,
     normalize_gate: bool | None,
     z_loss_weight: float,

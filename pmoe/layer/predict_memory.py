@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pmoe.arguments import check_count, check_int, check_kind, plain_int
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.call.sizes import memory_shape, rows_of_call
 from pmoe.comm.counts import RankCounts
 from pmoe.planner.degree import SOLVE, Choice, all_choices
@@ -27,7 +27,7 @@ USERS_OWN = {
 
 
 def predict_memory(
-    parts: Parts,
+    parts: LayerModules,
     num_tokens: int,
     row_counts: RankCounts | None,
     pipeline: int | None,
@@ -55,7 +55,7 @@ def predict_memory(
     return replace(largest, unknown=unknown(parts), candidates=found if len(found) > 1 else {})
 
 
-def check_predictable(parts: Parts) -> None:
+def check_predictable(parts: LayerModules) -> None:
     """Raises ValueError where kernels hold rows in a heap of their own, and where nobody has said what a
     feature takes."""
     why = parts.refusal("memory")
@@ -68,7 +68,7 @@ def check_predictable(parts: Parts) -> None:
         raise ValueError(f"predict_memory must not be called where {why}: its memory is not predicted")
 
 
-def check_budget(parts: Parts) -> None:
+def check_budget(parts: LayerModules) -> None:
     """Raises ValueError where no budget can be held, for not all of the memory is this layer's to know."""
     why, like = parts.refusal("memory budget"), parts.like
     if why is None and not parts.experts.columns("cpu" if like is None else like.device.type).hidden:
@@ -80,7 +80,7 @@ def check_budget(parts: Parts) -> None:
         )
 
 
-def unknown(parts: Parts) -> tuple[str, ...]:
+def unknown(parts: LayerModules) -> tuple[str, ...]:
     """What of a layer's memory only its user can know, in words."""
     told = [words for feature, words in USERS_OWN.items() if feature in parts.features]
     shared = parts.shared_expert
@@ -90,7 +90,7 @@ def unknown(parts: Parts) -> tuple[str, ...]:
 
 
 def _ways(
-    parts: Parts,
+    parts: LayerModules,
     pipeline: int | None,
     pipeline_backward: int | None,
     memory_reuse: StrategyName | Restore | None,
@@ -111,7 +111,7 @@ def _ways(
 
 
 def _of_way(
-    parts: Parts, sizes: LayerSizes, call: CallRows, counts: RankCounts | None, way: Choice
+    parts: LayerModules, sizes: LayerSizes, call: CallRows, counts: RankCounts | None, way: Choice
 ) -> PredictedMemory:
     sizes = replace(sizes, rotates=sizes.rotates or way.rearranged)
     if counts is None:

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pmoe.call.decision import LastCall
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.decide.route import cast_dtype, check_input
 from pmoe.gates.base import at_least_float32
 
 
-def has_no_values(parts: Parts, x: Tensor) -> bool:
+def has_no_values(parts: LayerModules, x: Tensor) -> bool:
     """Whether a call with x computes shapes only."""
     like = parts.like
     if x.is_meta:
@@ -34,7 +34,7 @@ def has_no_values(parts: Parts, x: Tensor) -> bool:
     return mode is not None or isinstance(x, FakeTensor) or isinstance(like, FakeTensor)
 
 
-def computed_shapes(parts: Parts, x: Tensor) -> tuple[Tensor, LastCall]:
+def computed_shapes(parts: LayerModules, x: Tensor) -> tuple[Tensor, LastCall]:
     """The layer's output, and the record of the call, which has only l_aux, a scalar. x: (..., M).
 
     Raises what a call raises for a wrong shape, dtype or device.

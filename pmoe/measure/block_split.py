@@ -32,8 +32,8 @@ from pmoe.measure.store import (
     PathLike,
     cache_folder,
     cache_path,
-    found_or,
     load_json,
+    read_or_default,
     save_json,
     typed,
 )
@@ -201,7 +201,7 @@ def _usable(path: Path) -> DivisionTable:
     Warns about a file that exists and cannot be used.
     """
     about = "stored divisions of fused kernels are not used"
-    return found_or(DivisionTable(), about, lambda: read_divisions(path))
+    return read_or_default(DivisionTable(), about, lambda: read_divisions(path))
 
 
 def as_fields(table: DivisionTable) -> dict[str, list[dict[str, Any]]]:

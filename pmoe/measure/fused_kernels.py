@@ -21,7 +21,7 @@ from pmoe.comm.heap.providers import process_heap, virtual_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet import operators as launches
 from pmoe.kernels.comet.launcher import Division, Launcher
-from pmoe.kernels.comet.operators import Journey
+from pmoe.kernels.comet.operators import FusedRouting
 from pmoe.kernels.heap import HeapShape
 from pmoe.kernels.route import Routes, route
 from pmoe.measure.block_split import AGREEING
@@ -46,7 +46,7 @@ ROUNDS = 7
 """Number of rounds that count."""
 
 
-def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[Journey]:
+def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[FusedRouting]:
     """Returns the journeys of these ranks' rows.
 
     routes: routing of the tokens of all ranks, with one chunk for each rank.
@@ -55,7 +55,7 @@ def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[
     top_k = routes.expert_TK.shape[1]
     first = chunk_bounds(routes.expert_TK.shape[0], shape.num_ranks)
     return [
-        Journey(
+        FusedRouting(
             rank=rank,
             expert_TK=routes.expert_TK,
             position_TK=routes.position_TK,
@@ -130,7 +130,7 @@ def time_division(
 def _launches(
     kernel: FusedKernelSizes,
     launcher: Launcher,
-    journeys: Sequence[Journey],
+    journeys: Sequence[FusedRouting],
     w1: Sequence[Tensor],
     w2: Sequence[Tensor],
     x_TM: Tensor,

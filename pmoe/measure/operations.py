@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pmoe.comm.agreement import largest
 from pmoe.comm.base import Traffic
-from pmoe.comm.expert_sharding import Sharing
+from pmoe.comm.expert_sharding import ShardCollectives
 from pmoe.comm.failures import at_stage
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import AGREEING, MESSAGES, Bench, TimedCall, identity, open_bench
@@ -130,7 +130,7 @@ def _operations(
 
     Those of one rank are left out, because nothing travels there.
     """
-    sharing = Sharing(inside, Traffic())
+    sharing = ShardCollectives(inside, Traffic())
     size = dtype.itemsize
 
     # Zeros, so that repeated sums stay finite. They are written, because memory that was never written may

@@ -107,7 +107,7 @@ def product_requests(
 
     max_rows: as in `measure_products`. Rows are measured in powers of two.
     """
-    if grouped_gemm.misfit(dtype, d_model=experts.d_model, hidden=experts.num_hidden) is not None:
+    if grouped_gemm.layout_problem(dtype, d_model=experts.d_model, hidden=experts.num_hidden) is not None:
         return []
     max_bucket = LARGEST * bucket(max_rows)
     buckets = [rows for i in range((FINEST * LARGEST).bit_length()) if (rows := max_bucket >> i)]

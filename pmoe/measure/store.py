@@ -66,7 +66,7 @@ def load_json(path: PathLike, parse: Callable[[dict[str, Any]], T], remedy: str 
         raise type(error)(f"{path}: {error}; {remedy}") from None
 
 
-def found_or(otherwise: T, about: str, read: Callable[[], T]) -> T:
+def read_or_default(otherwise: T, about: str, read: Callable[[], T]) -> T:
     """Returns what ``read`` returns, or ``otherwise`` if the file is missing or unusable.
 
     Warns about an unusable file.

@@ -44,7 +44,7 @@ ELEMENT_SIZE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Configured:
+class LayerConfiguration:
     """A configuration of Table 4: attention and an MoE layer.
 
     B: samples.
@@ -87,19 +87,19 @@ class Attention(NamedTuple):
     reduce_scatter: float
 
 
-def table4() -> list[Configured]:
+def table4() -> list[LayerConfiguration]:
     """Returns the 1,458 layers of Table 4, for Testbed B."""
     grid = itertools.product(
         (1, 2, 4), (8, 16, 32), (256, 512, 1024), (1024, 2048, 4096), (2, 3, 4), (1.2, 2.4, None),
         ("simple", "Mixtral"),
     )  # fmt: skip
     return [
-        Configured(B=B, heads=heads, L=L, M=M, H=scale * M, f=f, ffn=ffn)
+        LayerConfiguration(B=B, heads=heads, L=L, M=M, H=scale * M, f=f, ffn=ffn)
         for B, heads, L, M, scale, f, ffn in grid
     ]
 
 
-def moe_costs(layer: Configured) -> LayerCosts:
+def moe_costs(layer: LayerConfiguration) -> LayerCosts:
     """Returns the costs of the MoE part's forward pass."""
     bytes_of_node = layer.rows * layer.M * ELEMENT_SIZE
     products = 3 if layer.ffn == "Mixtral" else 2
@@ -112,7 +112,7 @@ def moe_costs(layer: Configured) -> LayerCosts:
     )
 
 
-def attention(layer: Configured) -> Attention:
+def attention(layer: LayerConfiguration) -> Attention:
     """Returns the seconds of the dense part's forward pass. Backward computes twice as long."""
     share = layer.M // GPUS
     products = (
@@ -135,7 +135,7 @@ all_reduce_of: Callable[[float], float] = functools.partial(all_reduce_seconds, 
 MEASURED: Mapping[str, Mapping[str, float]] = printed("fsmoe table 2")
 """Measured milliseconds of Table 2, Testbed B. Three of its four attention times are missing in our text."""
 
-MODELS = {name: Configured(**row) for name, row in printed("fsmoe models").items()}
+MODELS = {name: LayerConfiguration(**row) for name, row in printed("fsmoe models").items()}
 
 
 def table2() -> list[dict[str, Any]]:
@@ -156,7 +156,7 @@ def table2() -> list[dict[str, Any]]:
     ]
 
 
-def _modelled(layer: Configured, backward: bool) -> dict[str, float]:
+def _modelled(layer: LayerConfiguration, backward: bool) -> dict[str, float]:
     """Returns the modelled seconds of each operation."""
     costs, dense = moe_costs(layer), attention(layer)
     a2a, ag, rs, exp = (costs.backward() if backward else costs).chunk(1)
@@ -200,7 +200,7 @@ class SystemPlan:
 
 
 @functools.cache
-def plans(layer: Configured) -> dict[str, SystemPlan]:
+def plans(layer: LayerConfiguration) -> dict[str, SystemPlan]:
     """Returns each system's plan. Plans assume that lanes do not slow each other."""
     costs = moe_costs(layer)
     total = layer.gradient_bytes
@@ -237,7 +237,7 @@ def plans(layer: Configured) -> dict[str, SystemPlan]:
 
 
 @functools.cache
-def plan_seconds(layer: Configured, plan: SystemPlan, contention: float = 1.0) -> float:
+def plan_seconds(layer: LayerConfiguration, plan: SystemPlan, contention: float = 1.0) -> float:
     """Returns the seconds of attention and MoE, forward and backward, with the plan's gradients.
 
     contention: how many times as long both kinds of communication take while both run.
@@ -313,7 +313,7 @@ def _contended_speeds(contention: float) -> Callable[[frozenset[str]], Mapping[s
 
 
 @functools.cache
-def planned() -> list[tuple[Configured, Mapping[str, SystemPlan]]]:
+def planned() -> list[tuple[LayerConfiguration, Mapping[str, SystemPlan]]]:
     """Returns Table 4's layers, each with the plan of every system.
 
     The number of heads changes no cost, so only a third of the layers is simulated.

@@ -159,7 +159,9 @@ def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) 
     return kept, t_di * (restore.dispatched == "offload") + t_m * (restore.hidden == "offload")
 
 
-def _held(sizes: LayerSizes, *, rows: PassRows, direction: str, restore: Restore, rearranged: bool) -> Held:
+def _held(
+    sizes: LayerSizes, *, rows: PassRows, direction: str, restore: Restore, rearranged: bool
+) -> PassBytes:
     """Returns the bytes of a pass's buffers. With rings these are all slots, for the whole pass."""
     size = sizes.element_size
     buffers = BufferSizes(
@@ -174,14 +176,14 @@ def _held(sizes: LayerSizes, *, rows: PassRows, direction: str, restore: Restore
         return without_rings(sizes, rows, buffers)
     schedule = rotating(direction, rows.num_chunks, sizes.stages, restore=restore, rearranged=rearranged)
     num_bytes = arena_elements(slot_elements(schedule, buffers), size)[1] * size
-    return Held(num_bytes, num_bytes, num_bytes, num_bytes)
+    return PassBytes(num_bytes, num_bytes, num_bytes, num_bytes)
 
 
 # ---- memory that a pass needs beside its buffers
 
 
 def _forward_work(
-    sizes: LayerSizes, call: CallRows, forward: PassRows, backward: PassRows, held: Held
+    sizes: LayerSizes, call: CallRows, forward: PassRows, backward: PassRows, held: PassBytes
 ) -> int:
     """Returns the bytes that forward works with at its worst moment.
 
@@ -200,7 +202,7 @@ def _forward_work(
     return largest + weights + _unit_bytes(sizes, forward) + _whole_rows(sizes, call, forward)
 
 
-def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, held: Held) -> int:
+def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, held: PassBytes) -> int:
     """Returns the bytes that backward works with, at the worst of the moments that `_forward_work` names.
 
     The gradient of a routing weight is an inner product over the hidden columns. The experts compute these
@@ -366,7 +368,7 @@ def _widened(sizes: LayerSizes, call: CallRows) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Makes:
+class BufferLifetimes:
     """Names of the buffers that a task makes, by how long they live.
 
     stay: until the pass ends. The first is made when the experts start, or, if rows are sorted for the
@@ -383,18 +385,20 @@ class Makes:
     result: tuple[str, ...] = ()
 
 
-MAKES: Mapping[str, Mapping[Kind, Makes]] = {
+MAKES: Mapping[str, Mapping[Kind, BufferLifetimes]] = {
     "forward": {
-        Kind.COMPUTE: Makes(stay=("T_DO", "leaving", "parts"), brief=("active",), result=("T_DO_sorted",)),
-        Kind.LOCAL: Makes(brief=("active_L",)),
+        Kind.COMPUTE: BufferLifetimes(
+            stay=("T_DO", "leaving", "parts"), brief=("active",), result=("T_DO_sorted",)
+        ),
+        Kind.LOCAL: BufferLifetimes(brief=("active_L",)),
     },
     "backward": {
-        Kind.COMPUTE: Makes(
+        Kind.COMPUTE: BufferLifetimes(
             stay=("dT_DI", "leaving", "parts"),
             pending=("dT_M", "active", "dT_DO_sorted"),
             result=("dT_DI_sorted",),
         ),
-        Kind.LOCAL: Makes(pending=("dT_M_L", "active_L", "dT_DO_L")),
+        Kind.LOCAL: BufferLifetimes(pending=("dT_M_L", "active_L", "dT_DO_L")),
     },
 }
 """Buffers that each kind of task makes, by direction. Kinds that are missing make none that count here."""
@@ -402,7 +406,7 @@ ENDS = {Kind.WGRAD: Kind.COMPUTE, Kind.LOCAL_WGRAD: Kind.LOCAL}
 """Maps a kind of task to the kind whose ``pending`` buffers end with it."""
 
 
-class Held(NamedTuple):
+class PassBytes(NamedTuple):
     """Bytes that the buffers of a pass hold at four moments.
 
     first: at the start of the pass.
@@ -431,7 +435,7 @@ def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
     return replace(rows, extent=replace(rows.extent, local=(sum(local[:joined]), *local[joined:])))
 
 
-def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> Held:
+def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> PassBytes:
     """Returns the bytes of the buffers of a pass without rings, by walking through its tasks.
 
     rows: as `in_pieces` returns them.
@@ -469,4 +473,4 @@ def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> He
         )
         live += num_bytes(late, i)
         leaving = max(leaving, live + num_bytes(task_buffers.result, i))
-    return Held(first, computing, leaving, live)
+    return PassBytes(first, computing, leaving, live)

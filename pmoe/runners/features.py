@@ -57,7 +57,7 @@ BY_FUSED_KERNELS = frozenset(
 )
 """The features that both kinds of fused kernels support."""
 
-TAKES: dict[str, frozenset[Feature]] = {
+SUPPORTED: dict[str, frozenset[Feature]] = {
     # ---- runners
     "pipeline": frozenset(Feature),
     "fused": BY_FUSED_KERNELS | {F.FUSED},
@@ -85,11 +85,11 @@ TAKES: dict[str, frozenset[Feature]] = {
         | {F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.FUSED, F.PERSISTENT}
     ),
 }
-TAKES["memory"] = TAKES["memory budget"] | (
+SUPPORTED["memory"] = SUPPORTED["memory budget"] | (
     {F.HIERARCHICAL, F.SEND_ONCE, F.CALLBACKS, F.SHARED_EXPERT, F.PADDED, F.OWN_ORDER, F.PICKS_TOKENS}
     | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.MODULE_EXPERTS}
 )
-TAKES["graph capture"] = TAKES["padded counts"] - {F.GRADIENTS, F.OFFLOADS, F.PERSISTENT}
+SUPPORTED["graph capture"] = SUPPORTED["padded counts"] - {F.GRADIENTS, F.OFFLOADS, F.PERSISTENT}
 """The features that each runner, source of counts or prediction supports, by its name.
 
 The pipeline runner supports all. It computes the calls that other runners refuse.
@@ -97,10 +97,10 @@ The pipeline runner supports all. It computes the calls that other runners refus
 
 
 def refused(taker: str, features: Iterable[Feature]) -> Feature | None:
-    """Returns the first feature, in the enum's order, that an entry of `TAKES` does not support, or None.
+    """Returns the first feature, in the enum's order, that an entry of `SUPPORTED` does not support, or None.
 
-    taker: a key of `TAKES`.
+    taker: a key of `SUPPORTED`.
     """
     requested = frozenset(features)
-    supported = TAKES[taker]
+    supported = SUPPORTED[taker]
     return next((feature for feature in Feature if feature in requested and feature not in supported), None)

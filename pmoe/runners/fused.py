@@ -29,14 +29,14 @@ import torch
 from torch import Tensor
 
 from pmoe.engine.autograd import Path, Saved
-from pmoe.engine.passes.base import Forwarded, Inputs, Kept, Unit
+from pmoe.engine.passes.base import ForwardState, Inputs, SavedUnit, Unit
 from pmoe.engine.plan.plan import Plan
 from pmoe.experts.base import Hidden
 from pmoe.experts.stacked import split_parameters
 from pmoe.kernels import flashdmoe, grouped_gemm
 from pmoe.kernels.comet.backend import Steps
-from pmoe.kernels.comet.operators import Journey
-from pmoe.kernels.flashdmoe import PLACES, Chosen
+from pmoe.kernels.comet.operators import FusedRouting
+from pmoe.kernels.flashdmoe import PLACES, RoutingInput
 from pmoe.ordering.sorted import SortedRows, sort_rows
 from pmoe.runners.pipeline import keep_for_backward
 from pmoe.schedule.restore import Restore
@@ -128,7 +128,7 @@ class FusedRunner(KernelsRunner):
     journey: where the rows of this rank's tokens go, and which rows arrive.
     """
 
-    journey: Journey
+    journey: FusedRouting
     name: ClassVar[Path] = "fused"
 
     def _output(self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool) -> KernelsOutput:
@@ -192,7 +192,7 @@ class PersistentRunner(KernelsRunner):
     come with the exchange of counts. T_DI and T_M are kept by cell of the heap.
     """
 
-    chosen: Chosen | None
+    chosen: RoutingInput | None
     name: ClassVar[Path] = "persistent"
 
     def for_backward(self) -> KernelsRunner:
@@ -261,7 +261,7 @@ class FusedForwardRunner:
             y_TM, left = self._take_steps(inputs)
         return y_TM, keep_for_backward(self.plan, left) if keep else None
 
-    def _take_steps(self, inputs: Inputs) -> tuple[Tensor, Forwarded]:
+    def _take_steps(self, inputs: Inputs) -> tuple[Tensor, ForwardState]:
         """Returns T_O (T, M) from the kernels, and the state that the engine's forward would have left."""
         plan = self.plan
         cut = self.plan.forward
@@ -284,9 +284,9 @@ class FusedForwardRunner:
         units: dict[Unit, int] = {(i, ""): rows for i, rows in enumerate(received)}
         units |= {(j, "_L"): piece.groups.num_rows for j, piece in enumerate(cut.pieces)}
         rows_NM = steps.rows(journey) if plan.restore.dispatched == "keep" else None
-        left = Forwarded(inputs=inputs)
+        left = ForwardState(inputs=inputs)
         for unit, unit_rows in zip(units, index_N.split(list(units.values())), strict=True):
-            kept = left.kept[unit] = Kept()
+            kept = left.kept[unit] = SavedUnit()
             kept.rows_NM = None if rows_NM is None else rows_NM.index_select(0, unit_rows)
             if hidden_NG is not None:
                 kept.hidden = Hidden(tensors=[hidden_NG.index_select(0, unit_rows)])

@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from pmoe.comm.failures import telling
+from pmoe.comm.failures import publishing_failures
 from pmoe.engine.autograd import Path, Saved
 from pmoe.engine.passes.backward import Backward
-from pmoe.engine.passes.base import Forwarded, Inputs, Kept
+from pmoe.engine.passes.base import ForwardState, Inputs, SavedUnit
 from pmoe.engine.passes.forward import Forward
 from pmoe.engine.plan.plan import Plan
 from pmoe.experts.base import Hidden
@@ -37,7 +37,7 @@ class PipelineRunner:
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
         plan = self.plan
         variants = _variants(plan, moves=keep and plan.restore.offloads)
-        with telling(plan.modules.grid.all, "a forward pass"):
+        with publishing_failures(plan.modules.grid.all, "a forward pass"):
             forward = _compose((*(first for first, _ in variants), Forward))(plan, inputs, keep)
             y_TM = forward.run()
         return y_TM, keep_for_backward(plan, forward.left) if keep else None
@@ -93,7 +93,7 @@ def _compose(classes: tuple[type[Any], ...]) -> type[Any]:
     return Composed
 
 
-def keep_for_backward(plan: Plan, left: Forwarded) -> Saved:
+def keep_for_backward(plan: Plan, left: ForwardState) -> Saved:
     """Returns the state that autograd saves for the engine's backward pass.
 
     left: the state of the forward pass. All its tensors go into one list, x_TM the first, and `_backward`
@@ -103,7 +103,7 @@ def keep_for_backward(plan: Plan, left: Forwarded) -> Saved:
     checked = _checked(plan, left.inputs)
     if checked is not left.inputs:
         left = replace(left, inputs=checked)
-    emptied = _swapped(left, tensors.append)
+    emptied = map_saved_tensors(left, tensors.append)
     if plan.restore.dispatched != "communicate" and not plan.modules.stages.shared:
         tensors[0] = None
     return Saved(tensors, functools.partial(_backward, plan, emptied))
@@ -113,7 +113,7 @@ def _checked(plan: Plan, inputs: Inputs) -> Inputs:
     """Returns the inputs for autograd to save, which raises if one is changed in place before backward.
 
     A module's graph that is kept checks its own parameters, and only those that it needs
-    (`pmoe.experts.expert_autograd.Shelf`). Autograd then gets them as ``.data``, which it does not check. If
+    (`pmoe.experts.expert_autograd.SavedTensorSlots`). Autograd then gets them as ``.data``, which it does not check. If
     modules run again in backward, all of their parameters are needed, and autograd checks them.
     """
     modules = plan.modules
@@ -129,40 +129,40 @@ def _checked(plan: Plan, inputs: Inputs) -> Inputs:
 
 
 def _backward(
-    plan: Plan, emptied: Forwarded, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor
+    plan: Plan, emptied: ForwardState, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor
 ) -> list[Tensor | None]:
     """Runs the engine's backward pass. Returns the gradients of ``Inputs.all``.
 
     emptied: the state of the forward pass, without its tensors.
-    tensors: those tensors, in the order of `_swapped`.
+    tensors: those tensors, in the order of `map_saved_tensors`.
     wanted: for each of ``Inputs.all``, whether its gradient is wanted.
     grad_TM: (T, M), the gradient of T_O.
     """
     remaining = iter(tensors)
-    saved = _swapped(emptied, lambda _: next(remaining))
+    saved = map_saved_tensors(emptied, lambda _: next(remaining))
     saved.wanted = wanted
     variants = _variants(plan, moves=plan.restore.offloads or plan.rearranged)
-    with telling(plan.modules.grid.all, "a backward pass"):
+    with publishing_failures(plan.modules.grid.all, "a backward pass"):
         backward = _compose((*(second for _, second in variants), Backward))(plan, grad_TM, saved)
         gradients: list[Tensor | None] = backward.run()
     return gradients
 
 
-def _swapped(left: Forwarded, swap: Callable[[Any], Any]) -> Forwarded:
+def map_saved_tensors(left: ForwardState, swap: Callable[[Any], Any]) -> ForwardState:
     """Returns a copy of the state with swap(tensor) for each tensor in it.
 
     The order is fixed, and ``swap`` is also called for a tensor that is None. So one call takes all tensors
     out, and a later one puts them back.
     """
     inputs = left.inputs.like([swap(each) for each in left.inputs.all])
-    swapped = Forwarded(inputs=inputs, weight_received=swap(left.weight_received))
+    swapped = ForwardState(inputs=inputs, weight_received=swap(left.weight_received))
     for unit, kept in left.kept.items():
         rows_NM = swap(kept.rows_NM)
         hidden = kept.hidden
         if hidden is not None:
             tensors = [swap(tensor) for tensor in hidden.tensors]
             hidden = Hidden(tensors=tensors, graph=hidden.graph, expendable=hidden.expendable)
-        swapped.kept[unit] = Kept(rows_NM, hidden, kept.recipe)
+        swapped.kept[unit] = SavedUnit(rows_NM, hidden, kept.recipe)
     for point, each in left.passed.items():
         swapped.passed[point] = replace(each, tensors=tuple(map(swap, each.tensors)))
     # The plan has no regroup for `pmoe.engine.variants.send_once`: it became known in forward.

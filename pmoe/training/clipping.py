@@ -28,7 +28,7 @@ from pmoe.layer import MoELayer
 DEVICES = ("cpu", "cuda")
 """Device types whose tensors can be sent between ranks."""
 
-Grouped = dict[tuple[torch.device, torch.dtype, int], list[Tensor]]
+GradientGroups = dict[tuple[torch.device, torch.dtype, int], list[Tensor]]
 """This rank's gradients, of any shape, by (device, dtype, number of ranks that hold each value)."""
 
 
@@ -152,9 +152,9 @@ def _copies_of_experts(model: object, named: Iterable[tuple[str, Tensor]], num_r
 
 def _grouped(
     named: Iterable[tuple[str, Tensor]], copies_of_experts: Mapping[int, int], num_ranks: int
-) -> Grouped:
+) -> GradientGroups:
     """Returns this rank's gradients, grouped by device, dtype and number of ranks that hold each value."""
-    groups: Grouped = {}
+    groups: GradientGroups = {}
     for name, parameter in named:
         if parameter.grad is not None:
             gradient = local_gradient(parameter.grad)
@@ -201,7 +201,7 @@ def _scalar_device(named: Sequence[tuple[str, Tensor]], ranks: Ranks) -> torch.d
 
 
 def _norm(
-    gradients: Grouped, norm_type: float, device: torch.device, ranks: Ranks, foreach: bool | None
+    gradients: GradientGroups, norm_type: float, device: torch.device, ranks: Ranks, foreach: bool | None
 ) -> Tensor:
     """Returns the norm over all ranks: a scalar of float32 or a wider dtype, on ``device``."""
     is_largest = math.isinf(norm_type)

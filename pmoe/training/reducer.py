@@ -111,7 +111,7 @@ class GradientReducer:
             parameter.register_post_accumulate_grad_hook(lambda _, at=at: current().gradient_is_ready(at))
             for at, parameter in enumerate(self.parameters)
         ]
-        self._carried = [LayerGradients(current, at) for at in range(len(self.layers))]
+        self._carried = [CarriedGradients(current, at) for at in range(len(self.layers))]
         for layer, carried in zip(self.layers, self._carried, strict=True):
             layer.gradients = carried
 
@@ -244,10 +244,10 @@ def _step_of(reducer: weakref.ref[GradientReducer]) -> BackwardStep:
 
 
 @dataclass(eq=False)
-class LayerGradients:
+class CarriedGradients:
     """Callbacks of an MoE layer's backward pass, during which gradients of other layers travel.
 
-    The engine calls them as `pmoe.engine.plan.plan.Modules.gradients`.
+    The engine calls them as `pmoe.engine.plan.plan.PassModules.gradients`.
 
     step: returns the current step.
     at: index of the layer.

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pmoe import MoELayer
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.decide import rank_consistency
-from pmoe.decide.rank_consistency import check_alike
+from pmoe.decide.rank_consistency import compare_options
 from tests import kit
 from tests.kit import AUX, tokens
 
@@ -66,15 +66,15 @@ def counted_collectives() -> Iterator[list[str]]:
 
         return call
 
-    def compared(parts: Parts) -> None:
+    def compared(parts: LayerModules) -> None:
         before = len(calls)
-        check_alike(parts)
+        compare_options(parts)
         del calls[before:]
 
     for name in originals:
         setattr(dist, name, counted(name))
     try:
-        with mock.patch.object(rank_consistency, "check_alike", compared):
+        with mock.patch.object(rank_consistency, "compare_options", compared):
             yield calls
     finally:
         for name, original in originals.items():

@@ -214,7 +214,7 @@ def contradicted_job(rank: int, world: int, times: float) -> list[str]:
     rows_of = (Ranks().name, torch.device("cpu"), tokens(COUNT, rank).dtype)
     with (
         mock.patch.dict(chosen.PROFILES, {rows_of: profile(**lanes)}),
-        mock.patch.object(chosen, "tried_seconds", tried),
+        mock.patch.object(chosen, "measure_trials", tried),
         warnings.catch_warnings(record=True) as given,
     ):
         warnings.simplefilter("always")
@@ -243,7 +243,7 @@ def test_of_pairs_that_cost_about_the_same_trials_choose(fastest: str) -> None:
 def test_no_trial_is_made_where_a_host_is_full() -> None:
     """One that offloads would fail on that rank alone."""
     batch: Any = SimpleNamespace(
-        may_be_tried=True,
+        trials_allowed=True,
         parts=SimpleNamespace(gradients=None),
         counts=SimpleNamespace(host_shortage=True),
     )

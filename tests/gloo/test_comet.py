@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import pmoe
 from pmoe import warn
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.comet.operators import Journey
+from pmoe.kernels.comet.operators import FusedRouting
 from pmoe.runners import fused_steps as comet
 from pmoe.runners.fused_steps import Request
 from tests.plain_steps import PlainSteps, plain_steps, using
@@ -207,7 +207,7 @@ def order_job(rank: int, world: int, expert_TK: list[list[int]]) -> list[float]:
     expert = of_rank_0 if rank == 0 else of_rank_0[:0]
     flat, rows = expert.view(-1), torch.bincount(of_rank_0.view(-1), minlength=4).view(2, 2)
     slot = flat.argsort(stable=True)
-    journey = Journey(
+    journey = FusedRouting(
         rank=rank,
         expert_TK=expert.int(),
         position_TK=slot.argsort().view(-1, 3).int(),

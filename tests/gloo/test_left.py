@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import pmoe
 from pmoe.comm import failures as told
 from pmoe.comm import meeting
-from pmoe.comm.group_record import MOST_OPEN, Standing
+from pmoe.comm.group_record import MOST_OPEN, GroupRecord
 from tests.gloo.kit import error_of
 from tests.pool import Pool, ranks
 
@@ -398,7 +398,7 @@ def test_a_loop_whose_backward_passes_run_never_meets() -> None:
 
 
 def test_open_calls_are_kept_up_to_a_number() -> None:
-    standing = Standing()
+    standing = GroupRecord()
     for number in range(1, MOST_OPEN + 10):
         standing.open_call(number)
     assert list(standing.open_calls) == list(range(10, MOST_OPEN + 10))

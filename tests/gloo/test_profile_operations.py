@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pmoe.comm.base import Traffic
-from pmoe.comm.expert_sharding import Sharing
+from pmoe.comm.expert_sharding import ShardCollectives
 from pmoe.comm.ranks import Ranks
 from pmoe.measure import profile as module
 from pmoe.measure.operations import measure_operations
@@ -111,7 +111,7 @@ def test_nodes_that_are_no_part_of_the_layer_or_of_unlike_sizes_are_refused_by_a
 
 def shared(rank: int, world: int) -> tuple[list[float], list[float]]:
     """Rows 10 * rank and 10 * rank + 1 gathered; two rows of 100 * rank + r for each rank r, summed there."""
-    sharing, counts = Sharing(Ranks(), Traffic()), [2] * world
+    sharing, counts = ShardCollectives(Ranks(), Traffic()), [2] * world
     rows = torch.tensor([[10.0 * rank], [10.0 * rank + 1]])
     gathered, out = torch.zeros(2 * world, 1), torch.zeros(2, 1)
     sharing.all_gather(rows, gathered, counts, torch.zeros(sharing.copies(2), 1))

@@ -73,7 +73,7 @@ def file_of_rank_0(model: nn.Module, weights_only: bool = True) -> Any:
 def calm() -> None:
     """A rank told of its failure, and takes that back: these ranks go on."""
     dist.barrier()
-    told.take_back()
+    told.withdraw_failures()
     dist.barrier()
 
 

@@ -22,7 +22,7 @@ from bench.virtual_ranks import FusedParameters, VirtualRanks
 from pmoe.kernels import extension
 from pmoe.kernels.comet import operators as launches
 from pmoe.kernels.comet.launcher import Division, Launcher
-from pmoe.kernels.comet.operators import Journey
+from pmoe.kernels.comet.operators import FusedRouting
 from pmoe.kernels.heap import Heap, tensor_at
 from tests.gpu import support
 from tests.gpu.grouped import (
@@ -173,14 +173,14 @@ class World:
     def max_sent(self) -> int:
         return max(self.case.tokens) * self.case.top_k
 
-    def journeys(self) -> list[Journey]:
+    def journeys(self) -> list[FusedRouting]:
         """Of all ranks, on the device."""
         case = self.case
         expert, position, slot, counts = (
             each.to(DEVICE) for each in (self.expert_TK.int(), self.position_TK, self.slot_N, self.counts)
         )
         return [
-            Journey(
+            FusedRouting(
                 rank=rank,
                 expert_TK=expert,
                 position_TK=position,
@@ -370,7 +370,7 @@ class Player:
         *,
         division: Division | None = None,
         make: Callable[..., Launcher] = Launcher,
-        journeys: Sequence[Journey] | None = None,
+        journeys: Sequence[FusedRouting] | None = None,
     ) -> None:
         taken = division or world.case.division
         self.world, self.heaps = world, heaps

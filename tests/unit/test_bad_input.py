@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pmoe.call.options import LayerSpec
+from pmoe.call.options import LayerOptions
 from pmoe.training.checkpoint import CheckpointError
 from tests.bad_input.calls import CALLS
 from tests.bad_input.public import arguments, public
@@ -17,7 +17,7 @@ from tests.bad_input.table import ALSO, TAKEN, USERS_OWN
 from tests.bad_input.values import VALUES
 
 NAMED = {
-    "MoELayer's options": [*LayerSpec.__dataclass_fields__],
+    "MoELayer's options": [*LayerOptions.__dataclass_fields__],
     "StatsWriter.step's scalars": ["loss"],
     "StatsWriter.note's scalars": ["loss"],
     "configure": [*TAKEN["configure"]],

@@ -32,7 +32,7 @@ from pmoe import cli
 from pmoe.measure.profile import save_profile
 from pmoe.papers import comet_figures
 from pmoe.papers.fsmoe_table5 import ASSUMPTIONS
-from pmoe.runners.features import TAKES, Feature
+from pmoe.runners.features import SUPPORTED, Feature
 from pmoe.schedule.restore import STRATEGIES
 from tests.browser import Page
 from tests.kept import digest, kept
@@ -222,14 +222,14 @@ def test_every_subcommand_is_named_by_a_page() -> None:
 
 
 def test_the_table_of_options_is_that_of_the_features() -> None:
-    assert TAKES["pipeline"] == frozenset(Feature)
+    assert SUPPORTED["pipeline"] == frozenset(Feature)
     heading, _, *body = (
         [cell.strip() for cell in row[1:-1].split("|")] for row in tables.options().split("\n")
     )
-    assert heading[1:] == [taker for taker in TAKES if TAKES[taker] != frozenset(Feature)]
+    assert heading[1:] == [taker for taker in SUPPORTED if SUPPORTED[taker] != frozenset(Feature)]
     for feature, (words, *cells) in zip(Feature, body, strict=True):
         assert "{" not in words and words.split()[0] in feature.value
-        assert cells == ["yes" if feature in TAKES[taker] else "no" for taker in heading[1:]], words
+        assert cells == ["yes" if feature in SUPPORTED[taker] else "no" for taker in heading[1:]], words
 
 
 def test_every_column_of_the_table_of_options_is_explained() -> None:

@@ -207,7 +207,7 @@ def forward_operands(**changes: Tensor) -> ProductOperands:
 
 
 def misfits(operands: ProductOperands) -> dict[str, str | None]:
-    return {candidate.name: candidate.misfit(operands) for candidate in PRODUCTS.candidates}
+    return {candidate.name: candidate.layout_problem(operands) for candidate in PRODUCTS.candidates}
 
 
 def test_operands_as_they_should_be_fit_every_way() -> None:

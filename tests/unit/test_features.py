@@ -19,7 +19,7 @@ import pmoe
 from pmoe import warn
 from pmoe.call import features
 from pmoe.runners import features as table
-from pmoe.runners.features import TAKES, Feature, refused
+from pmoe.runners.features import SUPPORTED, Feature, refused
 from tests import featured
 from tests.allocated import Allocated
 from tests.featured import Features, build, differences, expected, found, sentence
@@ -144,8 +144,8 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_a_new_feature_is_refused_by_all_but_the_pipeline_until_somebody_states_it(
     planted: ModuleType,
 ) -> None:
-    taken_by = {name for name in planted.TAKES if planted.refused(name, {planted.Feature.NEW}) is None}
-    assert taken_by == {"pipeline"} and planted.TAKES.keys() == TAKES.keys()
+    taken_by = {name for name in planted.SUPPORTED if planted.refused(name, {planted.Feature.NEW}) is None}
+    assert taken_by == {"pipeline"} and planted.SUPPORTED.keys() == SUPPORTED.keys()
     with pytest.raises(ValueError, match=rf"pad_to_capacity \(True\) must be False where {NEW}"):
         build([Feature.PADDED])
     with pytest.raises(ValueError, match=rf"memory_budget \('1MiB'\) must be left out where {NEW}"):
@@ -165,4 +165,4 @@ def test_a_new_feature_is_refused_by_all_but_the_pipeline_until_somebody_states_
 def test_every_feature_has_a_recipe_and_every_taker_is_tried() -> None:
     assert featured.RECIPES.keys() == {*Feature}
     counts = {"one rank's counts"}  # of fused calls on one rank: `by_fused_kernels`
-    assert {*COMPUTED, "memory", *counts} - {"graph of one rank"} == TAKES.keys()
+    assert {*COMPUTED, "memory", *counts} - {"graph of one rank"} == SUPPORTED.keys()

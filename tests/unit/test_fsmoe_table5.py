@@ -13,7 +13,7 @@ from pmoe.papers.fsmoe_table5 import (
     ASSUMPTIONS,
     MODELS,
     PAPER,
-    Configured,
+    LayerConfiguration,
     SystemPlan,
     attention,
     best_degrees,
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOME = random.Random(1).sample(table4(), 30)
 
 
-def one_lane_seconds(layer: Configured) -> float:
+def one_lane_seconds(layer: LayerConfiguration) -> float:
     """All communication of both passes and no computing: no one-lane system can be faster."""
     a2a, ag, rs, _ = moe_costs(layer).chunk(1)
     dense = attention(layer)
@@ -70,8 +70,8 @@ def test_a_layers_costs_by_hand() -> None:
 
 
 def test_a_mixtral_expert_has_three_products() -> None:
-    simple = Configured(B=1, heads=8, L=256, M=1024, H=2048, f=1.2, ffn="simple")
-    mixtral = Configured(B=1, heads=8, L=256, M=1024, H=2048, f=1.2, ffn="Mixtral")
+    simple = LayerConfiguration(B=1, heads=8, L=256, M=1024, H=2048, f=1.2, ffn="simple")
+    mixtral = LayerConfiguration(B=1, heads=8, L=256, M=1024, H=2048, f=1.2, ffn="Mixtral")
     assert moe_costs(mixtral).exp(1) == pytest.approx(1.5 * moe_costs(simple).exp(1))
 
 

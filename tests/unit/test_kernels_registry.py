@@ -99,7 +99,7 @@ def make_registry(
         return ProductCandidate(
             name=name,
             reasons=lambda request: (refusals or {}).get(name, []),
-            misfit=lambda operands: (misfits or {}).get(name),
+            layout_problem=lambda operands: (misfits or {}).get(name),
         )
 
     found = MeasuredRegistry([candidate(name) for name in ("pmoe", "grouped_mm", "loop")])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import pmoe
-from pmoe.call.options import LayerSpec, Switches
+from pmoe.call.options import LayerOptions, Switches
 from pmoe.choose.search import key_of
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
@@ -113,7 +113,7 @@ def test_layers_that_are_alike_learn_together_whatever_pipeline_was() -> None:
 
 
 def test_every_option_of_a_layer_is_part_of_the_key() -> None:
-    assert {field.name for field in fields(LayerSpec)} - set(key()) == {"pipeline"}
+    assert {field.name for field in fields(LayerOptions)} - set(key()) == {"pipeline"}
 
 
 @pytest.mark.parametrize("path", ["_full_name", "_backend"])

@@ -20,7 +20,7 @@ import pmoe
 from pmoe.decide import begin
 from pmoe.engine.lanes.recorder import recording
 from pmoe.engine.plan.callbacks import Callback
-from pmoe.engine.variants.padding import Splits, make_padding
+from pmoe.engine.variants.padding import PaddedRowCounts, make_padding
 from pmoe.gates.capacity import within_capacity
 from pmoe.runners import one_rank as alone
 from pmoe.schedule.restore import ALL_PAIRS
@@ -330,7 +330,7 @@ def test_bad_input_is_refused_as_ever() -> None:
 
 
 def test_rows_stand_by_bin_and_expert() -> None:
-    splits = Splits(num_experts=2, capacity=5, bins=2)
+    splits = PaddedRowCounts(num_experts=2, capacity=5, bins=2)
     assert splits.rows_a_bin == 3 and splits.num_rows == 12
     found = splits.expert_of_rows(torch.device("cpu"))
     assert found.flatten().tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1]
@@ -342,7 +342,7 @@ def test_rows_stand_by_bin_and_expert() -> None:
 
 def test_the_first_rows_of_an_expert_get_a_place() -> None:
     expert_TK = torch.tensor([[1], [1], [0], [1], [1]])
-    splits = Splits(num_experts=2, capacity=3, bins=2)  # 2 rows a bin, of 4 places 3 are given
+    splits = PaddedRowCounts(num_experts=2, capacity=3, bins=2)  # 2 rows a bin, of 4 places 3 are given
     padding, kept_E = make_padding(expert_TK, splits)
     assert padding.position_TK.flatten().tolist() == [2, 3, 0, 6, 8]  # the last one is dropped
     assert padding.slot_N.tolist() == [2, 5, 0, 1, 5, 5, 3, 5]  # 5 is padding
@@ -352,7 +352,7 @@ def test_the_first_rows_of_an_expert_get_a_place() -> None:
 def test_spreading_and_gathering_are_each_others_transpose() -> None:
     generator = torch.Generator().manual_seed(0)
     expert_TK = torch.rand(9, E, generator=generator).argsort(1)[:, :2]
-    padding, _ = make_padding(expert_TK, Splits(num_experts=E, capacity=4, bins=3))
+    padding, _ = make_padding(expert_TK, PaddedRowCounts(num_experts=E, capacity=4, bins=3))
     num_rows = padding.slot_N.numel()
     x_TM, rows_NM = torch.randn(9, M), torch.randn(num_rows, M)
     torch.testing.assert_close((padding.spread(x_TM) * rows_NM).sum(), (x_TM * padding.gather(rows_NM)).sum())
@@ -364,7 +364,7 @@ def test_spreading_and_gathering_are_each_others_transpose() -> None:
 
 
 def test_padding_is_zero_whatever_the_tokens_hold() -> None:
-    padding, _ = make_padding(torch.tensor([[0], [0]]), Splits(num_experts=2, capacity=2, bins=1))
+    padding, _ = make_padding(torch.tensor([[0], [0]]), PaddedRowCounts(num_experts=2, capacity=2, bins=1))
     assert padding.spread(torch.tensor([[1.0], [torch.nan]]))[2:].tolist() == [[0], [0]]
 
 

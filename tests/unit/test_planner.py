@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from bench.chrome_trace import chrome_trace
-from pmoe.call.options import LayerSpec
+from pmoe.call.options import LayerOptions
 from pmoe.choose.trials import adaptive_degree
 from pmoe.planner import timeline
 from pmoe.planner.degree import check_pipeline
@@ -87,7 +87,7 @@ def test_the_adaptive_degree_leaves_enough_rows_in_a_chunk() -> None:
 
 
 def test_the_pipeline_argument_means_what_it_says() -> None:
-    specs = [LayerSpec(d_model=1, d_hidden=1, num_experts=1, pipeline=p) for p in (False, True, 1, 5)]
+    specs = [LayerOptions(d_model=1, d_hidden=1, num_experts=1, pipeline=p) for p in (False, True, 1, 5)]
     assert [spec.fixed_degree for spec in specs] == [1, None, 1, 5]
     with pytest.raises(ValueError, match=r"pipeline \(0\) must be"):
         check_pipeline(0)

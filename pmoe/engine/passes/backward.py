@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.engine.passes.base import Forwarded, Kept, Pass, Unit, split_by_chunk
+from pmoe.engine.passes.base import ForwardState, Pass, SavedUnit, Unit, split_by_chunk
 from pmoe.engine.plan.plan import Plan
 from pmoe.experts.base import Hidden, Runs
 from pmoe.experts.products import GradientSum
@@ -42,13 +42,13 @@ class Backward(Pass):
     received: str = "dT_DO"
     sent_back: str = "dT_DI"
     home_name: str = "dhome"
-    brought_by_S: str = received
-    taken_by_R: str = sent_back
+    dispatch_output: str = received
+    combine_input: str = sent_back
     brought_by_SI = "T_DI"
     """The buffer that SI fills, the all-to-all that sends T_DI again."""
 
-    saved: Forwarded
-    kept: dict[Unit, Kept]
+    saved: ForwardState
+    kept: dict[Unit, SavedUnit]
     parameters: Sequence[Tensor]
     regroup: Sequence[Tensor | None]
     sums: list[GradientSum | None]
@@ -63,7 +63,7 @@ class Backward(Pass):
     grad_weight_home: Tensor
     chunks_done: int
 
-    def __init__(self, plan: Plan, grad_TM: Tensor, saved: Forwarded) -> None:
+    def __init__(self, plan: Plan, grad_TM: Tensor, saved: ForwardState) -> None:
         super().__init__(plan, plan.backward, grad_TM, keep=True)
         self.saved = saved
         self.kept = saved.kept
@@ -127,7 +127,7 @@ class Backward(Pass):
         """Returns the rows of chunk i that SI brought, still by source rank."""
         return self.buffer("T_DI", i)
 
-    def parts(self, unit: Unit) -> list[tuple[Kept, Runs]]:
+    def parts(self, unit: Unit) -> list[tuple[SavedUnit, Runs]]:
         """The records of forward from which a unit of backward is made, each with its runs of rows.
 
         One record, whole, if backward has forward's chunks.

@@ -26,14 +26,14 @@ from torch import Tensor
 from pmoe.engine.buffers.arena import Arena, DevicePool, pool
 from pmoe.engine.lanes import run as engine
 from pmoe.engine.lanes.base import Actions
-from pmoe.engine.plan.plan import PassPlan, Plan, WeightJourney, length
+from pmoe.engine.plan.plan import PassPlan, Plan, WeightMessage, length
 from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden
 from pmoe.experts.products import RowGroups
 from pmoe.schedule.buffer_sizes import BufferSizes
 from pmoe.schedule.tasks import Schedule, Stages, sequential
 
 if TYPE_CHECKING:
-    from pmoe.engine.variants.callbacks import Passed
+    from pmoe.engine.variants.callbacks import HookGraph
 
 Unit = tuple[int, str]
 """The rows that experts compute in one task: (chunk, "") received rows, (piece, "_L") rows that stay."""
@@ -122,7 +122,7 @@ class Inputs:
 
 
 @dataclass
-class Kept:
+class SavedUnit:
     """The tensors of one unit that forward leaves for backward, on the device or on the host.
 
     rows_NM: (N, M), T_DI; None if backward sends it again.
@@ -136,7 +136,7 @@ class Kept:
 
 
 @dataclass(kw_only=True)
-class Forwarded:
+class ForwardState:
     """The state that a forward pass leaves for backward, whether the engine or fused kernels ran it.
 
     inputs: the tensors of the call.
@@ -151,9 +151,9 @@ class Forwarded:
 
     inputs: Inputs
     wanted: Sequence[bool] = ()
-    kept: dict[Unit, Kept] = field(default_factory=dict)
+    kept: dict[Unit, SavedUnit] = field(default_factory=dict)
     weight_received: Tensor | None = None
-    passed: dict[tuple[str, int], Passed] = field(default_factory=dict)
+    passed: dict[tuple[str, int], HookGraph] = field(default_factory=dict)
     regroup: Sequence[Tensor | None] = ()
 
 
@@ -202,8 +202,8 @@ class Pass:
     received: str
     sent_back: str
     home_name: str
-    brought_by_S: str
-    taken_by_R: str
+    dispatch_output: str
+    combine_input: str
     parameters: Sequence[Tensor]
     plan: Plan
     cut: PassPlan
@@ -261,7 +261,7 @@ class Pass:
                 self.home[-1].zero_()  # a dropped slot adds this row to its token
 
     @property
-    def journey(self) -> WeightJourney:
+    def journey(self) -> WeightMessage:
         """The message of routing weights. Only for passes in which rows travel."""
         assert self.cut.weights is not None
         return self.cut.weights
@@ -341,7 +341,7 @@ class Pass:
 
     def dispatch(self, i: int) -> dist.Work | None:
         """Runs S of chunk i."""
-        return self.send_rows("send", self.brought_by_S, i)
+        return self.send_rows("send", self.dispatch_output, i)
 
     def arrived(self, i: int) -> Tensor:
         """Returns the rows that reached this rank's experts in chunk i, still by source rank."""
@@ -391,16 +391,16 @@ class Pass:
         start = self.cut.home[i].start
         return home if length(at) == home.shape[0] else home[at.start - start : at.stop - start]
 
-    def comes_home(self, i: int) -> Tensor:
+    def combine_output(self, i: int) -> Tensor:
         """Returns the memory to which R brings the results of chunk i."""
         return self.home_rows(i, self.cut.chunks[i].sent)
 
     def combine(self, i: int) -> dist.Work | None:
         """Runs R of chunk i."""
         chunk = self.cut.chunks[i]
-        leaving = self.buffer(self.taken_by_R, i)
+        leaving = self.buffer(self.combine_input, i)
         return self.plan.modules.combine.exchange(
-            leaving, chunk.recv_rows, self.comes_home(i), chunk.send_rows, chunk.relayed[1]
+            leaving, chunk.recv_rows, self.combine_output(i), chunk.send_rows, chunk.relayed[1]
         )
 
     def output(self, i: int) -> None:

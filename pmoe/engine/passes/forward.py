@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.engine.passes.base import Forwarded, Inputs, Kept, Pass, Unit, split_by_chunk
+from pmoe.engine.passes.base import ForwardState, Inputs, Pass, SavedUnit, Unit, split_by_chunk
 from pmoe.engine.plan.plan import Plan
 
 
@@ -45,12 +45,12 @@ class Forward(Pass):
     received: str = "T_DI"
     sent_back: str = "T_DO"
     home_name: str = "home"
-    brought_by_S: str = received
-    taken_by_R: str = sent_back
+    dispatch_output: str = received
+    combine_input: str = sent_back
     inputs: Inputs
     parameters: Sequence[Tensor]
     weight: Tensor
-    left: Forwarded
+    left: ForwardState
     weight_of_chunk: tuple[Tensor, ...]
 
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
@@ -58,7 +58,7 @@ class Forward(Pass):
         self.inputs = inputs
         self.parameters = inputs.parameters
         self.weight = inputs.weight_TK.reshape(-1)
-        self.left = Forwarded(inputs=inputs)
+        self.left = ForwardState(inputs=inputs)
         self.scalars: list[Scalars] = []
         if self.cut.weights is not None:
             self.make_scalars()
@@ -124,10 +124,10 @@ class Forward(Pass):
             changed = recipe is not None and rows_NM._version != version
             if recipe is not None and restore.hidden == "recompute":
                 self._check_recipe(recipe, changed)
-            kept = self.left.kept[unit] = Kept(hidden=hidden, recipe=recipe)
-            self.put_away(unit, kept, rows_NM, changed)
+            kept = self.left.kept[unit] = SavedUnit(hidden=hidden, recipe=recipe)
+            self.save_for_backward(unit, kept, rows_NM, changed)
 
-    def put_away(self, unit: Unit, kept: Kept, rows_NM: Tensor, changed: bool) -> None:
+    def save_for_backward(self, unit: Unit, kept: SavedUnit, rows_NM: Tensor, changed: bool) -> None:
         """Stores T_DI of a unit for backward if it is kept. Subclasses move tensors to the host.
 
         kept: the unit's record, which has T_M already.

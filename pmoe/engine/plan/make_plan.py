@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import RankCounts, without_own
-from pmoe.comm.failures import telling
+from pmoe.comm.failures import publishing_failures
 from pmoe.comm.grid import Grid
-from pmoe.engine.plan.plan import Chunk, Modules, PassPlan, Piece, Plan, WeightJourney
+from pmoe.engine.plan.plan import Chunk, LocalChunk, PassModules, PassPlan, Plan, WeightMessage
 from pmoe.engine.plan.regroup_chunks import join_chunks
 from pmoe.experts.products import RowGroups
 from pmoe.ordering.sorted import SortedRows, Tokens, chunk_bounds, count_rows, sort_rows
@@ -37,10 +37,10 @@ from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
     from pmoe.engine.variants.padding import Padding
-    from pmoe.engine.variants.send_once import MergedRows
+    from pmoe.engine.variants.send_once import DeduplicatedRows
 
 
-class Orders:
+class SortedSlots:
     """The routing of a call, which sorts and counts its slots for any number of chunks.
 
     Each order is computed when it is first asked for and then kept: trials of several n share it.
@@ -57,7 +57,9 @@ class Orders:
 
     padding: Padding | None = None
 
-    def __init__(self, modules: Modules, expert_TK: Tensor, keep_TK: Tensor | None, tokens: Tokens) -> None:
+    def __init__(
+        self, modules: PassModules, expert_TK: Tensor, keep_TK: Tensor | None, tokens: Tokens
+    ) -> None:
         self.expert_TK = expert_TK
         self.keep_TK = keep_TK
         self.tokens = tokens
@@ -78,7 +80,7 @@ class Orders:
         return self._sorted[n]
 
     def sent(self, n: int) -> SortedRows:
-        """The slots whose rows leave: `slots`, or fewer if slots share a row (`OnceOrders`)."""
+        """The slots whose rows leave: `slots`, or fewer if slots share a row (`DeduplicatedSlots`)."""
         return self.slots(n)
 
     def count(self, bins: int) -> Tensor:
@@ -89,12 +91,12 @@ class Orders:
         return self._counted[bins]
 
     def count_once(self, bins: int) -> Tensor | None:
-        """(bins, P) rows for each rank if a token travels once to a rank (`OnceOrders`); else None."""
+        """(bins, P) rows for each rank if a token travels once to a rank (`DeduplicatedSlots`); else None."""
         return None
 
     def number_rows(
-        self, n: int, weights: WeightJourney, shared: RankCounts, fine: Tensor
-    ) -> MergedRows | None:
+        self, n: int, weights: WeightMessage, shared: RankCounts, fine: Tensor
+    ) -> DeduplicatedRows | None:
         """The row that carries the token of each routing weight; None if every slot has a row of its own.
 
         n: number of chunks.
@@ -110,7 +112,7 @@ class Orders:
         The caller hides it from checkpoints, which count operations and expect as many in both passes: trials
         of several n may have sorted these slots already in one of the passes.
         """
-        with telling(self.modules.grid.all, "the plan of a pass"):
+        with publishing_failures(self.modules.grid.all, "the plan of a pass"):
             return make_plan(self, *self._deep_enough(choice, counts.depth), counts, choice.restore)
 
     def _deep_enough(self, choice: Choice, depth: dict[int, int]) -> tuple[int, int]:
@@ -126,7 +128,7 @@ class Orders:
         return forward, backward if self.modules.hooks is None else forward
 
 
-def make_plan(orders: Orders, n: int, n_backward: int, shared: RankCounts, restore: Restore) -> Plan:
+def make_plan(orders: SortedSlots, n: int, n_backward: int, shared: RankCounts, restore: Restore) -> Plan:
     """Cuts the sorted rows into n chunks for forward and n_backward for backward. The host waits for nothing.
 
     shared: the exchanged row counts, in a number of bins that n and n_backward divide.
@@ -156,7 +158,7 @@ def make_plan(orders: Orders, n: int, n_backward: int, shared: RankCounts, resto
     )
 
 
-def _cut(orders: Orders, n: int, bins: RankCounts) -> PassPlan:
+def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     """Cuts the sorted rows into n chunks for one pass. bins: row counts in bins that both passes share."""
     modules = orders.modules
     tokens = orders.tokens
@@ -222,7 +224,7 @@ def _cut(orders: Orders, n: int, bins: RankCounts) -> PassPlan:
         for j in following_pieces:
             end = first_row + sum(local_counts[j])
             groups = RowGroups(counts=tuple(local_counts[j]), ends=local_ends[j])
-            pieces.append(Piece(rows=slice(first_row, end), groups=groups))
+            pieces.append(LocalChunk(rows=slice(first_row, end), groups=groups))
             first_row = end
     weights = None
     once = None
@@ -245,8 +247,8 @@ def _cut(orders: Orders, n: int, bins: RankCounts) -> PassPlan:
 
 
 def _weight_journey(
-    slot: Tensor, expert_TK: Tensor, send: Tensor, recv: Tensor, fine: Tensor, modules: Modules
-) -> WeightJourney:
+    slot: Tensor, expert_TK: Tensor, send: Tensor, recv: Tensor, fine: Tensor, modules: PassModules
+) -> WeightMessage:
     """Plans the message that carries the routing weights of all chunks.
 
     slot: (rows,) kept slots in sorted order.
@@ -261,7 +263,7 @@ def _weight_journey(
     send_rows = send.sum((0, 2)).tolist()
     come_by_source = come_rows.tolist()
     recv_rows, gathered = _by_place(come_by_source, modules.grid)
-    return WeightJourney(
+    return WeightMessage(
         slot=slot[destination.argsort(stable=True)[: sum(send_rows)]],
         send=tuple(send_rows),
         recv=recv_rows,

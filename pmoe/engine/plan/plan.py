@@ -42,9 +42,9 @@ from pmoe.schedule.tasks import Stages, local_pieces
 
 if TYPE_CHECKING:
     from pmoe.engine.plan.callbacks import Callback, Hooks
-    from pmoe.engine.plan.regroup_chunks import Joined
+    from pmoe.engine.plan.regroup_chunks import ChunkRegrouping
     from pmoe.engine.variants.padding import Padding
-    from pmoe.engine.variants.send_once import MergedRows
+    from pmoe.engine.variants.send_once import DeduplicatedRows
 
 
 def length(at: slice) -> int:
@@ -101,7 +101,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class LocalChunk:
     """Rows that stay on this rank and are computed as one task.
 
     rows: slice of the sorted rows.
@@ -113,7 +113,7 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightJourney:
+class WeightMessage:
     """The one message of routing weights, which carries those of all chunks.
 
     slot: (S,) the slots whose weights leave, sorted by destination rank, then chunk and expert.
@@ -147,13 +147,13 @@ class PassPlan:
     """
 
     chunks: tuple[Chunk, ...]
-    pieces: tuple[Piece, ...]
-    weights: WeightJourney | None
+    pieces: tuple[LocalChunk, ...]
+    weights: WeightMessage | None
     slot: Tensor
     row_token: Tensor
     position: Tensor
     has_drops: bool
-    once: MergedRows | None = None
+    once: DeduplicatedRows | None = None
 
     @functools.cached_property
     def sent_tokens(self) -> list[Tensor]:
@@ -200,10 +200,10 @@ class PassPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Modules(abc.ABC):
+class PassModules(abc.ABC):
     """The modules of a layer (FSMoE, section 3.1), its place among the ranks, and its stages.
 
-    The same for all calls of a layer. `pmoe.call.modules.Parts` implements it.
+    The same for all calls of a layer. `pmoe.call.modules.LayerModules` implements it.
 
     grid: this rank's place among the ranks across the nodes and inside one.
     scalars: the all-to-all of routing weights.
@@ -284,10 +284,10 @@ class Plan:
     padding: how rows are padded to the capacity, or None. With it, forward and backward cut padded rows.
     """
 
-    modules: Modules
+    modules: PassModules
     forward: PassPlan
     backward: PassPlan
-    joined: Joined | None
+    joined: ChunkRegrouping | None
     top_k: int
     restore: Restore
     slot_token: Tensor | None = None

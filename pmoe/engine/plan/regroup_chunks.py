@@ -25,7 +25,7 @@ ChunkRuns = tuple[tuple[tuple[int, Runs], ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Joined:
+class ChunkRegrouping:
     """Places of backward's rows in forward's chunks.
 
     received: the sources of backward's chunks of received rows.
@@ -40,7 +40,7 @@ class Joined:
 
 def join_chunks(
     recv_LWE: Tensor, recv_device_LWE: Tensor, stay_LE: Tensor, n: int, n_backward: int
-) -> Joined:
+) -> ChunkRegrouping:
     """Returns the places of backward's rows in forward's chunks, from row counts by bin.
 
     recv_LWE: (L, W, E) received rows by bin, source rank and expert, on the host.
@@ -48,7 +48,7 @@ def join_chunks(
     stay_LE: (L, E) rows that stay on this rank, on the host.
     n, n_backward: chunks of forward and of backward; both divide L.
     """
-    return Joined(
+    return ChunkRegrouping(
         received=_join(recv_LWE.sum(1), n, n_backward),
         local=_join(stay_LE, n, n_backward),
         weight_map=_forward_index(recv_device_LWE.sum(1), n, n_backward, int(recv_LWE.sum())),

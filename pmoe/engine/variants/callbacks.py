@@ -23,7 +23,7 @@ from pmoe.engine.passes.backward import Backward
 from pmoe.engine.passes.base import Inputs, Pass
 from pmoe.engine.passes.forward import Forward
 from pmoe.engine.plan.callbacks import Hooks
-from pmoe.experts.expert_autograd import Graph, Shelf, gradients, record
+from pmoe.experts.expert_autograd import Graph, SavedTensorSlots, gradients, record
 
 
 class _Hooked(Pass):
@@ -80,7 +80,7 @@ class _Hooked(Pass):
         self.gather_rows(self.source_TM, rows_NM, i)
         leaving = self.at(self.leaving_points[0], i, rows_NM)
         self.own[f"send.{i}"] = leaving
-        self.own[f"{self.brought_by_S}.{i}"] = leaving.new_empty(chunk.num_arrived, leaving.shape[1])
+        self.own[f"{self.dispatch_output}.{i}"] = leaving.new_empty(chunk.num_arrived, leaving.shape[1])
 
     def open(self, i: int) -> None:
         """Runs HA of chunk i: hooks see the rows that S brought, before AG."""
@@ -119,9 +119,9 @@ class _Hooked(Pass):
         self.own[f"{name}.{i}"] = leaving
         self.own[f"came.{i}"] = leaving.new_empty(self.cut.chunks[i].num_sent, leaving.shape[1])
 
-    def comes_home(self, i: int) -> Tensor:
+    def combine_output(self, i: int) -> Tensor:
         came = self.own.get(f"came.{i}")
-        return super().comes_home(i) if came is None else came
+        return super().combine_output(i) if came is None else came
 
     def output(self, i: int) -> None:
         if self._any(self.returning_points):
@@ -146,12 +146,14 @@ class HookedForward(_Hooked, Forward):
             return self.changed(point, i, rows)
         run = functools.partial(self.run_hooks, point, i=i)
         # Tensors in the memory of the hooks' parameters are not saved for backward: they exist anyway.
-        shelf = Shelf(
+        shelf = SavedTensorSlots(
             frozenset(parameter.untyped_storage().data_ptr() for parameter in self.inputs.hook_parameters)
         )
         graph, out = record(run, rows, slice(0, rows.shape[0]), shelf, own_rows=True)
         parameters = tuple(self.inputs.hook_parameters)
-        self.left.passed[point, i] = Passed(graph, tuple(shelf.close()), rows.shape, rows.dtype, parameters)
+        self.left.passed[point, i] = HookGraph(
+            graph, tuple(shelf.close()), rows.shape, rows.dtype, parameters
+        )
         return out.contiguous()
 
 
@@ -204,7 +206,7 @@ class HookedBackward(_Hooked, Backward):
 
 
 @dataclass(frozen=True)
-class Passed:
+class HookGraph:
     """The graph of the hooks of one point for one chunk, kept for backward.
 
     graph: the recorded graph.

@@ -16,7 +16,7 @@ from torch import Tensor
 from pmoe.engine.buffers.arena import copy, pool
 from pmoe.engine.buffers.host_pool import HostMemoryError
 from pmoe.engine.passes.backward import Backward
-from pmoe.engine.passes.base import Forwarded, Inputs, Kept, Unit
+from pmoe.engine.passes.base import ForwardState, Inputs, SavedUnit, Unit
 from pmoe.engine.passes.forward import Forward
 from pmoe.engine.plan.plan import Plan
 from pmoe.experts.base import Hidden, Runs
@@ -51,8 +51,8 @@ class OffloadingForward(Forward):
         """Runs DM of a unit: copies T_M to the host."""
         self._copy_out("T_M", (i, at))
 
-    def put_away(self, unit: Unit, kept: Kept, rows_NM: Tensor, changed: bool) -> None:
-        super().put_away(unit, kept, rows_NM, changed)
+    def save_for_backward(self, unit: Unit, kept: SavedUnit, rows_NM: Tensor, changed: bool) -> None:
+        super().save_for_backward(unit, kept, rows_NM, changed)
         restore = self.plan.restore
         hidden = kept.hidden
         if restore.dispatched == "offload":
@@ -117,11 +117,11 @@ class OffloadingBackward(Backward):
 
     compute_stream: torch.cuda.Stream | None
 
-    def __init__(self, plan: Plan, grad_TM: Tensor, saved: Forwarded) -> None:
+    def __init__(self, plan: Plan, grad_TM: Tensor, saved: ForwardState) -> None:
         super().__init__(plan, grad_TM, saved)
         self.compute_stream = current_stream(grad_TM)
 
-    def parts(self, unit: Unit) -> list[tuple[Kept, Runs]]:
+    def parts(self, unit: Unit) -> list[tuple[SavedUnit, Runs]]:
         i, at = unit
         joined = self.plan.joined
         if joined is None:

@@ -28,14 +28,14 @@ from pmoe.comm.base import Traffic
 from pmoe.comm.counts import CountsExchange, Fault, RankCounts
 from pmoe.comm.grid import Grid
 from pmoe.engine.passes.backward import Backward
-from pmoe.engine.passes.base import Forwarded, Inputs
+from pmoe.engine.passes.base import ForwardState, Inputs
 from pmoe.engine.passes.forward import Forward
 from pmoe.engine.plan.plan import Plan
 from pmoe.ordering.sorted import count_rows, sort_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Splits:
+class PaddedRowCounts:
     """The number of padded rows: for every expert ``capacity``, rounded up to a multiple of ``bins``.
 
     num_experts: E.
@@ -117,7 +117,7 @@ class Padding:
         return _taken(weight_N1.reshape(-1), self.position_TK.view(-1)).view_as(self.position_TK)
 
 
-def make_padding(expert_TK: Tensor, splits: Splits) -> tuple[Padding, Tensor]:
+def make_padding(expert_TK: Tensor, splits: PaddedRowCounts) -> tuple[Padding, Tensor]:
     """Returns the padding of a batch, and kept_E, (E,) int64, the rows that each expert keeps.
 
     expert_TK: (T, K) int64, the expert of each slot.
@@ -155,7 +155,7 @@ def _taken(rows: Tensor, index: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaddedKind:
+class PaddedCallKey:
     """The values that all ranks must share in a padded call. Calls with equal values are one kind.
 
     num_tokens: T.
@@ -194,7 +194,7 @@ class PaddedKind:
 def check_same_calls(told: RankCounts) -> None:
     """Raises ValueError on every rank if ranks have other numbers of tokens, or other needs of gradients.
 
-    told: the result of `PaddedKind.exchange`.
+    told: the result of `PaddedCallKey.exchange`.
     """
     tokens, needs_grad = told.recv[:, :, 0].tolist()
     if len(set(tokens)) > 1:
@@ -238,7 +238,7 @@ class PaddedForward(Forward):
 class PaddedBackward(Backward):
     """A backward pass of padded rows, with gradients of tokens as its input and output."""
 
-    def __init__(self, plan: Plan, grad_TM: Tensor, saved: Forwarded) -> None:
+    def __init__(self, plan: Plan, grad_TM: Tensor, saved: ForwardState) -> None:
         assert plan.padding is not None
         saved = replace(saved, inputs=_padded(plan, saved.inputs))
         super().__init__(plan, plan.padding.spread(grad_TM), saved)

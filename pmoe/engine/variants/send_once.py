@@ -26,8 +26,8 @@ from pmoe.comm.counts import RankCounts
 from pmoe.engine.passes.backward import Backward
 from pmoe.engine.passes.base import Pass, split_by_chunk
 from pmoe.engine.passes.forward import Forward, Scalars
-from pmoe.engine.plan.make_plan import Orders
-from pmoe.engine.plan.plan import Modules, WeightJourney
+from pmoe.engine.plan.make_plan import SortedSlots
+from pmoe.engine.plan.plan import PassModules, WeightMessage
 from pmoe.ordering.sorted import SortedRows, Tokens, count_rows, sort_rows
 from pmoe.planner.degree import Choice
 
@@ -50,10 +50,12 @@ def carriers(rank_TK: Tensor, keep_TK: Tensor | None) -> tuple[Tensor, Tensor]:
     return carrier_TK, carries_TK if keep_TK is None else carries_TK & keep_TK
 
 
-class OnceOrders(Orders):
+class DeduplicatedSlots(SortedSlots):
     """The routing of a call in which a token travels once to each rank, in the row of its first slot."""
 
-    def __init__(self, modules: Modules, expert_TK: Tensor, keep_TK: Tensor | None, tokens: Tokens) -> None:
+    def __init__(
+        self, modules: PassModules, expert_TK: Tensor, keep_TK: Tensor | None, tokens: Tokens
+    ) -> None:
         super().__init__(modules, expert_TK, keep_TK, tokens)
         self._num_ranks = modules.grid.across.size
         self._rank_TK = expert_TK // modules.experts.num_local_experts
@@ -71,7 +73,9 @@ class OnceOrders(Orders):
             self._sent[n] = sort_rows(self._rank_TK, self._carries_TK, n, ranks, none_stay, 0, self.tokens)
         return self._sent[n]
 
-    def number_rows(self, n: int, weights: WeightJourney, shared: RankCounts, fine: Tensor) -> MergedRows:
+    def number_rows(
+        self, n: int, weights: WeightMessage, shared: RankCounts, fine: Tensor
+    ) -> DeduplicatedRows:
         """Returns the number of each weight's row, counted from the first row of its chunk and rank."""
         come_nW = shared.received_once_device
         tokens = self.tokens
@@ -88,7 +92,9 @@ class OnceOrders(Orders):
         base_Wn = (come_nW.cumsum(1) - come_nW).t().reshape(-1)
         rows_Wn = fine.sum((2, 3)).reshape(-1)
         num_received = int(shared.recv.sum())
-        return MergedRows(number=number, base=base_Wn.repeat_interleave(rows_Wn, output_size=num_received))
+        return DeduplicatedRows(
+            number=number, base=base_Wn.repeat_interleave(rows_Wn, output_size=num_received)
+        )
 
     def _deep_enough(self, choice: Choice, depth: dict[int, int]) -> tuple[int, int]:
         forward, _ = super()._deep_enough(choice, depth)
@@ -96,7 +102,7 @@ class OnceOrders(Orders):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergedRows:
+class DeduplicatedRows:
     """The numbers by which a rank finds the row of each routing weight that arrives.
 
     number: (S,) int32, for each weight that this rank sends, the number of its row among the rows that this

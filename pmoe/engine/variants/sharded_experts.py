@@ -15,9 +15,9 @@ import functools
 
 from torch import Tensor
 
-from pmoe.comm.expert_sharding import Sharing
+from pmoe.comm.expert_sharding import ShardCollectives
 from pmoe.engine.passes.backward import Backward
-from pmoe.engine.passes.base import Forwarded, Pass
+from pmoe.engine.passes.base import ForwardState, Pass
 from pmoe.engine.passes.forward import Forward, Scalars
 from pmoe.engine.plan.plan import Plan
 
@@ -25,13 +25,13 @@ from pmoe.engine.plan.plan import Plan
 class _Sharded(Pass):
     """A pass with AG behind S and RS before R."""
 
-    brought_by_S: str = "arrived"
-    taken_by_R: str = "leaving"
+    dispatch_output: str = "arrived"
+    combine_input: str = "leaving"
 
     @functools.cached_property
-    def sharing(self) -> Sharing:
+    def sharing(self) -> ShardCollectives:
         """The collectives inside the node."""
-        return Sharing(self.plan.modules.grid.inside, self.plan.modules.traffic)
+        return ShardCollectives(self.plan.modules.grid.inside, self.plan.modules.traffic)
 
     def make_buffers(self, i: int) -> None:
         super().make_buffers(i)
@@ -88,7 +88,7 @@ class ShardedBackward(_Sharded, Backward):
 
     brought_by_SI = "arrived_again"
 
-    def __init__(self, plan: Plan, grad_TM: Tensor, saved: Forwarded) -> None:
+    def __init__(self, plan: Plan, grad_TM: Tensor, saved: ForwardState) -> None:
         super().__init__(plan, grad_TM, saved)
         own_rows = sum(self.journey.recv)
         self.grad_weight_leaving = self.grad_weight_rows.new_empty(own_rows)

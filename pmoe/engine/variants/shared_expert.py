@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pmoe.engine.passes.backward import Backward
-from pmoe.engine.passes.base import Inputs, Kept, Pass, Unit
+from pmoe.engine.passes.base import Inputs, Pass, SavedUnit, Unit
 from pmoe.engine.passes.forward import Forward
 from pmoe.experts.base import ExpertRows, Experts
 from pmoe.experts.products import RowGroups
@@ -74,7 +74,7 @@ class SharedExpertForward(_WithSharedExpert, Forward):
                 "first operation must make a new tensor (inplace=False)"
             )
         if self.keep:
-            self.left.kept[SHARED] = Kept(hidden=hidden)
+            self.left.kept[SHARED] = SavedUnit(hidden=hidden)
 
 
 class SharedExpertBackward(_WithSharedExpert, Backward):

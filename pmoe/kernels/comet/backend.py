@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pmoe.kernels.comet import operators as launches
 from pmoe.kernels.comet.launcher import Divide, Launcher
-from pmoe.kernels.comet.operators import Journey
+from pmoe.kernels.comet.operators import FusedRouting
 from pmoe.kernels.heap import Heap
 
 
@@ -50,23 +50,29 @@ class Steps:
             self._made.heaps[0].give_up(f"{type(error).__name__}: {error}")
             raise
 
-    def dispatch(self, journey: Journey, x_TM: Tensor, weight_TK: Tensor) -> None:
+    def dispatch(self, journey: FusedRouting, x_TM: Tensor, weight_TK: Tensor) -> None:
         """Sends rows and routing weights to the ranks that compute them.
 
         There `rows` and `row_weight` return them.
         """
         launches.dispatch(self.launcher, [journey], x_TM, float_weights(weight_TK))
 
-    def rows(self, journey: Journey) -> Tensor:
+    def rows(self, journey: FusedRouting) -> Tensor:
         """Returns the rows that the last dispatch brought here, (N, M). Valid until the next combine."""
         return self.launcher.heaps[0].rows(journey.num_received)
 
-    def row_weight(self, journey: Journey) -> Tensor:
+    def row_weight(self, journey: FusedRouting) -> Tensor:
         """Returns the routing weights of these rows, (N,) float32. Valid until the next combine."""
         return self.launcher.heaps[0].row_weight(journey.num_received)
 
     def dispatch_hidden(
-        self, journey: Journey, x_TM: Tensor, weight_TK: Tensor, w1: Tensor, b1: Tensor | None, **options: Any
+        self,
+        journey: FusedRouting,
+        x_TM: Tensor,
+        weight_TK: Tensor,
+        w1: Tensor,
+        b1: Tensor | None,
+        **options: Any,
     ) -> tuple[Tensor | None, Tensor]:
         """Returns T_M (N, G), or None unless ``keep`` is set in options, and the activated hidden (N, H)."""
         hidden, active = launches.dispatch_hidden(
@@ -74,12 +80,14 @@ class Steps:
         )
         return (None if hidden is None else hidden[0]), active[0]
 
-    def product_combine(self, journey: Journey, active_NH: Tensor, w2: Tensor, b2: Tensor | None) -> Tensor:
+    def product_combine(
+        self, journey: FusedRouting, active_NH: Tensor, w2: Tensor, b2: Tensor | None
+    ) -> Tensor:
         """Returns T_O (T, M) from the activated hidden (N, H)."""
         return launches.product_combine(self.launcher, [journey], [active_NH], [w2], [b2])
 
     def dispatch_hidden_gradient(
-        self, journey: Journey, grad_TM: Tensor, weight_TK: Tensor, *of_rank: Any, **options: Any
+        self, journey: FusedRouting, grad_TM: Tensor, weight_TK: Tensor, *of_rank: Any, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns dT_M (N, G), the activated hidden (N, H) and parts of the weights' gradients (P, N).
 
@@ -96,7 +104,7 @@ class Steps:
         return grad_hidden[0], active[0], dots[0]
 
     def gradient_combine(
-        self, journey: Journey, grad_hidden_NG: Tensor, w1: Tensor, dots_PN: Tensor
+        self, journey: FusedRouting, grad_hidden_NG: Tensor, w1: Tensor, dots_PN: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns dT_I (T, M) and the gradients of the routing weights (T, K)."""
         return launches.gradient_combine(self.launcher, [journey], [grad_hidden_NG], [w1], [dots_PN])

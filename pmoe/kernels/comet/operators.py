@@ -29,7 +29,7 @@ from pmoe.kernels.operands import address, at, check_memory, check_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Journey:
+class FusedRouting:
     """Where the rows of one rank's tokens go, and which rows come to it. All tensors are int32.
 
     rank: this rank.
@@ -67,7 +67,7 @@ class Journey:
         return self.recv_WE.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-def journey_fields(heap: Heap, journey: Journey) -> dict[str, int]:
+def journey_fields(heap: Heap, journey: FusedRouting) -> dict[str, int]:
     """Returns the fields that say where rows go. Raises ValueError if the heap has too few rows."""
     shape = heap.shape
     if journey.num_received > shape.rows:
@@ -114,7 +114,9 @@ def check_tokens(heap: Heap, expert_TK: Tensor, source_TM: Tensor, weight_TK: Te
     )
 
 
-def dispatch_fields(heap: Heap, journey: Journey, source_TM: Tensor, weight_TK: Tensor) -> dict[str, int]:
+def dispatch_fields(
+    heap: Heap, journey: FusedRouting, source_TM: Tensor, weight_TK: Tensor
+) -> dict[str, int]:
     """Returns the fields of a launch that dispatches: rows of tokens leave, and arrive as the product's A."""
     check_tokens(heap, journey.expert_TK, source_TM, weight_TK)
     shape = heap.shape
@@ -132,7 +134,7 @@ def dispatch_fields(heap: Heap, journey: Journey, source_TM: Tensor, weight_TK: 
     }
 
 
-def combine_fields(heap: Heap, journey: Journey, a: Tensor, result_TM: Tensor) -> dict[str, int]:
+def combine_fields(heap: Heap, journey: FusedRouting, a: Tensor, result_TM: Tensor) -> dict[str, int]:
     """Returns the fields of a launch that combines.
 
     a: (rows, columns), the first operand of the product, whose result is written where dispatched rows lay.
@@ -179,7 +181,7 @@ def check_expert_weight(
 # ---- launches
 
 
-def dispatch(launcher: Launcher, journeys: Sequence[Journey], x_TM: Tensor, weight_TK: Tensor) -> None:
+def dispatch(launcher: Launcher, journeys: Sequence[FusedRouting], x_TM: Tensor, weight_TK: Tensor) -> None:
     """Sends rows, (T, M), and their routing weights, (T, K), to the ranks that compute them."""
     fields = [
         {**dispatch_fields(heap, journey, x_TM, weight_TK), "computes": 0}
@@ -190,7 +192,7 @@ def dispatch(launcher: Launcher, journeys: Sequence[Journey], x_TM: Tensor, weig
 
 def dispatch_hidden(
     launcher: Launcher,
-    journeys: Sequence[Journey],
+    journeys: Sequence[FusedRouting],
     x_TM: Tensor,
     weight_TK: Tensor,
     w1: Sequence[Tensor],
@@ -232,7 +234,7 @@ def dispatch_hidden(
 
 def product_combine(
     launcher: Launcher,
-    journeys: Sequence[Journey],
+    journeys: Sequence[FusedRouting],
     active: Sequence[Tensor],
     w2: Sequence[Tensor],
     b2: Sequence[Tensor | None],
@@ -266,7 +268,7 @@ def product_combine(
 
 def dispatch_hidden_gradient(
     launcher: Launcher,
-    journeys: Sequence[Journey],
+    journeys: Sequence[FusedRouting],
     grad_TM: Tensor,
     weight_TK: Tensor,
     w2: Sequence[Tensor],
@@ -333,7 +335,7 @@ def _dots_with_bias(rows_NM: Tensor, bias_EM: Tensor, ends_E: Tensor) -> Tensor:
 
 def gradient_combine(
     launcher: Launcher,
-    journeys: Sequence[Journey],
+    journeys: Sequence[FusedRouting],
     of_hidden: Sequence[Tensor],
     w1: Sequence[Tensor],
     dots: Sequence[Tensor],

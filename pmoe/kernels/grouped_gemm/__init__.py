@@ -19,7 +19,7 @@ Letters: N rows, E experts, K choices, S slots, I in-features, O out-features, M
 G = H or 2H rows of w1.
 """
 
-from pmoe.kernels.gemm import misfit, refusal
+from pmoe.kernels.gemm import layout_problem, refusal
 from pmoe.kernels.grouped_gemm.checks import RowSlots
 from pmoe.kernels.grouped_gemm.operators import grouped_hidden, grouped_product, sum_by_expert
 from pmoe.kernels.grouped_gemm.products import (
@@ -37,7 +37,7 @@ __all__ = [
     "hidden",
     "hidden_gradient",
     "input_gradient",
-    "misfit",
+    "layout_problem",
     "product",
     "refusal",
     "sum_by_expert",

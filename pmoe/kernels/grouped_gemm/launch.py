@@ -12,12 +12,12 @@ from torch import Tensor
 
 from pmoe.kernels import extension
 from pmoe.kernels.extension import path
-from pmoe.kernels.gemm import ELEMENTS, PLAIN, SPARE, misfit
+from pmoe.kernels.gemm import ELEMENTS, PLAIN, SPARE, layout_problem
 from pmoe.kernels.grouped_gemm.checks import RowSlots
 from pmoe.warn import warn_once
 
 SHARING = 0
-"""How the two blocks of a cluster share operands on Hopper: `Sharing` of cuda/grouped_gemm/launch.h.
+"""How the two blocks of a cluster share operands on Hopper: `ShardCollectives` of cuda/grouped_gemm/launch.h.
 
 0 chooses by rule, 1 shares nothing, 2 shares B, 3 shares A.
 """
@@ -50,7 +50,7 @@ def path_for(device: torch.device, dtype: torch.dtype, **columns: int) -> str | 
     if code is None:
         warn_once(f"grouped products are computed without pmoe's kernels: {why}", for_each_reason=True)
         return None
-    why = misfit(dtype, **columns)
+    why = layout_problem(dtype, **columns)
     if why is not None:
         raise ValueError(f"grouped product: {why}")
     return code

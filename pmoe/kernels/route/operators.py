@@ -45,7 +45,7 @@ def route(
     return Routes(*torch.ops.pmoe.route(logits_TE, top_k, normalize, num_chunks, z_loss_weight))
 
 
-class Promise(NamedTuple):
+class DeferredRouting(NamedTuple):
     """Routes that have their autograd graph but no values yet. A later launch writes the values.
 
     The caller of `promise` passes it to a launch that writes weight, expert, counts and l_aux by address.
@@ -72,12 +72,12 @@ class Promise(NamedTuple):
             promised.data.copy_(computed)
 
 
-def promise(logits_TE: Tensor, top_k: int, *, normalize: bool, z_loss_weight: float) -> Promise:
+def promise(logits_TE: Tensor, top_k: int, *, normalize: bool, z_loss_weight: float) -> DeferredRouting:
     """Returns routes that nothing has computed yet; the arguments are those of `route`."""
     routes = Routes(*torch.ops.pmoe.route(logits_TE, top_k, normalize, 1, z_loss_weight, writes=False))
     # Users' schedules may set these to numpy numbers. The launch takes Python's.
     options = {"top_k": int(top_k), "normalize": bool(normalize), "z_loss_weight": float(z_loss_weight)}
-    return Promise(logits_TE.detach(), routes, options)
+    return DeferredRouting(logits_TE.detach(), routes, options)
 
 
 def refusal(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> str | None:

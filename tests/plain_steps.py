@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.comm.base import FlatAllToAll, Traffic
-from pmoe.comm.ranks import Ranks, at_stage
+from pmoe.comm.failures import at_stage
+from pmoe.comm.ranks import Ranks
 from pmoe.decide import fused_choice as layer_fused
 from pmoe.engine.autograd import Path
 from pmoe.engine.variants.send_once import carriers

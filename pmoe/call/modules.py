@@ -18,7 +18,7 @@ from pmoe.call.options import LayerOptions
 from pmoe.comm.counts import num_bins
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan.plan import PassModules
-from pmoe.experts.base import local_part
+from pmoe.experts.operands import local_part
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Stages
 
@@ -32,8 +32,7 @@ class LayerCache:
     """What a layer has agreed on and learnt in its calls; it outlives changes of options.
 
     differed: whether ranks had other experts at the first call; None before.
-    compared: what the options followed from when ranks last agreed on them (`LayerModules.given`). No parts:
-        those
+    compared: what the options followed from when ranks last agreed on them (`LayerModules.given`). No parts: those
         hold the experts, which may be another library's, and would keep them alive.
     words: those options in words.
     padded_kinds: those compared.

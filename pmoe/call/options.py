@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, get_args
 from pmoe.arguments import check_count, check_flag, check_kind, check_number, check_positive, plain_int
 from pmoe.planner.degree import DEGREES, SolveName, check_backward, check_pipeline
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, StrategyName, parse_restore
+from pmoe.text import parse_bytes
 
 FusedName = Literal["forward", "persistent", "auto"]
 """What MoELayer's argument ``fused`` takes, beside True and False."""
@@ -98,8 +99,6 @@ class LayerOptions:
         """``memory_budget`` in bytes."""
         if self.memory_budget is None:
             return None
-        from pmoe.text import parse_bytes
-
         return parse_bytes("memory_budget", self.memory_budget)
 
     @functools.cached_property

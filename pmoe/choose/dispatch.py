@@ -7,7 +7,7 @@ import torch
 from pmoe.call.options import LayerOptions
 from pmoe.comm import NAMES, ExchangeName
 from pmoe.comm.agreement import from_first
-from pmoe.comm.ranks import Grid
+from pmoe.comm.grid import Grid
 from pmoe.comm.topology import Nodes, Topology, find_topology
 from pmoe.measure.bench import identity
 from pmoe.measure.profile import load_profile, profile_path

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pmoe.choose.trials import TrialBatch
 from pmoe.comm.agreement import largest
-from pmoe.comm.ranks import Grid
+from pmoe.comm.grid import Grid
 from pmoe.measure.module_cost import profile_module
 from pmoe.measure.profile import load_or_measure
 from pmoe.planner.costs import LayerCosts, LineCost

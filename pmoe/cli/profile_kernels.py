@@ -13,7 +13,7 @@ import torch
 from pmoe.cli.arguments import DTYPES, refuse_options, refused_as, whole_number
 from pmoe.cli.launch import all_ranks, own_device, world_size
 from pmoe.cli.output import Output, ms
-from pmoe.comm.failures import all_fail_together
+from pmoe.comm.agreement import all_fail_together
 from pmoe.comm.ranks import Ranks
 from pmoe.experts import STACKED
 from pmoe.kernels import extension

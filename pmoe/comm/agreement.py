@@ -5,14 +5,16 @@ All ranks must call them equally often, in the same order, and with the same num
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from pmoe.comm.ranks import Ranks, at_stage, reduce_to_largest
+from pmoe.comm.failures import at_stage, reduce_to_largest
+from pmoe.comm.ranks import Ranks
 
 T = TypeVar("T")
 
@@ -85,3 +87,26 @@ def from_first(ranks: Ranks, value: T, *, stage: str) -> T:
         with at_stage(stage, ranks):
             dist.broadcast_object_list(values, group_src=0, group=ranks.group)
     return values[0]
+
+
+@contextlib.contextmanager
+def all_fail_together(ranks: Ranks, *, stage: str) -> Iterator[None]:
+    """Raises on every rank if the block raises on any rank. Collective.
+
+    The failed rank raises its own error. The others raise one with its text and the number of the failed
+    rank: a TypeError, ValueError, ImportError, OSError or an error of its class if it was one, else a
+    RuntimeError.
+    """
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    known = (kind for kind in (TypeError, ValueError, ImportError) if isinstance(failed, kind))
+    error_type = type(failed) if isinstance(failed, OSError) else next(known, RuntimeError)
+    failures = gathered(ranks, None if failed is None else (error_type, str(failed)), stage=stage)
+    if failed is not None:
+        raise failed
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise failure[0](f"rank {rank}: {failure[1]}")

@@ -32,8 +32,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.comm.base import Exchange, Traffic
+from pmoe.comm.failures import at_stage, reduce_to_largest, wait_for
+from pmoe.comm.grid import Grid
 from pmoe.comm.meeting import CURE
-from pmoe.comm.ranks import Grid, Ranks, at_stage, reduce_to_largest, wait_for
+from pmoe.comm.ranks import Ranks
 from pmoe.warn import warn_once
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.base import Traffic, all_to_all
-from pmoe.comm.ranks import Ranks, wait_for
+from pmoe.comm.failures import wait_for
+from pmoe.comm.ranks import Ranks
 
 
 class ShardCollectives:

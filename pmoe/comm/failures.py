@@ -7,55 +7,46 @@ every `LOOK_AFTER`, and raises `PeerError` if it finds a report that concerns it
     rank 1   raises an error: writes it into the store, and never comes to the collective
 
 On a GPU the host does not wait for collectives, so nothing looks.
+
+This file also has the wait for a collective (`wait_for`), contexts that publish the failure of their block
+(`at_stage`, `publishing_failures`), and the beginning of a call and of its backward pass, which a rank that has left a
+pass is refused (`check_whole`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import itertools
 import threading
 import time
 from collections.abc import Iterator
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from pmoe.comm.agreement import gathered
-from pmoe.comm.group_record import GroupRecord, is_known, names_of_left_groups, record_of_group
-from pmoe.comm.meeting import Meeting, left_out
-from pmoe.comm.ranks import LOOK_AFTER, Ranks, at_stage, failure_published
+from pmoe.comm.group_options import timeout_of
+from pmoe.comm.group_record import GroupRecord, collectives, is_known, names_of_left_groups, record_of_group
+from pmoe.comm.meeting import IS_OPEN, Meeting, left_out
+from pmoe.comm.ranks import Ranks
+from pmoe.warn import warn_once
 
 FAILED = "pmoe/failed"
 """Beginning of all keys of failure reports. LIFE is `GroupRecord.life`, RANK a global rank:
 
     pmoe/failed/LIFE              set when any rank has failed; while it is missing, no other key is read
-    pmoe/failed/LIFE/RANK         three lines: the name of the group that the rank left, its
-                                  `GroupRecord.left_at`,
+    pmoe/failed/LIFE/RANK         three lines: the name of the group that the rank left, `GroupRecord.left_at`,
                                   and its error; empty when the rank has gone on
     pmoe/failed/LIFE/RANK/GROUP   two lines: `GroupRecord.left_at` and the error with which the rank left that
                                   group; it stays
 """
 
+LOOK_AFTER = datetime.timedelta(seconds=0.5)
+"""How long this rank waits for a collective before it looks for peers that failed, and between looks."""
 
-@contextlib.contextmanager
-def all_fail_together(ranks: Ranks, *, stage: str) -> Iterator[None]:
-    """Raises on every rank if the block raises on any rank. Collective.
-
-    The failed rank raises its own error. The others raise one with its text and the number of the failed
-    rank: a TypeError, ValueError, ImportError, OSError or an error of its class if it was one, else a
-    RuntimeError.
-    """
-    failed: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failed = error
-    known = (kind for kind in (TypeError, ValueError, ImportError) if isinstance(failed, kind))
-    error_type = type(failed) if isinstance(failed, OSError) else next(known, RuntimeError)
-    failures = gathered(ranks, None if failed is None else (error_type, str(failed)), stage=stage)
-    if failed is not None:
-        raise failed
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            raise failure[0](f"rank {rank}: {failure[1]}")
+failure_published: threading.Event = threading.Event()
+"""Set when this rank publishes a failure. Its next call over a group that is whole clears it."""
 
 
 class PeerError(RuntimeError):
@@ -191,8 +182,31 @@ def _write(values: dict[str, str]) -> None:
     writer.join(2)
 
 
+# ---- waiting for peers
+
+
+def wait_for(work: dist.Work, group: dist.ProcessGroup | None, on_gpu: bool = False) -> None:
+    """Waits for a collective. On a GPU the current stream waits, and the host does not.
+
+    On the CPU it raises PeerError if a rank of the group has published a failure meanwhile.
+    """
+    if group is None or on_gpu or not hasattr(work, "is_completed"):
+        work.wait()
+        return
+    with contextlib.suppress(RuntimeError):
+        work.wait(LOOK_AFTER)
+        return
+    wait_or_peer_failure(work, group)
+
+
+def reduce_to_largest(values: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Replaces each value by its maximum over the ranks of the group. Collective; waits as `wait_for`."""
+    collectives.begun += 1
+    wait_for(dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True), group, values.is_cuda)
+
+
 def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
-    """Goes on with `pmoe.comm.ranks.wait_for` on the CPU, and looks in between for reports of failures.
+    """Goes on with `wait_for` on the CPU, and looks in between for reports of failures.
 
     Raises PeerError if there is one. A thread looks, because the store may not answer.
     """
@@ -235,11 +249,141 @@ def failures(group: dist.ProcessGroup) -> list[str]:
         if in_group and not (place and place == standing.settled_at):
             texts.append(in_group)
         left, _, rest = value_of(_key(standing, rank)).partition("\n")
-        # The rank has left another group, or no group (`publish_outside_pass`). If this rank has left that
-        # group too, the report says nothing about the present group.
+        # The rank has left another group, or no group (`publish_outside_pass`). If this rank has left that group too, the
+        # report says nothing about the present group.
         if rest and left != standing.name and left not in known_here:
             texts.append(rest.partition("\n")[2])
     return texts
+
+
+# ---- contexts that publish the failure of their block
+
+
+def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None]:
+    """Adds the stage and this rank to errors of collectives in the block, and publishes every failure.
+
+    A RuntimeError is taken for a collective's: a peer has died or did not come in time. It is raised again
+    with the stage. Other errors are this rank's own and pass unchanged. Both are published for the peers, who
+    may wait for this rank (`leave`).
+
+    stage: what the block does, in words.
+    """
+    return contextlib.nullcontext() if ranks.size == 1 else _at_stage(stage, ranks)
+
+
+@contextlib.contextmanager
+def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        late = "a peer has died, never arrived, or took longer than the group's timeout: "
+        failed = RuntimeError(
+            f"pmoe: {ranks} failed in {stage}{' of ' if ranks.layer else ''}{ranks.layer}; "
+            f"{'' if isinstance(error, PeerError) else late}{error}"
+        )
+        leave(failed, ranks, stage="", by_itself=False)
+        raise failed from error
+    except BaseException as error:
+        leave(error, ranks, stage)
+        raise
+
+
+def publishing_failures(ranks: Ranks, stage: str) -> contextlib.AbstractContextManager[None]:
+    """Publishes an error of the block, by which this rank leaves a pass in the middle.
+
+    It is for errors that one rank alone may raise (users' code, a failed allocation) while its peers wait for
+    it. Errors that all ranks raise together must not be published.
+
+    stage: what the block does, in words, for the message of this rank's next call.
+    """
+    return contextlib.nullcontext() if ranks.size == 1 else _telling(ranks, stage)
+
+
+@contextlib.contextmanager
+def _telling(ranks: Ranks, stage: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        leave(error, ranks, stage)
+        raise
+
+
+# ---- the beginning of a call and of its backward pass
+
+
+_first_calls = itertools.count(1)
+"""The number of the next layer without a name."""
+
+
+def enter_call(ranks: Ranks, changed: str = "") -> None:
+    """Begins a call: checks the group, meets the peers if their calls may differ, names the layer.
+
+    A layer without a name gets "MoELayer N", if N - 1 layers of this process were named before.
+
+    changed: the options that were changed since the last call, in words; "" for none. If there are any,
+        all ranks meet (`pmoe.comm.meeting`).
+
+    Raises RuntimeError, also on the peers, if this rank has left a pass of the group in the middle.
+    """
+    if ranks.size > 1:
+        check_whole(ranks)
+        is_open = ranks.open_call in ranks.standing.open_calls and torch._C._current_graph_task_id() == -1
+        if changed or is_open:
+            meet(ranks, changed or IS_OPEN)
+    elif ranks.by_default:
+        _warn_alone(ranks)
+    if failure_published.is_set():
+        withdraw_failures()
+    ranks.layer = ranks.layer or f"MoELayer {next(_first_calls)}"
+
+
+def _warn_alone(ranks: Ranks) -> None:
+    """Warns at the first call of a layer of one rank, if torch.distributed knows other ranks by now."""
+    ranks.by_default = False
+    is_initialized = dist.is_available() and dist.is_initialized()
+    if ranks.group is None and is_initialized and dist.get_world_size() > 1:
+        warn_once(
+            "a MoELayer that was built before init_process_group holds all of its experts on this rank "
+            f"of {dist.get_world_size()}: spread them with pmoe.parallelize(model, mesh), before the "
+            "optimizer and wrappers are made. If one rank is intended, build the layer with "
+            "group=pmoe.comm.ranks.Ranks.single()"
+        )
+
+
+def check_whole(ranks: Ranks) -> None:
+    """Raises RuntimeError, and publishes the failure, if this rank has left a pass in the middle.
+
+    It does not raise if all ranks left the pass after the same collectives. To find that out, it may wait
+    some seconds.
+    """
+    if ranks.size == 1 or not ranks.standing.left:
+        return
+    standing = ranks.standing
+    if settle(ranks):
+        return
+    cure = "end all processes and start again from the last checkpoint"
+    if ranks.takes_default:
+        cure += (
+            ", or call destroy_process_group() and init_process_group() of torch.distributed on all "
+            "ranks, with a new store under torchrun (docs/troubleshooting.md), and go on"
+        )
+    error = RuntimeError(
+        f"pmoe: {ranks} left its process group in the middle of a pass ({standing.left}), and the group's "
+        f"collectives do not match any more: {cure}"
+    )
+    tell(standing)
+    raise error
+
+
+def backward_pass(ranks: Ranks, number: int) -> contextlib.AbstractContextManager[None]:
+    """Returns a context for the backward pass of a call. number: as `Ranks.expect_backward` returned it.
+
+    Raises RuntimeError if this rank has left a pass of the group in the middle.
+    """
+    if ranks.size == 1:
+        return contextlib.nullcontext()
+    check_whole(ranks)
+    return ranks.standing.backward_pass(number, ranks.layer)
 
 
 def meet(ranks: Ranks, why: str) -> None:
@@ -250,8 +394,6 @@ def meet(ranks: Ranks, why: str) -> None:
     Raises RuntimeError if a peer has failed or publishes that it will not come, and after the group's
     timeout.
     """
-    from pmoe.comm.topology import timeout_of
-
     group = ranks.group
     assert group is not None
     with at_stage("waiting for the other ranks before a call", ranks):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.base import Combine, Dispatch, RowCounts, Traffic, all_to_all
-from pmoe.comm.ranks import Ranks, wait_for
+from pmoe.comm.failures import wait_for
+from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import NodeGroups, Nodes, Topology, connect, find_topology
 
 

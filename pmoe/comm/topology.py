@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,45 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.arguments import check_kind, is_int
 from pmoe.comm.agreement import gathered
-from pmoe.comm.ranks import Grid, Ranks
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Returns the timeout of a group's collectives, for groups made like it; None if it cannot be read.
-
-    Without it a new group would get torch's default.
-    """
-    timeout: timedelta | None = getattr(backend_options(group), "_timeout", None)
-    return timeout
-
-
-def share_timeout(group: dist.ProcessGroup, others: Iterable[dist.ProcessGroup]) -> None:
-    """Gives other groups the timeout of ``group``, if it can be read."""
-    timeout = timeout_of(group)
-    if timeout is not None:
-        for other in others:
-            dist.distributed_c10d._set_pg_timeout(timeout, other)
-
-
-def backend_options(group: dist.ProcessGroup) -> Any:
-    """Returns the options with which a group's backend was made; None if they cannot be read."""
-    try:
-        backend: Any = group._get_backend(group._device_types[0])
-        return backend.options
-    except (AttributeError, IndexError, RuntimeError):
-        return None
-
-
-def options_like(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Returns arguments of torch.distributed.new_group: the backend and the timeout of ``group``.
-
-    If the group does not have all processes, use_local_synchronization is set, because the others do not take
-    part.
-    """
-    options: dict[str, Any] = {"backend": dist.get_backend(group), "timeout": timeout_of(group)}
-    some = dist.get_world_size(group) < dist.get_world_size()
-    return options | ({"use_local_synchronization": True} if some else {})
-
+from pmoe.comm.grid import Grid
+from pmoe.comm.group_options import options_like, share_timeout
+from pmoe.comm.ranks import Ranks
 
 # ---- a layer's grid of ranks from a device mesh: "ep" across nodes, "esp" inside them (FSMoE's EP and ESP)
 

@@ -8,6 +8,7 @@ from pmoe.call.call import Call
 from pmoe.call.module_calls import check_callbacks
 from pmoe.call.modules import LayerModules
 from pmoe.checkpointing.replay import replay_of
+from pmoe.comm.failures import enter_call
 from pmoe.engine.lanes.run import is_captured
 
 
@@ -51,7 +52,7 @@ def check_ranks(parts: LayerModules) -> None:
 
         check_same_options(parts)
     else:
-        ranks.begin_call()
+        enter_call(ranks)
         if parts.experts.is_parallelized:
             from pmoe.experts.wrapper_checks import check_wrapped
 

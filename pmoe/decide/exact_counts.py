@@ -14,7 +14,7 @@ from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.choose.choose import choose
 from pmoe.choose.slots import requested_slots
 from pmoe.comm.counts import CountsExchange, Fault, FaultError, RankCounts
-from pmoe.comm.ranks import publishing_failures
+from pmoe.comm.failures import publishing_failures
 from pmoe.decide.route import route_batch
 from pmoe.decide.stored_state import check_loaded
 from pmoe.engine.passes.base import Inputs

@@ -15,6 +15,7 @@ from pmoe.call.module_calls import is_watched
 from pmoe.call.modules import LayerModules
 from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.agreement import digest, gathered, same
+from pmoe.comm.failures import enter_call
 from pmoe.decide.dense_values import SAME_VALUES, dense_tensors, dense_values, fingerprint
 from pmoe.decide.stored_state import check_loaded
 from pmoe.experts.values import check_not_meta
@@ -31,7 +32,7 @@ def check_same_options(parts: LayerModules) -> None:
     changed = ""
     if known.differed is not None and known.compared != parts.given:
         changed = changed_options(known.words, parts)
-    parts.ranks.begin_call(changed)
+    enter_call(parts.ranks, changed)
     check_wrapped(parts.experts, set(parts.ranks.members))
     if known.differed is None or changed:
         # If hooks or wrappers stand around the experts, a library may fetch their values later.

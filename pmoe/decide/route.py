@@ -15,9 +15,11 @@ from pmoe.call.module_calls import described, is_watched
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import CheckedRouting, RoutedBatch
 from pmoe.call.shape_run import is_shape_run
+from pmoe.call.tensor_kinds import refused_kind
 from pmoe.checkpointing.replay import hidden_from_checkpoints, may_run_again
 from pmoe.comm.counts import Fault, FaultError
 from pmoe.gates.base import Routing
+from pmoe.gates.capacity import expert_capacity, within_capacity
 
 
 def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None = None) -> RoutedBatch:
@@ -108,8 +110,6 @@ def _kept(parts: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | None:
         return routing.keep
     if spec.capacity_factor is None or spec.pad_to_capacity:
         return None
-    from pmoe.gates.capacity import expert_capacity, within_capacity
-
     top_k = routing.expert.shape[1]
     capacity = expert_capacity(spec.capacity_factor, x_TM.shape[0], top_k, spec.num_experts)
     used_E = torch.zeros(spec.num_experts, dtype=torch.int64, device=x_TM.device)
@@ -170,11 +170,9 @@ def check_input(parts: LayerModules, x: Tensor) -> None:
     d_model, like = parts.spec.d_model, parts.like
     if not isinstance(x, Tensor):
         raise TypeError(f"x ({type(x).__name__}) must be a torch.Tensor of shape (..., {d_model})")
-    if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
-        from pmoe.call.tensor_kinds import refused_kind
-
-        if (why := refused_kind(x, d_model)) is not None:
-            raise FaultError(Fault.SHAPE, why)
+    is_plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested
+    if not is_plain and (why := refused_kind(x, d_model)) is not None:
+        raise FaultError(Fault.SHAPE, why)
     if x.dim() == 0 or x.shape[-1] != d_model:
         raise FaultError(
             Fault.SHAPE, f"x of shape {tuple(x.shape)} must end in d_model ({d_model}): (..., d_model)"

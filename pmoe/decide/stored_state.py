@@ -26,9 +26,10 @@ from torch import Tensor
 from pmoe.call.modules import LayerModules
 from pmoe.comm import failures as told
 from pmoe.comm.agreement import gathered
-from pmoe.comm.ranks import Grid
+from pmoe.comm.grid import Grid
 from pmoe.decide.dense_values import fingerprint
-from pmoe.experts.base import Experts, local_part
+from pmoe.experts.base import Experts
+from pmoe.experts.operands import local_part
 
 KEY = "pmoe.experts"
 """The key in a module's part of a state dict's ``_metadata``, which torch.save and torch.load keep."""

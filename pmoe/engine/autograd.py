@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
+from pmoe.comm.failures import backward_pass
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.passes.base import Inputs
 
@@ -83,7 +84,7 @@ class _Experts(torch.autograd.Function):
         # derivative would then be wrong without an error.
         if torch.is_grad_enabled():
             raise RuntimeError("a MoELayer has no second derivative: create_graph (True) must be False")
-        with ctx.ranks.backward_pass(ctx.call):
+        with backward_pass(ctx.ranks, ctx.call):
             return _Experts._gradients(ctx, grad_TM)
 
     @staticmethod

@@ -27,6 +27,9 @@ from pmoe.experts.operands import read_value, value_names
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.schedule.buffer_sizes import HiddenColumns
 
+if TYPE_CHECKING:
+    from pmoe.experts.dtensor_layout import Reduce
+
 Allocate = Callable[[str, int, int], Tensor]
 """A function (name, rows, columns) that returns uninitialised memory (rows, columns).
 
@@ -34,9 +37,6 @@ Its dtype is that of the rows. The name says what the memory is for: "T_M", "act
 "scratch" or "products". The pass that calls the experts decides where it lies: in a ring slot, or in newly
 allocated memory.
 """
-
-Reduce = Callable[[Sequence[Tensor]], None]
-"""Reduces this rank's parts of gradients in place: a collective, in the same order on every rank."""
 
 RestOfCall = Callable[[Any, Tensor], Tensor]
 """A function (experts, rows (T, M)) that runs the rest of a layer's call: it returns (T, M)."""
@@ -265,8 +265,7 @@ class Experts(nn.Module, abc.ABC):
         if self.is_parallelized:
             from pmoe.experts.dtensor_layout import local_values
 
-            values = local_values(self, names, values)
-        self.check_operands(values)
+            values = local_values(self.placements, self.reduce, names, values)
         return values
 
     def check_operands(self, values: Sequence[Tensor]) -> None:
@@ -361,26 +360,6 @@ class Experts(nn.Module, abc.ABC):
         pending: the third result of `input_gradient`.
         sums: one for each parameter, of the same shape; None for a parameter that needs no gradient.
         """
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's memory of a DTensor, or the tensor itself if it is none; both without a graph."""
-    # Asks for the method and not isinstance: DTensor's module is slow to import and rarely needed.
-    to_local = getattr(tensor, "to_local", None)
-    if to_local is None:
-        return tensor
-    with torch.no_grad():
-        local: Tensor = to_local()
-        return local
-
-
-def is_expert(parameter: Tensor) -> bool:
-    """Returns whether data-parallel wrappers must leave a parameter alone (`Experts.mark_parameters`).
-
-    DistributedDataParallel does so after ``_set_params_and_buffers_to_ignore_for_model(model, names)`` with
-    the names of these parameters.
-    """
-    return not getattr(parameter, "allreduce", True)
 
 
 def _mark_loaded(experts: Experts, _: object) -> None:

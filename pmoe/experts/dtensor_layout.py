@@ -10,8 +10,8 @@ From a parameter to the tensor that a call computes with:
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,42 +20,12 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from pmoe.experts.base import Experts, Reduce, Shard, is_expert, local_part
 from pmoe.experts.expert_autograd import changed_in_place, saves_plainly
+from pmoe.experts.marks import is_expert
+from pmoe.experts.operands import local_part
 
-if TYPE_CHECKING:
-    from pmoe.experts.stacked import StackedExperts
-
-
-@torch.no_grad()
-def keep_part(stacked: StackedExperts, experts: slice, shard: Shard) -> None:
-    """Keeps a range of stacked experts and one shard of their hidden columns; see `Experts.keep`.
-
-    A gated w1 holds two halves, gate and up. A shard takes the same columns of both (H = 6, shard 1 of 3):
-
-        rows of w1    gate 0 1 2 3 4 5 | up 0 1 2 3 4 5
-        kept               . . x x . . |    . . x x . .
-    """
-    num_experts = experts.stop - experts.start
-    num_columns = stacked.all_hidden // shard.count
-    for name, dim in (stacked.hidden_dims() or {}).items():
-        parameter = getattr(stacked, name)
-        parts = stacked.hidden_factor if dim == 1 else 1
-        shape = [num_experts, *parameter.shape[1:]]
-        if dim is not None:
-            shape[dim] = parts * num_columns
-        if parameter.is_meta:
-            part = parameter.new_empty(shape)
-        else:
-            part = parameter[experts]
-            if dim is not None:
-                columns = part.unflatten(dim, (parts, stacked.all_hidden))
-                part = columns.narrow(dim + 1, shard.index * num_columns, num_columns)
-            part = part.reshape(shape).clone()
-        replace_parameter(stacked, name, part)
-    stacked.num_local_experts = num_experts
-    stacked.shard = shard
-    stacked.mark_parameters()
+Reduce = Callable[[Sequence[Tensor]], None]
+"""Reduces this rank's parts of gradients in place: a collective, in the same order on every rank."""
 
 
 def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
@@ -99,9 +69,15 @@ def _count_versions(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             increment_version(parameter)
 
 
-def local_values(experts: Experts, names: Sequence[str], values: Sequence[Tensor]) -> list[Tensor]:
+def local_values(
+    placements: Mapping[str, tuple[Any, ...]],
+    reduce: Reduce | None,
+    names: Sequence[str],
+    values: Sequence[Tensor],
+) -> list[Tensor]:
     """Returns this rank's part of each value of experts that `pmoe.parallelize` has laid out.
 
+    placements, reduce: as `pmoe.experts.base.Experts` has them.
     names: the operands' names. values: DTensors, or plain tensors that are on no mesh.
 
     A parametrization computes a value from DTensors, and the value's placements may differ from the
@@ -111,16 +87,16 @@ def local_values(experts: Experts, names: Sequence[str], values: Sequence[Tensor
     """
     laid_out = []
     for name, value in zip(names, values, strict=True):
-        placements = experts.placements.get(name)
-        if placements is not None and not hasattr(value, "redistribute"):
+        wanted = placements.get(name)
+        if wanted is not None and not hasattr(value, "redistribute"):
             raise ValueError(
                 f"experts' {name} (a plain tensor of shape {tuple(value.shape)}) must be a DTensor, as "
                 "pmoe.parallelize made it: assign DTensor.from_local(value, mesh, placements) instead"
             )
-        if placements is not None and tuple(value.placements) != placements:  # type: ignore[attr-defined]
-            value = value.redistribute(placements=placements)  # type: ignore[attr-defined]
+        if wanted is not None and tuple(value.placements) != wanted:  # type: ignore[attr-defined]
+            value = value.redistribute(placements=wanted)  # type: ignore[attr-defined]
         laid_out.append(value)
-    return list(Local.apply(experts.reduce, *laid_out))  # type: ignore[no-untyped-call]
+    return list(Local.apply(reduce, *laid_out))  # type: ignore[no-untyped-call]
 
 
 class Local(torch.autograd.Function):

@@ -1,4 +1,8 @@
-"""Marks on stacked parameters, for tools that tell matrices from vectors by the number of dimensions.
+"""Marks on experts' parameters, which other tools read.
+
+``allreduce = False`` tells data-parallel wrappers to leave a parameter alone (`is_expert`).
+
+``stacked = True`` is for tools that tell matrices from vectors by the number of dimensions:
 
 w1, w2  (E, out, in)   three dimensions, and each slice is one matrix
 b1, b2  (E, columns)   two dimensions, and each slice is one bias, not a matrix
@@ -35,3 +39,12 @@ def num_dims(parameter: Tensor) -> int:
     A matrix has 2, a bias 1.
     """
     return parameter.ndim - is_stacked(parameter)
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Returns whether data-parallel wrappers must leave a parameter alone (`Experts.mark_parameters`).
+
+    DistributedDataParallel does so after ``_set_params_and_buffers_to_ignore_for_model(model, names)`` with
+    the names of these parameters.
+    """
+    return not getattr(parameter, "allreduce", True)

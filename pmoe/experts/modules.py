@@ -121,7 +121,8 @@ class ModuleExperts(Experts):
             return parameters
         from pmoe.experts.dtensor_layout import local_values
 
-        return local_values(self, [name for name, _ in self.named_parameters()], parameters)
+        names = [name for name, _ in self.named_parameters()]
+        return local_values(self.placements, self.reduce, names, parameters)
 
     def compute_alone(self, x: Tensor) -> Tensor:
         return self._run(0, x)

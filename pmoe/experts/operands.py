@@ -104,3 +104,14 @@ def check_own_parameters(experts: nn.Module, names: Iterable[str]) -> None:
                 f"experts' {name} (parametrized, pruned or replaced) must be a plain parameter to be spread "
                 "over ranks: call pmoe.parallelize(model, mesh) before it is changed"
             )
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns this rank's memory of a DTensor, or the tensor itself if it is none; both without a graph."""
+    # Asks for the method and not isinstance: DTensor's module is slow to import and rarely needed.
+    to_local = getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor
+    with torch.no_grad():
+        local: Tensor = to_local()
+        return local

@@ -12,20 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pmoe.arguments import check_count, check_flag, check_kind, check_place
-from pmoe.experts.base import (
-    WHOLE,
-    Allocate,
-    ExpertRows,
-    Experts,
-    Hidden,
-    Runs,
-    Shard,
-    fresh,
-    local_part,
-    row_dot,
-)
+from pmoe.experts.base import WHOLE, Allocate, ExpertRows, Experts, Hidden, Runs, Shard, fresh, row_dot
 from pmoe.experts.marks import mark_stacked
-from pmoe.experts.operands import has_value, value_names
+from pmoe.experts.operands import has_value, local_part, value_names
 from pmoe.experts.products import (
     GradientSum,
     RowGroups,
@@ -204,8 +193,6 @@ class StackedExperts(Experts):
         return {name: dims[name] for name in names} if set(names) <= set(dims) else None
 
     def keep(self, experts: slice, shard: Shard) -> None:
-        from pmoe.experts.dtensor_layout import keep_part
-
         if self.hidden_dims() is None:
             super().keep(experts, shard)  # raises TypeError
         keep_part(self, experts, shard)
@@ -434,3 +421,36 @@ def split_parameters(values: Sequence[V]) -> tuple[V, V, V | None, V | None]:
     w1, w2, *biases = values
     b1, b2 = biases or (None, None)
     return w1, w2, b1, b2
+
+
+@torch.no_grad()
+def keep_part(stacked: StackedExperts, experts: slice, shard: Shard) -> None:
+    """Keeps a range of stacked experts and one shard of their hidden columns; see `Experts.keep`.
+
+    A gated w1 holds two halves, gate and up. A shard takes the same columns of both (H = 6, shard 1 of 3):
+
+        rows of w1    gate 0 1 2 3 4 5 | up 0 1 2 3 4 5
+        kept               . . x x . . |    . . x x . .
+    """
+    from pmoe.experts.dtensor_layout import replace_parameter
+
+    num_experts = experts.stop - experts.start
+    num_columns = stacked.all_hidden // shard.count
+    for name, dim in (stacked.hidden_dims() or {}).items():
+        parameter = getattr(stacked, name)
+        parts = stacked.hidden_factor if dim == 1 else 1
+        shape = [num_experts, *parameter.shape[1:]]
+        if dim is not None:
+            shape[dim] = parts * num_columns
+        if parameter.is_meta:
+            part = parameter.new_empty(shape)
+        else:
+            part = parameter[experts]
+            if dim is not None:
+                columns = part.unflatten(dim, (parts, stacked.all_hidden))
+                part = columns.narrow(dim + 1, shard.index * num_columns, num_columns)
+            part = part.reshape(shape).clone()
+        replace_parameter(stacked, name, part)
+    stacked.num_local_experts = num_experts
+    stacked.shard = shard
+    stacked.mark_parameters()

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from pmoe.experts.base import Experts, is_expert, local_part
+from pmoe.experts.base import Experts
+from pmoe.experts.marks import is_expert
+from pmoe.experts.operands import local_part
 from pmoe.experts.values import has_values
 
 DDP, FSDP2, FSDP1 = "DistributedDataParallel", "fully_shard", "FullyShardedDataParallel"

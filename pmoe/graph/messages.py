@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import CountsExchange, RankCounts, without_own
-from pmoe.comm.ranks import at_stage
+from pmoe.comm.failures import at_stage, check_whole
 from pmoe.graph.operators import parts_of
 
 # ---- the exchange of counts
@@ -26,7 +26,7 @@ from pmoe.graph.operators import parts_of
 def start_counts(counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int) -> CountsExchange:
     """Starts the exchange of row counts. Arguments are those of `exchange_counts`."""
     parts = parts_of(layer)
-    parts.ranks.check_whole()
+    check_whole(parts.ranks)
     return CountsExchange(
         parts.grid,
         counts[:-1].unsqueeze(0),

@@ -19,7 +19,8 @@ from torch import nn
 
 from pmoe.arguments import check_flag, check_kind, check_module
 from pmoe.call.decision import RunReport
-from pmoe.comm.ranks import Ranks, at_stage
+from pmoe.comm.failures import at_stage
+from pmoe.comm.ranks import Ranks
 from pmoe.decide.dense_values import DENSE, SAME_VALUES, dense_values
 from pmoe.engine.buffers.arena import pool
 from pmoe.engine.lanes.recorder import Journal

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from pmoe.kernels.operands import cuda_index
+from pmoe.text import table
 
 NAME = "pmoe._cuda"
 PROBE = "heap.raise_flag"
@@ -300,8 +301,6 @@ def _kernel_lines(kernels: tuple[LoadedKernel, ...]) -> list[str]:
         numbers = [kernel.threads, kernel.registers, shared, kernel.local_bytes]
         runs = kernel.runs if kernel.refusal is None else f"refused: {kernel.refusal}"
         rows.append([kernel.name, *map(str, numbers), runs])
-    from pmoe.text import table
-
     return textwrap.indent(table(rows, left=(0, 5)), "  ").splitlines()
 
 

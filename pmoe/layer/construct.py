@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from pmoe.arguments import check_flag, check_kind, check_not_negative, check_place
 from pmoe.call.modules import LayerModules
 from pmoe.call.options import LayerOptions, Switches
-from pmoe.comm.ranks import Grid, Ranks
+from pmoe.comm.grid import Grid
+from pmoe.comm.ranks import Ranks
 from pmoe.experts import ExpertName, initialise, make_stacked
 from pmoe.experts.base import Experts
 from pmoe.experts.ffn import ActivationName, find_activation

@@ -19,7 +19,8 @@ from pmoe.call.options import FusedName, LayerOptions, Switches, option
 from pmoe.comm import Combine, Dispatch, ExchangeName, Traffic, make_exchanges
 from pmoe.comm.base import FlatAllToAll
 from pmoe.comm.counts import RankCounts
-from pmoe.comm.ranks import Grid, Ranks
+from pmoe.comm.grid import Grid
+from pmoe.comm.ranks import Ranks
 from pmoe.decide import stored_state
 from pmoe.decide.begin import begin_call
 from pmoe.decide.experts_call import ExpertsCall, shaped_output

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from pmoe.comm.agreement import largest
 from pmoe.comm.base import all_to_all
-from pmoe.comm.ranks import Ranks, at_stage
+from pmoe.comm.failures import at_stage
+from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import node_ids
 from pmoe.planner.cost_model import COMMUNICATE, COMPUTE, COPY
 from pmoe.planner.profile import FORMAT, WIDTH, Identity, Versions

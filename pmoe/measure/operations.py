@@ -17,7 +17,8 @@ from torch import Tensor
 from pmoe.comm.agreement import largest
 from pmoe.comm.base import Traffic
 from pmoe.comm.expert_sharding import ShardCollectives
-from pmoe.comm.ranks import Ranks, at_stage
+from pmoe.comm.failures import at_stage
+from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import AGREEING, MESSAGES, Bench, TimedCall, identity, open_bench
 from pmoe.measure.line_fits import (
     QUICK,

@@ -19,6 +19,7 @@ from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.registry import PMOE, PRODUCTS, Form, ProductRequest, bucket
 from pmoe.measure.kernel_check import KernelCase
+from pmoe.measure.product_choices import measure_choices
 
 FINEST = 32
 """Products are measured from 1 / FINEST of a rank's even share of rows on.
@@ -68,8 +69,6 @@ def measure_products(
     sizes = (*shapes["w1"], *shapes["w2"], not experts.has_bias, experts.shard.count)
     key = (ranks.name, device, dtype, *sizes, bucket(max_rows), needs_grad)
     if key not in _measured:
-        from pmoe.measure.product_choices import measure_choices
-
         requests = product_requests(experts, dtype, device, max_rows, needs_grad=needs_grad)
         agree = functools.partial(largest, ranks, device, stage="agreeing on kernels")
         measure_choices(PRODUCTS, requests, agree, KernelCase.of(experts, device, dtype))

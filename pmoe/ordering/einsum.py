@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pmoe.ordering import Order
+from pmoe.ordering.base import Order
 
 
 class EinsumOrder(Order):

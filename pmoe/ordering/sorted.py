@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pmoe.ordering import Order
+from pmoe.ordering.base import Order
 
 
 def chunk_bounds(num_tokens: int, n: int) -> list[int]:

@@ -28,6 +28,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from pmoe.text import table
+
 PassDirection = Literal["forward", "backward"]
 """The direction of a pass."""
 
@@ -154,8 +156,6 @@ class Schedule:
         return sum(task.kind in (Kind.WGRAD, Kind.LOCAL_WGRAD) for task in self.tasks)
 
     def __str__(self) -> str:
-        from pmoe.text import table
-
         rows = [("task", "lane", "waits for", "reads", "writes")]
         rows += [
             (t.name, t.lane.value, " ".join(t.waits), " ".join(t.reads), " ".join(t.writes))

@@ -25,8 +25,8 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
-from pmoe.experts.base import local_part
 from pmoe.experts.modules import ModuleExperts
+from pmoe.experts.operands import local_part
 from pmoe.layer import MoELayer
 
 Plain = dict[str, Any]

@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pmoe.arguments import check_flag, check_kind, check_number, check_one_of, list_of
-from pmoe.comm.ranks import Ranks, at_stage
-from pmoe.experts.base import is_expert, local_part
+from pmoe.comm.failures import at_stage
+from pmoe.comm.ranks import Ranks
+from pmoe.experts.marks import is_expert
+from pmoe.experts.operands import local_part
 from pmoe.layer import MoELayer
 
 DEVICES = ("cpu", "cuda")

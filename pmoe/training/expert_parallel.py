@@ -22,14 +22,16 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.arguments import check_flag, check_module, check_not_negative, check_tensors, list_of
-from pmoe.comm.agreement import largest, same
-from pmoe.comm.failures import all_fail_together
+from pmoe.comm.agreement import all_fail_together, largest, same
+from pmoe.comm.failures import at_stage, wait_for
+from pmoe.comm.grid import Grid
 from pmoe.comm.group_record import collectives
-from pmoe.comm.ranks import Grid, Ranks, at_stage, wait_for
+from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import ACROSS, INSIDE, dimensions_of, grid_of_mesh
-from pmoe.experts.base import Experts, is_expert, local_part
+from pmoe.experts.base import Experts
 from pmoe.experts.dtensor_layout import replace_parameter
-from pmoe.experts.operands import check_own_parameters
+from pmoe.experts.marks import is_expert
+from pmoe.experts.operands import check_own_parameters, local_part
 from pmoe.layer import MoELayer
 from pmoe.training.parameter_kinds import grouped_by_kind
 

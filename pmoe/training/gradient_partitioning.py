@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from pmoe.call.sizes import memory_shape
 from pmoe.choose.solve import layer_costs, operations_of
 from pmoe.comm.agreement import from_first
-from pmoe.comm.ranks import Grid, Ranks
+from pmoe.comm.grid import Grid
+from pmoe.comm.ranks import Ranks
 from pmoe.layer import MoELayer
 from pmoe.planner.costs import DegreeSeconds, GeneralizedLayer, LineCost
 from pmoe.planner.degree import DEGREES

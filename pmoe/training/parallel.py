@@ -30,9 +30,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 from pmoe import arguments
-from pmoe.comm.ranks import Ranks, at_stage
-from pmoe.comm.topology import ACROSS, INSIDE, share_timeout
-from pmoe.experts.base import is_expert
+from pmoe.comm.failures import at_stage
+from pmoe.comm.group_options import share_timeout
+from pmoe.comm.ranks import Ranks
+from pmoe.comm.topology import ACROSS, INSIDE
+from pmoe.experts.marks import is_expert
 from pmoe.layer import MoELayer
 from pmoe.training.clipping import DEVICES, device_type_of, local_gradient
 

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from pmoe.arguments import check_flag, check_module
 from pmoe.comm.agreement import gathered
+from pmoe.comm.group_options import options_like
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.topology import options_like
-from pmoe.experts.base import is_expert
+from pmoe.experts.marks import is_expert
 from pmoe.layer import MoELayer
 from pmoe.measure.timing import clock_of
 from pmoe.planner.gradient_partition import Partition

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_kind
-from pmoe.experts.base import local_part
+from pmoe.experts.operands import local_part
 from pmoe.experts.stacked import StackedExperts
 from pmoe.layer import MoELayer
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pmoe
 from pmoe import MoELayer, Restore
-from pmoe.experts.base import local_part
+from pmoe.experts.operands import local_part
 from pmoe.schedule.restore import ALL_PAIRS
 from tests import kit
 from tests.gloo.kit import NUM_EXPERTS, TOKENS

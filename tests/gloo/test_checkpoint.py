@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 import pmoe
-from pmoe.experts.base import local_part
+from pmoe.experts.operands import local_part
 from pmoe.training import checkpoint_files
 from pmoe.training.checkpoint import CheckpointError
 from tests.gloo.lm import SLOW_IMPORT, batch, build, loss_of, shared, whole

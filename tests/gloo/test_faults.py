@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from pmoe import MoELayer, Routing
-from pmoe.comm.topology import timeout_of
+from pmoe.comm.group_options import timeout_of
 from tests.gloo.kit import backward, build, counted_collectives, error_of, inputs, one_step
 from tests.kit import assert_same, tokens
 from tests.own_experts import mlp

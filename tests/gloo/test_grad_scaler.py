@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import pmoe
-from pmoe.experts.base import local_part
+from pmoe.experts.operands import local_part
 from tests.own_experts import mlp
 from tests.pool import ranks
 

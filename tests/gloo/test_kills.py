@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import AdamW
 
 import pmoe
-from pmoe.experts.base import local_part
+from pmoe.experts.operands import local_part
 from tests.gloo.lm import SLOW_IMPORT, batch, build, loss_of, make_mesh
 from tests.pool import forks
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import pmoe
-from pmoe.comm.topology import timeout_of
+from pmoe.comm.group_options import timeout_of
 from pmoe.training import parallel
 from pmoe.training.parallel import Meshes, is_expert, make_meshes, reduce_gradients
 from tests.pool import GROUP_TIMEOUT_SECONDS, ranks

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pmoe
 from pmoe.comm.ranks import Ranks
-from pmoe.experts.base import is_expert, local_part
+from pmoe.experts.marks import is_expert
+from pmoe.experts.operands import local_part
 from pmoe.training.parallel import make_meshes, reduce_gradients
 from tests.gloo.lm import (
     SLOW_IMPORT,

@@ -20,7 +20,8 @@ import pmoe
 from pmoe.call.sizes import memory_shape
 from pmoe.choose import search as searched
 from pmoe.comm.ranks import Ranks
-from pmoe.experts.base import is_expert, local_part
+from pmoe.experts.marks import is_expert
+from pmoe.experts.operands import local_part
 from tests.gloo.kit import error_of
 from tests.gloo.lm import (
     D_HIDDEN,

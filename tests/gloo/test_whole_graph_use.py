@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pmoe
 from bench.graph_timeline import PassTimeline
-from pmoe.experts.base import local_part
+from pmoe.experts.operands import local_part
 from pmoe.graph import explain, run
 from tests.gloo.test_whole_graph import batch, build, layers, loss_of
 from tests.pool import Pool, ranks

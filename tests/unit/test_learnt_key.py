@@ -14,7 +14,8 @@ from torch import nn
 import pmoe
 from pmoe.call.options import LayerOptions, Switches
 from pmoe.choose.search import key_of
-from pmoe.comm.ranks import Grid, Ranks
+from pmoe.comm.grid import Grid
+from pmoe.comm.ranks import Ranks
 from pmoe.measure import bench
 
 

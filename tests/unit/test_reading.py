@@ -44,7 +44,73 @@ MOST_CHANGES = 40
 MOST_PARALLEL = 0.01
 """Share of assignments that bind several values which are written side by side: ``a, b = x, y``."""
 
-LOCAL_IMPORTS: dict[str, str] = {}
+LOCAL_IMPORTS: dict[str, str] = {
+    "pmoe.checkpointing.routing_check": (
+        "Only a layer under activation checkpointing compares the routing of two forward passes."
+    ),
+    "pmoe.choose.dispatch": 'Only dispatch="auto" needs it, and it loads measure/ and planner/.',
+    "pmoe.choose.open_choice": (
+        "It loads planner/ and measure/, which a layer with a fixed n and restore pair does not need."
+    ),
+    "pmoe.choose.search": "Only pipeline=True learns by trials, and it loads planner/ and measure/.",
+    "pmoe.choose.trials": "It loads measure/, which a layer with a fixed n and restore pair does not need.",
+    "pmoe.comm.hierarchical_1d": "Only layers with this exchange need it.",
+    "pmoe.comm.hierarchical_2d": "Only layers with this exchange need it.",
+    "pmoe.comm.topology": "Only layers on a device mesh or with hierarchical exchanges need it.",
+    "pmoe.decide.cuda_graph": (
+        "Only a call that a CUDA graph captures is checked, and the checks load the kernels."
+    ),
+    "pmoe.decide.custom_gate": "Only a gate that is a user's own module is checked.",
+    "pmoe.decide.exact_counts": "It loads the engine, which the first call needs and `import pmoe` does not.",
+    "pmoe.decide.fused_choice": "It loads the fused kernels, which few layers ask for.",
+    "pmoe.decide.fused_counts": "It loads the fused kernels, which few layers ask for.",
+    "pmoe.decide.one_rank_counts": "It loads the kernels of one rank, which only layers on one GPU use.",
+    "pmoe.decide.padded_counts": "Only pad_to_capacity=True needs it.",
+    "pmoe.decide.rank_consistency": "A layer of one rank has no options to compare with other ranks.",
+    "pmoe.engine.buffers.host_pool": "Only offloading needs memory on the host.",
+    "pmoe.engine.lanes.cuda": "Only calls on a GPU have CUDA streams.",
+    "pmoe.engine.lanes.recorder": "It loads the timeline, which only a recorded or profiled pass needs.",
+    "pmoe.engine.lanes.threads": (
+        "Only CPU lanes that offload, or communicate in several steps, need threads."
+    ),
+    "pmoe.engine.plan.callbacks": "Only layers with callbacks need it.",
+    "pmoe.engine.variants.callbacks": "Only layers with callbacks need it.",
+    "pmoe.engine.variants.offload": "Only restore pairs that offload need it.",
+    "pmoe.engine.variants.padding": "Only pad_to_capacity=True needs it.",
+    "pmoe.engine.variants.send_once": "Only send_once=True needs it.",
+    "pmoe.engine.variants.sharded_experts": "Only experts that are sharded over the ranks of a node need it.",
+    "pmoe.engine.variants.shared_expert": "Only layers with a shared expert need it.",
+    "pmoe.experts.dtensor_layout": (
+        "Only experts that `pmoe.parallelize` or `MoELayer.spread` lays out need it."
+    ),
+    "pmoe.experts.modules": "Only experts that are a user's own modules, and shared experts, need it.",
+    "pmoe.experts.swiglu": "Only layers with SwiGLU experts need it.",
+    "pmoe.experts.wrapper_checks": (
+        "A layer of one rank has no wrappers to check, unless its experts were parallelized."
+    ),
+    "pmoe.integrations.fairseq.options": (
+        "It loads all of pmoe, which the other commands load only behind fairseq."
+    ),
+    "pmoe.integrations.report.history": "It loads numpy, which `pmoe report` alone needs.",
+    "pmoe.integrations.report.page": "It loads numpy, which `pmoe report` alone needs.",
+    "pmoe.integrations.run_folder": "It loads the statistics, which `pmoe report` alone needs.",
+    "pmoe.integrations.transformers.expert_parallel": (
+        "It imports transformers, of which the caller first checks the release."
+    ),
+    "pmoe.integrations.transformers.layers": (
+        "An installed transformers of a new enough release is checked first."
+    ),
+    "pmoe.layer.calls_with_any": "Only inputs that are not plain tensors with values need it.",
+    "pmoe.layer.predict_memory": "Only a memory budget or a prediction needs it, and it loads planner/.",
+    "pmoe.layer.reshard": "Only a layer that is spread over a mesh, or drawn again, needs it.",
+    "pmoe.ordering.einsum": "Only layers with this ordering, a slow reference, need it.",
+    "pmoe.schedule.ring_buffers": (
+        "A layer uses this schedule or the one with separate buffers, and `import pmoe` neither."
+    ),
+    "pmoe.schedule.separate_buffers": (
+        "A layer uses this schedule or the one with ring buffers, and `import pmoe` neither."
+    ),
+}
 """Modules of pmoe that are imported inside functions, and why."""
 
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from pmoe.comm.agreement import gathered
+from pmoe.comm.group_options import backend_options, timeout_of
 from pmoe.comm.heap.nvshmem import NvshmemMemory
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.topology import backend_options, timeout_of
 from pmoe.kernels import heap as heap_module
 from pmoe.kernels.comet.launcher import spare_blocks
 from pmoe.kernels.heap import WAIT_SECONDS, DeviceMemory, Heap, HeapShape, open_heaps

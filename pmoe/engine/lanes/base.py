@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from pmoe.comm.ranks import Ranks, at_stage, wait_for
+from pmoe.comm.failures import at_stage, wait_for
+from pmoe.comm.ranks import Ranks
 from pmoe.schedule.tasks import Kind, Lane, Schedule, Task
 
 Action = Callable[[], "dist.Work | None"]

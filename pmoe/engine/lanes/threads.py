@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from pmoe.comm.ranks import Ranks, wait_for
+from pmoe.comm.failures import wait_for
+from pmoe.comm.ranks import Ranks
 from pmoe.engine.lanes.base import Action, CpuLanes
 from pmoe.schedule.tasks import Lane, Schedule, Task
 

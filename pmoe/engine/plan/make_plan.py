@@ -26,8 +26,10 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.counts import RankCounts, without_own
-from pmoe.comm.ranks import Grid, publishing_failures
+from pmoe.comm.failures import publishing_failures
+from pmoe.comm.grid import Grid
 from pmoe.engine.plan.plan import Chunk, LocalChunk, PassModules, PassPlan, Plan, WeightMessage
+from pmoe.engine.plan.regroup_chunks import join_chunks
 from pmoe.experts.products import RowGroups
 from pmoe.ordering.sorted import SortedRows, Tokens, chunk_bounds, count_rows, sort_rows
 from pmoe.planner.degree import Choice
@@ -147,8 +149,6 @@ def make_plan(orders: SortedSlots, n: int, n_backward: int, shared: RankCounts, 
     forward = backward = _cut(orders, n, bins)
     joined = None
     if n != n_backward:
-        from pmoe.engine.plan.regroup_chunks import join_chunks
-
         rank = modules.grid.all.rank
         received, received_device = bins.recv, bins.recv_device
         if modules.stages.local:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from pmoe.comm.base import Combine, Dispatch, FlatAllToAll, Traffic
-from pmoe.comm.ranks import Grid
+from pmoe.comm.grid import Grid
 from pmoe.experts.base import Experts
 from pmoe.experts.products import RowGroups
 from pmoe.ordering import Order

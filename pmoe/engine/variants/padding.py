@@ -26,7 +26,7 @@ from torch import Tensor
 
 from pmoe.comm.base import Traffic
 from pmoe.comm.counts import CountsExchange, Fault, RankCounts
-from pmoe.comm.ranks import Grid
+from pmoe.comm.grid import Grid
 from pmoe.engine.passes.backward import Backward
 from pmoe.engine.passes.base import ForwardState, Inputs
 from pmoe.engine.passes.forward import Forward

@@ -1,0 +1,46 @@
+"""Options of a process group: its backend and its timeout, for groups that are made like it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Returns the timeout of a group's collectives, for groups made like it; None if it cannot be read.
+
+    Without it a new group would get torch's default.
+    """
+    timeout: timedelta | None = getattr(backend_options(group), "_timeout", None)
+    return timeout
+
+
+def share_timeout(group: dist.ProcessGroup, others: Iterable[dist.ProcessGroup]) -> None:
+    """Gives other groups the timeout of ``group``, if it can be read."""
+    timeout = timeout_of(group)
+    if timeout is not None:
+        for other in others:
+            dist.distributed_c10d._set_pg_timeout(timeout, other)
+
+
+def backend_options(group: dist.ProcessGroup) -> Any:
+    """Returns the options with which a group's backend was made; None if they cannot be read."""
+    try:
+        backend: Any = group._get_backend(group._device_types[0])
+        return backend.options
+    except (AttributeError, IndexError, RuntimeError):
+        return None
+
+
+def options_like(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Returns arguments of torch.distributed.new_group: the backend and the timeout of ``group``.
+
+    If the group does not have all processes, use_local_synchronization is set, because the others do not take
+    part.
+    """
+    options: dict[str, Any] = {"backend": dist.get_backend(group), "timeout": timeout_of(group)}
+    some = dist.get_world_size(group) < dist.get_world_size()
+    return options | ({"use_local_synchronization": True} if some else {})

@@ -32,7 +32,8 @@ class LayerCache:
     """What a layer has agreed on and learnt in its calls; it outlives changes of options.
 
     differed: whether ranks had other experts at the first call; None before.
-    compared: what the options followed from when ranks last agreed on them (`LayerModules.given`). No parts: those
+    compared: what the options followed from when ranks last agreed on them (`LayerModules.given`). No parts:
+        those
         hold the experts, which may be another library's, and would keep them alive.
     words: those options in words.
     padded_kinds: those compared.

@@ -96,8 +96,8 @@ def _name(parts: LayerModules) -> tuple[object, ...]:
 
 
 def key_of(parts: LayerModules) -> dict[str, Any]:
-    """All that changes the time of a layer's trials, beside what `LearnedDegrees.table` takes: layers of one key
-    learn together."""
+    """All that changes the time of a layer's trials, beside what `LearnedDegrees.table` takes: layers of one
+    key learn together."""
     like = torch.empty(0) if parts.like is None else parts.like
     options = options_in_words(parts, of_users=True)
     del options["pipeline"]

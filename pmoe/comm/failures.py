@@ -9,8 +9,8 @@ every `LOOK_AFTER`, and raises `PeerError` if it finds a report that concerns it
 On a GPU the host does not wait for collectives, so nothing looks.
 
 This file also has the wait for a collective (`wait_for`), contexts that publish the failure of their block
-(`at_stage`, `publishing_failures`), and the beginning of a call and of its backward pass, which a rank that has left a
-pass is refused (`check_whole`).
+(`at_stage`, `publishing_failures`), and the beginning of a call and of its backward pass, which a rank that
+has left a pass is refused (`check_whole`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ FAILED = "pmoe/failed"
 """Beginning of all keys of failure reports. LIFE is `GroupRecord.life`, RANK a global rank:
 
     pmoe/failed/LIFE              set when any rank has failed; while it is missing, no other key is read
-    pmoe/failed/LIFE/RANK         three lines: the name of the group that the rank left, `GroupRecord.left_at`,
+    pmoe/failed/LIFE/RANK         three lines: the name of the group that the rank left, its
+                                  `GroupRecord.left_at`,
                                   and its error; empty when the rank has gone on
     pmoe/failed/LIFE/RANK/GROUP   two lines: `GroupRecord.left_at` and the error with which the rank left that
                                   group; it stays
@@ -249,8 +250,8 @@ def failures(group: dist.ProcessGroup) -> list[str]:
         if in_group and not (place and place == standing.settled_at):
             texts.append(in_group)
         left, _, rest = value_of(_key(standing, rank)).partition("\n")
-        # The rank has left another group, or no group (`publish_outside_pass`). If this rank has left that group too, the
-        # report says nothing about the present group.
+        # The rank has left another group, or no group (`publish_outside_pass`). If this rank has left that
+        # group too, the report says nothing about the present group.
         if rest and left != standing.name and left not in known_here:
             texts.append(rest.partition("\n")[2])
     return texts

@@ -113,8 +113,8 @@ def _checked(plan: Plan, inputs: Inputs) -> Inputs:
     """Returns the inputs for autograd to save, which raises if one is changed in place before backward.
 
     A module's graph that is kept checks its own parameters, and only those that it needs
-    (`pmoe.experts.expert_autograd.SavedTensorSlots`). Autograd then gets them as ``.data``, which it does not check. If
-    modules run again in backward, all of their parameters are needed, and autograd checks them.
+    (`pmoe.experts.expert_autograd.SavedTensorSlots`). Autograd then gets them as ``.data``, which it does not
+    check. If modules run again in backward, all of their parameters are needed, and autograd checks them.
     """
     modules = plan.modules
     restore = plan.restore

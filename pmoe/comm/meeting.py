@@ -54,7 +54,7 @@ class Meeting:
         NUMBER        how many ranks have come to the meeting of that number
         NUMBER/all    set when all have come
         waiting       set when a rank has waited for long in any meeting of the group
-        waiting/RANK  of a rank that waits, three lines: the number of the call, `GroupRecord.open_calls`, why;
+        waiting/RANK  of a rank that waits, three lines: the call's number, `GroupRecord.open_calls`, why;
                       empty again when the rank goes on
 
     why: the rest of a sentence that begins with "rank RANK". It says why the rank waits, and what all ranks

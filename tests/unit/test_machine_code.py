@@ -15,10 +15,9 @@ import pytest
 from pmoe.kernels.extension import load
 from tests.cuda import machine_code
 from tests.cuda.disassembly import archs, count, declared, opcode, resources, sass
-from tests.unit.test_disassembly import extension_built  # noqa: F401 (a fixture)
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.usefixtures("extension_built"),
 ]  # machine code is read for a minute
 

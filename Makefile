@@ -145,7 +145,7 @@ test-all: $(STAMP) extension browser $(FAIRSEQ) $(CONVERT)
 test-nightly: $(STAMP) extension browser $(FAIRSEQ) $(CONVERT)
 	@$(OMP) $(BIN)/python -m pytest tests -m "not gpu" $(PYTEST_ARGS)
 
-CPP = $(filter-out %.csv %.pyc,$(wildcard cuda/*.[hc]* cuda/*/*.[hc]* tests/cuda/*.[hc]* tests/cuda/*/*.[hc]*))
+CPP = $(filter-out %.pyc,$(wildcard cuda/*.[hc]* cuda/*/*.[hc]* tests/cuda/*.[hc]* tests/cuda/*/*.[hc]*))
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -124,7 +124,7 @@ KERNELS = (
         breaks="the second block of a pair computes a tile beyond its chunk, which counts twice",
         file="cuda/comet/hopper.cuh",
         old="return tile.column >= smaller(begin + own.chunk_columns, own.columns);",
-        new="return tile.column >= own.columns;",
+        new="return tile.column >= smaller(begin + own.columns, own.columns);",
         tests=FUSED,
     ),
     Plant(

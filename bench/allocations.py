@@ -1,13 +1,14 @@
-"""Which tensors a step really allocates, by name, from the allocator's own events.
+"""Records which tensors a step allocates, by name, from the allocator's own events.
 
     with watched() as seen:
         y = layer(x)
         mark(y, "T_O")
     seen.peak_bytes(), seen.live_bytes()
 
-Counted are all tensors of one kind of device that this thread makes while watching; what was there before is
-not. What another thread frees (gloo's do, now and then, what they have sent) is seen to go when its place is
-taken again, so among several ranks on the CPU a count may be too high, never too low.
+It counts all tensors of one device type that this thread allocates within the block, not those from before.
+
+Another thread may free a tensor, as gloo's sometimes free what they have sent. This is seen only when the
+memory is used again. So with several ranks on the CPU a count may be too high, but never too low.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ OTHER = "other"
 
 @dataclass
 class Allocation:
-    """One piece of memory. begin, end: seconds since the first event; end is None where it was still held."""
+    """One piece of memory.
+
+    num_bytes: its size.
+    begin, end: seconds since the first event. end is None if it was still held when `watched` ended.
+    name: the name that `mark` gave it.
+    """
 
     num_bytes: int
     begin: float
@@ -39,13 +45,16 @@ class Allocation:
 
 @dataclass
 class Allocations:
-    """Filled in when `watched` ends. moments: when `moment` was called, by name."""
+    """All allocations within `watched`. It is filled when the block ends.
+
+    moments: seconds at which `moment` was called, by name.
+    """
 
     found: list[Allocation] = field(default_factory=list)
     moments: dict[str, float] = field(default_factory=dict)
 
     def live_bytes(self, names: Collection[str] | None = None) -> list[tuple[float, int]]:
-        """(seconds, bytes held from then on), of the allocations so named, or of all."""
+        """Returns (seconds, bytes held from then on) pairs of the allocations with these names, or of all."""
         changes = []
         for each in self.found:
             if names is None or each.name in names:
@@ -58,26 +67,26 @@ class Allocations:
         return steps
 
     def peak_bytes(self, without: Collection[str] = ()) -> int:
-        """The most that was held at once, allocations of some names left out."""
+        """Returns the most bytes that were held at once, without the allocations with the given names."""
         names = {each.name for each in self.found} - set(without)
         return max(held for _, held in self.live_bytes(names))
 
 
 def mark(tensor: Tensor, name: str) -> None:
-    """Names the memory behind a tensor, unless it has a name. Costs next to nothing where nobody watches."""
+    """Names the memory of a tensor, unless it has a name already. It is cheap if nothing is watching."""
     with torch.profiler.record_function(f"{MARK}|{tensor.untyped_storage().data_ptr()}|{name}"):
         pass
 
 
 def moment(name: str) -> None:
-    """Notes the time, under ``name``."""
+    """Records the time under ``name``."""
     with torch.profiler.record_function(f"{MARK}|moment|{name}"):
         pass
 
 
 @contextmanager
 def watched(device_type: str = "cpu") -> Iterator[Allocations]:
-    """Everything that is allocated on such devices in the block."""
+    """Records everything that is allocated on devices of this type within the block."""
     seen = Allocations()
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
@@ -87,6 +96,7 @@ def watched(device_type: str = "cpu") -> Iterator[Allocations]:
 
 
 def _fill(seen: Allocations, events: Sequence[Any], device_type: str) -> None:
+    """Fills ``seen`` with the allocations that the profiler's events tell of."""
     live: dict[int, Allocation] = {}
     origin = events[0].start_time_ns if events else 0
     for event in events:
@@ -112,10 +122,11 @@ def _fill(seen: Allocations, events: Sequence[Any], device_type: str) -> None:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of one forward and backward, beyond what was held before it.
+    """Bytes of one forward and backward, beyond those held before it.
 
-    peak: at most, at once. without_gradients: the same, but for those of the parameters. seconds: of the step
-    as measured, with the measuring.
+    peak: most bytes held at once.
+    without_gradients: the same without the gradients of the parameters.
+    seconds: time of the step, including the cost of recording.
     """
 
     peak: int
@@ -126,14 +137,14 @@ class StepMemory:
 GRADIENTS = "parameters' gradients"
 
 MakeInputs = Callable[[], tuple[Tensor, Tensor]]
-"""Makes x and dy of a step."""
+"""Function that returns x and dy of a step."""
 
 
 def step_memory(module: nn.Module, make_inputs: MakeInputs) -> StepMemory:
-    """Runs module(x) and its backward, with (x, dy) = make_inputs(), and counts.
+    """Runs (x, dy) = make_inputs(), module(x) and its backward, and counts the bytes.
 
-    x, y, dy and the gradients are held until the end. Inputs that make_inputs allocates are counted, those
-    that it only returns are not. On CUDA the allocator's own count is taken.
+    x, y, dy and the gradients are held until the end. Inputs that make_inputs allocates are counted; inputs
+    that existed before are not. On CUDA the counts are those of torch's allocator.
     """
     device = next(module.parameters()).device
     module.zero_grad(set_to_none=True)
@@ -167,6 +178,7 @@ def _step_on_cuda(module: nn.Module, make_inputs: MakeInputs, device: torch.devi
     y.backward(dy)
     torch.cuda.synchronize(device)
     backward = torch.cuda.max_memory_allocated(device) - before
-    # Backward makes them when it begins, and holds them to its end.
+    # Backward allocates the parameters' gradients when it begins and holds them to its end, so its peak has
+    # them all.
     gradients = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
     return max(forward, backward), max(forward, backward - gradients)

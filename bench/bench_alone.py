@@ -1,18 +1,24 @@
-"""A whole layer on one GPU, with pmoe's kernels and without: rates, memory, launches.
+"""A whole layer on one GPU, with pmoe's kernels and without them: rates, memory, launches.
 
     python bench/bench_alone.py [--out build/bench] [--rounds 20] [--quick]
 
-W = 1, SwiGLU experts without biases, bfloat16, T = 32768, M = 4096, H = 2048, E = 64, K = 4. "pmoe" is the
-path of `pmoe.runners.one_rank`; "without" is the path of all layers with F.grouped_mm for the products, as a
-layer is computed where the extension is missing. Both are the same module with the same parameters. Which of
-the two the layer takes by itself, from products that it measured, is told and in the file.
+The layer: W = 1, SwiGLU experts without biases, bfloat16, T = 32768, M = 4096, H = 2048, E = 64, K = 4. The
+same module with the same parameters runs in two ways:
 
-First output and gradients of the two are compared; then both run in turn, round by round, by CUDA events.
-FLOP are those of the experts' products: 6 T K M H forward, 12 T K M H backward. Beside them stand the rates
-that SonicMoE states for an H100, as the project's issue quotes them. "saved" is what autograd keeps between
-the passes, without parameters; its bound is 2 T M + 4 T K H + 16 T K + 4 T E bytes. "peak" is what torch.cuda
-counts above what was there before, the output and all gradients among it. "kernels" is the number of kernels,
-copies and memsets of a forward by the profiler; 6 are allowed.
+    pmoe       by the kernels of one rank (`pmoe.runners.one_rank`)
+    without    by the pipeline with F.grouped_mm for the products, as where the extension is missing
+
+The output and the file also say which way the layer chooses by itself, from products that it measured.
+
+Output and gradients of both ways are compared first. Then the ways take turns, round by round, timed by CUDA
+events.
+
+    FLOP       of the experts' products: 6 T K M H forward, 12 T K M H backward. Beside them stand the rates
+               that SonicMoE's authors state for an H100, as the project's issue quotes them.
+    saved      bytes that autograd keeps between the passes, without parameters. The bound is
+               2 T M + 4 T K H + 16 T K + 4 T E.
+    peak       bytes that torch.cuda counts beyond those held before, with the output and all gradients
+    kernels    kernels, copies and memsets of a forward pass, by the profiler. 6 are allowed.
 
 Letters: T tokens, K choices, E experts, M = d_model, H = d_hidden.
 """
@@ -37,19 +43,25 @@ from bench.device import WARMUP, difference, drawn_layer, file_name, need_gpu, p
 from bench.timing import OUT, Timing, table, write_json
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.registry import GROUPED_MM, PMOE, PRODUCTS
-from pmoe.measure.rounds import in_turns
+from pmoe.measure.timing import in_turns
 from pmoe.runners import one_rank as alone
 
 DEVICE = torch.device("cuda", 0)
 LEAD_CYCLES = 4_000_000
-"""The device sleeps so long, 2 ms at 2 GHz, while the host enqueues what is timed: device time counts."""
+"""Cycles for which the device sleeps first, 2 ms at 2 GHz, while the host enqueues the work.
+
+So device time is measured.
+"""
 
 SONIC_FORWARD, SONIC_BACKWARD = 598e12, 588e12
-"""FLOP/s of SonicMoE on an H100, as the project's issue states them. Another GPU, and no measurement here."""
+"""FLOP/s of SonicMoE on an H100, as the project's issue states them.
+
+They are of another GPU and not measured here.
+"""
 MAX_KERNELS = 6
 
 LIMIT = 2.0**-6
-"""Of the relative difference between the two paths' bfloat16 results: some roundings of 2^-9 each."""
+"""Largest relative difference between the bfloat16 results of both ways: a few roundings of 2^-9 each."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +74,14 @@ class Scenario:
 
     @property
     def forward_flop(self) -> int:
-        """Example: 1 row, M = 2, H = 3 -> products of 2 x 6 and 3 x 2 -> 24 + 12 = 36."""
+        """FLOP of a forward pass. Example: 1 row, M = 2, H = 3 -> products of 2 x 6 and 3 x 2 -> 24 + 12 =
+        36.
+        """
         return 6 * self.tokens * self.top_k * self.d_model * self.d_hidden
 
     @property
     def saved_bound_bytes(self) -> int:
+        """Upper bound of the bytes that autograd should keep: 2 T M + 4 T K H + 16 T K + 4 T E."""
         slots = self.tokens * self.top_k
         rows = 2 * self.tokens * self.d_model + 4 * slots * self.d_hidden
         return rows + 16 * slots + 4 * self.tokens * self.experts
@@ -81,13 +96,14 @@ QUICK = Scenario(4096, 1024, 512, 16, 4)
 
 @contextlib.contextmanager
 def with_kernels() -> Iterator[None]:
-    """Whatever the registry measured, so that it is known how fast this is."""
+    """Makes the layer use pmoe's kernels, whatever the registry measured, so that their speed is known."""
     with PRODUCTS.forcing(PMOE):
         yield
 
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
+    """Makes the layer use the pipeline with F.grouped_mm."""
     refusal = alone.kernel_refusal
     alone.kernel_refusal = lambda *_, **__: "the benchmark wants the path of all layers"
     try:
@@ -104,7 +120,7 @@ WAYS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 
 
 class Step:
-    """Forward and backward of one layer, either way."""
+    """Forward and backward of one layer, in either way."""
 
     def __init__(self, scenario: Scenario) -> None:
         torch.manual_seed(0)
@@ -131,13 +147,13 @@ class Step:
         return list(torch.autograd.grad(y, self.of, self.grad))
 
     def parts(self) -> list[Callable[[], object]]:
-        """Forward, and the backward of that forward."""
+        """Returns two functions: forward, and the backward of that forward."""
         kept: list[Tensor] = []
         return [lambda: kept.append(self.forward()), lambda: self.backward(kept[0])]
 
 
 def refusal(step: Step) -> str | None:
-    """Why the kernels do not compute this layer; what they are to compute is measured first."""
+    """Returns why the kernels cannot compute this layer, or None. Measures their products first."""
     gate, experts = step.layer.gate, step.layer.experts
     return alone.kernel_refusal(
         gate, experts, step.x.detach(), torch.bfloat16, ranks=step.layer.ranks, needs_grad=True
@@ -148,7 +164,10 @@ def refusal(step: Step) -> str | None:
 
 
 def check(step: Step) -> dict[str, float]:
-    """By name, how far the two ways' results are apart. Raises SystemExit over the limit."""
+    """Returns the relative difference between both ways' results, by name.
+
+    Raises SystemExit over the limit.
+    """
     results: dict[str, list[Tensor]] = {}
     for name, way in WAYS.items():
         with way():
@@ -157,7 +176,7 @@ def check(step: Step) -> dict[str, float]:
     found = {}
     for name, ours, other in zip(["y", *step.names], results["pmoe"], results["without"], strict=True):
         found[name] = difference(ours, other)
-        if not found[name] <= LIMIT:  # NaN is refused too
+        if not found[name] <= LIMIT:  # also true for NaN
             sys.exit(f"bench_alone: {name} of the two ways differs by {found[name]}, limit {LIMIT}")
     return found
 
@@ -166,7 +185,7 @@ def check(step: Step) -> dict[str, float]:
 
 
 def time_in_turn(step: Step, rounds: int) -> dict[str, tuple[Timing, Timing]]:
-    """(forward, backward) of each way, every way once a round."""
+    """Returns (forward, backward) times of each way. Every way runs once a round."""
 
     def timed(name: str) -> list[float]:
         with WAYS[name]():
@@ -181,7 +200,7 @@ def time_in_turn(step: Step, rounds: int) -> dict[str, tuple[Timing, Timing]]:
 
 
 def saved_bytes(step: Step) -> int:
-    """Of the distinct storages that autograd keeps between the passes, parameters left out."""
+    """Returns the bytes of distinct storages that autograd keeps between the passes, without parameters."""
     kept: dict[int, int] = {}
     parameters = {parameter.untyped_storage().data_ptr() for parameter in step.layer.parameters()}
 
@@ -193,13 +212,15 @@ def saved_bytes(step: Step) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = step.forward()
-    del y  # held so far, so that no storage took another's place
+    del y  # held until here, so that no freed storage's address was counted for another
     return sum(kept.values())
 
 
 def peaks(step: Step) -> dict[str, int]:
-    """The most bytes above what was there before: of a forward, of forward and backward, and what is held
-    between them, the output among it."""
+    """Returns the most bytes, beyond those held before, in forward, in both passes, and between them.
+
+    The output counts as held between them.
+    """
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -214,7 +235,7 @@ def peaks(step: Step) -> dict[str, int]:
 
 
 def device_work(function: Callable[[], object]) -> list[dict[str, Any]]:
-    """What ran on the device, in order: kernels, copies and memsets, with their microseconds."""
+    """Returns the kernels, copies and memsets of a call in order, with their microseconds."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         kept = function()
@@ -226,13 +247,13 @@ def device_work(function: Callable[[], object]) -> list[dict[str, Any]]:
 
 
 def short(name: str) -> str:
-    """Of a demangled kernel without its arguments. Example: "void pmoe::f<int>(int*)" -> "pmoe::f<int>"."""
+    """Returns a kernel's name without its arguments. Example: "void pmoe::f<int>(int*)" -> "pmoe::f<int>"."""
     name = name.removeprefix("void ")
     return name.split("(")[0][:90] if not name.startswith("Mem") else name
 
 
 def measure(step: Step, scenario: Scenario, rounds: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(what goes into the file, rows of the table)"""
+    """Returns (content of the file, rows of the table)."""
     differences = check(step)
     torch.cuda.empty_cache()
     timings = time_in_turn(step, rounds)
@@ -240,7 +261,7 @@ def measure(step: Step, scenario: Scenario, rounds: int) -> tuple[dict[str, Any]
     for name, way in WAYS.items():
         with way():
             saved, memory = saved_bytes(step), peaks(step)
-            device_work(step.forward)  # what the profiler sets up at first use
+            device_work(step.forward)  # discarded: at its first use the profiler sets itself up
             forward_work = device_work(step.forward)
             y = step.forward()
             backward_work = device_work(lambda y=y: step.backward(y))

@@ -2,16 +2,21 @@
 
     python bench/bench_beside.py [--out build/bench] [--rounds 10]
 
-The first product of Mixtral's experts, 16384 rows routed at random, in three ways: pmoe's on all
-multiprocessors, pmoe's with 16 left free and tiles from a counter (as a pipelined layer runs it), and
-F.grouped_mm. What holds the 16 is a product of pmoe's own on another stream, of one block on each.
+It runs the first product of Mixtral's experts, for 16384 rows routed at random, in three ways: pmoe's on all
+multiprocessors; pmoe's with 16 multiprocessors left free and tiles taken from a counter, as in a pipelined
+layer; F.grouped_mm. The holder is another product of pmoe on another stream, with one block on each of 16
+multiprocessors.
 
-    alone    milliseconds of the product by itself
-    held     the same, begun while the holder runs. times: over alone (of 132 multiprocessors 116 are left:
-             1.14). outlasted: rounds in which the holder ended behind the product; in others it held nothing
-    late     a short kernel of 16 blocks comes while the product runs, as the next chunk's collective does:
-             milliseconds from the product's begin to that kernel's end. short: of that kernel by itself.
-             Much less than alone: it found room. alone + short: it waited for the product
+    alone    milliseconds of the product without the holder.
+    held     milliseconds of the product if it begins while the holder runs.
+             times: held / alone. If 116 of 132 multiprocessors are left, 1.14 is ideal.
+             outlasted: rounds in which the holder ended after the product. In the others it did not hold all
+                 the time.
+    late     a short kernel of 16 blocks starts while the product runs, as the next chunk's collective does:
+             milliseconds from the begin of the product to the end of the short kernel.
+             short: milliseconds of the short kernel without the product.
+             If late is much less than alone, the kernel found room; if it is alone + short, it waited for the
+             product.
 """
 
 from __future__ import annotations
@@ -33,17 +38,20 @@ from bench.timing import OUT, Timing, table, write_json
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.gemm import SPARE
 from pmoe.kernels.grouped_gemm.launch import beside_communication
-from pmoe.measure.rounds import in_turns
+from pmoe.measure.timing import in_turns
 
 LEAD_CYCLES = 600_000
-"""0.3 ms at 2 GHz: the holder starts meanwhile, and the host enqueues what is timed."""
+"""Cycles for which the device sleeps first: 0.3 ms at 2 GHz.
+
+Meanwhile the holder starts and the host enqueues the timed work.
+"""
 SHORT_ROWS = 1024
 
 Run = Callable[[], object]
 
 
 def on_few(run: Run, multiprocessors: int) -> Run:
-    """The same product by as many blocks as SPARE."""
+    """Returns the same product on SPARE blocks only."""
 
     def held() -> object:
         with beside_communication(multiprocessors - SPARE):
@@ -61,7 +69,7 @@ def leaving_room(run: Run) -> Run:
 
 
 class Beside:
-    """Two streams: ``run`` is timed on the current one, the other kernel is on ``side``."""
+    """Two streams: ``run`` is timed on the current one, the other kernel runs on ``side``."""
 
     def __init__(self) -> None:
         self.side, self.flush = torch.cuda.Stream(), flush_buffer()
@@ -70,7 +78,7 @@ class Beside:
         return [torch.cuda.Event(enable_timing=True) for _ in range(3)]
 
     def held(self, run: Run, holder: Run) -> list[float]:
-        """[seconds of ``run``, 1.0 where the holder ended behind it]"""
+        """Returns [seconds of ``run``, 1.0 if the holder ended after it and 0.0 if not]."""
         begin, end, over = self._events()
         self.flush.zero_()
         self.side.wait_stream(torch.cuda.current_stream())
@@ -86,7 +94,10 @@ class Beside:
         return [begin.elapsed_time(end) / 1e3, float(end.elapsed_time(over) > 0)]
 
     def late(self, run: Run, short: Run) -> list[float]:
-        """[seconds from the begin of ``run`` to the end of ``short``, which comes a little later]"""
+        """Returns [seconds from the begin of ``run`` to the end of ``short``].
+
+        ``short`` starts a little later.
+        """
         begin, _, over = self._events()
         self.flush.zero_()
         torch.cuda._sleep(LEAD_CYCLES)
@@ -94,7 +105,7 @@ class Beside:
         run()
         self.side.wait_event(begin)
         with torch.cuda.stream(self.side):
-            torch.cuda._sleep(LEAD_CYCLES // 4)  # the product's blocks have started
+            torch.cuda._sleep(LEAD_CYCLES // 4)  # time in which the product's blocks start
             kept = short()
             over.record()
         torch.cuda.synchronize()
@@ -103,7 +114,7 @@ class Beside:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """By way, and the short kernel by itself."""
+    """Returns the measured times of each way, and those of the short kernel alone."""
     multiprocessors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     path, _ = grouped_gemm.launch.path(DEVICE)
     assert path is not None

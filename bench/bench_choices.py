@@ -1,18 +1,21 @@
-"""Is what a layer chooses by itself the best that it could have chosen, and what does choosing cost?
-
-2 ranks, one thread each, on machines that differ in what wins: a modelled link and a limit on copies make
-messages and copies slow or fast beside computing, and routing is even or skewed. In each of these cases every
-n of 1 to 16 without reuse, and every restore pair with every n that pipeline=True knows, are timed; then the
-two fastest which a layer could have been in the same rounds as layers with pipeline=True, pipeline="solve",
-memory_reuse=True, both True, and both under a budget. Regret is the choosing layer's time over the fastest
-one's, less 1; under a budget only what holds it for any routing counts. The cost of choosing is that of the
-layer's first step beyond a step, in steps; the first of "solve" and of memory_reuse=True measure the machine,
-once for all.
-
-Then n by the size of a batch: what is fastest and what is chosen, beside MPipeMoE's Fig. 12.
+"""Is the layer's own choice the best that it could have chosen, and what does choosing cost?
 
     python bench/bench_choices.py                  # half an hour
-    python bench/bench_choices.py --quick          # whether it works: two cases, small, no numbers to keep
+    python bench/bench_choices.py --quick          # only shows that it works: two small cases
+
+2 ranks with one thread each run on machines in which different choices win. A modelled link and a limit on
+copies make messages and copies slow or fast beside computing; routing is even or skewed. In each case:
+
+1. It times every n of 1 to 16 without reuse, and every restore pair with every n that pipeline=True knows.
+2. It times the two fastest that a chooser could have taken, in the same rounds as the choosers:
+   pipeline=True, pipeline="solve", memory_reuse=True, both True, and both under a budget.
+
+    regret     (time of the choosing layer / time of the fastest) - 1. Under a budget, "the fastest" is the
+               fastest that holds the budget for any routing.
+    cost       (time of the layer's first step - time of a step) / time of a step. The first layer with
+               "solve" or memory_reuse=True also measures the machine, once for all layers.
+
+Last it shows n by batch size: the fastest n and the chosen one, beside MPipeMoE's Fig. 12.
 """
 
 from __future__ import annotations
@@ -36,15 +39,17 @@ from bench.timing import OUT, Timing, table, write_json
 from pmoe.planner.degree import DEGREES
 
 MEDIAN_REGRET, WORST_REGRET = 0.05, 0.10
-"""The most that is asked for."""
+"""Largest median regret and largest single regret that are acceptable."""
 
 BATCHES = (1024, 2048, 4096, 8192, 16384)
 BATCH_CASE = Case("by batch size", link=1.0, latency=0.02)
 PAPER = ((0, 2), (8192, 4), (22528, 8))
-"""MPipeMoE, V.F: from so many tokens on this n is the fastest (GPT-XL, 64 GPUs; n = 1 is not shown)."""
+"""(tokens, n): from so many tokens on, this n is the fastest in MPipeMoE, V.F (GPT-XL, 64 GPUs;
+without n = 1).
+"""
 
 CHOSEN = (("pipeline=True", "o", "#aa3377"), ('pipeline="solve"', "x", "#ee6677"))
-"""Name, mark and colour."""
+"""Name, mark and colour of each chooser in the picture."""
 
 QUICK = Setting(rows=2048, d_model=32, d_hidden=64, num_experts=4)
 
@@ -53,14 +58,14 @@ QUICK = Setting(rows=2048, d_model=32, d_hidden=64, num_experts=4)
 
 
 def regret(result: Result, name: str) -> tuple[str, float]:
-    """(the fastest of what a chooser could have been, the median of its time over that one's, less 1)"""
+    """Returns (name of the fastest candidate, regret of the chooser) by median times."""
     steps = {run: times["step"] for run, times in result.times.items()}
     best = min(result.chosen[name].finalists, key=lambda run: steps[run].median)
     return best, steps[best].speedup_over(steps[name]) - 1
 
 
 def rows_of(case: Case, result: Result) -> list[dict[str, Any]]:
-    """One row a chooser."""
+    """Returns one row of the table for each chooser."""
     rows = []
     for name, chosen in result.chosen.items():
         best, more = regret(result, name)
@@ -84,12 +89,12 @@ def rows_of(case: Case, result: Result) -> list[dict[str, Any]]:
 
 
 def stored(result: Result) -> dict[str, Any]:
-    """For JSON; Timing has a form of its own there."""
+    """Returns a result as JSON data. A Timing has a form of its own there."""
     return {**vars(result), "chosen": {name: asdict(chosen) for name, chosen in result.chosen.items()}}
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row a chooser, and one of all: is the regret what is asked for?"""
+    """Returns one row for each chooser and one for all: whether the regret is acceptable."""
     found = []
     for name in [*dict.fromkeys(row["chooser"] for row in rows), "all"]:
         own = [row for row in rows if name in (row["chooser"], "all")]
@@ -111,7 +116,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def batch_rows(found: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row a batch size: the fastest n, what was chosen, milliseconds of every n and of both choosers."""
+    """Returns one row for each batch size: the fastest n, the chosen n, and milliseconds of every n and both
+    choosers.
+    """
     return [
         {
             "tokens": tokens,
@@ -128,8 +135,11 @@ def best_degree(times: Mapping[str, Timing]) -> int:
 
 
 def draw(path: Path, found: Mapping[int, Mapping[str, Any]]) -> None:
-    """Left as Fig. 12: speed of every n over the size of a batch, and what is chosen dashed. Right: the n
-    that is fastest, by the paper and here, and the n that is taken."""
+    """Draws the picture beside MPipeMoE's Fig. 12.
+
+    Left: speed of every n over the batch size, and of the choosers (dashed). Right: the fastest n in the
+    paper, the fastest n here, and the chosen n.
+    """
     plt = plotting()
 
     sizes = list(found)

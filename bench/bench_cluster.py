@@ -1,15 +1,19 @@
-"""Is a plan for more machines than were measured right?
-
-2 ranks are measured, as `pmoe profile` does, over one modelled link. From their profile and a file that says
-the rest, `pmoe plan --cluster` plans a layer for 4 machines of 1 rank, and for 2 machines of 2. Then 4 ranks
-run every way that it chose from: each all-to-all and ESP degree with each n and pair. Prints how long it
-takes to plan 4,096 ranks, the predicted step over the measured one, and the chosen way's over the fastest's.
+"""Is a plan right for more machines than were measured?
 
     python bench/bench_cluster.py          # a quarter of an hour
-    python bench/bench_cluster.py --quick  # whether it works: small, no numbers to keep
+    python bench/bench_cluster.py --quick  # only shows that it works
 
-The measured ranks have a core each; 4 ranks share 2 cores, two and two. The file says so: a product or a copy
-takes as many times as long as ranks share a core. Rates of the link follow from the products, measured first.
+1. 2 ranks are measured, as `pmoe profile` does, over one modelled link.
+2. `pmoe plan --cluster` plans a layer for 4 machines of 1 rank, and for 2 machines of 2 ranks, from this
+   profile and a file with everything that the profile lacks.
+3. 4 ranks run every candidate of the plan: each all-to-all and ESP degree, with each n and pair.
+
+It prints the predicted step / the measured step, the step of the planned way / the step of the fastest way,
+and the time of planning for 4,096 ranks.
+
+The 2 measured ranks have a core each, but the 4 ranks share 2 cores. The file says so: a product or a copy
+takes longer by the number of ranks that share a core. The rates of the link are derived from the products,
+which are measured first.
 """
 
 from __future__ import annotations
@@ -40,26 +44,33 @@ from bench.timing import OUT, Timing, machine, table, write_json
 from pmoe.cli.cluster import load_cluster
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.rates import measure as measure_profile
-from pmoe.planner.candidates import Advice
 from pmoe.planner.cluster import Cluster
+from pmoe.planner.cluster_candidates import plan_ways, sensitivity
 from pmoe.planner.costs import LineCost
+from pmoe.planner.priced_choices import Advice
 from pmoe.planner.profile import Profile
-from pmoe.planner.ways import plan_ways, sensitivity
 from pmoe.schedule.restore import KEEP, STRATEGIES, Restore
 
 PAIRS = (KEEP, *STRATEGIES.values())
 WORLD, PART, CORES = 4, 2, 2
 SCREENING, FINALISTS = 2, 3
-"""Rounds of everything; so many of the fastest are timed again beside the chosen one."""
+"""Rounds in which all candidates run, and number of the fastest that are timed again.
+
+The planned one is timed again with them.
+"""
 AS_PREDICTED, NEAR_BEST = 0.15, 0.05
-"""How far the prediction may be off, and the chosen way's step above the fastest's."""
+"""Largest acceptable error of the prediction, and excess of the planned way's step over the fastest's."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """machines: of WORLD ranks. link: seconds of a step's four flat all-to-alls between machines over those
-    of its products. latency: of a message between machines, over the seconds of a forward's products.
-    inside: how many times faster the link inside machines is, which has no latency."""
+    """A cluster of WORLD ranks.
+
+    machines: number of machines.
+    link: seconds of a step's four flat all-to-alls between machines / seconds of its products.
+    latency: latency of a message between machines / seconds of a forward's products.
+    inside: rate of the link inside machines / rate between machines. The link inside has no latency.
+    """
 
     name: str
     machines: int
@@ -84,7 +95,11 @@ CASES = (
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes a second of a rank, and seconds of a message between machines."""
+    """Links of the modelled cluster.
+
+    inter, intra: bytes a second of a rank, between machines and inside a machine.
+    latency: seconds of a message between machines.
+    """
 
     inter: float
     intra: float
@@ -98,30 +113,30 @@ class Links:
 
 
 def computation(link: Any, setting: Setting, rounds: int) -> dict[str, float]:
-    """Median seconds of a pass's products of this many rows, of ranks that have a core each."""
+    """Returns median seconds of each pass's products of this many rows, on ranks that have a core each."""
     found = measure({"": products_alone(setting)}, rounds)[""]
     return {part: timing.median for part, timing in found.items()}
 
 
 def profile_part(link: Any, links: Links, ranks_per_machine: int) -> Profile:
-    """Of PART ranks, with as many on a machine."""
+    """Returns the profile of PART ranks, ``ranks_per_machine`` of them on a machine."""
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_machine)
     links.set_on(link)
     return measure_profile(Ranks(), "cpu")
 
 
 def pin_to_core(core: int) -> None:
-    """This process, with the threads that it has."""
+    """Pins this process to a core, with the threads that it has."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), {core})
 
 
 Choice = tuple[str, int, int, Restore]
-"""All-to-all, ESP degree, n and pair."""
+"""All-to-all, ESP degree, n and pair of a candidate."""
 
 
 class Subject:
-    """Layers of each all-to-all and ESP degree, and a step of any of them."""
+    """Layers of each all-to-all and ESP degree, and a step of each candidate."""
 
     def __init__(self, setting: Setting, local: int, ways: Sequence[tuple[str, int]]) -> None:
         self.layers, self.inputs = {}, {}
@@ -136,7 +151,10 @@ class Subject:
             self.layers[dispatch, esp], self.inputs[dispatch, esp] = layer, even_batch(layer, setting.rows)
 
     def step(self, choice: Choice) -> dict[str, float]:
-        """Of the second of two steps, as in training: the first had another layer's buffers."""
+        """Returns the times of the second of two steps.
+
+        The first one follows another layer's buffers, unlike in training.
+        """
         dispatch, esp, n, pair = choice
         layer, (x, dy) = self.layers[dispatch, esp], self.inputs[dispatch, esp]
         layer.pipeline, layer.memory_reuse = n, pair
@@ -149,7 +167,11 @@ class Subject:
 
 @dataclass(frozen=True)
 class Result:
-    """screened: every choice's step; measured: the fastest and the chosen one, on a machine left alone."""
+    """Times of a case.
+
+    screened: a step's time of every candidate.
+    measured: times of the fastest candidates and the planned one, on an otherwise idle machine.
+    """
 
     screened: dict[Choice, Timing]
     measured: Measured
@@ -177,10 +199,12 @@ def run_whole(
 
 
 def file_for(case: Case, profile: Profile, links: Links, shared: int) -> str:
-    """What the profile does not tell, or of ranks that have a core each."""
+    """Returns the text of the file with what the profile lacks, or has for ranks with a core each."""
     lines = [f"machines = {case.machines}", f"ranks_per_machine = {case.local}", "memory_bytes = 4e9"]
     tables = {"compute": times(profile.compute, shared), "copy": times(profile.slower_copy, shared)}
-    if case.local > 1:  # the part was one machine
+    if (
+        case.local > 1
+    ):  # the measured ranks were on one machine, so the link between machines is not in the profile
         tables["outside"] = LineCost(links.latency + profile.message.alpha_seconds, 1 / links.inter)
     for name, line in tables.items():
         lines += [f"[{name}]", *(f"{key} = {value!r}" for key, value in asdict(line).items())]
@@ -199,7 +223,10 @@ def loaded(text: str, profile: Profile | None) -> Cluster:
 
 
 def planned(cluster: Cluster, setting: Setting) -> list[Advice]:
-    """The fastest of all candidates by the simulator: the budget is the ranks' memory."""
+    """Returns all candidates with their predicted steps, the fastest first.
+
+    The budget is the ranks' memory.
+    """
     return plan_ways(
         cluster,
         layer_of(setting.d_model, setting.d_hidden, setting.num_experts),
@@ -289,7 +316,10 @@ outside = { alpha_seconds = 1e-5, beta_seconds = 2e-11 }
 
 
 def plan_many() -> tuple[float, list[Advice]]:
-    """Seconds of planning 4,096 ranks from the file's text on, with how far each rate moves the answer."""
+    """Returns (seconds, planned ways) for 4,096 ranks, from the file's text on.
+
+    The seconds include the effect of each rate on the answer.
+    """
     start = time.perf_counter()
     cluster = loaded(MANY, None)
 

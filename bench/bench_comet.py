@@ -1,24 +1,26 @@
-"""The fused kernels of virtual ranks on one GPU, beside the same two products with their rows in place.
+"""Fused kernels of virtual ranks on one GPU, beside the same two products with their rows in place.
 
     python bench/bench_comet.py [--out build/bench] [--rounds 20] [--quick]
 
-Mixtral's and Phi-3.5-MoE's experts, SwiGLU without biases, bfloat16; 16384 routed rows of all ranks together,
-each expert with as many as every other; W = 2 and 4 virtual ranks in one cooperative launch (and 1, whose
-rows all stay). The pair: dispatch + first product with its nonlinearity, which keeps T_M; second product with
-the routing weights + sums + combine. Beside it, on all multiprocessors:
+Experts of Mixtral and Phi-3.5-MoE: SwiGLU without biases, bfloat16, 16384 routed rows of all ranks together,
+the same number for each expert. W = 2 and 4 virtual ranks run in one cooperative launch (and W = 1, where all
+rows stay).
 
-    in place  pmoe's own two products of rows that lie sorted; T_M, nonlinearity and weights are included
-    alone     the same without pairs of blocks that share an operand, as the fused kernels are
-    torch     F.grouped_mm twice: the bare products, without nonlinearity and weights
+The fused pair is dispatch + first product with its nonlinearity (T_M is kept), then second product with
+routing weights + sums + combine. Beside it, on all multiprocessors:
 
-On one GPU the link is its memory. So the ratio of the pair to "in place" is the cost of the protocol and of
-the blocks that communicate, and no link is hidden. The goal, for W = 2 and 4: 1.10, as if 12 of 132 blocks
-did nothing else. n_c is of each rank: W times as many blocks communicate.
+    in place  pmoe's own two products of rows that lie sorted, with T_M, nonlinearity and weights
+    alone     the same, without pairs of blocks that share an operand, because the fused kernels have none
+    torch     F.grouped_mm twice: the products only, without nonlinearity and weights
 
-First the pair's output is compared with that of "in place". Then every division of a sweep runs once a round,
-each round beginning with another; then the fastest of either kernel, together, in turn with the others. CUDA
-events, medians, behind a write that empties the L2 cache and a sleep in which the host enqueues what is
-timed.
+On one GPU the link is the GPU's memory. So pair / "in place" is the cost of the protocol and of the blocks
+that communicate; no link is hidden. The goal for W = 2 and 4 is 1.10, as if 12 of 132 blocks did nothing
+else. n_c counts the communicating blocks of each rank, so W * n_c blocks communicate.
+
+The pair's output is first compared with that of "in place". Then every division (n_c, columns) of a sweep
+runs once a round, and each round begins with another division. Last, the fastest division of both kernels
+takes turns with the others. Times are medians by CUDA events, after a write that empties the L2 cache and a
+sleep in which the host enqueues the timed work.
 
 Letters: T tokens, K choices, N routed rows, E experts, W ranks, M = d_model, H = d_hidden.
 """
@@ -55,30 +57,33 @@ from bench.grouped_gemm_cases import MODELS, QUICK_ROWS, ROWS, Model, draw
 from bench.timing import OUT, Timing, table, write_json
 from bench.virtual_ranks import FusedParameters, VirtualRanks, routes_of
 from pmoe.kernels import extension, grouped_gemm
-from pmoe.kernels.comet import launches
+from pmoe.kernels.comet import operators as launches
 from pmoe.kernels.comet.launcher import Division
-from pmoe.measure.rounds import in_turns
+from pmoe.measure.timing import in_turns
 
 DEVICE = torch.device("cuda", 0)
 LEAD_CYCLES = 3_000_000
-"""The device sleeps so long, 1.5 ms at 2 GHz, while the host enqueues what is timed: device time counts."""
+"""Cycles for which the device sleeps first, 1.5 ms at 2 GHz, while the host enqueues the work.
+
+So device time is measured.
+"""
 
 RANKS = (1, 2, 4)
 N_C = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20)
 CHUNK_COLUMNS = (256, 512, 1024, 2048)
 SWEEP_ROUNDS = 5
 GOAL = 1.10
-"""Times "in place", for W of 2 and more."""
+"""Goal for (fused pair / "in place"), for W of 2 and more."""
 
 LIMIT = 2.0**-6
-"""Of the relative difference between bfloat16 results: some roundings of 2^-9 each."""
+"""Largest relative difference between bfloat16 results: a few roundings of 2^-9 each."""
 
 Times = list[float]
 """Milliseconds of the parts of a run, in order."""
 
 
 class Scenario:
-    """One model's experts and tokens, and the products of rows in place."""
+    """One model's experts and tokens, and its products with rows in place."""
 
     def __init__(self, model: Model, num_rows: int) -> None:
         self.model, self.num_rows = model, num_rows
@@ -104,7 +109,7 @@ class Scenario:
         return grouped_gemm.product(self.active_NH, self.w2, self.ends_E, scale=self.weight_N)
 
     def output(self) -> Tensor:
-        """(T, M), the rows' sums in float32."""
+        """Returns (T, M): the sums of the rows of each token, in float32."""
         out_NM = self.second_product()
         return sum(
             (out_NM[place_T].float() for place_T in self.position_TK.t()), torch.zeros(1, device=DEVICE)
@@ -122,7 +127,7 @@ class Scenario:
 
 
 class Fused:
-    """The same by W virtual ranks."""
+    """The same products by W virtual ranks."""
 
     def __init__(self, scenario: Scenario, num_ranks: int) -> None:
         self.scenario, model = scenario, scenario.model
@@ -150,7 +155,7 @@ class Fused:
 
     @property
     def n_c(self) -> list[int]:
-        """Of a sweep: as many blocks compute at least."""
+        """Values of n_c in the sweep. At least as many blocks compute as communicate."""
         return [count for count in N_C if 2 * count <= self.launcher.blocks]
 
     def divide(self, dispatch: Division, combine: Division) -> None:
@@ -181,13 +186,16 @@ class Fused:
 
 
 def check(scenario: Scenario, fused: Fused) -> float:
-    """How far the pair's output is from that of rows in place. Raises SystemExit over the limit."""
+    """Returns the relative difference between the pair's output and that of rows in place.
+
+    Raises SystemExit over the limit.
+    """
     fused.divide(Division(4), Division(4))
     fused.dispatch()
     found = fused.combine()
     fused.virtual.check()
     apart = difference(found, scenario.output())
-    if not apart <= LIMIT:  # NaN is refused too
+    if not apart <= LIMIT:  # also true for NaN
         sys.exit(f"bench_comet: {scenario.model.name}: {apart} from the products in place, limit {LIMIT}")
     return apart
 
@@ -198,7 +206,10 @@ def check(scenario: Scenario, fused: Fused) -> float:
 def in_turn(
     runs: Mapping[Any, Callable[[], Sequence[Callable[[], object]]]], rounds: int, flush: Tensor
 ) -> dict[Any, list[Times]]:
-    """The parts' milliseconds, a sample a round: every run once in each, which begins with another."""
+    """Returns milliseconds of the parts of every run, one sample a round.
+
+    Every run takes place once a round, and each round begins with another run.
+    """
 
     def timed(parts: Callable[[], Sequence[Callable[[], object]]]) -> Times:
         return [1e3 * part for part in part_seconds(parts(), flush, LEAD_CYCLES)]
@@ -211,7 +222,9 @@ def in_turn(
 
 @dataclass(frozen=True)
 class Sweep:
-    """Medians, in milliseconds: of the dispatching kernel by n_c, of the combining one by division."""
+    """Median milliseconds of the sweep: of the dispatching kernel by n_c, of the combining one by (n_c,
+    columns).
+    """
 
     dispatch: dict[int, float]
     combine: dict[tuple[int, int], float]
@@ -244,14 +257,14 @@ def sweep(fused: Fused, rounds: int, flush: Tensor) -> Sweep:
 
 
 def timing(samples: Sequence[Times], part: int | None = None) -> Timing:
-    """Of one part, or of all together; in seconds."""
+    """Returns seconds of one part, or of all parts together."""
     return Timing(tuple((sum(taken) if part is None else taken[part]) / 1e3 for taken in samples))
 
 
 def measure(
     scenario: Scenario, num_ranks: int, rounds: int, flush: Tensor
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(row of the table, what else goes into the file)"""
+    """Returns (row of the table, further content of the file)."""
     fused = Fused(scenario, num_ranks)
     apart = check(scenario, fused)
     swept = sweep(fused, min(rounds, SWEEP_ROUNDS), flush)
@@ -299,7 +312,7 @@ def measure(
 
 
 def missed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Goals that a row is over."""
+    """Returns the goals that a row misses."""
     return [
         f"{row['model']}, W = {row['W']}: {row['x in place']:.3f} x in place, goal {GOAL}"
         for row in rows
@@ -326,7 +339,7 @@ def main() -> None:
     flush = flush_buffer()
     rows, documents = [], []
     for model in MODELS:
-        if model.by_bound:  # Qwen2-MoE: not among this benchmark's goals
+        if model.by_bound:  # Qwen2-MoE: this benchmark has no goal for it
             continue
         torch.manual_seed(0)
         scenario = Scenario(model, num_rows)

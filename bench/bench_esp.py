@@ -1,17 +1,20 @@
-"""Experts sharded over the ranks of a node: what is it worth that links inside and between them work at once?
-
-4 ranks on 2 nodes, one thread each, on two-level links. The rates are set so that between nodes (S and R),
-inside nodes (AG and RS) and in the experts (C) a forward pass spends the same time: then a layer with one
-communication lane (`Switches(one_lane=True)`), where AG and RS queue behind S and R, has twice as much to
-send as to compute. Prints forward and step for each n with two lanes, with one, and in sequence, the ratios
-one lane / two lanes, and beside them the ideal: the simulator's, where nothing but those three costs
-anything.
+"""Experts sharded over the ranks of a node: what is gained if links inside and between nodes work at once?
 
     python bench/bench_esp.py                              # modelled links
     sudo python bench/bench_esp.py --link real --out /tmp  # network namespaces, token buckets
 
-The ideal of forward, in units of the experts' time: at n = 4 two lanes take 1.5, one lane 2, ratio 1.33; at
-n = 8 it is 1.25, 2 and 1.6.
+4 ranks with one thread each run on 2 nodes with two sorts of links. The rates are set so that a forward pass
+needs the same time between nodes (S and R), inside nodes (AG and RS) and in the experts (C). A layer with one
+communication lane (`Switches(one_lane=True)`), in which AG and RS queue behind S and R, then communicates for
+twice the time of C.
+
+It prints forward and step for each n with two lanes, with one lane, and in sequence, and the ratio one lane /
+two lanes. Beside them stands the ideal: the simulator's times if nothing but these three costs time. Ideal
+forward, in units of the experts' time:
+
+    n    two lanes    one lane    ratio
+    4    1.5          2           1.33
+    8    1.25         2           1.6
 """
 
 from __future__ import annotations
@@ -39,11 +42,11 @@ from bench.links import INFINITE, launch
 from bench.passes import DIRECTIONS, Run, even_batch, messages_alone, spans_of, timed
 from bench.quiet import Measured, Neighbours, measure_quietly
 from bench.timing import OUT, Timing, counted, machine, table, write_json
-from pmoe.engine.recording import Span, recording
-from pmoe.layer.spec import Switches
+from pmoe.call.options import Switches
+from pmoe.engine.lanes.recorder import Span, recording
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import bars
-from pmoe.schedule.straight import backward_schedule, forward_schedule
+from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, Stages, sequential
 
 VARIANTS = ("two lanes", "one lane", "sequential")
@@ -53,7 +56,7 @@ WORLD = NODES * RANKS_PER_NODE
 
 @dataclass(frozen=True)
 class Setting:
-    """One layer and batch, letters as in docs/how_it_works.md."""
+    """Sizes of the layer and of a rank's batch (letters as in docs/how_it_works.md)."""
 
     tokens: int = 2048
     top_k: int = 1
@@ -67,17 +70,19 @@ class Setting:
 
     @property
     def rows(self) -> int:
-        """Routed rows of each rank, which S, R and what is gathered of a rank have too: routing is even."""
+        """Routed rows of each rank. Routing is even, so S, R and the gathered rows of one rank have the same
+        number.
+        """
         return self.tokens * self.top_k
 
     @property
     def between_bytes(self) -> int:
-        """What a rank sends to the other node in a pass: S and R of those rows that do not stay."""
+        """Bytes that a rank sends to the other node in a pass: S and R of the rows that leave their node."""
         return 2 * self.rows * (NODES - 1) // NODES * self.row_bytes
 
     @property
     def inside_bytes(self) -> int:
-        """What a rank sends inside its node in a pass: AG and RS of all rows."""
+        """Bytes that a rank sends inside its node in a pass: AG and RS of all rows."""
         return 2 * self.rows * (RANKS_PER_NODE - 1) * self.row_bytes
 
 
@@ -86,14 +91,14 @@ def make_mesh() -> DeviceMesh:
 
 
 def make_layer(setting: Setting, mesh: DeviceMesh) -> tuple[pmoe.MoELayer, Tensor, Tensor]:
-    """(layer, x, dy), as `even_batch` makes them."""
+    """Returns (layer, x, dy), with a batch that the gate routes evenly (`even_batch`)."""
     torch.manual_seed(0)
     layer = pmoe.MoELayer(setting.d_model, setting.d_hidden, setting.num_experts, setting.top_k, mesh=mesh)
     return layer, *even_batch(layer, setting.tokens)
 
 
 class Step:
-    """Runs forward and backward of the layer in one way; times of both, of this rank."""
+    """Runs forward and backward of the layer in one way. Returns this rank's times of both."""
 
     def __init__(self, setting: Setting, mesh: DeviceMesh) -> None:
         self.layer, self.x, self.dy = make_layer(setting, mesh)
@@ -108,20 +113,26 @@ class Step:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of a pass in which every task waits for the one before and the links have no limit, the mean of
-    the ranks: of its tasks by kind, and of what is outside its schedule."""
+    """Seconds of a pass without overlap on links without limit, the mean of the ranks.
+
+    tasks: seconds by direction and kind of task.
+    outside: seconds of each direction outside of its schedule.
+    """
 
     tasks: dict[str, dict[str, float]]
     outside: dict[str, float]
 
     @property
     def experts(self) -> float:
-        """C of forward."""
+        """Seconds of C in forward."""
         return self.tasks["forward"][Kind.COMPUTE.value]
 
 
 def measure_work(step: Step, rounds: int) -> Work:
-    """Medians over rounds at n = 1, means over ranks: they compute at the same time, on fewer cores."""
+    """Returns medians over rounds at n = 1, means over ranks.
+
+    Ranks compute at the same time, on fewer cores.
+    """
     samples: dict[tuple[str, str], list[float]] = {}
     for turn in counted(range(rounds + 1), "tasks alone, round"):
         with recording() as journal:
@@ -153,7 +164,10 @@ def measure_work(step: Step, rounds: int) -> Work:
 
 
 def run_seconds(n: int, variant: str, cost: Callable[[str, Kind], float]) -> dict[str, float]:
-    """The simulator's times. cost: of a direction's kind of task, all chunks together."""
+    """Returns the simulator's times of the passes and the step.
+
+    cost: seconds of a kind of task in a direction, of all chunks together.
+    """
     stages = Stages(local=False, remote=True, sharded=True, one_lane=variant != "two lanes")
     found = {}
     for direction, build in (("forward", forward_schedule), ("backward", backward_schedule)):
@@ -171,12 +185,19 @@ BETWEEN, INSIDE = (Kind.DISPATCH, Kind.COMBINE), (Kind.ALL_GATHER, Kind.REDUCE_S
 
 
 def ideal_cost(direction: str, kind: Kind) -> float:
-    """Communication of either sort and the experts' forward 1, half of it S and AG; their backward twice."""
+    """Returns the cost of a kind of task in units of the experts' forward.
+
+    S, R, AG and RS cost half a unit each, so each sort of communication costs 1. The experts' backward costs
+    2.
+    """
     return 0.5 if kind in (*BETWEEN, *INSIDE) else float(kind in (Kind.COMPUTE, Kind.WGRAD))
 
 
 def measured_cost(work: Work, between: float, inside: float) -> Callable[[str, Kind], float]:
-    """between, inside: seconds of a pass's messages. Tasks of the compute lane cost what they cost alone."""
+    """Returns costs from measured times. Tasks of the compute lane cost what they cost without overlap.
+
+    between, inside: seconds of a pass's messages on each sort of link.
+    """
 
     def cost(direction: str, kind: Kind) -> float:
         if kind in BETWEEN:
@@ -193,7 +214,7 @@ def measured_cost(work: Work, between: float, inside: float) -> Callable[[str, K
 
 @dataclass(frozen=True)
 class Result:
-    """What rank 0 brings home."""
+    """Results of rank 0."""
 
     work: Work
     work_afterwards: Work
@@ -217,7 +238,7 @@ def runs_of(degrees: list[int]) -> list[tuple[int, str]]:
 
 
 def recorded(step: Step, n: int, variant: str, runs: int = 3) -> list[Span]:
-    """The spans of a step, the middle one of a few by time."""
+    """Returns the spans of a step: of several steps, the one with the median time."""
     found = []
     for _ in range(runs):
         with recording() as journal:
@@ -264,8 +285,11 @@ def best(result: Result, degrees: list[int], variant: str, part: str) -> int:
 
 
 def report_rows(result: Result, degrees: list[int]) -> list[dict[str, Any]]:
-    """One row for each n: milliseconds, ratios one lane / two lanes, the ideal and the simulator's with the
-    measured costs of all tasks."""
+    """Returns one row of the table for each n: milliseconds, ratios one lane / two lanes, and two
+    predictions.
+
+    The predictions are the ideal, and the simulator's with the measured costs of all tasks.
+    """
     between = result.times["between nodes alone"]["forward"].median
     inside = result.times["inside nodes alone"]["forward"].median
     costs = {"ideal": ideal_cost, "predicted": measured_cost(result.work, between, inside)}
@@ -293,7 +317,7 @@ def report_rows(result: Result, degrees: list[int]) -> list[dict[str, Any]]:
 
 
 def summary(result: Result, degrees: list[int]) -> dict[str, Any]:
-    """At each variant's best n, by part: the ratios of medians to two lanes."""
+    """Returns ratios of medians to two lanes, for forward and step, each variant at its best n."""
     found: dict[str, Any] = {}
     for part in ("forward", "step"):
         at = {variant: best(result, degrees, variant, part) for variant in VARIANTS[:2]}

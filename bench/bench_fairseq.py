@@ -1,11 +1,12 @@
-"""How much of a training step of fairseq does the plugin's own code take, MoELayer not counted?
+"""What share of a fairseq training step does the plugin's own code take, without MoELayer?
 
-fairseq trains a language model on its made-up batches (the task dummy_lm). A stopwatch runs for one owner at
-a time: the plugin's functions, MoELayer.forward, and fairseq, to which everything else of a step belongs (all
-of backward too: the plugin has no code there but that of three sums). In the environment of the fairseq
-tests, on two ranks:
+fairseq trains a language model on generated batches (the task dummy_lm). A stopwatch credits all time of a
+step to one of three owners: the plugin's functions, MoELayer.forward, and fairseq for the rest. All of
+backward is in the rest, because the plugin's only code in backward is that of three sums.
 
-    OMP_NUM_THREADS=1 .venv-fairseq/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \\
+It runs on two ranks in the environment of the fairseq tests:
+
+    OMP_NUM_THREADS=1 .venv-fairseq/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
         bench/bench_fairseq.py
 """
 
@@ -29,14 +30,13 @@ from pmoe.integrations.fairseq import USER_DIR
 from pmoe.integrations.fairseq.shim import allow_fairseq_defaults
 
 GOAL = 0.02
-"""Of a step, what the plugin may take."""
+"""Largest share of a step that the plugin may take."""
 
 PLUGIN, LAYER, FAIRSEQ = "plugin", "MoELayer.forward", "fairseq"
 
 
 class Stopwatch:
-    """Seconds of each step by owner and function; time inside a watched function called by another is its
-    own."""
+    """Seconds of each step by owner and function. A watched function that another calls has its own time."""
 
     def __init__(self) -> None:
         self.steps: list[dict[tuple[str, str], float]] = []
@@ -45,7 +45,7 @@ class Stopwatch:
         self._since = 0.0
 
     def watch(self, owner: str, place: Any, name: str, label: str) -> None:
-        """Replaces the function ``name`` of a class or module by one that is timed."""
+        """Replaces the function ``name`` of a class or module with a timed one."""
         function = vars(place)[name]
         is_class_method = isinstance(function, classmethod)
         inner: Callable[..., Any] = function.__func__ if is_class_method else function
@@ -66,7 +66,7 @@ class Stopwatch:
         setattr(place, name, classmethod(timed) if is_class_method else timed)
 
     def _switch(self) -> None:
-        """Credits the time since the last switch to whoever ran."""
+        """Credits the time since the last switch to the function that ran."""
         now = time.perf_counter()
         if self._running:
             self._seconds[self._running[-1]] += now - self._since
@@ -74,7 +74,7 @@ class Stopwatch:
 
 
 def watch_all(stopwatch: Stopwatch) -> None:
-    """Everything of the plugin that a step runs, and what it calls that is not the plugin's."""
+    """Watches all functions of the plugin that a step runs, and functions of others that these call."""
     from fairseq.criterions.cross_entropy import CrossEntropyCriterion
     from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
     from fairseq.optim import FairseqOptimizer
@@ -124,7 +124,7 @@ def train(args: argparse.Namespace, stopwatch: Stopwatch) -> None:
 
 
 def report(args: argparse.Namespace, steps: list[dict[tuple[str, str], float]]) -> None:
-    """Medians over steps: seconds by function, and the plugin's share of a step."""
+    """Prints medians over steps: seconds by function, and the plugin's share of a step."""
     totals = [sum(step.values()) for step in steps]
     rows = []
     for key in sorted({key for step in steps for key in step}, key=lambda key: (key[0] != PLUGIN, key)):

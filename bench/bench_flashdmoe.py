@@ -2,17 +2,17 @@
 
     python bench/bench_flashdmoe.py [--out build/bench] [--rounds 20] [--quick]
 
-Mixtral's and Phi-3.5-MoE's experts, SwiGLU without biases, bfloat16; layers route by fresh gates, virtual
-ranks evenly.
+Experts of Mixtral and Phi-3.5-MoE: SwiGLU without biases, bfloat16. Layers route by newly drawn gates,
+virtual ranks evenly.
 
-    layers         one rank, a forward pass and a step of `pmoe.MoELayer`: pipeline, fused=True, "persistent";
-                   with the launches on the device, counted by torch's profiler (FlashDMoE, Table 1.1: the
-                   paper has 1 a forward pass; pmoe's gate comes before). Cells hold all tokens: no counts are
-                   waited for
+    layers         one rank: a forward pass and a step of `pmoe.MoELayer` by the pipeline, by fused=True and
+                   by fused="persistent", with the launches on the device, counted by torch's profiler
+                   (FlashDMoE, Table 1.1: the paper has 1 a forward pass; pmoe's gate comes before it).
+                   Capacities hold all tokens, so nothing waits for row counts.
     virtual ranks  W = 2 and 4 in one launch: forward by the persistent kernel, beside COMET's pair
 
-First results are compared. Then every way runs once a round, each round beginning with another. CUDA events,
-medians, behind a write that empties the L2 cache.
+Results are compared first. Then every way runs once a round, and each round begins with another way. Times
+are medians by CUDA events, after a write that empties the L2 cache.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PATHS = {"pipeline": ("pipeline", "one rank"), "COMET": ("fused",), "persistent"
 
 
 def measure_layers(scenario: Scenario, rounds: int, flush: Tensor) -> list[dict[str, Any]]:
-    """Rows of the table. Raises SystemExit where a way falls back or gives another result."""
+    """Returns rows of the table. Raises SystemExit if a way falls back or gives another result."""
     model, x = scenario.model, scenario.x_TM.clone().requires_grad_()
     layers: dict[str, pmoe.MoELayer] = {}
     for name, way in WAYS.items():
@@ -90,7 +90,7 @@ def measure_layers(scenario: Scenario, rounds: int, flush: Tensor) -> list[dict[
 
 
 def measure_ranks(scenario: Scenario, num_ranks: int, rounds: int, flush: Tensor) -> dict[str, Any]:
-    """A row of the table. Raises SystemExit where the two ways give different results."""
+    """Returns a row of the table. Raises SystemExit if the two ways give different results."""
     fused, model = Fused(scenario, num_ranks), scenario.model
     x, weight, expert = (
         each.chunk(num_ranks) for each in (scenario.x_TM, scenario.weight_TK, scenario.expert_TK)
@@ -151,7 +151,8 @@ def main() -> None:
         torch.manual_seed(0)
         scenario = Scenario(model, num_rows)
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="pmoe: ")  # of a way that falls back
+            # A way that falls back warns. Its time would be that of another way, so the warning is an error.
+            warnings.filterwarnings("error", message="pmoe: ")
             layers += measure_layers(scenario, rounds, flush)
         ranks += [measure_ranks(scenario, num_ranks, rounds, flush) for num_ranks in (2, 4)]
         del scenario

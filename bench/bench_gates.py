@@ -1,11 +1,13 @@
-"""What do routing and ordering cost beside a layer's forward? Every gate by itself, then the order of rows.
-
-The gate decides, `count_rows` and `sort_rows` order its rows, and `SortedOrder` gathers them in that order
-and gives each token the sum of its own again, into memory that is there, as a layer's passes do. All of it is
-what is asked to stay within TARGET. The layer beside it is the plain top-1 one of the same size. Without
-gradients, one rank, n = 1.
+"""What do routing and ordering cost beside a layer's forward pass, for each gate?
 
     python bench/bench_gates.py --threads 2
+
+Three things are timed. The gate decides. `count_rows` and `sort_rows` order its rows. `SortedOrder` gathers
+the rows in that order and sums each token's rows again, into memory that exists before, as in a layer's
+passes.
+
+The goal is for all three together: at most TARGET of a forward pass of the plain top-1 layer of the same
+size. Without gradients, on one rank, n = 1.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from pmoe.gates import GATES, Gate, Routing
 from pmoe.ordering.sorted import SortedOrder, SortedRows, Tokens, count_rows, sort_rows
 
 TARGET = 0.05
-"""Gate and order, as a share of the layer's forward."""
+"""Goal: largest time of gate and order, as a share of the layer's forward."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Letters as in docs/how_it_works.md: T, M, H, E, K."""
+    """Sizes of layer and batch: T, M, H, E, K of docs/how_it_works.md."""
 
     tokens: int = 8192
     d_model: int = 1024
@@ -42,7 +44,7 @@ class Setting:
 
 
 def build(name: str, setting: Setting) -> Gate:
-    """The gate as `MoELayer(gate=name)` would hold it, in training mode."""
+    """Returns the gate that `MoELayer(gate=name)` would have, in training mode."""
     capacity = {"capacity_factor": 1.25} if name == "batch_prioritised" else {}
     return GATES[name](setting.d_model, setting.num_experts, setting.top_k, **capacity)
 
@@ -54,7 +56,7 @@ def route(gate: Gate, x: Tensor) -> Routing:
 
 
 def order(routing: Routing, num_tokens: int, num_experts: int) -> SortedRows:
-    """The slots in sorted order; what is dropped comes last."""
+    """Returns the slots in sorted order, with dropped ones last."""
     local = range(0, num_experts)
     tokens = Tokens(routing.expert.shape[0] if routing.token is None else num_tokens, routing.token)
     count_rows(routing.expert, routing.keep, 1, num_experts, tokens)
@@ -62,7 +64,7 @@ def order(routing: Routing, num_tokens: int, num_experts: int) -> SortedRows:
 
 
 class ThereAndBack:
-    """Rows gathered for the experts and put back, their tokens' sums; the experts are identities."""
+    """Gathers rows for the experts and sums them to tokens again. The experts are identities."""
 
     def __init__(self, routing: Routing, x: Tensor, order: SortedRows) -> None:
         top_k = routing.expert.shape[1]
@@ -75,7 +77,10 @@ class ThereAndBack:
         self.rows, self.out = x.new_empty(order.slot.numel(), x.shape[1]), x.new_empty(size, x.shape[1])
 
     def __call__(self, weighted: bool = False) -> Tensor:
-        """weighted: with the routing weights, which in a layer are the experts' to apply."""
+        """Returns the tokens' sums (T, M).
+
+        weighted: apply the routing weights too. In a layer the experts apply them.
+        """
         mix, routing = self.routing.mix, self.routing
         x = self.x if mix is None else mix.dispatch.t() @ self.x
         SortedOrder().order(x, self.token, self.rows)
@@ -88,7 +93,10 @@ class ThereAndBack:
 
 @torch.no_grad()
 def check(name: str, setting: Setting) -> None:
-    """The parts that are timed give what a loop over tokens and experts gives, experts being identities."""
+    """Raises AssertionError unless the timed parts give the result of a loop over tokens and experts.
+
+    The experts are identities.
+    """
     torch.manual_seed(0)
     small = Setting(tokens=12, d_model=8, d_hidden=8, num_experts=4, top_k=setting.top_k)
     x = torch.randn(small.tokens, small.d_model)

@@ -1,17 +1,19 @@
-"""How long one layer takes on one GPU, forward and with backward, beside the same layer written plainly.
+"""Time of one layer on one GPU, forward and with backward, beside the same layer written plainly.
 
     python bench/bench_gpu.py [--out build/bench] [--rounds 20]
 
-On one GPU nothing needs to travel, so this measures what micro-batches cost, not what they hide: n = 1, 2, 4,
-8 with the rows computed in place ("stays"), and with all of them sent to oneself through NCCL ("sent"). The
-plain layer is what one would write with autograd, the fastest of several spellings (`bench.plain`), with
-one product for all experts among them where torch has one (bfloat16).
+On one GPU nothing has to travel, so this measures what micro-batches cost, not what they hide. n = 1, 2, 4, 8
+run with rows computed in place ("stays"), and with all rows sent to the rank itself through NCCL ("sent").
+The plain layer is what one would write with autograd: the fastest of several spellings (`bench.plain`). One
+of them has one product for all experts, where torch has such a product (bfloat16).
 
-First every variant's output and gradients are checked against the plain layer in float64; then all variants
-are timed in turn, round by round, by CUDA events, behind a write that empties the L2 cache. FLOP are those of
-the two products of each routed row, three times as many with backward; the experts have no biases. In the
-table "/ plain" is the time over the plain layer's (below 1: faster), "spread" the middle half of the samples
-over their median.
+Output and gradients of every variant are first checked against the plain layer in float64. Then the variants
+take turns, round by round, timed by CUDA events after a write that empties the L2 cache.
+
+    FLOP       of the two products of each routed row, three times as many with backward. Experts have no
+               biases.
+    / plain    time / time of the plain layer; below 1 is faster
+    spread     (middle half of the samples) / median
 
 Letters: T tokens, K choices, N = T * K rows, E experts, M = d_model, H = d_hidden.
 """
@@ -37,11 +39,11 @@ import pmoe
 from bench.device import file_name, need_gpu, relative_error, show_gpu, time_in_turn
 from bench.plain import GROUPED, SPELLINGS, PlainMoE, fastest, name_of
 from bench.timing import OUT, Timing, table, write_json
-from pmoe.layer.spec import Switches
+from pmoe.call.options import Switches
 
 DEGREES = (1, 2, 4, 8)
 FLOAT32_ERROR = 5e-5
-"""Relative, against float64. TF32 would not pass."""
+"""Largest relative error of float32 results against float64. TF32 would exceed it."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -62,7 +64,7 @@ class Scenario:
 
     @property
     def forward_flop(self) -> int:
-        """Example: 1 row, M = 2, H = 3 -> 2 products of 6 multiply-adds -> 24."""
+        """FLOP of a forward pass. Example: 1 row, M = 2, H = 3 -> 2 products of 6 multiply-adds -> 24."""
         return 4 * self.tokens * self.top_k * self.d_model * self.d_hidden
 
 
@@ -74,7 +76,7 @@ SCENARIOS = (
 
 
 def one_launch(rows: Tensor) -> bool:
-    """Whether torch has one product for all experts that does not read the row counts on the host."""
+    """Returns whether torch has one product for all experts that does not read row counts on the host."""
     major, _ = torch.cuda.get_device_capability(rows.device)
     return rows.dtype == torch.bfloat16 and major in (9, 10)
 
@@ -85,7 +87,7 @@ def one_launch(rows: Tensor) -> bool:
 def results(
     run: Callable[[Tensor], Tensor], parameters: list[Tensor], x: Tensor, grad: Tensor
 ) -> list[Tensor]:
-    """The output and the gradients of x and ``parameters``."""
+    """Returns the output and the gradients of x and of ``parameters``."""
     x = x.detach().requires_grad_()
     y = run(x)
     found = torch.autograd.grad(y, [x, *parameters], grad)
@@ -95,9 +97,10 @@ def results(
 def check(
     scenario: Scenario, layer: pmoe.MoELayer, plain: PlainMoE, x: Tensor, grad: Tensor
 ) -> dict[str, Any]:
-    """The largest error of each tensor over all variants, beside the plain layer's.
+    """Returns the largest error of each tensor over all variants, beside the plain layer's.
 
-    Raises SystemExit where one is over the limit: FLOAT32_ERROR, or in bfloat16 twice the plain layer's.
+    Raises SystemExit if an error exceeds its limit: FLOAT32_ERROR, or in bfloat16 twice the plain layer's
+    error.
     """
     expert_TK = layer.gate(x).expert
     exact = PlainMoE(layer, "unbound", torch.float64)
@@ -114,14 +117,14 @@ def check(
         for name, got, right in zip(names, results(layer, parameters, x, grad), expected, strict=True):
             error = relative_error(got, right)
             limit = FLOAT32_ERROR if scenario.dtype == "float32" else 2 * plain_error[name]
-            if not error <= limit:  # NaN is refused too
+            if not error <= limit:  # also true for NaN
                 sys.exit(f"bench_gpu: {scenario.name}, {variant}: error of {name} is {error}, limit {limit}")
             worst[name] = max(worst[name], error)
     return {"largest_error": worst, "error_of_plain": plain_error}
 
 
 def variants(layer: pmoe.MoELayer) -> dict[str, Callable[[], None]]:
-    """What turns ``layer`` into each variant."""
+    """Returns functions that turn ``layer`` into each variant."""
 
     def configure(n: int, bypass_local: bool) -> Callable[[], None]:
         def set_both() -> None:
@@ -137,7 +140,7 @@ def variants(layer: pmoe.MoELayer) -> dict[str, Callable[[], None]]:
 
 
 def path_of(model: nn.Module, configure: Callable[[], None], x: Tensor) -> str:
-    """Which of pmoe's runners takes the call; "" for a plain layer."""
+    """Returns the name of the runner that computes the call; "" for a plain layer."""
     if not isinstance(model, pmoe.MoELayer):
         return ""
     configure()
@@ -149,7 +152,7 @@ def path_of(model: nn.Module, configure: Callable[[], None], x: Tensor) -> str:
 
 
 def measure(scenario: Scenario, rounds: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(what goes into the file, rows of the table) of one scenario."""
+    """Returns (content of the file, rows of the table) of one scenario."""
     torch.manual_seed(0)
     layer = pmoe.MoELayer(
         scenario.d_model,
@@ -164,7 +167,8 @@ def measure(scenario: Scenario, rounds: int) -> tuple[dict[str, Any], list[dict[
     plain = {name_of(spelling): PlainMoE(layer, spelling) for spelling in spellings}
     x = torch.randn(scenario.tokens, scenario.d_model, device="cuda").to(DTYPES[scenario.dtype])
     grad = torch.randn_like(x)
-    stacked = GROUPED if GROUPED in spellings else "unbound"  # its gradients are the layer's, one for one
+    # This spelling has the layer's stacked parameters, so its gradients can be compared one by one.
+    stacked = GROUPED if GROUPED in spellings else "unbound"
     checked = check(scenario, layer, plain[name_of(stacked)], x, grad)
     leaf = x.clone().requires_grad_()
 

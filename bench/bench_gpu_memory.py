@@ -1,14 +1,18 @@
-"""Do copies hide behind computation, and is the predicted memory the measured one, on one GPU?
+"""Do copies hide behind computation on one GPU, and is the measured memory the predicted one?
 
     python bench/bench_gpu_memory.py [--out build/bench] [--rounds 10]
 
-d_model 2048, d_hidden 8192, 16k tokens, bfloat16, one rank, n = 8. For each restore pair: the time of each
-pass; the time of its computation alone, which is the pass of the pair with "keep" in the place of "offload";
-that of its copies alone, their bytes at the copy rates measured here; and the pass over the larger of the two
-(1.15 is asked for). Beside them the peak that torch.cuda counts, and the predicted one. Last, what the cost
-model picks of S1 to S4 with the profile of this machine.
+d_model 2048, d_hidden 8192, 16k tokens, bfloat16, one rank, n = 8. For each restore pair it measures:
 
-Where copies take longer than computation they cannot hide: the ratio then says how well computation hides
+- the time of each pass;
+- the time of its computation alone: the pass of the same pair with "keep" in place of "offload";
+- the time of its copies alone: their bytes at copy rates that are measured here;
+- the pass over the larger of these two. The goal is 1.15;
+- the peak that torch.cuda counts, beside the predicted peak.
+
+Last it prints which of S1 to S4 the cost model picks with the profile of this machine.
+
+If copies take longer than computation, they cannot hide. The ratio then says how well computation hides
 behind them.
 """
 
@@ -30,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 import pmoe
 from bench.timing import OUT, Told, table, write_json
 from pmoe.comm.ranks import Ranks
-from pmoe.layer.memory import memory_shape
+from pmoe.layer.predict_memory import memory_shape
 from pmoe.measure.rates import measure
 from pmoe.planner.cost_model import cheapest_pair
 from pmoe.planner.profile import Profile
@@ -38,7 +42,7 @@ from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 
 
 def seconds_of(device: torch.device, run: Callable[[], object]) -> float:
-    """By events on the GPU, by the clock elsewhere."""
+    """Returns the seconds of a call: by events on a GPU, by the clock elsewhere."""
     if device.type != "cuda":
         begin = time.perf_counter()
         run()
@@ -60,7 +64,7 @@ def without_copies(pair: Restore) -> Restore:
 
 
 class Passes:
-    """Forward and backward of one layer under any pair."""
+    """Forward and backward of one layer with any pair."""
 
     def __init__(self, sizes: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
@@ -87,7 +91,9 @@ class Passes:
         return forward, seconds_of(self.device, lambda: kept[0].backward(self.dy))
 
     def peak(self, pair: Restore) -> tuple[int, int]:
-        """(what torch.cuda counted in a step beyond what was there, what was predicted)."""
+        """Returns (peak bytes that torch.cuda counted in a step beyond those before it, predicted peak
+        bytes).
+        """
         self.step(pair)
         self.x.grad = None
         self.layer.zero_grad(set_to_none=True)
@@ -103,7 +109,7 @@ class Passes:
 
 
 def copy_seconds(found: Profile, pair: Restore, sizes: argparse.Namespace, size: int) -> list[float]:
-    """Of all copies of forward, which go out, and of backward, which come in."""
+    """Returns the seconds of all copies in forward, to the host, and in backward, from the host."""
     columns = sizes.d_model * (pair.dispatched == "offload") + sizes.d_hidden * (pair.hidden == "offload")
     total = sizes.tokens * columns * size
     return [line.beta_seconds * total for line in (found.copy_out, found.copy_in)]

@@ -1,15 +1,17 @@
-"""Data-parallel gradients in the backward pass: how much of their all-reduce is left to wait for?
-
-A few blocks, each a dense part and an MoE layer, on ranks that are a node each, behind a slow link: their
-all-to-alls and the all-reduce of the dense gradients share it. Times a step without any reduction, with plain
-all-reduces behind backward, and with `pmoe.GradientReducer`'s pieces inside it; what a way takes beyond the
-first is its exposed time.
+"""How much of the all-reduce of data-parallel gradients is left to wait for after backward?
 
     python bench/bench_gradients.py                       # modelled link: all-reduces are held back too
     sudo python bench/bench_gradients.py --link real      # network namespaces on one token bucket
 
-The rate is set so that a layer's all-to-alls take ``link_share`` of its forward computing. At 1 and more the
-lane between nodes is full in the MoE layers, and only dense parts can hide gradients.
+The model has a few blocks of a dense part and an MoE layer. Each rank is a node behind a slow link, which
+all-to-alls and the all-reduce of dense gradients share. Three kinds of steps are timed: without any
+reduction, with plain all-reduces after backward, and with `pmoe.GradientReducer`, which reduces pieces within
+backward.
+
+    exposed time of a kind = its time - time without any reduction
+
+The rate of the link is set so that a layer's all-to-alls take ``link_share`` of its forward computation. At 1
+and more the lane between nodes is busy throughout the MoE layers, so only dense parts can hide gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 import pmoe
 from bench.links import INFINITE, launch
 from bench.timing import Timing, interleaved, table, write_json
-from pmoe.layer.spec import Switches
+from pmoe.call.options import Switches
 from pmoe.training.parallel import is_expert
 
 WAYS = ("no reduction", "plain", "partitioned")
@@ -41,7 +43,11 @@ WAYS = ("no reduction", "plain", "partitioned")
 
 @dataclass(frozen=True)
 class Setting:
-    """Letters as in docs/how_it_works.md. dense: products of (d_model, 2 d_model) and back in each block."""
+    """Sizes of the model and the batch (letters as in docs/how_it_works.md).
+
+    dense: number of products (d_model, 2 d_model) and back in the dense part of each block.
+    link_share: seconds of a layer's all-to-alls / seconds of its forward computation.
+    """
 
     tokens: int = 1024
     d_model: int = 512
@@ -78,7 +84,10 @@ def make_model(setting: Setting) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Result:
-    """What rank 0 brings home. predicted: exposed seconds by the partition, plain and after both steps."""
+    """Results of rank 0.
+
+    predicted: exposed seconds by the partition: plain, and after both of its steps.
+    """
 
     bytes_per_second: float
     dense_bytes: int
@@ -113,7 +122,7 @@ def run_rank(link: Any, setting: Setting, rounds: int, folder: str) -> Result:
             with hook.no_sync():
                 model(x).square().mean().backward()
 
-    for way in WAYS:  # the first pass shows what there is to hide
+    for way in WAYS:  # a reducer's first step only records, from the second on it sends pieces
         step(way)
     step("plain")
     step("partitioned")
@@ -148,7 +157,7 @@ def run_rank(link: Any, setting: Setting, rounds: int, folder: str) -> Result:
 
 
 def _rate(link: Any, setting: Setting, x: Tensor) -> float:
-    """Bytes a second at which a layer's two all-to-alls take that share of its computing, and sets it."""
+    """Sets and returns the rate at which a layer's two all-to-alls take ``link_share`` of its computation."""
     link.set_rate(INFINITE)
     layer = make_model(setting)[0].moe
     layer.switches = Switches(sequential=True)

@@ -2,23 +2,32 @@
 
     python bench/bench_grouped_gemm.py [--out build/bench] [--rounds 20] [--quick]
 
-Both products of an expert of three models, 16384 routed rows whose experts are drawn at random (so the groups
-are of unlike sizes; they are in the file): forward and both gradients, beside F.grouped_mm. Then what only
-pmoe's kernels do in one launch: the gated hidden with its activation, from rows that lie in order or are
-gathered; the product with routing weights; the way back through the nonlinearity; the weight gradient that is
-added to a float32 sum. Where PyTorch operations around F.grouped_mm give the same, they stand beside.
+Both products of an expert of three models, for 16384 routed rows. Experts are drawn at random, so groups
+differ in size (sizes are in the file). Forward and both gradients are measured beside F.grouped_mm. Then the
+forms that only pmoe's kernels compute in one launch:
 
-First every result is checked: a sample of its rows against float64, all of it against F.grouped_mm. Then all
-run in turn, round by round, by CUDA events, behind a write that empties the L2 cache, and the dense product
-with them: "of dense" is the rate over the dense product's in the same rounds. FLOP are 2 N I O, of rows that
-exist; "fill" is the part that these are of what blocks' tiles multiply; "of copy" is the fewest bytes over
-the time, beside a large copy's rate (bytes read plus bytes written). "x rival" above 1: pmoe is faster.
+- the gated hidden with its activation, from rows in order or gathered rows;
+- the product with routing weights;
+- the gradient through the nonlinearity;
+- the weight gradient that is added to a float32 sum.
 
-On Hopper two blocks may share an operand: "alone", "share B" and "share A" are the milliseconds of each way,
-"ms" those of the one that the rule picks (`pmoe.kernels.grouped_gemm.launch.SHARING`).
+If PyTorch operations around F.grouped_mm give the same result, they are measured too.
 
-The goals, for plain forward and both gradients: 1.0 x rival. 0.75 of dense for Mixtral and Phi-3.5-MoE; for
-Qwen2-MoE, 0.75 of the lower of dense x fill and FLOP x copy rate / fewest bytes ("of bound").
+Every result is checked first: a sample of its rows against float64, all of it against F.grouped_mm. Then all
+runs and the dense product take turns, round by round, timed by CUDA events after a write that empties the L2
+cache.
+
+    FLOP        2 N I O, of rows that exist
+    fill        FLOP / FLOP of the blocks' tiles, which are rarely full
+    of dense    rate / rate of the dense product in the same rounds
+    of copy     (fewest bytes / time) / rate of a large copy (bytes read plus bytes written)
+    x rival     above 1: pmoe is faster
+    alone, share B, share A
+                milliseconds of each way on Hopper, where two blocks may share an operand. "ms" is the way
+                that the rule picks (`pmoe.kernels.grouped_gemm.launch.SHARING`).
+
+Goals for plain forward and both gradients: x rival 1.0. Mixtral and Phi-3.5-MoE: 0.75 of dense. Qwen2-MoE:
+0.75 "of bound", the lower of dense rate * fill and FLOP * copy rate / fewest bytes.
 
 Letters: N rows, E experts, K choices, I in-features, O out-features, M = d_model, H = d_hidden.
 """
@@ -66,23 +75,29 @@ from pmoe.kernels import grouped_gemm
 
 DENSE = 8192
 LEAD_CYCLES = 600_000
-"""The device sleeps so long, 0.3 ms at 2 GHz, while the host enqueues what is timed: device time counts."""
+"""Cycles for which the device sleeps first: 0.3 ms at 2 GHz.
+
+Meanwhile the host enqueues the work, so that device time is measured.
+"""
 
 SHARED: dict[str, Literal["none", "B", "A"]] = {"alone": "none", "share B": "B", "share A": "A"}
 SHARE = 0.75
 LIMIT = 2.0**-8
-"""Of the relative error of bfloat16 results: one rounding is 2^-9 at most on average."""
+"""Largest relative error of bfloat16 results. One rounding is 2^-9 at most on average."""
 
 
 # ---- correct first
 
 
 def check(case: Case) -> float:
-    """The relative error of the sample. Raises SystemExit over the limit, or twice it from the rival's."""
+    """Returns the relative error of the sample.
+
+    Raises SystemExit if it exceeds LIMIT, or if the difference from the rival's result exceeds twice LIMIT.
+    """
     result = case.run()
     got, expected = case.exact(result)
     error = relative_error(got, expected)
-    if not error <= LIMIT:  # NaN is refused too
+    if not error <= LIMIT:  # also true for NaN
         sys.exit(f"bench_grouped_gemm: {case.name}: relative error {error} of a sample, limit {LIMIT}")
     if case.rival is not None:
         other = case.rival()
@@ -96,7 +111,7 @@ def check(case: Case) -> float:
 
 
 class Ceilings:
-    """A dense product's and a copy's rates. The dense product runs again beside every measured product."""
+    """Rates of a dense product and of a copy. The dense product runs again beside every measured product."""
 
     def __init__(self, path: str, side: int, copy_bytes: int, rounds: int) -> None:
         self.path, self.side = path, side
@@ -119,7 +134,7 @@ class Ceilings:
 def measure(
     case: Case, ceilings: Ceilings, by_bound: bool, rounds: int
 ) -> tuple[dict[str, Any], dict[str, Timing]]:
-    """(row of the table, samples)"""
+    """Returns (row of the table, samples)."""
     error = check(case)
     runs: dict[str, Callable[[], object]] = {"pmoe": case.run, "dense": ceilings.dense}
     if ceilings.path == "sm_90a":
@@ -154,7 +169,7 @@ def measure(
 
 
 def missed(model: Model, row: Mapping[str, Any]) -> list[str]:
-    """Goals that a row is under."""
+    """Returns the goals that a row misses."""
     if not row["plain"]:
         return []
     shares = {"x rival": 1.0, "of bound" if model.by_bound else "of dense": SHARE}
@@ -183,7 +198,7 @@ SHOWN = (
 def measure_model(
     model: Model, num_rows: int, ceilings: Ceilings, rounds: int
 ) -> tuple[dict[str, Any], list[str]]:
-    """(what goes into the file, goals that were missed)"""
+    """Returns (content of the file, goals that were missed)."""
     torch.manual_seed(0)
     routed, tile = Routed(model, num_rows), tile_of(ceilings.path)
     makers: list[Callable[[], Iterator[Case]]] = [

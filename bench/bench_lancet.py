@@ -1,15 +1,18 @@
-"""Lancet's passes on a whole model beside the layer's own pipeline: the step, exposed communication, memory.
-
-A GPT whose every second block is a `pmoe.MoELayer`, on ranks behind a modelled link so slow that both
-all-to-alls of a layer's pass take --ratio times as long as its experts compute forward. The same model runs
-with the layer's pipeline at several n, and compiled by ``torch.compile(model, backend="pmoe")``, round by
-round in the same run. Exposed is what a rank waits for the link; what it waits for a late peer, and for gloo
-to copy, stands beside it. Each piece takes some minutes, and is kept in lancet.json beside the others:
+"""Lancet's passes on a whole model beside the layer's own pipeline: step, exposed communication, memory.
 
     python bench/bench_lancet.py --ratio 3          # or 5; timelines, and what the runtime costs
     python bench/bench_lancet.py --plans 20         # predicted against measured steps: the paper's Fig. 14
     python bench/bench_lancet.py --small 64 128 256
     python bench/bench_lancet.py --deep 24          # seconds of the passes, beside torch.compile's own
+
+The model is a GPT in which every second block has a `pmoe.MoELayer`. The ranks are behind a modelled link. It
+is so slow that both all-to-alls of a layer's pass take --ratio times as long as the forward of its experts.
+In one run, round by round, the model takes turns with the layer's pipeline at several n and compiled by
+``torch.compile(model, backend="pmoe")``.
+
+Exposed time is the time for which a rank waits for the link. The time for which it waits for a late rank, or
+for gloo to copy, stands beside it. Each of these commands takes some minutes and stores its piece in
+lancet.json.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ from pmoe.planner.timeline import draw
 DEGREES = (1, 2, 4, 8)
 WHOLE = "whole graph"
 WARM_UP = 4
-"""Steps in which a compiled model measures, agrees and orders."""
+"""Steps in which a compiled model measures, agrees on a plan and orders its instructions."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Setting:
 
 
 class Waits:
-    """Seconds that this rank has waited: for the link, and for gloo, whose peer may be late."""
+    """Seconds for which this rank has waited: for the link, and for gloo, whose other rank may be late."""
 
     def __init__(self) -> None:
         self.link = self.peer = 0.0
@@ -100,7 +103,10 @@ class Waits:
 
 @dataclass
 class Way:
-    """One way to run the model. graphs: its compiled ones, by direction."""
+    """One way to run the model, and its measurements.
+
+    graphs: its compiled graphs, by direction.
+    """
 
     model: ByteGPT
     call: Callable[[Tensor], Tensor]
@@ -112,7 +118,7 @@ class Way:
 
 
 class Rank:
-    """One rank's models, and a step of each."""
+    """All models of one rank, and a step of each."""
 
     def __init__(self, setting: Setting, folder: str) -> None:
         os.environ["PMOE_CACHE"] = folder
@@ -136,7 +142,10 @@ class Rank:
         way.peer.append(self.waits.peer - peer)
 
     def add(self, name: str, pipeline: int | bool = False, **compiled: Any) -> None:
-        """compiled: arguments of torch.compile, none for the model as it is."""
+        """Adds a way to run the model.
+
+        compiled: arguments of torch.compile; none to run the model without it.
+        """
         model = self.setting.model(pipeline)
         call = torch.compile(model, **compiled) if compiled else model
         self.ways[name] = Way(model, call)  # type: ignore[arg-type]
@@ -145,7 +154,7 @@ class Rank:
             self.ways[name].graphs = [Ordered.of(each) for each in RUNNERS.values()]
 
     def add_plan(self, name: str, plans: dict[str, tuple[RangePlan, bool]]) -> None:
-        """The compiled model once more, with other plans."""
+        """Adds the compiled model once more, with other plans."""
         whole = self.ways[WHOLE]
         for each in whole.graphs:
             each.program.watch = None
@@ -164,8 +173,7 @@ class Rank:
         way.link.clear(), way.forward_link.clear(), way.peer.clear()
 
     def timed(self, rounds: int) -> dict[str, dict[str, Any]]:
-        """By way: its step's seconds, and what stands beside them; gradients and memory are watched in one
-        more step."""
+        """Returns seconds of each way's step and its parts. One more step measures gradients and memory."""
         times = interleaved({name: lambda name=name: self.step(name) for name in self.ways}, rounds)
         plain, found = list(self.ways.values())[0], dict[str, dict[str, Any]]()
         for name, way in self.ways.items():
@@ -195,7 +203,7 @@ class Rank:
         return found
 
     def timelines(self, name: str, title: str) -> dict[str, Any]:
-        """When the instructions of one step ran, as panels of a drawing."""
+        """Returns the times at which the instructions of one step ran, as panels of a drawing."""
         way, panels = self.ways[name], dict[str, Any]()
         watches = [PassTimeline(each.instructions) for each in way.graphs]
         kept, way.graphs = way.graphs, []
@@ -217,8 +225,10 @@ def layer_name(n: int) -> str:
 
 
 def slowed(link: Any, setting: Setting) -> tuple[float, float]:
-    """(seconds of a layer's experts forward, bytes a second that go with the ratio): rank 0's, and the
-    link's from now on."""
+    """Sets the link's rate for the ratio. Returns (seconds of a layer's experts in forward, bytes a second).
+
+    Both are rank 0's.
+    """
     link.set_rate(INFINITE)
     layer = next(each for each in setting.model().modules() if isinstance(each, pmoe.MoELayer))
     ranks = dist.get_world_size()
@@ -239,7 +249,7 @@ def slowed(link: Any, setting: Setting) -> tuple[float, float]:
 
 
 def beside_layer(link: Any, setting: Setting, folder: str, rounds: int, picture: str) -> dict[str, Any]:
-    """The whole graph beside the layer's pipeline; then its timelines, and what the runtime costs."""
+    """Measures the compiled model beside the layer's pipeline, then timelines and the cost of the runtime."""
     rank = Rank(setting, folder)
     seconds, rate = slowed(link, setting)
     for n in DEGREES:
@@ -280,7 +290,7 @@ def beside_layer(link: Any, setting: Setting, folder: str, rounds: int, picture:
 
 
 def many_plans(link: Any, setting: Setting, folder: str, rounds: int, count: int) -> dict[str, Any]:
-    """Steps of plans, chosen and not chosen: predicted and measured seconds of their graphs."""
+    """Measures steps of plans, chosen and others: predicted and measured seconds of their graphs."""
     rank = Rank(setting, folder)
     slowed(link, setting)
     rank.add(WHOLE, backend="pmoe")
@@ -298,7 +308,7 @@ def many_plans(link: Any, setting: Setting, folder: str, rounds: int, count: int
 
 
 def planning(link: Any, setting: Setting, folder: str, _rounds: int) -> dict[str, Any]:
-    """Seconds of planning for a deep model, and of first steps with and without this backend."""
+    """Measures the seconds of planning for a deep model, and of first steps with and without this backend."""
     link.set_rate(50e6)
     rank, found = Rank(setting, folder), dict[str, Any]()
 
@@ -333,7 +343,7 @@ def told(name: str, found: dict[str, Any]) -> None:
 
 
 def keep(path: Path, name: str, found: dict[str, Any]) -> None:
-    """Writes a piece beside those that the file has."""
+    """Stores a piece in the file, beside the pieces that it has."""
     pieces = {}
     with contextlib.suppress(OSError, ValueError):
         pieces = json.loads(path.read_text()).get("pieces", {})

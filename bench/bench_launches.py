@@ -1,15 +1,15 @@
-"""How many operations a forward pass launches (FlashDMoE's Table 1.1), for pmoe's ways to run a layer.
+"""How many operations does a forward pass launch, for each of pmoe's ways to run a layer?
 
     python bench/bench_launches.py
 
-Two kinds of numbers, told apart in the column "how":
+It is FlashDMoE's Table 1.1. The column "how" says where a number comes from:
 
-- profiler: on the CPU, torch's profiler; operations that compute or copy, each with what it calls as one.
-  Views, allocations and what only asks for sizes launch nothing on a GPU, and are left out, but what they
-  call counts. One rank, float32, top-2 of 8 experts.
+- profiler: torch's profiler on the CPU, for one rank, float32, top-2 of 8 experts. It counts operations that
+  compute or copy, each together with what it calls. Views, allocations and questions about sizes launch
+  nothing on a GPU and do not count, but operations that they call do.
 - construction: the launches that `pmoe/runners/one_rank.py` and the fused kernels make on one rank of a GPU,
-  the gate's among them. No profiler has counted them yet; `bench/bench_alone.py` and
-  `bench/bench_flashdmoe.py` do on a GPU.
+  with the gate's. They are not counted by a profiler here; `bench/bench_alone.py` and
+  `bench/bench_flashdmoe.py` count them on a GPU.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ detach alias lift_fresh unflatten view_as expand_as item _local_scalar_dense is_
 contiguous resolve_conj resolve_neg _reshape_alias numpy_T mT chunk flatten unfold diagonal detach_"""
 NO_KERNEL = frozenset(f"aten::{name}" for name in _NAMES.split())
 CONSTRUCTED = {"one rank's kernels": 6, "fused=True": 5, 'fused="persistent"': 1}
-"""On one rank of a GPU: docs/kernels.md, docs/comet.md and docs/flashdmoe.md say which."""
+"""Launches on one rank of a GPU: docs/kernels.md, docs/comet.md and docs/flashdmoe.md list them."""
 
 
 def operations(n: int) -> list[str]:
-    """Those of a forward pass in n chunks that launch something."""
+    """Returns the operations of a forward pass in n chunks that launch something."""
     print(f"n = {n}", file=sys.stderr, flush=True)
     torch.manual_seed(0)
     layer = pmoe.MoELayer(16, 32, num_experts=8, top_k=2, pipeline=n)
@@ -50,7 +50,7 @@ def operations(n: int) -> list[str]:
 
 
 def launched(call: Callable[[], object]) -> list[str]:
-    """The operations of a call that compute or copy, those inside another not counted."""
+    """Returns the operations of a call that compute or copy, without those that another one calls."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         call()
     found: list[str] = []

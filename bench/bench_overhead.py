@@ -2,16 +2,17 @@
 
     python bench/bench_overhead.py [--against /path/to/another/clone] [--rounds 12] [--calls 40]
 
-One rank of gloo, one thread, 64 tokens, d_model 16, d_hidden 32, one expert, top-1; every row is sent to the
-rank itself. Three clocks: CPU seconds of the calling thread, CPU seconds of the process (gloo's threads among
-them), and seconds that passed. Times are medians over the rounds of a round's median call.
+One rank of gloo with one thread, 64 tokens, d_model 16, d_hidden 32, one expert, top-1. Every row is sent to
+the rank itself. Three clocks are read: CPU seconds of the calling thread, CPU seconds of the process (gloo's
+threads included), and elapsed seconds. A time is the median, over the rounds, of a round's median call.
 
-With ``--against`` two versions run in alternating rounds, each in a process of its own. A ratio is the median
-over the rounds of this version over the other.
+With ``--against``, two versions run in alternating rounds, each in a process of its own. A ratio is the
+median over the rounds of (this version / the other).
 
-Operations are those that torch dispatches; views are those of them that only return a part of their argument.
-An operation belongs to the innermost file of pmoe on the stack, or to autograd where there is none. A file's
-milliseconds are its share of a call under ``sys.setprofile``, times the thread's CPU time of a call without.
+Operations are those that torch dispatches. Views are the operations that only return a part of their
+argument. An operation belongs to the innermost file of pmoe on the stack, or to autograd if there is none. A
+file's milliseconds are its share of a call under ``sys.setprofile``, times the thread's CPU time of a call
+without it.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Counting(TorchDispatchMode):
 
 
 def owner_of(frame: FrameType | None, package: str) -> str | None:
-    """The innermost file of the package on the stack, its path inside of it."""
+    """Returns the innermost file of the package on the stack, by its path in the package."""
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(package):
@@ -85,7 +86,7 @@ def owner_of(frame: FrameType | None, package: str) -> str | None:
 
 
 class Clocked:
-    """Seconds by the innermost file of the package that runs, while it is ``sys.setprofile``'s function."""
+    """Seconds by the innermost file of the package that runs. It is the function of ``sys.setprofile``."""
 
     def __init__(self, package: str) -> None:
         self.package, self.seconds = package, collections.Counter[str]()
@@ -106,7 +107,7 @@ class Clocked:
 
 
 class Subject:
-    """The layers of one version of pmoe."""
+    """Layers of one version of pmoe."""
 
     def __init__(self, root: str) -> None:
         sys.path.insert(0, root)
@@ -122,7 +123,7 @@ class Subject:
         self.dy = torch.randn(TOKENS, D_MODEL)
 
     def facts(self) -> dict[str, Any]:
-        """Of each case: tasks, operations, views and operations by file, in each pass."""
+        """Returns the tasks, operations, views and operations by file of each case and pass."""
         return {name: self._facts(name) for name in CASES}
 
     def _facts(self, case: str) -> dict[str, Any]:
@@ -149,7 +150,7 @@ class Subject:
         return found
 
     def times(self, calls: int) -> dict[str, Any]:
-        """Of each case and pass, by clock, the median seconds of so many calls."""
+        """Returns the median seconds of so many calls, of each case and pass, by clock."""
         samples: dict[str, Any] = {
             case: {name: {clock: [] for clock in CLOCKS} for name in PASSES} for case in CASES
         }
@@ -164,7 +165,7 @@ class Subject:
         }
 
     def shares(self, calls: int) -> dict[str, Any]:
-        """Of each case and pass, by file, its share of the time."""
+        """Returns, for each case and pass, each file's share of the time."""
         found: dict[str, Any] = {}
         for case in CASES:
             clocked = {name: Clocked(self.package) for name in PASSES}
@@ -209,7 +210,9 @@ def timed(samples: dict[str, list[float]]) -> Iterator[None]:
 
 
 def all_travel(pmoe: Any, options: dict[str, Any]) -> Any:
-    """A layer whose rows all travel, by the constructor of older versions or the switch of newer ones."""
+    """Returns a layer whose rows all travel: by the constructor of older versions or the switch of newer
+    ones.
+    """
     sizes = (D_MODEL, D_HIDDEN, 1, 1)
     try:
         return pmoe.MoELayer(*sizes, bypass_local=False, **options)
@@ -220,7 +223,7 @@ def all_travel(pmoe: Any, options: dict[str, Any]) -> Any:
 
 
 def serve(root: str) -> None:
-    """Answers each line of the input, [what, arguments], by one line."""
+    """Answers each line of stdin, [what, arguments], with one line."""
     subject = Subject(root)
     subject.times(WARMUP)
     for line in sys.stdin:
@@ -258,7 +261,10 @@ class Version:
 
 
 def measure(roots: dict[str, Path], rounds: int, calls: int) -> dict[str, Any]:
-    """Of each version: facts, shares, and times by round; versions take turns in who begins."""
+    """Returns the facts, shares and times (by round) of each version.
+
+    Versions take turns to begin a round.
+    """
     versions = {name: Version(root) for name, root in roots.items()}
     found: dict[str, Any] = {name: {"facts": each.ask("facts")} for name, each in versions.items()}
     samples: dict[str, list[Any]] = {name: [] for name in versions}
@@ -275,7 +281,7 @@ def measure(roots: dict[str, Path], rounds: int, calls: int) -> dict[str, Any]:
 
 
 def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """The table: of each case and pass a row for each version, and the ratios where there are two."""
+    """Returns the table: a row for each case, pass and version, and the ratios if there are two versions."""
     rows = []
     for case in CASES:
         for name in PASSES:
@@ -303,12 +309,12 @@ def _ratios(this: dict[str, Any], other: dict[str, Any], case: str, name: str) -
 
 
 def series(of: dict[str, Any], case: str, name: str, clock: str) -> list[float]:
-    """Seconds of each round."""
+    """Returns the seconds of each round."""
     return [each[case][name][clock] for each in of["times"]]
 
 
 def by_file(of: dict[str, Any], case: str) -> list[dict[str, Any]]:
-    """Operations and milliseconds of each file, the slowest first."""
+    """Returns operations and milliseconds of each file, the slowest first."""
     rows: dict[str, dict[str, Any]] = {}
     for name in PASSES:
         shares, counts = of["shares"][case][name], of["facts"][case][name]["operations by file"]

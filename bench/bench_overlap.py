@@ -1,14 +1,16 @@
 """How well does the pipeline hide communication on a slow link?
 
-2 ranks, one thread each, on a link whose rate makes communication cost what computation costs. Prints
-forward, backward and step of the layer for each n, and of `sequential` runs in which every task waits for
-the one before, beside two bounds: computation alone (the experts' products on the routed rows and nothing
-else) and communication alone. The bound of a pass is the larger of the two; a step's is the sum of both
-passes', for one cannot help the other.
-
     python bench/bench_overlap.py --link modelled --rate auto       # forward: communication = computation
     python bench/bench_overlap.py --link modelled --rate auto-step  # the step: the same
     sudo python bench/bench_overlap.py --link real --rate auto
+
+2 ranks with one thread each, on a link whose rate makes communication cost as much as computation. It prints
+forward, backward and step of the layer for each n, and of `sequential` runs, in which every task waits for
+the previous one.
+
+Two bounds stand beside them: computation alone (the experts' products of the routed rows and nothing else)
+and communication alone. A pass cannot be faster than the larger of the two. The bound of a step is the sum of
+both passes' bounds, because neither pass can help the other.
 
 The simulator's prediction stands beside each measured step. Its task costs come from other runs: the layer
 without overlap and without a limit on the link, at two sizes, and messages of two sizes.
@@ -47,17 +49,17 @@ from bench.passes import (
     timed,
 )
 from bench.timing import OUT, Timing, counted, table, write_json
-from pmoe.engine.recording import recording
-from pmoe.layer.spec import Switches
+from pmoe.call.options import Switches
+from pmoe.engine.lanes.recorder import recording
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate, task_seconds
 from pmoe.planner.timeline import Span, bars, draw, simulated_bars
-from pmoe.schedule.straight import backward_schedule, forward_schedule
+from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, Stages, Task, local_pieces, sequential
 
 
 class Step:
-    """Runs forward and backward of the layer with a given n; times of both, of this rank."""
+    """Runs forward and backward of the layer with a given n. Returns this rank's times of both."""
 
     def __init__(self, setting: Setting) -> None:
         self.layer, self.x, self.dy = make_layer(setting)
@@ -74,8 +76,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of each kind of task in each direction by rows, of a message by bytes, and what a pass does
-    outside its schedule (gate, ordering, exchange of counts; the gate's backward)."""
+    """Measured costs of tasks.
+
+    compute: seconds of each kind of task by rows, by direction.
+    message: seconds of a message by bytes.
+    outside: seconds of each pass outside of its schedule: gate, ordering and counts; the gate's backward.
+    """
 
     compute: dict[str, dict[str, LineCost]]
     message: LineCost
@@ -83,7 +89,7 @@ class Costs:
 
 
 def rows_of(setting: Setting, kind: Kind, chunk: int, n: int) -> float:
-    """Rows that a task of a step in n chunks works on."""
+    """Returns the number of rows that a task works on in a step of n chunks."""
     if kind not in (Kind.LOCAL, Kind.LOCAL_WGRAD):
         share = (setting.world - 1) / setting.world if kind is not Kind.OUTPUT else 1.0
         return share * setting.rows / n
@@ -93,7 +99,7 @@ def rows_of(setting: Setting, kind: Kind, chunk: int, n: int) -> float:
 
 
 def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: int) -> Costs:
-    """From runs without overlap at two sizes, n = 1 and n = 16, and from messages of two sizes."""
+    """Measures costs from runs without overlap at n = 1 and n = 16, and from messages of two sizes."""
     link.set_rate(INFINITE)
     samples: dict[tuple[str, Kind], list[tuple[float, float]]] = defaultdict(list)
     outside: dict[str, list[float]] = {"forward": [], "backward": []}
@@ -123,7 +129,7 @@ def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: 
 
 
 def predict(costs: Costs, setting: Setting, n: int, is_sequential: bool) -> dict[str, Any]:
-    """The simulator's spans and times of a step in n chunks."""
+    """Returns the simulator's spans and times of a step in n chunks."""
     predicted: dict[str, Any] = {"spans": {}}
     for direction, build in (("forward", forward_schedule), ("backward", backward_schedule)):
         schedule = build(n, Stages(local=True, remote=True))
@@ -145,7 +151,7 @@ def predict(costs: Costs, setting: Setting, n: int, is_sequential: bool) -> dict
 
 @dataclass(frozen=True)
 class Result:
-    """What rank 0 brings home."""
+    """Results of rank 0."""
 
     times: dict[str, dict[str, Timing]]
     bytes_per_second: float
@@ -179,7 +185,10 @@ def run_rank(
 
 
 def median_step(step: Step, n: int, rounds: int) -> list[Span]:
-    """The spans of the step in the middle of several by their time: one alone may be the one that waited."""
+    """Returns the spans of the step with the median time of several.
+
+    A single step may have waited by chance.
+    """
     recorded = []
     for _ in range(rounds):
         with recording() as journal:
@@ -204,7 +213,9 @@ def bounds(times: dict[str, dict[str, Timing]]) -> dict[str, float]:
 def report_rows(
     setting: Setting, result: Result, degrees: list[int], with_sequential: bool
 ) -> list[dict[str, Any]]:
-    """One row a run: milliseconds, ratios to the bounds, speed-ups over sequential runs, the prediction."""
+    """Returns one row of the table for each run: milliseconds, ratios to the bounds, speed-ups, the
+    prediction.
+    """
     bound = bounds(result.times)
     rows = []
     for name in ("computation alone", "communication alone"):
@@ -229,7 +240,7 @@ def report_rows(
 
 
 def panels(setting: Setting, result: Result, n: int) -> dict[str, list[Span]]:
-    """One measured step above the step that the schedule predicts."""
+    """Returns panels of a picture: a measured step above the predicted step."""
     predicted = predict(result.costs, setting, n, False)
     shifted: list[Span] = []
     origin = 0.0

@@ -1,10 +1,11 @@
-"""What does `skip_padding` save in a training step of a model of transformers?
+"""What does `skip_padding` save in a training step of a transformers model?
 
     python bench/bench_padding.py [--rounds 12]
 
-Mixtral of 4 layers, 8 experts, top-2, hidden 256, intermediate 512, in float32 on one thread: 8 sequences of
-256 positions, half of the 2,048 positions padding. Steps (forward and backward) with and without it take
-turns. A ratio is the median over the rounds of the step that skips over the one before it that does not.
+The model is a Mixtral of 4 layers with 8 experts, top-2, hidden 256, intermediate 512, in float32 on one
+thread. A batch has 8 sequences of 256 positions, and half of the 2,048 positions are padding. Steps (forward
+and backward) with and without `skip_padding` take turns. A ratio is the median over the rounds of (step that
+skips / the step before it, which does not).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def make_model() -> Any:
 
 
 def make_batch() -> dict[str, torch.Tensor]:
-    """Padding on the right, as collators make it for training."""
+    """Returns a batch with padding on the right, as collators make it for training."""
     mask = torch.arange(POSITIONS) < torch.tensor(LENGTHS).unsqueeze(1)
     ids = torch.randint(3, 1000, mask.shape).where(mask, 0)
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.where(mask, -100)}

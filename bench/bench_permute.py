@@ -1,15 +1,17 @@
-"""The permute kernels on one GPU: bytes a second, beside a copy and beside the same as PyTorch operations.
+"""The permute kernels on one GPU: bytes a second, beside a copy and the same as PyTorch operations.
 
     python bench/bench_permute.py [--out build/bench] [--rounds 20] [--parts 0]
 
-Bytes are counted as the work needs them: each row that is read counts once, however often it is read from a
-cache, each write in full, positions and weights too. "of copy" is the rate over that of one large copy on the
+Bytes are those that the work needs. Each row that is read counts once, even if a cache serves it again. Each
+write counts in full; positions and weights count too. "of copy" is the rate / the rate of a large copy on the
 same card (bytes read plus bytes written). The goal is 0.85.
 
-First every kernel's result is checked against float64; then all run in turn, round by round, by CUDA events,
-behind a write that empties the L2 cache. "torch" is what one would write without the kernels: index_select by
-expert order, index_add_ back (which adds in any order), and for gradients the same and a sum of products.
---parts 0 1 2 4 8 sweeps how many warps share a token; 0 is what cuda/permute/layout.h chooses.
+Every kernel's result is checked against float64 first. Then all take turns, round by round, timed by CUDA
+events after a write that empties the L2 cache. "torch" is what one would write without the kernels:
+index_select in expert order, index_add_ back (which adds in any order), and for gradients the same and a sum
+of products.
+
+--parts 0 1 2 4 8 tries numbers of warps that share a token; 0 is the choice of cuda/permute/layout.h.
 
 Letters: T tokens, K choices, N = T * K rows, M columns.
 """
@@ -63,7 +65,7 @@ SCENARIOS = (
 
 
 class Problem:
-    """Random rows, and experts drawn at random: the rows of each stand together, in token order."""
+    """Random rows with random experts. The rows of each expert are neighbours, in token order."""
 
     def __init__(self, scenario: Scenario) -> None:
         tokens, top_k = scenario.tokens, scenario.top_k
@@ -83,7 +85,7 @@ class Problem:
         self.out_NM, self.out_TM = torch.empty_like(self.rows_NM), torch.empty_like(self.x_TM)
         self.d_weight_TK = torch.empty_like(self.weight_TK)
 
-    # The kernels, into fixed memory. Of the gradients x stands for d_y, too, and rows for d_rows.
+    # The kernels, into fixed memory. In the gradients, x also serves as d_y, and rows as d_rows.
 
     def permute(self) -> None:
         permutes.launch_permute(self.x_TM, self.position_TK, None, self.out_NM)
@@ -114,7 +116,7 @@ class Problem:
             self.d_weight_TK,
         )
 
-    # The same as PyTorch operations; they return what the kernels write.
+    # The same as PyTorch operations. They return the tensors that the kernels write.
 
     def torch_permute(self) -> list[Tensor]:
         return [torch.index_select(self.x_TM, 0, self.token_N)]
@@ -194,7 +196,7 @@ def bytes_of(tensors: list[Tensor]) -> int:
 
 
 def exact(problem: Problem, kernel: Kernel) -> list[Tensor]:
-    """What the kernel should write, in float64, one choice at a time."""
+    """Returns what the kernel should write, in float64, computed one choice at a time."""
     p = problem
     weight_TK = torch.ones_like(p.weight_TK) if kernel.name == "permute" else p.weight_TK
     rows = torch.empty(p.rows_NM.shape, dtype=torch.float64, device="cuda")
@@ -216,8 +218,10 @@ def run(problem: Problem, kernel: Kernel, parts: int) -> None:
 
 
 def check(problem: Problem, kernel: Kernel, parts: int) -> float:
-    """The largest relative error of what it writes, over poison. Raises SystemExit over the limit: two
-    roundings of the rows' type, or 1e-5 for sums in float32."""
+    """Returns the largest relative error of what the kernel writes. The memory is filled with NaN before.
+
+    Raises SystemExit over the limit: two roundings of the rows' dtype, or 1e-5 for sums in float32.
+    """
     for tensor in kernel.written(problem):
         tensor.fill_(float("nan"))
     run(problem, kernel, parts)
@@ -225,7 +229,7 @@ def check(problem: Problem, kernel: Kernel, parts: int) -> float:
     for got, expected in zip(kernel.written(problem), exact(problem, kernel), strict=True):
         error = relative_error(got, expected)
         limit = 1e-5 if got.dtype == torch.float32 else 2 * ROUNDED[got.dtype]
-        if not error <= limit:  # NaN is refused too
+        if not error <= limit:  # also true for NaN
             sys.exit(f"bench_permute: {kernel.name}: relative error {error}, limit {limit}")
         worst = max(worst, error)
     return worst
@@ -235,15 +239,17 @@ def check(problem: Problem, kernel: Kernel, parts: int) -> float:
 
 
 def measure_copy(rounds: int) -> Timing:
-    """Seconds of a copy of COPY_BYTES, which reads and writes as many."""
+    """Returns seconds of a copy of COPY_BYTES, which reads and writes that many bytes."""
     source = torch.randint(256, (COPY_BYTES,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return time_in_turn({"copy": partial(target.copy_, source)}, rounds)["copy"]
 
 
 def takes(problem: Problem, kernel: Kernel, parts: int) -> bool:
-    """Whether the layout can share a token among that many warps: more than a row has slices are refused by
-    the gradients, and mean all slices to the others."""
+    """Returns whether the layout can share a token among that many warps.
+
+    If there are more warps than slices of a row, the gradients refuse; the other kernels use all slices.
+    """
     try:
         run(problem, kernel, parts)
     except ValueError as error:
@@ -255,7 +261,10 @@ def takes(problem: Problem, kernel: Kernel, parts: int) -> bool:
 def measure(
     scenario: Scenario, parts: list[int], copy_rate: float, rounds: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(what goes into the file, rows of the table). copy_rate: bytes a second."""
+    """Returns (content of the file, rows of the table).
+
+    copy_rate: bytes a second.
+    """
     torch.manual_seed(0)
     problem = Problem(scenario)
     rows: list[dict[str, Any]] = []

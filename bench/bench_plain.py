@@ -1,9 +1,9 @@
-"""What does pmoe's machinery cost where there is nothing to hide? One rank, n = 1, against plain autograd.
-
-All layers hold the same weights and give the same output. The plain one is spelled in several ways
-(`bench.plain`); "/ plain" is the time over that of the fastest.
+"""What does pmoe's machinery cost if there is nothing to hide? One rank, n = 1, against plain autograd.
 
     python bench/bench_plain.py --threads 2
+
+All layers have the same weights and give the same output. The plain layer is written in several ways
+(`bench.plain`). "/ plain" is the time / the time of the fastest of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bench.timing import OUT, Timing, interleaved, table, write_json
 
 @dataclass(frozen=True)
 class Setting:
-    """Letters as in docs/how_it_works.md: rows = T * K."""
+    """Sizes of layer and batch (letters as in docs/how_it_works.md): rows = T * K."""
 
     tokens: int = 4096
     d_model: int = 512

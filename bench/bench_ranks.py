@@ -2,13 +2,15 @@
 
     python bench/bench_ranks.py [--ranks 8 64 512 4096] [--rounds 5] [--calls 5]
 
-One rank of W is there, over a stand-in for the group whose collectives return at once (`bench.links.alike`):
-what is left is this rank's own work. 4,096 tokens, d_model 16, d_hidden 32, an expert a rank, top-2, even
-routing, n = 4, one thread. Milliseconds are CPU time of the calling thread, the median over the rounds of a
-round's median call. The bytes of counts are set beside those of the rows if they had 4,096 columns of two
-bytes. Bookkeeping: Python's objects that a forward leaves for its backward, and the row counts that are kept.
+Only one of W ranks exists. A stand-in for the group has collectives that return at once
+(`bench.links.alike`), so what is measured is this rank's own work. 4,096 tokens, d_model 16, d_hidden 32, one
+expert a rank, top-2, even routing, n = 4, one thread.
 
-Each number of ranks has a process of its own; all have a turn in each round.
+    milliseconds   CPU time of the calling thread: the median over the rounds of a round's median call
+    counts         bytes of counts beside the bytes of the rows, if these had 4,096 columns of two bytes
+    bookkeeping    bytes of Python objects that a forward leaves for its backward, and of the kept row counts
+
+Each number of ranks has a process of its own, and all have a turn in each round.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from bench.timing import OUT, counted, table, write_json
 
 TOKENS, D_MODEL, D_HIDDEN, TOP_K, N = 4096, 16, 32, 2, 4
 WIDE, WIDE_BYTES = 4096, 2
-"""Columns and bytes of the rows that the counts are compared with."""
+"""Columns, and bytes of an element, of the rows with which the counts are compared."""
 
 CASES: dict[str, dict[str, Any]] = {"no reuse": {}, "S4": {"memory_reuse": "S4"}}
 
@@ -53,15 +55,19 @@ class Subject:
         self.weight_TK = torch.full((TOKENS, TOP_K), 1 / TOP_K)
 
     def step(self) -> dict[str, float]:
-        """Milliseconds of both passes."""
+        """Returns the milliseconds of both passes."""
         with self.gate.routing(self.expert_TK, self.weight_TK):
             forward, y = timed(lambda: self.layer(self.x))
         backward, _ = timed(lambda: y.backward(self.dy))
         return {"forward": forward, "backward": backward}
 
     def bytes_of(self) -> dict[str, int]:
-        """counts: that a step sends. bookkeeping: of Python's objects that a forward leaves for its backward,
-        and of the row counts that the layer keeps."""
+        """Returns the bytes of a step's counts and bookkeeping.
+
+        counts: bytes of counts that a step sends.
+        bookkeeping: bytes of Python objects that a forward leaves for its backward, and of the row counts
+            that the layer keeps.
+        """
         before = self.layer.traffic.counts
         tracemalloc.start()
         with self.gate.routing(self.expert_TK, self.weight_TK):
@@ -111,7 +117,7 @@ def bytes_of(case: str) -> dict[str, int]:
 
 
 def measure(ranks: list[int], rounds: int, calls: int) -> list[dict[str, Any]]:
-    """One row for each case and number of ranks; ratios are medians over the rounds."""
+    """Returns one row for each case and number of ranks. Ratios are medians over the rounds."""
     pools = {
         num_ranks: ProcessPoolExecutor(1, get_context("spawn"), initializer=prepare, initargs=(num_ranks,))
         for num_ranks in ranks

@@ -1,16 +1,22 @@
 """What does memory reuse save, and what does it cost in time?
 
-2 ranks, one thread each, on a slow link whose rate makes the forward's communication cost what its
-computation costs (`--rate auto`), or the step's (`--rate auto-step`). For plain autograd over one all-to-all
-each way, in several spellings (`bench.plain`) of which the fastest is called plain, the last of them under
-`torch.utils.checkpoint`, the layer without reuse, and all nine restore pairs: bytes held between forward and
-backward, the peak of a step (both counted by the allocator; inputs and parameters are not counted, gradients
-are), and the time of a step. Beside each pair's time relative to keep/keep stands the one that the simulator
-predicts from its schedule; the costs of tasks come from other runs, in sequence and at two sizes, on a link
-without limit.
-
     python bench/bench_reuse.py --link modelled --rate auto
     sudo python bench/bench_reuse.py --link real --rate auto
+
+2 ranks with one thread each, on a slow link. Its rate makes communication cost as much as computation: in the
+forward pass (`--rate auto`), or in the step (`--rate auto-step`). The variants:
+
+- plain autograd with one all-to-all each way, in several spellings (`bench.plain`). The fastest is called
+  plain;
+- the last of them under `torch.utils.checkpoint`;
+- the layer without reuse;
+- the layer with each of the nine restore pairs.
+
+For each it measures the bytes held between forward and backward, the peak of a step, and the time of a step.
+The allocator counts bytes, with gradients but without inputs and parameters.
+
+Beside each pair's time relative to keep/keep stands the simulator's prediction from its schedule. The costs
+of tasks come from other runs: in sequence, at two sizes, on a link without limit.
 """
 
 from __future__ import annotations
@@ -49,19 +55,19 @@ from bench.passes import (
 from bench.plain import SPELLINGS, PlainOverRanks, fastest
 from bench.plain import name_of as name_of_plain
 from bench.timing import OUT, Timing, counted, table, write_json
-from pmoe.engine.recording import recording
-from pmoe.layer.spec import Switches
+from pmoe.call.options import Switches
+from pmoe.engine.lanes.recorder import recording
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate, task_seconds
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
-from pmoe.schedule.rings import rotating_backward, rotating_forward
+from pmoe.schedule.ring_buffers import rotating_backward, rotating_forward
 from pmoe.schedule.tasks import Kind, Stages, Task
 
 PLAIN = [name_of_plain(spelling) for spelling in SPELLINGS]
 
 
 class Step:
-    """A step of one variant on this rank: a plain layer, "checkpointed", "no reuse", or a pair."""
+    """A step of one variant on this rank: a plain layer, "checkpointed", "no reuse", or a restore pair."""
 
     def __init__(self, setting: Setting) -> None:
         self.layer, self.x, self.dy = make_layer(setting)
@@ -94,8 +100,12 @@ class Step:
         return [self.x.grad, *(parameter.grad for parameter in self.layer.parameters())]
 
     def bytes(self, variant: str | Restore, n: int) -> dict[str, int]:
-        """Held between forward and backward, and the peak of the step, by the allocator's events: while
-        torch's profiler watches, the pool's memory is torch's own. And what the pool keeps afterwards."""
+        """Returns bytes: held between forward and backward, the peak of the step, kept by the pool
+        afterwards.
+
+        They come from the allocator's events. While torch's profiler watches, the pool's memory comes from
+        torch, so its events include it.
+        """
         self.clear()
         mark = 0
 
@@ -129,7 +139,7 @@ class Step:
 
 
 def rows_of(setting: Setting, kind: Kind, n: int) -> float:
-    """Rows that a task in n chunks works on; half of the rows stay with 2 ranks."""
+    """Returns the number of rows that a task works on in n chunks. With 2 ranks, half of the rows stay."""
     if kind is Kind.OUTPUT:
         return setting.rows / n
     stays = kind.name.startswith("LOCAL")
@@ -139,15 +149,22 @@ def rows_of(setting: Setting, kind: Kind, n: int) -> float:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of each kind of task by rows, in each direction, measured with three pairs; of a message by
-    bytes; and what a pass does outside its schedule."""
+    """Measured costs of tasks, of three pairs that together have every kind of task.
+
+    tasks: seconds of each kind of task by rows, by direction.
+    message: seconds of a message by bytes.
+    outside: seconds of each pass outside of its schedule.
+    """
 
     tasks: dict[str, dict[str, dict[str, LineCost]]]
     message: LineCost
     outside: dict[str, float]
 
     def seconds(self, direction: str, pair: Restore, kind: Kind) -> LineCost:
-        """Kinds that several pairs have differ with T_M's fate: where it is kept it is not overwritten."""
+        """Returns the cost of a kind of task.
+
+        Kinds that several pairs have differ with the fate of T_M: if it is kept, it is not overwritten.
+        """
         own = "keep/keep" if pair.hidden == "keep" else "communicate/recompute"
         for source in (own, "offload/offload", "communicate/recompute", "keep/keep"):
             if kind.value in self.tasks[source][direction]:
@@ -156,7 +173,10 @@ class Costs:
 
 
 def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: int) -> Costs:
-    """From runs in sequence, at n = 1 and n = 16, of three pairs that together have every kind of task."""
+    """Measures costs from runs in sequence, at n = 1 and n = 16.
+
+    They are runs of three pairs that together have every kind of task.
+    """
     link.set_rate(INFINITE)
     samples: dict[tuple[str, str, Kind], list[tuple[float, float]]] = defaultdict(list)
     outside: dict[str, list[float]] = {"forward": [], "backward": []}
@@ -191,7 +211,7 @@ def measure_costs(step: Step, setting: Setting, link: Any, rate: float, rounds: 
 
 
 def predict(costs: Costs, setting: Setting, pair: Restore, n: int) -> float:
-    """Seconds of a step, by the simulator."""
+    """Returns the simulator's seconds of a step."""
     total = 0.0
     for direction, build in (("forward", rotating_forward), ("backward", rotating_backward)):
 
@@ -236,7 +256,7 @@ def run_rank(link: Any, setting: Setting, rate: str, degrees: list[int], rounds:
     for variant, n in variants:
         for got, want in zip(step.gradients(variant, n), expected, strict=True):
             worst = max(worst, float((got - want).abs().max() / want.abs().max()))
-        # gloo's thread may be the last to hold a message's buffers, and what is freed there is not counted.
+        # The least of three tries counts: the profiler does not see what gloo's thread frees.
         tries = [step.bytes(variant, n) for _ in range(3)]
         counted[name_of(variant, n)] = min(tries, key=lambda counted: counted["peak"])
     bytes_per_second = choose_rate(setting, rate, alone)
@@ -255,8 +275,9 @@ def fastest_of(result: Result) -> str:
 
 
 def report_rows(result: Result, degrees: list[int]) -> list[dict[str, Any]]:
-    """One row a variant: megabytes, milliseconds, ratios to plain and to keep/keep of the same n. The fastest
-    plain layer is called plain."""
+    """Returns one row for each variant: megabytes, milliseconds, ratios to plain and to keep/keep of the same
+    n.
+    """
     rows = []
     baseline = fastest_of(result)
     plain, plain_peak = result.times[baseline]["step"], result.bytes[baseline]["peak"]

@@ -1,16 +1,17 @@
-"""How much less is sent where a token goes once to a rank that holds several of its experts?
-
-4 gloo ranks, an untrained gate, so that a token's experts are any. Prints the bytes of rows and of scalars
-(routing weights, their gradients, and whose row is whose) that all ranks send in forward and in backward,
-with `MoELayer(send_once=True)` and without, their ratio beside the one that counting says, and the largest
-difference of the two outputs and of the input's gradients.
+"""How much less is sent if a token goes only once to a rank that holds several of its experts?
 
     python bench/bench_send_once.py                  # top_k = 8 of 64 experts
     python bench/bench_send_once.py --top-k 2 --num-experts 8
 
-A token sends top_k rows, a share 1 / W of which would go to its own rank. With send_once it sends one to
-each rank that holds any of its experts: of those E / W experts it has none with the probability C(E - E/W,
-K) / C(E, K).
+4 gloo ranks with an untrained gate, so that a token's experts are random. It prints the bytes that all ranks
+send in forward and in backward with `MoELayer(send_once=True)` and without it: of rows, and of scalars
+(routing weights, their gradients, and the rows' owners). Beside the measured ratio stands the expected one,
+and the largest difference between both outputs and between both gradients of the input.
+
+Expected rows that a token sends to other ranks:
+
+    without send_once   K (1 - 1 / W)
+    with send_once      (W - 1) (1 - C(E - E / W, K) / C(E, K)): one row to each rank that has any of them
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ VARIANTS = ("plain", "send_once")
 
 @dataclass(frozen=True)
 class Setting:
-    """One layer and batch; tokens of each rank."""
+    """Sizes of layer and batch; tokens are those of each rank."""
 
     tokens: int = 2048
     top_k: int = 8
@@ -51,7 +52,7 @@ class Setting:
         return 4 * self.d_model
 
     def expected_rows(self, variant: str) -> float:
-        """Rows that a token sends to other ranks, on average over all choices of experts."""
+        """Returns the mean number of rows that a token sends to other ranks, over all choices of experts."""
         others = self.ranks - 1
         if variant == "plain":
             return self.top_k * others / self.ranks
@@ -60,7 +61,7 @@ class Setting:
 
 
 def run_rank(_link: Any, setting: Setting) -> dict[str, Any]:
-    """This rank's bytes by variant, pass and sort, and its results."""
+    """Returns this rank's bytes by variant, pass and sort, and its results."""
     found: dict[str, Any] = {}
     results = {}
     for variant in counted(list(VARIANTS), "variant"):

@@ -2,8 +2,8 @@
 
     python bench/bench_train_lm.py [--steps 1200] [--out build/bench]
 
-2 ranks, one thread each, everything else as `make train` and `make train ARGS=--dense` have it. Resident
-memory is the larger of the two ranks', of some steps; a quarter of an hour.
+2 ranks with one thread each. Everything else is as in `make train` and `make train ARGS=--dense`. Resident
+memory is the larger of both ranks', at some steps. It takes a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ DONE = re.compile(
 
 
 def train(steps: int, options: list[str]) -> dict[str, Any]:
-    """Rank 0's last line in numbers; resident: MiB of the larger rank, by step."""
+    """Trains the model and returns the numbers of rank 0's last line.
+
+    resident: MiB of the larger rank, by step.
+    """
     resident: dict[int, float] = {}
     with tempfile.TemporaryDirectory(prefix="pmoe-lm-") as folder:
         log = Path(folder) / "log"
@@ -48,7 +51,7 @@ def train(steps: int, options: list[str]) -> dict[str, Any]:
                     if seen and len(sizes) == 2:
                         resident[int(seen[-1])] = max(sizes)
             finally:
-                launcher.terminate()  # which ends its ranks, too
+                launcher.terminate()  # it ends its ranks too
         found = DONE.search(log.read_text())
     if found is None:
         sys.exit(f"bench_train_lm: training ended with {launcher.returncode} and without its last line")
@@ -64,12 +67,12 @@ def train(steps: int, options: list[str]) -> dict[str, Any]:
 
 
 def _resident_of_children(launcher: int) -> list[float]:
-    """MiB of each process that it started (Linux)."""
+    """Returns the resident MiB of each process that the launcher started (Linux)."""
     sizes = []
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
             fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        except OSError:  # ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         if int(fields["PPid"]) == launcher and "VmRSS" in fields:
             sizes.append(int(fields["VmRSS"].split()[0]) / 1024)
@@ -77,7 +80,10 @@ def _resident_of_children(launcher: int) -> list[float]:
 
 
 def growth(resident: dict[int, float], after: int = 200) -> float | None:
-    """Memory at the last step over that at the first from ``after`` on; None where no such step was seen."""
+    """Returns (memory at the last step) / (memory at the first step from ``after`` on).
+
+    None without that step.
+    """
     seen = [size for step, size in sorted(resident.items()) if step >= after]
     return seen[-1] / seen[0] if seen else None
 

@@ -1,4 +1,4 @@
-"""What a layer chooses by itself beside everything that it could have chosen: cases, and one on a rank."""
+"""Cases of bench_choices, and one case on a rank: a layer's choice beside all that it could have chosen."""
 
 from __future__ import annotations
 
@@ -24,26 +24,31 @@ from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
 
 ALL_DEGREES = range(1, 17)
 BUDGET_SHARE = 0.6
-"""A budget is this share of what keep/keep needs at n = 1."""
+"""Memory budget / memory of keep/keep at n = 1."""
 REUSE_DEGREE = 4
-"""n where the pair alone is chosen."""
+"""n of the layers that choose only the pair."""
 SCREENING, FINALISTS = 3, 2
-"""Rounds of everything, after which so many of the fastest of what each chooser could have been are timed
-again beside the choosers: the least of many noisy medians alone would be lower than any layer is."""
+"""Rounds of the screening, and number of the fastest that are timed again beside the choosers.
+
+They are timed again because the smallest of many noisy medians alone would be lower than any layer really is.
+"""
 
 OFTEN = 4
-"""Times as many rounds where steps do not wait for a slow link: such a step differs by a tenth from the next
-like it, one that waits by a hundredth."""
+"""Factor of rounds in cases without a slow link.
+
+Steps that do not wait for a link differ by a tenth from one to the next, steps that wait by a hundredth.
+"""
 
 
 @dataclass(frozen=True)
 class Case:
     """A machine and a routing.
 
-    link: seconds of a step's messages alone over those of its products alone.
-    copies: seconds of a copy of T_DI over those of one of the experts' two products; 0 is memory's own speed.
-    latency: seconds that a message costs whatever its size, over those of a forward's products.
-    skew: of the experts' loads, which fall as 1 / rank ** skew; 0 is even.
+    link: seconds of a step's messages alone / seconds of its products alone.
+    copies: seconds of a copy of T_DI / seconds of one of the experts' two products; 0 is the memory's own
+        speed.
+    latency: seconds of a message of any size / seconds of a forward's products.
+    skew: the loads of experts fall as 1 / rank ** skew; 0 is even.
     """
 
     name: str
@@ -66,7 +71,7 @@ CASES = (
 
 
 def batch(layer: pmoe.MoELayer, tokens: int, skew: float) -> tuple[Tensor, Tensor]:
-    """(x, dy), and a gate that gives the experts loads of that skew, the same on every rank."""
+    """Returns (x, dy), and makes the gate give the experts loads of this skew, the same on every rank."""
     experts = layer.num_experts
     torch.manual_seed(dist.get_rank())
     x = torch.randn(tokens, layer.d_model)
@@ -81,7 +86,7 @@ def batch(layer: pmoe.MoELayer, tokens: int, skew: float) -> tuple[Tensor, Tenso
 
 
 class Subject:
-    """One layer's values in layers of many options, on one batch."""
+    """Layers with many options that have the same parameters, on one batch."""
 
     def __init__(self, setting: Setting, skew: float) -> None:
         self.setting = setting
@@ -95,13 +100,17 @@ class Subject:
 
     def like(self, **options: Any) -> pmoe.MoELayer:
         layer = self.built(**options)
-        # In the same memory: products of parameters at other addresses differ by some percent.
+        # All layers use the same memory: times of products differ by some percent with the addresses.
         layer.load_state_dict(self.fixed.state_dict(), assign=True)
         return layer
 
     def step(self, layer: pmoe.MoELayer, warm: bool = True) -> dict[str, float]:
-        """Of a step. warm: the second of two, as in training: other layers' steps had other buffers, and the
-        pool's memory, which fits the last pass, is touched anew."""
+        """Returns the times of a step.
+
+        warm: time the second of two steps, as in training. The first step follows other layers' steps, which
+            had other buffers,
+        so the pool's memory, which fits the last pass, must be touched again.
+        """
         if warm:
             self.step(layer, warm=False)
         self.x.grad = None
@@ -113,7 +122,7 @@ class Subject:
         return self.step(self.fixed)
 
     def promised(self, n: int, pair: Restore) -> int:
-        """Bytes for any routing."""
+        """Returns the bytes that suffice for any routing."""
         self.fixed.pipeline, self.fixed.memory_reuse = n, pair
         return int(self.fixed.predict_memory(self.setting.rows).promised)
 
@@ -129,8 +138,13 @@ def name_of_ran(ran: Any) -> str:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A layer that chooses. took: with what it ran. first_seconds: of its first step, search and measurements
-    among it. among: what it is compared with, by name; finalists: the fastest of them in the screening."""
+    """A layer that chose.
+
+    took: what it chose.
+    first_seconds: seconds of its first step, with search and measurements.
+    among: names of the candidates with which it is compared.
+    finalists: names of the fastest of them in the screening.
+    """
 
     took: str
     first_seconds: float
@@ -140,7 +154,11 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Result:
-    """What rank 0 brings home of a case. screened: every run's times; times: the choosers' and finalists'."""
+    """Rank 0's results of a case.
+
+    screened: times of all runs.
+    times: times of the choosers and the finalists.
+    """
 
     screened: dict[str, dict[str, Timing]]
     times: dict[str, dict[str, Timing]]
@@ -152,15 +170,15 @@ class Result:
 
 @contextlib.contextmanager
 def own_cache() -> Iterator[None]:
-    """What was measured on another link is not known here, nor what is measured here elsewhere."""
+    """Uses an empty store of measurements within the context: those of other links would be wrong."""
     with tempfile.TemporaryDirectory(prefix="pmoe-choices-") as folder:
         os.environ["PMOE_CACHE"] = folder
         yield
-        dist.barrier()  # all have written what they write
+        dist.barrier()  # all ranks have written their measurements
 
 
 def set_rates(link: Any, case: Case, setting: Setting, rounds: int) -> tuple[float, float]:
-    """(bytes per second of the link, of copies) that are so slow beside this machine's products."""
+    """Sets the rates of the case. Returns (bytes a second of the link, bytes a second of copies)."""
     link.set_rate(INFINITE)
     alone = measure({"computation": products_alone(setting)}, rounds)["computation"]
     rate = choose_rate(setting, "auto-step", alone) / case.link
@@ -173,7 +191,10 @@ def set_rates(link: Any, case: Case, setting: Setting, rounds: int) -> tuple[flo
 
 @own_cache()
 def run_case(link: Any, case: Case, setting: Setting, degrees: list[int], rounds: int) -> Result:
-    """degrees: n that are tried without reuse; with reuse those of them that pipeline=True knows."""
+    """Runs a case.
+
+    degrees: n that are tried without reuse. With reuse, those of them that pipeline=True knows.
+    """
     rate, copy_rate = set_rates(link, case, setting, rounds)
     subject = Subject(setting, case.skew)
     known = [n for n in DEGREES if n in degrees]
@@ -193,7 +214,7 @@ def run_case(link: Any, case: Case, setting: Setting, degrees: list[int], rounds
             [name for name, size in promised.items() if size <= budget],
         ),
     }
-    subject.fixed_step(2, None)  # what a process does once is nobody's first step
+    subject.fixed_step(2, None)  # work that a process does only once must not count for any first step
     runs: dict[str, Run] = {
         name: functools.partial(subject.fixed_step, *each) for name, each in {**plain, **pairs}.items()
     }
@@ -214,8 +235,11 @@ def run_case(link: Any, case: Case, setting: Setting, degrees: list[int], rounds
 def run_batches(
     link: Any, case: Case, setting: Setting, batches: list[int], rounds: int
 ) -> dict[int, dict[str, Any]]:
-    """By tokens of a rank: "times" of every n that pipeline=True knows and of both choosers, "took" of these.
-    The rates are those of the case at ``setting``'s rows."""
+    """Returns the times of every n and of both choosers, and what they took, for each number of tokens.
+
+    Keys are tokens of a rank, then "times" and "took". n are those that pipeline=True knows. The rates are
+    those of the case at ``setting``'s rows.
+    """
     set_rates(link, case, setting, rounds)
     found = {}
     for tokens in sorted(batches):

@@ -1,4 +1,4 @@
-"""Timelines as Chrome traces, beside their drawings."""
+"""Writes and reads timelines as Chrome traces, beside their drawings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pmoe.planner.timeline import Span
 
 
 def chrome_trace(path: str | Path, panels: Mapping[str, Sequence[Span]]) -> None:
-    """The bars as a Chrome trace (about:tracing, Perfetto): a process a panel, a thread a lane."""
+    """Writes the bars as a Chrome trace (about:tracing, Perfetto): a process for each panel, a thread for
+    each lane.
+    """
     events = [
         {
             "name": bar.name,
@@ -29,7 +31,7 @@ def chrome_trace(path: str | Path, panels: Mapping[str, Sequence[Span]]) -> None
 
 
 def read_trace(path: str | Path) -> dict[str, list[Span]]:
-    """The panels of `chrome_trace`."""
+    """Returns the panels of a file that `chrome_trace` wrote."""
     panels: dict[str, list[Span]] = {}
     for each in json.loads(Path(path).read_text())["traceEvents"]:
         start = each["ts"] / 1e6

@@ -1,4 +1,4 @@
-"""One GPU: its description, times of work in turn with other work, and how far two results are apart."""
+"""One GPU: its description, times of work that takes turns with other work, and differences of results."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from torch import Tensor
 import pmoe
 from bench.timing import Timing
 from pmoe.kernels.grouped_gemm import launch
-from pmoe.measure.rounds import in_turns
+from pmoe.measure.timing import in_turns
 
 Name = TypeVar("Name")
 
 WARMUP = 3
 FLUSH_BYTES = 1 << 28
-"""Far more than any L2 cache holds."""
+"""Bytes to write to empty the L2 cache: far more than any L2 cache holds."""
 COPY_BYTES = 2 << 30
-"""Of the source of a copy whose rate is a ceiling: far more than any L2 cache holds."""
+"""Bytes of the copy whose rate serves as a ceiling: far more than any L2 cache holds."""
 
 
 def flush_buffer() -> Tensor:
-    """A write to it empties the L2 cache."""
+    """Returns a buffer. A write to it empties the L2 cache."""
     return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
 
 def part_seconds(
     parts: Sequence[Callable[[], object]], flush: Tensor | None = None, lead_cycles: int = 0
 ) -> list[float]:
-    """Device seconds of each part, one behind the other.
+    """Returns the device seconds of each part. The parts run one after the other.
 
-    flush: is written before them.
-    lead_cycles: the device then sleeps so long, while the host enqueues the parts: device time counts.
+    flush: buffer that is written first.
+    lead_cycles: cycles for which the device then sleeps, while the host enqueues the parts. So device time is
+        measured.
     """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(parts) + 1)]
     if flush is not None:
@@ -56,7 +57,10 @@ def part_seconds(
 def time_in_turn(
     runs: Mapping[Name, Callable[[], object]], rounds: int, lead_cycles: int = 0
 ) -> dict[Name, Timing]:
-    """Every run once a round behind a write that empties the L2 cache. Each round begins with another run."""
+    """Times every run once a round, after a write that empties the L2 cache.
+
+    Each round begins with another run.
+    """
     flush = flush_buffer()
     timed = [functools.partial(part_seconds, [run], flush, lead_cycles) for run in runs.values()]
     samples = in_turns(timed, rounds, warm_up=WARMUP, rotate=True)
@@ -64,7 +68,7 @@ def time_in_turn(
 
 
 def sharing(operand: Literal["none", "B", "A"], run: Callable[[], object]) -> Callable[[], object]:
-    """``run`` with two blocks each of its grouped products on one operand, as `launch.SHARING` has it."""
+    """Returns ``run`` with pairs of blocks that share this operand of grouped products (`launch.SHARING`)."""
 
     def shared() -> object:
         before, launch.SHARING = launch.SHARING, {"none": 1, "B": 2, "A": 3}[operand]
@@ -77,8 +81,11 @@ def sharing(operand: Literal["none", "B", "A"], run: Callable[[], object]) -> Ca
 
 
 def drawn_layer(*sizes: int, **options: Any) -> pmoe.MoELayer:
-    """A layer on the GPU whose parameters are drawn there. Those of any other are drawn by the CPU, the same
-    on every machine: a billion of them take it some ten seconds."""
+    """Returns a layer on the GPU whose parameters are drawn there.
+
+    Other layers draw theirs on the CPU, so that they are the same on every machine. A billion of them take
+    some ten seconds.
+    """
     layer = pmoe.MoELayer(*sizes, device="meta", **options).to_empty(device="cuda")
     for parameter in layer.parameters():
         bound = parameter.shape[-1] ** -0.5
@@ -90,12 +97,14 @@ def drawn_layer(*sizes: int, **options: Any) -> pmoe.MoELayer:
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """||got - expected|| / ||expected|| in float64."""
+    """Returns ||got - expected|| / ||expected|| in float64."""
     return ((got.double() - expected).norm() / expected.norm()).item()
 
 
 def difference(one: Tensor, other: Tensor) -> float:
-    """||one - other|| / ||other||, some rows at a time: in float32 all of them may not fit."""
+    """Returns ||one - other|| / ||other||, computed in blocks of rows: in float32 all rows may not fit in
+    memory.
+    """
     parts = zip(one.flatten(0, -2).split(4096), other.flatten(0, -2).split(4096), strict=True)
     sums = torch.zeros(2, dtype=torch.float64, device=one.device)
     for a, b in parts:
@@ -107,14 +116,14 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 
 def need_gpu(benchmark: str) -> None:
-    """Makes GPU 0 the current one. Raises SystemExit where there is none."""
+    """Makes GPU 0 the current device. Raises SystemExit if there is none."""
     if not torch.cuda.is_available():
         sys.exit(f"{benchmark}: not run, torch sees no CUDA device")
     torch.cuda.set_device(0)
 
 
 def show_gpu() -> dict[str, Any]:
-    """What `describe_gpu` says, printed in a line."""
+    """Returns the result of `describe_gpu` and prints it in a line."""
     machine = describe_gpu()
     print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
     return machine
@@ -145,6 +154,9 @@ def _driver_version() -> str:
 
 
 def file_name(of: str, machine: Mapping[str, Any]) -> str:
-    """Of stored results. Example: "permute" on an NVIDIA H100 PCIe -> "permute_nvidia_h100_pcie.json"."""
+    """Returns the name of a file of results.
+
+    Example: "permute" on an NVIDIA H100 PCIe -> "permute_nvidia_h100_pcie.json".
+    """
     slug = re.sub(r"[^a-z0-9]+", "_", machine["gpu"].lower()).strip("_")
     return f"{of}_{slug}.json"

@@ -1,9 +1,9 @@
-"""FlashDMoE's actors on a simulator: overlap efficiency, throughput, a late peer.
+"""Simulates FlashDMoE's actors: overlap efficiency, throughput, a late peer.
 
     python bench/flashdmoe.py [--assumptions] [--draw FILE]
 
-`ASSUMPTIONS` were fixed before the first run, and nothing is fitted. The layer is COMET's
-(`pmoe.papers.comet_tasks`), and so are writing to peers and the synchronous layer beside it.
+`ASSUMPTIONS` were fixed before the first run, and nothing was fitted to the paper's results. The layer, the
+writes to peers and the synchronous layer are those of the simulation of COMET (`pmoe.papers.comet_tasks`).
 
 Letters: N ranks, H columns of a row, D of the hidden layer.
 """
@@ -63,19 +63,26 @@ NUMBERS = (2, 4, 8)
 SIZES, PAIR_BLOCKS, PAIR_COLUMNS, CHUNKS = (1024, 2048, 4096, 8192, 16384), (8, 16, 24, 32), 512, (1, 2, 4, 8)
 """Tokens a rank; n_c and T_N of COMET's kernels; n of the pipeline."""
 OPERATIONS: Mapping[str, int] = printed("flashdmoe table 1.1")
-"""What a forward pass launches."""
+"""Operations that a forward pass launches, by system."""
 
 
 def actor_tasks(
     layer: Arriving, device: DeviceRates, late: float = 0.0, ends: Mapping[str, float] | None = None
 ) -> list[FusedTask]:
-    """The tasks of one rank's kernel (section 4.2). late: seconds by which the peer at level 1 is behind;
-    ends: when each task ends where none is behind.
+    """Returns the tasks of one rank's kernel (Section 4.2).
 
-    By tile of rows: S, pieces that arrive; the subscriber, the scheduler; C, or L of rows from here, tiles of
-    the first product; the scheduler; E, tiles of the second, each written to its source by the
-    processor that computed it; R, on the link; O, added to the output when it is back. As all ranks do the
-    same, one comes from rank + l when one goes to rank - l.
+    late: seconds by which the peer at level 1 is late.
+    ends: the time at which each task ends if no peer is late.
+
+    For each tile of rows, in order:
+
+        S   its pieces arrive; then the subscriber and the scheduler act
+        C   tiles of the first product (L for rows of this rank); then the scheduler acts
+        E   tiles of the second product, each written to its source by the processor that computed it
+        R   on the link
+        O   added to the output after its return
+
+    All ranks do the same, so a tile comes from rank + l whenever one goes to rank - l.
     """
     kernel, processors, piece = Launch(device, device.blocks - 1), device.blocks - 1, 0
     landed = dict[tuple[int, int, int], list[str]]()
@@ -102,7 +109,8 @@ def actor_tasks(
             sent = kernel.add(f"E{name}", "processor", "E", level, seconds, (told,))
             if level:
                 sent = kernel.add(f"R{name}", "link", "R", level, tile_bytes / device.link_bytes, (sent,))
-            since = ends[sent] + late if is_late and ends else 0.0  # not when this rank's own has gone
+            # The late peer sends this tile `late` seconds after this rank has sent its own.
+            since = ends[sent] + late if is_late and ends else 0.0
             waits = () if is_late else (sent,)
             back = kernel.meet(f"B{name}", "R", level, device.signal_seconds + since, waits)
             told_back = kernel.add(f"U{name}", "subscriber", "A", level, DECODE, (back,))
@@ -112,9 +120,10 @@ def actor_tasks(
 
 
 def first_come(tasks: Iterable[FusedTask], processors: int) -> list[Simulated[FusedTask]]:
-    """Tasks of processors, computing and writing, go to the first that is free, in the order in which they
-    become ready, not to those they were meant for (the scheduler is work-conserving); other lanes keep that
-    order too.
+    """Simulates tasks of processors on the first free processor, in the order in which they become ready.
+
+    They need not run on the processor that they name, because the scheduler is work-conserving. Other lanes
+    keep the same order.
     """
     tasks = list(tasks)
     missing = {task.name: len(task.waits) for task in tasks}
@@ -142,14 +151,14 @@ def first_come(tasks: Iterable[FusedTask], processors: int) -> list[Simulated[Fu
 
 @functools.cache
 def actor_run(ranks: int, late: float = 0.0) -> list[Simulated[FusedTask]]:
-    """FlashDMoE's layer on a rank of so many."""
+    """Returns the simulated run of FlashDMoE's layer on one of so many ranks."""
     arriving, _ = even_layer(LAYER, TOKENS * ranks, ep=ranks)
     ends = {each.task.name: each.end for each in actor_run(ranks)} if late else None
     return first_come(actor_tasks(replace(arriving, element_size=4), H100, late, ends), H100.blocks - 1)
 
 
 def synchronous_seconds(ranks: int) -> tuple[float, float]:
-    """Of the synchronous layer without launches, and of one of its all-to-alls."""
+    """Returns the seconds of the synchronous layer without launches, and of one of its all-to-alls."""
     arriving, returning = (
         replace(each, element_size=4) for each in even_layer(LAYER, TOKENS * ranks, ep=ranks)
     )
@@ -158,14 +167,16 @@ def synchronous_seconds(ranks: int) -> tuple[float, float]:
 
 
 def exchange_seconds(run: Iterable[Simulated[Any]]) -> float:
-    """Of the longest all-to-all that sends rows away."""
+    """Returns the seconds of the longest all-to-all that sends rows away."""
     return max(each.end - each.start for each in run if each.task.kind == "S")
 
 
 def scaled_layers() -> list[dict[str, Any]]:
-    """A row for each number of ranks: ms, and by how much two ranks' time is shorter (6.4: overlap
-    efficiency), of the actors and of the synchronous layer, launches included; the share of processors' time
-    in which they work; million tokens a second of all ranks."""
+    """Returns a row for each number of ranks, for the actors and for the synchronous layer.
+
+    A row has milliseconds with launches; two ranks' time / this time (6.4: overlap efficiency); the share of
+    processors' time in which they work; million tokens a second of all ranks.
+    """
     rows = list[dict[str, Any]]()
     for ranks in NUMBERS:
         run, (slow, _) = actor_run(ranks), synchronous_seconds(ranks)
@@ -183,7 +194,7 @@ def scaled_layers() -> list[dict[str, Any]]:
 
 
 def late_peers() -> list[dict[str, Any]]:
-    """A row for each delay of one peer of 8, and what it adds to either layer, ms."""
+    """Returns a row for each delay of one peer of 8: the delay, and what it adds to either layer, in ms."""
     alone, (_, exchange) = makespan(actor_run(8)), synchronous_seconds(8)
     rows = []
     for ratio in (1.32, 11.0):
@@ -197,7 +208,10 @@ def late_peers() -> list[dict[str, Any]]:
 def pair_run(
     arriving: Arriving, returning: Returning, blocks: tuple[int, int], late: float = 0.0
 ) -> tuple[float, float]:
-    """Seconds of COMET's two kernels, with so many communicating blocks each. late: as in `actor_tasks`."""
+    """Returns the seconds of COMET's two kernels, with so many communicating blocks each.
+
+    late: as in `actor_tasks`.
+    """
     tasks = fused_dispatch_tasks(arriving, H100, blocks[0])
     levels = {task.name: task.part for task in tasks if task.kind == "S"}
 
@@ -206,7 +220,7 @@ def pair_run(
         return task.seconds + late * waits_for_it
 
     alone, first = (makespan(simulate(tasks, cost)) for cost in (lambda task: task.seconds, begins))
-    behind = alone + late - first  # the late peer's second kernel, to this one's
+    behind = alone + late - first  # seconds by which the late peer's second kernel follows this rank's
 
     def returns(task: FusedTask) -> float:
         return task.seconds + behind * (task.lane == task.name and task.kind == "R")
@@ -215,7 +229,10 @@ def pair_run(
 
 
 def pipeline_seconds(arriving: Arriving, returning: Returning, n: int, late: float = 0.0) -> float:
-    """Of the engine's schedule in n chunks, whose first all-to-all waits for the late peer."""
+    """Returns the seconds of the engine's schedule in n chunks.
+
+    Its first all-to-all waits for the late peer.
+    """
     run = chunked_run(arriving, returning, H100, n)
     first = min((each for each in run if each.task.kind == "S"), key=lambda each: each.start).task.name
     took = {each.task.name: each.end - each.start for each in run}
@@ -224,7 +241,7 @@ def pipeline_seconds(arriving: Arriving, returning: Returning, n: int, late: flo
 
 
 def ways_by_size() -> list[dict[str, Any]]:
-    """A row for each number of tokens a rank: ms by each way, then with a late peer."""
+    """Returns a row for each number of tokens a rank: milliseconds by each way, then with a late peer."""
     rows = list[dict[str, Any]]()
     for tokens in SIZES:
         layers = even_layer(LAYER, tokens * 8, ep=8)
@@ -249,7 +266,7 @@ LANES = {"link": ("link", 1), "subscriber": ("subscriber", 1), "scheduler": ("sc
 
 
 def actors_figure() -> Figure:
-    """The actors of a rank of 8, alone and with a late peer. Needs matplotlib."""
+    """Draws the actors of one rank of 8, without and with a late peer. Needs matplotlib."""
     late = late_peers()[0]["late ms"] / 1e3
     lanes = LANES | {"processors": (("processor", "comm "), H100.blocks - 1)}
     runs = {"all alike": actor_run(8), f"one peer late by {late * 1e3:.2f} ms": actor_run(8, late)}

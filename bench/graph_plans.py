@@ -1,4 +1,4 @@
-"""Compiled graphs of a model that is measured: given other plans, and run as each of them says."""
+"""Compiled graphs of a model that is measured: sets other plans for them, and runs each plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pmoe.graph.ranges import lags, whole_ranges
 
 
 class Runner(run.GraphRunner):
-    """Of the last model that was compiled, by direction, in `RUNNERS`."""
+    """Runner of the last model that was compiled, by direction, in `RUNNERS`."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -29,13 +29,19 @@ class Runner(run.GraphRunner):
         return results
 
     def take(self, plan: RangePlan, moved: bool) -> None:
-        """Another plan, whose costs the next step finds. moved: whether weight gradients are."""
+        """Sets another plan. Its costs are measured at the next step.
+
+        moved: whether weight gradients are moved.
+        """
         self.options = replace(self.options, weight_gradients=moved)
         self.program.plan, self.program.steps, self.program.is_agreed = plan, 1, False
         self.program.costs, self._run = self.traced, None
 
     def every_plan(self) -> list[tuple[RangePlan, bool]]:
-        """Everything that can be cut, in parts, for each lag; backward, weight gradients moved and not."""
+        """Returns plans that cut everything that can be cut, for each number of parts and lag.
+
+        In backward, each plan is returned with weight gradients moved and not moved.
+        """
         is_backward = self.program.key[0] == "backward"
         graph = self.cutting.cuttable(run.instructions_of(self.module, {}))
         parts = run.BACKWARD_PARTS if is_backward else run.PARTS
@@ -68,12 +74,12 @@ class Ordered:
 
     @property
     def median(self) -> float:
-        """Seconds, the last pass aside, in which allocations were watched."""
+        """Median seconds, without the last pass, in which allocations were recorded."""
         return statistics.median(self.seconds.found[:-1] or [0.0])
 
 
 class Unordered:
-    """A cut graph that runs as it stands, without the runtime's starts, waits and order."""
+    """A cut graph that runs as it is, without the runtime's starts, waits and order."""
 
     def __init__(self, module: Any) -> None:
         self._module = module

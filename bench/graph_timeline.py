@@ -1,4 +1,4 @@
-"""When each instruction of a compiled graph's pass really ran."""
+"""Records when each instruction of a compiled graph's pass really ran."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ ENDS = frozenset(wait for _, wait in STARTS.values())
 
 
 class PassTimeline:
-    """Runs passes in a program's place (`Program.watch`); found is of the last one. An all-to-all is shown
-    from its start to the end of the wait for it; where it was there before, for the seconds that its
-    instruction says."""
+    """Runs passes in place of a program (`Program.watch`). ``found`` is the timeline of the last pass.
+
+    An all-to-all is shown from its start to the end of the wait for it. If it had ended before the wait, it
+    is shown for the seconds that its instruction predicts.
+    """
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
         self._seconds = {each.name: each.seconds for each in instructions}
@@ -46,11 +48,15 @@ class PassTimeline:
 
 
 SHORT = 1e-4
-"""Seconds of a wait for something that was there."""
+"""Longest wait, in seconds, for something that had ended before."""
 
 
 class _Interpreter(fx.Interpreter):
-    """spans: begin and end by instruction. waited: by all-to-all, when somebody began to wait for it."""
+    """Interpreter that records times.
+
+    spans: begin and end of each instruction.
+    waited: time at which the wait for each all-to-all began.
+    """
 
     def __init__(self, module: fx.GraphModule, clock: Callable[[], float]) -> None:
         super().__init__(module)

@@ -1,4 +1,4 @@
-"""The grouped products that bench_grouped_gemm measures: what runs, what is counted, and what is right.
+"""Grouped products that bench_grouped_gemm measures: what runs, what counts as work, and the right result.
 
 Letters: N rows, E experts, K choices, I in-features, O out-features, M = d_model, H = d_hidden.
 """
@@ -31,7 +31,7 @@ class Model:
     d_hidden: int
     top_k: int
     by_bound: bool = False
-    """Whether the goal is a share of min(dense x fill, bytes' bound), not of dense."""
+    """True if the goal is a share of min(dense x fill, bytes' bound), False if it is a share of dense."""
 
 
 MODELS = (
@@ -42,7 +42,7 @@ MODELS = (
 
 
 class Routed:
-    """Random choices of an expert for each slot, as any router's: rows of an expert are in slot order."""
+    """Random experts for each slot, as any router might choose. The rows of an expert are in slot order."""
 
     def __init__(self, model: Model, num_rows: int) -> None:
         self.num_rows, self.top_k = num_rows, model.top_k
@@ -56,7 +56,7 @@ class Routed:
         self.slots = RowSlots(slot_N=slot_N.int(), top_k=model.top_k)
 
     def groups(self) -> Iterator[slice]:
-        """Each expert's rows."""
+        """Yields the rows of each expert."""
         start = 0
         for count in self.counts:
             yield slice(start, start + count)
@@ -65,9 +65,11 @@ class Routed:
 
 @dataclass(frozen=True)
 class Case:
-    """One measured product. exact and rival are compared with the result of run.
+    """One measured product.
 
-    exact: (the part of the result that is looked at, the same in float64). rival: the same by F.grouped_mm.
+    run: the measured function.
+    exact: returns (the part of a result that is compared, the same part in float64).
+    rival: the same product by F.grouped_mm.
     flop, fill: see bench_grouped_gemm.
     """
 
@@ -79,14 +81,14 @@ class Case:
     fill: float
     rival: Callable[[], Tensor] | None = None
     plain: bool = False
-    """A form that F.grouped_mm has, too: the goals are for these."""
+    """True if F.grouped_mm has this form too. The goals are for these forms."""
 
 
 # ---- what is counted
 
 
 def tile_of(path: str) -> tuple[int, int, int]:
-    """Rows, columns and depth of a tile, as the kernel's source has them."""
+    """Returns rows, columns and depth of a tile, read from the kernel's source."""
     source = ROOT / "cuda" / "grouped_gemm" / {"sm_90a": "hopper_block.cuh", "sm_80": "ampere.cuh"}[path]
     found = re.search(r"kRows = (\d+), kColumns = (\d+), kDepth = (\d+)", source.read_text())
     if found is None:
@@ -96,7 +98,7 @@ def tile_of(path: str) -> tuple[int, int, int]:
 
 
 def filled(count: int, step: int) -> float:
-    """Example: 100 of steps of 64 -> 100 / 128."""
+    """Returns the filled part of the last steps. Example: 100 in steps of 64 -> 100 / 128."""
     return count / (-(-count // step) * step) if count else 1.0
 
 
@@ -120,7 +122,7 @@ def sampled(routed: Routed) -> Tensor:
 
 
 def exact_rows(routed: Routed, rows: Tensor, weight_EOI: Tensor, sample: Tensor) -> Tensor:
-    """rows[sample] times their experts' matrices, in float64."""
+    """Returns rows[sample] times the matrices of their experts, in float64."""
     expert_S = routed.expert_N[sample]
     found = torch.empty(len(sample), weight_EOI.shape[1], dtype=torch.float64, device=DEVICE)
     for expert in expert_S.unique().tolist():
@@ -132,13 +134,16 @@ def exact_rows(routed: Routed, rows: Tensor, weight_EOI: Tensor, sample: Tensor)
 def compare_rows(
     routed: Routed, rows: Tensor, weight_EOI: Tensor, after: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """after: what becomes of the products of the sampled rows."""
+    """Returns a function that compares a sample of rows.
+
+    after: what is applied to the products of the sampled rows.
+    """
     sample = sampled(routed)
     return lambda result: (result[sample], after(exact_rows(routed, rows, weight_EOI, sample), sample))
 
 
 def compare_columns(routed: Routed, grad: Tensor, rows: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """A few rows of each expert's weight gradient."""
+    """Returns a function that compares a few rows of each expert's weight gradient."""
     sample = torch.randperm(grad.shape[1], device=DEVICE)[:8]
 
     def exact(result: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,7 +161,7 @@ def as_they_are(products: Tensor, sample: Tensor) -> Tensor:
 def plain_cases(
     routed: Routed, name: str, num_in: int, num_out: int, tile: tuple[int, int, int]
 ) -> Iterator[Case]:
-    """Forward and both gradients of one matrix an expert, beside F.grouped_mm."""
+    """Yields forward and both gradients of one matrix an expert, beside F.grouped_mm."""
     experts, num_rows = len(routed.counts), routed.num_rows
     x, grad = draw(num_rows, num_in), draw(num_rows, num_out)
     weight, ends = draw(experts, num_out, num_in, scale=num_in**-0.5), routed.ends_E
@@ -187,7 +192,7 @@ def plain_cases(
         exact=compare_columns(routed, grad, x),
         flop=flop, min_bytes=min_bytes, fill=fill, plain=True,
     )  # fmt: skip
-    total = torch.zeros(experts, num_out, num_in, device=DEVICE)  # and ever more, once it is checked
+    total = torch.zeros(experts, num_out, num_in, device=DEVICE)  # grows with each timed run, after the check
     yield Case(
         name=f"{name}: weight gradient, accumulating",
         run=lambda: grouped_gemm.weight_gradient(grad, x, ends, out=total, accumulate=True),
@@ -197,7 +202,7 @@ def plain_cases(
 
 
 def fused_cases(routed: Routed, model: Model, tile: tuple[int, int, int]) -> Iterator[Case]:
-    """SwiGLU experts, whose w1 has two halves, as `pmoe.runners.one_rank` computes them."""
+    """Yields the forms of SwiGLU experts, whose w1 has two halves, that `pmoe.runners.one_rank` computes."""
     experts, num_rows, num_model, width = model.experts, routed.num_rows, model.d_model, model.d_hidden
     slots, ends, token_N = routed.slots, routed.ends_E, routed.token_N
     tokens = draw(routed.num_tokens, num_model)
@@ -210,7 +215,7 @@ def fused_cases(routed: Routed, model: Model, tile: tuple[int, int, int]) -> Ite
     forward_fill = down * filled(width, columns // 2) * filled(num_model, depth)
 
     def gate(products: Tensor, _: Tensor) -> Tensor:
-        first, second = products.bfloat16().double().chunk(2, dim=1)  # as T_M is rounded
+        first, second = products.bfloat16().double().chunk(2, dim=1)  # rounded like T_M
         return F.silu(first) * second
 
     def gated(rows_NI: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""What the memory benchmarks share: the paper's models, one measured step, and the bytes of its tensors.
+"""Shared parts of the memory benchmarks: the paper's models, one measured step, the bytes of its tensors.
 
-The paper's setting on one rank: one expert, top-1, no bias, float32. Bytes are counted by the allocator's own
-events on the CPU and by `torch.cuda.max_memory_allocated` on CUDA (`bench.allocations`).
+The setting is the paper's, on one rank: one expert, top-1, no bias, float32. Bytes are counted by the
+allocator's own events on the CPU, and by `torch.cuda.max_memory_allocated` on CUDA (`bench.allocations`).
 
 Letters: B tokens, M = d_model, H = d_hidden, n micro-batches.
 """
@@ -26,7 +26,7 @@ from bench.timing import OUT
 from pmoe import MoELayer, Restore
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import ExpertRows
-from pmoe.planner.theory import activations, model_states, saved_each
+from pmoe.papers.mpipemoe_memory import activations, model_states, saved_each
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
 
 FLOAT_BYTES = 4
@@ -34,7 +34,10 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Model:
-    """num_experts: E over all ranks in the paper; on one rank here there is one."""
+    """Sizes of a model of the paper.
+
+    num_experts: E of all ranks in the paper. The benchmarks have one expert on each rank.
+    """
 
     d_model: int
     d_hidden: int
@@ -46,11 +49,11 @@ MODELS = {
     "MoE-BERT-L": Model(1024, 4096, 64),
     "MoE-GPT3-XL": Model(2048, 8192, 64),
 }
-"""MPipeMoE, Table III, the smallest first."""
+"""Models of MPipeMoE's Table III, the smallest first."""
 
 
 def parse_model(text: str) -> tuple[str, Model]:
-    """A name of MODELS, or sizes as 768x3072."""
+    """Returns name and sizes of a model: a name of MODELS, or sizes such as 768x3072."""
     if text in MODELS:
         return text, MODELS[text]
     d_model, cross, d_hidden = text.partition("x")
@@ -60,7 +63,7 @@ def parse_model(text: str) -> tuple[str, Model]:
 
 
 def parse_tokens(text: str) -> int:
-    """4k -> 4096."""
+    """Returns a number of tokens. Example: 4k -> 4096."""
     digits = text.removesuffix("k")
     if not digits.isdigit() or not int(digits):
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of tokens, such as 512 or 4k")
@@ -83,13 +86,13 @@ def parse_pair(text: str) -> Restore:
 
 
 def arguments(description: str, *, models: Sequence[str], tokens: Sequence[str], n: Sequence[int]) -> Any:
-    """A parser with what all memory benchmarks take."""
+    """Returns a parser with the options of all memory benchmarks."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", type=parse_model, nargs="+", default=[parse_model(m) for m in models])
     parser.add_argument("--tokens", type=parse_tokens, nargs="+", default=[parse_tokens(t) for t in tokens])
-    # torchrun takes --n for the beginning of an option of its own, wherever it stands.
+    # --degrees is for torchrun, which takes --n for an abbreviation of an option of its own.
     parser.add_argument("--n", "--degrees", type=parse_degree, nargs="+", default=list(n))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
@@ -108,7 +111,7 @@ def tokens_name(tokens: int) -> str:
 
 
 def one_expert(model: Model, n: int, reuse: Restore | bool, device: str = "cpu") -> MoELayer:
-    """The paper's layer: one expert a rank, top-1, no bias, float32."""
+    """Returns the paper's layer: one expert a rank, top-1, no bias, float32."""
     torch.manual_seed(0)
     experts = Ranks().size
     return MoELayer(
@@ -117,15 +120,15 @@ def one_expert(model: Model, n: int, reuse: Restore | bool, device: str = "cpu")
 
 
 def one_step(layer: MoELayer, tokens: int) -> StepMemory:
-    """A forward and backward, with x, y, dy and dx held to the end and counted.
+    """Returns the bytes of a forward and backward. x, y, dy and dx are held to the end and counted.
 
-    Before it, one with few tokens: whatever is only made once is there. Among several ranks, of a few steps
-    the one of least bytes: counts there may be too high (`bench.allocations`).
+    A step with few tokens runs before it, so that what is allocated only once exists. With several ranks the
+    step with the fewest bytes of several is returned, because counts may be too high (`bench.allocations`).
     """
 
     def inputs(num_tokens: int) -> tuple[Tensor, Tensor]:
         like = layer.gate.weight
-        torch.manual_seed(layer.ranks.rank)  # the same routing every time
+        torch.manual_seed(layer.ranks.rank)  # so that every measurement has the same routing
         x = torch.randn(num_tokens, layer.d_model, device=like.device, dtype=like.dtype, requires_grad=True)
         return x, torch.randn_like(x)
 
@@ -136,31 +139,35 @@ def one_step(layer: MoELayer, tokens: int) -> StepMemory:
 
 
 def yardstick_bytes(tokens: int, model: Model) -> int:
-    """A pipeline without reuse: Eq. 1 with one expert's gate, and the activations and buffers of Eq. 4."""
+    """Returns the bytes of a pipeline without reuse, in theory.
+
+    They are Eq. 1, with the gate of one expert, and the activations and buffers of Eq. 4.
+    """
     B, M, H = tokens, model.d_model, model.d_hidden
     return FLOAT_BYTES * (model_states(M, H, 1) + 2 * activations(B, M, H))
 
 
 def saving_bytes(tokens: int, model: Model, n: int) -> float:
-    """What Eq. 6 takes off: Eq. 5 for the activations and again for the buffers."""
+    """Returns the bytes that reuse saves by Eq. 6: Eq. 5 for the activations and again for the buffers."""
     return FLOAT_BYTES * 2 * saved_each(tokens, model.d_model, model.d_hidden, n)
 
 
 def measured_total(layer: MoELayer, step: StepMemory) -> int:
-    """Parameters, gradients and Adam's two moments, and the peak of all else."""
+    """Returns the bytes of parameters, gradients and Adam's two moments, plus the peak of everything else."""
     parameters = sum(parameter.nbytes for parameter in layer.parameters())
     return 4 * parameters + step.without_gradients
 
 
 def predicted_total(layer: MoELayer, tokens: int) -> int:
-    """The same from the layer's own prediction, for the rows of its last batch."""
+    """Returns the same bytes as the layer predicts them, for the rows of its last batch."""
     parameters = sum(parameter.nbytes for parameter in layer.parameters())
-    inputs = 2 * tokens * layer.d_model * layer.gate.weight.element_size()  # x and dy, which it leaves out
+    # The layer's prediction does not count x and dy.
+    inputs = 2 * tokens * layer.d_model * layer.gate.weight.element_size()
     return 4 * parameters + inputs + layer.predict_memory(tokens, layer.row_counts).promised
 
 
 def available_bytes() -> int:
-    """Of the machine's memory."""
+    """Returns the bytes of memory that the machine has available."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -180,13 +187,15 @@ PARTS = (
     "parameters' gradients",
     OTHER,
 )
-"""From the ground up, as they are stacked."""
+"""Parts of a step's memory, in the order in which pictures stack them, the lowest first."""
 
 
 @contextlib.contextmanager
 def parts_named(layer: MoELayer) -> Iterator[dict[str, str]]:
-    """While it lasts, ring slots and what is kept are marked as they are allocated. The given dict says which
-    pass runs: {"pass": "forward"}."""
+    """Names ring slots and kept tensors as they are allocated, within this context.
+
+    Yields a dict that the caller sets to the pass that runs: {"pass": "forward"}.
+    """
     now = {"pass": "forward"}
     slots = pmoe.pool(layer.gate.weight.device).device
     take, compute = slots.take, layer.experts.compute
@@ -211,7 +220,7 @@ def parts_named(layer: MoELayer) -> Iterator[dict[str, str]]:
 
 
 def named_step(layer: MoELayer, tokens: int) -> Allocations:
-    """The allocations of one step, each with its part's name (PARTS)."""
+    """Returns the allocations of one step, each with the name of its part (PARTS)."""
     one_step(layer, min(tokens, 16))
     layer.zero_grad(set_to_none=True)
     with parts_named(layer) as now, watched(layer.gate.weight.device.type) as seen:

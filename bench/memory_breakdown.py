@@ -1,9 +1,11 @@
-"""Where does the memory of a MoE layer go as its batch grows? (MPipeMoE, Fig. 2)
+"""What takes the memory of an MoE layer as its batch grows? (MPipeMoE, Fig. 2)
 
-Ratios of model states, activations and temporary buffers: by Eq. 1-3, and with --measure from a real step
-of one expert on one rank (num_experts = 1, no bias) with nothing reused: model states are four times the
-parameters; activations what is held when forward has ended (x and T_O with it); temporaries what backward
-adds at its peak, dy and dx with it.
+It shows the shares of model states, activations and temporary buffers, by Eq. 1-3. With --measure also those
+of a real step of one expert on one rank (num_experts = 1, no bias) without reuse:
+
+    model states   four times the parameters
+    activations    bytes held when forward has ended, with x and T_O
+    temporaries    bytes that backward adds at its peak, with dy and dx
 
     python bench/memory_breakdown.py                      theory only, the paper's three models
     python bench/memory_breakdown.py --measure --models MoE-GPT3-S --tokens 256 512 1k 2k 4k
@@ -23,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 from bench.memory import FLOAT_BYTES, MODELS, Model, arguments, named_step, one_expert, tokens_name
 from bench.pictures import plotting
 from bench.timing import counted, table, write_json
-from pmoe.planner.theory import activations, buffers, model_states
+from pmoe.papers.mpipemoe_memory import activations, buffers, model_states
 
 KINDS = ("model states", "activations", "temporaries")
 COLOURS = ("#77aadd", "#ccbb44", "#ee6677")
@@ -40,7 +42,7 @@ def by_measuring(model: Model, tokens: int, n: int) -> dict[str, int]:
     layer = one_expert(model, n, False)
     seen = named_step(layer, tokens)
     others = {each.name for each in seen.found} - {"parameters' gradients"}
-    # dy is a buffer of backward, although it is there from the start.
+    # dy counts as a temporary buffer of backward, although it exists from the start.
     dy = tokens * model.d_model * FLOAT_BYTES
     held = [bytes_ for when, bytes_ in seen.live_bytes(others) if when <= seen.moments["backward"]][-1] - dy
     return {
@@ -55,7 +57,7 @@ def ratios(found: dict[str, int]) -> dict[str, float]:
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """A panel a model and source: stacked ratios over B."""
+    """Draws one panel for each model and source: stacked shares over B."""
     plt = plotting()
 
     models = list(dict.fromkeys(row["model"] for row in rows))

@@ -1,7 +1,8 @@
 """What does each restore pair cost, in memory and in time? (MPipeMoE, Fig. 11 and 13)
 
-One expert a rank, for each n: the layer without rings, and all nine pairs. Memory is parameters, gradients
-and Adam's moments, and the measured peak of everything else; times are interleaved round by round, medians.
+For each n, with one expert a rank, it runs the layer without rings and with all nine pairs. Memory is that of
+parameters, gradients and Adam's moments, and the measured peak of everything else. Times are medians;
+variants take turns.
 
     python bench/memory_pairs.py --models MoE-GPT3-S --tokens 4k
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 bench/memory_pairs.py      what the worst rank takes
@@ -47,7 +48,7 @@ def timed_step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor) -> None:
 
 
 def largest(number: int) -> int:
-    """Over the ranks."""
+    """Returns the largest number of all ranks."""
     if not dist.is_initialized():
         return number
     agreed = torch.tensor(number, dtype=torch.int64)
@@ -59,7 +60,7 @@ def largest(number: int) -> int:
 def measure(
     name: str, model: Model, tokens: int, degrees: Sequence[int], rounds: int, device: str
 ) -> list[dict[str, Any]]:
-    """A row a way to run: memory one after another, then all times."""
+    """Returns one row for each variant: memory first, one variant after another, then all times."""
     reuses: list[Restore | bool] = [*ALL_PAIRS, False]
     ways = [(reuse, n) for reuse in reuses for n in degrees]
     x = torch.randn(tokens, model.d_model, device=device, requires_grad=True)
@@ -67,7 +68,7 @@ def measure(
     layers: dict[tuple[Restore | bool, int], MoELayer] = {}
     for way in ways:
         layer = layers[way] = one_expert(model, way[1], way[0], device)
-        first = layers[ways[0]]  # all hold the same parameters, once
+        first = layers[ways[0]]  # all layers share its parameters, so that memory holds them once
         layer.gate, layer.experts = first.gate, first.experts
     memory = {}
     for way, layer in layers.items():
@@ -99,7 +100,10 @@ def measure(
 
 
 def shown(row: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """A line of the table; base: keep/keep in as many chunks."""
+    """Returns a line of the table.
+
+    base: the row of keep/keep with the same number of chunks.
+    """
     predicted = row["predicted_bytes"]
     return {
         "model": row["model"],
@@ -116,7 +120,7 @@ def shown(row: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw(path: Path, num_ranks: int, rows: Sequence[dict[str, Any]]) -> None:
-    """Time over memory of one model and number of tokens."""
+    """Draws time over memory for one model and number of tokens."""
     points = [
         Point(
             group=row["pair"],

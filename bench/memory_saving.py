@@ -1,9 +1,10 @@
 """How much of the saving that Eq. 6 promises does each strategy reach? (MPipeMoE, Fig. 10)
 
-One rank, one expert, no bias, float32. The yardstick is a pipeline without reuse by Eq. 1, 2 and 4; the
-measured total is parameters, gradients and Adam's moments, and the peak of everything else, with x, y, dy and
-dx held. Share = (yardstick - measured) / saving by Eq. 6. Cells run from the smallest; the results are
-written after each.
+    share = (yardstick - measured) / saving by Eq. 6
+
+The yardstick is a pipeline without reuse, by Eq. 1, 2 and 4. Measured are parameters, gradients and Adam's
+moments, and the peak of everything else while x, y, dy and dx are held. One rank, one expert, no bias,
+float32. Small cases run first, and results are written after each case.
 
     python bench/memory_saving.py                                  a quick look: the smallest model
     python bench/memory_saving.py --models MoE-GPT3-S MoE-BERT-L MoE-GPT3-XL --tokens 4k 8k 16k 32k
@@ -44,7 +45,7 @@ from pmoe.schedule.restore import KEEP, STRATEGIES
 TARGETS = {"S1": {4: 0.92, 8: 0.97}, "S2": {4: 0.92, 8: 0.97}} | {
     name: dict.fromkeys((2, 4, 8), 0.97) for name in ("S3", "S4")
 }
-"""Least share by strategy and n."""
+"""Smallest acceptable share, by strategy and n."""
 
 
 def measure(name: str, model: Model, tokens: int, n: int, pair: Restore, device: str) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def measure(name: str, model: Model, tokens: int, n: int, pair: Restore, device:
     step = one_step(layer, tokens)
     yardstick, saving = yardstick_bytes(tokens, model), saving_bytes(tokens, model, n)
     measured, predicted = measured_total(layer, step), predicted_total(layer, tokens)
-    # The predicted peak leaves out x and dy, but counts the parameters' gradients.
+    # Like the predicted peak: without x and dy, but with the parameters' gradients.
     peak = step.peak - 2 * tokens * model.d_model * 4
     foretold = layer.predict_memory(tokens, layer.row_counts).peak
     target = TARGETS.get(pair.strategy or "", {}).get(n)
@@ -78,7 +79,7 @@ def measure(name: str, model: Model, tokens: int, n: int, pair: Restore, device:
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
-    """A line of the table."""
+    """Returns a line of the table."""
     return {
         "model": row["model"],
         "B": tokens_name(row["tokens"]),
@@ -95,12 +96,12 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def colour_of(pair: str) -> str:
-    """Of a pair by `pair_name`."""
+    """Returns the colour of a pair, by its `pair_name`."""
     return PAIRS.get(pair.split()[0], "#000000")
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """A panel a model: share over B, a group of bars a n, a bar a pair."""
+    """Draws one panel for each model: share over B, a group of bars for each n, a bar for each pair."""
     plt = plotting()
 
     models = list(dict.fromkeys(row["model"] for row in rows))

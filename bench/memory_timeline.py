@@ -1,7 +1,7 @@
 """Which tensors hold the memory while a step runs? Live bytes over one step, beside keep/keep.
 
-From the allocator's events, on the CPU, one expert on one rank. The dashed line is what the layer predicts
-for these rows (with x and dy, which its prediction leaves out).
+Bytes come from the allocator's events, on the CPU, for one expert on one rank. The dashed line is the layer's
+prediction for these rows, plus x and dy, which the prediction leaves out.
 
     python bench/memory_timeline.py --pair S4 --n 8
 """
@@ -33,11 +33,11 @@ from pmoe import Restore
 from pmoe.schedule.restore import KEEP, STRATEGIES
 
 COLOURS = ("#dddddd", "#4477aa", "#66ccee", "#228833", "#ccbb44", "#999999", "#bbbbbb", "#ee6677", "#aa3377")
-"""By part."""
+"""Colours of the parts."""
 
 
 def measure(model: Model, tokens: int, n: int, pair: Restore) -> dict[str, Any]:
-    """Seconds, and the bytes of each part from each of them on."""
+    """Returns seconds, and the bytes of each part from each of them on."""
     layer = one_expert(model, n, pair)
     seen = named_step(layer, tokens)
     start, end = seen.moments["forward"], seen.moments["end"]
@@ -60,7 +60,7 @@ def measure(model: Model, tokens: int, n: int, pair: Restore) -> dict[str, Any]:
 
 
 def _sampled(curve: Sequence[tuple[float, int]], moments: Sequence[float]) -> list[int]:
-    """What the curve holds after each moment."""
+    """Returns the values of the curve after each moment."""
     values, held, steps = [], 0, list(curve)
     for moment in moments:
         while steps and steps[0][0] <= moment:
@@ -75,7 +75,7 @@ def title_of(model: str, panels: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def draw(path: Path, model: str, panels: Mapping[str, Mapping[str, Any]]) -> None:
-    """Panels beside each other on one axis of bytes."""
+    """Draws panels beside each other, with one axis of bytes."""
     plt = plotting()
 
     figure, axes = plt.subplots(

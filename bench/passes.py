@@ -1,6 +1,6 @@
-"""Forward, backward and step of a layer on a slow link, timed round by round, and what bounds them.
+"""Times forward, backward and step of a layer on a slow link, and the bounds of these times.
 
-Every rank calls these functions with the same arguments in the same order.
+Collective: every rank calls these functions with the same arguments in the same order.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch import Tensor
 import pmoe
 from bench.links import measure_rate
 from bench.timing import Timing
-from pmoe.engine.recording import Journal, Span
-from pmoe.measure.rounds import in_turns
+from pmoe.engine.lanes.recorder import Journal, Span
+from pmoe.measure.timing import in_turns
 from pmoe.planner.costs import LineCost
 from pmoe.schedule.tasks import Kind
 
 DIRECTIONS = ("forward", "backward")
 PARTS = (*DIRECTIONS, "step")
 Run = Callable[[], dict[str, float]]
-"""Seconds of this rank, by part."""
+"""Function that runs something once and returns this rank's seconds, by part."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One layer and batch. Letters as in docs/how_it_works.md: rows a rank = T * K."""
+    """Sizes of the layer and of a rank's batch: rows = T * K (letters as in docs/how_it_works.md)."""
 
     rows: int = 4096
     d_model: int = 512
@@ -41,7 +41,7 @@ class Setting:
 
     @property
     def remote_rows(self) -> int:
-        """Rows that each rank sends in one direction."""
+        """Number of rows that each rank sends in one direction."""
         return self.rows * (self.world - 1) // self.world
 
     @property
@@ -50,16 +50,16 @@ class Setting:
 
 
 def make_layer(setting: Setting) -> tuple[pmoe.MoELayer, Tensor, Tensor]:
-    """(layer, x, dy), as `even_batch` makes them."""
+    """Returns (layer, x, dy), with a batch that the gate routes evenly (`even_batch`)."""
     torch.manual_seed(0)
     layer = pmoe.MoELayer(setting.d_model, setting.d_hidden, setting.num_experts)
     return layer, *even_batch(layer, setting.rows)
 
 
 def even_batch(layer: pmoe.MoELayer, tokens: int) -> tuple[Tensor, Tensor]:
-    """(x, dy), each (tokens, d_model), and a gate that gives every expert as many rows.
+    """Returns (x, dy), each (tokens, d_model). Makes the gate give all experts the same number of rows.
 
-    The load is not what is measured.
+    The benchmarks do not measure load, so it should not differ between ranks.
     """
     experts, every = layer.num_experts, torch.arange(tokens)
     torch.manual_seed(dist.get_rank())
@@ -74,7 +74,7 @@ def even_batch(layer: pmoe.MoELayer, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def timed(forward: Callable[[], Tensor], dy: Tensor) -> dict[str, float]:
-    """Seconds of both passes. The ranks begin together."""
+    """Returns the seconds of both passes. All ranks begin together."""
     dist.barrier()
     start = time.perf_counter()
     y = forward()
@@ -85,9 +85,9 @@ def timed(forward: Callable[[], Tensor], dy: Tensor) -> dict[str, float]:
 
 
 def products_alone(setting: Setting) -> Run:
-    """The experts' products on the routed rows and nothing else, each as large as it can be."""
+    """Returns a run of the experts' products on the routed rows only, each as large as possible."""
     local = setting.num_experts // setting.world
-    rows = setting.rows // local  # every expert gets as many rows
+    rows = setting.rows // local  # every expert gets the same number of rows
     w1 = torch.randn(local, setting.d_hidden, setting.d_model)
     w2 = torch.randn(local, setting.d_model, setting.d_hidden)
     x, y = torch.randn(2, local, rows, setting.d_model)
@@ -113,7 +113,10 @@ def products_alone(setting: Setting) -> Run:
 
 
 def messages_alone(sent: Sequence[int], d_model: int, group: dist.ProcessGroup | None = None) -> Run:
-    """The two messages of a pass, each whole. sent: rows for each rank of the group."""
+    """Returns a run of the two messages of a pass, each in one piece.
+
+    sent: number of rows for each rank of the group.
+    """
     rows = torch.randn(sum(sent), d_model)
     received = torch.empty_like(rows)
 
@@ -129,7 +132,10 @@ def messages_alone(sent: Sequence[int], d_model: int, group: dist.ProcessGroup |
 
 
 def measure(runs: dict[str, Run], rounds: int, warmup: int = 1) -> dict[str, dict[str, Timing]]:
-    """Every run once a round, so that a drifting machine hits all alike; the slowest rank's times."""
+    """Returns the times of the slowest rank.
+
+    Every run takes place once a round, so that a machine whose speed drifts affects all of them equally.
+    """
 
     def timed(run: Run) -> list[float]:
         times = run()
@@ -145,7 +151,7 @@ def measure(runs: dict[str, Run], rounds: int, warmup: int = 1) -> dict[str, dic
 
 
 def choose_rate(setting: Setting, rate: str, computation: dict[str, Timing]) -> float:
-    """Bytes a second at which communication alone costs what computation alone costs."""
+    """Returns the bytes a second at which communication alone takes as long as computation alone."""
     if rate not in ("auto", "auto-step"):
         return float(rate)
     pass_bytes = 2 * setting.remote_rows * setting.row_bytes
@@ -155,7 +161,10 @@ def choose_rate(setting: Setting, rate: str, computation: dict[str, Timing]) -> 
 
 
 def measure_message(link: Any, setting: Setting, rate: float, rounds: int) -> LineCost:
-    """Seconds of a message by bytes, from two sizes, on a link of that rate. The link keeps the rate."""
+    """Returns the seconds of a message by bytes, from two sizes, on a link of this rate.
+
+    The link keeps the rate.
+    """
     link.set_rate(rate)
     size = setting.remote_rows * setting.row_bytes
     alpha, bytes_per_second = measure_rate((size // 16, size), rounds=rounds)
@@ -163,13 +172,13 @@ def measure_message(link: Any, setting: Setting, rate: float, rounds: int) -> Li
 
 
 def message_costs(message: LineCost, setting: Setting, n: int) -> dict[Kind, float]:
-    """Seconds of the tasks that send, in n chunks."""
+    """Returns the seconds of the tasks that send, in n chunks."""
     rows = message(setting.remote_rows * setting.row_bytes / n)
     kinds = (Kind.DISPATCH, Kind.DISPATCH_AGAIN, Kind.COMBINE)
     return {Kind.WEIGHTS: message(4 * setting.remote_rows), **dict.fromkeys(kinds, rows)}
 
 
 def spans_of(journal: Journal, direction: str) -> tuple[list[Span], float]:
-    """(its spans in that direction, the seconds from the first one's start to the last one's end)"""
+    """Returns the spans in a direction, and the seconds from the first one's start to the last one's end."""
     spans = [span for span in journal.spans if span.direction == direction]
     return spans, max(span.end for span in spans) - min(span.start for span in spans)

@@ -1,4 +1,4 @@
-"""The permute kernels into given memory, as `pmoe.kernels.permute.operators.move` launches them."""
+"""Launches the permute kernels into given memory, as `pmoe.kernels.permute.operators.move` does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of benchmarks: 10 inches wide, with text that can be read at the width of the documentation."""
+"""Settings for pictures of benchmarks: 10 inches wide, text readable at the documentation's width."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SIZES = ("font.size", "axes.titlesize", "figure.titlesize", "legend.fontsize")
 
 
 def plotting() -> Any:
-    """matplotlib's pyplot, which draws into files, all text in TEXT_SIZE."""
+    """Returns matplotlib's pyplot, set to draw into files with all text in TEXT_SIZE."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,13 +1,15 @@
-"""The layer written plainly: autograd, torch's own operations, and of pmoe's the values of its parameters.
+"""The MoE layer written plainly with autograd and torch's operations, for comparison.
 
-What anyone writes first is not the fastest that anyone could write: a stacked parameter that is indexed an
-expert has a gradient as large as all experts for each of them, all of which are added up. So there are
-several spellings of one layer. A benchmark runs all of them, prints all, and compares with the fastest:
+Of pmoe it uses only the values of a layer's parameters.
+
+The first spelling that comes to mind is not the fastest one. If a stacked parameter is indexed for each
+expert, then each of these has a gradient as large as all experts, and all of them are added up. So there are
+several spellings of the same layer. A benchmark runs and prints all of them, and compares with the fastest:
 
     indexed   one stacked parameter; each expert picks its rows, and adds its results to a copy of the output
     unbound   the same, but the parameters are unbound once
-    listed    a parameter an expert; rows are sorted by expert once, and the results added in place
-    grouped   as listed, with stacked parameters and torch's one product for all experts (some GPUs)
+    listed    one parameter for each expert; rows are sorted by expert once, and results are added in place
+    grouped   as listed, but with stacked parameters and torch's one product for all experts (on some GPUs)
 
 Letters: T tokens, K choices, N = T*K rows, E experts, M = d_model.
 """
@@ -31,7 +33,7 @@ NAMES = ("w1", "b1", "w2", "b2")
 
 
 class PlainExperts(nn.Module):
-    """Copies of the parameters of a layer's experts, held as a spelling asks."""
+    """Copies of the parameters of a layer's experts, stored as a spelling needs them."""
 
     def __init__(self, layer: pmoe.MoELayer, spelling: str, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -46,7 +48,7 @@ class PlainExperts(nn.Module):
             setattr(self, name, listed if spelling == "listed" else nn.Parameter(values))
 
     def each(self) -> list[tuple[Tensor | None, ...]]:
-        """w1, b1, w2, b2 of every expert."""
+        """Returns (w1, b1, w2, b2) of every expert."""
         held = [getattr(self, name) for name in NAMES]
         if self.spelling == "unbound":
             held = [None if values is None else values.unbind() for values in held]
@@ -55,13 +57,13 @@ class PlainExperts(nn.Module):
         ]
 
     def gradient(self, name: str) -> Tensor:
-        """Of the stacked parameter of that name."""
+        """Returns the gradient of the stacked parameter of this name."""
         held = getattr(self, name)
         return held.grad if isinstance(held, nn.Parameter) else torch.stack([each.grad for each in held])
 
 
 class PlainMoE(nn.Module):
-    """A layer of one rank with copies of ``layer``'s parameters, in ``dtype`` if it is given."""
+    """A plain layer of one rank with copies of ``layer``'s parameters, in ``dtype`` if it is given."""
 
     def __init__(self, layer: pmoe.MoELayer, spelling: str, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -73,7 +75,11 @@ class PlainMoE(nn.Module):
         self.experts = PlainExperts(layer, spelling, dtype)
 
     def forward(self, x_TM: Tensor, expert_TK: Tensor | None = None) -> Tensor:
-        """expert_TK overrides the gate's choice, for comparisons in which no choice may flip."""
+        """Returns the output (T, M).
+
+        expert_TK: experts to use in place of the gate's choice, for comparisons in which no choice may
+            differ.
+        """
         weight_TK, expert_TK = self.route(x_TM, expert_TK)
         if self.spelling in ("indexed", "unbound"):
             return self.picked(x_TM, weight_TK, expert_TK)
@@ -110,7 +116,7 @@ class PlainMoE(nn.Module):
         )
 
     def outputs(self, rows_NM: Tensor, counts_E: Tensor) -> Tensor:
-        """Of rows sorted by expert."""
+        """Returns the experts' outputs (N, M) of rows (N, M) sorted by expert."""
         if self.spelling != GROUPED:
             parts = rows_NM.split(counts_E.tolist())
             pairs = zip(parts, self.experts.each(), strict=True)
@@ -121,7 +127,7 @@ class PlainMoE(nn.Module):
         return F.grouped_mm(active_NH, w2.transpose(1, 2), offs=ends_E)
 
     def gradients(self) -> dict[str, Tensor]:
-        """By the names of the layer's parameters."""
+        """Returns the gradients by the names of the layer's parameters."""
         names = [name for name in NAMES if getattr(self.experts, name) is not None]
         return {
             "gate.weight": self.gate_weight.grad,
@@ -130,8 +136,10 @@ class PlainMoE(nn.Module):
 
 
 class PlainOverRanks(PlainMoE):
-    """The same over all ranks, for K = 1: one all-to-all each way. Rows of this rank's own experts are in the
-    message too; what a rank sends to itself crosses no link."""
+    """The plain layer over all ranks, for K = 1, with one all-to-all each way.
+
+    Rows of this rank's own experts are part of the message, but what a rank sends to itself crosses no link.
+    """
 
     def forward(self, x_TM: Tensor, expert_TK: Tensor | None = None) -> Tensor:
         weight_TK, expert_TK = self.route(x_TM, expert_TK)
@@ -160,7 +168,7 @@ class PlainOverRanks(PlainMoE):
 
 
 class Exchange(torch.autograd.Function):
-    """An all-to-all whose gradient is the all-to-all back."""
+    """An all-to-all, as an autograd function whose gradient is the all-to-all back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], recv: list[int]) -> Tensor:
@@ -179,7 +187,7 @@ def of_expert(rows: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tenso
 
 
 def counted(chosen_N: Tensor, num_experts: int) -> Tensor:
-    """(E,) rows of each expert; nothing waits for a device."""
+    """Returns (E,) numbers of rows of each expert. It does not wait for a device."""
     zeros_E = torch.zeros(num_experts, dtype=torch.int64, device=chosen_N.device)
     return zeros_E.scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
 
@@ -189,5 +197,8 @@ def name_of(spelling: str) -> str:
 
 
 def fastest(times: Mapping[str, Timing]) -> str:
-    """The name of the plain layer of least median. times: by name, others than plain ones among them."""
+    """Returns the name of the plain layer with the smallest median.
+
+    times: by name; runs other than plain layers may be among them.
+    """
     return min((name for name in times if name.startswith("plain ")), key=lambda name: times[name].median)

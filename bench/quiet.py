@@ -1,4 +1,7 @@
-"""Rounds in which other processes leave the machine alone: ratios need all of its cores (Linux)."""
+"""Measures in rounds in which other processes leave the machine alone (Linux).
+
+Ratios of times need all cores.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from bench.passes import PARTS, Run
 from bench.timing import Timing, Told, busy_seconds
 
 QUIET = 0.1
-"""Share of the machine that other processes may take in a round that counts."""
+"""Largest share of the machine that other processes may use in a round that counts."""
 
 
 class Neighbours:
-    """What other processes take of the machine's cores: ratios need all of them (Linux)."""
+    """Share of the machine's cores that other processes use (Linux)."""
 
     def __init__(self) -> None:
         self.start()
@@ -27,14 +30,19 @@ class Neighbours:
         self._began, self._busy, self._own = time.monotonic(), busy_seconds(), time.process_time()
 
     def share(self) -> float:
-        """Of all cores, since `start`: what neither this process nor its peers used. A collective."""
+        """Returns the share of all cores since `start` that neither this process nor its peers used.
+
+        Collective.
+        """
         own = torch.tensor([time.process_time() - self._own], dtype=torch.float64)
         dist.all_reduce(own)
         seconds = time.monotonic() - self._began
         return max(0.0, (busy_seconds() - self._busy - own.item()) / (seconds * (os.cpu_count() or 1)))
 
     def wait(self, patience_seconds: float, max_share: float = 0.1) -> None:
-        """Returns on all ranks when others take at most that share, or when rank 0's patience is over."""
+        """Returns on all ranks when other processes use at most this share, or when rank 0's patience is
+        over.
+        """
         end = time.monotonic() + patience_seconds
         while dist.get_rank() == 0 and time.monotonic() < end:
             self._began, self._busy = time.monotonic(), busy_seconds()
@@ -46,8 +54,12 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class Measured:
-    """times: the slowest rank's, of the rounds that count. neighbours: the share of the machine that other
-    processes took, of all rounds; rounds: which of them count."""
+    """Result of `measure_quietly`.
+
+    times: times of the slowest rank, in the rounds that count.
+    neighbours: share of the machine that other processes used, in every round.
+    rounds: numbers of the rounds that count.
+    """
 
     times: dict[str, dict[str, Timing]]
     neighbours: list[float]
@@ -55,8 +67,11 @@ class Measured:
 
 
 def measure_quietly(runs: Mapping[str, Run], rounds: int, patience_seconds: float) -> Measured:
-    """Every run once a round, each round from another one on. Of twice as many rounds at most those count in
-    which other processes left the machine alone, or else those in which they took least."""
+    """Times every run once a round. Each round begins with another run.
+
+    It takes up to twice as many rounds as asked for. Those count in which other processes left the machine
+    alone; if there are too few, those in which they used least.
+    """
     every, neighbours = list(runs.values()), Neighbours()
     shares: list[float] = []
     taken: list[torch.Tensor] = []
@@ -74,7 +89,7 @@ def measure_quietly(runs: Mapping[str, Run], rounds: int, patience_seconds: floa
             samples[i] = torch.tensor([times[part] for part in PARTS])
         shares.append(neighbours.share())
         shared = torch.tensor(shares[-1:], dtype=torch.float64)
-        dist.broadcast(shared, 0)  # each rank's clock is its own
+        dist.broadcast(shared, 0)  # ranks measure different shares, but must all decide the same
         shares[-1] = shared.item()
         dist.all_reduce(samples, op=dist.ReduceOp.MAX)
         taken.append(samples)

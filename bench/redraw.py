@@ -61,11 +61,11 @@ KINDS: Mapping[str, Callable[[Path, Stored], None]] = {
         path.with_suffix(".png"), held["model"], held["panels"]
     ),
 }
-"""By the name of a file of results, without its ending."""
+"""Function that draws a stored result, by a pattern of its file name without ending."""
 
 
 def redraw(folder: Path) -> list[str]:
-    """The names of the results whose pictures were drawn."""
+    """Draws the pictures of a folder again. Returns the names of the results."""
     done = []
     for path in counted(sorted(folder.glob("*.json")), "file"):
         for name, drawn in KINDS.items():

@@ -1,9 +1,13 @@
-"""Which of the strategies S1-S4 is the fastest where: regions of the model, nothing is measured.
+"""Which of the strategies S1-S4 is fastest, by the rates of a machine? Simulated; nothing is measured.
 
-One layer, M = 1024, H = 4096, B = 16384 tokens of a rank, top-1, even routing, bfloat16. A regime is a number
-of ranks W, the seconds of an all-to-all of B x M elements and of a copy of as many, both over those of one
-product of B x M x H multiply-adds, and whether lanes slow each other. The simulator times the schedules that
-the layer runs; Eq. 10 picks without them.
+One layer: M = 1024, H = 4096, B = 16384 tokens of a rank, top-1, even routing, bfloat16. A regime is
+
+- a number of ranks W,
+- link: seconds of an all-to-all of B x M elements / seconds of a product of B x M x H multiply-adds,
+- copy: seconds of a copy of B x M elements / seconds of that product,
+- whether lanes slow each other.
+
+The simulator times the schedules that the layer runs. Eq. 10 picks a strategy without them.
 
     python bench/restore_regions.py              prints the tables, draws build/bench/restore_regions.png
 """
@@ -49,12 +53,16 @@ SLOWED = Interference(
     eta_comp=0.9,
     eta_all=0.65,
 )
-"""In the way of Fig. 3: computation hardly slowed, communication and copies much."""
+"""Interference as in Fig. 3: computation is hardly slowed, communication and copies much."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Regime:
-    """link, copy: seconds of B x M elements over those of one product."""
+    """Rates of a machine.
+
+    link, copy: seconds for B x M elements / seconds of one product.
+    slowed: True if lanes slow each other.
+    """
 
     ranks: int
     link: float
@@ -76,7 +84,7 @@ def shape_of(ranks: int) -> LayerSizes:
 def profile_of_rates(
     ranks: int, multiply_adds: float, link_bytes: float, copy_bytes: float, interference: Interference
 ) -> Profile:
-    """From rates a second; no task costs anything beyond its size."""
+    """Returns a profile from rates a second. A task costs nothing beyond its size."""
     return Profile(
         device="by hand",
         device_type="cuda",
@@ -95,7 +103,7 @@ def profile_of_rates(
 
 
 def profile_of(regime: Regime) -> Profile:
-    """A product takes one second."""
+    """Returns the profile of a regime in which a product takes one second."""
     of_bytes = B * M * ELEMENT_SIZE
     return profile_of_rates(
         regime.ranks,
@@ -108,7 +116,7 @@ def profile_of(regime: Regime) -> Profile:
 
 @functools.cache
 def simulated(regime: Regime, n: int) -> dict[str, float]:
-    """Seconds of a step with each strategy."""
+    """Returns the seconds of a step with each strategy."""
     shape, profile = shape_of(regime.ranks), profile_of(regime)
     return {
         name: step_seconds(shape, profile, B, Choice(forward=n, backward=n, restore=pair))
@@ -123,8 +131,11 @@ def picked(regime: Regime) -> str:
 
 
 H200_PRODUCTS, H200_LINK_BYTES, H200_COPY_BYTES = 300e12, 400e9, 50e9
-"""600 TFLOP/s in bfloat16 (two FLOP a multiply-add), 400 GB/s between ranks, 50 GB/s to the host and back:
-round numbers of the kind of an H200's, not measured."""
+"""Round numbers like those of an H200, not measured.
+
+They are 600 TFLOP/s in bfloat16 (two FLOP a multiply-add), 400 GB/s between ranks, 50 GB/s to the host and
+back.
+"""
 
 H200_LINK = (ELEMENT_SIZE / H200_LINK_BYTES) / (H / H200_PRODUCTS)
 H200_COPY = (ELEMENT_SIZE / H200_COPY_BYTES) / (H / H200_PRODUCTS)
@@ -137,11 +148,11 @@ def h200(ranks: int, interference: Interference) -> Profile:
 LANES = {False: "lanes as fast as alone", True: "lanes slow each other"}
 
 EQUAL = 0.01
-"""Strategies whose simulated steps differ by less count as equally fast."""
+"""Relative difference of simulated steps below which strategies count as equally fast."""
 
 
 def winner(regime: Regime, n: int) -> str:
-    """The fastest by the simulator; Eq. 10's pick where that is as fast."""
+    """Returns the strategy that is fastest in the simulator, or Eq. 10's pick if that is as fast."""
     seconds = simulated(regime, n)
     best = min(seconds, key=seconds.__getitem__)
     pick = picked(regime)
@@ -149,7 +160,10 @@ def winner(regime: Regime, n: int) -> str:
 
 
 def table(ranks: int, slowed: bool, n: int) -> str:
-    """Winners in Markdown: rows by copies, columns by the link. A star: Eq. 10 picks another."""
+    """Returns the winners as a Markdown table: rows by copy, columns by link.
+
+    A star: Eq. 10 picks another.
+    """
     lines = [
         "| copy \\ link | " + " | ".join(f"{link:g}" for link in LINK) + " |",
         "|---" * (len(LINK) + 1) + "|",
@@ -165,7 +179,7 @@ COLOURS = {name: PAIRS[str(pair)] for name, pair in STRATEGIES.items()}
 
 
 def draw(path: Path, n: int) -> None:
-    """One square a regime, by W and by whether lanes slow each other. Needs matplotlib."""
+    """Draws one square for each regime, by W and by whether lanes slow each other. Needs matplotlib."""
     from matplotlib.patches import Patch, Rectangle
 
     pyplot = plotting()

@@ -1,4 +1,4 @@
-"""Simulations from stated rates: what they assume (bench/stated.md), and their command line."""
+"""Simulations from assumed rates: their assumptions (bench/stated.md) and their command line."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def assumptions(name: str) -> Mapping[str, str]:
-    """A section of the page beside this file: texts by name."""
+    """Returns a section of bench/stated.md: texts by name."""
     return section(Path(__file__).with_name("stated.md").read_text(encoding="utf-8"), name)
 
 
 def by_key(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table whose columns are the keys."""
+    """Returns a table whose columns are the keys."""
     cells = [
         [f"{cell:.2f}" if isinstance(cell, float) else f"{cell}" for cell in row.values()] for row in rows
     ]
@@ -28,7 +28,7 @@ def by_key(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def run(name: str, lines: Callable[[], Iterable[str]], figure: Callable[[], Figure]) -> None:
-    """Prints what a simulation finds, or what it assumes; draws its picture where asked."""
+    """Prints the result of a simulation, or its assumptions. Draws its picture if the user asks for it."""
     parser = argparse.ArgumentParser(description=f"{name}: simulated from stated rates")
     parser.add_argument("--assumptions", action="store_true", help="print what is assumed, simulate nothing")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="also draw the picture, as a PNG")

@@ -1,8 +1,8 @@
-"""Times that a busy machine does not bend: variants interleaved round by round, medians, the machine's facts.
+"""Timing on a busy machine: variants take turns, medians are compared, and the machine is described.
 
-A machine's speed drifts within minutes (other work, clock rate), so two variants timed one after the other
-are not comparable. `interleaved` runs every variant once in each round; what drifts hits all of them alike.
-All times are seconds.
+The speed of a machine drifts within minutes (other work, clock rate). So two variants that are timed one
+after the other are not comparable. `interleaved` runs every variant once in each round, so that a drift
+affects all of them equally. All times are seconds.
 """
 
 import datetime
@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 
 from pmoe import text
-from pmoe.measure.rounds import in_turns
+from pmoe.measure.timing import in_turns
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The seconds of one variant, one sample a round, each the slowest rank's."""
+    """Seconds of one variant: one sample a round, of the slowest rank."""
 
     samples: tuple[float, ...]
 
@@ -52,14 +52,14 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """(high - low) / median: the middle half of the samples relative to the median, no unit."""
+        """(high - low) / median: the middle half of the samples relative to the median, without unit."""
         return (self.high - self.low) / self.median
 
     def speedup_over(self, base: "Timing") -> float:
-        """Median over the rounds of base / this.
+        """Returns the median over the rounds of base / this.
 
-        Both ran at nearly the same moment of a round, so their ratio is steadier than that of two medians.
-        Example: base (2, 4), this (1, 2) -> 2.0.
+        Both ran at nearly the same moment of a round, so the median of their ratios is steadier than the
+        ratio of medians. Example: base (2, 4), this (1, 2) -> 2.0.
         """
         if len(base.samples) != len(self.samples):
             raise ValueError(
@@ -68,7 +68,7 @@ class Timing:
         return statistics.median(b / s for b, s in zip(base.samples, self.samples, strict=True))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: median, low and high quartile and every sample, in seconds."""
+        """Returns data for JSON: median, low and high quartile and every sample, in seconds."""
         return {
             "median_s": self.median,
             "low_s": self.low,
@@ -86,9 +86,9 @@ def interleaved(
     """Times every run once in each of `rounds` rounds, after `warmup` untimed rounds.
 
     In a process group every rank calls this with the same names in the same order. Each sample starts after
-    `barrier` (by default the group's, or nothing without a group) and is the slowest rank's time. Each round
-    starts with another variant, so none always runs behind the same neighbour.
-    A run on an accelerator must end with its own synchronisation.
+    `barrier` (by default the group's barrier, or nothing without a group) and is the slowest rank's time.
+    Each round starts with another variant, so that none always follows the same one. A run on an accelerator
+    must end with its own synchronisation.
     """
     grouped = dist.is_initialized()
     if barrier is None and grouped:
@@ -98,7 +98,9 @@ def interleaved(
     seconds = torch.tensor(samples, dtype=torch.float64)
     if grouped:
         seconds = seconds.cuda() if dist.get_backend() == "nccl" else seconds
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # one reduction at the end: none between the samples
+        dist.all_reduce(
+            seconds, op=dist.ReduceOp.MAX
+        )  # once, at the end: a reduction would disturb the samples
     return {name: Timing(tuple(row)) for name, row in zip(runs, seconds[:, :, 0].tolist(), strict=True)}
 
 
@@ -111,16 +113,16 @@ def _seconds_of(run: Callable[[], Any]) -> tuple[float]:
 ROOT = Path(__file__).resolve().parents[1]
 
 OUT = Path("build/bench")
-"""Where benchmarks write unless they are told another folder: bench/results holds those that are kept."""
+"""Folder to which benchmarks write by default. bench/results holds the results that are kept."""
 
 PROGRESS_SECONDS = 5
 
 BUSY = 0.3
-"""More cores than this in use mean that other work ran when a benchmark began."""
+"""Number of busy cores at the begin of a benchmark above which a warning says that other work ran."""
 
 
 class Told:
-    """Lines of progress on stderr, by the first rank, at least PROGRESS_SECONDS apart."""
+    """Progress lines on stderr, on the first rank, at least PROGRESS_SECONDS apart."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -133,10 +135,7 @@ class Told:
 
 
 def counted(items: Sequence[T], what: str) -> Iterator[T]:
-    """The items, with lines that say which of how many comes next.
-
-    Example: "round 3 of 12".
-    """
+    """Yields the items, and prints which of how many comes next. Example: "round 3 of 12"."""
     told = Told()
     for at, each in enumerate(items, start=1):
         told.at(f"{what} {at} of {len(items)}")
@@ -144,7 +143,7 @@ def counted(items: Sequence[T], what: str) -> Iterator[T]:
 
 
 def busy_seconds() -> float:
-    """Of all cores since the machine started (Linux)."""
+    """Returns the busy seconds of all cores since the machine started (Linux)."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return 0.0
@@ -153,8 +152,11 @@ def busy_seconds() -> float:
 
 
 def busy_cores() -> float:
-    """How many cores other work used in the second before a benchmark; 0 where none is begun, as in tests, in
-    the ranks of one and for its help. The load average would still hold what ended a minute ago."""
+    """Returns the number of cores that other work used in the second before the benchmark.
+
+    It is 0 if no benchmark begins: in tests, in the ranks of a benchmark, and for its help text. The load
+    average would not do, because it still contains work that ended a minute ago.
+    """
     begins = Path(sys.argv[0]).resolve().parent == ROOT / "bench" and not multiprocessing.parent_process()
     if not begins or {"-h", "--help"} & set(sys.argv):
         return 0.0
@@ -164,7 +166,7 @@ def busy_cores() -> float:
 
 
 def machine() -> dict[str, Any]:
-    """What a measurement needs beside it: CPU name, cores, load, Python and torch."""
+    """Returns the facts that a measurement needs: CPU name, cores, load, Python and torch."""
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
@@ -186,7 +188,7 @@ def _cpu_name() -> str:
 
 
 def code() -> dict[str, Any]:
-    """The commit that is measured, and whether its files were as committed; None where git does not say."""
+    """Returns the measured commit, and whether files differ from it. None if git does not know."""
     try:
         commit, changed = (_git("rev-parse", "HEAD"), _git("status", "--porcelain", "--", *MEASURED))
     except (OSError, subprocess.CalledProcessError):
@@ -203,14 +205,14 @@ def _git(*arguments: str) -> str:
 
 
 BEGUN = {"machine": machine(), "code": code()}
-"""As they were when the benchmark began: its own work is not in the load."""
+"""Machine and code when the benchmark began, so that its own work is not in the load."""
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Aligned text, a line a row, the keys of the first row as the header; numbers to the right, words left.
+    """Returns aligned text, one line a row. The keys of the first row are the header.
 
-    Floats get four significant digits; a key that a row lacks leaves its cell empty. Where the machine was
-    busy when the benchmark began, a last line says so.
+    Numbers are aligned to the right, words to the left. Floats get four significant digits. A key that a row
+    lacks leaves its cell empty. If the machine was busy when the benchmark began, a last line says so.
     """
     if not rows:
         return ""
@@ -223,9 +225,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write_json(path: str | Path, **content: Any) -> None:
-    """Writes `content` with `BEGUN`, the command line and the time (UTC). It may hold Timing values.
+    """Writes `content` with `BEGUN`, the command line and the time (UTC). It may contain Timing values.
 
-    The file appears whole or not at all.
+    The file appears complete or not at all.
     """
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     document = {"when": now, "command": sys.argv, **BEGUN, **content}

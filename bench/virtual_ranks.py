@@ -1,8 +1,8 @@
 """Several virtual ranks of a fused layer in one process and one launch, on one device.
 
-For tests of the kernels and for measurements of what their protocol costs: the kernels see no difference to
-real ranks but that the heaps' addresses are all on one device. All ranks' tokens are rows of one tensor, see
-`pmoe.measure.fused_kernels`; gate and routing are launched once for all.
+They are for tests of the kernels, and for measuring the cost of their protocol. To the kernels they are like
+real ranks, except that the addresses of all heaps are on one device. The tokens of all ranks are rows of one
+tensor (see `pmoe.measure.fused_kernels`). Gate and routing are launched once for all ranks.
 
 Letters: T tokens of all ranks, K choices, W ranks, E experts of a rank, M = d_model, H = d_hidden, G = H or
 2H rows of w1.
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from pmoe.comm.heap.providers import virtual_heaps
 from pmoe.kernels import flashdmoe
-from pmoe.kernels.comet import launches
+from pmoe.kernels.comet import operators as launches
 from pmoe.kernels.comet.launcher import Divide, Division, Launcher
-from pmoe.kernels.comet.launches import Journey
+from pmoe.kernels.comet.operators import Journey
 from pmoe.kernels.heap import Heap, HeapShape
 from pmoe.kernels.route import Routes
 from pmoe.measure.fused_kernels import journeys_of
@@ -29,7 +29,11 @@ from pmoe.ordering.sorted import chunk_bounds, sort_rows
 
 @dataclass(frozen=True, kw_only=True)
 class FusedParameters:
-    """The experts of all ranks, by rank: w1 (E, G, M), w2 (E, M, H), b1 (E, G) and b2 (E, M) or None."""
+    """Parameters of the experts of all ranks, one tensor a rank: w1 (E, G, M), w2 (E, M, H), b1 (E, G), b2
+    (E, M).
+
+    Biases may be None.
+    """
 
     w1: Sequence[Tensor]
     w2: Sequence[Tensor]
@@ -49,7 +53,10 @@ class FusedParameters:
         bias: bool,
         like: Tensor,
     ) -> FusedParameters:
-        """Scaled so that hidden and output are about as large as their input. like: their type and device."""
+        """Returns random parameters, scaled so that hidden and output are about as large as their input.
+
+        like: a tensor of their dtype and device.
+        """
         width = 2 * d_hidden if activation == "swiglu" else d_hidden
 
         def made(*shape: int) -> list[Tensor]:
@@ -70,10 +77,12 @@ class FusedParameters:
 
 
 class VirtualRanks:
-    """W ranks with their heaps. rows: that each can receive.
+    """W virtual ranks with their heaps, for COMET's kernels.
 
-    Raises ValueError where the kernels do not run here, or for more ranks than one launch takes; RuntimeError
-    where memory does not suffice. `close` gives it back.
+    rows: number of rows that each rank can receive.
+
+    Raises ValueError if the kernels do not run on this machine, or for more ranks than one launch takes.
+    Raises RuntimeError if memory does not suffice. `close` frees the memory.
     """
 
     def __init__(
@@ -103,12 +112,12 @@ class VirtualRanks:
             heap.close()
 
     def check(self) -> None:
-        """Waits for the device; HeapError where a rank has waited in vain."""
+        """Waits for the device. Raises HeapError if a rank has waited in vain."""
         for heap in self.heaps:
             heap.check()
 
     def journeys(self, routes: Routes) -> list[Journey]:
-        """Of a routing with a chunk a rank; see `journeys_of`."""
+        """Returns the journeys of a routing with one chunk a rank; see `journeys_of`."""
         return journeys_of(routes, self.shape, range(self.shape.num_ranks))
 
     def forward(
@@ -120,7 +129,7 @@ class VirtualRanks:
         *,
         keep: bool = True,
     ) -> tuple[Tensor, list[Tensor] | None]:
-        """T_O (T, M), and T_M by rank where it is kept: two launches."""
+        """Returns T_O (T, M), and T_M by rank if it is kept. It makes two launches."""
         hidden, active = launches.dispatch_hidden(
             self.launcher,
             journeys,
@@ -141,8 +150,10 @@ class VirtualRanks:
         given: FusedParameters,
         hidden: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-        """dT_I (T, M), the gradients of the weights (T, K); dT_M and the weighted activated hidden by rank:
-        two launches, without the products that only the parameters wait for."""
+        """Returns dT_I (T, M), dweight (T, K), and by rank dT_M and the weighted activated hidden.
+
+        It makes two launches, without the products that give gradients of parameters only.
+        """
         of_hidden, active, dots = launches.dispatch_hidden_gradient(
             self.launcher,
             journeys,
@@ -158,10 +169,12 @@ class VirtualRanks:
 
 
 class PersistentRanks:
-    """W ranks by FlashDMoE's kernels: one launch of all ranks a pass. Lists are by rank.
+    """W virtual ranks for FlashDMoE's kernels: one launch of all ranks a pass. Lists are by rank.
 
-    cell_rows: C, whole tiles, of a cell or of the pool. tokens: the most of a rank. Raises as `VirtualRanks`
-    does.
+    cell_rows: rows C, in whole tiles, of a cell or of the pool.
+    tokens: largest number of tokens of a rank.
+
+    Raises the errors of `VirtualRanks`.
     """
 
     def __init__(
@@ -194,9 +207,10 @@ class PersistentRanks:
         *,
         keep: bool = True,
     ) -> list[flashdmoe.RankTensors]:
-        """The tensors of `pmoe.kernels.flashdmoe`; of them "result", (T, M), is T_O.
+        """Returns the tensors of `pmoe.kernels.flashdmoe`. Among them, "result" (T, M) is T_O.
 
-        expert: (T, K) of all ranks' experts; no row is dropped."""
+        expert: (T, K) experts of all ranks; no row is dropped.
+        """
         passes = zip(self.heaps, self._passes(x, weight, expert, given), expert, strict=True)
         made = [
             flashdmoe.forward_tensors(
@@ -214,7 +228,10 @@ class PersistentRanks:
         given: FusedParameters,
         forward: Sequence[flashdmoe.RankTensors],
     ) -> list[flashdmoe.RankTensors]:
-        """forward: what `forward` gave, with all kept. "result" is the gradient of the tokens."""
+        """Returns the tensors of the backward pass. "result" is the gradient of the tokens.
+
+        forward: the tensors that `forward` returned, with everything kept.
+        """
         expert = [of["expert"] for of in forward]
         passes = zip(self._passes(grad, weight, expert, given), forward, strict=True)
         made = [
@@ -237,10 +254,11 @@ class PersistentRanks:
 
 
 def routes_of(expert_TK: Tensor, keep_TK: Tensor | None, num_ranks: int, num_experts: int) -> Routes:
-    """The routes that `pmoe.kernels.route` would make of choices, with weights of 1.
+    """Returns the routes that `pmoe.kernels.route` would make of the choices, with weights of 1.
 
-    expert_TK (T, K) int: of all ranks' tokens. keep_TK (T, K) bool: None keeps all. Dropped rows have
-    position -1, and rows of a rank begin where they would if all were kept.
+    expert_TK: (T, K) int, experts of all ranks' tokens.
+    keep_TK: (T, K) bool; None keeps all rows. Dropped rows have position -1. The rows of a rank begin where
+        they would if all were kept.
     """
     num_tokens, top_k = expert_TK.shape
     position_TK = torch.full_like(expert_TK, -1, dtype=torch.int32)

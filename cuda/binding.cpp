@@ -1,5 +1,7 @@
-// pmoe._cuda: what the kernels' folders bind (module.h), and what is known of their kernels. No torch header:
-// tensors come as addresses and streams as integers, so one build serves every torch of this Python.
+// pmoe._cuda: the functions that the kernels' folders bind (module.h), and facts about their kernels.
+//
+// No torch header is used. Tensors arrive as addresses and streams as integers, so one build works with every
+// torch of this Python.
 
 #include <cuda_runtime.h>
 #include <dlfcn.h>
@@ -57,7 +59,7 @@ py::list declared() {
     Dl_info place{};
     if (!dladdr(kernel.function, &place))
       throw std::runtime_error(std::string("pmoe._cuda: ") + kernel.name +
-                               ": function is not of this module");
+                               ": its function is not in this module");
     py::dict one = told(kernel);
     one["offset"] =
         reinterpret_cast<std::uintptr_t>(kernel.function) - reinterpret_cast<std::uintptr_t>(place.dli_fbase);
@@ -85,7 +87,7 @@ py::list kernels(int device, const std::string& only) {
   return found;
 }
 
-// Of this process, which has started CUDA.
+// Returns whether this process loads kernels when CUDA starts. CUDA must have been started.
 bool loads_eagerly() {
   static const auto mode_of =
       pmoe::driver_function<PFN_cuModuleGetLoadingMode_v11070>("cuModuleGetLoadingMode", 11070);
@@ -97,19 +99,19 @@ bool loads_eagerly() {
 }  // namespace
 
 PYBIND11_MODULE(_cuda, m) {
-  m.doc() = "The CUDA kernels of pmoe; pmoe.kernels is their Python face";
+  m.doc() = "The CUDA kernels of pmoe; pmoe.kernels is their Python side";
   m.attr("ARCHS") = PMOE_ARCHS;
   m.attr("NVCC") = PMOE_NVCC;
-  m.def("device_count", &device_count, "CUDA devices that this process can use; 0 without a driver.");
+  m.def("device_count", &device_count,
+        "Returns the number of CUDA devices that this process can use; 0 without a driver.");
   m.def("declared", &declared,
-        "The kernels as their sources declare them, without a device: a dict each. offset is the place of "
+        "Returns a dict for each kernel, as its source declares it, without a device. offset: the place of "
         "the host "
-        "function in this module's file, whose symbol is the kernel's.");
+        "function in this module's file; that function's symbol is the kernel's.");
   m.def("kernels", &kernels, py::arg("device"), py::arg("only") = "",
-        "The kernels as loaded on a device, or the one of that name: a dict each, with the binary and PTX "
-        "version of what runs there. Loads them, which where PTX is all there is means to compile them.");
-  m.def(
-      "loads_eagerly", &loads_eagerly,
-      "Whether kernels are loaded when CUDA starts (CUDA_MODULE_LOADING=EAGER), not at their first launch.");
+        "Returns a dict for each kernel as loaded on a device, or for the one named `only`: its binary and "
+        "PTX version, and what it uses. Loads the kernels; the driver compiles those that are only PTX.");
+  m.def("loads_eagerly", &loads_eagerly,
+        "Returns whether kernels are loaded when CUDA starts (CUDA_MODULE_LOADING=EAGER), not later.");
   for (const pmoe::Module* each = pmoe::Module::first(); each; each = each->next) each->bind(m);
 }

@@ -1,4 +1,5 @@
-// What pmoe.kernels.status() and the disassembly tests are told of a kernel. Plain C++: for .cu files, too.
+// Facts about a kernel, for pmoe.kernels.status() and for the disassembly tests. Plain C++, since .cu files
+// include it too.
 #pragma once
 
 #include <vector>
@@ -6,11 +7,11 @@
 namespace pmoe {
 
 struct KernelInfo {
-  const char* name;          // unique, as users and tests read it
+  const char* name;          // unique; users and tests see it
   const void* function;      // the __global__ function, reinterpret_cast<const void*>(&kernel<...>)
-  int threads;               // of a block, as it is launched
-  int dynamic_shared_bytes;  // of a block, the most that it is launched with
-  bool hopper = false;       // its body is sm_90a code (wgmma, TMA), and nothing elsewhere
+  int threads;               // of a block, as launched
+  int dynamic_shared_bytes;  // of a block, the largest amount that it is launched with
+  bool hopper = false;       // its body exists only in code for sm_90a (wgmma, TMA); elsewhere it is empty
 };
 
 }  // namespace pmoe

@@ -1,4 +1,5 @@
-// How a kernel's folder joins pmoe._cuda without an edit elsewhere. For bind.cpp, which g++ compiles:
+// How a kernel's folder adds itself to pmoe._cuda without an edit elsewhere. Its bind.cpp, which g++
+// compiles, has one line:
 //
 //   static const pmoe::Module joined(bind_permute, list_permute_kernels);
 #pragma once
@@ -11,17 +12,20 @@
 
 namespace pmoe {
 
+// One folder's part of pmoe._cuda. All of them form a linked list.
 class Module {
  public:
   using Bind = void (*)(pybind11::module_&);
   using List = void (*)(std::vector<KernelInfo>&);
 
-  // bind adds functions to pmoe._cuda, list appends the folder's kernels.
+  // bind: adds the folder's functions to pmoe._cuda.
+  // list: appends the folder's kernels.
   Module(Bind bind, List list) : bind(bind), list(list), next(first()) { first() = this; }
   Module(const Module&) = delete;
   Module& operator=(const Module&) = delete;
 
-  // The head of a chain, null before the first folder joins: constructors of other files may run earlier.
+  // Returns the head of the list; null before the first folder joins. It is a static of a function because
+  // constructors of other files may run before those of this one.
   static const Module*& first() {
     static const Module* head = nullptr;
     return head;

@@ -1,19 +1,20 @@
-"""Rows that travel in fewer bytes: callbacks that send bfloat16 or float8 and restore what arrives.
+"""Callbacks that send rows in fewer bytes: as bfloat16 or float8, restored after they arrive.
 
     torchrun --standalone --nproc-per-node 2 examples/compress_rows.py
 
-Prints for each of them the bytes of rows sent in a step, the error of the output and of every gradient
-against the layer without callbacks, and the losses of a few training steps beside its own.
+It prints, for each callback, the bytes of rows that are sent in a step, the relative error of the output and
+of every gradient (compared with the layer without callbacks), and the losses of a few training steps.
 
-A callback changes the rows before they leave and behind their arrival. What travels in backward is the
-gradient of what travelled forward, of the same shape and type: so gradients are compressed as well.
+A callback changes the rows before they are sent and after they arrive. In backward, the gradients of these
+rows travel with the same shape and dtype, so gradients are compressed as well.
 
-    BFloat16Rows    half the bytes; autograd knows the gradient of a cast.
-    Float8Rows      a quarter, and 4 bytes a row for its scale. One tensor travels, so these bytes become
-                    4 more columns; its gradient is a packed tensor again, which autograd must be told.
+    BFloat16Rows    half of the bytes. autograd knows the gradient of a cast.
+    Float8Rows      a quarter of the bytes, and 4 bytes a row for a scale. Only one tensor can travel, so the
+                    scale is packed into it as 4 more columns. The gradient of a packed tensor is a packed
+                    tensor too, which needs autograd functions of its own.
 
-Routing weights and row counts travel as they are. Local rows pass the callbacks, too: every row has the
-same error, wherever its expert is.
+Routing weights and row counts are not compressed. Rows that stay on their rank pass the callbacks too, so
+that every row has the same error, wherever its expert is.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ SCALE_BYTES = 4
 
 
 class BFloat16Rows(pmoe.Callback):
-    """Rows of a float32 layer travel as bfloat16. Each is rounded by at most 2**-8 of itself."""
+    """Sends the rows (N, M) of a float32 layer as bfloat16.
+
+    Values are rounded by at most 2**-8 of themselves.
+    """
 
     def before_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
         return rows.bfloat16()
@@ -45,18 +49,22 @@ class BFloat16Rows(pmoe.Callback):
 
 
 class Float8Rows(pmoe.Callback):
-    """Rows of a float32 layer travel as float8, each with a float32 scale of its own that makes its largest
-    value float8's largest.
+    """Sends the rows (N, M) of a float32 layer as float8, each with a float32 scale.
 
-    rows, gradients: float8 types of what travels forward and backward. float8_e4m3fn rounds by at most 2**-4
-    of a value, float8_e5m2 by 2**-3; with a scale a row the second one's range is of use only where values of
-    one row lie more than four orders of magnitude apart.
+    A row divided by its scale has float8's largest value as its largest value.
+
+    rows, gradients: float8 dtypes of the rows that travel forward, and of the gradients that travel backward.
+
+    float8_e4m3fn rounds by at most 2**-4 of a value, float8_e5m2 by at most 2**-3 but has a wider range. As
+    every row has a scale, the wider range helps only if values of one row differ by more than four orders of
+    magnitude.
     """
 
     def __init__(
         self, rows: torch.dtype = torch.float8_e4m3fn, gradients: torch.dtype = torch.float8_e4m3fn
     ) -> None:
-        self.rows, self.gradients = rows, gradients
+        self.rows = rows
+        self.gradients = gradients
 
     def before_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
         packed: Tensor = _Pack.apply(rows, self.rows, self.gradients)  # type: ignore[no-untyped-call]
@@ -66,19 +74,24 @@ class Float8Rows(pmoe.Callback):
         unpacked: Tensor = _Unpack.apply(rows, self.rows, self.gradients)  # type: ignore[no-untyped-call]
         return unpacked
 
-    # torch's apply has no types, so a type checker is told what it returns, and that this is known.
+    # torch's `apply` has no types. The names `packed` and `unpacked` give a type checker what it returns.
     before_combine, after_combine = before_dispatch, after_dispatch
 
 
 def pack(rows_NM: Tensor, dtype: torch.dtype) -> Tensor:
-    """(N, M + 4): each row in float8, then its scale. The type says float8_e4m3fn whatever ``dtype`` is: to
-    autograd these are bytes that may have a gradient."""
+    """Returns (N, M + 4): each row in float8, then the 4 bytes of its scale.
+
+        row i    value 0 | value 1 | ... | value M - 1 | scale (float32, 4 bytes)
+
+    dtype: the float8 type of the values. The result always has dtype float8_e4m3fn: it is a container of
+    bytes, and autograd only needs a dtype that may have a gradient.
+    """
     largest = torch.finfo(dtype).max
     scale_N1 = (rows_NM.abs().amax(1, keepdim=True) / largest).clamp_min(torch.finfo(torch.float32).tiny)
     packed = torch.empty(
         rows_NM.shape[0], rows_NM.shape[1] + SCALE_BYTES, dtype=torch.uint8, device=rows_NM.device
     )
-    # Division rounds, and what is over the largest would be NaN.
+    # The division rounds, so a value may exceed the largest one, and float8_e4m3fn would make NaN of it.
     scaled = (rows_NM / scale_N1).clamp(-largest, largest)
     packed[:, :-SCALE_BYTES] = scaled.to(dtype).view(torch.uint8)
     packed[:, -SCALE_BYTES:] = scale_N1.view(torch.uint8)
@@ -86,16 +99,16 @@ def pack(rows_NM: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """(N, M) float32 of what `pack` made."""
+    """Returns the rows (N, M) in float32 that `pack` packed."""
     scale_N1 = packed[:, -SCALE_BYTES:].contiguous().view(torch.float32)
     return packed[:, :-SCALE_BYTES].view(dtype).float() * scale_N1
 
 
-# torch declares backward(ctx, *grad_outputs); with a fixed number of outputs a name says more.
+# torch declares backward(ctx, *grad_outputs). Here each function has one output, so its gradient has a name.
 
 
 class _Pack(torch.autograd.Function):
-    """`pack`; the gradient that comes back is packed, too."""
+    """Autograd function of `pack`. The gradient that arrives is packed too."""
 
     @staticmethod
     def forward(ctx: Any, rows_NM: Tensor, dtype: torch.dtype, gradients: torch.dtype) -> Tensor:
@@ -108,7 +121,7 @@ class _Pack(torch.autograd.Function):
 
 
 class _Unpack(torch.autograd.Function):
-    """`unpack`; the gradient that is sent back is packed, too."""
+    """Autograd function of `unpack`. The gradient that is sent back is packed too."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, dtype: torch.dtype, gradients: torch.dtype) -> Tensor:
@@ -126,10 +139,11 @@ VARIANTS: dict[str, tuple[pmoe.Callback, ...]] = {
     "float8": (Float8Rows(),),
     "float8, e5m2 back": (Float8Rows(gradients=torch.float8_e5m2),),
 }
-"""What is compared; the first is what the others are compared with."""
+"""Callbacks that are compared. The first entry is the reference."""
 
 
 def make_layer(callbacks: tuple[pmoe.Callback, ...], arguments: argparse.Namespace) -> pmoe.MoELayer:
+    """Returns a layer with the same parameters for all variants."""
     torch.manual_seed(0)
     return pmoe.MoELayer(
         arguments.d_model,
@@ -143,25 +157,32 @@ def make_layer(callbacks: tuple[pmoe.Callback, ...], arguments: argparse.Namespa
 
 
 def step_results(layer: pmoe.MoELayer, x: Tensor, dy: Tensor) -> tuple[int, dict[str, Tensor]]:
-    """The bytes of rows that this rank sends in a forward and backward, and what comes out of them."""
+    """Returns the bytes of rows that this rank sends in a step, and the step's results by name.
+
+    x, dy: (T, M) input, and gradient of the output.
+    The results are the output, and the gradients of x and of all parameters.
+    """
     x = x.detach().requires_grad_()
     before = layer.traffic.rows
     y = layer(x)
     y.backward(dy)
-    found: dict[str, Tensor | None] = {"output": y.detach(), "x": x.grad}
-    found |= {name: parameter.grad for name, parameter in layer.named_parameters()}
-    return layer.traffic.rows - before, {name: each for name, each in found.items() if each is not None}
+    results: dict[str, Tensor | None] = {"output": y.detach(), "x": x.grad}
+    results |= {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return layer.traffic.rows - before, {name: value for name, value in results.items() if value is not None}
 
 
 def error(found: Tensor, exact: Tensor, ranks: Ranks) -> float:
-    """The norm of the difference over that of what is exact, of all ranks together."""
+    """Returns norm(found - exact) / norm(exact) of a tensor, over all ranks. Tensors have any shape."""
     squares = torch.stack([(found - exact).double().square().sum(), exact.double().square().sum()])
     difference, whole = ranks.sum(squares).sqrt()
     return float(difference / whole)
 
 
 def train(layer: pmoe.MoELayer, arguments: argparse.Namespace, ranks: Ranks) -> list[float]:
-    """The loss of each step, of all ranks: the layer learns what a dense network of fixed weights does."""
+    """Returns the loss of each training step, the mean of all ranks.
+
+    The layer learns the function of a dense network with fixed weights.
+    """
     generator = torch.Generator().manual_seed(1 + ranks.rank)
     shared = torch.Generator().manual_seed(0)
     d_model = arguments.d_model
@@ -185,7 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=512, help="of each rank")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of each rank")
     parser.add_argument("--d-model", type=int, default=128)
     parser.add_argument("--num-experts", type=int, default=8)
     parser.add_argument("--pipeline", type=int, default=2, help="n, the number of micro-batches")
@@ -198,7 +219,9 @@ def main() -> None:
 
     generator = torch.Generator().manual_seed(1 + ranks.rank)
     x, dy = torch.randn(2, arguments.tokens, arguments.d_model, generator=generator).to(ranks.device)
-    sent, results, losses = {}, {}, {}
+    sent = {}
+    results = {}
+    losses = {}
     for name, callbacks in VARIANTS.items():
         layer = make_layer(callbacks, arguments)
         bytes_sent, found = step_results(layer, x, dy)
@@ -218,6 +241,7 @@ def main() -> None:
 
 
 def report(sent: dict[str, int], errors: dict[str, dict[str, float]], losses: dict[str, list[float]]) -> None:
+    """Prints the three tables: bytes, errors and losses."""
     exact = next(iter(sent))
     print(f"\n{'rows travel as':20}{'bytes a step':>14}{'ratio':>8}")
     for name, count in sent.items():

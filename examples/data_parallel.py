@@ -4,9 +4,10 @@
     torchrun --standalone --nproc-per-node 2 examples/data_parallel.py --steps 60 --folder runs/copies \
         --wrap fsdp
 
-Half of the ranks hold copies of the other half's experts. The second command goes on where the first ended
-or was killed, on another number of ranks and with another wrapper. One rank a GPU where there are GPUs, else
-gloo on the CPU.
+With an even number of ranks, half of them hold copies of the other half's experts. The second command
+continues where the first one ended or was killed, on another number of ranks and with another wrapper.
+
+It runs one rank a GPU if the machine has GPUs, else on the CPU with gloo.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ D_MODEL, VOCABULARY, SEQUENCES, TOKENS = 32, 61, 8, 16
 
 
 class Block(nn.Module):
-    """Each token beside the one before it, then experts."""
+    """A block of the model: mixes each token with the one before it, then applies experts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.mix = nn.LayerNorm(D_MODEL), nn.Linear(2 * D_MODEL, D_MODEL)
+        self.norm = nn.LayerNorm(D_MODEL)
+        self.mix = nn.Linear(2 * D_MODEL, D_MODEL)
         self.moe = pmoe.MoELayer(D_MODEL, 64, num_experts=8, top_k=2, pipeline=2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,7 +42,7 @@ class Block(nn.Module):
 
 
 def batch(step: int, rank: int) -> Tensor:
-    """(SEQUENCES, TOKENS + 1): each token follows from the one before."""
+    """Returns (SEQUENCES, TOKENS + 1) random sequences. Each token is computed from the one before it."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     columns = [torch.randint(VOCABULARY, (SEQUENCES,), generator=generator)]
     for _ in range(TOKENS):
@@ -49,8 +51,10 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def train(arguments: argparse.Namespace) -> None:
+    """Trains the model on all ranks, from the last checkpoint if there is one."""
     torch.manual_seed(0)  # the same on all ranks
-    blocks = [Block() for _ in range(2)]  # before there is a process group: each rank builds all experts
+    # Built before the process group exists, so that each rank builds all experts. `parallelize` spreads them.
+    blocks = [Block() for _ in range(2)]
     model = nn.Sequential(nn.Embedding(VOCABULARY, D_MODEL), *blocks, nn.Linear(D_MODEL, VOCABULARY))
     ranks = start_ranks()
     copies = 2 if ranks.world % 2 == 0 else 1
@@ -87,10 +91,17 @@ def train(arguments: argparse.Namespace) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument(
-        "--folder", type=Path, required=True, help="of checkpoints; goes on from the last there"
+        "--folder",
+        type=Path,
+        required=True,
+        help="folder of checkpoints; the run continues from the last one",
     )
-    parser.add_argument("--wrap", choices=("ddp", "fsdp"), default="ddp", help="what shares the dense part")
-    parser.add_argument("--steps", type=int, default=40, help="those of earlier runs included (default: 40)")
+    parser.add_argument(
+        "--wrap", choices=("ddp", "fsdp"), default="ddp", help="wrapper that manages the dense part"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=40, help="number of steps, earlier runs included (default: 40)"
+    )
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints (default: 10)")
     return parser.parse_args()
 

@@ -1,6 +1,6 @@
-"""The arguments of train_lm.py: their defaults, and which of them a resumed run may change.
+"""Command line of train_lm.py: the arguments, their defaults, and which of them a resumed run may change.
 
-The defaults are a run of about four and a half minutes on two CPU cores.
+With the defaults a run takes about four and a half minutes on two CPU cores.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ from pathlib import Path
 from typing import Any
 
 MAY_CHANGE_ON_RESUME = {"out", "resume", "data", "pipeline", "checkpoint_every", "time_limit", "timeout"}
-"""They decide no number; the text itself is compared by its hash."""
+"""Arguments that do not change the numbers of a run.
+
+"data" is one of them: the text is compared by its hash.
+"""
 
 MAY_BE_ZERO = {"seed", "warmup", "weight_decay", "aux_weight"}
+"""Arguments that may be 0. All other numbers must be greater."""
 
 
 class SettingsError(ValueError):
-    """The arguments do not fit together, or not with the checkpoint."""
+    """The arguments contradict each other, or differ from those of the checkpoint."""
 
 
 def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the arguments of the command line, or those of ``given``."""
     parser = argparse.ArgumentParser(
         description="Trains a byte-level language model with a pmoe.MoELayer in every second block.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -30,56 +35,56 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--out",
         type=Path,
         default=argparse.SUPPRESS,
-        help="where checkpoints, metrics.json and curves.png go (runs/lm, with --dense runs/lm_dense)",
+        help="folder for checkpoints, metrics.json and curves.png (runs/lm; with --dense runs/lm_dense)",
     )
     add(
         "--resume",
         nargs="?",
         const="always",
         choices=["always", "if-any"],
-        help="continue from the last checkpoint in --out; if-any: or begin where there is none",
+        help="continue from the last checkpoint in --out; if-any: or begin a new run if there is none",
     )
     add(
         "--data",
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="files or folders to train on; one file is split by position",
+        help="files or folders to train on; a single file is split by position",
     )
-    add("--dense", action="store_true", help="no experts: the dense model of the same active size")
+    add("--dense", action="store_true", help="train a dense model of the same active size, without experts")
     add("--steps", type=int, default=1200)
-    add("--batch", type=int, default=32, help="sequences a step, all ranks together")
+    add("--batch", type=int, default=32, help="sequences a step, of all ranks together")
     add(
         "--parts",
         type=int,
-        help="equal parts of a batch, computed one after the other where there are fewer ranks: the same "
+        help="equal parts of a batch, computed one after the other if there are fewer ranks: the same "
         "numbers on any number of ranks that divides it (default: as many as ranks)",
     )
-    add("--context", type=int, default=128, help="bytes a sequence")
+    add("--context", type=int, default=128, help="bytes of a sequence")
     add("--d-model", type=int, default=128)
     add(
         "--d-hidden",
         type=int,
         default=512,
-        help="hidden width a token passes: of a dense FFN, of the top-k experts together",
+        help="hidden width that a token passes: of a dense FFN, or of its top-k experts together",
     )
-    add("--layers", type=int, default=4, help="blocks; every second one has experts")
+    add("--layers", type=int, default=4, help="number of blocks; every second one has experts")
     add("--heads", type=int, default=4)
-    add("--num-experts", type=int, default=32, help="of all ranks together")
+    add("--num-experts", type=int, default=32, help="experts of all ranks together")
     add("--top-k", type=int, default=2)
-    add("--pipeline", type=int, default=2, help="micro-batches of the MoE layers; 1: no pipeline")
+    add("--pipeline", type=int, default=2, help="micro-batches of the MoE layers; 1 is no pipeline")
     add("--lr", type=float, default=4e-3)
-    add("--warmup", type=int, default=100, help="steps")
+    add("--warmup", type=int, default=100, help="steps in which the learning rate rises")
     add("--weight-decay", type=float, default=0.1)
     add("--clip", type=float, default=1.0, help="largest norm of the whole model's gradient")
     add("--aux-weight", type=float, default=0.01, help="weight of the load-balance loss")
     add("--seed", type=int, default=0)
-    add("--eval-every", type=int, default=100, help="steps")
-    add("--eval-bytes", type=int, default=65_536, help="held-out bytes of each evaluation in between")
-    add("--final-eval-bytes", type=int, default=524_288, help="held-out bytes of the last one")
-    add("--checkpoint-every", type=int, default=200, help="steps")
-    add("--time-limit", type=float, help="seconds after which to stop as Ctrl-C does")
-    add("--timeout", type=float, default=300, help="seconds after which ranks that wait for another give up")
+    add("--eval-every", type=int, default=100, help="steps between evaluations")
+    add("--eval-bytes", type=int, default=65_536, help="held-out bytes of an evaluation during training")
+    add("--final-eval-bytes", type=int, default=524_288, help="held-out bytes of the last evaluation")
+    add("--checkpoint-every", type=int, default=200, help="steps between checkpoints")
+    add("--time-limit", type=float, help="seconds after which the run stops as after Ctrl-C")
+    add("--timeout", type=float, default=300, help="seconds that ranks wait for another rank")
     arguments = parser.parse_args(given)
     if "out" not in arguments:
         arguments.out = Path("runs/lm_dense" if arguments.dense else "runs/lm")
@@ -87,7 +92,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check_arguments(arguments: argparse.Namespace, num_ranks: int) -> None:
-    """Raises SettingsError, the same on all ranks, for what neither argparse nor the model checks."""
+    """Raises SettingsError, the same on all ranks, for values that neither argparse nor the model checks."""
     for name, value in vars(arguments).items():
         flag = f"--{name.replace('_', '-')} ({value})"
         if type(value) is int and value < 1 and name not in MAY_BE_ZERO:
@@ -103,5 +108,5 @@ def check_arguments(arguments: argparse.Namespace, num_ranks: int) -> None:
 
 
 def deciding_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that decide the numbers of a run, as plain data."""
+    """Returns the arguments that decide the numbers of a run, as plain data."""
     return {name: value for name, value in vars(arguments).items() if name not in MAY_CHANGE_ON_RESUME}

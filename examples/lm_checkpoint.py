@@ -1,14 +1,17 @@
-"""Checkpoints of train_lm.py: what is in them, and why a kill at any moment leaves the last one whole.
+"""Checkpoints of train_lm.py, written so that a kill at any moment leaves a complete one.
 
-    checkpoints/latest.json          {"folder": "step_00000400", "ranks": 2}; replaced last, in one move
+    checkpoints/latest.json          {"folder": "step_00000400", "ranks": 2}
     checkpoints/step_00000400/
-        shared.pt                    by rank 0: dense parameters, their Adam state, step, curves
-        rank0.pt  rank1.pt  ...      by each rank: its experts, their Adam state, its random state
+        shared.pt                    written by rank 0: dense parameters, their Adam state, step, curves
+        rank0.pt  rank1.pt  ...      written by each rank: its experts, their Adam state, its random state
 
-A checkpoint is written as step_N.tmp; when the files of all ranks are on the disk it is renamed, and
-only then named by latest.json. Nothing that latest.json names is ever written to. The ranks of several
-machines need one file system. Experts are split along their first dimension in rank order, so a checkpoint
-of W ranks can be continued by any number of them; bit for bit by W.
+A checkpoint is published in three steps. First all ranks write their files to step_N.tmp and wait until the
+disk has them. Then the folder is renamed to step_N. Then latest.json is replaced, in one rename. A folder
+that latest.json names is never written to again.
+
+The ranks of several machines need one file system. Experts are split along their first dimension in rank
+order, so any number of ranks can continue a checkpoint. With the same number of ranks, the result is the same
+to the bit.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ State = dict[str, Any]
 
 
 class CheckpointError(ValueError):
-    """There is no checkpoint where one was asked for, or it belongs to another run."""
+    """There is no checkpoint, or it belongs to another run."""
 
 
 def save(
@@ -43,9 +46,9 @@ def save(
     extra: State,
     ranks: Ranks,
 ) -> None:
-    """Writes a checkpoint of all ranks; every rank must call it. ``settings`` and ``extra`` are plain data.
+    """Writes a checkpoint of all ranks. Every rank must call it. ``settings`` and ``extra`` are plain data.
 
-    Leaves this one and the one before. Does nothing if the last checkpoint is of this very step.
+    Keeps this checkpoint and the previous one. Does nothing if the last checkpoint is of the same step.
     """
     name = f"step_{step:08d}"
     before = read_pointer(folder)
@@ -53,7 +56,7 @@ def save(
         return
     part = folder / f"{name}.tmp"
     if ranks.rank == 0:
-        shutil.rmtree(part, ignore_errors=True)  # of a run that was killed while writing
+        shutil.rmtree(part, ignore_errors=True)  # a run that was killed while writing may have left it
         part.mkdir(parents=True)
     ranks.wait()
     own = {"experts": pack(model, optimizer, is_expert), "random": torch.get_rng_state()}
@@ -69,9 +72,10 @@ def save(
 
 
 def publish(folder: Path, part: Path, name: str, world: int) -> None:
-    """Makes the finished folder ``part`` the last checkpoint."""
+    """Makes the finished folder ``part`` the latest checkpoint."""
     sync_folder(part)
-    shutil.rmtree(folder / name, ignore_errors=True)  # finished once, but never named by the pointer
+    # A folder of this name is of a run that was killed after the rename, before latest.json named it.
+    shutil.rmtree(folder / name, ignore_errors=True)
     os.replace(part, folder / name)
     sync_folder(folder)
     pointer = json.dumps({"folder": name, "ranks": world}).encode()
@@ -81,6 +85,7 @@ def publish(folder: Path, part: Path, name: str, world: int) -> None:
 
 
 def remove_all_but(folder: Path, keep: set[str]) -> None:
+    """Removes all checkpoints except those with the names in ``keep``."""
     for path in folder.glob("step_*"):
         if path.name not in keep:
             shutil.rmtree(path, ignore_errors=True)
@@ -89,10 +94,12 @@ def remove_all_but(folder: Path, keep: set[str]) -> None:
 def load(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, settings: State, ranks: Ranks
 ) -> State:
-    """Restores model, optimizer and random state from the last checkpoint; returns its step and extras.
+    """Restores model, optimizer and random state from the latest checkpoint. Returns its step and extra data.
 
-    Raises CheckpointError where there is none or it was made with other settings. Reads the files of all
-    ranks: the experts of this one are a slice of all, whoever wrote them.
+    Every rank reads the files of all ranks that saved: its experts are a slice of all experts, which other
+    ranks may have written.
+
+    Raises CheckpointError if there is no checkpoint, or if it was made with other settings.
     """
     pointer = read_pointer(folder)
     if pointer is None:
@@ -119,12 +126,15 @@ def load(
 
 
 def is_there(folder: Path, ranks: Ranks) -> bool:
-    """Whether there is a checkpoint to resume, the same answer on all ranks."""
+    """Returns whether there is a checkpoint to resume, the same on all ranks."""
     return ranks.largest(read_pointer(folder) is not None) > 0
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Renames the checkpoints of an earlier run, so that a new one begun by mistake destroys nothing yet."""
+    """Renames the folder of an earlier run's checkpoints, so that a new run does not overwrite them.
+
+    Returns the new name; None if there were no checkpoints.
+    """
     if read_pointer(folder) is None:
         return None
     aside = folder.with_name(folder.name + ".previous")
@@ -134,7 +144,7 @@ def set_aside(folder: Path) -> Path | None:
 
 
 def pack(model: nn.Module, optimizer: torch.optim.Optimizer, wanted: Callable[[nn.Parameter], bool]) -> State:
-    """Values and optimizer state of the wanted parameters, by parameter name."""
+    """Returns values and optimizer state of the wanted parameters, by parameter name."""
     return {
         name: {"value": parameter.detach(), **optimizer.state[parameter]}
         for name, parameter in model.named_parameters()
@@ -146,7 +156,10 @@ def pack(model: nn.Module, optimizer: torch.optim.Optimizer, wanted: Callable[[n
 def unpack(
     model: nn.Module, optimizer: torch.optim.Optimizer, packed: State, local: Callable[[Tensor], Tensor]
 ) -> None:
-    """Undoes `pack`; ``local`` cuts this rank's part out of a saved tensor."""
+    """Copies what `pack` returned back into model and optimizer.
+
+    local: cuts this rank's part out of a saved tensor.
+    """
     parameters = dict(model.named_parameters())
     for name, saved in packed.items():
         parameter = parameters[name]
@@ -156,11 +169,15 @@ def unpack(
 
 
 def join(tensors: list[Tensor]) -> Tensor:
-    """The experts of all ranks in one tensor; a scalar (Adam's step count) is the same on all."""
+    """Returns the experts of all ranks as one tensor.
+
+    A scalar (Adam's step count) is the same on all ranks.
+    """
     return torch.cat(tensors) if tensors[0].dim() else tensors[0]
 
 
 def read_pointer(folder: Path) -> State | None:
+    """Returns the content of latest.json, or None if there is none."""
     try:
         pointer: State = json.loads((folder / POINTER).read_text())
     except FileNotFoundError:
@@ -169,7 +186,7 @@ def read_pointer(folder: Path) -> State | None:
 
 
 def write_to_disk(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Writes a file and returns when the disk has it, not only the system's cache."""
+    """Writes a file and returns when the disk has it, not only the cache of the operating system."""
     with open(path, "wb") as file:
         write(file)
         file.flush()
@@ -177,7 +194,7 @@ def write_to_disk(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """The same for the names in a folder: new files and renames."""
+    """Returns when the disk has the folder's entries: new files and renames."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Which bytes train_lm.py trains on, which it holds out, and which windows each step sees.
+"""Text of train_lm.py: the bytes to train on, the bytes held out, and the windows that each step sees.
 
 Letters: B sequences of a batch (of all ranks together), C bytes of context.
 """
@@ -19,25 +19,33 @@ NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
 
 class DataError(ValueError):
-    """The text named by the user is missing, empty or too short."""
+    """The text that the user named is missing, empty or too short."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Training and held-out text as uint8, with what the log says about them."""
+    """Training text and held-out text.
+
+    train, valid: (number of bytes,) uint8 each.
+    description: the same in words, for the log.
+    """
 
     train: Tensor
     valid: Tensor
     description: str
     fingerprint: str
-    """A hash of both texts: a run may only be resumed on the text it began with."""
+    """Hash of both texts. A run may only be resumed with the text with which it began."""
 
 
 def load_corpus(paths: Sequence[Path] | None, context: int) -> Corpus:
-    """Reads the named files and folders, or the standard library's sources where ``paths`` is None.
+    """Reads the named files and folders, or the sources of Python's standard library if ``paths`` is None.
 
-    About 5 % of the bytes are held out, by whole files: in the order of a hash of their names, until the
-    share is reached. A single file is cut by position instead, its end held out. Raises DataError.
+    About 5 % of the bytes are held out. Whole files are held out, in the order of a hash of their names,
+    until the share is reached. If there is only one file, its end is held out.
+
+    context: number C of bytes that both texts must exceed.
+
+    Raises DataError if a text is missing, empty or too short.
     """
     files = python_library() if paths is None else named_files(paths)
     texts = {name: path.read_bytes() for name, path in sorted(files.items())}
@@ -64,7 +72,7 @@ def load_corpus(paths: Sequence[Path] | None, context: int) -> Corpus:
 
 
 def python_library() -> dict[str, Path]:
-    """The sources of the running Python's standard library, its tests included, by relative path."""
+    """Returns the sources of the running Python's standard library, tests included, by relative path."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = {str(path.relative_to(folder)): path for path in folder.rglob("*.py")}
     files = {name: path for name, path in files.items() if not NOT_THE_LIBRARY & set(Path(name).parts)}
@@ -74,18 +82,21 @@ def python_library() -> dict[str, Path]:
 
 
 def named_files(paths: Sequence[Path]) -> dict[str, Path]:
-    """The files named and those in the folders named, by names that do not depend on the machine."""
+    """Returns the named files, and all files in the named folders, by name.
+
+    The names do not depend on the machine.
+    """
     files: dict[str, Path] = {}
     for path in paths:
         if path.is_dir():
-            found = {str(file.relative_to(path)): file for file in path.rglob("*") if file.is_file()}
+            new_files = {str(file.relative_to(path)): file for file in path.rglob("*") if file.is_file()}
         elif path.is_file():
-            found = {path.name: path}
+            new_files = {path.name: path}
         else:
             raise DataError(f"--data {path}: no such file or folder")
-        for name, file in found.items():
+        for name, file in new_files.items():
             if name in files:
-                name = str(file)  # two folders may hold files of one name
+                name = str(file)  # two folders may hold files of the same name
             files[name] = file
     if not files:
         raise DataError(f"--data {' '.join(map(str, paths))}: no files there")
@@ -93,10 +104,10 @@ def named_files(paths: Sequence[Path]) -> dict[str, Path]:
 
 
 def choose_held_out(sizes: dict[str, int]) -> set[str]:
-    """Names of the files to hold out: at least one, never all.
+    """Returns the names of the files to hold out: at least one, never all.
 
-    By a hash of the name, not by its place in the list, so that neighbours (a module and its test) fall
-    apart and another file more or less moves few others.
+    Files are taken in the order of a hash of their names, not of the names. So neighbours (a module and its
+    test) may go to different texts, and adding a file moves few others.
     """
     by_hash = sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).digest())
     wanted = HELD_OUT_SHARE * sum(sizes.values())
@@ -109,29 +120,35 @@ def choose_held_out(sizes: dict[str, int]) -> set[str]:
 
 
 def split_by_position(text: bytes) -> tuple[bytes, bytes]:
-    """The beginning to train on and the last 5 % to hold out."""
+    """Returns (the beginning, the last 5 %) of a text: to train on, and to hold out."""
     cut = len(text) - max(1, round(len(text) * HELD_OUT_SHARE))
     return text[:cut], text[cut:]
 
 
 def training_offsets(length: int, context: int, batch: int, *, seed: int, step: int) -> Tensor:
-    """Where the B windows of a step begin: a function of seed and step alone.
+    """Returns the offsets (B,) of a step's windows. They depend on seed and step alone.
 
-    So every rank draws the batch of all ranks and takes its slice, 1 rank or many see the same windows,
-    and a resumed run goes on where it stopped without any state.
+    So every rank can draw the offsets of the whole batch and take its slice. Any number of ranks sees the
+    same windows, and a resumed run needs no saved state.
     """
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**32)  # it takes 32 bits
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**32)  # seeds have 32 bits
     return torch.randint(length - context, (batch,), generator=generator)
 
 
 def validation_offsets(length: int, context: int, batch: int, num_bytes: int) -> Tensor:
-    """Begins of about ``num_bytes`` / C evenly spaced windows, a multiple of B, always the same."""
+    """Returns the offsets of about num_bytes / C evenly spaced windows. Their number is a multiple of B.
+
+    They are the same at every evaluation.
+    """
     batches = max(1, num_bytes // (batch * context))
     return torch.linspace(0, length - context - 1, batches * batch, dtype=torch.float64).long()
 
 
 def windows(text: Tensor, offsets: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, both (len(offsets), C) int64; a target is the byte after its input."""
-    at = offsets[:, None] + torch.arange(context + 1)
-    taken = text[at].long()
-    return taken[:, :-1], taken[:, 1:]
+    """Returns inputs and targets, both (len(offsets), C) int64.
+
+    A target is the byte that follows its input.
+    """
+    positions = offsets[:, None] + torch.arange(context + 1)
+    window = text[positions].long()
+    return window[:, :-1], window[:, 1:]

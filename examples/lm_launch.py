@@ -1,9 +1,9 @@
-"""torchrun, except that a Ctrl-C which the ranks have answered with a checkpoint is not an error.
+"""torchrun that ends with exit code 0 after Ctrl-C, if the ranks have written a checkpoint.
 
     python examples/lm_launch.py --standalone --nproc-per-node 2 examples/train_lm.py
 
-torchrun passes SIGINT and SIGTERM on to the ranks, waits until they have ended (30 seconds at most), and
-then dies of the signal with a traceback that buries what rank 0 said. This adds nothing and exits with 0.
+torchrun passes SIGINT and SIGTERM on to the ranks and waits for them, at most 30 seconds. Then it fails with
+a traceback of the signal, which hides the last lines of rank 0. This program prints no traceback.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The language model of train_lm.py: a byte-level GPT whose every second block is a pmoe.MoELayer.
+"""The language model of train_lm.py: a GPT on bytes in which every second block has a pmoe.MoELayer.
 
-Letters: B sequences, C context, D = d_model, A attention heads, V = 256 bytes.
+Letters: B sequences, C context, D = d_model, F half of a head's width, V = 256 bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ VOCABULARY = 256
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions."""
+    """Causal self-attention with rotary positions.
+
+    cos_CF, sin_CF: (C, F) cosines and sines of `rotary_table`.
+    """
 
     cos_CF: Tensor
     sin_CF: Tensor
@@ -40,21 +43,24 @@ class Attention(nn.Module):
         return y_BCD
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Turns each pair (i, i + half) of x (..., C, 2F) by an angle that grows with its position."""
+        """Rotates each pair (i, i + F) of x (..., C, 2F) by an angle that grows with the position."""
         cos, sin = self.cos_CF[: x.shape[-2]], self.sin_CF[: x.shape[-2]]
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def rotary_table(context: int, head_width: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, (C, head_width / 2): wave lengths from 2 pi up to 10,000 times that."""
+    """Returns cosines and sines, both (C, head_width / 2).
+
+    Wave lengths go from 2 pi to nearly 10,000 * 2 pi.
+    """
     frequency = 10_000.0 ** (-torch.arange(0, head_width, 2) / head_width)
     angle = torch.arange(context)[:, None] * frequency
     return angle.cos(), angle.sin()
 
 
 class FeedForward(nn.Module):
-    """The dense FFN; what an expert computes, for every token."""
+    """The dense feed-forward network. An expert computes the same function of its tokens."""
 
     def __init__(self, d_model: int, d_hidden: int) -> None:
         super().__init__()
@@ -67,7 +73,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm: x + attention(norm x), then x + ffn(norm x)."""
+    """Transformer block with normalization first: x + attention(norm(x)), then x + ffn(norm(x))."""
 
     def __init__(self, attention: nn.Module, ffn: nn.Module, d_model: int) -> None:
         super().__init__()
@@ -83,11 +89,12 @@ class Block(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """Bytes in, logits of the next byte out.
+    """Language model: maps bytes (B, C) to logits (B, C, V) of the next byte.
 
-    ``d_hidden`` is the hidden width that a token passes in every block: the width of the dense FFNs and
-    of the top_k experts together. So the dense model (``dense=True``) has the same active size.
-    Raises ValueError where a width cannot be divided as asked.
+    ``d_hidden`` is the hidden width that a token passes in every block: the width of a dense FFN, or of top_k
+    experts together. So the dense model (``dense=True``) has the same active size.
+
+    Raises ValueError if a width is not divisible as needed.
     """
 
     def __init__(
@@ -129,8 +136,11 @@ class ByteGPT(nn.Module):
         return logits_BCV
 
     def moe_layers(self) -> list[pmoe.MoELayer]:
+        """Returns the MoE layers of the model."""
         return [module for module in self.modules() if isinstance(module, pmoe.MoELayer)]
 
     def auxiliary_loss(self) -> Tensor:
-        """The load-balance losses of the last forward pass, summed over the MoE layers; 0 if dense."""
+        """Returns the sum of the MoE layers' load-balance losses of the last forward pass: a scalar, 0 if
+        dense.
+        """
         return sum((layer.l_aux for layer in self.moe_layers()), self.head.weight.new_zeros(()))

@@ -1,15 +1,16 @@
-"""How the ranks of train_lm.py work together: experts parallel, the rest data-parallel.
+"""Ranks of train_lm.py: experts are spread over them (expert parallel), the rest is data-parallel.
 
-Every rank computes the mean loss of its own slice of the batch, all slices being equal, so the loss of one
-process is the mean over the ranks. Hence, with W ranks, after backward:
+Every rank computes the mean loss of its slice of the batch. All slices have the same size, so the loss of one
+process is the mean of the ranks' losses. After backward, with W ranks:
 
-| parameters | their .grad holds | to get the gradient of one process |
+| parameters | their .grad | to get the gradient of one process |
 |---|---|---|
-| dense (a copy on each rank) | d(this rank's mean loss) | all-reduce, divide by W |
-| experts (``allreduce = False``) | the sum over all ranks of d(that rank's mean loss) | divide by W |
+| dense (a copy on each rank) | gradient of this rank's loss | all-reduce, divide by W |
+| experts (``allreduce = False``) | sum over ranks of the gradients of their losses | divide by W |
 
-The load-balance loss is no mean over tokens: each rank balances its own. With W ranks it is the mean of W
-such losses, which differs a little from the one of all tokens. All else equals one process to rounding.
+The load-balance loss is different: it is not a mean over tokens, and each rank balances its own tokens. With
+W ranks it is the mean of W losses, which is close to that of all tokens, but not equal. Everything else
+equals one process, up to rounding.
 """
 
 from __future__ import annotations
@@ -30,37 +31,43 @@ from pmoe.training.parallel import make_meshes, reduce_gradients
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among its peers, and the device it computes on."""
+    """This process among all processes of the run.
+
+    rank: number of this process.
+    world: number of processes.
+    device: device on which this process computes.
+    """
 
     rank: int
     world: int
     device: torch.device
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over the ranks, in place."""
+        """Sums a tensor of any shape over the ranks, in place, and returns it."""
         if self.world > 1:
             dist.all_reduce(values)
         return values
 
     def largest(self, value: float) -> float:
+        """Returns the largest value that any rank has."""
         values = torch.tensor([value], dtype=torch.float64, device=self.device)
         if self.world > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values.item()
 
     def wait(self) -> None:
-        """Returns when every rank has come here."""
+        """Returns when every rank has called it."""
         self.sum(torch.zeros(1, device=self.device)).item()
 
     def slice(self, batch: Tensor) -> Tensor:
-        """This rank's equal part of the batch of all ranks."""
+        """Returns this rank's part of a batch of all ranks: equal slices along dimension 0."""
         return batch.chunk(self.world)[self.rank]
 
 
 def start_ranks(timeout_seconds: float = 300) -> Ranks:
-    """Joins the process group that torchrun describes; without torchrun, one process alone.
+    """Joins the process group that torchrun describes. Without torchrun, this process is the only rank.
 
-    One rank a GPU where there are GPUs, else gloo on the CPU.
+    It uses one GPU a rank if the machine has GPUs, else the CPU with gloo.
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -74,20 +81,21 @@ def start_ranks(timeout_seconds: float = 300) -> Ranks:
 
 
 def may_restart() -> bool:
-    """Whether torchrun starts this process again when it fails."""
+    """Returns whether torchrun starts this process again when it fails."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
 
 
 def stop_ranks() -> None:
+    """Leaves the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def leave(code: int = 0) -> NoReturn:
-    """Ends this process, without the interpreter's teardown.
+    """Ends this process without the interpreter's cleanup.
 
-    Threads of gloo may outlive the group; once in about a hundred runs one was still there when the
-    interpreter came down, and the process aborted after everything had been written.
+    Threads of gloo may outlive the process group. In about one of a hundred runs such a thread was still
+    there during the interpreter's cleanup, and the process aborted after everything had been written.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -95,16 +103,18 @@ def leave(code: int = 0) -> NoReturn:
 
 
 def share_gradients(model: nn.Module, ranks: Ranks) -> None:
-    """Turns the gradients that backward left into those of one process; see the table above."""
+    """Turns the gradients that backward left into those of one process (see the table of this module)."""
     if ranks.world > 1:
         reduce_gradients(model, make_meshes(ep=ranks.world))
 
 
 def squared_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """The sum of squares of the gradients, a scalar in float64 (0 without parameters).
+    """Returns the sum of squares of the gradients: a float64 scalar, 0 without parameters.
 
-    The norm of the whole model is the root of that of the dense parameters, which every rank knows, plus
-    that of the experts summed over the ranks.
+        norm of the whole model = sqrt(squares of dense parameters + sum over ranks of the squares of their
+        experts)
+
+    Every rank has the gradients of all dense parameters, so these are not summed over the ranks.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for parameter in parameters:

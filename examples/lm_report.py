@@ -1,7 +1,4 @@
-"""What train_lm.py shows: the progress bar, the curves, the figures of a run.
-
-A History is everything that is drawn; it is saved in the checkpoints, so a resumed run draws the whole.
-"""
+"""Output of train_lm.py: the progress bar, the curves, and the numbers of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +19,12 @@ LINE_EVERY_SECONDS = 10.0
 
 @dataclass
 class History:
-    """Columns over the run; ``bytes`` are training bytes seen so far, losses are in nats a byte."""
+    """Curves of a run. Checkpoints hold it, so a resumed run draws the whole run.
+
+    train_bytes, valid_bytes: training bytes seen so far, at each step and at each evaluation.
+    train_loss, valid_loss: in nats a byte.
+    gradient_norm: norm of the gradient, before clipping.
+    """
 
     train_bytes: list[int] = field(default_factory=list)
     train_loss: list[float] = field(default_factory=list)
@@ -32,11 +34,12 @@ class History:
 
 
 def bits(nats: float) -> float:
+    """Converts nats to bits."""
     return nats / math.log(2)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most this process has held: of the GPU's memory where it uses one, else of the machine's."""
+    """Returns the most memory that this process has held: of the GPU if it uses one, else of the machine."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -44,18 +47,21 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class Progress:
-    """A tqdm bar where stderr is a terminal, else a line now and then; silent except on rank 0."""
+    """A tqdm bar if stderr is a terminal, else a line every 10 seconds. Only rank 0 prints."""
 
     def __init__(
         self, *, done: int, steps: int, bytes_per_step: int, device: torch.device, show: bool
     ) -> None:
-        self.steps, self.bytes_per_step, self.device, self.show = steps, bytes_per_step, device, show
+        self.steps = steps
+        self.bytes_per_step = bytes_per_step
+        self.device = device
+        self.show = show
         self.bar = open_bar(done, steps) if show and sys.stderr.isatty() else None
         self.last_line = time.monotonic()
         self.seconds_per_step = 0.0
 
     def update(self, step: int, loss: float, seconds: float) -> None:
-        """Step ``step`` is done and took ``seconds``, evaluations and checkpoints left out."""
+        """Shows that step ``step`` is done and took ``seconds``, without evaluations and checkpoints."""
         weight = 0.1 if self.seconds_per_step else 1.0
         self.seconds_per_step += weight * (seconds - self.seconds_per_step)
         if not self.show:
@@ -73,19 +79,20 @@ class Progress:
             print(f"step {step}/{self.steps}  {text}", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line that stays on the screen."""
         if self.bar is not None:
             self.bar.write(text, file=sys.stderr)
         elif self.show:
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        """Ends the bar."""
         if self.bar is not None:
             self.bar.close()
 
 
 def open_bar(done: int, steps: int) -> Any:
-    """A tqdm bar, or None where tqdm is not installed."""
+    """Returns a tqdm bar, or None if tqdm is not installed."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -94,15 +101,16 @@ def open_bar(done: int, steps: int) -> Any:
 
 
 def write_metrics(path: Path, settings: dict[str, Any], summary: dict[str, Any], history: History) -> None:
-    """Everything a plot or a comparison needs, as JSON."""
+    """Writes settings, results and curves of a run as JSON."""
     path.write_text(json.dumps({"settings": settings, "summary": summary, "history": asdict(history)}) + "\n")
 
 
 def draw_curves(path: Path, history: History, title: str, final_loss: float | None) -> None:
-    """Draws losses over training bytes.
+    """Draws losses over training bytes into a file.
 
-    ``final_loss``: the validation loss of the last, longer evaluation, if there was one.
-    Raises ImportError where matplotlib is not installed.
+    final_loss: validation loss of the last, longer evaluation; None if there was none.
+
+    Raises ImportError if matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 
@@ -113,6 +121,7 @@ def draw_curves(path: Path, history: History, title: str, final_loss: float | No
 
 
 def draw_losses(panel: Any, history: History, final_loss: float | None) -> None:
+    """Draws the losses on one pair of matplotlib axes."""
     megabytes = [count / 1e6 for count in history.train_bytes]
     panel.plot(megabytes, history.train_loss, color="tab:blue", alpha=0.25, linewidth=0.8)
     panel.plot(megabytes, smooth(history.train_loss), color="tab:blue", label="training (smoothed)")
@@ -149,11 +158,12 @@ def draw_losses(panel: Any, history: History, final_loss: float | None) -> None:
 
 
 def smooth(values: list[float]) -> list[float]:
-    """The mean over a fiftieth of the run around each value, half as many at its ends."""
+    """Returns the moving average over a fiftieth of the run around each value; fewer values at the ends."""
     reach = len(values) // 100
     sums = [0.0, *itertools.accumulate(values)]
     out = []
     for index in range(len(values)):
-        first, end = max(0, index - reach), min(len(values), index + reach + 1)
+        first = max(0, index - reach)
+        end = min(len(values), index + reach + 1)
         out.append((sums[end] - sums[first]) / (end - first))
     return out

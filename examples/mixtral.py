@@ -1,9 +1,9 @@
-"""Trains a tiny Mixtral of Hugging Face transformers whose experts are spread over the ranks and run by pmoe.
+"""Trains a tiny Mixtral of Hugging Face transformers. pmoe spreads its experts over the ranks.
 
     torchrun --nproc-per-node 2 examples/mixtral.py
 
-A random model is made, saved and loaded again over the ranks, as a real checkpoint would be. The lines that
-end in "# pmoe" are all that pmoe adds: without them this trains the same model by transformers alone.
+A random model is made and saved. Then all ranks load it, as they would load a real checkpoint. The lines that
+end in "# pmoe" are all that pmoe adds: without them the script trains the same model with transformers alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
 
 
 def save_random_model() -> str:
-    """The folder, made by rank 0 and known to all."""
+    """Saves a random model and returns its folder. Rank 0 makes it, and all ranks return the same name."""
     folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]
     if dist.get_rank() == 0:
         torch.manual_seed(0)
@@ -52,7 +52,7 @@ def main() -> None:
     pmoe.integrations.transformers.configure(pipeline=2, memory_reuse="S4")  # pmoe
     model = MixtralForCausalLM.from_pretrained(save_random_model(), distributed_config=parallel)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
-    with open(argparse.__file__, "rb") as file:  # any text: the model reads its bytes
+    with open(argparse.__file__, "rb") as file:  # any file will do: the model is trained on its bytes
         text = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(0)
     for step in range(steps):

@@ -1,15 +1,25 @@
-"""Trains transformer blocks on data, model, expert and expert-sharding parallelism at once (FSMoE, Fig. 2).
+"""Trains transformer blocks with four kinds of parallelism at once (FSMoE, Fig. 2).
+
+The kinds are data, model, expert and expert-sharding parallelism. Some ways to run it:
 
     torchrun --standalone --nproc-per-node 4 examples/parallel_block.py                    # Fig. 2: all are 2
     torchrun --standalone --nproc-per-node 4 examples/parallel_block.py --mp 2 --ep 4 --esp 1
     torchrun --standalone --nproc-per-node 1 examples/parallel_block.py --mp 1 --ep 1 --esp 1
 
-The attention is split over the ranks of "mp" by torch.distributed.tensor.parallel; the experts are spread
-over those of "ep", and each expert over those of "esp". Between attentions each rank has a part of every
-sequence, for the MoE layer, the norms, the embedding and the loss. The data are random: most tokens follow
-from the one before. Whatever the sizes, the whole batch is the same, and so are loss and norm, but for the
-load-balance loss: each rank balances its own tokens. One rank a GPU where there are GPUs, else gloo on the
-CPU.
+Three dimensions of the device meshes split the model:
+
+- torch.distributed.tensor.parallel splits the attention over "mp".
+- Experts are spread over "ep".
+- Each expert is split over "esp".
+
+Outside of attention each rank has a part of every sequence: in the MoE layer, the norms, the embedding and
+the loss.
+
+The data are random sequences in which most tokens follow from the one before. The whole batch does not depend
+on the sizes, so loss and gradient norm do not either, up to rounding and except for the load-balance loss:
+each rank balances its own tokens.
+
+It runs one rank a GPU if the machine has GPUs, else on the CPU with gloo.
 
 Letters: B sequences of a "dp" group, S tokens of a sequence, M = d_model.
 """
@@ -38,7 +48,10 @@ VOCABULARY, HEAD, GLOBAL_BATCH, LENGTH, AUX_WEIGHT, MAX_NORM = 64, 16, 8, 32, 0.
 
 
 class Attention(nn.Module):
-    """Causal attention with as many heads as its columns hold: on each rank of "mp" its own."""
+    """Causal attention, of which each rank of "mp" computes its own heads.
+
+    The number of heads follows from the columns of q, k and v.
+    """
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
@@ -52,6 +65,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
+    """Transformer block with a MoE layer as feed-forward network."""
+
     def __init__(self, d_model: int, num_experts: int, meshes: Meshes) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
@@ -59,15 +74,18 @@ class Block(nn.Module):
         self.moe = pmoe.MoELayer(d_model, 2 * d_model, num_experts, 2, pipeline=2, mesh=meshes.experts)
 
     def forward(self, x_BSM: Tensor) -> Tensor:
-        """x and what is returned: this rank's part of the sequences."""
+        """Maps this rank's part (B, S / MP, M) of the sequences to the same shape."""
         x_BSM = x_BSM + self.attention(self.norm1(x_BSM))
         return x_BSM + self.moe(self.norm2(x_BSM))
 
 
 class Model(nn.Module):
+    """Language model of two blocks."""
+
     def __init__(self, d_model: int, num_experts: int, meshes: Meshes) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, d_model), nn.Linear(d_model, VOCABULARY)
+        self.embed = nn.Embedding(VOCABULARY, d_model)
+        self.head = nn.Linear(d_model, VOCABULARY)
         self.blocks = nn.ModuleList(Block(d_model, num_experts, meshes) for _ in range(2))
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
@@ -79,8 +97,12 @@ class Model(nn.Module):
 
 
 def split_attention(model: Model, meshes: Meshes) -> None:
-    """Fig. 2's MP: sequences are gathered before each attention, and what its ranks made is summed and split
-    again behind it (ReduceScatter). All else is copied to every rank and sees that rank's tokens."""
+    """Splits attention over "mp", as in Fig. 2.
+
+    Each rank gathers the sequences before attention and computes its own heads. Their outputs are summed, and
+    each rank gets its part of the sequences again (ReduceScatter). All other modules are copied to every rank
+    and see that rank's tokens only.
+    """
     part = Shard(1)
     plan = {
         "attention": PrepareModuleInput(input_layouts=part, desired_input_layouts=Replicate()),
@@ -94,10 +116,14 @@ def split_attention(model: Model, meshes: Meshes) -> None:
 
 
 def sequences(step: int, meshes: Meshes, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, this rank's part of its "dp" group's share of the batch."""
+    """Returns inputs and targets, both (B, S / MP) int64: this rank's part of its "dp" group's share of the
+    batch.
+    """
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
-    for at in range(LENGTH):  # each token is decided by the one before, three times in four
+    for at in range(
+        LENGTH
+    ):  # three of four tokens follow from the one before, so that there is much to learn
         is_ruled = torch.rand(GLOBAL_BATCH, generator=generator) < 0.75
         tokens[:, at + 1] = torch.where(is_ruled, (5 * tokens[:, at] + 3) % VOCABULARY, tokens[:, at + 1])
     group, part = (meshes.dense.get_local_rank(name) for name in ("dp", "mp"))
@@ -107,6 +133,7 @@ def sequences(step: int, meshes: Meshes, device: torch.device) -> tuple[Tensor, 
 
 
 def train(arguments: argparse.Namespace, device: torch.device) -> None:
+    """Trains the model and prints loss and gradient norm."""
     meshes = make_meshes(mp=arguments.mp, ep=arguments.ep, esp=arguments.esp)
     torch.manual_seed(0)  # all ranks get the same dense part, and together the experts of one process
     model = Model(arguments.d_model, arguments.experts, meshes).to(device)
@@ -133,6 +160,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 def say(text: str) -> None:
+    """Prints a line on rank 0."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
@@ -140,8 +168,10 @@ def say(text: str) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     for name in ("mp", "ep", "esp"):
-        parser.add_argument(f"--{name}", type=int, default=2, help=f'ranks of "{name}" (default: 2)')
-    parser.add_argument("--experts", type=int, default=4, help="in all (default: 4)")
+        parser.add_argument(
+            f"--{name}", type=int, default=2, help=f'number of ranks along "{name}" (default: 2)'
+        )
+    parser.add_argument("--experts", type=int, default=4, help="experts of all ranks together (default: 4)")
     parser.add_argument("--d-model", type=int, default=64, help=f"a multiple of {HEAD} * mp (default: 64)")
     parser.add_argument("--steps", type=int, default=30, help="(default: 30)")
     return parser.parse_args()

@@ -1,17 +1,23 @@
-"""Trains a small language model with pmoe.MoELayer in every second block, on text found on the machine.
+"""Trains a small language model with a pmoe.MoELayer in every second block, on text found locally.
 
     torchrun --standalone --nproc-per-node 2 examples/train_lm.py            # experts over two ranks
     torchrun --standalone --nproc-per-node 2 examples/train_lm.py --resume   # after Ctrl-C or a kill
     torchrun --nnodes 1:3 ... examples/train_lm.py --resume if-any --parts 6  # see docs/cluster.md
     python examples/train_lm.py --dense                                      # same active size, no experts
 
-Reads the sources of Python's standard library unless --data names something else. Writes checkpoints,
-metrics.json, curves.png, and what `pmoe report` makes a page of to --out. One rank a GPU where there are
+It reads the sources of Python's standard library, or the files that --data names. It writes checkpoints,
+metrics.json, curves.png, and the files of `pmoe report` to --out. It uses one GPU a rank if the machine has
 GPUs, else the CPU.
 
-This file is the loop; its neighbours hold the arguments (lm_arguments), the text (lm_data), the model
-(lm_model), what the ranks say to each other (lm_ranks), checkpoints (lm_checkpoint) and what is shown
-(lm_report). lm_launch is torchrun with a quieter end after Ctrl-C.
+This file is the training loop. The others:
+
+    lm_arguments    the command line
+    lm_data         the text
+    lm_model        the model
+    lm_ranks        communication between ranks
+    lm_checkpoint   checkpoints
+    lm_report       progress bar, curves, metrics
+    lm_launch       torchrun without a traceback after Ctrl-C
 """
 
 from __future__ import annotations
@@ -42,7 +48,10 @@ from pmoe.training.parallel import is_expert
 
 
 class StopRequest:
-    """Notes Ctrl-C and SIGTERM instead of dying of them; the ranks agree on the step to stop after."""
+    """Records Ctrl-C and SIGTERM instead of ending the process.
+
+    The ranks then agree on the step after which they stop. reason: name of the signal, "" before.
+    """
 
     def __init__(self) -> None:
         self.reason = ""
@@ -50,12 +59,13 @@ class StopRequest:
             signal.signal(number, self.note)
 
     def note(self, number: int, frame: object) -> None:
+        """Handles the signal."""
         self.reason = signal.Signals(number).name
 
 
 @dataclass(kw_only=True)
 class Run:
-    """What a training run carries from step to step."""
+    """State of a training run from step to step."""
 
     arguments: argparse.Namespace
     ranks: Ranks
@@ -65,26 +75,33 @@ class Run:
     history: History
     step: int = 0
     seconds: float = 0.0
-    """Of the parts before a --resume."""
+    """Seconds of the parts of the run before a --resume."""
     began: float = field(default_factory=time.monotonic)
 
     def elapsed(self) -> float:
+        """Returns the seconds of the run so far, parts before a --resume included."""
         return self.seconds + time.monotonic() - self.began
 
     def bytes_per_step(self) -> int:
+        """Returns the number of bytes that all ranks together train on in one step."""
         return int(self.arguments.batch * self.arguments.context)
 
     def checkpoints(self) -> Path:
+        """Returns the folder of the checkpoints."""
         return Path(self.arguments.out, "checkpoints")
 
     def settings(self) -> dict[str, Any]:
-        """What decides the numbers, as plain data."""
+        """Returns everything that decides the numbers of the run, as plain data."""
         return deciding_settings(self.arguments) | {"text": self.corpus.fingerprint}
 
 
 def main() -> int:
-    """The exit code. Where torchrun would restart this process, stopping early is no success: another machine
-    has come, for which one machine's ranks were stopped, and all have stopped with them."""
+    """Runs the training and returns the exit code.
+
+    If torchrun restarts failed processes, a run that was stopped early must not exit with 0. When a machine
+    joins, torchrun stops the ranks of one machine, and all ranks stop with it. torchrun then starts them
+    again only if they failed.
+    """
     arguments = parse_arguments()
     stop = StopRequest()
     ranks = start_ranks(arguments.timeout)
@@ -99,7 +116,7 @@ def main() -> int:
 
 
 def begin(arguments: argparse.Namespace, ranks: Ranks) -> Run:
-    """Text, model and optimizer as they are before the first step, or as the last checkpoint left them."""
+    """Returns a run before its first step, or as the last checkpoint has it."""
     check_arguments(arguments, ranks.world)
     model = build_model(arguments, ranks)
     run = Run(
@@ -120,7 +137,10 @@ def begin(arguments: argparse.Namespace, ranks: Ranks) -> Run:
 
 
 def build_model(arguments: argparse.Namespace, ranks: Ranks) -> ByteGPT:
-    """From one seed: all ranks get the same dense parameters, and together the experts of one process."""
+    """Builds the model from one seed, so that all ranks together hold the parameters of one process.
+
+    Dense parameters are the same on all ranks; experts are the ranks' parts of all experts.
+    """
     torch.manual_seed(arguments.seed)
     names = ("d_model", "d_hidden", "layers", "heads", "context", "num_experts", "top_k", "pipeline", "dense")
     try:
@@ -131,7 +151,10 @@ def build_model(arguments: argparse.Namespace, ranks: Ranks) -> ByteGPT:
 
 
 def build_optimizer(model: ByteGPT, arguments: argparse.Namespace) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices only. b1 and b2 of the experts are stacked biases, not matrices."""
+    """Returns AdamW with weight decay on matrices only.
+
+    b1 and b2 of the experts have two dimensions, but they are stacked biases and do not decay.
+    """
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -145,18 +168,22 @@ def build_optimizer(model: ByteGPT, arguments: argparse.Namespace) -> torch.opti
 
 
 def restore(run: Run) -> None:
+    """Loads the last checkpoint into the run."""
     saved = load(run.checkpoints(), run.model, run.optimizer, run.settings(), run.ranks)
-    run.step, run.seconds, run.history = saved["step"], saved["seconds"], History(**saved["history"])
+    run.step = saved["step"]
+    run.seconds = saved["seconds"]
+    run.history = History(**saved["history"])
     say(run.ranks, f"resumed after step {run.step} on {run.ranks.world} rank(s)")
 
 
 def save_checkpoint(run: Run) -> None:
+    """Writes a checkpoint of the run."""
     extra = {"seconds": run.elapsed(), "history": asdict(run.history)}
     save(run.checkpoints(), run.step, run.model, run.optimizer, run.settings(), extra, run.ranks)
 
 
 def train(run: Run, stop: StopRequest) -> None:
-    """Steps until the last, or until any rank is asked to stop; then saves and reports."""
+    """Trains until the last step, or until any rank is asked to stop. Then it saves and reports."""
     every = max(1, run.arguments.steps // 100)
     with StatsWriter(run.arguments.out, run.model, every=every, settings=run.settings()) as writer:
         take_steps(run, stop, writer)
@@ -164,6 +191,7 @@ def train(run: Run, stop: StopRequest) -> None:
 
 
 def take_steps(run: Run, stop: StopRequest, writer: StatsWriter) -> None:
+    """Runs the loop over steps: trains, logs, evaluates and saves."""
     arguments, ranks, history = run.arguments, run.ranks, run.history
     progress = Progress(
         done=run.step,
@@ -201,7 +229,12 @@ def take_steps(run: Run, stop: StopRequest, writer: StatsWriter) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step tells, the same on all ranks: means over the ranks."""
+    """Results of a step, the same on all ranks.
+
+    loss: mean over the ranks.
+    gradient_norm: norm of the whole model's gradient, before clipping.
+    stop: True if any rank was asked to stop.
+    """
 
     loss: float
     gradient_norm: float
@@ -209,7 +242,7 @@ class StepResult:
 
 
 def train_step(run: Run, stop_here: bool) -> StepResult:
-    """One step of all ranks. ``stop_here`` on any rank comes back as ``stop`` on all of them."""
+    """Runs one step on all ranks. If ``stop_here`` is True on any rank, ``stop`` is True on all."""
     arguments, ranks, model = run.arguments, run.ranks, run.model
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(run.step, arguments)
@@ -220,24 +253,27 @@ def train_step(run: Run, stop_here: bool) -> StepResult:
     others = [parameter for parameter in model.parameters() if not is_expert(parameter)]
     square = squared_norm(others, ranks.device) / ranks.world + squared_norm(experts, ranks.device)
     stop = torch.tensor(float(stop_here), device=ranks.device)
-    told = torch.stack([loss / ranks.world, square, stop]).double()
-    ranks.sum(told)  # all small numbers in one reduction, read by the host in one go
-    mean_loss, square_sum, stops = told.tolist()
+    numbers = torch.stack([loss / ranks.world, square, stop]).double()
+    ranks.sum(numbers)  # all small numbers share one reduction, and the host waits for it once
+    mean_loss, square_sum, stops = numbers.tolist()
     norm = math.sqrt(square_sum)
     if not math.isfinite(norm + mean_loss):
         raise FloatingPointError(
             f"step {run.step + 1}: loss {mean_loss}, gradient norm {norm}; try a smaller --lr"
         )
     if norm > arguments.clip:
-        gradients = [each.grad for each in model.parameters() if each.grad is not None]
-        # All at once; torch has no public name for it.
+        gradients = [tensor.grad for tensor in model.parameters() if tensor.grad is not None]
+        # Scales all gradients in one operation. torch has no public function for it.
         torch._foreach_mul_(gradients, arguments.clip / norm)  # pyright: ignore[reportPrivateImportUsage]
     run.optimizer.step()
     return StepResult(loss=mean_loss, gradient_norm=norm, stop=stops > 0)
 
 
 def backward(run: Run) -> Tensor:
-    """Leaves this rank's gradients of its slice of the batch in .grad; returns its mean loss."""
+    """Leaves the gradients of this rank's slice of the batch in .grad.
+
+    Returns the slice's mean loss, a scalar.
+    """
     arguments, ranks = run.arguments, run.ranks
     text = run.corpus.train
     offsets = training_offsets(
@@ -254,7 +290,7 @@ def backward(run: Run) -> Tensor:
 
 
 def mean_loss(run: Run, text: Tensor, offsets: Tensor) -> Tensor:
-    """Cross-entropy in nats a byte of the windows that begin at the offsets."""
+    """Returns the cross-entropy in nats a byte, a scalar, of the windows that begin at the offsets."""
     device = run.ranks.device
     inputs, targets = (part.to(device) for part in windows(text, offsets, run.arguments.context))
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -264,7 +300,7 @@ def mean_loss(run: Run, text: Tensor, offsets: Tensor) -> Tensor:
 
 
 def learning_rate(step: int, arguments: argparse.Namespace) -> float:
-    """A linear warmup, then a cosine down to a tenth."""
+    """Returns the learning rate of a step: a linear warmup, then a cosine down to a tenth."""
     if step < arguments.warmup:
         return float(arguments.lr * (step + 1) / arguments.warmup)
     done = (step - arguments.warmup) / max(1, arguments.steps - arguments.warmup)
@@ -273,7 +309,10 @@ def learning_rate(step: int, arguments: argparse.Namespace) -> float:
 
 @torch.no_grad()
 def evaluate(run: Run, num_bytes: int) -> float:
-    """The mean loss of about ``num_bytes`` held-out bytes, the same windows for any number of ranks."""
+    """Returns the mean loss of about ``num_bytes`` held-out bytes.
+
+    The windows do not depend on the number of ranks.
+    """
     arguments, ranks, text = run.arguments, run.ranks, run.corpus.valid
     offsets = validation_offsets(len(text), arguments.context, arguments.batch, num_bytes)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
@@ -285,14 +324,19 @@ def evaluate(run: Run, num_bytes: int) -> float:
 
 
 def record(run: Run, result: StepResult) -> None:
-    history, seen = run.history, run.step * run.bytes_per_step()
+    """Adds the result of a step to the curves."""
+    history = run.history
+    seen = run.step * run.bytes_per_step()
     history.train_bytes.append(seen)
     history.train_loss.append(result.loss)
     history.gradient_norm.append(result.gradient_norm)
 
 
 def report(run: Run, stopped_by: str) -> None:
-    """The last words, curves.png and metrics.json. The final validation only where the run is complete."""
+    """Evaluates a complete run, writes metrics.json and curves.png, and prints the results.
+
+    stopped_by: what stopped the run early, for the message.
+    """
     arguments, ranks = run.arguments, run.ranks
     complete = run.step == arguments.steps
     summary: dict[str, Any] = {
@@ -324,6 +368,7 @@ def report(run: Run, stopped_by: str) -> None:
 
 
 def draw(run: Run, summary: dict[str, Any]) -> None:
+    """Writes curves.png and prints where it is."""
     path = run.arguments.out / "curves.png"
     title = f"{'dense' if run.arguments.dense else 'mixture of experts'}, {run.ranks.world} rank(s)"
     try:
@@ -336,6 +381,7 @@ def draw(run: Run, summary: dict[str, Any]) -> None:
 
 
 def say(ranks: Ranks, text: str) -> None:
+    """Prints a line on rank 0."""
     if ranks.rank == 0:
         print(text, file=sys.stderr, flush=True)
 

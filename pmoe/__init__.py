@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from pmoe.comm.base import Combine, Dispatch
-from pmoe.engine.arena import pool
+from pmoe.engine.buffers.arena import pool
 from pmoe.experts.base import Experts
 from pmoe.gates import Gate, Routing
 from pmoe.layer import MoELayer
@@ -12,15 +12,15 @@ from pmoe.ordering import Order
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
-    # `import pmoe` loads these, and pmoe.gates.TopKGate is then right: mypy knows that, pyright is told.
+    # `import pmoe` loads these modules, so pmoe.gates.TopKGate works. pyright learns it from these lines.
     from pmoe import comm as comm
     from pmoe import experts as experts
     from pmoe import gates as gates
     from pmoe import layer as layer
     from pmoe import ordering as ordering
-    from pmoe.engine.callbacks import Callback
-    from pmoe.engine.recompute import checkpoint_contexts
-    from pmoe.engine.recording import recording
+    from pmoe.checkpointing.contexts import checkpoint_contexts
+    from pmoe.engine.lanes.recorder import recording
+    from pmoe.engine.plan.callbacks import Callback
     from pmoe.integrations.statistics import stats
     from pmoe.training.checkpoint import load_checkpoint, save_checkpoint
     from pmoe.training.clipping import GradScaler, clip_grad_norm_
@@ -31,23 +31,26 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LATER = {
-    "Callback": "pmoe.engine.callbacks",
+    "Callback": "pmoe.engine.plan.callbacks",
     "GradScaler": "pmoe.training.clipping",
     "GradientReducer": "pmoe.training.reducer",
-    "checkpoint_contexts": "pmoe.engine.recompute",
+    "checkpoint_contexts": "pmoe.checkpointing.contexts",
     "clip_grad_norm_": "pmoe.training.clipping",
     "copy_into_experts": "pmoe.training.upcycling",
     "expert_parameters": "pmoe.training.expert_parallel",
     "load_checkpoint": "pmoe.training.checkpoint",
     "parallelize": "pmoe.training.expert_parallel",
     "parameter_groups": "pmoe.training.expert_parallel",
-    "recording": "pmoe.engine.recording",
+    "recording": "pmoe.engine.lanes.recorder",
     "save_checkpoint": "pmoe.training.checkpoint",
     "stats": "pmoe.integrations.statistics",
 }
-"""Names whose modules load at their first use: not every layer needs them, and some are slow to import."""
+"""Public names and their modules, which load when the name is first used.
 
-# In full and not made of _LATER: type checkers read this list, and do not run the file.
+Not every model needs them, and some are slow to import.
+"""
+
+# The list is written out, not derived from _LATER, because type checkers read it without running the file.
 __all__ = [
     "Callback",
     "Combine",
@@ -74,13 +77,16 @@ __all__ = [
     "stats",
 ]
 
-if not TYPE_CHECKING:  # a type checker that saw it would take every mistyped name for one of pmoe's
+# Hidden from type checkers: with a __getattr__ they would accept every mistyped name.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
+        """Imports the module of a name in `_LATER`, and returns the name's value."""
         if name not in _LATER:
             raise AttributeError(f"module 'pmoe' has no attribute {name!r}")
         return getattr(importlib.import_module(_LATER[name]), name)
 
 
 def __dir__() -> list[str]:
+    """Returns the module's names, those that load later included."""
     return sorted({*globals(), *_LATER})

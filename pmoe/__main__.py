@@ -1,4 +1,4 @@
-"""``python -m pmoe``: the same as the command ``pmoe``."""
+"""The command ``python -m pmoe``, which does the same as ``pmoe``."""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""Checks of arguments: TypeError or ValueError with the argument's name, its value and the rule."""
+"""Checks of arguments. A check raises TypeError or ValueError with the name, the value and the rule.
+
+Most checks take arguments by keyword: the keyword is the name in the error.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +14,35 @@ import torch
 from torch import Tensor, nn
 
 MOST = 2**31 - 1
-"""Of a number of anything that is counted: more is a mistake."""
+"""The largest count that `check_count` accepts, for anything that is counted. More can only be a mistake."""
 
 
 def check_number(**values: object) -> None:
-    """TypeError unless each is a number that torch takes: an int below 2**63 or a float; a bool is none."""
+    """Raises TypeError unless each value is a number that torch takes: an int below 2**63, or a float.
+
+    Numbers of other libraries, such as numpy's, are accepted. A bool is not a number.
+    """
     for name, value in values.items():
         is_float = isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational)
         if not is_float and not (is_int(value) and abs(value) < 2**63):
-            raise TypeError(f"{name} ({shown(value)}) must be a number, an int below 2**63 or a float")
+            raise TypeError(f"{name} ({shown(value)}) must be a number: an int below 2**63, or a float")
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Whether it is an integer of any library, numpy's say; a bool is none."""
+    """Returns whether a value is an integer, also of another library such as numpy. A bool is not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def plain_int(value: Any) -> Any:
-    """An integer of any library as an int; any other value as it is."""
+    """Returns an integer of any library as an int, and any other value unchanged."""
     return int(value) if is_int(value) else value
 
 
 def check_int(least: int | None = None, **values: object) -> None:
-    """TypeError unless each is an integer, ValueError unless from ``least``, where given, to 2**63."""
+    """Raises TypeError unless each value is an integer.
+
+    least: if it is not None, raises ValueError unless least <= value < 2**63.
+    """
     for name, value in values.items():
         rule = f"{name} ({shown(value)}) must be an int{'' if least is None else f' of at least {least}'}"
         if not is_int(value):
@@ -43,14 +52,14 @@ def check_int(least: int | None = None, **values: object) -> None:
 
 
 def check_flag(name: str, flag: object, *, or_none: bool = False) -> None:
-    """TypeError unless it is True or False, or None where that is allowed."""
+    """Raises TypeError unless a flag is True or False, or None if ``or_none``."""
     if not isinstance(flag, bool) and not (or_none and flag is None):
         allowed = "None, True or False" if or_none else "True or False"
         raise TypeError(f"{name} ({flag!r}) must be {allowed}")
 
 
 def check_count(**counts: int) -> None:
-    """TypeError unless each is an int, ValueError unless at least 1 and no mistake."""
+    """Raises TypeError unless each value is an int, ValueError unless it is between 1 and `MOST`."""
     for name, count in counts.items():
         check_int(**{name: count})
         if not 1 <= count <= MOST:
@@ -58,7 +67,7 @@ def check_count(**counts: int) -> None:
 
 
 def check_not_negative(**values: float) -> None:
-    """TypeError unless each is a number, ValueError unless finite and at least 0."""
+    """Raises TypeError unless each value is a number, ValueError unless 0 <= value < 2**63."""
     for name, value in values.items():
         check_number(**{name: value})
         if not 0 <= value < 2**63:
@@ -66,7 +75,7 @@ def check_not_negative(**values: float) -> None:
 
 
 def check_positive(**values: float | None) -> None:
-    """TypeError unless each is None or a number, ValueError unless finite and above 0."""
+    """Raises TypeError unless each value is None or a number, ValueError unless 0 < value < 2**63."""
     for name, value in values.items():
         if value is None:
             continue
@@ -76,31 +85,37 @@ def check_positive(**values: float | None) -> None:
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: its text, or its type where that text is long."""
+    """Returns a value as messages show it: its repr, or the name of its type if the repr is long."""
     text = repr(value)
     return text if len(text) <= 80 and "\n" not in text else type(value).__name__
 
 
 def list_of(name: str, values: Any) -> list[Any]:
-    """Of an iterable; TypeError for what is none."""
+    """Returns an iterable as a list. Raises TypeError for other values, strings and scalar tensors.
+
+    name: the argument's name, for the error.
+    """
     if (
         isinstance(values, Iterable)
         and not isinstance(values, str | bytes)
         and getattr(values, "ndim", 1) != 0
     ):
         return list(values)
-    raise TypeError(f"{name} ({shown(values)}) must be several, as in a list")
+    raise TypeError(f"{name} ({shown(values)}) must be an iterable, such as a list")
 
 
 def check_kind(kind: type | tuple[type, ...], told: str, **values: object) -> None:
-    """TypeError unless each is of that class."""
+    """Raises TypeError unless each value is an instance of ``kind``.
+
+    told: ``kind`` in words, for the error.
+    """
     for name, value in values.items():
         if not isinstance(value, kind):
             raise TypeError(f"{name} ({shown(value)}) must be {told}")
 
 
 def check_path(**paths: object) -> None:
-    """TypeError unless each is a string or a path, ValueError where it names nothing."""
+    """Raises TypeError unless each value is a string or a path, ValueError if it cannot be a file's name."""
     check_kind((str, os.PathLike), "a path", **paths)
     for name, path in paths.items():
         if str(path) == "" or "\0" in str(path):
@@ -108,12 +123,15 @@ def check_path(**paths: object) -> None:
 
 
 def check_module(**modules: object) -> None:
-    """TypeError unless each is a module."""
+    """Raises TypeError unless each value is a torch.nn.Module."""
     check_kind(nn.Module, "a torch.nn.Module", **modules)
 
 
 def check_tensors(dims: int | None, /, **tensors: Any) -> None:
-    """TypeError unless each is a dense tensor, ValueError unless it has ``dims`` dimensions."""
+    """Raises TypeError unless each value is a dense real tensor.
+
+    dims: if it is not None, raises ValueError unless the tensor has this number of dimensions.
+    """
     for name, value in tensors.items():
         if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_complex():
             raise TypeError(f"{name} ({shown(value)}) must be a tensor, neither sparse nor complex")
@@ -122,8 +140,10 @@ def check_tensors(dims: int | None, /, **tensors: Any) -> None:
 
 
 def check_place(device: Any, dtype: object) -> torch.device:
-    """TypeError or ValueError for what no floating-point tensor can be made on or of; None is a default.
-    Returns the device with its index."""
+    """Returns the device on which tensors are made, with its index. None means torch's default.
+
+    Raises TypeError or ValueError if no floating-point tensor can be made on ``device`` or with ``dtype``.
+    """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype ({dtype!r}) must be a torch.dtype")
     if dtype is not None and not dtype.is_floating_point:
@@ -131,10 +151,10 @@ def check_place(device: Any, dtype: object) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-        raise ValueError(f"device ({device!r}) must be a device that is here: {error}") from error
+        raise ValueError(f"device ({device!r}) must be an available device: {error}") from error
 
 
 def check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """ValueError unless ``value`` is one of ``allowed``."""
+    """Raises ValueError unless ``value`` is one of ``allowed``. name: the argument's name."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} ({value!r}) must be one of {', '.join(allowed)}")

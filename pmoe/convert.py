@@ -1,6 +1,8 @@
-"""State dicts of other systems' MoE layers into pmoe's and back, bit for bit: `to_pmoe` and `from_pmoe`.
+"""Converts state dicts of other systems' MoE layers to pmoe's and back, bit for bit.
 
-docs/weights.md says where each of the `LAYOUTS` was read, and what it was tested on.
+`to_pmoe` reads another system's layer, `from_pmoe` writes one. Names, stacking and the order of axes change;
+values do not. A `Layout` describes where a system keeps the tensors of a layer; all layouts are in
+layouts.json. docs/weights.md says where each was read, and what it was tested on.
 """
 
 from __future__ import annotations
@@ -23,20 +25,29 @@ AXES = {
     "shared_expert.w1": "S fh M", "shared_expert.w2": "S M h",
     "shared_expert.b1": "S fh", "shared_expert.b2": "S M",
 }  # fmt: skip
-"""Dimensions of pmoe's tensors. E experts in all, X of a state dict, M = d_model, H = d_hidden. f = 2 where
-experts are gated, for the gate's rows and the other factor's, else 1. S = 1 shared expert, of h columns."""
+"""The axes of each of pmoe's tensors, dimension by dimension; "fH" is one dimension of size f * H.
+
+    E  experts in all            M  d_model
+    X  experts in a state dict   H  d_hidden
+    S  shared experts: 1         h  hidden columns of the shared expert
+    f  2 if experts are gated (rows of the gate, then rows of the other factor), 1 otherwise
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where a system has the tensors of one MoE layer.
+    """Names and shapes of the tensors of one MoE layer in another system.
 
-    names: by pmoe's name. {e} is the number of an expert, which has its own tensor. Two names, with a space
-        between, are for the gate's rows and for the other factor's.
-    axes: dimensions that are not those of `AXES`; behind "|" the order of their numbers, if it is another.
-    gated: whether experts are gated; None where they may be.
+    names: for each of pmoe's names, the system's. {e} stands for an expert's number, if every expert has its
+        own tensor. Two names, separated by a space, are the gate's rows and the other factor's rows.
+    axes: for each of pmoe's names, the dimensions, if they are not those of `AXES`. Behind "|" the order in
+        which the values lie in memory, if it is not that of the dimensions.
+    gated: whether experts are gated; None if both occur.
     local: whether each rank numbers its experts from 0.
-    count: a tensor that holds E.
+    count: name of a tensor that holds E; "" if there is none.
+
+    Example, pmoe's "experts.w1" (X, fH, M): Mixtral has two tensors (H, M) for each expert. gpt-oss has one
+    for all experts, "X M Hf": in-features first, columns of the gate and of the other factor in turn.
     """
 
     names: Mapping[str, str]
@@ -46,20 +57,35 @@ class Layout:
     count: str = ""
 
     def keys(self, name: str, experts: Iterable[int]) -> list[str]:
-        """The tensors that are pmoe's one together."""
+        """Returns the system's names of the tensors that together are one of pmoe's.
+
+        name: pmoe's name. experts: the numbers that {e} takes.
+        """
         numbers = [*experts] if "{e}" in self.names[name] else [0]
         return [part.replace("{e}", str(e)) for part in self.names[name].split() for e in numbers]
 
     def order(self, name: str) -> tuple[str, list[str]]:
-        """The axes of all these tensors, in the order of their numbers; and the dimensions of each."""
-        found, own = self.names[name], AXES[name]
-        between = "f" * (" " in found) + "X" * ("{e}" in found) + "S" * (found != name and "S" in own)
-        text, _, order = self.axes.get(name, own).partition("|")
+        """Returns the axes of the tensors of `keys`, stacked, and the dimensions of each of them.
+
+        The axes are in the order in which the values lie in memory. Those spread over several tensors
+        come first: f over two names, X over experts.
+
+        Example: "experts.w1" of Mixtral -> ("fXHM", ["H", "M"]), of gpt-oss -> ("XMHf", ["X", "M", "Hf"]).
+        """
+        layout_name = self.names[name]
+        own_axes = AXES[name]
+        between = (
+            "f" * (" " in layout_name)
+            + "X" * ("{e}" in layout_name)
+            + "S" * (layout_name != name and "S" in own_axes)
+        )
+        text, _, order = self.axes.get(name, own_axes).partition("|")
         dims = text.translate(dict.fromkeys(map(ord, between))).split()
         return between + (order or "".join(dims)), dims
 
 
 def _sizes_of(axes: Iterable[str], sizes: Mapping[str, int]) -> list[int]:
+    """Returns the size of each dimension; that of "fH" is the product of the sizes of f and H."""
     return [math.prod(sizes[axis] for axis in dimension) for dimension in axes]
 
 
@@ -81,18 +107,19 @@ LayoutName = Literal[
     "tutel-llama",
     "fairseq",
 ]
-"""What `to_pmoe` and `from_pmoe` take: the keys of `LAYOUTS`."""
+"""The names of the layouts: the keys of `LAYOUTS`."""
 
 _STATED = json.loads(files("pmoe").joinpath("layouts.json").read_text(encoding="utf-8"))
 LAYOUTS: Mapping[LayoutName, Layout] = {name: Layout(**fields) for name, fields in _STATED.items()}
-"""By the name that `to_pmoe` and `from_pmoe` take."""
+"""All layouts that pmoe knows, by name."""
 
 Place = tuple[Layout, str, str]
-"""A layout, what messages call it, and what its names begin with."""
-PMOE: Place = Layout(names={name: name for name in AXES}), "pmoe", ""
+"""A layout with its name in messages, and the prefix of the layer's tensors in a state dict."""
+PMOE: Place = Layout(names={name: name for name in AXES}), "pmoe's layout", ""
+"""pmoe's own state dict as a layout, without a prefix."""
 
 Found = tuple[dict[str, Tensor], list[int], dict[str, int]]
-"""Tensors as pmoe has them, the numbers of their experts, and the size of each axis."""
+"""A layer as pmoe has it: its tensors by name, the numbers of its X experts, the size of each axis."""
 
 
 # ---- the two directions
@@ -107,23 +134,25 @@ def to_pmoe(
     experts: Iterable[int] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> dict[str, Tensor]:
-    """The state dict of a `MoELayer` with the weights of another system's MoE layer, the same to the bit.
+    """Returns the state dict of a `MoELayer` with the weights of another system's layer, bit for bit.
 
     Args:
-        state: tensors by their names there. Those whose names do not begin with ``prefix`` are not looked at.
+        state: the other system's state dict. Tensors whose names do not begin with ``prefix`` are ignored.
         layout: a key of `LAYOUTS`.
-        prefix: of the layer in its model, "model.layers.0.mlp." say.
-        experts: the numbers of X of the E experts, which the result has; None for all. ``state`` has these
-            alone, as a rank's has, or all E; these alone in "megatron-grouped" and "tutel-llama".
-        names: texts in the layout's names, and what yours have instead. DeepSpeed's experts are your own
-            modules: {"dense_h_to_4h": "fc1", "dense_4h_to_h": "fc2"}, say.
+        prefix: of the layer's names in its model, for example "model.layers.0.mlp.".
+        experts: the numbers of the X experts that the result has, out of E; None for all. ``state`` holds
+            either these alone, as the state dict of one rank does, or all E. In "megatron-grouped" and
+            "tutel-llama" it must hold these alone.
+        names: replacements in the layout's names, because DeepSpeed's experts are modules of your own:
+            {"dense_h_to_4h": "fc1", "dense_4h_to_h": "fc2"}, for example.
 
-    Returns ``gate.weight`` (E, M), ``experts.w1`` (X, H, M), or (X, 2H, M) where experts are gated,
-    ``experts.w2`` (X, M, H), and biases, a bias of the router and a shared expert where ``state`` has them.
-    They share no memory with it.
+    Returns ``gate.weight`` (E, M), ``experts.w1`` (X, H, M) or, if experts are gated, (X, 2H, M),
+    ``experts.w2`` (X, M, H), and if ``state`` has them biases, the router's bias and a shared expert. They
+    share no memory with ``state``.
 
-    Raises ValueError with the tensor, its shape and the rule where one is missing, has no place in the
-    layout, or is of another shape, type or device than the others say; TypeError for what is no tensor.
+    Raises ValueError if a tensor is missing, has no place in the layout, or does not fit the others in shape,
+    dtype or device; the message names the tensor, its shape and the rule. Raises TypeError for a value that
+    is no tensor.
     """
     return _read(state, experts, _place(layout, prefix, names))[0]
 
@@ -137,116 +166,154 @@ def from_pmoe(
     experts: Iterable[int] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> dict[str, Tensor]:
-    """The reverse of `to_pmoe`: another system's tensors, of the state dict of a `MoELayer`.
+    """Returns another system's state dict with the weights of a `MoELayer`, bit for bit.
 
-    ``state`` has ``gate.weight`` (E, M) and so on; the result has the layout's names behind ``prefix``. Other
-    arguments are as in `to_pmoe`. Raises ValueError, too, for what the layout has no place for.
+    Args:
+        state: the state dict of a `MoELayer`: ``gate.weight`` (E, M) and so on.
+        layout: a key of `LAYOUTS`.
+        prefix: put in front of the layout's names.
+        experts: as in `to_pmoe`: the numbers of the experts that the result has.
+        names: as in `to_pmoe`.
+
+    The result shares no memory with ``state``. Raises the errors of `to_pmoe`, and ValueError if the layout
+    has no place for one of the layer's tensors.
     """
     place = _place(layout, prefix, names)
     return _written(_read(state, experts, PMOE), place)
 
 
 def _place(layout: LayoutName, prefix: str, names: Mapping[str, str] | None) -> Place:
+    """Checks the arguments of `to_pmoe`, and returns the layout with names replaced."""
     check_one_of("layout", layout, tuple(LAYOUTS))
     check_kind(str, "a text", prefix=prefix)
     check_kind((Mapping, type(None)), "None or a dict of texts", names=names)
-    found = LAYOUTS[layout]
+    chosen_layout = LAYOUTS[layout]
     for text, other in (names or {}).items():
         check_kind(str, "texts for texts", **{"names": text, f"names[{text!r}]": other})
-        renamed = {own: each.replace(text, other) for own, each in found.names.items()}
+        renamed = {name: each.replace(text, other) for name, each in chosen_layout.names.items()}
         parts = [part for each in renamed.values() for part in each.split()]
-        if renamed == found.names or len({*parts}) < len(parts):
-            raise ValueError(f"names ({text!r}) must be in names of layout {layout!r}, and keep them apart")
-        found = dataclasses.replace(found, names=renamed)
-    return found, f"layout {layout!r}", prefix
+        if renamed == chosen_layout.names or len({*parts}) < len(parts):
+            raise ValueError(
+                f"names ({text!r}) must occur in names of layout {layout!r}, and its replacement must keep "
+                "them apart"
+            )
+        chosen_layout = dataclasses.replace(chosen_layout, names=renamed)
+    return chosen_layout, f"layout {layout!r}", prefix
 
 
 def _read(state: Mapping[str, Any], experts: Iterable[int] | None, place: Place) -> Found:
-    """Checks all of ``state`` before it puts anything together."""
-    layout, told, prefix = place
+    """Returns the layer of a state dict in the layout of ``place``.
+
+    1. The router's shape gives E and M, and the tensors' names give the experts.
+    2. Every tensor that is needed must be there, and no other.
+    3. w2 gives the hidden size; then all shapes, dtypes and devices are known, and are checked.
+    4. Only then are tensors stacked and permuted.
+    """
+    layout, layout_in_words, prefix = place
     check_kind(Mapping, "a state dict", state=state)
     check_kind(str, "a text", **{f"key {key!r} of state": key for key in state})
     # Transformer Engine's _extra_state holds no weights.
     names = [key for key in state if key.startswith(prefix) and not key.endswith("_extra_state")]
     check_tensors(None, **{key: state[key] for key in names})
-    held = {key.removeprefix(prefix): state[key] for key in names}
-    router, count = layout.names["gate.weight"], held.pop(layout.count, None)
-    if router not in held or held[router].dim() != 2 or not held[router].numel():
-        shape = tuple(held[router].shape) if router in held else f"not there behind prefix {prefix!r}"
-        raise ValueError(f"state must have {prefix}{router} ({shape}) of shape (E, M), by {told}")
-    num_experts, d_model = held[router].shape
+    tensors = {key.removeprefix(prefix): state[key] for key in names}
+    router = layout.names["gate.weight"]
+    count = tensors.pop(layout.count, None)
+    if router not in tensors or tensors[router].dim() != 2 or not tensors[router].numel():
+        shape = tuple(tensors[router].shape) if router in tensors else f"missing; prefix is {prefix!r}"
+        raise ValueError(f"state must have {prefix}{router} ({shape}) of shape (E, M), in {layout_in_words}")
+    num_experts, d_model = tensors[router].shape
     if count is not None and count.tolist() != num_experts:
         raise ValueError(f"{prefix}{layout.count} ({count.tolist()}) must be {num_experts}, as {router} says")
-    chosen, has_all = _numbers(experts, num_experts), _has_all(held, layout, num_experts)
-    there = [*range(num_experts if has_all else len(chosen))] if has_all or layout.local else chosen
-    rule = f"by {told} with experts {there}"
+    chosen = _numbers(experts, num_experts)
+    has_all = _has_all(tensors, layout, num_experts)
+    numbers = [*range(num_experts if has_all else len(chosen))] if has_all or layout.local else chosen
+    rule = f"in {layout_in_words} with experts {numbers}"
 
-    keys = {name: layout.keys(name, there) for name in layout.names}
-    used = {"experts.w1", "experts.w2", *(name for name in keys if not held.keys().isdisjoint(keys[name]))}
-    used |= {name[:-1] + i for name in used if name[-1] in "12" for i in "12"}  # both or none
-    keys = {name: each for name, each in keys.items() if name in used}
-    owners = {key: name for name, each in keys.items() for key in each}
-    for key in (key for key in owners if key not in held):
+    keys = {name: layout.keys(name, numbers) for name in layout.names}
+    used = {"experts.w1", "experts.w2", *(name for name in keys if not tensors.keys().isdisjoint(keys[name]))}
+    used |= {name[:-1] + i for name in used if name[-1] in "12" for i in "12"}  # w1 with w2, b1 with b2
+    keys = {name: keys_of_name for name, keys_of_name in keys.items() if name in used}
+    owners = {key: name for name, keys_of_name in keys.items() for key in keys_of_name}
+    for key in (key for key in owners if key not in tensors):
         raise ValueError(f"state must have {prefix}{key}, of pmoe's {owners[key]}, {rule}")
-    for key in (key for key in held if key not in owners):
-        raise ValueError(f"{prefix}{key} of shape {tuple(held[key].shape)} must not be in state, {rule}")
-    sizes = {"1": 1, "S": 1, "E": num_experts, "M": d_model, "X": len(there), "h": 1}
-    numel = {name: held[each[0]].numel() * len(each) for name, each in keys.items()}
-    for axis, name, num in (("H", "experts.w2", len(there)), ("h", "shared_expert.w2", 1)):
-        sizes[axis] = max(1, numel.get(name, 0) // (d_model * num))
+    for key in (key for key in tensors if key not in owners):
+        raise ValueError(f"{prefix}{key} of shape {tuple(tensors[key].shape)} must not be in state, {rule}")
+    sizes = {"1": 1, "S": 1, "E": num_experts, "M": d_model, "X": len(numbers), "h": 1}
+    numel = {
+        name: tensors[keys_of_name[0]].numel() * len(keys_of_name) for name, keys_of_name in keys.items()
+    }
+    for axis, name, num_stacked in (("H", "experts.w2", len(numbers)), ("h", "shared_expert.w2", 1)):
+        sizes[axis] = max(1, numel.get(name, 0) // (d_model * num_stacked))
     is_gated = numel["experts.w1"] > numel["experts.w2"] if layout.gated is None else layout.gated
     sizes["f"] = 2 if is_gated else 1
-    for key in sorted(owners, key=lambda key: not owners[key].endswith("w2")):  # by which others are measured
-        value, first = held[key], held[keys[owners[key]][0]]
-        kind = f"of shape {tuple(value.shape)}, {value.dtype}, {value.device}"
+    # w2 first: the sizes are its own, so a message names the tensor that does not fit to it.
+    for key in sorted(owners, key=lambda key: not owners[key].endswith("w2")):
+        value = tensors[key]
+        first = tensors[keys[owners[key]][0]]
+        actual = f"of shape {tuple(value.shape)}, {value.dtype}, {value.device}"
         shape = tuple(_sizes_of(layout.order(owners[key])[1], sizes))
-        wanted = f"of shape {shape}, {first.dtype}, {first.device}"
-        if kind != wanted or not value.is_floating_point() or hasattr(value, "to_local"):
-            kind = f"{type(value).__name__} {kind}"
-            raise ValueError(f"{prefix}{key} ({kind}) must be a plain tensor {wanted}, {rule}")
+        expected = f"of shape {shape}, {first.dtype}, {first.device}"
+        if actual != expected or not value.is_floating_point() or hasattr(value, "to_local"):
+            actual = f"{type(value).__name__} {actual}"
+            raise ValueError(f"{prefix}{key} ({actual}) must be a plain tensor {expected}, {rule}")
 
-    found = {}
-    for name, each in keys.items():
-        (axes, _), own = layout.order(name), AXES[name].replace(" ", "")
-        tensor = torch.stack([held[key] for key in each]).reshape(_sizes_of(axes, sizes))
-        tensor = tensor.permute([axes.index(axis) for axis in own])
+    layer = {}
+    for name, keys_of_name in keys.items():
+        axes, _ = layout.order(name)
+        own_axes = AXES[name].replace(" ", "")
+        tensor = torch.stack([tensors[key] for key in keys_of_name]).reshape(_sizes_of(axes, sizes))
+        tensor = tensor.permute([axes.index(axis) for axis in own_axes])
         tensor = tensor.reshape(_sizes_of(AXES[name].split(), sizes))
-        found[name] = (tensor[chosen] if has_all and "X" in own else tensor).contiguous()
-    return found, chosen, sizes | {"X": len(chosen)}
+        layer[name] = (tensor[chosen] if has_all and "X" in own_axes else tensor).contiguous()
+    return layer, chosen, sizes | {"X": len(chosen)}
 
 
 def _numbers(experts: Iterable[int] | None, num_experts: int) -> list[int]:
+    """Returns the numbers of the experts in the result.
+
+    Raises ValueError if they are not different numbers from 0 to E - 1, and TypeError if one is no integer.
+    """
     numbers = [*range(num_experts)] if experts is None else list_of("experts", experts)
-    for each in numbers:
-        check_int(experts=each)
+    for number in numbers:
+        check_int(experts=number)
     if not numbers or len({*numbers}) < len(numbers) or not {*numbers} <= {*range(num_experts)}:
         raise ValueError(f"experts ({numbers}) must be different numbers from 0 to {num_experts - 1}")
-    return [int(each) for each in numbers]
+    return [int(number) for number in numbers]
 
 
 def _has_all(held: Mapping[str, Tensor], layout: Layout, num_experts: int) -> bool:
-    """Whether all E experts are there. Where they are no dimension of their own, the shape does not say."""
-    keys, (_, dims) = layout.keys("experts.w2", range(num_experts)), layout.order("experts.w2")
+    """Returns whether a state dict holds all E experts, or only those that are asked for.
+
+    False for a layout in which experts are neither a dimension nor tensors of their own: there the state dict
+    does not show it.
+    """
+    keys = layout.keys("experts.w2", range(num_experts))
+    _, dims = layout.order("experts.w2")
     if dims[0] == "X":
         return keys[0] in held and held[keys[0]].shape[:1] == (num_experts,)
     return "{e}" in layout.names["experts.w2"] and all(key in held for key in keys)
 
 
 def _written(read: Found, place: Place) -> dict[str, Tensor]:
-    """Checks that the layout has a place for everything first."""
-    (found, experts, sizes), (layout, told, prefix) = read, place
-    for name, tensor in found.items():
+    """Returns a layer in the layout of ``place``. Raises ValueError if that has no place for a tensor."""
+    tensors, experts, sizes = read
+    layout, layout_in_words, prefix = place
+    for name, tensor in tensors.items():
         if name not in layout.names:
             places = ", ".join(layout.names)
-            raise ValueError(f"{name} of shape {tuple(tensor.shape)} must be one of {places}, by {told}")
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)} must be one of {places}, in {layout_in_words}"
+            )
     if layout.gated not in (None, sizes["f"] == 2):
-        shape, rows = tuple(found["experts.w1"].shape), f"{2 if layout.gated else 1} * {sizes['H']} rows"
-        raise ValueError(f"experts.w1 of shape {shape} must have {rows}, by {told}")
-    made = {prefix + layout.count: torch.tensor(sizes["E"])} if layout.count else {}
-    for name, tensor in found.items():
-        (axes, dims), own = layout.order(name), AXES[name].replace(" ", "")
+        shape = tuple(tensors["experts.w1"].shape)
+        rows = f"{2 if layout.gated else 1} * {sizes['H']} rows"
+        raise ValueError(f"experts.w1 of shape {shape} must have {rows}, in {layout_in_words}")
+    state = {prefix + layout.count: torch.tensor(sizes["E"])} if layout.count else {}
+    for name, tensor in tensors.items():
+        axes, dims = layout.order(name)
+        own_axes = AXES[name].replace(" ", "")
         keys = layout.keys(name, range(len(experts)) if layout.local else experts)
-        tensor = tensor.reshape(_sizes_of(own, sizes)).permute([own.index(axis) for axis in axes])
-        for key, each in zip(keys, tensor.reshape(len(keys), *_sizes_of(dims, sizes)), strict=True):
-            made[prefix + key] = each.clone(memory_format=torch.contiguous_format)
-    return made
+        tensor = tensor.reshape(_sizes_of(own_axes, sizes)).permute([own_axes.index(axis) for axis in axes])
+        for key, part in zip(keys, tensor.reshape(len(keys), *_sizes_of(dims, sizes)), strict=True):
+            state[prefix + key] = part.clone(memory_format=torch.contiguous_format)
+    return state

@@ -1,4 +1,4 @@
-"""Text: tables, in the one way in which pmoe prints them, and numbers of bytes as users write them."""
+"""Text: tables as pmoe prints them, and numbers of bytes as users write them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from itertools import zip_longest
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+"""Bytes of each unit that `parse_bytes` accepts, in capital letters."""
 
 
 def table(rows: Iterable[Sequence[str]], left: Container[int] = (0,)) -> str:
-    """Rows of cells as aligned text: a line a row, two spaces between columns, none at the end of a line.
+    """Returns rows of cells as a text with aligned columns, one line for each row.
 
-    rows: the header first; short ones are filled up with empty cells. left: numbers of the columns that are
-    aligned to the left. Example: [["name", "ms"], ["a", "12.5"]] -> "name    ms" and "a     12.5".
+    Two spaces separate columns. Lines have no spaces at their end.
+
+    rows: cells of each row, the header first. Missing cells at the end of a row are empty.
+    left: numbers of the columns that are aligned to the left; the others are aligned to the right.
+
+    Example: [["name", "ms"], ["a", "12.5"]] -> "name    ms" and "a     12.5".
     """
     aligned = []
     for i, column in enumerate(zip_longest(*rows, fillvalue="")):
@@ -25,17 +30,19 @@ def table(rows: Iterable[Sequence[str]], left: Container[int] = (0,)) -> str:
 
 
 def parse_bytes(name: str, value: int | str) -> int:
-    """Bytes of 2000, "2GiB" or "1.5 GB".
+    """Returns a number of bytes. Accepts an int, or a text such as "2000", "2GiB" or "1.5 GB".
 
-    TypeError for another type, ValueError for another text and for less than one byte.
+    name: the argument's name, for errors.
+
+    Raises TypeError for another type, ValueError for another text, and for less than one byte.
     """
     rule = f"{name} ({value!r}) must be a number of bytes or a string such as '2GiB' or '500 MB'"
     if isinstance(value, bool) or not isinstance(value, (numbers.Integral, str)):
         raise TypeError(rule)
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
-    if found is None or found[2].upper() not in UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+    if match is None or match[2].upper() not in UNITS:
         raise ValueError(rule)
-    number = float(found[1]) * UNITS[found[2].upper()]
+    number = float(match[1]) * UNITS[match[2].upper()]
     if not 1 <= number < 2**63:
-        raise ValueError(f"{name} ({value!r}) must be at least one byte, and less than 2**63")
+        raise ValueError(f"{name} ({value!r}) must be at least one byte and less than 2**63")
     return int(number)

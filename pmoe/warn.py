@@ -1,4 +1,4 @@
-"""What pmoe says by itself: warnings, once a process, and lines about what it measures and chooses."""
+"""Messages that pmoe prints unasked: warnings, once in a process, and a log of its choices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 class _OnStderr(logging.Handler):
-    """For programs that configure no logging: rank 0's lines, as they come."""
+    """Prints pmoe's log lines to stderr, on rank 0, in programs that do not configure logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
         first = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
@@ -19,19 +19,22 @@ class _OnStderr(logging.Handler):
 
 
 log: logging.Logger = logging.getLogger("pmoe")
-"""Shown by default, on stderr. `logging.getLogger("pmoe").setLevel(logging.WARNING)` turns it off."""
+"""The log of pmoe, which is shown on stderr by default.
+
+`logging.getLogger("pmoe").setLevel(logging.WARNING)` turns it off.
+"""
 log.addHandler(_OnStderr())
 if log.level == logging.NOTSET:
     log.setLevel(logging.INFO)
 
 GIVEN: set[str] = set()
-"""How the warnings that were given begin. Clearing it gives them again."""
+"""Beginnings of the warnings that were issued. If it is cleared, they are issued again."""
 
 
 def warn_once(message: str, category: type[Warning] = UserWarning, *, for_each_reason: bool = False) -> None:
-    """One warning a process for messages that begin the same, up to a colon.
+    """Issues a warning, unless this process has issued one with the same text up to the first colon.
 
-    for_each_reason: one for every message, whose end is the reason.
+    for_each_reason: whether the whole text must be the same, because the text after the colon is a reason.
     """
     start = message if for_each_reason else message.partition(":")[0]
     if start not in GIVEN:

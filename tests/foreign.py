@@ -24,15 +24,15 @@ from unittest import mock
 import torch
 
 import pmoe
+from pmoe.choose import search as searched
+from pmoe.choose.search import kept_path, load_degrees, save_degrees
 from pmoe.cli import main
 from pmoe.cli.cluster import load_cluster
 from pmoe.comm.ranks import Ranks
 from pmoe.graph.cost import Costs
 from pmoe.integrations.logging import StatsWriter
 from pmoe.integrations.run_folder import read_run
-from pmoe.layer import searched
-from pmoe.layer.searched import kept_path, load_degrees, save_degrees
-from pmoe.measure.division import load_divisions, read_divisions
+from pmoe.measure.block_split import load_divisions, read_divisions
 from pmoe.measure.profile import load_profile, profile_path, save_profile
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.granularity import GranularityTable, PassDegrees
@@ -295,7 +295,7 @@ def of_run(name: str, *opened_by: str, **more: Any) -> Kind:
         make=lambda folder: made_run(folder) / name,
         opened_by=tuple(f"pmoe/integrations/run_folder.py:{each}" for each in opened_by),
         is_json=name.endswith(".json"),
-        remedy="the rest is read|the pmoe that wrote it|another folder|must hold",
+        remedy="to read the rest|the pmoe that wrote it|another folder|must hold",
         may_be_missing=more.get("grows", False),
         is_slow=True,
         **more,
@@ -330,10 +330,10 @@ KINDS: dict[str, Kind] = {
         remedy="must describe a cluster|must be a file to read",
         is_json=False,
     ),
-    "divisions": of_divisions(read_divisions, "pmoe/measure/division.py:read_divisions"),
+    "divisions": of_divisions(read_divisions, "pmoe/measure/block_split.py:read_divisions"),
     "divisions, in a folder": of_divisions(lambda path: load_divisions(path.parent), may_be_missing=True),
     "degrees": of_degrees(
-        lambda path: in_fields(load_degrees(path, CACHED)), "pmoe/layer/searched.py:load_degrees"
+        lambda path: in_fields(load_degrees(path, CACHED)), "pmoe/choose/search.py:load_degrees"
     ),
     "degrees, in a folder": of_degrees(kept_degrees, may_be_missing=True),
     "operators' seconds": Kind(
@@ -361,7 +361,7 @@ NO_FOREIGN_FILE = {
     "pmoe/measure/store.py:save_json": "writes a new file",
     f"{FILES}:_write_to_disk": "writes a new file",
     f"{FILES}:_sync_folder": "opens a folder",
-    "pmoe/engine/host_pool.py:_available_bytes": "the system's /proc/meminfo",
+    "pmoe/engine/buffers/host_pool.py:_available_bytes": "the system's /proc/meminfo",
     "pmoe/measure/bench.py:_full_name": "the system's /proc/cpuinfo",
     "pmoe/papers/assumptions.py:assumptions": "a text of pmoe itself",
     "pmoe/papers/assumptions.py:printed": "numbers of pmoe itself",

@@ -3,15 +3,15 @@
 import gc
 
 import pmoe
+import pmoe.choose.search
+import pmoe.choose.solve
+import pmoe.choose.trials
+import pmoe.decide.exact_counts
 import pmoe.experts.modules
-import pmoe.experts.wrapped
-import pmoe.layer.chosen
-import pmoe.layer.exact_counts
-import pmoe.layer.searched
-import pmoe.layer.solved
-import pmoe.layer.spread
-import pmoe.schedule.rings
-import pmoe.schedule.straight
+import pmoe.experts.wrapper_checks
+import pmoe.layer.reshard
+import pmoe.schedule.ring_buffers
+import pmoe.schedule.separate_buffers
 import pmoe.training.checkpoint
 import pmoe.training.expert_parallel
 import pmoe.training.parallel

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from pmoe import MoELayer
-from pmoe.layer.spec import Switches
+from pmoe.call.options import Switches
 
 NAMES = frozenset(field.name for field in fields(Switches))
 

@@ -15,8 +15,8 @@ import torch
 
 import pmoe
 from pmoe import warn
+from pmoe.decide import begin
 from pmoe.graph import run
-from pmoe.layer import parts as layer_parts
 from pmoe.runners import one_rank
 from pmoe.runners.features import Feature, refused
 from tests.featured import Features, build, differences, expected, found, sentence
@@ -116,7 +116,7 @@ def by_one_ranks_kernels(features: Features) -> Iterator[str]:
 def capturing() -> Iterator[None]:
     """Calls are taken to be captured in a CUDA graph, and one rank's kernels to be there."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_parts, "is_captured", lambda _: True)
+        patch.setattr(begin, "is_captured", lambda _: True)
         patch.setattr(one_rank, "kernel_refusal", lambda *_, **__: None)
         yield
 

@@ -1,7 +1,7 @@
-"""A group of W ranks of which one is there: its collectives return at once, as if all others routed like it.
+"""A process group of W ranks of which only one exists. Its collectives return at once.
 
-They do so in a circle: rank r sends to this one what this one sends to the rank that comes r before it. So
-loads are even where this rank spreads its rows evenly.
+The other ranks route as this one does, in a circle: rank r sends to this rank what this rank sends to the
+rank r places before itself. So loads are even if this rank spreads its rows evenly.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch.futures import Future
 
 
 class _Done(Work):
-    """Ended before it was issued."""
+    """A work that is complete when it is issued."""
 
     def __init__(self, output: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -36,9 +36,12 @@ class _Done(Work):
 
 
 class _AlikeGroup(dist.ProcessGroup):
-    """Rank 0 of W. What is reduced or spread stays as it is. An all-to-all of equal parts brings those of
-    ranks like this one. Of one with splits, which are rows, what is received stays as it was: no time depends
-    on its numbers."""
+    """Rank 0 of W.
+
+    Reduced and broadcast tensors keep their values. An all-to-all of equal parts returns the parts of ranks
+    like this one. An all-to-all with splits, which carries rows, leaves the received memory as it was: no
+    time depends on its values.
+    """
 
     def __init__(self, options: Any, backend_options: Any = None) -> None:
         super().__init__(options.group_rank, options.group_size)
@@ -84,7 +87,7 @@ class _AlikeGroup(dist.ProcessGroup):
 
 
 def start(num_ranks: int) -> None:
-    """Makes it the default group of this process."""
+    """Makes such a group the default group of this process."""
     if "alike" not in dist.Backend.backend_list:
         dist.Backend.register_backend("alike", _AlikeGroup, extended_api=True, devices=["cpu"])
     dist.init_process_group("alike", store=dist.HashStore(), rank=0, world_size=num_ranks)

@@ -1,7 +1,7 @@
-"""Copies between device and host as slow as wished.
+"""Copies between device and host at a chosen rate.
 
-A CPU's own are copies in memory, which nothing wins by avoiding: a limit holds each back until its bytes
-would have passed, as the modelled link does with messages.
+Copies of a CPU are copies in memory, so nothing is gained by avoiding them. A limit holds each copy back
+until its bytes would have passed, as the modelled link does with messages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.links.link import INFINITE, check_rate
-from pmoe.engine import offloaded
+from pmoe.engine.variants import offload as offloaded
 from pmoe.measure import rates
 from pmoe.schedule.tasks import Kind
 
@@ -26,7 +26,10 @@ OUT = {
 
 
 class CopyLimit:
-    """bytes_per_second: of each direction."""
+    """Limit for copies.
+
+    bytes_per_second: rate of each direction.
+    """
 
     def __init__(self) -> None:
         self.bytes_per_second = INFINITE
@@ -36,7 +39,10 @@ class CopyLimit:
         self.bytes_per_second = bytes_per_second
 
     def held(self, copy: Callable[[], object], num_bytes: Callable[[], int]) -> None:
-        """Copies, and returns when that many bytes would have been copied. num_bytes: asked afterwards."""
+        """Copies, and returns when that many bytes would have been copied.
+
+        num_bytes: called after the copy.
+        """
         end = time.monotonic()
         copy()
         end += num_bytes() / self.bytes_per_second
@@ -46,7 +52,7 @@ class CopyLimit:
 
 @functools.cache
 def limited_copies() -> CopyLimit:
-    """The limit of all of pmoe's copies in this process, those that a profile measures among them."""
+    """Returns the limit of all copies of pmoe in this process, those of a profile included."""
     limit = CopyLimit()
     out, back, kinds = (
         offloaded.OffloadingForward.actions,

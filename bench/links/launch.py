@@ -1,4 +1,4 @@
-"""Runs a function on some ranks, each a fresh process, over a slow link."""
+"""Runs a function on some ranks, each a new process, over a slow link."""
 
 import contextlib
 import ctypes
@@ -28,7 +28,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class _Setup:
-    """What a rank needs to join; the same for all ranks."""
+    """Everything that a rank needs to join. It is the same for all ranks."""
 
     world: int
     link: str
@@ -36,7 +36,7 @@ class _Setup:
     latency_seconds: float
     rendezvous: str
     timeout_seconds: float
-    cores: tuple[int, ...]  # core of each rank; empty: not pinned
+    cores: tuple[int, ...]  # core of each rank; empty if ranks are not pinned
     ranks_per_node: int
     inside_bytes_per_second: float
 
@@ -54,22 +54,22 @@ def launch(
     pin: bool = True,
     timeout_seconds: float = 600.0,
 ) -> list[Any]:
-    """Runs function(link, *args) on `world` ranks over a slow link; returns the results in rank order.
+    """Runs function(link, *args) on `world` ranks over a slow link. Returns the results in rank order.
 
-    function: at module level (a script's own will do, behind its `if __name__ == "__main__"`). It finds the
-        default process group ready. Arguments and result are pickled.
-    link: "modelled" or "real". rate: bytes per second, as `Link.set_rate` takes it.
-    ranks_per_node: how many ranks a node has. intra_rate: of the links inside nodes, as `Link.set_rates`
-        takes it.
-    pin: gives each rank a core of its own, its gloo threads with it, where there are as many cores as ranks.
-        On two cores with other work on them a pipelined loop took a quarter less time then, and varied less,
-        while collectives of a few bytes, which must wait for that one core, took 1 to 10 times as long
-        (up to 3 ms).
-    timeout_seconds: for the whole run; a single collective gets half of it. Near the end, ranks that still
-        run print where they are.
+    function: a function at module level (a script's own will do, below its `if __name__ == "__main__"`). It
+        finds the default process group ready. Arguments and result are pickled.
+    link: "modelled" or "real".
+    rate: bytes per second, as in `Link.set_rate`.
+    ranks_per_node: number of ranks on a node.
+    intra_rate: rate of the links inside nodes, as in `Link.set_rates`.
+    pin: gives each rank a core of its own, its gloo threads too, if there are enough cores. On two cores with
+        other work, a pipelined loop then took a quarter less time and varied less. But collectives of a few
+        bytes, which must wait for that one core, took 1 to 10 times as long (up to 3 ms).
+    timeout_seconds: limit of the whole run. A single collective gets half of it. Near the end, ranks that
+        still run print where they are.
 
-    Each rank is a fresh process with one thread for computation. Raises RuntimeError telling what went wrong
-    on each rank, LinkUnavailableError where the machine cannot make the link.
+    Each rank is a new process with one thread for computation. Raises RuntimeError with the failure of each
+    rank, LinkUnavailableError if the machine cannot make the link.
     """
     check_rate(rate)
     check_rate(intra_rate)
@@ -97,7 +97,7 @@ def launch(
         )
         processes, pipes = [], []
         stack.callback(_stop, processes)
-        # Read when a rank starts, and when it imports torch.
+        # These variables are read when a rank starts and when it imports torch, so they are set before.
         with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"):
             for rank in range(world):
                 process, pipe = _start(rank, setup, function, args)
@@ -126,9 +126,9 @@ def _rank_main(rank: int, setup: _Setup, pipe, function: Callable[..., Any], arg
         pipe.send(("error", traceback.format_exc()))
     else:
         with contextlib.suppress(EOFError):
-            pipe.recv()  # others may still need this rank's connections; the parent closes the pipe when done
+            pipe.recv()  # wait for the parent: other ranks may still need this rank's connections
     sys.stdout.flush()
-    os._exit(0)  # whatever gloo's threads are doing; peers see the connections close
+    os._exit(0)  # without waiting for gloo's threads; peers see the connections close
 
 
 def _join(rank: int, setup: _Setup) -> Link:
@@ -160,7 +160,10 @@ def _join(rank: int, setup: _Setup) -> Link:
 
 
 def _collect(processes: list, pipes: list, end: float) -> list[Any]:
-    """The results of all ranks. After a first failure the others get a few seconds to tell what they saw."""
+    """Returns the results of all ranks.
+
+    After a first failure the others get a few seconds to report theirs.
+    """
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     while missing := [r for r in range(len(pipes)) if r not in results and r not in failures]:

@@ -1,4 +1,4 @@
-"""What a rank's function may ask of a slow link, whichever it is, and what all-to-alls achieve on it."""
+"""Interface of a slow link for a rank's function, and the measured cost of all-to-alls on it."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -12,15 +12,16 @@ INFINITE = float("inf")
 
 
 class Link(Protocol):
-    """What a rank's function gets as its first argument."""
+    """Slow link, the first argument of a rank's function."""
 
     def set_rate(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
-        """Changes the link between nodes for messages still to come: call it on all ranks, with no message in
-        flight. The links inside nodes stay as they are.
+        """Sets the rate of the link between nodes. The links inside nodes stay as they are.
 
-        bytes_per_second: see `bench.links`; float("inf") takes the limit away.
-        latency_seconds: what a message to each peer costs besides its bytes, occupying the link (alpha); 0
-            on the real link, which cannot add any.
+        Call it on all ranks, with no message in flight.
+
+        bytes_per_second: see `bench.links`; float("inf") removes the limit.
+        latency_seconds: seconds that a message to each peer occupies the link besides its bytes (alpha). Must
+            be 0 on the real link, which cannot add any.
         """
 
     def set_rates(
@@ -31,44 +32,48 @@ class Link(Protocol):
         inter_latency_seconds: float = 0.0,
         intra_latency_seconds: float = 0.0,
     ) -> None:
-        """`set_rate` of the links between nodes (inter) and inside them (intra)."""
+        """Sets the rates of the links between nodes (inter) and inside them (intra), as `set_rate` does."""
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank sent to other nodes since the last reset.
 
-        Modelled: payload of all-to-alls. Real: what the network interface counts, every other collective,
-        acknowledgements and headers included, one header for a segment of up to 64 KiB: 0.3 % more in all.
-        It trails a little; a barrier before reading it brings the rest. The ranks of a node share one
-        interface: each counts the bytes of all of them.
+        On the modelled link it is the payload of all-to-alls. On the real link it is the count of the network
+        interface, with every other collective, acknowledgements and headers (one header for a segment of up
+        to 64 KiB): 0.3 % more in all. That count lags a little; a barrier before reading it brings it up to
+        date. The ranks of a node share one interface, and each counts the bytes of all of them.
         """
 
     @property
     def bytes_sent_inside(self) -> int:
-        """The same of bytes to other ranks of its node."""
+        """Bytes that this rank sent to other ranks of its node since the last reset.
+
+        They are counted as in `bytes_sent`.
+        """
 
     def reset_bytes_sent(self) -> None: ...
 
 
 class LinkCost(NamedTuple):
-    """Seconds of an all-to-all = alpha_seconds + bytes this rank sends / bytes_per_second."""
+    """Cost of an all-to-all: seconds = alpha_seconds + bytes that this rank sends / bytes_per_second."""
 
     alpha_seconds: float
     bytes_per_second: float
 
 
 class LinkUnavailableError(RuntimeError):
-    """This machine cannot make the link; the message is one line saying why."""
+    """This machine cannot make the link. The message is one line with the reason."""
 
 
 def measure_rate(sizes_bytes: tuple[int, int] = (1 << 20, 1 << 23), rounds: int = 3) -> LinkCost:
-    """What all-to-alls really achieve on the default group, from two sizes. Call it on all ranks.
+    """Measures the cost of all-to-alls on the default group, from two sizes. Collective.
 
-    sizes_bytes: what each rank sends to others, rounded down to equal parts; the defaults take 1.2 s at
+    sizes_bytes: bytes that each rank sends to others, rounded down to equal parts. The defaults take 1.2 s at
         30 MB/s.
-    On the real link alpha may come out as a fraction of a millisecond below 0: after a pause the bucket holds
-    `real.BURST_BYTES` that pass at once. Raises ValueError on a single rank, RuntimeError where the larger
-    size was not slower (no limit, and noise).
+
+    On the real link alpha may be a fraction of a millisecond below 0: after a pause the bucket lets
+    `real.BURST_BYTES` pass at once. Raises ValueError on a single rank, RuntimeError if the larger size was
+    not slower (no limit, and noise).
     """
     world = dist.get_world_size()
     if world < 2:

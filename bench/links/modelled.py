@@ -16,13 +16,17 @@ from bench.links.link import INFINITE, check_rate
 
 
 class ModelledLink:
-    """A full-duplex serial link of one rank. Its messages queue in the order in which they are issued.
+    """A serial full-duplex link of one rank. Messages queue in the order in which they are issued.
 
-    Shared by all groups of a process, as a network card would be. A collective of s bytes out and r bytes
-    in occupies it for latency * messages + max(s, r) / rate, with a message to or from each peer that rows
-    go to or come from, whichever are more: a rank that sends little and receives much waits in truth
-    too. The model does not know when a peer issues its part, so a late peer delays this rank by its lateness
-    alone and not by the transfer after it. That flatters a sequential layer more than a pipelined one.
+    All groups of a process share it, like a network card. A collective occupies it for
+
+        seconds = latency * messages + max(bytes out, bytes in) / rate
+
+    messages is the number of peers that rows go to, or come from, whichever is larger. The maximum is right
+    because a rank that sends little and receives much must wait in reality too.
+
+    The model does not know when a peer issues its part. So a late peer delays this rank by its lateness only,
+    not by the transfer after it. That favours a sequential layer more than a pipelined one.
     """
 
     def __init__(
@@ -53,12 +57,12 @@ class ModelledLink:
             self._bytes_sent = 0
 
     def carry(self, sent_bytes: int, received_bytes: int, messages: int = 1) -> float:
-        """Queues a collective issued now; returns the time at which the link has carried it."""
+        """Queues a collective that is issued now. Returns the time at which the link has carried it."""
         with self._lock:
             self._bytes_sent += sent_bytes
             self._free_at = max(self._free_at, self._clock())
             slower_bytes = max(sent_bytes, received_bytes)
-            if slower_bytes:  # what stays on its rank costs nothing
+            if slower_bytes:  # a collective in which all bytes stay on their rank costs nothing
                 self._free_at += messages * self._latency_seconds + slower_bytes / self._bytes_per_second
             return self._free_at
 
@@ -101,10 +105,12 @@ class ModelledLinks:
     def carry(
         self, ranks: Sequence[int], own: int, sent_bytes: Sequence[int], received_bytes: Sequence[int]
     ) -> float:
-        """Queues a message of the group of these ranks, ranks[own] being this one, with so many bytes to and
-        from each of them; returns the time at which all is carried.
+        """Queues a message of a group. Returns the time at which all of it is carried.
 
-        Each link is occupied by what passes it, and one that nothing passes is not waited for.
+        ranks: the group's ranks; ranks[own] is this one.
+        sent_bytes, received_bytes: bytes to and from each of them.
+
+        A link that none of these bytes pass is neither occupied nor waited for.
         """
         nodes = [rank // self.ranks_per_node for rank in ranks]
         inside = [i for i, node in enumerate(nodes) if node == nodes[own] and i != own]
@@ -120,17 +126,20 @@ class ModelledLinks:
 
 
 class _LinkWork(Work):
-    """A gloo work that is not done before the link has carried it. It never changes: any thread may wait."""
+    """A work of gloo that is done only when the link has carried it.
+
+    It never changes, so any thread may wait.
+    """
 
     def __init__(self, inner: Work, ready_at: float, output: torch.Tensor) -> None:
         super().__init__()
         self._inner, self._ready_at, self._output = inner, ready_at, output
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        # timedelta(0) is c10d's "no timeout of its own". The link's seconds count towards none.
+        # timedelta(0) means "no timeout of its own" in c10d. Seconds of the link do not count for a timeout.
         self._inner.wait(timeout) if timeout else self._inner.wait()
         remaining_seconds = self._ready_at - time.monotonic()
-        if remaining_seconds > 0:  # even sleep(0) would give the core away
+        if remaining_seconds > 0:  # even sleep(0) would give the core to another process
             time.sleep(remaining_seconds)
         return True
 
@@ -155,16 +164,16 @@ class _LinkWork(Work):
 
 
 class _ModelledGroup(dist.ProcessGroup):
-    """gloo, with all-to-alls held back by this process's links.
+    """gloo, with all-to-alls that this process's links hold back.
 
-    Only the (rank, size) constructor can be subclassed, and an inner backend must be registered, or
-    functional collectives fail with "ProcessGroup name not set".
+    Only the (rank, size) constructor can be subclassed. An inner backend must be registered, or functional
+    collectives fail with "ProcessGroup name not set".
     """
 
     def __init__(self, links: ModelledLinks, options: Any, backend_options: Any = None) -> None:
         super().__init__(options.group_rank, options.group_size)
         self._links = links
-        # The default group is made without a list.
+        # The default group has no list of ranks.
         self._ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         self._gloo = dist.ProcessGroupGloo(
             options.store, options.group_rank, options.group_size, options.timeout
@@ -227,10 +236,10 @@ for _name in (
 
 @functools.cache
 def register_modelled() -> ModelledLinks:
-    """Makes "modelled" a backend for init_process_group and new_group; returns this process's links.
+    """Makes "modelled" a backend of init_process_group and new_group. Returns this process's links.
 
-    They have no limit until their rates are set, and one rank a node until `ranks_per_node` says otherwise.
-    Further calls return the same links.
+    They have no limit until their rates are set, and one rank a node until `ranks_per_node` is set. Further
+    calls return the same links.
     """
     links = ModelledLinks()
     dist.Backend.register_backend(
@@ -240,7 +249,7 @@ def register_modelled() -> ModelledLinks:
 
 
 def _bytes_by_rank(tensor: torch.Tensor, splits: Sequence[int], world: int) -> list[int]:
-    """Bytes of the rows of each rank of a group; no splits means equal parts."""
+    """Returns the bytes of the rows for each rank of a group. Without splits, the parts are equal."""
     total_bytes = tensor.numel() * tensor.element_size()
     if not splits:
         return [total_bytes // world] * world

@@ -18,16 +18,19 @@ SWITCH = "pmoesw"  # the namespace that holds the medium
 LOCK_PATH = "/run/pmoe_link.lock"
 # A frame of 1514 bytes carries 1448 of payload: 14 are Ethernet's, 20 IP's, 20 TCP's, 12 TCP's timestamps.
 WIRE_BYTES_PER_PAYLOAD_BYTE = 1514 / 1448
-# Two of the kernel's largest segments: with less the bucket has to cut them and falls 3 % behind its rate.
+# Two of the kernel's largest segments: with less, the bucket cuts segments and falls 3 % behind its rate.
 BURST_BYTES = 128 << 10
-# More than the TCP windows of all ranks hold together, so nothing is ever dropped and sent again.
+# More than the TCP windows of all ranks together, so that no packet is dropped and sent again.
 LIMIT_BYTES = 64 << 20
 UNLIMITED_WIRE_RATE = 100e9  # tbf has no infinity
 
 
 class SharedMedium:
-    """The real link, as one rank sees it: every rank's bytes, in both directions, pass one token bucket, and
-    those between ranks of a node another, on its loopback."""
+    """The real link as one rank sees it.
+
+    Bytes of all ranks to other nodes pass one token bucket, in both directions. Bytes between ranks of a node
+    pass another one, on the node's loopback.
+    """
 
     def __init__(self, rank: int, world: int, ranks_per_node: int = 1) -> None:
         self._rank, self._world, self._ranks_per_node = rank, world, ranks_per_node
@@ -53,12 +56,12 @@ class SharedMedium:
         self._change(inter, intra)
 
     def _change(self, inter: float, intra: float | None) -> None:
-        dist.barrier()  # all have finished with the old rates
+        dist.barrier()  # all ranks have finished their messages at the old rates
         if self._rank == 0:
             _set_medium_rate("change", inter * self._world)
         if intra is not None and self._ranks_per_node > 1 and self._rank % self._ranks_per_node == 0:
             _set_loopback_rate("change", self._node, intra * self._ranks_per_node)
-        dist.barrier()  # none starts before the new ones
+        dist.barrier()  # no rank sends before the new rates are set
 
     @property
     def bytes_sent(self) -> int:
@@ -93,10 +96,10 @@ def interface(node: int) -> str:
 def shared_medium(
     world: int, bytes_per_second: float, ranks_per_node: int = 1, inside_bytes_per_second: float = INFINITE
 ) -> Iterator[None]:
-    """Network namespaces pmoe0, pmoe1, ..., one a node, on one medium, taken away at the end, whatever
-    happens.
+    """Makes network namespaces pmoe0, pmoe1, ..., one a node, on one medium. Removes them at the end in any
+    case.
 
-    What an earlier run that died left behind is removed first. Raises LinkUnavailableError.
+    What an earlier run left behind when it died is removed first. Raises LinkUnavailableError.
     """
     if os.geteuid() != 0:
         raise LinkUnavailableError("the real link needs root (network namespaces); use the modelled link")
@@ -136,7 +139,7 @@ def _add_namespaces(nodes: int) -> None:
         _command(f"ip -n {space} addr add 10.78.0.{node + 1}/24 dev {plug}")
         _command(f"ip -n {space} link set {plug} up")
         _command(f"ip -n {space} link set lo up")
-        # All that comes in from any rank is led through ifb0, hence through one bucket.
+        # All traffic from any rank is redirected to ifb0, so that it passes one bucket.
         _command(f"tc -n {SWITCH} qdisc add dev {port} ingress")
         _command(
             f"tc -n {SWITCH} filter add dev {port} parent ffff: protocol all prio 1 u32 match u32 0 0"
@@ -149,7 +152,10 @@ def _set_medium_rate(verb: str, payload_bytes_per_second: float) -> None:
 
 
 def _set_loopback_rate(verb: str, node: int, payload_bytes_per_second: float) -> None:
-    """A segment there is one frame of up to 64 KiB: headers are a thousandth."""
+    """Sets the rate of a node's loopback.
+
+    A segment on it is one frame of up to 64 KiB, so headers (a thousandth) are not counted.
+    """
     _set_bucket(verb, namespace(node), "lo", payload_bytes_per_second)
 
 
@@ -176,9 +182,9 @@ def _command(text: str) -> None:
 
 
 def enter_namespace(name: str) -> None:
-    """Moves this thread, and those that it will start, into a network namespace.
+    """Moves this thread, and those that it starts later, into a network namespace.
 
-    As `ip netns exec` does, but for a running process: so ranks start, and answer, alike on both links.
+    It is like `ip netns exec`, but for a running process. So ranks are started in the same way on both links.
     """
     clone_newnet = 0x40000000  # <sched.h>
     with open(f"/run/netns/{name}") as space:

@@ -1,4 +1,4 @@
-// COMET's two kernels with the instructions of sm_80; see hopper.cuh.
+// COMET's two kernels with the instructions of sm_80. hopper.cuh explains them.
 #pragma once
 #include "comet/combine.cuh"
 #include "comet/dispatch.cuh"
@@ -7,15 +7,15 @@
 
 namespace pmoe::comet {
 
-// Within the 99 KiB that a block has on 8.6 and 8.9.
+// Words of the Board. With it a block stays within the 99 KiB of shared memory that devices 8.6 and 8.9 have.
 constexpr int kSmallBoardWords = 768;
 
 struct AmpereShared {
   ampere::Shared gemm;
   int32_t board[kSmallBoardWords];
 };
-static_assert(sizeof(AmpereShared) <= 99 * 1024, "more than a block of 8.6 has");
-static_assert(sizeof(ampere::Shared) >= 4 * kSendsWords, "what is sent is counted where stages would be");
+static_assert(sizeof(AmpereShared) <= 99 * 1024, "more shared memory than a block of 8.6 has");
+static_assert(sizeof(ampere::Shared) >= 4 * kSendsWords, "the table of sends must fit into the stages");
 
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation>
 __global__ void __launch_bounds__(ampere::kThreads, 1)
@@ -76,12 +76,13 @@ __global__ void __launch_bounds__(ampere::kThreads, 1)
   const ColumnWalk walk(board, r.chunks, shape, block - r.communicating, r.blocks - r.communicating);
   ampere::compute<T, kForm, Epilogue::kPlain, Activation::kNone>(
       f.problem, shared.gemm, walk, [](const Tile&) {},
-      [&](const Tile& tile) {  // all of the block has stored and met
+      // Called after all threads of the block have stored their part and have synchronized.
+      [&](const Tile& tile) {
         if (thread != 0) return;
         nap(r.watch, blockIdx.x + 5000);
         tile_done(r, tile.column / r.chunks.chunk_columns);
       });
-  // Nothing is loaded into the stages any more: what is sent is counted there.
+  // Nothing more is loaded into the stages, so the table of sends uses their memory.
   Sends sends(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
   sync_block();
   fill_sends(r, sends, thread, ampere::kThreads, meet);

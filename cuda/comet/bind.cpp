@@ -1,4 +1,5 @@
-// Addresses come as integers; pmoe/kernels/comet/launches.py has checked what they stand for.
+// Python binding of COMET's kernels. Addresses arrive as integers; pmoe/kernels/comet/operators.py has checked
+// what they point to.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -22,7 +23,7 @@ using pmoe::Sharing;
 using namespace pmoe::comet;
 
 void list_kernels(std::vector<pmoe::KernelInfo>& found) {
-  static std::map<std::string, int> names;  // whose keys outlive what points to them
+  static std::map<std::string, int> names;  // static, because KernelInfo::name points to its keys
   for (const bool hopper : {true, false}) {
     const Path& path = hopper ? hopper_path : ampere_path;
     for_each([&](const Which& which) {
@@ -40,7 +41,7 @@ void run(int device, std::uintptr_t stream, bool hopper, int kernel, int element
   int64_t a_rows[kMostVirtual] = {};
   Launch all = read_launch(ranks, blocks, a_rows);
   const int count = static_cast<int>(ranks.size());
-  const py::gil_scoped_release others_run;  // a full queue of launches blocks
+  const py::gil_scoped_release others_run;  // a launch blocks while the queue of launches is full
   const pmoe::OnDevice here(device);
   const Path& path = hopper ? hopper_path : ampere_path;
   const bool in_pairs =
@@ -54,9 +55,9 @@ void bind_comet(py::module_& m) {
   m.def("comet", &run, py::kw_only(), arg("device"), arg("stream"), arg("hopper"), arg("kernel"),
         arg("element"), arg("form"), arg("epilogue") = 0, arg("activation") = 0, arg("blocks"), arg("ranks"),
         arg("sharing") = 0,
-        "One launch of a fused kernel, for each rank of which there is a dict; see cuda/comet/rank.h.");
+        "Launches a fused kernel. ranks: one dict for each rank; for the fields see cuda/comet/rank.h.");
   m.def("comet_layout", &tell_layout, arg("ranks"), arg("experts"), arg("rows"), arg("home_rows"),
-        arg("row_bytes"), "Byte offsets of a heap's regions, and \"bytes\", the size of all.");
+        arg("row_bytes"), "Returns byte offsets of a heap's regions, and its size \"bytes\".");
   m.def(
       "comet_path",
       [](bool hopper) {
@@ -66,7 +67,7 @@ void bind_comet(py::module_& m) {
         told["board_words"] = path.board_words;
         return told;
       },
-      arg("hopper"), "Rows and columns of a tile; words for (ranks + 1) x experts of a rank.");
+      arg("hopper"), "Returns rows and columns of a tile, and the most (ranks + 1) x experts of a rank.");
   m.attr("comet_limits") = tell_limits();
 }
 

@@ -1,16 +1,19 @@
-// Rows that communicating warps of Hopper send, by bulk copies through shared memory: one lane asks for them,
-// none of them is held in a register, and four times as much is on its way as through registers. A block that
-// communicates has no tiles, so the memory of their stages is free. Built with -DPMOE_LANE_COPIES, rows go
-// through registers as elsewhere: to tell whose mistake it is.
+// Sends rows from communicating warps of Hopper by bulk copies through shared memory.
+//
+// One lane starts the copies, no row is held in registers, and four times as many bytes are in flight as
+// through registers. A communicating block has no tiles, so the memory of their stages is free.
+//
+// Built with -DPMOE_LANE_COPIES, rows go through registers as on other devices. That helps to find out which
+// of the two is at fault.
 #pragma once
 #include "comet/dispatch.cuh"
 
 namespace pmoe::comet {
 
-constexpr int kBulkSlots = 4, kBulkBytes = 4096;  // of a warp: parts of rows on their way
-constexpr int kStoring = 1;                       // of these, whose stores may still read them
+constexpr int kBulkSlots = 4, kBulkBytes = 4096;  // slots of a warp: parts of rows in flight
+constexpr int kStoring = 1;                       // slots whose stores may still read them
 
-// Of a warp.
+// The slots of one warp, in shared memory.
 struct BulkRing {
   alignas(128) uint8_t slot[kBulkSlots][kBulkBytes];
   uint64_t full[kBulkSlots];
@@ -18,8 +21,13 @@ struct BulkRing {
 
 #if PMOE_HOPPER_CODE
 
-// See LaneCopies. A row is cut into parts of kBulkBytes and a rest. Parts are numbered through all pieces:
-// part i goes through slot i % kBulkSlots.
+// Sends pieces of rows by bulk copies; see LaneCopies for the interface.
+//
+// A row is cut into parts of kBulkBytes and a rest. Parts are numbered through all pieces, and part i goes
+// through slot i % kBulkSlots: a bulk load fills the slot, a bulk store empties it.
+//
+// loaded_, stored_: parts whose load or store has been started.
+// first_: parts stored by all earlier pieces.
 class BulkCopies {
  public:
   __device__ __forceinline__ BulkCopies(BulkRing& ring, const Team& team) : ring_(ring) {
@@ -32,7 +40,7 @@ class BulkCopies {
 
   __device__ __forceinline__ void begin(const Rank& r, uint8_t* to, int from, int rows, const Team& team) {
     if (team.lane != 0) return;
-    // The inbox was granted: its reads of the round before come before these writes.
+    // The target has granted its inbox, so its reads of the round before must stay before these bulk writes.
     fence_proxy_async_global();
     to_ = to, slot_ = r.slot + from, rows_ = rows, offset_ = 0;
     for (int i = 0; i < kBulkSlots && rows_ > 0; ++i) load(r);
@@ -58,7 +66,7 @@ class BulkCopies {
   }
 
  private:
-  // The next part, if its slot is free.
+  // Starts the load of the next part. Its slot must be free.
   __device__ __forceinline__ void load(const Rank& r) {
     const int64_t left = r.layout.row_bytes - offset_;
     const int bytes = static_cast<int>(smaller<int64_t>(left, kBulkBytes));

@@ -1,6 +1,8 @@
-// What communicating warps do in the combining kernel: as soon as a chunk of columns is computed, the rows of
-// each token that are on this rank are summed and written into the heap of the token's owner (COMET, section
-// 3.2.1); the owner sums what the ranks have sent, always in the order of the token's choices.
+// The work of communicating warps in the combining kernel (COMET, section 3.2.1).
+//
+// As soon as a chunk of columns is computed, they sum those rows of each token that are on this rank, and
+// write the sum into the heap of the token's owner. The owner adds up what the ranks have sent, always in the
+// order of the token's choices.
 #pragma once
 #include "comet/protocol.h"
 #include "comet/rank.h"
@@ -9,10 +11,10 @@
 
 namespace pmoe::comet {
 
-constexpr int kAtOnce = 4;  // tokens that a warp sums side by side
-constexpr int kAcross = 2;  // vectors of each, where a rank sums at home
+constexpr int kAtOnce = 4;  // tokens that a warp sums at the same time
+constexpr int kAcross = 2;  // vectors of each token that a lane sums at the same time at home
 
-// Eight values of 16 bits, as floats.
+// Adds eight values of 16 bits to float sums.
 template <class T>
 __device__ __forceinline__ void add_vector(float (&sum)[8], const Words& v) {
   PMOE_UNROLL
@@ -22,6 +24,7 @@ __device__ __forceinline__ void add_vector(float (&sum)[8], const Words& v) {
   }
 }
 
+// Rounds eight float sums to values of 16 bits.
 template <class T>
 __device__ __forceinline__ Words round_vector(const float (&sum)[8]) {
   Words v;
@@ -30,8 +33,8 @@ __device__ __forceinline__ Words round_vector(const float (&sum)[8]) {
   return v;
 }
 
-// Regions' addresses are worked out before loops: an offset takes a hundred instructions, and nothing that is
-// asked of the layout in a loop is kept from one store to the next.
+// Returns this rank's links. Addresses of regions are computed before loops: an offset takes a hundred
+// instructions, and the compiler does not keep it from one store to the next.
 __device__ __forceinline__ const Link* own_links(const Rank& r) {
   return reinterpret_cast<const Link*>(r.own() + r.layout.links());
 }
@@ -42,8 +45,13 @@ __device__ __forceinline__ Link read_link(const Link* link) {
           static_cast<int32_t>(w.word[3])};
 }
 
-// A piece's rows that are their tokens' first ones here: each with those it is linked to, in that order, the
-// columns of one chunk, to where the owner expects the sum.
+// Sends the sums of one piece, for the columns of one chunk.
+//
+// Only a row that is its token's first one on this rank starts a sum. Its links lead to the token's other
+// rows on this rank, which are added in that order. The sum goes to the row of `home` where the owner expects
+// it.
+//
+// first_row, rows: the piece in this rank's inbox.
 template <class T>
 __device__ __forceinline__ void send_sums(const Rank& r, int first_row, int rows, int chunk,
                                           const Team& team) {
@@ -78,6 +86,7 @@ __device__ __forceinline__ void send_sums(const Rank& r, int first_row, int rows
         next[b] = row[b] < 0 ? -1 : link[b].next;
         more |= at[b] >= 0;
       }
+      // Follows the links of kAtOnce tokens side by side. Each link is loaded one step before it is needed.
       while (more) {
         Words held[kAtOnce];
         int behind[kAtOnce];
@@ -104,7 +113,8 @@ __device__ __forceinline__ void send_sums(const Rank& r, int first_row, int rows
   }
 }
 
-// The gradients of a piece's routing weights, to the rows' source: parts are summed in their order.
+// Sends the gradients of a piece's routing weights to the rows' sources. The parts of each gradient are added
+// in their order.
 __device__ __forceinline__ void send_dots(const Rank& r, int first_row, int rows, const Team& team) {
   const Link* const links = own_links(r) + first_row;
   for (int i = team.lane; i < rows; i += team.lanes) {
@@ -116,19 +126,19 @@ __device__ __forceinline__ void send_dots(const Rank& r, int first_row, int rows
   }
 }
 
-// Until a chunk is computed, by every tile of it.
+// Waits until all `tiles` tiles of a chunk are computed.
 __device__ __forceinline__ void await_done(const Rank& r, int chunk, uint32_t tiles) {
   wait_until_reached(
       r.watch, [&] { return load_acquire(&r.counters()->done[chunk]); }, tiles, Wait::kDone, r.rank, 0,
       chunk);
 }
 
-// A computing block has stored a tile; its threads have met.
+// Counts a tile as stored. A computing block calls it after its threads have synchronized.
 __device__ __forceinline__ void tile_done(const Rank& r, int chunk) {
   add_acq_rel(&r.counters()->done[chunk], 1);
 }
 
-// All of this rank's warps have sent their part of a chunk: the last one tells the sources.
+// Counts this warp's part of a chunk as sent. The last warp of the rank raises the flags of all sources.
 __device__ __forceinline__ void chunk_sent(const Rank& r, int chunk, const Team& team) {
   sync_warp();
   nap(r.watch, team.number + 2000);
@@ -138,8 +148,10 @@ __device__ __forceinline__ void chunk_sent(const Rank& r, int chunk, const Team&
     signal(r.watch, r.heap(peer) + r.layout.returned(r.rank, chunk));
 }
 
-// Until the chunk has come home from every rank that has rows of this one: first from others, behind whose
-// chunks this rank's own may wait. So whoever is late is named.
+// Waits until a chunk has come home from every rank to which this rank sent rows.
+//
+// Other ranks are awaited first. This rank's own part may be late only because another rank is, and the
+// report must name the rank that is really late.
 __device__ __forceinline__ void await_returns(const Rank& r, const Sends& sends, int chunk,
                                               const Team& team) {
 #pragma unroll 1
@@ -151,8 +163,10 @@ __device__ __forceinline__ void await_returns(const Rank& r, const Sends& sends,
   }
 }
 
-// Where what a rank has sent for a token stands among this rank's rows, by the first choice that is on that
-// rank; -1 for other choices. slot: the token's first.
+// Returns the row of `home` that holds what a choice's rank has sent for the token. Only the token's first
+// choice on that rank has one; other choices give -1.
+//
+// slot: the token's first slot.
 __device__ __forceinline__ int home_row(const Rank& r, int64_t slot, int choice) {
   const int position = read(r.position + slot + choice);
   if (position < 0) return -1;
@@ -163,7 +177,7 @@ __device__ __forceinline__ int home_row(const Rank& r, int64_t slot, int choice)
   return position - r.first_row;
 }
 
-// Tokens of a chunk, summed over the ranks.
+// Adds up the results of all tokens for one chunk of columns.
 template <class T>
 __device__ __forceinline__ void sum_tokens(const Rank& r, int chunk, const Team& team) {
   const int vectors = static_cast<int>(r.chunks.width(chunk) * int64_t{sizeof(T)} / 16);
@@ -209,7 +223,7 @@ __device__ __forceinline__ void sum_tokens(const Rank& r, int chunk, const Team&
   }
 }
 
-// A chunk leaves as soon as it is computed. tiles: that it has.
+// Sends this rank's part of a chunk, as soon as it is computed. tiles: number of tiles in the chunk.
 template <class T>
 __device__ __forceinline__ void send_chunk(const Rank& r, const Board& board, int chunk, int tiles,
                                            const Team& team) {
@@ -220,7 +234,7 @@ __device__ __forceinline__ void send_chunk(const Rank& r, const Board& board, in
   PieceWalk walk(r.ranks(), r.experts());
   Piece piece;
   for (int i = team.number; walk.find(i, rows, piece); i += team.count) {
-    if (has_failed(r.watch)) break;  // links may be missing, and would say where to write
+    if (has_failed(r.watch)) break;  // links may be missing then, and they say where to write
     const int first = board.first(piece.step, piece.expert) + piece.begin;
     if (r.row_dots != nullptr && chunk == 0) send_dots(r, first, piece.rows, team);
     send_sums<T>(r, first, piece.rows, chunk, team);
@@ -228,13 +242,14 @@ __device__ __forceinline__ void send_chunk(const Rank& r, const Board& board, in
   chunk_sent(r, chunk, team);
 }
 
+// Waits for a chunk from all ranks, and adds it up.
 template <class T>
 __device__ __forceinline__ void sum_chunk(const Rank& r, const Sends& sends, int chunk, const Team& team) {
   await_returns(r, sends, chunk, team);
   sum_tokens<T>(r, chunk, team);
 }
 
-// Row tiles of the product, and columns of each.
+// Number of row tiles of the product, and columns of a tile.
 struct Tiling {
   int row_tiles, columns;
 
@@ -243,8 +258,13 @@ struct Tiling {
   }
 };
 
-// Communicating warps: chunk after chunk, sent as it is done; the one before is summed at home meanwhile.
-// Behind the last one nothing is left to compute, and `helpers` warps that have computed share it.
+// Runs a communicating warp. While a chunk is sent, the one before is summed:
+//
+//   step   0    1    2   ...  last     last + 1
+//   send   c0   c1   c2       c_last
+//   sum         c0   c1       ...      c_last
+//
+// helpers: number of computing warps that join for the last chunk, because nothing is left to compute.
 template <class T>
 __device__ __forceinline__ void combine(const Rank& r, const Board& board, const Sends& sends, Tiling tiling,
                                         const Team& team, int helpers) {
@@ -258,8 +278,9 @@ __device__ __forceinline__ void combine(const Rank& r, const Board& board, const
   }
 }
 
-// The helpers' part: of all warps that see to the last chunk the one with this number, behind those that
-// communicate.
+// Runs a computing warp after its last tile: its share of the last chunk.
+//
+// all: this warp's number among all warps that work on the last chunk. Communicating warps come first.
 template <class T>
 __device__ __forceinline__ void help(const Rank& r, const Board& board, const Sends& sends, Tiling tiling,
                                      const Team& all) {

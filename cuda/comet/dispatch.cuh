@@ -1,4 +1,5 @@
-// What communicating warps do in the dispatching kernel: grant, write rows into peers' heaps, signal.
+// The work of communicating warps in the dispatching kernel. They grant room, write rows into peers' heaps,
+// and raise flags.
 #pragma once
 #include "comet/protocol.h"
 #include "comet/rank.h"
@@ -6,13 +7,15 @@
 
 namespace pmoe::comet {
 
-// Rows loaded by a lane before the first is stored, in vectors of 16 bytes.
+// Vectors of 16 bytes that a lane loads before it stores the first one.
 constexpr int kInFlight = 8;
 
+// Copies a row by all lanes of a team.
 __device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from, int64_t bytes, const Team& team) {
   const int vectors = static_cast<int>(bytes / 16);
   for (int first = team.lane; first < vectors; first += kInFlight * team.lanes) {
-    // Zeros: of what only some paths set the compiler keeps the registers through all else that a block does.
+    // Initialised, because the compiler would otherwise keep registers for it through all of the block's
+    // other work.
     Words held[kInFlight] = {};
     PMOE_UNROLL
     for (int i = 0; i < kInFlight; ++i) {
@@ -27,9 +30,11 @@ __device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from, int64
   }
 }
 
-// A piece's rows on their way: `from` of this rank's order, to `to` and behind it. begin() is called before
-// the rows' links are worked out, finish() behind it; when that returns to a lane, what it has copied is
-// written. In these, rows go through registers; in bulk.cuh through shared memory.
+// Copies pieces of rows to a peer. Here rows go through registers; in bulk.cuh through shared memory.
+//
+// begin(r, to, from, rows, team): starts copying the rows `from`, from + 1, ... of this rank's order to `to`.
+//     The caller then works out the rows' links.
+// finish(r, team): when it returns to a lane, everything that this lane has copied is written.
 class LaneCopies {
  public:
   __device__ __forceinline__ void begin(const Rank& r, uint8_t* to, int from, int rows, const Team&) {
@@ -52,6 +57,7 @@ class LaneCopies {
   int rows_, token_[kPiece];
 };
 
+// Fills the board from the received counts, by all threads of a block. meet() is their barrier.
 template <class Meet>
 __device__ __forceinline__ void fill_board(const Rank& r, Board& board, int thread, int threads,
                                            const Meet& meet) {
@@ -60,15 +66,21 @@ __device__ __forceinline__ void fill_board(const Rank& r, Board& board, int thre
       threads, meet);
 }
 
+// Fills the table of sends from this rank's counts, by all threads of a block. meet() is their barrier.
 template <class Meet>
 __device__ __forceinline__ void fill_sends(const Rank& r, Sends& sends, int thread, int threads,
                                            const Meet& meet) {
   sends.fill([&](int i) { return read(r.send_counts + i); }, thread, threads, meet);
 }
 
-// Tells each peer where its rows begin here, and that the inbox is free: nothing of the round before is read
-// any more when this kernel runs. A rank that has failed tells nothing: who is late still reads what it was
-// told before, for this rank has not waited for it. By the threads of one block; meet() is its barrier.
+// Grants every peer its room: where its rows begin in this rank's inbox, and that the inbox is free. It is
+// free, because all reads of the round before are finished when this kernel runs. It also resets the
+// counters.
+//
+// A rank that has failed grants nothing. It has not waited for a late peer, which may still read the grants
+// of the round before.
+//
+// The threads of one block call it together; meet() is their barrier.
 template <class Meet>
 __device__ __forceinline__ void grant(const Rank& r, const Board& board, int thread, int threads,
                                       const Meet& meet) {
@@ -88,7 +100,8 @@ __device__ __forceinline__ void grant(const Rank& r, const Board& board, int thr
     signal(r.watch, r.heap(peer) + r.layout.granted(r.rank));
 }
 
-// The row of a slot's token at its target, and the links by which the target sums the token's rows.
+// Returns the link of a slot's row: where its product comes home, and the token's next row on the same
+// target.
 __device__ __forceinline__ Link link_of(const Rank& r, const Sends& sends, const int32_t* grants, int target,
                                         int slot) {
   const int experts = r.experts(), token = r.by_choices.divide(slot), choice = slot - token * r.choices;
@@ -110,7 +123,7 @@ __device__ __forceinline__ Link link_of(const Rank& r, const Sends& sends, const
   return link;
 }
 
-// Writes all rows of this rank to where they are computed. Pieces are dealt out to the warps in turn.
+// Writes all rows of this rank to where they are computed. The warps take pieces in turn.
 template <class Copies>
 __device__ __forceinline__ void send_rows(const Rank& r, const Sends& sends, const Team& team,
                                           Copies& copies) {
@@ -127,13 +140,13 @@ __device__ __forceinline__ void send_rows(const Rank& r, const Sends& sends, con
       if (team.lane == 0) await(r.watch, r.own() + r.layout.granted(target), Wait::kGrant, target, 0, 0);
       sync_warp();
     }
-    if (ballot(has_failed(r.watch))) return;  // a grant that never came would say where to write
+    if (ballot(has_failed(r.watch))) return;  // without a grant it is unknown where to write
     nap(r.watch, team.number);
     const int first = read(grants + piece.expert), to = first + piece.begin;
     const int from = r.first_row + sends.first(target, piece.expert) + piece.begin;
     auto* const weights = reinterpret_cast<float*>(heap + r.layout.weights()) + to;
     auto* const links = reinterpret_cast<Link*>(heap + r.layout.links()) + to;
-    // On their way while links are worked out, which takes up to five reads one behind the other.
+    // The rows are in flight while their links are worked out, which takes up to five dependent reads.
     copies.begin(r, r.inbox(target, to), from, piece.rows, team);
     for (int row = team.lane; row < piece.rows; row += team.lanes) {
       const int slot = read(r.slot + from + row);
@@ -150,8 +163,8 @@ __device__ __forceinline__ void send_rows(const Rank& r, const Sends& sends, con
   }
 }
 
-// The pieces of one source's rows that lie in rows [begin, end) of an expert: pieces `lane`, `lane +
-// lanes`... of all levels are waited for by each caller.
+// Waits until the rows [begin, end) of the inbox, which belong to one expert, have arrived from all sources.
+// Lane i of `lanes` waits for every lanes-th piece, so all lanes together wait for all pieces.
 __device__ __forceinline__ void await_rows(const Rank& r, const Board& board, int expert, int begin, int end,
                                            int lane, int lanes) {
   int turn = 0;
@@ -161,7 +174,7 @@ __device__ __forceinline__ void await_rows(const Rank& r, const Board& board, in
     if (from >= to) continue;
     const int source = source_at(level, r.rank, r.ranks());
     const int lowest = (from - first) / kPiece, highest = (to - 1 - first) / kPiece;
-    // Numbered across levels, so that every lane has its share.
+    // Pieces are numbered across levels, so that every lane gets its share.
     for (int number = lowest + (lane - turn % lanes + lanes) % lanes; number <= highest; number += lanes)
       await(r.watch, r.own() + r.layout.arrival(source, expert, first, number), Wait::kArrival, source,
             expert, number);
@@ -169,7 +182,7 @@ __device__ __forceinline__ void await_rows(const Rank& r, const Board& board, in
   }
 }
 
-// For a launch that multiplies nothing: until every row has arrived.
+// Waits until every row has arrived. For a launch that multiplies nothing.
 __device__ __forceinline__ void await_all(const Rank& r, const Board& board, const Team& team) {
   PieceWalk walk(r.ranks(), r.experts());
   const auto rows = [&](int level, int e) { return board.rows(level, e); };

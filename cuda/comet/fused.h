@@ -1,4 +1,4 @@
-// One fused launch: of every rank that this process runs, its product and its part in the communication.
+// The arguments of a fused launch: for each rank that this process runs, its product and its communication.
 #pragma once
 #include <cuda.h>
 
@@ -7,24 +7,26 @@
 
 namespace pmoe::comet {
 
-// Ranks of one launch: one, or several virtual ones that share a device (for tests and measurements). The
-// kernels see no difference but in how blocks are counted.
+// Largest number of ranks in a launch: normally one; several virtual ranks share a device in tests and
+// measurements. The kernels differ only in how they count blocks.
 constexpr int kMostVirtual = 4;
 
 constexpr int kBoardWords = 2 * kMostExperts;
 constexpr int kSendsWords = kMostExperts + 1;
 
+// One rank's part of a launch.
 struct Fused {
   CUtensorMap a_map, b_map;
   Problem problem;
   Rank rank;
 };
 
+// All arguments of a launch.
 struct Launch {
   Fused fused[kMostVirtual];
-  int blocks = 0;  // of each rank
+  int blocks = 0;  // blocks of each rank
 };
 
-static_assert(sizeof(Launch) <= 4096, "more than a kernel's arguments");
+static_assert(sizeof(Launch) <= 4096, "more bytes than a kernel's arguments may have");
 
 }  // namespace pmoe::comet

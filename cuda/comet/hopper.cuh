@@ -1,6 +1,12 @@
-// COMET's two kernels on Hopper. Some of a rank's blocks communicate, the others compute as in
-// grouped_gemm/hopper.cuh, but for the order of their tiles and for what a tile waits for or tells (COMET,
-// section 3.2.1: thread block specialisation).
+// COMET's two kernels on Hopper (COMET, section 3.2.1: thread block specialisation).
+//
+// Some of a rank's blocks communicate. The others compute as in grouped_gemm/hopper.cuh, except for the order
+// of their tiles, and for what a tile waits for and announces:
+//
+//   kernel          communicating blocks           computing blocks
+//   dispatch_gemm   grant, send rows               wait for a tile's rows, then multiply it
+//   gemm_combine    send sums of column chunks,    multiply, count finished tiles of a chunk,
+//                   sum what comes home            then help with the last chunk
 #pragma once
 #include "comet/bulk.cuh"
 #include "comet/combine.cuh"
@@ -12,10 +18,10 @@ namespace pmoe::comet {
 
 constexpr int kWalkBytes = 128;
 
-// Where a block's tiles lie whose pairs a walk finds.
+// The place of a block's tile, if blocks form pairs with tiles side by side.
 struct Beside {
-  int first;                   // column of this block's tile in a pair
-  int chunk_columns, columns;  // no tile crosses the end of a chunk
+  int first;                   // column of this block's tile in the pair
+  int chunk_columns, columns;  // of the result; no tile crosses the end of a chunk
 };
 
 struct HopperShared {
@@ -24,10 +30,10 @@ struct HopperShared {
   Beside beside;
   alignas(16) uint8_t walk[hopper::kThreads / 32][kWalkBytes];
 };
-static_assert(sizeof(HopperShared) <= 232448 - 1024, "more than a block of Hopper has");
-static_assert(sizeof(hopper::Shared::a) >= 4 * kSendsWords, "what is sent is counted where stages would be");
+static_assert(sizeof(HopperShared) <= 232448 - 1024, "more shared memory than a block of Hopper has");
+static_assert(sizeof(hopper::Shared::a) >= 4 * kSendsWords, "the table of sends must fit into the stages");
 
-// What a block that dispatches has where one that computes has its tiles.
+// The shared memory of a block that dispatches. It takes the place of a computing block's stages.
 struct Sending {
   BulkRing ring[hopper::kThreads / 32];
   int32_t sends[kSendsWords];
@@ -36,9 +42,9 @@ static_assert(sizeof(Sending) <= sizeof(hopper::Shared));
 
 #if PMOE_HOPPER_CODE
 
-// A warp's walk, in shared memory: beside accumulators, and in a warp that loads, there are no registers for
-// it, nor for where it is. A tile beyond the columns says that it has no rows, so that nothing of it is
-// stored.
+// A warp's walk over tiles, kept in shared memory: neither the walk nor its address fits into the registers
+// of a warp that has accumulators or loads. A tile beyond the last column gets no rows, so that nothing of it
+// is stored.
 template <class Walk>
 class WarpWalk {
  public:
@@ -72,8 +78,8 @@ class WarpWalk {
   }
 };
 
-// A block's tiles: of two that lie side by side, the one of its rank in the cluster. `walk` is of pairs, and
-// goes over half of the columns.
+// A block's tiles where two blocks share A: of each pair side by side, the tile of the block's rank in the
+// cluster. `walk` finds pairs, and goes over half of the columns.
 template <class Walk>
 class BesideWalk {
  public:
@@ -85,6 +91,7 @@ class BesideWalk {
     return more;
   }
 
+  // Returns whether a tile lies beyond the columns of its chunk.
   __device__ __forceinline__ static bool is_beyond(const Tile& tile) {
     const Beside& own = block().beside;
     const int begin = (tile.column - own.first) / own.chunk_columns * own.chunk_columns;
@@ -99,7 +106,7 @@ class BesideWalk {
   }
 };
 
-// What a block that computes does first.
+// Prepares a computing block before its first tile.
 __device__ __forceinline__ void begin_tiles(const Problem& p, HopperShared& shared, int tile_columns,
                                             const Chunks& chunks) {
   if (threadIdx.x == 0) {
@@ -109,6 +116,7 @@ __device__ __forceinline__ void begin_tiles(const Problem& p, HopperShared& shar
   hopper::meet_before(p.beside);
 }
 
+// Loads all tiles of a block, each as soon as its rows have arrived. The first warp runs it.
 template <Form kForm, bool kHalves, class Walk>
 __device__ __forceinline__ void load_as_rows_arrive(const Fused& f, const Board& board, HopperShared& shared,
                                                     Walk walk) {
@@ -117,7 +125,8 @@ __device__ __forceinline__ void load_as_rows_arrive(const Fused& f, const Board&
   Ring<hopper::kStages> ring;
   Tile tile;
   while (walk.next(tile)) {
-    // Also for a tile beyond the columns: half of its rows are loaded for the other block.
+    // Also done for a tile beyond the columns, since half of its rows are loaded for the other block of the
+    // pair.
     const int begin = tile.group_begin + tile.row;
     const int rows = smaller(hopper::kRows, tile.group_rows - tile.row);
     await_rows(f.rank, board, tile.expert, begin, begin + rows, lane, 32);
@@ -125,11 +134,13 @@ __device__ __forceinline__ void load_as_rows_arrive(const Fused& f, const Board&
     sync_warp();
     if (lane == 0) {
       nap(f.rank.watch, blockIdx.x + 4000);
-      // For what the other lanes have seen.
+      // This fence covers what the other lanes have seen.
       if constexpr (kPlant != Plant::kNoProxyFence) fence_proxy_async_global();
       hopper::load_tile(loader, shared.gemm, tile, ring);
     }
-    sync_warp();  // lanes that looked out for the next tile's rows would take the loading one's turns
+    // Without this barrier the other lanes would poll for the next tile's rows, and would take issue slots
+    // from the lane that loads.
+    sync_warp();
   }
 }
 
@@ -212,7 +223,7 @@ __global__ void __launch_bounds__(hopper::kThreads, 1) gemm_combine(const __grid
           nap(r.watch, blockIdx.x + 5000);
           tile_done(r, tile.column / r.chunks.chunk_columns);
         });
-    // Nothing is loaded into the stages any more: what is sent is counted there.
+    // Nothing more is loaded into the stages, so the table of sends uses their memory.
     const int self = thread_again() - hopper::kLoaders;
     const auto together = [] { sync_named(2, hopper::kMultipliers); };
     together();

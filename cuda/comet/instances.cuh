@@ -1,4 +1,4 @@
-// From a Which's values to the kernel compiled for them.
+// Selects the kernel that is compiled for a Which.
 #pragma once
 #include "comet/launch.h"
 #include "grouped_gemm/instances.cuh"

@@ -1,4 +1,4 @@
-// Launching the fused kernels, without a word of PyTorch: pointers, sizes, a stream.
+// Launches of the fused kernels. It knows no PyTorch, only pointers, sizes and a stream.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,7 @@ namespace pmoe::comet {
 
 enum class Kernel : int { kDispatch, kCombine };
 
+// Selects a kernel: the values that are constants when it is compiled.
 struct Which {
   Kernel kernel;
   Element element;
@@ -21,34 +22,37 @@ struct Which {
 
 using FusedKernel = void (*)(Launch);
 
-// A translation unit an element type and path defines one.
+// The kernels of each element type and path. Each is a translation unit of its own.
 FusedKernel hopper_bf16(const Which&);
 FusedKernel hopper_fp16(const Which&);
 FusedKernel ampere_bf16(const Which&);
 FusedKernel ampere_fp16(const Which&);
 
+// One of the two ways to compute: with Hopper's instructions, or with those of sm_80.
 struct Path {
   const char* name;
   FusedKernel (*kernel)(const Which&);
   int threads, shared_bytes;
   int tile_rows, tile_columns;
-  int board_words;  // at least Board::words of what is launched
+  int board_words;  // capacity of the shared Board; Board::words() of a launch must not exceed it
 };
 
 extern const Path hopper_path, ampere_path;
 
-// As users and errors read it.
+// Returns the kernel's name, as users and errors show it.
 std::string name_of(const Which&, const Path&);
 
-// Whether computing blocks may form pairs whose tiles lie side by side: of a cluster both compute, or
-// neither, and both have columns.
+// Returns whether computing blocks may form pairs whose tiles lie side by side. Both blocks of a cluster must
+// compute, or neither, and the columns must suffice for both.
 bool goes_in_pairs(const Path&, const Which&, const Launch&, int ranks);
 
-// a_rows: rows of A that may be read, of each rank. All blocks of all ranks are resident, or there is no
-// launch. Throws std::runtime_error where CUDA refuses.
+// Launches a kernel. All blocks of all ranks are resident, or the launch fails. Throws std::runtime_error if
+// CUDA refuses it.
+//
+// a_rows: (ranks,) rows of A that may be read.
 void launch(const Path&, const Which&, Launch&, int ranks, const int64_t* a_rows, void* stream);
 
-// All that there are of a path.
+// Visits every kernel of a path.
 template <class Visit>
 void for_each(Visit visit) {
   for (Element element : {Element::kBf16, Element::kFp16}) {

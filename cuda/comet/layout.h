@@ -1,22 +1,22 @@
-// A rank's symmetric heap: what lies where, and which rank writes it. The host sizes the heap by it, the
-// kernels address it by it.
+// A rank's symmetric heap: which region lies where, and which rank writes it. The host sizes the heap by it,
+// the kernels address the heap by it.
 //
-// Nothing is written by two ranks (FlashDMoE, theorem 5.3.1): what belongs to one peer alone has a place by
-// that peer's number; rows have places by exact offsets, which the rank that receives them grants. Nothing is
-// padded to a capacity.
+// No byte is written by two ranks (FlashDMoE, theorem 5.3.1). Regions that belong to one peer are indexed by
+// that peer's number. Rows lie at exact offsets, which the receiving rank grants. Nothing is padded to a
+// capacity.
 //
-//   region    at        written by       what
+//   region    at        written by       content
 //   grants    peer p    p                where this rank's rows for each of p's experts begin in p's inbox
-//   granted   peer p    p                flag: the grant is there, and p's inbox is free
+//   granted   peer p    p                flag: the grants are written, and p's inbox is free
 //   inbox     row r     the row's source rows that have arrived, later the products of this rank's experts
 //   weights   row r     the row's source routing weights
 //   links     row r     the row's source see `Link`
-//   arrivals  source s  s                flags by piece: its rows, weights and links are there
-//   home      row i     whose experts    sums of the rows of one token on one rank, where the first of them
-//                       row i went to    stood as this rank sent it
-//   dots      row i     likewise         gradients of routing weights, of every row
+//   arrivals  source s  s                flags by piece: its rows, weights and links are written
+//   home      row i     the rank where   sums of a token's rows on one rank, at the place of the first of
+//                       row i went       these rows in the order in which this rank sent them
+//   dots      row i     the same rank    gradients of routing weights, for every row
 //   returned  peer p    p                flags by column chunk: p has written its rows of `home`
-//   counters            this rank        between its own blocks
+//   counters            this rank        counters shared by its own blocks
 //
 // Letters: W ranks, E experts of a rank.
 #pragma once
@@ -25,34 +25,36 @@
 namespace pmoe::comet {
 
 constexpr int kMostRanks = 64;
-constexpr int kMostExperts = 1024;  // of all ranks
-constexpr int kPiece = 16;          // rows that are written, and signalled, at a time
-constexpr int kMostChunks = 64;     // of columns
-constexpr int kFlagBytes = 32;      // a flag that is waited for has a sector of its own
+constexpr int kMostExperts = 1024;  // of all ranks together
+constexpr int kPiece = 16;          // rows that are written and announced together
+constexpr int kMostChunks = 64;     // chunks of columns
+constexpr int kFlagBytes = 32;      // a flag that is polled has a 32-byte sector of its own
 
-// What becomes of a row's product. Its source writes it beside the row.
+// Says what to do with a row's product. The row's source writes it beside the row.
 struct alignas(16) Link {
-  int32_t home;    // where the row stood as its source sent it
-  int32_t next;    // the row of the same token's next choice on the same rank, or -1
-  int32_t source;  // the rank it came from
-  int32_t first;   // whether it is its token's first one on this rank
+  int32_t home;    // the row's place in the order in which its source sent it
+  int32_t next;    // the row of the same token's next choice on this rank, or -1
+  int32_t source;  // the rank that sent the row
+  int32_t first;   // 1 if it is its token's first row on this rank, else 0
 };
 
+// Counters that the blocks of one rank share.
 struct Counters {
-  uint32_t failed;             // somebody has waited too long: nobody waits any more, nobody signals
-  uint32_t done[kMostChunks];  // tiles of a column chunk that are computed
-  uint32_t sent[kMostChunks];  // warps that have sent their part of it
+  uint32_t failed;             // nonzero after a wait has timed out: no more waits, no more flags
+  uint32_t done[kMostChunks];  // tiles of each column chunk that are computed
+  uint32_t sent[kMostChunks];  // warps that have sent their part of each column chunk
 };
 
+// Byte offsets of the regions. Every region begins at a multiple of 1024 bytes.
 struct Layout {
   int32_t ranks, experts;  // W, E
-  int64_t rows;            // that may arrive
-  int64_t home_rows;       // that may be sent, and so come home
+  int64_t rows;            // rows that may arrive
+  int64_t home_rows;       // rows that may be sent, and so come home
   int64_t row_bytes;       // a multiple of 16
 
   PMOE_HD int64_t most_pieces() const { return ceil_div(rows, kPiece) + experts; }
 
-  // Every region begins on 1024 bytes.
+  // Rounds up to a multiple of 1024.
   PMOE_HD static constexpr int64_t whole(int64_t bytes) { return ceil_div(bytes, 1024) * 1024; }
 
   PMOE_HD int64_t counters() const { return 0; }
@@ -74,8 +76,12 @@ struct Layout {
   PMOE_HD int64_t home() const { return inbox() + whole(rows * row_bytes); }
   PMOE_HD int64_t bytes() const { return home() + whole(home_rows * row_bytes); }
 
-  // The flag of a source's piece. first_row: of the source's rows for the expert, in the inbox; it ascends
-  // with the expert by at least as many rows as there are, so no two pieces have one flag.
+  // Returns the number of a piece's flag among those of its source.
+  //
+  // From one expert to the next, first_row grows at least by the number of the source's rows there. Adding
+  // `expert` makes up for the rounding. So no two pieces share a flag.
+  //
+  // first_row: where the source's rows for the expert begin in the inbox.
   PMOE_HD int64_t piece(int expert, int64_t first_row, int number) const {
     return first_row / kPiece + expert + number;
   }
@@ -84,10 +90,12 @@ struct Layout {
   }
 };
 
-// Where a source stands in another rank's order: the rank itself first, then upwards around.
+// The order in which a rank goes through sources: itself first, then upwards around. source_at() is the
+// inverse of level_of().
 PMOE_HD constexpr int level_of(int source, int rank, int ranks) { return (source - rank + ranks) % ranks; }
 PMOE_HD constexpr int source_at(int level, int rank, int ranks) { return (rank + level) % ranks; }
-// To whom a rank sends at a step: each receives from its sources in its own order.
+// Returns to whom a rank sends at a step. At step l a rank sends to the one for which it is the source at
+// level l, so every rank receives from its sources in its own order.
 PMOE_HD constexpr int target_at(int step, int rank, int ranks) { return (rank - step + ranks) % ranks; }
 
 }  // namespace pmoe::comet

@@ -1,5 +1,6 @@
-// Who does what, and in which order: rows by expert and source, tiles as their rows arrive, tiles by chunks
-// of columns, pieces of rows that travel. Plain arithmetic, walked by every role for itself.
+// The orders on which all roles of COMET's kernels agree: rows by expert and source, pieces of rows that
+// travel, tiles by arrival of their rows, tiles by chunks of columns. They are plain arithmetic, which every
+// role computes for itself.
 //
 // Letters: W ranks, E experts of a rank.
 #pragma once
@@ -9,13 +10,21 @@
 
 namespace pmoe::comet {
 
-// Rows that a rank receives: those of expert e from the source at level l are rows first(l, e) to
-// first(l + 1, e) of its inbox (COMET, section 3.1.2: sorted by source rank, local rows first).
+// The arrival board: where the rows that a rank receives begin in its inbox, by expert and source.
+//
+// Rows of expert e from the source at level l are rows first(l, e) to first(l + 1, e) - 1 (COMET, section
+// 3.1.2: sorted by source rank, local rows first). With two ranks and two experts, which receive 2 and 1 own
+// rows and 3 and 3 rows of the other rank, the memory is:
+//
+//             expert 0   expert 1
+//   level 0      0          5       this rank's own rows
+//   level 1      2          6       rows of the other rank
+//   ends         5          9
 class Board {
  public:
   PMOE_HD Board(int32_t* memory, int ranks, int experts) : first_(memory), ranks_(ranks), experts_(experts) {}
 
-  // Of the memory, in 32-bit words. The last line holds the experts' ends.
+  // Returns the size of the memory in 32-bit words. The last line is the experts' ends.
   PMOE_HD static constexpr int words(int ranks, int experts) { return (ranks + 1) * experts; }
 
   PMOE_HD int first(int level, int expert) const { return first_[level * experts_ + expert]; }
@@ -27,7 +36,10 @@ class Board {
   PMOE_HD int ranks() const { return ranks_; }
   PMOE_HD int experts() const { return experts_; }
 
-  // Written by `threads` threads together; meet() is a barrier of theirs. count(source, expert): rows.
+  // Fills the board by `threads` threads together.
+  //
+  // count(source, expert): number of rows.
+  // meet(): a barrier of these threads.
   template <class Count, class Meet>
   PMOE_HD void fill(int rank, const Count& count, int thread, int threads, const Meet& meet) {
     for (int e = thread; e < experts_; e += threads) {
@@ -56,7 +68,8 @@ class Board {
   int ranks_, experts_;
 };
 
-// Where the rows that a rank sends begin in its own order: by target and expert. Likewise filled.
+// A table of where the rows that a rank sends begin in its own order, by target and expert. It is filled like
+// a Board.
 class Sends {
  public:
   PMOE_HD Sends(int32_t* memory, int ranks, int experts) : first_(memory), ranks_(ranks), experts_(experts) {}
@@ -72,7 +85,8 @@ class Sends {
   PMOE_HD int ranks() const { return ranks_; }
   PMOE_HD int experts() const { return experts_; }
 
-  // In three steps: each thread's own stretch is summed, the stretches are, and each thread adds its own.
+  // Fills the table in three steps: each thread sums a stretch of its own, one thread sums the stretches, and
+  // each thread adds what comes before its stretch. count(i): rows for target * E + expert.
   template <class Count, class Meet>
   PMOE_HD void fill(const Count& count, int thread, int threads, const Meet& meet) {
     const int all = ranks_ * experts_, each = ceil_div(all, threads);
@@ -98,19 +112,19 @@ class Sends {
   int ranks_, experts_;
 };
 
-// Pieces of at most kPiece rows, by step, then by expert: what communicating warps do in turn. Piece numbers
-// only rise from call to call.
+// A run of at most kPiece rows of one step and one expert: the unit in which rows are written and announced.
 struct Piece {
   int step, expert;
-  int number;       // of the pieces of these rows
-  int begin, rows;  // in the rows of this step and expert
+  int number;       // number of this piece among those of its step and expert
+  int begin, rows;  // the rows, counted from the first one of its step and expert
 };
 
+// Finds pieces by number: by step, then by expert. Numbers must only rise from call to call.
 class PieceWalk {
  public:
   PMOE_HD PieceWalk(int steps, int experts) : steps_(steps), experts_(experts) {}
 
-  // rows(step, expert): how many there are.
+  // Finds piece number `index`; returns false if there is none. rows(step, expert): number of rows.
   template <class Rows>
   PMOE_HD bool find(int index, const Rows& rows, Piece& piece) {
     while (step_ < steps_) {
@@ -137,8 +151,8 @@ class PieceWalk {
   int step_ = 0, expert_ = 0, before_ = 0;
 };
 
-// A tile's place in a group of tiles that are `height` down and `across` wide: by bands of kBand, inside a
-// band down first (grouped_gemm/tiles.h).
+// Finds a tile's place among tiles that are `height` down and `across` wide: by bands of kBand, inside a band
+// down the rows first (grouped_gemm/tiles.h).
 PMOE_HD void place_in_bands(int inside, int height, int across, int& down, int& right) {
   const int band = inside / (kBand * across), first = band * kBand;
   const int rows = smaller(kBand, height - first), rest = inside - band * kBand * across;
@@ -146,8 +160,8 @@ PMOE_HD void place_in_bands(int inside, int height, int across, int& down, int& 
   right = rest / rows;
 }
 
-// Tiles in the order in which their rows arrive: first those whose rows are all this rank's own, by expert,
-// then those that the next source completes, and so on (COMET, section 3.1.2, figure 5).
+// Tiles in the order in which their rows arrive (COMET, section 3.1.2, figure 5): first those whose rows are
+// all this rank's own, by expert; then those that the next source completes; and so on.
 template <class Shape>
 class ArrivalWalk {
  public:
@@ -179,8 +193,8 @@ class ArrivalWalk {
   }
 
  private:
-  // Row tiles of the expert that are complete when the sources up to this level have sent; all behind the
-  // last one that has rows.
+  // Returns the number of the expert's row tiles that are complete when the sources up to this level have
+  // sent. The last, partly filled tile is complete with the last source that has rows.
   PMOE_HD int complete(int level) const {
     if (level < 0) return 0;
     const int last = board_.first(level + 1, expert_), rows = last - board_.begin(expert_);
@@ -200,7 +214,7 @@ class ArrivalWalk {
   int before_ = 0;
 };
 
-// Columns in chunks: the sizes that both sides of the combining kernel count by.
+// Columns cut into chunks. Both sides of the combining kernel count by these sizes.
 struct Chunks {
   int columns, chunk_columns;
 
@@ -209,14 +223,16 @@ struct Chunks {
   PMOE_HD int width(int chunk) const { return smaller(chunk_columns, columns - begin(chunk)); }
 };
 
+// Returns the number of row tiles of all experts.
 PMOE_HD int row_tiles(const Board& board, int rows) {
   int tiles = 0;
   for (int e = 0; e < board.experts(); ++e) tiles += ceil_div(board.end(e) - board.begin(e), rows);
   return tiles;
 }
 
-// Tiles by chunks of columns, inside a chunk by expert: a chunk of all rows is computed, and leaves, while
-// the next one is computed (COMET, section 3.1.2, figure 6). chunk_columns is a multiple of the tile's.
+// Tiles by chunks of columns, inside a chunk by expert (COMET, section 3.1.2, figure 6). A chunk of columns
+// is computed for all rows, and is sent while the next one is computed. chunk_columns must be a multiple of
+// the tile's columns.
 template <class Shape>
 class ColumnWalk {
  public:

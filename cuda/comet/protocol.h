@@ -1,16 +1,29 @@
-// How blocks and ranks tell each other what is there: flags that only rise, waits that end.
+// The protocol by which blocks and ranks announce that data is ready: flags that only rise, bounded waits.
 //
-// A flag holds the number of the last round (epoch) in which it was raised; it is written by one rank, with
-// release, behind what it announces, and read with acquire before that is used. A heap's rounds are numbered
-// from 1, alike on all ranks, and nothing is reset between them.
+// A round is a launch of the dispatching kernel and the launch of the combining kernel after it (one launch
+// for FlashDMoE). A heap's rounds are numbered from 1, the same on all ranks. A flag holds the number of the
+// last round (epoch) in which it was raised. One rank writes it, with release, after what it announces.
+// Readers load it with acquire before they use that. Nothing is reset between rounds.
 //
-// A wait that lasts too long is reported, once a rank: from then on nobody of the rank waits any more, and
-// nobody raises a flag that another rank waits for, so that the kernel ends, here and (after their own bound)
-// on the other ranks. What it has computed is worthless.
+// In the dispatching kernel:
 //
-// The kernels compile this file, and so do the emulator and plain threads under ThreadSanitizer
-// (tests/cuda). Mistakes that those tests must find are planted by PMOE_PLANT and by
-// Watch::not_waited.
+//   target rank t                           source rank s
+//   writes grants and raises granted   -->  waits for granted
+//   waits for arrival                  <--  writes rows, weights, links, and raises the piece's arrival
+//   multiplies the tile
+//
+// In the combining kernel:
+//
+//   target rank t                           source rank s
+//   writes sums of a column chunk,
+//   raises returned                    -->  waits for returned, adds up its tokens
+//
+// A wait that exceeds its bound is reported, once per rank. From then on no thread of the rank waits any
+// more, and none raises a flag for another rank. So the kernel ends; those of the other ranks end after their
+// own bound. The results of the round are worthless.
+//
+// The kernels compile this file. So do the emulator and plain threads under ThreadSanitizer (tests/cuda).
+// These tests plant mistakes by PMOE_PLANT and Watch::not_waited, and must find them.
 #pragma once
 #include "comet/layout.h"
 #include "comet/watch.h"
@@ -18,20 +31,21 @@
 
 namespace pmoe::comet {
 
+// A mistake that a test compiles in.
 enum class Plant : int { kNothing, kNoProxyFence };
 #ifndef PMOE_PLANT
 #define PMOE_PLANT kNothing
 #endif
 constexpr Plant kPlant = Plant::PMOE_PLANT;
 
-// A number that looks like chance.
+// Returns a hash of x, for pseudorandom delays.
 PMOE_HD uint32_t scrambled(uint32_t x) {
   x ^= x >> 16, x *= 0x7FEB352Du;
   x ^= x >> 15, x *= 0x846CA68Bu;
   return x ^ x >> 16;
 }
 
-// Where a test wants it, some of the callers come late, by up to 16 microseconds.
+// Delays some callers by up to 16 microseconds, in tests that set Watch::nap_seed.
 __device__ __forceinline__ void nap(const Watch& watch, uint32_t who) {
   if (watch.nap_seed == 0) return;
   const uint32_t chance = scrambled(watch.nap_seed ^ scrambled(who ^ watch.epoch * 0x9E3779B9u));
@@ -40,13 +54,16 @@ __device__ __forceinline__ void nap(const Watch& watch, uint32_t who) {
   while (nanoseconds() < until) pause();
 }
 
+// Returns whether a counter that only rises has reached `wanted`. The difference is signed, so it may wrap
+// around.
 __device__ __forceinline__ bool reached(uint32_t value, uint32_t wanted) {
   return static_cast<int32_t>(value - wanted) >= 0;
 }
 
+// Returns whether a wait of this rank has timed out.
 __device__ __forceinline__ bool has_failed(const Watch& watch) { return load_acquire(watch.failed) != 0; }
 
-// Whoever is first writes what it waited for.
+// Reports what could not be awaited. Only the rank's first report is written; its field `wait` comes last.
 __device__ __forceinline__ void report(const Watch& watch, Wait wait, int peer, int expert, int part) {
   if (add_acq_rel(watch.failed, 1) != 0) return;
   write(&watch.report->peer, peer);
@@ -57,7 +74,7 @@ __device__ __forceinline__ void report(const Watch& watch, Wait wait, int peer, 
   store_release_system(reinterpret_cast<uint32_t*>(&watch.report->wait), static_cast<uint32_t>(wait));
 }
 
-// Until value() has reached `wanted`, or the rank has failed. Bounded.
+// Waits until value() reaches `wanted`, or the rank has failed, or the time is over, which is then reported.
 template <class Value>
 __device__ __forceinline__ void wait_until_reached(const Watch& watch, const Value& value, uint32_t wanted,
                                                    Wait wait, int peer, int expert, int part) {
@@ -76,14 +93,15 @@ __device__ __forceinline__ void wait_until_reached(const Watch& watch, const Val
   }
 }
 
-// A flag that another rank raises.
+// Waits until another rank has raised a flag in this round.
 __device__ __forceinline__ void await(const Watch& watch, const void* flag, Wait wait, int peer, int expert,
                                       int part) {
   const auto* const word = static_cast<const uint32_t*>(flag);
   wait_until_reached(watch, [&] { return load_acquire_system(word); }, watch.epoch, wait, peer, expert, part);
 }
 
-// Raises a flag. What the caller's warp or block has written is to be announced: they have met before.
+// Raises a flag of another rank, unless this rank has failed. The threads whose writes it announces must have
+// synchronized before.
 __device__ __forceinline__ void signal(const Watch& watch, void* flag) {
   if (has_failed(watch)) return;
   store_release_system(static_cast<uint32_t*>(flag), watch.epoch);

@@ -1,4 +1,4 @@
-// What one rank's part of a fused launch is told, next to its product (grouped_gemm/problem.h).
+// The arguments of one rank's part of a fused launch, besides its product (grouped_gemm/problem.h).
 #pragma once
 #include "comet/layout.h"
 #include "comet/order.h"
@@ -7,20 +7,27 @@
 
 namespace pmoe::comet {
 
+// One rank: its heap, its routing, and its part of the work.
 struct Rank {
   Layout layout;          // of every rank's heap
-  uint8_t* const* heaps;  // (W), as this rank sees them
+  uint8_t* const* heaps;  // (W,) heaps, as this rank addresses them
   int rank = 0;
   Watch watch;
 
-  // Rows by rank and expert: send_counts[target * E + e] of this rank's, and recv_counts[source *
-  // recv_stride + e] that come.
+  // Row counts by rank and expert. send_counts[target * E + e]: rows that this rank sends. recv_counts[source
+  // * recv_stride + e]: rows that it receives.
   const int32_t* send_counts = nullptr;
   const int32_t* recv_counts = nullptr;
   int64_t recv_stride = 0;
 
-  // By slot: the expert of all ranks', the routing weight, and where the row stands in the order in which
-  // rows are sent, less first_row; -1 for a row that is not sent. slot: of each row that is sent.
+  // The routing of this rank's tokens.
+  //
+  // expert: (T, K) global number of each slot's expert.
+  // weight: (T, K) routing weight of each slot.
+  // position: (T, K) place of each slot's row in sorted order; -1 if the row is not sent.
+  // slot: slot of each row in sorted order.
+  // first_row: the first row in sorted order that this launch sends. A row's place among the sent rows, and
+  //     so in `home`, is position - first_row.
   const int32_t* expert = nullptr;
   const float* weight = nullptr;
   const int32_t* position = nullptr;
@@ -29,23 +36,23 @@ struct Rank {
   int choices = 1;                 // K
   Divisor by_choices, by_experts;  // K, E
 
-  // dispatch: rows of tokens. row_bytes of the layout each.
+  // dispatch: rows of tokens, layout.row_bytes bytes each.
   const uint8_t* source = nullptr;
   int64_t source_stride = 0;  // bytes
 
-  // combine: the tokens' sums, first_token and on.
+  // combine: the tokens' sums, from first_token on.
   uint8_t* result = nullptr;
   int64_t result_stride = 0;  // bytes
   int first_token = 0, tokens = 0;
   Chunks chunks = {0, 1};
-  const float* row_dots = nullptr;  // (parts, dot_rows) of this rank's rows, or null
+  const float* row_dots = nullptr;  // (parts, dot_rows) partial gradients of the weights, or null
   int dot_parts = 0;
   int64_t dot_rows = 0;
-  float* weight_gradient = nullptr;  // by slot; where there are row_dots
+  float* weight_gradient = nullptr;  // (T, K); used if row_dots is set
 
-  int communicating = 1;  // n_c: blocks
-  int blocks = 2;         // of this rank
-  int computes = 1;       // 0: rows are sent and awaited, nothing is multiplied
+  int communicating = 1;  // n_c: communicating blocks
+  int blocks = 2;         // blocks of this rank
+  int computes = 1;       // 0: rows are sent and awaited, but nothing is multiplied
 
   PMOE_HD int ranks() const { return layout.ranks; }
   PMOE_HD int experts() const { return layout.experts; }
@@ -57,10 +64,11 @@ struct Rank {
   }
 };
 
-// Threads that work together: a warp's lanes; one alone where tests have a thread for a warp.
+// A team of threads that works on one piece: the lanes of a warp. In tests with a thread for each warp it is
+// one thread.
 struct Team {
   int lane, lanes;
-  int number, count;  // of all the rank's communicating ones
+  int number, count;  // number of this team, and how many communicating ones the rank has
 };
 
 }  // namespace pmoe::comet

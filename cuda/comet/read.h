@@ -1,5 +1,5 @@
-// What Python says of a launch, as the kernels' structures: without a word of CUDA, so that tests can read
-// the same into a launch on the CPU.
+// Reads a launch from Python dicts into the kernels' structures. It needs no CUDA, so that tests can launch
+// the same way on the CPU.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -12,7 +12,7 @@ namespace pmoe::comet {
 
 namespace py = pybind11;
 
-// A field of a rank, by name; 0 where it is left out.
+// Reads the fields of a rank by name. A missing field is 0. finish() throws if the dict has other fields.
 class Fields {
  public:
   explicit Fields(const py::dict& given) : given_(given) {}
@@ -33,7 +33,8 @@ class Fields {
     return reinterpret_cast<T*>(static_cast<std::uintptr_t>(number(name)));
   }
   void finish() const {
-    if (used_ != given_.size()) throw py::value_error("a field of a rank that there is not, or given twice");
+    if (used_ != given_.size())
+      throw py::value_error("a rank's dict has a field that the kernel does not know");
   }
 
  private:
@@ -92,12 +93,15 @@ inline void read_rank(Fields& given, Rank& r) {
   r.computes = given.small("computes");
 }
 
-// a_rows: of each rank, rows of A that may be read.
+// Reads the launch.
+//
+// ranks: one dict for each rank.
+// a_rows: receives, for each rank, the number of rows of A that may be read.
 inline Launch read_launch(const py::list& ranks, int blocks, int64_t (&a_rows)[kMostVirtual]) {
   Launch all;
   const int count = static_cast<int>(ranks.size());
   if (count < 1 || count > kMostVirtual)
-    throw py::value_error("ranks of one launch (" + std::to_string(count) + ") must be 1 to " +
+    throw py::value_error("ranks of one launch (" + std::to_string(count) + ") must be from 1 to " +
                           std::to_string(kMostVirtual));
   all.blocks = blocks;
   for (int i = 0; i < count; ++i) {

@@ -1,23 +1,26 @@
-// The nonlinearities between an expert's two products, and their derivatives, in float.
+// The nonlinearities of an expert and their derivatives, computed in float.
 //
-// On the device e^x and 1 / x are the hardware's approximations, a few units in the last place of a float:
-// all results are rounded to 16 bits afterwards.
+// On the device, e^x and 1 / x are the hardware's approximations. Their error is a few units in the last
+// place of a float. That is harmless, because every result is rounded to 16 bits afterwards.
 #pragma once
 #include <cmath>
 
 #include "host_device.h"
 
-// Around what the device approximates. A test makes it as wrong on the host.
+// Wraps every value that the device only approximates. A test redefines this macro to add the same error on
+// the host.
 #if !defined(PMOE_APPROXIMATED)
 #define PMOE_APPROXIMATED(value) (value)
 #endif
 
 namespace pmoe {
 
-// kSwiglu: hidden columns are in two halves, the gate's first: silu(gate) * other (arXiv 2002.05202).
+// The nonlinearity between an expert's two products. For kSwiglu the hidden columns are two halves, the
+// gate's half first, and the activated hidden is silu(gate) * other (arXiv 2002.05202).
 enum class Activation : int { kNone, kRelu, kGelu, kSilu, kSwiglu };
 
-// 2^x; 0 below 2^-126 on the device. exp2f() and __expf() take four more instructions for what lies there.
+// Returns 2^x. On the device the result is 0 below 2^-126; exp2f() and __expf() would need four more
+// instructions to handle that range.
 PMOE_HD float power_of_two(float x) {
 #if defined(__CUDA_ARCH__)
   float power;
@@ -30,7 +33,7 @@ PMOE_HD float power_of_two(float x) {
 
 constexpr float kLog2e = 1.4426950408889634f;  // e^x = 2^(x kLog2e)
 
-// 1 / x for x of at least 1; 0 for infinity and, on the device, beyond 2^126.
+// Returns 1 / x for x >= 1. Infinity gives 0; so does, on the device, any x above 2^126.
 PMOE_HD float reciprocal(float x) {
 #if defined(__CUDA_ARCH__)
   float inverse;
@@ -41,12 +44,18 @@ PMOE_HD float reciprocal(float x) {
 #endif
 }
 
-// e^-x may overflow to infinity, which gives 0.
+// Returns 1 / (1 + e^-x). If e^-x overflows to infinity, the result is 0, which is the correct limit.
 PMOE_HD float sigmoid(float x) { return reciprocal(1.0f + power_of_two(-kLog2e * x)); }
 
-// The chance that a standard normal number is below x, to 2e-7 of itself: with z = |x| / sqrt(2),
-// erfc(z) = t exp(-z^2 + P(t)), t = 1 / (1 + z / 2), and P the polynomial of degree 9 of Press et al.,
-// Numerical Recipes, section 6.2 (erfcc). erff would take a branch and twice the instructions.
+// Returns the standard normal distribution function at x, with a relative error of 2e-7:
+//
+//   z = |x| / sqrt(2),   t = 1 / (1 + z / 2),   erfc(z) = t exp(-z^2 + P(t))
+//
+// P is the polynomial of degree 9 of Press et al., Numerical Recipes, section 6.2 (erfcc). erff() would take
+// a branch and twice the instructions.
+//
+// x: the argument.
+// density_times_root: e^(-x^2 / 2), which the caller needs as well and has computed already.
 PMOE_HD float normal_below(float x, float density_times_root) {
   const float z = fabsf(x) * 0.70710678118654752f;
   const float t = reciprocal(1.0f + 0.5f * z);
@@ -65,11 +74,12 @@ PMOE_HD float normal_below(float x, float density_times_root) {
 }
 
 struct Relu {
-  static PMOE_HD float value(float x) { return x < 0.0f ? 0.0f : x; }  // keeps NaN
+  static PMOE_HD float value(float x) { return x < 0.0f ? 0.0f : x; }  // comparing this way round keeps a NaN
   static PMOE_HD float derivative(float x) { return x > 0.0f ? 1.0f : 0.0f; }
 };
 
-// x times the chance that a standard normal number is below x (not the tanh approximation).
+// GELU: x times the standard normal distribution function at x. This is the exact form, not the tanh
+// approximation.
 struct Gelu {
   static PMOE_HD float value(float x) { return x * normal_below(x, bell(x)); }
   static PMOE_HD float derivative(float x) {
@@ -90,7 +100,9 @@ struct Silu {
 };
 
 template <Activation kActivation>
-struct Function;  // of one column
+// The nonlinearity of a single column. For kSwiglu this is the gate's, silu; the product with the other half
+// is the caller's.
+struct Function;
 template <>
 struct Function<Activation::kRelu> : Relu {};
 template <>

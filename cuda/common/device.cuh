@@ -1,9 +1,13 @@
-// What kernels ask of the machine. nvcc compiles the instructions themselves; tests/cuda/emulator.h has the
-// same names on the CPU, so that a kernel's own source runs there, every thread of it; tests/cuda/threads.h
-// has those that cuda/comet's protocol needs, on plain threads under ThreadSanitizer (PMOE_THREADS).
+// The operations that kernels may use, with one implementation for the GPU and two for tests on the CPU.
 //
-// Kernels use shared memory through shared_memory() alone, and meet in full warps, whole blocks, or named
-// barriers.
+// - nvcc compiles the PTX instructions themselves (device_ptx.cuh, hopper_ptx.cuh).
+// - tests/cuda/emulator.h has the same names on the CPU. A kernel's own source runs there, every thread of
+//   it.
+// - tests/cuda/threads.h has the few that cuda/comet's protocol needs, on plain threads under ThreadSanitizer
+//   (PMOE_THREADS).
+//
+// For the emulator's sake kernels follow two rules. They reach shared memory only through shared_memory().
+// They synchronize only full warps, whole blocks, or the threads of a named barrier.
 #pragma once
 #include "host_device.h"
 

@@ -1,6 +1,6 @@
-// See device.cuh. Names follow the PTX instructions.
+// The PTX instructions behind device.cuh, except Hopper's own. Functions are named like the instructions.
 #pragma once
-#include <cuda.h>  // the type CUtensorMap only: its encoder is asked of the driver at run time
+#include <cuda.h>  // only for the type CUtensorMap; its encoder is looked up in the driver at run time
 #include <cuda_runtime.h>
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 #include "host_device.h"
 #include "scalar.h"
 
-// Hopper's own instructions exist in code for sm_90a alone.
+// 1 in code for sm_90a, else 0. Hopper's own instructions exist only there.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define PMOE_HOPPER_CODE 1
 #else
@@ -30,7 +30,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// threadIdx.x, asked for anew: not held in a register since the last time.
+// Returns threadIdx.x, read from its special register again, so that no register is held for it in between.
 __device__ __forceinline__ int thread_again() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
@@ -58,12 +58,14 @@ __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
 
-// The first `threads` of a block that name barrier `id` (1 to 15).
+// Synchronizes the first `threads` threads that arrive at barrier `id` (1 to 15). The count must be a
+// multiple of 32.
 __device__ __forceinline__ void sync_named(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The compiler takes the value for a new one: it keeps nothing in registers that follows from the old.
+// Makes the compiler treat the value as a new one. Numbers derived from the old value are then computed
+// again, instead of being kept in registers.
 __device__ __forceinline__ void forget(int64_t& value) { asm volatile("" : "+l"(value)); }
 __device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
 
@@ -88,8 +90,9 @@ __device__ __forceinline__ void store16(void* p, const Words& v) {
   *reinterpret_cast<uint4*>(p) = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
 }
 
-// Adds to two neighbours, 8 bytes aligned, which nobody else touches in this launch. Hopper's memory adds by
-// itself, without a read that is waited for; it takes numbers below 2^-126 for 0.
+// Adds to two neighbouring floats, aligned to 8 bytes, that no other thread touches in this launch. On Hopper
+// the memory system does the addition, so the thread does not wait for a read. That addition treats numbers
+// below 2^-126 as 0.
 __device__ __forceinline__ void add_pair(float* p, float first, float second) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(first), "f"(second)
@@ -101,16 +104,16 @@ __device__ __forceinline__ void add_pair(float* p, float first, float second) {
 #endif
 }
 
-// Asks for 128 bytes to be in the L2 cache soon.
+// Asks for the 128 bytes around p to be brought into the L2 cache.
 __device__ __forceinline__ void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
-// Into shared memory, where the asynchronous proxy reads it behind fence_proxy_async().
+// Stores 16 bytes to shared memory. The asynchronous proxy reads them only after fence_proxy_async().
 __device__ __forceinline__ void store16_shared(void* p, const Words& v) { store16(p, v); }
 
-// Copies 16 bytes into shared memory, or writes zeros where `valid` is false (src is then not read). What
-// lies around them, 256 bytes in all, is likely to be read next, and may come into the L2 cache with them.
+// Starts a copy of 16 bytes into shared memory; if `valid` is false, writes zeros and does not read src. The
+// 256 bytes around src may be brought into the L2 cache too, since they are likely to be read next.
 __device__ __forceinline__ void cp_async16(void* dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(dst)), "l"(src),
                "r"(valid ? 16 : 0)
@@ -124,7 +127,7 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// ---- across blocks of a grid that is resident as a whole
+// ---- synchronization between blocks of one grid, all of which are resident
 
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
   uint32_t v;
@@ -132,7 +135,8 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
   return v;
 }
 
-// For whoever looks again and again: what it tells is no order, and several are on their way at once.
+// Reads a word without ordering any other access. This suits polling: several such loads can be in flight at
+// the same time. A load_acquire must follow once a word has the awaited value.
 __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
   uint32_t v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -152,7 +156,7 @@ __device__ __forceinline__ void store_release(uint32_t* p, uint32_t value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
-// ---- across ranks: other devices, and processes
+// ---- synchronization between ranks, which may be other devices and other processes
 
 __device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* p) {
   uint32_t v;
@@ -170,7 +174,7 @@ __device__ __forceinline__ uint64_t nanoseconds() {
   return t;
 }
 
-// Between two looks at a value that another block will change.
+// Waits 64 ns between two polls of a value that another block will change.
 __device__ __forceinline__ void pause() { __nanosleep(64); }
 
 // ---- matrix instructions of sm_80

@@ -1,5 +1,5 @@
-// Functions of the driver. A machine that compiles need not have it, so they are asked for at run time, and
-// by their version.
+// Looks up functions of the CUDA driver at run time, by name and version. pmoe is not linked against the
+// driver, because a machine that only compiles need not have one.
 #pragma once
 #include <cuda.h>
 #include <cudaTypedefs.h>
@@ -12,7 +12,9 @@
 
 namespace pmoe {
 
-// Throws where the driver has none. version: as in the name of its PFN_ type.
+// Returns a function of the driver. Throws std::runtime_error if the driver does not have it.
+//
+// version: the number in the name of the function's PFN_ type, such as 12000.
 template <class Function>
 Function driver_function(const char* name, unsigned version) {
   void* entry = nullptr;
@@ -24,13 +26,14 @@ Function driver_function(const char* name, unsigned version) {
   return reinterpret_cast<Function>(entry);
 }
 
-// call: with its arguments, which are what an error is read by. Asked for where there is an error only.
+// Throws std::runtime_error if `result` is an error. The message begins with call(), a text that names the
+// function and its arguments; call is invoked only on an error.
 template <class Call>
 void check_driver(CUresult result, const Call& call) {
   if (result == CUDA_SUCCESS) return;
   static const auto name_of = driver_function<PFN_cuGetErrorName_v6000>("cuGetErrorName", 6000);
   const char* name = nullptr;
-  if (name_of(result, &name) != CUDA_SUCCESS || name == nullptr) name = "an error without a name";
+  if (name_of(result, &name) != CUDA_SUCCESS || name == nullptr) name = "unknown error";
   throw std::runtime_error("pmoe._cuda: " + std::string(call()) + ": " + name + " (" +
                            std::to_string(static_cast<int>(result)) + ")");
 }

@@ -1,4 +1,4 @@
-// Instructions of Hopper's own: the part of device_ptx.cuh that is in code for sm_90a alone.
+// The PTX instructions behind device.cuh that exist only on Hopper, in code for sm_90a.
 #pragma once
 #include "device_ptx.cuh"
 
@@ -6,14 +6,15 @@ namespace pmoe {
 
 #if PMOE_HOPPER_CODE
 
-// ---- barriers in shared memory that count bytes, and the tensor memory accelerator
+// ---- mbarriers (barriers in shared memory that also count bytes) and the tensor memory accelerator
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals)
                : "memory");
 }
 
-// Makes initialised barriers visible to the asynchronous proxy; a block-wide barrier follows.
+// Makes newly initialised barriers visible to the asynchronous proxy. A barrier of the whole block must
+// follow.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -22,13 +23,13 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
 }
 
-// One arrival, and so many bytes to wait for.
+// Arrives once at the barrier, and raises by `bytes` the number of bytes that its current phase waits for.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes)
                : "memory");
 }
 
-// Until the phase of this parity has ended.
+// Waits until the phase with this parity has ended.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -43,12 +44,14 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
       : "memory");
 }
 
-// Ordinary writes of this thread to shared memory, before wgmma or TMA of whoever it then meets.
+// Orders this thread's ordinary writes to shared memory before later reads by wgmma or TMA. The readers must
+// synchronize with this thread after the fence.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// What ordinary accesses have written to global memory, here seen behind an acquire, before bulk reads of it.
+// Orders ordinary writes to global memory before this thread's later bulk reads of it. The thread must have
+// seen these writes by an acquire.
 __device__ __forceinline__ void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
@@ -74,7 +77,7 @@ __device__ __forceinline__ void tma_load_3d(void* dst, const TensorMap* map, uin
       : "memory");
 }
 
-// ---- bulk copies between global and shared memory: addresses and sizes are multiples of 16 bytes
+// ---- bulk copies between global and shared memory; addresses and sizes must be multiples of 16 bytes
 
 __device__ __forceinline__ void bulk_load(void* dst, const void* src, uint64_t* bar, int bytes) {
   asm volatile(
@@ -92,19 +95,21 @@ __device__ __forceinline__ void bulk_store(void* dst, const void* src, int bytes
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until all but the last kLeft groups of the thread's stores have read shared memory.
+// Waits until all but this thread's last kLeft groups of bulk stores have read shared memory. It may then be
+// overwritten.
 template <int kLeft>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
 }
 
-// Until they are written, and seen by the thread's ordinary accesses: what it signals then announces them.
+// Waits until all but this thread's last kLeft groups of bulk stores are written. They are then visible to
+// its ordinary accesses, so a flag that it sets with release semantics announces them.
 template <int kLeft>
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// ---- clusters: blocks of one grid that see each other's shared memory
+// ---- clusters: blocks of one grid that can access each other's shared memory
 
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
@@ -112,19 +117,21 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-// All threads of all blocks of the cluster; what each wrote before is seen by all behind it.
+// Synchronizes all threads of all blocks of the cluster. Everything written before is visible after it.
 __device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Where the same place is in the block with this rank in the cluster.
+// Returns the address in another block's shared memory that corresponds to p in this one.
+//
+// rank: rank of the other block in the cluster.
 __device__ __forceinline__ uint32_t cluster_address(const void* p, uint32_t rank) {
   uint32_t remote;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(p)), "r"(rank));
   return remote;
 }
 
-// An arrival at a barrier of any block of the cluster, by its cluster_address.
+// Arrives once at a barrier of any block of the cluster. bar: a result of cluster_address().
 __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t bar) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
 }
@@ -133,7 +140,8 @@ __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* bar, uint32_t rank)
   mbarrier_arrive_remote(cluster_address(bar, rank));
 }
 
-// 16 bytes to the same place of the block with this rank, and their number to the same barrier there.
+// Stores 16 bytes at the corresponding address of block `rank` of the cluster. The bytes are counted at that
+// block's corresponding barrier.
 __device__ __forceinline__ void store_async(Words* place, const Words& v, uint64_t* bar, uint32_t rank) {
   asm volatile(
       "{\n"
@@ -147,7 +155,8 @@ __device__ __forceinline__ void store_async(Words* place, const Words& v, uint64
       : "memory");
 }
 
-// The same place and barrier of every block whose bit is set.
+// Loads one box into several blocks of the cluster at once: to the corresponding address, and counted at the
+// corresponding barrier, of every block whose bit is set in `ranks`.
 __device__ __forceinline__ void tma_load_2d_to(void* dst, const TensorMap* map, uint64_t* bar, int x, int y,
                                                uint16_t ranks) {
   asm volatile(
@@ -189,7 +198,7 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
-// The compiler must not move uses of accumulators across this point.
+// Keeps the compiler from moving uses of the accumulators across this point.
 template <int kCount>
 __device__ __forceinline__ void pin_accumulators(float (&d)[kCount]) {
 #pragma unroll
@@ -217,8 +226,11 @@ __device__ __forceinline__ void pin_accumulators(float (&d)[kCount]) {
       : PMOE_R64(0), PMOE_R64(64)                                                                            \
       : "l"(a), "l"(b), "r"(accumulate), "n"(int(kTransposeA)), "n"(int(kTransposeB)))
 
-// d (64 x 256 of a warpgroup) = A (64 x 16) B (16 x 256), plus d where `accumulate`. Operands by descriptor;
-// transposed ones have the reduction in rows.
+// Computes d = A B, or d += A B if `accumulate`, by one warpgroup.
+//
+// d: 64 x 256 floats, spread over the 128 threads.
+// a, b: matrix descriptors of A (64 x 16) and B (16 x 256) in shared memory; a transposed operand has the
+//     reduction along its rows.
 template <class T, bool kTransposeA, bool kTransposeB>
 __device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
   if constexpr (std::is_same_v<T, bf16>) {

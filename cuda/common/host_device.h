@@ -1,4 +1,4 @@
-// What host and device code share: one spelling of "both", and small integer arithmetic.
+// Code that host and device share: macros for functions of both, and small integer arithmetic.
 #pragma once
 #include <cstdint>
 #include <utility>
@@ -18,7 +18,8 @@ PMOE_HD constexpr int64_t ceil_div(A a, B b) {
   return (static_cast<int64_t>(a) + static_cast<int64_t>(b) - 1) / static_cast<int64_t>(b);
 }
 
-// Of numbers from 0 on, without a sum beyond 32 bits; a device divides 64 bits by a call.
+// Rounds up a / b for a >= 0 and b > 0. The sum stays within 32 bits: a device would divide 64-bit numbers by
+// a function call.
 PMOE_HD constexpr int ceil_div(int a, int b) {
   return static_cast<int>((static_cast<uint32_t>(a) + static_cast<uint32_t>(b) - 1) /
                           static_cast<uint32_t>(b));
@@ -42,8 +43,8 @@ PMOE_HD int count_bits(uint32_t mask) {
 #endif
 }
 
-// Calls each(Index<i>{}) for i from 0 to kCount - 1: a loop that is unrolled however long it gets.
-// (A compiler may ignore its pragma for a loop of thousands of instructions.)
+// Calls each(Index<i>{}) for i from 0 to kCount - 1: a loop that is always unrolled. A compiler may ignore
+// #pragma unroll for a loop of thousands of instructions.
 template <int kIndex>
 struct Index {
   static constexpr int value = kIndex;
@@ -59,7 +60,10 @@ PMOE_HD void unrolled(const Each& each) {
   unrolled_over(each, std::make_integer_sequence<int, kCount>{});
 }
 
-// Division of numbers from 0 to 2^31 - 1 by one that is known before: a product and a shift.
+// Divides numbers from 0 to 2^31 - 1 by a divisor that the host knows before the launch. The division becomes
+// a multiplication and a shift:
+//
+//   x / by = (x * factor) >> shift,   shift = 31 + ceil(log2(by)),   factor = floor(2^shift / by) + 1
 struct Divisor {
   uint32_t factor = (1u << 31) + 1;
   int shift = 31;
@@ -77,7 +81,7 @@ struct Divisor {
   }
 };
 
-// 16 bytes: what one thread loads or stores at a time.
+// 16 bytes, the most that one thread loads or stores at a time.
 struct alignas(16) Words {
   uint32_t word[4];
 };

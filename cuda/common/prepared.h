@@ -1,4 +1,4 @@
-// A kernel that is about to be launched: the one way in which pmoe launches anything.
+// Launches a kernel. Everything that pmoe launches goes through Prepared.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -10,18 +10,22 @@
 
 namespace pmoe {
 
+// The shape of a launch.
 struct Grid {
   int blocks, threads;
-  int shared_bytes = 0;  // dynamic, of a block
-  int cluster = 0;  // blocks of a cluster; 0: a launch without clusters, as devices before Hopper have it
-  bool together = false;  // all blocks are resident at once, or there is no launch
+  int shared_bytes = 0;  // dynamic shared memory of a block
+  int cluster = 0;  // blocks in a cluster; 0 means a launch without clusters, as devices before Hopper need
+  bool together = false;  // cooperative launch: all blocks are resident at once, or the launch fails
 };
 
-// Before a kernel's first launch with so much dynamic shared memory on the current device, and before what
-// asks how many blocks are resident. What is set is the most that a block can have, always: a smaller number
-// would be another thread's limit, too.
+// Lets a kernel use `bytes` of dynamic shared memory on the current device. Throws std::runtime_error if a
+// block of the device cannot have that much.
+//
+// It must be called before the kernel's first launch, and before a query of how many blocks are resident. The
+// limit is always set to the device's maximum: setting a smaller one would also limit launches of the same
+// kernel by other threads.
 inline void allow_shared(const void* kernel, int bytes) {
-  constexpr int kAllowed = 48 << 10;  // without asking
+  constexpr int kAllowed = 48 << 10;  // available without raising the limit
   if (bytes <= kAllowed) return;
   int device = 0, most = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
@@ -29,16 +33,17 @@ inline void allow_shared(const void* kernel, int bytes) {
         "cudaDeviceGetAttribute");
   if (bytes > most)
     throw std::runtime_error("pmoe._cuda: a block needs " + std::to_string(bytes) +
-                             " bytes of shared memory, and device " + std::to_string(device) + " gives " +
-                             std::to_string(most));
+                             " bytes of shared memory, but device " + std::to_string(device) +
+                             " allows at most " + std::to_string(most));
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
         "cudaFuncSetAttribute");
 }
 
+// A kernel with its grid and stream, ready to be launched.
 template <class... Parameters>
 class Prepared {
  public:
-  // The current device's. name: what an error calls it.
+  // Prepares a launch on the current device. name: the kernel's name in error messages.
   Prepared(std::string name, void (*kernel)(Parameters...), const Grid& grid, void* stream)
       : name_(std::move(name)), kernel_(kernel), grid_(grid), stream_(static_cast<cudaStream_t>(stream)) {
     allow_shared(reinterpret_cast<const void*>(kernel), grid.shared_bytes);

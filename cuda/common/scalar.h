@@ -1,4 +1,4 @@
-// Element types of rows, and their rounding (to nearest, ties to even), on host and device alike.
+// Element types of rows, and their rounding (to nearest, ties to even), the same on host and device.
 #pragma once
 #include <type_traits>
 
@@ -93,8 +93,8 @@ PMOE_HD T narrow(float x) {
   return Scalar<T>::narrow(x);
 }
 
-// Two neighbours in one 32-bit word, the first in the low half. The device rounds both by one instruction;
-// left to itself the compiler takes two slower ones where the rounded values are read again.
+// Rounds two neighbouring values into one 32-bit word, the first in the low half. One instruction rounds
+// both; the compiler alone would take two slower ones if the rounded values are read again.
 template <class T>
 PMOE_HD uint32_t pack2(float first, float second) {
   static_assert(sizeof(T) == 2, "two 16-bit values");

@@ -1,8 +1,9 @@
-// The layer's forward pass in one launch, with the instructions of sm_80: dispatch, both products, combine.
+// The forward pass of a layer in one launch, with the instructions of sm_80: routing, dispatch, both
+// products, combine.
 //
-// The first block of a rank is the operating system: a warp schedules, the others subscribe. All other blocks
-// are processors. Any two blocks of a rank that are resident make progress: nobody waits for a block that
-// has not come.
+// The first block of each rank is its "operating system": one warp is the scheduler, the others are
+// subscribers. All other blocks are processors. Blocks need not all be resident: the first block and any one
+// processor make progress, since no block waits for a block that has not started.
 #pragma once
 #include "flashdmoe/products.cuh"
 #include "grouped_gemm/ampere.cuh"
@@ -11,15 +12,16 @@ namespace pmoe::flashdmoe {
 
 struct AmpereShared {
   ampere::Shared gemm;
-  Problem problem;  // of the task at hand: in registers it would leave accumulators none
+  Problem problem;  // of the current task; in registers it would leave none for accumulators
   int place;
 };
-static_assert(sizeof(AmpereShared) <= 99 * 1024, "more than a block of 8.6 has");
-// What routes has all of a block's threads, and the room of its tiles.
+static_assert(sizeof(AmpereShared) <= 99 * 1024, "more shared memory than a block of 8.6 has");
+// Routing tasks use all threads of a block, and the memory of its stages.
 using AmpereRouting = RoutingShape<ampere::kThreads>;
 static_assert(kRoutingBytes<AmpereRouting> <= sizeof(ampere::Shared));
 static_assert(ampere::kDepth == kTileDepth && ampere::kThreads == kCrew);
 
+// Computes one tile of a product. All threads of the block call it.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation = Activation::kNone,
           class Pieces = ampere::OnePiece>
 __device__ __forceinline__ void compute(AmpereShared& shared, const Problem& p, const Tile& tile,
@@ -31,6 +33,7 @@ __device__ __forceinline__ void compute(AmpereShared& shared, const Problem& p, 
                                                     nothing, pieces);
 }
 
+// Computes a tile of the first product. rows: row 0 of the task's cell in T_DI.
 template <class T, Activation kActivation>
 __device__ __forceinline__ void compute_first(const Member& m, AmpereShared& shared, const Task& task,
                                               const CellTile& cell, const void* rows) {
@@ -40,11 +43,12 @@ __device__ __forceinline__ void compute_first(const Member& m, AmpereShared& sha
       cell.tile(task, ampere::tile_columns(kHalves)));
 }
 
+// Does a routing task or a product's tile of the forward pass.
 template <class T, Activation kActivation>
 __device__ __forceinline__ void compute_sm80(const Member& m, AmpereShared& shared, const Task& task) {
   if (task.type == TaskType::kCount || task.type == TaskType::kPlace)
     return route_group<AmpereRouting>(m.pass, task);
-  // One product's code serves both: each would be as long again.
+  // The code of one product serves both kinds of task, because each copy of it is long.
   if (task.type == TaskType::kScores || task.type == TaskType::kGemm1) {
     const bool scores = task.type == TaskType::kScores;
     Problem p;
@@ -62,7 +66,7 @@ __device__ __forceinline__ void compute_sm80(const Member& m, AmpereShared& shar
   if (m.experts.input != nullptr) keep_rows(m, task, cell, static_cast<int>(threadIdx.x));
 }
 
-// compute(member, task): routing, or a tile of a product.
+// Runs a block. compute(member, task) does a routing task or a product's tile.
 template <class T, class Compute>
 __device__ __forceinline__ void act_sm80(const Launch& launch, AmpereShared& shared, const Compute& compute) {
   act<ampere::kThreads>(launch, [&](const Member& m, int number, int) {

@@ -1,7 +1,9 @@
-// The layer's backward pass in one launch, with the instructions of sm_80: dY travels to the experts (and T_I
-// once more, where T_DI was not kept), the gradients of both products and of the nonlinearity are computed
-// tile by tile, dX and the routing weights' gradients come home, and the parameters' gradients are summed
-// when an expert's rows are complete: by source and row, so that they repeat to the bit.
+// The backward pass of a layer in one launch, with the instructions of sm_80.
+//
+// dY travels to the experts; so does T_I once more if T_DI was not kept. The gradients of both products and
+// of the nonlinearity are computed tile by tile. dX and the routing weights' gradients come home. The
+// parameters' gradients are summed when all rows of an expert have been computed, by source and row, so that
+// they are the same bit for bit in every run.
 #pragma once
 #include "flashdmoe/ampere.cuh"
 #include "grouped_gemm/parts.h"
@@ -10,6 +12,7 @@ namespace pmoe::flashdmoe {
 
 static_assert(sizeof(ampere::Shared::a) >= kBiasBytes);
 
+// Does a product's tile, or a bias gradient, of the backward pass.
 template <class T, Activation kActivation>
 __device__ __forceinline__ void multiply_back(const Member& m, AmpereShared& shared, const Task& task) {
   const int wide = wide_columns(m.experts, kActivation), thread = static_cast<int>(threadIdx.x);

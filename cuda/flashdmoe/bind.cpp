@@ -1,4 +1,4 @@
-// Addresses come as integers.
+// Python binding of FlashDMoE's kernels. Addresses and streams arrive as integers.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -20,12 +20,12 @@ using pmoe::Element;
 using pmoe::comet::Fields;
 using namespace pmoe::flashdmoe;
 
-constexpr int kTileRows = 128;           // of every architecture
-constexpr int kFewestTileColumns = 128;  // of all: there are no more tasks than by these
-constexpr int kMostBlocks = 1024;        // of a rank
+constexpr int kTileRows = 128;           // rows of a tile on every architecture
+constexpr int kFewestTileColumns = 128;  // smallest tile width of any architecture; it gives the most tasks
+constexpr int kMostBlocks = 1024;        // largest number of blocks of a rank
 
 void list_kernels(std::vector<pmoe::KernelInfo>& found) {
-  static std::map<std::string, int> names;  // whose keys outlive what points to them
+  static std::map<std::string, int> names;  // static, because KernelInfo::name points to its keys
   for_each([&](const Which& which) {
     const auto name = names.emplace(name_of(which), 0).first;
     const Path& path = path_of(which);
@@ -41,8 +41,8 @@ Layout layout_of(int ranks, int experts, int rows, int64_t row_bytes, bool is_po
 
 bool are_halves(Activation activation) { return pmoe::are_halves(pmoe::Epilogue::kHidden, activation); }
 
-// What actors keep from round to round lies at the same places for every activation, number of blocks and
-// architecture.
+// Lays out the workspace and returns its bytes. Its parts lie at the same offsets for every activation,
+// number of blocks and architecture, because all of them share it.
 int64_t place(Pass& pass, const Experts& experts, int most_tokens, uint8_t* base) {
   pass.processors = kMostBlocks - 1;
   return place_for_all(pass, experts, true, kTileRows, kFewestTileColumns, most_tokens, base);
@@ -71,14 +71,15 @@ void read_choice(Fields& given, Pass& pass) {
   choice.l_aux = given.at<float>("l_aux");
   if (choice.weight != nullptr && experts % 2 != 0)
     throw py::value_error("experts (" + std::to_string(experts) +
-                          ") must be even where a launch scores them");
+                          ") must be even if the launch computes the gate's scores");
   if (choice.is_asked && (experts > kMostChosen || pass.choices > pmoe::route::kMostChoices))
     throw py::value_error("experts (" + std::to_string(experts) + ") and top_k (" +
                           std::to_string(pass.choices) + ") must be at most " + std::to_string(kMostChosen) +
-                          " and " + std::to_string(pmoe::route::kMostChoices) + " where a launch chooses");
+                          " and " + std::to_string(pmoe::route::kMostChoices) +
+                          " if the launch chooses experts");
 }
 
-// Rows of tokens are dense.
+// Reads one rank's part of a launch. Rows of tokens must lie without gaps.
 Member read_member(Fields& given, const Which& which, int blocks) {
   Member m;
   Pass& pass = m.pass;
@@ -111,7 +112,7 @@ Member read_member(Fields& given, const Which& which, int blocks) {
   pass.again = given.at<const uint8_t>("again"), pass.again_stride = row_bytes;
   pass.weight_gradient = given.at<float>("weight_gradient");
   Experts& e = m.experts = read_experts(given, static_cast<int>(row_bytes / 2));
-  void* const recomputed = given.at<void>("recomputed");  // T_M, in backward, where forward kept none
+  void* const recomputed = given.at<void>("recomputed");  // for T_M in backward, if forward did not keep it
   if (recomputed != nullptr) e.wide = recomputed;
   const int most_tokens = given.small("heap_home_rows");
   if (pass.tokens > most_tokens)
@@ -133,11 +134,11 @@ void run(int device, std::uintptr_t stream, bool hopper, bool is_backward, int e
   const Which which = {static_cast<Element>(element), static_cast<Activation>(activation), is_backward,
                        hopper};
   if (ranks.empty() || ranks.size() > kMostVirtual)
-    throw py::value_error("ranks of one launch (" + std::to_string(ranks.size()) + ") must be 1 to " +
+    throw py::value_error("ranks of one launch (" + std::to_string(ranks.size()) + ") must be from 1 to " +
                           std::to_string(kMostVirtual));
   if (blocks < 2 || blocks > kMostBlocks)
-    throw py::value_error("blocks (" + std::to_string(blocks) + ") must be 2, of which one schedules, to " +
-                          std::to_string(kMostBlocks));
+    throw py::value_error("blocks (" + std::to_string(blocks) +
+                          ") must be from 2 (one of them schedules) to " + std::to_string(kMostBlocks));
   Launch all;
   all.ranks = static_cast<int>(ranks.size());
   for (int i = 0; i < all.ranks; ++i) {
@@ -146,12 +147,13 @@ void run(int device, std::uintptr_t stream, bool hopper, bool is_backward, int e
     all.of_rank[i] = read_member(fields, which, blocks);
     fields.finish();
   }
-  const py::gil_scoped_release others_run;  // a full queue of launches blocks
+  const py::gil_scoped_release others_run;  // a launch blocks while the queue of launches is full
   const pmoe::OnDevice here(device);
   launch(which, all, blocks, reinterpret_cast<void*>(stream));
 }
 
-// Where regions of a rank's heap begin, which ends with its workspace; "bytes" of all, and of them "L".
+// Returns the byte offsets of the regions of a rank's heap, whose last region is the workspace; "bytes", the
+// size of the heap; and "L", the size of the tensor L.
 py::dict tell_layout(int ranks, int experts, int rows, int home_rows, int64_t row_bytes, int d_hidden,
                      bool sends_again, bool is_pool, bool is_staged) {
   Pass pass;
@@ -169,12 +171,12 @@ void bind_flashdmoe(py::module_& m) {
   using py::arg;
   m.def("flashdmoe", &run, py::kw_only(), arg("device"), arg("stream"), arg("hopper"),
         arg("is_backward") = false, arg("element"), arg("activation"), arg("blocks"), arg("ranks"),
-        "One launch of a layer's pass, for each rank of which there is a dict; see cuda/flashdmoe/pass.h and "
+        "Launches a pass of a layer. ranks: one dict for each rank, with fields as in cuda/flashdmoe/pass.h, "
         "experts.h.");
   m.def("flashdmoe_layout", &tell_layout, arg("ranks"), arg("experts"), arg("rows"), arg("home_rows"),
         arg("row_bytes"), arg("d_hidden"), arg("sends_again") = false, arg("is_pool") = false,
         arg("is_staged") = false,
-        "Byte offsets of a heap's regions, \"bytes\", the size of all, and \"L\", that of the tensor L.");
+        "Returns byte offsets of a heap's regions, its size \"bytes\", and the size \"L\" of the tensor L.");
 }
 
 const pmoe::Module joined(bind_flashdmoe, list_kernels);

@@ -1,40 +1,47 @@
-// A launch of a pass of the layer: of every rank that this process runs, its pass and its experts.
+// The arguments of a launch: for each rank that this process runs, its pass and its experts.
 #pragma once
 #include "flashdmoe/pass.h"
 
 namespace pmoe::flashdmoe {
 
-// Ranks of one launch: one, or several virtual ones that share a device (for tests and measurements).
+// Largest number of ranks in a launch: normally one; several virtual ranks share a device in tests and
+// measurements.
 constexpr int kMostVirtual = 4;
 
-// All of the rows' type. Rows of a cell stand in its C rows of (cells C, columns); those that have not come
-// are left as they are.
+// A rank's experts and the activations of its cells. Everything is of the rows' type, except dots.
+//
+// An activation is a tensor of (cells * C, columns): a cell has C rows, of which those that no row has
+// arrived for are left as they are. In a pool it is (C, columns).
 struct Experts {
   int model = 0, hidden = 0;  // M, H; G = H, or 2 H for SwiGLU
   const void *w1 = nullptr, *b1 = nullptr, *w2 = nullptr, *b2 = nullptr;
   void* input = nullptr;   // T_DI: forward copies it there, backward reads it; null: not kept
-  void* wide = nullptr;    // T_M, G columns: written by GEMM_0, but for a forward pass that keeps none
-  void* active = nullptr;  // H columns: the activated ones, in backward times the routing weight
+  void* wide = nullptr;    // T_M, G columns: the first product writes it; null: not kept
+  void* active = nullptr;  // H columns: the activated hidden; in backward times the routing weight
 
   // Backward.
-  void* gradient = nullptr;                                                     // dT_M, G columns
-  float* dots = nullptr;                                                        // (parts, cells C)
+  void* gradient = nullptr;  // dT_M, G columns
+  float* dots = nullptr;     // (parts, cells * C) partial gradients of routing weights
   void *of_w1 = nullptr, *of_w2 = nullptr, *of_b1 = nullptr, *of_b2 = nullptr;  // null: not wanted
 };
 
+// One rank's part of a launch.
 struct Member {
   Pass pass;
   Experts experts;
 };
 
+// All arguments of a launch.
 struct Launch {
   Member of_rank[kMostVirtual];
   int ranks = 1;
 };
-static_assert(sizeof(Launch) <= 4096, "more than a kernel's arguments");
+static_assert(sizeof(Launch) <= 4096, "more bytes than a kernel's arguments may have");
 
-// What a pass is made of, for products whose tiles have so many columns (and `half` where they are halves).
-// Its tokens are routed first where their experts have been chosen and no more.
+// Plans the tasks of a forward pass: routing, if it is asked for, and the tiles of the products.
+//
+// halves: true for SwiGLU, whose tiles of the first product have half as many columns of each half.
+// columns: columns of a product's tile.
 inline void plan_forward(Pass& pass, const Experts& experts, bool halves, int columns) {
   const int most = smaller(pass.processors, kMostGroups);
   RoutingTasks& routing = pass.routing;
@@ -48,7 +55,11 @@ inline void plan_forward(Pass& pass, const Experts& experts, bool halves, int co
   pass.stages.columns[1] = ceil_div(experts.model, columns);
 }
 
-// recomputes: T_M is made again from T_DI.
+// Plans the tasks of a backward pass.
+//
+// halves, columns: as for plan_forward().
+// rows: rows of a weight gradient's tile.
+// recomputes: T_M is computed again from T_DI.
 inline void plan_backward(Pass& pass, const Experts& experts, bool halves, int rows, int columns,
                           bool recomputes) {
   const int model = experts.model, hidden = experts.hidden, wide = halves ? 2 * hidden : hidden;
@@ -68,8 +79,8 @@ inline void plan_backward(Pass& pass, const Experts& experts, bool halves, int r
   pass.is_backward = true;
 }
 
-// A workspace serves both passes, whatever gradients are wanted, and up to so many tokens: its parts lie at
-// the same places in all of them.
+// Lays out a workspace for both passes, and returns its bytes. Its parts lie at the same offsets for any set
+// of wanted gradients and for up to `tokens` tokens.
 inline int64_t place_for_all(Pass& pass, const Experts& experts, bool halves, int rows, int columns,
                              int tokens, uint8_t* base) {
   Experts all = experts;

@@ -1,10 +1,13 @@
-// Routing inside the launch (FlashDMoE, Algorithm 1), with the stages of cuda/route: a token's experts and
-// weights from its scores, or as they were chosen before; what a slot's row is among its expert's rows, in
-// the tokens' order; and how many rows an expert has.
+// Routing inside the launch (FlashDMoE, Algorithm 1), built from the stages of cuda/route.
 //
-// Groups of tokens are tasks of two kinds. The first chooses, and counts a group's rows by expert; behind the
-// last of them each group is placed: before its rows are those of all groups before it. No group waits for
-// another one, and nothing depends on the order in which they are taken.
+// It chooses a token's experts and weights from its scores, unless they were chosen before the launch. It
+// then finds the place of each slot's row among its expert's rows, in the order of tokens, and how many rows
+// each expert has.
+//
+// Tokens are cut into groups, and each group has two tasks. The first (kCount) chooses, and counts the
+// group's rows by expert. When all groups have been counted, the second (kPlace) places the group's rows
+// behind those of all groups before it. No group waits for another one, and the result does not depend on the
+// order of tasks.
 #pragma once
 #include "flashdmoe/experts.h"
 #include "route/choose.cuh"
@@ -12,11 +15,13 @@
 
 namespace pmoe::flashdmoe {
 
-// Threads that route. A warp chooses for a token at a time, by up to eight scores of a lane.
+// The shape of routing by kThreads threads. A warp chooses for one token at a time; each of its lanes has up
+// to eight scores.
 template <int kThreads>
 using RoutingShape = route::Shape<32, kMostChosen / 32, kThreads / 32>;
 
-// A block's part of it. What a slot's row is does not depend on how tokens are cut.
+// One group of tokens, as a block routes it. The place of a slot's row does not depend on how tokens are cut
+// into groups.
 template <class Shape>
 class Group {
  public:
@@ -34,7 +39,7 @@ class Group {
     slots_ = route::slots_of_warp<Shape>(stages_.sizes, at_);
   }
 
-  // Counts what it chooses; sums over the group's tokens are what the loss is made of.
+  // Chooses the group's experts, counts rows by expert, and sums what the loss is made of.
   __device__ __forceinline__ void choose() const {
     route::Sums<Shape> sums;
     sums.clear();
@@ -42,11 +47,13 @@ class Group {
     route::tell<Shape>(stages_, at_, shared_, sums);
   }
 
+  // Counts the group's rows by expert, if the experts were chosen before.
   __device__ __forceinline__ void count() const {
     int32_t* const rows_E = pass_.routing.rows + int64_t{at_.block} * experts_;
     count_warps([&](int expert, int32_t rows) { write(rows_E + expert, rows); });
   }
 
+  // Places the group's rows. Group 0 also writes the counts of all groups, and the loss.
   __device__ __forceinline__ void place() const {
     count_warps([](int, int32_t) {});
     const route::ChunkCounts counts = route::count_chunk<Shape>(stages_, shared_, 0, at_.block);
@@ -72,14 +79,15 @@ class Group {
   }
 
  private:
+  // Counts the rows of each warp. found(expert, rows): called with the rows of all warps.
   template <class Found>
   __device__ __forceinline__ void count_warps(const Found& found) const {
     route::count_slots<Shape>(at_, shared_, experts_, slots_, choice());
     route::add_warps<Shape>(shared_, experts_, found);
   }
 
-  // By expert where its rows come home: behind those of all experts before, on a whole tile. null: without a
-  // pool. total_E: rows.
+  // Returns, for each expert of all ranks, where its products come home in a pool: after those of all experts
+  // before it, at the beginning of a tile. Returns null without a pool. total_E: rows of each expert.
   __device__ __forceinline__ const int32_t* homes(const int32_t* total_E) const {
     const Layout& layout = pass_.layout;
     if (!layout.is_pool) return nullptr;
@@ -93,7 +101,7 @@ class Group {
     return home_E;
   }
 
-  // Of a slot: the expert of its row, or -1 where the gate has dropped it.
+  // Returns a function that maps a slot to the expert of its row, or to -1 if the gate has dropped it.
   __device__ __forceinline__ auto choice() const {
     return [this](int64_t slot) -> int32_t {
       const uint8_t* const keep = pass_.routing.keep;
@@ -101,25 +109,27 @@ class Group {
     };
   }
 
+  // Returns the expert that the gate has chosen for a slot.
   __device__ __forceinline__ int32_t chosen(int64_t slot) const {
     const int64_t* const wide = pass_.routing.chosen;
     return wide == nullptr ? read(pass_.expert + slot) : static_cast<int32_t>(read(wide + slot));
   }
 
   const Pass& pass_;
-  int experts_;  // of all ranks
+  int experts_;  // number of experts of all ranks
   route::Shared<Shape> shared_;
   route::Place<Shape> at_;
   route::Slots slots_;
   route::Forward stages_ = {};
 };
 
-// Of shared memory.
+// Bytes of shared memory that routing needs.
 template <class Shape>
 constexpr int kRoutingBytes =
     4 * larger(route::ForwardShared<Shape>::area(route::kMostExperts) + 3 * route::kMostExperts,
                route::ForwardShared<Shape>::words(kMostChosen, route::kMostChoices));
 
+// Does a routing task (kCount or kPlace) by all threads of Shape.
 template <class Shape>
 __device__ __forceinline__ void route_group(const Pass& pass, const Task& task) {
   const Group<Shape> group(pass, task.tile);

@@ -1,7 +1,8 @@
-// The layer's passes in one launch on Hopper; see ampere.cuh and backward.cuh for what they do. A processor's
-// first warp asks for tasks and loads their operands by the tensor memory accelerator, as in
-// grouped_gemm/hopper.cuh; eight warps multiply, and do all tasks that are no products. A task's steps go
-// through the ring of stages where those of the task before have ended.
+// The passes of a layer in one launch on Hopper. ampere.cuh and backward.cuh explain what they compute.
+//
+// A processor has nine warps. The first asks the scheduler for tasks, and loads their operands by the tensor
+// memory accelerator, as in grouped_gemm/hopper.cuh. The other eight multiply, and do all tasks that are no
+// products. A task's steps go through the ring of stages from where the steps of the task before have ended.
 #pragma once
 #include <cstddef>
 
@@ -10,26 +11,29 @@
 #include "grouped_gemm/hopper.cuh"
 #include "grouped_gemm/parts.h"
 
-// Of a lambda that must not become a function that is called: products would wait for each other there.
+// Marks a lambda that must be inlined. If it were a function that is called, the compiler would make products
+// wait for each other there.
 #define PMOE_INLINE __attribute__((always_inline))
 
 namespace pmoe::flashdmoe {
 
 struct HopperShared {
   hopper::Shared gemm;
-  // Of the product at hand: there are no registers for it beside accumulators.
+  // The current product. There are no registers for it beside the accumulators.
   Problem problem;
   Tile tile;
-  CellPieces pieces;         // of a weight's gradient
-  int begin;                 // where the cell's rows are in A's map
-  uint32_t steps;            // of the products before it
-  int place, number, index;  // of the task at hand; of this processor; of its rank in the launch
+  CellPieces pieces;  // for the gradient of a weight
+  int begin;          // where the cell's rows begin in A's map
+  uint32_t steps;     // steps of all products before this one
+  // place: place of the current task in tQ. number: this processor. index: its rank in the launch.
+  int place, number, index;
 };
-static_assert(sizeof(HopperShared) <= 232448 - 1024, "more than a block of Hopper has");
+static_assert(sizeof(HopperShared) <= 232448 - 1024, "more shared memory than a block of Hopper has");
 static_assert(hopper::kDepth == kTileDepth && hopper::kMultipliers == kCrew);
-static_assert(sizeof(hopper::Shared::exchange) >= kBiasBytes, "biases are summed where nothing is loaded");
+static_assert(sizeof(hopper::Shared::exchange) >= kBiasBytes, "biases are summed in the exchange buffers");
 
-// Those that multiply route, where stages are between products.
+// The shape of routing tasks. The threads that multiply do them, in the memory of the stages, which are empty
+// between products.
 struct HopperRouting : RoutingShape<kCrew> {
   static constexpr int kFirstThread = hopper::kLoaders, kBarrier = 1;
 };
@@ -37,18 +41,23 @@ static_assert(kRoutingBytes<HopperRouting> <= offsetof(hopper::Shared, exchange)
 
 #if PMOE_HOPPER_CODE
 
-// Of all registers, whatever is multiplied.
+// Registers of a thread, the same for every product.
 constexpr int kLoaderRegisters = hopper::kLoaderRegisters;
 constexpr int kMultiplierRegisters = hopper::kMultiplierRegisters;
 
-// The warp that loads and those that multiply.
+// meet_all() synchronizes the warp that loads with those that multiply; meet_crew() only those that multiply.
 __device__ __forceinline__ void meet_all() { sync_named(2, 32 + hopper::kMultipliers); }
 __device__ __forceinline__ void meet_crew() { sync_named(1, hopper::kMultipliers); }
 
-// ---- the warp that loads. Its first thread has asked for the task: behind that come the reads of what
-// others have written, which are not ordinary ones.
+// ---- the warp that loads
+//
+// Its first thread receives a task by an acquire. The task's operands were written by other threads, and are
+// read through the asynchronous proxy. So a proxy fence must come between the two.
 
-// begin: where the cell's rows are in A's map. steps: that this block has loaded.
+// Loads all steps of one tile.
+//
+// begin: where the cell's rows begin in A's map.
+// steps: steps that this block has loaded so far; updated.
 template <Form kForm, bool kHalves = false>
 __device__ __forceinline__ void load(HopperShared& shared, const MapPair& maps, const Problem& p,
                                      const Tile& tile, int begin, uint32_t& steps) {
@@ -58,7 +67,7 @@ __device__ __forceinline__ void load(HopperShared& shared, const MapPair& maps, 
   meet_all();
   if (thread_again() == 0) {
     if constexpr (comet::kPlant != comet::Plant::kNoProxyFence) fence_proxy_async_global();
-    // Read again: what was written has not stayed in registers.
+    // The values are read again, because they were not kept in registers.
     Tile own = shared.tile;
     own.group_begin = shared.begin;
     const hopper::Loader<kForm, kHalves, 1> loader{maps.a, maps.b, shared.problem, 0};
@@ -75,7 +84,8 @@ __device__ __forceinline__ void load(HopperShared& shared, const MapPair& maps, 
   sync_warp();
 }
 
-// Where row 0 of a cell is in the map of L, and in that of what is kept by cell.
+// row_in_heap() returns the row of a cell's row `offset` in the map of L; row_by_cell() returns that of its
+// row 0 in tensors that a rank keeps by cell.
 __device__ __forceinline__ int row_in_heap(const Layout& layout, int peer, Round round, int expert,
                                            int offset = 0) {
   return static_cast<int>(layout.row({peer, round, Staging::kIncoming, expert, offset}));
@@ -84,6 +94,7 @@ __device__ __forceinline__ int row_by_cell(const Layout& layout, int peer, int e
   return static_cast<int>(layout.first_row(peer, expert));
 }
 
+// Loads a tile of the first product.
 template <class T, Activation kActivation>
 __device__ __forceinline__ void load_first(const Member& m, HopperShared& shared, const MapPair& maps,
                                            const Task& task, const CellTile& cell, int begin,
@@ -93,6 +104,7 @@ __device__ __forceinline__ void load_first(const Member& m, HopperShared& shared
                                 cell.tile(task, hopper::tile_columns(kHalves)), begin, steps);
 }
 
+// Loads the tile of a forward task. Other tasks have nothing to load.
 template <class T, Activation kActivation>
 __device__ __forceinline__ void load_forward(const Member& m, HopperShared& shared, const Maps<3>& maps,
                                              const Task& task, uint32_t& steps) {
@@ -103,7 +115,7 @@ __device__ __forceinline__ void load_forward(const Member& m, HopperShared& shar
     load_first<T, kActivation>(m, shared, maps.of[kFirstProduct], task, cell,
                                row_in_heap(layout, task.peer, Round::kDispatch, task.expert, here), steps);
   } else if (task.type == TaskType::kScores || task.type == TaskType::kGemm1) {
-    // One product's code serves both.
+    // The code of one product serves both.
     const bool scores = task.type == TaskType::kScores;
     Problem p;
     Tile tile;
@@ -121,7 +133,7 @@ __device__ __forceinline__ void load_forward(const Member& m, HopperShared& shar
 
 // ---- the warps that multiply
 
-// meanwhile(): what these warps do while the first stages are loaded.
+// Multiplies one tile. meanwhile(): what these warps do while the first stages are loaded.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, class Meanwhile>
 __device__ __forceinline__ void multiply(HopperShared& shared, const Meanwhile& meanwhile) {
   meet_all();
@@ -134,7 +146,8 @@ __device__ __forceinline__ void multiply(HopperShared& shared, const Meanwhile& 
                                                           shared.pieces);
   else
     hopper::multiply<T, kForm, kEpilogue, kActivation, 1>(shared.problem, shared.gemm, walk, nothing, ring);
-  sync_warp();  // here, and not where all of a pass's products end
+  // Without this barrier the compiler would let the warp reconverge only where all products of a pass end.
+  sync_warp();
 }
 
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation = Activation::kNone>
@@ -142,10 +155,11 @@ __device__ __forceinline__ void multiply(HopperShared& shared) {
   multiply<T, kForm, kEpilogue, kActivation>(shared, [] {});
 }
 
+// Does a routing task or a product's tile of the forward pass.
 template <class T, Activation kActivation>
 __device__ __forceinline__ void multiply_forward(const Member& m, HopperShared& shared, const Task& task,
                                                  int thread) {
-  // Before the product, which leaves no registers for the task.
+  // T_DI is copied before the product, which leaves no registers for the task.
   if (task.type == TaskType::kGemm0) {
     multiply<T, Form::kForward, Epilogue::kHidden, kActivation>(shared, [&]() PMOE_INLINE {
       if (m.experts.input != nullptr) keep_rows(m, task, CellTile(m.pass, task), thread);
@@ -154,14 +168,17 @@ __device__ __forceinline__ void multiply_forward(const Member& m, HopperShared& 
     multiply<T, Form::kForward, Epilogue::kWideOrPlain>(shared);
   } else {
     route_group<HopperRouting>(m.pass, task);
-    fence_proxy_async();  // before the accelerator writes there
+    fence_proxy_async();  // orders these accesses before the accelerator's next writes there
   }
   sync_warp();
 }
 
 // ---- blocks
 
-// load(member, index, task, steps) and multiply(member, task, thread): a product's tile.
+// Runs a block.
+//
+// load(member, index, task, steps): loads the tile of a product.
+// multiply(member, task, thread): multiplies it, or does a routing task.
 template <class T, class Load, class Multiply>
 __device__ __forceinline__ void act_sm90a(const Launch& launch, HopperShared& shared, const Load& load,
                                           const Multiply& multiply) {
@@ -171,7 +188,8 @@ __device__ __forceinline__ void act_sm90a(const Launch& launch, HopperShared& sh
     sync_block();
     const auto own_number = [&] { return read(&shared.number); };
     const auto meet = [] { meet_all(); };
-    // Asked anew each time: the compiler would read all that is told once, and hold it in registers.
+    // Returns the index of this rank, read again at each use. The compiler would otherwise load the launch's
+    // arguments once, and hold them in registers.
     const auto again = [&] {
       int own = read(&shared.index);
       forget(own);

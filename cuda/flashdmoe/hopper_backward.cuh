@@ -1,4 +1,4 @@
-// The layer's backward pass in one launch on Hopper: what backward.cuh does, by the tiles of hopper.cuh.
+// The backward pass of a layer in one launch on Hopper: the tasks of backward.cuh on the tiles of hopper.cuh.
 #pragma once
 #include "flashdmoe/hopper.cuh"
 
@@ -6,11 +6,13 @@ namespace pmoe::flashdmoe {
 
 #if PMOE_HOPPER_CODE
 
-// T_DI of a cell, kept or sent again. kept: where its rows are among all cells'.
+// Returns the row of a cell's T_DI in its map, whether T_DI was kept or is sent again. kept: the row if it
+// was kept.
 __device__ __forceinline__ int row_of_input(const Member& m, int peer, int expert, int kept, int offset) {
   return m.experts.input != nullptr ? kept : row_in_heap(m.pass.layout, peer, Round::kAgain, expert, offset);
 }
 
+// Loads the tile of a backward task.
 template <class T, Activation kActivation>
 __device__ __forceinline__ void load_backward(const Member& m, HopperShared& shared, const Maps<5>& maps,
                                               const Task& task, uint32_t& steps) {
@@ -44,7 +46,8 @@ __device__ __forceinline__ void load_backward(const Member& m, HopperShared& sha
                        cell.tile(task, hopper::kColumns), static_cast<int>(cell.first), steps);
 }
 
-// A warp's threads come together to each product: see do_task.
+// Does a product's tile or a bias gradient of the backward pass. The threads of a warp come together before
+// each product; do_task says why.
 template <class T, Activation kActivation>
 __device__ __forceinline__ void multiply_backward(const Member& m, HopperShared& shared, const Task& task,
                                                   int thread) {
@@ -58,7 +61,7 @@ __device__ __forceinline__ void multiply_backward(const Member& m, HopperShared&
   if (task.type == TaskType::kHiddenGradient)
     return multiply<T, Form::kInput, Epilogue::kHiddenGradient, kActivation>(shared);
   if (task.type == TaskType::kWeightGradient) return multiply<T, Form::kWeight, Epilogue::kPlain>(shared);
-  // Before the product, which leaves no registers for the task.
+  // The routing weights' gradients go first, because the product leaves no registers for the task.
   multiply<T, Form::kInput, Epilogue::kPlain, Activation::kNone>(
       shared, [&]() PMOE_INLINE { dots_home<T>(m, task, hopper_row_dot_parts(m.experts.hidden), thread); });
 }

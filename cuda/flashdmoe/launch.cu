@@ -22,14 +22,15 @@ BackwardKernel hopper_backward(const Which& which) {
                                          : hopper_backward_fp16(which.activation);
 }
 
-// What the accelerator reads of a rank: A is all that a product's rows are among.
+// The operands of one product, as tensor maps need them. A is the whole tensor that contains the rows of
+// every task.
 struct Mapped {
   Form form;
   Problem problem;
   int64_t a_rows, b_rows = 0;
 };
 
-// The rank's own heap begins with its word `failed`.
+// Returns the rank's own heap, which begins with its word `failed`.
 const uint8_t* own_heap(const Pass& pass) {
   return reinterpret_cast<const uint8_t*>(pass.watch.failed) - pass.layout.failed();
 }
@@ -41,7 +42,8 @@ struct Rows {
 
 Rows rows_of_heap(const Pass& pass) { return {own_heap(pass) + pass.layout.begin(), pass.layout.rows()}; }
 
-// d: where a map points whose operand has no rows; none is so here.
+// Describes a product of rows and weights. Problem::d stays null: a map needs it only for an operand without
+// rows, and there is none here.
 Mapped of_rows(Form form, const Rows& rows, const void* weights, int n, int k, int experts) {
   Mapped made = {form, {}, rows.count};
   Problem& p = made.problem;
@@ -56,13 +58,14 @@ void map_forward(const Which& which, const Member& m, Mapped (&made)[3]) {
   made[kFirstProduct] = of_rows(Form::kForward, rows_of_heap(m.pass), e.w1, wide, e.model, experts);
   made[kSecondProduct] = of_rows(Form::kForward, {e.active, cells}, e.w2, e.model, e.hidden, experts);
   const void* const gate = m.pass.routing.choice.weight;
-  made[kGateProduct] = made[kFirstProduct];  // where there is no such task, and a map must point somewhere
+  // Without such tasks the map must still point somewhere.
+  made[kGateProduct] = made[kFirstProduct];
   if (m.pass.routing.scored() > 0)
     made[kGateProduct] =
         of_rows(Form::kForward, {m.pass.source, m.pass.tokens}, gate, m.pass.layout.cells(), e.model, 1);
 }
 
-// A sum over rows, which stand in both operands.
+// Describes a sum over rows, which both operands have.
 Mapped over_rows(const Rows& a, const Rows& b, int m, int n) {
   Mapped made = {Form::kWeight, {}, a.count, b.count};
   Problem& p = made.problem;

@@ -1,4 +1,4 @@
-// Launching FlashDMoE's kernels, without a word of PyTorch: pointers, sizes, a stream.
+// Launches of FlashDMoE's kernels. It knows no PyTorch, only pointers, sizes and a stream.
 #pragma once
 
 #include <string>
@@ -8,18 +8,19 @@
 
 namespace pmoe::flashdmoe {
 
+// Selects a kernel: the values that are constants when it is compiled.
 struct Which {
   Element element;
   Activation activation;
   bool is_backward = false;
-  bool hopper = false;  // by Hopper's own instructions
+  bool hopper = false;  // with Hopper's own instructions
 };
 
 using PassKernel = void (*)(Launch);
 using ForwardKernel = void (*)(HopperLaunch<3>);
 using BackwardKernel = void (*)(HopperLaunch<5>);
 
-// A translation unit each.
+// The kernels of each path, element type and pass. Each is a translation unit of its own.
 ForwardKernel hopper_bf16(Activation);
 ForwardKernel hopper_fp16(Activation);
 BackwardKernel hopper_backward_bf16(Activation);
@@ -29,12 +30,13 @@ PassKernel ampere_fp16(Activation);
 PassKernel backward_bf16(Activation);
 PassKernel backward_fp16(Activation);
 
-// For cudaFuncGetAttributes.
+// Returns the kernel, for cudaFuncGetAttributes.
 const void* kernel_of(const Which&);
 
-// As users and errors read it.
+// Returns the kernel's name, as users and errors show it.
 std::string name_of(const Which&);
 
+// How a kernel is launched.
 struct Path {
   int threads, shared_bytes;  // of a block
   int tile_columns;
@@ -42,11 +44,11 @@ struct Path {
 
 const Path& path_of(const Which&);
 
-// One launch, of `blocks` blocks a rank. They need not be resident together: any two of a rank make progress.
-// Throws std::runtime_error where CUDA refuses.
+// Launches a pass with `blocks` blocks for each rank. They need not be resident together, since a rank's
+// first block and any one processor make progress. Throws std::runtime_error if CUDA refuses the launch.
 void launch(const Which&, const Launch&, int blocks, void* stream);
 
-// All that there are.
+// Visits every kernel.
 template <class Visit>
 void for_each(Visit visit) {
   for (bool is_backward : {false, true})

@@ -1,44 +1,56 @@
 // The symmetric tensor layout L of FlashDMoE (section 5.3) and the flags beside it: what lies where in a
 // rank's heap, and which rank writes it.
 //
-//   L in R^(P x R x B x E x C x H): P ranks, R rounds (dispatch and combine), B staging buffers (what leaves
-//   and what arrives), E experts of a rank, C rows of an expert's capacity, H columns of a row.
+//   L in R^(P x R x B x E x C x H): P ranks, R rounds (dispatch and combine), B staging buffers (outgoing and
+//   incoming rows), E experts of a rank, C rows of an expert's capacity, H columns of a row.
 //
-// Where a backward pass sends the layer's input again there is a third round, beside the gradients' dispatch.
+// If a backward pass sends the layer's input again, there is a third round, beside the gradients' dispatch.
 //
-// A cell (p, r, b, e) is C rows, whole tiles of them: where fewer have come, the tile's other rows are left
-// as they are and never travel (in-place padding, section 5.4). A rank that every peer reaches by stores has
-// nothing to stage: its L may have B = 1, the half of it.
+// A cell (p, r, b, e) has C rows, a whole number of tiles. If fewer rows have come, the other rows of the
+// last tile are left as they are and never travel (in-place padding, section 5.4). If every peer reaches a
+// rank by stores, nothing is staged, and its L may have B = 1, half the size.
 //
-// Without a capacity the cells of a round share one pool of C rows, in L(r, b, c): each begins at the offset
-// that its rank has granted, on a whole tile. What comes home lies in a pool likewise, at offsets that the
-// rows' source has told. See places.cuh.
+// Without a capacity, the cells of a round share one pool of C rows, L(r, b, c). Each cell begins at a tile
+// boundary, at an offset that its rank has granted. Results come home into a pool too, at offsets that the
+// rows' source has announced. places.cuh does this.
 //
-//   region     at                  written by   what
+//   region     at                  written by   content
 //   granted    peer p              p            flag: p has begun the round, and its cells are free
-//   announced  source s            s            flag: how many rows are to come stands in `counts`
+//   announced  source s            s            flag: s has written its row counts into `counts`
 //   counts     source s, expert e  s            rows
 //   homes      source s, expert e  s            pool: the offset at which their products come home
 //   known      source s            this rank    pool, flag: the offsets of s's rows are chosen
-//   placed     peer p              p            pool, flag: those of this rank's rows stand in `offsets`
+//   placed     peer p              p            pool, flag: p has written this rank's offsets into `offsets`
 //   offsets    peer p, expert e    p            pool: granted by p
 //   arrivals   (s, e, tile)        s            flag: the tile's rows are in L (s, dispatch, incoming, e)
 //   returned   (p, e, tile)        p            flag: their products are in L (p, combine, incoming, e)
 //   weights    source s, row       s            backward: the routing weights of the rows in a cell of L
 //   dots       p, row              p            backward: the gradients of the weights of this rank's rows
 //   L          (p, r, b, e, c)     p, or this rank where b is outgoing
+//
+// A round between a source s and the rank t of an expert (the lines with * only with a pool):
+//
+//   source s                               rank t
+//                                     <--  raises granted
+//   writes counts, homes*,
+//   raises announced                  -->  * chooses offsets
+//                                     <--  * writes offsets, raises known and placed
+//   writes a tile's rows,
+//   raises its arrival                -->  multiplies the tile
+//                                     <--  writes the products, raises returned
+//   adds up its tokens
 #pragma once
 #include "common/host_device.h"
 
 namespace pmoe::flashdmoe {
 
-constexpr int kRounds = 2;      // R: of a pass that sends nothing again
-constexpr int kFlagBytes = 32;  // a flag that is waited for has a sector of its own
+constexpr int kRounds = 2;      // R of a pass that sends nothing again
+constexpr int kFlagBytes = 32;  // a flag that is polled has a 32-byte sector of its own
 
 enum class Round : int { kDispatch, kCombine, kAgain };
 enum class Staging : int { kOutgoing, kIncoming };
 
-// Where a row stands in L. c: of its cell, or of the pool.
+// The place of a row in L. c counts from the beginning of its cell, or of the pool.
 struct Coordinates {
   int p;
   Round r;
@@ -46,22 +58,24 @@ struct Coordinates {
   int e, c;
 };
 
-// Definition 5.3.2: whether rank `source` may write there in the L of rank `target`. Between devices, and
-// from a device to itself, only what arrives from `source`; what is staged, only at home.
+// Returns whether rank `source` may write there in the L of rank `target` (definition 5.3.2). Between
+// devices, and from a device to itself, it may write only rows that arrive from `source`; staged rows, only
+// in its own L.
 PMOE_HD constexpr bool is_valid(int source, int target, const Coordinates& i) {
   return i.b == Staging::kIncoming ? i.p == source : source == target;
 }
 
+// Sizes and byte offsets of all regions. Every region begins at a multiple of 1024 bytes.
 struct Layout {
   int32_t ranks, experts;  // P, E
-  int32_t capacity;        // C: whole tiles, of a cell or of the pool
-  int32_t tile_rows;       // bM
-  int32_t buffers;         // B: 2, or 1 where nothing is staged
-  int64_t row_bytes;       // H: a multiple of 16
+  int32_t capacity;        // C: a multiple of tile_rows; of a cell, or of the pool
+  int32_t tile_rows;       // bM: rows of a tile
+  int32_t buffers;         // B: 2, or 1 if nothing is staged
+  int64_t row_bytes;       // bytes of the H columns: a multiple of 16
   int32_t rounds = kRounds;
   bool is_pool = false;
 
-  // Every region begins on 1024 bytes.
+  // Rounds up to a multiple of 1024.
   PMOE_HD static constexpr int64_t whole(int64_t bytes) { return ceil_div(bytes, 1024) * 1024; }
 
   PMOE_HD int cells() const { return ranks * experts; }
@@ -90,7 +104,7 @@ struct Layout {
   PMOE_HD int64_t offsets(int peer) const {
     return placed(0) + whole(int64_t{ranks} * kFlagBytes) + int64_t{peer} * experts * 4;
   }
-  // tile: of its cell, or of the pool, as `c` of a row.
+  // tile: counted from the beginning of its cell, or of the pool, like `c` of a row.
   PMOE_HD int64_t arrival(int source, int e, int tile) const {
     return offsets(0) + whole(int64_t{cells()} * 4) + (first_row(source, e) / tile_rows + tile) * 4;
   }
@@ -105,7 +119,7 @@ struct Layout {
   }
   PMOE_HD int64_t begin() const { return dots(0, 0) + whole(int64_t{all_rows()} * 4); }
   PMOE_HD int64_t at(const Coordinates& i) const { return begin() + row(i) * row_bytes; }
-  // Among all rows of L.
+  // Returns the index of a row among all rows of L.
   PMOE_HD int64_t row(const Coordinates& i) const {
     const int64_t p = is_pool ? 0 : i.p;
     const int64_t slab =
@@ -113,17 +127,17 @@ struct Layout {
     return is_pool ? slab * capacity + i.c : (slab * experts + i.e) * capacity + i.c;
   }
   PMOE_HD int64_t rows() const { return int64_t{all_rows()} * rounds * buffers; }
-  // Size(L), in bytes.
+  // Returns Size(L) in bytes.
   PMOE_HD int64_t size() const { return rows() * row_bytes; }
-  // Row 0 of a cell among all cells' rows, where a rank keeps such for itself, and in L, from a rank to the
-  // next. In a pool row 0 is everybody's.
+  // first_row() returns where a cell begins in a tensor that a rank keeps for all cells; 0 in a pool, which
+  // all cells share. rows_of_rank() returns the number of rows in L from a rank's part to the next one's.
   PMOE_HD int64_t first_row(int rank, int e) const { return is_pool ? 0 : int64_t{cell(rank, e)} * capacity; }
   PMOE_HD int64_t rows_of_rank() const {
     return is_pool ? 0 : int64_t{rounds} * buffers * experts * capacity;
   }
   PMOE_HD int64_t bytes() const { return begin() + whole(size()); }
 
-  // The coordinates of the row that holds a byte of L; not of a pool's.
+  // Returns the coordinates of the row that holds a byte of L. Not for a pool.
   PMOE_HD Coordinates of_byte(int64_t offset) const {
     int64_t row = (offset - begin()) / row_bytes;
     Coordinates i;

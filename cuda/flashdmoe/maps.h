@@ -1,5 +1,8 @@
-// A launch on Hopper: beside the ranks' passes, the maps by which the accelerator loads their operands. They
-// are more than 4096 bytes, which devices from 7.0 on take from a driver of CUDA 12.1 or later.
+// The arguments of a launch on Hopper: those of the ranks' passes, and the tensor maps that load their
+// operands.
+//
+// Together they exceed 4096 bytes. Devices from compute capability 7.0 on take that from a driver of CUDA
+// 12.1 or later.
 #pragma once
 #include <cuda.h>
 
@@ -11,7 +14,8 @@ struct MapPair {
   CUtensorMap a, b;
 };
 
-// Products that have maps, of forward and of backward.
+// Index of a product's maps. Forward has the first three. Backward has kFirstProduct and those from
+// kHiddenProduct on, which count from 1 again.
 enum MappedProduct {
   kFirstProduct,
   kSecondProduct,
@@ -32,6 +36,6 @@ struct HopperLaunch {
   Maps<kProducts> maps[kMostVirtual];
   Launch launch;
 };
-static_assert(sizeof(HopperLaunch<5>) <= 32764, "more than a kernel's arguments");
+static_assert(sizeof(HopperLaunch<5>) <= 32764, "more bytes than a kernel's arguments may have");
 
 }  // namespace pmoe::flashdmoe

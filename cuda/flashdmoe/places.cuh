@@ -1,37 +1,39 @@
-// Where cells begin that share a pool (layout.h): in `c` of a row. 0 for cells that have their own rows.
+// The offsets at which cells begin in a pool that they share (layout.h), counted like `c` of a row. The
+// offset of a cell with rows of its own is 0.
 //
-// A source tells how many rows come, and at which of its own offsets their products come home. Their rank
-// gives them the next rows of its pool, whole tiles for each cell, and tells where they begin. Which source
-// comes first decides where rows stand, and nothing else: sums go by source and row.
+// A source announces how many rows come, and at which of its own offsets their products come home. The rows'
+// rank gives each cell the next tiles of its pool, and tells the source where they begin. Which source comes
+// first decides where rows lie and nothing else, because sums go by source and row.
 #pragma once
 #include "comet/protocol.h"
 #include "flashdmoe/pass.h"
 
 namespace pmoe::flashdmoe {
 
-// On this rank: of the rows of a source for one of its experts.
+// Returns where the rows of `source` for this rank's expert e begin on this rank.
 __device__ __forceinline__ int offset_of(const Pass& pass, int source, int e) {
   return pass.layout.is_pool ? read(pass.offset + pass.layout.cell(source, e)) : 0;
 }
 
-// On a peer: of this rank's rows for its expert e.
+// Returns where this rank's rows for the peer's expert e begin on the peer.
 __device__ __forceinline__ int offset_at(const Pass& pass, int peer, int e) {
   if (!pass.layout.is_pool) return 0;
   return read(reinterpret_cast<const int32_t*>(pass.own() + pass.layout.offsets(peer)) + e);
 }
 
-// At home: of this rank's rows for an expert of all ranks.
+// Returns where the products of this rank's rows for an expert of all ranks come home.
 __device__ __forceinline__ int own_home(const Pass& pass, int expert) {
   return pass.layout.is_pool ? read(pass.home + expert) : 0;
 }
 
-// At a source's home: of its rows for this rank's expert e.
+// Returns where the products of `source`'s rows for this rank's expert e go in the heap of `source`.
 __device__ __forceinline__ int home_at(const Pass& pass, int source, int e) {
   if (!pass.layout.is_pool) return 0;
   return read(reinterpret_cast<const int32_t*>(pass.own() + pass.layout.homes(source)) + e);
 }
 
-// How many rows this rank has for a peer's experts, and where their products come home.
+// Writes to a peer how many rows come for each of its experts, and where their products come home. The caller
+// then raises the flag.
 __device__ __forceinline__ void tell_counts(const Pass& pass, int peer) {
   const Layout& layout = pass.layout;
   auto* const counts = reinterpret_cast<int32_t*>(pass.heaps[peer] + layout.counts(pass.rank));
@@ -43,7 +45,8 @@ __device__ __forceinline__ void tell_counts(const Pass& pass, int peer) {
   }
 }
 
-// Room for a source that has told how many rows come: in backward where they stood in forward.
+// Gives room in the pool to a source that has announced its rows, and tells it. Backward uses the offsets of
+// forward.
 __device__ __forceinline__ void grant_room(const Pass& pass, int source) {
   const Layout& layout = pass.layout;
   const int32_t* const counts = pass.announced_rows(source);
@@ -52,7 +55,7 @@ __device__ __forceinline__ void grant_room(const Pass& pass, int source) {
     uint32_t tiles = 0;
     for (int e = 0; e < layout.experts; ++e) tiles += static_cast<uint32_t>(layout.tiles(read(counts + e)));
     uint32_t next = add_acq_rel(&pass.queue.state->granted, tiles);
-    // The host has compared the rows with the pool: this is a mistake of its.
+    // The host has compared the rows with the size of the pool, so this is an error of the host.
     if (next + tiles > static_cast<uint32_t>(layout.all_tiles()))
       return comet::report(pass.watch, comet::Wait::kRoom, source, 0, 0);
     for (int e = 0; e < layout.experts; ++e) {

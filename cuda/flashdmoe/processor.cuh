@@ -1,5 +1,5 @@
-// Processors (FlashDMoE, Algorithm 4): blocks that do one task after another, send its result with its
-// signal, and put what follows from it into tQ. They wait for the scheduler alone.
+// Processors (FlashDMoE, Algorithm 4): blocks that do one task after another. After a task they raise the
+// flag of its result, and put the tasks that follow from it into tQ. They wait only for the scheduler.
 #pragma once
 #include "comet/combine.cuh"
 #include "comet/dispatch.cuh"
@@ -8,7 +8,7 @@
 
 namespace pmoe::flashdmoe {
 
-// The place of the next task, or -1 behind the last. By one thread.
+// Returns the place of the next task in tQ, or -1 after the last one. One thread calls it.
 __device__ __forceinline__ int next_task(const Pass& pass, int processor) {
   uint32_t* const door = &pass.doors[processor];
   store_release(door, kIdle);
@@ -18,7 +18,8 @@ __device__ __forceinline__ int next_task(const Pass& pass, int processor) {
       pause();
       continue;
     }
-    // In this order: what is handed out is handed out before the round is over.
+    // `over` must be read before the door. Every task is handed out before the round is over, so if the round
+    // is over then, a task for this processor is visible in its door.
     const bool is_over = comet::reached(load_acquire(&pass.queue.state->over), pass.watch.epoch);
     const uint32_t found = load_acquire(door);
     if (found >= kFirstTask) return static_cast<int>(found - kFirstTask);
@@ -28,18 +29,20 @@ __device__ __forceinline__ int next_task(const Pass& pass, int processor) {
   return -1;
 }
 
+// Returns the address of a row's number in a region of floats.
 __device__ __forceinline__ float* of_row(uint8_t* floats, int row) {
   return reinterpret_cast<float*>(floats) + row;
 }
 
-// The layer's input of a row whose gradient travels.
+// Sends the layer's input of a row whose gradient travels.
 __device__ __forceinline__ void send_again(const Pass& pass, const Task& task, int row, int token, int lane,
                                            int lanes) {
   uint8_t* const to = pass.at(task.peer, {pass.rank, Round::kAgain, Staging::kIncoming, task.expert, row});
   comet::copy_row(to, pass.again + token * pass.again_stride, pass.layout.row_bytes, {lane, lanes, 0, 1});
 }
 
-// A tile of rows on its way to an expert; a warp copies a row at a time. warp: of `warps` of the block.
+// Sends a tile of rows to its expert. Each warp copies one row at a time. warp: index among the block's
+// `warps` warps.
 __device__ __forceinline__ void send_tile(const Pass& pass, const Task& task, int lane, int lanes, int warp,
                                           int warps) {
   const Layout& layout = pass.layout;
@@ -60,8 +63,11 @@ __device__ __forceinline__ void send_tile(const Pass& pass, const Task& task, in
   }
 }
 
-// The gradients of routing weights of a tile's rows, to the rows' source: parts are summed in their order,
-// and with a bias comes <dY, b2>, of `columns` columns; a warp has a row at a time.
+// Sends the gradients of the routing weights of a tile's rows to the rows' source. Each warp takes one row at
+// a time.
+//
+// parts, count: partial inner products, added in their order.
+// bias: the experts' b2 or null; it adds <dY, b2>, over `columns` columns.
 template <class T>
 __device__ __forceinline__ void send_dots(const Pass& pass, const Task& task, const float* parts, int count,
                                           const T* bias, int columns, int lane, int lanes, int warp,
@@ -92,8 +98,8 @@ __device__ __forceinline__ void send_dots(const Pass& pass, const Task& task, co
   }
 }
 
-// Equations 5.1 and 5.2 with weights that are normalised already: products times their weights, always in the
-// order of a token's choices. What comes back of gradients has been weighed.
+// Adds up the results of a task's tokens, always in the order of a token's choices (equations 5.1 and 5.2;
+// weights are normalised already). In backward the rows that come back contain the weights already.
 template <class T>
 __device__ __forceinline__ void combine_tokens(const Pass& pass, const Task& task, int lane, int lanes,
                                                int warp, int warps) {
@@ -128,14 +134,15 @@ __device__ __forceinline__ void combine_tokens(const Pass& pass, const Task& tas
   }
 }
 
-// Whether this tile across was the last of its row tile; the count is then 0 again, for the next round.
+// Counts a finished tile across. Returns whether it was the last one of its row tile; the count is then 0
+// again, for the next round.
 __device__ __forceinline__ bool is_last(uint32_t* count, int columns) {
   if (add_acq_rel(count, 1u) + 1 != static_cast<uint32_t>(columns)) return false;
   write(count, 0u);
   return true;
 }
 
-// What follows from a task that all threads of the block have ended. By one of them.
+// Does what follows from a task that all threads of the block have finished. One of them calls it.
 __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
   const Layout& layout = pass.layout;
   comet::nap(pass.watch, 7300 + task.tile);
@@ -164,8 +171,14 @@ __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
   if (ends && task.type == TaskType::kHiddenGradient) count_tiles(pass, task.expert, 0u - 1u);
 }
 
-// A block's life. pass(): what it is told. processor(): its number. place: a word of the block's. is_first:
-// the thread that asks and tells. meet(): a barrier of all that are called. work(task): by all of them.
+// Runs a processor until the round is over.
+//
+// pass(): returns the rank's Pass.
+// processor(): returns the number of this processor.
+// place: a word of shared memory.
+// is_first: true for the thread that asks for tasks and reports their end.
+// meet(): a barrier of all threads that call this function.
+// work(task): does a task; all these threads call it.
 template <class Told, class Number, class Meet, class Work>
 __device__ __forceinline__ void live(const Told& pass, const Number& processor, int* place, bool is_first,
                                      const Meet& meet, const Work& work) {
@@ -176,17 +189,18 @@ __device__ __forceinline__ void live(const Told& pass, const Number& processor, 
     const auto found = [&] { return Task::from(load16(&pass().queue.entry[read(place)].task)); };
     work(found());
     meet();
-    if (is_first) end_task(pass(), found());  // read again: a product leaves no registers for it
+    if (is_first) end_task(pass(), found());  // read again, because a product leaves no registers for it
   }
 }
 
-// compute(task): routing, or a GEMM's tile. thread: of `warps` warps, each of `lanes` threads.
+// Does a task by `warps` warps of `lanes` threads. compute(task): does a routing task, or a tile of a
+// product.
 template <class T, class Compute>
 __device__ __forceinline__ void do_task(const Pass& pass, const Task& task, int thread, int warps, int lanes,
                                         const Compute& compute) {
   const int warp = thread / lanes, lane = thread % lanes;
-  // A warp's threads have the same task, and are together when they begin a product, which wants that: so
-  // that the compiler can see it.
+  // All threads of a warp have the same task, and must be converged when they begin a product. The shuffle
+  // lets the compiler see that.
   Task own = task;
   own.type = static_cast<TaskType>(shfl(static_cast<int>(task.type), 0));
   if (own.type == TaskType::kDispatch) send_tile(pass, own, lane, lanes, warp, warps);
@@ -196,7 +210,7 @@ __device__ __forceinline__ void do_task(const Pass& pass, const Task& task, int 
   if (own.type != TaskType::kDispatch && own.type != TaskType::kCombine) compute(own);
 }
 
-// A block all of whose threads do the same.
+// Runs a processor all of whose threads do the same.
 template <class T, class Meet, class Compute>
 __device__ __forceinline__ void process(const Pass& pass, int processor, int* place, int thread, int warps,
                                         int lanes, const Meet& meet, const Compute& compute) {

@@ -1,4 +1,4 @@
-// What a pass's products multiply and where their results go: the same for the tiles of every architecture.
+// The operands and results of a pass's products, the same for the tiles of every architecture.
 #pragma once
 #include "flashdmoe/experts.h"
 #include "flashdmoe/gate.cuh"
@@ -9,10 +9,10 @@
 
 namespace pmoe::flashdmoe {
 
-constexpr int kTileDepth = 64;  // of a product's step
+constexpr int kTileDepth = 64;  // rows or columns of the reduction in one step
 constexpr int kCrew = 256;      // threads of a processor that compute
 
-// A walk of one tile.
+// A walk that has a single tile.
 struct OneTile {
   Tile tile;
   bool is_left = true;
@@ -24,14 +24,15 @@ struct OneTile {
   }
 };
 
+// Returns the address of a row in a tensor of T, or null if the tensor is null.
 template <class T>
 PMOE_HD void* row_of(const void* base, int64_t row, int64_t stride) {
   return base == nullptr ? nullptr : const_cast<T*>(static_cast<const T*>(base)) + row * stride;
 }
 
-// The rows of a task: of one cell's, a tile.
+// The rows of a task: one tile of a cell's rows.
 struct CellTile {
-  int64_t first;  // of the cell, among all cells' rows
+  int64_t first;  // where the cell begins among the rows of all cells
   int count, row, rows;
 
   __device__ __forceinline__ CellTile(const Pass& pass, const Task& task)
@@ -45,12 +46,14 @@ struct CellTile {
   }
 };
 
-// Tiles of a weight's gradient have 128 rows.
+// Returns the tile of a weight's gradient.
 __device__ __forceinline__ Tile weight_tile(const Task& task, const Problem& p, int rows, int columns) {
   const int row = task.tile * rows;
   return {task.expert, 0, 0, row, smaller(rows, p.m - row), task.column * columns};
 }
 
+// arrived() returns where the rows of a task's cell have arrived; home() returns where their products go, in
+// the heap of the rows' source.
 __device__ __forceinline__ uint8_t* arrived(const Pass& pass, const Task& task, Round round) {
   const int here = offset_of(pass, task.peer, task.expert);
   return pass.at(pass.rank, {task.peer, round, Staging::kIncoming, task.expert, here});
@@ -60,13 +63,15 @@ __device__ __forceinline__ uint8_t* home(const Pass& pass, const Task& task) {
   return pass.at(task.peer, {pass.rank, Round::kCombine, Staging::kIncoming, task.expert, away});
 }
 
+// Returns G: the number of hidden columns, twice as many for SwiGLU.
 PMOE_HD int wide_columns(const Experts& e, Activation activation) {
   return activation == Activation::kSwiglu ? 2 * e.hidden : e.hidden;
 }
 
 // ---- forward
 
-// GEMM_0 of a tile. rows: of its cell.
+// Returns GEMM_0 of a task: T_DI w1^T and the nonlinearity. rows: row 0 of its cell in T_DI; null if a map
+// loads it.
 template <class T, Activation kActivation>
 __device__ __forceinline__ Problem first_product(const Experts& e, const CellTile& cell, const void* rows) {
   Problem p;
@@ -77,7 +82,7 @@ __device__ __forceinline__ Problem first_product(const Experts& e, const CellTil
   return p;
 }
 
-// GEMM_1: its result is written where the rows come from.
+// Returns GEMM_1 of a task: the activated hidden rows times w2^T, written to where the rows come from.
 template <class T>
 __device__ __forceinline__ Problem second_product(const Member& m, const Task& task, const CellTile& cell) {
   const Experts& e = m.experts;
@@ -88,7 +93,8 @@ __device__ __forceinline__ Problem second_product(const Member& m, const Task& t
   return p;
 }
 
-// x Wg^T, a tile of it: the scores of tokens.
+// Returns the gate's product x Wg^T, whose tiles are the scores of tokens. gate_tile() returns the tile of a
+// task.
 template <class T>
 __device__ __forceinline__ Problem gate_product(const Member& m) {
   const Pass& pass = m.pass;
@@ -106,7 +112,8 @@ __device__ __forceinline__ Tile gate_tile(const Pass& pass, const Task& task, in
           task.column * columns};
 }
 
-// T_DI: the tiles across each copy some of the rows. thread: of the crew.
+// Copies a tile's rows of T_DI to where they are kept. Each of the tiles across copies some of them. thread:
+// index among the kCrew threads.
 __device__ __forceinline__ void keep_rows(const Member& m, const Task& task, const CellTile& cell,
                                           int thread) {
   const int64_t bytes = m.pass.layout.row_bytes;
@@ -120,16 +127,18 @@ __device__ __forceinline__ void keep_rows(const Member& m, const Task& task, con
 
 // ---- backward
 
-// The rows of an expert, by source: each begins on a new step. a_begin, b_begin: of source 0's row 0.
-// a_apart, b_apart: from a source's row 0 to the next one's. offsets: where a source's rows begin behind
-// that, in a pool.
+// The rows of an expert, by source, in steps of kTileDepth; each source begins a new step.
+//
+// counts, offsets: row counts, and in a pool the offsets where rows begin; of source s at [s * stride].
+// a_begin, b_begin: row 0 of source 0 in the operands.
+// a_apart, b_apart: rows from a source's row 0 to the next source's.
 struct CellPieces {
   using Step = OnePiece<kTileDepth>::Step;
 
   const int32_t *counts, *offsets;
   int stride, sources, a_apart, b_apart;
   int a_begin = 0, b_begin = 0;
-  int source = 0, before = 0;  // the source of the last step, and the steps before it
+  int source = 0, before = 0;  // the source of the last step, and the number of steps before that source
 
   __device__ __forceinline__ int rows(int of) const { return read(counts + of * stride); }
   __device__ __forceinline__ int steps(const Tile&) const {
@@ -149,12 +158,13 @@ struct CellPieces {
   }
 };
 
-// Row 0 of a source in T_DI, and the rows from there to the next source's.
+// The place of a source's rows of T_DI, kept or sent again: the first row, and the number of rows from there
+// to the next source's first.
 struct InputRows {
   const void* begin;
   int apart;
 
-  // offset: where its rows begin behind that.
+  // offset: where the source's rows begin in the pool, else 0.
   template <class T>
   static __device__ __forceinline__ InputRows of(const Member& m, int peer, int expert, int offset) {
     const Layout& layout = m.pass.layout;
@@ -166,6 +176,8 @@ struct InputRows {
   }
 };
 
+// Returns the product dY w2 of a task. Its epilogue computes dT_M, the activated hidden, and the routing
+// weights' gradients.
 template <class T, Activation kActivation>
 __device__ __forceinline__ Problem hidden_gradient(const Member& m, const Task& task, const CellTile& cell) {
   const Experts& e = m.experts;
@@ -182,6 +194,7 @@ __device__ __forceinline__ Problem hidden_gradient(const Member& m, const Task& 
   return p;
 }
 
+// Returns the product dT_M w1 of a task, whose result goes to where the rows come from.
 template <class T, Activation kActivation>
 __device__ __forceinline__ Problem input_gradient(const Member& m, const Task& task, const CellTile& cell) {
   const Experts& e = m.experts;
@@ -192,7 +205,8 @@ __device__ __forceinline__ Problem input_gradient(const Member& m, const Task& t
   return p;
 }
 
-// dW1 = dT_M^T T_DI (peer 0), dW2 = dY^T active (peer 1): one tile.
+// Returns the sum for one tile of a weight's gradient: dW1 = dT_M^T T_DI if task.peer is 0, dW2 = dY^T active
+// if it is 1. pieces receives the rows.
 template <class T>
 __device__ __forceinline__ Problem weight_gradient(const Member& m, const Task& task, int wide,
                                                    CellPieces& pieces) {
@@ -218,11 +232,18 @@ __device__ __forceinline__ Problem weight_gradient(const Member& m, const Task& 
   return p;
 }
 
-// db1 = the sum of dT_M (peer 0), db2 = that of dY, weighed (peer 1): 64 columns. Each eighth of a warp has
-// every 32nd row, in their order, and what they have is summed in theirs. thread: of the crew, whose barrier
-// meet() is. shared: kBiasBytes of it.
+// Bytes of shared memory that bias_gradient() needs.
 constexpr int kBiasBytes = kCrew / 8 * kBiasColumns * 4;
 
+// Sums 64 columns of a bias's gradient: db1 = the sum of dT_M if task.peer is 0, db2 = the sum of dY times
+// the routing weight if it is 1.
+//
+// Eight threads are a group, which has every 32nd row. A group adds its rows in their order, and then the
+// groups' sums are added in the order of groups.
+//
+// shared: kBiasBytes of memory.
+// thread: index among the kCrew threads.
+// meet(): their barrier.
 template <class T, class Meet>
 __device__ __forceinline__ void bias_gradient(const Member& m, uint8_t* shared, const Task& task, int wide,
                                               int thread, const Meet& meet) {
@@ -262,8 +283,8 @@ __device__ __forceinline__ void bias_gradient(const Member& m, uint8_t* shared, 
   write(to + int64_t{task.expert} * columns + column, narrow<T>(all));
 }
 
-// The routing weights' gradients of a tile go home with its first columns of dX. parts: of a row's inner
-// products.
+// Sends the routing weights' gradients of a tile home, together with the first columns of dX. parts: number
+// of parts of a row's inner product.
 template <class T>
 __device__ __forceinline__ void dots_home(const Member& m, const Task& task, int parts, int thread) {
   const Experts& e = m.experts;
@@ -274,11 +295,11 @@ __device__ __forceinline__ void dots_home(const Member& m, const Task& task, int
 
 // ---- blocks
 
-// The life of a block of kThreads threads. process(member, number, index): a processor's, of the pass that is
-// launched for the member with this index.
+// Runs a block of kThreads threads. process(member, number, index) runs processor `number` of the member with
+// this index in the launch.
 template <int kThreads, class Process>
 __device__ __forceinline__ void act(const Launch& launch, const Process& process) {
-  // Ranks take turns, so that the first blocks to come are some of every rank's.
+  // Ranks take turns, so that the first blocks that start include some of every rank.
   const int ranks = launch.ranks, block = static_cast<int>(blockIdx.x) / ranks;
   const int index = static_cast<int>(blockIdx.x) % ranks;
   const Member& m = launch.of_rank[index];
@@ -288,7 +309,8 @@ __device__ __forceinline__ void act(const Launch& launch, const Process& process
     Scheduler(m.pass, thread, 32).run(kThreads - 32);
   else
     Subscriber(m.pass, thread - 32, kThreads - 32).run();
-  sync_warp();  // here, and not with the other blocks' warps at the end of the kernel
+  // Without this barrier the compiler would let these warps reconverge only at the end of the kernel.
+  sync_warp();
 }
 
 }  // namespace pmoe::flashdmoe

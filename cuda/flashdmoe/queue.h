@@ -1,12 +1,13 @@
-// Putting tasks into tQ: what subscribers and processors do.
+// Puts tasks into the task queue tQ. Subscribers and processors call this.
 #pragma once
 #include "common/device.cuh"
 #include "flashdmoe/pass.h"
 
 namespace pmoe::flashdmoe {
 
-// `down` x `columns` tasks, alike but for their tile (from the task's on) and column, in neighbouring places:
-// tiles that multiply the same columns come together, so that these are in the L2 cache.
+// Pushes `down` x `columns` tasks, which differ only in their tile (task.tile and on) and column (0 and on).
+// They occupy neighbouring places of tQ, and one release publishes all of them. Tasks of the same column
+// follow each other, so that its weights are still in the L2 cache.
 __device__ __forceinline__ void push(const Queue& queue, Task task, int columns = 1, int down = 1) {
   const auto count = static_cast<uint32_t>(columns * down);
   if (count == 0) return;
@@ -19,7 +20,8 @@ __device__ __forceinline__ void push(const Queue& queue, Task task, int columns 
   store_release(&first->ready, count);
 }
 
-// What waits for all rows of an expert: sums over them, by source and row.
+// Pushes the tasks that wait for all rows of an expert: the gradients of its parameters, which are sums by
+// source and row.
 __device__ __forceinline__ void push_sums(const Pass& pass, int expert) {
   const WeightTasks& all = pass.weights;
   for (int i = 0; i < 2; ++i) {
@@ -28,13 +30,15 @@ __device__ __forceinline__ void push_sums(const Pass& pass, int expert) {
   }
 }
 
-// A source's rows are announced (kSourceAnnounced + its tiles), or a tile of them is done (-1). Whoever makes
-// the expert complete puts its sums into tQ.
+// Changes an expert's count of announced sources and tiles left (see kSourceAnnounced). The caller that makes
+// the expert complete pushes its sums.
+//
+// change: kSourceAnnounced + tiles when a source has announced its rows; -1 when a tile is done.
 __device__ __forceinline__ void count_tiles(const Pass& pass, int expert, uint32_t change) {
   const uint32_t all = static_cast<uint32_t>(pass.layout.ranks) * kSourceAnnounced;
   const uint32_t now = add_acq_rel(&pass.whole[expert], change) + change;
   bool begins = now == all;
-  if (begins) write(&pass.whole[expert], 0u);  // nobody adds to it in this round any more
+  if (begins) write(&pass.whole[expert], 0u);  // nobody adds to it again in this round
   if (pass.watch.not_waited & kCompleteBit)
     begins = change >= kSourceAnnounced && now >= all && change != 0u - 1u;
   if (begins) push_sums(pass, expert);

@@ -1,6 +1,8 @@
-// The scheduler (FlashDMoE, Algorithm 2): a warp that hands tasks to idle processors, work-conserving: none
-// is idle while a task is ready. Each lane has its own processors, every `lanes`-th; the lanes that see an
-// idle one take the tasks at the queue's head in their order.
+// The scheduler of FlashDMoE (Algorithm 2): one warp that assigns ready tasks to idle processors.
+//
+// It is work-conserving: while a task is ready, no processor stays idle. Lane l of the warp serves the
+// processors l, l + lanes, l + 2 lanes, ... In each round every lane looks for an idle processor among its
+// own. The lanes that find one take the next tasks from the head of the queue, lowest lane first.
 #pragma once
 #include "comet/protocol.h"
 #include "flashdmoe/pass.h"
@@ -12,7 +14,10 @@ class Scheduler {
   __device__ __forceinline__ Scheduler(const Pass& pass, int lane, int lanes)
       : pass_(pass), lane_(lane), lanes_(lanes) {}
 
-  // subscribers: threads that must have heard everything before the round is over.
+  // Runs until the pass is over.
+  //
+  // subscribers: number of threads that must report that all their messages have arrived before the pass may
+  //     end.
   __device__ __forceinline__ void run(int subscribers) {
     State* const state = pass_.queue.state;
     uint64_t since = 0;
@@ -26,7 +31,8 @@ class Scheduler {
       if (is_hungry != was_hungry && lane_ == 0) store_release(&state->hungry, is_hungry ? 1u : 0u);
       was_hungry = is_hungry;
       is_whole = taken == 0 && ready_ == 0 && !is_busy && is_over(subscribers);
-      // Where tasks wait or are computed, some of them end.
+      // The bound counts from when no task waited or ran, or from the last task that was handed out: while
+      // tasks wait or run, some of them must end within the bound.
       const uint64_t now = nanoseconds();
       if (taken > 0 || since == 0 || !(is_busy || ready_ > 0)) since = now;
       if (now - since > pass_.watch.bound) comet::report(pass_.watch, Wait::kDone, pass_.rank, 0, 0);
@@ -34,6 +40,7 @@ class Scheduler {
     }
     sync_warp();
     if (lane_ != 0) return;
+    // The next round begins with zeros. After a failure the heap is lost, so nothing is reset.
     if (is_whole)
       write(&state->tail, 0u), write(&state->promised, 0u), write(&state->listened, 0u),
           write(&state->granted, 0u), write(&state->routed, 0u);
@@ -42,15 +49,17 @@ class Scheduler {
   }
 
  private:
+  // The state of a lane's processors, as seen at their doors.
   struct Doors {
-    int idle;  // a processor, or -1
+    int idle;  // an idle processor of this lane, or -1
     bool any_busy;
   };
 
-  // At this lane's processors. kInOrder: behind what those that are idle have done.
+  // Looks at the doors of this lane's processors. kInOrder: with acquire, so that everything that idle
+  // processors have done is visible.
   template <bool kInOrder>
   __device__ __forceinline__ Doors look() const {
-    constexpr int kAtOnce = kInOrder ? 1 : 4;  // loads on their way
+    constexpr int kAtOnce = kInOrder ? 1 : 4;  // loads in flight
     Doors found = {-1, false};
     for (int first = lane_; first < pass_.processors; first += kAtOnce * lanes_) {
       uint32_t door[kAtOnce];
@@ -71,7 +80,7 @@ class Scheduler {
     return found;
   }
 
-  // Whether all tasks of the round have been handed out, and none is computed.
+  // Returns whether all tasks of the round have been handed out, and none is running.
   __device__ __forceinline__ bool is_over(int subscribers) {
     const bool has_listened =
         load_acquire(&pass_.queue.state->listened) == static_cast<uint32_t>(subscribers);
@@ -81,8 +90,8 @@ class Scheduler {
     return ballot(look<true>().any_busy) == 0;
   }
 
-  // Goes on to where the tasks end that are ready. A place says how many are from there on; a lane looks at
-  // one.
+  // Finds how many tasks are ready after those known. The place where a push begins says how many tasks it
+  // has published. Each lane loads one place.
   __device__ __forceinline__ void find_ready() {
     const int place = head_ + ready_ + lane_;
     const uint32_t here = place < pass_.queue.room ? load_acquire(&pass_.queue.entry[place].ready) : 0;
@@ -95,7 +104,7 @@ class Scheduler {
     sync_warp();
   }
 
-  // Returns how many tasks found a processor.
+  // Hands the next ready tasks to the lanes' idle processors. Returns how many were handed out.
   __device__ __forceinline__ int hand_out(int idle) {
     const uint32_t waiting = ballot(idle >= 0);
     const int first = count_bits(waiting & ((1u << lane_) - 1));
@@ -111,8 +120,8 @@ class Scheduler {
 
   const Pass& pass_;
   int lane_, lanes_;
-  int head_ = 0;   // of tQ
-  int ready_ = 0;  // tasks from there on, as far as is known
+  int head_ = 0;   // head of tQ: the next task to hand out
+  int ready_ = 0;  // tasks from the head on that are known to be ready
 };
 
 }  // namespace pmoe::flashdmoe

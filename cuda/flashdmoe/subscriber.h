@@ -1,8 +1,8 @@
-// Subscribers (FlashDMoE, Algorithm 3): they look at the flags that other ranks raise, and decode what has
-// arrived into tasks. They alone wait for other ranks; processors never do.
+// Subscribers (FlashDMoE, Algorithm 3): threads that look at the flags which other ranks raise, and turn what
+// has arrived into tasks. Only they wait for other ranks; processors never do.
 //
-// A thread has its own peers, cells and groups of tokens: every `count`-th from its number on. Where one of
-// them has to wait, the others go on.
+// Each thread has its own peers, cells and groups of tokens: number, number + count, ... It looks at all of
+// them in turn, so if one is late, the others go on.
 #pragma once
 #include "comet/protocol.h"
 #include "flashdmoe/places.cuh"
@@ -10,10 +10,17 @@
 
 namespace pmoe::flashdmoe {
 
-constexpr int32_t kUnannounced = 0, kHeard = -1;  // of a cell; else 1 + the tile that is awaited
-constexpr int kTilesTogether = 8;  // of a cell, at most: each column of weights is read for all
+// The values of Pass::heard, how far a cell of incoming rows has come:
+//
+//   kUnannounced   the source has not announced its rows yet
+//   1 + tile       all tiles before this one have been pushed
+//   kHeard         all tiles have arrived
+constexpr int32_t kUnannounced = 0, kHeard = -1;
 
-// What a thread saw missing first, and since when nothing has come.
+// Largest number of tiles of a cell that are pushed together. A column of weights is then read once for them.
+constexpr int kTilesTogether = 8;
+
+// The first thing that a thread saw missing in this look, and since when nothing has arrived.
 struct Missing {
   Wait wait = Wait::kNone;
   int peer = 0, expert = 0, part = 0;
@@ -22,7 +29,10 @@ struct Missing {
   __device__ __forceinline__ void note(Wait what, int of, int e, int tile) {
     if (wait == Wait::kNone) wait = what, peer = of, expert = e, part = tile;
   }
-  // Behind a look at everything. false: that was too long, or somebody else has failed.
+  // Ends a look at everything. Returns false if the wait was too long, which it reports, or if the rank has
+  // failed.
+  //
+  // moved: true if something has arrived in this look.
   __device__ __forceinline__ bool may_go_on(const Watch& watch, bool moved) {
     if (comet::has_failed(watch)) return false;
     const uint64_t now = nanoseconds();
@@ -44,6 +54,7 @@ class Subscriber {
     slot_ = group_ * kCombineTokens * pass.choices;
   }
 
+  // Runs until everything of this thread has arrived.
   __device__ __forceinline__ void run() {
     const Watch& watch = pass_.watch;
     comet::nap(watch, 7000 + number_);
@@ -74,6 +85,7 @@ class Subscriber {
   }
 
  private:
+  // Returns whether a flag of this round is raised.
   __device__ __forceinline__ bool is_raised(int64_t flag, Wait wait) const {
     if (pass_.watch.not_waited >> static_cast<int>(wait) & 1) return true;
     const auto* const word = reinterpret_cast<const uint32_t*>(pass_.own() + flag);
@@ -85,14 +97,14 @@ class Subscriber {
     moved_ = true;
   }
 
-  // This thread's groups of tokens, of a kind of task.
+  // Pushes routing tasks of one type for this thread's groups of tokens.
   __device__ __forceinline__ void route(TaskType type) {
     for (int group = number_; group < pass_.routing.groups; group += count_, ++promised_)
       push({type, pass_.rank, 0, group, 0});
   }
 
-  // Whether this rank's own rows have their places. When all scores are there groups are counted, and placed
-  // when all of them are.
+  // Returns whether this rank's own rows have their places. It starts the counting of groups when all scores
+  // are computed, and the placing when all groups are counted.
   __device__ __forceinline__ bool is_routed(Missing& missing) {
     if (is_routed_) return true;
     const auto scored = static_cast<uint32_t>(pass_.routing.scored());
@@ -113,7 +125,8 @@ class Subscriber {
     return is_routed_;
   }
 
-  // A peer that has begun the round is told how many rows come. Whether that is done.
+  // Announces to a peer how many rows come, as soon as the peer has begun the round. Returns whether that is
+  // done.
   __device__ __forceinline__ bool greet(int peer, uint64_t bit, Missing& missing) {
     if (greeted_ & bit) return true;
     if (!is_routed_) return false;
@@ -129,7 +142,8 @@ class Subscriber {
     return true;
   }
 
-  // This rank's rows, where it is known where they go. Whether that is done.
+  // Pushes the tasks that send this rank's rows to a peer, as soon as it is known where they go. Returns
+  // whether that is done.
   __device__ __forceinline__ bool send(int peer, uint64_t bit, Missing& missing) {
     if (sent_ & bit) return true;
     if (!(greeted_ & bit)) return false;
@@ -148,7 +162,7 @@ class Subscriber {
     return true;
   }
 
-  // Room in the pool for a source's rows. Whether it is granted.
+  // Gives room in the pool to a source, as soon as it has announced its rows. Returns whether that is done.
   __device__ __forceinline__ bool grant(int source, uint64_t bit, Missing& missing) {
     if (granted_ & bit || !pass_.layout.is_pool) return true;
     if (!is_raised(pass_.layout.announced(source), Wait::kAnnounced)) {
@@ -161,13 +175,13 @@ class Subscriber {
     return true;
   }
 
-  // Whether a source has told how many rows come, and this rank knows where.
+  // Returns whether a source has announced its rows, and this rank has chosen where they go.
   __device__ __forceinline__ bool is_known(int source) const {
     if (!pass_.layout.is_pool) return is_raised(pass_.layout.announced(source), Wait::kAnnounced);
     return pass_.watch.not_waited & kKnownBit || is_raised(pass_.layout.known(source), Wait::kAnnounced);
   }
 
-  // Each tile of a cell that has arrived: its first product's tasks. Whether all have.
+  // Pushes the first product's tasks for tiles of a cell that have arrived. Returns whether all tiles have.
   __device__ __forceinline__ bool hear(int cell, Missing& missing) {
     const Layout& layout = pass_.layout;
     int32_t heard = read(&pass_.heard[cell]);
@@ -191,7 +205,8 @@ class Subscriber {
     const int whole = smaller(heard + kTilesTogether, tiles + 1);
     while (arrived < whole && is_raised(layout.arrival(source, e, first + arrived - 1), Wait::kArrival))
       ++arrived;
-    // Fewer than could come together wait for the others while no processor waits for them.
+    // If more tiles could still be pushed together with these, they wait for more, unless a processor is
+    // idle.
     if (arrived > heard) {
       missing.since = 0;
       if (arrived == whole || load_relaxed(&pass_.queue.state->hungry) != 0) {
@@ -207,7 +222,8 @@ class Subscriber {
     return heard == kHeard;
   }
 
-  // Groups of tokens whose products have all come back, one after the other. Whether that is all of them.
+  // Pushes the combine task of each of this thread's groups of tokens, in order, as soon as all products of
+  // the group have come back. Returns whether all groups are done.
   __device__ __forceinline__ bool gather(Missing& missing) {
     if (!is_routed_) return false;
     const Layout& layout = pass_.layout;
@@ -230,11 +246,11 @@ class Subscriber {
 
   const Pass& pass_;
   int number_, count_;
-  int group_, slot_;                               // of the tokens that are looked for
-  uint64_t greeted_ = 0, sent_ = 0, granted_ = 0;  // a bit a peer of this thread's
-  uint32_t promised_ = 0;                          // tasks that follow from what it has heard
-  bool is_scored_ = false, is_counted_ = false, is_routed_ = false;  // this rank's tokens
-  bool moved_ = false;                                               // something has come at this look
+  int group_, slot_;                               // the group and the slot that are looked at
+  uint64_t greeted_ = 0, sent_ = 0, granted_ = 0;  // one bit for each peer of this thread
+  uint32_t promised_ = 0;                          // tasks that follow from what has arrived so far
+  bool is_scored_ = false, is_counted_ = false, is_routed_ = false;  // stages of this rank's routing
+  bool moved_ = false;                                               // something has arrived in this look
 };
 
 }  // namespace pmoe::flashdmoe

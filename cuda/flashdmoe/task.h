@@ -1,31 +1,32 @@
-// Tasks (FlashDMoE, section 5.2): the tiles of work that subscribers and processors put into the task queue
-// tQ and the scheduler hands out.
+// Tasks (FlashDMoE, section 5.2): tiles of work. Subscribers and processors push them to the task queue tQ;
+// the scheduler hands them to processors.
 #pragma once
 #include "common/host_device.h"
 
 namespace pmoe::flashdmoe {
 
-// What routes comes first.
+// Kinds of tasks. Those of routing come first.
 enum class TaskType : uint32_t {
   kScores,  // the gate's product: a tile of its scores
-  kCount,   // a group of tokens: its experts, where they are chosen here; its rows by expert
-  kPlace,   // a group of tokens: where its rows stand among their experts'
+  kCount,   // a group of tokens: chooses experts, if the launch does, and counts rows by expert
+  kPlace,   // a group of tokens: finds the places of its rows among their experts'
   kDispatch,
   kGemm0,           // T_DI w1^T and the nonlinearity
   kGemm1,           // the activated hidden rows, times w2^T
   kHiddenGradient,  // dY w2 and the nonlinearity's gradient: dT_M
   kInputGradient,   // dT_M w1
-  kWeightGradient,  // of w1 (peer 0) and w2 (peer 1)
-  kBiasGradient,    // of b1 (peer 0) and b2 (peer 1)
+  kWeightGradient,  // of w1 (peer 0) or w2 (peer 1)
+  kBiasGradient,    // of b1 (peer 0) or b2 (peer 1)
   kCombine,
 };
 
-// Packed as kind, peer, expert: the metadata M of the paper's tuple. What is multiplied follows from it.
+// One task, packed into 16 bytes. Type, peer and expert are the metadata M of the paper's tuple; what is
+// multiplied follows from them.
 struct Task {
   TaskType type;
-  int peer;    // dispatch: to whom; products of rows: whose rows
-  int expert;  // of the rank that computes
-  int tile;    // of the cell's rows; routing and combine: group of tokens; scores and weights: down
+  int peer;    // dispatch: the receiver; products of rows: the rows' source
+  int expert;  // index on the rank that computes
+  int tile;    // row tile of the cell; routing, combine: group of tokens; scores, weights: row tile
   int column;  // tile across
 
   PMOE_HD Words packed() const {
@@ -38,9 +39,9 @@ struct Task {
   }
 };
 
-// The products that a tile of rows goes through, one after the other, and how many tiles across each has.
 constexpr int kMostStages = 3;
 
+// The products that a tile of rows goes through one after the other, and the number of tiles across each has.
 struct Stages {
   TaskType type[kMostStages] = {TaskType::kGemm0, TaskType::kGemm1};
   int columns[kMostStages] = {1, 1, 0};
@@ -54,23 +55,24 @@ struct Stages {
   PMOE_HD int tasks() const { return columns[0] + columns[1] + columns[2]; }
 };
 
-// A place of tQ. It is used once a round: whoever puts a task there has taken its number from the tail.
+// A place of tQ. It is used once a round: a push reserves its places by adding to the tail.
 struct alignas(32) Entry {
   Words task;
-  uint32_t ready;  // tasks from here on that are: set behind the last, cleared by the scheduler
+  uint32_t ready;  // tasks from here on that are written; stored last, cleared by the scheduler
 };
 
-// Of one rank: what its actors share, all zeros between rounds but for `over`.
+// The counters that the actors of one rank share. Everything but `over` is zero between rounds.
 struct State {
   uint32_t tail;      // of tQ
-  uint32_t promised;  // tasks that subscribers know of: behind the last subscriber, all of the round's
-  uint32_t listened;  // subscribers that have heard everything
-  uint32_t granted;   // tiles of the pool
-  uint32_t routed;    // routing tasks that have ended: scores, then those that count, those that place
-  uint32_t hungry;    // 1: a processor is idle, and no task is ready. A hint
+  uint32_t promised;  // tasks that finished subscribers expect; after the last one, all tasks of the round
+  uint32_t listened;  // subscribers to whom everything has arrived
+  uint32_t granted;   // tiles of the pool that are given away
+  uint32_t routed;    // finished routing tasks: first all of kScores, then of kCount, then of kPlace
+  uint32_t hungry;    // hint: 1 while a processor is idle and no task is ready
   uint32_t over;      // the last round that has ended
 };
 
+// The task queue tQ of a rank, with `room` places.
 struct Queue {
   Entry* entry;
   int room;

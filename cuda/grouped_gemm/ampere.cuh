@@ -1,5 +1,8 @@
-// The grouped product with the instructions of sm_80: a ring of stages filled by cp.async, fragments by
-// ldmatrix, products by mma.sync. It runs wherever Hopper's own does not, as machine code or from PTX.
+// The grouped product with the instructions of sm_80. It runs wherever Hopper's does not, as machine code or
+// from PTX.
+//
+// cp.async fills a ring of stages in shared memory, ldmatrix loads fragments from the stages, and mma.sync
+// multiplies.
 #pragma once
 #include "box.h"
 #include "common/device.cuh"
@@ -27,7 +30,7 @@ struct Shared {
 
 struct NumberedShared {
   Shared gemm;
-  int tile[2];  // the number of this tile and of the next
+  int tile[2];  // number of this tile and of the next, in alternating places (see BlockWalk)
 };
 
 constexpr int kSharedBytes = sizeof(NumberedShared);
@@ -36,7 +39,8 @@ PMOE_HD constexpr int tile_columns(bool halves) { return halves ? kColumns / 2 :
 
 using OnePiece = pmoe::OnePiece<kDepth>;
 
-// Copies one stage's operands. Lines are rows of what lies in memory, as in hopper.cuh.
+// Copies the operands of one stage into shared memory. As in hopper.cuh, a line is a row of the operand as it
+// lies in memory.
 template <class T, Form kForm, bool kHalves>
 struct Loader {
   const Problem& p;
@@ -48,7 +52,8 @@ struct Loader {
   __device__ __forceinline__ Loader(const Problem& problem, int thread)
       : p(problem), tall(thread), flat(thread) {}
 
-  // Sources of A's lines, where they do not change with the step.
+  // Finds the rows of memory that A's lines come from. They are the same for every step of a tile, except for
+  // form kWeight, whose steps go along the rows.
   __device__ __forceinline__ void find_rows(const Tile& tile, Tall& source) const {
     find_sources(
         kForm == Form::kForward && p.a_gathered ? p.slot : nullptr, p.top_k, tile.group_begin,
@@ -82,7 +87,7 @@ struct Loader {
       Tall source;
       PMOE_UNROLL
       for (int i = 0; i < BoxCopy<kThreads, 128>::kPerThread; ++i) {
-        // Of two halves a warp has 32 lines of the gate's and 32 of its partner's.
+        // If columns are in halves, a warp has 32 lines of the gate's half and 32 lines of its partner's.
         const int line = tall.line(i);
         const int column = tile.column + (kHalves ? line / kWarpWidth * 32 + line % 32 : line);
         source[i] = column < columns ? column + (kHalves && line % kWarpWidth >= 32 ? columns : 0) : -1;
@@ -103,12 +108,13 @@ struct Loader {
   }
 };
 
-// Four 8 x 8 matrices from lines and chunks of a box: lane l gives the address of line l % 8 of matrix l / 8.
+// Returns the address of a chunk. ldmatrix loads four 8 x 8 matrices; lane l must give it the address of line
+// l % 8 of matrix l / 8.
 __device__ __forceinline__ const uint8_t* place(const uint8_t* box, int line, int chunk) {
   return box + chunk_offset(line, chunk);
 }
 
-// A's fragment of 16 rows from `row` on and 16 of the reduction from 16 `i` on.
+// Loads A's fragment of the 16 rows from `row` on, for the 16 numbers of the reduction from 16 i on.
 template <bool kTranspose>
 __device__ __forceinline__ void load_fragment_a(uint32_t (&r)[4], const uint8_t* a, int row, int i,
                                                 int lane) {
@@ -121,7 +127,8 @@ __device__ __forceinline__ void load_fragment_a(uint32_t (&r)[4], const uint8_t*
   }
 }
 
-// B's fragments of 16 columns from `column` on: r[0], r[1] of the first 8, r[2], r[3] of the others.
+// Loads B's fragments of the 16 columns from `column` on: r[0] and r[1] hold the first 8, r[2] and r[3] the
+// others.
 template <bool kTranspose>
 __device__ __forceinline__ void load_fragment_b(uint32_t (&r)[4], const uint8_t* b, int column, int i,
                                                 int lane) {
@@ -134,6 +141,8 @@ __device__ __forceinline__ void load_fragment_b(uint32_t (&r)[4], const uint8_t*
   }
 }
 
+// Multiplies one stage: adds its part of the product to the accumulators d of this warp, whose rows begin at
+// 32 `down` and whose columns begin at kWarpWidth `across`.
 template <class T, Form kForm>
 __device__ __forceinline__ void multiply_stage(const uint8_t* a, const uint8_t* b, float (&d)[2][2][16],
                                                int down, int across, int lane) {
@@ -157,8 +166,12 @@ __device__ __forceinline__ void multiply_stage(const uint8_t* a, const uint8_t* 
   }
 }
 
-// walk: the block's tiles. ready(tile) and stored(tile): called by all threads, before anything of the tile's
-// rows is loaded, and when all of the tile is stored.
+// Computes all tiles of a block. All threads of the block call it.
+//
+// walk: the block's tiles; next(tile) returns false after the last.
+// ready(tile): called by all threads before anything of the tile's rows is loaded.
+// stored(tile): called by all threads when the whole tile is stored.
+// pieces: the rows that form kWeight sums over.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, class Walk, class Ready,
           class Stored, class Pieces = OnePiece>
 __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk walk, const Ready& ready,
@@ -184,21 +197,24 @@ __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk w
     for (int i = 0; i < kStages - 1; ++i) filled.advance();
     for (int step = 0; step < end; ++step, ring.advance(), filled.advance()) {
       cp_async_wait<kStages - 2>();
-      sync_block();  // everybody's copies of this stage are there, and nobody reads the one filled next
+      // All threads' copies of this stage are complete, and no thread still reads the stage that is filled
+      // next.
+      sync_block();
       const int next = step + kStages - 1;
       if (next < end) loader.load(shared.a[filled.stage], shared.b[filled.stage], tile, rows, next, pieces);
       cp_async_commit();
       multiply_stage<T, kForm>(shared.a[ring.stage], shared.b[ring.stage], d, down, across, lane);
     }
     cp_async_wait<0>();
-    sync_block();  // nobody reads the stages any more: warps exchange results there
+    // No thread reads the stages any more, so warps may use them to exchange results.
+    sync_block();
     using Stores = Store<T, kForm, kEpilogue, kActivation, false>;
     PMOE_UNROLL
     for (int m = 0; m < 2; ++m) {
       Stores store(p, tile, down * 32 + m * 16, lane, shared.a[0] + thread / 32 * kExchangeBytes);
       const int column = tile.column + across * (kHalves ? 32 : kWarpWidth);
-      // A block has both groups of 32 accumulators' columns, or one group's where a gradient is of two
-      // halves.
+      // A block of the epilogue is both groups of 32 accumulated columns. For a gradient whose hidden columns
+      // are in halves it is one group.
       constexpr int kBlocks = kHalves ? 1 : kWarpWidth / Stores::kBlockColumns;
       PMOE_UNROLL
       for (int i = 0; i < kBlocks; ++i) {
@@ -208,13 +224,17 @@ __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk w
       }
       store.finish(tile.column / kColumns * kWarpColumns + across);
     }
-    sync_block();  // the next tile's first stages are filled at once
+    // The next tile's first stages are filled at once, so every warp must be done with its exchange.
+    sync_block();
     stored(tile);
   }
 }
 
-// The tiles of one block of a grid. A number has one of two places in turn: whoever reads it late does so
-// before the meeting that comes before the place is written again.
+// The tiles of one block, in the order in which it computes them.
+//
+// The first thread finds the number of the next tile and passes it on through shared memory. Numbers use two
+// places in turn. A thread that reads its number late still reads it before the next sync_block(), and the
+// place is written again only after that.
 template <Form kForm, bool kHalves>
 class BlockWalk {
  public:

@@ -1,4 +1,5 @@
-// Addresses and streams come as integers; pmoe/kernels/grouped_gemm/products.py has checked their meaning.
+// Python binding of the grouped products. Addresses and streams arrive as integers;
+// pmoe/kernels/grouped_gemm/products.py has checked what they point to.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -28,7 +29,7 @@ T* at(Address address) {
 }
 
 void list_kernels(std::vector<pmoe::KernelInfo>& found) {
-  static std::map<std::string, int> names;  // whose keys outlive what points to them
+  static std::map<std::string, int> names;  // static, because KernelInfo::name points to its keys
   const auto add = [&](const GroupedGemm& which, const pmoe::GroupedGemmPath& path) {
     const char* name = names.emplace(name_of(which, path), 0).first->first.c_str();
     found.push_back(
@@ -39,7 +40,7 @@ void list_kernels(std::vector<pmoe::KernelInfo>& found) {
   pmoe::for_each_grouped_gemm(1, [&](const GroupedGemm& which) { add(which, pmoe::ampere_path); });
 }
 
-// How a product's blocks are to share an operand.
+// Fills in how the two blocks of a cluster share an operand; kByRule chooses by the shape.
 void share(GroupedGemm& which, pmoe::Problem& p, Sharing sharing) {
   if (sharing == Sharing::kByRule) sharing = pmoe::best_sharing(which.form, p, pmoe::ceil_div(p.n, 256));
   which.cluster = sharing == Sharing::kB ? 2 : 1;
@@ -64,8 +65,8 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
   GroupedGemm which = {static_cast<Element>(element), static_cast<Form>(form),
                        static_cast<Epilogue>(epilogue), static_cast<pmoe::Activation>(activation)};
   if (which.form != Form::kForward && (slot != 0 || a_gathered))
-    throw std::invalid_argument("slot and a_gathered must be left out of form " + std::to_string(form) +
-                                ": only form 0, forward, gathers rows or has weights by slot");
+    throw std::invalid_argument("slot and a_gathered must be left out in form " + std::to_string(form) +
+                                ": only form 0 (forward) gathers rows or takes weights by slot");
   pmoe::Problem p;
   p.a = at<void>(a), p.b = at<void>(b), p.d = at<void>(d);
   p.a_stride = a_stride, p.b_stride = b_stride, p.d_stride = d_stride;
@@ -87,7 +88,7 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
 
 void bind_grouped_gemm(py::module_& m) {
   using py::arg;
-  // A full queue of launches blocks: other threads must not wait for it, too.
+  // A launch blocks while the queue of launches is full. The GIL is released, so that other threads go on.
   m.def("grouped_gemm", &grouped_gemm, py::kw_only(), arg("device"), arg("stream"), arg("hopper"),
         arg("element"), arg("form"), arg("epilogue") = 0, arg("activation") = 0, arg("a"), arg("a_rows"),
         arg("a_stride"), arg("b"), arg("b_rows") = 0, arg("b_stride") = 0, arg("d"), arg("d_stride"),
@@ -96,13 +97,13 @@ void bind_grouped_gemm(py::module_& m) {
         arg("active_stride") = 0, arg("hidden") = 0, arg("hidden_stride") = 0, arg("row_dots") = 0,
         arg("weighs_active") = false, arg("wide") = false, arg("accumulates") = false, arg("sharing") = 0,
         arg("spare") = 0, arg("next_tile") = 0, py::call_guard<py::gil_scoped_release>(),
-        "One launch of a grouped product; see cuda/grouped_gemm/problem.h.");
+        "Launches a grouped product; for the arguments see cuda/grouped_gemm/problem.h.");
   m.def(
       "row_dot_parts",
       [](bool hopper, int columns) {
         return hopper ? pmoe::hopper_row_dot_parts(columns) : pmoe::ampere_row_dot_parts(columns);
       },
-      "In how many parts a kernel leaves a row's inner products over so many columns.");
+      "Returns the number of parts into which a kernel splits a row's inner product over `columns` columns.");
 }
 
 const pmoe::Module joined(bind_grouped_gemm, list_kernels);

@@ -1,6 +1,15 @@
-// Boxes of shared memory: lines of 64 elements of 16 bits, 128 bytes, in the layout that the tensor memory
-// accelerator calls a 128-byte swizzle: within 8 lines (1024 bytes) the eight 16-byte chunks of line i are
-// exchanged by i. A column of chunks so lies in eight different groups of banks. Boxes begin on 1024 bytes.
+// The layout of operands in shared memory: boxes of lines of 64 elements of 16 bits, 128 bytes a line.
+//
+// It is the tensor memory accelerator's 128-byte swizzle. A line is eight chunks of 16 bytes, and chunk c of
+// line i lies at place c ^ (i % 8):
+//
+//   line 0   0 1 2 3 4 5 6 7
+//   line 1   1 0 3 2 5 4 7 6
+//   line 2   2 3 0 1 6 7 4 5
+//   ...
+//
+// So the same chunk of eight successive lines lies in eight different groups of banks, and reading a column
+// of chunks causes no bank conflict. A box begins at a multiple of 1024 bytes.
 #pragma once
 #include "common/host_device.h"
 
@@ -8,11 +17,11 @@ namespace pmoe {
 
 constexpr int kBoxColumns = 64;
 constexpr int kLineBytes = 128;
-constexpr int kChunks = 8;  // of a line, 8 elements each
+constexpr int kChunks = 8;  // chunks of a line, 8 elements each
 
 PMOE_HD constexpr int box_bytes(int lines) { return lines * kLineBytes; }
 
-// Byte offset of a chunk in its box.
+// Returns the byte offset of a chunk in its box.
 PMOE_HD constexpr int chunk_offset(int line, int chunk) {
   return line * kLineBytes + ((chunk ^ (line & 7)) << 4);
 }

@@ -1,10 +1,13 @@
-// From accumulators to the result: bias, nonlinearity, its gradient, weights.
+// The epilogue: turns accumulators into the stored result (bias, nonlinearity or its gradient, weights).
 //
-// A warp holds 16 rows, and of them 32 columns at a time in two places, 16 floats a thread each, as the
-// matrix instructions of both paths leave them: lane l has, for j in 0..3 and h in 0..1, row l / 4 + 8 h and
-// columns 8 j + 2 (l % 4) + {0, 1} in values[4 j + 2 h + {0, 1}]. The two places are neighbours, or matching
-// columns of a gate and its partner. All arithmetic is in this layout; what is read or written goes through
-// an Exchange.
+// A warp stores 16 rows. It works on two places of 32 columns at a time, 16 floats a thread for each place,
+// in the layout in which the matrix instructions of both paths leave them. Lane l holds, for j in 0..3 and h
+// in 0..1, in values[4 j + 2 h + {0, 1}]:
+//
+//   row l / 4 + 8 h,   columns 8 j + 2 (l % 4) + {0, 1}
+//
+// The two places are neighbouring columns, or matching columns of a SwiGLU gate and its partner. All
+// arithmetic is done in this layout. An Exchange converts from it and to it where memory is read or written.
 #pragma once
 #include "common/device.cuh"
 #include "common/scalar.h"
@@ -14,16 +17,19 @@
 
 namespace pmoe {
 
-// 16 rows x 64 columns of float as fragments of T, two neighbours a word.
+// Rounds 16 rows x 64 columns of floats to fragments of T, two neighbouring values in a word.
 template <class T>
 __device__ __forceinline__ void round_all(const float (&values)[32], uint32_t (&word)[16]) {
   PMOE_UNROLL
   for (int i = 0; i < 16; ++i) word[i] = pack2<T>(values[2 * i], values[2 * i + 1]);
 }
 
-// The gradient of SwiGLU reads T_M, two halves of 16 rows of a tile's `width` columns a warp, without
-// registers to fetch it ahead: it is asked for when the tile's products begin. row: the first of the 16 in
-// the tile.
+// Asks for a tile's T_M to be brought into the L2 cache. It is called when the tile's products begin.
+//
+// The gradient of SwiGLU reads both halves of T_M for 16 rows x `width` columns a warp. The registers do not
+// suffice to load them ahead of time.
+//
+// row: the first of the warp's 16 rows in the tile.
 template <class T>
 __device__ __forceinline__ void prefetch_halves(const Problem& p, const Tile& tile, int row, int lane,
                                                 int width) {
@@ -38,18 +44,19 @@ __device__ __forceinline__ void prefetch_halves(const Problem& p, const Tile& ti
   }
 }
 
-// Stores 16 rows of a tile. All 32 lanes of a warp call every member together.
+// Stores 16 rows of a tile. All 32 lanes of a warp must call each member together.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, bool kByMatrix>
 class Store {
  public:
   static constexpr bool kGated = kActivation == Activation::kSwiglu;
-  // Whether the two places of a block are a gate's columns and its partner's.
+  // True if the two places of a block are a gate's columns and its partner's.
   static constexpr bool kHalves = are_halves(kEpilogue, kActivation);
-  // Columns of the result that a block has; of each half where hidden columns are in halves. Gradients take
-  // 32 at a time: accumulators, T_M and two results of more do not fit the registers.
+  // Number of result columns in a block; for hidden columns in halves, of each half. Gradients take only 32
+  // at a time, because the accumulators, T_M and two results of more columns do not fit the registers.
   static constexpr int kBlockColumns = kGated || kEpilogue == Epilogue::kHiddenGradient ? 32 : 64;
 
-  // row: the first of the 16 in the tile. buffer: kExchangeBytes of the warp's own.
+  // row: the first of the 16 rows in the tile.
+  // buffer: kExchangeBytes of shared memory that only this warp uses.
   __device__ __forceinline__ Store(const Problem& p, const Tile& tile, int row, int lane, void* buffer)
       : p_(p), exchange_(buffer, lane), lane_(lane), expert_(tile.expert), left_(tile.rows - row) {
     first_ = kForm == Form::kWeight ? int64_t{tile.expert} * p.m + tile.row + row
@@ -65,11 +72,12 @@ class Store {
     }
   }
 
-  // What the gradient of a block needs from memory.
+  // The numbers that a block of the gradient reads from memory: 16 rows of T_M.
   struct Ahead {
     Words hidden[4];
   };
 
+  // Loads what the block at `column` needs. It is called before the block's turn, to hide the latency.
   __device__ __forceinline__ void fetch(int column, Ahead& ahead) const {
     if constexpr (kEpilogue == Epilogue::kHiddenGradient) {
       const int chunk = exchange_.column(), own = column + chunk % 32;
@@ -84,16 +92,21 @@ class Store {
     }
   }
 
-  // first, second: 16 x 32 of the product each. column: where the first begins in the result (of its half);
-  // the second is 32 columns on, or at the same place of the other half; a gradient is of the first alone.
-  // next(): called once, when `ahead` may be overwritten: it fetches the next block's while this one is
-  // worked on, or, of two halves, when there are registers for it: when half of the results are stored.
+  // Stores one block.
+  //
+  // first, second: 16 x 32 of the product each.
+  // column: where `first` begins in the result, or in its half. `second` is 32 columns further on, or at the
+  //     same column of the other half. A gradient uses `first` only.
+  // ahead: what fetch() has loaded for this block.
+  // next(): called once, as soon as `ahead` may be overwritten, to fetch the next block's. That is at the
+  //     beginning; for the gradient of SwiGLU it is after half of the results are stored, when registers are
+  //     free.
   template <class Next>
   __device__ __forceinline__ void block(const float* first, const float* second, int column,
                                         const Ahead& ahead, const Next& next) {
     const Ahead own = ahead;
     if constexpr (!kGated) next();
-    // Or the addresses of all rows would stay in registers from block to block, and accumulators would not.
+    // Otherwise the compiler would keep the addresses of all rows in registers, and would spill accumulators.
     forget(first_);
     exchange_.forget_places();
     float values[32];
@@ -124,7 +137,9 @@ class Store {
     }
   }
 
-  // part: which part of the columns these rows' inner products are of.
+  // Stores the inner products of the rows. Must be called after the last block.
+  //
+  // part: which part of the columns they belong to; see Problem::row_dots.
   __device__ __forceinline__ void finish(int part) {
     if constexpr (kEpilogue == Epilogue::kHiddenGradient) {
       PMOE_UNROLL
@@ -139,19 +154,19 @@ class Store {
   }
 
  private:
-  // Of the activated hidden.
+  // Returns the factor of row h's activated hidden.
   __device__ __forceinline__ float scale(int h) const { return p_.weighs_active ? weight_[h] : 1.0f; }
 
-  // Columns of the result, of one half where it has two.
+  // Returns the number of columns of the result, or of one half if it has two.
   __device__ __forceinline__ int columns() const { return kHalves ? p_.n / 2 : p_.n; }
 
-  // Where the lane's i-th row has a column, and whether the row is there.
+  // at() returns the offset of a column in the lane's i-th row; exists() returns whether that row exists.
   __device__ __forceinline__ int64_t at(int64_t stride, int i, int column) const {
     return (first_ + exchange_.row(i)) * stride + column;
   }
   __device__ __forceinline__ bool exists(int i) const { return exchange_.row(i) < left_; }
 
-  // 64 neighbouring columns.
+  // Stores 64 neighbouring columns.
   __device__ __forceinline__ void store_words(const uint32_t (&word)[16], void* base, int64_t stride,
                                               int column, int columns) const {
     Words rows[4];
@@ -162,7 +177,8 @@ class Store {
       if (exists(i) && own < columns) store16(static_cast<T*>(base) + at(stride, i, own), rows[i]);
   }
 
-  // 32 columns of one half and the same of the other, `apart` further on; 0 stores the first alone.
+  // Stores 32 columns of the first half, and the same 32 of the other half `apart` elements further on. If
+  // `apart` is 0, stores only the first.
   __device__ __forceinline__ void store_halves(const uint32_t (&word)[16], void* base, int64_t stride,
                                                int column, int apart) const {
     Words rows[4];
@@ -174,7 +190,7 @@ class Store {
       if (exists(i)) store16(static_cast<T*>(base) + at(stride, i, own + (chunk < 32 ? 0 : apart)), rows[i]);
   }
 
-  // 32 columns of two results.
+  // Stores 32 columns of two results.
   __device__ __forceinline__ void store_two(const uint32_t (&word)[16], void* first, int64_t first_stride,
                                             void* second, int64_t second_stride, int column) const {
     Words rows[4];
@@ -194,7 +210,7 @@ class Store {
     store_words(word, p_.d, kForm == Form::kWeight ? p_.n : p_.d_stride, column, p_.n);
   }
 
-  // The bias is the same for both rows of a lane.
+  // Adds the bias. It is the same for both rows of a lane.
   __device__ __forceinline__ void add_bias(float (&values)[32], int column) const {
     const T* bias = static_cast<const T*>(p_.bias) + int64_t{expert_} * p_.n;
     PMOE_UNROLL
@@ -211,7 +227,8 @@ class Store {
     }
   }
 
-  // The activated hidden is that of the rounded one, which is all that backward has.
+  // Stores the hidden activation and the activated hidden. The latter is computed from the rounded hidden
+  // values, since backward has only those.
   __device__ __forceinline__ void store_hidden(const float (&values)[32], int column) const {
     uint32_t hidden[16], active[16];
     round_all<T>(values, hidden);
@@ -234,7 +251,8 @@ class Store {
     }
   }
 
-  // values: <dT_O, w2>, before the routing weight is multiplied in, so that <active, values> is its gradient.
+  // Stores the gradient of the hidden activation. values: the gradient of the activated hidden, <dT_DO, w2>,
+  // not yet multiplied by the routing weight; so <active, values> is the gradient of the routing weight.
   template <class Next>
   __device__ __forceinline__ void store_hidden_gradient(const float (&values)[32], int column,
                                                         const Ahead& ahead, const Next& next) {
@@ -273,7 +291,7 @@ class Store {
     }
   }
 
-  // active = silu(x) up, and the gradients of x and up for that of active, `grad` times the weight.
+  // Computes active = silu(x) * up, and the gradients of x and up from the gradient of active, weight * grad.
   static __device__ __forceinline__ void gated(float x, float up, float grad, float weight, float& active,
                                                float& grad_x, float& grad_up) {
     const float s = sigmoid(x), value = x * s, weighted = weight * grad;
@@ -302,8 +320,8 @@ class Store {
   const Problem& p_;
   Exchange<kByMatrix> exchange_;
   int lane_, expert_;
-  int left_;       // rows of the 16 that exist, or more
-  int64_t first_;  // row of the result
+  int left_;       // existing rows from the first of the 16 on; may exceed 16
+  int64_t first_;  // the first of the 16 rows in the result
   float weight_[2], dot_[2];
 };
 

@@ -1,10 +1,12 @@
-// Between the two layouts of a warp's 16 rows x 64 columns of 16-bit values: fragments, as matrix
-// instructions leave and take them, and rows, of which a lane has 16 bytes and eight lanes 128 neighbouring
-// bytes, as memory wants them. Through 2 KiB of shared memory of the warp's own, a swizzled box of 16 lines
-// (box.h): neither way meets a bank twice.
+// Converts a warp's 16 rows x 64 columns of 16-bit values between two layouts:
 //
-//   fragments: word[2 j + h] of lane l: row l / 4 + 8 h, columns 8 j + 2 (l % 4) + {0, 1}; j in 0..7
-//   rows:      lane l has of row l / 8 + 4 i chunk l % 8, that is columns 8 (l % 8) + 0..7; i in 0..3
+//   fragments   as matrix instructions produce and take them. word[2 j + h] of lane l, j in 0..7, h in 0..1:
+//               row l / 4 + 8 h, columns 8 j + 2 (l % 4) + {0, 1}
+//   rows        as memory is accessed: eight lanes have 128 neighbouring bytes. rows[i] of lane l, i in 0..3:
+//               row l / 8 + 4 i, columns 8 (l % 8) + 0..7
+//
+// The values pass through 2 KiB of shared memory that only this warp uses, a swizzled box of 16 lines
+// (box.h). Neither direction has bank conflicts.
 #pragma once
 #include "box.h"
 #include "common/device.cuh"
@@ -13,19 +15,20 @@ namespace pmoe {
 
 constexpr int kExchangeBytes = box_bytes(16);
 
-// kByMatrix: fragments are stored by stmatrix, which Hopper has; else word by word.
+// kByMatrix: store fragments by stmatrix, an instruction of Hopper; else word by word.
 template <bool kByMatrix>
 class Exchange {
  public:
   __device__ __forceinline__ Exchange(void* buffer, int lane)
       : buffer_(static_cast<uint8_t*>(buffer)), lane_(lane) {}
 
-  // The row of the 16, and the first column of the 64, of what the lane has i-th.
+  // The row, of the 16, of the lane's i-th chunk, and the first of its columns, of the 64.
   __device__ __forceinline__ int row(int i) const { return lane_ / 8 + 4 * i; }
   __device__ __forceinline__ int column() const { return lane_ % 8 * 8; }
 
   __device__ __forceinline__ void to_rows(const uint32_t (&word)[16], Words (&rows)[4]) const {
-    sync_warp();  // whoever still reads what was here before
+    // Other lanes may still read what the buffer held before.
+    sync_warp();
     if constexpr (kByMatrix) {
       PMOE_UNROLL
       for (int j = 0; j < 8; j += 2) {
@@ -58,7 +61,7 @@ class Exchange {
     }
   }
 
-  // Places in the buffer are worked out anew from here on, and not kept in registers.
+  // Makes the compiler recompute addresses in the buffer from here on, instead of keeping them in registers.
   __device__ __forceinline__ void forget_places() { forget(lane_); }
 
  private:
@@ -66,7 +69,7 @@ class Exchange {
     return buffer_ + chunk_offset(row(i), lane_ % 8);
   }
 
-  // Four matrices of 8 x 8: fragments j and j + 1 of both halves of the rows. The lane's line of them.
+  // Returns the lane's line of four 8 x 8 matrices: fragments j and j + 1 of both halves of the rows.
   __device__ __forceinline__ uint8_t* of_matrix(int j) const {
     const int matrix = lane_ / 8;
     return buffer_ + chunk_offset(matrix % 2 * 8 + lane_ % 8, j + matrix / 2);

@@ -1,12 +1,14 @@
-// Rows gathered into boxes of shared memory, 16 bytes a thread and copy. Hopper's tensor memory accelerator
-// cannot gather, so this is how rows are gathered on every device, and how the sm_80 path loads all operands.
+// Gathers rows of memory into boxes of shared memory, 16 bytes per thread and copy.
+//
+// Hopper's tensor memory accelerator cannot gather, so rows are gathered by these copies on every device. The
+// sm_80 path loads all operands with them.
 #pragma once
 #include "box.h"
 #include "common/device.cuh"
 
 namespace pmoe {
 
-// kThreads threads fill boxes of kLines lines; a thread has the same chunk of every line that is its own.
+// Fills boxes of kLines lines by kThreads threads. A thread copies the same chunk of each of its lines.
 template <int kThreads, int kLines>
 struct BoxCopy {
   static constexpr int kLinesAtOnce = kThreads / kChunks;
@@ -20,8 +22,11 @@ struct BoxCopy {
 
   PMOE_HD int line(int i) const { return first_line + i * kLinesAtOnce; }
 
-  // source[i]: the row of line(i), negative for a line of zeros. Columns from `column` on; those at `columns`
-  // and beyond are zeros. columns and stride are multiples of 8 elements.
+  // Starts the copies of this thread.
+  //
+  // source: (kPerThread,) the row of memory for line(i); negative for a line of zeros.
+  // column: the first column to copy. Columns from `columns` on become zeros.
+  // columns, stride: in elements, multiples of 8.
   template <class T>
   __device__ __forceinline__ void copy(void* box, const void* base, int64_t stride,
                                        const int32_t (&source)[kPerThread], int column, int columns) const {
@@ -35,12 +40,16 @@ struct BoxCopy {
   }
 };
 
-// Which rows of an operand stand for kCount of the N, a group's lines line(i): those of group_rows and more
-// are -1. slot is null where rows stand for themselves, else a row stands for its slot's token.
+// Finds the rows of an operand that kCount of the N sorted rows are read from.
+//
+// slot: (N,) slot of each row, whose token slot / top_k is the row to read; null if rows are not gathered.
+// group_begin, group_rows: the rows of the expert.
+// line: line(i) is the i-th wanted row in this group.
+// source: (kCount,) result; -1 for lines from group_rows on.
 template <int kCount, class Line>
 __device__ __forceinline__ void find_sources(const int32_t* slot, const Divisor& top_k, int group_begin,
                                              int group_rows, const Line& line, int32_t (&source)[kCount]) {
-  // All loads are on their way, none behind a branch, before the first is waited for.
+  // All loads start, none behind a branch, before the first one is waited for.
   PMOE_UNROLL
   for (int i = 0; i < kCount; ++i) {
     source[i] = group_begin + smaller(line(i), group_rows - 1);

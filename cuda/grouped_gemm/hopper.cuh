@@ -1,12 +1,17 @@
-// The grouped product on Hopper: one warpgroup loads, two multiply. Operands travel by the tensor memory
-// accelerator (A's gathered rows by cp.async) through a ring of stages in shared memory; warpgroup products
-// read them there. The grid is persistent: while the multiplying warpgroups store a tile, the loading one
-// fills the ring for the next.
+// The grouped product on Hopper: in each block one warpgroup loads and two multiply.
 //
-// Two blocks may form a cluster: they compute tiles one below the other, which have B in common (kCluster is
-// 2), or side by side, which have A (Problem::beside is). Each loads half of it for both, so that a third, or
-// a sixth, less has to come from the L2 cache. A stage is then free when the multiplying warps of both blocks
-// have let go of it, and full when both blocks' loads have arrived.
+// Operands travel by the tensor memory accelerator through a ring of stages in shared memory (A's gathered
+// rows by cp.async instead), where warpgroup products read them. The grid is persistent: while the
+// multiplying warpgroups store a tile, the loading one fills the ring for the next.
+//
+// Two blocks may form a cluster and share an operand; each loads half of it into both blocks:
+//
+//   tiles of the two blocks    share   by                     loads from the L2 cache
+//   one below the other        B       kCluster == 2          a third less
+//   side by side               A       Problem::beside == 2   a sixth less
+//
+// A stage is then empty when the multiplying warps of both blocks have released it, and full when the loads
+// of both blocks have arrived.
 #pragma once
 #include "epilogue.h"
 #include "gather.cuh"
@@ -17,18 +22,20 @@ namespace pmoe::hopper {
 
 #if PMOE_HOPPER_CODE
 
-// Boxes that the accelerator loads of each operand: lines along the rows of what lies in memory.
-//   forward: A 128 rows x 64 of k, B twice 128 rows x 64 of k (twice: of the two halves, or neighbours)
-//   input:   A the same, B four times 64 of k x 64 columns
-//   weight:  A twice 64 rows x 64 of m, B four times 64 rows x 64 columns
+// Loads boxes of both operands by the tensor memory accelerator. Lines of a box run along the operand's rows
+// in memory. The boxes of one stage are:
+//
+//   forward   A: 128 rows x 64 of k          B: twice 128 rows x 64 of k (of the two halves, or neighbours)
+//   input     A: 128 rows x 64 of k          B: four times 64 of k x 64 columns
+//   weight    A: twice 64 rows x 64 of m     B: four times 64 rows x 64 columns
 template <Form kForm, bool kHalves, int kCluster>
 struct Loader {
   const TensorMap& a_map;
   const TensorMap& b_map;
   const Problem& p;
-  int rank;  // of the block in its cluster
+  int rank;  // rank of the block in its cluster
 
-  // begin: of the piece of rows that the step's `depth` is counted in.
+  // begin: first row of the piece of rows in which the step's `depth` is counted.
   __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const Tile& tile, int begin,
                                          int depth) const {
     if (kCluster == 1 && p.beside > 1) {
@@ -80,7 +87,7 @@ struct Loader {
   }
 };
 
-// One thread issues every load of a tile.
+// Loads all steps of one tile. A single thread runs it.
 template <Form kForm, bool kHalves, int kCluster, class Pieces = OnePiece>
 __device__ __forceinline__ void load_tile(const Loader<kForm, kHalves, kCluster>& loader, Shared& shared,
                                           const Tile& tile, Ring<kStages>& ring, Pieces pieces = {}) {
@@ -94,6 +101,7 @@ __device__ __forceinline__ void load_tile(const Loader<kForm, kHalves, kCluster>
   }
 }
 
+// Loads all tiles of a block. A single thread runs it.
 template <Form kForm, bool kHalves, int kCluster>
 __device__ __forceinline__ void load_by_tma(const Loader<kForm, kHalves, kCluster>& loader, Shared& shared,
                                             BlockWalk<kForm, kHalves, kCluster> walk) {
@@ -105,9 +113,11 @@ __device__ __forceinline__ void load_by_tma(const Loader<kForm, kHalves, kCluste
   for (Tile tile; next(tile);) load_tile(loader, shared, tile, ring);
 }
 
-// All loading threads copy A's gathered rows, and the first issues the loads of B. Copies are announced kLag
-// stages later, when they have landed: each thread waits for its own, and makes them visible to warpgroup
-// products, before its warp arrives.
+// Loads all tiles of a block whose A is gathered.
+//
+// All loading threads copy rows of A; the first also issues the loads of B. The full barrier of a stage is
+// signalled kLag stages later, when its copies have landed: each thread waits for its own copies and makes
+// them visible to warpgroup products, then its warp arrives.
 template <class T, bool kHalves, int kCluster>
 __device__ __forceinline__ void load_by_copies(const Loader<Form::kForward, kHalves, kCluster>& loader,
                                                Shared& shared,
@@ -115,7 +125,8 @@ __device__ __forceinline__ void load_by_copies(const Loader<Form::kForward, kHal
   const Problem& p = loader.p;
   const int thread = static_cast<int>(threadIdx.x);
   const BoxCopy<kLoaders, kRows> boxes(thread);
-  // Stages, from which the ring's own is told: there is no register for it.
+  // Counts of stages since the start. The stage and its parity follow from them, since there are no registers
+  // for a Ring.
   uint32_t issued = 0, announced = 0;
   const auto announce_but = [&](uint32_t left) {
 #pragma unroll 1
@@ -155,17 +166,22 @@ __device__ __forceinline__ void load_by_copies(const Loader<Form::kForward, kHal
   announce_but(0);
 }
 
-// Operands in shared memory as warpgroup products take them: 128-byte swizzle, groups of 8 lines 1024 bytes
-// apart; transposed ones have further columns a box on (PTX ISA, "matrix descriptor"). Lanes that agree by a
-// shuffle let the compiler reckon with it once a warp, in the registers in which products want it.
+// Returns the matrix descriptor of an operand in shared memory (PTX ISA, "matrix descriptor"). The operand
+// has a 128-byte swizzle, and 1024 bytes between groups of 8 lines. A transposed operand has its further
+// columns one box later.
+//
+// The shuffle makes the value equal in all lanes, so that the compiler computes it once a warp, in uniform
+// registers, where the products want it.
 __device__ __forceinline__ uint64_t descriptor(const void* p, bool transposed) {
   const uint32_t leading = transposed ? box_bytes(kDepth) / 16 : 1;
   const uint32_t low = shfl((shared_address(p) & 0x3FFFFu) >> 4 | leading << 16, 0);
   return low | (1024ull / 16) << 32 | 1ull << 62;
 }
 
-// Rows of the reduction beyond the group belong to other experts: their lines become zeros in both operands
-// (in both, for zero times infinity is no zero).
+// Zeroes the lines of a stage that lie beyond the expert's rows: they belong to the next expert. Both
+// operands must be cleared, because zero times infinity is not zero.
+//
+// first: the first line to clear.
 __device__ __forceinline__ void clear_lines(Shared& shared, int stage, int first, int thread) {
   constexpr int kBoxes = (kBytesA + kBytesB) / box_bytes(kDepth);
   constexpr int kBoxesOfA = kBytesA / box_bytes(kDepth);
@@ -180,8 +196,8 @@ __device__ __forceinline__ void clear_lines(Shared& shared, int stage, int first
   sync_named(1, kMultipliers);
 }
 
-// Lets go of a stage in every block that loads into it: a lane for each. All that a step needs is in one
-// register.
+// Releases a stage in every block that loads into it: lane i arrives at the barrier of block i of the
+// cluster. All that a step needs is one register.
 class Release {
  public:
   __device__ __forceinline__ explicit Release(Shared& shared) {
@@ -197,15 +213,19 @@ class Release {
   uint32_t empty_ = 0;
 };
 
-// walk: the block's tiles. stored(tile): called by all of these threads when each has stored its part. ring:
-// where the first tile's steps begin.
+// Multiplies and stores all tiles of a block. All multiplying threads call it.
+//
+// walk: the block's tiles; next(tile) returns false after the last.
+// stored(tile): called by every one of these threads when it has stored its part of the tile.
+// ring: where the first tile's steps begin.
+// pieces: the rows that form kWeight sums over.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int kCluster, class Walk,
           class Stored, class Pieces = OnePiece>
 __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk walk, const Stored& stored,
                                          Ring<kStages> ring = {}, Pieces pieces = {}) {
   constexpr bool kTransposeA = kForm == Form::kWeight, kTransposeB = kForm != Form::kForward;
-  constexpr int kForwardA =
-      kTransposeA ? 16 * kLineBytes : 32;  // bytes from one 16 of the reduction to the next
+  // Bytes from one 16 of the reduction to the next.
+  constexpr int kForwardA = kTransposeA ? 16 * kLineBytes : 32;
   constexpr int kForwardB = kTransposeB ? 16 * kLineBytes : 32;
   constexpr bool kHalves = are_halves(kEpilogue, kActivation);
   const int thread = static_cast<int>(threadIdx.x) - kLoaders;
@@ -246,17 +266,18 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
       }
       previous = ring.stage;
     }
-    // What the epilogue reads first is on its way while the last products are computed.
+    // The epilogue's first reads are in flight while the last products are computed.
     using Stores = Store<T, kForm, kEpilogue, kActivation, true>;
     const int self = thread_again() - kLoaders;
     Stores store(p, tile, self / 32 * 16, self % 32, shared.exchange[self / 32]);
     typename Stores::Ahead ahead;
     if constexpr (!Stores::kGated) store.fetch(tile.column, ahead);
-    // Also where there was no step: a wait on some paths only would make the compiler add waits of its own.
+    // This wait is needed even if there was no step: with a wait on some paths only, the compiler would
+    // insert waits of its own.
     wgmma_wait<0>();
     pin_accumulators(d);
     if (end > 0) release(previous);
-    // Of two halves in one tile accumulators lie 64 apart. A block of 32 columns has no second place.
+    // If a tile holds two halves, their accumulators are 64 apart. A block of 32 columns has no second place.
     constexpr int kStep = Stores::kBlockColumns, kBlocks = tile_columns(kHalves) / kStep;
     constexpr int kApart = kHalves ? 64 : kStep == 64 ? 16 : 0;
     unrolled<kBlocks>([&](auto index) {
@@ -273,8 +294,11 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
   }
 }
 
-// By one thread. full_arrivals: of whoever fills a stage, beside the bytes. walking_loaders: warps, or a
-// thread.
+// Initialises all barriers of a block. One thread calls it.
+//
+// full_arrivals: arrivals that complete a stage, besides its bytes.
+// cluster: number of blocks in the cluster.
+// walking_loaders: number of loading warps (or 1 for a single thread) that read the walk's tiles.
 __device__ __forceinline__ void init_barriers(Shared& shared, int full_arrivals, int cluster,
                                               int walking_loaders) {
   shared.cluster = cluster;
@@ -289,7 +313,8 @@ __device__ __forceinline__ void init_barriers(Shared& shared, int full_arrivals,
   fence_mbarrier_init();
 }
 
-// blocks: of a cluster. The other one's barriers are there before anything arrives at them.
+// Waits until the barriers of all blocks of the cluster are initialised. Nothing may arrive at them before.
+// blocks: number of blocks in the cluster.
 __device__ __forceinline__ void meet_before(int blocks) {
   if (blocks > 1)
     sync_cluster();
@@ -297,7 +322,8 @@ __device__ __forceinline__ void meet_before(int blocks) {
     sync_block();
 }
 
-// The other one may still load into this one, or let go of a stage here.
+// Waits until the other block of the cluster is done: it may still load into this block's shared memory, or
+// release a stage here.
 __device__ __forceinline__ void meet_behind(int blocks) {
   if (blocks > 1) sync_cluster();
 }
@@ -318,7 +344,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     init_barriers(shared, copies ? 1 + kLoaders / 32 : 1, kCluster * p.beside, copies ? kLoaders / 32 : 1);
   }
   meet_before(kCluster * p.beside);
-  // What both branches need is worked out in each: at the branch a thread has few registers.
+  // Each branch recomputes what both need, because a thread has few registers where it branches.
   using Walk = BlockWalk<kForm, kHalves, kCluster>;
   if (threadIdx.x < kLoaders) {
     fewer_registers<kLoaderRegisters>();

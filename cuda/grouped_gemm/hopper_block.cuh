@@ -1,4 +1,4 @@
-// A block of Hopper's grouped products: its sizes, its shared memory, and the tiles that it computes.
+// One block of Hopper's grouped products: its sizes, its shared memory, and the tiles that it computes.
 #pragma once
 #include "box.h"
 #include "common/device.cuh"
@@ -9,10 +9,10 @@
 
 namespace pmoe::hopper {
 
-constexpr int kRows = 128, kColumns = 256, kDepth = 64;  // of a tile, and of a stage's reduction
+constexpr int kRows = 128, kColumns = 256, kDepth = 64;  // of a tile, and of the reduction in a stage
 constexpr int kStages = 4;
-constexpr int kTilesAhead = 2;  // tiles that loading may be ahead of multiplying
-constexpr int kLag = 2;         // stages that gathered rows may be behind their announcement
+constexpr int kTilesAhead = 2;  // tiles by which loading may be ahead of multiplying
+constexpr int kLag = 2;         // stages from the copy of gathered rows to its announcement
 constexpr int kLoaders = 128, kMultipliers = 256;
 constexpr int kThreads = kLoaders + kMultipliers;
 constexpr int kMultiplierWarps = kMultipliers / 32;
@@ -20,38 +20,41 @@ static_assert(kLag < kStages, "the ring must not wait for itself");
 
 constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
 
-// Tiles on their way from the thread that finds them, the first of a cluster, to all who load or multiply
-// them.
+// Passes tiles on, from the thread that finds them to all threads that load or multiply them. That thread is
+// the first one of a cluster's first block.
 struct TileRing {
   struct alignas(16) Place {
     Tile tile;
-    int more;     // 0: there is none, and no further one
-    int columns;  // of the result, or of its half
+    int more;     // 0: no tile here, and none will follow
+    int columns;  // number of columns of the result, or of one of its halves
   };
   Place place[kTilesAhead];
   uint64_t full[kTilesAhead], empty[kTilesAhead];
-  alignas(16) uint8_t walk[64];  // of that thread: beside the sources of gathered rows it has no registers
+  // The walk of the thread that finds tiles. It has no registers for it beside the sources of gathered rows.
+  alignas(16) uint8_t walk[64];
 };
 
+// The dynamic shared memory of a block.
 struct Shared {
   alignas(1024) uint8_t a[kStages][kBytesA];
   alignas(1024) uint8_t b[kStages][kBytesB];
   alignas(1024) uint8_t exchange[kMultiplierWarps][kExchangeBytes];
   uint64_t full[kStages], empty[kStages];
   TileRing tiles;
-  int cluster;  // blocks of it; here it takes no register
+  int cluster;  // blocks in the cluster; kept here because there is no register for it
 };
 
 constexpr int kSharedBytes = sizeof(Shared);
 
-// A thread; 65536 in all, given by eights.
+// Registers of a thread. setmaxnreg takes multiples of 8, and a multiprocessor has 65,536.
 constexpr int kLoaderRegisters = 40, kMultiplierRegisters = 232;
 
-// Columns of the result a tile has; of each half where a tile holds matching columns of both.
+// Returns the number of result columns in a tile; of each half if a tile holds matching columns of both.
 PMOE_HD constexpr int tile_columns(bool halves) { return halves ? kColumns / 2 : kColumns; }
 
 using OnePiece = pmoe::OnePiece<kDepth>;
 
+// Returns the number of steps along the reduction of a tile.
 template <Form kForm, class Pieces = OnePiece>
 PMOE_HD int steps(const Problem& p, const Tile& tile, const Pieces& pieces = {}) {
   if constexpr (kForm == Form::kWeight)
@@ -62,16 +65,17 @@ PMOE_HD int steps(const Problem& p, const Tile& tile, const Pieces& pieces = {})
 
 #if PMOE_HOPPER_CODE
 
-// 0 where blocks are alone.
+// Returns the rank of this block in its cluster; 0 without clusters.
 __device__ __forceinline__ int rank_in_cluster() { return static_cast<int>(cluster_rank()); }
 
-// Of tiles side by side a walk finds the first: it goes over half of the columns, which are then doubled.
+// Returns the number of columns that a walk goes over. Where two tiles lie side by side the walk covers half
+// of the columns, and finds the first tile of each pair; its column is doubled later.
 __device__ __forceinline__ int columns_of_walk(const Problem& p, bool halves) {
   return ceil_div(halves ? p.n / 2 : p.n, p.beside);
 }
 
-// The tiles of one block, as they are handed on: those of its cluster's walk, the rows or columns of the
-// block's rank.
+// The tiles of one block, as the cluster's walk hands them on. Each block takes its own rows or columns of
+// the tile that is found for the cluster.
 template <Form kForm, bool kHalves, int kCluster>
 class BlockWalk {
  public:
@@ -79,14 +83,16 @@ class BlockWalk {
   using Walk = TileWalk<kForm, Shape>;
   using Place = TileRing::Place;
 
-  // By the first thread of every block, before it hands on.
+  // Starts the walk. The first thread of every block calls it before its first hand_on().
   __device__ __forceinline__ static void begin(const Problem& p) {
     static_assert(sizeof(Walk) <= sizeof(TileRing::walk));
     kept() = Walk(p.ends, p.experts, p.m, columns_of_walk(p, kHalves), Shape());
   }
 
-  // By that thread, before each next(): the tile for all blocks of a cluster, which the first of them finds.
-  // (A counter's answer takes a microsecond; the stages that are full last longer.)
+  // Finds the next tile for all blocks of a cluster. The first thread of every block calls it before each
+  // next(); the one of the cluster's first block does the finding.
+  //
+  // A tile number from a counter takes about a microsecond. The stages that are full by then last longer.
   __device__ __forceinline__ void hand_on(const Problem& p) const {
     const int at = turn_ % kTilesAhead;
     mbarrier_arrive_expect(&ring().full[at], sizeof(Place));
@@ -108,8 +114,12 @@ class BlockWalk {
       for (int i = 0; i < 2; ++i) store_async(place + i, words[i], &ring().full[at], rank);
   }
 
-  // alone: a single thread walks, else a whole warp. A tile may be without rows (or columns: then it says
-  // that it has no rows) where its cluster's other one has some: it is computed, but not stored.
+  // Reads the next tile; returns false after the last.
+  //
+  // A tile can be outside the result while the other tile of its pair is inside. It then has no rows (rows <=
+  // 0): it is computed, but not stored.
+  //
+  // alone: true if a single thread calls it, false if a whole warp does.
   __device__ __forceinline__ bool next(Tile& tile, bool alone = false) {
     const int at = turn_ % kTilesAhead;
     mbarrier_wait(&ring().full[at], turn_ / kTilesAhead % 2);

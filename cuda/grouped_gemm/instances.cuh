@@ -1,11 +1,11 @@
-// From a GroupedGemm's values to the kernel compiled for them. A translation unit an element type and path
-// defines one `instance`, so that they compile side by side.
+// Selects the kernel that is compiled for a GroupedGemm. Each pair of element type and path is a translation
+// unit of its own (hopper_bf16.cu, ...), so that they compile in parallel.
 #pragma once
 #include "launch.h"
 
 namespace pmoe {
 
-// Calls use.template operator()<form, epilogue, activation>() with the values of `which` as constants.
+// Calls use.template operator()<form, epilogue, activation>() with the activation as a constant.
 template <Form kForm, Epilogue kEpilogue, class Use>
 auto with_activation(Activation activation, const Use& use) {
   switch (activation) {
@@ -20,6 +20,7 @@ auto with_activation(Activation activation, const Use& use) {
   }
 }
 
+// Calls use.template operator()<form, epilogue, activation>() with the values of `which` as constants.
 template <class Use>
 auto with_constants(const GroupedGemm& which, const Use& use) {
   if (which.epilogue == Epilogue::kHidden)

@@ -11,15 +11,16 @@ namespace pmoe {
 
 namespace {
 
-struct Layout {  // of a tensor of 16-bit elements, innermost dimension first; boxes of 64 columns
+// A tensor of 16-bit elements in memory, innermost dimension first, and its boxes of 64 columns.
+struct Layout {
   const void* base;
   int rank;
   uint64_t size[3];
-  uint64_t stride;  // elements between lines; matrices of three dimensions follow each other without gaps
-  uint32_t lines;   // of a box
+  uint64_t stride;  // elements between lines; matrices of a 3D tensor follow each other without gaps
+  uint32_t lines;   // lines of a box
 };
 
-// What an error of the encoder is read by.
+// Returns the text by which an error names the call of the encoder.
 std::string told(Element element, const Layout& layout, const cuuint64_t* sizes, const cuuint64_t* strides) {
   std::string text = "cuTensorMapEncodeTiled(";
   text += element == Element::kBf16 ? "bf16" : "fp16";
@@ -101,7 +102,7 @@ std::string name_of(const GroupedGemm& which, const GroupedGemmPath& path) {
 void encode_maps(Element element, Form form, const Problem& p, int64_t a_rows, int64_t b_rows,
                  TensorMap* a_map, TensorMap* b_map) {
   const bool by_weight = form == Form::kWeight;
-  // Operands without rows are never loaded; a map must still point somewhere.
+  // An operand without rows is never loaded, but its map must still point somewhere.
   const void* a = a_rows ? p.a : p.d;
   const void* b = by_weight && !b_rows ? p.d : p.b;
   const Layout of_a = by_weight ? rows_of(a, p.m, a_rows, p.a_stride, hopper::kDepth)
@@ -109,7 +110,7 @@ void encode_maps(Element element, Form form, const Problem& p, int64_t a_rows, i
   const Layout of_b = by_weight                ? rows_of(b, p.n, b_rows, p.b_stride, hopper::kDepth)
                       : form == Form::kForward ? matrices(b, p.k, p.n, p.experts, 128)
                                                : matrices(b, p.n, p.k, p.experts, hopper::kDepth);
-  // What is gathered is not loaded by a map, and may lie as maps cannot say.
+  // A gathered A is not loaded by a map, and its strides may be such that no map can describe it.
   if (!p.a_gathered) encode(a_map, element, of_a);
   encode(b_map, element, of_b);
 }

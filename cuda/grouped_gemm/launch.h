@@ -1,4 +1,4 @@
-// Launching the grouped products, without a word of PyTorch: pointers, sizes, a stream.
+// Launches the grouped products. It knows no PyTorch, only pointers, sizes and a stream.
 #pragma once
 #include <cuda.h>
 
@@ -11,24 +11,33 @@ namespace pmoe {
 
 enum class Element : int { kBf16, kFp16 };
 
+// Selects a kernel: the values that are constants when it is compiled.
 struct GroupedGemm {
   Element element;
   Form form;
   Epilogue epilogue;
-  Activation activation;  // kNone where the epilogue is plain
-  int cluster = 1;        // blocks that share B; Hopper's own
+  Activation activation;  // kNone for the epilogue kPlain
+  int cluster = 1;        // blocks that share B, 1 or 2; only Hopper's path takes 2
 };
 
-// What the two blocks of a cluster have in common: none are formed; B, of tiles one below the other; or A, of
-// tiles side by side.
+// The operand that the two blocks of a cluster share:
+//
+// kByRule: decided by best_sharing().
+// kNothing: nothing; no clusters are formed.
+// kB: operand B; the two tiles lie one below the other.
+// kA: operand A; the two tiles lie side by side.
 enum class Sharing : int { kByRule, kNothing, kB, kA };
 
-// The two ways to compute one. function(): for cudaFuncGetAttributes. A launch is the current device's, and
-// throws std::runtime_error where CUDA refuses it.
+// One of the two ways to compute a product.
+//
+// name: "sm_90a" or "sm_80".
+// function: returns the kernel, for cudaFuncGetAttributes.
+// launch: launches on the current device. a_rows and b_rows are the rows of A and B in memory; b_rows counts
+//     only if B has N rows. Throws std::runtime_error if CUDA refuses the launch.
+// threads, shared_bytes: of a block.
 struct GroupedGemmPath {
   const char* name;
   const void* (*function)(const GroupedGemm&);
-  // a_rows, b_rows: of what A and B (where it has N rows) point to.
   void (*launch)(const GroupedGemm&, const Problem&, int64_t a_rows, int64_t b_rows, int blocks,
                  void* stream);
   int threads, shared_bytes;
@@ -36,26 +45,27 @@ struct GroupedGemmPath {
 
 extern const GroupedGemmPath hopper_path, ampere_path;
 
-// As users and errors read it.
+// Returns the kernel's name, as users and errors show it.
 std::string name_of(const GroupedGemm&, const GroupedGemmPath&);
 
-// The maps by which Hopper's path loads the operands. a_rows, b_rows: as above. Throws as a launch does.
+// Makes the tensor maps by which Hopper's path loads the operands. a_rows, b_rows: as in GroupedGemmPath.
+// Throws std::runtime_error if the driver refuses one.
 void encode_maps(Element, Form, const Problem&, int64_t a_rows, int64_t b_rows, CUtensorMap* a_map,
                  CUtensorMap* b_map);
 
-// Of a pair that ends in its first half the other half is computed for nothing: at most an eighth of the
-// tiles may be so, as much as is saved. Tiles one below the other need groups of many rows, 1024 on average;
-// tiles side by side need an even number of tiles, or many, in a row of the result, and an A that is not
-// gathered. A shared B saves more.
+// Returns whether a row of `tiles` tiles may be cut into pairs. An odd number wastes one tile, so at most an
+// eighth of the tiles is then wasted, about as much as sharing saves.
 inline bool goes_in_pairs(int tiles) { return tiles % 2 == 0 || tiles >= 7; }
 
+// Chooses what the two blocks of a cluster share. Sharing B saves more, but needs groups of many rows, 1024
+// on average. Sharing A needs enough tiles side by side (goes_in_pairs), and an A that is not gathered.
 inline Sharing best_sharing(Form form, const Problem& p, int tiles_across) {
   const int rows = form == Form::kWeight ? p.m : p.rows / larger(p.experts, 1);
   if (rows >= 1024) return Sharing::kB;
   return !p.a_gathered && goes_in_pairs(tiles_across) ? Sharing::kA : Sharing::kNothing;
 }
 
-// All that there are of a path.
+// Visits every kernel of a path.
 template <class Visit>
 void for_each_grouped_gemm(int cluster, Visit visit) {
   for (Element element : {Element::kBf16, Element::kFp16}) {

@@ -1,4 +1,4 @@
-// In how many parts each kernel leaves a row's inner products.
+// Number of parts into which each kernel splits the inner product of a row.
 #pragma once
 #include "common/host_device.h"
 

@@ -1,8 +1,8 @@
-// One grouped product: what is multiplied, for which rows, and what becomes of the result.
+// One grouped product: its operands, its rows, and what its epilogue does with the result.
 //
-// N rows are sorted by expert; expert e owns rows ends[e - 1] to ends[e] (ends[-1] = 0). Group sizes are on
-// the device and nowhere else. Rows of form kForward's A may be gathered: row r then stands in row slot[r] /
-// top_k of what is given, as tokens do that are routed to top_k experts.
+// The N rows are sorted by expert: expert e owns rows ends[e - 1] to ends[e] - 1, with ends[-1] = 0. The
+// group sizes exist only on the device. In form kForward the rows of A may be gathered: row r is then read
+// from row slot[r] / top_k of A, which is the token of a (token, choice) slot.
 #pragma once
 #include "common/activation.h"
 #include "common/host_device.h"
@@ -18,40 +18,42 @@ enum class Form : int {
 enum class Epilogue : int {
   kPlain,           // D = (product + bias) * weight, or D += product
   kHidden,          // D = product + bias (T_M), active = act(D)
-  kHiddenGradient,  // product: the gradient of the activated hidden; D: that of hidden (dT_M), times weight
-  kWideOrPlain,     // kPlain; or D = product where Problem::wide is set
+  kHiddenGradient,  // product is the gradient of the activated hidden; D = weight * the gradient of T_M
+  kWideOrPlain,     // as kPlain, or D = product in float if Problem::wide is set
 };
 
-// Whether a tile holds matching columns of both halves of the hidden ones, which its epilogue joins.
+// Returns whether a tile holds matching columns of both halves of the hidden columns, which the epilogue
+// joins.
 PMOE_HD constexpr bool are_halves(Epilogue epilogue, Activation activation) {
   return epilogue == Epilogue::kHidden && activation == Activation::kSwiglu;
 }
 
+// All arguments of one product.
 struct Problem {
   const void* a = nullptr;
   const void* b = nullptr;
-  void* d = nullptr;                                 // kHidden: may be null, T_M is then not written
-  int64_t a_stride = 0, b_stride = 0, d_stride = 0;  // elements between rows; b's only where it has N rows
+  void* d = nullptr;                                 // may be null for kHidden: T_M is then not written
+  int64_t a_stride = 0, b_stride = 0, d_stride = 0;  // elements between rows; b's only if it has N rows
 
   const int32_t* ends = nullptr;
-  const int32_t* slot = nullptr;  // (N), kForward: where rows are gathered or weights are by slot
+  const int32_t* slot = nullptr;  // (N,) slots of the rows; kForward, if gathered or weighted by slot
   Divisor top_k;
   int experts = 0;
-  int rows = 0;  // N; more than ends[E - 1] are left alone
+  int rows = 0;  // N; rows from ends[E - 1] on are not written
   int m = 0, n = 0, k = 0;
-  int a_gathered = 0;  // kForward
+  int a_gathered = 0;  // kForward: rows of A are gathered
 
   const void* bias = nullptr;     // (E, n), of the operands' type
-  const float* weight = nullptr;  // by slot where there are slots, else by row
-  void* active = nullptr;         // (N, hidden): written, of the operands' type
+  const float* weight = nullptr;  // (slots,) if `slot` is set, else (N,)
+  void* active = nullptr;         // (N, hidden), of the operands' type; written
   int64_t active_stride = 0;
-  const void* hidden = nullptr;  // kHiddenGradient: T_M
+  const void* hidden = nullptr;  // (N, hidden): T_M; kHiddenGradient
   int64_t hidden_stride = 0;
-  float* row_dots = nullptr;      // kHiddenGradient: (parts, N), <active, product> by parts of the columns
-  int weighs_active = 0;          // kHiddenGradient: active is written times weight
-  uint32_t* next_tile = nullptr;  // 0 at the launch: blocks take tiles from it as they come; null: in turn
-  int beside = 1;                 // Hopper's, 1 or 2: blocks of a cluster whose tiles lie side by side
-  int wide = 0;                   // kWeight, kWideOrPlain: D is float, n columns wide; n is even
+  float* row_dots = nullptr;  // (parts, N): <active, product> of each part of the columns; kHiddenGradient
+  int weighs_active = 0;      // kHiddenGradient: active is stored multiplied by weight
+  uint32_t* next_tile = nullptr;  // counter, 0 at launch, from which blocks take tiles; null: tiles in turn
+  int beside = 1;                 // Hopper, 1 or 2: blocks of a cluster whose tiles lie side by side
+  int wide = 0;                   // kWeight, kWideOrPlain: D is float with n columns; n is even
   int accumulates = 0;            // kWeight: D += product; D is float
 };
 

@@ -1,6 +1,10 @@
-// Where a producer and its consumers stand in a ring of stages. Each stage has two barriers: `full` ends a
-// phase when its operands have arrived, `empty` when all consumers have let go of it. Both sides walk the
-// same sequence of steps; the phase of a stage flips each time round.
+// A position in a ring of stages, kept by the producer and by each consumer. Each stage has two barriers:
+//
+//   barrier   a phase ends when                         who waits for it
+//   full      the operands of the stage have arrived    consumers
+//   empty     every consumer has released the stage     the producer
+//
+// Both sides go through the same sequence of steps. The phase of a stage flips each time round the ring.
 #pragma once
 #include "common/host_device.h"
 
@@ -11,13 +15,13 @@ struct Ring {
   int stage = 0;
   uint32_t phase = 0;
 
-  // Where both sides stand behind so many steps.
+  // Returns the position after `steps` steps from the start.
   PMOE_HD static Ring behind(uint32_t steps) {
     return {static_cast<int>(steps % kStages), steps / kStages % 2};
   }
 
-  // The producer waits on `empty`: the first time round nothing has to be let go of, so it waits for the
-  // phase before the first, which counts as ended.
+  // Parities to wait for. In the first round the producer has nothing to wait for, so it waits for the phase
+  // before the first, which counts as ended.
   PMOE_HD uint32_t empty_parity() const { return phase ^ 1; }
   PMOE_HD uint32_t full_parity() const { return phase; }
 

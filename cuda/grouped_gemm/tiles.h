@@ -1,12 +1,19 @@
-// Which tile of the result each block computes, and when: group search and tile order.
+// The order of tiles: which tile of the result each block computes, and when.
 //
-// A persistent grid of G blocks: block b computes tiles b, b + G, b + 2G, ... of one numbering of all tiles;
-// or, where something else may hold multiprocessors, each block takes the next number from a counter as it
-// comes, so that a block that starts late has no tiles that wait for it. What a tile's sum is does not depend
-// on who computes it. Every role of a block is told the numbers and finds the same tiles. Tiles are numbered
-// by expert, inside an expert by bands of kBand row tiles, inside a band down the rows first: the tiles that
-// are computed at one time then form a block of the result, and share rows and columns of the operands in the
-// L2 cache.
+// The grid is persistent, and one numbering covers all tiles. Block b of G computes tiles b, b + G, b + 2G,
+// ... If something else may hold multiprocessors, each block takes its next number from a counter instead, so
+// that no tile waits for a block that starts late. A tile's result does not depend on the block that computes
+// it. Every role of a block gets the same numbers and so finds the same tiles.
+//
+// Tiles are numbered by expert; within an expert by bands of kBand row tiles; within a band down the rows
+// first. With a band of 2, an expert of 3 x 4 tiles is numbered:
+//
+//   0 2 4 6
+//   1 3 5 7
+//   8 9 10 11
+//
+// The tiles that are computed at the same time then form a rectangle of the result. They share rows and
+// columns of the operands in the L2 cache.
 #pragma once
 #include "common/host_device.h"
 #include "problem.h"
@@ -18,39 +25,43 @@ constexpr int kBand = 16;
 struct Tile {
   int expert;
   int group_begin, group_rows;  // all rows of the expert
-  int row;                      // first row of the tile: of the group, or of the result where its rows are m
+  int row;                      // first row of the tile: in the group, or in the result if its rows are m
   int rows;                     // rows of the tile that exist
-  int column;                   // first column of the result (of each half, where columns are halved)
+  int column;                   // first column in the result (in each half, if columns are halved)
 };
 
-// The number of a block's (or cluster's) tile `turn`: it ascends, and is beyond all in the end. counter:
-// taken from where it is not null; add(counter, 1): what it was before.
+// Returns the number of the turn-th tile of a block or cluster. Numbers rise; one beyond all tiles means the
+// end.
+//
+// counter: where the number is taken from; null: it is first + turn * step.
+// add: add(counter, 1) adds 1 and returns the value before.
 template <class Add>
 PMOE_HD int tile_number(uint32_t* counter, const Add& add, int first, int step, int turn) {
   return counter != nullptr ? static_cast<int>(add(counter, 1u)) : first + turn * step;
 }
 
 struct TileShape {
-  int rows, columns;  // of the result, of one tile
+  int rows, columns;  // rows and columns of the result in one tile
 };
 
-// A TileShape that is no variable, so that kernels multiply and shift where they would divide.
+// A TileShape of constants, so that kernels multiply and shift instead of dividing.
 template <int kRows, int kColumns>
 struct FixedShape {
   static constexpr int rows = kRows, columns = kColumns;
 };
 
+// Walks over all tiles in the order of their numbers.
 template <Form kForm, class Shape = TileShape>
 class TileWalk {
  public:
-  // columns: of the result; of one half where columns are halved.
+  // columns: number of columns of the result, or of one half if columns are halved.
   PMOE_HD TileWalk(const int32_t* ends, int experts, int m, int columns, Shape shape)
       : ends_(ends), experts_(experts), m_(m), shape_(shape), across_(ceil_div(columns, shape.columns)) {
     load_group();
   }
 
-  // Finds tile number `index`, no smaller than in the call before; false when there is none. (2^31 tiles
-  // would be of results of 70 terabytes.)
+  // Finds tile number `index`; returns false if there is none. Numbers must not fall from call to call. (2^31
+  // tiles would be a result of 70 terabytes, so an int suffices.)
   PMOE_HD bool find(int index, Tile& tile) {
     while (expert_ < experts_ && index - before_ >= down_ * across_) {
       before_ += down_ * across_;

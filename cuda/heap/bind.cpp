@@ -1,4 +1,5 @@
-// Addresses and streams come as integers, handles as bytes; pmoe/kernels/heap.py is the Python face.
+// Python binding of heaps. Addresses and streams arrive as integers, handles as bytes. pmoe/kernels/heap.py
+// is the Python side.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -19,7 +20,8 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Most of them wait for the device or the driver, which other threads need not.
+// Most of these functions wait for the device or the driver. The GIL is released, so that other threads go
+// on.
 using no_gil = py::call_guard<py::gil_scoped_release>;
 
 void bind_heap(py::module_& m) {
@@ -27,13 +29,13 @@ void bind_heap(py::module_& m) {
   m.def(
       "heap_allocate",
       [](int device, int64_t bytes) { return reinterpret_cast<Address>(heap::allocate(device, bytes)); },
-      arg("device"), arg("bytes"), "The address of zeroed memory of its own.", no_gil());
+      arg("device"), arg("bytes"), "Allocates zeroed memory and returns its address.", no_gil());
   m.def(
       "heap_free", [](int device, Address base) { heap::release(device, at(base)); }, arg("device"),
       arg("base"), no_gil());
   m.def(
       "heap_handle", [](int device, Address base) { return py::bytes(heap::handle(device, at(base))); },
-      arg("device"), arg("base"), "64 bytes, by which another process of the node opens this memory.");
+      arg("device"), arg("base"), "Returns 64 bytes by which another process of the node opens this memory.");
   m.def(
       "heap_open",
       [](int device, const py::bytes& handle) {
@@ -41,7 +43,7 @@ void bind_heap(py::module_& m) {
         const py::gil_scoped_release others_run;
         return reinterpret_cast<Address>(heap::open(device, given));
       },
-      arg("device"), arg("handle"), "The address at which this process sees another one's memory.");
+      arg("device"), arg("handle"), "Maps another process's memory and returns its address in this process.");
   m.def(
       "heap_close", [](int device, Address peer) { heap::close(device, at(peer)); }, arg("device"),
       arg("peer"), no_gil());
@@ -59,7 +61,7 @@ void bind_heap(py::module_& m) {
                          at<int64_t>(waited));
       },
       arg("device"), arg("stream"), arg("flag"), arg("wanted"), arg("bound_nanoseconds"), arg("waited"),
-      "One launch; waited is int64, in memory that the host reads: nanoseconds, or -1.", no_gil());
+      "Launches a wait. waited: int64 in memory that the host reads; receives nanoseconds, or -1.", no_gil());
 }
 
 const pmoe::Module joined(bind_heap, heap::list_kernels);

@@ -26,12 +26,12 @@ __global__ void await_flag_kernel(const uint32_t* flag, uint32_t wanted, uint64_
   }
 }
 
-// What a user can do about it.
+// Returns a hint for the user about an error of opening a peer's memory.
 std::string told(cudaError_t error) {
   if (error == cudaErrorPeerAccessUnsupported)
-    return ": the devices do not reach each other's memory, by NVLink or PCIe (nvidia-smi topo -p2p w)";
+    return ": these devices cannot access each other's memory by NVLink or PCIe (see nvidia-smi topo -p2p w)";
   if (error == cudaErrorMapBufferObjectFailed || error == cudaErrorInvalidResourceHandle)
-    return ": is its process alive, on this node, and sees the same /dev/shm and process ids?";
+    return ": its process must be alive, on this node, and see the same /dev/shm and process ids as this one";
   return "";
 }
 
@@ -68,7 +68,7 @@ std::string handle(int device, void* base) {
 
 void* open(int device, const std::string& handle) {
   if (handle.size() != kHandleBytes)
-    throw std::invalid_argument("a handle has " + std::to_string(kHandleBytes) + " bytes, not " +
+    throw std::invalid_argument("a handle must have " + std::to_string(kHandleBytes) + " bytes, not " +
                                 std::to_string(handle.size()));
   const OnDevice here(device);
   cudaIpcMemHandle_t given;

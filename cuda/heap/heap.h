@@ -1,5 +1,9 @@
-// Device memory that other ranks write into, in this process or in others of the node: what lies in it says
-// comet/layout.h. And a flag, to try whether a peer reaches it. Plain C++: no CUDA header, no torch.
+// Device memory that other ranks write into, from this process or from others of the node. comet/layout.h and
+// flashdmoe/layout.h say what lies in it. A flag tests whether a peer reaches it. Plain C++: no CUDA header,
+// no torch.
+//
+// Every function throws std::runtime_error if CUDA refuses, and std::invalid_argument for an impossible
+// number.
 #pragma once
 
 #include <cstdint>
@@ -10,26 +14,28 @@
 
 namespace pmoe::heap {
 
-// Other processes see memory in blocks of this size: what shares one with a heap, they could see, too.
+// Granularity in which other processes see memory. If an allocation shared a block of this size with a heap,
+// other processes could access it too; so a heap fills whole blocks.
 constexpr int64_t kBlockBytes = int64_t{2} << 20;
 
-// What a process gives to another one that is to open its memory.
+// Size of a handle, by which one process opens another one's memory.
 constexpr int kHandleBytes = 64;
 
-// All of them throw std::runtime_error where CUDA refuses, std::invalid_argument for numbers that cannot be.
-
-// Zeroed, and whole: an allocation of CUDA's own, in blocks. Waits for the device.
+// Allocates zeroed memory, in whole blocks of its own. Waits for the device.
 void* allocate(int device, int64_t bytes);
 void release(int device, void* base);
 
+// Returns the handle of memory from allocate().
 std::string handle(int device, void* base);
-// Of another process, which must keep it until close(). May be on another device, or on the same one.
+// Maps the memory of another process, on the same device or on another one. That process must keep it until
+// close().
 void* open(int device, const std::string& handle);
 void close(int device, void* peer);
 
-// The two sides of one flag, each a launch on a stream of its own. waited, which the host reads after the
-// stream: nanoseconds until the flag had reached `wanted` (by signed difference), or -1 where it had not
-// within `bound` nanoseconds.
+// The two sides of one flag; each is a launch on a stream of its own.
+//
+// waited: receives the nanoseconds until the flag reached `wanted` (by signed difference), or -1 if it did
+//     not within `bound` nanoseconds. The host reads it after the stream has finished.
 void raise_flag(int device, void* stream, uint32_t* flag, uint32_t value);
 void await_flag(int device, void* stream, const uint32_t* flag, uint32_t wanted, uint64_t bound,
                 int64_t* waited);

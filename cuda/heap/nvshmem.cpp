@@ -1,8 +1,9 @@
-// NVSHMEM as a place for heaps: memory that ranks of other nodes reach by loads and stores, too, where NVLink
-// goes there. Compiled only where setup.py finds NVSHMEM's headers, and never run yet by its authors.
+// NVSHMEM as a provider of heaps: memory that ranks of other nodes reach by loads and stores, where NVLink
+// goes to them. It is compiled only where setup.py finds NVSHMEM's headers. One process has run it; it has
+// never run between several.
 //
-// Only the host's side is used, and the kernels know nothing of it: a peer whose memory cannot be mapped is
-// refused. The library is opened when it is needed, so that pmoe works without it.
+// Only NVSHMEM's host interface is used, and the kernels know nothing of it. A peer whose memory cannot be
+// mapped is refused. The library is opened when it is first needed, so that pmoe works without it.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <host/nvshmem_api.h>
@@ -27,7 +28,7 @@ using Address = std::uintptr_t;
 using pmoe::check;
 using pmoe::OnDevice;
 
-// Also other parts of the process may have opened it: it is one and the same then.
+// NVSHMEM's host library. If another part of the process has opened it already, this is the same library.
 class Library {
  public:
   explicit Library(const char* path) : file_(dlopen(path, RTLD_NOW | RTLD_GLOBAL)) {
@@ -61,20 +62,20 @@ class Library {
       throw std::runtime_error(std::string("pmoe._cuda: NVSHMEM's library has no ") + name);
   }
 
-  void* file_;  // stays open: what it started cannot be undone
+  void* file_;  // never closed: what the library has started cannot be undone
 };
 
 std::unique_ptr<Library> opened;
 
 Library& library() {
-  if (!opened) throw std::runtime_error("pmoe._cuda: nvshmem_open comes first");
+  if (!opened) throw std::runtime_error("pmoe._cuda: NVSHMEM is not open: call nvshmem_open first");
   return *opened;
 }
 
 void expect_zero(int status, const char* call) {
   if (status != 0)
     throw std::runtime_error(std::string("pmoe._cuda: ") + call + " failed with status " +
-                             std::to_string(status) + " (NVSHMEM_DEBUG=INFO tells more)");
+                             std::to_string(status) + " (set NVSHMEM_DEBUG=INFO for details)");
 }
 
 void open(const std::string& path) {
@@ -87,10 +88,11 @@ std::string unique_id() {
   return std::string(reinterpret_cast<const char*>(&id), sizeof id);
 }
 
-// The ranks that call this with one id are NVSHMEM's, once a process: (rank, ranks), as they are afterwards.
+// Joins this process to NVSHMEM, together with all ranks that call it with the same id; only once a process.
+// Returns (rank, number of ranks) as NVSHMEM has them afterwards.
 std::pair<int, int> init(int device, const std::string& id, int rank, int ranks) {
   if (id.size() != sizeof(nvshmemx_uniqueid_t))
-    throw std::invalid_argument("id (" + std::to_string(id.size()) + " bytes) must have " +
+    throw std::invalid_argument("id (" + std::to_string(id.size()) + " bytes) must have this many bytes: " +
                                 std::to_string(sizeof(nvshmemx_uniqueid_t)));
   const OnDevice here(device);
   check(cudaFree(nullptr), "starting CUDA");
@@ -107,14 +109,14 @@ std::pair<int, int> init(int device, const std::string& id, int rank, int ranks)
   return {nvshmem.my_pe(), nvshmem.n_pes()};
 }
 
-// Collective over NVSHMEM's ranks, as is release().
+// Allocates zeroed memory. Collective over NVSHMEM's ranks, like release().
 Address allocate(int device, int64_t bytes) {
   const OnDevice here(device);
   void* const base = library().allocate(static_cast<size_t>(bytes));
   if (base == nullptr)
     throw std::runtime_error("pmoe._cuda: nvshmem_malloc(" + std::to_string(bytes) +
-                             " bytes) found no memory (NVSHMEM_SYMMETRIC_SIZE, "
-                             "NVSHMEM_MAX_MEMORY_PER_GPU)");
+                             " bytes) found no memory: raise NVSHMEM_SYMMETRIC_SIZE "
+                             "or NVSHMEM_MAX_MEMORY_PER_GPU");
   check(cudaMemset(base, 0, static_cast<size_t>(bytes)), "cudaMemset of a heap");
   check(cudaDeviceSynchronize(), "zeroing a heap");
   return reinterpret_cast<Address>(base);
@@ -125,7 +127,7 @@ void release(int device, Address base) {
   library().release(reinterpret_cast<void*>(base));
 }
 
-// 0 where the peer is beyond loads and stores.
+// Returns where this rank sees a peer's part, or 0 if loads and stores cannot reach it.
 Address pointer(int device, Address base, int peer) {
   const OnDevice here(device);
   return reinterpret_cast<Address>(library().pointer(reinterpret_cast<void*>(base), peer));
@@ -138,9 +140,10 @@ void bind_nvshmem(py::module_& m) {
   m.attr("NVSHMEM") = std::to_string(NVSHMEM_VENDOR_MAJOR_VERSION) + "." +
                       std::to_string(NVSHMEM_VENDOR_MINOR_VERSION) + "." +
                       std::to_string(NVSHMEM_VENDOR_PATCH_VERSION);
-  m.def("nvshmem_open", &open, arg("path"), "Opens libnvshmem_host, once a process.", no_gil());
+  m.def("nvshmem_open", &open, arg("path"), "Opens the library libnvshmem_host, once per process.", no_gil());
   m.def(
-      "nvshmem_unique_id", [] { return py::bytes(unique_id()); }, "Of the rank that gives it to the others.");
+      "nvshmem_unique_id", [] { return py::bytes(unique_id()); },
+      "Returns an id, which one rank makes and gives to all others.");
   m.def(
       "nvshmem_init",
       [](int device, const py::bytes& id, int rank, int ranks) {
@@ -149,11 +152,12 @@ void bind_nvshmem(py::module_& m) {
         return init(device, given, rank, ranks);
       },
       arg("device"), arg("id"), arg("rank"), arg("ranks"),
-      "Collective, once a process: (rank, ranks), as NVSHMEM has them since its first start.");
-  m.def("nvshmem_allocate", &allocate, arg("device"), arg("bytes"), "Collective. Zeroed.", no_gil());
-  m.def("nvshmem_free", &release, arg("device"), arg("base"), "Collective.", no_gil());
+      "Starts NVSHMEM, once per process. Collective. Returns (rank, ranks) as of its first start.");
+  m.def("nvshmem_allocate", &allocate, arg("device"), arg("bytes"), "Allocates zeroed memory. Collective.",
+        no_gil());
+  m.def("nvshmem_free", &release, arg("device"), arg("base"), "Frees memory. Collective.", no_gil());
   m.def("nvshmem_pointer", &pointer, arg("device"), arg("base"), arg("peer"),
-        "Where this rank sees a peer's part; 0 where it is beyond loads and stores.", no_gil());
+        "Returns where this rank sees a peer's part, or 0 if loads and stores cannot reach it.", no_gil());
 }
 
 void list_none(std::vector<pmoe::KernelInfo>&) {}

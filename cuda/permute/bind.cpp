@@ -1,4 +1,5 @@
-// Addresses and streams come as integers; pmoe/kernels/permute/operators.py has checked what they stand for.
+// Python binding of the permutes. Addresses and streams arrive as integers; pmoe/kernels/permute/operators.py
+// has checked what they point to.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -33,12 +34,12 @@ permute::RowsAt rows(Address data, int64_t stride_bytes) {
 
 float* floats(Address data) { return reinterpret_cast<float*>(data); }
 
-// A full queue of launches blocks: other threads must not wait for it, too.
+// A launch blocks while the queue of launches is full. The GIL is released, so that other threads go on.
 using no_gil = py::call_guard<py::gil_scoped_release>;
 
 void bind_permute(py::module_& m) {
   py::class_<permute::Moving>(m, "Moving", py::module_local(),
-                              "What the four launches of pmoe.kernels.permute have in common.")
+                              "The arguments that the four launches of pmoe.kernels.permute share.")
       .def(py::init(&moving), py::arg("device"), py::arg("stream"), py::arg("type"), py::arg("tokens"),
            py::arg("choices"), py::arg("num_rows"), py::arg("row_bytes"), py::arg("position"),
            py::arg("weight"), py::arg("parts"));

@@ -1,10 +1,12 @@
-// Moving rows to where their experts read them, and back. Knows no torch; see layout.h for who moves what.
+// Kernels that copy rows into the order in which experts read them, and back. They know no torch.
 //
-// Every kernel goes by tokens, not by routed rows: a token's own row is read once, and its K routed rows are
-// read or written once each, wherever they stand. Positions outside 0 .. num_rows - 1 are dropped slots,
-// whose rows are neither read nor written. Sums are float32, in a fixed order, and rounded once.
+// Every kernel goes through tokens, not through routed rows: a token's own row is read once, and its K routed
+// rows are read or written once each, wherever they are. A position outside 0 .. num_rows - 1 marks a dropped
+// slot, whose row is neither read nor written. Sums are float32, added in a fixed order, and rounded once.
+// layout.h says which thread copies what.
 //
-// Letters: T tokens, K choices, N routed rows; a is what a token has one row of, b what it has K rows of.
+// Letters: T tokens, K choices, N routed rows. `a` is the tensor with one row per token, `b` the one with K
+// rows per token.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -15,6 +17,7 @@
 
 namespace pmoe::permute {
 
+// Rows of a tensor. Each begins on a multiple of 16 bytes.
 struct Rows {
   uint8_t* base;
   int64_t stride_bytes;
@@ -24,11 +27,12 @@ struct Rows {
   }
 };
 
+// Positions of the routed rows of all slots, and their weights.
 struct Slots {
   const int32_t* position;  // (T, K)
-  const float* weight;      // (T, K); null where a kernel is not weighted
+  const float* weight;      // (T, K); null if the kernel is not weighted
   int32_t choices;
-  uint32_t num_rows;  // 2**31 at most: positions name no more
+  uint32_t num_rows;  // at most 2**31: positions are 32-bit numbers
 
   PMOE_HD bool kept(int32_t position) const { return static_cast<uint32_t>(position) < num_rows; }
 };
@@ -86,7 +90,7 @@ PMOE_HD Words scaled(const Words& v, float weight) {
   return pack<T>(x);
 }
 
-// sum[i] += weight * v[i]
+// Computes sum[i] += weight * v[i].
 template <class T>
 PMOE_HD void add_scaled(float (&sum)[kPerVector<T>], const Words& v, float weight) {
   float x[kPerVector<T>];
@@ -95,7 +99,7 @@ PMOE_HD void add_scaled(float (&sum)[kPerVector<T>], const Words& v, float weigh
   for (int i = 0; i < kPerVector<T>; ++i) sum[i] = fmaf(weight, x[i], sum[i]);
 }
 
-// sum + <v, w>, element by element
+// Returns sum + <v, w>, added element by element.
 template <class T>
 PMOE_HD float add_dot(float sum, const Words& v, const Words& w) {
   float x[kPerVector<T>], y[kPerVector<T>];
@@ -108,14 +112,15 @@ PMOE_HD float add_dot(float sum, const Words& v, const Words& w) {
 
 // ---- steps that all kernels share
 
-// Some choices of one token: where their rows stand, -1 for a dropped slot, which weighs 0.
+// Some choices of one token: the position of each one's row (-1 if dropped) and its weight (0 if dropped).
 template <int kChoices>
 struct Chosen {
   int32_t row[kChoices];
   float weight[kChoices];
 };
 
-// The choices k0, k0 + 1, ...; those past the last one, or of no token (alive is false), are dropped.
+// Loads the choices k0, k0 + 1, ... of a token. Choices past the last one count as dropped. So do all choices
+// if `alive` is false, which says that there is no such token.
 template <int kChoices, bool kWeighted>
 __device__ __forceinline__ Chosen<kChoices> load_chosen(const Slots& slots, int64_t token, int32_t k0,
                                                         bool alive = true) {
@@ -136,7 +141,7 @@ __device__ __forceinline__ Chosen<kChoices> load_chosen(const Slots& slots, int6
   return found;
 }
 
-// A lane's vectors of a slice; zeros past the row's end, and of no row where `row` is negative.
+// Loads a lane's vectors of a slice. Vectors past the row's end are zeros; so are all if `row` is negative.
 template <int kVectors>
 __device__ __forceinline__ void load_slice(Words (&v)[kVectors], const Cut& cut, const Rows& rows,
                                            int64_t row, int32_t from) {
@@ -148,7 +153,7 @@ __device__ __forceinline__ void load_slice(Words (&v)[kVectors], const Cut& cut,
   }
 }
 
-// Writes them back; nothing past the row's end.
+// Stores a lane's vectors of a slice, except those past the row's end.
 template <int kVectors>
 __device__ __forceinline__ void store_slice(const Words (&v)[kVectors], const Cut& cut, const Rows& rows,
                                             int64_t row, int32_t from) {
@@ -179,12 +184,11 @@ __device__ __forceinline__ void store_sums(const float (&sum)[kVectors][kPerVect
 
 // ---- permute: b[position] = weight * a[token]
 
-// Blocks of a multiprocessor, where __launch_bounds__ names them, are so few that the compiler spends
-// registers on loads: all positions are on their way at once, then all vectors of all rows, and only then is
-// anything used.
+// The numbers of blocks in __launch_bounds__ are small, so that the compiler has many registers for loads.
+// All positions are then loaded at once, then all vectors of all rows, before anything is used.
 constexpr int kThreads = 256;
 constexpr int kPermuteVectors = 4;
-constexpr int kPermuteChoices = 4;  // positions that are loaded together
+constexpr int kPermuteChoices = 4;  // number of positions loaded together
 
 template <class T, bool kWeighted>
 __global__ void __launch_bounds__(kThreads)
@@ -233,8 +237,9 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
 }
 
-// ---- both gradients at once: of rows, and the weights' <a[token], b[position]>
+// ---- both gradients at once: that of the rows, and that of the weights, <a[token], b[position]>
 
+// Which operation backward_kernel is the gradient of.
 enum class Of { kPermute, kUnpermute };
 
 constexpr int kMostChoices = 256;  // the inner products of a block's 32 groups then take 32 KiB
@@ -243,13 +248,13 @@ inline int dots_bytes(const Cut& cut, int choices) {
   return cut.groups() * choices * static_cast<int>(sizeof(float));
 }
 
-// The inner products of the calling thread's group, (K,) floats of (groups of the block, K).
+// Returns the inner products of this thread's group: K floats of the block's (groups, K) in shared memory.
 __device__ __forceinline__ float* dots_of_group(const Cut& cut, const Slots& slots) {
   return reinterpret_cast<float*>(shared_memory()) + cut.group(threadIdx.x) * slots.choices;
 }
 
-// Sums over the lanes of each group, all lanes of a warp calling. Lane 0 then writes the first `left` sums,
-// or adds them to what its group has. Leaves zeros.
+// Sums dot[] over the lanes of each group. Lane 0 then stores the first `left` sums, or adds them to those
+// stored before if `write` is false. dot[] is zero afterwards. All lanes of a warp must call it.
 template <int kChoices>
 __device__ __forceinline__ void keep_dots(float* of_group, float (&dot)[kChoices], const Cut& cut,
                                           int32_t lane, int32_t left, bool write) {
@@ -264,7 +269,8 @@ __device__ __forceinline__ void keep_dots(float* of_group, float (&dot)[kChoices
   }
 }
 
-// Adds the parts of each token in their order. A dropped slot's gradient is 0, whatever a[token] holds.
+// Adds up the parts of each token, in their order, into d_weight. A dropped slot's gradient is 0, whatever
+// a[token] holds.
 __device__ __forceinline__ void write_dots(const Cut& cut, const Slots& slots, float* d_weight) {
   const float* all = reinterpret_cast<const float*>(shared_memory());
   const int64_t first_token = cut.block_token(blockIdx.x);
@@ -279,15 +285,17 @@ __device__ __forceinline__ void write_dots(const Cut& cut, const Slots& slots, f
   }
 }
 
-// d_weight = <a[token], b[position]>. Of permute, a is x and b the gradient of its rows:
-// out[token] = sum over k of weight * b[position]. Of unpermute, a is the gradient of y and b its rows:
-// out[position] = weight * a[token].
+// Computes d_weight[slot] = <a[token], b[position]>, and the gradient of the rows:
+//
+//   kOf          a                 b                     out
+//   kPermute     x                 gradient of rows      out[token] = sum over k of weight * b[position]
+//   kUnpermute   gradient of y     rows                  out[position] = weight * a[token]
 template <class T, int kVectors, int kChoices, Of kOf>
 __global__ void __launch_bounds__(kThreads, 2)
     backward_kernel(const Cut cut, const Slots slots, const Rows a, const Rows b, const Rows out,
                     float* d_weight) {
   const Cut::Place at = cut.place(blockIdx.x, threadIdx.x);
-  const bool alive = at.token < cut.tokens;  // the others come along to where threads meet
+  const bool alive = at.token < cut.tokens;  // other threads only take part where threads synchronize
   float* of_group = dots_of_group(cut, slots);
   const int32_t begin = cut.first(at) - at.lane;
   float dot[kChoices] = {};
@@ -312,7 +320,7 @@ __global__ void __launch_bounds__(kThreads, 2)
           if (chosen.row[j] >= 0) store_scaled<T>(x, chosen.weight[j], cut, out, chosen.row[j], from);
         }
       }
-      // Where all choices fit into registers they stay there until the part's last slice.
+      // If all choices fit into registers, their sums stay there until the part's last slice.
       const bool fit = slots.choices <= kChoices;
       if (!fit || start + cut.step() >= cut.row_vectors)
         keep_dots(of_group + k0, dot, cut, at.lane, slots.choices - k0, fit || start == begin);

@@ -16,7 +16,7 @@ Slots slots_of(const Moving& m) {
     throw std::invalid_argument("choices (" + std::to_string(m.choices) + ") must be from 1 to " +
                                 std::to_string(kMostChoices));
   if (m.num_rows < 0)
-    throw std::invalid_argument("num_rows (" + std::to_string(m.num_rows) + ") is negative");
+    throw std::invalid_argument("num_rows (" + std::to_string(m.num_rows) + ") must be at least 0");
   const auto num_rows = static_cast<uint32_t>(smaller<int64_t>(m.num_rows, int64_t{1} << 31));
   return {m.position, m.weight, static_cast<int32_t>(m.choices), num_rows};
 }
@@ -47,7 +47,8 @@ void with_type(RowType type, const Do& act) {
   throw std::invalid_argument("type (" + std::to_string(static_cast<int>(type)) + ") must be 0, 1 or 2");
 }
 
-// Eight vectors of routed rows a lane are on their way at once: of two choices, or of four.
+// Number of vectors and choices that a lane loads together: always eight vectors of routed rows, those of two
+// choices or of four.
 template <int kVectorsValue, int kChoicesValue>
 struct Shape {
   static constexpr int kVectors = kVectorsValue, kChoices = kChoicesValue;
@@ -87,7 +88,8 @@ void backward(const Moving& m, const char* name, const RowsAt& a, const RowsAt& 
 void permute(const Moving& m, RowsAt x, RowsAt rows) {
   const Slots slots = slots_of(m);
   const Cut cut = make_cut(m.tokens, m.row_bytes, kPermuteVectors, kThreads, false, m.parts);
-  if (m.weight == nullptr)  // moves bytes of any type
+  // Without weights the kernel copies bytes, of any type.
+  if (m.weight == nullptr)
     return launch(m, "permute", permute_kernel<float, false>, 0, cut, slots, rows_at(x), rows_at(rows));
   with_type(m.type, [&](auto type) {
     using T = typename decltype(type)::type;

@@ -1,11 +1,15 @@
-// Who moves which 16 bytes: how rows are cut among lanes, warps and blocks. For host and device; knows no
-// memory.
+// The cut of rows among threads: which lane of which warp and block copies which 16 bytes. Host and device
+// share it. It knows no memory.
 //
-// A row is `row_vectors` vectors of 16 bytes. A group of 8, 16 or 32 neighbouring threads takes a slice of it
-// at a time, `per_lane` vectors a thread; lanes stand side by side, so each step of a group touches 128 to
-// 512 bytes in a row. `parts` groups share a token: part p takes the slices p, p + parts, ... The cut depends
-// on the row's bytes and never on the number of tokens, so that a sum over a row is added in the same order
-// in every batch.
+// A row is `row_vectors` vectors of 16 bytes. A group of 8, 16 or 32 neighbouring threads takes one slice of
+// a row at a time, lanes * per_lane vectors. `parts` groups share a token. With parts = 2:
+//
+//   row     | slice 0 | slice 1 | slice 2 | slice 3 |
+//   group     part 0    part 1    part 0    part 1
+//
+// Inside a slice, lane l has the vectors l, l + lanes, ..., so each step of a group touches 128 to 512
+// neighbouring bytes. The cut depends on the row's bytes and never on the number of tokens, so that a sum
+// over a row is added in the same order in every batch.
 //
 // Letters: T tokens, K choices, V vectors of a row.
 #pragma once
@@ -18,13 +22,14 @@ namespace pmoe::permute {
 
 constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
 
+// How rows are cut.
 struct Cut {
   int64_t tokens;
   int32_t row_vectors;
-  int32_t lanes;     // of a group: a power of two that divides 32
-  int32_t per_lane;  // vectors of a slice that one lane holds
+  int32_t lanes;     // threads in a group: 8, 16 or 32
+  int32_t per_lane;  // vectors of a slice that one lane has
   int32_t parts;     // groups that share a token
-  int32_t threads;   // of a block
+  int32_t threads;   // threads in a block
 
   struct Place {
     int64_t token;  // may be past the last one
@@ -34,7 +39,7 @@ struct Cut {
 
   PMOE_HD int32_t slice_vectors() const { return lanes * per_lane; }
   PMOE_HD int32_t slices() const { return static_cast<int32_t>(ceil_div(row_vectors, slice_vectors())); }
-  PMOE_HD int32_t groups() const { return threads / lanes; }  // of a block
+  PMOE_HD int32_t groups() const { return threads / lanes; }  // groups in a block
   PMOE_HD int64_t blocks() const { return ceil_div(tokens * parts, groups()); }
 
   PMOE_HD int32_t group(int32_t thread) const { return thread / lanes; }
@@ -45,37 +50,44 @@ struct Cut {
     return {token, static_cast<int32_t>(at - token * parts), thread % lanes};
   }
 
-  // A lane's first vector of its part's first slice, how far the next slice is, and the lane's i-th of a
-  // slice.
+  // first: a lane's first vector of its part's first slice.
+  // step: vectors from one slice of a part to its next.
+  // vector: the lane's i-th vector of a slice.
   PMOE_HD int32_t first(const Place& at) const { return at.part * slice_vectors() + at.lane; }
   PMOE_HD int32_t step() const { return parts * slice_vectors(); }
   PMOE_HD int32_t vector(int32_t from, int32_t i) const { return from + i * lanes; }
 
-  // Where all parts of a token are in one block: the tokens of a block, and its first one.
+  // The number of tokens of a block, and its first one. Only if all parts of a token are in one block.
   PMOE_HD int32_t block_tokens() const { return groups() / parts; }
   PMOE_HD int64_t block_token(int64_t block) const { return block * block_tokens(); }
 };
 
 constexpr int kFewestLanes = 8;
 
-// The fewest lanes that take a row in one slice, or a whole warp.
+// Returns the smallest number of lanes that take a row in one slice, 32 at most.
 PMOE_HD constexpr int32_t lanes_for(int32_t row_vectors, int32_t per_lane) {
   int32_t lanes = kFewestLanes;
   while (lanes < 32 && int64_t{lanes} * per_lane < row_vectors) lanes *= 2;
   return lanes;
 }
 
-// Slices of one group where a block sums over rows: so many that its loads overlap the sums of other groups.
+// Slices of each group if a block sums over rows. With two, the loads of one group overlap the sums of
+// another.
 constexpr int kSlicesOfPart = 2;
 
-// parts: 0 chooses. one_block: all parts of a token are in one block, which can then sum over the row.
-// Throws std::invalid_argument where nothing is to be launched, or more than a grid holds.
+// Makes a cut.
+//
+// per_lane, threads: as in Cut.
+// one_block: all parts of a token must be in one block, which can then sum over the row.
+// parts: groups that share a token; 0 chooses.
+//
+// Throws std::invalid_argument if there is nothing to launch, or more than a grid can have.
 inline Cut make_cut(int64_t tokens, int64_t row_bytes, int per_lane, int threads, bool one_block,
                     int parts = 0) {
   const auto refuse = [](const std::string& what) { throw std::invalid_argument(what); };
   if (tokens < 1) refuse("tokens (" + std::to_string(tokens) + ") must be at least 1");
   if (row_bytes < 16 || row_bytes % 16 || row_bytes / 16 > (int64_t{1} << 29))
-    refuse("a row's bytes (" + std::to_string(row_bytes) + ") must be a multiple of 16, 2**33 at most");
+    refuse("row_bytes (" + std::to_string(row_bytes) + ") must be a multiple of 16, at most 2**33");
   Cut cut{tokens, static_cast<int32_t>(row_bytes / 16), 0, per_lane, 1, threads};
   cut.lanes = lanes_for(cut.row_vectors, per_lane);
   const int slices = cut.slices();
@@ -92,7 +104,7 @@ inline Cut make_cut(int64_t tokens, int64_t row_bytes, int per_lane, int threads
   }
   if (tokens > (int64_t{1} << 40) / cut.parts || cut.blocks() > kMostBlocks)
     refuse("tokens (" + std::to_string(tokens) + ") of " + std::to_string(row_bytes) +
-           " bytes take more than 2**31 - 1 blocks");
+           " bytes each need more than 2**31 - 1 blocks");
   return cut;
 }
 

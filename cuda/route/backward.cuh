@@ -1,18 +1,20 @@
-// The gradient of the logits, from those of the weights and of the loss. The softmax is made again.
+// The kernel for the gradient of the logits, from the gradients of the weights and of the loss.
 //
-// p is the softmax of a token, w_k the weights of its chosen experts c_k, g_k their gradients, a that of
-// l_aux, and h_k = g_k, or (g_k - sum_j g_j w_j) / sum_j p_cj where weights are normalised:
+// It computes the softmax p of each token again. With c_k the token's chosen experts, w_k their weights, g_k
+// the gradients of these weights, a the gradient of l_aux, and h_k = g_k, or, if weights are normalised, h_k
+// = (g_k - sum_j g_j w_j) / sum_j p_cj:
 //
-//   dp_e = a * balance_scale * load_e + h_k where e = c_k
+//   dp_e = a * balance_scale * load_e + (h_k if e = c_k)
 //
 //   dx_e = p_e * (dp_e - sum_f p_f dp_f + a * z_scale * 2 * logsumexp(x))
 //
-// See layout.h for who holds what, and for the letters; P tiles.
+// layout.h says which lane has what, and explains the letters. P is the number of partial sums.
 #pragma once
 #include "route/tokens.cuh"
 
 namespace pmoe::route {
 
+// The kernel's arguments.
 struct Backward {
   Rows rows;
   int32_t top_k;
@@ -25,14 +27,14 @@ struct Backward {
   float balance_scale;
   float z_scale;
   const float* grad_weight_TK;  // or null
-  const float* partial_PN;      // instead of it: to be summed over P, rows in sorted order
-  const int32_t* position_TK;   // with partial_PN
+  const float* partial_PN;      // used if grad_weight_TK is null: to be summed over P; rows in sorted order
+  const int32_t* position_TK;   // needed with partial_PN
   int32_t num_partials;
-  const float* grad_l_aux;  // one number, or null
+  const float* grad_l_aux;  // a single number, or null
   float* grad_logits_TE;
 };
 
-// The gradient of a slot's weight.
+// Returns the gradient of a slot's weight.
 __device__ __forceinline__ float weight_gradient(const Backward& a, int64_t slot) {
   if (a.grad_weight_TK != nullptr) return a.grad_weight_TK[slot];
   if (a.partial_PN == nullptr) return 0.0f;
@@ -43,7 +45,7 @@ __device__ __forceinline__ float weight_gradient(const Backward& a, int64_t slot
   return sum;
 }
 
-// The choices of a warp's tokens, in shared memory.
+// The choices of a warp's tokens, staged in shared memory: for each its weight's gradient, weight and expert.
 struct Choices {
   float* gradient;
   float* weight;
@@ -59,6 +61,9 @@ struct Choices {
   __device__ Choices from(int i) const { return {gradient + i, weight + i, expert + i}; }
 };
 
+// Copies the choices of a warp's tokens to shared memory.
+//
+// first_slot, count: the range of slots.
 __device__ __forceinline__ void stage_choices(const Backward& a, int64_t first_slot, int count, int lane,
                                               const Choices& staged) {
   PMOE_ROLLED
@@ -69,7 +74,7 @@ __device__ __forceinline__ void stage_choices(const Backward& a, int64_t first_s
   }
 }
 
-// dp of a token's lane, but for the loss.
+// Computes dp for the experts of this lane, without the share of the loss.
 template <class S>
 __device__ __forceinline__ void probability_gradient(const Choices& chosen_K, int choices, bool normalize,
                                                      int of_token, const float (&p)[S::kPer],
@@ -99,7 +104,7 @@ __device__ __forceinline__ void probability_gradient(const Choices& chosen_K, in
     if (mine >> j & 1) dp[j] = (dp[j] - inner) * inverse;
 }
 
-// dx of a token's lane; z, what the z-loss adds.
+// Computes dx for the experts of this lane. z: what the z-loss adds inside the parentheses.
 template <class S>
 __device__ __forceinline__ void softmax_gradient(const float (&p)[S::kPer], const float (&dp)[S::kPer],
                                                  float z, float (&dx)[S::kPer]) {
@@ -111,7 +116,7 @@ __device__ __forceinline__ void softmax_gradient(const float (&p)[S::kPer], cons
   for (int j = 0; j < S::kPer; ++j) dx[j] = p[j] * (dp[j] - inner + z);
 }
 
-// What a lane adds to dp of each of its experts: a * balance_scale * load_e.
+// Computes the share of the balance loss in dp of each expert of this lane: a * balance_scale * load_e.
 template <class S>
 __device__ __forceinline__ void balance_gradient(const Backward& a, float grad_l_aux, int of_token,
                                                  float (&added)[S::kPer]) {
@@ -125,6 +130,7 @@ __device__ __forceinline__ void balance_gradient(const Backward& a, float grad_l
   }
 }
 
+// Computes the gradient of all logits. Each warp goes through a contiguous range of tokens.
 template <class S>
 __global__ void __launch_bounds__(S::kThreads) backward_kernel(const __grid_constant__ Backward a) {
   const Place<S> at;

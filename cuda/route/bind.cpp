@@ -1,4 +1,5 @@
-// Addresses and streams come as integers; pmoe/kernels/route/reference.py has checked what they stand for.
+// Python binding of the routing. Addresses and streams arrive as integers; pmoe/kernels/route/reference.py
+// has checked what they point to.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -41,17 +42,19 @@ void backward(const route::Problem& problem, Address logits, Address expert, Add
 
 void bind_route(py::module_& m) {
   py::class_<route::Problem>(m, "RouteProblem", py::module_local(),
-                             "What the launches of pmoe.kernels.route have in common.")
+                             "The arguments that the launches of pmoe.kernels.route share.")
       .def(py::init(&problem), py::arg("device"), py::arg("stream"), py::arg("num_tokens"),
            py::arg("num_experts"), py::arg("top_k"), py::arg("num_chunks"), py::arg("normalize"),
            py::arg("z_loss_weight"));
   m.def("route_refusal", &route::refusal, py::arg("num_tokens"), py::arg("num_experts"), py::arg("top_k"),
-        py::arg("num_chunks"), "Why there is no kernel for these sizes, or an empty string. Asks no device.");
+        py::arg("num_chunks"),
+        "Returns why there is no kernel for these sizes, or an empty string. Does not look at the device.");
   m.def("route_prepare", &route::prepare, py::arg("device"), py::arg("num_experts"), py::arg("top_k"),
         py::call_guard<py::gil_scoped_release>(),
-        "Raises RuntimeError where a device cannot run the kernels.");
-  m.def("route_workspace_bytes", &route::workspace_bytes, "Bytes of workspace that a forward launch takes.");
-  // A full queue of launches blocks: other threads must not wait for it, too.
+        "Makes the kernels ready. Raises RuntimeError if the device cannot run them.");
+  m.def("route_workspace_bytes", &route::workspace_bytes,
+        "Returns the bytes of workspace that a forward launch needs.");
+  // A launch blocks while the queue of launches is full. The GIL is released, so that other threads go on.
   m.def("route", &forward, py::call_guard<py::gil_scoped_release>());
   m.def("route_backward", &backward, py::call_guard<py::gil_scoped_release>());
 }

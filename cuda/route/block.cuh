@@ -1,16 +1,17 @@
-// Shared by both forward kernels: their arguments and shared memory.
+// Arguments and shared memory of both forward kernels.
 #pragma once
 #include "route/tokens.cuh"
 
 namespace pmoe::route {
 
+// The arguments of both kernels. Letters as in layout.h.
 struct Forward {
   Sizes sizes;
   Rows rows;
   const float* logits_TE;
   bool normalize;
   float balance_scale;  // E / (N * T)
-  float z_scale;        // the z-loss's weight over T; 0 leaves it out
+  float z_scale;        // weight of the z-loss over T; 0 leaves it out
   float* weight_TK;
   int32_t* expert_TK;
   int32_t* position_TK;
@@ -21,10 +22,10 @@ struct Forward {
   Workspace workspace;
 };
 
-// A block's shared memory; see ForwardShared.
+// The shared memory of a block, as ForwardShared lays it out.
 template <class S>
 struct Shared {
-  int32_t* rows_WE;  // each warp's rows; in place_rows() those of the warps before it
+  int32_t* rows_WE;  // rows of each warp by expert; in place_rows() those of the warps before it
   float* sum_W;
   uint32_t* area;
 

@@ -1,10 +1,12 @@
-// The first forward kernel (kernel.cuh): experts and weights of a block's tokens, and its sums.
+// The first forward kernel (see kernel.cuh): chooses experts and weights of a block's tokens, and sums for
+// the losses.
 #pragma once
 #include "route/block.cuh"
 
 namespace pmoe::route {
 
-// The candidate of one lane, then of all lanes of a token. No candidate has key 0.
+// An expert that may be the next choice: first the best one of a lane, then of all lanes of a token. Key 0
+// means that there is none.
 struct Candidate {
   uint32_t key;
   int32_t expert;
@@ -14,6 +16,7 @@ struct Candidate {
   }
 };
 
+// Returns the best candidate of all lanes of a token.
 template <class S>
 __device__ __forceinline__ Candidate best_of_token(Candidate best) {
   PMOE_UNROLL
@@ -24,7 +27,12 @@ __device__ __forceinline__ Candidate best_of_token(Candidate best) {
   return best;
 }
 
-// The token's top_k experts, best first, and their probabilities, into staged memory of this token.
+// Chooses the token's top_k experts, best first.
+//
+// x: scores of this lane's experts.
+// numerator, sum: the softmax; the probability is numerator / sum.
+// of_token: which of the token's lanes this is.
+// probability_K, expert_K: results, in this token's staging memory.
 template <class S>
 __device__ __forceinline__ void choose(const float (&x)[S::kPer], const float (&numerator)[S::kPer],
                                        float sum, int num_experts, int top_k, int of_token,
@@ -38,7 +46,7 @@ __device__ __forceinline__ void choose(const float (&x)[S::kPer], const float (&
     float value = 0.0f;
     PMOE_UNROLL
     for (int j = 0; j < S::kPer; ++j) {
-      if (key[j] <= mine.key) continue;  // of equal ones the first stays
+      if (key[j] <= mine.key) continue;  // of equal scores the first expert wins
       mine = {key[j], S::expert(of_token, j)};
       value = numerator[j];
     }
@@ -52,11 +60,11 @@ __device__ __forceinline__ void choose(const float (&x)[S::kPer], const float (&
   }
 }
 
-// What a lane adds up over its warp's tokens.
+// Sums that a lane collects over its warp's tokens.
 template <class S>
 struct Sums {
   float probability[S::kPer];
-  float z;  // the same in all lanes of a token
+  float z;  // squared logsumexp; the same in all lanes of a token
 
   __device__ void clear() {
     PMOE_UNROLL
@@ -73,7 +81,10 @@ struct Sums {
   }
 };
 
-// Writes the staged choices of a warp's tokens from `first` on, neighbours side by side, and counts them.
+// Writes the staged choices of a warp's tokens, and counts them.
+//
+// first: the first token. `choices` choices follow, in neighbouring places.
+// rows_E: counts of this warp by expert, which it adds to.
 __device__ __forceinline__ void write_choices(const Forward& a, int64_t first, int choices, int lane,
                                               const float* probability, const int32_t* expert,
                                               int32_t* rows_E) {
@@ -94,7 +105,10 @@ __device__ __forceinline__ void write_choices(const Forward& a, int64_t first, i
   }
 }
 
-// What one warp chooses: experts and weights of its tokens; rows_E, its counts; and its lanes' sums.
+// Chooses experts and weights for all tokens of one warp.
+//
+// shared: rows_WE receives the warp's counts by expert.
+// sums: receives the sums of this lane.
 template <class S>
 __device__ __forceinline__ void choose_tokens(const Forward& a, const Place<S>& at, const Shared<S>& shared,
                                               Sums<S>& sums) {
@@ -113,7 +127,7 @@ __device__ __forceinline__ void choose_tokens(const Forward& a, const Place<S>& 
   load_row<S>(a.logits_TE, a.rows, first + at.token, first + at.token < end, at.of_token, x);
   PMOE_ROLLED
   for (; first < end; first += S::kTokens) {
-    // The next rows are on their way while these are worked on.
+    // The next rows are loaded while these are worked on.
     float next[S::kPer];
     const int64_t later = first + S::kTokens + at.token;
     load_row<S>(a.logits_TE, a.rows, later, later < end, at.of_token, next);
@@ -121,7 +135,7 @@ __device__ __forceinline__ void choose_tokens(const Forward& a, const Place<S>& 
     const Softmax found = softmax<S>(x, numerator);
     if (first + at.token < end) sums.add(numerator, found);
     const int of_token = at.token * top_k;
-    sync_warp();  // the last choices have been written
+    sync_warp();  // all lanes have written the choices before these
     choose<S>(x, numerator, found.sum, num_experts, top_k, at.of_token, probability + of_token,
               expert + of_token);
     sync_warp();
@@ -132,7 +146,8 @@ __device__ __forceinline__ void choose_tokens(const Forward& a, const Place<S>& 
   }
 }
 
-// What the second kernel's blocks need of this one, into the workspace.
+// Writes what the second kernel needs of this block into the workspace: rows and probabilities by expert, and
+// the sum for the z-loss.
 template <class S>
 __device__ __forceinline__ void tell(const Forward& a, const Place<S>& at, const Shared<S>& shared,
                                      Sums<S>& sums) {
@@ -145,7 +160,7 @@ __device__ __forceinline__ void tell(const Forward& a, const Place<S>& at, const
   }
   PMOE_UNROLL
   for (int mask = S::kLanes; mask < 32; mask *= 2) sums.z += shfl_xor(sums.z, mask);
-  meet<S>();  // the area held staged choices
+  meet<S>();  // before, the area held staged choices
   float* const probability_WE = shared.floats(0);
   PMOE_UNROLL
   for (int j = 0; j < S::kPer; ++j) {

@@ -1,18 +1,22 @@
-// Routing in two launches on one stream. The first: every block chooses its tokens' experts and counts them.
-// The second: every block finds where its rows begin from the counts of its chunk's blocks, and gives its
-// slots their places in token order; one more block, which owns no tokens, adds up the counts and the loss.
-// No block waits for another one, so the kernels run beside whatever else is on the device, on as few
-// multiprocessors as are free. Nothing is added in an order that could differ from launch to launch: atomics
-// count, they do not sum floats or hand out places.
+// Routing in two kernels, launched one after the other on one stream.
 //
-// See layout.h for the cut and the letters: G blocks, and G + 1.
+// choose_kernel: every block chooses the experts of its tokens and counts them.
+// place_kernel: every block finds, from the counts of its chunk's blocks, where its rows begin, and gives its
+//     slots their places in token order. One more block, which owns no tokens, adds up the counts and the
+//     loss.
+//
+// No block waits for another one. So the kernels can run beside other work on the device, on however few
+// multiprocessors are free. Results are the same in every launch: atomics only count, they neither sum floats
+// nor hand out places.
+//
+// layout.h explains the cut and the letters. The grids have G and G + 1 blocks.
 #pragma once
 #include "route/choose.cuh"
 #include "route/place.cuh"
 
 namespace pmoe::route {
 
-// One block a multiprocessor: more blocks would make each read more counts.
+// One block per multiprocessor: with more blocks, each would have to read more counts in the second kernel.
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1) choose_kernel(const __grid_constant__ Forward a) {
   const Place<S> at;

@@ -21,7 +21,8 @@ int attribute(cudaDeviceAttr which, int device) {
 
 int multiprocessors(int device) { return attribute(cudaDevAttrMultiProcessorCount, device); }
 
-// Blocks of this kernel that a multiprocessor of the current device holds. Asked once: it costs microseconds.
+// Returns how many blocks of a kernel a multiprocessor of the current device holds at a time. The answer is
+// cached, because the query takes microseconds.
 int blocks_resident(int device, const void* kernel, int threads, int shared_bytes) {
   static std::mutex mutex;
   static std::map<std::tuple<int, const void*, int>, int> known;
@@ -35,12 +36,13 @@ int blocks_resident(int device, const void* kernel, int threads, int shared_byte
   return known[{device, kernel, shared_bytes}] = blocks;
 }
 
+// A kernel compiled for one Shape, and what its launch needs.
 template <class Call>
 struct Chosen {
   void (*kernel)(Call);
-  int experts;  // the most that it takes
+  int experts;  // largest number of experts that it takes
   int threads;
-  int tokens;  // that a block has at a time
+  int tokens;  // tokens that a block has at a time
   int (*shared_words)(int num_experts, int top_k);
   const char* name;
 };
@@ -95,7 +97,7 @@ template <class Call, int kCount>
 const Chosen<Call>& pick(const Chosen<Call> (&kernels)[kCount], int64_t num_experts) {
   for (const auto& each : kernels)
     if (num_experts <= each.experts) return each;
-  throw std::invalid_argument("pmoe._cuda: route: no kernel takes " + std::to_string(num_experts) +
+  throw std::invalid_argument("pmoe._cuda: route: there is no kernel for " + std::to_string(num_experts) +
                               " experts");
 }
 
@@ -129,7 +131,7 @@ void list(const Chosen<Call> (&kernels)[kCount], std::vector<KernelInfo>& found)
                      4 * each.shared_words(each.experts, smaller(each.experts, kMostChoices))});
 }
 
-// Blocks that own tokens: with the one that adds up, one a multiprocessor.
+// Sizes of a launch. One block for each multiprocessor: those that own tokens, and the one that adds up.
 Sizes sizes_of(const Problem& p) {
   const int experts = static_cast<int>(p.num_experts), chunks = static_cast<int>(p.num_chunks);
   const int block_tokens = pick(kFirst, experts).tokens;

@@ -1,6 +1,7 @@
-// Plain C++: no CUDA header, no torch. Addresses are of device memory. Launches, never waits.
+// Launches of the routing kernels. Plain C++: no CUDA header, no torch. Launches return without waiting. All
+// addresses point to device memory.
 //
-// Letters: T tokens, E experts, K choices, N = T*K slots, n chunks, P tiles.
+// Letters: T tokens, E experts, K choices, N = T*K slots, n chunks, P partial sums.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -10,6 +11,7 @@
 
 namespace pmoe::route {
 
+// The arguments that both passes have in common.
 struct Problem {
   int device;
   void* stream;
@@ -27,7 +29,7 @@ struct ForwardTensors {
   int32_t* counts_nE;
   int32_t* ends_nE;
   float* l_aux;
-  void* workspace;  // see workspace_bytes
+  void* workspace;  // of workspace_bytes() bytes
   int64_t workspace_bytes;
 };
 
@@ -37,28 +39,29 @@ struct BackwardTensors {
   const float* weight_TK;
   const int32_t* counts_nE;
   const float* grad_weight_TK;  // or null
-  const float* partial_PN;      // instead of grad_weight_TK, or null
-  const int32_t* position_TK;   // with partial_PN
+  const float* partial_PN;      // used if grad_weight_TK is null; may be null too
+  const int32_t* position_TK;   // needed with partial_PN
   int64_t num_partials;
   const float* grad_l_aux;  // or null
   float* grad_logits_TE;
 };
 
-// Why there is no kernel for these sizes, or an empty string. Asks no device.
+// Returns why there is no kernel for these sizes, or an empty string. It does not look at the device.
 std::string refusal(int64_t num_tokens, int64_t num_experts, int64_t top_k, int64_t num_chunks);
 
-// Makes the kernels ready on a device. Throws std::runtime_error where it cannot run them: no code for it, or
-// too little shared memory.
+// Makes the kernels ready on a device. Throws std::runtime_error if the device cannot run them: it has no
+// code for them, or too little shared memory.
 void prepare(int device, int64_t num_experts, int64_t top_k);
 
-// Bytes that forward() writes and reads, of any content before; the stream's own until it has passed forward.
+// Returns the size of the workspace of forward(). Its content before the launch does not matter. Nothing else
+// may use it until the stream has passed forward().
 int64_t workspace_bytes(const Problem& problem);
 
-// Two launches. Throws, before them, std::invalid_argument for what refusal() tells and for too little
-// workspace; and std::runtime_error for an error of CUDA.
+// Launches the two forward kernels. Throws std::invalid_argument, before launching, for the reasons of
+// refusal() and for a workspace that is too small; throws std::runtime_error for an error of CUDA.
 void forward(const Problem& problem, const ForwardTensors& tensors);
 
-// One launch; none without tokens. Throws as forward does.
+// Launches the backward kernel, unless there are no tokens. Throws as forward() does.
 void backward(const Problem& problem, const BackwardTensors& tensors);
 
 void list_kernels(std::vector<KernelInfo>& found);

@@ -1,12 +1,16 @@
-// Who routes which tokens, and where numbers lie: the host sizes by it, the kernels address by it. Knows no
-// device.
+// The cut of tokens among blocks and warps, and the layout of memory. The host sizes by it, the kernels
+// address by it. It knows no device.
 //
-// Tokens are cut into chunks, chunks into blocks, blocks into warps, always at floor(i * T / parts), which is
-// pmoe.ordering.sorted.chunk_bounds: a multiple of n parts refines n chunks, so each block and each warp
-// works in one chunk, and an expert's number is all of a slot's key that varies there.
+// Tokens are cut into chunks, chunks into blocks, blocks into warps. Part i of any cut begins at token
 //
-// Letters: T tokens, E experts, K choices, N = T*K slots, n chunks, B blocks a chunk, G = n*B blocks that own
-// tokens, W warps of a block.
+//   floor(i * T / parts)
+//
+// just as in pmoe.ordering.sorted.chunk_bounds. A multiple of n parts refines n chunks, so each block and
+// each warp lies in one chunk. Slots are sorted by (chunk, expert), and inside a block or warp only the
+// expert varies.
+//
+// Letters: T tokens, E experts, K choices, N = T*K slots, n chunks, B blocks of a chunk, G = n*B blocks that
+// own tokens, W warps of a block.
 #pragma once
 #include <cfloat>
 #include <cmath>
@@ -21,31 +25,37 @@ constexpr int kMostChoices = 32;
 constexpr int kMostChunks = 64;
 constexpr int64_t kMostSlots = (int64_t{1} << 31) - 1;  // positions are int32
 
-// The first token of part i.
+// Returns the first token of part i.
 PMOE_HD constexpr int64_t bound(int64_t num_tokens, int64_t i, int64_t parts) {
   return i * num_tokens / parts;
 }
 
-// How a warp reads rows of logits: kLanes neighbouring lanes share a token, and each holds kPer experts of
-// it, in fours that lie side by side. kWarps of them are a block.
+// How a warp reads rows of logits. kLanes neighbouring lanes share a token. Each lane has kPer experts of it,
+// in runs of four. A block has kWarps warps. With kLanes = 2 and kPer = 8:
+//
+//   expert   0..3   4..7   8..11   12..15
+//   lane      0      1       0       1
 template <int kLanes_, int kPer_, int kWarps_>
 struct Shape {
   static constexpr int kLanes = kLanes_;
   static constexpr int kPer = kPer_;
   static constexpr int kWarps = kWarps_;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kTokens = 32 / kLanes;  // that a warp has at a time
+  static constexpr int kTokens = 32 / kLanes;  // tokens that a warp has at a time
   static constexpr int kExperts = kLanes * kPer;
-  // Where only some of a block's threads route: the first of them, and their barrier; 0: the block's.
+  // The first of the threads that route, and their named barrier, in blocks where other threads do other
+  // work. Barrier 0 is that of the whole block.
   static constexpr int kFirstThread = 0, kBarrier = 0;
   static_assert(kPer % 4 == 0 && 32 % kLanes == 0);
 
-  // The j-th expert of a token's lane; ascends with j. Expert e is lane owner(e)'s.
+  // expert() returns the j-th expert of a token's lane; it ascends with j. owner() returns the lane of an
+  // expert.
   PMOE_HD static constexpr int expert(int lane, int j) { return j / 4 * (4 * kLanes) + 4 * lane + j % 4; }
   PMOE_HD static constexpr int owner(int expert) { return expert / 4 % kLanes; }
 };
 
-// The product's shapes. More than 256 experts take more registers a thread and more shared memory a warp.
+// The shapes that pmoe compiles. For more than 256 experts a block has fewer warps, because a thread needs
+// more registers and a warp more shared memory.
 template <int kLanes, int kPer>
 using Kept = Shape<kLanes, kPer, (kPer > 8 ? 8 : 16)>;
 
@@ -63,8 +73,9 @@ PMOE_HD uint32_t bits_of(float value) {
   return bits;
 }
 
-// Orders scores as pmoe.kernels.route.top_indices does: NaN above all, both zeros equal, negative infinity as
-// the lowest finite number. Never 0, which stands for an expert that is taken or that there is not.
+// Maps a score to an integer of the same order as pmoe.kernels.route.top_indices: NaN is above everything,
+// both zeros are equal, and negative infinity equals the lowest finite number. The result is never 0, which
+// marks an expert that is taken already or does not exist.
 PMOE_HD uint32_t order_key(float score) {
   if (score != score) return 0xFFFFFFFFu;
   const uint32_t bits = bits_of(larger(score, -FLT_MAX) + 0.0f);  // -0 + 0 is +0
@@ -73,7 +84,7 @@ PMOE_HD uint32_t order_key(float score) {
 
 // ---- sizes
 
-// Of the losses: E / (N * T), and the z-loss's weight over T, which leaves it out where it is 0.
+// Factors of the losses: balance_scale is E / (N * T), z_scale the z-loss's weight over T (0 leaves it out).
 inline float balance_scale(int64_t num_tokens, int64_t num_experts, int64_t top_k) {
   const double tokens = static_cast<double>(larger(num_tokens, int64_t{1}));
   return static_cast<float>(static_cast<double>(num_experts) /
@@ -94,8 +105,8 @@ struct Sizes {
   PMOE_HD int64_t first_token(int64_t warp, int warps) const {
     return bound(num_tokens, warp, int64_t{blocks()} * warps);
   }
-  // Rows of all earlier chunks: nothing is dropped, so they are known before anything is counted.
-  // As bound() has it, by divisions of 32 bits: a device divides 64 bits by a call.
+  // Returns the number of rows of all earlier chunks. Nothing is dropped, so it is known before anything is
+  // counted. It is bound() with 32-bit divisions: a device divides 64-bit numbers by a function call.
   PMOE_HD int64_t first_row(int32_t chunk) const {
     const auto tokens = static_cast<uint32_t>(num_tokens), chunks = static_cast<uint32_t>(num_chunks);
     const auto at = static_cast<uint32_t>(chunk);
@@ -103,18 +114,19 @@ struct Sizes {
   }
 };
 
-// B: enough for a warp's worth of tokens in each warp, within most_blocks where the chunks leave a choice.
+// Returns B, the blocks of a chunk: enough that each warp has the tokens that it takes at a time, but with
+// all chunks at most most_blocks blocks. It is at least 1.
 inline int32_t chunk_blocks(int64_t num_tokens, int32_t num_chunks, int64_t block_tokens,
                             int64_t most_blocks) {
   const int64_t enough = ceil_div(ceil_div(num_tokens, block_tokens), num_chunks);
   return static_cast<int32_t>(larger(int64_t{1}, smaller(enough, most_blocks / num_chunks)));
 }
 
-// What the first forward kernel's blocks leave to the second's.
+// Numbers that blocks of the first forward kernel pass on to those of the second.
 struct Workspace {
-  int32_t* rows_GE;       // of each expert
-  float* probability_GE;  // summed over the block's tokens
-  float* z_G;             // squared logsumexp, summed likewise
+  int32_t* rows_GE;       // rows by expert
+  float* probability_GE;  // probabilities summed over the block's tokens
+  float* z_G;             // squared logsumexp summed over the block's tokens
 
   static int64_t bytes(int64_t blocks, int64_t num_experts) { return 4 * blocks * (2 * num_experts + 1); }
 
@@ -127,8 +139,9 @@ struct Workspace {
   }
 };
 
-// Shared memory of a forward block, in 4-byte words: rows_WE, one word a warp for sums, then an area that
-// serves one phase after the other.
+// Sizes and offsets in the shared memory of a forward block, in 4-byte words:
+//
+//   rows_WE (W * E) | sum_W (W) | area, which serves one phase after the other
 template <class S>
 struct ForwardShared {
   PMOE_HD static constexpr int staged(int top_k) {
@@ -139,10 +152,10 @@ struct ForwardShared {
   PMOE_HD static constexpr int area(int num_experts) { return sums(num_experts) + S::kWarps; }
 
   PMOE_HD static constexpr int words(int num_experts, int top_k) {
-    const int choosing = 2 * S::kWarps * staged(top_k);  // weight and expert
+    const int choosing = 2 * S::kWarps * staged(top_k);  // weights and experts
     const int telling = S::kWarps * num_experts;         // probabilities by warp
-    const int placing = 2 * num_experts;                 // before and within the chunk
-    const int adding = placing + num_experts + larger(S::kThreads, num_experts);  // the load, partial sums
+    const int placing = 2 * num_experts;                 // counts before and within the chunk
+    const int adding = placing + num_experts + larger(S::kThreads, num_experts);  // and load, partial sums
     return area(num_experts) + larger(larger(choosing, telling), adding);
   }
 };

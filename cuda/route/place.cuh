@@ -1,22 +1,23 @@
-// The second forward kernel (kernel.cuh): places of rows, counts of chunks, the balance loss.
+// The second forward kernel (see kernel.cuh): places of rows, counts of chunks, and the losses.
 #pragma once
 #include "route/block.cuh"
 
 namespace pmoe::route {
 
-struct ChunkCounts {  // in the area
+// Rows of a chunk by expert, in the shared area.
+struct ChunkCounts {
   int32_t* before_E;
   int32_t* total_E;
 };
 
-// A chunk's rows by expert, of all of its blocks and of the first `blocks_before`.
+// Counts a chunk's rows by expert: total_E for all of its blocks, before_E for the first `blocks_before`.
 template <class S>
 __device__ __forceinline__ ChunkCounts count_chunk(const Forward& a, const Shared<S>& shared, int chunk,
                                                    int blocks_before) {
   const int num_experts = a.sizes.num_experts, blocks = a.sizes.chunk_blocks;
   const int thread = own_thread<S>();
   const ChunkCounts found{shared.ints(0), shared.ints(num_experts)};
-  meet<S>();  // the area served something else
+  meet<S>();  // before, the area served something else
   PMOE_ROLLED
   for (int i = thread; i < 2 * num_experts; i += S::kThreads) found.before_E[i] = 0;
   meet<S>();
@@ -38,7 +39,9 @@ __device__ __forceinline__ ChunkCounts count_chunk(const Forward& a, const Share
   return found;
 }
 
-// One warp's walk over n values with a running sum: visit(i, sum of all before, value).
+// Goes through n values with a running sum, by one warp: calls visit(i, sum of all values before, value).
+//
+// sum: the running sum at the beginning.
 template <class Visit>
 __device__ __forceinline__ void scan(const int32_t* value, int n, int lane, int32_t sum, Visit visit) {
   PMOE_ROLLED
@@ -56,7 +59,8 @@ __device__ __forceinline__ void scan(const int32_t* value, int n, int lane, int3
   }
 }
 
-// The lanes whose slots have this lane's expert, this one included; 0 for a lane without a slot.
+// Returns the lanes whose slots have the same expert as this lane's, this lane included; 0 if this lane has
+// no slot. One ballot for each bit of the expert's number finds them.
 __device__ __forceinline__ uint32_t same_expert(int32_t expert, bool valid, int num_experts) {
   uint32_t same = ballot(valid);
   PMOE_ROLLED
@@ -68,6 +72,7 @@ __device__ __forceinline__ uint32_t same_expert(int32_t expert, bool valid, int 
   return valid ? same : 0;
 }
 
+// A range of slots.
 struct Slots {
   int64_t begin, end;
 };
@@ -79,7 +84,8 @@ __device__ __forceinline__ Slots slots_of_warp(const Sizes& sizes, const Place<S
           sizes.first_token(part + 1, S::kWarps) * sizes.top_k};
 }
 
-// rows_WE: rows by expert of each of the block's warps. choice(slot): its expert, or -1 where it has no row.
+// Counts rows by expert for each warp of the block, into rows_WE. choice(slot): the slot's expert, or -1 if
+// it has no row.
 template <class S, class Choice>
 __device__ __forceinline__ void count_slots(const Place<S>& at, const Shared<S>& shared, int num_experts,
                                             const Slots& slots, const Choice& choice) {
@@ -95,7 +101,8 @@ __device__ __forceinline__ void count_slots(const Place<S>& at, const Shared<S>&
   meet<S>();
 }
 
-// rows_WE: now rows of the block's warps before each. found(expert, rows of all of them), by one thread.
+// Replaces each warp's counts in rows_WE by the rows of the block's warps before it. One thread per expert
+// calls found(expert, rows of all warps).
 template <class S, class Found>
 __device__ __forceinline__ void add_warps(const Shared<S>& shared, int num_experts, const Found& found) {
   PMOE_ROLLED
@@ -111,12 +118,12 @@ __device__ __forceinline__ void add_warps(const Shared<S>& shared, int num_exper
   }
 }
 
-// A warp's slots in their order: put(slot, expert, rows of that expert before it, in the warps before and in
-// this one); none is counted where the expert is -1.
+// Goes through a warp's slots in their order, and calls put(slot, expert, placed) for each. placed: number of
+// rows of that expert before it in this block. A slot whose expert is -1 is not counted.
 template <class S, class Choice, class Put>
 __device__ __forceinline__ void place_slots(const Place<S>& at, const Shared<S>& shared, int num_experts,
                                             const Slots& slots, const Choice& choice, const Put& put) {
-  // Placed so far, by this warp or one before.
+  // Rows placed so far, by this warp or the block's warps before it.
   int32_t* const rows_E = shared.rows_WE + at.warp * num_experts;
   PMOE_ROLLED
   for (int64_t begin = slots.begin; begin < slots.end; begin += 32) {
@@ -127,21 +134,21 @@ __device__ __forceinline__ void place_slots(const Place<S>& at, const Shared<S>&
     const uint32_t earlier = same & ((1u << at.lane) - 1);
     const int32_t placed = expert >= 0 ? rows_E[expert] : 0;
     sync_warp();
-    if (same >> at.lane == 1) rows_E[expert] = placed + count_bits(same);  // the last of them
+    if (same >> at.lane == 1) rows_E[expert] = placed + count_bits(same);  // by the expert's last lane
     if (is_slot) put(slot, expert, placed + count_bits(earlier));
     sync_warp();
   }
 }
 
-// A block that owns tokens: where each of its slots' rows stands.
+// Finds the position of each row of a block that owns tokens.
 template <class S>
 __device__ __forceinline__ void place_rows(const Forward& a, const Place<S>& at, const Shared<S>& shared) {
   const int num_experts = a.sizes.num_experts, blocks = a.sizes.chunk_blocks;
   const int chunk = at.block / blocks;
   const Slots slots = slots_of_warp<S>(a.sizes, at);
   const auto choice = [&](int64_t slot) { return a.expert_TK[slot]; };
-  // Counted again: what the first kernel's warps counted went with their shared memory, and their choices are
-  // near.
+  // Rows are counted again: the counts of the first kernel's warps are gone with their shared memory, and the
+  // choices are still in the cache.
   count_slots<S>(at, shared, num_experts, slots, choice);
   add_warps<S>(shared, num_experts, [](int, int32_t) {});
   const ChunkCounts counts = count_chunk<S>(a, shared, chunk, at.block % blocks);
@@ -157,7 +164,7 @@ __device__ __forceinline__ void place_rows(const Forward& a, const Place<S>& at,
   });
 }
 
-// The sum of all threads' values, in thread 0.
+// Returns the sum of all threads' values; only thread 0 has it.
 template <class S>
 __device__ __forceinline__ float block_sum(const Place<S>& at, const Shared<S>& shared, float value) {
   const float of_warp = warp_sum(value);
@@ -172,7 +179,7 @@ __device__ __forceinline__ float block_sum(const Place<S>& at, const Shared<S>& 
   return sum;
 }
 
-// Counts and ends of all chunks; load_E, the rows of each expert in all of them.
+// Writes counts and ends of all chunks. load_E receives the rows of each expert in all chunks.
 template <class S>
 __device__ __forceinline__ void add_counts(const Forward& a, const Place<S>& at, const Shared<S>& shared,
                                            int32_t* load_E) {
@@ -193,7 +200,9 @@ __device__ __forceinline__ void add_counts(const Forward& a, const Place<S>& at,
   sync_block();
 }
 
-// sum_e load_e * (the sum over tokens of e's probability), in thread 0. partial: of max(threads, E).
+// Returns sum_e load_e * (probability of e, summed over tokens); only thread 0 has it.
+//
+// partial: scratch memory of max(threads, E) floats.
 template <class S>
 __device__ __forceinline__ float balance(const Forward& a, const Place<S>& at, const Shared<S>& shared,
                                          const int32_t* load_E, float* partial) {
@@ -220,7 +229,7 @@ __device__ __forceinline__ float balance(const Forward& a, const Place<S>& at, c
   return block_sum(at, shared, mine);
 }
 
-// l_aux. load_E, partial: as balance() takes them.
+// Writes l_aux. load_E, partial: as in balance().
 template <class S>
 __device__ __forceinline__ void write_loss(const Forward& a, const Place<S>& at, const Shared<S>& shared,
                                            const int32_t* load_E, float* partial) {
@@ -233,7 +242,7 @@ __device__ __forceinline__ void write_loss(const Forward& a, const Place<S>& at,
     *a.l_aux = a.balance_scale * balanced + (a.z_scale == 0.0f ? 0.0f : a.z_scale * z);
 }
 
-// The block that owns no tokens: what concerns all of them.
+// The work of the block that owns no tokens: counts of all chunks, and the loss.
 template <class S>
 __device__ __forceinline__ void add_up(const Forward& a, const Place<S>& at, const Shared<S>& shared) {
   int32_t* const load_E = shared.ints(2 * a.sizes.num_experts);

@@ -1,13 +1,13 @@
-// What forward and backward share: a warp's tokens, their rows of logits in registers, and the softmax.
-// See layout.h for which lane holds what, and for the letters.
+// Code that forward and backward share: a warp's tokens, their rows of logits in registers, the softmax.
+// layout.h says which lane has what, and explains the letters.
 #pragma once
 #include <cmath>
 
 #include "common/device.cuh"
 #include "route/layout.h"
 
-// Before loops of few rounds: the compiler would unroll them, and a kernel of microseconds waits for its own
-// code.
+// Put before loops of few rounds. The compiler would unroll them, and in a kernel of microseconds the loading
+// of code would dominate.
 #if defined(__CUDACC__)
 #define PMOE_ROLLED _Pragma("unroll 1")
 #else
@@ -16,19 +16,19 @@
 
 namespace pmoe::route {
 
-// The logits as a kernel reads them; dlogits lie likewise.
+// The rows of logits. The rows of their gradient lie the same way.
 struct Rows {
   int64_t num_tokens;
   int32_t num_experts;
-  bool whole_words;  // rows begin on 16 bytes, and are a multiple of 16 bytes long
+  bool whole_words;  // rows begin on 16 bytes and are a multiple of 16 bytes long
 };
 
-// The threads that route.
+// own_thread() returns the index of this thread among those that route; meet() synchronizes those threads.
 template <class S>
 __device__ __forceinline__ int own_thread() {
-  if constexpr (S::kBarrier == 0)
-    return static_cast<int>(threadIdx.x);
-  else  // whose block does other things, too, and has no register for it
+  if constexpr (S::kBarrier == 0) return static_cast<int>(threadIdx.x);
+  // The block does other work too, and has no register to keep the index.
+  else
     return thread_again() - S::kFirstThread;
 }
 template <class S>
@@ -39,8 +39,8 @@ __device__ __forceinline__ void meet() {
     sync_named(S::kBarrier, S::kThreads);
 }
 
-// Where a lane stands: which of its warp's kTokens tokens, and which of that token's kLanes lanes. block:
-// whose tokens these are, of those that own some.
+// The place of a thread: its lane, its warp, which of the warp's kTokens tokens it works on (token), and
+// which of that token's kLanes lanes it is (of_token). block: index among the blocks that own tokens.
 template <class S>
 struct Place {
   int block = static_cast<int>(blockIdx.x);
@@ -50,7 +50,7 @@ struct Place {
   int token = lane / S::kLanes;
 };
 
-// Sums and maxima over the lanes of a token; every lane gets the same bits.
+// Sum and maximum over the lanes of a token. Every lane gets the same bits.
 template <class S>
 __device__ __forceinline__ float token_sum(float value) {
   PMOE_UNROLL
@@ -71,7 +71,8 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
-// A lane's logits of a token: -inf where there is no such expert, 0 where there is no such token.
+// Loads a lane's logits of a token: -inf for an expert that does not exist, 0 for a token that does not
+// exist.
 template <class S>
 __device__ __forceinline__ void load_row(const float* logits_TE, const Rows& rows, int64_t token, bool valid,
                                          int of_token, float (&x)[S::kPer]) {
@@ -115,8 +116,8 @@ struct Softmax {
   __device__ float log_sum() const { return largest + logf(sum); }
 };
 
-// numerator[j] = e^(x[j] - largest). A row with NaN, +inf, or -inf throughout gives NaN throughout, as torch
-// does.
+// Computes numerator[j] = e^(x[j] - largest), and their sum. A row that contains NaN or +inf, or only -inf,
+// gives NaN in all places, as in torch.
 template <class S>
 __device__ __forceinline__ Softmax softmax(const float (&x)[S::kPer], float (&numerator)[S::kPer]) {
   float most = x[0];

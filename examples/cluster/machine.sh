@@ -1,20 +1,21 @@
 #!/bin/sh
-# One machine's part of a job that outlives its machines. Run it on each of them, with the same arguments:
+# Runs one machine of a job that continues when machines die or join. Run it on each machine, with the same
+# arguments:
 #
 #     RENDEZVOUS=login1:29400 JOB=lm NODES=2:16 sh examples/cluster/machine.sh examples/train_lm.py --resume if-any
 #
 # RENDEZVOUS  host:port of `python examples/cluster/rendezvous.py`, on a machine that does not train
-# JOB         a name that only this job has there
-# NODES       fewest:most machines; the job runs on those that are there, and grows when others come
+# JOB         name of this job; no other job at the same rendezvous may have it
+# NODES       fewest:most machines; the job runs on the machines that have joined, and grows when others join
 # RANKS       processes a machine: a number, or "gpu" (the default) for one a GPU
 # RESTARTS    how often torchrun may start the ranks again; 1000 by default
-# TRIES       how often torchrun itself may fail here; 100 by default
-# FLAGS       more flags of torchrun
+# TRIES       how often torchrun may fail on this machine; 100 by default
+# FLAGS       more flags for torchrun
 #
-# torchrun starts its processes again when one dies, here or elsewhere. But it ends itself where a machine dies
-# between joining and starting, so here it is started again too.
+# torchrun starts its processes again when a process of any machine dies. But torchrun itself fails if a
+# machine dies between joining and starting, so this script starts torchrun again too.
 : "${RENDEZVOUS:?must be host:port of rendezvous.py}" "${JOB:?must be the name of this job}"
-# torchrun remembers the address of the first machine's store after that machine has died, unless told not to.
+# Without this, torchrun keeps using the first machine's store after that machine has died.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 tries=${TRIES:-100} stopped='' child=''
 trap 'stopped=yes; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null' INT TERM

@@ -1,10 +1,11 @@
-"""Holds the place where the machines of a job meet, so that none of them has to outlive the others.
+"""Serves the store at which the machines of a job meet, so that any training machine may die.
 
     python examples/cluster/rendezvous.py --port 29400     # on a machine that does not train
 
-torchrun's c10d rendezvous keeps its state in a store that the machine named by --rdzv-endpoint serves. If
-that machine trains too, its death ends the job; this program serves the store from anywhere else (a login
-node, a pod of its own). It holds a few kilobytes and needs no GPU. Every torchrun then names it:
+torchrun's c10d rendezvous keeps its state in a store on the machine that --rdzv-endpoint names. If that
+machine trains too, the job ends when it dies. This program serves the store on another machine, such as a
+login node or a pod of its own. It holds a few kilobytes and needs no GPU. Every torchrun is started with its
+address:
 
     torchrun --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-conf is_host=0 ...
 """
@@ -30,5 +31,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # for sigwait, in all threads
+    # Blocked before the store starts threads, which inherit the mask: `sigwait` needs it blocked in all
+    # threads.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     main()

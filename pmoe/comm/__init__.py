@@ -1,4 +1,6 @@
-"""Collectives: the exchange of row counts and the all-to-alls that carry rows. One collective a file.
+"""Collectives of the layer: the exchange of row counts, and the all-to-alls that carry rows.
+
+Each kind of all-to-all has a file of its own.
 
 Letters of this folder: N rows, W ranks, F bins of rows, M columns, A nodes, L ranks of a node.
 """
@@ -16,7 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["Combine", "Dispatch", "Exchange", "Traffic", "make_exchanges"]
 
 ExchangeName = Literal["flat", "hierarchical_1d", "hierarchical_2d"]
-"""What MoELayer's arguments ``dispatch`` and ``combine`` take, beside modules and "auto"."""
+"""Names that MoELayer's arguments ``dispatch`` and ``combine`` accept.
+
+Both also accept modules, and ``dispatch`` accepts "auto".
+"""
 
 NAMES: tuple[ExchangeName, ...] = get_args(ExchangeName)
 
@@ -26,7 +31,15 @@ def make_exchanges(
     combine: ExchangeName | Combine | None,
     nodes: int | Sequence[int] | None,
 ) -> tuple[Dispatch, Combine]:
-    """The two modules of MoELayer's arguments of these names. Raises ValueError or TypeError for others."""
+    """Returns the modules for MoELayer's arguments ``dispatch`` and ``combine``.
+
+    Args:
+        dispatch: name of an exchange, or a module, which is returned as it is.
+        combine: the same. None takes the name in ``dispatch``, or "flat" if ``dispatch`` is a module.
+        nodes: which ranks share a node, for exchanges made by name: see `pmoe.comm.topology.Nodes`.
+
+    Raises ValueError for an unknown name, and TypeError for a value that is neither a name nor a module.
+    """
     combine = (dispatch if isinstance(dispatch, str) else "flat") if combine is None else combine
     for name, value, kind in (("dispatch", dispatch, Dispatch), ("combine", combine, Combine)):
         names = ", ".join(NAMES + ("auto",) * (name == "dispatch"))
@@ -44,6 +57,7 @@ def make_exchanges(
 def _exchange_by(
     name: ExchangeName, nodes: int | Sequence[int] | None
 ) -> FlatAllToAll | HierarchicalExchange:
+    """Returns a new exchange of this name. The hierarchical ones are imported only if they are used."""
     if name == "flat":
         return FlatAllToAll()
     from pmoe.comm.hierarchical_1d import HierarchicalAllToAll1D

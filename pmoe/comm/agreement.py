@@ -1,4 +1,7 @@
-"""What ranks must agree on: every rank takes part once in each, with as many values as the others."""
+"""Agreement among ranks: collectives that give every rank the same numbers or values.
+
+All ranks must call them equally often, in the same order, and with the same number of values.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,27 @@ from pmoe.comm.ranks import Ranks, at_stage, reduce_to_largest
 T = TypeVar("T")
 
 Agree = Callable[[Sequence[float]], list[float]]
-"""`largest` of some ranks: of each value the largest that a rank has, exactly (float64). Collective."""
+"""Type of `largest` with its ranks bound: it returns the maximum of each value over all ranks.
+
+Collective. Values travel as float64, so they come back exactly.
+"""
 
 
 def digest(parts: Iterable[str]) -> int:
-    """48 bits of texts, which ranks compare in place of them: a float holds them exactly."""
+    """Returns 48 bits of a hash of texts. Ranks compare this number instead of the texts.
+
+    Numbers are compared as float64 (`same`), which holds 48 bits exactly.
+    """
     return int.from_bytes(hashlib.sha256("\n".join(parts).encode()).digest()[:6], "big")
 
 
 def largest(ranks: Ranks, device: torch.device, values: Sequence[float], *, stage: str) -> list[float]:
-    """Of each value the largest that any rank has. Also a barrier: no rank returns before all have come.
+    """Returns the maximum of each value over all ranks.
 
-    One all-reduce of ``len(values)`` float64 on ``device``, read by the host.
+    Costs one all-reduce of ``len(values)`` float64 numbers on ``device``, and the host waits for its result.
+    It is also a barrier: no rank returns before all ranks have called it.
+
+    stage: a name of this collective, for errors.
 
     Example: ranks with (1, 5) and (3, 4) -> [3, 5].
     """
@@ -38,29 +50,38 @@ def largest(ranks: Ranks, device: torch.device, values: Sequence[float], *, stag
 
 
 def same(ranks: Ranks, device: torch.device, values: Sequence[float], *, stage: str) -> list[bool]:
-    """Of each value whether every rank has the same one. One `largest` of twice as many numbers.
+    """Returns, for each value, whether all ranks have the same one.
+
+    All ranks have the same v if max(v) == -max(-v), so this costs one `largest` of twice as many numbers.
 
     Example: ranks with (1, 5) and (3, 5) -> [False, True].
     """
-    found = largest(ranks, device, [*values, *(-value for value in values)], stage=stage)
-    highest, minus_lowest = found[: len(values)], found[len(values) :]
+    maxima = largest(ranks, device, [*values, *(-value for value in values)], stage=stage)
+    highest = maxima[: len(values)]
+    minus_lowest = maxima[len(values) :]
     return [high == -low for high, low in zip(highest, minus_lowest, strict=True)]
 
 
 def gathered(ranks: Ranks, value: T, *, stage: str) -> list[T]:
-    """Every rank's value, by rank. Any value that can be pickled; it may be of another size on each rank."""
+    """Returns the values of all ranks, in order of rank.
+
+    value: anything that can be pickled. Its size may differ between ranks.
+    """
     if ranks.size == 1:
         return [value]
-    found = [value] * ranks.size
+    values = [value] * ranks.size
     with at_stage(stage, ranks):
-        dist.all_gather_object(found, value, group=ranks.group)
-    return found
+        dist.all_gather_object(values, value, group=ranks.group)
+    return values
 
 
 def from_first(ranks: Ranks, value: T, *, stage: str) -> T:
-    """The first rank's value. Any value that can be pickled; those of other ranks are not looked at."""
-    found = [value]
+    """Returns the value of rank 0 of the group, on every rank.
+
+    value: anything that can be pickled. The values of the other ranks are ignored.
+    """
+    values = [value]
     if ranks.size > 1:
         with at_stage(stage, ranks):
-            dist.broadcast_object_list(found, group_src=0, group=ranks.group)
-    return found[0]
+            dist.broadcast_object_list(values, group_src=0, group=ranks.group)
+    return values[0]

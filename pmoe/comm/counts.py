@@ -1,11 +1,21 @@
-"""The one exchange before any payload: row counts, and what all ranks must know of each other.
+"""Exchange of row counts: the only communication before any row travels.
 
-Row counts travel in bins, finer than chunks where chunks may have to be cut finer: the cuttings that join
-neighbouring bins form chains, each cutting refining the last. Where chunks may be cut so, or all rows must
-find room at once, one max-reduction of a few numbers then carries everything that ranks must share; no rank
-holds a table of all ranks.
+1. One all-to-all sends each rank the counts that concern it, with a header about the sender (`HEADER`).
+   Rows are counted in F bins. F is a multiple of every number of chunks that may be needed, so joining
+   neighbouring bins gives the counts of n chunks:
 
-Letters: W ranks, P of them across nodes, F bins, n chunks, K choices, E_local experts a rank.
+       F = 8 bins     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |
+       n = 4 chunks   |   0   |   1   |   2   |   3   |
+       n = 2 chunks   |       0       |       1       |
+
+2. One max-reduction of a few numbers follows in two cases. If chunks use slots of fixed size, all ranks must
+   cut their batches finely enough for the fullest slot of any rank. If one buffer must hold all rows of a
+   rank, all ranks must know the largest number of rows that any rank receives.
+
+No rank ever holds the counts of all pairs of ranks.
+
+Letters: W ranks, P of them across nodes, F bins, n chunks, K choices, E_local experts a rank, X counts for a
+rank: one for each of its experts, and one more where tokens are sent once.
 """
 
 from __future__ import annotations
@@ -28,16 +38,17 @@ from pmoe.warn import warn_once
 
 
 class Fault(enum.IntEnum):
-    """What can be wrong on one rank alone; it travels with the counts so that all ranks raise together.
+    """A fault that one rank alone may have. Its number travels with the counts, so all ranks raise together.
 
-    text: what the others are told of that rank.
+    text: describes the faulty rank in the errors of the other ranks.
     """
 
     text: str
 
     def __new__(cls, text: str) -> Fault:
         fault = int.__new__(cls, len(cls.__members__))
-        fault._value_, fault.text = int(fault), text
+        fault._value_ = int(fault)
+        fault.text = text
         return fault
 
     NONE = ""
@@ -46,22 +57,22 @@ class Fault(enum.IntEnum):
     DEVICE = "its input is on another device than the layer's parameters"
     NOT_FINITE = "its gate logits are not finite (check_finite=False lets them pass)"
     ROUTING = "its gate returned expert indices outside 0..num_experts - 1"
-    OTHER = "its gate raised an error, or its input was no tensor"
+    OTHER = "its gate raised an error, or its input is not a tensor"
     WEIGHT = "its gate returned weights that are not finite"
-    TOKEN = "its gate returned tokens that do not ascend from 0 to the number of tokens less 1"
+    TOKEN = "its gate returned a Routing.token that does not ascend, or lies outside 0..num_tokens - 1"
     CALLBACK = "a callback raised an error in before_moe_start"
     RECOMPUTED = (
-        "routing changed in recomputation: give its checkpoint context_fn=pmoe.checkpoint_contexts (and "
-        "use_reentrant=False), which keeps the routing"
+        "routing changed in recomputation: pass context_fn=pmoe.checkpoint_contexts, use_reentrant=False to "
+        "torch.utils.checkpoint.checkpoint, which then keeps the routing"
     )
     OTHER_CALL = (
-        "it makes another call than the others: in another gradient mode or pass, or of another layer"
+        "it calls another layer than the other ranks, or the same layer in another gradient mode or pass"
     )
-    LOADED = "its experts were loaded from a state dict"  # no error: see `pmoe.layer.stored_state`
+    LOADED = "its experts were loaded from a state dict"  # no error: see `pmoe.decide.stored_state`
 
 
 class FaultError(ValueError):
-    """A ValueError that knows which `Fault` the other ranks are told."""
+    """A ValueError that carries the `Fault` whose number the other ranks receive."""
 
     def __init__(self, fault: Fault, message: str) -> None:
         super().__init__(message)
@@ -70,18 +81,31 @@ class FaultError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RankCounts:
-    """What a rank knows after the exchange.
+    """Row counts of one call, as one rank knows them after the exchange. Dropped rows are not counted.
 
-    send: (F, P, E_local) kept rows that this rank has for each rank's experts; recv: (F, W, E_local), rows
-    that each rank has for this one's, in the order in which they lie once they are here (`pmoe.comm.ranks`);
-    both on the host. recv_device: recv where the rows are. Where P ranks are all W, these are the same ranks.
-    sent_once, received_once: (F, P) and (F, W), rows that travel where a token goes only once to a rank that
-    holds several of its experts; None where each row does. relayed: (F, X) of `Exchange.relay_counts`, for
-    dispatch and for combine. The rest is the same on every rank, and so are decisions taken from it. depth:
-    for each n asked for, how often it must be doubled until no chunk brings any rank more rows than
-    `slot_rows`, or as often as the bins allow. host_shortage: whether any rank lacks host memory. max_rows:
-    the largest number of rows that any rank receives, its own among them; None where it was not asked for, or
-    where some rank has other rows than one for each kept choice of its tokens."""
+    Of this rank, int64, on the host unless the name says otherwise:
+
+        send             (F, P, E_local) rows of this rank for the experts of each rank
+        recv             (F, W, E_local) rows of each rank for this rank's experts, sources in the order of
+                         `Grid.by_arrival`; W is P unless experts are sharded
+        recv_device      recv, on the rows' device
+        sent_once        (F, P) rows that travel to each rank, if a token travels only once to a rank that
+                         holds several of its experts (`pmoe.engine.variants.send_once`); None if it travels
+                         for each
+        received_once    (F, W) rows that arrive from each rank, in the same case; else None
+        received_once_device  received_once, on the rows' device
+        relayed          (F, X) numbers of `Exchange.relay_counts`, for dispatch and for combine; or None
+
+    The same on every rank, so a decision taken from them is too:
+
+        max_tokens       largest number of tokens of any rank
+        needs_grad       whether any rank wants gradients
+        depth            depth[n]: how often n must be doubled until no chunk brings any rank more rows than
+                         `slot_rows`, or until the bins allow no finer cut
+        host_shortage    whether any rank lacks host memory for the rows that it receives
+        max_rows         largest number of rows that any rank receives, rows that stay included; None if not
+                         asked for, or if some rank has other rows than one for each choice of its tokens
+    """
 
     send: Tensor
     recv: Tensor
@@ -98,16 +122,16 @@ class RankCounts:
 
     @property
     def sent_rows(self) -> Tensor:
-        """(F, P) rows that leave for each rank."""
+        """Rows that go to each rank, this rank included, (F, P)."""
         return self.send.sum(2) if self.sent_once is None else self.sent_once
 
     @property
     def received_rows(self) -> Tensor:
-        """(F, W) rows that come from each rank."""
+        """Rows that come from each rank, this rank included, (F, W)."""
         return self.recv.sum(2) if self.received_once is None else self.received_once
 
     def on_host(self) -> RankCounts:
-        """The same without memory of the device."""
+        """Returns the same counts with the host's tensors also in place of the device's."""
         return replace(self, recv_device=self.recv, received_once_device=self.received_once)
 
     def travelling(self, rank: int) -> RankCounts:
@@ -127,7 +151,7 @@ class RankCounts:
         )
 
     def joined(self, n: int) -> RankCounts:
-        """The same rows in n chunks, each of as many neighbouring bins; n divides the number of bins."""
+        """Returns the counts of the same rows in n chunks, each of F / n neighbouring bins; n divides F."""
         if n == self.send.shape[0]:
             return self
 
@@ -139,7 +163,7 @@ class RankCounts:
 
 
 def without_own(counts: Tensor, rank: int) -> Tensor:
-    """counts (n, W, ...) with the rows between ``rank`` and itself set to none."""
+    """Returns a copy of counts (n, W, ...) in which ``rank`` has no rows for itself."""
     counts = counts.clone()
     counts[:, rank] = 0
     return counts
@@ -147,11 +171,14 @@ def without_own(counts: Tensor, rank: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """How many rows a chunk may bring, and the numbers of chunks for which to ask.
+    """Limits of received rows: how many a ring slot holds, and for how many there is host memory.
 
-    slack: rows of a slot over the balanced share. degrees: those n for which `RankCounts.depth` is wanted.
-    own_rank: rows from there stay and are not counted; None counts all. host_rows: received rows for which
-    this rank has host memory left.
+    slack      slot_rows = ceil(slack * max_tokens * top_k / n); 1 holds evenly routed rows
+    top_k      rows that a rank receives for each of its tokens if routing is even: K, times the number
+               of ranks that share an expert
+    degrees    the numbers of chunks n for which `RankCounts.depth` is wanted
+    own_rank   rows from this rank stay and are not counted; None counts all rows
+    host_rows  number of received rows for which this rank has host memory; None checks nothing
     """
 
     slack: float
@@ -161,15 +188,20 @@ class Slots:
     host_rows: int | None = None
 
     def depths(self, recv_FWE: Tensor, max_tokens: Tensor) -> list[Tensor]:
-        """The depth that this rank needs for each degree, as scalars on the device."""
+        """Returns for each degree how often this rank needs it doubled, as scalars on the device.
+
+        recv_FWE: (F, W, E_local) int64 on the device. max_tokens: int64 scalar there.
+        """
         by_source = recv_FWE.sum(2)
         rows_F = by_source.sum(1) if self.own_rank is None else by_source.sum(1) - by_source[:, self.own_rank]
         largest: dict[int, Tensor] = {}  # rows of the largest of n chunks: degrees have cuttings in common
         depths = []
         for n in self.degrees:
-            # In float64, as on the host: float32 would round large numbers of tokens.
+            # In float64, as `slot_rows` does on the host. float32 would round large numbers of tokens.
             limit = (max_tokens.double() * (self.slack * self.top_k / n)).ceil()
             depth = torch.zeros_like(max_tokens)
+            # Finer chunks never have more rows, and the limit stays. So the first cuts of the chain n, 2 n,
+            # 4 n, ... overflow and the later ones fit: the number of those that overflow is the depth.
             while rows_F.shape[0] % (2 * n) == 0:
                 if n not in largest:
                     largest[n] = rows_F.view(n, -1).sum(1).max()
@@ -180,7 +212,9 @@ class Slots:
 
 
 def slot_rows(slack: float, top_k: int, max_tokens: int, n: int) -> int:
-    """Rows that a slot holds at most, as `Slots.depths` has it on the device.
+    """Returns ceil(slack * max_tokens * K / n), the number of rows that a slot holds.
+
+    `Slots.depths` computes the same number on the device.
 
     Example: slack 1.25, K = 2, 1000 tokens in 4 chunks -> 625.
     """
@@ -188,57 +222,82 @@ def slot_rows(slack: float, top_k: int, max_tokens: int, n: int) -> int:
 
 
 def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int) -> int:
-    """F: the least common multiple of the degrees times a power of two, enough to cut even a batch whose rows
-    all go to one rank, but few enough that the counts stay a small message.
+    """Returns F = lcm(degrees) * 2**k, the number of bins in which rows are counted.
+
+    k grows until F >= lcm(degrees) * num_ranks: then even a batch whose rows all go to one rank can be cut
+    into chunks that fit. It stops earlier where F would exceed `MAX_BINS`, or F * num_experts `MAX_COUNTS`,
+    so that the counts stay a small message.
 
     Example: degrees (4, 2) on 3 ranks -> 16.
     """
     finest = math.lcm(*degrees)
-    bins, most = finest, min(MAX_BINS, MAX_COUNTS // num_experts)
-    while bins < finest * num_ranks and 2 * bins <= most:
+    bins = finest
+    max_bins = min(MAX_BINS, MAX_COUNTS // num_experts)
+    while bins < finest * num_ranks and 2 * bins <= max_bins:
         bins *= 2
     return bins
 
 
 MAX_BINS, MAX_COUNTS = 256, 2**16
-"""Bins, and counts of all ranks together where bins could be fewer: with these a rank's message is at most
-256 KiB, a hundredth of 4,096 rows of 4,096 columns in two bytes each, on thousands of ranks."""
+"""Upper bounds of F and of F * E; lcm(degrees) alone may exceed them.
+
+2**16 counts of four bytes are 256 KiB from a rank to all others, on thousands of ranks. That is less than a
+hundredth of 4,096 rows of 4,096 columns in two bytes each.
+"""
 
 HEADER = 4
-"""Integers before the counts in each message:
+"""Number of int32 values before the counts in each message. They describe the sender:
 
-    tokens       of the sender
-    fault        a `Fault`
-    mode         the sum of bits (TRAINING ...) and LIFE times the life of the group (`pmoe.comm.standing`)
-    type, layer  the sum of the rows' type, as its place in TYPES, and LAYER times the layer's `Ranks.number`
+    tokens       number of its tokens
+    fault        number of its `Fault`
+    mode         sum of the bits TRAINING, ... and of LIFE times the life of its group (`Standing.life`)
+    type, layer  sum of the place of the rows' dtype in TYPES and of LAYER times the layer's `Ranks.number`
 """
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes by their number in a header. All other dtypes have the number len(TYPES)."""
 
 LIFE = 8
 LAYER = 8
+"""Factors in a header. They leave three bits below for the mode's flags, and for the number of a dtype."""
 
 
 TRAINING, GRAD_ENABLED, IN_BACKWARD, WANTS_GRADIENTS = 1, 2, 4, 1 << 30
-"""Bits of a mode. WANTS_GRADIENTS implies GRAD_ENABLED. WANTS_GRADIENTS is the highest bit, so the largest of
-all ranks' modes tells whether any rank has it. IN_BACKWARD is set in a checkpoint's second pass."""
+"""Bits of a mode.
+
+WANTS_GRADIENTS implies GRAD_ENABLED. It is the highest bit, so the maximum of all ranks' modes shows whether
+any rank has it. IN_BACKWARD is set in the second pass of activation checkpointing.
+"""
 
 
 def mode_of_call(*, needs_grad: bool, training: bool) -> int:
-    """The mode of a call that begins now. training: whether its layer is in training mode."""
+    """Returns the mode of a call that begins now.
+
+    needs_grad: whether this rank wants gradients of the call.
+    training: whether its layer is in training mode.
+    """
     mode = TRAINING if training else 0
     if needs_grad:
         mode |= WANTS_GRADIENTS | GRAD_ENABLED
     elif torch.is_grad_enabled():
         mode |= GRAD_ENABLED
-    if torch._C._current_graph_task_id() != -1:
+    if torch._C._current_graph_task_id() != -1:  # autograd is running a backward pass
         mode |= IN_BACKWARD
     return mode
 
 
 class CountsExchange:
-    """Started as soon as the counts exist and finished when they are needed; `finish` holds the one host
-    synchronisation of a layer's forward."""
+    """An exchange of row counts, under way from its construction to `finish`.
+
+    The caller may work in between, such as sort rows. `finish` holds the only host synchronisation of a
+    layer's forward pass.
+
+    The message to each rank is int32:
+
+        header (HEADER)  |  bin 0: X counts  |  bin 1: X counts  |  ...  |  bin F - 1: X counts
+
+    tokens_W: (W,) numbers of tokens of all ranks, valid after `finish`.
+    """
 
     tokens_W: Tensor
 
@@ -260,36 +319,54 @@ class CountsExchange:
         asks_max_rows: bool = False,
         one_row_a_choice: bool = True,
     ) -> None:
-        """counts_FE: (F, E) int64 on the rows' device. fault: a `Fault`, or one as an int64 scalar there.
-        training: whether the layer is in training mode. dtype: of the rows that will travel. once_FP: see
-        `RankCounts`. exchanges: the dispatch and the combine, where they have counts to relay. bypass_local:
-        rows between a rank and itself do not travel. asks_max_rows: whether `RankCounts.max_rows` is wanted,
-        the same on all ranks; one_row_a_choice: whether it makes sense for this rank's rows."""
+        """Starts the exchange. A collective.
+
+        counts_FE: (F, E) int64 on the rows' device, this rank's kept rows for each expert of all ranks.
+        num_tokens: number of this rank's tokens.
+        fault: a `Fault`, or its number as an int64 scalar on the rows' device.
+        needs_grad: whether this rank wants gradients.
+        training: whether the layer is in training mode.
+        dtype: of the rows that will travel.
+        traffic: where the bytes of the exchange are counted.
+        slots: limits to be checked; None checks nothing. None on all ranks or on none.
+        once_FP: (F, P) int64 on the rows' device, see `RankCounts.sent_once`; or None.
+        exchanges: dispatch and combine, if they may relay rows; else ().
+        bypass_local: whether rows between a rank and itself stay where they are.
+        asks_max_rows: whether `RankCounts.max_rows` is wanted; the same on all ranks.
+        one_row_a_choice: whether this rank has one row for each choice of its tokens; else all ranks get
+            None for max_rows.
+        """
         counts_FPX = counts_FE.unflatten(1, (grid.across.size, -1))
         self._counted_once = once_FP is not None
         if once_FP is not None:
             counts_FPX = torch.cat([counts_FPX, once_FP.unsqueeze(2)], dim=2)
-        self._grid, self._ranks, self._exchanges = grid, grid.all, exchanges
-        self._own_FPX, ranks, self._bypass_local = counts_FPX, grid.all, bypass_local
-        self._slots, self._traffic = slots, traffic
-        self._asks_max_rows, self._one_row_a_choice = asks_max_rows, one_row_a_choice
+        self._grid = grid
+        self._ranks = grid.all
+        self._exchanges = exchanges
+        self._own_FPX = counts_FPX
+        ranks = grid.all
+        self._bypass_local = bypass_local
+        self._slots = slots
+        self._traffic = traffic
+        self._asks_max_rows = asks_max_rows
+        self._one_row_a_choice = one_row_a_choice
         kind = TYPES.index(dtype) if dtype in TYPES else len(TYPES)
         kind += ranks.number * LAYER
-        told = 0 if isinstance(fault, Tensor) else fault.value
+        fault_number = 0 if isinstance(fault, Tensor) else fault.value
         mode = mode_of_call(needs_grad=needs_grad, training=training)
         if ranks.size > 1:
             ranks.count_exchange()
             mode += ranks.standing.life * LIFE
-        # From pinned memory: another copy of Python's numbers to a GPU would make the host wait.
-        header = torch.tensor([num_tokens, told, mode, kind], pin_memory=counts_FE.is_cuda)
+        # From pinned memory, because any other copy of Python's numbers to a GPU makes the host wait.
+        header = torch.tensor([num_tokens, fault_number, mode, kind], pin_memory=counts_FE.is_cuda)
         header = header.to(counts_FE.device, non_blocking=True)
         if isinstance(fault, Tensor):
             header[1] = fault
         by_rank = grid.to_owners(counts_FPX).transpose(0, 1).reshape(ranks.size, -1)
-        # In 32 bits: a rank has fewer slots than that.
+        # 32 bits suffice, because a rank has fewer than 2**31 rows.
         self._sent = torch.cat([header.expand(ranks.size, HEADER), by_rank], dim=1).int()
         self._received = self._sent
-        self.tokens_W = header[:1]  # of every rank, once finished
+        self.tokens_W = header[:1]  # this rank's alone, until `finish`
         self._work: dist.Work | None = None
         if ranks.size > 1:
             self._received = torch.empty_like(self._sent)
@@ -300,7 +377,10 @@ class CountsExchange:
                 )
 
     def finish(self) -> RankCounts:
-        """Waits for the counts. Raises FaultError on every rank where any rank reported a fault."""
+        """Waits for the counts and returns them.
+
+        Raises FaultError on every rank if any rank has a fault, or if ranks make different calls.
+        """
         with at_stage("the exchange of row counts", self._ranks):
             if self._work is not None:
                 wait_for(self._work, self._ranks.group, self._received.is_cuda)
@@ -310,17 +390,18 @@ class CountsExchange:
             agreed = self._agree(recv_device)
             relayed = self._relay(device_FWX)
             headers = self._received[:, :HEADER]
+            # All numbers reach the host in one copy, because each copy is a synchronisation.
             on_device = [self._own_FPX, device_FWX, headers, agreed, *relayed]
-            flat = torch.cat([each.reshape(-1) for each in on_device]).cpu()
-        on_host = flat.split([each.numel() for each in on_device])
+            flat = torch.cat([tensor.reshape(-1) for tensor in on_device]).cpu()
+        on_host = flat.split([tensor.numel() for tensor in on_device])
         own, arrived, headers, numbers, *counts = (
-            found.view_as(each) for found, each in zip(on_host, on_device, strict=True)
+            values.view_as(tensor) for values, tensor in zip(on_host, on_device, strict=True)
         )
         max_tokens, fault, mode, _, host_shortage, max_rows, irregular, *depths = numbers.tolist()
         if fault:
             codes = enumerate(headers[:, 1].tolist())
-            told = [f"rank {rank}: {Fault(code).text}" for rank, code in codes if code]
-            raise FaultError(Fault(fault), "; ".join(told))
+            faults = [f"rank {rank}: {Fault(code).text}" for rank, code in codes if code]
+            raise FaultError(Fault(fault), "; ".join(faults))
         if self._ranks.size > 1:
             modes, kinds = headers[:, 2:].t().tolist()
             if modes.count(modes[0]) < len(modes) or kinds.count(kinds[0]) < len(kinds):
@@ -346,41 +427,53 @@ class CountsExchange:
         )
 
     def _split(self, counts_FRX: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rows by expert, and rows that travel once for several of them."""
+        """Splits counts (F, R, X) of R ranks: (F, R, E_local) rows by expert, and (F, R) rows sent once.
+
+        The latter are None if a token travels for each of its experts.
+        """
         if not self._counted_once:
             return counts_FRX, None
         return counts_FRX[..., :-1], counts_FRX[..., -1]
 
     def _relay(self, device_FWX: Tensor) -> list[Tensor]:
-        """What dispatch and combine must know of rows that pass through this rank; empty where they do
-        not."""
+        """Returns the numbers of `Exchange.relay_counts` for dispatch and for combine, on the device.
+
+        Returns [] if neither passes rows on. device_FWX: (F, W, X) received counts, by arrival.
+        """
         if not any(exchange.in_steps for exchange in self._exchanges):
             return []
         rows = [self._own_FPX, self._grid.of_own_place(device_FWX)]
-        rows = [each[..., -1].contiguous() if self._counted_once else each.sum(2) for each in rows]
+        rows = [counts[..., -1].contiguous() if self._counted_once else counts.sum(2) for counts in rows]
         if self._bypass_local:
-            rows = [without_own(each, self._ranks.rank) for each in rows]
-        (send_FP, recv_FP), (dispatch, combine) = rows, self._exchanges
-        found = (dispatch.relay_counts(send_FP, recv_FP), combine.relay_counts(recv_FP, send_FP))
-        return [send_FP.new_empty(send_FP.shape[0], 0) if each is None else each for each in found]
+            rows = [without_own(counts, self._ranks.rank) for counts in rows]
+        send_FP, recv_FP = rows
+        dispatch, combine = self._exchanges
+        # Results travel the other way: combine sends the rows that dispatch received.
+        relayed = (dispatch.relay_counts(send_FP, recv_FP), combine.relay_counts(recv_FP, send_FP))
+        return [send_FP.new_empty(send_FP.shape[0], 0) if counts is None else counts for counts in relayed]
 
     def _agree(self, recv_FWE: Tensor) -> Tensor:
-        """The largest over all ranks of: the header's numbers, host shortage, rows received and whether they
-        are irregular, and the depths. The first came with the counts; only what follows from the counts must
-        be asked for after them."""
-        told = self._received[:, :HEADER].amax(0)
+        """Returns the maximum over all ranks of each of these numbers, on the device:
+
+            place   0 .. 3    4               5               6            7, 8, ...
+            number  header    host shortage   rows received   irregular    depth of each degree
+
+        Every rank has received all headers, so their maximum needs no communication. The other numbers follow
+        from the counts, so they need a reduction after them; without slots and `max_rows` they stay 0.
+        """
+        header = self._received[:, :HEADER].amax(0)
         slots = self._slots
         if slots is None and not self._asks_max_rows:
-            return F.pad(told, (0, 3))
+            return F.pad(header, (0, 3))
         agreed = recv_FWE.new_zeros(HEADER + 3 + (0 if slots is None else len(slots.degrees)))
-        agreed[:HEADER] = told
+        agreed[:HEADER] = header
         if self._asks_max_rows:
             agreed[HEADER + 1] = recv_FWE.sum()
             agreed[HEADER + 2] = not self._one_row_a_choice
         if slots is not None:
             if slots.host_rows is not None:
                 agreed[HEADER] = recv_FWE.sum() > slots.host_rows
-            for i, depth in enumerate(slots.depths(recv_FWE, told[0])):
+            for i, depth in enumerate(slots.depths(recv_FWE, header[0])):
                 agreed[HEADER + 3 + i] = depth
         if self._ranks.size > 1:
             self._traffic.counts += agreed.numel() * agreed.element_size()
@@ -388,19 +481,21 @@ class CountsExchange:
         return agreed
 
 
-# ---- ranks that make different calls
+# ---- ranks that make different calls: every rank has all headers, so all of them raise the same
 
 
 def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) -> None:
-    """Raises FaultError on all ranks where they do not make the same call.
+    """Raises FaultError, on every rank, if the ranks do not make the same call.
 
-    Warns where some are in training mode and others are not. modes, kinds: each rank's, from the headers of
-    one exchange.
+    Only warns if some ranks are in training mode and others are not.
+
+    modes: the mode of each rank, from its header.
+    kinds: the last number of each rank's header (type, layer).
     """
     ranks.standing.life = max(mode % WANTS_GRADIENTS // LIFE for mode in modes)  # now equal on all ranks
 
     def with_and_without(flag: int) -> tuple[str, str]:
-        """The ranks whose mode has the flag, and the others, in words; "" where there are none."""
+        """Returns in words the ranks whose mode has the flag, and the other ranks; "" for no ranks."""
         having = [rank for rank, mode in enumerate(modes) if mode & flag]
         lacking = [rank for rank in range(len(modes)) if rank not in having]
         return ranks_in_words(having), ranks_in_words(lacking)
@@ -408,11 +503,11 @@ def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) ->
     called = ranks.layer or "a MoELayer"
     in_layer = [kind // LAYER for kind in kinds]
     if len(set(in_layer)) > 1:
-        names = [f"number {number}" if number else "one that was not called before" for number in in_layer]
+        names = [f"number {number}" if number else "a layer at its first call" for number in in_layer]
         raise FaultError(
             Fault.OTHER_CALL,
-            "every rank must call the layers of a group in the same order and equally often; these were "
-            f"called together, numbered by their first calls: {_by_rank(names)}",
+            "every rank must call the layers of a group in the same order and equally often, but at this "
+            f"call the ranks are in different layers, numbered by their first calls: {_by_rank(names)}",
         )
     again, first = with_and_without(IN_BACKWARD)
     if again and first:
@@ -427,19 +522,20 @@ def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) ->
         raise FaultError(
             Fault.OTHER_CALL,
             f"{called} is called without gradients (torch.no_grad or inference_mode) on {disabled}, and with "
-            f"them on {wanting}: all ranks must call it in the same mode, for its backward pass needs all of "
-            "them; a rank whose loss is not needed calls the layer with gradients too, and calls backward",
+            f"them on {wanting}: all ranks must call it in the same mode, because its backward pass needs "
+            "all of them; a rank whose loss is not needed calls the layer with gradients too, and calls "
+            "backward",
         )
     types = [kind % LAYER for kind in kinds]
     if len(set(types)) > 1:
         names = [(*map(str, TYPES), "another type")[kind] for kind in types]
-        rule = f"rows must be of one type on all ranks (autocast on all or none): {_by_rank(names)}"
+        rule = f"rows must have one dtype on all ranks (autocast on all or on none): {_by_rank(names)}"
         raise FaultError(Fault.DTYPE, rule)
     training, evaluating = with_and_without(TRAINING)
     if training and evaluating:
         warn_once(
-            f"{called} is in training mode on {training} and in evaluation mode on {evaluating}: if that is "
-            "not meant, call model.train() or model.eval() on all ranks"
+            f"{called} is in training mode on {training} and in evaluation mode on {evaluating}: if this is "
+            "not intended, call model.train() or model.eval() on all ranks"
         )
 
 
@@ -448,7 +544,10 @@ def _by_rank(values: Sequence[str]) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Example: (0, 2, 3) -> "ranks 0, 2, 3"; (1,) -> "rank 1"; more than eight are counted."""
+    """Returns ranks as words of a message; "" for none. It lists eight, and counts the others.
+
+    Example: (0, 2, 3) -> "ranks 0, 2, 3"; (1,) -> "rank 1".
+    """
     if not ranks:
         return ""
     shown = ", ".join(map(str, ranks[:8]))

@@ -1,4 +1,4 @@
-"""The common part of both hierarchical all-to-alls: steps inside and across nodes, and row orders."""
+"""Base class of both hierarchical all-to-alls: steps inside a node and across nodes, and row orders."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from pmoe.comm.topology import NodeGroups, Nodes, Topology, connect, find_topolo
 
 
 class HierarchicalExchange(Dispatch, Combine):
-    """An irregular all-to-all whose rows go by way of other ranks of a node, in several collectives.
+    """An irregular all-to-all in several collectives, which sends rows by way of other ranks of a node.
 
-    The result is that of `pmoe.comm.base`, bit by bit. Where all ranks are on one node, or each on its own,
-    one flat collective remains. It has process groups of its own, so another thread may use the layer's group
-    meanwhile. Rows wait between steps in memory that torch allocates, up to two copies of what a rank relays.
-    Counts in `relay_counts` must be those of the rows that will travel.
+    The result equals that of `pmoe.comm.base.FlatAllToAll`, bit by bit. If all ranks are on one node, or each
+    is on a node of its own, there is one level only, and one flat collective does all.
+
+    - It has process groups of its own, so another thread may use the layer's group at the same time.
+    - Between steps, rows are in memory that torch allocates: up to two copies of the rows that a rank relays.
+    - `relay_counts` must get the counts of the rows that will travel.
+
+    nodes: which ranks share a node, see `pmoe.comm.topology.Nodes`.
     """
 
     in_steps = True
@@ -29,7 +33,10 @@ class HierarchicalExchange(Dispatch, Combine):
         self._nodes = nodes
 
     def bind(self, ranks: Ranks, traffic: Traffic) -> None:
-        """A collective. Raises ValueError or TypeError on every rank, before any group is made."""
+        """Finds the nodes of the ranks and makes the process groups. A collective.
+
+        Raises ValueError or TypeError on every rank, before any group is made.
+        """
         super().bind(ranks, traffic)
         self.topology = find_topology(ranks, self._nodes)
         self.check_topology()
@@ -37,12 +44,13 @@ class HierarchicalExchange(Dispatch, Combine):
             self.connect()
 
     def check_topology(self) -> None:
-        """Raises ValueError for nodes that it cannot serve."""
+        """Raises ValueError if the exchange cannot work with these nodes."""
 
     def connect(self) -> NodeGroups:
-        """The process groups, looked up and not held, so that layers can be copied and pickled.
+        """Returns the process groups; makes them at the first call, which is a collective.
 
-        An unpickled layer makes its own at its first exchange of counts.
+        They are looked up each time and not stored here, so that layers can be copied and pickled. An
+        unpickled layer makes its groups at its first exchange of counts.
         """
         assert self.ranks.group is not None
         return connect(self.ranks.group, self.topology)
@@ -55,20 +63,24 @@ class HierarchicalExchange(Dispatch, Combine):
 
     @abc.abstractmethod
     def relay(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor:
-        """`relay_counts` where there are two levels."""
+        """Returns the numbers of `relay_counts`, (F, X). It is called only if there are two levels."""
 
     @abc.abstractmethod
     def carry(
         self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts
     ) -> None:
-        """`exchange` where there are two levels."""
+        """Does the work of `exchange`. It is called only if there are two levels."""
 
     def exchange(
         self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts = ()
     ) -> None:
-        """Ends before it returns; on CUDA the current stream waits, not the host."""
+        """Exchanges rows (N,) or (N, M) as `Exchange.exchange` does, and returns when all steps have ended.
+
+        On CUDA the current stream waits for the steps, and the host does not.
+        """
         if rows.is_floating_point() and rows.element_size() == 1:
-            rows, out = rows.view(torch.uint8), out.view(torch.uint8)  # not everything knows float8
+            rows = rows.view(torch.uint8)  # not every operator knows float8
+            out = out.view(torch.uint8)
         if self.ranks.size == 1:
             out.copy_(rows)
         elif self.topology.is_level:
@@ -80,7 +92,7 @@ class HierarchicalExchange(Dispatch, Combine):
             self.carry(rows, send_rows, out, recv_rows, relayed)
 
     def peers(self, across: bool) -> tuple[int, ...]:
-        """The ranks of this one's group across nodes, or inside its node."""
+        """Returns the ranks of this rank's process group, across nodes or inside its node, in group order."""
         return (self.topology.across if across else self.topology.inside)(self.ranks.rank)
 
     def step(
@@ -93,8 +105,12 @@ class HierarchicalExchange(Dispatch, Combine):
         across: bool,
         are_counts: bool = False,
     ) -> Tensor:
-        """One collective, inside the node or across nodes: the received rows, in ``out`` if it is given.
-        are_counts: they are no rows, whose traffic is counted here."""
+        """Runs one collective, inside the node or across nodes, and returns the received rows.
+
+        send_rows, recv_rows: a number for each rank of `peers`.
+        out: takes the received rows; None allocates memory for them.
+        are_counts: whether ``rows`` holds counts. The caller then adds them to the traffic.
+        """
         if not are_counts:
             own = self.peers(across).index(self.ranks.rank)
             self.traffic.add(rows, sum(send_rows) - send_rows[own], inside=not across)
@@ -104,7 +120,7 @@ class HierarchicalExchange(Dispatch, Combine):
         group = groups.across if across else groups.inside
         assert group is not None
         work = all_to_all(rows, send_rows, out, recv_rows, group)
-        wait_for(work, self.ranks.group, rows.is_cuda)  # which is where failures are told
+        wait_for(work, self.ranks.group, rows.is_cuda)  # the layer's group: failures are published for it
         return out
 
     def last_step(
@@ -117,23 +133,31 @@ class HierarchicalExchange(Dispatch, Combine):
         *,
         across: bool,
     ) -> None:
-        """A step that brings rows from all ranks, in the order of ``sources``.
+        """Runs the last step, after which ``out`` holds the rows from all ranks, in order of rank.
 
-        They go to ``out`` in order of rank. recv_rows: from each rank.
+        send_rows: a number for each rank of `peers`.
+        recv_rows: a number for each of the W ranks.
+        sources: the W ranks, in the order in which their rows arrive. Each peer delivers the rows of equally
+            many consecutive ranks of this list.
         """
         sizes = [recv_rows[rank] for rank in sources]
         order = sorted(range(len(sources)), key=sources.__getitem__)
         shares = len(sources) // len(self.peers(across))
         received = [sum(sizes[start : start + shares]) for start in range(0, len(sizes), shares)]
         straight = _nothing_moves(sizes, order)
-        got = self.step(rows, send_rows, received, out if straight else None, across=across)
+        arrived = self.step(rows, send_rows, received, out if straight else None, across=across)
         if not straight:
-            in_order(got, sizes, order, out)
+            in_order(arrived, sizes, order, out)
 
 
 def in_order(rows: Tensor, sizes: Sequence[int], order: Sequence[int], out: Tensor | None = None) -> Tensor:
-    """Blocks of rows, one of each of ``sizes``, in another order, which names each once. The very same tensor
-    where nothing moves; else one copy, into ``out`` where it is given, whatever the number of blocks.
+    """Returns ``rows``, which are consecutive blocks, with the blocks in another order.
+
+    sizes: the number of rows of each block.
+    order: the number of each block, in the new order.
+    out: takes the result; None allocates memory for it.
+
+    Makes one copy. If nothing moves it makes none and returns ``rows``; ``out`` is not written then.
 
     Example: rows a bb c with sizes (1, 2, 1) in order (1, 0, 2) -> bb a c.
     """
@@ -144,6 +168,6 @@ def in_order(rows: Tensor, sizes: Sequence[int], order: Sequence[int], out: Tens
 
 
 def _nothing_moves(sizes: Sequence[int], order: Sequence[int]) -> bool:
-    """Empty blocks may change places."""
+    """Returns whether all rows stay where they are. Empty blocks may change places."""
     filled = [block for block in order if sizes[block]]
     return filled == sorted(filled)

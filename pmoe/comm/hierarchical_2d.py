@@ -1,13 +1,15 @@
-"""The all-to-all in two dimensions: first inside each node, then across nodes among ranks of equal place.
+"""2D hierarchical all-to-all: first inside each node, then across nodes among ranks at equal places.
 
-Tutel's 2DH all-to-all (Hwang et al., arXiv 2206.03382), also that of DeepSpeed-MoE (Rajbhandari et al.,
-arXiv 2201.05596); FSMoE, section 3.1, offers it beside the flat one. Between nodes there are L times fewer
-messages, each about L times larger, for one more trip inside the node; all ranks work alike.
+It is Tutel's 2DH all-to-all (Hwang et al., arXiv 2206.03382), also that of DeepSpeed-MoE (Rajbhandari et al.,
+arXiv 2201.05596). FSMoE, section 3.1, offers it beside the flat one.
+
+Between nodes there are L times fewer messages, each about L times larger. The price is one more trip inside
+the node. All ranks do the same work; none is a leader.
 
 Rank (a, j) is at place j of node a:
 
-    step 1, inside:  (a, i) -> (a, j)   rows for (b, j), b = every node
-    step 2, across:  (a, j) -> (b, j)   those rows, of i = every place, by i
+    step 1, inside:  (a, i) -> (a, j)   rows of (a, i) for (b, j), by node b
+    step 2, across:  (a, j) -> (b, j)   rows of (a, i) for (b, j), by place i
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from pmoe.comm.hierarchical import HierarchicalExchange, in_order
 
 
 class HierarchicalAllToAll2D(HierarchicalExchange):
-    """Sends rows by way of the rank of their own node that has the place of their destination.
+    """Sends rows by way of the rank of their own node that has the same place as their destination.
 
-    Every node must have the same number of the group's ranks. nodes: see `pmoe.comm.topology.Nodes`.
+    Every node must have the same number of the group's ranks.
+
+    nodes: see `pmoe.comm.topology.Nodes`.
     """
 
     def check_topology(self) -> None:
@@ -34,23 +38,27 @@ class HierarchicalAllToAll2D(HierarchicalExchange):
             )
 
     def relay(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor:
-        """(F, L * A): the rows that each rank (a, i) of the node has for this one's place j of each node, by
-        place i, then by node."""
+        """Returns (F, L * A), the rows that this rank (a, j) gets in step 1: by place i, then by node b.
+
+        Number i * A + b counts the rows of (a, i) for (b, j).
+        """
         sent_WF = torch.stack([send_FW[:, rank] for rank in self._destinations()])
-        nodes, local = self.topology.num_nodes, self.topology.max_local
+        nodes = self.topology.num_nodes
+        local = self.topology.max_local
         self.traffic.counts += (local - 1) * nodes * send_FW.shape[0] * sent_WF.element_size()
         got_WF = self.step(sent_WF, [nodes] * local, [nodes] * local, across=False, are_counts=True)
         return got_WF.t().contiguous()
 
     def _destinations(self) -> list[int]:
-        """The ranks, by place, then by node."""
+        """Returns all ranks, by place, then by node."""
         return [rank for ranks in zip(*self.topology.members, strict=True) for rank in ranks]
 
     def carry(
         self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts
     ) -> None:
-        members, nodes = self.topology.members, self.topology.num_nodes
-        mates = [self.topology.node(rank) for rank in self.peers(across=True)]  # their nodes
+        members = self.topology.members
+        nodes = self.topology.num_nodes
+        mates = [self.topology.node(rank) for rank in self.peers(across=True)]  # nodes in group order
         places = range(self.topology.max_local)
 
         rows = in_order(rows, send_rows, self._destinations())

@@ -1,19 +1,20 @@
-"""Ranks meet in their store before a call that one of them may make otherwise than the others.
+"""Meetings: ranks wait for each other in their store before a call that not all of them may make.
 
-A rank may leave out the backward pass of a layer's last call and call that layer again. Its row counts would
-then be paired with rows of that backward pass, which its peers run. If all ranks do the same, then before
-each call the backward pass of the layer's last call has run on all of them or on none. So a rank comes to a
-meeting only if it has not run that backward pass. If a peer is in that backward pass while a rank waits in
-the meeting, the rank that waits has left it out:
+A rank may skip the backward pass of a layer's last call and call that layer again. Its row counts would then
+be paired with rows of that backward pass, which its peers run. A meeting finds this out:
 
-    rank 0   call 1   backward of call 1: waits for rows        looks in the store: both raise
-    rank 1   call 1   call 2: waits in the meeting before it
+- If all ranks do the same, then before each call the backward pass of the layer's last call has run on all
+  of them or on none. A rank comes to a meeting only if it has not run it. So all ranks come, or none.
+- If a peer runs that backward pass while a rank waits in a meeting, the waiting rank has skipped it:
+
+      rank 0   call 1   backward of call 1: waits for rows        looks in the store: both raise
+      rank 1   call 1   call 2: waits in the meeting before it
 
 A rank whose options were changed since its last call comes to a meeting too, because messages of other sizes
 would abort the processes of its peers. If all ranks have changed their options, all come.
 
 A call has the number of its exchange of row counts. The exchange is a collective, so all ranks have the same
-number. Groups that wait on a GPU never meet for a backward pass.
+number. Passes on a GPU are not recorded (`Ranks.expect_backward`), so no meeting is held for them.
 """
 
 from __future__ import annotations
@@ -25,20 +26,24 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from pmoe.comm.standing import Standing
+from pmoe.comm.group_record import Standing
 
 CURE = (
-    "every rank must call backward on every output of the layer that any rank calls it on; a rank whose loss "
-    "does not need the output y adds 0 * y.sum() to it"
+    "every rank must call backward on the same outputs of the layer as the other ranks; a rank whose loss "
+    "does not need the output y adds 0 * y.sum() to its loss"
 )
+"""The end of messages about ranks that differ in their backward passes: what all ranks must do."""
 
 
 IS_OPEN = f"has not run the backward pass of a layer's last call, which has run on other ranks: {CURE}"
-"""The `why` of a meeting for a backward pass that has not run."""
+"""The argument ``why`` of a `Meeting` before which a backward pass has not run."""
 
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1e-4, 0.05
-"""Pauses between looks into the store: short at first, for a peer that is nearly there, then longer, so that
-waiting for a late one costs little."""
+"""Pauses between two looks into the store.
+
+They are short at first, because a peer may be nearly there. They grow, so that waiting for a late one costs
+little.
+"""
 
 
 class Meeting:
@@ -49,15 +54,21 @@ class Meeting:
         NUMBER        how many ranks have come to the meeting of that number
         NUMBER/all    set when all have come
         waiting       set when a rank has waited for long in any meeting of the group
-        waiting/RANK  of a rank that waits, three lines: the number of the call, `Standing.open_calls`, why
+        waiting/RANK  of a rank that waits, three lines: the number of the call, `Standing.open_calls`, why;
+                      empty again when the rank goes on
 
-    why: the rest of a sentence that begins with "rank RANK": why it waits, and what all ranks must do.
+    why: the rest of a sentence that begins with "rank RANK". It says why the rank waits, and what all ranks
+        must do.
+    is_complete: whether this rank is the last one to come. Otherwise `has_all` waits for the others.
     """
 
     def __init__(self, group: dist.ProcessGroup, standing: Standing, why: str) -> None:
         self._store = dist.distributed_c10d._get_default_store()
-        self._standing, self._folder, self._rank = standing, _folder(standing), dist.get_rank(group)
-        self._call, self._why = standing.exchanges + 1, why
+        self._standing = standing
+        self._folder = _folder(standing)
+        self._rank = dist.get_rank(group)
+        self._call = standing.exchanges + 1
+        self._why = why
         standing.meetings += 1
         self._number = standing.meetings
         self._is_published = False
@@ -65,7 +76,7 @@ class Meeting:
         self.is_complete: bool = int(self._store.add(f"{self._folder}/{self._number}", 1)) >= size
         if self.is_complete:
             self._store.set(self._key_of_all(self._number), "")
-            self._remove_keys_of(self._number - 1)  # which all have left
+            self._remove_keys_of(self._number - 1)  # all ranks have left the meeting before this one
 
     def _key_of_all(self, number: int) -> str:
         return f"{self._folder}/{number}/all"
@@ -76,8 +87,9 @@ class Meeting:
             self._store.delete_key(self._key_of_all(number))
 
     def has_all(self, wait_for: timedelta) -> bool:
-        """Whether all ranks have come. Waits for them at most ``wait_for``."""
-        end, pause = time.monotonic() + wait_for.total_seconds(), FIRST_PAUSE_SECONDS
+        """Returns whether all ranks have come. Waits for them at most ``wait_for``."""
+        end = time.monotonic() + wait_for.total_seconds()
+        pause = FIRST_PAUSE_SECONDS
         keys = [self._key_of_all(self._number)]
         while not self._store.check(keys):  # the store's own wait would print that it timed out
             if time.monotonic() > end:
@@ -87,7 +99,7 @@ class Meeting:
         return True
 
     def publish(self) -> None:
-        """Writes into the store why this rank waits and before which call, for peers that look there."""
+        """Writes into the store before which call this rank waits, and why. Peers look there."""
         if not self._is_published:
             numbers = ",".join(map(str, self._standing.open_calls))
             self._store.set(f"{self._folder}/waiting/{self._rank}", f"{self._call}\n{numbers}\n{self._why}")
@@ -95,18 +107,21 @@ class Meeting:
             self._is_published = True
 
     def leave(self) -> None:
-        """Ends the meeting, after all ranks have come."""
+        """Ends this rank's part in the meeting. To be called after all ranks have come."""
         self._standing.last_meeting = self._call
         if self._is_published:
             self._store.set(f"{self._folder}/waiting/{self._rank}", "")
 
 
 def left_out(standing: Standing, own_rank: int, ranks: Sequence[int]) -> list[str]:
-    """Sentences about peers that wait in a meeting to which this rank will not come.
+    """Returns a sentence about each peer that waits in a meeting to which this rank will not come.
 
-    Each proves that the peer and this rank do different things. own_rank, ranks: numbers in the group.
+    Each sentence proves that the peer and this rank do different things.
+
+    own_rank, ranks: ranks in the group.
     """
-    store, folder = dist.distributed_c10d._get_default_store(), _folder(standing)
+    store = dist.distributed_c10d._get_default_store()
+    folder = _folder(standing)
     if not store.check([f"{folder}/waiting"]):
         return []
     sentences = []
@@ -117,10 +132,12 @@ def left_out(standing: Standing, own_rank: int, ranks: Sequence[int]) -> list[st
             continue
         call, numbers, why = text.split("\n", 2)
         without_backward = set(map(int, filter(None, numbers.split(","))))
+        # Two cases: this rank runs a backward pass that the peer has skipped; or this rank has made the call
+        # for which the peer waits, and has not met anyone before it.
         if standing.backward_of in without_backward and int(call) > standing.exchanges:
             sentences.append(
-                f"rank {rank} begins its next call without the backward pass of {standing.backward_of_layer} "
-                f"that rank {own_rank} is in: {CURE}"
+                f"rank {rank} begins its next call without the backward pass of "
+                f"{standing.backward_of_layer}, which rank {own_rank} is running: {CURE}"
             )
         elif standing.last_meeting < int(call) <= standing.exchanges:
             sentences.append(f"rank {rank} {why}")

@@ -1,4 +1,4 @@
-"""The ranks that share the experts: a process group, or one rank without any; and their grid."""
+"""The ranks that share a layer's experts: a process group, or one rank without a group; their grid."""
 
 from __future__ import annotations
 
@@ -16,29 +16,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.comm.standing import Standing, collectives, is_known, standing_of
+from pmoe.comm.group_record import Standing, collectives, is_known, standing_of
 from pmoe.warn import warn_once
 
 
 class Ranks:
-    """One rank's place in its expert-parallel group. group=None and size 1 mean no communication.
+    """One rank's place in its expert-parallel group. A single rank has no group and does not communicate.
 
-    Copies share the group; pickling leaves it out, and `reconnect` finds the default group again.
+    Copies share the group. Pickling leaves the group out; `reconnect` then takes the default group.
 
-    layer: whose messages they carry, for errors; "" of no layer, and of one that was not called yet.
-    takes_default: whether their group is the default one. A new default group may then take its place.
-    by_default: whether no group or mesh was passed. A layer of one rank may then be an oversight, and its
-        first call warns.
+    group: None takes the default group if torch.distributed is initialised, else there is a single rank.
+    size, rank: the number of ranks in the group, and this rank's number in it.
+    layer: the name, in errors, of the layer that owns this object; "" before the layer's first call.
+    takes_default: whether the group is the default one. A new default group may then take its place.
+    by_default: whether the user passed no group or mesh. A layer of one rank may then be an oversight, so its
+        first call warns if there are other ranks.
     number: the layer's number among the group's layers, from its first exchange of row counts on; 0 before.
     call: the number of the layer's last exchange of row counts, among all exchanges over the group.
     open_call: the number of the last call whose backward pass may follow (`Standing.open_calls`).
+
+    Raises ValueError if this rank is not in ``group``, or if ``group`` was destroyed.
     """
 
     size: int
     rank: int
     layer: str
 
-    layer, _first_calls = "", itertools.count(1)
+    layer = ""
+    _first_calls = itertools.count(1)
     takes_default: bool = False
     by_default: bool = False
     number: int = 0
@@ -53,26 +58,35 @@ class Ranks:
         self.size = 1
         self.rank = 0
         if group is not None:
-            given: object = group
-            if not isinstance(given, dist.ProcessGroup):  # who is no member has a number of `new_group`
-                name = "GroupMember.NON_GROUP_MEMBER" if isinstance(given, int) else type(given).__name__
+            candidate: object = group
+            # To a rank outside of a new group, torch.distributed.new_group returns an integer in its place.
+            if not isinstance(candidate, dist.ProcessGroup):
+                name = (
+                    "GroupMember.NON_GROUP_MEMBER" if isinstance(candidate, int) else type(candidate).__name__
+                )
                 rank = dist.get_rank() if dist.is_initialized() else 0
                 raise ValueError(f"group ({name}) must contain this rank (global rank {rank})")
             if not is_known(group):
                 raise ValueError(f"group ({group.group_name}) must not be destroyed (destroy_process_group)")
             self.takes_default = group is dist.group.WORLD
-            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+            self.rank = dist.get_rank(group)
+            self.size = dist.get_world_size(group)
 
     @staticmethod
     def single() -> Ranks:
-        """One rank, whatever torch.distributed knows of others."""
+        """Returns a single rank without a group, also if torch.distributed is initialised."""
         ranks = Ranks.__new__(Ranks)
-        ranks.group, ranks.size, ranks.rank = None, 1, 0
+        ranks.group = None
+        ranks.size = 1
+        ranks.rank = 0
         return ranks
 
     @property
     def members(self) -> list[int]:
-        """Global ranks; none without a group."""
+        """The global ranks of the group, in group order; [] without a group.
+
+        Raises RuntimeError if the group was destroyed.
+        """
         if self.group is None:
             return []
         try:
@@ -82,22 +96,24 @@ class Ranks:
 
     @property
     def name(self) -> str:
-        """Tells groups of this process apart; the same on all their ranks."""
+        """A text for each group of this process, the same on all ranks of the group; "" without a group."""
         return "" if self.group is None else f"{self.group.group_name} {self.members}"
 
     @property
     def standing(self) -> Standing:
-        """This rank's record of the group, which must have several ranks."""
+        """This rank's record of the group. There must be a group."""
         if self._standing is None:
             assert self.group is not None
             self._standing = standing_of(self.group)
         return self._standing
 
     def reconnect(self) -> bool:
-        """Takes the default group after unpickling, or after that group was destroyed and made again.
+        """Takes the default group if the group was lost by pickling, or was a destroyed default group.
 
-        Returns whether the new group replaces a destroyed one. Raises RuntimeError where the group was
-        destroyed and none replaces it, ValueError where the default group has another size than before.
+        Returns whether the new group replaces a destroyed one.
+
+        Raises RuntimeError if the group was destroyed and no other can replace it, and ValueError if the
+        default group has another size, or this rank another place in it, than before.
         """
         if self.size == 1 or (self.group is not None and is_known(self.group)):
             return False  # one rank alone needs no group
@@ -108,16 +124,23 @@ class Ranks:
         if (default.rank, default.size) != (self.rank, self.size):
             before = "before it was destroyed" if was_destroyed else "when the layer was pickled"
             raise ValueError(
-                f"group (rank {default.rank} of {default.size} by default) must be rank {self.rank} of "
-                f"{self.size}, as {before}; initialise torch.distributed so, or build anew"
+                f"group (the default one, with this process as rank {default.rank} of {default.size}) must "
+                f"have it as rank {self.rank} of {self.size}, as {before}: call init_process_group with that "
+                "rank and world_size, or build the layer again"
             )
-        self.group, self.takes_default = default.group, True
-        self.number, self.call, self.open_call, self._standing = 0, 0, 0, None
+        self.group = default.group
+        self.takes_default = True
+        # The new group has made no calls yet.
+        self.number = 0
+        self.call = 0
+        self.open_call = 0
+        self._standing = None
         return was_destroyed
 
     def _refuse_destroyed(self) -> NoReturn:
+        """Raises RuntimeError, which says what to do after the group was destroyed."""
         assert self.group is not None
-        cure = "build the model anew on groups that exist, and load its checkpoint (pmoe.load_checkpoint)"
+        cure = "build the model again on groups that exist, and load its checkpoint (pmoe.load_checkpoint)"
         if self.takes_default:
             place = f"rank {self.rank} of {self.size}"
             cure = f"call torch.distributed.init_process_group again, as {place}, and go on"
@@ -127,51 +150,54 @@ class Ranks:
         )
 
     def begin_call(self, changed: str = "") -> None:
-        """Begins a call. A layer without a name is called by its number among the process's first calls.
+        """Begins a call: checks the group, meets the peers if their calls may differ, names the layer.
 
-        changed: the options that were changed since the last call, in words; all ranks meet for them. "" for
-        none.
+        A layer without a name gets "MoELayer N", if N - 1 layers of this process were named before.
 
-        Raises RuntimeError, and tells the peers, where this rank has left a pass of the group in the middle.
+        changed: the options that were changed since the last call, in words; "" for none. If there are any,
+            all ranks meet (`pmoe.comm.meeting`).
+
+        Raises RuntimeError, also on the peers, if this rank has left a pass of the group in the middle.
         """
         if self.size > 1:
             self.check_whole()
             is_open = self.open_call in self.standing.open_calls and torch._C._current_graph_task_id() == -1
             if changed or is_open:
-                from pmoe.comm import meeting, told
+                from pmoe.comm import failures as told
+                from pmoe.comm import meeting
 
                 told.meet(self, changed or meeting.IS_OPEN)
         elif self.by_default:
             self._warn_alone()
         if has_told.is_set():
-            from pmoe.comm import told
+            from pmoe.comm import failures as told
 
             told.take_back()
         self.layer = self.layer or f"MoELayer {next(self._first_calls)}"
 
     def _warn_alone(self) -> None:
-        """At the first call of a layer of one rank, warns if there are other ranks by now."""
+        """Warns at the first call of a layer of one rank, if torch.distributed knows other ranks by now."""
         self.by_default = False
         is_initialized = dist.is_available() and dist.is_initialized()
         if self.group is None and is_initialized and dist.get_world_size() > 1:
             warn_once(
                 "a MoELayer that was built before init_process_group holds all of its experts on this rank "
-                f"of {dist.get_world_size()}: spread it by pmoe.parallelize(model, mesh), before the "
-                "optimizer and wrappers are made. If one rank is meant, build it with "
+                f"of {dist.get_world_size()}: spread them with pmoe.parallelize(model, mesh), before the "
+                "optimizer and wrappers are made. If one rank is intended, build the layer with "
                 "group=pmoe.comm.ranks.Ranks.single()"
             )
 
     def count_exchange(self) -> None:
-        """Counts an exchange of row counts, when it begins."""
+        """Gives a number to the exchange of row counts that begins now, and so to the layer's call."""
         self.standing.exchanges += 1
         self.standing.begun_before = collectives.begun
         self.call = self.standing.exchanges
 
     def expect_backward(self, device: torch.device) -> int:
-        """Notes that a backward pass may follow this forward pass. Returns the number for `backward_pass`.
+        """Records that a backward pass may follow this forward pass. Returns the number for `backward_pass`.
 
-        Notes nothing and returns 0 for passes on a GPU, and for a checkpoint's second passes, which run in a
-        backward pass.
+        Records nothing and returns 0 for a single rank, for passes on a GPU, and for the second pass of
+        activation checkpointing, which runs inside a backward pass.
         """
         if self.size == 1 or device.type != "cpu" or torch._C._current_graph_task_id() != -1:
             return 0
@@ -180,9 +206,9 @@ class Ranks:
         return self.call
 
     def backward_pass(self, number: int) -> contextlib.AbstractContextManager[None]:
-        """A context for the backward pass of the call for which `expect_backward` gave this number.
+        """Returns a context for the backward pass of a call. number: as `expect_backward` returned it.
 
-        Raises as `begin_call` does.
+        Raises RuntimeError if this rank has left a pass of the group in the middle.
         """
         if self.size == 1:
             return contextlib.nullcontext()
@@ -190,18 +216,22 @@ class Ranks:
         return self.standing.backward_pass(number, self.layer)
 
     def take_number(self) -> None:
-        """Numbers a layer after its first exchange of row counts, which is the same one on all ranks."""
+        """Numbers the layer, after its first exchange of row counts.
+
+        All ranks take part in the same exchange, so they give the layer the same number.
+        """
         self.standing.num_layers += 1
         self.number = self.standing.num_layers
 
     def check_whole(self) -> None:
-        """Raises RuntimeError, and tells the peers, where this rank has left a pass in the middle.
+        """Raises RuntimeError, and publishes the failure, if this rank has left a pass in the middle.
 
-        Returns if all ranks left it after the same collectives; to find out, it may wait some seconds.
+        It does not raise if all ranks left the pass after the same collectives. To find that out, it may wait
+        some seconds.
         """
         if self.size == 1 or not self.standing.left:
             return
-        from pmoe.comm import told
+        from pmoe.comm import failures as told
 
         standing = self.standing
         if told.settle(self):
@@ -220,12 +250,16 @@ class Ranks:
         raise error
 
     def of_layer(self, name: str) -> Ranks:
-        named = copy.copy(self)
-        named.group, named.layer = self.group, name  # a copy is made as a pickle is
-        named.takes_default, named.by_default = self.takes_default, self.by_default
+        """Returns a copy of these ranks for a layer of this name, with the same group."""
+        named = copy.copy(self)  # what __getstate__ returns: neither the group nor the following flags
+        named.group = self.group
+        named.layer = name
+        named.takes_default = self.takes_default
+        named.by_default = self.by_default
         return named
 
     def __deepcopy__(self, memo: dict[int, object]) -> Ranks:
+        # A copied layer has not been called, so it has no name. A process group cannot be copied.
         return self.of_layer("")
 
     def __getstate__(self) -> dict[str, object]:
@@ -235,15 +269,24 @@ class Ranks:
         return f"rank {self.rank} of {self.size}"
 
 
+def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None]:
+    """Adds the stage and this rank to errors of collectives in the block, and publishes every failure.
+
+    A RuntimeError is taken for a collective's: a peer has died or did not come in time. It is raised again
+    with the stage. Other errors are this rank's own and pass unchanged. Both are published for the peers, who
+    may wait for this rank (`pmoe.comm.failures.leave`).
+
+    stage: what the block does, in words.
+    """
+    return contextlib.nullcontext() if ranks.size == 1 else _at_stage(stage, ranks)
+
+
 @contextlib.contextmanager
-def at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
-    """Names the stage and this rank in whatever a collective raises: a peer that died or never came."""
+def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if ranks.size == 1:
-            raise
-        from pmoe.comm import told
+        from pmoe.comm import failures as told
 
         late = "a peer has died, never arrived, or took longer than the group's timeout: "
         failed = RuntimeError(
@@ -253,72 +296,84 @@ def at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
         told.leave(failed, ranks, stage="", by_itself=False)
         raise failed from error
     except BaseException as error:
-        if ranks.size > 1:
-            from pmoe.comm import told
+        from pmoe.comm import failures as told
 
-            told.leave(error, ranks, stage)
+        told.leave(error, ranks, stage)
         raise
 
 
-# ---- waiting for peers, and telling them of a failure (`pmoe.comm.told`)
+# ---- waiting for peers, and publishing failures for them (`pmoe.comm.failures`)
 
 
 LOOK_AFTER = datetime.timedelta(seconds=0.5)
-"""How long a collective is waited for before this rank looks whether a peer has failed, and between looks."""
+"""How long this rank waits for a collective before it looks for peers that failed, and between looks."""
 
 has_told: threading.Event = threading.Event()
-"""Set where peers have been told that this rank failed, until its next call over a group that is whole."""
+"""Set when this rank publishes a failure. Its next call over a group that is whole clears it."""
+
+
+def telling(ranks: Ranks, stage: str) -> contextlib.AbstractContextManager[None]:
+    """Publishes an error of the block, by which this rank leaves a pass in the middle.
+
+    It is for errors that one rank alone may raise (users' code, a failed allocation) while its peers wait for
+    it. Errors that all ranks raise together must not be published.
+
+    stage: what the block does, in words, for the message of this rank's next call.
+    """
+    return contextlib.nullcontext() if ranks.size == 1 else _telling(ranks, stage)
 
 
 @contextlib.contextmanager
-def telling(ranks: Ranks, stage: str) -> Iterator[None]:
-    """Tells peers of an error in the block, by which this rank leaves a pass in the middle.
-
-    Peers may wait for this rank. The block is for errors that one rank alone may raise (users' code, a failed
-    allocation). Errors that all ranks raise together must not be told.
-
-    stage: a name of the block, for the message of this rank's next call.
-    """
+def _telling(ranks: Ranks, stage: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if ranks.size > 1:
-            from pmoe.comm import told
+        from pmoe.comm import failures as told
 
-            told.leave(error, ranks, stage)
+        told.leave(error, ranks, stage)
         raise
 
 
 def wait_for(work: dist.Work, group: dist.ProcessGroup | None, on_gpu: bool = False) -> None:
-    """Waits for a collective. On the CPU it raises PeerError where a rank of the group has told that it
-    failed; on a GPU the current stream waits."""
+    """Waits for a collective. On a GPU the current stream waits, and the host does not.
+
+    On the CPU it raises PeerError if a rank of the group has published a failure meanwhile.
+    """
     if group is None or on_gpu or not hasattr(work, "is_completed"):
         work.wait()
         return
     with contextlib.suppress(RuntimeError):
         work.wait(LOOK_AFTER)
         return
-    from pmoe.comm import told
+    from pmoe.comm import failures as told
 
     told.wait_and_look(work, group)
 
 
 def reduce_to_largest(values: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Makes each value the largest that a rank of the group has. Collective, waited for as by `wait_for`."""
+    """Replaces each value by its maximum over the ranks of the group. Collective; waits as `wait_for`."""
     collectives.begun += 1
     wait_for(dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True), group, values.is_cuda)
 
 
-# ---- where a rank stands among a layer's W = P * L ranks: P across the nodes (EP), over which experts are
-# spread, and L inside its node (ESP), over which each expert's hidden columns are split
+# ---- the grid of a layer's W = P * L ranks (FSMoE): experts are spread over P ranks across nodes (EP), and
+# the hidden columns of each expert are split over L ranks inside a node (ESP)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """all: the W ranks, who exchange row counts. across: those P that hold the same part of other experts,
-    among whom rows are dispatched. inside: the L that hold the other parts of the same experts.
+    """The W = P * L ranks of a layer, and the two groups in which this rank is.
 
-    order: (W,) the rank in ``all`` of each place, by (inside, across): the order in which gathered rows lie.
+    all: the W ranks, which exchange row counts.
+    across: the P ranks that hold the same part of other experts. Rows are dispatched among them.
+    inside: the L ranks that hold the other parts of the same experts. Rows are gathered among them.
+    order: (W,), the rank in ``all`` of each place of the grid, line by line. Gathered rows lie in this order.
+
+    Example: P = 3, L = 2, and a rank's place in ``order`` is inside.rank * P + across.rank:
+
+        inside 0    order[0]   order[1]   order[2]
+        inside 1    order[3]   order[4]   order[5]
+                    across 0   across 1   across 2
     """
 
     all: Ranks
@@ -328,17 +383,20 @@ class Grid:
 
     @staticmethod
     def of_group(group: dist.ProcessGroup | Ranks | None) -> Grid:
-        """All ranks across, none inside."""
+        """Returns the grid of a group whose experts are not sharded: all ranks across, this one inside."""
         ranks = group if isinstance(group, Ranks) else Ranks(group)
         return Grid(ranks, ranks, Ranks.single(), tuple(range(ranks.size)))
 
     @functools.cached_property
     def is_sharded(self) -> bool:
+        """Whether several ranks share each expert (L > 1)."""
         return self.inside.size > 1
 
     def to_owners(self, counts_FPX: Tensor) -> Tensor:
-        """What each of the W ranks is told, (F, W, X), of counts for the P places across: every rank that
-        holds a part of an expert hears of its rows."""
+        """Repeats counts for P places (F, P, X) as counts for W ranks (F, W, X).
+
+        All L ranks at a place hold a part of the same experts, so all of them get the place's counts.
+        """
         if not self.is_sharded:
             return counts_FPX
         across = {rank: at % self.across.size for at, rank in enumerate(self.order)}
@@ -346,27 +404,32 @@ class Grid:
         return counts_FPX.index_select(1, _index(places, counts_FPX.device))
 
     def by_arrival(self, recv_FWX: Tensor) -> Tensor:
-        """What each of the W ranks has for this one, in the order in which gathered rows lie."""
+        """Reorders counts (F, W, X): from the order of ranks to the order in which gathered rows lie."""
         if not self.is_sharded:
             return recv_FWX
         return recv_FWX.index_select(1, _index(self.order, recv_FWX.device))
 
     def of_own_place(self, arrival_FWX: Tensor) -> Tensor:
-        """Of `by_arrival`, what comes to this rank itself, (F, P, X), before it is gathered."""
+        """Returns the part (F, P, X) of `by_arrival` that is dispatched to this rank itself.
+
+        The rest (F, W - P, X) is dispatched to the other ranks inside, and gathered from them.
+        """
         start = self.inside.rank * self.across.size
         return arrival_FWX[:, start : start + self.across.size]
 
     def reconnect(self) -> bool:
-        """Finds a group again after unpickling, or after it was destroyed: see `Ranks.reconnect`.
+        """Takes the default group again after unpickling, or after it was destroyed: see `Ranks.reconnect`.
 
-        A layer of a mesh must be built anew.
+        Raises ValueError if the grid is of a mesh, which pickling loses: the layer must be built again.
         """
         if self.is_sharded and self.all.group is None:
-            raise ValueError("mesh (lost by pickling) must be given anew: build the layer and load its state")
+            raise ValueError(
+                "mesh (lost by pickling) must be passed again: build the layer, and load its state"
+            )
         return self.all.reconnect()
 
 
 @functools.lru_cache(maxsize=64)
 def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
-    """Made once: each copy to a GPU would be a synchronisation."""
+    """Returns places as a tensor. Cached, because each copy to a GPU would be a synchronisation."""
     return torch.tensor(places, device=device)

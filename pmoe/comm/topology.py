@@ -1,4 +1,4 @@
-"""Which ranks share a node, process groups inside a node and across nodes, and the grid of a device mesh."""
+"""Nodes of ranks, process groups inside a node and across nodes, and the grid of a device mesh."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ from pmoe.comm.ranks import Grid, Ranks
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Of a group's collectives; a new group would have torch's default. None where it cannot be read."""
+    """Returns the timeout of a group's collectives, for groups made like it; None if it cannot be read.
+
+    Without it a new group would get torch's default.
+    """
     timeout: timedelta | None = getattr(backend_options(group), "_timeout", None)
     return timeout
 
 
 def share_timeout(group: dist.ProcessGroup, others: Iterable[dist.ProcessGroup]) -> None:
-    """Gives other groups the timeout of ``group``, where it can be read."""
+    """Gives other groups the timeout of ``group``, if it can be read."""
     timeout = timeout_of(group)
     if timeout is not None:
-        for each in others:
-            dist.distributed_c10d._set_pg_timeout(timeout, each)
+        for other in others:
+            dist.distributed_c10d._set_pg_timeout(timeout, other)
 
 
 def backend_options(group: dist.ProcessGroup) -> Any:
-    """What a group's backend was made with; None where it cannot be read."""
+    """Returns the options with which a group's backend was made; None if they cannot be read."""
     try:
         backend: Any = group._get_backend(group._device_types[0])
         return backend.options
@@ -42,9 +45,10 @@ def backend_options(group: dist.ProcessGroup) -> Any:
 
 
 def options_like(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Arguments of torch.distributed.new_group, for ranks of ``group`` with its backend and timeout.
+    """Returns arguments of torch.distributed.new_group: the backend and the timeout of ``group``.
 
-    Where the group has some of all processes, the others cannot be asked to take part.
+    If the group does not have all processes, use_local_synchronization is set, because the others do not take
+    part.
     """
     options: dict[str, Any] = {"backend": dist.get_backend(group), "timeout": timeout_of(group)}
     some = dist.get_world_size(group) < dist.get_world_size()
@@ -55,19 +59,19 @@ def options_like(group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 ACROSS, INSIDE = "ep", "esp"
-"""Names of a mesh's dimensions."""
+"""Names of a mesh's dimensions: across nodes, and inside a node."""
 
 
 def dimensions_of(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Their names. Raises TypeError for what is no mesh."""
+    """Returns the names of a mesh's dimensions; () if they have none. Raises TypeError for another type."""
     check_kind(DeviceMesh, "a torch.distributed.device_mesh.DeviceMesh", mesh=mesh)
     return mesh.mesh_dim_names or ()
 
 
 def grid_of_mesh(mesh: DeviceMesh) -> Grid:
-    """Of a mesh with the dimensions "ep" and "esp", in either order, or one of them.
+    """Returns the grid of a mesh with the dimensions "ep" and "esp", in either order, or with one of them.
 
-    Raises ValueError for other dimensions, TypeError for what is no mesh.
+    Raises ValueError for other dimensions, and TypeError for another type than a mesh.
     """
     names = dimensions_of(mesh)
     if not names or not set(names) <= {ACROSS, INSIDE}:
@@ -80,7 +84,7 @@ def grid_of_mesh(mesh: DeviceMesh) -> Grid:
     if inside.size == 1 and across.group is not None:
         return Grid.of_group(across)
     ranks = Ranks((mesh._flatten() if mesh.ndim > 1 else mesh).get_group())
-    ranks.takes_default = False  # the mesh's other groups would not follow
+    ranks.takes_default = False  # a new default group could not replace the mesh's other groups
     if mesh.ndim > 1 and ranks.group is not None and ranks.group is not dist.group.WORLD:
         share_timeout(mesh.get_group(names[0]), [ranks.group])
     place = {rank: at for at, rank in enumerate(ranks.members)}
@@ -92,21 +96,25 @@ def grid_of_mesh(mesh: DeviceMesh) -> Grid:
 
 
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
-"""The environment variable in which torchrun and others tell how many processes they started on a node."""
+"""Environment variable with the number of processes on a node, set by torchrun and other launchers."""
 
 Nodes = int | Sequence[Hashable] | None
-"""Ranks a node, counted over all processes as LOCAL_WORLD_SIZE does; or, for each rank of the group, an id of
-its node; or None, for the number that the launcher gives, and one node where it gives none."""
+"""Which ranks share a node. One of:
+
+    int        number of ranks on each node, counted over all processes, as LOCAL_WORLD_SIZE counts them
+    sequence   for each rank of the group, an id of its node
+    None       the number in LOCAL_WORLD_SIZE; one node for all ranks if it is not set
+"""
 
 
 @dataclass(frozen=True)
 class Topology:
     """The nodes of a group's ranks. Ranks are numbered as in the group, nodes by their first rank.
 
-    members: the ranks of each node, by their place in it; places follow the global ranks, as in the process
-        groups made of them.
-    global_ranks: of each rank.
-    origin: the argument or variable from which it was made, with its value, for errors.
+    members: the ranks of each node, in the order of their places in it. Places follow the global ranks, as
+        torch orders the ranks of a new process group.
+    global_ranks: the global rank of each rank.
+    origin: the argument or variable from which the topology was made, with its value, for errors.
 
     Example: nodes [0, 1, 0, 1] -> members ((0, 2), (1, 3)); rank 3 is at place 1 of node 1.
     """
@@ -117,7 +125,7 @@ class Topology:
 
     @staticmethod
     def of_nodes(ids: Sequence[Hashable], global_ranks: Sequence[int], origin: str = "nodes") -> Topology:
-        """ids: of each rank's node."""
+        """Returns the topology of ranks, given an id of each rank's node."""
         members: dict[Hashable, list[int]] = {}
         for rank, node in enumerate(ids):
             members.setdefault(node, []).append(rank)
@@ -126,44 +134,49 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
+        """A, the number of nodes."""
         return len(self.members)
 
     @property
     def max_local(self) -> int:
-        """Ranks of the largest node."""
+        """The number of ranks of the largest node."""
         return max(len(ranks) for ranks in self.members)
 
     @property
     def is_level(self) -> bool:
-        """Whether there is only one level: a single node, or a single rank on each."""
+        """Whether there is only one level: a single node, or a single rank on each node."""
         return self.num_nodes == 1 or self.max_local == 1
 
     @cached_property
     def _where(self) -> dict[int, tuple[int, int]]:
-        """Of each rank its node, and its place there."""
+        """The node of each rank, and its place in that node."""
         return {r: (a, i) for a, ranks in enumerate(self.members) for i, r in enumerate(ranks)}
 
     def node(self, rank: int) -> int:
+        """Returns the number of the rank's node."""
         return self._where[rank][0]
 
     def place(self, rank: int) -> int:
+        """Returns the rank's place in its node, from 0."""
         return self._where[rank][1]
 
     def inside(self, rank: int) -> tuple[int, ...]:
-        """The ranks of this rank's node, in the order of their process group."""
+        """Returns the ranks of the rank's node, in the order of their process group."""
         return self.members[self.node(rank)]
 
     def across(self, rank: int) -> tuple[int, ...]:
-        """The ranks at this rank's place of every node that has it, in the order of their process group."""
+        """Returns the ranks at the rank's place in all nodes that have it, in process group order."""
         place = self.place(rank)
         ranks = (node[place] for node in self.members if place < len(node))
         return tuple(sorted(ranks, key=self.global_ranks.__getitem__))
 
 
 def find_topology(ranks: Ranks, nodes: Nodes = None) -> Topology:
-    """The topology of ``ranks``. A collective where there are several: their arguments are compared.
+    """Returns the topology of ``ranks``. A collective if there are several, which compares their arguments.
 
-    Raises ValueError or TypeError, on every rank, where these differ or cannot be.
+    nodes: see `Nodes`.
+
+    Raises ValueError or TypeError, on every rank, if the arguments differ between ranks or are invalid.
     """
     name = LOCAL_WORLD_SIZE if nodes is None else "nodes"
     origin = f"{name} ({os.environ.get(LOCAL_WORLD_SIZE) if nodes is None else nodes!r})"
@@ -176,7 +189,7 @@ def find_topology(ranks: Ranks, nodes: Nodes = None) -> Topology:
 
 
 def node_ids(nodes: Nodes, global_ranks: Sequence[int]) -> list[Hashable]:
-    """Of each rank's node."""
+    """Returns an id of each rank's node. Raises ValueError or TypeError for invalid ``nodes``."""
     if nodes is None:
         text = os.environ.get(LOCAL_WORLD_SIZE)
         if text is None:
@@ -191,7 +204,9 @@ def node_ids(nodes: Nodes, global_ranks: Sequence[int]) -> list[Hashable]:
     if not isinstance(nodes, Sequence) or isinstance(nodes, str):
         raise TypeError(f"nodes ({nodes!r}) must be a number of ranks, or an id of its node for each rank")
     if len(nodes) != len(global_ranks):
-        raise ValueError(f"nodes ({nodes!r}) must have {len(global_ranks)} entries, one a rank of the group")
+        raise ValueError(
+            f"nodes ({nodes!r}) must have {len(global_ranks)} entries, one for each rank of the group"
+        )
     return list(nodes)
 
 
@@ -199,8 +214,11 @@ def node_ids(nodes: Nodes, global_ranks: Sequence[int]) -> list[Hashable]:
 
 
 class NodeGroups(NamedTuple):
-    """A rank's process groups: inside its node, and across nodes with the ranks at its place. None, on every
-    rank, where no node, or no place, has several ranks."""
+    """One rank's process groups of a topology.
+
+    inside: the ranks of its node. None, on every rank, if no node has several ranks.
+    across: the ranks at its place in all nodes. None, on every rank, if there is one node.
+    """
 
     inside: dist.ProcessGroup | None
     across: dist.ProcessGroup | None
@@ -208,19 +226,21 @@ class NodeGroups(NamedTuple):
 
 _node_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Topology, NodeGroups]]
 _node_groups = weakref.WeakKeyDictionary()
-"""By a layer's group: all layers of it share them, and both directions do."""
+"""Node groups by the layer's group. All layers of a group share them, for dispatch and for combine."""
 
 
 def connect(group: dist.ProcessGroup, topology: Topology) -> NodeGroups:
-    """The groups of this rank, made at the first call, which is a collective of ``group``.
+    """Returns the node groups of this rank. The first call makes them and is a collective of ``group``.
 
-    They stay until torch.distributed is shut down. Where ``group`` has all processes, each makes all groups,
-    in one order, as torch documents it. Where it has some, its members make only their own
-    (use_local_synchronization). Torch then names a group after its ranks and the number of groups that the
-    process is in: ranks with different numbers would hang (pytorch issue 173608), and a name that comes again
-    would find the first one's keys in the store: no group is ever destroyed.
+    - If ``group`` has all processes, each process makes all groups, in one order, as torch asks for.
+    - If it has some of them, its members make only their own groups (use_local_synchronization). Torch then
+      names a group after its ranks and the number of groups in which the process is. Ranks with different
+      numbers would hang (pytorch issue 173608).
 
-    Raises ValueError, on every rank of the group, where those numbers differ.
+    The groups stay until torch.distributed is shut down: a second group of the same name would find the keys
+    of the first one in the store.
+
+    Raises ValueError, on every rank of the group, if the numbers of groups differ.
     """
     known = _node_groups.setdefault(group, {})
     if topology not in known:
@@ -237,23 +257,29 @@ def connect(group: dist.ProcessGroup, topology: Topology) -> NodeGroups:
 def _make_groups(
     members: Sequence[Sequence[int]], topology: Topology, options: dict[str, Any]
 ) -> dist.ProcessGroup:
-    """The one of the groups that this process is in."""
-    own, found = dist.get_rank(), None
+    """Makes process groups, and returns the one in which this process is.
+
+    members: the ranks of each group.
+    """
+    own_rank = dist.get_rank()
+    own_group = None
     for ranks in members:
         global_ranks = [topology.global_ranks[rank] for rank in ranks]
-        if own in global_ranks:
-            found = dist.new_group(global_ranks, **options)  # to others, torch returns no group
+        if own_rank in global_ranks:
+            own_group = dist.new_group(global_ranks, **options)  # outsiders get no group from torch
         elif "use_local_synchronization" not in options:
             dist.new_group(global_ranks, **options)
-    assert isinstance(found, dist.ProcessGroup)
-    return found
+    assert isinstance(own_group, dist.ProcessGroup)
+    return own_group
 
 
 def _check_number_of_groups(ranks: Ranks) -> None:
+    """Raises ValueError, on every rank, unless all processes are in equally many process groups."""
     known = len(dist.distributed_c10d._world.pg_names)
     numbers = gathered(ranks, known, stage="comparing the numbers of process groups")
     if len(set(numbers)) > 1:
         raise ValueError(
-            f"group ({ranks.size} of {dist.get_world_size()} processes) must be of processes that are in "
-            f"equally many process groups, not in {numbers}: a hierarchical all-to-all makes more of them"
+            f"group ({ranks.size} of {dist.get_world_size()} processes) must have processes that are in "
+            f"equally many process groups, not in {numbers}: a hierarchical all-to-all makes new groups, and "
+            "torch would hang if these numbers differ. Make equally many groups on all of its processes"
         )

@@ -1,6 +1,15 @@
-"""Experts: the networks that rows are routed to, as grouped products. One kind a file.
+"""Experts: the networks that compute the routed rows, as grouped matrix products.
 
-`pmoe.experts.swiglu` has gated experts, `pmoe.experts.modules` those made of a user's own modules.
+    base       `Experts`, the interface between the engine and any kind of experts
+    stacked    `StackedExperts`, two-layer experts with one tensor for all experts' weights
+    ffn        feed-forward experts, and the nonlinearities
+    swiglu     gated experts
+    modules    experts that are a user's own modules
+    graphs     the autograd graphs of such modules, kept from forward to backward
+    operands   which tensors a call computes with
+    placement  parameters on a device mesh
+    products   grouped products: rows sorted by expert times that expert's matrix
+    wrapped    refuses data-parallel wrappers around experts
 
 Letters of this folder: N rows, E experts of this rank, M = d_model, H = d_hidden, G = H or 2H rows of w1.
 """
@@ -21,7 +30,7 @@ from pmoe.experts.values import has_values
 __all__ = ["Experts", "FFNExperts", "Shard", "StackedExperts"]
 
 ExpertName = Literal["ffn", "swiglu"]
-"""What MoELayer's argument ``expert`` takes, beside modules: experts that the layer makes itself."""
+"""Names that MoELayer's argument ``expert`` takes: experts that the layer builds itself."""
 
 STACKED: tuple[ExpertName, ...] = get_args(ExpertName)
 
@@ -37,7 +46,10 @@ def make_stacked(
     bias: bool,
     **options: Any,
 ) -> StackedExperts:
-    """Experts by the name of their kind, uninitialised. Raises ValueError for another name."""
+    """Builds uninitialised experts by the name of their kind.
+
+    Raises ValueError for a name that is not in `STACKED`.
+    """
     sizes = (d_model, d_hidden, num_local_experts)
     if kind == "ffn":
         return FFNExperts(*sizes, activation=activation, bias=bias, **options)
@@ -49,26 +61,35 @@ def make_stacked(
 
 
 def initialise(experts: StackedExperts, *, first_expert: int) -> None:
-    """Fills the stacked parameters; local expert i is global expert first_expert + i."""
+    """Fills the stacked parameters with random values; does nothing on the meta device.
+
+    first_expert: global number of local expert 0, so that local expert i has the number first_expert + i.
+    """
     count = 0 if next(experts.parameters()).is_meta else experts.num_local_experts
     seeded(experts.initialise_expert, first_expert=first_expert, count=count)
 
 
 def seeded(draw: Callable[[int], T], *, first_expert: int, count: int) -> list[T]:
-    """draw(i) of each local expert i, the default generators at a seed of its global expert's own.
+    """Returns [draw(0), ..., draw(count - 1)], each drawn under a seed of its global expert's number.
 
-    So its values are the same whatever the number of ranks. Every rank draws one number from the default
-    generator of the CPU: a model built under one seed on all ranks stays in step.
+    first_expert: global number of local expert 0; draw(i) runs under seed + first_expert + i.
+    count: number of local experts.
+
+    An expert's values therefore do not depend on the number of ranks. Every rank draws exactly one number
+    from the CPU's default generator. So ranks that build a model under one seed stay in step, however many
+    experts each has.
     """
-    drawn_seed = torch.randint(2**62, (), device="cpu")  # not what torch.device("meta") would make of it
+    # device="cpu" because under `with torch.device("meta")` the number would have no value.
+    drawn_seed = torch.randint(2**62, (), device="cpu")
     seed = int(drawn_seed) if has_values(drawn_seed) else 0
-    drawn = []
+    values = []
     for i in range(count):
-        # torch.manual_seed would seed CUDA's generator for good: it takes part where CUDA is in use already.
+        # Not torch.manual_seed: it would also seed CUDA generators that fork_rng does not restore. The
+        # current device's generator takes part only if CUDA is in use already: asking for it starts CUDA.
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=devices):
             torch.default_generator.manual_seed(seed + first_expert + i)
             if devices:
                 torch.cuda.manual_seed(seed + first_expert + i)
-            drawn.append(draw(i))
-    return drawn
+            values.append(draw(i))
+    return values

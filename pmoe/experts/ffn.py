@@ -1,6 +1,7 @@
-"""Feed-forward experts: act(x w1^T + b1) w2^T + b2; and the nonlinearities, with their gradients in place.
+"""Feed-forward experts: act(x w1^T + b1) w2^T + b2. Also the nonlinearities and their gradients in place.
 
-Only the value before the nonlinearity (T_M) is kept for backward: the rest is redone element by element.
+Only the value before the nonlinearity (T_M) is kept for backward. Everything else is computed again, element
+by element.
 """
 
 from __future__ import annotations
@@ -31,32 +32,41 @@ def _gelu_gradient_(grad: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _of_few_shapes(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """On the CPU, parts of 16, 32, 64 ... rows, and fewer: oneDNN compiles and keeps a gelu of each shape."""
+    """Splits rows into blocks of few different sizes on the CPU: powers of two, and one of under 16.
+
+    oneDNN compiles a gelu for each shape and keeps it. Row counts differ from call to call, so without the
+    blocks its memory would grow with every call.
+
+    Example: 100 rows -> blocks of 64, 32 and 4 rows.
+    """
     rows = tensors[0].shape[0]
     if tensors[0].is_cuda or rows < 16 or not rows & (rows - 1):
         return [tensors]
     sizes = [1 << bit for bit in range(rows.bit_length() - 1, 3, -1) if rows >> bit & 1] + [rows % 16]
-    return zip(*(each.split_with_sizes(sizes) for each in tensors), strict=True)
+    return zip(*(tensor.split_with_sizes(sizes) for tensor in tensors), strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
-    """value(hidden, out) writes the activated hidden; gradient_(grad, hidden) turns the gradient of the
-    activated value into that of the hidden one, in place. out may be hidden."""
+    """One nonlinearity and its gradient. Both write into memory that the caller gives.
+
+    value: value(hidden, out) writes the activated hidden to ``out``, which may be ``hidden`` itself.
+    gradient_: gradient_(grad, hidden) overwrites the gradient of the activated hidden with that of hidden.
+    """
 
     value: Callable[[Tensor, Tensor], Tensor]
     gradient_: Callable[[Tensor, Tensor], Tensor]
 
 
 ActivationName = Literal["relu", "gelu", "silu"]
-"""What MoELayer's argument ``activation`` takes: the keys of `ACTIVATIONS`."""
+"""Names that MoELayer's argument ``activation`` takes: the keys of `ACTIVATIONS`."""
 
 ACTIVATIONS: dict[str, Activation] = {
     "relu": Activation(
         value=lambda hidden, out: torch.clamp(hidden, min=0, out=out),
         gradient_=lambda grad, hidden: aten.threshold_backward.grad_input(grad, hidden, 0, grad_input=grad),
     ),
-    # The exact gelu, x * Phi(x), as torch.nn.GELU() without arguments.
+    # The exact gelu, x * Phi(x): torch.nn.GELU() without arguments.
     "gelu": Activation(value=_gelu, gradient_=_gelu_gradient_),
     "silu": Activation(
         value=lambda hidden, out: aten.silu.out(hidden, out=out),
@@ -66,14 +76,17 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def find_activation(name: str) -> Activation:
-    """Raises ValueError naming the known ones for any other name."""
+    """Returns the `Activation` of a name. Raises ValueError, with the known names, for any other name."""
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"activation ({name!r}) must be one of {', '.join(sorted(ACTIVATIONS))}")
     return ACTIVATIONS[name]
 
 
 class FFNExperts(StackedExperts):
-    """E_local feed-forward experts with relu, gelu (exact) or silu. T_M is (N, H)."""
+    """E_local feed-forward experts, act(x w1^T + b1) w2^T + b2, with relu, gelu (exact) or silu.
+
+    T_M is (N, H).
+    """
 
     hidden_factor = 1
 

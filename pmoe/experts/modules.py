@@ -1,11 +1,12 @@
-"""Experts that are a user's own modules, one instance a local expert, run inside the same pipeline.
+"""Experts that are a user's own modules, one instance for each local expert.
 
-Each chunk's graph is kept from forward to backward and differentiated there by autograd, parameters and
-rows together: such an expert has no weight-gradient task. The tensors that the graph needs, T_DO included,
-are its hidden (T_M). They are not kept in it but handed to the caller to keep or offload
-(`Hidden.tensors`): were checkpointing to see them one graph at a time, it would run the whole layer again for
-each, on each rank as often as that has experts. Parameters are not among them, nor is T_DI, which the caller
-restores by itself.
+Forward keeps the autograd graph of each expert's part of a chunk. Backward differentiates it for parameters
+and rows together, so these experts have no separate weight-gradient task.
+
+Their hidden (T_M) is the set of tensors that the graphs saved, T_DO included. The tensors are not kept in the
+graphs but handed to the caller, who keeps or offloads them (`Hidden.tensors`). Activation checkpointing would
+otherwise meet them graph by graph and run the whole layer again for each graph, on each rank a different
+number of times. Two kinds of tensors are left out: parameters, and T_DI, which the caller restores by itself.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from torch.autograd.graph import increment_version
 from pmoe.arguments import check_count, check_module, is_int, list_of
 from pmoe.experts import ActivationName, ExpertName, initialise, make_stacked, seeded
 from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden, Runs, Shard, row_dot
-from pmoe.experts.graphs import Graph, Shelf, changed_in_place, gradients, record, saves_plainly
+from pmoe.experts.expert_autograd import Graph, Shelf, changed_in_place, gradients, record, saves_plainly
 from pmoe.experts.products import GradientSum, RowGroups
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The random state and the autocast that a chunk was computed under.
+    """The random state and autocast settings that a chunk was computed under.
 
-    buffers: of the experts, with their versions before; none where nobody checks them.
+    random: state of the CPU's default generator. device_random: that of the CUDA device's; None on the CPU.
+    buffers: the experts' buffers with their versions before the compute; empty if nothing checks versions.
     """
 
     device: torch.device
@@ -46,6 +48,7 @@ class Recipe:
 
     @staticmethod
     def here(device: torch.device) -> Recipe:
+        """Returns the settings that hold now, for rows on ``device``. Its buffers are empty."""
         return Recipe(
             device=device,
             random=torch.get_rng_state(),
@@ -56,6 +59,7 @@ class Recipe:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
+        """Runs the block under these settings and restores the present ones afterwards."""
         devices = [] if self.device_random is None else [self.device]
         with torch.random.fork_rng(devices=devices):
             torch.set_rng_state(self.random)
@@ -66,7 +70,10 @@ class Recipe:
 
 
 class ModuleExperts(Experts):
-    """Any modules that map (rows, d_model) to (rows, d_model), in any number of rows but 0."""
+    """Experts that are any modules that map rows (rows, d_model) to (rows, d_model).
+
+    The number of rows varies from call to call and is at least 1: an expert without rows is not called.
+    """
 
     local: nn.ModuleList
     num_local_experts: int
@@ -76,10 +83,10 @@ class ModuleExperts(Experts):
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         super().__init__()
-        listed = list_of("modules", modules)
-        check_module(**{f"modules, number {at}": each for at, each in enumerate(listed)})
-        check_count(**{"the number of modules": len(listed)})
-        self.local = nn.ModuleList(listed)
+        module_list = list_of("modules", modules)
+        check_module(**{f"modules, number {number}": module for number, module in enumerate(module_list)})
+        check_count(**{"the number of modules": len(module_list)})
+        self.local = nn.ModuleList(module_list)
         self.num_local_experts = len(self.local)
 
     def as_modules(self) -> list[nn.Module]:
@@ -90,9 +97,11 @@ class ModuleExperts(Experts):
         self.num_local_experts = len(self.local)
 
     def operands(self) -> list[Tensor]:
-        """The modules' parameters, each of any shape. A module reads its own values when it is called.
+        """Returns the modules' parameters, each of any shape.
 
-        Raises ValueError where there are more or fewer modules than the layer was built with.
+        A module reads its own values when it is called.
+
+        Raises ValueError if the number of modules is not the one that the layer was built with.
         """
         if len(self.local) != self.num_local_experts:
             raise ValueError(
@@ -103,7 +112,7 @@ class ModuleExperts(Experts):
         parameters = list[Tensor](self.parameters())
         if not self.is_parallelized:
             return parameters
-        from pmoe.experts.placement import local_values
+        from pmoe.experts.dtensor_layout import local_values
 
         return local_values(self, [name for name, _ in self.named_parameters()], parameters)
 
@@ -113,13 +122,15 @@ class ModuleExperts(Experts):
     def compute(
         self, given: ExpertRows, weight_N: Tensor, *, keep: bool = True
     ) -> tuple[Tensor, Hidden | None]:
-        rows_NM, groups = given.rows_NM, given.groups
+        rows_NM = given.rows_NM
+        groups = given.groups
         out = torch.empty_like(rows_NM) if given.out is None else given.out
         if not keep:
             for expert, at in groups.slices():
                 out[at] = self._run(expert, rows_NM[at]) * weight_N[at].unsqueeze(1)
             return out, None
-        graphs, tensors = list[Graph](), list[Tensor]()
+        graphs = list[Graph]()
+        tensors = list[Tensor]()
         for graph, output in self._graphs(rows_NM, groups):
             out[graph.at] = output * weight_N[graph.at].unsqueeze(1)
             tensors += graph.shelf.close()
@@ -127,51 +138,59 @@ class ModuleExperts(Experts):
         return out, Hidden(tensors=tensors, graph=graphs)
 
     def _graphs(self, rows_NM: Tensor, groups: RowGroups) -> Iterator[tuple[Graph, Tensor]]:
-        """Each expert's graph, its shelf still filled, and its output."""
-        own = frozenset(
+        """Yields each expert's graph, its shelf still filled, and its output."""
+        own_storages = frozenset(
             tensor.untyped_storage().data_ptr()
             for tensor in itertools.chain(self.parameters(), self.buffers())
         )
         for expert, at in groups.slices():
-            shelf = Shelf(own)
+            shelf = Shelf(own_storages)
             graph, output = record(functools.partial(self._run, expert), rows_NM[at], at, shelf)
             if shelf.rows_changed:
+                # The graph's rows have a version counter of their own (`_Enter`); the engine looks at this.
                 increment_version(rows_NM)
             yield graph, output
 
     def recipe(self, device: torch.device) -> Recipe:
         buffers = self.buffers() if saves_plainly() else ()
-        return replace(Recipe.here(device), buffers=tuple((each, each._version) for each in buffers))
+        return replace(Recipe.here(device), buffers=tuple((buffer, buffer._version) for buffer in buffers))
 
     def is_repeatable(self, recipe: Recipe) -> bool:
-        now = Recipe.here(recipe.device)
-        before, after = recipe.device_random, now.device_random
-        same_on_device = before is None or after is None or torch.equal(before, after)
-        return same_on_device and torch.equal(recipe.random, now.random)
+        present = Recipe.here(recipe.device)
+        old_device_random = recipe.device_random
+        new_device_random = present.device_random
+        same_on_device = (
+            old_device_random is None
+            or new_device_random is None
+            or torch.equal(old_device_random, new_device_random)
+        )
+        return same_on_device and torch.equal(recipe.random, present.random)
 
     def recompute(self, given: ExpertRows, recipe: Recipe | None) -> Hidden:
-        """As `Experts.recompute`: T_M of the rows (N, M), each module's graph made again.
+        """Returns T_M of the rows (N, M): each module is run again with the random state of ``recipe``.
 
-        Raises RuntimeError for a buffer that a gradient needs and that was changed in place since forward, by
-        others than the experts.
+        Raises RuntimeError if a gradient needs a buffer that was changed in place since forward, unless the
+        experts change it themselves.
         """
-        graphs, tensors = list[Graph](), list[Tensor]()
-        # Since forward began. Those that the experts change themselves, now as then, are theirs to change.
-        before = () if recipe is None else recipe.buffers
-        changed = [(each, each._version) for each, version in before if each._version != version]
+        graphs = list[Graph]()
+        tensors = list[Tensor]()
+        # Buffers that changed since forward began. If a module updates its own buffers (running statistics),
+        # it does so again below, and their version rises once more: that is allowed.
+        buffers = () if recipe is None else recipe.buffers
+        changed = [(buffer, buffer._version) for buffer, version in buffers if buffer._version != version]
         with contextlib.nullcontext() if recipe is None else recipe.followed(), self._same_buffers():
             for graph, _ in self._graphs(given.rows_NM, given.groups):
-                for each, version in changed:
-                    if each._version == version and graph.shelf.has_saved(each):
-                        raise changed_in_place(each)
+                for buffer, version in changed:
+                    if buffer._version == version and graph.shelf.has_saved(buffer):
+                        raise changed_in_place(buffer)
                 tensors += graph.shelf.close()
                 graphs.append(graph)
         return Hidden(tensors=tensors, graph=graphs, expendable=True)
 
     @contextlib.contextmanager
     def _same_buffers(self) -> Iterator[None]:
-        """Leaves buffers, running statistics say, as they were: forward has counted these rows already."""
-        held = [
+        """Restores all buffers after the block, because forward has already counted these rows in them."""
+        saved_buffers = [
             (module._buffers, name, buffer, buffer._version, buffer.clone())
             for module in self.local.modules()
             for name, buffer in module._buffers.items()
@@ -180,9 +199,10 @@ class ModuleExperts(Experts):
         try:
             yield
         finally:
-            for buffers, name, buffer, version, value in held:
+            for buffers, name, buffer, version, value in saved_buffers:
                 if buffer._version != version:
-                    # The recorded graph may need it: its own value is what comes back.
+                    # Without a new version: a graph recorded in the block may have saved the buffer, and
+                    # would take the restored value for a change.
                     with torch.no_grad(), _unsafe_preserve_version_counter(buffer):
                         buffer.copy_(value)
                 buffers[name] = buffer
@@ -190,18 +210,25 @@ class ModuleExperts(Experts):
     def join(
         self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate | None = None
     ) -> Hidden:
-        """Backward's chunk holds whole chunks of forward: a graph cannot be split."""
-        graphs, tensors = list[Graph](), list[Tensor]()
+        """Returns the graphs and tensors of several forward chunks as those of one backward chunk.
+
+        A graph cannot be split, so every backward chunk consists of whole forward chunks.
+        """
+        graphs = list[Graph]()
+        tensors = list[Tensor]()
         for part, runs in parts:
             for graph in part.graph:
-                there, here = next(run for run in runs if run[0].start <= graph.at.start < run[0].stop)
-                start = here.start + graph.at.start - there.start
+                forward_rows, backward_rows = next(
+                    run for run in runs if run[0].start <= graph.at.start < run[0].stop
+                )
+                start = backward_rows.start + graph.at.start - forward_rows.start
                 at = slice(start, start + graph.at.stop - graph.at.start)
                 graphs.append(replace(graph, at=at))
             tensors += part.tensors
         return Hidden(tensors=tensors, graph=graphs)
 
     def _run(self, expert: int, rows_NM: Tensor) -> Tensor:
+        """Runs one expert. Raises TypeError or ValueError if its output is no tensor of its rows' shape."""
         output = self.local[expert](rows_NM)
         name = type(self.local[expert]).__name__
         if not isinstance(output, Tensor):
@@ -218,12 +245,13 @@ class ModuleExperts(Experts):
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         out = torch.empty_like(grad_NM) if given.out is None else given.out
         grad_weight_N = torch.empty_like(weight_N)
-        wanted = list(self.parameters())
-        totals: list[Tensor | None] = [None] * len(wanted)
-        every_tensor = iter(hidden.tensors)
+        parameters = list(self.parameters())
+        totals: list[Tensor | None] = [None] * len(parameters)
+        saved_tensors = iter(hidden.tensors)
         for graph in hidden.graph:
-            at, shelf = graph.at, graph.shelf
-            shelf.tensors = list(itertools.islice(every_tensor, graph.num_tensors))
+            at = graph.at
+            shelf = graph.shelf
+            shelf.tensors = list(itertools.islice(saved_tensors, graph.num_tensors))
             shelf.rows = given.rows_NM[at]
             output = shelf.get(graph.saved_output)
             grad_weight_N[at] = row_dot(output, grad_NM[at].to(output.dtype)).to(grad_weight_N.dtype)
@@ -232,7 +260,7 @@ class ModuleExperts(Experts):
                 shelf.close()
                 continue
             grad_output = (grad_NM[at] * weight_N[at].unsqueeze(1)).to(output.dtype)
-            grads = gradients(graph, wanted, grad_output)
+            grads = gradients(graph, parameters, grad_output)
             shelf.close()
             out[at] = 0 if grads[0] is None else grads[0]
             for i, grad in enumerate(grads[1:]):
@@ -250,15 +278,19 @@ class ModuleExperts(Experts):
 
 
 def build_modules(build: Callable[..., nn.Module], d_model: int, d_hidden: int) -> Callable[[], nn.Module]:
-    """How ``build`` makes one expert: build(d_model, d_hidden) if it takes two arguments, else build().
+    """Returns a function that builds one expert.
 
-    Raises ValueError where it takes neither.
+    It calls build(d_model, d_hidden) if ``build`` takes two arguments, else build().
+    Raises ValueError if ``build`` takes neither.
     """
     try:
         signature = inspect.signature(build)
-    except ValueError as error:  # some of Python's own
-        raise ValueError(f"expert ({build!r}) must be a callable whose arguments Python knows") from error
-    # A module class without an __init__ of its own shows *args and takes none.
+    except ValueError as error:  # some built-in callables have no signature
+        raise ValueError(
+            f"expert ({build!r}) must be a callable whose arguments inspect.signature can read: wrap it in a "
+            "function, such as lambda: build()"
+        ) from error
+    # A module class without its own __init__ inherits nn.Module's: it is declared with *args, but takes none.
     takes_none = isinstance(build, type) and vars(nn.Module)["__init__"] is getattr(build, "__init__", None)
     for args in ((),) if takes_none else ((d_model, d_hidden), ()):
         try:
@@ -269,7 +301,7 @@ def build_modules(build: Callable[..., nn.Module], d_model: int, d_hidden: int) 
     raise ValueError(f"expert ({build!r}) must be callable as expert(d_model, d_hidden) or expert()")
 
 
-# ---- what a user gives in place of the name of a kind of experts: experts, modules, or what builds them
+# ---- experts from MoELayer's arguments ``expert`` and ``shared_expert``, if these are no names
 
 
 def given_experts(
@@ -279,26 +311,36 @@ def given_experts(
     first_expert: int,
     options: dict[str, Any],
 ) -> Experts:
-    """As layers hold them. sizes: d_model, d_hidden, and the number of this rank's experts. Raises ValueError
-    or TypeError for what is not this rank's experts."""
+    """Returns the experts that MoELayer's argument ``expert`` stands for.
+
+    expert: `Experts`, a ModuleList of this rank's experts, or a callable that builds one expert.
+    sizes: d_model, d_hidden, and the number of this rank's experts.
+    shard: the part of the hidden columns that this rank must hold.
+    first_expert: global number of local expert 0.
+    options: device and dtype of the built modules; None leaves them.
+
+    Raises ValueError if there are more or fewer than this rank's experts, or if they hold another shard.
+    Raises TypeError if ``expert`` is of another kind.
+    """
     d_model, d_hidden, local = sizes
     if isinstance(expert, Experts | nn.ModuleList):
-        given = expert if isinstance(expert, Experts) else ModuleExperts(expert)
-        if given.num_local_experts != local:
+        experts = expert if isinstance(expert, Experts) else ModuleExperts(expert)
+        if experts.num_local_experts != local:
             raise ValueError(
-                f"expert (a {type(expert).__name__} of {given.num_local_experts}) must hold this rank's "
+                f"expert (a {type(expert).__name__} of {experts.num_local_experts}) must hold this rank's "
                 f"{local} experts"
             )
-        if given.shard != shard:
+        if experts.shard != shard:
             raise ValueError(
-                f"expert (a {type(expert).__name__}, {given.shard}) must hold this rank's part of the "
-                f"hidden columns ({shard}), where experts are sharded over the ranks of a node"
+                f"expert (a {type(expert).__name__}, {experts.shard}) must hold this rank's part of the "
+                f"hidden columns ({shard}): build it with that shard, an argument of stacked experts"
             )
-        return given
+        return experts
     if shard.count > 1 and callable(expert):
         raise ValueError(
             f"expert ({expert!r}) must be ffn or swiglu, or a pmoe.experts.Experts of this rank's "
-            "columns, where experts are sharded over the ranks of a node: a module's hidden is its own"
+            "columns, if experts are sharded over the ranks of a node: pmoe cannot split the hidden columns "
+            "of a module"
         )
     if isinstance(expert, nn.Module) or not callable(expert):
         raise TypeError(
@@ -310,7 +352,7 @@ def given_experts(
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"expert ({expert!r}) must build a torch.nn.Module, not {type(module).__name__}")
-    if all(option is None for option in options.values()):  # torch moves no fake tensors
+    if all(option is None for option in options.values()):  # without .to(), which fails on fake tensors
         return ModuleExperts(modules)
     return ModuleExperts(module.to(**options) for module in modules)
 
@@ -324,16 +366,23 @@ def shared_experts(
     first_expert: int,
     options: dict[str, Any],
 ) -> Experts:
-    """The shared expert, of which every rank has the same. shared: its width, or a module. first_expert: a
-    number whose seed no routed expert has. Raises ValueError or TypeError for what is none."""
-    made: Experts
+    """Returns the shared expert, which is the same on every rank and computes every row.
+
+    shared: its hidden width, or a module.
+    kind, activation, bias: the kind of expert that a width makes.
+    first_expert: a number that no routed expert has, so that its random seed is its own.
+    options: device and dtype.
+
+    Raises ValueError for a width below 1, TypeError if ``shared`` is neither an int nor a module.
+    """
+    experts: Experts
     if isinstance(shared, nn.Module):
-        made = ModuleExperts([shared])
+        experts = ModuleExperts([shared])
     elif is_int(shared):
         check_count(shared_expert=shared)
-        made = make_stacked(kind, d_model, int(shared), 1, activation, bias, **options)
-        initialise(made, first_expert=first_expert)
+        experts = make_stacked(kind, d_model, int(shared), 1, activation, bias, **options)
+        initialise(experts, first_expert=first_expert)
     else:
         raise TypeError(f"shared_expert ({shared!r}) must be None, an int or a torch.nn.Module")
-    made.is_parallel = False
-    return made
+    experts.is_parallel = False
+    return experts

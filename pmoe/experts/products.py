@@ -1,8 +1,8 @@
 """Grouped matrix products: rows sorted by expert times that expert's matrix.
 
-On CUDA one of three computes each product, as `pmoe.kernels.registry` chooses: pmoe's own kernels, one
-launch of `torch.nn.functional.grouped_mm`, or a loop over the experts. On the CPU it is the loop. All see the
-same `RowGroups`; rows of experts without rows cost nothing.
+On CUDA `pmoe.kernels.registry` picks for each product one of three implementations: pmoe's own kernels, one
+launch of `torch.nn.functional.grouped_mm`, or a loop over the experts. On the CPU it is always the loop. All
+take the same `RowGroups`. An expert without rows costs nothing.
 
 Letters: I in-features, O out-features.
 """
@@ -25,8 +25,10 @@ from pmoe.kernels.registry import GROUPED_MM, LOOP, PMOE, PRODUCTS, Form, Produc
 class RowGroups:
     """How many of N consecutive rows belong to each local expert.
 
-    counts: one number an expert, on the host.
-    ends: (E,) int32 on the device, the running sum of counts, for one launch; None on the CPU.
+    counts: (E,) numbers on the host.
+    ends: (E,) int32 on the device, the running sum of counts, which kernels read; None on the CPU.
+
+    Example: counts (2, 0, 3), ends [2, 2, 5]: expert 0 has rows 0 and 1, expert 2 has rows 2 to 4.
     """
 
     counts: tuple[int, ...]
@@ -34,15 +36,16 @@ class RowGroups:
 
     @functools.cached_property
     def num_rows(self) -> int:
+        """N, the sum of counts."""
         return sum(self.counts)
 
     @functools.cached_property
     def ends_E(self) -> Tensor:
-        """ends, made on the CPU where there is none."""
+        """``ends``, computed from counts if there is none."""
         return torch.tensor(self.counts).cumsum(0).int() if self.ends is None else self.ends
 
     def slices(self) -> Iterator[tuple[int, slice]]:
-        """(expert, its rows) for each expert that has rows."""
+        """Yields (expert, slice of its rows) for each expert that has rows."""
         start = 0
         for expert, count in enumerate(self.counts):
             if count:
@@ -51,18 +54,22 @@ class RowGroups:
 
     @functools.cached_property
     def with_rows(self) -> list[int]:
-        """The experts that have rows."""
+        """The numbers of the experts that have rows."""
         return [expert for expert, count in enumerate(self.counts) if count]
 
     def parts(self, *rows: Tensor) -> Iterable[tuple[int, tuple[Tensor, ...]]]:
-        """(expert, its rows of each tensor) for each expert that has rows.
+        """Yields (expert, its rows of each tensor) for each expert that has rows.
 
-        One operation a tensor, or none: on a GPU the host's own time is what products wait for."""
+        Each tensor is split by one operation, or by none if a single expert has all rows. Indexing expert by
+        expert would keep the host busy while the GPU waits for the next product.
+        """
         experts = self.with_rows
         if len(experts) < 2:
             return zip(experts, (rows,), strict=False)
         sizes = [self.counts[expert] for expert in experts]
-        return zip(experts, zip(*(each.split_with_sizes(sizes) for each in rows), strict=True), strict=True)
+        return zip(
+            experts, zip(*(tensor.split_with_sizes(sizes) for tensor in rows), strict=True), strict=True
+        )
 
 
 def choice(
@@ -73,7 +80,10 @@ def choice(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> str:
-    """PMOE, GROUPED_MM or LOOP: who is to compute this product; see `ProductOperands`."""
+    """Returns the implementation for a product: PMOE, GROUPED_MM or LOOP.
+
+    form, first, second, bias, out: see `ProductOperands`.
+    """
     if not (groups.num_rows and _asks(first)):
         return LOOP
     operands = ProductOperands(form, first, second, len(groups.counts), bias, out)
@@ -81,7 +91,7 @@ def choice(
 
 
 def _asks(rows: Tensor) -> bool:
-    """Whether kernels are asked at all: on the CPU a loop is as fast as any, and writes in place."""
+    """Returns whether to ask the registry: on the CPU a loop is as fast as any, and writes in place."""
     return rows.is_cuda or PRODUCTS.forced is not None
 
 
@@ -94,30 +104,34 @@ def expert_product(
     scale_N: Tensor | None = None,
     way: str | None = None,
 ) -> Tensor:
-    """rows @ weight[e]^T + bias[e] for the rows of each expert e, each row times its scale, (N, O).
+    """Returns (rows @ weight[e]^T + bias[e]) * scale for the rows of each expert e: (N, O).
 
-    way: PMOE, GROUPED_MM or LOOP, by default the one that `choice` names.
+    rows_NI, weight_EOI, bias_EO: the operands.
+    out: (N, O), memory for the result; None allocates it.
+    scale_N: (N,), a factor for each row; None is 1.
+    way: PMOE, GROUPED_MM or LOOP; None asks `choice`.
     """
     way = choice("forward", rows_NI, weight_EOI, groups, bias_EO, out) if way is None else way
     if way == PMOE:
-        scale = None if scale_N is None else scale_of(scale_N, rows_NI)  # before the only rounding
+        scale = None if scale_N is None else scale_of(scale_N, rows_NI)  # the kernel scales before it rounds
         return grouped_gemm.product(rows_NI, weight_EOI, groups.ends_E, bias_EO=bias_EO, scale=scale, out=out)
     if way == GROUPED_MM:
         result = F.grouped_mm(rows_NI, weight_EOI.transpose(1, 2), offs=groups.ends_E)
         out = result.contiguous() if out is None else out.copy_(result)
     else:
         out = rows_NI.new_empty(rows_NI.shape[0], weight_EOI.shape[1]) if out is None else out
-        weight_IO, bias_O = weight_EOI.transpose(1, 2).unbind(), () if bias_EO is None else bias_EO.unbind()
-        for expert, (rows, part) in groups.parts(rows_NI, out):
+        weight_IO = weight_EOI.transpose(1, 2).unbind()
+        bias_O = () if bias_EO is None else bias_EO.unbind()
+        for expert, (rows, out_rows) in groups.parts(rows_NI, out):
             if bias_O:
-                torch.addmm(bias_O[expert], rows, weight_IO[expert], out=part)
+                torch.addmm(bias_O[expert], rows, weight_IO[expert], out=out_rows)
             else:
-                torch.mm(rows, weight_IO[expert], out=part)
+                torch.mm(rows, weight_IO[expert], out=out_rows)
     return out if scale_N is None else out.mul_(scale_N.unsqueeze(1))
 
 
 def scale_of(weight_N: Tensor, rows: Tensor) -> Tensor:
-    """(N,) routing weights in float32 or wider and contiguous, as kernels read them."""
+    """Returns (N,) routing weights as kernels read them: contiguous, in float32 or wider."""
     return weight_N.to(torch.promote_types(rows.dtype, torch.float32)).contiguous()
 
 
@@ -128,7 +142,7 @@ def expert_input_gradient(
     out: Tensor | None = None,
     way: str | None = None,
 ) -> Tensor:
-    """grad @ weight[e] for the rows of each expert e, (N, I). way: as in `expert_product`."""
+    """Returns grad @ weight[e] for the rows of each expert e: (N, I). way: as in `expert_product`."""
     way = choice("input", grad_NO, weight_EOI, groups, None, out) if way is None else way
     if way == PMOE:
         return grouped_gemm.input_gradient(grad_NO, weight_EOI, groups.ends_E, out=out)
@@ -136,10 +150,13 @@ def expert_input_gradient(
 
 
 class GradientSum:
-    """The gradient of one stacked parameter, summed over the chunks in the order of their tasks.
+    """The gradient of one stacked parameter, summed over chunks in the order of their tasks.
 
-    The first contribution overwrites, so nothing is zeroed first. Several contributions to a parameter
-    narrower than float32 are summed in float32 and rounded once.
+    contributions: how many additions will follow. If there are several, a parameter narrower than float32 is
+        summed in float32 and rounded once.
+
+    The first contribution overwrites the memory. So nothing is set to zero first, unless an expert has no
+    rows.
     """
 
     total: Tensor
@@ -156,10 +173,11 @@ class GradientSum:
         self._first = True
 
     def add_weight(self, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups, way: str | None = None) -> None:
-        """total[e] += grad[rows of e]^T @ rows[rows of e]. way: as in `expert_product`."""
+        """Adds grad[rows of e]^T @ rows[rows of e] to total[e]. way: as in `expert_product`."""
         way = choice("weight", grad_NO, rows_NI, groups, None, self.total) if way is None else way
+        # pmoe's kernel writes the parameter's dtype, but adds in float32 only.
         if way == PMOE and (self._first or self.total.dtype == torch.float32):
-            grouped_gemm.weight_gradient(  # straight into its place, rounded once
+            grouped_gemm.weight_gradient(
                 grad_NO, rows_NI, groups.ends_E, out=self.total, accumulate=not self._first
             )
         elif way != LOOP:
@@ -178,9 +196,10 @@ class GradientSum:
         self._first = False
 
     def add_bias(self, grad_NO: Tensor, groups: RowGroups) -> None:
-        """total[e] += sum of grad over the rows of e"""
+        """Adds to total[e] the sum of grad over the rows of e."""
         if grad_NO.element_size() == 2 and _asks(grad_NO):
-            # A product with a column of ones sums in a fixed order; scattered atomic adds would not.
+            # A product with ones sums in a fixed order, unlike atomic adds, so the result repeats to the bit.
+            # 8 columns are the least that kernels take: 16 bytes a row.
             ones = grad_NO.new_ones(grad_NO.shape[0], 8)
             way = choice("weight", grad_NO, ones, groups)
             if way != LOOP:
@@ -197,7 +216,7 @@ class GradientSum:
         self._first = False
 
     def add(self, contribution: Tensor) -> None:
-        """total += contribution, of the parameter's shape"""
+        """Adds a contribution of the parameter's shape to total."""
         if self._first:
             self.total.copy_(contribution)
         else:
@@ -205,18 +224,18 @@ class GradientSum:
         self._first = False
 
     def result(self) -> Tensor:
-        """The sum in the parameter's type; zero where nothing was added."""
+        """Returns the sum in the parameter's dtype; zeros if nothing was added."""
         if self._first:
             self.total.zero_()
         return self.total.to(self._dtype)
 
 
 def _weight_gradient(way: str, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups) -> Tensor:
-    """(E, O, I), by one launch of pmoe's or of torch's."""
+    """Returns grad[rows of e]^T @ rows[rows of e] for each expert e: (E, O, I), by one launch."""
     if way == PMOE:
         return grouped_gemm.weight_gradient(grad_NO, rows_NI, groups.ends_E)
-    found = F.grouped_mm(grad_NO.t(), rows_NI, offs=groups.ends_E)
+    products = F.grouped_mm(grad_NO.t(), rows_NI, offs=groups.ends_E)
     for expert, count in enumerate(groups.counts):
         if count == 0:
-            found[expert].zero_()  # some devices leave it untouched
-    return found
+            products[expert].zero_()  # on some devices grouped_mm leaves it unwritten
+    return products

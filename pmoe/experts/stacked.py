@@ -1,4 +1,4 @@
-"""Two-layer experts over stacked weights: what feed-forward and SwiGLU experts share."""
+"""Two-layer experts over stacked weights: the code that feed-forward and SwiGLU experts share."""
 
 from __future__ import annotations
 
@@ -37,33 +37,44 @@ from pmoe.experts.products import (
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.grouped_gemm.reference import activate
 from pmoe.kernels.registry import PMOE, Form
-from pmoe.schedule.slots import HiddenColumns
+from pmoe.schedule.buffer_sizes import HiddenColumns
 
 V = TypeVar("V")
 
 OPERANDS = ("w1", "w2", "b1", "b2")
-"""Names of operands, in the order in which kernels take them; there are both biases or none."""
+"""Names of the operands in the order in which kernels take them. There are both biases or none."""
 
 SCRATCH_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
-"""Of one block of rows in backward: what a core's cache holds; on a GPU few launches matter more."""
+"""Bytes of one block of rows in `input_gradient`, by device type.
+
+On the CPU a block fits into a core's cache. On a GPU it is large, because there few launches matter more.
+"""
 
 
 class StackedExperts(Experts):
-    """w1 (E, G, M), w2 (E, M, H), and b1 (E, G), b2 (E, M) with bias: out-features before in-features.
+    """Two-layer experts whose weights are stacked: one tensor for all experts of the rank.
 
-    A subclass says how the hidden activation T_M (N, G) becomes the activated one (N, H). T_DO is never
-    saved: the gradient of a routing weight is <activated hidden, its incoming gradient> + <dy, b2>, both
-    taken before the weight is multiplied in.
+    w1: (E, G, M). Out-features come before in-features, as in `torch.nn.Linear`.
+    w2: (E, M, H).
+    b1: (E, G); None without bias.
+    b2: (E, M); None without bias.
 
-    Of a shard (FSMoE's ESP) H are its own hidden columns, of a gated expert both halves' for itself. Its T_DO
-    and its gradients of rows and routing weights are summands: those of all shards add up to the expert's. b2
-    is whole in each shard and added by the first alone; its gradient is whole in each too, and alike.
+    A subclass says how T_M (N, G) becomes the activated hidden (N, H): `activate` and `activation_gradient`.
+
+    T_DO is never saved. If dy is the gradient of a row of T_DO, the gradient of its routing weight is
+
+        <activated hidden, dy w2[e]> + <dy, b2[e]>
+
+    If experts are sharded (FSMoE's ESP), H counts the hidden columns of this rank's shard; gated experts have
+    these columns of both halves. T_DO and the gradients of rows and routing weights are then partial sums,
+    which the engine adds up over the shards. b2 is whole on every shard. Only shard 0 adds it, and its
+    gradient is the same on all shards.
     """
 
     hidden_factor: int
-    """G / H: 1 for feed-forward, 2 for gated experts."""
+    """G / H: 1 for feed-forward experts, 2 for gated ones."""
     activation: str
-    """What `pmoe.kernels.grouped_gemm` calls the nonlinearity, of those that are pmoe's own."""
+    """The nonlinearity's name in `pmoe.kernels.grouped_gemm`, if it is one of pmoe's own."""
     num_local_experts: int
     shard: Shard
     all_hidden: int
@@ -74,9 +85,9 @@ class StackedExperts(Experts):
 
     @property
     def fused_activation(self) -> str | None:
-        """``activation``; None where a subclass elsewhere has a nonlinearity of its own."""
+        """``activation``, or None if a subclass outside pmoe has a nonlinearity of its own."""
         methods = (type(self).activate, type(self).activation_gradient)
-        are_ours = all(getattr(each, "__module__", "").startswith("pmoe.experts.") for each in methods)
+        are_ours = all(getattr(method, "__module__", "").startswith("pmoe.experts.") for method in methods)
         return self.activation if are_ours else None
 
     def __init__(
@@ -96,7 +107,9 @@ class StackedExperts(Experts):
         check_place(device, dtype)
         check_kind(Shard, "a pmoe.experts.Shard", shard=shard)
         self._d_model = int(d_model)
-        self.num_local_experts, self.shard, self.all_hidden = int(num_local_experts), shard, int(d_hidden)
+        self.num_local_experts = int(num_local_experts)
+        self.shard = shard
+        self.all_hidden = int(d_hidden)
         d_hidden = self.all_hidden // shard.count
 
         def stacked(*shape: int) -> nn.Parameter:
@@ -114,31 +127,33 @@ class StackedExperts(Experts):
 
     @property
     def d_model(self) -> int:
-        """M"""
+        """M, the number of columns of a row."""
         return self._d_model
 
     @property
     def num_hidden(self) -> int:
-        """H of this part."""
+        """H, the number of hidden columns of this shard."""
         return self.all_hidden // self.shard.count
 
     def shapes(self) -> dict[str, tuple[int, int, int]]:
-        """Of this rank's w1 and w2."""
-        experts, d_model, hidden = self.num_local_experts, self.d_model, self.num_hidden
+        """Returns the shapes of this rank's w1 and w2 by name."""
+        experts = self.num_local_experts
+        d_model = self.d_model
+        hidden = self.num_hidden
         return {"w1": (experts, self.hidden_factor * hidden, d_model), "w2": (experts, d_model, hidden)}
 
     @property
     def has_bias(self) -> bool:
-        """Whether there are b1 and b2."""
+        """Whether these experts have the biases b1 and b2."""
         if self._parameters.get("b1") is not None:
             return True
         return has_value(self, "b1") or has_value(self, "b2")
 
     def note_operands(self) -> None:
-        own = OPERANDS if self.has_bias else OPERANDS[:2]
-        # Operands that a subclass adds come last, and its `weights` reads them.
+        own_names = OPERANDS if self.has_bias else OPERANDS[:2]
+        # Operands that a subclass adds come last. The subclass's `weights` reads them.
         self.operand_names: tuple[str, ...] = (
-            *own,
+            *own_names,
             *(name for name in value_names(self) if name not in OPERANDS),
         )
 
@@ -150,53 +165,62 @@ class StackedExperts(Experts):
         return values
 
     def _check_sizes(self, values: Sequence[Tensor]) -> None:
-        """Raises ValueError where a tool has put tensors of other sizes, types or devices in the place of
-        these experts' own."""
-        first, local, hidden = values[0], self.num_local_experts, self.hidden_factor * self.num_hidden
-        weights = ((local, hidden, self._d_model), (local, self._d_model, self.num_hidden))
-        shapes = (*weights, (local, hidden), (local, self._d_model))  # of OPERANDS; others are a subclass's
+        """Raises ValueError if a value has another size, dtype or device than these experts.
+
+        Another tool may have replaced a parameter since the layer was built.
+        """
+        reference = values[0]
+        num_experts = self.num_local_experts
+        hidden = self.hidden_factor * self.num_hidden
+        weights = ((num_experts, hidden, self._d_model), (num_experts, self._d_model, self.num_hidden))
+        # In the order of OPERANDS. A subclass checks operands that it adds.
+        shapes = (*weights, (num_experts, hidden), (num_experts, self._d_model))
         for name, value, shape in zip(self.operand_names, values, shapes, strict=False):
-            if value.dtype is not first.dtype or value.device != first.device:
+            if value.dtype is not reference.dtype or value.device != reference.device:
                 raise ValueError(
-                    f"experts' {name} ({value.dtype} on {value.device}) must be like their "
-                    f"{self.operand_names[0]} ({first.dtype} on {first.device})"
+                    f"experts' {name} ({value.dtype} on {value.device}) must have the dtype and device of "
+                    f"their {self.operand_names[0]} ({reference.dtype} on {reference.device})"
                 )
             if value.shape != shape:
                 raise ValueError(
-                    f"experts' {name} (of shape {tuple(value.shape)} on this rank) must be {shape}, for "
+                    f"experts' {name} (of shape {tuple(value.shape)} on this rank) must have shape {shape}: "
                     f"{self.num_local_experts} experts of d_model {self.d_model}. For more or fewer experts "
                     "build another MoELayer with that num_experts and copy weights into it (docs/weights.md)"
                 )
 
     def compute_alone(self, x: Tensor) -> Tensor:
-        # FSDP may cast the rows and not the parameters: then rows are narrower, also without autocast.
+        # FSDP may cast the rows and not the parameters, so their dtypes may differ even without autocast.
         w1, w2, b1, b2 = self.weights([value.to(x.dtype) for value in self.operands()])
         hidden = F.linear(x, w1[0], None if b1 is None else b1[0])
         if self.fused_activation is None:
             raise TypeError(
-                f"shared_expert ({type(self).__name__}) has hooks or lies in a wrapper: it must implement "
-                "compute_alone(x), by which such a shared expert is computed"
+                f"shared_expert ({type(self).__name__}) has hooks or is in a wrapper, so it is computed by "
+                "compute_alone(x): its class must implement that method"
             )
         return F.linear(activate(self.activation, hidden), w2[0], None if b2 is None else b2[0])
 
     def hidden_dims(self) -> Mapping[str, int | None] | None:
         dims = {"w1": 1, "w2": 2, "b1": 1, "b2": None}
         names = value_names(self)
-        # Parameters that a subclass has added lie as only it knows.
+        # Only a subclass knows how to split parameters that it added.
         return {name: dims[name] for name in names} if set(names) <= set(dims) else None
 
     def keep(self, experts: slice, shard: Shard) -> None:
-        from pmoe.experts.placement import keep_part
+        from pmoe.experts.dtensor_layout import keep_part
 
         if self.hidden_dims() is None:
-            super().keep(experts, shard)  # raises
+            super().keep(experts, shard)  # raises TypeError
         keep_part(self, experts, shard)
 
     @torch.no_grad()
     def initialise_expert(self, local_expert: int) -> None:
-        """Draws one expert's parameters from the default generator, as `torch.nn.Linear` draws its own."""
-        d_model, columns = self.d_model, self.shard.of(self.all_hidden)
-        whole = {
+        """Draws one expert's parameters from the CPU's generator, with the bounds of `torch.nn.Linear`.
+
+        A shard draws the whole expert and takes its columns, so values do not depend on the number of shards.
+        """
+        d_model = self.d_model
+        columns = self.shard.of(self.all_hidden)
+        whole_shapes = {
             "w1": (self.hidden_factor, self.all_hidden, d_model),
             "w2": (d_model, self.all_hidden),
             "b1": (self.hidden_factor, self.all_hidden),
@@ -205,24 +229,25 @@ class StackedExperts(Experts):
         for name, parameter in self.named_parameters():
             bound = 1 / math.sqrt(d_model if name in ("w1", "b1") else self.all_hidden)
             dtype = torch.promote_types(parameter.dtype, torch.float32)
-            drawn = torch.empty(whole[name], dtype=dtype, device="cpu").uniform_(-bound, bound)
+            values = torch.empty(whole_shapes[name], dtype=dtype, device="cpu").uniform_(-bound, bound)
             if name != "b2":
-                drawn = drawn[:, columns]
+                values = values[:, columns]
             part = local_part(parameter)
-            part[local_expert] = drawn.reshape(part.shape[1:])
+            part[local_expert] = values.reshape(part.shape[1:])
 
     @abc.abstractmethod
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
         """Writes the activated hidden to active_NH, (N, H).
 
-        hidden_NG: (N, H), or (N, 2H) where it is gated, T_M. Its first columns may be active_NH.
+        hidden_NG: T_M, (N, H), or (N, 2H) for gated experts. active_NH may be its first H columns.
         """
 
     @abc.abstractmethod
     def activation_gradient(self, grad_NG: Tensor, hidden_NG: Tensor) -> None:
-        """Changes grad_NG in place: from the gradient of the activated hidden to that of hidden_NG.
+        """Overwrites the gradient of the activated hidden in grad_NG with the gradient of T_M.
 
-        Both are (N, H), or (N, 2H) where hidden is gated: then the first H columns hold what comes in.
+        grad_NG: (N, H), or (N, 2H) for gated experts, whose incoming gradient lies in the first H columns.
+        hidden_NG: T_M, of the same shape.
         """
 
     def columns(self, device_type: str) -> HiddenColumns:
@@ -232,35 +257,41 @@ class StackedExperts(Experts):
             hidden=hidden,
             active=0 if self._activates_in_place(device_type) else width,
             scratch=width,
-            # What grouped_mm returns, before it is copied. pmoe's kernels write in place, and the parts of
-            # their inner products are fewer bytes.
+            # grouped_mm returns new memory, which is then copied into place. pmoe's kernels write in place,
+            # and their partial inner products take fewer bytes than this.
             staged=max(hidden, self.d_model) if device_type == "cuda" else 0,
             scratch_rows=self._scratch_rows(device_type),
         )
 
     @property
     def element_size(self) -> int:
-        """Bytes of one number of the parameters, which all have one type."""
+        """Bytes of one number of the parameters, which all have the same dtype."""
         parameter = self._parameters.get("w2")
         return (next(self.parameters()) if parameter is None else parameter).element_size()
 
     def _scratch_rows(self, device_type: str) -> int:
-        """Rows of the blocks of `input_gradient`."""
+        """Returns the rows of a block in `input_gradient`: as many as SCRATCH_BYTES holds, at least 16."""
         row_bytes = self.num_hidden * self.element_size
         return max(SCRATCH_BYTES.get(device_type, SCRATCH_BYTES["cuda"]) // row_bytes, 16)
 
     def _activates_in_place(self, device_type: str) -> bool:
-        """Whether products take the activated hidden where it lies in T_M: gated ones lie there with gaps,
-        which one-launch grouped products refuse."""
+        """Returns whether the activated hidden may take the place of T_M's first H columns.
+
+        A gated T_M has 2H columns. Its first H then lie with gaps between the rows, which one-launch grouped
+        products refuse.
+        """
         return self.hidden_factor == 1 or device_type == "cpu"
 
     def compute(
         self, given: ExpertRows, weight_N: Tensor, *, keep: bool = True
     ) -> tuple[Tensor, Hidden | None]:
-        rows_NM, groups, num_hidden = given.rows_NM, given.groups, self.num_hidden
+        rows_NM = given.rows_NM
+        groups = given.groups
+        num_hidden = self.num_hidden
         w1, w2, b1, b2 = self.weights(given.parameters)
         in_place = not keep and self._activates_in_place(rows_NM.device.type)
-        # One launch of pmoe's kernels never stores a T_M that is not kept.
+        # One launch of pmoe's kernels computes T_M and the activated hidden. It needs no memory for a T_M
+        # that is not kept.
         fused = self._fused("forward", rows_NM, w1, groups, b1)
         hidden_NG = given.new("T_M", w1.shape[1]) if keep or in_place or fused is None else None
         if in_place and hidden_NG is not None:
@@ -277,7 +308,7 @@ class StackedExperts(Experts):
             expert_product(rows_NM, w1, groups, b1, out=hidden_NG)
             self.activate(hidden_NG, active_NH)
         if not keep:
-            hidden_NG = None  # what follows may take its memory
+            hidden_NG = None  # frees it before T_DO is allocated
         out = given.new("T_DO", w2.shape[1]) if given.out is None else given.out
         expert_product(active_NH, w2, groups, None if self.shard.index else b2, out=out, scale_N=weight_N)
         return out, None if hidden_NG is None else Hidden(tensors=[hidden_NG])
@@ -285,7 +316,7 @@ class StackedExperts(Experts):
     def _fused(
         self, form: Form, rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None = None
     ) -> str | None:
-        """The activation that pmoe's kernels compute in the launch of this product, where they compute it."""
+        """Returns the activation that pmoe's kernel fuses with this product; None if it fuses none."""
         fused = self.fused_activation
         if fused is None or choice(form, rows, weight, groups, bias) != PMOE:
             return None
@@ -302,33 +333,35 @@ class StackedExperts(Experts):
     def join(
         self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate | None = None
     ) -> Hidden:
-        like = parts[0][0].tensors[0]
-        space = fresh(like) if space is None else space
-        hidden_NG = space("T_M", num_rows, like.shape[1])
+        first_NG = parts[0][0].tensors[0]
+        space = fresh(first_NG) if space is None else space
+        hidden_NG = space("T_M", num_rows, first_NG.shape[1])
         for part, runs in parts:
             (part_NG,) = part.tensors
-            for there, here in runs:
-                hidden_NG[here].copy_(part_NG[there], non_blocking=True)
+            for forward_rows, backward_rows in runs:
+                hidden_NG[backward_rows].copy_(part_NG[forward_rows], non_blocking=True)
         return Hidden(tensors=[hidden_NG], expendable=True)
 
     def input_gradient(
         self, grad_NM: Tensor, given: ExpertRows, weight_N: Tensor, hidden: Hidden
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """As `Experts.input_gradient`: of rows (N, M) and weight (N,).
+        """Returns the gradients of rows (N, M) and weight (N,), and what `weight_gradient` needs.
 
-        Where T_M is expendable the activated hidden takes its place, a block of rows at a time, and two
-        buffers of its size are all that a chunk needs.
+        If T_M is expendable, the activated hidden overwrites it block by block. A chunk then needs only two
+        buffers of T_M's size: T_M itself and dT_M.
         """
-        groups, (hidden_NG,) = given.groups, hidden.tensors
+        groups = given.groups
+        (hidden_NG,) = hidden.tensors
         w1, w2, _, b2 = self.weights(given.parameters)
-        num_rows, num_hidden = grad_NM.shape[0], w2.shape[2]
+        num_rows = grad_NM.shape[0]
+        num_hidden = w2.shape[2]
         grad_hidden_NG = given.new("dT_M", w1.shape[1])
         in_place = hidden.expendable and self._activates_in_place(grad_NM.device.type)
         active_NH = _first(hidden_NG, num_hidden, 1) if in_place else given.new("active", num_hidden)
         scale_N1 = weight_N.unsqueeze(1)
         fused = self._fused("input", grad_NM, w2, groups)
         if fused is not None:
-            # Each element of T_M is read before the activated one takes its place, by the thread that does.
+            # active may overlap T_M: each thread reads its elements of T_M before it overwrites them.
             *_, grad_weight_N = grouped_gemm.hidden_gradient(
                 grad_NM, w2, hidden_NG, scale_of(weight_N, grad_NM), groups.ends_E,
                 activation=fused, out=grad_hidden_NG, active=active_NH,
@@ -341,8 +374,12 @@ class StackedExperts(Experts):
             rows = self._scratch_rows(grad_NM.device.type)
             if in_place:
                 scratch = given.new("scratch", num_hidden, min(rows, num_rows))
-            every = (hidden_NG, active_NH, grad_hidden_NG, grad_active_NH, grad_weight_N, scale_N1)
-            for hidden_bG, active_bH, grad_bG, grad_bH, grad_weight_b, scale_b1 in _blocks(rows, *every):
+            row_tensors = (hidden_NG, active_NH, grad_hidden_NG, grad_active_NH, grad_weight_N, scale_N1)
+            # A block at a time, so that its rows stay in the cache. grad_bH is the first columns of grad_bG:
+            # it comes in as the gradient of the activated hidden, and grad_bG leaves as that of T_M.
+            for hidden_bG, active_bH, grad_bG, grad_bH, grad_weight_b, scale_b1 in _blocks(
+                rows, *row_tensors
+            ):
                 block_bH = _first(scratch, hidden_bG.shape[0], 0) if in_place else active_bH
                 self.activate(hidden_bG, block_bH)
                 grad_weight_b.copy_(
@@ -374,7 +411,7 @@ class StackedExperts(Experts):
             b2.add_bias(grad_out_NM, groups)
 
     def weights(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """(w1, w2, b1, b2) of `operands`, out-features first."""
+        """Returns (w1, w2, b1, b2) of the tensors of `operands`, out-features first: (E, O, I)."""
         return split_parameters(parameters)
 
     def extra_repr(self) -> str:
@@ -383,18 +420,19 @@ class StackedExperts(Experts):
 
 
 def _first(tensor: Tensor, count: int, dim: int) -> Tensor:
+    """Returns the first ``count`` entries of dimension ``dim``."""
     return tensor if tensor.shape[dim] == count else tensor.narrow(dim, 0, count)
 
 
 def _blocks(size: int, *rows: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Blocks of at most ``size`` rows, of each tensor."""
+    """Yields blocks of at most ``size`` rows of each tensor."""
     if 0 < rows[0].shape[0] <= size:
         return [rows]
-    return zip(*(each.split(size) for each in rows), strict=True) if rows[0].shape[0] else ()
+    return zip(*(tensor.split(size) for tensor in rows), strict=True) if rows[0].shape[0] else ()
 
 
 def split_parameters(values: Sequence[V]) -> tuple[V, V, V | None, V | None]:
-    """(w1, w2, b1, b2) of values in the order of OPERANDS; None for missing biases."""
+    """Returns (w1, w2, b1, b2) of values in the order of OPERANDS; None for biases that are missing."""
     w1, w2, *biases = values
     b1, b2 = biases or (None, None)
     return w1, w2, b1, b2

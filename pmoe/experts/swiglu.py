@@ -1,4 +1,4 @@
-"""SwiGLU experts (arXiv 2002.05202): (silu(x wg^T) * (x wu^T)) w2^T, w1 = [wg; wu]."""
+"""SwiGLU experts (arXiv 2002.05202): (silu(x wg^T) * (x wu^T)) w2^T with w1 = [wg; wu]."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pmoe.experts.stacked import StackedExperts
 
 
 class SwiGLUExperts(StackedExperts):
-    """E_local gated experts. T_M is (N, 2H): the gate's H columns first, then the other factor's."""
+    """E_local gated experts: (silu(x wg^T) * (x wu^T)) w2^T.
+
+    T_M is (N, 2H): the H columns of the gate, x wg^T, then the H columns of x wu^T.
+    """
 
     hidden_factor = 2
     activation = "swiglu"

@@ -1,4 +1,4 @@
-"""Whether a tensor has values: one on the meta device, or of a ``FakeTensorMode``, has none."""
+"""Tells tensors that hold numbers from meta and fake tensors, which hold none."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def has_values(tensor: Tensor) -> bool:
+    """Returns whether a tensor holds numbers: it is neither on the meta device nor a fake tensor."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def check_not_meta(parameter: Tensor | None) -> None:
-    """Raises ValueError for a parameter on the meta device: nothing can be computed with it."""
+    """Raises ValueError if a parameter is on the meta device, because nothing can be computed with it."""
     if parameter is not None and parameter.is_meta:
         raise ValueError(
-            "the layer's parameters (on meta) must have values before a call with values: call to_empty and "
-            "reset_parameters first"
+            "the layer's parameters are on the meta device and have no values: call "
+            "layer.to_empty(device=...) and layer.reset_parameters() before the layer"
         )

@@ -1,8 +1,11 @@
-"""Gates: which experts a token goes to, and with what weight. One gate a file, loaded at its first use.
+"""Gates decide to which experts each token goes, and with what weight.
 
-Unless a gate says otherwise: it computes in float32, or in float64 where the tokens are; its ``partition`` is
-"tokens", for each token is routed alone; capacity is the layer's. All raise ValueError for top_k outside
-1..num_experts, sizes below 1 and a negative z_loss_weight.
+Each gate has a file of its own, which is loaded at the gate's first use. Unless a gate says otherwise:
+
+- It computes in float32, or in float64 if the tokens are float64.
+- Its ``partition`` is "tokens", because it routes each token independently of the others.
+- It leaves capacity to the layer.
+- It raises ValueError for top_k outside 1..num_experts, sizes below 1 and a negative z_loss_weight.
 
 Letters of this folder: T tokens of this rank, K choices a token, E experts of the whole group, M = d_model.
 """
@@ -44,7 +47,7 @@ GateName = Literal[
     "hash",
     "random",
 ]
-"""What MoELayer's argument ``gate`` takes, beside a module: the keys of `GATES`."""
+"""Names that MoELayer's argument ``gate`` accepts: the keys of `GATES`. It also accepts a module."""
 
 _CLASSES: dict[GateName, str] = {
     "topk": "TopKGate",
@@ -59,13 +62,14 @@ _CLASSES: dict[GateName, str] = {
     "hash": "HashGate",
     "random": "RandomGate",
 }
-"""By the name that MoELayer's ``gate`` takes, which is its file's too."""
+"""Class names by the name that MoELayer's ``gate`` accepts, which is also the name of the gate's file."""
 _FILES: dict[str, str] = {name: file for file, name in _CLASSES.items()} | {"ExternalGate": "external"}
+"""File names by class name."""
 
 GATES: Mapping[GateName, type[Gate]]
-"""The gates by name: all are loaded at its first use."""
+"""Gate classes by name. The first use of this mapping loads all of them."""
 
-# In full and not made of _FILES: type checkers read this list, and do not run the file.
+# A literal list instead of one computed from _FILES, because type checkers read it without running the file.
 __all__ = [
     "GATES",
     "BatchPrioritisedGate",
@@ -89,11 +93,12 @@ __all__ = [
 
 
 def _load(name: str) -> type[Gate]:
+    """Returns the gate class of this name, from its file."""
     gate: type[Gate] = getattr(importlib.import_module(f"pmoe.gates.{_FILES[name]}"), name)
     return gate
 
 
-if not TYPE_CHECKING:  # a type checker that saw it would take every mistyped name for one of these
+if not TYPE_CHECKING:  # if type checkers saw __getattr__, they would accept every mistyped name
 
     def __getattr__(name: str) -> Any:
         if name == "GATES":
@@ -110,9 +115,15 @@ def make_gate(
     given: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> Gate:
-    """The gate of this name with the options of all gates and those that were ``given``, None left out.
+    """Returns a new gate.
 
-    Raises ValueError for an unknown name, and for an option that this gate does not have.
+    name: of the gate.
+    sizes: d_model, num_experts and top_k.
+    capacity_factor: for gates that decide capacity themselves.
+    given: options that the user may have set, by name; None counts as not set.
+    options: options that all gates have.
+
+    Raises ValueError for an unknown name, and for an option that is set and that this gate does not have.
     """
     if name not in _CLASSES:
         raise ValueError(f"gate ({name!r}) must be a module or one of {', '.join(sorted(_CLASSES))}")
@@ -122,7 +133,7 @@ def make_gate(
     for option, value in asked.items():
         if option not in known:
             raise ValueError(
-                f"{option} ({value!r}) must be left out with gate={name!r}: it has no such option"
+                f"{option} ({value!r}) must be left out with gate={name!r}, which has no such option"
             )
     if kind.decides_capacity:
         asked["capacity_factor"] = capacity_factor

@@ -1,5 +1,6 @@
-"""Batch Prioritised Routing of V-MoE (arXiv 2106.05974, section 4, Algorithm 2): capacity goes to the tokens
-that need it most, not to the first ones.
+"""Batch Prioritised Routing of V-MoE (arXiv 2106.05974, section 4, Algorithm 2).
+
+Capacity goes to the tokens with the largest routing weights, not to the first tokens of the batch.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ from pmoe.gates.topk import TopKGate
 
 
 class BatchPrioritisedGate(TopKGate):
-    """`TopKGate`'s choices and weights, of which each expert keeps C = ceil(capacity_factor * T * K / E):
-    first choices before second ones, among those by the token's priority, ties to the lowest token.
+    """Routes as `TopKGate`, and drops the choices of tokens with low priority.
 
-    A token's priority is its largest probability before normalisation (the maximum routing weight).
-    ``keep`` (T, K) says what stays; the weights of the rest stay as they are, and l_aux counts choices before
-    drops. capacity_factor None keeps everything (``keep`` is None). Weights are usually left unnormalised:
-    normalize=False.
+    Each expert keeps C = ceil(capacity_factor * T * K / E) choices, in this order: first choices before
+    second ones; among those, by the token's priority, from the highest; among equals, from the lowest token.
+    A token's priority is its largest probability before normalisation.
 
-    partition "none": tokens compete for capacity within the batch. The layer drops nothing more.
+    Args:
+        capacity_factor: scales C; None keeps all choices.
+        normalize: as in `TopKGate`; False is usual with this gate.
+
+    In the routing, ``keep`` (T, K) marks the kept choices; it is None if all are kept. The weights of kept
+    choices do not change, and l_aux counts choices before drops. The layer drops nothing more.
+
+    partition is "none", because tokens compete for capacity within the batch.
 
     Raises ValueError for a capacity_factor that is not positive.
     """
@@ -64,8 +70,10 @@ class BatchPrioritisedGate(TopKGate):
 
 
 def keep_by_priority(expert_TK: Tensor, priority_T: Tensor, capacity: int, num_experts: int) -> Tensor:
-    """(T, K) bool: the first ``capacity`` rows of each expert in the order of choice, then of priority from
-    the highest, then of token (Algorithm 2)."""
+    """Returns which choices are kept, (T, K) bool: the first ``capacity`` of each expert (Algorithm 2).
+
+    They are ordered by choice (the k of (T, K)), then by priority from the highest, then by token.
+    """
     order_T = priority_T.argsort(descending=True, stable=True)
     queue = expert_TK[order_T].t().reshape(-1)  # (K * T): all first choices come before the second ones
     keep, _ = within_capacity(queue, capacity, queue.new_zeros(num_experts))

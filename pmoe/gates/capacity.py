@@ -1,4 +1,4 @@
-"""Expert capacity: which of the routed rows are kept."""
+"""Expert capacity: how many rows an expert takes from this rank, and which of them are kept."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from torch import Tensor
 
 
 def expert_capacity(factor: float, num_tokens: int, top_k: int, num_experts: int) -> int:
-    """ceil(factor * T * K / E) rows for each expert from this rank. Example: (1.25, 16, 2, 8) -> 5."""
+    """Returns ceil(factor * T * K / E), the number of rows that each expert takes from this rank.
+
+    Example: (1.25, 16, 2, 8) -> 5.
+    """
     return math.ceil(factor * num_tokens * top_k / num_experts)
 
 
 def within_capacity(expert_TK: Tensor, capacity: int, used_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Keeps the first rows of each expert, in token order; later tokens are dropped first.
+    """Keeps the first ``capacity`` rows of each expert, in token order.
 
-    used_E: (E,) rows that earlier micro-batches already gave each expert. Returns (keep, used): keep is
-    (T, K) bool, used is used_E with these tokens counted, for the next micro-batch. A batch gated in parts
-    so drops exactly what it would drop whole (Lancet, section 2.3: capacity passed between partitions).
+    expert_TK: (T, K) int64, or of any other shape.
+    used_E: (E,) int64, rows that each expert got from earlier parts of the batch.
+
+    Returns (keep, used): keep is bool in the shape of expert_TK. used is used_E plus the rows of this part,
+    for the next part. With it, a batch that is gated in parts drops the same rows as if it were gated whole
+    (Lancet, section 2.3: capacity passed between partitions).
     """
     flat = expert_TK.reshape(-1)
     order = flat.argsort(stable=True)

@@ -1,5 +1,6 @@
-"""The gate of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): sigmoid scores, balanced by a bias that learns
-from the load instead of from a loss.
+"""The gate of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): sigmoid scores and a bias for balance.
+
+The bias is updated from the experts' load, not by gradients of a loss.
 
 Letters: G groups of experts, B sequences.
 """
@@ -21,33 +22,39 @@ from pmoe.kernels.route import top_indices
 
 
 class DeepSeekGate(TopKRouter):
-    """Chooses the top_k largest sigmoid(x . w_e) + b_e, ties to the lowest expert index; the weights are the
-    sigmoids without b, over their sum, times ``routed_scaling`` (Eq. 13-16).
+    """Chooses the top_k largest sigmoid(x . w_e) + b_e. Ties go to the lowest expert index.
 
-    weight: parameter (E, M). bias: buffer (E,), saved with the state, float32 also where the module is made
-    narrower. load: buffer (E,) int64, not saved: the choices of training-mode forwards since the last
-    `update_bias`, counted before any capacity drops.
+    The weights are the sigmoids of the chosen experts, without b, divided by their sum and multiplied by
+    ``routed_scaling`` (Eq. 13-16).
+
+    weight: parameter (E, M), the rows w_e.
+    bias: buffer (E,) float32, the b_e. The state dict has it. It stays float32 if the module is cast.
+    load: buffer (E,) int64, the number of choices of each expert since the last `update_bias`, in training
+        mode and before any drops. The state dict does not have it.
 
     Args:
-        num_groups, top_groups: the experts are ``num_groups`` equal runs of neighbours; a token goes only to
-            its ``top_groups`` best runs, by the sum of the two best biased scores in each.
-        routed_scaling: what the weights sum to; 2.5 is usual with this gate.
-        update_speed: gamma, by how much one `update_bias` moves a bias.
-        sequence_length: rows of x that are one sequence, the last may be shorter; None takes the whole batch.
-        normalize: False leaves the weights as the sigmoids; None means top_k > 1, as in `TopKGate`.
-        z_loss_weight: adds that much of `router_z_loss` to the auxiliary loss.
+        num_groups, top_groups: the experts form ``num_groups`` groups of equally many neighbours. A token
+            goes only to its ``top_groups`` best groups, by the sum of the two best biased scores in each.
+        routed_scaling: the sum of a token's weights; 2.5 is usual with this gate.
+        update_speed: gamma, the step by which one `update_bias` moves each bias.
+        sequence_length: number of consecutive rows of x that form a sequence. The last one may be shorter.
+            None takes the whole batch as one sequence.
+        normalize: False does not divide the sigmoids by their sum; None means top_k > 1, as in `TopKGate`.
+        z_loss_weight: factor of `router_z_loss` in the auxiliary loss.
 
-    The auxiliary loss is the complementary sequence-wise one (Eq. 17-20) without its factor alpha, averaged
-    over sequences (`sequence_balance_loss`), of the choices that bias and groups would not change. It is 1
-    where even, like the losses of other gates; a usual alpha is 0.0001.
+    The auxiliary loss is the complementary sequence-wise loss (Eq. 17-20) without its factor alpha, averaged
+    over sequences (`sequence_balance_loss`). It counts the top_k choices without bias and groups. It is 1 for
+    an even load, like the losses of other gates. A usual alpha is 0.0001.
 
-    Call `update_bias` once an optimizer step. Recomputation under activation checkpointing counts each choice
-    twice (once under `pmoe.checkpoint_contexts`): harmless where it is so for all forwards between two
-    updates. `torch.nn.parallel.DistributedDataParallel` must have broadcast_buffers=False, or it overwrites
-    the ranks' loads with rank 0's.
+    Call `update_bias` once in each optimizer step. Activation checkpointing counts each choice twice, except
+    under `pmoe.checkpoint_contexts`. That does no harm if it holds for all forwards between two updates.
 
-    Raises ValueError for top_k above the experts of top_groups groups, num_groups that do not divide
-    num_experts, top_groups above num_groups, a routed_scaling that is not positive, a negative update_speed.
+    `torch.nn.parallel.DistributedDataParallel` must have broadcast_buffers=False. Otherwise it overwrites the
+    loads of all ranks with those of rank 0.
+
+    Raises ValueError for top_k above the number of experts in top_groups groups, num_groups that does not
+    divide num_experts, top_groups above num_groups, a routed_scaling that is not positive, or a negative
+    update_speed.
     """
 
     num_groups: int
@@ -57,7 +64,7 @@ class DeepSeekGate(TopKRouter):
     sequence_length: int | None
 
     saved_scores = 3
-    # In bfloat16, steps of 0.001 would be lost beside a bias of 1; a load of 257 would be one of 256.
+    # In bfloat16, a step of 0.001 would be lost in a bias of 1, and a load of 257 would be rounded to 256.
     bias: KeptType = KeptType(torch.float32)
     load: KeptType = KeptType(torch.int64)
 
@@ -88,8 +95,10 @@ class DeepSeekGate(TopKRouter):
         check_not_negative(update_speed=update_speed)
         if sequence_length is not None:
             check_count(sequence_length=sequence_length)
-        self.num_groups, self.top_groups = num_groups, top_groups
-        self.routed_scaling, self.update_speed = routed_scaling, update_speed
+        self.num_groups = num_groups
+        self.top_groups = top_groups
+        self.routed_scaling = routed_scaling
+        self.update_speed = update_speed
         self.sequence_length = plain_int(sequence_length)
         self.register_buffer("bias", torch.zeros(num_experts, device=device, dtype=torch.float32))
         load_E = torch.zeros(num_experts, device=device, dtype=torch.int64)
@@ -119,11 +128,13 @@ class DeepSeekGate(TopKRouter):
 
     @torch.no_grad()
     def update_bias(self, group: dist.ProcessGroup | None = None) -> None:
-        """bias += update_speed * sign(mean load - load), with the load of all ranks of ``group``, which all
-        call this together; then the load starts again from 0.
+        """Updates bias += update_speed * sign(mean load - load), and sets the load to 0. Collective.
 
-        None is the default group, or this rank alone where none is initialised. All ranks add the same to
-        the same bias, so it stays alike. One all-reduce of E numbers, no host synchronisation.
+        group: the ranks whose loads are added. None means the default group, or this rank alone if
+            torch.distributed is not initialised.
+
+        All ranks of the group add the same numbers to their bias, so it stays equal on all of them. Costs one
+        all-reduce of E numbers, and no host synchronisation.
         """
         check_kind((dist.ProcessGroup, type(None)), "None or a process group", group=group)
         if dist.is_available() and dist.is_initialized():
@@ -133,7 +144,7 @@ class DeepSeekGate(TopKRouter):
         self.load.zero_()
 
     def _biased(self, score_TE: Tensor) -> Tensor:
-        """score + bias; negative infinity outside the best groups."""
+        """Returns score + bias (T, E), which is negative infinity outside a token's best groups."""
         biased_TE = score_TE + self.bias
         if self.top_groups == self.num_groups:
             return biased_TE
@@ -147,10 +158,14 @@ class DeepSeekGate(TopKRouter):
 
 
 def sequence_balance_loss(share_TE: Tensor, expert_TK: Tensor, sequence_length: int | None = None) -> Tensor:
-    """The mean over sequences of E * sum_e f_e P_e (Eq. 17-20, alpha = 1): 1 for an even load.
+    """Returns the mean over sequences of E * sum_e f_e P_e (Eq. 17-20, alpha = 1), a scalar.
 
-    share_TE: a token's scores over their sum. f_e: the share of a sequence's T * K choices that fell on e.
-    No tokens give 0, attached to the graph.
+    f_e is the share of a sequence's choices that fell on expert e, and P_e the mean of share_TE over the
+    sequence. The loss is 1 for an even load. Without tokens it is 0, and still carries a gradient.
+
+    share_TE: (T, E), each token's scores divided by their sum.
+    expert_TK: (T, K) int64, the choices.
+    sequence_length: number of tokens of a sequence; None takes all tokens as one.
     """
     num_tokens, num_experts = share_TE.shape
     top_k = expert_TK.shape[1]
@@ -163,11 +178,12 @@ def sequence_balance_loss(share_TE: Tensor, expert_TK: Tensor, sequence_length: 
     sums_BE = share_TE.new_zeros(num_sequences, num_experts).index_add(0, sequence_T, share_TE)
     starts_B = torch.arange(num_sequences, device=share_TE.device) * length
     lengths_B = (num_tokens - starts_B).clamp(min=1, max=length)
-    each_B = (counts_BE.view(num_sequences, num_experts) * sums_BE).sum(-1) / lengths_B.square()
-    return each_B.sum() * (num_experts / (top_k * num_sequences))
+    loss_B = (counts_BE.view(num_sequences, num_experts) * sums_BE).sum(-1) / lengths_B.square()
+    return loss_B.sum() * (num_experts / (top_k * num_sequences))
 
 
 def _check_groups(num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
+    """Raises TypeError or ValueError unless ``top_groups`` groups have top_k experts or more."""
     check_count(num_groups=num_groups, top_groups=top_groups)
     if num_experts % num_groups:
         raise ValueError(f"num_groups ({num_groups}) must divide num_experts ({num_experts})")
@@ -175,4 +191,6 @@ def _check_groups(num_experts: int, top_k: int, num_groups: int, top_groups: int
         raise ValueError(f"top_groups ({top_groups}) must be at most num_groups ({num_groups})")
     reachable = top_groups * (num_experts // num_groups)
     if top_k > reachable:
-        raise ValueError(f"top_k ({top_k}) must be at most the experts of top_groups groups ({reachable})")
+        raise ValueError(
+            f"top_k ({top_k}) must be at most the number of experts in top_groups groups ({reachable})"
+        )

@@ -1,4 +1,4 @@
-"""Experts that are drawn without scores; never a host synchronisation."""
+"""Base class of gates that draw experts at random or by a hash, without scores."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pmoe.gates.base import Gate, Routing, at_least_float32, check_sizes
 
 
 class DrawnGate(Gate):
-    """K distinct experts a token, each with weight 1 / K. It has no parameters; ``device`` and ``dtype`` are
-    taken as of any gate.
+    """Gives each token K distinct experts with the weight 1 / K each.
 
-    Weights are float32, or float64 where the tokens are, and need no gradient. l_aux is the constant 0:
-    nothing here could learn from it.
+    It has no parameters. ``device`` and ``dtype`` are accepted as by any gate, and have no effect.
+
+    Weights (T, K) are float32, or float64 if the tokens are float64, and need no gradient. l_aux is the
+    constant 0, because the gate has nothing to learn.
     """
 
     num_experts: int
@@ -32,20 +33,25 @@ class DrawnGate(Gate):
     ) -> None:
         super().__init__()
         check_sizes(d_model, num_experts, top_k)
-        self.num_experts, self.top_k = int(num_experts), int(top_k)
+        self.num_experts = int(num_experts)
+        self.top_k = int(top_k)
 
     def routed(self, x_TM: Tensor, draw_TK: Tensor) -> Routing:
-        """Of the tokens x_TM (T, M) by independent draws (T, K), see `distinct`."""
+        """Returns the routing of tokens x_TM (T, M), by independent draws (T, K) int64: see `distinct`."""
         weight_TK = at_least_float32(x_TM.new_full(draw_TK.shape, 1.0)) / self.top_k
         expert_TK = distinct(draw_TK, self.num_experts)
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=weight_TK.new_zeros(()))
 
 
 def distinct(draw_TK: Tensor, num_experts: int) -> Tensor:
-    """K distinct experts of each token from K independent draws, non-negative int64 much larger than E.
+    """Returns K distinct experts for each token, (T, K) int64, from K independent draws.
 
-    Floyd's sampling: each set of K experts is equally likely. The order within a token is not uniform;
-    nothing may be read from it. Example: E = 3, draws 7, 8 -> 7 mod 2 = 1, 8 mod 3 = 2.
+    draw_TK: (T, K) int64, uniform, not negative and much larger than E.
+
+    By Floyd's sampling every set of K experts is equally likely. The order of a token's experts is not
+    uniform, and means nothing.
+
+    Example: E = 3, draws 7, 8 -> 7 mod 2 = 1, 8 mod 3 = 2.
     """
     top_k = draw_TK.shape[1]
     chosen_TK = torch.empty_like(draw_TK)

@@ -1,6 +1,6 @@
-"""Expert choice (arXiv 2202.09368, section 3.2): each expert takes the tokens that score highest with it.
+"""Expert choice (arXiv 2202.09368, section 3.2): each expert takes the tokens with its highest scores.
 
-Letters: K = top_k, the mean number of experts a token, C tokens an expert takes, S = E * C rows.
+Letters: K = top_k, the mean number of experts of a token, C tokens of an expert, S = E * C rows.
 """
 
 from __future__ import annotations
@@ -17,31 +17,33 @@ from pmoe.gates.capacity import expert_capacity
 from pmoe.gates.logits import router_logits
 
 NormalizedOver = Literal["experts", "tokens"]
-"""What the scores of `ExpertChoiceGate` sum to 1 over."""
+"""Values of the argument normalize_over of `ExpertChoiceGate`."""
 
 
 class ExpertChoiceGate(Gate):
-    """Each expert takes its C = min(T, ceil(capacity_factor * T * top_k / E)) best tokens of this rank, ties
-    to the lowest token; a token may get any number of experts, none included. The load is even by
-    construction, so l_aux is 0.
+    """Each expert takes its C best tokens of this rank. Ties go to the lowest token.
+
+    C = min(T, ceil(capacity_factor * T * top_k / E)). A token gets any number of experts, or none. Every
+    expert has the same load, so l_aux is 0 and the layer drops nothing more.
 
     weight: parameter (E, M).
 
     Args:
-        top_k: c, the mean number of experts a token gets.
+        top_k: the mean number of experts of a token (the paper's c).
         capacity_factor: scales C; None means 1.
-        normalize_over: "experts": scores S = softmax over a token's experts, of which each expert takes the
-            largest, and the weights are S (2202.09368, Eq. 2-3). "tokens": Softmax(KeepTopK((x Wg)^T, C))
-            as FSMoE writes it (section 2.1): each expert takes the largest products, and the weights are a
-            softmax over the tokens that it took, which is the constant 1 where C is 1.
+        normalize_over: "experts": scores are a softmax over the experts, for each token. Each expert takes
+            the tokens with the largest scores, which are also the weights (2202.09368, Eq. 2-3). "tokens":
+            Softmax(KeepTopK((x Wg)^T, C)) as in FSMoE (section 2.1). Each expert takes the tokens with the
+            largest products, and the weights are a softmax over these tokens; with C = 1 that is the
+            constant 1.
 
-    The routing has a row for each pair of token and expert: ``token`` (S,) ascending, within a token by
-    expert; ``expert`` (S, 1), ``weight`` (S, 1). Its shapes depend on T only.
+    The routing has a row for each pair of an expert and a token that it took, ordered by token, then by
+    expert: ``token`` (S,), ``expert`` (S, 1), ``weight`` (S, 1). The shapes depend on T only.
 
-    partition "none": tokens compete within the batch, later tokens of the same sequence included. The layer
-    drops nothing more.
+    partition is "none", because tokens compete within the batch. A token also competes with later tokens of
+    its own sequence.
 
-    Raises ValueError for a capacity_factor that is not positive, an unknown normalize_over.
+    Raises ValueError for a capacity_factor that is not positive, and for an unknown normalize_over.
     """
 
     top_k: int
@@ -68,7 +70,9 @@ class ExpertChoiceGate(Gate):
         check_place(device, dtype)
         check_positive(capacity_factor=capacity_factor)
         check_one_of("normalize_over", normalize_over, get_args(NormalizedOver))
-        self.top_k, self.capacity_factor, self.normalize_over = int(top_k), capacity_factor, normalize_over
+        self.top_k = int(top_k)
+        self.capacity_factor = capacity_factor
+        self.normalize_over = normalize_over
         self.weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -79,7 +83,7 @@ class ExpertChoiceGate(Gate):
         return self.weight.shape[0] * self.rows_an_expert(num_tokens)
 
     def rows_an_expert(self, num_tokens: int) -> int:
-        """C."""
+        """Returns C, the number of tokens that an expert takes."""
         factor = 1.0 if self.capacity_factor is None else self.capacity_factor
         capacity = expert_capacity(factor, num_tokens, self.top_k, self.weight.shape[0])
         return min(num_tokens, capacity)
@@ -95,23 +99,24 @@ class ExpertChoiceGate(Gate):
             else:
                 chosen_TE = best_tokens(logits_TE, rows)
                 score_TE = logits_TE.masked_fill(~chosen_TE, -math.inf).softmax(0)
-            # As t * E + e, ascending. Their number is known: nonzero would wait for the GPU to count them.
+            # Pairs as t * E + e, ascending. Their number is known, so nonzero_static can be used: nonzero
+            # would wait for the GPU to count them.
             place_S = torch.nonzero_static(chosen_TE.reshape(-1), size=rows * num_experts).squeeze(1)
             weight_S1 = score_TE.reshape(-1).index_select(0, place_S).unsqueeze(1)
         return Routing(
             expert=(place_S % num_experts).unsqueeze(1),
             weight=weight_S1,
-            l_aux=logits_TE[:0].sum(),  # 0 on the graph, also where they are not finite
+            l_aux=logits_TE[:0].sum(),  # 0 that carries a gradient, also if logits are not finite
             logits=logits_TE,
             token=place_S // num_experts,
         )
 
 
 def best_tokens(score_TE: Tensor, rows: int) -> Tensor:
-    """(T, E) bool: the ``rows`` largest scores of each expert, exactly, ties to the lowest token.
+    """Returns (T, E) bool, True for the ``rows`` largest scores of each expert. Ties go to the lowest token.
 
-    By the value of the last one that is taken, which ties do not change, instead of by sorting. NaN counts as
-    infinity.
+    It finds the smallest score that is taken, takes all scores above it, and then the first ones equal to it.
+    So the result does not depend on how topk orders equal scores. NaN counts as infinity.
     """
     if rows == 0:
         return torch.zeros_like(score_TE, dtype=torch.bool)

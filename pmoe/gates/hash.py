@@ -1,4 +1,4 @@
-"""Hash Layers (arXiv 2106.04426, section 3): a token's id alone says where it goes."""
+"""The gate of Hash Layers (arXiv 2106.04426, section 3): a token's id alone decides its experts."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ from pmoe.gates.draws import DrawnGate
 from pmoe.kernels.operands import check_tensor
 
 WORD = 1 << 64
-# The steps of SplitMix64 (Steele, Lea and Flood 2014), as int64: its increment, and two factors that mix.
+# The constants of SplitMix64 (Steele, Lea and Flood 2014), as int64: its increment, and two mixing factors.
 INCREMENT, FIRST, SECOND = 0x9E3779B97F4A7C15 - WORD, 0xBF58476D1CE4E5B9 - WORD, 0x94D049BB133111EB - WORD
 
 
 class HashGate(DrawnGate):
-    """As `DrawnGate`; the experts of token id i are a fixed pseudo-random function of (i, seed): random
-    hashing (section 3.1), with one expert for top_k = 1, several for more. It needs no vocabulary size: ids
-    may be any int64, negative ones included. The same on every rank, device and version of Python or torch,
-    in training and in eval mode.
+    """Draws the experts of a token from its id, by a fixed pseudo-random function of (id, seed).
 
-    seed: any int. Give the layers of a model different ones, or they all group ids alike. It is not in the
-    state dict. How even the load is depends on how often each id comes.
+    This is random hashing (section 3.1), for top_k experts of a token instead of one. Weights are 1 / top_k
+    and l_aux is 0, as `DrawnGate` says.
 
-    Raises ValueError at the call where token_ids_T is not (T,), not int64 or not on the tokens' device.
+    - Ids may be any int64, also negative ones. The gate needs no vocabulary size.
+    - An id has the same experts on every rank and device, with every version of Python and torch, in training
+      and in eval mode.
+    - How even the load is depends on how often each id occurs.
+
+    Args:
+        seed: any int. Give the layers of a model different seeds; otherwise all of them group ids in the same
+            way. The state dict does not have it.
+
+    Raises ValueError at the call if token_ids_T is not (T,) int64 on the tokens' device.
     """
 
     seed: int
@@ -46,18 +52,19 @@ class HashGate(DrawnGate):
         self.seed = int(seed)
 
     def forward(self, x_TM: Tensor, token_ids_T: Tensor) -> Routing:
-        """Routes the tokens x_TM (T, M) by their ids (T,). Raises ValueError, see the class."""
+        """Routes tokens x_TM (T, M) by their ids token_ids_T (T,) int64. Raises ValueError for other ids."""
         if not isinstance(token_ids_T, Tensor):
             raise ValueError(
                 f"token_ids ({type(token_ids_T).__name__}) must be a torch.Tensor of dtype int64"
             )
-        shape, device = x_TM.shape[:1], x_TM.device
+        shape = x_TM.shape[:1]
+        device = x_TM.device
         check_tensor("token_ids", token_ids_T, shape=shape, dtypes=[torch.int64], device=device)
         return self.routed(x_TM, hashed(token_ids_T, self.seed, self.top_k))
 
 
 def hashed(id_T: Tensor, seed: int, draws: int) -> Tensor:
-    """(T, draws) of 63 pseudo-random bits each: SplitMix64 begun at a mixture of seed and id."""
+    """Returns (T, draws) int64 with 63 pseudo-random bits each: SplitMix64, started from seed and id."""
     first = (seed + INCREMENT + WORD // 2) % WORD - WORD // 2  # wrapped around to int64
     state_T = _mixed(id_T ^ _mixed(torch.tensor(first, device="cpu")))
     step = torch.arange(1, draws + 1, device=id_T.device) * INCREMENT
@@ -65,12 +72,12 @@ def hashed(id_T: Tensor, seed: int, draws: int) -> Tensor:
 
 
 def _mixed(word: Tensor) -> Tensor:
-    """SplitMix64's mixing of 64 bits. int64 products and sums wrap around."""
+    """Returns 64-bit words mixed as SplitMix64 does. Products and sums of int64 wrap around, as it needs."""
     word = (word ^ _shifted(word, 30)) * FIRST
     word = (word ^ _shifted(word, 27)) * SECOND
     return word ^ _shifted(word, 31)
 
 
 def _shifted(word: Tensor, bits: int) -> Tensor:
-    """Shifted right, zeros coming in, where int64 would bring in its sign."""
+    """Returns words shifted right, filled with zeros. The >> of int64 would fill with the sign bit."""
     return (word >> bits) & ((WORD - 1) >> bits)

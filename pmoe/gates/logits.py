@@ -1,4 +1,4 @@
-"""The scores of a router, in float32 or wider, of tokens that may be narrower, and its auxiliary losses."""
+"""Scores of a router in float32 or wider, also for narrower tokens, and its auxiliary losses."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from pmoe.arguments import check_tensors
 
 BLOCK_ROWS = 4096
-"""Tokens that are widened at a time."""
+"""The number of tokens that are cast to float32 at a time."""
 
 
 def router_logits(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
-    """x weight^T (T, E), computed in float32, or in float64 where the tokens are.
+    """Returns x weight^T (T, E), computed in float32, or in float64 if the tokens are float64.
 
-    Narrow tokens are saved as they are: a wide copy of them, which autograd would keep, is twice as large as
-    all else that the layer saves of them.
+    Tokens of a narrower dtype are saved for backward as they are (`Logits`). Autograd would keep a float32
+    copy of them, twice as large as all else that the layer saves of them.
     """
     if x_TM.dtype in (torch.float32, torch.float64):
         return F.linear(x_TM, weight_EM.to(x_TM.dtype))
@@ -30,11 +30,13 @@ def router_logits(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
 
 
 class Logits(torch.autograd.Function):
+    """x weight^T in float32 for narrower tokens x_TM, with only the narrow tokens saved for backward."""
+
     @staticmethod
     def forward(ctx: Any, x_TM: Tensor, weight_EM: Tensor) -> Tensor:
         ctx.save_for_backward(x_TM, weight_EM)
         if x_TM.is_cuda and x_TM.dtype == weight_EM.dtype:
-            # Products of narrow numbers are exact in float32, where they are added up: one launch, no copies.
+            # Products of narrow numbers are exact in float32, and are summed in it: one launch, no copies.
             return torch.mm(x_TM, weight_EM.t(), out_dtype=torch.float32)
         wide_EM = weight_EM.float()
         logits_TE = x_TM.new_empty(x_TM.shape[0], weight_EM.shape[0], dtype=torch.float32)
@@ -47,32 +49,43 @@ class Logits(torch.autograd.Function):
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor]:
         x_TM, weight_EM = ctx.saved_tensors
         if x_TM.is_cuda and x_TM.dtype == weight_EM.dtype == torch.bfloat16:
-            # A gradient's two halves in bfloat16, added up in float32: at most 2^-17 of an element is lost.
+            # The gradient as a sum of two bfloat16 tensors, so that products run in bfloat16 and are summed
+            # in float32. At most 2^-17 of an element is lost.
             upper_TE = grad_TE.bfloat16()
             halves = torch.cat([upper_TE, (grad_TE - upper_TE).bfloat16()], 1)
             upper_EM, lower_EM = torch.mm(halves.t(), x_TM, out_dtype=torch.float32).chunk(2)
             grad_x = halves @ torch.cat([weight_EM, weight_EM]) if ctx.needs_input_grad[0] else None
             return grad_x, (upper_EM + lower_EM).to(weight_EM.dtype)
         wide_EM = weight_EM.float()
-        grad_x, grad_weight = torch.empty_like(x_TM), torch.zeros_like(wide_EM)
-        blocks = (each.split(BLOCK_ROWS) for each in (grad_TE, x_TM, grad_x))
-        for grad, rows, of_rows in zip(*blocks, strict=True):
-            of_rows.copy_(grad @ wide_EM)
+        grad_x = torch.empty_like(x_TM)
+        grad_weight = torch.zeros_like(wide_EM)
+        blocks = (tensor.split(BLOCK_ROWS) for tensor in (grad_TE, x_TM, grad_x))
+        for grad, rows, grad_rows in zip(*blocks, strict=True):
+            grad_rows.copy_(grad @ wide_EM)
             grad_weight.addmm_(grad.t(), rows.float())
         return grad_x, grad_weight.to(weight_EM.dtype)
 
 
 def load_balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
-    """E * sum_e f_e * P_e (Switch Transformer, Eq. 4): 1 for an even load, up to E for the worst.
+    """Returns the load-balance loss E * sum_e f_e * P_e, a scalar (Switch Transformer, Eq. 4).
 
-    probability_TE: (T, E). expert_TK: (T, K). Returns a scalar; without tokens 0, attached to the graph.
+    f_e is the share of the T * K choices that fell on expert e, before any drops. P_e is the mean probability
+    of e; only P_e carries a gradient. The loss is 1 for an even load, and E if one expert gets everything.
+    Without tokens it is 0, and still carries a gradient.
 
-    f_e is the share of the T*K choices that fell on expert e, counted before any capacity drops, and P_e
-    the mean probability of e. Only P carries a gradient. Raises ValueError or TypeError for other tensors.
+    Args:
+        probability_TE: (T, E), each token's probabilities.
+        expert_TK: (T, K) int64, the choices.
+
+    Raises ValueError or TypeError for tensors of another shape or dtype.
     """
     check_tensors(2, probability_TE=probability_TE, expert_TK=expert_TK)
     if expert_TK.dtype != torch.int64:
-        raise TypeError(f"expert_TK (of {expert_TK.dtype}) must be of torch.int64")
+        raise TypeError(f"expert_TK of dtype {expert_TK.dtype} must have dtype torch.int64")
+    return _load_balance_loss(probability_TE, expert_TK)
+
+
+def _load_balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
     num_tokens, num_experts = probability_TE.shape
     chosen = expert_TK.reshape(-1)
     share_E = torch.zeros(num_experts, dtype=probability_TE.dtype, device=probability_TE.device)
@@ -82,12 +95,17 @@ def load_balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
 
 
 def router_loss(probability_TE: Tensor, expert_TK: Tensor, logits_TE: Tensor, z_loss_weight: float) -> Tensor:
-    """`load_balance_loss` + z_loss_weight * `router_z_loss`."""
+    """Returns `load_balance_loss` + z_loss_weight * `router_z_loss`, a scalar."""
     balance = load_balance_loss(probability_TE, expert_TK)
     return balance + z_loss_weight * router_z_loss(logits_TE) if z_loss_weight else balance
 
 
 def router_z_loss(logits_TE: Tensor) -> Tensor:
-    """mean_t logsumexp(logits_t)^2 (ST-MoE, Eq. 5), a scalar: keeps the logits small. No tokens give 0."""
+    """Returns the z-loss mean_t logsumexp(logits_t)^2, a scalar (ST-MoE, Eq. 5). It keeps logits small.
+
+    logits_TE is (T, E). Without tokens the loss is 0.
+
+    Raises ValueError or TypeError for tensors of another shape.
+    """
     check_tensors(2, logits_TE=logits_TE)
     return logits_TE.logsumexp(-1).square().sum() / max(logits_TE.shape[0], 1)

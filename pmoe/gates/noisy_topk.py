@@ -1,5 +1,6 @@
-"""The noisy top-k gate of GShard, as FSMoE states it (section 2.1), from Shazeer et al. (arXiv 1701.06538,
-Eq. 3-5).
+"""The noisy top-k gate of Shazeer et al. (arXiv 1701.06538, Eq. 3-5).
+
+FSMoE (section 2.1) lists it as GShard's gate.
 """
 
 from __future__ import annotations
@@ -14,19 +15,25 @@ from pmoe.kernels.route import top_indices
 
 
 class NoisyTopKGate(TopKRouter):
-    """H = x weight^T + N(0, 1) * softplus(x noise_weight^T), and Softmax(KeepTopK(H, k)): a softmax over the
-    k largest of H, ties to the lowest expert index. There is noise in training mode only.
+    """Chooses the top_k largest noisy logits H. Ties go to the lowest expert index.
 
-    weight, noise_weight: parameters (E, M). The latter begins at 0, noise of deviation softplus(0) = 0.69
-    for every token and expert, as is usual.
-    ``normalize`` True is the papers' formula; None means top_k > 1, as in `TopKGate`. Where not normalised,
-    the weight is the probability of the softmax of H over all experts.
-    The auxiliary loss is `load_balance_loss` on the softmax of H, noise included, + z_loss_weight *
-    `router_z_loss` of H: the noise's size gets its gradient from the balance too, as by the importance loss
-    of 1701.06538.
+    H = x weight^T + N(0, 1) * softplus(x noise_weight^T). The weights are Softmax(KeepTopK(H, k)), a softmax
+    over the k largest. There is noise in training mode only.
 
-    The noise is of torch's default generator of the tokens' device: a seed repeats it, and so does activation
-    checkpointing.
+    weight: parameter (E, M).
+    noise_weight: parameter (E, M). It starts at 0, as is usual: then the noise of each token and expert has
+        the standard deviation softplus(0) = 0.69.
+
+    Args:
+        normalize: True is the papers' formula. False takes the weights from a softmax of H over all experts.
+            None means top_k > 1, as in `TopKGate`.
+
+    The auxiliary loss is `load_balance_loss` on the softmax of H with its noise, + z_loss_weight *
+    `router_z_loss` of H. So the size of the noise also gets a gradient from the balance, as by the importance
+    loss of 1701.06538.
+
+    The noise comes from torch's default generator of the tokens' device. A seed repeats it, and so does
+    activation checkpointing.
     """
 
     noise_weight: nn.Parameter
@@ -56,7 +63,7 @@ class NoisyTopKGate(TopKRouter):
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
 
     def _logits(self, x_TM: Tensor) -> Tensor:
-        """H (T, E)."""
+        """Returns H (T, E), with noise in training mode."""
         if not self.training:
             return router_logits(x_TM, self.weight)
         both_XM = torch.cat([self.weight, self.noise_weight])  # one product reads the tokens once

@@ -1,4 +1,4 @@
-"""Random routing: the baseline that any learned gate should beat."""
+"""The random gate: a baseline that any learned gate should beat."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from pmoe.gates.base import PartitionName, Routing
 from pmoe.gates.draws import DrawnGate
 
 BOUND = 1 << 62
-"""Draws are below it, so large that their remainders are uniform."""
+"""Upper bound of the draws, so large that their remainders are as good as uniform."""
 
 
 class RandomGate(DrawnGate):
-    """As `DrawnGate`, every set of K experts equally likely; drawn anew at every call, in training and in
-    eval mode alike.
+    """Draws K distinct experts for each token at each call, in training and in eval mode.
 
-    The draws are of torch's default generator of the tokens' device: `torch.manual_seed` repeats them, and so
-    does activation checkpointing, which keeps that generator's state. Ranks draw what their own generators
-    give; nothing needs them to agree.
+    Every set of K experts is equally likely. Weights are 1 / K and l_aux is 0, as `DrawnGate` says.
 
-    partition "none": a part of the batch has other draws than it has within the whole.
+    The draws come from torch's default generator of the tokens' device. `torch.manual_seed` repeats them, and
+    so does activation checkpointing, which restores the generator's state. Each rank uses its own generator;
+    ranks need not agree.
+
+    partition is "none", because a part of the batch gets other draws than within the whole batch.
     """
 
     partition: PartitionName = "none"

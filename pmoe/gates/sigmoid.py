@@ -1,5 +1,6 @@
-"""The sigmoid gate of BASE layers (arXiv 2103.16716, section 3.1) and StableMoE (arXiv 2204.08396, section
-3.1): how much of an expert's output a token takes does not depend on the other experts.
+"""The sigmoid gate of BASE layers (arXiv 2103.16716) and StableMoE (arXiv 2204.08396), sections 3.1.
+
+The weight of an expert does not depend on the scores of the other experts.
 """
 
 from __future__ import annotations
@@ -14,19 +15,24 @@ from pmoe.kernels.route import top_indices
 
 
 def sigmoid_shares(logits_TE: Tensor) -> Tensor:
-    """sigmoid(l_e) / sum_j sigmoid(l_j), also where every sigmoid is too small for the number's type."""
+    """Returns sigmoid(l_e) / sum_j sigmoid(l_j) (..., E), also if all sigmoids underflow in the dtype."""
     return F.logsigmoid(logits_TE).softmax(-1)
 
 
 class SigmoidGate(TopKRouter):
-    """The top_k largest x . w_e, ties to the lowest expert index, with sigmoid(x . w_e) as the weight (FSMoE,
-    section 2.1).
+    """Chooses the top_k largest x . w_e, with the weights sigmoid(x . w_e) (FSMoE, section 2.1).
 
-    weight: parameter (E, M). Experts are chosen by the product itself, for sigmoids of large ones are equal.
-    ``normalize`` True divides a token's weights by their sum; None means False, as in the papers.
-    The auxiliary loss is `load_balance_loss` + z_loss_weight * `router_z_loss`, where a token's probabilities
-    are its sigmoids over their sum: sigmoids alone would have the loss fall as all of them shrink. (BASE
-    balances by an assignment of the whole batch instead; that is not done here.)
+    Ties go to the lowest expert index. Experts are chosen by the product and not by its sigmoid, because
+    sigmoids of large products are equal after rounding.
+
+    weight: parameter (E, M), the rows w_e.
+
+    Args:
+        normalize: True divides a token's weights by their sum; None means False, as in the papers.
+
+    The auxiliary loss is `load_balance_loss` + z_loss_weight * `router_z_loss`. Its probabilities are a
+    token's sigmoids divided by their sum; with the sigmoids themselves, the loss would fall if all of them
+    shrink. BASE balances by assigning the whole batch instead, which pmoe does not do.
     """
 
     normalizes = False

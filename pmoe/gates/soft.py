@@ -1,6 +1,6 @@
-"""SoftMoE (arXiv 2308.00951, sections 2.1 and 2.3): experts work on mixtures of all tokens.
+"""The gate of SoftMoE (arXiv 2308.00951, sections 2.1 and 2.3): experts get mixtures of all tokens.
 
-Letters: P slots an expert, S = E * P rows.
+Letters: P slots of an expert, S = E * P rows.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ from pmoe.gates.base import Gate, Mix, PartitionName, Routing, check_sizes
 from pmoe.gates.logits import router_logits
 
 SHORTEST = 1e-6
-"""A vector shorter than this has no direction."""
+"""The length below which a vector counts as zero."""
 
 
 class SoftGate(Gate):
-    """Each slot of an expert gets a mixture of all tokens, each token a mixture of all slots' results:
-    logits = scale * unit(x) unit(phi)^T, dispatch = softmax over tokens, combine = softmax over slots
-    (Eq. 1-3 and section 2.3).
+    """Gives each slot of an expert a mixture of all tokens, and each token a mixture of all results.
 
-    weight: parameter (E, P, M), the paper's phi, out-features first. scale: scalar parameter, 1 at first.
+    logits (T, S) = scale * unit(x) unit(phi)^T, where unit divides each row by its length. dispatch is their
+    softmax over tokens, and combine their softmax over slots (Eq. 1-3 and section 2.3).
+
+    weight: parameter (E, P, M), the paper's phi, with out-features before in-features.
+    scale: scalar parameter, which starts at 1.
 
     Args:
-        top_k: checked and otherwise without effect: every token goes everywhere.
-        slots_per_expert: P; None means 1. T / E, as many slots as tokens, is usual.
+        top_k: is checked and has no other effect, because every token goes to all experts.
+        slots_per_expert: P; None means 1. T / E is usual: then there are equally many slots and tokens.
 
-    The routing has S rows; row s is of expert s // P, made by ``mix``, with weight 1 (the combination has
-    the weights). Nothing is dropped and nothing can be out of balance: l_aux is 0, capacity means nothing
-    here. A token that is zero weighs all slots alike.
+    The routing has S rows. Row s goes to expert s // P, has weight 1, and is mixed by ``mix``. Nothing is
+    dropped, capacity has no effect, and l_aux is 0 because the load is always even. A token that is zero has
+    equal weights for all slots.
 
-    partition "none": a slot mixes all tokens of the rank's batch, of all its sequences, later ones included:
-    causal language models cannot use this gate. The paper's models mix within one image: where that matters,
-    call the layer an image at a time.
+    partition is "none", because a slot mixes all tokens of the rank's batch: of all sequences, also later
+    tokens. So causal language models cannot use this gate. The paper's models mix within one image. To do the
+    same, call the layer with one image at a time.
 
     Raises ValueError for slots_per_expert below 1.
     """
@@ -44,7 +46,8 @@ class SoftGate(Gate):
     scale: nn.Parameter
 
     partition: PartitionName = "none"
-    picks_tokens = mixes_tokens = True
+    picks_tokens = True
+    mixes_tokens = True
 
     def __init__(
         self,
@@ -78,7 +81,7 @@ class SoftGate(Gate):
         return Routing(
             expert=slot_S1 // self.weight.shape[1],
             weight=logits_TS.new_ones(num_slots, 1),
-            l_aux=logits_TS[:0].sum(),  # 0 on the graph, also where they are not finite
+            l_aux=logits_TS[:0].sum(),  # 0 that carries a gradient, also if logits are not finite
             logits=logits_TS,
             mix=mix,
         )
@@ -91,7 +94,10 @@ class SoftGate(Gate):
         return self.weight.shape[0] * self.weight.shape[1]
 
     def _logits(self, x_TM: Tensor) -> Tensor:
-        """(T, S). Lengths divide the products, which are smaller than the tokens."""
+        """Returns the logits (T, S).
+
+        It divides the products (T, S) by the lengths, because they are smaller than the tokens (T, M).
+        """
         phi_SM = self.weight.flatten(0, 1)
         product_TS = router_logits(x_TM, phi_SM)
         over_phi_S = (inverse_length(phi_SM).squeeze(1) * self.scale).to(product_TS.dtype)
@@ -99,9 +105,10 @@ class SoftGate(Gate):
 
 
 def inverse_length(vectors: Tensor) -> Tensor:
-    """1 / |v| of each row, (..., 1), in float32 or wider; 0, with no gradient, where |v| < `SHORTEST`.
+    """Returns 1 / length of each row of vectors (..., M), as (..., 1), in float32 or wider.
 
-    A length of 0 would make NaN of the row, and a small constant added to it huge gradients.
+    It is 0, without a gradient, for rows shorter than `SHORTEST`. Dividing by a length of 0 would make the
+    row NaN, and a small constant added to the length would make gradients huge.
     """
     wide = torch.promote_types(vectors.dtype, torch.float32)
     length = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True, dtype=wide)

@@ -1,4 +1,4 @@
-"""The gate of the Switch Transformer (arXiv 2101.03961, section 2.1): one expert a token."""
+"""The gate of the Switch Transformer (arXiv 2101.03961, section 2.1): one expert for each token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from pmoe.gates.topk import TopKGate
 
 
 class SwitchGate(TopKGate):
-    """Top-1 with the softmax probability itself as weight. Raises ValueError unless top_k is 1."""
+    """Chooses each token's most probable expert, with its softmax probability as weight.
+
+    It is `TopKGate` with top_k = 1 and without normalisation, with a parameter weight (E, M).
+
+    Raises ValueError for another top_k, or for normalize=True.
+    """
 
     normalizes = False
 

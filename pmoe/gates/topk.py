@@ -1,4 +1,4 @@
-"""The top-k softmax gate of Mixtral and most others."""
+"""The top-k softmax gate, which Mixtral and most other models use."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from pmoe.kernels.route import top_indices
 
 
 class TopKGate(TopKRouter):
-    """Softmax over all experts, the top_k most probable ones: those with the largest logits, so that no
-    rounding of a probability decides; ties to the lowest expert index.
+    """Chooses the top_k largest logits x weight^T. The weights are their softmax over all experts.
 
-    weight: parameter (E, M). ``normalize`` scales the k weights to sum 1; None means top_k > 1, because a
-    single normalised weight is the constant 1 and the gate would never learn from the task. The auxiliary
-    loss is `load_balance_loss` + z_loss_weight * `router_z_loss`.
+    Ties go to the lowest expert index. Experts are chosen by logits and not by probabilities, because
+    rounding may make probabilities equal.
+
+    weight: parameter (E, M).
+
+    Args:
+        normalize: whether a token's weights are divided by their sum. None means top_k > 1: a single weight
+            would be the constant 1, and the gate would not learn from the task.
+
+    The auxiliary loss is `load_balance_loss` + z_loss_weight * `router_z_loss`.
     """
 
     def forward(self, x_TM: Tensor) -> Routing:

@@ -1,5 +1,6 @@
-"""The gate of X-MoE (arXiv 2204.09179, section 3): scores are cosines on a low-dimensional sphere, so that
-tokens are not drawn towards the embeddings of their experts.
+"""The gate of X-MoE (arXiv 2204.09179, section 3): scores are cosines on a low-dimensional sphere.
+
+With cosines, training does not pull tokens towards the embeddings of their experts.
 
 Letters: P = d_proj.
 """
@@ -26,33 +27,37 @@ from pmoe.gates.soft import inverse_length
 from pmoe.kernels.route import top_indices
 
 ScoreName = Literal["softmax", "sigmoid"]
-"""What `XMoEGate` makes weights of cosines by."""
+"""Functions by which `XMoEGate` makes weights from cosines."""
 
 TEMPERATURES: dict[ScoreName, float] = {"softmax": 0.3, "sigmoid": 0.07}
-"""What the temperature begins at, by score: the usual values, not checked against the paper."""
+"""Initial temperature for each score. These are the usual values, not checked against the paper."""
 
 
 class XMoEGate(Gate):
-    """s_e = cos(projection x, w_e); the top_k largest, ties to the lowest expert index, weighted by
-    softmax(s / temperature) or sigmoid(s / temperature).
+    """Chooses the top_k largest cosines s_e = cos(projection x, w_e). Ties go to the lowest expert index.
 
-    projection: parameter (P, M). weight: parameter (E, P), the experts' embeddings. log_temperature: scalar
-    parameter; the temperature is its exponential, so no step of training makes it 0 or negative.
+    The weights are softmax(s / temperature) or sigmoid(s / temperature).
+
+    projection: parameter (P, M).
+    weight: parameter (E, P), the experts' embeddings w_e.
+    log_temperature: scalar parameter. The temperature is its exponential, so training cannot make it 0 or
+        negative.
 
     Args:
-        d_proj: P; None means the usual num_experts // 2, and at least 2: in one dimension every cosine is 1
-            or -1, and nothing has a gradient.
+        d_proj: P. None means num_experts // 2, which is usual, but at least 2: in one dimension every cosine
+            is 1 or -1, and nothing gets a gradient.
         score: "softmax" or "sigmoid".
-        temperature: what it begins at; None is the usual 0.3 for softmax, 0.07 for sigmoid.
-        normalize: scales the k weights to sum 1; None means top_k > 1 with softmax, as in `TopKGate`, and
-            False with sigmoid, as in `SigmoidGate`.
-        z_loss_weight: of `router_z_loss` of s / temperature.
+        temperature: the initial temperature. None means the usual 0.3 for softmax, and 0.07 for sigmoid.
+        normalize: whether a token's weights are divided by their sum. None means top_k > 1 for softmax, as in
+            `TopKGate`, and False for sigmoid, as in `SigmoidGate`.
 
-    The auxiliary loss is `load_balance_loss` on softmax(s / t) + z_loss_weight * `router_z_loss`; t is the
-    constant that the temperature began at, or a rising temperature would hide an uneven load from the loss. A
-    token whose projection is zero has cosine 0 with every expert and no gradient.
+    The auxiliary loss is `load_balance_loss` on softmax(s / t) + z_loss_weight * `router_z_loss` of
+    s / temperature. t is the initial temperature, a constant: otherwise a rising temperature would hide an
+    uneven load from the loss.
 
-    Raises ValueError for an unknown score, a d_proj below 1, a temperature that is not positive.
+    A token whose projection is zero has cosine 0 with every expert, and no gradient.
+
+    Raises ValueError for an unknown score, a d_proj below 1, or a temperature that is not positive.
     """
 
     top_k: int
@@ -89,7 +94,9 @@ class XMoEGate(Gate):
         if d_proj is None:
             d_proj = max(num_experts // 2, 2)
         check_count(d_proj=d_proj)
-        self.top_k, self.score, self.z_loss_weight = int(top_k), score, z_loss_weight
+        self.top_k = int(top_k)
+        self.score = score
+        self.z_loss_weight = z_loss_weight
         self.normalize = (top_k > 1 and score == "softmax") if normalize is None else normalize
         self.first_temperature = TEMPERATURES[score] if temperature is None else temperature
         self.projection = nn.Parameter(torch.empty(d_proj, d_model, device=device, dtype=dtype))
@@ -117,7 +124,7 @@ class XMoEGate(Gate):
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
 
     def _cosine(self, x_TM: Tensor) -> Tensor:
-        """(T, E), each within -1 and 1 but for rounding."""
+        """Returns the cosines (T, E). Rounding may put them slightly outside -1..1."""
         projected_TP = router_logits(x_TM, self.projection)
         embedding_EP = self.weight.to(projected_TP.dtype)
         unit_EP = embedding_EP * inverse_length(embedding_EP)

@@ -1,6 +1,6 @@
-"""The backend of ``torch.compile(model, backend="pmoe")``: Lancet's passes on a whole graph (paper 004).
+"""The backend of ``torch.compile(model, backend="pmoe")``: Lancet's passes on a whole graph.
 
-PyTorch finds it by its name: pmoe's package says so (the entry point "torch_dynamo_backends" in setup.py).
+PyTorch finds it by its name, through the entry point "torch_dynamo_backends" in setup.py.
 """
 
 from __future__ import annotations
@@ -27,17 +27,27 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compiles one graph. options: as in `Options`. Raises ValueError for a mode, which only Inductor has."""
+    """Compiles one graph, and returns the function that runs it.
+
+    example_inputs: the graph's inputs; `batch_inputs` finds those that hold the batch.
+    options: as in `Options`.
+    mode: must be None.
+
+    Raises ValueError for a mode, which only Inductor has.
+    """
     if mode is not None:
-        raise ValueError(f"mode ({mode!r}) must not be given: the pmoe backend has none")
-    taken, batch = Options.of(options), batch_inputs(example_inputs)
+        raise ValueError(f'mode ({mode!r}) must be left out: the backend "pmoe" has options, but no modes')
+    checked_options = Options.of(options)
+    batch = batch_inputs(example_inputs)
     sequences = example_inputs[batch[0]].shape[0] if batch else 2
+    # PyTorch specialises sizes 0 and 1: their graphs have other operators than those of larger batches.
     is_tiny = isinstance(sequences, int) and sequences < 2
 
     cuttings: dict[str, Cutting] = {}
 
     def compiler(direction: str) -> Any:
-        return lambda graph, _inputs: GraphRunner(graph, direction, taken, batch, is_tiny, cuttings)
+        """Returns a compiler of graphs of one direction: "forward", "backward" or "inference"."""
+        return lambda graph, _inputs: GraphRunner(graph, direction, checked_options, batch, is_tiny, cuttings)
 
     compiled: Callable[..., Any] = aot_module_simplified(
         module,
@@ -51,23 +61,37 @@ def backend(
 
 
 def batch_inputs(inputs: Sequence[Any]) -> list[int]:
-    """Which inputs are no parameters or buffers, and as long as the first such."""
-    given = [
-        at
-        for at, each in enumerate(inputs)
-        if isinstance(each, Tensor) and each.dim() and not hasattr(each, "_dynamo_static_input_type")
+    """Returns the positions of the inputs that hold the batch, along their first dimension.
+
+    These are tensors that are no parameters or buffers, and as long as the first of them.
+    """
+    tensor_positions = [
+        position
+        for position, tensor in enumerate(inputs)
+        if isinstance(tensor, Tensor) and tensor.dim() and not hasattr(tensor, "_dynamo_static_input_type")
     ]
-    return [at for at in given if inputs[at].shape[0] == inputs[given[0]].shape[0]]
+    return [
+        position
+        for position in tensor_positions
+        if inputs[position].shape[0] == inputs[tensor_positions[0]].shape[0]
+    ]
 
 
 @functools.cache
 def prepare() -> None:
-    """Numbers of rows, known when a graph runs, stay in it; DDP must not cut graphs between layers that
-    communicate; every block may be compiled alone; and a rank that has compiled too often raises:
-    without its graph it would send other messages than the others."""
-    found: Any = torch._dynamo.config
-    found.capture_dynamic_output_shape_ops = found.fail_on_recompile_limit_hit = True
-    found.recompile_limit, found.optimize_ddp = found.accumulated_recompile_limit, False
+    """Sets options of torch._dynamo, and makes layers capturable. Runs once, when this module is imported.
+
+    capture_dynamic_output_shape_ops   on: numbers of rows, known only at run time, do not break the graph
+    optimize_ddp                       off: DDP must not cut graphs between layers that communicate
+    recompile_limit                    raised to the accumulated limit: every block may be compiled alone
+    fail_on_recompile_limit_hit        on: a rank that has compiled too often raises. Without its graph it
+                                       would send other messages than the other ranks
+    """
+    config: Any = torch._dynamo.config
+    config.capture_dynamic_output_shape_ops = True
+    config.fail_on_recompile_limit_hit = True
+    config.recompile_limit = config.accumulated_recompile_limit
+    config.optimize_ddp = False
     capture.install(backend)
 
 

@@ -1,4 +1,8 @@
-"""A layer inside a graph: its call as the operators of `pmoe.graph.operators`, where our backend compiles."""
+"""Capture of layers: MoELayer.forward is traced as operators of the graph for the backend "pmoe".
+
+The operators are those of `pmoe.graph.operators` and `pmoe.graph.messages`. For any other backend, and for a
+layer that cannot be captured, the graph breaks at the layer, which then runs as without a backend.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pmoe.call.decision import LastCall, Ran
+from pmoe.call.module_calls import is_watched
 from pmoe.comm.counts import RankCounts
+from pmoe.decide.route import autocast_dtype
 from pmoe.gates.capacity import expert_capacity
 from pmoe.graph import messages, operators
 from pmoe.kernels.grouped_gemm.reference import activate
 from pmoe.layer import MoELayer
-from pmoe.layer.called import is_watched
-from pmoe.layer.decision import LastCall, Ran
-from pmoe.layer.parts import autocast_dtype
 from pmoe.warn import warn_once
 
 BACKENDS: list[Any] = []
-"""Functions that `torch.compile` is given, for which layers are captured."""
+"""Backends, as `torch.compile` receives them, for which layers are captured."""
 
 
 @dataclass(frozen=True)
 class CapturedCounts:
-    """What a captured call leaves of its row counts: (W, E_local) that travel, (1, E_local) that stay, and
-    the ranks' tokens."""
+    """Row counts of a captured call, on the host, as `LastCall` keeps them.
+
+    send_WE: (W, E_local) int64, rows that this rank sent to each rank's experts; none to itself.
+    recv_WE: (W, E_local) int64, rows that came from each rank; none from itself.
+    own_1E: (1, E_local) int64, rows that stayed on this rank.
+    tokens_W: (W,) int64, tokens of each rank.
+    rank: this rank.
+    """
 
     send_WE: Tensor
     recv_WE: Tensor
@@ -36,9 +46,11 @@ class CapturedCounts:
 
     @property
     def max_tokens(self) -> int:
+        """The largest number of tokens of any rank."""
         return int(self.tokens_W.max())
 
     def rows(self) -> RankCounts:
+        """Returns the counts as a call without a graph has them: rows that stay are among those sent."""
         send_WE, recv_WE = self.send_WE.clone(), self.recv_WE.clone()
         send_WE[self.rank] = recv_WE[self.rank] = self.own_1E[0]
         recv_1WE = recv_WE.unsqueeze(0)
@@ -48,23 +60,26 @@ class CapturedCounts:
         )  # fmt: skip
 
     def kept_E(self) -> Tensor:
+        """Returns (E,) int64, this rank's kept rows for each expert."""
         return self.rows().send.flatten()
 
 
 def install(backend: Any) -> None:
-    """From now on `MoELayer.forward`, where it is traced for ``backend``, is what `_captured` says."""
+    """Replaces `MoELayer.forward` by one that is traced as `_captured` if ``backend`` compiles it."""
     BACKENDS.append(backend)
     _forward.__doc__ = _eager.__doc__
     MoELayer.forward = _forward  # type: ignore[assignment, method-assign]
 
 
 _eager = MoELayer.forward
+"""The layer's own forward, which runs wherever a call is not captured."""
 
 
 def _forward(
     layer: MoELayer, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    if torch.compiler.is_dynamo_compiling() and mask is None:  # torch.export may trace without it
+    # The docstring of MoELayer.forward takes this place, see `install`.
+    if torch.compiler.is_dynamo_compiling() and mask is None:  # torch.export may trace without Dynamo
         number = _number(layer)
         if number >= 0:
             return _captured(layer, number, x, token_ids)
@@ -73,24 +88,27 @@ def _forward(
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _number(layer: MoELayer) -> int:
-    """What stands for the layer in the graph; -1 where the graph breaks around it."""
+    """Returns the number that stands for the layer in the graph; -1 if the graph must break at the layer.
+
+    Dynamo calls it while it traces and takes the result as a constant. Warns once for each reason of a break.
+    """
     if not _is_traced_for_us():
         return -1
     reason = _refusal(layer)
     if reason is not None:
-        warn_once(f"the graph breaks at a MoELayer: {reason}", for_each_reason=True)
+        warn_once(f"torch.compile runs a MoELayer outside of the graph: {reason}", for_each_reason=True)
         return -1
     return operators.number_of(layer)
 
 
 def _refusal(layer: MoELayer) -> str | None:
-    """Why a layer is not captured; None where it is."""
+    """Returns why a layer cannot be captured; None if it can be."""
     copies = getattr(layer.parts.experts.reduce, "copies", None)
     if copies is not None and copies.size > 1:
-        return "its experts have copies, over which pmoe.parallelize reduces gradients"
+        return "its experts have copies on other ranks, with which pmoe.parallelize sums gradients"
     parts = layer.parts
     if parts.shared_expert is not None and parts.shared_expert.are_modules:
-        return "its shared expert is a module of one's own"
+        return "its shared_expert is your own module; a graph takes those that MoELayer builds"
     for name, experts, module in (
         ("experts", parts.experts, parts.experts_module),
         ("shared_expert", parts.shared_expert, parts.shared_module),
@@ -98,37 +116,50 @@ def _refusal(layer: MoELayer) -> str | None:
         if experts is None or module is None:
             continue
         if module is not experts or is_watched(module):
-            return f"{name} ({type(module).__name__}) have hooks or a wrapper"
-    # First the table: experts that are modules have no parameters by these names, and are refused as modules.
+            return f"{name} ({type(module).__name__}) must have no hooks and no wrapper in a graph"
+    # The table comes before the parameters: experts that are modules have none by the names of operands, and
+    # are refused as modules.
     if (reason := parts.refusal("whole graph")) is not None:
         return reason
     for name, experts in (("experts", parts.experts), ("shared_expert", parts.shared_expert)):
         if experts is None:
             continue
         if not all(operand in experts._parameters for operand in experts.operand_names):
-            return f"{name} ({type(experts).__name__}) are parametrized, pruned or replaced"
+            return (
+                f"{name} ({type(experts).__name__}) must have plain parameters in a graph, none of them "
+                "parametrized, pruned or replaced"
+            )
     return None
 
 
 def _is_traced_for_us() -> bool:
+    """Returns whether the graph that Dynamo traces at this moment is for one of `BACKENDS`.
+
+    torch.compile wraps the backend several times; the wrappers keep what they wrap in two attributes.
+    """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     compiler: Any = InstructionTranslator.current_tx().output.compiler_fn
     while hasattr(compiler, "_torchdynamo_orig_backend"):
         compiler = compiler._torchdynamo_orig_backend
-    return any(getattr(compiler, "compiler_fn", compiler) is each for each in BACKENDS)
+    return any(getattr(compiler, "compiler_fn", compiler) is backend for backend in BACKENDS)
 
 
 def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None) -> Tensor:
-    """`MoELayer.forward` by exact row counts."""
+    """Computes a layer by exact row counts, through operators that passes can cut and move.
+
+    The order is that of a call without a graph: gate, order, exchange of counts, dispatch, experts, combine.
+    Rows that stay on this rank have an experts operator of their own, which waits for no all-to-all.
+    """
     autocast = autocast_dtype(x)
-    given: list[Any] = [layer.experts._parameters[name] for name in layer.experts.operand_names]
+    own_parameters: list[Any] = [layer.experts._parameters[name] for name in layer.experts.operand_names]
     if layer.parts.experts.is_parallelized:
-        given = [each.to_local() for each in given]
-    if x.shape[-1] != layer.d_model or (autocast is None and x.dtype != given[0].dtype):
-        return _eager(layer, x, token_ids)  # which raises
+        own_parameters = [each.to_local() for each in own_parameters]
+    if x.shape[-1] != layer.d_model or (autocast is None and x.dtype != own_parameters[0].dtype):
+        return _eager(layer, x, token_ids)  # raises the error, in the words of a call without a graph
     x_TM = x.reshape(-1, layer.d_model)
-    tokens, ranks = x_TM.shape[0], layer.ranks.size
+    tokens = x_TM.shape[0]
+    ranks = layer.ranks.size
     gate_inputs = (x_TM,) if token_ids is None else (x_TM, token_ids.reshape(-1))
     routing = layer.gate(*(gate_inputs if getattr(layer.gate, "needs_token_ids", False) else (x_TM,)))
     capacity = -1
@@ -143,35 +174,43 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
         number,
     )
     rows = x_TM if autocast is None else x_TM.to(autocast)
-    parameters = given if autocast is None else [each.to(autocast) for each in given]
+    parameters = own_parameters if autocast is None else [each.to(autocast) for each in own_parameters]
     send_WE, recv_WE, own_1E, tokens_W = messages.exchange_counts(counts, slot, rows.dtype, number)
     order = (slot, position, send_WE, own_1E)
     travel, stay = operators.pack(rows, *order, layer.top_k)
     travel_weight, stay_weight = operators.pack(routing.weight.reshape(-1), *order, 1)
-    home, arrived = travel, []
+    home_rows = travel
+    received_rows = []
     if ranks > 1:
-        arrived = messages.exchange_rows([travel, travel_weight], send_WE, recv_WE, None, False, number)
-    stayed = operators.experts(stay, stay_weight, own_1E, parameters, number)[0]
+        received_rows = messages.exchange_rows([travel, travel_weight], send_WE, recv_WE, None, False, number)
+    own_out = operators.experts(stay, stay_weight, own_1E, parameters, number)[0]
     if ranks > 1:
-        done = operators.experts(*arrived, recv_WE, parameters, number)[0]
-        (home,) = messages.exchange_rows([done], recv_WE, send_WE, travel.shape[0], True, number)
-    y_TM = operators.join(home, stayed, *order, layer.top_k, tokens)
+        received_out = operators.experts(*received_rows, recv_WE, parameters, number)[0]
+        (home_rows,) = messages.exchange_rows([received_out], recv_WE, send_WE, travel.shape[0], True, number)
+    y_TM = operators.join(home_rows, own_out, *order, layer.top_k, tokens)
     if layer.shared_expert is not None:
         y_TM = y_TM + _shared(layer, x_TM, rows)
-    counted = CapturedCounts(send_WE, recv_WE, own_1E, tokens_W, layer.ranks.rank)
+    row_counts = CapturedCounts(send_WE, recv_WE, own_1E, tokens_W, layer.ranks.rank)
     ran = Ran(
         path="whole graph", num_tokens=tokens, num_slots=slot.numel(), dtype=rows.dtype, device=x.device
     )
-    object.__setattr__(layer, "last", LastCall(l_aux=routing.l_aux, counts=counted, ran=ran))
+    object.__setattr__(layer, "last", LastCall(l_aux=routing.l_aux, counts=row_counts, ran=ran))
     y: Tensor = y_TM.view(x.shape)
     return y
 
 
 def _shared(layer: MoELayer, x_TM: Tensor, rows: Tensor) -> Tensor:
-    """The shared expert's output for every token, by operators of PyTorch, which every pass knows."""
+    """Returns the shared expert's output for every token, (T, M).
+
+    It is computed by operators of PyTorch, for which all passes have rules already. If the shared expert has
+    a gate, the output is multiplied by its weight.
+
+    x_TM: (T, M), the tokens as the gate reads them.
+    rows: (T, M), the same in the dtype of the experts.
+    """
     expert: Any = layer.shared_expert
-    like = rows.dtype
-    w1, w2, *biases = [getattr(expert, name)[0].to(like) for name in expert.operand_names]
+    dtype = rows.dtype
+    w1, w2, *biases = [getattr(expert, name)[0].to(dtype) for name in expert.operand_names]
     b1, b2 = biases or (None, None)
     with torch.autocast(rows.device.type, enabled=False):
         hidden = F.linear(rows, w1, b1)

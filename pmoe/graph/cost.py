@@ -1,8 +1,10 @@
-"""What a graph's operators cost (Lancet, sections 3 and 6): measured once, in the first step that runs them.
+"""Costs of a graph's operators (Lancet, sections 3 and 6), measured in the first step that runs them.
 
-Computation is timed on the tensors of that step, and kept by operator, shapes and types in a file, so that
-the next run only reads it. All-to-alls are not timed there, where ranks wait for each other: their seconds
-come from the group's profile (`pmoe profile`) and one long message, by bytes.
+Computation is timed on the tensors of that step. The seconds are stored in a file by operator, shapes and
+dtypes, so that the next run only reads them.
+
+All-to-alls are not timed in a step, because ranks wait for each other there. Their seconds follow from their
+bytes, by the group's profile (`pmoe profile`) and one long message: seconds = alpha + beta * bytes.
 """
 
 from __future__ import annotations
@@ -22,20 +24,24 @@ from pmoe.comm.ranks import Ranks
 from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction
 from pmoe.graph.lower import CALLS, OPS, calls_of, communicates, is_result, label
 from pmoe.measure.bench import open_bench, seconds_of
-from pmoe.measure.lines import messages
+from pmoe.measure.line_fits import messages
 from pmoe.measure.profile import profile_of
-from pmoe.measure.rounds import clock_of
 from pmoe.measure.store import cache_path, found_or, load_json, save_json, typed
+from pmoe.measure.timing import clock_of
 from pmoe.planner.costs import LineCost
 
 REPEATS = 3
-"""How often an operator is timed; the least counts."""
+"""Number of timings of an operator, of which the smallest counts."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one node: its seconds (of an all-to-all the link's), the bytes of its result, and the node or input
-    whose memory the result is a view of."""
+    """Cost of one node of a graph, or of one input.
+
+    seconds: time on the device; for an all-to-all, on the link. 0 for an input.
+    num_bytes: memory that the node allocates for its result. 0 if the result is a view.
+    view_of: label of the node or input whose memory the result is a view of; None if it is no view.
+    """
 
     seconds: float
     num_bytes: int
@@ -43,53 +49,71 @@ class Cost:
 
 
 class Costs:
-    """Measured seconds by operator, shapes and types; those of earlier runs are read from the cache
-    folder."""
+    """Measured seconds of operators on a type of device, with those that earlier runs stored.
+
+    seconds: by `signature`. The file lies in the cache folder ($PMOE_CACHE), one for each type of device,
+        version of torch and number of threads. A damaged file is not used, with a warning, and written over.
+    """
 
     def __init__(self, device: torch.device) -> None:
         key = ("operators", str(device.type), torch.__version__, str(torch.get_num_threads()))
         self._path = cache_path(key)
-        self.seconds: dict[str, float] = found_or({}, "operators' seconds are not used", self._kept)
+        self.seconds: dict[str, float] = found_or({}, "stored costs of operators are not used", self._kept)
 
     def _kept(self) -> dict[str, float]:
-        remedy = "measured again, and written over"
+        """Reads the stored seconds. Raises OSError or ValueError if the file cannot be used."""
+        remedy = "they are measured again, and the file is replaced"
         return load_json(
             self._path, lambda fields: typed(dict[str, float], fields.get("seconds"), "seconds"), remedy
         )
 
     def save(self) -> None:
-        with contextlib.suppress(OSError):  # a folder that cannot be written: measured again in the next run
+        """Stores the seconds. Does nothing if the folder cannot be written: the next run measures again."""
+        with contextlib.suppress(OSError):
             save_json(self._path, {"seconds": self.seconds})
 
 
 @functools.cache
 def costs_of(device: torch.device) -> Costs:
-    """One of each device."""
+    """Returns the device's costs, the same object at every call."""
     return Costs(device)
 
 
 def signature(node: fx.Node, args: object, kwargs: object) -> str:
-    """An operator with the shapes and types of its arguments."""
+    """Returns the operator's name with its arguments, each tensor as its shape and dtype.
+
+    args, kwargs: the node's arguments as values.
+    """
 
     def shown(value: Any) -> Any:
+        """Returns a tensor's shape and dtype as text; other values as they are."""
         return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else value
 
-    given: Any = (args, kwargs)
-    return f"{node.target} {fx.node.map_aggregate(given, shown)}"
+    arguments: Any = (args, kwargs)
+    return f"{node.target} {fx.node.map_aggregate(arguments, shown)}"
 
 
 class Profiled(fx.Interpreter):
-    """Runs a graph once, as it stands, and finds what each node costs."""
+    """Runs a graph once, node by node in its order, and measures the cost of each node.
+
+    found: the cost of each node and input, by `label`.
+    """
 
     def __init__(self, module: fx.GraphModule, costs: Costs, link: Callable[[float], float]) -> None:
-        """link: seconds of an all-to-all by the bytes that a rank sends to others, or gets, if those are
-        more."""
+        """Takes the graph and the seconds that are known already.
+
+        costs: known seconds; new ones are added.
+        link: seconds of an all-to-all, by the bytes that this rank sends or receives, whichever is more.
+        """
         super().__init__(module)
         self.found: dict[str, Cost] = {}
-        self._costs, self._link = costs, link
-        self._bases: dict[fx.Node, list[str | None]] = {}  # of each tensor of a result, None where it is new
+        self._costs = costs
+        self._link = link
+        # For each tensor of a node's result, the label of what it is a view of; None if its memory is new.
+        self._bases: dict[fx.Node, list[str | None]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
+        """Runs one node, stores its cost in `found`, and returns its result."""
         for each in n.all_input_nodes:
             if each not in self._bases:  # an input of the graph
                 value = self.env[each]
@@ -111,30 +135,35 @@ class Profiled(fx.Interpreter):
                 seconds = self._link(max(_bytes(args[0]), _bytes(result)))
             else:
                 seconds, result = self._timed(n, run, signature(n, args, kwargs))
-        found = [bases.get(_memory(tensor)) for tensor in _find_tensors(result)]
-        self._bases[n] = found
-        # Of several results each has its own bytes, where it is taken; those of a message come together.
-        counts = isinstance(result, Tensor) and found[0] is None
-        whole = _bytes(result) if counts or communicates(n) else 0
-        self.found[label(n)] = Cost(seconds, whole, found[0] if isinstance(result, Tensor) else None)
+        view_of = [bases.get(_memory(tensor)) for tensor in _find_tensors(result)]
+        self._bases[n] = view_of
+        # If a node has several results, the node that takes one of them (getitem) counts its bytes. The
+        # results of an all-to-all arrive together, so the all-to-all counts all of them.
+        has_own_bytes = isinstance(result, Tensor) and view_of[0] is None
+        num_bytes = _bytes(result) if has_own_bytes or communicates(n) else 0
+        self.found[label(n)] = Cost(seconds, num_bytes, view_of[0] if isinstance(result, Tensor) else None)
         return result
 
     def _timed(self, node: fx.Node, run: functools.partial[Any], name: str) -> tuple[float, Any]:
-        known = self._costs.seconds
-        times = 1 if name in known or not _may_repeat(node) else REPEATS
+        """Runs an operator, and returns its seconds and its result.
+
+        name: its `signature`. Seconds that are known are not measured again; the operator runs once then.
+        """
+        known_seconds = self._costs.seconds
+        times = 1 if name in known_seconds or not _may_repeat(node) else REPEATS
         clock = clock_of(*(each.device for each in _find_tensors(list(run.args))))
         seconds = math.inf
         for _ in range(times):
             begin = clock()
             result = run()
             seconds = min(seconds, clock() - begin)
-        if name not in known and _may_repeat(node):
-            known[name] = seconds
-        return known.get(name, seconds), result
+        if name not in known_seconds and _may_repeat(node):
+            known_seconds[name] = seconds
+        return known_seconds.get(name, seconds), result
 
 
 def _may_repeat(node: fx.Node) -> bool:
-    """Whether running it again changes nothing, neither its arguments nor the next random number."""
+    """Returns whether an operator may run twice: it writes to no argument and draws no random number."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True
@@ -142,22 +171,32 @@ def _may_repeat(node: fx.Node) -> bool:
 
 
 def _bytes(value: object) -> int:
+    """Returns the bytes of all tensors in a value."""
     return sum(each.nbytes for each in _find_tensors(value))
 
 
 def _memory(tensor: Tensor) -> int:
-    """What tells its memory from others' while it lives."""
+    """Returns a number that identifies a tensor's memory while it lives.
+
+    It is the memory's address, or for a tensor without memory the tensor's own id.
+    """
     return tensor.untyped_storage().data_ptr() or id(tensor)
 
 
 def link_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Callable[[float], float]:
-    """Seconds of an all-to-all by bytes. What a byte costs is told by a long message: those of a profile take
-    milliseconds, and an interruption of one would grow with the bytes. Collective the first time."""
+    """Returns the function from an all-to-all's bytes to its seconds: alpha + beta * bytes; 0 on one rank.
+
+    alpha is the profile's. beta comes from one message of about `LONG_SECONDS`. The messages of a profile
+    take milliseconds: an interruption of one would change beta, and so the seconds of every long message.
+
+    Collective at the first call with these ranks, device and dtype; the result is kept in `LINKS`.
+    """
     if ranks.size == 1:
         return lambda num_bytes: 0.0
     key = (ranks.name, device, dtype)
     if key not in LINKS:
-        line, work = profile_of(ranks, device, dtype).message, messages(ranks, device, dtype)
+        line = profile_of(ranks, device, dtype).message
+        work = messages(ranks, device, dtype)
         units = min(work.max_units, 1 + int(LONG_SECONDS / (work.size * max(line.beta_seconds, 1e-12))))
         with open_bench(ranks, device) as bench:
             seconds = seconds_of(bench, COMMUNICATE, work.make(units), REPEATS, min)
@@ -167,22 +206,29 @@ def link_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Callable[
 
 
 LONG_SECONDS = 0.1
+"""Seconds that the long message of `link_of` should take."""
+
 LINKS: dict[tuple[str, torch.device, torch.dtype], LineCost] = {}
+"""Measured costs of messages, by name of the group, device and dtype."""
 
 
 def instructions_of(module: fx.GraphModule, costs: Mapping[str, Cost]) -> list[Instruction]:
-    """The graph's calls, in its order; what no cost is known of costs nothing."""
+    """Returns the graph's calls as instructions, in the graph's order.
+
+    costs: by `label`. A node that is not among them costs nothing.
+    """
     nothing = Cost(0.0, 0)
 
     def owner(name: str) -> str:
+        """Returns the label of the node or input whose memory a result lies in."""
         return costs.get(name, nothing).view_of or name
 
-    found = []
+    instructions = []
     for node in calls_of(module):
-        # Of a result of an all-to-all, the all-to-all.
+        # A node that takes one result of an all-to-all is part of it (`is_result`): wait for the all-to-all.
         needs: list[Any] = [each.args[0] if is_result(each) else each for each in node.all_input_nodes]
         cost = costs.get(label(node), nothing)
-        found.append(
+        instructions.append(
             Instruction(
                 name=label(node),
                 waits=tuple(label(each) for each in needs if each.op == "call_function"),
@@ -193,4 +239,4 @@ def instructions_of(module: fx.GraphModule, costs: Mapping[str, Cost]) -> list[I
                 is_counts=node.target is OPS.exchange_counts.default,
             )
         )
-    return found
+    return instructions

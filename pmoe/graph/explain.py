@@ -1,5 +1,4 @@
-"""What the passes made of a model: ranges, parts, weight gradients' places, predicted and measured
-seconds."""
+"""Report of the passes on a model: ranges, moved weight gradients, predicted and measured seconds."""
 
 from __future__ import annotations
 
@@ -20,37 +19,45 @@ from pmoe.graph.instructions import Instruction, exposed_seconds, timeline, tota
 from pmoe.graph.options import Options
 from pmoe.graph.run import Key, Program
 from pmoe.graph.weight_gradients import weight_gradients
-from pmoe.measure.rounds import clock_of
+from pmoe.measure.timing import clock_of
 from pmoe.planner.simulator import Simulated
 from pmoe.planner.timeline import Span, draw
 from pmoe.text import table
 
 STEPS = 8
-"""Passes that `explain` runs: three to measure and agree, the others to be timed."""
+"""Number of passes that `explain` runs. The first ones measure and agree; the last three are timed."""
 
 
 class PassSeconds:
-    """Runs passes in a program's place (`Program.watch`), and counts their seconds."""
+    """A stopwatch: runs a program's passes in place of the program (`Program.watch`), and times them.
+
+    found: seconds of each pass.
+    """
 
     def __init__(self) -> None:
         self.found: list[float] = []
 
     def __call__(self, module: fx.GraphModule, boxed: list[Any]) -> Sequence[Any]:
+        """Runs one pass and returns its results. boxed: the module's arguments, which it empties."""
         clock = clock_like(boxed)
         begin = clock()
-        done: Sequence[Any] = module.forward(boxed)
+        results: Sequence[Any] = module.forward(boxed)
         self.found.append(clock() - begin)
-        return done
+        return results
 
 
 def clock_like(values: Sequence[Any]) -> Callable[[], float]:
-    """A clock that waits for the devices of these tensors."""
+    """Returns a clock that waits for the devices of the tensors among ``values`` before it is read."""
     return clock_of(*(each.device for each in values if isinstance(each, Tensor)))
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """By direction: the programs of a model, and the seconds that their passes took."""
+    """Report of what the backend "pmoe" decided for a model. ``print`` shows it as text.
+
+    programs: by direction ("forward", "backward" or "inference"), the program.
+    measured: by direction, the median seconds of a pass.
+    """
 
     programs: Mapping[str, Program]
     measured: Mapping[str, float]
@@ -59,9 +66,11 @@ class Explanation:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
+        """Yields the report: a table of seconds, then the ranges and the moved weight gradients."""
         rows = [["pass", "predicted ms", "measured ms", "exposed ms", "as traced ms", "exposed as traced ms"]]
         for direction, program in self.programs.items():
-            before, after = program.before, program.instructions
+            before = program.before
+            after = program.instructions
             seconds = (
                 total_seconds(after), self.measured[direction], exposed_seconds(after),
                 total_seconds(before), exposed_seconds(before),
@@ -76,22 +85,29 @@ class Explanation:
                 yield f"{direction}: beside {name}: {count} instructions that only weight gradients wait for"
 
     def draw(self, path: str | Path | IO[bytes]) -> None:
-        """The predicted timelines, as traced and as run, as a PNG. Needs matplotlib."""
+        """Writes the predicted timelines of each pass, as traced and as run, as a PNG. Needs matplotlib.
+
+        path: where to write; or an open binary file.
+        """
         panels = {}
         for direction, program in self.programs.items():
-            for order, found in (("traced", program.before), ("run", program.instructions)):
-                bars = bars_of(direction, timeline(found), weight_gradients(found))
+            for order, instructions in (("traced", program.before), ("run", program.instructions)):
+                bars = bars_of(direction, timeline(instructions), weight_gradients(instructions))
                 panels[f"{direction}, as {order}"] = bars
         draw(path, panels, "A pass of the whole model: predicted")
 
 
 def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None = None) -> Explanation:
-    """Compiles ``model`` with the pmoe backend, runs some passes over ``example``, and tells what became of
-    it.
+    """Compiles ``model`` with the backend "pmoe", runs `STEPS` passes, and reports what was decided.
 
-    The passes go forward and, where parameters need gradients, backward, from the mean of the squared
-    results; gradients that parameters have stay as they are. Every rank must call it. Raises ValueError where
-    the graph holds no layer that communicates.
+    model: a module with at least one `MoELayer` among several ranks.
+    example: the arguments of a call of the model.
+    options: as in `Options`.
+
+    A pass goes forward. If parameters need gradients it also goes backward, from the mean of the squared
+    first result; the parameters' own ``grad`` does not change. Every rank must call it.
+
+    Raises ValueError if the model has no captured layer that communicates, or for a bad option.
     """
     check_module(model=model)
     Options.of(options)
@@ -111,45 +127,57 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
             program.watch = None
     programs = {key[0]: run.PROGRAMS[key] for key, each in seconds.items() if each.found and key[1]}
     if not programs:
-        raise ValueError("model must hold a MoELayer among several ranks that can be captured")
+        raise ValueError(
+            "model must hold a MoELayer among several ranks that torch.compile can capture; if it has one, a "
+            "warning says why it was not captured"
+        )
     measured = {name: statistics.median(seconds[each.key].found) for name, each in programs.items()}
     return Explanation(programs, measured)
 
 
 def _moved(program: Program) -> Counter[str]:
-    """By all-to-all, how many weight gradients stand behind it, before another, that stood elsewhere."""
+    """Returns, for each all-to-all, how many weight gradients were moved to between it and the next one."""
     free = weight_gradients(program.before)
 
     def behind(order: list[Instruction]) -> dict[str, str]:
-        last, found = "", {}
-        for each in order:
-            last = each.name if each.communicates else last
-            found[each.name] = last
-        return found
+        """Returns the last all-to-all before each instruction, by name; "" if there is none."""
+        last_message = ""
+        message_before = {}
+        for instruction in order:
+            last_message = instruction.name if instruction.communicates else last_message
+            message_before[instruction.name] = last_message
+        return message_before
 
-    traced, runs = behind(program.before), behind(program.instructions)
-    return Counter(runs[name] for name in runs if name in free and runs[name] != traced[name])
+    before_traced, before_run = behind(program.before), behind(program.instructions)
+    return Counter(
+        before_run[name] for name in before_run if name in free and before_run[name] != before_traced[name]
+    )
 
 
 def bars_of(direction: str, ran: Sequence[Simulated[Instruction]], free: Collection[str]) -> list[Span]:
-    """For `pmoe.planner.timeline.draw`. free: the names of those for which no all-to-all waits, weight
-    gradients among them."""
+    """Returns a simulated pass as bars for `pmoe.planner.timeline.draw`.
+
+    direction: of the pass.
+    ran: instructions with start and end, in seconds. Those that take no time get no bar.
+    free: names of the instructions that no all-to-all waits for; they get a colour of their own.
+    """
     return [
         Span(
             direction=direction,
-            name=each.task.name,
-            kind=_kind(each.task, free),
+            name=simulated.task.name,
+            kind=_kind(simulated.task, free),
             chunk=0,
-            lane=each.task.lane,
-            start=each.start,
-            end=each.end,
+            lane=simulated.task.lane,
+            start=simulated.start,
+            end=simulated.end,
         )
-        for each in ran
-        if each.end > each.start
+        for simulated in ran
+        if simulated.end > simulated.start
     ]
 
 
 def _kind(each: Instruction, free: Collection[str]) -> str:
+    """Returns the kind of an instruction's bar, a key of the timeline's legend."""
     if each.communicates:
         return "message"
     name = "experts" if each.name.startswith("experts") else "dense"

@@ -1,8 +1,11 @@
 """A graph as the passes see it: a sequence of instructions on two lanes, without tensors.
 
-An all-to-all is one instruction of the lane "communicate"; the compute lane goes on beside it, in the order
-of the sequence, until an instruction needs its result (Lancet, section 5.3;
-`pmoe.planner.simulator.simulate`).
+    compute      | attention, gate |        other work        | needs the rows |
+    communicate                    | all-to-all of rows       |
+
+An all-to-all is one instruction of the lane "communicate". The lane "compute" goes on beside it, in the order
+of the sequence, until an instruction needs the result of the all-to-all (Lancet, section 5.3). Times are
+predicted by `pmoe.planner.simulator.simulate`.
 """
 
 from __future__ import annotations
@@ -17,9 +20,17 @@ COMPUTE, COMMUNICATE = "compute", "communicate"
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """waits: names of the instructions whose results it takes. holds: of whose memory it reads, views looked
-    through, the graph's inputs among them. seconds: alone on its lane. num_bytes: of memory that it makes.
-    is_counts: whether it exchanges row counts, without which the computation around it cannot go on."""
+    """One operator call of a graph.
+
+    name: its `label`.
+    waits: names of the instructions whose results it takes.
+    holds: names of the instructions and inputs of the graph whose memory it reads; instead of a view, the
+        owner of the view's memory.
+    seconds: its time, alone on its lane.
+    lane: `COMPUTE` or `COMMUNICATE`.
+    num_bytes: memory that it allocates for its result.
+    is_counts: whether it is an exchange of row counts.
+    """
 
     name: str
     waits: tuple[str, ...] = ()
@@ -31,48 +42,64 @@ class Instruction:
 
     @property
     def communicates(self) -> bool:
+        """Whether it is an all-to-all."""
         return self.lane == COMMUNICATE
 
     @property
     def ends_stage(self) -> bool:
+        """Whether it ends a stage of a pipeline (`pmoe.graph.ranges.stages`): an all-to-all of rows does."""
         return self.communicates and not self.is_counts
 
 
 def timeline(instructions: Iterable[Instruction]) -> list[Simulated[Instruction]]:
-    """Start and end of each, in seconds."""
+    """Returns each instruction with its predicted start and end, in seconds."""
     return simulate(instructions, lambda each: each.seconds)
 
 
 def total_seconds(instructions: Iterable[Instruction]) -> float:
+    """Returns the predicted end of the last instruction; 0 for none."""
     return max((each.end for each in timeline(instructions)), default=0.0)
 
 
 def exposed_seconds(instructions: Sequence[Instruction]) -> float:
-    """How long the compute lane waits, the end of the last all-to-all among what it waits for."""
+    """Returns the seconds in which nothing is computed, until the last instruction of either lane ends."""
     busy = sum(each.seconds for each in instructions if not each.communicates)
     return total_seconds(instructions) - busy
 
 
 def users_of(instructions: Iterable[Instruction]) -> dict[str, list[str]]:
-    """By name, who waits for it."""
+    """Returns, for each instruction, the names of those that wait for it."""
     users: dict[str, list[str]] = {}
-    for each in instructions:
-        users.setdefault(each.name, [])
-        for name in each.waits:
-            users[name].append(each.name)
+    for instruction in instructions:
+        users.setdefault(instruction.name, [])
+        for name in instruction.waits:
+            users[name].append(instruction.name)
     return users
 
 
 def peak_bytes(instructions: Sequence[Instruction], kept: Iterable[str], given: Mapping[str, int]) -> int:
-    """The most bytes at one time: a result lives to the end of the last instruction that holds it, those of
-    ``kept`` to the end of all. given: bytes of the graph's inputs, by name."""
-    last = {name: at for at, each in enumerate(instructions) for name in (each.name, *each.holds)}
-    last.update(dict.fromkeys(kept, len(instructions)))
-    held = dict(given)
-    now = peak = sum(held.values())
-    for at, each in enumerate(instructions):
-        held[each.name] = each.num_bytes
-        now += each.num_bytes
-        peak = max(peak, now)
-        now -= sum(held.pop(name, 0) for name in {each.name, *each.holds} if last[name] <= at)
+    """Returns the largest number of bytes that live at one time, if instructions run in this order.
+
+    A result lives until the last instruction that holds it has ended.
+
+    kept: names of results and inputs that live to the end, because the graph returns them.
+    given: bytes of the graph's inputs, by name.
+    """
+    last_use = {
+        name: index
+        for index, instruction in enumerate(instructions)
+        for name in (instruction.name, *instruction.holds)
+    }
+    last_use.update(dict.fromkeys(kept, len(instructions)))
+    live_bytes = dict(given)
+    num_bytes = peak = sum(live_bytes.values())
+    for index, instruction in enumerate(instructions):
+        live_bytes[instruction.name] = instruction.num_bytes
+        num_bytes += instruction.num_bytes
+        peak = max(peak, num_bytes)
+        num_bytes -= sum(
+            live_bytes.pop(name, 0)
+            for name in {instruction.name, *instruction.holds}
+            if last_use[name] <= index
+        )
     return peak

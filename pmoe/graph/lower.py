@@ -1,8 +1,14 @@
-"""From a graph of operators in a chosen order to what runs: all-to-alls become a start and a wait.
+"""Turns a graph and a chosen order into the module that runs; all-to-alls become a start and a wait.
 
-A start stands where its operator stood; the wait, before the first instruction that takes the result. Layers'
-operators become plain calls, without the dispatcher's cost. Values are let go after their last use, inputs
-among them, as autograd would.
+    order of instructions     what runs
+    exchange (dispatch)       start of the exchange
+    weight gradient           weight gradient        while rows travel
+    experts                   wait for the exchange
+                              experts
+
+The start takes the operator's place. The wait comes before the first instruction that takes the result.
+Operators of a layer become plain calls of their Python functions, which saves the cost of torch's dispatcher.
+Values, including inputs, are freed after their last use, as autograd does.
 """
 
 from __future__ import annotations
@@ -26,62 +32,75 @@ STARTS: dict[object, tuple[Callable[..., Any], Callable[..., Any]]] = {
     OPS.exchange.default: (messages.Exchanging, messages.Exchanging.wait),
     OPS.exchange_counts.default: (messages.start_counts, messages.wait_counts),
 }
-"""By operator that communicates, what starts it and what waits for it."""
+"""The functions that start and that wait for each operator that communicates."""
 
 CALLS: dict[object, Callable[..., Any]] = {
     getattr(OPS, name).default: getattr(operators, name)._init_fn
     for name in ("order", "pack", "join", "experts", "experts_input_gradient", "experts_weight_gradient")
 }
+"""The plain Python function of each operator of a layer that computes."""
 
 
 def has_shape(value: object, shape: tuple[int, ...]) -> bool:
-    """Whether it is a tensor of this shape, as far as is known where row counts are not."""
+    """Returns whether a value is a tensor that has this shape for any row counts, which may be symbols."""
     return isinstance(value, Tensor) and statically_known_true(sym_eq(tuple(value.shape), shape))
 
 
 def communicates(node: fx.Node) -> bool:
+    """Returns whether a node is an all-to-all, of rows or of counts."""
     return node.op == "call_function" and node.target in STARTS
 
 
 def label(node: fx.Node) -> str:
-    """The node's name, the same in graphs of the same operators for other shapes (`name_all`)."""
+    """Returns the node's name in plans: the same in graphs of the same operators for other shapes.
+
+    `name_all` gives the names. A call without one, such as the computation of a size, is marked as unnamed.
+    """
     unnamed = f"{node.name}, unnamed" if node.op == "call_function" else node.name
-    found: str = node.meta.get("label", unnamed)
-    return found
+    name: str = node.meta.get("label", unnamed)
+    return name
 
 
 def name_all(graph: fx.Graph) -> None:
-    """Labels what computes by its operator and how many such came before: sizes do not count, for only graphs
-    of changing shapes compute them."""
-    seen: Counter[str] = Counter()
+    """Labels each call by its operator and a running number: "mm_0", "mm_1", "experts_0".
+
+    Nodes that compute a size are left out. Only graphs of changing shapes have them, and their numbers would
+    shift the others.
+    """
+    counts: Counter[str] = Counter()
     for node in graph.nodes:
         if node.op == "call_function" and not isinstance(node.meta.get("val"), NUMBERS):
             name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
-            node.meta["label"] = f"{name}_{seen[name]}"
-            seen[name] += 1
+            node.meta["label"] = f"{name}_{counts[name]}"
+            counts[name] += 1
 
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Types of values that are numbers, known when the graph is traced or symbols."""
 
 
 def is_result(node: fx.Node) -> bool:
-    """Whether it takes a result of an all-to-all apart, which happens behind the wait."""
+    """Returns whether a node takes one result out of those of an all-to-all. It runs right after the wait."""
     source: Any = node.args[0] if node.target is operator.getitem else None
     return source is not None and communicates(source)
 
 
 def calls_of(module: fx.GraphModule) -> list[fx.Node]:
-    """What it calls, in order; the results of an all-to-all are part of it."""
+    """Returns the module's calls in order, without nodes of `is_result`, which belong to the all-to-all."""
     return [node for node in module.graph.nodes if node.op == "call_function" and not is_result(node)]
 
 
 def merge_weight_gradients(graph: fx.Graph) -> None:
-    """Blocks of rows of one layer whose weight gradients are only added become one instruction, which adds in
-    place."""
-    found: dict[int, list[fx.Node]] = {}
+    """Merges the weight gradients of a layer's blocks of rows into one instruction, which adds in place.
+
+    A graph has one `experts_weight_gradient` for each block (rows that stayed, rows that came; once for each
+    part), and an addition for each parameter. Two blocks are merged only if their gradients have no other use
+    than this addition.
+    """
+    nodes_of_layer: dict[int, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=OPS.experts_weight_gradient.default):
-        found.setdefault(node.args[-1], []).append(node)
-    for first, *others in found.values():
+        nodes_of_layer.setdefault(node.args[-1], []).append(node)
+    for first, *others in nodes_of_layer.values():
         for second in others:
             sums = _sums(first, second)
             if sums is None:
@@ -92,38 +111,47 @@ def merge_weight_gradients(graph: fx.Graph) -> None:
             with graph.inserting_after(second):
                 first = graph.call_function(second.target, (*joined, *second.args[5:]))  # type: ignore[arg-type]
             first.meta = dict(second.meta)
-            for at, total in sums.items():
+            for index, total in sums.items():
                 with graph.inserting_before(total):
-                    part = graph.call_function(operator.getitem, (first, at))
+                    part = graph.call_function(operator.getitem, (first, index))
                 part.meta = dict(total.meta)
                 total.replace_all_uses_with(part)
     graph.eliminate_dead_code()
 
 
 def _sums(first: fx.Node, second: fx.Node) -> dict[int, fx.Node] | None:
-    """By parameter, where the gradients of two blocks are added; None where somebody else wants one."""
+    """Returns, for each parameter's position, the node that adds the gradients of two blocks.
+
+    None if a gradient has another user, or the two blocks have gradients of different parameters.
+    """
     sums: dict[int, fx.Node] = {}
     for block in (first, second):
         for part in block.users:
             users = list(part.users)
             if len(users) != 1 or users[0].target is not torch.ops.aten.add.Tensor:
                 return None
-            at = part.args[1]
-            if sums.setdefault(at, users[0]) is not users[0]:  # type: ignore[arg-type]
+            index = part.args[1]
+            if sums.setdefault(index, users[0]) is not users[0]:  # type: ignore[arg-type]
                 return None
     return sums if len(first.users) == len(second.users) == len(sums) else None
 
 
 def lowered(module: fx.GraphModule, order: Sequence[fx.Node]) -> fx.GraphModule:
-    """A module that takes its arguments in one list, which it empties, and runs ``order``. The order holds
-    the nodes that call something, without those of `is_result`."""
-    graph, new = fx.Graph(), {}
+    """Returns a module that runs the calls of ``module`` in the given order.
+
+    order: the nodes of `calls_of`, in any order in which each stands behind its inputs.
+
+    The new module takes its arguments in one list, which it empties, so that they can be freed early.
+    """
+    graph = fx.Graph()
+    new = {}
     for node in module.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             new[node] = graph.node_copy(node)
     started: dict[fx.Node, fx.Node] = {}
 
     def value(node: fx.Node) -> fx.Node:
+        """Returns the new node of a result. The first use of an all-to-all's result makes its wait."""
         if node not in new:
             if node in started:
                 wait = STARTS[node.target][1]
@@ -136,7 +164,8 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node]) -> fx.GraphModule:
         return new[node]
 
     for node in order:
-        args, kwargs = fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value)
+        args = fx.node.map_arg(node.args, value)
+        kwargs = fx.node.map_arg(node.kwargs, value)
         if communicates(node):
             started[node] = graph.call_function(STARTS[node.target][0], args, kwargs)
             started[node].meta = dict(node.meta)
@@ -146,7 +175,8 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node]) -> fx.GraphModule:
         else:
             new[node] = graph.node_copy(node, value)
     output = module.graph.output_node()
-    for node in list(started):  # nobody takes what they bring, but it must have come
+    # An all-to-all whose result nobody uses must also have ended when the pass ends.
+    for node in list(started):
         value(node)
     graph.output(fx.node.map_arg(output.args[0], value))
     graph.set_codegen(_BoxedCodeGen())
@@ -154,12 +184,15 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node]) -> fx.GraphModule:
 
 
 def failed_at(module: fx.GraphModule, error: BaseException) -> str:
-    """The instruction of a lowered module in which an error was raised, with its part and layer."""
+    """Returns the label of the instruction in which a lowered module raised an error, with its layer.
+
+    The traceback holds a line of the module's generated code, which begins with the name of a node.
+    """
     nodes = {node.name: node for node in module.graph.nodes}
     for frame, line in traceback.walk_tb(error.__traceback__):
         name, *_ = linecache.getline(frame.f_code.co_filename, line).replace(":", " ").split() or [""]
         if frame.f_code is type(module).forward.__code__ and name in nodes:
             node = nodes[name]
-            own = (*CALLS.values(), *(each for pair in STARTS.values() for each in pair))
-            return label(node) + (f" (layer {node.args[-1]})" if node.target in own else "")
-    return "its results"
+            functions = (*CALLS.values(), *(each for pair in STARTS.values() for each in pair))
+            return label(node) + (f" (layer {node.args[-1]})" if node.target in functions else "")
+    return "the results"

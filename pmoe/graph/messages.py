@@ -1,7 +1,11 @@
-"""A layer's messages as functional ``torch.library`` operators, and the start and the wait that each becomes.
+"""All-to-alls of a layer as functional ``torch.library`` operators, each with a start and a wait.
 
-`exchange_counts` tells the ranks how many rows come, `exchange_rows` carries them: Lancet's irregular
-all-to-all (section 6, Fig. 10), its own gradient.
+Together they are Lancet's irregular all-to-all (section 6, Fig. 10):
+
+    exchange_counts   tells every rank how many rows it will receive
+    exchange_rows     carries the rows; its gradient is the same exchange in the other direction
+
+In a graph each is one operator. `pmoe.graph.lower` replaces it by its start and its wait.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from pmoe.graph.operators import parts_of
 
 
 def start_counts(counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int) -> CountsExchange:
+    """Starts the exchange of row counts. Arguments are those of `exchange_counts`."""
     parts = parts_of(layer)
     parts.ranks.check_whole()
     return CountsExchange(
@@ -36,19 +41,34 @@ def start_counts(counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int) -
 
 
 def wait_counts(exchange: CountsExchange, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    found: RankCounts = exchange.finish()
+    """Waits for the row counts, and returns the results of `exchange_counts`. The host waits here."""
+    counts: RankCounts = exchange.finish()
     rank = parts_of(layer).ranks.rank
-    own_1E, tokens_W = found.send[0, rank : rank + 1].clone(), exchange.tokens_W.long()
-    return without_own(found.send, rank)[0], without_own(found.recv, rank)[0], own_1E, tokens_W
+    own_1E = counts.send[0, rank : rank + 1].clone()
+    tokens_W = exchange.tokens_W.long()
+    return without_own(counts.send, rank)[0], without_own(counts.recv, rank)[0], own_1E, tokens_W
 
 
 @torch.library.custom_op("pmoe_graph::exchange_counts", mutates_args=())
 def exchange_counts(
     counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(send_WE, recv_WE, own_1E, tokens_W), on the host: rows for each rank's experts, from each rank, and
-    those that stay, which the others leave out; and every rank's tokens. slot: of `order`. Raises FaultError
-    on every rank where any rank's routing is at fault."""
+    """Exchanges row counts among the ranks; returns four int64 tensors on the host.
+
+    counts: (E + 1,), kept rows of each expert with a fault behind them, as `order` returns them.
+    slot: (S,), as `order` returns it; only its length counts.
+    dtype: of the rows that will travel.
+    layer: the layer's number.
+
+    Returns
+
+        send_WE   (W, E_local) rows that this rank sends to each rank's experts; none to itself
+        recv_WE   (W, E_local) rows that come from each rank; none from itself
+        own_1E    (1, E_local) rows that stay on this rank
+        tokens_W  (W,) tokens of each rank
+
+    Raises FaultError on every rank if the routing of any rank is at fault.
+    """
     return wait_counts(start_counts(counts, slot, dtype, layer), layer)
 
 
@@ -64,10 +84,15 @@ def _(counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int) -> tuple[Ten
 
 
 def regrouped(rows: Sequence[Tensor], counts_WE: Tensor, *, back: bool) -> list[Tensor]:
-    """Rows (N, ...) that lie by (rank, expert), by (expert, rank); ``back``, the other way round."""
+    """Returns rows in the order (expert, rank) that came in the order (rank, expert).
+
+    rows: tensors (N, ...), all in the same order.
+    counts_WE: (W, E_local), rows of each rank and expert.
+    back: the other direction, from (expert, rank) to (rank, expert).
+    """
     ranks, experts = counts_WE.shape
-    group = torch.arange(experts).repeat(ranks).repeat_interleave(counts_WE.flatten())
-    index = group.argsort(stable=True)
+    expert_of_row = torch.arange(experts).repeat(ranks).repeat_interleave(counts_WE.flatten())
+    index = expert_of_row.argsort(stable=True)
     if back:
         index = torch.empty_like(index).scatter_(0, index, torch.arange(index.numel()))
     index = index.to(rows[0].device, non_blocking=True)
@@ -75,7 +100,10 @@ def regrouped(rows: Sequence[Tensor], counts_WE: Tensor, *, back: bool) -> list[
 
 
 class Exchanging:
-    """Rows under way. They come by expert, and leave so on the way home. Arguments are `exchange_rows`'s."""
+    """An all-to-all of rows that has begun. Arguments are those of `exchange_rows`.
+
+    out: the rows that arrive, one tensor for each that is sent; complete after `wait`.
+    """
 
     out: list[Tensor]
 
@@ -94,9 +122,10 @@ class Exchanging:
         way = parts.combine if returns else parts.dispatch
         send, recv = send_WE.sum(1).tolist(), recv_WE.sum(1).tolist()
         self._by_expert = None if returns else recv_WE
-        if returns and len(send_WE) > 2:  # of one other rank they lie so already
+        # Between two ranks there is only one other rank, so both orders are the same.
+        if returns and len(send_WE) > 2:
             rows = regrouped(rows, send_WE, back=True)
-        self._rows = [each.contiguous() for each in rows]  # until they have been sent
+        self._rows = [each.contiguous() for each in rows]  # kept alive until they have been sent
         self.out = [each.new_empty(sum(recv), *each.shape[1:]) for each in rows]
         with at_stage(self._stage, self._ranks):
             self._works = [
@@ -104,6 +133,7 @@ class Exchanging:
             ]
 
     def wait(self, layer: int) -> list[Tensor]:
+        """Waits for the rows and returns them. On the way out they are sorted by expert."""
         with at_stage(self._stage, self._ranks):
             for work in self._works:
                 if work is not None:
@@ -118,8 +148,17 @@ class Exchanging:
 def exchange_rows(
     rows: Sequence[Tensor], send_WE: Tensor, recv_WE: Tensor, num_out: int | None, returns: bool, layer: int
 ) -> list[Tensor]:
-    """One all-to-all of each tensor (N, ...). num_out: rows that come, where they are known in the graph.
-    returns: whether it is the way home, of rows that lie by expert here; those that come do so too."""
+    """Sends rows to other ranks, and returns the rows that come from them: one all-to-all for each tensor.
+
+    rows: tensors (N, ...), N = the sum of send_WE. On the way out (dispatch) they lie by (rank, expert), on
+        the way home (combine) by (expert, rank).
+    send_WE, recv_WE: (W, E_local) int64 on the host, rows to and from each rank.
+    num_out: rows that come, if the graph knows their number; used by the trace alone.
+    returns: whether it is the way home.
+    layer: the layer's number.
+
+    Rows that come on the way out lie by (expert, rank), those that come home by (rank, expert).
+    """
     return Exchanging(rows, send_WE, recv_WE, num_out, returns, layer).wait(layer)
 
 
@@ -136,6 +175,7 @@ def _exchange_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _exchange_backward(ctx: Any, grads: list[Tensor]) -> Any:
+    """Returns the gradients' exchange: the same rows in the other direction."""
     send_WE, recv_WE = ctx.saved_tensors
     back = exchange_rows(grads, recv_WE, send_WE, ctx.num_rows, not ctx.returns, ctx.layer)
     return back, None, None, None, None, None

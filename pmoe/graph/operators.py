@@ -1,9 +1,14 @@
-"""A layer's stages as functional ``torch.library`` operators: what the passes over a graph cut and move.
+"""Stages of a layer as functional ``torch.library`` operators, which the passes cut and move.
 
-`order` sorts a rank's slots, `pack` copies tokens to rows and `join` sums rows to tokens, `experts` computes
-them; what travels is in `pmoe.graph.messages`. `pack` and `join` are each other's gradient. The experts' is
-two operators, for what the owners of the tokens wait for and for what only the parameters do (Lancet, section
-4). Row counts are exact: numbers of rows are sizes that are known when the graph runs.
+    order                      sorts the T * K slots of a rank by expert
+    pack                       copies tokens to rows, those that travel and those that stay
+    experts                    computes the rows
+    join                       sums the rows of each token
+    experts_input_gradient     gradient of the rows, for which the owners of the tokens wait
+    experts_weight_gradient    gradient of the parameters, for which no all-to-all waits (Lancet, section 4)
+
+`pack` and `join` are each other's gradient. All-to-alls are in `pmoe.graph.messages`. Numbers of rows are
+exact: in the graph they are sizes that are known only when it runs.
 """
 
 from __future__ import annotations
@@ -16,21 +21,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pmoe.call.modules import Parts
+from pmoe.call.shape_run import is_shape_run
 from pmoe.comm.counts import Fault
 from pmoe.experts.base import ExpertRows, Hidden
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.gates.capacity import within_capacity
-from pmoe.layer.parts import Parts
-from pmoe.layer.shape_run import is_shape_run
 from pmoe.ordering.sorted import count_rows, sort_rows
 
 NUMBERS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+"""The number of each captured layer."""
+
 LAYERS: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+"""The layer of each number."""
+
 _NEXT = itertools.count()
 
 
 def number_of(layer: nn.Module) -> int:
-    """What stands for a layer among an operator's arguments."""
+    """Returns the number that stands for a layer among an operator's arguments, which cannot be modules."""
     if layer not in NUMBERS:
         NUMBERS[layer] = next(_NEXT)
         LAYERS[NUMBERS[layer]] = layer
@@ -38,6 +47,7 @@ def number_of(layer: nn.Module) -> int:
 
 
 def parts_of(layer: int) -> Parts:
+    """Returns the modules and options of the layer with this number."""
     parts: Parts = LAYERS[layer].parts  # type: ignore[assignment]
     return parts
 
@@ -54,10 +64,22 @@ def order(
     capacity: int,
     layer: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(slot (S,), position (S,), counts, used_E): the slots whose rows travel, by expert, then those that
-    stay, then those that are dropped, by the gate (keep_TK) or beyond capacity (-1: none); its inverse; the
-    kept rows by expert with the fault behind them, (E + 1,); and the rows that each expert was given up to
-    here, for the next part of the batch (Lancet, section 2.3)."""
+    """Sorts the slots of a rank by expert, and drops those beyond the capacity.
+
+    expert_TK: (T, K) int64, the expert of each slot.
+    keep_TK: (T, K) bool, slots that the gate keeps; None if it keeps all.
+    logits: the router's, which are checked to be finite; None checks nothing.
+    used_E: (E,) int64, rows that earlier parts of the batch gave each expert.
+    capacity: rows of an expert at most; -1 for no limit. Ignored if the gate gives keep_TK.
+    layer: the layer's number.
+
+    Returns
+
+        slot      (S,) slots in sorted order: | travel, by expert | stay, by expert | dropped |
+        position  (S,) its inverse: where the row of each slot stands
+        counts    (E + 1,) int64, kept rows of each expert; behind them 0 or the code of a `Fault`
+        used_E    (E,) with these rows added, for the next part of the batch (Lancet, section 2.3)
+    """
     parts = parts_of(layer)
     used_E = used_E.clone()
     if capacity >= 0 and keep_TK is None:
@@ -84,7 +106,13 @@ def _(expert_TK: Tensor, keep_TK: Any, logits: Any, used_E: Tensor, *_: Any) -> 
 def pack(
     values: Tensor, slot: Tensor, position: Tensor, send_WE: Tensor, own_1E: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    """The rows that travel and those that stay, (N, ...) each, of one value for every ``top_k`` slots."""
+    """Copies values to rows; returns the rows that travel and the rows that stay, (N, ...) each.
+
+    values: (S / top_k, ...), one value for every ``top_k`` slots: a token with its K choices, or, with
+        top_k = 1, a slot.
+    slot, position: (S,), as `order` returns them.
+    send_WE, own_1E: as `exchange_counts` returns them.
+    """
     travel, stay = int(send_WE.sum()), int(own_1E.sum())
     source = slot[: travel + stay]
     source = source if top_k == 1 else source // top_k
@@ -105,6 +133,7 @@ def _pack_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _pack_backward(ctx: Any, travel: Tensor, stay: Tensor) -> Any:
+    """Returns the gradient of a value: the sum of its rows' gradients."""
     grad = join(travel, stay, *ctx.saved_tensors, ctx.top_k, ctx.num_values)
     return grad, None, None, None, None, None
 
@@ -123,10 +152,16 @@ def join(
     top_k: int,
     num_values: int,
 ) -> Tensor:
-    """(num_values, ...): of each value the sum of its slots' rows; dropped ones give nothing. num_values: for
-    the trace alone."""
-    rows, kept = [travelled, stayed], travelled.shape[0] + stayed.shape[0]
-    if kept < position.shape[0]:  # all that was dropped is one row of zeros
+    """Returns (num_values, ...): for each value the sum of its slots' rows, the reverse of `pack`.
+
+    travelled, stayed: (N, ...) each, rows that came home and rows that never left. Dropped slots have no
+        rows and count as zeros.
+    slot, position, send_WE, own_1E, top_k: as in `pack`.
+    num_values: S / top_k, which the trace cannot derive.
+    """
+    rows = [travelled, stayed]
+    kept = travelled.shape[0] + stayed.shape[0]
+    if kept < position.shape[0]:  # one row of zeros stands for all dropped slots
         rows.append(travelled.new_zeros(1, *travelled.shape[1:]))
         position = position.clamp(max=kept)
     chosen = torch.cat(rows).index_select(0, position)
@@ -144,6 +179,7 @@ def _join_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _join_backward(ctx: Any, grad: Tensor) -> Any:
+    """Returns the gradients of the rows: each is a copy of its value's gradient."""
     travelled, stayed = pack(grad, *ctx.saved_tensors, ctx.top_k)
     return travelled, stayed, None, None, None, None, None, None
 
@@ -155,6 +191,7 @@ join.register_autograd(_join_backward, setup_context=_join_setup)
 
 
 def _groups(counts_RE: Tensor, rows: Tensor) -> RowGroups:
+    """Returns where each expert's rows begin and end. counts_RE: (R, E_local), on the host."""
     counts_E = counts_RE.sum(0)
     ends = counts_E.cumsum(0).int().to(rows.device, non_blocking=True) if rows.is_cuda else None
     return RowGroups(counts=tuple(counts_E.tolist()), ends=ends)
@@ -164,9 +201,16 @@ def _groups(counts_RE: Tensor, rows: Tensor) -> RowGroups:
 def experts(
     rows: Tensor, weight_N: Tensor, counts_RE: Tensor, parameters: Sequence[Tensor], layer: int
 ) -> tuple[Tensor, Tensor]:
-    """(T_DO (N, M), T_M) of rows by expert; see `pmoe.experts.base.Experts.compute`."""
-    given = ExpertRows(rows, _groups(counts_RE, rows), parameters)
-    out, hidden = parts_of(layer).experts.compute(given, weight_N)
+    """Computes rows that are sorted by expert; returns T_DO (N, M) and T_M, which backward needs.
+
+    rows: (N, M), T_DI.
+    weight_N: (N,), the routing weight of each row, which multiplies the output.
+    counts_RE: (R, E_local), rows of each sender and expert.
+    parameters: as `Experts.operands` gives them.
+    layer: the layer's number.
+    """
+    expert_rows = ExpertRows(rows, _groups(counts_RE, rows), parameters)
+    out, hidden = parts_of(layer).experts.compute(expert_rows, weight_N)
     assert hidden is not None
     return out, hidden.tensors[0]
 
@@ -188,10 +232,17 @@ def experts_input_gradient(
     parameters: Sequence[Tensor],
     layer: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of rows and weight_N, and three tensors for `experts_weight_gradient`."""
-    given = ExpertRows(rows, _groups(counts_RE, rows), parameters)
+    """Returns the gradients of rows and weight_N, and three tensors for `experts_weight_gradient`.
+
+    grad: (N, M), the gradient of T_DO.
+    rows, weight_N, counts_RE, parameters, layer: as in `experts`.
+    hidden: T_M, as `experts` returned it.
+
+    The three tensors are the gradient of T_M, the activated hidden, and ``grad`` times the routing weight.
+    """
+    expert_rows = ExpertRows(rows, _groups(counts_RE, rows), parameters)
     out, grad_weight_N, (_, grad_hidden, active, grad_out) = parts_of(layer).experts.input_gradient(
-        grad.clone(), given, weight_N, Hidden(tensors=[hidden])
+        grad.clone(), expert_rows, weight_N, Hidden(tensors=[hidden])
     )
     return out, grad_weight_N, grad_hidden, active, grad_out
 
@@ -213,14 +264,21 @@ def experts_weight_gradient(
     parameters: Sequence[Tensor],
     layer: int,
 ) -> list[Tensor]:
-    """The parameters' gradients, summed over blocks of rows, and reduced as `pmoe.parallelize` says."""
-    found, sums = parts_of(layer).experts, [GradientSum(each, len(rows)) for each in parameters]
+    """Returns the parameters' gradients, summed over blocks of rows.
+
+    rows, grad_hidden, active, grad_out, counts_RE: one tensor for each block, as `experts` took and
+        `experts_input_gradient` returned them.
+
+    Under `pmoe.parallelize` the gradients are then scaled and reduced as it says.
+    """
+    layer_experts = parts_of(layer).experts
+    sums = [GradientSum(each, len(rows)) for each in parameters]
     for block in zip(rows, grad_hidden, active, grad_out, counts_RE, strict=True):
         *pending, counts = block
-        found.weight_gradient(tuple(pending), _groups(counts, block[0]), sums)
+        layer_experts.weight_gradient(tuple(pending), _groups(counts, block[0]), sums)
     gradients = [each.result() for each in sums]
-    if found.reduce is not None:
-        found.reduce(gradients)
+    if layer_experts.reduce is not None:
+        layer_experts.reduce(gradients)
     return gradients
 
 
@@ -235,6 +293,7 @@ def _experts_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _experts_backward(ctx: Any, grad: Tensor, _hidden: Tensor) -> Any:
+    """Returns the gradients, by two operators: the second can be moved to where an all-to-all runs."""
     rows, weight_N, hidden, counts_RE, *parameters = ctx.saved_tensors
     grad_rows, grad_weight_N, *pending = experts_input_gradient(
         grad, rows, weight_N, hidden, counts_RE, parameters, ctx.layer

@@ -1,4 +1,4 @@
-"""What `torch.compile(model, backend="pmoe", options={...})` takes."""
+"""Options of ``torch.compile(model, backend="pmoe", options={...})``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from pmoe.arguments import check_count, check_flag, check_kind
 from pmoe.text import parse_bytes
 
 SLACK = 1.05
-"""Of a graph's peak memory as it was traced, what another order may take where nothing else is said."""
+"""The default memory limit of another order, as a multiple of the graph's peak memory as traced."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """parts: the most that a range is cut in; 1 cuts none. weight_gradients: whether they are placed beside
-    all-to-alls. memory_limit: bytes, or a string such as "2GiB", that results and inputs of one pass may
-    take at one time; None is a twentieth more than they take in the order in which they were traced.
+    """Options of the backend.
+
+    parts: the largest number of parts that a range is cut into; 1 cuts nothing.
+    weight_gradients: whether weight gradients are moved beside all-to-alls.
+    memory_limit: bytes, or a string such as "2GiB", that inputs and results of a pass may take at one time.
+        None allows `SLACK` times what they take in the order in which they were traced.
     """
 
     parts: int = 8
@@ -32,15 +35,20 @@ class Options:
 
     @staticmethod
     def of(options: Mapping[str, Any] | None) -> Options:
-        """Raises TypeError or ValueError, naming option, value and rule."""
+        """Returns the options of a dict, with defaults for the others.
+
+        Raises TypeError or ValueError, naming option, value and rule.
+        """
         known = [each.name for each in fields(Options)]
         check_kind((Mapping, type(None)), f"a dict of {', '.join(known)}", options=options)
         for name in options or {}:
             if name not in known:
-                raise ValueError(f"options ({name!r}) must be of {', '.join(known)}")
+                raise ValueError(f"options ({name!r}) must be one of {', '.join(known)}")
         return Options(**(options or {}))
 
     def limit(self, traced: int) -> float:
-        """Bytes; never less than the graph takes as it was traced."""
-        asked = self.memory_limit
-        return SLACK * traced if asked is None else max(parse_bytes("memory_limit", asked), traced)
+        """Returns the memory limit in bytes. traced: bytes that the graph takes as traced, always allowed."""
+        memory_limit = self.memory_limit
+        return (
+            SLACK * traced if memory_limit is None else max(parse_bytes("memory_limit", memory_limit), traced)
+        )

@@ -1,8 +1,11 @@
-"""The agreed ranges of a program, and what they mean for each graph of it.
+"""The ranges that ranks agreed on for a program, and how each graph of the program is cut accordingly.
 
-A program's graphs differ by shapes. Where one has the instructions of rank 0's first one, the ranges hold as
-they stand. Where it has not, or holds fewer sequences than can be told apart (a rank with none, or one), each
-layer alone is cut, by its tokens, in as many parts as there: the messages are the same, in the same order.
+Ranges are found on the first graph of rank 0. Other graphs of the program, for other shapes, may differ:
+
+    the same instructions, several sequences    the ranges are cut as they are
+    other instructions, or 0 or 1 sequence      each layer of a range is cut alone, by its tokens
+
+Both give every layer the same number of parts, so that all ranks send the same messages in the same order.
 """
 
 from __future__ import annotations
@@ -17,45 +20,62 @@ from torch import Tensor, fx
 from pmoe.graph.axes import IRREGULAR, Axis, follow, infer
 from pmoe.graph.instructions import Instruction
 from pmoe.graph.lower import OPS, calls_of, communicates, is_result, label
-from pmoe.graph.parts import cut, routes
 from pmoe.graph.ranges import Cuttable, Range
+from pmoe.graph.split_batch import cut, routes
 
 
 @dataclass(frozen=True)
 class RangePlan:
-    """names: of the instructions of the graph that the ranges are of. seconds: predicted for all of them."""
+    """Ranges of a graph that are cut.
+
+    names: the instructions of the graph on which the ranges were found, by name, in order.
+    ranges: in order; none if nothing is cut.
+    seconds: predicted for the graph with these ranges cut.
+    """
 
     names: tuple[str, ...] = ()
     ranges: tuple[Range, ...] = ()
     seconds: float = 0.0
 
     def ranges_of_layers(self) -> list[Range | None]:
-        """That of each layer, in order; None where it is not cut."""
-        found, now = list[Range | None](), None
-        opens = "order_" if "order_0" in self.names else "pack_"  # backward, of the gradients
-        begins = {each.first: each for each in self.ranges}
+        """Returns the range of each layer, in order; None for a layer that is not cut."""
+        ranges = list[Range | None]()
+        current = None
+        # A layer begins with `order`; in backward, which has none, by packing the output's gradient.
+        opens = "order_" if "order_0" in self.names else "pack_"
+        begins = {range_.first: range_ for range_ in self.ranges}
         for name in self.names:
-            now = begins.get(name, now)
+            current = begins.get(name, current)
             if name.startswith(opens):
-                found.append(now)
-            now = None if now and name == now.last else now
-        return found
+                ranges.append(current)
+            current = None if current and name == current.last else current
+        return ranges
 
 
 class Cutting:
-    """One graph, and how it is cut."""
+    """A graph with all that is needed to cut it.
+
+    size: the number of sequences as the graph has it, as text: a number or a symbol.
+    calls: the calls of the graph, in order.
+    names: their labels.
+    """
 
     size: str
     calls: list[fx.Node]
     names: tuple[str, ...]
 
     def __init__(self, module: fx.GraphModule, cut: Mapping[fx.Node, Axis], sequences: object) -> None:
-        """cut: the axes of inputs. sequences: how many there are, as the graph has it."""
-        self._module, self.size = module, f"{sequences}"
-        held = (
+        """Finds the axes of all nodes, and moves nodes so that ranges can be as long as possible.
+
+        cut: the axes of the graph's inputs.
+        sequences: number of sequences in the batch, a number or a symbol.
+        """
+        self._module = module
+        self.size = f"{sequences}"
+        batches = (
             each for each, axis in cut.items() if axis == 0 and f"{each.meta['val'].shape[0]}" == self.size
         )
-        self._batch = batch = next(held, None)
+        self._batch = batch = next(batches, None)
         self._routes = routes(module.graph)
         free = module.graph.find_nodes(op="placeholder") if self._routes else []
         self._axes, self._refused = infer(module.graph, cut, free)
@@ -67,13 +87,17 @@ class Cutting:
         self.names = tuple(map(label, self.calls))
 
     def _gather(self) -> None:
-        """Moves what only happens to stand in a layer's body behind it: all else there is of routed rows."""
+        """Moves nodes that stand among a layer's instructions without belonging to it behind the layer.
+
+        The layer can then be cut by its tokens, because all of its instructions work on routed rows.
+        """
         for route in self._routes:
             nodes = list(self._module.graph.nodes)
             body = nodes[nodes.index(route.pack) : nodes.index(route.last)]
-            weights, needed = OPS.experts_weight_gradient.default, {route.last}
+            weight_gradient = OPS.experts_weight_gradient.default
+            needed = {route.last}
             for node in reversed(body):
-                if node.target is weights or not needed.isdisjoint(node.users):
+                if node.target is weight_gradient or not needed.isdisjoint(node.users):
                     needed.add(node)
             for node in reversed(body):
                 if node not in needed:
@@ -82,100 +106,121 @@ class Cutting:
                     (source if is_result_of else route.last).append(node)
 
     def saved(self) -> dict[str, int]:
-        """Of results that are cut along the batch the axis, by name and by shape."""
-        found: dict[str, int] = {}
+        """Returns the axes of the graph's results that are cut along a dimension, by name and by shape.
+
+        The shape is for gradients: a result and its gradient share the shape, but not the name.
+        """
+        axes: dict[str, int] = {}
         for node in self._module.graph.output_node().all_input_nodes if self.sequences > 1 else ():
             if isinstance(self._axes[node], int):
-                found[node.name] = self._axes[node]
-                found.setdefault(_text(node), self._axes[node])
-        return found
+                axes[node.name] = self._axes[node]
+                axes.setdefault(_text(node), self._axes[node])
+        return axes
 
     @property
     def sequences(self) -> int:
-        """How many there are; 0 where nothing can be cut."""
+        """Number of sequences in the batch; 0 if no input holds the batch."""
         return int(self._batch.meta["val"].shape[0]) if self._batch else 0
 
     def cuttable(self, instructions: Sequence[Instruction]) -> Cuttable:
-        """No routed rows cross the end of a range, and no results are taken from their operator there."""
-        place = {node: at for at, node in enumerate(self.calls)}
+        """Returns where ranges of the graph may end, and which instructions can be cut.
+
+        instructions: those of the graph, with their costs.
+
+        A range does not end between routed rows and their last user, because the range behind it could not
+        cut them into parts again. Nor does it end between an operator with several results and the nodes that
+        take these: only single tensors are joined.
+        """
+        place_of = {node: at for at, node in enumerate(self.calls)}
         ends = [True] * (len(self.calls) + 1)
         for node in self.calls:
             users = [user for each in (node, *filter(is_result, node.users)) for user in each.users]
-            last = max((place[user] for user in users if user in place), default=place[node])
+            last = max((place_of[user] for user in users if user in place_of), default=place_of[node])
             if self._axes[node] == IRREGULAR or isinstance(node.meta.get("val"), (tuple, list)):
-                ends[place[node] + 1 : last + 1] = [False] * (last - place[node])
+                ends[place_of[node] + 1 : last + 1] = [False] * (last - place_of[node])
         return Cuttable(instructions, ends, [node not in self._refused for node in self.calls])
 
     def cut(self, plan: RangePlan) -> fx.GraphModule:
-        """The module with the plan's ranges in parts."""
+        """Returns the module with the plan's ranges in parts."""
         if not plan.ranges:
             return self._module
         if self.names == plan.names and self._batch and self.sequences > 1:
             return cut(self._module, dict.fromkeys(plan.ranges, self._batch), self._axes)
-        axes, ranges = dict[fx.Node, Any](), dict[Range, fx.Node]()
+        axes = dict[fx.Node, Any]()
+        ranges = dict[Range, fx.Node]()
         free = [node for each in self._routes for node in each.kept.values()]
-        for (begin, end), found in zip(self._layers(), plan.ranges_of_layers(), strict=True):
-            if found:
+        for (begin, end), range_ in zip(self._layers(), plan.ranges_of_layers(), strict=True):
+            if range_:
                 body = self.calls[begin : end + 1]
                 with_results = [each for node in body for each in (node, *filter(is_result, node.users))]
                 axes |= follow(with_results, _tokens(body), free)
-                own = replace(found, first=label(body[0]), last=label(body[-1]))
-                ranges[own] = body[0].args[0]  # type: ignore[assignment]
+                own_range = replace(range_, first=label(body[0]), last=label(body[-1]))
+                ranges[own_range] = body[0].args[0]  # type: ignore[assignment]
         return cut(self._module, ranges, axes)
 
     def _layers(self) -> list[tuple[int, int]]:
-        """Where each layer's body begins, and its last instruction."""
-        place = {node: at for at, node in enumerate(self.calls)}
+        """Returns the places of each layer's first and last instruction among `calls`."""
+        place_of = {node: at for at, node in enumerate(self.calls)}
         if self._routes:
-            return [(place[each.pack], place[each.last]) for each in self._routes]
-        orders = [place[node] for node in self.calls if node.target is OPS.order.default]
-        joins = [place[node] for node in self.calls if node.target is OPS.join.default]
+            return [(place_of[each.pack], place_of[each.last]) for each in self._routes]
+        orders = [place_of[node] for node in self.calls if node.target is OPS.order.default]
+        joins = [place_of[node] for node in self.calls if node.target is OPS.join.default]
         return list(zip(orders, joins, strict=True))
 
 
 NUM_SOURCES: dict[Any, int] = {OPS.order.default: 3, OPS.pack.default: 1}
-"""By operator, how many of its first arguments have a row a token, or a choice."""
+"""How many of an operator's first arguments have one row for each token, or each slot."""
 
 
 def _tokens(body: Sequence[fx.Node]) -> Mapping[fx.Node, Axis]:
-    """The inputs of a layer's body that have a row a token, or a choice."""
-    inside, found = set(body), dict[fx.Node, Axis]()
+    """Returns the inputs of a layer's body that are cut by tokens, along dimension 0."""
+    inside = set(body)
+    axes = dict[fx.Node, Axis]()
     for node in body:
         for source in node.args[: NUM_SOURCES.get(node.target, 0)]:
             while source in inside:
                 source = source.all_input_nodes[0]  # type: ignore[union-attr]
             if isinstance(source, fx.Node):
-                found[source] = 0
-    return found
+                axes[source] = 0
+    return axes
 
 
 def backward_axes(forward: Cutting, graph: fx.Graph) -> dict[fx.Node, Axis]:
-    """Of a backward graph's inputs: those of the forward pass's results, which have the same names, and of
-    the gradients of results."""
-    saved, found = forward.saved(), dict[fx.Node, Axis]()
+    """Returns the axes of a backward graph's inputs, from those of the forward graph's results.
+
+    A saved tensor has the name of the forward result. The gradient of a result ("tangents_...") has another
+    name and is found by its shape.
+    """
+    saved = forward.saved()
+    axes = dict[fx.Node, Axis]()
     for node in graph.find_nodes(op="placeholder"):
         axis = saved.get(_text(node) if node.name.startswith("tangents") else node.name)
         if axis is not None:
-            found[node] = axis
-    return found
+            axes[node] = axis
+    return axes
 
 
 def _text(node: fx.Node) -> str:
+    """Returns the shape of a node's tensor as text; "" if it has none."""
     value = node.meta.get("val")
     return f"{tuple(value.shape)}" if isinstance(value, Tensor) else ""
 
 
 def _put_last(graph: fx.Graph, refused: Mapping[fx.Node, str]) -> None:
-    """Moves what cannot be cut, and what follows from it, behind everything else, where no all-to-all waits
-    for it: so auxiliary losses, which are of the whole batch, end no range."""
-    needed, last = set[fx.Node](), set[fx.Node]()
+    """Moves instructions that cannot be cut to the end of the graph, if no all-to-all waits for them.
+
+    Instructions that follow from them move too. An auxiliary loss, for example, needs the whole batch; in the
+    middle of the graph it would end a range.
+    """
+    needed = set[fx.Node]()
+    moved = set[fx.Node]()
     for node in reversed(graph.nodes):
         if communicates(node) or node in needed:
             needed.update(node.all_input_nodes)
     for node in list(graph.nodes):
-        may = node.op == "call_function" and node not in needed and not communicates(node)
-        if may and (node in refused or not last.isdisjoint(node.all_input_nodes)):
-            last.add(node)
+        is_movable = node.op == "call_function" and node not in needed and not communicates(node)
+        if is_movable and (node in refused or not moved.isdisjoint(node.all_input_nodes)):
+            moved.add(node)
     output = graph.output_node()
-    for node in [each for each in graph.nodes if each in last]:
+    for node in [each for each in graph.nodes if each in moved]:
         output.prepend(node)

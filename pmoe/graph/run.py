@@ -1,9 +1,16 @@
-"""A compiled graph at run time: measured in its first steps, then run in the order that is predicted to be
-best.
+"""A compiled graph at run time: measured in its first steps, then run in the best predicted order.
 
-Graphs of the same layers and direction are one program, whatever their shapes: its first steps are the same
-steps on every rank, so what ranks must agree on is agreed there, and a rank that compiles again for other
-shapes does so alone.
+Graphs of the same layers and direction are one program, for all shapes. Its first steps are the same steps
+on every rank, so ranks agree there. A rank that compiles again later, for other shapes, does so alone.
+
+    step   runs                                       ranks agree before it on
+    1      the graph in k parts, for each k, then     the same operators; the largest number of parts
+           as traced, which gives the step's results
+    2      the graph with its ranges cut              the ranges (rank 0's)
+    3      the graph in its final order               the costs (rank 0's), from which the order follows
+
+Step 2 is left out if no range is cut. Steps 1 and 2 measure what operators cost. Costs differ from rank to
+rank; orders must not, so rank 0's count.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ from torch import Tensor, fx
 
 from pmoe.comm.agreement import digest, from_first, gathered, same
 from pmoe.comm.ranks import Ranks
+from pmoe.decide.begin import check_ranks
 from pmoe.graph import weight_gradients
 from pmoe.graph.cost import Cost, Costs, Profiled, costs_of, instructions_of, link_of
 from pmoe.graph.instructions import Instruction, peak_bytes, total_seconds
@@ -35,22 +43,27 @@ from pmoe.graph.operators import LAYERS, parts_of
 from pmoe.graph.options import Options
 from pmoe.graph.plan import Cutting, RangePlan, backward_axes
 from pmoe.graph.ranges import PartCosts, lags, solve, whole_ranges
-from pmoe.layer.parts import check_ranks
 
 CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default)
-"""What tracing leaves to check that numbers of rows are none below 0."""
+"""Operators by which tracing checks that numbers of rows are not negative. They are removed."""
 
 Key = tuple[str, tuple[int, ...]]
+"""The identity of a program: its direction and the numbers of its layers that communicate, in order."""
 
 
 @dataclass
 class Program:
-    """What is known of the graphs of some layers and one direction.
+    """State of all graphs of some layers and one direction.
 
-    steps: that have begun on this rank, until all is known. plan: the ranges that are cut. costs: of the
-    graph with those, by node; is_agreed: whether they are rank 0's. limit: of bytes, of a backward graph.
-    before: its instructions as they were traced, with those ranges cut; instructions: the same in the order
-    in which they run. watch: runs its passes in their place, where somebody looks on.
+    key: its direction and layers.
+    steps: steps that have begun on this rank; not counted once `is_agreed`.
+    plan: the ranges that are cut.
+    costs: of the graph with these ranges cut, by `label`.
+    is_agreed: whether plan and costs are rank 0's on all ranks, so that the order can follow.
+    limit: memory limit of a backward graph in bytes; 0 before it is known, and for other directions.
+    before: instructions in the order of the trace, with the ranges cut.
+    instructions: the same in the order in which they run.
+    watch: runs a pass in place of the program, for `explain`; None otherwise.
     """
 
     key: Key
@@ -65,18 +78,20 @@ class Program:
 
 
 PROGRAMS: dict[Key, Program] = {}
+"""All programs of this process."""
 
 PARTS = (2, 3, 4, 6, 8)
 BACKWARD_PARTS = (2, 4)
-"""Numbers of parts that are tried."""
+"""Numbers of parts that are tried, forward (`PARTS`) and backward."""
 
 
 class GraphRunner:
-    """What AOTAutograd calls for one graph.
+    """The function that AOTAutograd calls for one graph.
 
-    The first step of a program runs its graph as it was traced, and in parts too, to find what operators
-    cost. Before the second, ranks take rank 0's ranges; where there are any, that step finds what the graph
-    costs with them cut. Before the next, ranks take rank 0's costs, and the order follows.
+    module: the graph, with its weight gradients merged and its calls labelled.
+    options: the backend's.
+    program: the program of which this is a graph.
+    cutting: the graph's axes and how to cut it.
     """
 
     module: fx.GraphModule
@@ -95,16 +110,21 @@ class GraphRunner:
         is_tiny: bool,
         cuttings: dict[str, Cutting],
     ) -> None:
-        """batch: which of the forward pass's inputs hold sequences, along their first dimension. is_tiny: of
-        one, or none, which are traced another way than several. cuttings: by direction, of this graph and of
-        those that were compiled with it."""
+        """Prepares a graph: removes checks, merges weight gradients, labels its calls and finds its axes.
+
+        direction: "forward", "backward" or "inference".
+        batch: positions of the forward inputs that hold the batch, along their first dimension.
+        is_tiny: whether the batch has 0 or 1 sequence; such graphs are traced with other operators.
+        cuttings: by direction, of the graphs that were compiled together. This graph's is added.
+        """
         for node in reversed(list(module.graph.nodes)):
             if node.target in CHECKS:
                 module.graph.erase_node(node)
         module.graph.eliminate_dead_code()
         merge_weight_gradients(module.graph)
         name_all(module.graph)
-        self.module, self.options = module, options
+        self.module = module
+        self.options = options
         exchanges = (
             node.args[-1] for node in module.graph.find_nodes(op="call_function", target=OPS.exchange.default)
         )
@@ -116,7 +136,7 @@ class GraphRunner:
             self.cutting = Cutting(module, backward_axes(forward, module.graph), forward.size)
         else:
             sequences = inputs[batch[0]].meta["val"].shape[0] if batch else 0
-            self.cutting = Cutting(module, {inputs[at]: 0 for at in batch}, sequences)
+            self.cutting = Cutting(module, {inputs[position]: 0 for position in batch}, sequences)
         cuttings[direction] = self.cutting
         self._is_tiny = is_tiny
         self._run: Any = None
@@ -124,22 +144,29 @@ class GraphRunner:
 
     @property
     def ranks(self) -> Ranks | None:
-        """Of the first layer that communicates; None where there is none."""
+        """The ranks of the first layer that communicates; None if there is none."""
         layer = next(iter(self.program.key[1]), None)
         return None if layer is None else LAYERS[layer].ranks  # type: ignore[return-value]
 
     def __call__(self, boxed: list[Any]) -> Sequence[Any]:
-        ranks, program = self.ranks, self.program
+        """Runs the graph and returns its results. boxed: its arguments, in a list that the run empties.
+
+        Raises ValueError on every rank if ranks run different graphs. An error in the graph is raised again
+        with rank, instruction and layer.
+        """
+        ranks = self.ranks
+        program = self.program
         if ranks is not None and not program.steps:
             check_same_graphs(ranks, self.module, self._is_tiny, program.key)
+        # MoELayer.forward, which compares options and refuses wrappers, does not run in a graph.
         if program.key[0] != "backward":
             for layer in program.key[1]:
                 check_ranks(parts_of(layer))
         if self._run is None:
             if ranks is not None and not program.is_agreed:
                 program.steps += 1
-                found = self._first_step if program.steps == 1 else self._next_step
-                results = found(ranks, boxed)
+                step = self._first_step if program.steps == 1 else self._next_step
+                results = step(ranks, boxed)
                 if results is not None:
                     if self._costs is not None and ranks.rank == 0:
                         self._costs.save()
@@ -155,28 +182,35 @@ class GraphRunner:
             raise type(error)(f"pmoe: rank {rank} failed in {where}: {error}") from error
 
     def _first_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any]:
+        """Measures the graph in parts and as traced, chooses the plan on rank 0, and returns the results.
+
+        Forward, the ranges are those of `solve`, from the costs of parts. Backward, the whole graph is cut or
+        nothing is: the fastest of the plans that were measured is taken, if it fits into memory.
+        """
         program = self.program
-        stage = "agreeing on what is cut"
-        mine = (self.cutting.names, min(self.cutting.sequences, self.options.parts))
-        names, most = from_first(ranks, mine, stage=stage)
+        stage = "agreeing on the parts of a graph"
+        proposal = (self.cutting.names, min(self.cutting.sequences, self.options.parts))
+        names, max_parts = from_first(ranks, proposal, stage=stage)
         graph = self.cutting.cuttable(instructions_of(self.module, {}))
         is_backward = program.key[0] == "backward"
-        by_k, tried = dict[int, PartCosts](), dict[RangePlan, dict[str, Cost]]()
-        for k in (each for each in (BACKWARD_PARTS if is_backward else PARTS) if each <= most):
-            everything = whole_ranges(graph, k)
-            plan = RangePlan(names, tuple(everything))
+        by_k = dict[int, PartCosts]()
+        costs_of_plan = dict[RangePlan, dict[str, Cost]]()
+        for k in (each for each in (BACKWARD_PARTS if is_backward else PARTS) if each <= max_parts):
+            ranges_of_k = whole_ranges(graph, k)
+            plan = RangePlan(names, tuple(ranges_of_k))
             plan = from_first(ranks, plan, stage="agreeing on parts to be measured")
             module = self.cutting.cut(plan)
-            with torch.random.fork_rng(devices=[]):  # random numbers are drawn as if it had not run
+            with torch.random.fork_rng(devices=[]):  # a trial must not change the random numbers of the run
                 costs = self._profiled(ranks, module, list(boxed))[0]
             by_k[k] = _by_origin(module, costs)
             for lag in lags(k):
-                tried[RangePlan(names, tuple(replace(each, lag=lag) for each in everything))] = costs
+                costs_of_plan[RangePlan(names, tuple(replace(each, lag=lag) for each in ranges_of_k))] = costs
         program.costs, results = self._profiled(ranks, self.module, boxed)
         if is_backward and ranks.rank == 0:
             _, order, _, limit = self._fastest(self.module, program.costs)
-            program.plan, program.limit = RangePlan(seconds=total_seconds(order)), limit
-            for plan, costs in tried.items():
+            program.plan = RangePlan(seconds=total_seconds(order))
+            program.limit = limit
+            for plan, costs in costs_of_plan.items():
                 _, order, num_bytes, _ = self._fastest(self.cutting.cut(plan), costs)
                 if num_bytes <= limit and total_seconds(order) < program.plan.seconds:
                     program.plan = replace(plan, seconds=total_seconds(order))
@@ -188,6 +222,11 @@ class GraphRunner:
         return results
 
     def _next_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any] | None:
+        """Takes rank 0's plan in step 2, and rank 0's costs after it.
+
+        Returns the results if the step measures the graph with its ranges cut. Otherwise returns None: all is
+        agreed, and the graph can run in its final order.
+        """
         program = self.program
         if program.steps == 2:
             program.plan = from_first(ranks, program.plan, stage="agreeing on the ranges of a graph")
@@ -195,23 +234,24 @@ class GraphRunner:
                 module = self.cutting.cut(program.plan)
                 program.costs, results = self._profiled(ranks, module, boxed)
                 return results
-        mine = (program.costs, program.limit)
-        program.costs, program.limit = from_first(ranks, mine, stage="agreeing on the costs of a graph")
+        proposal = (program.costs, program.limit)
+        program.costs, program.limit = from_first(ranks, proposal, stage="agreeing on the costs of a graph")
         program.is_agreed = True
         return None
 
     def _profiled(
         self, ranks: Ranks, module: fx.GraphModule, boxed: list[Any]
     ) -> tuple[dict[str, Cost], Sequence[Any]]:
-        like = next(each for each in boxed if isinstance(each, Tensor) and each.is_floating_point())
-        self._costs = costs_of(like.device)
-        profiled = Profiled(module, self._costs, link_of(ranks, like.device, like.dtype))
+        """Runs a module node by node; returns the cost of each node and the results."""
+        tensor = next(each for each in boxed if isinstance(each, Tensor) and each.is_floating_point())
+        self._costs = costs_of(tensor.device)
+        profiled = Profiled(module, self._costs, link_of(ranks, tensor.device, tensor.dtype))
         with torch.no_grad():
             results: Sequence[Any] = profiled.boxed_run(boxed)
         return profiled.found, results
 
     def _ordered(self, module: fx.GraphModule) -> list[fx.Node]:
-        """The nodes in the order that is predicted to be the fastest within the memory limit."""
+        """Returns the nodes in the order that is predicted to be the fastest within the memory limit."""
         program = self.program
         program.before, program.instructions, *_ = self._fastest(module, program.costs)
         by_name = {label(node): node for node in calls_of(module)}
@@ -220,25 +260,33 @@ class GraphRunner:
     def _fastest(
         self, module: fx.GraphModule, costs: dict[str, Cost]
     ) -> tuple[list[Instruction], list[Instruction], int, float]:
-        """(the instructions as they stand, the same in the fastest order that fits, the bytes that this takes
-        and may take)."""
+        """Returns the fastest of several orders of a module whose peak memory is within the limit.
+
+        Returns
+
+            the instructions in the module's order
+            the same in the fastest order; the module's own if no order fits
+            the peak bytes of that order
+            the limit in bytes
+        """
         before = instructions_of(module, costs)
         inputs = [label(node) for node in module.graph.find_nodes(op="placeholder")]
-        given = {name: costs[name].num_bytes for name in inputs if name in costs}
+        input_bytes = {name: costs[name].num_bytes for name in inputs if name in costs}
         results = [label(each) for each in module.graph.output_node().all_input_nodes]
         kept = [costs[name].view_of or name for name in results if name in costs]
-        limit = self.program.limit or self.options.limit(peak_bytes(before, kept, given))
+        limit = self.program.limit or self.options.limit(peak_bytes(before, kept, input_bytes))
         orders = [before]
         if self.options.weight_gradients and self.ranks is not None:
             assigned = weight_gradients.assign(before)
             orders.append(weight_gradients.placed(before, assigned))
-            orders.append(weight_gradients.listed(before, limit=limit, kept=kept, given=given))
-        fitting = [order for order in orders if peak_bytes(order, kept, given) <= limit]
-        found = min(fitting or orders[:1], key=total_seconds)
-        return before, found, peak_bytes(found, kept, given), limit
+            orders.append(weight_gradients.listed(before, limit=limit, kept=kept, given=input_bytes))
+        fitting = [order for order in orders if peak_bytes(order, kept, input_bytes) <= limit]
+        fastest = min(fitting or orders[:1], key=total_seconds)
+        return before, fastest, peak_bytes(fastest, kept, input_bytes), limit
 
 
 def _by_origin(module: fx.GraphModule, costs: dict[str, Cost]) -> PartCosts:
+    """Returns the measured costs of a module in parts, by the label of the node that was cut."""
     part: dict[str, list[float]] = {}
     join: dict[str, float] = {}
     for node in module.graph.nodes:
@@ -247,27 +295,35 @@ def _by_origin(module: fx.GraphModule, costs: dict[str, Cost]) -> PartCosts:
             part.setdefault(node.meta["origin"], []).append(seconds)
         elif "joins" in node.meta:
             join[node.meta["joins"]] = seconds
-    return PartCosts({name: sum(found) / len(found) for name, found in part.items()}, join)
+    return PartCosts(
+        {name: sum(seconds_of_parts) / len(seconds_of_parts) for name, seconds_of_parts in part.items()}, join
+    )
 
 
 def check_same_graphs(ranks: Ranks, module: fx.GraphModule, is_tiny: bool, key: Key) -> None:
-    """Raises ValueError on every rank where ranks run other operators, and names the first. Of a tiny batch's
-    graph all-to-alls count alone. Collective."""
-    found = [(f"{node.target}", communicates(node)) for node in calls_of(module)]
-    mine = (found, not is_tiny)
+    """Raises ValueError on every rank if ranks run different operators; it names the first that differs.
+
+    is_tiny: whether this rank's batch has 0 or 1 sequence. Its graph has other operators than those of larger
+        batches, so that only its all-to-alls are compared.
+
+    Collective: one reduction of a digest, and one gathering of the operators if the digests differ.
+    """
+    calls = [(f"{node.target}", communicates(node)) for node in calls_of(module)]
+    own_calls = (calls, not is_tiny)
     stage = f"comparing the {key[0]} graphs"
-    (alike,) = same(ranks, torch.device("cpu"), [digest(name for name, _ in found)], stage=stage)
-    if alike:
+    (is_same,) = same(ranks, torch.device("cpu"), [digest(name for name, _ in calls)], stage=stage)
+    if is_same:
         return
-    every = gathered(ranks, mine, stage=stage)
-    first = next((rank for rank, (_, is_whole) in enumerate(every) if is_whole), 0)
-    for rank, (_, is_whole) in enumerate(every):
+    all_calls = gathered(ranks, own_calls, stage=stage)
+    first = next((rank for rank, (_, is_whole) in enumerate(all_calls) if is_whole), 0)
+    for rank, (_, is_whole) in enumerate(all_calls):
         theirs, names = (
-            [name for name, sends in every[each][0] if sends or is_whole] for each in (rank, first)
+            [name for name, sends in all_calls[each][0] if sends or is_whole] for each in (rank, first)
         )
-        for at, (its, wanted) in enumerate(itertools.zip_longest(theirs, names, fillvalue="none")):
-            if its != wanted:
+        for index, (actual, expected) in enumerate(itertools.zip_longest(theirs, names, fillvalue="none")):
+            if actual != expected:
                 raise ValueError(
-                    f"the {key[0]} graph of rank {rank} must be that of rank {first}: operator {at} is "
-                    f"{its}, there {wanted}. Models and options must be the same on all ranks"
+                    f"the {key[0]} graph of rank {rank} must be that of rank {first}: operator {index} is "
+                    f"{actual} in place of {expected}. Build the same model with the same options on all "
+                    "ranks"
                 )

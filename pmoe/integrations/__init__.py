@@ -1,1 +1,1 @@
-"""pmoe in other libraries and tools; each module imports its library when it is used."""
+"""pmoe in other libraries and tools. Each module imports its library only when it is used."""

@@ -1,11 +1,12 @@
-"""`StatsWriter` writes `pmoe.stats` and a script's own numbers during training, as CSV and for TensorBoard.
-
-`pmoe report RUN_DIR` makes a page of them.
+"""`StatsWriter` logs a training run: `pmoe.stats` and a script's own numbers, as CSV files and for
+TensorBoard.
 
     with StatsWriter("runs/1", model, every=50, settings=vars(arguments)) as writer:
         for step in range(1, steps + 1):
             loss = train_step()
             writer.step(step, loss=loss)
+
+`pmoe report RUN_DIR` makes a page of the files.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from torch import Tensor, nn
 
 from pmoe import __version__
 from pmoe.arguments import check_count, check_flag, check_int, check_kind, check_module, check_path
+from pmoe.comm.failures import all_fail_together
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.told import all_fail_together
-from pmoe.engine.recording import Journal, recording
+from pmoe.engine.lanes.recorder import Journal, recording
 from pmoe.integrations import run_folder as files
 from pmoe.integrations.statistics import LayerStats, Stats, layers_of, stats
 
@@ -39,10 +40,14 @@ if TYPE_CHECKING:
 RATIOS = ("drop_rate", "imbalance", "rank_imbalance")
 DEGREES = ("n_forward", "n_backward")
 SECONDS = ("communication_seconds", "exposed_seconds")
+"""Fields of `LayerStats` that are shown as curves in TensorBoard."""
 
 
 class Board:
-    """Writes event files to ``folder``, which the first `show` makes."""
+    """Writes TensorBoard event files to ``folder``.
+
+    The first `show` makes the folder. Raises ImportError if tensorboard is not installed.
+    """
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -55,23 +60,30 @@ class Board:
         self._writer: SummaryWriter | None = None
 
     def show(self, scalars: Sequence[files.Row], step: int, found: Stats | None) -> None:
-        """Adds scalars, and a step's statistics; hides what an earlier run wrote of the first step on."""
+        """Adds scalars and the statistics of a step.
+
+        found: the statistics of ``step``, or None.
+
+        The first call also makes TensorBoard hide what an earlier run wrote from its first step on.
+        """
         if not scalars:
             return
         if self._writer is None:
             self._writer = self._made(purge_step=scalars[0].step)
-        for each in scalars:
-            self._writer.add_scalar(each.name, each.value, each.step)
+        for scalar in scalars:
+            self._writer.add_scalar(scalar.name, scalar.value, scalar.step)
         for layer in () if found is None else found.layers:
             _show_layer(self._writer, step, layer)
         self._writer.flush()
 
     def close(self) -> None:
+        """Closes the event file, if there is one."""
         if self._writer is not None:
             self._writer.close()
 
 
 def _show_layer(writer: SummaryWriter, step: int, layer: LayerStats) -> None:
+    """Adds one layer's numbers, and a histogram of its rows by expert."""
     numbers = {name: getattr(layer, name) for name in (*RATIOS, *DEGREES, *SECONDS)}
     numbers["predicted_peak_bytes"] = None if layer.predicted is None else layer.predicted.peak
     for name, value in numbers.items():
@@ -82,31 +94,34 @@ def _show_layer(writer: SummaryWriter, step: int, layer: LayerStats) -> None:
 
 
 class StatsWriter:
-    """Writes a training run to ``run_dir``: scalars of every step, layers' statistics every so many steps.
+    """Writes a training run to ``run_dir``: scalars of every step, and statistics of layers every few steps.
 
-    Every rank makes one and calls `step` after each training step; rank 0 of ``group`` writes. Statistics
-    are of all ranks of the group: one all-reduce every ``every`` steps. Scalars are rank 0's: reduce them
-    first if the others' matter. A tensor among them is read only when statistics are due, so that no step
-    waits for the device. Of a layer that a step calls several times only the last call is logged.
+    Every rank makes a writer and calls `step` after each training step. Rank 0 of ``group`` writes the files.
 
-    A folder that has data is continued: where the run goes on from an earlier step, the later lines hold. It
-    has one writer at a time: another is refused until the first is closed or its process ends. Once training
-    runs, a file that cannot be written, as on a full disk, does not stop it: rank 0 warns, and the lines wait
-    for the next time. After a crash, the lines since the last statistics are lost.
+    - Statistics are those of all ranks of the group: one all-reduce every ``every`` steps.
+    - Scalars are those of rank 0. Reduce them first if the values of other ranks matter.
+    - A scalar that is a tensor is read only when statistics are due, so that no step waits for the device.
+    - If a step calls a layer several times, only the last call is logged.
+
+    A folder that has data is continued. If the run goes on from an earlier step, the later lines hold. A
+    folder has one writer at a time: a second one raises until the first is closed or its process ends.
+
+    During training, a file that cannot be written (such as on a full disk) does not stop the run: rank 0
+    warns, and the lines are written the next time. A crash loses the lines since the last statistics.
 
     Args:
-        run_dir: the folder; made where there is none.
-        model: its MoE layers are logged.
-        every: steps between statistics. The first step has some, too.
+        run_dir: the folder. It is made if it does not exist.
+        model: the model whose MoE layers are logged.
+        every: number of steps from one set of statistics to the next. The first step has statistics too.
         tensorboard: also write event files to ``run_dir``/tensorboard.
-        exposed: record the passes of each step with statistics, except the first, to log how long
-            communication was waited for. Recording slows these steps a little.
-        settings: the run's settings for the report, plain data, such as ``vars(arguments)``.
-        group: the default group if None.
+        exposed: record the passes of each step with statistics, except the first. The log then says how long
+            computation waited for communication. Recording slows these steps a little.
+        settings: settings of the run for the report: plain data, such as ``vars(arguments)``.
+        group: the ranks that train the model. None is the default group.
 
-    Raises, on every rank: OSError or ValueError where the folder cannot be written, holds other files of
-    these names or has another writer; TypeError where settings are no plain data; ImportError where
-    tensorboard is True and the package is not installed.
+    Raises on every rank: OSError or ValueError if the folder cannot be written, holds other files of these
+    names or has another writer; TypeError if an argument has another type or settings are not plain data;
+    ImportError if tensorboard is True and the package is not installed.
     """
 
     writes: bool
@@ -127,7 +142,10 @@ class StatsWriter:
     ) -> None:
         ranks = Ranks(group)
         self.writes = ranks.rank == 0
-        self.every, self.exposed, self._model, self._group = every, exposed, model, group
+        self.every = every
+        self.exposed = exposed
+        self._model = model
+        self._group = group
         self._last: int | None = None
         self._claim = contextlib.ExitStack()
         self._described: dict[str, Any] | None = None
@@ -143,12 +161,14 @@ class StatsWriter:
             check_flag("tensorboard", tensorboard)
             check_flag("exposed", exposed)
             check_kind((Mapping, type(None)), "a dict, such as vars(arguments)", settings=settings)
-            self.folder, self._session = Path(run_dir), _session(model, settings or {}, ranks.size)
+            self.folder = Path(run_dir)
+            self._session = _session(model, settings or {}, ranks.size)
             if self.writes:
                 self._open(tensorboard)
             self._claim = self._claim.pop_all()
 
     def _open(self, tensorboard: bool) -> None:
+        """Makes the folder and its files, and prepares those of an earlier run. Only on rank 0."""
         if tensorboard:
             self._board = Board(self.folder / "tensorboard")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -158,12 +178,14 @@ class StatsWriter:
         files.add_session(self.folder / files.RUN, self._session)
 
     def step(self, step: int, **scalars: float | Tensor) -> Stats | None:
-        """Call it after each training step: keeps the scalars; writes all lines when statistics are due.
+        """Keeps the scalars (tensors of one element, any shape). Writes all lines if statistics are due.
 
-        Steps ascend. Returns the statistics of all ranks, on every rank; None where none were due.
+        Call it after each training step, with ascending steps. Collective if statistics are due.
 
-        Raises TypeError or ValueError for a step that does not ascend, a scalar that is no number, or a name
-        that cannot be printed.
+        Returns the statistics of all ranks, on every rank; None if none were due.
+
+        Raises TypeError or ValueError if a step does not ascend, a scalar is not a number, or a name is not
+        printable.
         """
         check_int(0, step=step)
         if self._last is not None and step <= self._last:
@@ -173,35 +195,38 @@ class StatsWriter:
         is_due = is_first or step % self.every == 0
         stride = 1 if self._last is None else step - self._last
         self._last = step
-        found = None
+        statistics = None
         if is_due:
             self._recording.close()
-            found = stats(self._model, all_ranks=True, group=self._group, journal=self._journal)
+            statistics = stats(self._model, all_ranks=True, group=self._group, journal=self._journal)
             self._journal = None
             if self.writes:
-                if is_first:  # some layers are made by a model's first call
+                if is_first:  # described now, not at the start: a model's first call may make layers
                     self._described = {**self._session, "layers": _describe(self._model)}
-                self._add_statistics(step, found)
-                self._write("waits for the next time", found)
+                self._add_statistics(step, statistics)
+                self._write("are written the next time", statistics)
         if self.exposed and (step + stride) % self.every == 0 and self._journal is None:
             self._journal = self._recording.enter_context(recording())
-        return found
+        return statistics
 
     def note(self, **scalars: float | Tensor) -> None:
-        """Adds scalars to the last step, such as a validation's. No collective: any rank may call it.
+        """Adds scalars, such as those of a validation, to the last step (tensors of one element, any shape).
 
-        Raises ValueError before the first step, and as `step` does.
+        Not collective: any rank may call it. Raises ValueError before the first step. Also raises the errors
+        of `step` about scalars.
         """
         if self._last is None:
             raise ValueError("note must be called after a step")
         self._add(self._last, scalars)
 
     def _add(self, step: int, scalars: Mapping[str, float | Tensor]) -> None:
-        found = [(step, name, _number(name, value)) for name, value in scalars.items()]
+        """Checks the scalars on every rank. Keeps them on the rank that writes."""
+        checked = [(step, name, _number(name, value)) for name, value in scalars.items()]
         if self.writes:
-            self._scalars += found
+            self._scalars += checked
 
     def _add_statistics(self, step: int, found: Stats) -> None:
+        """Keeps the rows of all layers, the time, and the peaks of the pools. Only on rank 0."""
         self._rows += [files.layer_row(step, each) for each in found.layers]
         self._scalars.append((step, files.TIME, time.time()))
         if found.pools:
@@ -210,7 +235,11 @@ class StatsWriter:
             self._scalars += [(step, files.POOL_PEAK, device), (step, files.HOST_POOL_PEAK, host)]
 
     def _write(self, otherwise: str, found: Stats | None = None) -> None:
-        """Writes all lines that wait. otherwise: see `_stops_nothing`. found: the last step's statistics."""
+        """Writes all lines that wait.
+
+        otherwise: end of the warning, see `_stops_nothing`.
+        found: the last step's statistics, for TensorBoard.
+        """
         with self._stops_nothing(otherwise):
             if self._described is not None:
                 files.add_session(self.folder / files.RUN, self._described, instead=True)
@@ -225,22 +254,24 @@ class StatsWriter:
 
     @contextlib.contextmanager
     def _stops_nothing(self, otherwise: str) -> Iterator[None]:
-        """Warns where a file cannot be written: an error on this rank alone would leave the others waiting.
-        otherwise: says what happens to the lines."""
+        """Turns an OSError into a warning: an error on this rank alone would leave the other ranks waiting.
+
+        otherwise: what happens to the lines, for the warning.
+        """
         try:
             yield
         except OSError as error:
-            message = f"pmoe: StatsWriter cannot write to {self.folder}; what it has {otherwise}: {error}"
+            message = f"pmoe: StatsWriter cannot write to {self.folder}; its lines {otherwise}: {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=5)
 
     def close(self) -> None:
-        """Writes the lines that wait, and leaves the folder to others. No collective."""
+        """Writes the lines that wait, and frees the folder for another writer. Not collective."""
         self._recording.close()
         self._journal = None
         if self.writes:
-            self._write("is lost")
+            self._write("are lost")
         if self._board is not None:
-            with self._stops_nothing("is lost"):
+            with self._stops_nothing("are lost"):
                 self._board.close()
         self._claim.close()
 
@@ -252,7 +283,10 @@ class StatsWriter:
 
 
 def _number(name: str, value: object) -> float | Tensor:
-    """A tensor stays one, detached: reading it would wait for its device."""
+    """Returns a scalar as a float, or as a detached copy of its tensor.
+
+    Reading a tensor would wait for its device.
+    """
     if not name.isprintable():  # one line, and text that can be encoded
         raise ValueError(f"a scalar's name ({name!r}) must be printable")
     if isinstance(value, Tensor):
@@ -265,10 +299,11 @@ def _number(name: str, value: object) -> float | Tensor:
             raise TypeError
         return float(value)  # type: ignore[arg-type]
     except (OverflowError, TypeError, ValueError):
-        raise TypeError(f"{name} ({value!r}) must be a number, and no bool") from None
+        raise TypeError(f"{name} ({value!r}) must be a number, not a bool") from None
 
 
 def _session(model: nn.Module, settings: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
+    """Returns the description of this start of the run: its time, machine, versions and settings."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     on_cuda = device.type == "cuda"
     return {
@@ -288,18 +323,18 @@ def _session(model: nn.Module, settings: Mapping[str, Any], num_ranks: int) -> d
 
 
 def _describe(model: nn.Module) -> list[dict[str, Any]]:
-    """How each layer was built."""
+    """Returns the sizes and options with which each layer was built."""
     sizes = ("d_model", "d_hidden", "num_experts", "top_k")
     options = ("capacity_factor", "pipeline", "pipeline_backward", "memory_budget", "fused")
     return [
         {
             "layer": name,
-            **{size: getattr(each, size) for size in sizes},
-            "gate": type(each.gate).__name__,
-            "experts": type(each.experts).__name__,
-            "ranks": each.ranks.size,
-            **{option: getattr(each, option) for option in options},
-            "memory_reuse": each.restore if isinstance(each.restore, bool) else str(each.restore),
+            **{size: getattr(layer, size) for size in sizes},
+            "gate": type(layer.gate).__name__,
+            "experts": type(layer.experts).__name__,
+            "ranks": layer.ranks.size,
+            **{option: getattr(layer, option) for option in options},
+            "memory_reuse": layer.restore if isinstance(layer.restore, bool) else str(layer.restore),
         }
-        for name, each in layers_of(model).items()
+        for name, layer in layers_of(model).items()
     ]

@@ -1,7 +1,8 @@
-"""What the MoE layers of a model did in their last step: `stats`.
+"""`stats`: what the MoE layers of a model did in their last step.
 
-Everything is read from what the layers hold anyway; nothing is measured and, on CUDA, nothing waited for
-before somebody asks. How long communication was waited for is known of steps within `pmoe.recording`.
+It only reads what layers keep anyway; nothing is measured for it, and on CUDA nothing waits for the device
+until `stats` is called. The time that computation waited for communication is known only for steps within
+`pmoe.recording`.
 
 Letters: T tokens, K choices, N rows, E experts, W ranks, M = d_model.
 """
@@ -17,13 +18,13 @@ import torch.distributed as dist
 from torch import nn
 
 from pmoe.arguments import check_flag, check_kind, check_module
+from pmoe.call.decision import Ran
 from pmoe.comm.ranks import Ranks, at_stage
-from pmoe.engine.arena import pool
-from pmoe.engine.recording import Journal
-from pmoe.experts.wrapped import COPIED, sampled
+from pmoe.decide.dense_values import DENSE, SAME_VALUES, dense_values
+from pmoe.engine.buffers.arena import pool
+from pmoe.engine.lanes.recorder import Journal
+from pmoe.experts.wrapper_checks import COPIED, sampled
 from pmoe.layer import MoELayer
-from pmoe.layer.decision import Ran
-from pmoe.layer.values import DENSE, SAME_VALUES, dense_values
 from pmoe.planner.memory import PredictedMemory
 from pmoe.planner.timeline import Overlap, overlap
 from pmoe.text import table
@@ -32,28 +33,41 @@ from pmoe.warn import warn_once
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStats:
-    """One layer's last forward pass, and what was recorded of both passes. Defaults are those of no call.
+    """Statistics of one layer's last forward pass, and the recorded times of both passes.
+
+    The defaults are the values before the first call.
 
     Attributes:
-        name: as ``named_modules`` gives it.
-        tokens_per_expert: (E,) rows kept for each of all experts, of this rank's tokens or of all ranks'.
-        num_slots: rows before any were dropped; None where the gate names only rows that it keeps (expert
-            choice, SoftMoE).
-        drop_rate: dropped rows over num_slots, from 0 to 1.
-        imbalance: rows of the busiest expert over the mean of all, 1 where even; None without rows.
-        rank_imbalance: the same of the ranks that experts are spread over; None unless all ranks are counted.
-            Example: tokens_per_expert (4, 2, 2, 0): imbalance 2; on two ranks rank_imbalance 1.5.
-        path: who computed it: "pipeline" (in chunks, by the pipeline engine), "alone" (one rank's kernels),
-            "fused", "fused forward"; "not run" before the first call.
-        n_forward, n_backward: chunks of both passes; None where a pass was not cut or there is none.
-        restore: the fates of T_DI and T_M between the passes ("communicate/recompute"); None where buffers do
+        name: name of the layer in ``named_modules``.
+        tokens_per_expert: (E,) number of rows that each of all experts keeps, of this rank's tokens or of all
+            ranks'.
+        num_slots: number of rows before any were dropped. None if the gate names only rows that it keeps
+            (expert choice, SoftMoE).
+        drop_rate: dropped rows / num_slots, from 0 to 1.
+        imbalance: rows of the busiest expert / mean rows of all experts. 1 is even. None without rows.
+        rank_imbalance: rows of the busiest rank / mean rows of the ranks that experts are spread over. None
+            unless statistics are those of all ranks. Example: tokens_per_expert (4, 2, 2, 0) has imbalance 2,
+            and on two ranks rank_imbalance 1.5.
+        path: the code that computed the call:
+
+            - "not run": there was no call yet;
+            - "pipeline": the pipeline engine, in chunks;
+            - "one rank": the kernels of one rank;
+            - "fused": COMET's kernels in both passes; "fused forward": in the forward pass only;
+            - "persistent": FlashDMoE's kernels, one a pass;
+            - "whole graph": a compiled graph of the whole model.
+        n_forward, n_backward: number of chunks of each pass. None if the pass was not cut into chunks, or if
+            there was none.
+        restore: fates of T_DI and T_M between the passes, such as "communicate/recompute". None if buffers do
             not rotate (the pipeline then keeps both), or without a backward pass.
-        tensors: bytes of T_I, T_DI, T_M, T_DO and T_O of this rank by row counts and types, each as a whole,
-            whether or not it is ever held as one; without T_M where experts are modules.
-        predicted: this rank's bytes of both passes (`MoELayer.predict_memory`) for the rows that came; None
-            where they are not predicted. unpredicted says why, or what they do not count.
+        tensors: bytes of T_I, T_DI, T_M, T_DO and T_O of this rank, from row counts and dtypes. Each is the
+            size of the whole tensor, also if only parts of it exist at a time. T_M is missing if experts are
+            modules.
+        predicted: bytes of this rank in both passes for the rows that it had (`MoELayer.predict_memory`).
+            None if they cannot be predicted.
+        unpredicted: why not, or what the prediction does not count.
         forward, backward: seconds of the last recorded pass in each direction, of this rank, or means over
-            all ranks; None where none was recorded.
+            all ranks. None if none was recorded.
     """
 
     name: str
@@ -74,22 +88,27 @@ class LayerStats:
 
     @property
     def exposed_seconds(self) -> float | None:
-        """Of both passes of the last call, as far as they were recorded; None where none was."""
-        found = [each.exposed for each in (self.forward, self.backward) if each is not None]
-        return sum(found) if found else None
+        """Seconds of both passes in which something travels and nothing is computed.
+
+        None if no pass was recorded.
+        """
+        seconds = [times.exposed for times in (self.forward, self.backward) if times is not None]
+        return sum(seconds) if seconds else None
 
     @property
     def communication_seconds(self) -> float | None:
-        """The time of both passes in which anything travels; None where none was recorded."""
-        found = [each.communication for each in (self.forward, self.backward) if each is not None]
-        return sum(found) if found else None
+        """Seconds of both passes in which something travels. None if no pass was recorded."""
+        seconds = [times.communication for times in (self.forward, self.backward) if times is not None]
+        return sum(seconds) if seconds else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolStats:
-    """Bytes that all layers of a device share, as `pmoe.pool` counts them.
+    """Bytes of the memory that all layers on a device share, as `pmoe.pool` counts them.
 
-    On the device they are ring slots, on the host memory of what is offloaded.
+    device: name of the device.
+    device_bytes, device_peak_bytes: ring slots on the device, now and at most.
+    host_bytes, host_peak_bytes: memory on the host for what is offloaded, now and at most.
     """
 
     device: str
@@ -104,9 +123,9 @@ HEADER = ("layer", "path", "n", "pair", "rows", "dropped", "max / mean", "of ran
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Of all MoE layers of a model, in the model's order. ``str`` is a table.
+    """Statistics of all MoE layers of a model, in the model's order. ``str`` makes a table of them.
 
-    num_ranks: whose tokens are counted; 1 is this rank alone.
+    num_ranks: number of ranks whose tokens are counted. 1 is this rank alone.
     """
 
     layers: tuple[LayerStats, ...]
@@ -114,7 +133,7 @@ class Stats:
     num_ranks: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Returns plain data, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -122,19 +141,19 @@ class Stats:
             return "no MoELayer in this model"
         whose = "this rank's tokens" if self.num_ranks == 1 else f"the tokens of {self.num_ranks} ranks"
         rows: list[Sequence[str]] = [HEADER]
-        for each in self.layers:
+        for layer in self.layers:
             rows.append(
                 [
-                    each.name or "(the model)",
-                    each.path,
-                    f"{each.n_forward or '-'}/{each.n_backward or '-'}".replace("-/-", "-"),
-                    each.restore or "-",
-                    f"{sum(each.tokens_per_expert):,}",
-                    _number(each.drop_rate, "{:.1%}"),
-                    _number(each.imbalance, "{:.2f}"),
-                    _number(each.rank_imbalance, "{:.2f}"),
-                    _number(each.exposed_seconds, "{:.3f}", 1e3),
-                    _number(None if each.predicted is None else each.predicted.peak, "{:,.1f}", 2**-20),
+                    layer.name or "(the model)",
+                    layer.path,
+                    f"{layer.n_forward or '-'}/{layer.n_backward or '-'}".replace("-/-", "-"),
+                    layer.restore or "-",
+                    f"{sum(layer.tokens_per_expert):,}",
+                    _number(layer.drop_rate, "{:.1%}"),
+                    _number(layer.imbalance, "{:.2f}"),
+                    _number(layer.rank_imbalance, "{:.2f}"),
+                    _number(layer.exposed_seconds, "{:.3f}", 1e3),
+                    _number(None if layer.predicted is None else layer.predicted.peak, "{:,.1f}", 2**-20),
                 ]
             )
         pools = [
@@ -152,49 +171,53 @@ def stats(
     group: dist.ProcessGroup | None = None,
     journal: Journal | None = None,
 ) -> Stats:
-    """What every `MoELayer` of ``model`` did in its last forward pass.
+    """Returns what every `MoELayer` of ``model`` did in its last forward pass.
 
     Args:
-        all_ranks: sums rows over all ranks of ``group`` (the default group if None), and takes the means of
-            recorded seconds: one all-reduce, so every rank of the group must call it, with the same layers.
-            Sizes and predicted bytes stay this rank's. Warns where a loop of `dist.broadcast` or an optimizer
-            has made the ranks' experts equal since the first call, and where ranks have other values of a
-            gate, a shared expert, its gate or a callback, which must be alike.
-        journal: of ``with pmoe.recording() as journal``, around the step.
+        model: the model, or one layer.
+        all_ranks: sum rows over all ranks of ``group``, and take the means of recorded seconds. This is one
+            all-reduce, so every rank of the group must call it, with the same layers. Sizes and predicted
+            bytes stay this rank's. It also warns about two mistakes: the ranks' experts have become equal
+            since the first call (by a loop of `dist.broadcast`, or by an optimizer); or the ranks have
+            different values of a gate, a shared expert, its gate or a callback, which must be the same on all
+            ranks.
+        group: the ranks to sum over, if all_ranks is True. None is the default group.
+        journal: the journal of ``with pmoe.recording() as journal``, around the step. It gives the seconds.
 
-    On CUDA this waits for the row counts of layers that one rank computed alone, for the sum, and before it
-    for values of layers that are spread over ranks; nothing else does. Raises TypeError where an
-    argument is of another type, ValueError for a group that is not used, RuntimeError where a peer is
-    missing.
+    On CUDA it waits for row counts that are still on the device (after the kernels of one rank). With
+    all_ranks it also waits for the values of layers that are spread over ranks, and for the sum.
+
+    Raises TypeError if an argument has another type, ValueError for a group without all_ranks, RuntimeError
+    if a peer is missing.
     """
     check_module(model=model)
     check_flag("all_ranks", all_ranks)
     check_kind((Journal, type(None)), "None or what pmoe.recording() gave", journal=journal)
     if group is not None and not all_ranks:
-        raise ValueError("group must be None unless all_ranks is True: nothing is reduced")
+        raise ValueError("group must be None unless all_ranks is True, because nothing is reduced over it")
     layers = layers_of(model)
-    found = [_of_layer(name, layer, journal) for name, layer in layers.items()]
+    statistics = [_of_layer(name, layer, journal) for name, layer in layers.items()]
     ranks = Ranks(group) if all_ranks else Ranks.single()
-    if found and ranks.group is not None:
-        found = _over_ranks(found, list(layers.values()), ranks)
+    if statistics and ranks.group is not None:
+        statistics = _over_ranks(statistics, list(layers.values()), ranks)
     devices = dict.fromkeys(str(layer.ran.device) for layer in layers.values() if layer.ran is not None)
-    return Stats(layers=tuple(found), pools=tuple(map(_of_pool, devices)), num_ranks=ranks.size)
+    return Stats(layers=tuple(statistics), pools=tuple(map(_of_pool, devices)), num_ranks=ranks.size)
 
 
 finders: list[Callable[[nn.Module], Mapping[str, MoELayer]]] = []
-"""Of integrations whose layers are no submodules of a model: each names those that it made for one."""
+"""Functions that name the layers of a model that are not its submodules. Integrations add theirs."""
 
 
 def layers_of(model: nn.Module) -> dict[str, MoELayer]:
-    """The MoE layers of a model by name, its submodules first."""
-    found = {name: each for name, each in model.named_modules() if isinstance(each, MoELayer)}
+    """Returns the MoE layers of a model by name, its submodules first."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
     for finder in finders:
-        found |= finder(model)
-    return found
+        layers |= finder(model)
+    return layers
 
 
 def imbalance(rows: Sequence[int]) -> float | None:
-    """The largest over the mean; None where all are 0. Example: (3, 1, 0, 0) -> 3."""
+    """Returns the largest number over the mean of all; None if all are 0. Example: (3, 1, 0, 0) -> 3."""
     total = sum(rows)
     return max(rows) * len(rows) / total if total else None
 
@@ -203,16 +226,20 @@ def imbalance(rows: Sequence[int]) -> float | None:
 
 
 def _of_layer(name: str, layer: MoELayer, journal: Journal | None) -> LayerStats:
-    """On CUDA it waits for row counts that are still on the device."""
+    """Returns the statistics of one layer on this rank.
+
+    On CUDA it waits for row counts that are still on the device.
+    """
     spans = [None if journal is None else journal.last(layer.experts, way) for way in ("forward", "backward")]
-    forward, backward = (None if each is None else overlap(each) for each in spans)
-    ran, rows_E = layer.ran, tuple(layer.tokens_per_expert.tolist())
-    found = LayerStats(name=name, tokens_per_expert=rows_E, forward=forward, backward=backward)
+    forward, backward = (None if pass_spans is None else overlap(pass_spans) for pass_spans in spans)
+    ran = layer.ran
+    rows_E = tuple(layer.tokens_per_expert.tolist())
+    statistics = LayerStats(name=name, tokens_per_expert=rows_E, forward=forward, backward=backward)
     if ran is None:
-        return found
+        return statistics
     predicted, unpredicted = _predicted(layer, ran)
     return replace(
-        found,
+        statistics,
         num_slots=ran.num_slots,
         drop_rate=_drop_rate(sum(rows_E), ran.num_slots),
         imbalance=imbalance(rows_E),
@@ -227,7 +254,7 @@ def _of_layer(name: str, layer: MoELayer, journal: Journal | None) -> LayerStats
 
 
 def _predicted(layer: MoELayer, ran: Ran) -> tuple[PredictedMemory | None, str]:
-    """The bytes, or None and why not."""
+    """Returns (predicted bytes, what they do not count), or (None, why they are not predicted)."""
     if ran.path != "pipeline":
         return None, f"memory of the path {ran.path!r} is not predicted"
     if ran.backward is None:
@@ -235,7 +262,7 @@ def _predicted(layer: MoELayer, ran: Ran) -> tuple[PredictedMemory | None, str]:
     counts = layer.row_counts
     assert counts is not None
     try:
-        found = layer.predict_memory(
+        predicted = layer.predict_memory(
             ran.num_tokens,
             replace(counts, depth={}),  # the chunks are those that were cut
             pipeline=ran.forward,
@@ -244,34 +271,41 @@ def _predicted(layer: MoELayer, ran: Ran) -> tuple[PredictedMemory | None, str]:
         )
     except ValueError as error:
         return None, str(error)
-    return found, "; ".join(found.unknown)
+    return predicted, "; ".join(predicted.unknown)
 
 
 def _drop_rate(kept: int, num_slots: int | None) -> float | None:
+    """Returns the share of slots that were dropped; None if the number of slots is not known."""
     if num_slots is None:
         return None
     return 1 - kept / num_slots if num_slots else 0.0
 
 
 def _tensors(layer: MoELayer, ran: Ran) -> dict[str, int]:
-    """N counts the rows that this rank's experts computed, its own tokens' among them."""
-    counts, item = layer.row_counts, ran.dtype.itemsize
+    """Returns the bytes of this rank's tensors.
+
+    N is the number of rows that its experts computed, own tokens included.
+    """
+    counts = layer.row_counts
+    element_size = ran.dtype.itemsize
     assert counts is not None
     num_rows = int(counts.recv.sum())
-    tokens, rows = ran.num_tokens * layer.d_model * item, num_rows * layer.d_model * item
+    token_bytes = ran.num_tokens * layer.d_model * element_size
+    row_bytes = num_rows * layer.d_model * element_size
     columns = layer.parts.experts.columns(ran.device.type).hidden
-    hidden = {"T_M": num_rows * columns * item} if columns else {}
-    return {"T_I": tokens, "T_DI": rows, **hidden, "T_DO": rows, "T_O": tokens}
+    hidden = {"T_M": num_rows * columns * element_size} if columns else {}
+    return {"T_I": token_bytes, "T_DI": row_bytes, **hidden, "T_DO": row_bytes, "T_O": token_bytes}
 
 
 def _of_pool(device: str) -> PoolStats:
-    found = pool(device)
+    """Returns the bytes of a device's pool."""
+    memory_pool = pool(device)
     return PoolStats(
         device=device,
-        device_bytes=found.device.bytes_in_use,
-        device_peak_bytes=found.device.peak_bytes,
-        host_bytes=found.host.bytes_in_use,
-        host_peak_bytes=found.host.peak_bytes,
+        device_bytes=memory_pool.device.bytes_in_use,
+        device_peak_bytes=memory_pool.device.peak_bytes,
+        host_bytes=memory_pool.host.bytes_in_use,
+        host_peak_bytes=memory_pool.host.peak_bytes,
     )
 
 
@@ -279,17 +313,22 @@ def _of_pool(device: str) -> PoolStats:
 
 
 def _over_ranks(found: Sequence[LayerStats], layers: Sequence[MoELayer], ranks: Ranks) -> list[LayerStats]:
-    """One all-reduce of every number of every layer; float64 holds counts up to 2**53. Rank 0 warns where
-    experts that differed at a layer's first call are the same on all of its ranks, or dense parts are not."""
+    """Sums all numbers of all layers over the ranks, in one all-reduce.
+
+    The numbers are float64, which is exact for integers up to 2**53. On rank 0 it warns about layers whose
+    experts differed at the first call and are now equal on all ranks, and about dense parts whose values
+    differ.
+    """
     numbers = [_numbers(each) for each in found]
     marks = [_marks(each) for each in layers]
     numbers.append([float(power) for own in marks for mark in own for power in (mark, mark**2)])
     device = next((parameter.device for layer in layers for parameter in layer.parameters()), "cpu")
     summed = torch.tensor([each for own in numbers for each in own], dtype=torch.float64, device=device)
-    with at_stage("the sum of statistics", ranks):
+    with at_stage("summing statistics", ranks):
         dist.all_reduce(summed, group=ranks.group)
     *parts, powers = summed.cpu().split([len(own) for own in numbers])
-    # n numbers are all equal exactly where n * sum(x**2) = sum(x)**2.
+    # n numbers are all equal if and only if n * sum(x**2) = sum(x)**2. So sums are enough to compare the
+    # ranks.
     sums = powers.long().view(len(layers), -1, 2)
     are_same = (ranks.size * sums[..., 1] == sums[..., 0] ** 2).tolist()
     if ranks.rank == 0:
@@ -302,8 +341,11 @@ def _over_ranks(found: Sequence[LayerStats], layers: Sequence[MoELayer], ranks: 
 
 
 def _marks(layer: MoELayer) -> list[int]:
-    """20 bits of digests: of the experts' values, then of each of `DENSE`; 0 where they could tell nothing,
-    and are not read. Their squares are exact in float64."""
+    """Returns 20 bits of a digest of the experts' values, and of each part of `DENSE`.
+
+    Ranks compare them by their sums and sums of squares, so they are short: squares must be exact in float64.
+    A mark is 0, and the values are not read, if a comparison could show nothing.
+    """
     parts = layer.parts
     texts = [sampled(parts.experts) if parts.known.differed else ""]
     texts += dense_values(parts).values() if _is_spread(layer) else ["" for _ in DENSE]
@@ -311,13 +353,14 @@ def _marks(layer: MoELayer) -> list[int]:
 
 
 def _is_spread(layer: MoELayer) -> bool:
-    """Whether the layer is one among ranks. Others may be models of their own."""
+    """Returns whether the layer is one layer on several ranks. Else each rank may have a model of its own."""
     return layer.ranks.size > 1 or layer.parts.experts.is_parallelized
 
 
 def _warn_of_values(
     name: str, layer: MoELayer, ranks: Ranks, experts_are_same: bool, dense_are_same: Sequence[bool]
 ) -> None:
+    """Warns if experts are equal that must differ, or dense parts differ that must be equal."""
     name = name or "model"  # a layer that is looked at by itself
     known = layer.parts.known
     if experts_are_same and known.differed and set(layer.ranks.members) <= set(ranks.members):
@@ -331,7 +374,10 @@ def _warn_of_values(
 
 
 def _numbers(each: LayerStats) -> list[float]:
-    """num_slots; for each pass whether it was recorded, and its seconds; then rows by expert."""
+    """Returns the numbers of a layer that are summed over ranks.
+
+    They are num_slots, then for each pass (1 if it was recorded, 3 kinds of seconds), then rows by expert.
+    """
     numbers: list[float] = [each.num_slots or 0]
     for seen in (each.forward, each.backward):
         numbers += [0.0] * 4 if seen is None else [1.0, seen.seconds, seen.communication, seen.exposed]
@@ -339,6 +385,7 @@ def _numbers(each: LayerStats) -> list[float]:
 
 
 def _with_numbers(each: LayerStats, num_local: int, numbers: Sequence[float]) -> LayerStats:
+    """Returns a layer's statistics with the sums over all ranks. They are in the order of `_numbers`."""
     num_slots = None if each.num_slots is None else round(numbers[0])
     rows_E = tuple(round(rows) for rows in numbers[9:])
     by_rank = [sum(rows_E[first : first + num_local]) for first in range(0, len(rows_E), num_local)]
@@ -356,6 +403,7 @@ def _with_numbers(each: LayerStats, num_local: int, numbers: Sequence[float]) ->
 
 
 def _mean(sums: Sequence[float]) -> Overlap | None:
+    """Returns the mean seconds of the ranks that recorded the pass; None if no rank did."""
     num, seconds, communication, exposed = sums
     if not num:
         return None
@@ -363,4 +411,5 @@ def _mean(sums: Sequence[float]) -> Overlap | None:
 
 
 def _number(value: float | None, form: str, scale: float = 1.0) -> str:
+    """Returns a number as text, or "-" for None."""
     return "-" if value is None else form.format(value * scale)

@@ -1,16 +1,18 @@
-"""``pmoe._cuda``: whether it is there, and what runs of it on each device.
+"""``pmoe._cuda``, the extension with the CUDA kernels: loads it, and finds what each device can run.
 
-What a device can run is read from the kernel as the driver loaded it, never from compute capability alone.
-Its versions (90 is 9.0) tell code that nvcc compiled from what the driver made of PTX:
+What a device can run is read from the kernel as the driver loaded it, and never derived from the compute
+capability alone. A loaded kernel has two versions (90 means 9.0). They tell code that nvcc compiled from code
+that the driver compiled from PTX:
 
     binary  PTX
     80      80   the sm_80 code, on 8.x
-    90      90   the sm_90a code: setup.py compiles nothing else of 9.0
+    90      90   the sm_90a code: setup.py compiles no other code for 9.0
     90      80   compiled by the driver from PTX, on 9.0 (CUDA_FORCE_PTX_JIT=1, or built without sm_90a)
     100     80   the same, on Blackwell, where no sm_90a code runs
 
-All kernels are compiled for the same architectures, so one of them tells what all are. The others are loaded
-when they are first launched: a device that takes the PTX would compile every one of them, for minutes.
+All kernels are compiled for the same architectures, so the versions of one kernel (PROBE) stand for all. The
+other kernels are loaded when they are first launched. On a device that takes the PTX, loading all of them
+would compile all of them, which takes minutes.
 """
 
 from __future__ import annotations
@@ -40,38 +42,39 @@ HOW_TO_BUILD = (
 
 
 def load() -> ModuleType | None:
-    """The extension, or None; `why_missing` then says why. Does not start CUDA."""
+    """Returns the extension, or None if it cannot be loaded (`why_missing` says why). Does not start CUDA."""
     return _load()[0]
 
 
 def why_missing() -> str | None:
-    """Why there is no extension; None where it is loaded."""
+    """Returns why the extension is not loaded; None if it is."""
     return _load()[1]
 
 
 def module() -> Any:
-    """The extension, for a caller that knows that it is there."""
-    found = load()
-    assert found is not None, "refusal() comes first"
-    return found
+    """Returns the extension. The caller must know that it is loaded."""
+    loaded = load()
+    assert loaded is not None, "the extension is not loaded: ask refusal() before a launch"
+    return loaded
 
 
 @cache
 def _load() -> tuple[ModuleType | None, str | None]:
+    """Returns (the extension, None), or (None, why it cannot be loaded)."""
     try:
         return importlib.import_module(NAME), None
     except ImportError as error:
         if not isinstance(error, ModuleNotFoundError) or error.name != NAME:
             return None, f"{NAME} cannot be imported: {error}"
-    others = sorted(path.name for path in Path(__file__).parents[1].glob("_cuda.*.so"))
-    if others:
-        here = f"Python {sys.version_info.major}.{sys.version_info.minor}"
-        return None, f"{NAME} is not built for {here}, there is {', '.join(others)}; {HOW_TO_BUILD}"
+    other_builds = sorted(path.name for path in Path(__file__).parents[1].glob("_cuda.*.so"))
+    if other_builds:
+        python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+        return None, f"{NAME} is not built for {python}, only as {', '.join(other_builds)}; {HOW_TO_BUILD}"
     return None, f"{NAME} is not built; {HOW_TO_BUILD}"
 
 
 def binary_of(binary_version: int, ptx_version: int) -> str:
-    """What a loaded kernel is, by the versions that cudaFuncGetAttributes gives.
+    """Returns what a loaded kernel is, from the two versions that cudaFuncGetAttributes gives.
 
     Example: (80, 80) -> "sm_80"; (90, 90) -> "sm_90a"; (90, 80) and (100, 80) -> "PTX of compute_80, compiled
     by the driver".
@@ -82,14 +85,16 @@ def binary_of(binary_version: int, ptx_version: int) -> str:
 
 
 def hopper_refusal(binary_version: int, ptx_version: int, capability: tuple[int, int]) -> str | None:
-    """Why a kernel whose body is sm_90a code cannot run as loaded; None where it can. The capability does not
-    decide, it words the reason."""
+    """Returns why a kernel that needs sm_90a code cannot run as it was loaded; None if it can.
+
+    The versions alone decide. The compute capability only chooses the words of the reason.
+    """
     if binary_version == ptx_version == 90:
         return None
     loaded = f"binary version {binary_version} of PTX version {ptx_version} was loaded, not 90 of 90"
     major, minor = capability
     if capability == (9, 0):
-        return f"{loaded}: the driver took the PTX (CUDA_FORCE_PTX_JIT), or sm_90a was not compiled"
+        return f"{loaded}: the driver compiled the PTX (CUDA_FORCE_PTX_JIT=1), or there is no sm_90a code"
     return f"{loaded}: sm_90a code runs on compute capability 9.0 only, and this device has {major}.{minor}"
 
 
@@ -97,9 +102,10 @@ def hopper_refusal(binary_version: int, ptx_version: int, capability: tuple[int,
 class LoadedKernel:
     """A kernel as the driver loaded it on one device.
 
-    runs: "sm_90a" or "PTX of compute_80, compiled by the driver"; see `binary_of`.
-    refusal: why it does not run here after all; None where it does.
-    registers, local_bytes: of a thread. shared_bytes, dynamic_shared_bytes: of a block.
+    runs: "sm_90a", "sm_80" or "PTX of compute_80, compiled by the driver"; see `binary_of`.
+    refusal: why it cannot run on this device; None if it can.
+    threads: of a block. registers, local_bytes: of a thread.
+    shared_bytes, dynamic_shared_bytes: of a block.
     """
 
     name: str
@@ -116,7 +122,12 @@ class LoadedKernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A CUDA device that torch sees, and kernels there: all, or PROBE. reason: why there are none."""
+    """A CUDA device that torch sees, and the kernels that were loaded on it.
+
+    capability: (9, 0) is 9.0.
+    kernels: all of them, or PROBE alone.
+    reason: why there are no kernels; None if there are.
+    """
 
     index: int
     name: str
@@ -127,33 +138,39 @@ class Device:
 
 @cache
 def on_device(index: int) -> Device:
-    """PROBE as this CUDA device has it; the device is asked once."""
+    """Returns the device with PROBE as its only kernel. Asks the driver once for each device."""
     return ask_device(index, PROBE)
 
 
 def path(device: torch.device) -> tuple[str | None, str | None]:
-    """("sm_90a" or "sm_80", None): which code of the kernels a CUDA device runs; or (None, why none)."""
+    """Returns (which code of the kernels a device runs, None), or (None, why it runs none).
+
+    The code is "sm_90a" or "sm_80"; the latter also stands for code that the driver compiled from PTX.
+    """
     if device.type != "cuda":
         return None, f"device {device.type}: the kernels are for CUDA"
     if load() is None:
         return None, why_missing()
-    found = on_device(cuda_index(device))
-    if not found.kernels:
-        return None, f"device {found.index}: {found.reason}"
-    return "sm_90a" if found.kernels[0].runs == "sm_90a" else "sm_80", None
+    probed = on_device(cuda_index(device))
+    if not probed.kernels:
+        return None, f"device {probed.index}: {probed.reason}"
+    return "sm_90a" if probed.kernels[0].runs == "sm_90a" else "sm_80", None
 
 
 def ask_device(index: int, only: str = "") -> Device:
-    """All kernels of a device, or one. A device in trouble is one without kernels, whose reason says why."""
+    """Returns a device with all its kernels, or with the one that ``only`` names.
+
+    A device that fails is returned without kernels, and its reason says why.
+    """
     capability = torch.cuda.get_device_capability(index)
     module, reason = _load()
     kernels: list[LoadedKernel] = []
     if module is not None:
         try:
-            for each in module.kernels(index, only):
-                versions = each["binary_version"], each["ptx_version"]
-                refusal = hopper_refusal(*versions, capability) if each.pop("hopper") else None
-                kernels.append(LoadedKernel(runs=binary_of(*versions), refusal=refusal, **each))
+            for facts in module.kernels(index, only):
+                versions = facts["binary_version"], facts["ptx_version"]
+                refusal = hopper_refusal(*versions, capability) if facts.pop("hopper") else None
+                kernels.append(LoadedKernel(runs=binary_of(*versions), refusal=refusal, **facts))
         except RuntimeError as error:
             reason = str(error)
     return Device(
@@ -166,16 +183,16 @@ def ask_device(index: int, only: str = "") -> Device:
 
 
 def nvshmem_library() -> str | None:
-    """The path of NVSHMEM's host library; None where it is not found. Nothing is opened.
+    """Returns the path of NVSHMEM's host library; None if it is not found. Opens nothing.
 
-    In $NVSHMEM_HOME, else in the package nvidia-nvshmem-cu12 or nvidia-nvshmem-cu13.
+    Looks in $NVSHMEM_HOME, or else in the package nvidia-nvshmem-cu12 or nvidia-nvshmem-cu13.
     """
     if home := os.environ.get("NVSHMEM_HOME"):
         places = [Path(home)]
     else:
         packages = importlib.util.find_spec("nvidia")
-        found = (packages and packages.submodule_search_locations) or ()
-        places = [Path(place, "nvshmem") for place in found]
+        locations = (packages and packages.submodule_search_locations) or ()
+        places = [Path(place, "nvshmem") for place in locations]
     for place in places:
         for folder in ("lib", "lib64"):
             for library in sorted(place.joinpath(folder).glob("libnvshmem_host.so*")):
@@ -183,20 +200,21 @@ def nvshmem_library() -> str | None:
     return None
 
 
-# ---- which devices, and which build of the kernels, a measurement or a heap belongs to
+# ---- names of a device and of the build of its kernels; measurements and heaps record them
 
 
 @cache
 def device_name(device: torch.device) -> str:
-    """Example: "NVIDIA H200"; "cpu"."""
+    """Returns the name by which measurements know a device. Example: "NVIDIA H200"; "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The best code that the driver has loaded of the kernels; versions are 0 where there is none.
+    """The code that the driver loads of the kernels on a device; both versions are 0 if it loads none.
 
-    binary_version, ptx_version: see `pmoe.kernels.extension`. capability: 90 is 9.0.
+    binary_version, ptx_version: see `pmoe.kernels.extension`.
+    capability: 10 times the compute capability; 90 is 9.0.
     """
 
     binary_version: int
@@ -210,24 +228,28 @@ class Architecture:
 
 
 def loaded_architecture(device: torch.device) -> Architecture:
-    """Of this CUDA device."""
-    found = ask_device(device.index or 0, PROBE)
-    binary, ptx = next(((each.binary_version, each.ptx_version) for each in found.kernels), (0, 0))
-    major, minor = found.capability
+    """Returns the architecture of the code that a CUDA device has loaded."""
+    probed = ask_device(device.index or 0, PROBE)
+    binary, ptx = next(((kernel.binary_version, kernel.ptx_version) for kernel in probed.kernels), (0, 0))
+    major, minor = probed.capability
     return Architecture(binary_version=binary, ptx_version=ptx, capability=10 * major + minor)
 
 
-# ---- what `pmoe.kernels.status` tells: which kernels were built, what runs on each device, and why not
+# ---- the status: which kernels were built, what runs on each device, and why not
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The CUDA kernels of this installation; ``str()`` of it is a page to read.
+    """The CUDA kernels of this installation. ``str()`` gives a page to read.
 
-    reason: why the extension is not built, or cannot be imported.
-    archs: what it was compiled for, as in "sm_80, sm_90a, ptx80". nvcc: the compiler's version.
-    no_devices: why there are none.
-    nvshmem: of which version, and its library; None where it is not built in.
+    built: whether the extension is loaded.
+    reason: why it is not built or cannot be imported; None if it is loaded.
+    archs: what it was compiled for, for example "sm_80, sm_90a, ptx80".
+    nvcc: the compiler's version.
+    kernels: the names of all kernels.
+    devices: the CUDA devices that torch sees, each with its kernels.
+    no_devices: why there are no devices; None if there are.
+    nvshmem: the version of NVSHMEM and where its library is; None if it is not built in.
     """
 
     built: bool
@@ -259,30 +281,34 @@ class Status:
 
 
 def _by_operation(kernels: tuple[str, ...]) -> list[str]:
-    """Example: "route.8", "route.16", "permute" -> "permute", "route (2)"."""
+    """Returns the operations with the number of their kernels.
+
+    Example: "route.8", "route.16", "permute" -> "permute", "route (2)".
+    """
     variant = re.compile(r"\.(sm_\w+|bf16|fp16|fp32|\d+)(\.|$)")
     count = collections.Counter(variant.split(name, maxsplit=1)[0] for name in kernels)
     return [name if times == 1 else f"{name} ({times})" for name, times in sorted(count.items())]
 
 
 def _kernel_lines(kernels: tuple[LoadedKernel, ...]) -> list[str]:
+    """Returns a table of kernels as lines: threads, registers, bytes, and what runs."""
     if not kernels:
         return []
     rows = [["kernel", "threads", "registers", "shared bytes", "local bytes", "runs"]]
-    for each in kernels:
-        shared = each.shared_bytes + each.dynamic_shared_bytes
-        numbers = [each.threads, each.registers, shared, each.local_bytes]
-        runs = each.runs if each.refusal is None else f"refused: {each.refusal}"
-        rows.append([each.name, *map(str, numbers), runs])
+    for kernel in kernels:
+        shared = kernel.shared_bytes + kernel.dynamic_shared_bytes
+        numbers = [kernel.threads, kernel.registers, shared, kernel.local_bytes]
+        runs = kernel.runs if kernel.refusal is None else f"refused: {kernel.refusal}"
+        rows.append([kernel.name, *map(str, numbers), runs])
     from pmoe.text import table
 
     return textwrap.indent(table(rows, left=(0, 5)), "  ").splitlines()
 
 
 def status() -> Status:
-    """Asks the extension, and every device that torch sees; starts CUDA on those.
+    """Returns which kernels this installation has, and what runs of them on every device that torch sees.
 
-    Trouble is part of the answer and raises nothing.
+    Starts CUDA on these devices. Failures are part of the answer; nothing is raised.
     """
     module = load()
     devices: tuple[Device, ...] = ()
@@ -290,7 +316,7 @@ def status() -> Status:
     if torch.cuda.is_available():
         try:
             devices = tuple(map(ask_device, range(torch.cuda.device_count())))
-        except RuntimeError as error:  # from torch, as it starts CUDA
+        except RuntimeError as error:  # torch failed to start CUDA
             no_devices = str(error)
     else:
         no_devices = f"torch {torch.__version__} sees no CUDA device"
@@ -299,7 +325,7 @@ def status() -> Status:
         reason=why_missing(),
         archs=None if module is None else module.ARCHS,
         nvcc=None if module is None else module.NVCC,
-        kernels=() if module is None else tuple(each["name"] for each in module.declared()),
+        kernels=() if module is None else tuple(kernel["name"] for kernel in module.declared()),
         devices=devices,
         no_devices=no_devices,
         nvshmem=_nvshmem(module),
@@ -307,9 +333,10 @@ def status() -> Status:
 
 
 def _nvshmem(module: ModuleType | None) -> str | None:
+    """Returns the version of NVSHMEM and the state of its library; None if it is not built in."""
     version = getattr(module, "NVSHMEM", None)
     if version is None:
         return None
     library = nvshmem_library()
-    found = "its library is not found" if library is None else f"library {library}"
-    return f"built for {version}, untested; {found}"
+    state = "its library is not found" if library is None else f"library {library}"
+    return f"built for {version}, untested; {state}"

@@ -1,13 +1,19 @@
-"""FlashDMoE's persistent kernels: a pass of the layer, from the gate to combine, in one launch.
+"""FlashDMoE's persistent kernels: one launch computes a pass of the layer, from the gate to combine.
 
-Blocks are actors: one schedules and subscribes to what arrives, all others are processors that score, choose,
-place, send, multiply and sum tile by tile. The kernels are in cuda/flashdmoe (thesis, chapters 4 and 5;
-backward is pmoe's own).
+The blocks of a launch are actors. One block schedules tasks and receives what arrives. All others are
+processors: they score, choose experts, place rows, send, multiply and sum, tile by tile. The kernels are in
+cuda/flashdmoe (thesis, chapters 4 and 5; the backward pass is pmoe's own).
 
-A rank's rows for an expert lie in a cell of C rows on that expert's rank (layout L, section 5.3). A cell that
-is not full is padded in place: what is missing neither travels nor is computed (section 5.4). Without a
-capacity all cells of a rank share C rows, a pool, and begin where their rank has granted. Tensors by cell
-hold C rows for each cell, or C for the pool; those without a row are undefined.
+The rows that one rank sends to one expert lie in a cell of C rows on the expert's rank (layout L, section
+5.3):
+
+    with a capacity   Every cell has C rows of its own. A cell that is not full is padded in place: the
+                      missing rows neither travel nor are computed (section 5.4).
+    without           All cells of a rank share one pool of C rows. Each cell begins at the offset that
+                      the rank has granted to the sender.
+
+Tensors by cell therefore have the shape (P, C, columns): P = A cells, or P = 1 for the pool. Rows that hold
+no token's row are undefined.
 
 Letters: T tokens of this rank, K choices, W ranks, E experts of a rank, A = W E cells, P = A, or 1 for a
 pool, C rows of a cell or a pool, M = d_model, H = d_hidden, G = H or 2H rows of w1.
@@ -24,9 +30,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.kernels import extension
+from pmoe.kernels.comet.backend import float_weights
 from pmoe.kernels.comet.launcher import Launcher
-from pmoe.kernels.comet.launches import check_expert_weight, check_tokens
-from pmoe.kernels.comet.steps import float_weights
+from pmoe.kernels.comet.operators import check_expert_weight, check_tokens
 from pmoe.kernels.gemm import ACTIVATIONS
 from pmoe.kernels.heap import Heap
 from pmoe.kernels.operands import address, check_memory, check_tensor
@@ -34,15 +40,19 @@ from pmoe.kernels.route import Promise
 from pmoe.schedule.tasks import PassDirection
 
 TILE_ROWS = 128
+"""Rows of a tile; kTileRows of cuda/flashdmoe."""
 
 MOST_EXPERTS, MOST_CHOICES = 256, 32
-"""Of all ranks, and of a token, where a launch makes the gate's choice: kMostChosen of cuda/flashdmoe."""
+"""The most experts of all ranks, and choices of a token, if the launch makes the gate's choice.
+
+These are kMostChosen of cuda/flashdmoe and kMostChoices of cuda/route.
+"""
 
 RankTensors = dict[str, Any]
-"""A rank's part of a launch: tensors, None or numbers, by the names of cuda/flashdmoe/bind.cpp."""
+"""One rank's part of a launch: tensors, None or numbers, by their names in cuda/flashdmoe/bind.cpp."""
 
 PLACES = ("send_counts", "expert", "row", "slot", "home", "offset")
-"""Where rows stand: forward makes it, backward reads it."""
+"""Names of the tensors that say where rows lie. Forward writes them, backward reads them."""
 
 Parameters = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """w1, w2, b1 and b2 of a rank's experts."""
@@ -50,12 +60,13 @@ Parameters = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """What a gate has chosen for a rank's tokens: what a launch makes places of rows from.
+    """The experts that a gate chose for a rank's tokens, from which the launch computes where rows go.
 
-    expert_TK: (T, K) int64 or int32, of all ranks' experts. promise: the launch itself chooses, and writes
-    these routes, expert_TK among them. keep_TK: (T, K) bool, what the gate keeps; None keeps all. capacity:
-    rows of an expert that are kept, in token order; None keeps C, which the caller sees to be enough.
-    counts_A: (A,) int32, memory for "send_counts"; None makes it.
+    expert_TK: (T, K) int64 or int32, numbers among the experts of all ranks.
+    promise: if given, the launch itself chooses and writes these routes, of which expert_TK is one.
+    keep_TK: (T, K) bool, which slots are not dropped; None keeps all.
+    capacity: rows kept for each expert, in token order. None is C, which the caller must know to be enough.
+    counts_A: (A,) int32, memory for the result "send_counts"; None allocates it.
     """
 
     expert_TK: Tensor
@@ -74,16 +85,27 @@ def pass_tensors(
     activation: str,
     again_TM: Tensor | None = None,
 ) -> RankTensors:
-    """What both passes need but for the places of rows: "result" (T, M) will be T_O, or the gradient of T_I.
+    """Returns the tensors that both passes need, except those that say where rows lie.
 
-    source_TM: T_I, or the gradient of T_O. again_TM: T_I, where a backward pass sends it again. Raises
-    ValueError, naming the tensor, for what the kernels would not read right.
+    expert_TK: (T, K), the experts of the tokens.
+    source_TM: (T, M), T_I in forward, the gradient of T_O in backward.
+    weight_TK: (T, K), the routing weights.
+    again_TM: (T, M), T_I if backward sends it again; else None.
+
+    The launch writes two of them:
+
+        result   (T, M)      T_O, or the gradient of T_I
+        active   (P, C, H)   the activated hidden
+
+    Raises ValueError, naming the tensor, for operands that the kernels would read wrongly.
     """
-    shape, weight_TK, (w1, w2, b1, b2) = heap.shape, float_weights(weight_TK), parameters
+    shape = heap.shape
+    weight_TK = float_weights(weight_TK)
+    w1, w2, b1, b2 = parameters
     cells = shape.num_ranks * shape.experts
-    for each in (source_TM, again_TM):
-        if each is not None:
-            check_tokens(heap, expert_TK, each, weight_TK)
+    for rows_TM in (source_TM, again_TM):
+        if rows_TM is not None:
+            check_tokens(heap, expert_TK, rows_TM, weight_TK)
     check_expert_weight("w1", w1, b1, heap, columns=2)
     check_tensor("w1", w1, shape=("E", shape.d_hidden * (2 if activation == "swiglu" else 1), "M"))
     check_expert_weight("w2", w2, b2, heap, columns=1)
@@ -101,15 +123,27 @@ def pass_tensors(
 def forward_tensors(
     heap: Heap, given: RankTensors, chosen: Chosen, *, keeps_input: bool, keeps_hidden: bool
 ) -> RankTensors:
-    """`pass_tensors`, and "input" will be T_DI (P, C, M), "hidden" T_M (P, C, G), or None if not kept.
+    """Returns the tensors of a forward pass: those of `pass_tensors`, and those that the launch writes.
 
-    `PLACES` will be int32: "send_counts" (A,) rows of each expert; "expert" (T, K); "row" (T, K), which of an
-    expert's rows is each slot's, -1 where it is dropped; "slot" (P, C), the slots of these rows; in a pool
-    "home" (A,), where the rows of each expert begin, which "row" counts in, and "offset" (A,), where those
-    that arrive begin, by source and expert; else these two are None.
+    given: the result of `pass_tensors`.
+    chosen: the experts of each token.
+    keeps_input, keeps_hidden: whether backward needs T_DI and T_M.
+
+        input         (P, C, M)     T_DI; None unless kept
+        hidden        (P, C, G)     T_M; None unless kept
+        send_counts   (A,) int32    this rank's rows for each expert of all ranks
+        expert        (T, K) int32  the expert of each slot
+        row           (T, K) int32  which of its expert's rows a slot is; -1 if it was dropped
+        slot          (P, C) int32  the slot of each of these rows
+        home          (A,) int32    pool: where this rank's rows for each expert begin; "row" includes it
+        offset        (A,) int32    pool: where the rows that arrive begin, by source rank and expert
+
+    "home" and "offset" are None unless the heap is a pool.
     """
     _, wide, d_model = given["w1"].shape
-    expert_TK, keep_TK, shape = chosen.expert_TK, chosen.keep_TK, heap.shape
+    expert_TK = chosen.expert_TK
+    keep_TK = chosen.keep_TK
+    shape = heap.shape
     cells = shape.num_ranks * shape.experts
     check_tensor(
         "expert", expert_TK, dtypes=[torch.int64, torch.int32], device=given["source"].device, contiguous=True
@@ -121,10 +155,11 @@ def forward_tensors(
     if chosen.promise is not None:
         logits_TE, routes, options, product = chosen.promise
         check_tensor("logits", logits_TE, shape=("T", cells), dtypes=[torch.float32], contiguous=True)
-        written = {"logits": logits_TE, "weight": routes.weight_TK, "all_counts": routes.counts_nE}
-        given = given | written | {"chooses": 1, "l_aux": routes.l_aux, **options}
+        routing_tensors = {"logits": logits_TE, "weight": routes.weight_TK, "all_counts": routes.counts_nE}
+        given = given | routing_tensors | {"chooses": 1, "l_aux": routes.l_aux, **options}
         if product is not None:
-            weight_EM, source_TM = product[1], given["source"]
+            weight_EM = product[1]
+            source_TM = given["source"]
             kind: dict[str, Any] = {"dtypes": [source_TM.dtype], "device": source_TM.device}
             check_tensor("gate", weight_EM, shape=(cells, d_model), **kind)
             check_memory(dense={"gate": weight_EM})
@@ -148,21 +183,27 @@ def forward_tensors(
 def backward_tensors(
     given: RankTensors, places: RankTensors, *, kept: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> RankTensors:
-    """`pass_tensors`, and "weight_gradient" will be (T, K) float32, 0 for dropped slots, "of_w1", "of_w2",
-    "of_b1" and "of_b2" the gradients of these parameters, which repeat to the bit.
+    """Returns the tensors of a backward pass: those of `pass_tensors`, and those that the launch writes.
 
-    places: `PLACES` of forward. kept: its T_DI and T_M; without T_DI "again" is read, without T_M it is
-    computed again.
-    needs: which of the four parameters want a gradient; it is None for the others.
+    given: the result of `pass_tensors`.
+    places: `PLACES` of forward.
+    kept: forward's T_DI and T_M. Without T_DI the kernel sends "again"; without T_M it recomputes it.
+    needs: which of w1, w2, b1 and b2 need a gradient.
+
+        weight_gradient    (T, K) float32   gradient of the routing weights; 0 for dropped slots
+        of_w1, of_w2, of_b1, of_b2          gradients of the parameters; None for those that need none
+
+    All gradients repeat to the bit.
     """
     _, capacity, width = given["active"].shape
     missing = capacity - places["slot"].shape[1]
-    if missing:  # a heap with other cells has taken the place of forward's
-        kept = [None if each is None else F.pad(each, (0, 0, 0, missing)) for each in kept]
+    if missing:  # since forward a larger batch has replaced the heap by one with larger cells
+        kept = [None if tensor is None else F.pad(tensor, (0, 0, 0, missing)) for tensor in kept]
         places = places | {"slot": F.pad(places["slot"], (0, missing))}
     input_PCM, hidden_PCG = kept
     hopper = extension.path(given["w1"].device)[0] == "sm_90a"
-    wide, parts = given["w1"].shape[1], extension.module().row_dot_parts(hopper, width)
+    wide = given["w1"].shape[1]
+    parts = extension.module().row_dot_parts(hopper, width)
     for name, need in zip(("w1", "w2", "b1", "b2"), needs, strict=True):
         given[f"of_{name}"] = torch.empty_like(given[name]) if need and given[name] is not None else None
     return {
@@ -172,7 +213,7 @@ def backward_tensors(
         "hidden": hidden_PCG,
         "recomputed": _by_cell(given, wide) if hidden_PCG is None else None,
         "gradient": _by_cell(given, wide),
-        "dots": _by_cell(given, parts, torch.float32),  # as the kernel has them: (parts, P C)
+        "dots": _by_cell(given, parts, torch.float32),  # as many numbers; the kernel writes (parts, P C)
         "weight_gradient": torch.empty_like(given["weight"]),
     }
 
@@ -180,18 +221,29 @@ def backward_tensors(
 def launch_pass(
     launcher: Launcher, direction: PassDirection, activation: str, ranks: Sequence[RankTensors]
 ) -> None:
-    """One launch of a pass, with the tensors of each rank of this process. Any two resident blocks of a rank
-    make progress. Raises HeapError for a broken heap."""
-    begun, fields = launcher.begin(), []
+    """Launches one pass for all ranks of this process.
+
+    ranks: the tensors of each rank, from `forward_tensors` or `backward_tensors`.
+
+    The launch makes progress if at least two blocks of each rank run at a time.
+
+    Raises HeapError for a broken heap.
+    """
+    launch_fields = launcher.begin()
+    fields = []
     for heap, tensors in zip(launcher.heaps, ranks, strict=True):
-        (tokens, top_k), shape = tensors["expert"].shape, heap.shape
+        tokens, top_k = tensors["expert"].shape
+        shape = heap.shape
         sizes = {"tokens": tokens, "top_k": top_k, "d_hidden": shape.d_hidden}
         sizes |= {"sends_again": shape.sends_again, "is_pool": shape.is_pool}
         sizes |= {"workspace": heap.base + shape.places["workspace"]}
-        told = {at: each if isinstance(each, int | float) else address(each) for at, each in tensors.items()}
-        fields.append(launcher.rank_fields(heap) | sizes | told)
+        numbers = {
+            name: value if isinstance(value, int | float) else address(value)
+            for name, value in tensors.items()
+        }
+        fields.append(launcher.rank_fields(heap) | sizes | numbers)
     extension.module().flashdmoe(
-        **begun,
+        **launch_fields,
         hopper=launcher.hopper,
         is_backward=direction == "backward",
         activation=ACTIVATIONS[activation],
@@ -200,6 +252,6 @@ def launch_pass(
 
 
 def _by_cell(given: RankTensors, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-    """(P, C, columns), not initialised."""
+    """Returns uninitialised memory (P, C, columns)."""
     active_PCH: Tensor = given["active"]
     return active_PCH.new_empty(*active_PCH.shape[:2], columns, dtype=dtype)

@@ -1,7 +1,7 @@
-"""What launches ask of their operands: shape, type, device, and how the numbers lie in memory.
+"""Checks on the operands of launches: shape, dtype, device, and how the numbers lie in memory.
 
 Each check raises ValueError with the operand's name, its value and the rule. Kernels read and write 16 bytes
-at a time: a row, an address and the distance of two rows are multiples of 16 bytes.
+at a time. So addresses, the bytes of a row and the distance of two rows must be multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 VECTOR_BYTES = 16
 
 MAX_ROWS = 2**31 - 1
-"""Positions of rows are int32."""
+"""The most rows of an operand, because kernels store positions of rows as int32."""
 
 
 def check_tensor(
@@ -26,9 +26,12 @@ def check_tensor(
     device: torch.device | None = None,
     contiguous: bool = False,
 ) -> None:
-    """Raises ValueError unless the operand is as asked; None asks nothing.
+    """Raises ValueError unless a tensor has the required properties; None and False require nothing.
 
-    shape: sizes; a letter stands for any size. Example: ("T", 8) takes (3, 8) and (0, 8).
+    shape: sizes. A letter stands for any size: ("T", 8) takes (3, 8) and (0, 8).
+    dtypes: the dtypes that are allowed.
+    device: where the tensor must be.
+    contiguous: whether it must be contiguous.
     """
     if shape is not None and not _fits(tensor.shape, shape):
         raise ValueError(f"{name} of shape {tuple(tensor.shape)} must have the shape {_listed(shape)}")
@@ -41,13 +44,13 @@ def check_tensor(
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
-    """Raises ValueError for integers."""
+    """Raises ValueError unless a tensor's dtype is a floating-point type."""
     if not tensor.is_floating_point():
         raise ValueError(f"{name} of dtype {tensor.dtype} must be of a floating-point type")
 
 
 def check_memory(**operands: Mapping[str, Tensor | None]) -> None:
-    """Raises ValueError for operands that the kernels would not read right; see `memory_misfit`."""
+    """Raises ValueError if the kernels would read an operand wrongly; see `memory_misfit`."""
     if (why := memory_misfit(**operands)) is not None:
         raise ValueError(why)
 
@@ -55,23 +58,30 @@ def check_memory(**operands: Mapping[str, Tensor | None]) -> None:
 def memory_misfit(
     *, rows: Mapping[str, Tensor | None] | None = None, dense: Mapping[str, Tensor | None] | None = None
 ) -> str | None:
-    """Why the kernels would not read these operands right, by name; None where they would.
+    """Returns why the kernels would read one of these operands wrongly; None if all are right.
 
-    rows: (rows, columns), which may lie apart. dense: without gaps. All begin at a multiple of 16 bytes.
-    Operands of no elements lie right wherever they are.
+    rows: operands (rows, columns) by name. Their rows may lie apart.
+    dense: operands by name that must be contiguous.
+
+    All must begin at a multiple of 16 bytes. An operand without elements always fits.
     """
-    found = [_misplaced_rows(name, each) for name, each in (rows or {}).items() if each is not None]
-    found += [_gap(name, each) for name, each in (dense or {}).items() if each is not None and each.numel()]
-    for name, each in {**(rows or {}), **(dense or {})}.items():
-        if each is not None and each.numel() and each.data_ptr() % VECTOR_BYTES:
-            found.append(f"{name} at address {each.data_ptr():#x} must be aligned to {VECTOR_BYTES} bytes")
-    return next((why for why in found if why is not None), None)
+    reasons = [_misplaced_rows(name, tensor) for name, tensor in (rows or {}).items() if tensor is not None]
+    reasons += [
+        _gap(name, tensor) for name, tensor in (dense or {}).items() if tensor is not None and tensor.numel()
+    ]
+    for name, tensor in {**(rows or {}), **(dense or {})}.items():
+        if tensor is not None and tensor.numel() and tensor.data_ptr() % VECTOR_BYTES:
+            reasons.append(
+                f"{name} at address {tensor.data_ptr():#x} must be aligned to {VECTOR_BYTES} bytes"
+            )
+    return next((why for why in reasons if why is not None), None)
 
 
 def strides_fit(rows: Tensor) -> bool:
-    """Whether columns are side by side, and rows apart by a multiple of 16 bytes, without overlap.
+    """Returns whether kernels can read these rows (rows, columns), judged by the strides.
 
-    Strides of a dimension of one entry say nothing.
+    Columns must be adjacent. Rows must not overlap, and must lie a multiple of 16 bytes apart. The stride of
+    a dimension of size 1 or 0 does not matter.
     """
     columns_fit = rows.shape[1] <= 1 or rows.stride(1) == 1
     stride = rows.stride(0)
@@ -80,53 +90,63 @@ def strides_fit(rows: Tensor) -> bool:
 
 
 def _misplaced_rows(name: str, rows: Tensor) -> str | None:
+    """Returns why kernels cannot read these rows; None if they can."""
     if not rows.numel() or strides_fit(rows):
         return None
     return (
         f"{name} of shape {tuple(rows.shape)} and strides {rows.stride()} of {rows.element_size()} bytes "
-        "must have a column stride of 1, and rows apart by at least their columns and a multiple of "
-        f"{VECTOR_BYTES} bytes"
+        "each must have adjacent columns (a column stride of 1), and a row stride of at least the number of "
+        f"columns that is a multiple of {VECTOR_BYTES} bytes"
     )
 
 
 def _gap(name: str, tensor: Tensor) -> str | None:
+    """Returns the error for a tensor that is not contiguous; None if it is."""
     if tensor.is_contiguous():
         return None
     return f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} must be contiguous"
 
 
 def _fits(sizes: Sequence[int], wanted: Sequence[int | str]) -> bool:
+    """Returns whether sizes match a required shape, in which letters stand for any size."""
     return len(sizes) == len(wanted) and all(
         isinstance(size, str) or size == have for have, size in zip(sizes, wanted, strict=True)
     )
 
 
 def _listed(shape: Sequence[int | str]) -> str:
+    """Returns a required shape as text. Example: ("T", 8) -> "(T, 8)"."""
     return f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
 
 
-# ---- for launches
+# ---- the numbers that a launch takes
 
 
 def address(tensor: Tensor | None) -> int:
-    """0 for None."""
+    """Returns the address of a tensor's first element; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def at(**rows: Tensor | None) -> dict[str, int]:
-    """Address and row stride of each, by its name and its name with "_stride": 0 and 0 for None."""
-    found = {}
-    for name, each in rows.items():
-        found[name] = address(each)
-        found[f"{name}_stride"] = 0 if each is None else row_stride(each)
-    return found
+    """Returns the address and the row stride of each operand, under its name and its name with "_stride".
+
+    Both are 0 for None. Example: at(a=rows) -> {"a": address, "a_stride": elements}.
+    """
+    fields = {}
+    for name, tensor in rows.items():
+        fields[name] = address(tensor)
+        fields[f"{name}_stride"] = 0 if tensor is None else row_stride(tensor)
+    return fields
 
 
 def row_stride(rows: Tensor) -> int:
-    """Elements from a row to the next. That of a lone row says nothing: its columns then."""
+    """Returns the elements from one row to the next.
+
+    With fewer than two rows the stride says nothing, so it is the number of columns.
+    """
     return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
 
 
 def cuda_index(device: torch.device) -> int:
-    """Of the current device where ``device`` names none."""
+    """Returns the index of a CUDA device; that of the current device if ``device`` has none."""
     return torch.cuda.current_device() if device.index is None else device.index

@@ -1,14 +1,17 @@
-"""Which kernel computes a product: each is asked why not; the challenger is taken where it is faster.
+"""Chooses which implementation computes a product: pmoe's own kernels, or a plain one.
 
-The first candidate is the challenger, the others are plain ways. The rule, without measuring anything itself:
+The first candidate is the challenger. The others are the plain implementations, in the order of preference.
+Each candidate says why it would refuse a request; those that do not refuse are willing. The rule:
 
-    asked for by name       this one (`Registry.forcing`)
-    measured                the faster of the challenger and the first willing plain way; see
-                            `pmoe.measure.product_choices`, which also checks that the challenger is right
-    else                    the first willing plain way: what nobody has timed and checked is not taken
-    in deterministic mode   the same: on every rank and in every run alike, whatever was measured
+    forced by name          the candidate that `Registry.forcing` names
+    measured                the faster of the challenger and the first willing plain one
+    not measured            the first willing plain one: a kernel is used only after it was checked and timed
+    in deterministic mode   the same, so that no measurement changes which kernel runs
 
-With PMOE_LOG_KERNELS=1 every choice is logged once for each request, by the logger "pmoe".
+The registry itself measures nothing. `pmoe.measure.product_choices` does, and also checks that the
+challenger's results are right.
+
+PMOE_LOG_KERNELS=1 logs each choice once for each request, with the logger "pmoe".
 """
 
 from __future__ import annotations
@@ -28,11 +31,11 @@ from pmoe.kernels.operands import memory_misfit
 from pmoe.warn import log, warn_once
 
 Form = Literal["forward", "input", "weight"]
-"""Rows times a matrix an expert, the gradient of those rows, or that of the matrices."""
+"""Which product: rows times each expert's matrix, the gradient of those rows, or that of the matrices."""
 
 
 def bucket(rows: int) -> int:
-    """The least power of two that is not below ``rows``.
+    """Returns the smallest power of two that is at least ``rows``.
 
     Example: 1000 -> 1024, 1024 -> 1024, 0 -> 1.
     """
@@ -41,9 +44,11 @@ def bucket(rows: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductRequest:
-    """Which product, of what sizes, on what device; devices of one name count as one.
+    """A kind of product: its form, sizes and device. Choices are stored by it.
 
-    device_name: "" is the device's own. rows: any number, of which the `bucket` is kept.
+    device: not compared; devices of one name count as the same.
+    device_name: "" stands for the device's own name.
+    rows: the `bucket` of the number given, so that similar batches share a choice.
     """
 
     form: Form
@@ -62,7 +67,7 @@ class ProductRequest:
 
     @property
     def key(self) -> str:
-        """All but the device."""
+        """The request as text, without the device."""
         bias = " bias" if self.bias else ""
         dtype = str(self.dtype).removeprefix("torch.")
         return (
@@ -75,11 +80,16 @@ class ProductRequest:
 
 
 class ProductOperands(NamedTuple):
-    """The tensors of one product. out: where the result is to lie, None for memory of its own.
+    """The tensors of one product.
 
-    forward: first is rows (N, I), second weight (E, O, I).
-    input:   first is grad (N, O), second weight (E, O, I).
-    weight:  first is grad (N, O), second rows (N, I).
+        form      first         second             result
+        forward   rows (N, I)   weight (E, O, I)   (N, O)
+        input     grad (N, O)   weight (E, O, I)   (N, I)
+        weight    grad (N, O)   rows (N, I)        (E, O, I)
+
+    experts: E.
+    bias: (E, O), or None.
+    out: memory for the result; None if the implementation allocates it.
     """
 
     form: Form
@@ -91,6 +101,7 @@ class ProductOperands(NamedTuple):
 
     @property
     def request(self) -> ProductRequest:
+        """The kind of product that these operands are."""
         if self.form == "weight":
             num_out, num_in = self.first.shape[1], self.second.shape[1]
         else:
@@ -109,10 +120,12 @@ class ProductOperands(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ProductCandidate:
-    """A way to compute products.
+    """One implementation of the products.
 
-    reasons: why it would not compute a request, on its device; nothing where it would.
-    misfit: why it would not take these operands of a request that it would compute: strides, alignment.
+    name: as choices and logs call it.
+    reasons: returns why it would refuse a request on the request's device; an empty list if it would not.
+    misfit: returns why it would refuse these operands of a request that it takes (strides, alignment); else
+        None.
     """
 
     name: str
@@ -122,7 +135,12 @@ class ProductCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredChoice:
-    """The faster of two that compete, and the seconds of both on the slowest rank. when: ISO 8601, UTC."""
+    """The faster of the two candidates that were timed.
+
+    choice: its name.
+    seconds: by candidate, on the slowest rank.
+    when: ISO 8601, UTC.
+    """
 
     choice: str
     seconds: Mapping[str, float]
@@ -130,9 +148,9 @@ class MeasuredChoice:
 
 
 class Registry:
-    """Candidates in the order of priority, the choices among them, and why.
+    """The candidates in the order of preference, the choices among them, and the reasons.
 
-    The first is the challenger. The last one refuses nothing.
+    The first candidate is the challenger. The last one must refuse nothing.
     """
 
     candidates: tuple[ProductCandidate, ...]
@@ -144,36 +162,39 @@ class Registry:
         self.forced: ProductCandidate | None = None
         self.measured: dict[ProductRequest, MeasuredChoice] = {}
         self.faults: dict[Any, str | None] = {}
-        """What the challenger computes wrongly, by the case that was checked; None where it does not."""
-        self._named = {each.name: each for each in candidates}
+        """What the challenger computed wrongly, by the case that was checked; None if it was right."""
+        self._named = {candidate.name: candidate for candidate in candidates}
         self._distrusted: dict[tuple[str, torch.dtype], str] = {}
         self._unmeasured: dict[ProductRequest, str] = {}
         self._ranked: dict[tuple[ProductRequest, bool], tuple[ProductCandidate, ...]] = {}
 
-    # ---- what was measured
+    # ---- results of measurements
 
     def learn(self, request: ProductRequest, found: MeasuredChoice) -> None:
-        """From now on the rule takes this choice."""
+        """Stores a measured choice. The rule takes it from now on."""
         self.measured[request] = found
         self._ranked.pop((request, False), None)
 
     def learn_failure(self, request: ProductRequest, why: str) -> None:
-        """From now on the request counts as not measured."""
+        """Stores why a measurement failed. From now on the request counts as not measured."""
         self.measured.pop(request, None)
         self._unmeasured[request] = why
         self._ranked.pop((request, False), None)
 
     def distrust(self, request: ProductRequest, why: str) -> None:
-        """From now on the challenger refuses all requests of this device and type."""
+        """Makes the challenger refuse all requests of this request's device name and dtype."""
         self._distrusted[request.device_name, request.dtype] = why
         self._ranked.clear()
 
     # ---- choosing
 
     def choose(self, request: ProductRequest, operands: Any = None) -> str:
-        """The name of the first candidate that is willing and that the operands fit, as the rule ranks them.
+        """Returns the name of the candidate that computes a product.
 
-        Warns once for each reason for which the very first is passed over.
+        operands: the product's tensors. If they do not fit the candidate that the rule names, the next
+            willing one is tried. None checks the request alone.
+
+        Warns once for each reason for which the challenger is passed over on CUDA.
         """
         if self.forced is not None:
             fits = operands is None or self.forced.misfit(operands) is None
@@ -188,60 +209,65 @@ class Registry:
 
     @contextmanager
     def forcing(self, name: str) -> Iterator[None]:
-        """Every choice in the block, on any device and thread, is ``name`` where the operands fit it.
+        """Makes every choice in the block ``name``, on any device and thread. Nothing need be measured.
 
-        The last candidate computes the others. This asks for kernels by name: nothing need be measured.
+        Operands that do not fit it go to the last candidate. Raises ValueError for an unknown name.
         """
         if name not in self._named:
             raise ValueError(f"name ({name!r}) must be one of {', '.join(self._named)}")
-        before, self.forced = self.forced, self._named[name]
+        outer = self.forced
+        self.forced = self._named[name]
         try:
             yield
         finally:
-            self.forced = before
+            self.forced = outer
 
     def competing(self, request: ProductRequest) -> tuple[str, str] | None:
-        """The challenger and the plain way that is measured beside it; None where one of them refuses."""
+        """Returns the challenger and the plain candidate to time against it; None if there are no two."""
         willing = self._willing(request)
         return (willing[0], willing[1]) if len(willing) > 1 and willing[0] == self.challenger else None
 
     def _rank(self, request: ProductRequest) -> tuple[ProductCandidate, ...]:
+        """Returns the willing candidates, the rule's choice first. The result is stored until it changes."""
         key = (request, torch.are_deterministic_algorithms_enabled())
-        found = self._ranked.get(key)
-        if found is None:
+        ranked = self._ranked.get(key)
+        if ranked is None:
             willing = self._willing(request)
             first, _ = self._first(request, willing)
-            # Operands that do not fit the first go to plain ways, in the order of priority.
+            # If operands do not fit the first, plain candidates follow in the order of preference. The
+            # challenger never comes second: it would be used without having won a measurement.
             names = [first, *(name for name in willing if name not in (first, self.challenger))]
-            found = self._ranked[key] = tuple(self._named[name] for name in names)
+            ranked = self._ranked[key] = tuple(self._named[name] for name in names)
             self._warn_of_fallback(self.candidates[0], request, self._refusals(request)[self.challenger])
             if os.environ.get("PMOE_LOG_KERNELS", "") not in ("", "0"):
-                log.warning("%s", self.explain(request))  # a level that shows: it was asked for
-        return found
+                log.warning("%s", self.explain(request))  # warning: users who asked for it must see it
+        return ranked
 
     def _refusals(self, request: ProductRequest) -> dict[str, list[str]]:
-        found = {candidate.name: candidate.reasons(request) for candidate in self.candidates}
+        """Returns by candidate the reasons why it refuses a request."""
+        refusals = {candidate.name: candidate.reasons(request) for candidate in self.candidates}
         why = self._distrusted.get((request.device_name, request.dtype))
-        return found if why is None else {**found, self.challenger: [*found[self.challenger], why]}
+        return refusals if why is None else {**refusals, self.challenger: [*refusals[self.challenger], why]}
 
     def _willing(self, request: ProductRequest) -> list[str]:
+        """Returns the names of the candidates that do not refuse a request."""
         return [name for name, reasons in self._refusals(request).items() if not reasons]
 
     def _first(self, request: ProductRequest, willing: Sequence[str]) -> tuple[str, str]:
-        """(its name, why)."""
+        """Returns the rule's choice and why: (name, reason)."""
         plain = next(name for name in willing if name != self.challenger)
         if self.challenger not in willing:
             return plain, f"{self.challenger} refuses"
         if torch.are_deterministic_algorithms_enabled():
-            return plain, "deterministic mode: nothing that depends on a measurement"
+            return plain, "deterministic mode: measurements are ignored"
         measured = self.measured.get(request)
         if measured is not None and measured.choice in willing:
             rule = "as fast, or faster" if measured.choice == plain else "faster"
             return measured.choice, f"{rule}, measured {measured.when}"
-        return plain, self._unmeasured.get(request, "not measured, and nothing untimed replaces it")
+        return plain, self._unmeasured.get(request, "not measured, and only a measured kernel replaces it")
 
     def explain(self, request: ProductRequest) -> str:
-        """The request, of each candidate why not or how long it takes, and the choice with its reason.
+        """Returns a choice as text: the request, each candidate's refusal or time, the choice and why.
 
         forward bfloat16 experts=8 rows=4096 in=1024 out=4096 on NVIDIA H200
           pmoe        0.104 ms
@@ -251,7 +277,8 @@ class Registry:
         """
         refusals = self._refusals(request)
         first, why = self._first(request, self._willing(request))
-        measured, width = self.measured.get(request), max(map(len, refusals))
+        measured = self.measured.get(request)
+        width = max(map(len, refusals))
         lines = [str(request)]
         for name, reasons in refusals.items():
             state = "willing"
@@ -266,13 +293,14 @@ class Registry:
     def _warn_of_fallback(
         self, candidate: ProductCandidate, request: ProductRequest, reasons: Iterable[str]
     ) -> None:
+        """Warns once for each reason for which the challenger is passed over on CUDA."""
         if candidate is self.candidates[0] and request.device.type == "cuda":
             for reason in reasons:
                 message = f"products are computed without {candidate.name}'s kernels: {reason}"
                 warn_once(message, for_each_reason=True)
 
 
-# ---- the three ways to compute a grouped product: pmoe's kernels, one launch of grouped_mm, or a loop
+# ---- the three implementations of grouped products: pmoe's kernels, one launch of grouped_mm, or a loop
 
 
 PMOE, GROUPED_MM, LOOP = "pmoe", "grouped_mm", "loop"
@@ -281,53 +309,58 @@ BIAS = "bias: grouped_mm has none, and adding it afterwards rounds twice"
 
 
 def _pmoe_reasons(request: ProductRequest) -> list[str]:
+    """Returns why pmoe's kernels would refuse a request."""
     columns = {"in_features": request.in_features, "out_features": request.out_features}
     why = grouped_gemm.refusal(request.device, request.dtype, **columns)
     return [] if why is None else [why]
 
 
 def _pmoe_misfit(operands: ProductOperands) -> str | None:
+    """Returns why pmoe's kernels would refuse these operands; None if they take them."""
     if not operands.first.is_cuda:
-        return None  # the reference takes everything
-    (first, second), out = _named(operands), operands.out
+        return None  # on the CPU the reference takes any strides
+    first, second = _named(operands)
+    out = operands.out
     if operands.form == "weight":
         return memory_misfit(rows=dict([first, second]), dense={"out": out})
     return memory_misfit(rows=dict([first, ("out", out)]), dense=dict([second, ("bias", operands.bias)]))
 
 
 def _grouped_mm_reasons(request: ProductRequest) -> list[str]:
+    """Returns why one launch of grouped_mm would not compute a request."""
     device = request.device
     if device.type != "cuda":
         return [f"device {device.type}: a loop is as fast there and writes in place"]
-    found = []
+    reasons = []
     if request.dtype != torch.bfloat16:
-        found.append(f"dtype {request.dtype}: grouped_mm has one launch for bfloat16 only")
+        reasons.append(f"dtype {request.dtype}: grouped_mm has one launch for bfloat16 only")
     if request.bias:
-        found.append(BIAS)
+        reasons.append(BIAS)
     major, minor = torch.cuda.get_device_capability(device)
     if major not in (9, 10):
-        found.append(
+        reasons.append(
             f"compute capability {major}.{minor}: grouped_mm loops there, reading the offsets on the host"
         )
     if request.experts >= 1024:
-        found.append(f"{request.experts} experts: grouped_mm takes fewer than 1024")
+        reasons.append(f"{request.experts} experts: grouped_mm takes fewer than 1024")
     columns = {"in_features": request.in_features}
-    if request.form != "forward":  # the columns of a result are padded
+    if request.form != "forward":  # forward's out_features are the result's columns, which torch pads
         columns["out_features"] = request.out_features
     for name, count in columns.items():
         if count * request.dtype.itemsize % 16:
-            found.append(f"{name}: a row of {count} elements is no multiple of 16 bytes")
-    return found
+            reasons.append(f"{name}: a row of {count} elements is no multiple of 16 bytes")
+    return reasons
 
 
 def _grouped_mm_misfit(operands: ProductOperands) -> str | None:
+    """Returns why grouped_mm would refuse these operands; None if it takes them."""
     if operands.bias is not None:
         return BIAS
     return memory_misfit(dense=dict(_named(operands))) if operands.first.is_cuda else None
 
 
 def _named(operands: ProductOperands) -> tuple[tuple[str, Tensor], tuple[str, Tensor]]:
-    """The first and the second operand with their names."""
+    """Returns the first and the second operand with their names."""
     first, second = {"forward": ("rows", "weight"), "input": ("grad", "weight"), "weight": ("grad", "rows")}[
         operands.form
     ]
@@ -341,5 +374,7 @@ PRODUCTS = Registry(
         ProductCandidate(name=LOOP, reasons=lambda request: []),
     ]
 )
-"""The choices of this process, for all layers, on CUDA. On the CPU the loop is as fast, and writes in place.
- `pmoe.measure.products` has them measured."""
+"""The choices of this process, for all layers. `pmoe.measure.products` has them measured.
+
+On the CPU the loop is as fast as any kernel, and writes in place.
+"""

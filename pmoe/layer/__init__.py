@@ -6,6 +6,6 @@
 Letters of this folder: T tokens of this rank, K choices, E experts of the group, F bins, N rows, M = d_model.
 """
 
-from pmoe.layer.module import MoELayer
+from pmoe.layer.moe_layer import MoELayer
 
 __all__ = ["MoELayer"]

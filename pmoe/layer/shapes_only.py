@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from pmoe.call.decision import LastCall
+from pmoe.call.modules import Parts
+from pmoe.decide.route import cast_dtype, check_input
 from pmoe.gates.base import at_least_float32
-from pmoe.layer.decision import LastCall
-from pmoe.layer.parts import Parts, cast_dtype
-from pmoe.layer.route import check_input
 
 
 def has_no_values(parts: Parts, x: Tensor) -> bool:

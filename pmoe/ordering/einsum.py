@@ -1,5 +1,7 @@
-"""GShard's ordering: products with matrices of zeros and ones. The readable reference; it costs T times
-more."""
+"""GShard's ordering: products with matrices of zeros and ones.
+
+It is the readable reference for `SortedOrder`, and costs T times as much.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,11 @@ from pmoe.ordering import Order
 
 
 class EinsumOrder(Order):
-    """Rows are dispatch_NT x, results dispatch_NT^T y (GShard, arXiv 2006.16668, section 3.2). A NaN or an
-    infinity of one token reaches all rows of its chunk, as it does there."""
+    """Multiplies by matrices of zeros and ones (GShard, arXiv 2006.16668, section 3.2).
+
+    Rows are dispatch x, and results are dispatch^T y, where dispatch (N, T) has a 1 at each row's token.
+    A NaN or an infinity of one token reaches all rows of its chunk, because 0 times it is NaN.
+    """
 
     def order(self, tokens_TM: Tensor, token_N: Tensor, out: Tensor) -> None:
         dispatch_NT = _one_hot(token_N, tokens_TM.shape[0]).to(tokens_TM.dtype)
@@ -19,7 +24,7 @@ class EinsumOrder(Order):
 
     def restore(self, rows_NM: Tensor, row_SK: Tensor, out: Tensor, token_S: Tensor | None = None) -> None:
         chosen_SN = _one_hot(row_SK, rows_NM.shape[0]).sum(1)
-        # Rows of other chunks may not have arrived yet, and 0 times anything is not always 0.
+        # Rows of other chunks may not have arrived yet. They may hold NaN, and 0 times NaN is not 0.
         rows_NM = rows_NM.where(chosen_SN.sum(0).unsqueeze(1) > 0, 0)
         combine_SN = chosen_SN.to(rows_NM.dtype)
         if token_S is not None:
@@ -28,5 +33,5 @@ class EinsumOrder(Order):
 
 
 def _one_hot(index: Tensor, count: int) -> Tensor:
-    """As torch's, which refuses to count to 0."""
+    """Returns index (...) as bool (..., count), True at each index. torch's one_hot refuses count = 0."""
     return index.unsqueeze(-1) == torch.arange(count, device=index.device)

@@ -1,10 +1,17 @@
-"""The sorted ordering: rows that travel by chunk and expert, and rows that stay by piece and expert.
+"""The sorted ordering: sorts a rank's rows by chunk and expert.
 
-A slot is one of the T*K (token, choice) pairs. A chunk holds the slots of a range of tokens; what it sends
-is one contiguous block, by destination rank. Rows whose expert is on this rank may be cut more coarsely, for
-nothing has to arrive before they are computed: a piece holds those of one chunk or of several. Where there is
-a piece for each chunk it follows the rows that its chunk sends, so that a chunk's rows are one block;
-fewer pieces come after all chunks.
+A slot is one of the T * K (token, choice) pairs. A chunk holds the slots of a range of tokens. Its rows that
+travel are one contiguous block, sorted by expert and so by destination rank.
+
+Rows whose expert is on this rank stay. They can be cut more coarsely, because nothing has to arrive before
+they are computed: a piece holds those of one chunk or of several. With a piece for each chunk, a piece
+follows its chunk, so that all rows of a chunk are one block. With fewer pieces, they follow all chunks:
+
+    n = 2, m = 2    chunk 0 travels | piece 0 stays | chunk 1 travels | piece 1 stays | dropped slots
+    n = 3, m = 2    chunk 0 travels | chunk 1 travels | chunk 2 travels | piece 0 | piece 1 | dropped slots
+
+The last m - 1 pieces are of one chunk each, the first is of all other chunks: see
+`pmoe.schedule.tasks.piece_of`.
 
 Letters: T tokens, K choices, E experts, n chunks, m pieces.
 """
@@ -21,17 +28,22 @@ from pmoe.ordering import Order
 
 
 def chunk_bounds(num_tokens: int, n: int) -> list[int]:
-    """n + 1 token boundaries floor(i * T / n): sizes differ by one at most, a multiple of n refines n.
+    """Returns the bounds of n chunks of T tokens: floor(i * T / n) for i = 0 .. n.
 
-    Example: (10, 4) -> [0, 2, 5, 7, 10]; with T < n some chunks are empty.
+    Chunk i has the tokens from bound i up to bound i + 1. Sizes differ by at most one, and some chunks are
+    empty if T < n. The bounds of 2 n, 3 n, ... chunks include those of n chunks.
+
+    Example: (10, 4) -> [0, 2, 5, 7, 10].
     """
     return [i * num_tokens // n for i in range(n + 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SortedRows:
-    """slot: (T*K,) the slots in sorted order, dropped ones last.
-    position: (T*K,) its inverse: where each slot's row stands; a dropped slot's is the number kept or more.
+    """A permutation of the T * K slots, and its inverse.
+
+    slot: (T * K,) int64, the slots in sorted order, dropped ones last.
+    position: (T * K,) int64, the place of each slot in that order.
     """
 
     slot: Tensor
@@ -40,8 +52,12 @@ class SortedRows:
 
 @dataclass(frozen=True)
 class Tokens:
-    """How many tokens the slots are of. of_slot: (S,) ascending, the token of each slot, where tokens do not
-    all have K of them; then K is 1."""
+    """The tokens of a call's slots.
+
+    count: T, the number of tokens.
+    of_slot: (S,) int64 ascending, the token of each slot, if tokens have different numbers of slots (K is 1
+        then). None if each token has K slots.
+    """
 
     count: int
     of_slot: Tensor | None = None
@@ -50,8 +66,16 @@ class Tokens:
 def count_rows(
     expert_TK: Tensor, keep_TK: Tensor | None, n: int, num_experts: int, tokens: Tokens | None = None
 ) -> Tensor:
-    """Kept rows by chunk and global expert, (n, E) int64, without a host synchronisation."""
-    key, chunk = expert_TK.reshape(-1), _chunks(expert_TK, n, tokens)
+    """Returns the number of kept slots of each chunk and expert, (n, E) int64. The host does not wait.
+
+    expert_TK: (T, K) int64, global expert indices.
+    keep_TK: (T, K) bool, slots that are kept; None keeps all.
+    n: number of chunks.
+    num_experts: E, experts of all ranks.
+    tokens: None if each token has K slots.
+    """
+    key = expert_TK.reshape(-1)
+    chunk = _chunks(expert_TK, n, tokens)
     if chunk is not None:
         key = chunk * num_experts + key
     if keep_TK is not None:
@@ -70,8 +94,14 @@ def sort_rows(
     m: int,
     tokens: Tokens | None = None,
 ) -> SortedRows:
-    """Sorts the slots by (chunk, expert), those that stay by (piece, expert), dropped ones last; token order
-    within. local: the experts that this rank computes without sending; empty where all rows travel."""
+    """Sorts the slots by (chunk, expert), those that stay by (piece, expert), dropped ones last.
+
+    Slots with the same sort key stay in token order.
+
+    expert_TK, keep_TK, n, num_experts, tokens: as in `count_rows`.
+    local: the experts whose rows stay on this rank; empty if all rows travel.
+    m: number of pieces.
+    """
     expert = expert_TK.reshape(-1)
     chunk = _chunks(expert_TK, n, tokens)
     block: Tensor | None = chunk
@@ -91,9 +121,10 @@ def sort_rows(
 
 
 def _chunks(expert_TK: Tensor, n: int, tokens: Tokens | None) -> Tensor | None:
-    """The chunk of each slot (T*K,), as in `chunk_bounds`; None where there is only one."""
+    """Returns the chunk of each slot, (T * K,) int64; None if there is only one chunk."""
     if n == 1:
         return None
+    # Token t is in chunk floor(((t + 1) * n - 1) / T), the inverse of `chunk_bounds`.
     num_tokens, top_k = expert_TK.shape
     if tokens is not None and tokens.of_slot is not None:
         chunk_T = ((tokens.of_slot + 1) * n - 1) // max(tokens.count, 1)
@@ -104,7 +135,7 @@ def _chunks(expert_TK: Tensor, n: int, tokens: Tokens | None) -> Tensor | None:
 
 
 class SortedOrder(Order):
-    """Rows are copied to where they go, and summed from where they are."""
+    """Copies rows by an index, and sums them by an index. It computes what `EinsumOrder` defines."""
 
     def order(self, tokens_TM: Tensor, token_N: Tensor, out: Tensor) -> None:
         torch.index_select(tokens_TM, 0, token_N, out=out)
@@ -113,8 +144,8 @@ class SortedOrder(Order):
         if token_S is not None and not rows_NM.shape[0]:
             out.zero_()
         elif token_S is not None:
-            # One bag of rows a token, summed in order: index_add_ takes four times as long on a CPU, and on a
-            # GPU adds in any order.
+            # A bag for each token, whose rows are summed in order. index_add_ takes four times as long on a
+            # CPU, and on a GPU it adds in any order.
             first_T = torch.searchsorted(token_S, torch.arange(out.shape[0], device=token_S.device))
             out.copy_(F.embedding_bag(row_SK.view(-1), rows_NM, first_T, mode="sum"))
         elif row_SK.shape[1] == 1:

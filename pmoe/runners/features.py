@@ -1,7 +1,7 @@
-"""One table: which features of a layer each runner takes, each source of counts, and each prediction.
+"""The table of the features that each runner, each source of row counts and each prediction supports.
 
-A feature that a taker does not name is refused, so a new feature is refused by all until somebody says
-otherwise.
+A feature that an entry does not name is refused. So a new feature is refused everywhere until it is added to
+an entry.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 
 class Feature(str, enum.Enum):
-    """What an option asks for beyond a default layer.
+    """A property of a layer that a layer with default options does not have.
 
-    The values are the words of every refusal; names in braces stand for the layer's values.
+    The value is the text of its refusal, in which names in braces stand for the layer's options.
     """
 
     RANKS = "rows travel between ranks"
@@ -24,7 +24,7 @@ class Feature(str, enum.Enum):
     TO_OWN_RANK = "rows are sent to their own rank (bypass_local=False)"
     CALLBACKS = "there are callbacks"
     SHARED_EXPERT = "there is a shared expert"
-    GRADIENTS = "other layers' gradients are reduced inside"
+    GRADIENTS = "other layers' gradients are reduced inside its backward pass"
     ROTATES = "buffers rotate through ring slots (memory_reuse={memory_reuse})"
     OFFLOADS = "memory_reuse ({memory_reuse}) may offload"
     CHUNKS = "pipeline ({pipeline}) cuts the batch into chunks"
@@ -39,7 +39,7 @@ class Feature(str, enum.Enum):
     ONE_LANE = "collectives wait for each other (one_lane=True)"
     OWN_ORDER = "the order is a {order}"
     PICKS_TOKENS = "the gate ({gate}) mixes tokens or picks them for each expert"
-    KEEPS_ITSELF = "the gate ({gate}) decides itself what is kept"
+    KEEPS_ITSELF = "the gate ({gate}) decides itself which rows are dropped"
     OTHER_GATE = "the gate is a {gate}, neither topk nor switch"
     OWN_GATE = "gate ({gate}) is a module of one's own"
     GATE_MODULE = "gate ({gate}) is a module"
@@ -49,20 +49,22 @@ class Feature(str, enum.Enum):
 
 
 F = Feature
+"""A short name for the tables below."""
 
 BY_FUSED_KERNELS = frozenset(
     {F.RANKS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE}
     | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.EXTERNAL_ROUTING}
 )
+"""The features that both kinds of fused kernels support."""
 
 TAKES: dict[str, frozenset[Feature]] = {
     # ---- runners
     "pipeline": frozenset(Feature),
     "fused": BY_FUSED_KERNELS | {F.FUSED},
     "persistent": BY_FUSED_KERNELS | {F.PERSISTENT, F.PADDED},
-    # Nothing travels there, however it would.
+    # On one rank nothing travels, so the kind of exchange does not matter.
     "one rank": frozenset({F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.HIERARCHICAL, F.OWN_EXCHANGE, F.ONE_LANE}),
-    # A layer in the graph of torch.compile(model, backend="pmoe"), where its pipeline has no say.
+    # A layer in the graph of torch.compile(model, backend="pmoe"), which chooses chunks itself.
     "whole graph": frozenset(
         {F.RANKS, F.OWN_EXCHANGE, F.SHARED_EXPERT, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE}
         | {F.KEEPS_ITSELF, F.OTHER_GATE}
@@ -75,7 +77,8 @@ TAKES: dict[str, frozenset[Feature]] = {
     ),
     "one rank's counts": frozenset({F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.ROTATES, F.OFFLOADS, F.CHUNKS}),
     # ---- predictions, and calls in a CUDA graph
-    # What is promised. A prediction only says what it does not know.
+    # A budget is a promise. It supports less than "memory" below, a prediction that may leave things out and
+    # says so.
     "memory budget": frozenset(
         {F.RANKS, F.SHARDED, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS}
         | {F.BUDGET, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE}
@@ -87,10 +90,17 @@ TAKES["memory"] = TAKES["memory budget"] | (
     | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.MODULE_EXPERTS}
 )
 TAKES["graph capture"] = TAKES["padded counts"] - {F.GRADIENTS, F.OFFLOADS, F.PERSISTENT}
-"""By taker, what it computes. The pipeline runner computes everything that the kernels do not."""
+"""The features that each runner, source of counts or prediction supports, by its name.
+
+The pipeline runner supports all. It computes the calls that other runners refuse.
+"""
 
 
 def refused(taker: str, features: Iterable[Feature]) -> Feature | None:
-    """The first feature, in the enum's order, that ``taker`` does not take; None where it takes all."""
-    asked, takes = frozenset(features), TAKES[taker]
-    return next((feature for feature in Feature if feature in asked and feature not in takes), None)
+    """Returns the first feature, in the enum's order, that an entry of `TAKES` does not support, or None.
+
+    taker: a key of `TAKES`.
+    """
+    requested = frozenset(features)
+    supported = TAKES[taker]
+    return next((feature for feature in Feature if feature in requested and feature not in supported), None)

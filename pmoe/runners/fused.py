@@ -1,16 +1,18 @@
-"""A layer by fused kernels. COMET's: dispatch + first product, second product + combine, and the same two for
-the gradients (arXiv 2502.19811, Sections 3.1 and 3.2). Or FlashDMoE's: a pass is one persistent kernel.
+"""The runners that use fused kernels, in which communication is a part of the products.
 
-Nothing is cut into chunks: tiles of a product start as their rows arrive, and its columns leave as they are
-computed. One autograd function holds both passes. As in the pipeline engine T_DO is not saved, the routing is
-never decided twice, and the restore pair says what becomes of T_DI and T_M:
+COMET (arXiv 2502.19811, sections 3.1 and 3.2) has two kernels a pass: dispatch + first product, and second
+product + combine; backward has the same two for gradients. FlashDMoE has one persistent kernel a pass.
 
-    T_DI  keep         a copy of the rows that arrived, which lie in memory that all layers share
-          communicate  they are dispatched again, in backward, behind the products that they would wait for
-    T_M   keep         as the first kernel wrote it
-          recompute    from the kept T_DI by a product alone; where T_DI is sent again, by the first kernel
+The batch is not cut into chunks. Tiles of a product start as soon as their rows have arrived, and columns of
+a result leave as soon as they are computed. As in the engine, T_DO is not saved and the routing is never
+decided twice. The restore pair says how backward gets T_DI and T_M:
 
-The steps are those of cuda/comet, or what a test puts in their place (`pmoe.runners.fused_steps`).
+    T_DI  keep         forward copies the rows that arrived, because they lie in memory that all layers share
+          communicate  backward dispatches them again
+    T_M   keep         forward keeps it as the first kernel wrote it
+          recompute    backward repeats the first product, from the kept T_DI or while T_DI is sent again
+
+The kernels are in cuda/comet and cuda/flashdmoe; tests may replace the steps (`pmoe.runners.fused_steps`).
 
 Letters: T tokens, K choices, N rows that arrive, W ranks, E experts of a rank, M = d_model, H = d_hidden,
 G = H or 2H rows of w1, n chunks, m pieces, S rows that leave.
@@ -27,13 +29,13 @@ import torch
 from torch import Tensor
 
 from pmoe.engine.autograd import Path, Saved
-from pmoe.engine.passes import Forwarded, Inputs, Kept, Unit
-from pmoe.engine.plan import Plan
+from pmoe.engine.passes.base import Forwarded, Inputs, Kept, Unit
+from pmoe.engine.plan.plan import Plan
 from pmoe.experts.base import Hidden
 from pmoe.experts.stacked import split_parameters
 from pmoe.kernels import flashdmoe, grouped_gemm
-from pmoe.kernels.comet.launches import Journey
-from pmoe.kernels.comet.steps import Steps
+from pmoe.kernels.comet.backend import Steps
+from pmoe.kernels.comet.operators import Journey
 from pmoe.kernels.flashdmoe import PLACES, Chosen
 from pmoe.ordering.sorted import SortedRows, sort_rows
 from pmoe.runners.pipeline import keep_for_backward
@@ -41,7 +43,12 @@ from pmoe.schedule.restore import Restore
 
 
 def sort(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> SortedRows:
-    """The rows that a rank sends, by expert of all ranks and token; int32, and -1 where a slot is dropped."""
+    """Returns the slots that a rank sends, sorted by expert of all ranks, then by token; all int32.
+
+    expert_TK: (T, K) int64, the global expert of each slot.
+    keep_TK: (T, K) bool, whether the slot is kept; None keeps all.
+    The position of a dropped slot is -1.
+    """
     rows = sort_rows(expert_TK, keep_TK, 1, num_experts, range(0, 0), 0)
     position = rows.position.int()
     if keep_TK is not None:
@@ -50,21 +57,26 @@ def sort(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> SortedR
 
 
 def dense(rows: Tensor) -> Tensor:
-    """The same rows without gaps, and on a boundary of 16 bytes."""
+    """Returns the rows as the kernels read them, contiguous and aligned to 16 bytes; a copy if needed."""
     rows = rows.contiguous()
     return rows if rows.data_ptr() % 16 == 0 else rows.clone()
 
 
 KernelsOutput = tuple[Tensor, list[Tensor | None]]
-"""T_O, and what backward finds behind the parameters."""
+"""(T_O, the tensors that autograd saves behind the parameters)."""
 
 KernelsGradients = tuple[Tensor | None, ...]
-"""Of x, weight, w1, w2, b1 and b2."""
+"""The gradients of x, weight, w1, w2, b1 and b2."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsRunner(abc.ABC):
-    """Both passes of a call by the fused kernels. restore: a pair that offloads nothing."""
+    """A runner that computes both passes by fused kernels.
+
+    steps: the kernels, on the heap that serves the call.
+    activation: as `pmoe.kernels.grouped_gemm` names it.
+    restore: a pair that offloads nothing.
+    """
 
     steps: Steps
     activation: str
@@ -83,35 +95,46 @@ class KernelsRunner(abc.ABC):
         return y_TM, Saved(tensors, self.for_backward()._backward)
 
     def for_backward(self) -> KernelsRunner:
-        """Without what forward alone reads: it is kept until backward."""
+        """Returns the runner that is kept until backward, without the values that only forward reads."""
         return self
 
     def _backward(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
+        """Runs the backward pass. See `pmoe.engine.autograd.BackwardFunction`."""
         with self.steps.all_or_give_up():
             of_x, of_weight, *of_parameters = self._gradients(tensors, wanted[3:], grad_TM)
         return [of_x, of_weight, None, *of_parameters[: len(wanted) - 3]]
 
     @abc.abstractmethod
     def _output(self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool) -> KernelsOutput:
-        """T_M and T_DI come first, None if not kept."""
+        """Computes forward. Returns T_O (T, M), and tensors to save: first T_M and T_DI, None if not kept."""
 
     @abc.abstractmethod
     def _gradients(self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor) -> KernelsGradients:
-        """needs: which of the parameters' are wanted.
+        """Computes backward. Returns the gradients of the call's tensors.
 
-        A rank's own tensors that need no gradient save it products, but no step: the other ranks' tensors
-        may."""
+        tensors: the saved tensors; this function empties the list, to free each after its last use.
+        needs: for each parameter, whether its gradient is wanted.
+        grad_TM: (T, M), the gradient of T_O.
+
+        Without a wanted gradient a rank leaves out the product, but not the step that communicates: other
+        ranks may need theirs.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedRunner(KernelsRunner):
-    """By COMET's kernels."""
+    """A runner that computes both passes by COMET's kernels.
+
+    journey: where the rows of this rank's tokens go, and which rows arrive.
+    """
 
     journey: Journey
     name: ClassVar[Path] = "fused"
 
     def _output(self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool) -> KernelsOutput:
-        steps, journey, activation = self.steps, self.journey, self.activation
+        steps = self.steps
+        journey = self.journey
+        activation = self.activation
         w1, w2, b1, b2 = split_parameters(inputs.parameters)
         hidden_NG, active_NH = steps.dispatch_hidden(
             journey, dense(inputs.x_TM), inputs.weight_TK, w1, b1, activation=activation, keep=keeps_hidden
@@ -122,7 +145,10 @@ class FusedRunner(KernelsRunner):
     def _gradients(self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor) -> KernelsGradients:
         x_TM, weight_TK, w1, w2, b1, b2, hidden_NG, rows_NM = tensors
         tensors.clear()
-        steps, journey, ends_E, activation = self.steps, self.journey, self.journey.ends_E, self.activation
+        steps = self.steps
+        journey = self.journey
+        ends_E = self.journey.ends_E
+        activation = self.activation
         needs_w1, needs_w2, needs_b1, needs_b2 = (*needs, False, False)[:4]
         if hidden_NG is None and rows_NM is not None:
             hidden_NG = grouped_gemm.product(rows_NM, w1, ends_E, bias_EO=b1)
@@ -130,9 +156,9 @@ class FusedRunner(KernelsRunner):
             hidden_NG, _ = steps.dispatch_hidden(
                 journey, dense(x_TM), weight_TK, w1, b1, activation=activation, keep=True
             )
-            rows_NM = steps.rows(journey).clone()  # the gradients come to the same place
-        # Products that only the parameters wait for come as soon as their operands can then be let go of: the
-        # kernels leave no communication that they could fill the time of.
+            rows_NM = steps.rows(journey).clone()  # a copy: the gradients arrive in the same memory
+        # Products for parameters' gradients come as soon as their operands can be freed after them. They have
+        # no communication to hide: the kernels hide it themselves.
         of_w1 = of_w2 = of_b1 = of_b2 = None
         grad_hidden_NG, active_NH, dots_PN = steps.dispatch_hidden_gradient(
             journey, dense(grad_TM), weight_TK, w2, b2, hidden_NG, activation=activation
@@ -157,11 +183,13 @@ class FusedRunner(KernelsRunner):
 
 @dataclass(frozen=True, kw_only=True)
 class PersistentRunner(KernelsRunner):
-    """Both passes of a call, a launch each (`pmoe.kernels.flashdmoe`). T_DI and T_M are kept by cell.
+    """A runner that computes each pass by one launch of a persistent kernel (`pmoe.kernels.flashdmoe`).
 
-    The gate comes before where its routes are not promised. Places of rows, their counts, grants and rows are
-    made and travel while the kernel runs; whether they fit is decided before, by the largest numbers of any
-    rank's tokens and of the rows that it receives, which come with every call's exchange of counts.
+    chosen: the gate's choice, or the promise that the launch makes it; None for backward.
+
+    The kernel computes the places of rows, counts them and sends them while it runs. Whether they fit is
+    decided before, by the largest numbers of any rank: of its tokens, and of the rows that it receives. Both
+    come with the exchange of counts. T_DI and T_M are kept by cell of the heap.
     """
 
     chosen: Chosen | None
@@ -171,40 +199,56 @@ class PersistentRunner(KernelsRunner):
         return replace(self, chosen=None)
 
     def _output(self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool) -> KernelsOutput:
-        launcher, chosen, x_TM = self.steps.launcher, self.chosen, dense(inputs.x_TM)
+        launcher = self.steps.launcher
+        chosen = self.chosen
+        x_TM = dense(inputs.x_TM)
         assert chosen is not None
-        heap, parameters, weight_TK = launcher.heaps[0], split_parameters(inputs.parameters), inputs.weight_TK
-        given = flashdmoe.pass_tensors(heap, chosen.expert_TK, x_TM, weight_TK, parameters, self.activation)
-        made = flashdmoe.forward_tensors(
-            heap, given, chosen, keeps_input=keeps_rows, keeps_hidden=keeps_hidden
+        heap = launcher.heaps[0]
+        parameters = split_parameters(inputs.parameters)
+        weight_TK = inputs.weight_TK
+        common = flashdmoe.pass_tensors(heap, chosen.expert_TK, x_TM, weight_TK, parameters, self.activation)
+        rank_tensors = flashdmoe.forward_tensors(
+            heap, common, chosen, keeps_input=keeps_rows, keeps_hidden=keeps_hidden
         )
-        flashdmoe.launch_pass(launcher, "forward", self.activation, [made])
-        return made["result"], [made[name] for name in ("hidden", "input", *PLACES)]
+        flashdmoe.launch_pass(launcher, "forward", self.activation, [rank_tensors])
+        return rank_tensors["result"], [rank_tensors[name] for name in ("hidden", "input", *PLACES)]
 
     def _gradients(self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor) -> KernelsGradients:
         x_TM, weight_TK, w1, w2, b1, b2, hidden, rows = tensors[:8]
         places = dict(zip(PLACES, tensors[8:], strict=True))
         tensors.clear()
-        launcher, parameters = self.steps.launcher, (w1, w2, b1, b2)
-        x_TM, heap, expert_TK = None if x_TM is None else dense(x_TM), launcher.heaps[0], places["expert"]
-        given = flashdmoe.pass_tensors(
+        launcher = self.steps.launcher
+        parameters = (w1, w2, b1, b2)
+        x_TM = None if x_TM is None else dense(x_TM)
+        heap = launcher.heaps[0]
+        expert_TK = places["expert"]
+        common = flashdmoe.pass_tensors(
             heap, expert_TK, dense(grad_TM), weight_TK, parameters, self.activation, x_TM
         )
         needs = (*needs, False, False)[:4]
-        made = flashdmoe.backward_tensors(given, places, kept=[rows, hidden], needs=needs)
-        flashdmoe.launch_pass(launcher, "backward", self.activation, [made])
-        of_weight = made["weight_gradient"].to(weight_TK.dtype)
-        return made["result"], of_weight, made["of_w1"], made["of_w2"], made["of_b1"], made["of_b2"]
+        rank_tensors = flashdmoe.backward_tensors(common, places, kept=[rows, hidden], needs=needs)
+        flashdmoe.launch_pass(launcher, "backward", self.activation, [rank_tensors])
+        of_weight = rank_tensors["weight_gradient"].to(weight_TK.dtype)
+        return (
+            rank_tensors["result"],
+            of_weight,
+            rank_tensors["of_w1"],
+            rank_tensors["of_w2"],
+            rank_tensors["of_b1"],
+            rank_tensors["of_b2"],
+        )
 
 
-# ---- forward by the fused kernels, backward by the pipeline engine
+# ---- Forward by the fused kernels, backward by the engine
 
 
 @dataclass(frozen=True)
 class FusedForwardRunner:
-    """Forward by the steps of ``fused``, backward by ``plan``, whose two passes have the same chunks.
+    """A runner that computes forward by COMET's kernels and backward by the engine.
 
-    recv_FWE: rows that come to this rank by bin, source rank and expert, on their device.
+    fused: the runner whose steps compute forward.
+    plan: the plan of backward; its two passes have the same chunks.
+    recv_FWE: (bins, W, E) rows that arrive at this rank by bin, source rank and expert, on their device.
     """
 
     fused: FusedRunner
@@ -218,14 +262,21 @@ class FusedForwardRunner:
         return y_TM, keep_for_backward(self.plan, left) if keep else None
 
     def _take_steps(self, inputs: Inputs) -> tuple[Tensor, Forwarded]:
-        plan, cut = self.plan, self.plan.forward
-        steps, journey, activation = self.fused.steps, self.fused.journey, self.fused.activation
+        """Returns T_O (T, M) from the kernels, and the state that the engine's forward would have left."""
+        plan = self.plan
+        cut = self.plan.forward
+        steps = self.fused.steps
+        journey = self.fused.journey
+        activation = self.fused.activation
         w1, w2, b1, b2 = split_parameters(inputs.parameters)
-        weight_TK, keeps_hidden = inputs.weight_TK, plan.restore.hidden == "keep"
+        weight_TK = inputs.weight_TK
+        keeps_hidden = plan.restore.hidden == "keep"
         hidden_NG, active_NH = steps.dispatch_hidden(
             journey, dense(inputs.x_TM), weight_TK, w1, b1, activation=activation, keep=keeps_hidden
         )
-        n, m, num_rows = len(cut.chunks), len(cut.pieces), journey.num_received
+        n = len(cut.chunks)
+        m = len(cut.pieces)
+        num_rows = journey.num_received
         index_N = unit_index(
             self.recv_FWE.unflatten(0, (n, -1)).sum(1), journey.rank, num_pieces=m, num_rows=num_rows
         )
@@ -234,11 +285,11 @@ class FusedForwardRunner:
         units |= {(j, "_L"): piece.groups.num_rows for j, piece in enumerate(cut.pieces)}
         rows_NM = steps.rows(journey) if plan.restore.dispatched == "keep" else None
         left = Forwarded(inputs=inputs)
-        for unit, at in zip(units, index_N.split(list(units.values())), strict=True):
+        for unit, unit_rows in zip(units, index_N.split(list(units.values())), strict=True):
             kept = left.kept[unit] = Kept()
-            kept.rows_NM = None if rows_NM is None else rows_NM.index_select(0, at)
+            kept.rows_NM = None if rows_NM is None else rows_NM.index_select(0, unit_rows)
             if hidden_NG is not None:
-                kept.hidden = Hidden(tensors=[hidden_NG.index_select(0, at)])
+                kept.hidden = Hidden(tensors=[hidden_NG.index_select(0, unit_rows)])
         if cut.weights is not None:
             weight_N = steps.row_weight(journey).to(weight_TK.dtype)
             left.weight_received = weight_N.index_select(0, index_N[: sum(received)])
@@ -246,22 +297,34 @@ class FusedForwardRunner:
 
 
 def unit_index(recv_nWE: Tensor, rank: int, *, num_pieces: int, num_rows: int) -> Tensor:
-    """(N,) where the rows of a pass's units stand among those of a fused dispatch: first what each chunk
-    received, by expert and source rank; then the rows that stay, by piece and expert, in token order. With no
-    pieces the rows of this rank itself are received like all others.
+    """Returns the index (N,) that sorts the rows of a fused dispatch as the engine's units need them.
 
-    Example: one expert, rank 0 of two, two chunks and pieces, a row from each rank in each: the fused order
-    is (rank 0, chunk 0), (0, 1), (1, 0), (1, 1), and the units' rows stand at 2, 3, 0, 1.
+    A fused dispatch brings rows by expert, then source rank from this rank on, then token. The engine wants
+    the received rows of each chunk by expert and source rank, then the rows that stay by piece and expert, in
+    token order. Without pieces, rows from this rank count as received.
+
+    recv_nWE: (n, W, E) rows that arrive by chunk, source rank and expert, on their device.
+    rank: this rank.
+    num_pieces: pieces of the rows that stay.
+    num_rows: N.
+
+    Example: one expert, rank 0 of two, two chunks, two pieces, one row from each rank in each chunk:
+
+        fused dispatch   (rank 0, chunk 0) (0, 1) (1, 0) (1, 1)
+        wanted           received in chunk 0, in chunk 1, piece 0, piece 1
+        index            2 3 0 1
     """
     n, num_ranks, num_experts = recv_nWE.shape
 
     def along(numbers: Tensor, dim: int) -> Tensor:
-        return numbers.view([-1 if at == dim else 1 for at in range(3)])
+        return numbers.view([-1 if axis == dim else 1 for axis in range(3)])
 
     ascending = torch.arange(max(n, num_ranks, num_experts), device=recv_nWE.device)
-    expert, chunk = along(ascending[:num_experts], 0), along(ascending[:n], 2)
+    expert = along(ascending[:num_experts], 0)
+    chunk = along(ascending[:n], 2)
     source = along((ascending[:num_ranks] + rank) % num_ranks, 1)
-    # Of the rows from one source for an expert in a chunk, a block in both orders: which block of the units.
+    # The rows from one source for one expert in one chunk are a block in both orders. These are the places of
+    # the blocks in the order of units.
     place_EWn = (chunk * num_experts + expert) * num_ranks + source
     if num_pieces:
         piece = (chunk - (n - num_pieces)).clamp(min=0)  # `pmoe.schedule.tasks.piece_of`

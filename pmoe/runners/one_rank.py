@@ -1,10 +1,11 @@
-"""A layer of one rank, in six launches: the gate's product, routing (2), the experts' two products, the sum.
+"""The runner for one rank, which computes a call in six launches without the host.
 
-Nothing travels and nothing is cut, so no task waits for another and no schedule is run. Tokens are gathered
-as the experts' first product loads them: forward has no dispatched rows (T_DI); backward makes them where it
-reads them, and lets them go at once. Between the passes the layer holds its input, T_M, the logits and 12
-bytes a slot (expert, weight, place); as everywhere, nothing of the activated hidden and of T_DO. Group sizes
-never reach the host.
+    gate's product, routing (2 launches), first product, second product, sum of each token's rows
+
+Nothing travels and nothing is cut, so no schedule runs. The first product loads tokens directly, so forward
+has no dispatched rows (T_DI); backward gathers them when it needs them and frees them at once. Between the
+passes the layer holds its input, T_M, the logits and 12 bytes a slot (expert, weight, place); the activated
+hidden and T_DO are not saved. The sizes of row groups never reach the host.
 
 Letters: T tokens, K choices, N = T*K rows, E experts, M = d_model, H = d_hidden, G = H or 2H rows of w1.
 """
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.autograd import Path, Saved, run_experts
-from pmoe.engine.passes import Inputs
+from pmoe.engine.passes.base import Inputs
 from pmoe.experts.stacked import StackedExperts, split_parameters
 from pmoe.gates import TopKGate
 from pmoe.gates.logits import router_logits
@@ -37,6 +38,7 @@ from pmoe.warn import warn_once
 V = TypeVar("V")
 
 _checked: dict[tuple[KernelCase, int, bool], str | None] = {}
+"""The result of `one_rank_mismatch` by its arguments."""
 
 
 def kernel_refusal(
@@ -48,9 +50,17 @@ def kernel_refusal(
     ranks: Ranks,
     needs_grad: bool,
 ) -> str | None:
-    """Why such tokens, as rows of ``dtype``, are not computed by the kernels here: they do not take them, or
-    another way is faster. The first time for so many tokens that is measured."""
-    device, num_rows = x_TM.device, x_TM.shape[0] * gate.top_k
+    """Returns why the kernels do not compute a call's tokens; None if they do.
+
+    They may not support them, compute them wrongly, or be slower. The speed is measured the first time for a
+    number of tokens.
+
+    x_TM: (T, M), the tokens.
+    dtype: of the rows that reach the experts.
+    needs_grad: whether a backward pass may follow.
+    """
+    device = x_TM.device
+    num_rows = x_TM.shape[0] * gate.top_k
     if device.type != "cuda" or not num_rows:
         return f"{x_TM.shape[0]} tokens on {device}"
     num_experts, num_model, width = experts.shapes()["w2"]
@@ -69,8 +79,10 @@ def kernel_refusal(
 
 
 def _wrong_kernels(gate: TopKGate, case: KernelCase) -> str | None:
-    """What these kernels compute wrongly on this device, in words and with a warning. Checked once, and not
-    where they are asked for by name."""
+    """Returns an error that these kernels make on this device, and warns of it; None if they make none.
+
+    Checked once. Not checked if a user forces these kernels by name.
+    """
     if PRODUCTS.forced is not None:
         return None
     key = (case, gate.top_k, gate.normalize)
@@ -84,31 +96,36 @@ def _wrong_kernels(gate: TopKGate, case: KernelCase) -> str | None:
 
 
 def route_tokens(gate: TopKGate, x_TM: Tensor, by: Callable[..., V]) -> V:
-    """The gate's product and the routing, as ``by`` gives it; autocast must be off."""
+    """Computes the gate's logits and returns by(logits (T, E), ...), the routing. Autocast must be off."""
     logits_TE = router_logits(x_TM, gate.weight)
     return by(logits_TE, gate.top_k, normalize=gate.normalize, z_loss_weight=gate.z_loss_weight)
 
 
 def aligned_rows(rows_TM: Tensor) -> Tensor:
-    """The same rows, as the kernels can read them."""
-    fits = not rows_TM.numel() or (strides_fit(rows_TM) and rows_TM.data_ptr() % VECTOR_BYTES == 0)
-    return rows_TM if fits else rows_TM.clone(memory_format=torch.contiguous_format)
+    """Returns the rows (T, M) aligned as the kernels read them; a copy if they are not."""
+    is_aligned = not rows_TM.numel() or (strides_fit(rows_TM) and rows_TM.data_ptr() % VECTOR_BYTES == 0)
+    return rows_TM if is_aligned else rows_TM.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
 class OneRankRunner:
-    """Both passes of a call whose routing kernel has sorted its rows.
+    """A runner that computes both passes of a call whose rows the routing kernel has sorted.
 
-    activation: as `pmoe.kernels.grouped_gemm` names it."""
+    routes: where each token goes, and the sorted rows.
+    activation: as `pmoe.kernels.grouped_gemm` names it.
+    """
 
     routes: Routes
     activation: str
     name: ClassVar[Path] = "one rank"
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
-        x_TM, weight_TK, routes = aligned_rows(inputs.x_TM), inputs.weight_TK, self.routes
+        x_TM = aligned_rows(inputs.x_TM)
+        weight_TK = inputs.weight_TK
+        routes = self.routes
         w1, w2, b1, b2 = split_parameters(inputs.parameters)
-        ends_E, position_TK = routes.ends_nE.view(-1), routes.position_TK
+        ends_E = routes.ends_nE.view(-1)
+        position_TK = routes.position_TK
         slots = RowSlots(slot_N=routes.slot_N, top_k=weight_TK.shape[1])
         hidden_NG, active_NH = grouped_gemm.hidden(
             x_TM, w1, ends_E, activation=self.activation, bias_EG=b1, slots=slots, keep=keep
@@ -121,23 +138,27 @@ class OneRankRunner:
             return y_TM, None
         expert_TK = routes.expert_TK if b2 is not None else None
         tensors = [x_TM, weight_TK, w1, w2, b2, hidden_NG, expert_TK, position_TK, ends_E]
-        # Not this runner: slot_N is not kept.
+        # A function, not a method of this runner, which would keep slot_N until backward.
         return y_TM, Saved(tensors, functools.partial(_backward, self.activation))
 
 
 def _backward(
     activation: str, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor
 ) -> list[Tensor | None]:
+    """Computes the backward pass. See `pmoe.engine.autograd.BackwardFunction`.
+
+    activation: as in `OneRankRunner`.
+    """
     x_TM, weight_TK, w1, w2, b2, hidden_NG, expert_TK, position_TK, ends_E = tensors
     tensors.clear()
     needs_x, needs_weight, _, needs_w1, needs_w2, needs_b1, needs_b2 = (*wanted, False, False)[:7]
     num_rows = hidden_NG.shape[0]
-    # Copies of gathered rows: a launch each, at the rate of memory, where products that gather take longer by
-    # more than that. Backward's peak is where of_rows_NM comes, unless rows are far more than weights.
+    # Gathers the rows first. That is one launch at the rate of memory each, and costs less than products that
+    # gather. Backward's memory peaks when of_rows_NM is made, unless there are far more rows than weights.
     grad_NM = permute.permute(aligned_rows(grad_TM), position_TK, num_rows)
     scale_N = weight_TK.new_empty(num_rows).index_copy_(0, position_TK.view(-1).long(), weight_TK.view(-1))
-    # Products that only the parameters wait for come as soon as their operands can then be let go of:
-    # there is no communication that they could fill the time of.
+    # Products for parameters' gradients come as soon as their operands can be freed after them. There is no
+    # communication behind which they could hide.
     grad_hidden_NG, active_NH, dot_N = grouped_gemm.hidden_gradient(
         grad_NM, w2, hidden_NG, scale_N, ends_E, activation=activation, weighs_active=True
     )
@@ -168,22 +189,24 @@ def _backward(
     return [of_x, of_weight, None, of_w1, of_w2, of_b1, of_b2][: len(wanted)]
 
 
-# ---- a small case by the kernels beside the plain computation
+# ---- A check of the kernels: a small case beside the plain computation
 
 
 NUM_TOKENS, NUM_EXPERTS = 75, 5
+"""Sizes of the small case."""
 NAMES = ("routing weights", "l_aux", "T_O", "d logits", "dT_I", "d w1", "d w2", "d b1", "d b2")
 
 
 def one_rank_mismatch(case: KernelCase, top_k: int, normalize: bool) -> str | None:
-    """What the kernels compute wrongly, with the numbers; None where every result is right.
+    """Returns the first result that the kernels compute wrongly, with its error; None if all are right.
 
-    The plain computation is what the same functions do on the CPU, in the same type and, exactly, in float64.
+    Compares both passes of a small case with the same functions on the CPU, in the same type and in float64.
     """
     generator = torch.Generator().manual_seed(0)
     experts = max(NUM_EXPERTS, top_k)
     width = NUM_HIDDEN * (2 if case.activation == "swiglu" else 1)
-    tokens, weights = (NUM_TOKENS, NUM_MODEL), ((experts, width, NUM_MODEL), (experts, NUM_MODEL, NUM_HIDDEN))
+    tokens = (NUM_TOKENS, NUM_MODEL)
+    weights = ((experts, width, NUM_MODEL), (experts, NUM_MODEL, NUM_HIDDEN))
     biases = ((experts, width), (experts, NUM_MODEL)) if case.bias else ()
     shapes = (tokens, tokens, *weights, *biases)
     operands = [torch.randn(*each, generator=generator).mul_(0.25).to(case.dtype) for each in shapes]
@@ -193,8 +216,8 @@ def one_rank_mismatch(case: KernelCase, top_k: int, normalize: bool) -> str | No
         plain = both(logits_TE, operands)
         exact = both(logits_TE.double(), [each.double() for each in operands])
         try:
-            found = both(logits_TE.to(case.device), [each.to(case.device) for each in operands])
-            return first_wrong(NAMES[: len(exact)], found, plain, exact, case.dtype)
+            computed = both(logits_TE.to(case.device), [each.to(case.device) for each in operands])
+            return first_wrong(NAMES[: len(exact)], computed, plain, exact, case.dtype)
         except Exception as error:
             return f"a small case failed: {error}"
 
@@ -202,12 +225,16 @@ def one_rank_mismatch(case: KernelCase, top_k: int, normalize: bool) -> str | No
 def _both_passes(
     top_k: int, normalize: bool, activation: str, logits_TE: Tensor, operands: Sequence[Tensor]
 ) -> list[Tensor]:
-    """By NAMES."""
+    """Returns the results and gradients of a small case, in the order of `NAMES`.
+
+    logits_TE: (T, E), the gate's logits.
+    operands: x (T, M), the gradient of T_O (T, M), then w1, w2 and the biases, if there are any.
+    """
     x_TM, grad_TM, *parameters = operands
     with torch.enable_grad():
-        asked = [each.requires_grad_() for each in (logits_TE, x_TM, *parameters)]
+        differentiated = [each.requires_grad_() for each in (logits_TE, x_TM, *parameters)]
         routes = route.route(logits_TE, top_k, normalize=normalize, z_loss_weight=0.1)
         inputs = Inputs(x_TM=x_TM, weight_TK=routes.weight_TK, parameters=parameters)
         y_TM = run_experts(OneRankRunner(routes, activation), inputs, Ranks.single(), needs_grad=True)
-        gradients = torch.autograd.grad([routes.l_aux, y_TM], asked, [None, grad_TM])
+        gradients = torch.autograd.grad([routes.l_aux, y_TM], differentiated, [None, grad_TM])
     return [*(each.detach() for each in (routes.weight_TK, routes.l_aux, y_TM)), *gradients]

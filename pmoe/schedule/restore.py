@@ -1,10 +1,10 @@
-"""What becomes of T_DI and T_M between forward and backward: kept, moved away, or made again.
+"""Restore pairs: whether T_DI and T_M are kept, moved away or made again between forward and backward.
 
-T_DI is the dispatched input (N x M: the rows that a rank's experts received), T_M the hidden activation
-(N x C, before the nonlinearity; C = H, or 2H for SwiGLU). What is kept stays for all N rows. What is not
-rotates through the slots of a ring, a slot for one of n chunks, and is restored in the backward pass.
+T_DI is the dispatched input (N x M: the rows that a rank's experts received). T_M is the hidden activation
+(N x C, before the nonlinearity; C = H, or 2H for SwiGLU). A kept tensor stays in memory for all N rows. Any
+other tensor rotates through the slots of a ring, one slot a chunk, and backward restores it.
 
-The price of each fate, for a row of T_DI and its row of T_M, with s bytes an element:
+The price of each fate, for one row of T_DI and of T_M, with s bytes an element:
 
     tensor  fate         device bytes saved  work added                           lane
     T_DI    keep         0                   none                                 none
@@ -14,11 +14,12 @@ The price of each fate, for a row of T_DI and its row of T_M, with s bytes an el
             offload      C s (1 - 2/n)       C s bytes out, C s in; C s on host   copy out, copy in
             recompute    C s (1 - 1/n)       C M multiply-adds in backward        compute
 
-Recompute repeats the experts' first product, which reads T_DI, so T_DI is restored before. Copies out run
-in forward, copies in during backward. A dispatch that is repeated is a gather on the compute lane where
-W = 1. A ring has one slot, or two where one is filled or emptied while the other computes; it is never
-larger than N rows, so at n = 1 nothing is saved. A pair pays the sum of its two fates. For bytes of a whole
-layer ask the memory model, for seconds the cost model.
+Recompute repeats the experts' first product, which reads T_DI, so T_DI is restored first. Copies out run in
+forward, copies in during backward. On one rank a repeated dispatch is only a gather on the compute lane.
+
+A ring has one slot, or two if one is filled or emptied while the experts use the other. It never has more
+than N rows, so with n = 1 nothing is saved. A pair pays the sum of its two fates. The memory model gives the
+bytes of a whole layer, the cost model its seconds.
 """
 
 from __future__ import annotations
@@ -27,17 +28,22 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 DispatchedFate = Literal["keep", "offload", "communicate"]
+"""The fates of T_DI: it stays on the device, goes to the host and back, or is sent again in backward."""
 HiddenFate = Literal["keep", "offload", "recompute"]
+"""The fates of T_M: it stays on the device, goes to the host and back, or is recomputed in backward."""
 
 StrategyName = Literal["S1", "S2", "S3", "S4"]
-"""MPipeMoE's names of four pairs, `STRATEGIES`: what MoELayer's argument ``memory_reuse`` takes."""
+"""MPipeMoE's names of four pairs (`STRATEGIES`). MoELayer takes them as its argument ``memory_reuse``."""
 
 
 @dataclass(frozen=True)
 class Restore:
-    """One fate for T_DI and one for T_M. ``str`` gives "communicate/recompute".
+    """A restore pair: one fate for T_DI and one for T_M.
 
-    Raises ValueError for a fate that the tensor does not have.
+    dispatched: the fate of T_DI.
+    hidden: the fate of T_M.
+
+    Raises ValueError for a fate that the tensor cannot have. str(pair) is "communicate/recompute", say.
     """
 
     dispatched: DispatchedFate
@@ -56,12 +62,12 @@ class Restore:
 
     @property
     def strategy(self) -> StrategyName | None:
-        """The paper's name, "S1" to "S4", or None for the five pairs that it does not name."""
+        """MPipeMoE's name of the pair, "S1" to "S4"; None for the five pairs without a name."""
         return next((name for name, pair in STRATEGIES.items() if pair == self), None)
 
     @property
     def offloads(self) -> bool:
-        """Whether anything is copied to the host, so that copy lanes and host memory are needed."""
+        """Whether a tensor is copied to the host, which needs copy lanes and host memory."""
         return "offload" in (self.dispatched, self.hidden)
 
 
@@ -71,22 +77,24 @@ STRATEGIES: dict[StrategyName, Restore] = {
     "S3": Restore("offload", "recompute"),
     "S4": Restore("communicate", "recompute"),
 }
-"""MPipeMoE's four, Table II: those of the nine in which neither tensor stays on the device."""
+"""MPipeMoE's strategies (Table II): the four of the nine pairs in which neither tensor is kept."""
 
 KEEP = Restore("keep", "keep")
-"""No reuse: nothing saved, nothing added."""
+"""The pair that keeps both tensors: it saves no memory and adds no work."""
 
 ALL_PAIRS: tuple[Restore, ...] = tuple(
     Restore(dispatched, hidden) for dispatched in get_args(DispatchedFate) for hidden in get_args(HiddenFate)
 )
-"""All nine, in the order of the fates (T_DI, then T_M)."""
+"""All nine pairs, ordered by the fate of T_DI, then by that of T_M."""
 
 
 def parse_restore(memory_reuse: bool | str | Restore) -> Restore | bool:
-    """The argument of a layer: False and True pass through, "S1" to "S4" become their pair.
+    """Returns a layer's argument ``memory_reuse`` with "S1" to "S4" replaced by their pairs.
 
-    False is no reuse, True leaves the choice to the cost model. Raises ValueError for another word and
-    TypeError for another type. Example: "S4" -> Restore("communicate", "recompute").
+    False (no reuse), True (the cost model chooses) and pairs are returned as they are.
+
+    Raises ValueError for another word, TypeError for another type.
+    Example: "S4" -> Restore("communicate", "recompute").
     """
     if isinstance(memory_reuse, (bool, Restore)):
         return memory_reuse

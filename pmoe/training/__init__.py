@@ -1,1 +1,1 @@
-"""Beside the layer in a training script: data parallelism, reducer, clipping, scaler, checkpoints."""
+"""Training a model with MoE layers: parallelism, gradient reduction, clipping, checkpoints."""

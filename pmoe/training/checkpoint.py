@@ -1,9 +1,13 @@
-"""Checkpoints that any number of ranks can load, and that a kill at any moment leaves whole.
+"""Checkpoints that load on any number of ranks and survive a kill at any moment.
 
-All ranks need one file system, and each run that saves needs a folder of its own: what is unfinished in it is
-taken for left behind, and removed. Experts that `pmoe.parallelize` laid out are saved as the DTensors that
-they are, each rank its part; the files (`pmoe.training.checkpoint_files`) hold the experts of one process. Of
-their pickles only plain data and DCP's records are read: nothing in a checkpoint is run.
+Requirements: all ranks see one file system, and every run saves to a folder of its own. `save_checkpoint`
+removes unfinished checkpoints from that folder, because it takes them for the remains of a killed run.
+
+Experts that `pmoe.parallelize` laid out are DTensors; each rank writes and reads its own part of them. The
+files (`pmoe.training.checkpoint_files`) name the experts as one process with all experts would.
+
+Loading runs no code from the files: of their pickles, only plain data and the records of
+torch.distributed.checkpoint (DCP) are accepted.
 """
 
 from __future__ import annotations
@@ -38,15 +42,19 @@ __all__ = ["CheckpointError", "Loaded", "load_checkpoint", "save_checkpoint"]
 T = TypeVar("T")
 
 MAX_PROBLEMS = 12
-"""That a message names."""
+"""Number of mismatches that an error message lists before it says "and ... more"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What a checkpoint held beside the model and the optimizers.
+    """Result of `load_checkpoint`: what a checkpoint holds beside the model's and the optimizers' state.
 
-    extra: as it was given to `save_checkpoint`. random: whether the random generators were set to their saved
-    states, which needs as many ranks as it was saved by.
+    Attributes:
+        path: folder of the checkpoint.
+        step: number of the training step at which it was saved.
+        extra: the ``extra`` that `save_checkpoint` got on rank 0.
+        random: True if the random generators were set to their saved states. That needs the number of ranks
+            that saved them.
     """
 
     path: Path
@@ -65,21 +73,28 @@ def save_checkpoint(
     keep: int = 2,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Writes a checkpoint of all ranks into a new subfolder of ``folder``, which it returns.
+    """Writes a checkpoint of all ranks into a new subfolder of ``folder`` and returns that subfolder.
 
     Args:
-        step: its number, at least 0.
-        extra: plain data of the run (a scheduler's state, the place in the data), rank 0's.
-        keep: how many of the newest checkpoints stay, at least 1.
-        group: the ranks that hold the model together; None is all ranks, or this process alone.
+        model: its parameters and buffers, of any shape, and the extra states of its modules are saved.
+        optimizer: one optimizer of the model, several, or None. Their states and options are saved.
+        step: number of the training step, at least 0.
+        extra: plain data of the run, such as a scheduler's state or the position in the data. Only rank
+            0's is saved.
+        keep: number of newest checkpoints that stay in ``folder``, at least 1. Older ones are removed.
+        group: the ranks that hold the model together. None is the default group, or
+            this process.
 
-    Every rank must call it; returns when the checkpoint is on the disk and is the one to load. However it
-    ends before (a kill, a full disk), the checkpoint before is untouched and still the one to load.
+    Collective: every rank must call it. When it returns, the checkpoint is on the disk and is the one that
+    `load_checkpoint` loads. If it ends before (a kill, a full disk), the previous checkpoint is unchanged and
+    is still the one that is loaded.
 
-    Raises CheckpointError on every rank where one failed, for example because the model was not parallelized,
-    so that ranks hold different experts under one name; RuntimeError where a peer died.
+    Raises CheckpointError on every rank if any rank fails. For example, the model was not parallelized, so
+    that ranks hold different experts under one name. Raises RuntimeError if another rank died.
     """
-    ranks, step, keep = Ranks(group), plain_int(step), plain_int(keep)
+    ranks = Ranks(group)
+    step = plain_int(step)
+    keep = plain_int(keep)
 
     def collect() -> tuple[dict[str, Tensor], dict[str, Any]]:
         check_path(folder=folder)
@@ -91,9 +106,10 @@ def save_checkpoint(
         names = states.Names(model)
         tensors, of_modules = states.model_state(model, names)
         of_optimizer, plain = states.optimizer_state(names, _listed(optimizer))
-        given = dict(extra or {}) if ranks.rank == 0 else {}
-        plain |= {"step": step, "extra": given, "model": of_modules}
-        files.check_plain(plain)  # here: a rank that could not send it would leave the others waiting
+        extra_data = dict(extra or {}) if ranks.rank == 0 else {}
+        plain |= {"step": step, "extra": extra_data, "model": of_modules}
+        # Checked before the ranks exchange it: a rank that cannot pickle it would leave the others waiting.
+        files.check_plain(plain)
         return tensors | of_optimizer, plain
 
     tensors, own = _on_all(ranks, "collecting", collect)
@@ -119,17 +135,22 @@ def load_checkpoint(
     step: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Loaded:
-    """Loads what `save_checkpoint` wrote, by as many ranks or another number, in place.
+    """Loads a checkpoint into the model and the optimizers, in place, on any number of ranks.
 
     Args:
-        optimizer: without it the optimizer's state is left in the file. Options of optimizers are loaded too
-            (the learning rate, say), but for how a step is computed (foreach, fused). Parameters may be in
-            other groups than when it was saved, where those of one group had the same options.
-        step: None is the last.
+        folder: the folder that was given to `save_checkpoint`.
+        optimizer: one optimizer of the model, several, or None. With None the saved optimizer state is
+            ignored. Options such as the learning rate are loaded too, except those that only say how a step
+            is computed (foreach, fused). Parameters may be in other groups than when they were saved, if all
+            parameters that now share a group had the same options.
+        step: number of the step to load; None loads the latest checkpoint.
+        group: the ranks that hold the model together, as in `save_checkpoint`.
 
-    Every rank must call it. Raises CheckpointError on every rank, before anything is changed, where there is
-    no checkpoint, where names, shapes or types are others than the model's and the optimizers' (the message
-    names them), or where files are missing or too short on any rank.
+    Collective: every rank must call it.
+
+    Raises CheckpointError on every rank, before anything is changed, if there is no checkpoint, if files are
+    missing, too short or damaged, or if names, shapes or dtypes differ from those of the model and the
+    optimizers. The message names them.
     """
     ranks = Ranks(group)
 
@@ -152,7 +173,8 @@ def load_checkpoint(
     if optimizers:
         tensors |= _states_to_fill(ranks, path, names, optimizers, plain, metadata)
     reader = FileSystemReader(path)
-    reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]  # its own takes any pickle
+    # DCP's own `read_metadata` would unpickle anything; this metadata was read safely by `files.read`.
+    reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
     with _by_dcp(ranks, f"reading {path}") as peers:
         load(states.in_boxes(tensors), storage_reader=reader, **peers)
     states.set_model_state(model, names, plain["model"])
@@ -163,21 +185,28 @@ def load_checkpoint(
 
 
 def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    """Returns the optimizers as a list. Raises TypeError for anything that is not an optimizer."""
     several: Any = () if optimizer is None else optimizer
-    found: list[Optimizer] = list(several) if isinstance(several, list | tuple) else [several]
-    for each in found:
-        check_kind(Optimizer, "a torch.optim.Optimizer, or a list of them", optimizer=each)
-    return found
+    optimizers: list[Optimizer] = list(several) if isinstance(several, list | tuple) else [several]
+    for candidate in optimizers:
+        check_kind(Optimizer, "a torch.optim.Optimizer, or a list of them", optimizer=candidate)
+    return optimizers
 
 
 def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The plain data of all ranks; of what several have, the first rank's."""
-    steps = [each["step"] for each in of_ranks]
+    """Merges the plain data of all ranks. Where several ranks have the same name, the lowest rank's value is
+    taken.
+
+    Raises CheckpointError if the ranks gave different steps.
+    """
+    steps = [plain_data["step"] for plain_data in of_ranks]
     if len(set(steps)) > 1:
         raise CheckpointError(f"checkpoint: step must be the same on every rank, not {steps}")
     plain = dict(of_ranks[0])
     for kind in ("model", "options", "values"):
-        plain[kind] = {name: value for each in reversed(of_ranks) for name, value in each[kind].items()}
+        plain[kind] = {
+            name: value for plain_data in reversed(of_ranks) for name, value in plain_data[kind].items()
+        }
     return plain
 
 
@@ -189,8 +218,12 @@ def _states_to_fill(
     plain: states.Plain,
     metadata: Metadata,
 ) -> dict[str, Tensor]:
-    """Of the optimizers, made where there is none yet; as before where the checkpoint does not fit."""
-    before = [dict(each.state) for each in optimizers]
+    """Returns the optimizers' state tensors, which DCP then overwrites with the saved values.
+
+    An optimizer that made no step yet has no state, so its state is created first. If the checkpoint does not
+    fit, the optimizers get back the state that they had before.
+    """
+    before = [dict(optimizer.state) for optimizer in optimizers]
 
     def collect() -> tuple[dict[str, Tensor], list[str]]:
         states.make_states(optimizers)
@@ -201,9 +234,9 @@ def _states_to_fill(
         tensors, problems = _on_all(ranks, "collecting the optimizer's state", collect)
         _check_fit(ranks, path, names, tensors, metadata, "optimizer", problems)
     except BaseException:
-        for each, state in zip(optimizers, before, strict=True):
-            each.state.clear()
-            each.state.update(state)
+        for optimizer, state in zip(optimizers, before, strict=True):
+            optimizer.state.clear()
+            optimizer.state.update(state)
         raise
     return tensors
 
@@ -217,23 +250,32 @@ def _check_fit(
     part: str,
     more: Sequence[str] = (),
 ) -> None:
-    """CheckpointError on every rank where the checkpoint is not of these tensors on any."""
+    """Raises CheckpointError on every rank if, on any rank, the checkpoint does not fit ``tensors``.
+
+    tensors: this rank's tensors by their names in the checkpoint, of any shape.
+    part: "model" or "optimizer", the first part of those names.
+    more: further problems that this rank found.
+    """
     of_some_ranks = gathered(ranks, names.of_this_rank(tensors), stage="comparing names")
     problems = [*more, *states.problems_of(tensors, set(tensors).union(*of_some_ranks), metadata, part)]
     of_ranks = gathered(ranks, problems, stage="comparing what does not fit")
-    found = list(dict.fromkeys(problem for each in of_ranks for problem in each))
-    if found:
-        text = "; ".join(found[:MAX_PROBLEMS])
-        text += f"; and {len(found) - MAX_PROBLEMS} more" if len(found) > MAX_PROBLEMS else ""
+    all_problems = list(dict.fromkeys(problem for rank_problems in of_ranks for problem in rank_problems))
+    if all_problems:
+        text = "; ".join(all_problems[:MAX_PROBLEMS])
+        text += f"; and {len(all_problems) - MAX_PROBLEMS} more" if len(all_problems) > MAX_PROBLEMS else ""
         raise CheckpointError(f"checkpoint {path} does not fit the {part}: {text}")
 
 
-# ---- where one rank fails, all fail
+# ---- an error on one rank raises on all ranks
 
 
 def _on_all(ranks: Ranks, stage: str, act: Callable[[], T]) -> T:
-    """What ``act`` returns here. Raises CheckpointError on every rank where it raised on any."""
-    error = value = None
+    """Calls ``act`` and returns its result.
+
+    Raises CheckpointError on every rank if it raised on any. Collective.
+    """
+    error = None
+    value = None
     try:
         value = act()
     except Exception as raised:
@@ -243,16 +285,17 @@ def _on_all(ranks: Ranks, stage: str, act: Callable[[], T]) -> T:
 
 
 def _on_first(ranks: Ranks, stage: str, act: Callable[[], T]) -> T:
-    """What ``act`` returns on the first rank, the only one to call it."""
+    """Calls ``act`` on the first rank only and returns its result on every rank. Collective."""
     value = _on_all(ranks, stage, lambda: act() if ranks.rank == 0 else None)
     return from_first(ranks, value, stage=f"agreeing on a checkpoint ({stage})")  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
 def _by_dcp(ranks: Ranks, stage: str) -> Iterator[dict[str, Any]]:
-    """Around DCP's own calls, which report a failure to all ranks by an exception that is no Exception.
+    """Turns DCP's errors into CheckpointError. DCP reports them to all ranks as a CheckpointException.
 
-    Yields the arguments by which they know the ranks.
+    CheckpointException derives from BaseException, so `except Exception` does not catch it.
+    Yields the arguments that tell DCP which ranks take part.
     """
     try:
         with warnings.catch_warnings():
@@ -266,9 +309,13 @@ def _by_dcp(ranks: Ranks, stage: str) -> Iterator[dict[str, Any]]:
 
 
 def _raise(stage: str, errors: Sequence[str | None]) -> None:
-    """One message for all ranks: the error that all have in common, or each rank's."""
+    """Raises CheckpointError if any of ``errors`` (one a rank) is not None.
+
+    The message is the same on all ranks: one text if all ranks have the same error, else a text for each
+    rank.
+    """
     if not any(errors):
         return
-    told = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
+    texts = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
     common = len(set(errors)) == 1
-    raise CheckpointError(f"checkpoint: {stage}: {errors[0] if common else '; '.join(told)}")
+    raise CheckpointError(f"checkpoint: {stage}: {errors[0] if common else '; '.join(texts)}")

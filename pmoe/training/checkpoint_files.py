@@ -1,14 +1,19 @@
-"""The files of a checkpoint beside DCP's, and the order of moves in which a kill leaves a whole one.
+"""Files of a checkpoint beside those of DCP, written so that a kill leaves a complete checkpoint.
 
-    folder/latest.json               {"folder": "step_00000400", "step": 400}; replaced last, in one move
+    folder/latest.json               {"folder": "step_00000400", "step": 400}
     folder/step_00000400/
         .metadata  __0_0.distcp ...  tensors, as torch.distributed.checkpoint (DCP) writes them
-        plain.pt                     by rank 0: step, what the caller adds, options of optimizers
-        random_0.pt  random_1.pt ... by each rank: the state of its random generators
-        sums_0.json  sums_1.json ... by each rank: a CRC-32 of each file that it wrote
+        plain.pt                     written by rank 0: step, the caller's extra data, options of optimizers
+        random_0.pt  random_1.pt ... written by each rank: the states of its random generators
+        sums_0.json  sums_1.json ... written by each rank: a CRC-32 of each file that it wrote
 
-A checkpoint is written as step_N.tmp. When the files of all ranks are on the disk it is renamed, and only
-then named by latest.json. Nothing that has been named is ever written to.
+A checkpoint is published in three steps, so that a kill between any two leaves a complete checkpoint:
+
+1. All ranks write their files to step_N.tmp and wait until the disk has them.
+2. The folder is renamed to step_N.
+3. latest.json, which names the folder, is replaced in one rename.
+
+A folder that latest.json has named is never written to again.
 """
 
 from __future__ import annotations
@@ -40,23 +45,28 @@ RECORDS = frozenset(
     | {(FileSystemReader.__module__, "_StorageInfo"), (Metadata.__module__, "_MEM_FORMAT_ENCODING")}
     | {(Metadata.__module__, name) for name in metadata.__all__}
 )
-"""Module and name of what a list of tensors may hold."""
+"""(module, name) of the classes that a checkpoint's pickled list of tensors may contain."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint could not be saved, is not there, is damaged, or is of another model: on every rank."""
+    """A checkpoint could not be saved, does not exist, is damaged or does not fit. Raised on every rank."""
 
 
 # ---- writing
 
 
 def new_folder(folder: Path, step: int) -> Path:
-    """Makes the folder that a checkpoint is written to. Removes what a killed save or removal left."""
+    """Makes and returns the temporary folder that a checkpoint is written to.
+
+    Removes what a killed save, or a removal that was interrupted, left in ``folder``. If the step was saved
+    before, the new folder's name gets a number: step_00000400-2.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for left in (*folder.glob("step_*.tmp"), *folder.glob(f".{POINTER}.*.tmp")):
-        is_folder = left.is_dir() and not left.is_symlink()
-        shutil.rmtree(left, ignore_errors=True) if is_folder else left.unlink()
-    name, number = f"step_{step:08d}", 1
+    for leftover in (*folder.glob("step_*.tmp"), *folder.glob(f".{POINTER}.*.tmp")):
+        is_folder = leftover.is_dir() and not leftover.is_symlink()
+        shutil.rmtree(leftover, ignore_errors=True) if is_folder else leftover.unlink()
+    name = f"step_{step:08d}"
+    number = 1
     while (folder / name).exists():
         number += 1
         name = f"step_{step:08d}-{number}"
@@ -66,7 +76,7 @@ def new_folder(folder: Path, step: int) -> Path:
 
 
 def check_plain(plain: Mapping[str, Any]) -> None:
-    """Raises ValueError where ``plain`` could not be written, or not be read back as plain data."""
+    """Raises ValueError if ``plain`` cannot be written, or cannot be read back as plain data and tensors."""
     memory = io.BytesIO()
     try:
         torch.save(plain, memory)
@@ -81,7 +91,7 @@ def check_plain(plain: Mapping[str, Any]) -> None:
 
 
 def write_beside(part: Path, rank: int, plain: Mapping[str, Any]) -> None:
-    """Writes what DCP does not: this rank's random states and, on rank 0, the plain data."""
+    """Writes the files that DCP does not: random states, checksums and, on rank 0, the plain data."""
     generators: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         generators["cuda"] = torch.cuda.get_rng_state()
@@ -95,18 +105,24 @@ def write_beside(part: Path, rank: int, plain: Mapping[str, Any]) -> None:
 
 
 def publish(part: Path, step: int, keep: int) -> Path:
-    """Makes the finished folder ``part`` the last checkpoint, and removes all but the newest ``keep``."""
-    folder, path = part.parent, part.with_suffix("")
+    """Makes the finished folder ``part`` the latest checkpoint.
+
+    Removes all but the newest ``keep``. Returns its path.
+    """
+    folder = part.parent
+    path = part.with_suffix("")
     _sync_folder(part)
     os.replace(part, path)
     _sync_folder(folder)
     save_json(folder / POINTER, {"folder": path.name, "step": step})
     _sync_folder(folder)
-    by_age = sorted(_complete(folder), key=lambda each: (each == path, (each / PLAIN).stat().st_mtime_ns))
+    by_age = sorted(
+        _complete(folder), key=lambda candidate: (candidate == path, (candidate / PLAIN).stat().st_mtime_ns)
+    )
     for old in by_age[:-keep]:
-        doomed = old.with_name(f"{old.name}.tmp")
-        os.replace(old, doomed)  # a removal that is cut short leaves nothing that looks whole
-        shutil.rmtree(doomed, ignore_errors=True)
+        renamed = old.with_name(f"{old.name}.tmp")
+        os.replace(old, renamed)  # renamed first: a removal that a kill interrupts leaves no folder step_N
+        shutil.rmtree(renamed, ignore_errors=True)
     return path
 
 
@@ -114,9 +130,9 @@ def publish(part: Path, step: int, keep: int) -> Path:
 
 
 def find(folder: Path, step: int | None) -> str:
-    """The name of the checkpoint's folder. step: None is the last.
+    """Returns the name of a checkpoint's folder: that of ``step``, or the latest if ``step`` is None.
 
-    Raises CheckpointError where there is none.
+    Raises CheckpointError if there is none.
     """
     if step is None:
         return _last(folder / POINTER)
@@ -131,20 +147,23 @@ def find(folder: Path, step: int | None) -> str:
 
 
 def read(path: Path, rank: int, num_ranks: int) -> tuple[dict[str, Any], Metadata, dict[str, Any] | None]:
-    """All but the tensors: plain.pt, DCP's list of tensors, and the states of this rank's random generators,
-    None where another number of ranks saved them. Raises OSError or ValueError for a file missing, damaged or
-    too short.
+    """Reads everything of a checkpoint except its tensors: (plain.pt, DCP's metadata, random states).
 
-    The ranks share the work of looking at the sums: torch does not.
+    The random states are this rank's; None if another number of ranks saved them. The checksums of all files
+    are compared here, because torch does not: each rank compares those of every ``num_ranks``-th list.
+
+    Raises OSError or ValueError if a file is missing, damaged or too short.
     """
     sums = sorted(path.glob("sums_*.json"))
     for file in sums[rank::num_ranks]:
         for name, expected in load_json(file, dict, "it holds the sums of files").items():
             if _sum(path / Path(name).name) != expected:
-                raise ValueError(f"{path / name} is damaged: its sum is not the one in {file.name}")
+                raise ValueError(f"{path / name} is damaged: its checksum is not the one in {file.name}")
     plain = _read_plain(path / PLAIN)
     if (version := plain.get("format", FORMAT)) != FORMAT:
-        raise ValueError(f"{path / PLAIN}: format ({version!r}) must be {FORMAT}: load it as it was saved")
+        raise ValueError(
+            f"{path / PLAIN}: format ({version!r}) must be {FORMAT}: load it with the pmoe that saved it"
+        )
     if len(sums) != plain.get("ranks"):
         raise ValueError(f"{path} must have a sums_*.json of each rank, {plain.get('ranks')} in all")
     generators = _read_plain(path / f"random_{rank}.pt") if plain["ranks"] == num_ranks else None
@@ -152,7 +171,7 @@ def read(path: Path, rank: int, num_ranks: int) -> tuple[dict[str, Any], Metadat
 
 
 def set_random(generators: Mapping[str, Any]) -> None:
-    """Sets this process's random generators to saved states."""
+    """Sets the random generators of torch, Python and the current CUDA device to saved states."""
     torch.set_rng_state(generators["torch"])
     random.setstate(generators["python"])
     if "cuda" in generators and torch.cuda.is_available():
@@ -160,6 +179,7 @@ def set_random(generators: Mapping[str, Any]) -> None:
 
 
 def _last(pointer: Path) -> str:
+    """Returns the folder name in latest.json. Raises CheckpointError if the file is missing or damaged."""
     try:
         name = load_json(pointer, lambda found: found["folder"])
     except FileNotFoundError:
@@ -167,40 +187,48 @@ def _last(pointer: Path) -> str:
     except (ValueError, KeyError):
         name = None
     if not isinstance(name, str) or Path(name).name != name or not (pointer.parent / name).is_dir():
-        raise CheckpointError(f"{pointer} is damaged: it must name a folder beside it ({name!r}); see step=")
+        raise CheckpointError(
+            f"{pointer} is damaged: it must name a folder beside it ({name!r}): load another with step="
+        )
     return name
 
 
 def _complete(folder: Path) -> list[Path]:
+    """Returns the folders of published checkpoints. A folder without plain.pt is not one."""
     return [path for path in folder.glob("step_*") if path.suffix != ".tmp" and (path / PLAIN).exists()]
 
 
 class _Records(pickle.Unpickler):
-    """Reads DCP's records and plain data. What else a pickle names could be any program."""
+    """Unpickles DCP's records and plain data only: an arbitrary pickle could run any program."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in RECORDS or module == "torch" and isinstance(getattr(torch, name), torch.dtype):
             return super().find_class(module, name)
-        raise CheckpointError(f"it names {module}.{name}, which is no record of a checkpoint")
+        raise CheckpointError(f"it names {module}.{name}, which no checkpoint holds")
 
 
 def _read_metadata(path: Path) -> Metadata:
-    found, ends = _opened(path / LIST, _listed)
+    """Reads DCP's list of tensors.
+
+    Raises ValueError if one of the files that it names is shorter than it must be.
+    """
+    tensor_list, ends = _opened(path / LIST, _listed)
     for name, end in ends.items():
         if Path(name).name != name:
-            raise ValueError(f"{path / LIST} is damaged: it names {name}, which is not beside it")
+            raise ValueError(f"{path / LIST} is damaged: it names {name}, which is not in its folder")
         length = (path / name).stat().st_size
         if length < end:
             raise ValueError(f"{path / name} ({length} bytes) must have at least {end}")
-    return found
+    return tensor_list
 
 
 def _listed(file: IO[bytes]) -> tuple[Metadata, dict[str, int]]:
-    """The list, and where the last tensor of each file ends."""
-    found, ends = _Records(file).load(), dict[str, int]()
-    for place in found.storage_data.values():
+    """Returns the metadata and, for each file, the byte at which its last tensor ends."""
+    tensor_list = _Records(file).load()
+    ends = dict[str, int]()
+    for place in tensor_list.storage_data.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    return found, ends
+    return tensor_list, ends
 
 
 def _read_plain(path: Path) -> dict[str, Any]:
@@ -208,7 +236,11 @@ def _read_plain(path: Path) -> dict[str, Any]:
 
 
 def _opened(path: Path, load: Callable[[IO[bytes]], T]) -> T:
-    """What ``load`` makes of a file. Raises OSError; ValueError for whatever a damaged one makes it raise."""
+    """Opens a file and returns ``load`` of it.
+
+    Raises OSError as ``open`` does. Any other error means that the file is damaged, and becomes a ValueError
+    that says so.
+    """
     try:
         with open(path, "rb") as file:
             return load(file)
@@ -220,19 +252,19 @@ def _opened(path: Path, load: Callable[[IO[bytes]], T]) -> T:
 
 
 def _sum(path: Path) -> int:
-    """CRC-32 of a file."""
-    found = 0
+    """Returns the CRC-32 of a file, read in pieces of 4 MiB."""
+    checksum = 0
     with open(path, "rb") as file:
-        while part := file.read(1 << 22):
-            found = zlib.crc32(part, found)
-    return found
+        while block := file.read(1 << 22):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 # ---- the disk
 
 
 def _write_to_disk(value: object, path: Path) -> None:
-    """Writes a new file and returns when the disk has it, not only the system's cache."""
+    """Writes a new file and returns when the disk has it, not only the cache of the operating system."""
     with open(path, "xb") as file:
         torch.save(value, file)
         file.flush()
@@ -240,7 +272,7 @@ def _write_to_disk(value: object, path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Returns when the disk has the names in a folder: new files and renames."""
+    """Returns when the disk has the folder's entries: new files and renames."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,10 +1,14 @@
-"""Which tensors of a model and its optimizers a checkpoint holds, their names, and whether it fits.
+"""Tensors of a model and its optimizers as a checkpoint holds them: their names, and checks that they fit.
 
-Tensors are DCP's (torch.distributed.checkpoint) to write and read in place, each rank its own part: "model."
-and the name of a parameter or buffer; "optimizer.", the name of a parameter and that of its state. All else
-is plain: options of optimizers, by parameter, so that groups may be cut otherwise when it is loaded.
+    model.NAME              a parameter or buffer
+    optimizer.NAME.KEY      the state KEY (such as exp_avg) of the parameter NAME
 
-Names are those of one process: wrappers leave no trace, and experts that are modules are numbered among all.
+DCP (torch.distributed.checkpoint) writes these tensors and reads them in place, each rank its own part.
+Everything else is plain data. An optimizer's options are stored for each parameter, not for each group, so
+that a run may load them into groups that are cut differently.
+
+NAME is the name that the tensor has in one process with all experts: wrappers add nothing to it, and experts
+that are modules are numbered among all experts.
 """
 
 from __future__ import annotations
@@ -28,24 +32,29 @@ from pmoe.layer import MoELayer
 Plain = dict[str, Any]
 
 RUN_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-"""Options of optimizers that say how a step is computed, not which: they stay those of the new run."""
+"""Entries of a parameter group that are not saved: parameters, and options for how a step is computed.
+
+When a checkpoint is loaded, these stay as the new run has them.
+"""
 
 
 def check_group(model: nn.Module, num_ranks: int) -> None:
-    """Raises ValueError where a layer is spread over more ranks than take part in a checkpoint, as where the
-    process group was destroyed before."""
+    """Raises ValueError if a layer is spread over more ranks than take part in the checkpoint.
+
+    One cause: the process group was destroyed before the checkpoint.
+    """
     for name, layer in model.named_modules():
         if isinstance(layer, MoELayer) and layer.ranks.size > num_ranks:
             raise ValueError(
                 f"group (of size {num_ranks}) must be all ranks that hold the model together: "
-                f"{name or 'model'} is spread over {layer.ranks.size}"
+                f"the number of ranks of {name or 'model'} is {layer.ranks.size}"
             )
 
 
 class Names:
-    """How a checkpoint names the tensors of a model and of its optimizers' states.
+    """Maps the parameters of a model to their names in a checkpoint.
 
-    Raises ValueError, by name, where ranks hold different experts under one name.
+    Raises ValueError, with the layer's name, if ranks hold different experts under one name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -61,7 +70,8 @@ class Names:
         }
 
     def stored(self, name: str) -> str:
-        """For a name of ``get_model_state_dict``: experts that are modules are numbered among all experts.
+        """Returns the checkpoint's name for a name of ``get_model_state_dict``. Only names of expert modules
+        differ.
 
         Example, on a rank whose first expert is 2: "experts.local.1.weight" -> "experts.local.3.weight".
         """
@@ -72,14 +82,22 @@ class Names:
         return name
 
     def of(self, parameter: Tensor) -> str:
-        """Raises ValueError where the parameter is not the model's."""
+        """Returns the checkpoint's name of a parameter.
+
+        Raises ValueError if it is not a parameter of the model.
+        """
         if parameter not in self._by_parameter:
             shape = tuple(parameter.shape)
-            raise ValueError(f"optimizer (a parameter of shape {shape}) must be of the model's alone")
+            raise ValueError(
+                f"optimizer (a parameter of shape {shape}) must have parameters of the model only"
+            )
         return self._by_parameter[parameter]
 
     def of_this_rank(self, stored: Iterable[str]) -> set[str]:
-        """Those that other ranks may not have. stored: with "model." or "optimizer." in front."""
+        """Returns those of ``stored`` that other ranks may lack: names of this rank's expert modules.
+
+        stored: names in the checkpoint, with "model." or "optimizer." in front.
+        """
         prefixes = tuple(self._first_experts)
         return {name for name in stored if name.partition(".")[2].startswith(prefixes)}
 
@@ -88,16 +106,18 @@ class Names:
 
 
 def model_state(model: nn.Module, names: Names) -> tuple[dict[str, Tensor], Plain]:
-    """Parameters and buffers, the model's own memory, by their names in the checkpoint; and, as plain data,
-    extra states of modules."""
-    found = state_dict.get_model_state_dict(model).items()
-    state = {f"model.{names.stored(name)}": value for name, value in found}
+    """Returns (tensors, extra states of modules) of a model, both by their names in the checkpoint.
+
+    The tensors are the model's own memory, of any shape. Extra states are plain data.
+    """
+    items = state_dict.get_model_state_dict(model).items()
+    state = {f"model.{names.stored(name)}": value for name, value in items}
     tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in state.items() if name not in tensors}
 
 
 def set_model_state(model: nn.Module, names: Names, plain: Mapping[str, Any]) -> None:
-    """After the tensors were read in place: hands the model all of its state, extra states included."""
+    """Gives the model its state, extra states included, after DCP has read the tensors in place."""
     state = state_dict.get_model_state_dict(model)
     state_dict.set_model_state_dict(
         model, {name: plain.get(f"model.{names.stored(name)}", value) for name, value in state.items()}
@@ -108,8 +128,14 @@ def set_model_state(model: nn.Module, names: Names, plain: Mapping[str, Any]) ->
 
 
 def optimizer_state(names: Names, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Tensor], Plain]:
-    """As `model_state`, of parameters that have any state. Raises ValueError where one is not the model's."""
-    tensors, values, options = dict[str, Tensor](), dict[str, Plain](), dict[str, Plain]()
+    """Returns (state tensors by name, plain data) of all parameters that have optimizer state.
+
+    The plain data are "options" of each parameter's group, and "values": states that are not tensors.
+    Raises ValueError if a parameter of an optimizer is not the model's.
+    """
+    tensors = dict[str, Tensor]()
+    values = dict[str, Plain]()
+    options = dict[str, Plain]()
     for optimizer, group, parameter in _parameters_of(optimizers):
         name = names.of(parameter)
         options[name] = {key: value for key, value in group.items() if key not in RUN_OPTIONS}
@@ -124,7 +150,10 @@ def optimizer_state(names: Names, optimizers: Sequence[Optimizer]) -> tuple[dict
 def set_optimizer_state(
     names: Names, optimizers: Sequence[Optimizer], plain: Plain, metadata: Metadata
 ) -> None:
-    """After the tensors were read in place: options, plain values, and no state where none was saved."""
+    """Sets options and plain states of the optimizers, after DCP has read the tensors in place.
+
+    Removes the state of a parameter for which none was saved.
+    """
     saved = _owners(metadata)
     for optimizer, group, parameter in _parameters_of(optimizers):
         name = names.of(parameter)
@@ -140,41 +169,47 @@ def set_optimizer_state(
 
 
 def option_problems(names: Names, optimizers: Sequence[Optimizer], plain: Plain) -> list[str]:
-    """Names groups whose parameters were saved with different options, and parameters without any."""
-    problems, options = [], plain["options"]
-    for group in (each for optimizer in optimizers for each in optimizer.param_groups):
-        wanted = [names.of(parameter) for parameter in group["params"]]
-        problems += [f"optimizer.{name} is missing" for name in wanted if name not in options]
-        known = [name for name in wanted if name in options]
-        for name in known[1:]:
-            if options[name] != options[known[0]]:
+    """Returns the reasons why the saved options of optimizers do not fit: one text each.
+
+    A parameter has no saved options, or parameters that now share a group were saved with different options.
+    """
+    problems = []
+    options = plain["options"]
+    for group in (param_group for optimizer in optimizers for param_group in optimizer.param_groups):
+        names_in_group = [names.of(parameter) for parameter in group["params"]]
+        problems += [f"optimizer.{name} is missing" for name in names_in_group if name not in options]
+        saved = [name for name in names_in_group if name in options]
+        for name in saved[1:]:
+            if options[name] != options[saved[0]]:
                 problems.append(
-                    f"optimizer.{name} and optimizer.{known[0]}, now of one group, had other options"
+                    f"optimizer.{name} and optimizer.{saved[0]}, now in one group, had different options"
                 )
     return problems
 
 
 def make_states(optimizers: Sequence[Optimizer]) -> None:
-    """Gives every trained parameter the state that its optimizer keeps of it, where it has none yet.
+    """Creates the optimizer's state of every trained parameter that has none yet.
 
-    torch does it by a step with zero gradients and learning rates, for optimizers without any state or
-    gradients: those that there are, and the options, are put aside meanwhile.
+    torch creates it by a step with zero gradients and zero learning rates, but only for an optimizer without
+    any state or gradient. So existing states, gradients and options are set aside during the step, and put
+    back.
     """
     for optimizer in optimizers:
         parameters = [parameter for _, _, parameter in _parameters_of([optimizer])]
-        if all(each in optimizer.state for each in parameters if each.requires_grad):
+        if all(tensor in optimizer.state for tensor in parameters if tensor.requires_grad):
             continue
-        states, gradients = dict(optimizer.state), [each.grad for each in parameters]
+        states = dict(optimizer.state)
+        gradients = [tensor.grad for tensor in parameters]
         options = [dict(group) for group in optimizer.param_groups]
         optimizer.state.clear()
-        for each in parameters:
-            each.grad = None
+        for tensor in parameters:
+            tensor.grad = None
         try:
             state_dict._init_optim_state(optimizer)
         finally:
             optimizer.state.update(states)
-            for each, gradient in zip(parameters, gradients, strict=True):
-                each.grad = gradient
+            for tensor, gradient in zip(parameters, gradients, strict=True):
+                tensor.grad = gradient
             for group, before in zip(optimizer.param_groups, options, strict=True):
                 group.update(before)
 
@@ -183,51 +218,73 @@ def make_states(optimizers: Sequence[Optimizer]) -> None:
 
 
 def of_saved(tensors: Mapping[str, Tensor], metadata: Metadata) -> dict[str, Tensor]:
-    """Without states of parameters of which none was saved: those had no gradient yet."""
+    """Returns the tensors without those of parameters for which no state was saved: these had no gradient
+    yet.
+    """
     saved = _owners(metadata)
-    return {name: each for name, each in tensors.items() if name.rpartition(".")[0] in saved}
+    return {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] in saved}
 
 
 def problems_of(
     wanted: Mapping[str, Tensor], all_names: set[str], metadata: Metadata, part: str
 ) -> list[str]:
-    """How the tensors saved under "part." differ from this rank's, and their names from all ranks' names."""
-    found = {name: each for name, each in metadata.state_dict_metadata.items() if name.startswith(f"{part}.")}
-    problems = [f"{name} is missing in it" for name in sorted(all_names - set(found))]
-    problems += [f"{name} is in it alone" for name in sorted(set(found) - all_names)]
-    for name in sorted(set(found) & set(wanted)):
-        tensor, known = wanted[name], found[name]
-        if not isinstance(known, TensorStorageMetadata):
-            problems.append(f"{name} is no tensor in it")
-        elif known.size != tensor.shape:
-            problems.append(f"{name} is {tuple(known.size)} in it, {tuple(tensor.shape)} here")
-        elif known.properties.dtype != tensor.dtype:
-            problems.append(f"{name} is {known.properties.dtype} in it, {tensor.dtype} here")
+    """Returns the reasons why the tensors saved under "part." do not fit: one text each.
+
+    A tensor is missing, is not wanted, or has another shape or dtype.
+
+    wanted: this rank's tensors by name, of any shape.
+    all_names: names of the tensors of all ranks.
+    """
+    saved = {
+        name: entry for name, entry in metadata.state_dict_metadata.items() if name.startswith(f"{part}.")
+    }
+    problems = [f"{name} is not in it" for name in sorted(all_names - set(saved))]
+    problems += [f"{name} is only in it" for name in sorted(set(saved) - all_names)]
+    for name in sorted(set(saved) & set(wanted)):
+        tensor = wanted[name]
+        saved_tensor = saved[name]
+        if not isinstance(saved_tensor, TensorStorageMetadata):
+            problems.append(f"{name} is not a tensor in it")
+        elif saved_tensor.size != tensor.shape:
+            problems.append(
+                f"{name} has shape {tuple(saved_tensor.size)} in it, {tuple(tensor.shape)} in this run"
+            )
+        elif saved_tensor.properties.dtype != tensor.dtype:
+            problems.append(f"{name} has {saved_tensor.properties.dtype} in it, {tensor.dtype} in this run")
     return problems
 
 
 def in_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same memory, as DCP must be given it.
+    """Returns the same tensors, with those that consist of two blocks described to DCP as two blocks.
 
-    Of a gated expert's w1 or b1 each half is split over "esp", so that a rank holds two boxes of the whole.
-    DCP takes a DTensor's part for one box: it refuses to save those, which overlap, and loads wrong rows.
+    In a gated expert's w1 and b1, gate rows come first, then up rows. Over "esp" each half is split for
+    itself, so a rank holds two separate blocks of the whole tensor:
+
+        whole w1      gate 0 | gate 1 | up 0 | up 1
+        rank 0 of 2   gate 0,           up 0
+        rank 1 of 2            gate 1,         up 1
+
+    DCP takes a DTensor's local part for one block. It would refuse to save these parts, because as single
+    blocks they overlap, and it would load wrong rows.
     """
     return {name: _in_boxes(tensor) for name, tensor in tensors.items()}
 
 
 def _in_boxes(tensor: Tensor) -> Tensor:
+    """Returns a tensor as `in_boxes` does: only DTensors with a strided split change."""
     if not isinstance(tensor, DTensor):
         return tensor
-    split = next((each for each in tensor.placements if isinstance(each, _StridedShard)), None)
+    split = next((candidate for candidate in tensor.placements if isinstance(candidate, _StridedShard)), None)
     if split is None:
         return tensor
-    dim, count = split.dim, int(split.split_factor)
+    dim = split.dim
+    count = int(split.split_factor)
     parts = list(local_part(tensor).chunk(count, dim))
     first = [0] * tensor.ndim
-    for at, placement in zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True):
-        along = getattr(placement, "dim", None)  # None where it is replicated
-        if along is not None:
-            first[along] = at * parts[0].shape[along]
+    for position, placement in zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True):
+        sharded_dim = getattr(placement, "dim", None)  # None where it is replicated
+        if sharded_dim is not None:
+            first[sharded_dim] = position * parts[0].shape[sharded_dim]
     half = tensor.shape[dim] // count
     offsets = [(*first[:dim], first[dim] + number * half, *first[dim + 1 :]) for number in range(count)]
     return DTensor(LocalShardsWrapper(parts, offsets), tensor._spec, requires_grad=False)
@@ -237,24 +294,25 @@ def _in_boxes(tensor: Tensor) -> Tensor:
 
 
 def _check_names_differ(name: str, layer: MoELayer) -> None:
+    """Raises ValueError if the layer's experts have the same names on all ranks and are not DTensors."""
     if layer.ranks.size == 1 or isinstance(layer.parts.experts, ModuleExperts):
         return
     if not layer.parts.experts.is_parallelized or layer.parts.experts.hidden_dims() is None:
         kind = type(layer.experts).__name__
         raise ValueError(
             f"{name or 'model'} (of {layer.ranks}, experts {kind}) must hold its experts as DTensors or "
-            "as modules to be told apart in a checkpoint: see pmoe.parallelize"
+            "as modules, so that a checkpoint can name them: call pmoe.parallelize(model, mesh)"
         )
 
 
 def _unwrapped(model: nn.Module, name: str) -> str:
-    """Without what DistributedDataParallel, torch.compile and checkpoint_wrapper add, in any order."""
-    (found,) = state_dict._get_fqns(model, name)
-    return found
+    """Returns a name without what DistributedDataParallel, torch.compile and checkpoint_wrapper add to it."""
+    (plain_name,) = state_dict._get_fqns(model, name)
+    return plain_name
 
 
 def _parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
-    """Each parameter, with its optimizer and group."""
+    """Yields (optimizer, group, parameter) for each parameter of the optimizers."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -262,5 +320,5 @@ def _parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer,
 
 
 def _owners(metadata: Metadata) -> set[str]:
-    """Names of parameters, with "optimizer." or "model." in front, of which something was saved."""
+    """Returns the names of parameters of which anything was saved, with "optimizer." or "model." in front."""
     return {name.rpartition(".")[0] for name in metadata.state_dict_metadata}

@@ -1,7 +1,7 @@
-"""The norm of a model's gradients that ranks hold together, gradients scaled by it, and float16's loss scale.
+"""Gradient norm, clipping and float16's loss scale for a model whose parameters are spread over ranks.
 
-The norm is not `torch.nn.utils.get_total_norm`, which adds up in the gradients' own type: bfloat16 has
-three digits, and float16 overflows. The scaling is torch's.
+Why `torch.nn.utils.get_total_norm` is not used: it sums in the gradients' own dtype. bfloat16 has three
+digits, and float16 overflows. The scaling of gradients by the norm is torch's own.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pmoe.experts.base import is_expert, local_part
 from pmoe.layer import MoELayer
 
 DEVICES = ("cpu", "cuda")
-"""Types of devices whose tensors ranks send."""
+"""Device types whose tensors can be sent between ranks."""
 
 Grouped = dict[tuple[torch.device, torch.dtype, int], list[Tensor]]
-"""This rank's gradients by device, type and the number of ranks that hold each value."""
+"""This rank's gradients, of any shape, by (device, dtype, number of ranks that hold each value)."""
 
 
 @torch.no_grad()
@@ -40,24 +40,31 @@ def clip_grad_norm_(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_`, with its signature, of a model that the ranks hold together.
+    """Clips gradients as `torch.nn.utils.clip_grad_norm_` does, for a model that is spread over ranks.
 
-    Each value of a gradient counts once, however many ranks hold it. Every rank must call it, once gradients
-    are reduced, as data-parallel wrappers and `pmoe.parallelize` leave them.
+    Each value of a gradient counts once, however many ranks hold it. With p = norm_type:
+
+        norm = (sum over ranks and values of abs(value)^p / number of ranks that hold the value)^(1/p)
 
     Args:
-        parameters: a model or parameters. Plain tensors are the same on all ranks; DTensors may be of any
-            meshes. Experts of layers that were not parallelized need the model: only it says how many copies
-            of them there are.
-        max_norm: at least 0.
-        norm_type: the order, positive or inf.
-        group: the ranks that hold the model together. None is the default group, or this process alone.
+        parameters: a model or its parameters, of any shape. Plain tensors must be the same on all ranks.
+            DTensors may have any meshes. If experts were not parallelized, the model is needed, because the
+            number of copies of an expert is known only from its layer.
+        max_norm: largest norm that gradients may have afterwards, at least 0.
+        norm_type: order p of the norm, positive or inf.
+        error_if_nonfinite: raise if the norm is not finite.
+        foreach: as in `torch.nn.utils.clip_grad_norm_`.
+        group: the ranks that hold the model together. None is the default group, or this process.
 
-    Returns the norm before clipping, a scalar of float32 or wider: the same on every rank and, to rounding,
-    that of one process. One all-reduce of one number, or of two for norm_type inf.
+    Collective: every rank must call it, after gradients were reduced. Data-parallel wrappers and
+    `pmoe.parallelize` leave them reduced. It sends one all-reduce of one number, or of two for norm_type inf.
 
-    Raises ValueError where a number is out of its range, a gradient is still a summand (Partial), the group
-    is too small, or experts come without their model; with error_if_nonfinite RuntimeError on every rank.
+    Returns the norm before clipping: a scalar of float32 or a wider dtype, equal on every rank. Up to
+    rounding it is the norm that one process with the whole model would compute.
+
+    Raises ValueError if a number is out of its range, a gradient is not reduced yet (a Partial DTensor), the
+    group is too small, or experts come without their model. Raises RuntimeError on every rank if
+    error_if_nonfinite is True and the norm is not finite.
     """
     check_number(max_norm=max_norm, norm_type=norm_type)
     check_flag("error_if_nonfinite", error_if_nonfinite)
@@ -67,7 +74,8 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm ({max_norm}) must be a number of at least 0")
     if not norm_type > 0:
         raise ValueError(f"norm_type ({norm_type}) must be positive, or inf")
-    ranks, named = Ranks(group), _named(parameters)
+    ranks = Ranks(group)
+    named = _named(parameters)
     gradients = _grouped(named, _copies_of_experts(parameters, named, ranks.size), ranks.size)
     norm = _norm(gradients, norm_type, _scalar_device(named, ranks), ranks, foreach)
     if error_if_nonfinite and not norm.isfinite():
@@ -75,19 +83,25 @@ def clip_grad_norm_(
             f"the norm of order {norm_type} of all gradients ({norm.item()}) must be finite, or "
             "error_if_nonfinite False"
         )
-    scaled = stand_ins(each for tensors in gradients.values() for each in tensors)
+    scaled = stand_ins(gradient for tensors in gradients.values() for gradient in tensors)
     torch.nn.utils.clip_grads_with_norm_(scaled, max_norm, norm, foreach)
     return norm
 
 
 def local_gradient(gradient: Tensor) -> Tensor:
-    """This rank's memory of a gradient, be it a DTensor. Waits for a collective that is under way."""
+    """Returns this rank's part of a gradient, of any shape.
+
+    Waits for a collective that is still computing it.
+    """
     local = local_part(gradient)
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def stand_ins(gradients: Iterable[Tensor]) -> list[Tensor]:
-    """Tensors whose ``grad`` these are, for torch's functions that take parameters."""
+    """Returns tensors that have the given gradients as ``grad``. Functions of torch take them as parameters.
+
+    gradients: of any shape.
+    """
     holders = []
     for gradient in gradients:
         holders.append(gradient.detach())
@@ -96,50 +110,61 @@ def stand_ins(gradients: Iterable[Tensor]) -> list[Tensor]:
 
 
 def device_type_of(group: dist.ProcessGroup | None) -> str:
-    """The type of device, "cuda" or "cpu", whose tensors the group's collectives take."""
+    """Returns the type of device, "cuda" or "cpu", whose tensors the group's collectives take."""
     return "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group) else "cpu"
 
 
 def _named(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
+    """Returns (name, parameter) pairs. Parameters without a model are named by their position."""
     if isinstance(parameters, nn.Module):
         return list(parameters.named_parameters())
     listed = [parameters] if isinstance(parameters, Tensor) else list_of("parameters", parameters)
-    found = [(f"parameter {at}", each) for at, each in enumerate(listed)]
-    check_kind(Tensor, "a tensor", **{f"parameters: {name}": each for name, each in found})
-    return found
+    pairs = [(f"parameter {at}", parameter) for at, parameter in enumerate(listed)]
+    check_kind(Tensor, "a tensor", **{f"parameters: {name}": parameter for name, parameter in pairs})
+    return pairs
 
 
 def _copies_of_experts(model: object, named: Iterable[tuple[str, Tensor]], num_ranks: int) -> dict[int, int]:
-    """By id of an expert's parameter, how many copies of its layer there are."""
-    found = dict[int, int]()
+    """Returns the number of copies of each expert parameter of the model's layers, by the parameter's id.
+
+    Raises ValueError if an expert parameter comes without its model and is not a DTensor.
+    """
+    copies = dict[int, int]()
     for at, layer in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(layer, MoELayer):
             count = _copies_of(at or "model", layer.ranks.size, num_ranks)
-            found |= {id(each): count for each in layer.experts.parameters()}
-    for name, each in named:
-        if is_expert(each) and not isinstance(each, DTensor) and id(each) not in found and num_ranks > 1:
+            copies |= {id(parameter): count for parameter in layer.experts.parameters()}
+    for name, parameter in named:
+        if (
+            is_expert(parameter)
+            and not isinstance(parameter, DTensor)
+            and id(parameter) not in copies
+            and num_ranks > 1
+        ):
             raise ValueError(
-                f"parameters ({name} is an expert's that is no DTensor) must be the model, or come from "
-                "pmoe.parallelize: else the number of its copies is not known"
+                f"parameters ({name} is an expert's and not a DTensor) must be the model, or come from "
+                "pmoe.parallelize: otherwise the number of its copies is not known"
             )
-    return found
+    return copies
 
 
 def _grouped(
     named: Iterable[tuple[str, Tensor]], copies_of_experts: Mapping[int, int], num_ranks: int
 ) -> Grouped:
-    found: Grouped = {}
+    """Returns this rank's gradients, grouped by device, dtype and number of ranks that hold each value."""
+    groups: Grouped = {}
     for name, parameter in named:
         if parameter.grad is not None:
             gradient = local_gradient(parameter.grad)
             copies = _num_copies(name, parameter, copies_of_experts, num_ranks)
-            found.setdefault((gradient.device, gradient.dtype, copies), []).append(gradient)
-    return found
+            groups.setdefault((gradient.device, gradient.dtype, copies), []).append(gradient)
+    return groups
 
 
 def _num_copies(name: str, parameter: Tensor, copies_of_experts: Mapping[int, int], num_ranks: int) -> int:
-    """How many ranks hold each value of this gradient."""
-    gradient, parts = parameter.grad, 1
+    """Returns the number of ranks that hold each value of this parameter's gradient."""
+    gradient = parameter.grad
+    parts = 1
     if is_expert(parameter) and not isinstance(gradient, DTensor):
         inside: int = getattr(parameter, "num_copies", 1)
         return copies_of_experts.get(id(parameter), 1) * inside
@@ -154,6 +179,7 @@ def _num_copies(name: str, parameter: Tensor, copies_of_experts: Mapping[int, in
 
 
 def _copies_of(name: str, parts: int, num_ranks: int) -> int:
+    """Returns the number of copies of something that is divided into ``parts``, each on one rank."""
     if num_ranks % parts:
         raise ValueError(
             f"group (of size {num_ranks}) must be all ranks that hold the model together: {name} is in "
@@ -163,7 +189,10 @@ def _copies_of(name: str, parts: int, num_ranks: int) -> int:
 
 
 def _scalar_device(named: Sequence[tuple[str, Tensor]], ranks: Ranks) -> torch.device:
-    """Where the norm is reduced. Not the first gradient's device: a rank may have no gradient."""
+    """Returns the device on which the norm is reduced: that of the first parameter.
+
+    The first gradient's device would not do, because a rank may have no gradient.
+    """
     if named:
         return local_part(named[0][1]).device
     return torch.empty(0, device="cpu" if ranks.group is None else device_type_of(ranks.group)).device
@@ -172,19 +201,20 @@ def _scalar_device(named: Sequence[tuple[str, Tensor]], ranks: Ranks) -> torch.d
 def _norm(
     gradients: Grouped, norm_type: float, device: torch.device, ranks: Ranks, foreach: bool | None
 ) -> Tensor:
-    """Over all ranks, in float32 or wider."""
-    is_largest, dtype = math.isinf(norm_type), torch.float32
+    """Returns the norm over all ranks: a scalar of float32 or a wider dtype, on ``device``."""
+    is_largest = math.isinf(norm_type)
+    dtype = torch.float32
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (_, of_dtype, copies), tensors in gradients.items():
         dtype = torch.promote_types(dtype, of_dtype)
-        filled = [each for each in tensors if each.numel()]
-        if not filled:
+        nonempty = [tensor for tensor in tensors if tensor.numel()]
+        if not nonempty:
             continue
-        wide = torch.promote_types(of_dtype, torch.float32)
+        wide_dtype = torch.promote_types(of_dtype, torch.float32)
         if foreach is False:
-            each_norm = [torch.linalg.vector_norm(each, norm_type, dtype=wide) for each in filled]
+            each_norm = [torch.linalg.vector_norm(tensor, norm_type, dtype=wide_dtype) for tensor in nonempty]
         else:
-            each_norm = list(torch._foreach_norm(filled, norm_type, dtype=wide))
+            each_norm = list(torch._foreach_norm(nonempty, norm_type, dtype=wide_dtype))
         norms = torch.stack(each_norm).to(device, torch.float64)
         if is_largest:
             total = torch.maximum(total, norms.max())
@@ -193,7 +223,7 @@ def _norm(
     if ranks.size > 1:
         with at_stage("taking the norm of all gradients", ranks):
             if is_largest:
-                # Apart from NaN, of which a backend's maximum may be the other operand.
+                # NaN is sent as a flag of its own, because a backend's maximum of NaN and x may be x.
                 both = torch.stack([total.nan_to_num(0.0, math.inf), total.isnan().double()])
                 dist.all_reduce(both, dist.ReduceOp.MAX, group=ranks.group)
                 total = both[0].where(both[1] == 0, math.nan)
@@ -203,15 +233,17 @@ def _norm(
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler`, with its arguments and methods, of a model that the ranks hold together.
+    """A `torch.amp.GradScaler` for a model that is spread over ranks, with the same arguments and methods.
 
-    A gradient that overflows on one rank, say of its own experts, skips the step on all ranks, and all go on
-    with the same scale. One optimizer may have plain tensors and DTensors of any meshes.
+    If a gradient overflows on one rank, for example a gradient of its own experts, then all ranks skip the
+    step and all continue with the same scale. One optimizer may have plain tensors and DTensors of any
+    meshes.
 
-    group: the ranks that hold the model together. None is the default group, or this process alone.
+    Args:
+        group: the ranks that hold the model together. None is the default group, or this process.
 
-    Every rank must call ``unscale_`` (or `step`, which does it) for the same optimizers, once gradients are
-    reduced: one all-reduce of one number each. A rank may have no gradients.
+    Collective: every rank must call ``unscale_`` (or ``step``, which calls it) for the same optimizers, after
+    gradients were reduced. Each call sends one all-reduce of one number. A rank may have no gradients.
     """
 
     def __init__(
@@ -219,7 +251,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         check_one_of("device", device, DEVICES)
         super().__init__(device, *args, **options)
-        Ranks(group)  # refuses what is none
+        Ranks(group)  # raises if ``group`` is not a process group that this rank belongs to
         self.group = group
 
     @torch.no_grad()
@@ -233,7 +265,7 @@ class GradScaler(torch.amp.GradScaler):
         total = torch.stack([found_inf, *(each.to(found_inf.device) for each in found.values())]).amax()
         if dist.is_available() and dist.is_initialized():
             agreed = total.to(device_type_of(self.group))
-            with at_stage("telling gradients that overflow", Ranks(self.group)):
+            with at_stage("agreeing whether gradients overflow", Ranks(self.group)):
                 dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.group)
             total = agreed.to(total.device)
         return {device: total.to(device) for device in (*found, total.device)}

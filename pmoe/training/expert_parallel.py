@@ -1,7 +1,9 @@
-"""Expert parallelism beside DistributedDataParallel or FSDP2, which keep the dense part (docs/training.md).
+"""Expert parallelism beside DistributedDataParallel or FSDP2, which manage the dense part.
 
-Every rank is a data-parallel rank with tokens of its own. Losses are means over ranks, as in both wrappers:
-each gradient is the ranks' sum divided by their number.
+docs/training.md explains how to use it. Every rank is a data-parallel rank with its own tokens. As in both
+wrappers, the loss is the mean over ranks:
+
+    gradient = sum of the ranks' gradients / number of ranks
 """
 
 from __future__ import annotations
@@ -21,57 +23,71 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.arguments import check_flag, check_module, check_not_negative, check_tensors, list_of
 from pmoe.comm.agreement import largest, same
+from pmoe.comm.failures import all_fail_together
+from pmoe.comm.group_record import collectives
 from pmoe.comm.ranks import Grid, Ranks, at_stage, wait_for
-from pmoe.comm.standing import collectives
-from pmoe.comm.told import all_fail_together
 from pmoe.comm.topology import ACROSS, INSIDE, dimensions_of, grid_of_mesh
 from pmoe.experts.base import Experts, is_expert, local_part
+from pmoe.experts.dtensor_layout import replace_parameter
 from pmoe.experts.operands import check_own_parameters
-from pmoe.experts.placement import replace_parameter
 from pmoe.layer import MoELayer
 from pmoe.training.parameter_kinds import grouped_by_kind
 
 M = TypeVar("M", bound=nn.Module)
 
 WRAPPERS = {"DistributedDataParallel", "FSDPModule"}
-"""By name: torch's FSDP is loaded only where a script uses it."""
+"""Names of classes that manage parameters.
+
+Compared by name, so that torch's FSDP is not imported needlessly.
+"""
 
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
-"""Where DistributedDataParallel looks for the names of parameters and buffers that it must not touch."""
+"""Attribute of a module that names the parameters and buffers that DistributedDataParallel ignores."""
 
 
 def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
-    """Makes every `MoELayer` of ``model`` expert-parallel over ``mesh``; returns the model.
+    """Makes every `MoELayer` of ``model`` expert-parallel over ``mesh``. Returns the model.
 
     Args:
-        mesh: of the dimensions "ep" (experts are spread over it), optionally "esp" (each expert's hidden
-            columns are split over it), and optionally one more, over which experts are copied.
-        reduce: sum experts' gradients over their copies and divide them by the number of the mesh's ranks,
-            within each backward pass, before they are added to what earlier passes left. False leaves that to
-            `pmoe.training.parallel.reduce_gradients`.
+        model: the model, with parameters of any shape. It may be on the meta device and then stays there.
+        mesh: device mesh with the dimension "ep", over which experts are spread. It may also have "esp", over
+            which each expert's hidden columns are split, and one more dimension, over which experts are
+            copied.
+        reduce: sum the gradients of experts over their copies and divide them by the number of the mesh's
+            ranks. This happens in each backward pass, before the gradients are added to those of earlier
+            passes. False leaves it to `pmoe.training.parallel.reduce_gradients`.
 
-    A layer that each rank built by itself, with all experts, is spread (`MoELayer.spread`). One that was
-    built over the mesh's "ep" (and "esp") stays as it is: by mesh=, by group=, or over the default group
-    where those are its ranks. Copies take the values of the first.
+    What becomes of a layer depends on how it was built:
 
-    Parameters of stacked experts become DTensors on ``mesh``: Shard(0) over "ep", hidden columns split over
-    "esp", whole b2 and copies Replicate. Experts that are modules keep plain parameters, and cannot be split
-    over "esp". `DistributedDataParallel`'s list of names to ignore gets all of them, and experts' buffers.
-    The dense part is not touched.
+    - by each rank for itself, with all experts: it is spread (`MoELayer.spread`);
+    - over the mesh's "ep" (and "esp"), by mesh= or group=, or over the default group if that has the same
+      ranks: it stays as it is;
+    - on the meta device: it may also be spread over other ranks and is then spread again.
 
-    Every rank of the mesh must call it, before optimizers and data-parallel wrappers are made: an optimizer
-    that has experts from before raises ValueError at its next step. Models on the meta device stay there, and
-    there layers of other ranks are spread again too. A second call with the same mesh only updates the list
-    of names that `DistributedDataParallel` ignores. That wrapper also updates it by itself.
+    All copies of an expert get the values of the first copy.
 
-    Raises ValueError or TypeError, naming the layer, before any weight is touched, where there is no layer,
-    one is of other ranks, cannot be spread or is in a data-parallel wrapper, or the mesh is none of these.
+    What becomes of the parameters:
+
+    - Parameters of stacked experts become DTensors on ``mesh``: Shard(0) over "ep", hidden columns split over
+      "esp", Replicate over copies. b2 is Replicate over "esp".
+    - Experts that are modules keep plain parameters. They cannot be split over "esp".
+    - All of these, and buffers of experts, enter the list of names that `DistributedDataParallel` ignores.
+    - The dense part does not change.
+
+    Collective: every rank of the mesh must call it, before optimizers and data-parallel wrappers are made. An
+    optimizer that was made before and has experts raises ValueError at its next step. A second call with the
+    same mesh only updates the list of names that `DistributedDataParallel` ignores, which that wrapper also
+    does itself.
+
+    Raises ValueError or TypeError, with the layer's name, before any weight is changed: if the model has no
+    layer, a layer has other ranks, cannot be spread or is in a data-parallel wrapper, or the mesh has other
+    dimensions.
     """
     inner = _experts_mesh(mesh)
     grid = grid_of_mesh(inner)
     (*others,) = (name for name in mesh.mesh_dim_names or () if name not in (ACROSS, INSIDE))
     copies = Ranks(mesh.get_group(others[0])) if others else Ranks.single()
-    stage = "comparing what parallelize is given"
+    stage = "comparing the arguments of parallelize"
     with all_fail_together(copies, stage=stage), all_fail_together(grid.all, stage=stage):
         layers = _checked_layers(model, reduce, inner, grid)
     for name, layer in layers:
@@ -97,10 +113,15 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
 def _checked_layers(
     model: nn.Module, reduce: bool, inner: DeviceMesh, grid: Grid
 ) -> list[tuple[str, MoELayer]]:
-    """By name. Raises what `parallelize` raises."""
+    """Returns the model's layers with their names.
+
+    Raises the errors of `parallelize` about arguments and layers.
+    """
     check_module(model=model)
     check_flag("reduce", reduce)
-    layers = [(name or "model", each) for name, each in model.named_modules() if isinstance(each, MoELayer)]
+    layers = [
+        (name or "model", module) for name, module in model.named_modules() if isinstance(module, MoELayer)
+    ]
     if not layers:
         raise ValueError(f"model ({type(model).__name__}) must have a pmoe.MoELayer to be parallelized")
     for name, layer in layers:
@@ -113,10 +134,13 @@ def _checked_layers(
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters of this rank's routed experts: the ignored_params of FSDP2's ``fully_shard``."""
+    """Returns the parameters, of any shape, of this rank's routed experts.
+
+    FSDP2's ``fully_shard`` takes them as ``ignored_params``.
+    """
     check_module(model=model)
     _mark_experts(model)
-    return {each for each in model.parameters() if is_expert(each)}
+    return {parameter for parameter in model.parameters() if is_expert(parameter)}
 
 
 def parameter_groups(
@@ -125,48 +149,52 @@ def parameter_groups(
     lr: float | Tensor | None = None,
     weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Parameter groups that any optimizer of torch takes with foreach=True and fused=True.
+    """Returns parameter groups that any optimizer of torch takes, also with foreach=True and fused=True.
 
-    These compute a group's tensors in one operation, which cannot mix plain tensors with DTensors, nor
-    DTensors of different meshes.
+    These options compute all tensors of a group in one operation. Such an operation cannot mix plain tensors
+    with DTensors, nor DTensors of different meshes, so these get groups of their own.
 
     Args:
-        parameters: a model, its parameters (of any shape), or groups as optimizers take them, each of which
-            is split with all its options. The order of groups and of parameters is kept, plain ones first.
-            Raises TypeError for what is none of these.
-        lr, weight_decay: options for the parameters of a model. If either is given, parameters are grouped
-            by kind, which the number of dimensions does not tell: an expert's bias has two. Each group then
-            has these options, "kind" and "stacked" (whether dimension 0 counts experts):
+        parameters: a model, its parameters (of any shape), or groups as optimizers take them. A group is
+            split, and its parts keep all its options. Groups and parameters keep their order; of a group, the
+            part with plain tensors comes first.
+        lr, weight_decay: options for the parameters of a model. If either is given, parameters are also
+            grouped by kind. The number of dimensions alone does not tell the kind: an expert's bias has two.
+            Each group then has these options, "kind", and "stacked" (True if dimension 0 counts experts):
 
-            - "matrices": weights of two dimensions and more; stacked: experts' w1 and w2, a matrix a slice;
-            - "embeddings": those of `torch.nn.Embedding`;
-            - "gates": those of gates and shared gates;
-            - "biases": biases, norms and other vectors; stacked: experts' b1 and b2, a bias a slice.
+            - "matrices": weights of two or more dimensions; stacked: experts' w1 and w2, one matrix a slice;
+            - "embeddings": weights of `torch.nn.Embedding` and `torch.nn.EmbeddingBag`;
+            - "gates": parameters of gates and shared gates;
+            - "biases": biases, norms and other vectors; stacked: experts' b1 and b2, one bias a slice.
 
-            Biases and gates' vectors have weight_decay 0. Raises TypeError where ``parameters`` is no model.
+            Biases, and vectors of gates, get weight_decay 0.
+
+    Raises TypeError if ``parameters`` is none of these, or if it is not a model although lr or weight_decay
+    is given.
     """
     if lr is not None or weight_decay is not None:
         return parameter_groups(_groups_by_kind(parameters, lr, weight_decay))
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
-    given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list_of("parameters", parameters)
-    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
-    found = []
+    entries: list[Any] = [parameters] if isinstance(parameters, Tensor) else list_of("parameters", parameters)
+    groups = entries if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
+    split_groups = []
     for group in groups:
-        inside = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         kinds: dict[object, list[Any]] = {None: []}
-        for each in inside:
-            parameter = each[1] if isinstance(each, tuple) else each  # (name, parameter)
+        for entry in members:
+            # Optimizers take (name, parameter) pairs too.
+            parameter = entry[1] if isinstance(entry, tuple) else entry
             if not isinstance(parameter, Tensor):
                 raise TypeError(f"parameters ({parameter!r} among them) must be tensors")
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            kinds.setdefault(mesh, []).append(each)
-        found += [{**group, "params": of_kind} for of_kind in kinds.values() if of_kind]
-    return found
+            kinds.setdefault(mesh, []).append(entry)
+        split_groups += [{**group, "params": of_kind} for of_kind in kinds.values() if of_kind]
+    return split_groups
 
 
 def _groups_by_kind(model: object, lr: object, weight_decay: object) -> list[dict[str, Any]]:
-    """Raises what `parameter_groups` raises."""
+    """Returns the groups of `grouped_by_kind`. Raises the errors of `parameter_groups` about its options."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"parameters ({type(model).__name__}) must be a model where lr or weight_decay is given: its "
@@ -183,11 +211,15 @@ def _groups_by_kind(model: object, lr: object, weight_decay: object) -> list[dic
 
 @dataclass(frozen=True)
 class MeanOverRanks:
-    """Sums experts' gradients over the experts' copies, and divides them by the number of all ranks.
+    """Sums gradients of experts over the experts' copies, and divides them by the number of all ranks.
 
-    They come as sums over the tokens of the ranks that share the experts.
+    Before, each gradient is a sum over the tokens of the ranks among which the experts are spread.
 
-    ranks: those. names: of the experts' parameters.
+    num_ranks: number of all ranks of the mesh, the divisor.
+    copies: the ranks that hold copies of this rank's experts.
+    ranks: the ranks over which the experts are spread.
+    names: names of the experts' parameters, for errors.
+    compared: combinations of requires_grad that were compared before.
     """
 
     num_ranks: int
@@ -197,8 +229,12 @@ class MeanOverRanks:
     compared: set[tuple[bool, ...]] = field(default_factory=set)
 
     def compare(self, wanted: Sequence[bool], device: torch.device) -> None:
-        """Before a backward pass: ValueError on every rank where copies want gradients of other parameters.
-        Collective; on a GPU, where the host would wait, only where these were not compared before."""
+        """Compares, before a backward pass, which parameters of experts want gradients.
+
+        Raises ValueError on every rank if copies of an expert differ. Else their all-reduces would not match.
+        Collective. On a GPU, where comparing makes the host wait, it is skipped for combinations that were
+        compared before.
+        """
         if self.copies.size == 1 or (device.type != "cpu" and tuple(wanted) in self.compared):
             return
         self.copies.reconnect()
@@ -213,6 +249,7 @@ class MeanOverRanks:
         self.compared.add(tuple(wanted))
 
     def __call__(self, gradients: Sequence[Tensor]) -> None:
+        """Replaces gradients, of any shape, by their means over all ranks, in place. Collective."""
         if not gradients:
             return
         torch._foreach_div_(list(gradients), self.num_ranks)
@@ -221,13 +258,18 @@ class MeanOverRanks:
             return
         with at_stage("summing the gradients of copies of experts", self.copies):
             collectives.begun += len(gradients)
-            works = [dist.all_reduce(each, group=self.copies.group, async_op=True) for each in gradients]
+            works = [
+                dist.all_reduce(gradient, group=self.copies.group, async_op=True) for gradient in gradients
+            ]
             for work in works:
                 wait_for(work, self.copies.group, gradients[0].is_cuda)
 
 
 def _experts_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The dimensions over which experts are spread and split."""
+    """Returns the mesh of "ep" and "esp", a part of ``mesh``.
+
+    Raises ValueError if it has other dimensions.
+    """
     names = dimensions_of(mesh)
     of_experts = tuple(name for name in names if name in (ACROSS, INSIDE))
     if ACROSS not in names or len(names) - len(of_experts) > 1:
@@ -241,9 +283,11 @@ def _experts_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _check_layer(layer: MoELayer, inner: DeviceMesh, grid: Grid) -> None:
-    places = dict(zip(inner.mesh_dim_names or (), inner.get_coordinate() or (), strict=True))
+    """Raises ValueError or TypeError if `parallelize` cannot take the layer."""
+    coordinates = dict(zip(inner.mesh_dim_names or (), inner.get_coordinate() or (), strict=True))
     for name, ranks in ((ACROSS, grid.across), (INSIDE, grid.inside)):
-        if places.get(name, 0) != ranks.rank:  # groups sort their ranks, DTensors do not
+        # A process group sorts its ranks, a DTensor does not: with another order, parts would be swapped.
+        if coordinates.get(name, 0) != ranks.rank:
             raise ValueError(f'mesh (ranks {inner.mesh.tolist()}) must be in ascending order along "{name}"')
     if not layer.parts.experts.is_parallelized:
         check_own_parameters(layer.parts.experts, layer.parts.experts.hidden_dims() or ())
@@ -254,25 +298,26 @@ def _check_layer(layer: MoELayer, inner: DeviceMesh, grid: Grid) -> None:
 
 
 def _check_wrappers(model: nn.Module) -> None:
-    """A wrapper that holds a layer's parameters already would keep the old ones."""
+    """Raises ValueError if a wrapper already manages the parameters that `parallelize` would replace."""
     for name, module in model.named_modules():
         if WRAPPERS.isdisjoint(kind.__name__ for kind in type(module).__mro__):
             continue
-        inside = (each for each in module.modules() if isinstance(each, MoELayer))
-        if not all(layer.parts.experts.is_parallelized for layer in inside):
+        layers = (part for part in module.modules() if isinstance(part, MoELayer))
+        if not all(layer.parts.experts.is_parallelized for layer in layers):
             raise ValueError(
                 f"{name or 'model'} (a {type(module).__name__}) must be wrapped after pmoe.parallelize"
             )
 
 
 def _is_over(layer: MoELayer, grid: Grid) -> bool:
+    """Returns whether the layer is spread over the ranks of ``grid``."""
     pairs = ((layer.grid.across, grid.across), (layer.grid.inside, grid.inside))
     return all(own.size == wanted.size == 1 or own.members == wanted.members for own, wanted in pairs)
 
 
 @torch.no_grad()
 def _take_first(experts: Experts, copies: Ranks, inside: Ranks) -> None:
-    """Values that several ranks hold become the first one's, as DistributedDataParallel does it."""
+    """Gives all ranks that hold the same value the first one's, as DistributedDataParallel does."""
     for ranks in (inside, copies):
         if ranks.size == 1:
             continue
@@ -287,7 +332,7 @@ def _take_first(experts: Experts, copies: Ranks, inside: Ranks) -> None:
 
 
 def _lay_out(experts: Experts, mesh: DeviceMesh) -> None:
-    """Stacked parameters become DTensors on the mesh."""
+    """Replaces parameters of stacked experts, (E_local, ...), by DTensors on the mesh."""
     for name, dim in (experts.hidden_dims() or {}).items():
         parameter = experts.get_parameter(name)
         placements: list[Placement] = []
@@ -296,7 +341,7 @@ def _lay_out(experts: Experts, mesh: DeviceMesh) -> None:
             if split is None:
                 placements.append(Replicate())
                 continue
-            # Of gated experts each half of w1 is split, not the two as one.
+            # In w1 of gated experts, gate rows and up rows are two halves, and each half is split.
             halves = getattr(experts, "hidden_factor", 1) if split == 1 else 1
             placements.append(Shard(split) if halves == 1 else _StridedShard(split, split_factor=halves))
         laid = DTensor.from_local(parameter.detach(), mesh, placements, run_check=False)
@@ -308,10 +353,11 @@ def _lay_out(experts: Experts, mesh: DeviceMesh) -> None:
 
 @functools.cache
 def _watch_ddp() -> None:
-    """Makes `DistributedDataParallel` find parallelized experts in each module that it wraps from now on.
+    """Makes `DistributedDataParallel` ignore parallelized experts in whatever module it wraps from now on.
 
-    torch reads the names to ignore from the wrapped module. That may be a parent of the model that was
-    parallelized: a LightningModule, or a wrapper with the loss.
+    torch reads the names to ignore from the module that it wraps. That module may be a parent of the model
+    that was parallelized, for example a LightningModule or a module that adds the loss. So the constructor is
+    replaced by one that first writes the names there.
     """
     wrap: Callable[..., None] = DistributedDataParallel.__init__
 
@@ -328,7 +374,10 @@ def _watch_ddp() -> None:
 
 
 def _mark_experts(model: nn.Module) -> None:
-    """Marks parameters that parametrizations or adapters added to parallelized experts as one rank's."""
+    """Marks all parameters of parallelized experts as one rank's, also those that were added later.
+
+    Parametrizations and adapters add parameters.
+    """
     for layer in model.modules():
         if isinstance(layer, MoELayer) and layer.parts.experts.is_parallelized:
             for parameter in layer.experts.parameters():
@@ -336,9 +385,9 @@ def _mark_experts(model: nn.Module) -> None:
 
 
 def _leave_to_experts(module: nn.Module) -> None:
-    """Names experts' parameters and buffers to DistributedDataParallel, should it wrap this module.
+    """Makes DistributedDataParallel ignore the experts' parameters and buffers if it wraps this module.
 
-    Also by the names that they have behind torch.compile.
+    torch.compile puts "_orig_mod." in front of names, so each name is added with this prefix too.
     """
     names = [name for name, each in module.named_parameters(remove_duplicate=False) if is_expert(each)]
     for at, each in module.named_modules(remove_duplicate=False):
@@ -346,5 +395,5 @@ def _leave_to_experts(module: nn.Module) -> None:
             names += [f"{at}.{name}".lstrip(".") for name, _ in each.named_buffers()]
     if names:
         names += [f"_orig_mod.{name}" for name in names]
-        known = list(getattr(module, DDP_IGNORES, ()))
-        setattr(module, DDP_IGNORES, known + [name for name in names if name not in known])
+        ignored = list(getattr(module, DDP_IGNORES, ()))
+        setattr(module, DDP_IGNORES, ignored + [name for name in names if name not in ignored])

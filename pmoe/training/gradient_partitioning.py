@@ -1,8 +1,11 @@
-"""FSMoE's adaptive gradient partitioning at work (Section 5): which gradients travel when.
+"""FSMoE's adaptive gradient partitioning (Section 5): which bytes of gradients are all-reduced when.
 
-A partition says how many bytes travel beside each dense part and each MoE layer; `timetable_of` makes ranges
-of memory of it. It is found from what a first step showed: the order of gradients, seconds of the dense
-parts, and what an all-reduce costs. `pmoe.planner.gradient_partition` solves, with numbers alone.
+Dense gradients travel during the backward pass, in the time that dense parts and MoE layers leave free:
+
+1. The first step shows the order in which gradients are made, and the seconds of each dense part.
+2. `find_partition` says how many bytes travel beside each dense part and each MoE layer. The numbers come
+   from `pmoe.planner.gradient_partition`, from these seconds and the cost of an all-reduce.
+3. `timetable_of` turns the bytes into ranges of `GradientBuffers`, the flat memory of all gradients.
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pmoe.call.sizes import memory_shape
+from pmoe.choose.solve import layer_costs, operations_of
 from pmoe.comm.agreement import from_first
 from pmoe.comm.ranks import Grid, Ranks
 from pmoe.layer import MoELayer
-from pmoe.layer.memory import memory_shape
-from pmoe.layer.solved import layer_costs, operations_of
 from pmoe.planner.costs import DegreeSeconds, GeneralizedLayer, LineCost
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import ScheduleOptions, simulated_degrees
@@ -31,9 +34,10 @@ from pmoe.schedule.restore import Restore
 
 @dataclass(frozen=True)
 class GradientRange:
-    """What one all-reduce sends.
+    """Data of one all-reduce.
 
-    memory: (bytes / element size,), a view of a buffer. parameters: indices of those with gradients in it.
+    memory: (bytes / element size,), a view of a flat buffer.
+    parameters: indices of the parameters that have gradients in it.
     """
 
     memory: Tensor
@@ -41,10 +45,13 @@ class GradientRange:
 
 
 class GradientBuffers:
-    """The flat memory of the gradients of ``parameters``.
+    """Flat memory of gradients in the order of backward, one buffer for each (dtype, device).
 
-    order: indices of all parameters, in the order of backward. ends: bytes of the first 0, 1, ... gradients;
-    in the order of backward where all are of one type.
+    parameters: parameters of any shape.
+    order: indices of all parameters in the order of backward.
+    ends: bytes of the first 0, 1, 2, ... gradients, in the order of the buffers. This is the order of
+        backward if all gradients have one dtype and device.
+    memories: the buffers, each (number of elements,).
     """
 
     ends: list[int]
@@ -65,7 +72,10 @@ class GradientBuffers:
             self.memories.append(memory)
 
     def take(self, at: int) -> None:
-        """Moves a parameter's gradient into its place, and makes it a view of it. None counts as zeros."""
+        """Copies the gradient of parameter ``at`` into its place and makes ``grad`` a view of it.
+
+        None counts as zeros.
+        """
         parameter = self._parameters[at]
         view = self._flat[at].view_as(parameter)
         if parameter.grad is None:
@@ -75,18 +85,23 @@ class GradientBuffers:
         parameter.grad = view
 
     def part(self, begin: int, end: int) -> GradientRange:
-        """The bytes from ``begin`` to ``end``. All gradients are of one type."""
+        """Returns the range from byte ``begin`` to byte ``end``.
+
+        All gradients must have one dtype and device.
+        """
         (memory,) = self.memories
-        item, places = memory.element_size(), zip(self._order, pairwise(self.ends), strict=True)
+        item = memory.element_size()
+        places = zip(self._order, pairwise(self.ends), strict=True)
         inside = tuple(at for at, (first, last) in places if first < end and last > begin)
         return GradientRange(memory[begin // item : end // item], inside)
 
 
 class LayerBackward(NamedTuple):
-    """When an MoE layer's backward pass began.
+    """Record of the moment at which the backward pass of an MoE layer began.
 
-    layer: its index. num_made: how many gradients were there. dense_seconds: of the dense part before it,
-    since the end of the MoE layer's before; 0 for the first.
+    layer: index of the layer.
+    num_made: number of gradients that existed at this moment.
+    dense_seconds: seconds since the previous MoE layer's backward pass ended; 0 for the first layer.
     """
 
     layer: int
@@ -96,10 +111,20 @@ class LayerBackward(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Timetable:
-    """What is sent when in a backward pass. MoE layers' passes have the numbers 0, 1, ... in their order.
+    """Ranges of gradients to send during one backward pass of the model.
 
-    inside: i -> beside the experts of pass i. beside: i -> beside the dense part behind pass i - 1.
-    end: memory of gradients that are sent after backward.
+    The MoE layers' backward passes in it are numbered 0, 1, 2, ... in their order.
+
+    inside: i -> range that is sent beside the experts of MoE pass i.
+    beside: i -> range that is sent beside the dense part that precedes MoE pass i.
+    end: buffers that are sent after the backward pass.
+
+    Backward, from left to right:
+
+        dense part 0 | MoE pass 0 | dense part 1 | MoE pass 1 | dense part 2 | after backward
+        beside[0]    | inside[0]  | beside[1]    | inside[1]  | beside[2]    | end
+
+    beside[0] does not exist: no gradient is made before the first dense part.
     """
 
     inside: dict[int, GradientRange] = field(default_factory=dict)
@@ -108,7 +133,10 @@ class Timetable:
 
 
 def timetable_of(found: Partition, buffers: GradientBuffers) -> Timetable:
-    """The partition's bytes as ranges of memory, in whole elements. All gradients are of one type."""
+    """Returns the ranges that hold a partition's bytes, rounded down to whole elements.
+
+    All gradients must have one dtype and device.
+    """
     item = buffers.memories[0].element_size()
     inside: dict[int, GradientRange] = {}
     beside: dict[int, GradientRange] = {}
@@ -130,32 +158,41 @@ def find_partition(
     buffers: GradientBuffers,
     ranks: Ranks,
 ) -> Partition:
-    """Dense parts and MoE layers in turn, as generalized layers of their own (Section 5.2).
+    """Returns FSMoE's partition (Section 5.2) for the order and the seconds that a first step showed.
 
-    What a dense part makes may travel in the MoE layer that follows. last_seconds: of the last dense part.
+    FSMoE's generalized layer is a dense part and an MoE layer. Here dense parts and MoE layers are separate
+    generalized layers, in turn, so that gradients of a dense part may already travel in the MoE layer after
+    it.
+
+    seen: the backward passes of MoE layers in the first step.
+    last_seconds: seconds of the dense part after the last of them.
+    layers: the model's MoE layers, by index.
+    ranks: the ranks over which gradients are reduced.
+
     Collective: costs may be measured, and all ranks take the first rank's partition.
     """
     line = all_reduce_line(ranks, buffers.memories[0])
-    made = [buffers.ends[each.num_made] for each in seen]
-    sizes = [end - begin for begin, end in pairwise([0, *made, buffers.ends[-1]])]
+    made_bytes = [buffers.ends[record.num_made] for record in seen]
+    sizes = [end - begin for begin, end in pairwise([0, *made_bytes, buffers.ends[-1]])]
     parts = []
-    for each, size in zip(seen, sizes, strict=False):
-        degrees = backward_degrees(layers[each.layer])
-        parts.append(_dense_part(each.dense_seconds, size))
+    for record, size in zip(seen, sizes, strict=False):
+        degrees = backward_degrees(layers[record.layer])
+        parts.append(_dense_part(record.dense_seconds, size))
         parts.append(GeneralizedLayer(degrees=degrees, dense_seconds=0.0, gradient_bytes=0))
     parts.append(_dense_part(last_seconds, sizes[-1]))
     return from_first(ranks, partition(parts, line), stage="sharing a partition of gradients")
 
 
 def _dense_part(seconds: float, gradient_bytes: int) -> GeneralizedLayer:
+    """Returns a generalized layer that is a dense part alone."""
     nothing = (DegreeSeconds(1, 0.0, 0.0),)
     return GeneralizedLayer(degrees=nothing, dense_seconds=seconds, gradient_bytes=gradient_bytes)
 
 
 def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
-    """Seconds of a layer's backward pass by degree, with and without gradients in it.
+    """Returns the seconds of a layer's backward pass by pipeline degree, with and without gradients in it.
 
-    For as many tokens as its last batch had. Collective the first time.
+    They hold for the tokens of the layer's last call, on the rank that had most. Collective the first time.
     """
     rows = next(layer.experts.parameters())
     operations = operations_of(layer.grid, rows.device, rows.dtype)
@@ -170,6 +207,10 @@ def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
 
 
 def all_reduce_line(ranks: Ranks, like: Tensor) -> LineCost:
-    """Seconds of an all-reduce by bytes, of the slowest rank: stored, or measured once with FSMoE's other
-    lines. like: any tensor of that type. Collective."""
+    """Returns the cost of an all-reduce, seconds = alpha + beta * bytes, of the slowest rank.
+
+    It is read from the store, or measured once together with FSMoE's other lines. Collective.
+
+    like: a tensor (any shape) of the device and dtype that are reduced.
+    """
     return operations_of(Grid.of_group(ranks), like.device, like.dtype).all_reduce.line

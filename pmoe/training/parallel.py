@@ -1,13 +1,18 @@
-"""Meshes of DP x MP x EP x ESP, and the reduction of gradients after backward (FSMoE, 2.2 and Fig. 2).
+"""Device meshes for DP x MP x EP x ESP, and the reduction of gradients after backward.
 
-The same P ranks are laid out twice: the dense part over ("dp", "mp"), the experts over ("edp", "ep", "esp").
-Model parallelism of the dense part is `torch.distributed.tensor.parallel`'s, over ``meshes.dense["mp"]``;
-the experts' is `MoELayer(mesh=meshes.experts)`. Every token meets the MoE layer on one rank only: where the
-ranks of "mp" hold the same tokens, they must be split among them before it (Fig. 2's ReduceScatter).
+They follow FSMoE, Section 2.2 and Fig. 2.
 
-docs/flexible.md has the table of what backward leaves in ``.grad``, and over whom it is summed.
+The same P ranks form two meshes:
 
-Letters: P ranks; DP, MP, EDP, EP, ESP the sizes of the dimensions: P = DP * MP = EDP * EP * ESP.
+    dense part   ("dp", "mp")           P = DP * MP
+    experts      ("edp", "ep", "esp")   P = EDP * EP * ESP
+
+Model parallelism of the dense part is that of `torch.distributed.tensor.parallel`, over
+``meshes.dense["mp"]``. Experts are spread by `MoELayer(mesh=meshes.experts)`. A token must enter the MoE
+layer on one rank only. If the ranks of "mp" hold the same tokens, split the tokens among these ranks first
+(the ReduceScatter of Fig. 2).
+
+docs/flexible.md has a table of what backward leaves in ``.grad`` and over which ranks it is summed.
 """
 
 from __future__ import annotations
@@ -34,57 +39,71 @@ from pmoe.training.clipping import DEVICES, device_type_of, local_gradient
 __all__ = ["Meshes", "is_expert", "make_meshes", "reduce_gradients"]
 
 DP, MP, EDP = "dp", "mp", "edp"
-"""Names of the meshes' dimensions beside "ep" and "esp"."""
+"""Names of dimensions of the meshes. The other two are "ep" and "esp"."""
 
 BUCKET_BYTES = 32 << 20
-"""The most bytes of gradients that share one all-reduce. It takes memory for one such bucket."""
+"""Largest size, in bytes, of gradients that share one all-reduce.
+
+Reducing allocates memory for one bucket.
+"""
 
 
 @dataclass(frozen=True)
 class Meshes:
-    """The P ranks, laid out for the dense part and for the experts. `make_meshes` makes one."""
+    """Two device meshes over the same P ranks: one for the dense part, one for the experts.
+
+    See `make_meshes`.
+    """
 
     dense: DeviceMesh
-    """("dp", "mp")"""
+    """Mesh with the dimensions ("dp", "mp")."""
     sparse: DeviceMesh
-    """("edp", "ep", "esp")"""
+    """Mesh with the dimensions ("edp", "ep", "esp")."""
 
     @property
     def experts(self) -> DeviceMesh:
-        """("ep", "esp") around this rank: the mesh of a `MoELayer`."""
+        """Mesh ("ep", "esp") of this rank, for `MoELayer(mesh=...)`: the part of ``sparse`` that holds one
+        copy of experts.
+        """
         return self.sparse[ACROSS, INSIDE]
 
     @property
     def num_ranks(self) -> int:
-        """Of the whole mesh."""
+        """Number P of all ranks."""
         return self.dense.size()
 
     def size(self, name: str) -> int:
-        """The ranks along the dimension "dp", "mp", "edp", "ep" or "esp"."""
+        """Returns the number of ranks along the dimension "dp", "mp", "edp", "ep" or "esp"."""
         return dist.get_world_size(self.group(name))
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """This rank's group along a dimension."""
+        """Returns this rank's process group along the dimension "dp", "mp", "edp", "ep" or "esp"."""
         arguments.check_one_of("name", name, (DP, MP, EDP, ACROSS, INSIDE))
         return (self.dense if name in (DP, MP) else self.sparse).get_group(name)
 
 
 def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | None = None) -> Meshes:
-    """Lays the ranks of the default group out as ("dp", "mp") and as ("edp", "ep", "esp").
+    """Makes the meshes ("dp", "mp") and ("edp", "ep", "esp") over the P ranks of the default group.
 
     Args:
-        mp: ranks that share a dense layer.
-        ep: ranks over which experts are spread.
-        esp: ranks over which each expert's hidden columns are split.
-        device_type: of the meshes; None goes by the backend.
+        mp: number of ranks that share a dense layer.
+        ep: number of ranks over which experts are spread.
+        esp: number of ranks over which each expert's hidden columns are split.
+        device_type: device type of the meshes, "cuda" or "cpu". None takes that of the group's backend.
 
-    DP = P / mp copies of the dense part and EDP = P / (ep * esp) copies of the experts are data-parallel.
-    Ranks of "mp" and of "esp" are neighbours, of one node. Example, Fig. 2 (P = 4, mp = ep = esp = 2): "mp"
-    and "esp" are (0, 1) and (2, 3), "dp" and "ep" (0, 2) and (1, 3), "edp" each rank by itself.
+    Gradients are averaged over DP = P / mp copies of the dense part and EDP = P / (ep * esp) copies of the
+    experts. Ranks along "mp" and along "esp" are neighbours, so that they are in one node.
 
-    Their groups have the default group's timeout. Every rank must call it with the same arguments; a second
-    call with them returns the same meshes. Raises ValueError where the sizes do not tile the ranks,
-    RuntimeError without a process group.
+    Example, Fig. 2 (P = 4, mp = ep = esp = 2):
+
+    - "mp" and "esp": ranks (0, 1) and (2, 3)
+    - "dp" and "ep": ranks (0, 2) and (1, 3)
+    - "edp": each rank by itself
+
+    The new groups have the default group's timeout. Collective: every rank must call it with the same
+    arguments. A second call with the same arguments returns the same meshes.
+
+    Raises ValueError if the sizes do not divide P, RuntimeError without a process group.
     """
     arguments.check_count(mp=mp, ep=ep, esp=esp)
     if not dist.is_available() or not dist.is_initialized():
@@ -99,20 +118,20 @@ def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | No
     arguments.check_one_of("device_type", device_type, DEVICES)
     world = dist.group.WORLD
     assert world is not None
-    made = _made.setdefault(world, {})
+    meshes_of_group = _made.setdefault(world, {})
     key = (mp, ep, esp, device_type)
-    if key not in made:
+    if key not in meshes_of_group:
         dense = init_device_mesh(device_type, (num_ranks // mp, mp), mesh_dim_names=(DP, MP))
         shape = (num_ranks // (ep * esp), ep, esp)
         experts = init_device_mesh(device_type, shape, mesh_dim_names=(EDP, ACROSS, INSIDE))
         share_timeout(world, [*dense.get_all_groups(), *experts.get_all_groups()])
-        made[key] = Meshes(dense, experts)
-    return made[key]
+        meshes_of_group[key] = Meshes(dense, experts)
+    return meshes_of_group[key]
 
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Meshes]]
 _made = weakref.WeakKeyDictionary()
-"""By default group: another may follow in the same process."""
+"""Meshes by default group, because a process may destroy its default group and make another."""
 
 
 @torch.no_grad()
@@ -124,24 +143,31 @@ def reduce_gradients(
     experts_only: bool = False,
     replicated: Iterable[nn.Parameter] = (),
 ) -> None:
-    """After backward, makes each gradient that of one process: the gradient of sum(losses) / divide_by.
+    """Sums gradients over ranks after backward: each becomes the gradient of sum(losses) / divide_by.
 
     Args:
-        divide_by: None is P, for the mean of P losses, each of its rank's own tokens. DP, where the ranks of
-            "mp" compute one loss together (from an output that a DTensor gathered: torch counts its gradient
-            once). 1 for the sum. The number of all ranks' tokens, possibly a scalar tensor, where losses are
-            sums over tokens.
-        experts_only: another reduces the dense part, for example DistributedDataParallel; `is_expert` names
-            the parameters that it must leave out.
-        replicated: plain dense parameters of modules that get the same tokens and output gradients on each
-            rank of "mp", so that those hold the same whole gradient. Not those behind a split of the tokens
-            (the gate, say), nor before one by plain indexing, whose gradient is of this rank's part. DTensors
-            know by themselves and must not be named.
+        model: its parameters may have any shape.
+        meshes: the meshes of `make_meshes`.
+        divide_by: divisor of the sum of losses. Which one is right depends on the losses:
+
+            - None means P: the mean of P losses, if each rank computes a loss of its own tokens.
+            - DP, if the ranks of "mp" compute one loss together, from an output that a DTensor gathered.
+              torch counts its gradient once.
+            - 1 for the sum.
+            - The number of all ranks' tokens, possibly a scalar tensor, if each loss is a sum over tokens.
+        experts_only: reduce the experts' gradients only, because something else reduces the dense part, for
+            example DistributedDataParallel. It must leave out the parameters for which `is_expert` is True.
+        replicated: plain dense parameters that have the same whole gradient on every rank of "mp", because
+            their module gets the same tokens and the same output gradients there. Parameters behind a split
+            of the tokens (such as the gate's) are not of this kind. Parameters before a split by plain
+            indexing are not either: their gradient is that of this rank's part. DTensors need not be named
+            and must not be.
 
     Gradients change in place, in few all-reduces, the same ones on every rank. A gradient that is None counts
-    as zero and becomes zero, even where it is None everywhere: set requires_grad=False on untrained ones.
+    as zero and becomes zero, also if it is None on every rank. Set requires_grad=False on parameters that are
+    not trained.
 
-    Raises ValueError where a `MoELayer` of the model is not of these meshes, a DTensor is not on
+    Raises ValueError if a `MoELayer` of the model has other meshes, a DTensor is not on
     ``meshes.dense["mp"]``, a gradient is sparse, or ``replicated`` or ``divide_by`` are wrong.
     """
     arguments.check_module(model=model)
@@ -169,7 +195,10 @@ def reduce_gradients(
 def _summand(
     name: str, parameter: nn.Parameter, meshes: Meshes, is_replicated: bool
 ) -> tuple[str, int, Tensor]:
-    """(over whom it is summed, how many of those hold the same, this rank's part of the gradient)."""
+    """Returns (dimension over which to sum, number of equal summands along it, this rank's summand).
+
+    The dimension is "all", "dp" or "edp". The summand is this rank's memory of the gradient, of any shape.
+    """
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     gradient = parameter.grad
@@ -186,21 +215,23 @@ def _summand(
             f'{name} (a DTensor over ranks {mesh.mesh.tolist()}) must be on meshes.dense["mp"]; where a '
             "wrapper reduces its gradient, use experts_only=True"
         )
-    (wanted,), (found,) = parameter.placements, gradient.placements
-    if wanted.is_replicate() and found == Partial():
-        # Summed with the others of its bucket, not in a collective of its own.
+    (wanted_placement,), (gradient_placement,) = parameter.placements, gradient.placements
+    if wanted_placement.is_replicate() and gradient_placement == Partial():
+        # Partial: `redistribute` would sum it now, in a collective of its own. It is summed with its bucket.
         local = local_gradient(gradient)
-        parameter.grad = DTensor.from_local(local, mesh, (wanted,), run_check=False)
+        parameter.grad = DTensor.from_local(local, mesh, (wanted_placement,), run_check=False)
         return "all", 1, local
-    if found != wanted:  # of an embedding split by rows it is whole on each rank; all must reduce as much
-        parameter.grad = gradient = gradient.redistribute(placements=(wanted,))
-    if wanted.is_replicate():
+    if gradient_placement != wanted_placement:
+        # torch leaves the gradient of an embedding that is split by rows whole on each rank. It is brought to
+        # the parameter's placement, so that all ranks reduce gradients of the same size.
+        parameter.grad = gradient = gradient.redistribute(placements=(wanted_placement,))
+    if wanted_placement.is_replicate():
         return "all", meshes.size(MP), local_gradient(gradient)
     return DP, 1, local_gradient(gradient)
 
 
 def _all_reduce(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Sums gradients of one type over the group, in place."""
+    """Sums gradients (any shapes, one dtype) over the group, in place, in buckets of `BUCKET_BYTES`."""
     for bucket in _take_tensors(gradients, BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
         with at_stage("reducing gradients", Ranks(group)):
@@ -209,6 +240,10 @@ def _all_reduce(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) ->
 
 
 def _checked_divisor(divide_by: float | Tensor) -> float | Tensor:
+    """Returns the divisor. Raises ValueError or TypeError if it is not a positive number.
+
+    The value of a tensor on a GPU is not checked, because reading it would wait for the device.
+    """
     if isinstance(divide_by, Tensor):
         arguments.check_tensors(0, divide_by=divide_by)
         if divide_by.device.type not in ("cpu", "meta"):
@@ -219,29 +254,34 @@ def _checked_divisor(divide_by: float | Tensor) -> float | Tensor:
 
 
 def _checked_replicated(model: nn.Module, replicated: Iterable[nn.Parameter]) -> set[int]:
-    known = {id(each): (name, each) for name, each in model.named_parameters()}
-    found = {id(each) for each in arguments.list_of("replicated", replicated)}
-    if not found <= set(known):
+    """Returns the ids of ``replicated``.
+
+    Raises ValueError if one is not a plain dense parameter of the model.
+    """
+    parameters = {id(each): (name, each) for name, each in model.named_parameters()}
+    ids = {id(each) for each in arguments.list_of("replicated", replicated)}
+    if not ids <= set(parameters):
         raise ValueError(
-            f"replicated ({len(found - set(known))} of {len(found)} unknown) must be parameters of the model"
+            f"replicated ({len(ids - set(parameters))} of {len(ids)} unknown) must be parameters of the model"
         )
-    for name, parameter in (known[each] for each in found):
+    for name, parameter in (parameters[each] for each in ids):
         if is_expert(parameter) or isinstance(parameter, DTensor):
             kind = "an expert's" if is_expert(parameter) else "a DTensor"
             raise ValueError(f"replicated ({name}, {kind}) must be plain dense parameters")
-    return found
+    return ids
 
 
 def _check_layers(model: nn.Module, meshes: Meshes) -> None:
-    wanted = (meshes.size(ACROSS), meshes.size(INSIDE))
+    """Raises ValueError if a `MoELayer` has other sizes of "ep" and "esp", or reduces its own gradients."""
+    wanted_sizes = (meshes.size(ACROSS), meshes.size(INSIDE))
     for name, layer in model.named_modules():
         if not isinstance(layer, MoELayer):
             continue
-        found = (layer.grid.across.size, layer.grid.inside.size)
-        if found != wanted:
+        sizes = (layer.grid.across.size, layer.grid.inside.size)
+        if sizes != wanted_sizes:
             raise ValueError(
-                f"{name or 'model'} (a MoELayer of ep {found[0]}, esp {found[1]}) must be built with "
-                f"mesh=meshes.experts (ep {wanted[0]}, esp {wanted[1]})"
+                f"{name or 'model'} (a MoELayer of ep {sizes[0]}, esp {sizes[1]}) must be built with "
+                f"mesh=meshes.experts (ep {wanted_sizes[0]}, esp {wanted_sizes[1]})"
             )
         if layer.parts.experts.reduce is not None:
             raise ValueError(

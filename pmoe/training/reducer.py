@@ -1,9 +1,14 @@
-"""Data-parallel gradients all-reduced inside backward: FSMoE's adaptive gradient partitioning (Section 5).
+"""Data-parallel all-reduce of dense gradients inside backward: FSMoE's gradient partitioning (Section 5).
 
-Beside the dense parts of a model an all-reduce disturbs nobody. Inside an MoE layer's backward pass it has a
-place of its own on the lane between nodes, behind the last dispatch, where the lane would wait for the
-experts. How many bytes travel where is `pmoe.planner.gradient_partition`'s choice: the first step is plain,
-and at its end all ranks agree on the partition (`pmoe.training.gradient_partitioning`).
+Two places of the backward pass have room for it:
+
+- beside the dense parts of a model, where no all-to-all runs;
+- inside an MoE layer's backward pass, as a task of the lane between nodes. It follows the last dispatch,
+  where the lane would else wait for the experts.
+
+`pmoe.planner.gradient_partition` chooses how many bytes travel in which place. The first step sends
+everything after backward. At its end all ranks agree on the partition
+(`pmoe.training.gradient_partitioning`), which holds from the second step on.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import options_like
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
-from pmoe.measure.rounds import clock_of
+from pmoe.measure.timing import clock_of
 from pmoe.planner.gradient_partition import Partition
 from pmoe.training.gradient_partitioning import (
     GradientBuffers,
@@ -40,30 +45,33 @@ from pmoe.training.gradient_partitioning import (
 class GradientReducer:
     """All-reduces the dense gradients of ``model`` over the ranks of ``group``, inside its backward pass.
 
-    The hook for a trainer is one call a step, in place of its own reduction of all but experts' parameters:
+    A trainer makes one call a step, in place of its own reduction of dense gradients:
 
         reducer = pmoe.GradientReducer(model)
         ...
         loss.backward()
-        reducer.finish()          # gradients are the ranks' mean, as plain all-reduces leave them
+        reducer.finish()          # gradients are now the mean over ranks, as after plain all-reduces
         optimizer.step()
 
-    Experts' gradients are not its (see `pmoe.training.parallel.reduce_gradients` with experts_only). Backward
-    passes whose gradients shall only add up go in ``with reducer.no_sync():``. A parameter without a gradient
-    counts as zero, and gets one.
+    Gradients of experts are not reduced: see `pmoe.training.parallel.reduce_gradients` with experts_only. For
+    gradient accumulation, run all backward passes but the last in ``with reducer.no_sync():``. A parameter
+    without a gradient counts as zero, and gets a gradient.
 
     Args:
-        model: its `MoELayer` modules carry the gradients.
-        group: None is the default group.
-        average: divide by its size.
-        partition: how many bytes travel where, in the dense parts and the MoE layers in turn; None finds it
-            after the first step, from costs that are measured then. False never overlaps.
+        model: its parameters may have any shape. Backward passes of its `MoELayer` modules carry the
+            gradients.
+        group: the ranks to reduce over. None is the default group.
+        average: divide the sums by the number of ranks.
+        partition: number of bytes that travel in each place, for dense parts and MoE layers in turn. None
+            finds a partition after the first step, from costs that are measured then. False sends everything
+            after backward.
 
-    After the first `finish`, ``partition`` says what was found, with predicted seconds. Where ranks make
-    gradients in different orders, or gradients are of several types, it stays None and all is sent at the
-    end.
+    After the first `finish`, ``partition`` holds the partition in use, with predicted seconds. It stays None,
+    and everything is sent after backward, if ranks make gradients in different orders or gradients have
+    several dtypes.
 
-    Raises ValueError where no parameter is dense, or one is a DTensor; TypeError for another partition.
+    Raises ValueError if the model has no dense parameter or one that is a DTensor, TypeError if ``partition``
+    is something else.
     """
 
     average: bool
@@ -82,8 +90,10 @@ class GradientReducer:
     ) -> None:
         check_module(model=model)
         check_flag("average", average)
-        ranks, self.average = Ranks(group), average
-        # A group of its own: the lane between nodes sends here while another may use the given one.
+        ranks = Ranks(group)
+        self.average = average
+        # A group of its own: its all-reduces run while other code may use the given group, and collectives of
+        # one group must start in the same order on all ranks.
         own = None if ranks.group is None else dist.new_group(ranks.members, **options_like(ranks.group))
         self.ranks = Ranks(own)
         self.layers = [module for module in model.modules() if isinstance(module, MoELayer)]
@@ -106,7 +116,7 @@ class GradientReducer:
             layer.gradients = carried
 
     def remove(self) -> None:
-        """Takes the hooks off the model: what remains is as it was before."""
+        """Removes the hooks from the model, which is then as it was before the reducer was made."""
         for handle in self._handles:
             handle.remove()
         for layer in self.layers:
@@ -114,17 +124,19 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in the block add to the gradients and send nothing."""
-        before, self._syncs = self._syncs, False
+        """Backward passes within this context add to the gradients and send nothing."""
+        before = self._syncs
+        self._syncs = False
         try:
             yield
         finally:
             self._syncs = before
 
     def finish(self) -> None:
-        """After backward: sends what is left, and waits for all. Every rank must call it.
+        """Sends the gradients that were not sent during backward, and waits for all. Collective.
 
-        The first time it also finds the partition: ValueError where a given one is of another model.
+        Call it after each backward pass (the last one of an accumulation). The first call also sets the
+        partition, and raises ValueError if the given partition belongs to another model.
         """
         step = self._step
         buffers = self._finish_first(step) if isinstance(step, FirstStep) else step.finish()
@@ -134,6 +146,7 @@ class GradientReducer:
         self._step = self._new_step()
 
     def _finish_first(self, seen: FirstStep) -> GradientBuffers:
+        """Reduces everything after the first step, and decides what later steps do."""
         seen.end(len(self.parameters))
         buffers = GradientBuffers(self.parameters, seen.order)
         timetable = Timetable(end=buffers.memories)
@@ -144,14 +157,17 @@ class GradientReducer:
         return buffers
 
     def _may_overlap(self, seen: FirstStep, buffers: GradientBuffers) -> bool:
-        """Whether every rank saw the same, so that gradients may be sent before the end. Collective."""
+        """Returns whether gradients may be sent during backward: all ranks made them in the same order.
+
+        Collective.
+        """
         if self._wanted is False or not seen.layers or len(buffers.memories) > 1 or self.ranks.size == 1:
             return False
         mine = (seen.order, [(each.layer, each.num_made) for each in seen.layers])
         return all(each == mine for each in gathered(self.ranks, mine, stage="comparing gradients"))
 
     def _timetable(self, seen: FirstStep, buffers: GradientBuffers) -> Timetable:
-        """Of the given partition, or of the one that is found. Collective."""
+        """Returns the timetable of the given partition, or of one that is found now. Collective."""
         if isinstance(self._wanted, Partition):
             _check_partition(self._wanted, len(seen.layers))
             self.partition = self._wanted
@@ -163,7 +179,10 @@ class GradientReducer:
 
 
 def _dense_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
-    """Names and parameters. Raises ValueError where there is none, or one is a DTensor."""
+    """Returns names and parameters (any shape) of the dense part.
+
+    Raises ValueError if there is none, or a DTensor.
+    """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad and not is_expert(p)}
     for name, parameter in named.items():
         if hasattr(parameter, "to_local"):
@@ -177,6 +196,7 @@ def _dense_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
 
 
 def _check_partition(partition: Partition, num_layers: int) -> None:
+    """Raises ValueError if the partition is not one for this number of MoE layers."""
     num_parts = 2 * num_layers + 1
     if len(partition.shares) != num_parts:
         raise ValueError(
@@ -187,59 +207,79 @@ def _check_partition(partition: Partition, num_layers: int) -> None:
     if first.dense_bytes or first.moe_bytes:
         raise ValueError(
             f"partition ({first.dense_bytes + first.moe_bytes} bytes in the first dense part) must leave it "
-            "empty: no gradient is there before it"
+            "empty: no gradient exists before it"
         )
 
 
 class BackwardStep:
-    """What hooks call in the order of backward. This one does nothing."""
+    """One step's reaction to events of the backward pass.
+
+    Hooks call these methods; this class does nothing.
+    """
 
     def gradient_is_ready(self, at: int) -> None:
-        """The gradient of parameter ``at`` has been added up."""
+        """The gradient of parameter ``at`` has been accumulated."""
 
     def layer_begins(self, layer: int) -> None:
-        """The backward pass of an MoE layer begins."""
+        """The backward pass of MoE layer ``layer`` begins."""
 
     def inside_layer(self) -> dist.Work | None:
-        """The task of the layer's schedule that carries gradients."""
+        """Runs as the task of the layer's schedule that carries gradients.
+
+        Returns the collective that it started.
+        """
         return None
 
     def layer_ends(self) -> None:
-        """The backward pass of an MoE layer has ended, and a dense part follows."""
+        """The backward pass of an MoE layer has ended. A dense part follows."""
 
 
 def _step_of(reducer: weakref.ref[GradientReducer]) -> BackwardStep:
-    """The step under way; one that does nothing where gradients are not reduced now, or nobody does it."""
-    found = reducer()
-    return BackwardStep() if found is None or not found._syncs else found._step
+    """Returns the reducer's current step, or one that does nothing.
+
+    It does nothing within ``no_sync``, and after the reducer was garbage-collected: hooks hold it weakly.
+    """
+    target = reducer()
+    return BackwardStep() if target is None or not target._syncs else target._step
 
 
 @dataclass(eq=False)
 class LayerGradients:
-    """Called by a layer's backward pass, see `pmoe.engine.plan.Modules`. at: the layer's index."""
+    """Callbacks of an MoE layer's backward pass, during which gradients of other layers travel.
+
+    The engine calls them as `pmoe.engine.plan.plan.Modules.gradients`.
+
+    step: returns the current step.
+    at: index of the layer.
+    t_gar: predicted seconds of the all-reduce that the layer carries, for the choice of its degree.
+    """
 
     step: Callable[[], BackwardStep]
     at: int
     t_gar: float = 0.0
 
     def begins(self) -> None:
+        """Called before the first task of the backward pass."""
         self.step().layer_begins(self.at)
 
     def inside(self) -> dist.Work | None:
+        """Called as a task on the lane between nodes. Returns the collective that it started, or None."""
         return self.step().inside_layer()
 
     def ends(self) -> None:
+        """Called after the last task of the backward pass."""
         self.step().layer_ends()
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """A copy of the model is nobody's to reduce."""
+        """Returns None: no reducer reduces the gradients of a copy of the model."""
 
 
 class FirstStep(BackwardStep):
-    """Sends nothing inside backward: shows the order of gradients, and how long the dense parts take.
+    """First step: sends nothing during backward, and records what the partition needs.
 
-    order: indices of parameters as their gradients came; those without any come last. layers: every backward
-    pass of an MoE layer. last_seconds: of the dense part after the last one.
+    order: indices of parameters in the order of their gradients. Parameters without a gradient come last.
+    layers: one record for each backward pass of an MoE layer.
+    last_seconds: seconds of the dense part after the last of them.
     """
 
     last_seconds: float
@@ -261,24 +301,30 @@ class FirstStep(BackwardStep):
         self._dense_since = self._now()
 
     def end(self, num_parameters: int) -> None:
-        """After backward."""
+        """Ends the recording. Call it after backward."""
         self.last_seconds = self._dense_seconds()
         self.order = list(dict.fromkeys([*self._came, *range(num_parameters)]))
 
     def _dense_seconds(self) -> float:
+        """Returns the seconds since the last MoE layer's backward pass ended; 0 before the first one."""
         return 0.0 if self._dense_since is None else self._now() - self._dense_since
 
 
 class PartitionedStep(BackwardStep):
-    """Sends gradients inside backward, as a timetable says. names: of the parameters, for errors.
+    """Later steps: sends gradients during backward, as a timetable says.
 
-    Raises RuntimeError where a gradient is not there when it should travel.
+    names: names of parameters, for errors.
+
+    Raises RuntimeError if a gradient does not exist yet when it should be sent.
     """
 
     def __init__(
         self, buffers: GradientBuffers, timetable: Timetable, ranks: Ranks, names: Sequence[str]
     ) -> None:
-        self._buffers, self._timetable, self._ranks, self._names = buffers, timetable, ranks, names
+        self._buffers = buffers
+        self._timetable = timetable
+        self._ranks = ranks
+        self._names = names
         self._works: list[dist.Work] = []
         self._ready: set[int] = set()
         self._num_layers = 0
@@ -302,12 +348,12 @@ class PartitionedStep(BackwardStep):
             self._works.append(self._all_reduce(part.memory))
 
     def finish(self) -> GradientBuffers:
-        """After backward: sends what is left, waits for all, and returns where the sums are."""
+        """Sends what is left after backward, waits for all, and returns the buffers with the sums."""
         for at in range(len(self._names)):
             if at not in self._ready:
                 self._buffers.take(at)
         if self._ranks.group is not None:
-            self._works += [self._all_reduce(each) for each in self._timetable.end]
+            self._works += [self._all_reduce(memory) for memory in self._timetable.end]
         for work in self._works:
             work.wait()
         return self._buffers
@@ -320,6 +366,6 @@ class PartitionedStep(BackwardStep):
         for at in () if part is None else part.parameters:
             if at not in self._ready:
                 raise RuntimeError(
-                    f"pmoe: the gradient of {self._names[at]} is not there when it should travel: a model "
+                    f"pmoe: the gradient of {self._names[at]} does not exist when it should be sent: a model "
                     "whose backward pass changes from step to step needs GradientReducer(partition=False)"
                 )

@@ -1,4 +1,4 @@
-"""Experts that begin as copies of one dense network (sparse upcycling, arXiv 2212.05055)."""
+"""Sparse upcycling (arXiv 2212.05055): experts that start as copies of one dense network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from pmoe.experts.stacked import StackedExperts
 from pmoe.layer import MoELayer
 
 LINEARS = {1: ("w1", "w2"), 2: ("gate_proj", "up_proj", "down_proj")}
-"""Linear layers of a dense module, by `StackedExperts.hidden_factor`: for 1 by order, for 2 by name."""
+"""Linear layers of a dense module, by `StackedExperts.hidden_factor`.
+
+Factor 1 (FFN): found by their order. Factor 2 (SwiGLU): found by these names, in the order of w1's rows.
+"""
 
 
 @torch.no_grad()
@@ -21,18 +24,24 @@ def copy_into_experts(layer: MoELayer, dense: nn.Module | Mapping[str, Tensor]) 
     """Gives every expert of ``layer`` the values of one dense network (upcycling).
 
     Args:
-        layer: of one rank or several, parallelized or not. Every rank must call it with the same values.
-        dense: the network, or its tensors by name. For "ffn": a module with two `torch.nn.Linear`, of which
-            the first widens; or w1 (H, M), w2 (M, H), b1 (H,), b2 (M,). For "swiglu": a module with linear
-            layers gate_proj, up_proj and down_proj; or w1 (2H, M), gate rows first, w2, b1 (2H,), b2. For
-            experts that are modules: a module of the same kind, or its state dict.
+        layer: a layer on one rank or several, parallelized or not. Every rank must call it with the same
+            values.
+        dense: the network, or its tensors by name. What it must have depends on the kind of experts:
 
-    Values are cast to the layer's type. If experts are split over "esp", each rank takes its part. The
-    experts are also marked as equal on purpose. Without the mark, the next call after a state dict was loaded
-    raises ValueError if ranks have equal experts, because usually all have loaded one rank's file.
+            - "ffn": a module with two `torch.nn.Linear`, of which the first widens; or the tensors w1 (H, M),
+              w2 (M, H), b1 (H,), b2 (M,).
+            - "swiglu": a module with linear layers gate_proj, up_proj and down_proj; or the tensors
+              w1 (2H, M) with gate rows first, w2 (M, H), b1 (2H,), b2 (M,).
+            - experts that are modules: a module of the same kind, or its state dict.
 
-    Raises ValueError, before anything is changed, where names or shapes differ from those of an expert, and
-    where the layer is on the meta device; TypeError for experts of another kind.
+    Values are cast to the layer's dtype. If experts are split over "esp", each rank takes its part.
+
+    The experts are also marked as equal on purpose. Without the mark, the next call after a state dict was
+    loaded raises ValueError if ranks have equal experts, because usually all ranks have loaded one rank's
+    file by mistake.
+
+    Raises ValueError, before anything is changed, if names or shapes differ from those of an expert, or if
+    the layer is on the meta device. Raises TypeError for experts of another kind.
     """
     check_kind(MoELayer, "a pmoe.MoELayer", layer=layer)
     check_kind((nn.Module, Mapping), "a module, or tensors by name", dense=dense)
@@ -48,42 +57,47 @@ def copy_into_experts(layer: MoELayer, dense: nn.Module | Mapping[str, Tensor]) 
         raise TypeError(f"experts ({kind}) must be plain stacked ones (no parametrizations) or modules")
     for target, value in copies:
         target.copy_(value)
-    experts.may_be_equal = experts.are_equal = True
-    experts.was_loaded = layer.ranks.size > 1  # so that all ranks learn at the next call that they are
+    experts.may_be_equal = True
+    experts.are_equal = True
+    experts.was_loaded = layer.ranks.size > 1  # the next call then compares the ranks
 
 
 def _into_stacked(
     experts: StackedExperts, dense: nn.Module | Mapping[str, Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Each parameter of this rank, (E_local, ...), with the part of the dense value that each expert gets."""
+    """Returns pairs of a parameter, this rank's part (E_local, ...), and the value that each expert gets.
+
+    The value has the part's shape without E_local.
+    """
     values = _named_as_stacked(experts, dense) if isinstance(dense, nn.Module) else dict(dense)
     dims = experts.hidden_dims() or {}
     _check_names(set(values), set(dims))
     copies = []
     for name, dim in dims.items():
-        target, value = local_part(experts.get_parameter(name)), values[name]
+        target = local_part(experts.get_parameter(name))
+        value = values[name]
         factor = experts.hidden_factor if dim == 1 else 1
-        whole = list(target.shape[1:])
+        whole_shape = list(target.shape[1:])
         if dim is not None:
-            whole[dim - 1] = factor * experts.all_hidden
-        _check_shape(name, value, tuple(whole))
+            whole_shape[dim - 1] = factor * experts.all_hidden
+        _check_shape(name, value, tuple(whole_shape))
         if dim is not None:
             columns = experts.shard.of(experts.all_hidden)
-            split = value.unflatten(dim - 1, (factor, experts.all_hidden))
-            value = split.narrow(dim, columns.start, columns.stop - columns.start).reshape(target.shape[1:])
+            parts = value.unflatten(dim - 1, (factor, experts.all_hidden))
+            value = parts.narrow(dim, columns.start, columns.stop - columns.start).reshape(target.shape[1:])
         copies.append((target, value))
     return copies
 
 
 def _named_as_stacked(experts: StackedExperts, dense: nn.Module) -> dict[str, Tensor]:
-    """A dense module's tensors as w1, w2, b1, b2."""
-    linears = {name: each for name, each in dense.named_modules() if isinstance(each, nn.Linear)}
+    """Returns the weights and biases of a dense module under the names w1, w2, b1 and b2."""
+    linears = {name: linear for name, linear in dense.named_modules() if isinstance(linear, nn.Linear)}
     wanted = LINEARS.get(experts.hidden_factor, ())
     if experts.hidden_factor == 1:
         chosen = list(linears.values())
         text = "two torch.nn.Linear, of which the first widens"
     else:
-        by_name = {name.rpartition(".")[2]: each for name, each in linears.items()}
+        by_name = {name.rpartition(".")[2]: linear for name, linear in linears.items()}
         chosen = [by_name[name] for name in wanted if name in by_name]
         text = f"linear layers named {', '.join(wanted)}"
     if len(chosen) != len(wanted) or len(linears) != len(wanted):
@@ -92,8 +106,8 @@ def _named_as_stacked(experts: StackedExperts, dense: nn.Module) -> dict[str, Te
             f"{text}, or be given as tensors by the names w1, w2, b1, b2"
         )
     *first, last = chosen
-    values = {"w1": torch.cat(tuple(each.weight for each in first)), "w2": last.weight}
-    biases = [each.bias for each in chosen if each.bias is not None]
+    values = {"w1": torch.cat(tuple(linear.weight for linear in first)), "w2": last.weight}
+    biases = [linear.bias for linear in chosen if linear.bias is not None]
     if len(biases) == len(chosen):
         values |= {"b1": torch.cat(tuple(biases[:-1])), "b2": biases[-1]}
     elif biases:
@@ -104,6 +118,7 @@ def _named_as_stacked(experts: StackedExperts, dense: nn.Module) -> dict[str, Te
 
 
 def _into_module(expert: nn.Module, dense: nn.Module | Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Returns (target, value) pairs for one expert that is a module."""
     targets = expert.state_dict()  # the module's own memory
     values = dense.state_dict() if isinstance(dense, nn.Module) else dict(dense)
     _check_names(set(values), set(targets))
@@ -113,14 +128,16 @@ def _into_module(expert: nn.Module, dense: nn.Module | Mapping[str, Tensor]) -> 
 
 
 def _check_names(names: set[str], wanted: set[str]) -> None:
+    """Raises ValueError if the dense tensors have other names than those of one expert."""
     if names != wanted:
-        found = ", ".join(sorted(names)) or "none"
+        given_names = ", ".join(sorted(names)) or "none"
         raise ValueError(
-            f"dense (tensors {found}) must have those of one expert: {', '.join(sorted(wanted))}"
+            f"dense (tensors {given_names}) must have those of one expert: {', '.join(sorted(wanted))}"
         )
 
 
 def _check_shape(name: str, value: object, shape: tuple[int, ...]) -> None:
+    """Raises ValueError if a dense tensor has another shape than that of one whole expert."""
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:
-        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"dense ({name}: {found}) must be of the shape of one whole expert, {shape}")
+        given_shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"dense ({name}: {given_shape}) must be of the shape of one whole expert, {shape}")

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pmoe import MoELayer
-from pmoe.layer import alike
-from pmoe.layer.alike import check_alike
-from pmoe.layer.parts import Parts
+from pmoe.call.modules import Parts
+from pmoe.decide import rank_consistency
+from pmoe.decide.rank_consistency import check_alike
 from tests import kit
 from tests.kit import AUX, tokens
 
@@ -74,7 +74,7 @@ def counted_collectives() -> Iterator[list[str]]:
     for name in originals:
         setattr(dist, name, counted(name))
     try:
-        with mock.patch.object(alike, "check_alike", compared):
+        with mock.patch.object(rank_consistency, "check_alike", compared):
             yield calls
     finally:
         for name, original in originals.items():

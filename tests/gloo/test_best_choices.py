@@ -13,15 +13,17 @@ import torch
 
 import pmoe
 from pmoe import warn
+from pmoe.call.sizes import memory_shape
+from pmoe.choose import open_choice as chosen
+from pmoe.choose import search as searched
+from pmoe.choose import trials
 from pmoe.comm.agreement import largest
 from pmoe.comm.ranks import Ranks
-from pmoe.layer import chosen, searched
-from pmoe.layer.memory import memory_shape
-from pmoe.planner.candidates import bound
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost
 from pmoe.planner.degree import DEGREES, Choice
 from pmoe.planner.layer_seconds import step_seconds
+from pmoe.planner.priced_choices import bound
 from pmoe.planner.profile import FORMAT, Profile, Versions
 from pmoe.runners import pipeline
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
@@ -77,7 +79,7 @@ def tried_job(
     searched._learnt.clear()
     with (
         mock.patch.dict(os.environ, PMOE_CACHE=""),  # no file of an earlier run answers
-        mock.patch.object(chosen, "clock_of", lambda *_: lambda: clock.now),
+        mock.patch.object(trials, "clock_of", lambda *_: lambda: clock.now),
         mock.patch.object(pipeline.PipelineRunner, "forward", forward),
         mock.patch.object(pipeline, "_backward", backward),
     ):
@@ -158,7 +160,7 @@ def chosen_job(
         return [(trials.get(each.restore, trials.get(each.forward)), 0.0) for each in choices]
 
     with (
-        mock.patch("pmoe.layer.chosen.profile_of", lambda *_: profile(**lanes)),
+        mock.patch("pmoe.choose.trials.profile_of", lambda *_: profile(**lanes)),
         mock.patch.object(chosen, "_tried", tried),
     ):
         layer = build(top_k=1, slack=SLACK, **options)

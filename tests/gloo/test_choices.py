@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import pmoe
-from pmoe.engine import passes
-from pmoe.layer import searched
+from pmoe.choose import search as searched
+from pmoe.engine.passes.base import base as passes
 from pmoe.measure import profile
 from pmoe.planner.degree import DEGREES
 from pmoe.schedule.restore import STRATEGIES
@@ -265,6 +265,6 @@ def one_sided_job(rank: int, world: int) -> list[str]:
 def test_autocast_on_one_rank_alone_is_an_error_on_all() -> None:
     for (message,) in ranks(2).run(one_sided_job):
         assert message == (
-            "FaultError: rows must be of one type on all ranks (autocast on all or none): rank 0: "
+            "FaultError: rows must have one dtype on all ranks (autocast on all or on none): rank 0: "
             "torch.bfloat16; rank 1: torch.float32"
         )

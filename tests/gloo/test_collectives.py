@@ -329,7 +329,11 @@ def refused_job(rank: int, world: int, kind: str, nodes: list[Any]) -> tuple[str
             "ValueError: nodes ((0, 1, 2, 0)) must put equally many of the group's 4 ",
         ),
         ("1D", [0] * 4, "ValueError: nodes (0) must be at least 1 rank a node"),
-        ("1D", [(0, 1)] * 4, "ValueError: nodes ((0, 1)) must have 4 entries, one a rank of the group"),
+        (
+            "1D",
+            [(0, 1)] * 4,
+            "ValueError: nodes ((0, 1)) must have 4 entries, one for each rank of the group",
+        ),
         (
             "1D",
             [2, 2, 1, 2],
@@ -415,7 +419,7 @@ def test_a_group_of_some_ranks_needs_no_others() -> None:
     try:
         assert pool.run(subset_job) == [None, [], [], []]
         rule = (
-            r"ValueError: group \(3 of 4 processes\) must be of processes that are in equally many process "
+            r"ValueError: group \(3 of 4 processes\) must have processes that are in equally many process "
             r"groups, not in \[(\d+), (\d+), \2\]"
         )
         for message in pool.run(in_more_groups_job)[1:]:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import pmoe
 from pmoe import warn
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.comet.launches import Journey
+from pmoe.kernels.comet.operators import Journey
 from pmoe.runners import fused_steps as comet
 from pmoe.runners.fused_steps import Request
 from tests.plain_steps import PlainSteps, plain_steps, using
@@ -337,7 +337,7 @@ def test_a_routing_that_does_not_fit_on_one_rank_is_fused_on_none() -> None:
     first, second = ranks(2).run(uneven_job)
     assert first[:2] == second[:2] == ([message], False)
     assert first[2] == "ArithmeticError: three tokens"
-    assert second[2] == "FaultError: rank 0: its gate raised an error, or its input was no tensor"
+    assert second[2] == "FaultError: rank 0: its gate raised an error, or its input is not a tensor"
 
 
 def missing_job(rank: int, world: int) -> tuple[list[str], bool]:
@@ -359,7 +359,7 @@ def missing_job(rank: int, world: int) -> tuple[list[str], bool]:
 def test_kernels_that_one_rank_lacks_are_taken_on_none() -> None:
     start = "pmoe: fused (True) falls back to the unfused layer because "
     assert ranks(2).run(missing_job) == [
-        ([start + "another rank refuses the fused kernels: it says why"], False),
+        ([start + "another rank refuses the fused kernels: that rank warns of the reason"], False),
         ([start + "no kernels here"], False),
     ]
 

@@ -77,7 +77,7 @@ def fault_job(rank: int, world: int, fault: str, who: tuple[int, ...], expert: o
     return {"message": message, "calls": calls, "payload": sent}
 
 
-OTHER = "its gate raised an error, or its input was no tensor"
+OTHER = "its gate raised an error, or its input is not a tensor"
 FAULTS = {
     "d_model": (
         "FaultError: x of shape (3, 7) must end in d_model (6)",

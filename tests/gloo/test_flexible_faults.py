@@ -85,7 +85,7 @@ GATES = {
     "nan": ("weights that are not finite", "weights that are not finite"),
     "shape": ("gate (Broken) returned weight of shape (6, 1)", "its gate raised an error"),
     "keep": ("gate (Broken) returned keep of shape (8, 1)", "its gate raised an error"),
-    "token": ("tokens that do not ascend", "tokens that do not ascend"),
+    "token": ("Routing.token that does not ascend", "Routing.token that does not ascend"),
     "float keep": (
         "gate (Broken) returned keep of shape (7, 1) and dtype torch.float32",
         "its gate raised an error",
@@ -148,7 +148,7 @@ POINTS = ["before_dispatch", "after_dispatch", "before_combine", "after_combine"
     "change, rule",
     [
         ("rows", "it must return as many rows as it was given"),
-        ("columns", "it must return rows as the layer has them"),
+        ("columns", "it must return rows like the layer's"),
         ("nothing", "must return a tensor, not NoneType"),
     ],
 )

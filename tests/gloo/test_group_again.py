@@ -156,7 +156,8 @@ def test_a_default_group_of_another_size_is_refused(tmp_path: Path) -> None:
         found = pool.run(other_size_job, str(tmp_path))
     for rank, message in enumerate(found):
         assert message.startswith(
-            f"ValueError: group (rank 0 of 1 by default) must be rank {rank} of 2, as before"
+            "ValueError: group (the default one, with this process as rank 0 of 1) must have it as rank "
+            f"{rank} of 2, as before"
         )
 
 

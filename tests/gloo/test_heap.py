@@ -166,7 +166,7 @@ def test_unlike_shapes_are_told_rank_by_rank_on_every_rank(given: dict[str, Any]
         told = told.replace(", bytes {0}", "").replace(", bytes {1}", "")
     assert refused({"shape": SHAPE}, {"shape": other}) == (
         "ValueError",
-        "all ranks of a symmetric heap must have the same shape, type and loaded kernels, not rank 0: "
+        "all ranks of a symmetric heap must have the same shape, dtype and loaded kernels, not rank 0: "
         + told.format(*sizes),
     )
 
@@ -185,7 +185,7 @@ def test_ranks_of_several_nodes_and_a_group_of_another_size_are_refused() -> Non
     elsewhere = FileMemory(where=(HOPPER, "b"))
     assert refused({}, {"memory": elsewhere}) == (
         "ValueError",
-        "all ranks of a symmetric heap must be on one node (nvshmem_heap goes further), not rank 0: a; rank "
+        "all ranks of a symmetric heap must be on one node (nvshmem_heap goes beyond), not rank 0: a; rank "
         "1: b",
     )
     shape = replace(SHAPE, num_ranks=3)
@@ -469,16 +469,18 @@ def test_nvshmem_starts_once_from_the_first_ranks_id_and_nodes_may_differ() -> N
 def test_a_rank_beyond_loads_and_stores_is_refused_on_all_and_memory_goes() -> None:
     for told, log in ranks(2).run(over_nvshmem, {"reach": False}):
         assert told == (
-            "pmoe: no symmetric heap: rank 0: could not open the heap of rank 1: it is beyond loads and "
-            "stores (no NVLink there), and the kernels write by stores"
+            "pmoe: no symmetric heap: rank 0: could not open the heap of rank 1: loads and stores do "
+            "not reach it (there is no NVLink), and the kernels write by stores"
         )
         assert log[-1] == "free"
 
 
 def test_nvshmem_serves_one_group_a_process() -> None:
     for told, log in ranks(2).run(over_nvshmem, {"members": [0, 3]}):
-        assert "rank 1: NVSHMEM serves ranks [0, 3] in this process, and not [0, 1], too" in told
+        assert "rank 1: NVSHMEM serves ranks [0, 3] in this process; it cannot serve [0, 1], too" in told
         assert log == []
     for told, log in ranks(2).run(over_nvshmem, {"too_many": 1}):
-        assert "rank 1: NVSHMEM runs as rank 1 of 3 in this process, and not rank 1 of 2" in told
+        assert (
+            "rank 1: NVSHMEM runs as rank 1 of 3 in this process, but the group has it as rank 1 of 2" in told
+        )
         assert log == ["open the library", "init id"]

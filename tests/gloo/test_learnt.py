@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pmoe.layer import chosen, searched
+from pmoe.choose import search as searched
+from pmoe.choose import trials as chosen
 from pmoe.warn import GIVEN
 from tests.gloo.kit import build
 from tests.gloo.test_choices import listen, step

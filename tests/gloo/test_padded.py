@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pmoe
-import pmoe.layer.parts as layers
-from pmoe.engine.cuda_lanes import CudaLanes
-from pmoe.layer import padded_counts
+from pmoe.decide import begin, padded_counts
+from pmoe.engine.lanes.cuda import CudaLanes
 from pmoe.schedule.restore import ALL_PAIRS
 from tests import kit
 from tests.gloo import streams, test_streams
@@ -209,7 +208,7 @@ def capturing_job(rank: int, world: int) -> str:
     """What a layer that is not padded says, before anything travels. The padded one says nothing."""
     plain, layer = build(world), build(world, pad_to_capacity=True)
     expected = layer(tokens(rank))
-    with mock.patch.object(layers, "is_captured", lambda _: True):
+    with mock.patch.object(begin, "is_captured", lambda _: True):
         with pytest.raises(RuntimeError) as raised, counted_collectives() as calls:
             plain(tokens(rank))
         assert not calls and torch.equal(layer(tokens(rank)), expected)
@@ -281,7 +280,7 @@ def test_ranks_that_do_not_make_the_same_call_are_told_so_on_every_rank() -> Non
         assert re.search(
             r"called without gradients .* on rank 1, and with them on rank 0: all ranks must", told[3]
         )
-        assert re.search(r"asked for on every rank or on none .*: they are not on rank 1", told[4])
+        assert told[4].endswith("every rank must need gradients, or none: no gradient is needed on rank 1")
     assert re.search(r"must end in d_model \(6\)", first[2])
     assert second[2] == "rank 0: the last dimension of its input is not d_model"
 

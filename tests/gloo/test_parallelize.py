@@ -313,7 +313,7 @@ def test_what_cannot_be_parallelized_is_refused_by_name() -> None:
         r"^blocks.0.moe: a layer that is parallelized already must not be parallelized over other ranks",
         r"^blocks.0.moe: experts \(modules\) must not be split over \"esp\"",
         r"^blocks.0.moe \(parallelized\) reduces its experts' gradients in backward",
-        r"parameters \(parameter \d+ is an expert's that is no DTensor\) must be the model",
+        r"parameters \(parameter \d+ is an expert's and not a DTensor\) must be the model",
         r"model \(weight is a DTensor\) must have plain dense parameters",
         r"model \(a DistributedDataParallel\) must be wrapped after pmoe.parallelize",
         r"model \(a FSDPModel\) must be wrapped after pmoe.parallelize",

@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import pmoe
+from pmoe.call.sizes import memory_shape
+from pmoe.choose import search as searched
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import is_expert, local_part
-from pmoe.layer import searched
-from pmoe.layer.memory import memory_shape
 from tests.gloo.kit import error_of
 from tests.gloo.lm import (
     D_HIDDEN,
@@ -330,8 +330,9 @@ def test_an_optimizer_made_before_experts_are_replaced_refuses_to_step() -> None
     for found in ranks(2).run(early_optimizers):
         for message, experts in zip(found, (2, 4, 4), strict=True):  # that this rank had before
             assert message == (
-                f"optimizer (SGD of a parameter of shape ({experts}, 12, 8) that the model has no more) must "
-                "be made after pmoe.parallelize or MoELayer.spread, which replace experts' parameters"
+                f"optimizer (SGD) has a parameter of shape ({experts}, 12, 8) that is no longer in the "
+                "model: pmoe.parallelize or MoELayer.spread has replaced it. Make the optimizer after that "
+                "call"
             )
 
 

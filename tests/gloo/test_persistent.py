@@ -59,7 +59,7 @@ def test_rows_beyond_a_pool_send_the_batch_to_the_pipeline_on_all_ranks(kernels:
     for path, said in ranks(2).run(crowded_job, kernels):
         assert path == "pipeline"
         (warning,) = said
-        assert "more rows arrive at a rank than its heap holds: 160, of 120" in warning
+        assert "more rows arrive at a rank than its heap holds: 160 rows, room for 120" in warning
 
 
 @pytest.mark.parametrize("pair", ["keep/recompute", "communicate/keep", "communicate/recompute"])

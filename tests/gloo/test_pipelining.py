@@ -15,9 +15,9 @@ from torch.distributed.pipelining import stage as torch_stage
 from torch.utils.checkpoint import checkpoint
 
 from pmoe import MoELayer, Routing
+from pmoe.call.shape_run import INFERENCE, STAGE
 from pmoe.comm.counts import FaultError
 from pmoe.comm.ranks import Ranks
-from pmoe.layer.shape_run import INFERENCE, STAGE
 from tests.kit import D_HIDDEN, D_MODEL
 from tests.pool import ranks
 from tests.reference import relative_error

@@ -18,8 +18,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import pmoe
 from pmoe import MoELayer, Restore, Routing
-from pmoe.layer import exact_counts, searched
-from pmoe.layer import solved as solve
+from pmoe.choose import search as searched
+from pmoe.choose import solve
+from pmoe.decide import exact_counts
 from pmoe.planner.degree import Choice
 from pmoe.planner.profile import Operations
 from pmoe.schedule.restore import ALL_PAIRS
@@ -301,7 +302,7 @@ def failed_job(rank: int, world: int) -> str:
 def test_every_rank_refuses_to_repeat_a_call_that_failed() -> None:
     for message in ranks(2).run(failed_job):
         assert message.startswith("RuntimeError: call 1 of a MoELayer"), message
-        assert "repeats one that raised an error" in message
+        assert "repeats a call that raised an error" in message
 
 
 # ---- selective checkpointing
@@ -439,7 +440,7 @@ def changed_job(
 def test_every_rank_raises_before_rows_travel(
     world: int, culprits: tuple[int, ...], options: dict[str, Any], use_reentrant: bool
 ) -> None:
-    text = "routing changed in recomputation: give its checkpoint context_fn=pmoe.checkpoint_contexts"
+    text = "routing changed in recomputation: pass context_fn=pmoe.checkpoint_contexts"
     for message, calls, went_on in ranks(world).run(changed_job, culprits, use_reentrant, options):
         assert message.startswith("FaultError: ")
         for rank in range(world):

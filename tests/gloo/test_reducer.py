@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pmoe
+from pmoe.choose import solve
 from pmoe.comm.ranks import Ranks
-from pmoe.engine.recording import recording
-from pmoe.layer import solved as solve
+from pmoe.engine.lanes.recorder import recording
 from pmoe.planner.costs import Fit, LineCost, Share
 from pmoe.planner.gradient_partition import Partition
 from pmoe.planner.profile import Operations
@@ -279,7 +279,7 @@ def test_a_partition_of_another_model_is_refused() -> None:
 def test_a_partition_that_sends_gradients_before_any_is_made_is_refused() -> None:
     for message in ranks(2).run(refused_job, pieces(80, 216, 0, 1000, 0, 1000, 0, 0)):
         assert message == (
-            "partition (80 bytes in the first dense part) must leave it empty: no gradient is there before it"
+            "partition (80 bytes in the first dense part) must leave it empty: no gradient exists before it"
         )
 
 

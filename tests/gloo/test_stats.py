@@ -142,7 +142,7 @@ def test_a_peer_that_died_is_an_error_that_names_the_stage() -> None:
     pool = Pool(2, timeout_seconds=8)
     pool.start(dying_job)
     try:
-        assert "rank 0 of 2 failed in the sum of statistics" in pool.answer(0, timeout=60)
+        assert "rank 0 of 2 failed in summing statistics" in pool.answer(0, timeout=60)
     finally:
         pool.stop()
 

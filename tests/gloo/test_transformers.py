@@ -453,7 +453,7 @@ def test_a_layout_that_pmoe_does_not_know_is_refused_before_weights_are_loaded(
 ) -> None:
     for unknown, spread in on_ranks(2, refused_job, saved("Mixtral")):
         assert "(MixtralExperts) must hold down_proj, gate_up_proj and nothing else; it holds" in unknown
-        assert "is a DTensor; its part of this rank must be given" in spread
+        assert "is a DTensor; experts must be given this rank's part" in spread
 
 
 def bad_routing_job(rank: int, world: int, path: Path) -> str:

@@ -274,5 +274,5 @@ def test_one_rank_reads_no_values(world: int, monkeypatch: pytest.MonkeyPatch) -
     def refuse(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("pmoe.layer.values.fingerprint", refuse)
+    monkeypatch.setattr("pmoe.decide.dense_values.fingerprint", refuse)
     layer_of()(rows())

@@ -74,7 +74,7 @@ WRONG: dict[str, tuple[Wrap, str]] = {
         for kept in (True, False)
         for shards in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD)
     },
-    "a loop": (broadcast, "Leave out pmoe.expert_parameters(model)"),
+    "a loop": (broadcast, "Exclude pmoe.expert_parameters(model)"),
     "ddp, unwrapped": (lambda model: DistributedDataParallel(model).module, "all ranks have those of one"),
 }
 
@@ -134,7 +134,7 @@ def later_job(rank: int, world: int) -> list[list[str]]:
 def test_experts_that_became_equal_after_the_first_call_are_told_by_statistics() -> None:
     first, other = ranks(2).run(later_job)
     assert [len(each) for each in first] == [0, 1, 0, 0] * len(EXPERTS)
-    assert all("1: experts must be others on each rank" in each for each in first[1] + first[5])
+    assert all("1: experts must differ from rank to rank" in each for each in first[1] + first[5])
     assert other == [[]] * 4 * len(EXPERTS)
 
 

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 import pmoe
 from pmoe.comm.base import FlatAllToAll
-from pmoe.engine.arena import Arena, DevicePool
-from pmoe.engine.cuda_lanes import CudaLanes
-from pmoe.engine.lanes import Action
+from pmoe.engine.buffers.arena import Arena, DevicePool
+from pmoe.engine.lanes.base import Action
+from pmoe.engine.lanes.cuda import CudaLanes
 from pmoe.experts.base import ExpertRows
 from pmoe.runners import one_rank as alone
 from pmoe.schedule.tasks import Lane, Task
@@ -261,7 +261,10 @@ def poison_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measure_nothing(patch: pytest.MonkeyPatch) -> None:
     """Which of two ways computes a product is for the test to say; no file of measurements is written."""
-    for measuring in ("pmoe.runners.one_rank.measure_products", "pmoe.layer.chosen.measure_products_of"):
+    for measuring in (
+        "pmoe.runners.one_rank.measure_products",
+        "pmoe.choose.open_choice.measure_products_of",
+    ):
         patch.setattr(measuring, lambda *_, **__: None)
 
 

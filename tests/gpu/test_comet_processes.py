@@ -24,7 +24,7 @@ from torch import Tensor
 from pmoe.comm.heap import close_heaps
 from pmoe.comm.heap.providers import process_heap
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.comet import steps as kernel_steps
+from pmoe.kernels.comet import backend as kernel_steps
 from pmoe.kernels.comet.launcher import FusedKernel, Launcher
 from pmoe.kernels.heap import WAIT_SECONDS, Heap, HeapError, HeapShape
 from pmoe.kernels.registry import PMOE, PRODUCTS
@@ -230,7 +230,9 @@ def stepped(rank: int, world: int, options: dict[str, Any], parted: bool) -> dic
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), PRODUCTS.forcing(PMOE):
         warnings.filterwarnings("error", message=".*falls back.*")
-        patch.setattr("pmoe.layer.chosen.measure_products_of", lambda *_, **__: None)  # nothing is measured
+        patch.setattr(
+            "pmoe.choose.open_choice.measure_products_of", lambda *_, **__: None
+        )  # nothing is measured
         patch.setattr(Launcher, "launch", counted)
         if parted:
             patch.setattr(kernel_steps, "Launcher", Parted)

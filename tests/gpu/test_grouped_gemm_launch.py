@@ -206,11 +206,11 @@ BAD: dict[str, tuple[Callable[[Fine], object], str]] = {
     ),
     "rows' stride": (
         lambda f: f.product(rows=f.long[:680].view(10, 68)[:, :64]),
-        r"rows of shape \(10, 64\) and strides \(68, 1\) of 2 bytes must have",
+        r"rows of shape \(10, 64\) and strides \(68, 1\) of 2 bytes each must have",
     ),
     "rows' columns": (
         lambda f: f.product(rows=f.long[:640].view(64, 10).t()),
-        r"strides \(1, 10\) of 2 bytes must have a column stride of 1",
+        r"strides \(1, 10\) of 2 bytes each must have adjacent columns",
     ),
     "rows' width": (
         lambda f: f.product(rows=f.grad),

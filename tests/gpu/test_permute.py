@@ -455,7 +455,7 @@ BAD: dict[str, tuple[Callable[[Problem], object], str]] = {
     ),
     "column stride": (
         lambda p: unpermute(p.rows.t().contiguous().t(), p.position),
-        r"strides \(1, 66\) .* a column stride of 1",
+        r"strides \(1, 66\) .* adjacent columns",
     ),
     "address": (lambda p: permute(p.x.view(-1)[8 * 33 + 1 :][: 33 * 8].view(33, 8), p.position, 66), "0x"),
     "position's dtype": (lambda p: permute(p.x, p.position.long(), p.num_rows), "torch.int64"),

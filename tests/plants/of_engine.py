@@ -7,12 +7,12 @@ from tests.plants.plant import Plant
 
 LEVEL = MAKE_TEST
 
-PASSES = "pmoe/engine/passes.py"
-BACKWARD = "pmoe/engine/backward_pass.py"
-LANES = "pmoe/engine/lanes.py"
-CUDA_LANES = "pmoe/engine/cuda_lanes.py"
-OFFLOADED = "pmoe/engine/offloaded.py"
-CUT = "pmoe/engine/cut.py"
+PASSES = "pmoe/engine/passes/base.py"
+BACKWARD = "pmoe/engine/passes/backward.py"
+LANES = "pmoe/engine/lanes/base.py"
+CUDA_LANES = "pmoe/engine/lanes/cuda.py"
+OFFLOADED = "pmoe/engine/variants/offload.py"
+CUT = "pmoe/engine/plan/make_plan.py"
 STREAMS = "tests/gloo/test_streams.py"
 SPECIFICATION = "tests/gloo/test_specification.py"
 
@@ -60,7 +60,7 @@ ENGINE = (
     Plant(
         name="an-error-abandons-nothing",
         breaks="after an error buffers are freed that copies and messages still use",
-        file="pmoe/engine/lanes.py",
+        file="pmoe/engine/lanes/run.py",
         old="        lanes.abandon()\n        raise\n",
         new="        raise\n",
         tests=f"{STREAMS} -k an_error",
@@ -68,7 +68,7 @@ ENGINE = (
     Plant(
         name="sends-on-after-a-failure",
         breaks="what follows a failed exchange is sent to peers that are still at that one",
-        file="pmoe/engine/thread_lanes.py",
+        file="pmoe/engine/lanes/threads.py",
         old="            self._has_failed = True\n            self.fail(task, error)\n",
         new="            self.fail(task, error)\n",
         tests="tests/unit/test_lanes.py",
@@ -84,15 +84,15 @@ ENGINE = (
     Plant(
         name="host-blocks-not-joined",
         breaks="host memory that was given back stays in pieces",
-        file="pmoe/engine/host_pool.py",
-        old="            if sum(joined[-1]) == at:\n",
-        new="            if sum(joined[-1]) < at:\n",
+        file="pmoe/engine/buffers/host_pool.py",
+        old="            if sum(joined[-1]) == piece_start:\n",
+        new="            if sum(joined[-1]) < piece_start:\n",
         tests="tests/unit/test_reuse_host.py",
     ),
     Plant(
         name="held-host-blocks-handed-out",
         breaks="memory that a graph still holds goes to the next pass",
-        file="pmoe/engine/host_pool.py",
+        file="pmoe/engine/buffers/host_pool.py",
         old="            if holders > _NONE:\n",
         new="            if holders > _NONE + 2:\n",
         tests="tests/unit/test_pool.py -k graph",
@@ -180,23 +180,23 @@ ENGINE = (
     Plant(
         name="hook-gradients-of-the-last-chunk",
         breaks="gradients of callbacks' parameters are those of one chunk",
-        file="pmoe/engine/hooked.py",
-        old="                self.grad_hooks[j] = found if total is None else total + found\n",
-        new="                self.grad_hooks[j] = found\n",
+        file="pmoe/engine/variants/callbacks.py",
+        old="                self.grad_hooks[j] = gradient if total is None else total + gradient\n",
+        new="                self.grad_hooks[j] = gradient\n",
         tests="tests/unit/test_callbacks.py",
     ),
     Plant(
         name="rows-of-other-chunks",
         breaks="backward takes rows of the wrong chunk of forward",
-        file="pmoe/engine/rearranged.py",
-        old="            of = runs.setdefault(chunk, [])\n",
-        new="            of = runs.setdefault(len(joined), [])\n",
+        file="pmoe/engine/plan/regroup_chunks.py",
+        old="            chunk_runs = runs.setdefault(chunk, [])\n",
+        new="            chunk_runs = runs.setdefault(len(joined), [])\n",
         tests="tests/unit/test_reuse.py",
     ),
     Plant(
         name="forward-index-reversed",
         breaks="weights are looked up by the inverse of the index",
-        file="pmoe/engine/rearranged.py",
+        file="pmoe/engine/plan/regroup_chunks.py",
         old="    return shift.repeat_interleave(rows, output_size=num_rows) + ",
         new="    return -shift.repeat_interleave(rows, output_size=num_rows) + ",
         tests=f"{SPECIFICATION} -k other_chunks",
@@ -228,7 +228,7 @@ ENGINE = (
     Plant(
         name="hash-truncated",
         breaks="of routing that is decided again a hash of 8 bits is compared",
-        file="pmoe/engine/rerouting.py",
+        file="pmoe/checkpointing/routing_check.py",
         old="            total = mixed if total is None else total + mixed\n",
         new="            total = (mixed if total is None else total + mixed) & 255\n",
         tests="tests/unit/test_recompute_changed.py",
@@ -236,7 +236,7 @@ ENGINE = (
     Plant(
         name="hash-without-places",
         breaks="tokens that change places are not noticed",
-        file="pmoe/engine/rerouting.py",
+        file="pmoe/checkpointing/routing_check.py",
         old="hashed((place << 24) ^ numbers,",
         new="hashed(numbers,",
         tests="tests/unit/test_recompute_changed.py",

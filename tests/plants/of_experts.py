@@ -23,7 +23,7 @@ EXPERTS = (
     Plant(
         name="hooks-of-experts-uncalled",
         breaks="experts are computed without a call of their module",
-        file="pmoe/layer/decision.py",
+        file="pmoe/decide/experts_call.py",
         old="            y_TM: Tensor = call_experts(x_TM, run=self._run)\n",
         new="            y_TM: Tensor = self._run(call.parts.experts, x_TM)\n",
         tests="tests/unit/test_called.py",
@@ -31,7 +31,7 @@ EXPERTS = (
     Plant(
         name="experts-of-the-first-in-a-wrapper",
         breaks="where a wrapper calls other experts than the first that it holds, the first compute",
-        file="pmoe/layer/decision.py",
+        file="pmoe/decide/experts_call.py",
         old="            parts = parts if experts is parts.experts else replace(parts, experts=experts)\n",
         new="",
         tests="tests/unit/test_called.py -k instead_of_the_first",
@@ -39,7 +39,7 @@ EXPERTS = (
     Plant(
         name="padding-counts",
         breaks="rows that a mask leaves out are routed like tokens",
-        file="pmoe/layer/route.py",
+        file="pmoe/decide/route.py",
         old="    return x[mask.bool()]\n",
         new="    return x.reshape(-1, x.shape[-1])\n",
         tests="tests/unit/test_mask.py",
@@ -103,7 +103,7 @@ EXPERTS = (
     Plant(
         name="shared-expert-of-other-width",
         breaks="of a gated expert's halves a shard keeps columns of the first alone",
-        file="pmoe/experts/placement.py",
+        file="pmoe/experts/dtensor_layout.py",
         old="        parts = stacked.hidden_factor if dim == 1 else 1\n        shape",
         new="        parts = 1\n        shape",
         tests="tests/gloo/test_parallelize.py -k built_alone",

@@ -55,7 +55,7 @@ PLANNER = (
     Plant(
         name="bound-of-balanced-routing",
         breaks="the memory bound forgets rows that no cutting avoids",
-        file="pmoe/planner/pass_rows.py",
+        file="pmoe/planner/rows_per_pass.py",
         old="        received = min(received, max(slot_rows, sources * _most_of_chunk(call, cuts)))\n",
         new="        received = min(received, slot_rows)\n",
         tests="tests/unit/test_footprint.py -k no_cutting_avoids",
@@ -79,7 +79,7 @@ PLANNER = (
     Plant(
         name="key-without-users-settings",
         breaks="a user's gates of one class share what was learnt, however many rows they make",
-        file="pmoe/layer/searched.py",
+        file="pmoe/choose/search.py",
         old="options_in_words(parts, of_users=True)",
         new="options_in_words(parts)",
         tests="tests/unit/test_learnt_key.py",
@@ -87,7 +87,7 @@ PLANNER = (
     Plant(
         name="kept-degrees-of-another-rank",
         breaks="each rank takes its own file of what trials found",
-        file="pmoe/layer/searched.py",
+        file="pmoe/choose/search.py",
         old='    key, tables = from_first(ranks, sent, stage="sharing what trials found")\n',
         new="    tables = _kept(kept_path(key), key, candidates=range(1, 17))\n",
         tests="tests/gloo/test_learnt.py -k only_another",
@@ -119,15 +119,15 @@ PLANNER = (
     Plant(
         name="dearest-pair",
         breaks="memory_reuse=True takes the pair that Eq. 10 finds slowest",
-        file="pmoe/planner/candidates.py",
-        old="            self._pairs[key] = found\n",
+        file="pmoe/planner/priced_choices.py",
+        old="            self._pairs[key] = cheapest\n",
         new="            self._pairs[key] = max(seconds, key=seconds.__getitem__)\n",
         tests=f"{CHOICES} -k suits",
     ),
     Plant(
         name="slowest-degree",
         breaks="pipeline=True records the n of most seconds",
-        file="pmoe/layer/searched.py",
+        file="pmoe/choose/search.py",
         old="    best = known.record(max_tokens, took)\n",
         new="    best = known.record(max_tokens, {tried: 1 / each for tried, each in took.items()})\n",
         tests=f"{CHOICES} -k trials",
@@ -135,7 +135,7 @@ PLANNER = (
     Plant(
         name="degrees-of-the-other-pass",
         breaks="forward's trials choose backward's n and the other way round",
-        file="pmoe/layer/searched.py",
+        file="pmoe/choose/search.py",
         old="    best_of_each = PassDegrees(ahead.forward, back.backward)\n",
         new="    best_of_each = PassDegrees(back.backward, ahead.forward)\n",
         tests=f"{CHOICES} -k trials",
@@ -143,7 +143,7 @@ PLANNER = (
     Plant(
         name="means-of-trials",
         breaks="one trial that something else slowed decides on n",
-        file="pmoe/measure/rounds.py",
+        file="pmoe/measure/timing.py",
         old="        [statistics.median(map(seconds, part)) for part in zip(*samples, strict=True)]\n",
         new="        [statistics.fmean(map(seconds, part)) for part in zip(*samples, strict=True)]\n",
         tests=f"{CHOICES} -k trials",
@@ -151,7 +151,7 @@ PLANNER = (
     Plant(
         name="least-bytes-of-a-budget",
         breaks="of what fits a budget the smallest is taken, however slow",
-        file="pmoe/planner/candidates.py",
+        file="pmoe/planner/priced_choices.py",
         old="    return min(fitting, key=PRICE)\n",
         new="    return min(fitting, key=lambda each: (each.memory.promised, each.seconds))\n",
         tests=f"{CHOICES} -k budget",
@@ -159,7 +159,7 @@ PLANNER = (
     Plant(
         name="slowest-solved-degree",
         breaks='pipeline="solve" takes the slowest n for both passes',
-        file="pmoe/layer/solved.py",
+        file="pmoe/choose/solve.py",
         old="        best = min(DEGREES, key=step)\n",
         new="        best = max(DEGREES, key=step)\n",
         tests="tests/gloo/test_flexible.py -k solved_degrees_follow",

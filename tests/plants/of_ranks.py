@@ -14,8 +14,8 @@ RANKS = (
         name="fault-flag-forgotten",
         breaks="a fault is known to the rank that has it, and the others go on",
         file=COUNTS,
-        old="        told = self._received[:, :HEADER].amax(0)\n",
-        new="        told = self._received[self._ranks.rank, :HEADER]\n",
+        old="        header = self._received[:, :HEADER].amax(0)\n",
+        new="        header = self._received[self._ranks.rank, :HEADER]\n",
         tests="tests/gloo/test_faults.py -k fault",
     ),
     Plant(
@@ -46,8 +46,8 @@ RANKS = (
         name="too-few-bins",
         breaks="a batch whose rows all go to one rank cannot be cut fine enough",
         file=COUNTS,
-        old="    while bins < finest * num_ranks and 2 * bins <= most:\n",
-        new="    while bins < finest and 2 * bins <= most:\n",
+        old="    while bins < finest * num_ranks and 2 * bins <= max_bins:\n",
+        new="    while bins < finest and 2 * bins <= max_bins:\n",
         tests="tests/unit/test_reuse_schedule.py",
     ),
     Plant(
@@ -62,7 +62,7 @@ RANKS = (
         name="own-rows-relayed",
         breaks="rows that stay are counted among those that pass through",
         file=COUNTS,
-        old="[without_own(each, self._ranks.rank) for each in rows]",
+        old="[without_own(counts, self._ranks.rank) for counts in rows]",
         new="rows",
         tests="tests/gloo/test_flexible.py -k hierarchical",
     ),
@@ -93,7 +93,7 @@ RANKS = (
     Plant(
         name="failed-peers-unheard",
         breaks="a rank does not look whether the one that it waits for has failed",
-        file="pmoe/comm/told.py",
+        file="pmoe/comm/failures.py",
         old="    if not store.check([_any_failed(standing)]):\n",
         new="    if store.check([_any_failed(standing)]):\n",
         tests="tests/gloo/test_told.py",
@@ -109,7 +109,7 @@ RANKS = (
     Plant(
         name="shards-swapped",
         breaks="of two ranks inside a node each takes the other's rows for its own",
-        file="pmoe/comm/sharing.py",
+        file="pmoe/comm/expert_sharding.py",
         old="            own, received = (second, first) if inside.rank else (first, second)\n",
         new="            own, received = (first, second) if inside.rank else (second, first)\n",
         tests="tests/gloo/test_flexible.py -k sharded_experts_equal",
@@ -117,7 +117,7 @@ RANKS = (
     Plant(
         name="copied-experts-pass",
         breaks="a loop that broadcasts all parameters leaves every rank with the same experts",
-        file="pmoe/layer/alike.py",
+        file="pmoe/decide/rank_consistency.py",
         old="    elif are_same and not (were_same or all_changed_or_none):",
         new="    elif are_same and were_same and not all_changed_or_none:",
         tests="tests/gloo/test_wrapped.py",
@@ -125,7 +125,7 @@ RANKS = (
     Plant(
         name="copied-later-untold",
         breaks="experts that become equal after the first call are not told by statistics",
-        file="pmoe/layer/alike.py",
+        file="pmoe/decide/rank_consistency.py",
         old="    return not are_same",
         new="    return are_same",
         tests="tests/gloo/test_wrapped.py -k statistics",
@@ -133,7 +133,7 @@ RANKS = (
     Plant(
         name="copies-of-experts-refused",
         breaks="a wrapper over ranks that hold the same experts is refused as one over ranks that do not",
-        file="pmoe/experts/wrapped.py",
+        file="pmoe/experts/wrapper_checks.py",
         old="len(ranks & own) > 1 if ranks",
         new="len(ranks) > 1 if ranks",
         tests="tests/gloo/test_wrapped.py",
@@ -141,7 +141,7 @@ RANKS = (
     Plant(
         name="unsharded-fsdp-passes",
         breaks="the older FSDP averages experts' gradients where it keeps them whole",
-        file="pmoe/experts/wrapped.py",
+        file="pmoe/experts/wrapper_checks.py",
         old='hasattr(base, "_fsdp_flattened")',
         new='getattr(base, "_padded_unsharded_size", None) is not None',
         tests="tests/gloo/test_wrapped.py -k took_for_copies",

@@ -36,8 +36,8 @@ REFERENCES = (
         name="gemm-inner-products-weighted",
         breaks="the gradient of a routing weight has the weight in it",
         file="pmoe/kernels/grouped_gemm/reference.py",
-        old="    dot_N = (value * of_active).sum(1)\n",
-        new="    dot_N = (value * of_active * row_scale).sum(1)\n",
+        old="    dot_N = (value * grad_active).sum(1)\n",
+        new="    dot_N = (value * grad_active * row_scale).sum(1)\n",
         tests="tests/unit/test_kernels_grouped_gemm.py -k loop or hidden or gradient",
     ),
     Plant(

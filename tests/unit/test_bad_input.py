@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pmoe.layer.spec import LayerSpec
+from pmoe.call.options import LayerSpec
 from pmoe.training.checkpoint import CheckpointError
 from tests.bad_input.calls import CALLS
 from tests.bad_input.public import arguments, public

@@ -468,7 +468,7 @@ def test_status_names_the_extension_of_another_python(fresh: None, monkeypatch: 
     reason = status().reason
     assert reason is not None
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
-    assert f"not built for Python {here}, there is _cuda.cpython-39-x86_64.so" in reason
+    assert f"not built for Python {here}, only as _cuda.cpython-39-x86_64.so" in reason
 
 
 def test_a_broken_extension_is_told_and_never_raised(tree: Path, bare: dict[str, str]) -> None:

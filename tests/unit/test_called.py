@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pmoe
 from pmoe import warn
-from pmoe.layer.called import SharedGate
+from pmoe.call.module_calls import SharedGate
 from tests.around import Around
 from tests.kit import assert_same, build, gradients, tokens
 from tests.reference import relative_error

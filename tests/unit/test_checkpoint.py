@@ -93,7 +93,7 @@ def test_parameters_may_be_grouped_otherwise_where_options_were_alike(tmp_path: 
     assert [float(group["lr"]) for group in apart.param_groups] == pytest.approx([1e-2, 1e-2])
     apart.param_groups[1]["weight_decay"] = 0.5
     pmoe.save_checkpoint(tmp_path, other, apart, step=2)
-    with pytest.raises(CheckpointError, match=r"optimizer.0.weight, now of one group, had other options"):
+    with pytest.raises(CheckpointError, match=r"optimizer.0.weight, now in one group, had different options"):
         pmoe.load_checkpoint(tmp_path, model, optimizer)
 
 
@@ -249,17 +249,21 @@ def test_another_shape_type_or_name_is_refused_by_name(tmp_path: Path) -> None:
     path = pmoe.save_checkpoint(tmp_path, model, optimizer, step=1)
     message = refused(tmp_path, *make(8))
     assert message == (
-        f"checkpoint {path} does not fit the model: model.1.experts.b1 is (2, 6) in it, (2, 8) here; "
-        "model.1.experts.w1 is (2, 6, 4) in it, (2, 8, 4) here; model.1.experts.w2 is (2, 4, 6) in it, "
-        "(2, 4, 8) here"
+        f"checkpoint {path} does not fit the model: model.1.experts.b1 has shape (2, 6) in it, "
+        "(2, 8) in this run; model.1.experts.w1 has shape (2, 6, 4) in it, (2, 8, 4) in this run; "
+        "model.1.experts.w2 has shape (2, 4, 6) in it, (2, 4, 8) in this run"
     )
     doubled, _ = make()
-    assert "model.0.bias is torch.float32 in it, torch.float64 here" in refused(tmp_path, doubled.double())
+    assert "model.0.bias has torch.float32 in it, torch.float64 in this run" in refused(
+        tmp_path, doubled.double()
+    )
     longer, _ = make()
     longer.append(nn.Linear(4, 4))
-    assert "model.3.bias is missing in it; model.3.weight is missing in it" in refused(tmp_path, longer)
+    assert "model.3.bias is not in it; model.3.weight is not in it" in refused(tmp_path, longer)
     shorter = make()[0][:2]
-    assert "model.2.bias is in it alone; model.2.num_batches_tracked is in it" in refused(tmp_path, shorter)
+    assert "model.2.bias is only in it; model.2.num_batches_tracked is only in it" in refused(
+        tmp_path, shorter
+    )
     many = nn.Sequential(*(nn.Linear(1, 1) for _ in range(40)))
     assert refused(tmp_path, many).endswith(" more")
 
@@ -271,13 +275,13 @@ def test_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     other, _ = make()
     message = refused(tmp_path, other, SGD(other.parameters(), lr=0.1, momentum=0.9))
     assert "does not fit the optimizer" in message
-    assert "optimizer.0.bias.momentum_buffer is missing in it" in message
-    assert "optimizer.0.bias.exp_avg is in it alone" in message
+    assert "optimizer.0.bias.momentum_buffer is not in it" in message
+    assert "optimizer.0.bias.exp_avg is only in it" in message
     only_some = AdamW(list(other[1].parameters()))
-    assert "optimizer.0.bias.exp_avg is in it alone" in refused(tmp_path, other, only_some)
+    assert "optimizer.0.bias.exp_avg is only in it" in refused(tmp_path, other, only_some)
     stranger = AdamW([nn.Parameter(torch.zeros(3))])
     with pytest.raises(
-        CheckpointError, match=r"optimizer \(a parameter of shape \(3,\)\) must be of the model's"
+        CheckpointError, match=r"optimizer \(a parameter of shape \(3,\)\) must have parameters of the model"
     ):
         pmoe.load_checkpoint(tmp_path, other, stranger)
     pmoe.save_checkpoint(tmp_path, model, step=2)
@@ -291,7 +295,7 @@ def test_nothing_to_load_and_damage_are_told_apart(tmp_path: Path) -> None:
     data = path / "__0_0.distcp"
     whole = data.read_bytes()
     data.write_bytes(whole[:-200])
-    assert "__0_0.distcp is damaged: its sum is not the one in sums_0.json" in refused(tmp_path, model)
+    assert "__0_0.distcp is damaged: its checksum is not the one in sums_0.json" in refused(tmp_path, model)
     data.unlink()
     assert "FileNotFoundError" in refused(tmp_path, model)
     data.write_bytes(whole)
@@ -308,7 +312,9 @@ def test_nothing_to_load_and_damage_are_told_apart(tmp_path: Path) -> None:
         (tmp_path / "latest.json").write_bytes(damaged)
         assert "latest.json is damaged" in refused(tmp_path, model)
     (tmp_path / "latest.json").write_text(json.dumps({"folder": "step_00000009"}))
-    assert "must name a folder beside it ('step_00000009'); see step=" in refused(tmp_path, model)
+    assert "must name a folder beside it ('step_00000009'): load another with step=" in refused(
+        tmp_path, model
+    )
 
 
 class Odd:

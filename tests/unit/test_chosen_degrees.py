@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pmoe.layer.solved import layer_costs, with_chunk_cost
+from pmoe.choose.solve import layer_costs, with_chunk_cost
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import Fit, LayerCosts, LineCost
 from pmoe.planner.degree import DEGREES, Choice

@@ -412,7 +412,7 @@ def test_what_a_layout_has_no_place_for_is_refused() -> None:
     assert "experts.b1 of shape (4, 16) must be one of" in refusal(both, "mixtral", back=True)
     unbiased = {name: each for name, each in plain.items() if ".b" not in name}
     message = refusal(unbiased, "mixtral", back=True)
-    assert "experts.w1 of shape (4, 8, 6) must have 2 * 8 rows, by layout 'mixtral'" in message
+    assert "experts.w1 of shape (4, 8, 6) must have 2 * 8 rows, in layout 'mixtral'" in message
     assert "experts.w1 of shape (4, 16, 6) must have 1 * 8 rows" in refusal(gated, "tutel", back=True)
     noisy = pmoe.MoELayer(M, H, num_experts=E, top_k=2, gate="noisy_topk", bias=False).state_dict()
     assert "gate.noise_weight" in refusal(noisy, "megatron-sequential", back=True)
@@ -424,7 +424,7 @@ def test_what_a_layout_has_no_place_for_is_refused() -> None:
 def test_arguments_that_are_none_are_refused() -> None:
     theirs = whole("mixtral")
     assert "layout ('megatron') must be one of mixtral" in refusal(theirs, "megatron")
-    assert "names ('dense') must be in names of layout 'mixtral'" in refusal(theirs, names={"dense": "fc"})
+    assert "names ('dense') must occur in names of layout 'mixtral'" in refusal(theirs, names={"dense": "fc"})
     renamed = {"dense_h_to_4h": "fc", "dense_4h_to_h": "fc"}
     assert "keep them apart" in refusal(whole("deepspeed-moe"), "deepspeed-moe", names=renamed)
     for same in ({"w3": "w1"}, {"w1": "w3", "w2": "w1"}):

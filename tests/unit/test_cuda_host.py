@@ -187,7 +187,7 @@ def test_gathered_rows_need_no_map(cuda: ModuleType) -> None:
 
 @pytest.mark.parametrize("given", [{"form": 1, "a_gathered": True}, {"form": 2, "m": 64, "slot": 8}])
 def test_slots_of_a_gradient_are_refused_before_any_launch(cuda: ModuleType, given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"slot and a_gathered must be left out of form {given['form']}"):
+    with pytest.raises(ValueError, match=f"slot and a_gathered must be left out in form {given['form']}"):
         product(cuda, **given)
     assert cuda.stub_launched() == []
 
@@ -234,13 +234,15 @@ def test_a_persistent_pass_is_one_launch_whose_blocks_come_as_there_is_room(cuda
     shapes = [(each["blocks"], each["threads"], each["together"]) for each in cuda.stub_launched()]
     assert shapes == [(80, 384, False), (80, 256, False)]
     assert cuda.stub_num_encoded() == 2 * 6 and cuda.stub_refused() == []
-    with pytest.raises(ValueError, match=r"blocks \(1\) must be 2, of which one schedules, to 1024"):
+    with pytest.raises(ValueError, match=r"blocks \(1\) must be from 2 \(one of them schedules\) to 1024"):
         persistent(cuda, blocks=1)
-    with pytest.raises(ValueError, match=r"ranks of one launch \(5\) must be 1 to 4"):
+    with pytest.raises(ValueError, match=r"ranks of one launch \(5\) must be from 1 to 4"):
         persistent(cuda, ranks=5)
     with pytest.raises(ValueError, match=r"experts \(257\) and top_k \(1\) must be at most 256 and 32"):
         persistent(cuda, chooses=1, experts=257)
-    with pytest.raises(ValueError, match=r"experts \(3\) must be even where a launch scores them"):
+    with pytest.raises(
+        ValueError, match=r"experts \(3\) must be even if the launch computes the gate's scores"
+    ):
         persistent(cuda, chooses=1, gate_weight=1, experts=3)
 
 

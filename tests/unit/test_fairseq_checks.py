@@ -43,7 +43,7 @@ def test_a_mixed_precision_that_scales_each_ranks_loss_by_itself_is_refused_on_s
 
 def test_generating_in_validation_is_refused_where_ranks_share_experts() -> None:
     """One rank's sentences end before another's, which then waits for its part of an all-to-all."""
-    with pytest.raises(ValueError, match="--eval-bleu must be left out where experts are spread"):
+    with pytest.raises(ValueError, match="--eval-bleu must be left out if experts are spread"):
         check_training(config(eval_bleu=True), CRITERION, num_ranks=2, device_type="cpu")
     check_training(config(eval_bleu=True), CRITERION, num_ranks=1, device_type="cpu")
     alone = config(eval_bleu=True, moe_expert_parallel_size="1")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import pmoe
 from pmoe import warn
-from pmoe.layer import features
+from pmoe.call import features
 from pmoe.runners import features as table
 from pmoe.runners.features import TAKES, Feature, refused
 from tests import featured

@@ -177,7 +177,7 @@ def test_a_program_in_a_list_of_tensors_is_not_run_though_dcp_would(tmp_path: Pa
     listed.planner_data = Bomb(tmp_path / RAN)
     file.write_bytes(pickle.dumps(listed))
     with_right_sums(file)
-    with pytest.raises(CheckpointError, match=r"it names posix.mkdir, which is no record of a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"it names posix.mkdir, which no checkpoint holds"):
         pmoe.load_checkpoint(path.parent, *make())
     assert not (tmp_path / RAN).exists()
     with open(file, "rb") as whole:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pmoe.layer.searched import load_degrees, save_degrees
+from pmoe.choose.search import load_degrees, save_degrees
 from pmoe.measure import store
 from pmoe.planner import granularity
 from pmoe.planner.degree import DEGREES

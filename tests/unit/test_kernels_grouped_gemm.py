@@ -209,7 +209,7 @@ def test_bad_operands_are_named_with_their_numbers() -> None:
         product(x, weight, ends, gathered=True)
     with pytest.raises(ValueError, match=r"activation \('tanh'\) must be one of"):
         grouped_gemm.hidden(x, weight, ends, activation="tanh")
-    with pytest.raises(ValueError, match=r"weight of 3 rows an expert must have an even number"):
+    with pytest.raises(ValueError, match=r"weight has 3 rows for each expert: swiglu needs an even number"):
         grouped_gemm.hidden(x, weight, ends, activation="swiglu")
     with pytest.raises(ValueError, match=r"grad of 5 rows must have as many as rows \(4\)"):
         grouped_gemm.weight_gradient(x, rows(4, 4), ends)

@@ -68,7 +68,7 @@ def test_memory_is_refused_for_the_first_reason() -> None:
     )
     assert "weight of shape (8, 6)" in str(memory_misfit(rows={"rows": X}, dense={"weight": X.t()}))
     assert memory_misfit(rows={"rows": X.t()[:0]}, dense={"weight": X.t()[:0]}) is None
-    with pytest.raises(ValueError, match="of 4 bytes must have a column stride of 1"):
+    with pytest.raises(ValueError, match="of 4 bytes each must have adjacent columns"):
         check_memory(rows={"rows": X.t()})
 
 

@@ -354,11 +354,11 @@ WIDE = draw(4, 32, dtype=torch.float32)
 BAD_MEMORY: dict[str, tuple[Tensor, str]] = {
     "row bytes": (WIDE[:, :6].contiguous(), r"a row's bytes \(6 x 4 = 24\)"),
     "row bytes of halves": (WIDE[:, :12].half(), r"\(12 x 2 = 24\)"),
-    "column stride": (WIDE.t()[:8], r"strides \(1, 32\) .* a column stride of 1"),
+    "column stride": (WIDE.t()[:8], r"strides \(1, 32\) .* adjacent columns"),
     "row stride": (WIDE.view(-1).as_strided((4, 8), (18, 1)), r"strides \(18, 1\) of 4 bytes"),
     "rows that overlap": (
         WIDE.view(-1).as_strided((4, 8), (4, 1)),
-        r"shape \(4, 8\) and strides \(4, 1\) of 4 bytes .* apart by at least their columns",
+        r"shape \(4, 8\) and strides \(4, 1\) of 4 bytes .* a row stride of at least the number of columns",
     ),
     "one row for all": (WIDE[:1, :8].expand(4, 8), r"strides \(0, 1\) of 4 bytes"),
     "address": (WIDE.view(-1)[1:113].view(-1, 16)[:, :8], "address"),

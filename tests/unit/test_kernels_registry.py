@@ -300,11 +300,10 @@ def test_explain_gives_each_candidates_reasons() -> None:
 
 def test_explain_says_why_nothing_was_measured(deterministic: None) -> None:
     found = make_registry(FakeBench(FASTER))
-    assert found.explain(FORWARD).endswith(
-        "takes grouped_mm: deterministic mode: nothing that depends on a measurement"
-    )
+    assert found.explain(FORWARD).endswith("takes grouped_mm: deterministic mode: measurements are ignored")
     torch.use_deterministic_algorithms(False)
-    assert found.explain(FORWARD).endswith("takes grouped_mm: not measured, and nothing untimed replaces it")
+    reason = "not measured, and only a measured kernel replaces it"
+    assert found.explain(FORWARD).endswith(f"takes grouped_mm: {reason}")
 
 
 @pytest.mark.parametrize("flag", [None, "0", "1"])
@@ -359,7 +358,7 @@ def test_without_memory_nothing_is_measured_and_grouped_mm_computes() -> None:
     bench.free = 4 * (1024 * 192 + 8 * 64 * 128 + 1024 * 128) - 1  # of 2 bytes each, and half may be used
     found = make_registry(bench)
     with pytest.warns(
-        UserWarning, match=r"could not be measured.*: \d+ bytes are needed, and half of \d+ free"
+        UserWarning, match=r"could not be measured.*: \d+ bytes are needed, but only half of the \d+ free"
     ):
         found.measure([FORWARD], Alone())
     assert bench.measured == []

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import pmoe
 from pmoe import MoELayer
-from pmoe.layer.spec import Switches
+from pmoe.call.options import Switches
 from tests.kit import D_HIDDEN, D_MODEL, NUM_EXPERTS, TOKENS, assert_same, build, gradients, tokens
 from tests.own_experts import mlp
 
@@ -379,7 +379,7 @@ def test_switches_have_one_place() -> None:
     layer = build()
     with pytest.raises(TypeError, match=r"sequential \(1\) must be True or False"):
         layer.switches = Switches(sequential=1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"switches \(None\) must be a pmoe.layer.spec.Switches"):
+    with pytest.raises(TypeError, match=r"switches \(None\) must be a pmoe.call.options.Switches"):
         layer.switches = None  # type: ignore[assignment]
     for name in ("bypass_local", "sequential", "one_lane"):
         with pytest.raises(AttributeError, match=rf"{name} \(True\) must be set in layer.switches"):

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import pmoe
+from pmoe.call.options import LayerSpec, Switches
+from pmoe.choose.search import key_of
 from pmoe.comm.ranks import Grid, Ranks
-from pmoe.layer.searched import key_of
-from pmoe.layer.spec import LayerSpec, Switches
 from pmoe.measure import bench
 
 

@@ -23,11 +23,6 @@ SAME_ROLE: dict[str, tuple[set[str], set[str]]] = {
         {"main"},
         {"pmoe/cli/__init__.py", "pmoe/integrations/fairseq/__main__.py"},
     ),
-    "where a call's row counts come from; decision.py asks one of the others": (
-        {"route_call"},
-        {f"pmoe/layer/{name}.py" for name in ("decision", "exact_counts", "one_rank_counts", "padded_counts")}
-        | {"pmoe/layer/fused.py"},
-    ),
     "why kernels do not take some rows": (
         {"refusal"},
         {f"pmoe/kernels/{name}.py" for name in ("gemm", "permute/operators", "route/operators")}

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
-import pmoe.layer.parts as layers
-from pmoe.engine.callbacks import Callback
-from pmoe.engine.padding import Splits, make_padding
-from pmoe.engine.recording import recording
+from pmoe.decide import begin
+from pmoe.engine.lanes.recorder import recording
+from pmoe.engine.plan.callbacks import Callback
+from pmoe.engine.variants.padding import Splits, make_padding
 from pmoe.gates.capacity import within_capacity
 from pmoe.runners import one_rank as alone
 from pmoe.schedule.restore import ALL_PAIRS
@@ -378,7 +378,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Any:
     @contextlib.contextmanager
     def captured(gate: nn.Module | None = None) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(layers, "is_captured", lambda _: True)
+            patch.setattr(begin, "is_captured", lambda _: True)
             if gate is not None:
                 patch.setattr(gate, "forward", lambda *_: pytest.fail("the gate was run"))
             yield

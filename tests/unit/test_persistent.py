@@ -23,13 +23,13 @@ from pmoe.comm.counts import CountsExchange
 from pmoe.comm.heap import close_heaps
 from pmoe.comm.heap.providers import virtual_heaps
 from pmoe.comm.ranks import Ranks
+from pmoe.decide import fused_choice as layer_fused
+from pmoe.decide import padded_counts
 from pmoe.gates.capacity import expert_capacity, within_capacity
 from pmoe.kernels import route
 from pmoe.kernels.comet.launcher import Division, Launcher
 from pmoe.kernels.flashdmoe import TILE_ROWS, Chosen, forward_tensors, launch_pass, pass_tensors
 from pmoe.kernels.heap import HeapShape
-from pmoe.layer import fused as layer_fused
-from pmoe.layer import padded_counts
 from pmoe.runners import fused_steps
 from pmoe.runners.fused_steps import Request, heap_shape
 from tests.emulated import emulated, load_kernels

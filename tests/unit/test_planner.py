@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import pytest
 
 from bench.chrome_trace import chrome_trace
-from pmoe.layer.chosen import adaptive_degree
-from pmoe.layer.spec import LayerSpec
+from pmoe.call.options import LayerSpec
+from pmoe.choose.trials import adaptive_degree
 from pmoe.planner import timeline
 from pmoe.planner.degree import check_pipeline
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import bars, draw
-from pmoe.schedule.straight import backward_schedule, forward_schedule
+from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, Lane, Stages, sequential
 
 

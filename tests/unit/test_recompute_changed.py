@@ -18,9 +18,9 @@ from torch.utils.checkpoint import (
 )
 
 import pmoe
-from pmoe.engine import rerouting
+from pmoe.checkpointing import routing_check as rerouting
+from pmoe.decide import exact_counts, padded_counts
 from pmoe.gates import GATES
-from pmoe.layer import exact_counts, padded_counts
 from pmoe.planner.degree import Choice
 from pmoe.runners import one_rank as alone
 from tests.kit import (

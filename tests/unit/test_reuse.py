@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import pmoe
 from pmoe import Restore
-from pmoe.engine.host_pool import HostPool
+from pmoe.engine.buffers.host_pool import HostPool
 from pmoe.graph import capture
+from pmoe.schedule.buffer_sizes import ALIGNMENT
 from pmoe.schedule.restore import ALL_PAIRS
-from pmoe.schedule.slots import ALIGNMENT
 from tests.kit import (
     AUX,
     D_HIDDEN,
@@ -85,7 +85,7 @@ def test_modules_under_autocast_are_recomputed_under_it(n: int, n_backward: int,
 @pytest.mark.parametrize("pair", REPEATING, ids=str)
 def test_random_experts_are_recomputed_only_in_forwards_chunks(pair: Restore) -> None:
     layer = build(expert=dropping, memory_reuse=pair, pipeline=4, pipeline_backward=2)
-    with pytest.raises(RuntimeError, match=r"draws random numbers: .* forward's chunks \(4\), not 2"):
+    with pytest.raises(RuntimeError, match="draws random numbers, .* forward: 4, of backward: 2"):
         layer(tokens())
     layer.eval()(tokens())  # nothing is drawn
     with torch.no_grad():
@@ -95,7 +95,7 @@ def test_random_experts_are_recomputed_only_in_forwards_chunks(pair: Restore) ->
 @pytest.mark.parametrize("pair", REPEATING, ids=str)
 def test_experts_that_change_their_input_are_not_recomputed(pair: Restore) -> None:
     layer = build(expert=changing, memory_reuse=pair, pipeline=2)
-    with pytest.raises(RuntimeError, match="changes its input in place: its hidden cannot be recomputed"):
+    with pytest.raises(RuntimeError, match=r"changes its input in place, .* \(T_M\) cannot be recomputed"):
         layer(tokens())
     with torch.no_grad():
         layer(tokens())

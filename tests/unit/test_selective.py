@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pmoe
 from pmoe import MoELayer, Restore
-from pmoe.engine.selective import hidden_from_selective_checkpoints
+from pmoe.checkpointing.selective import hidden_from_selective_checkpoints
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.kit import (
     AUX,
@@ -236,7 +236,7 @@ def test_modes_stand_as_before_behind_a_hidden_block(fails: bool) -> None:
 
 
 def test_a_layer_without_dispatch_modes_never_looks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pmoe.layer import kinds
+    from pmoe.layer import calls_with_any as kinds
 
     monkeypatch.setattr(kinds, "call_with_any", lambda *_: pytest.fail("was asked"))
     layer = build()

@@ -184,7 +184,7 @@ def test_a_full_disk_leaves_whole_lines_and_stops_no_training(tmp_path: Path) ->
         for step, room in ((2, 5), (3, 0)):  # for a part of a line, for nothing
             with (
                 files_at_most(len(before) + room),
-                pytest.warns(RuntimeWarning, match="waits for the next time"),
+                pytest.warns(RuntimeWarning, match="are written the next time"),
             ):
                 writer.step(step, loss=step)
             assert layers.read_bytes() == before
@@ -199,10 +199,9 @@ def test_a_disk_that_is_full_to_the_end_is_told_and_raises_nothing(tmp_path: Pat
     with files_at_most(0), pytest.warns(RuntimeWarning, match="cannot write") as told:
         writer.step(1, loss=1)
         writer.close()
-    assert [what in str(each.message) for each, what in zip(told, ("waits", "is lost"), strict=True)] == [
-        1,
-        1,
-    ]
+    assert "are written the next time" in str(told[0].message)
+    assert "are lost" in str(told[1].message)
+    assert len(told) == 2
     assert "File too large" in str(told[1].message)
     assert sorted(each.name for each in tmp_path.iterdir()) == [RUN, SCALARS]
 

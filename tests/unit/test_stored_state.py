@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import pmoe
+from pmoe.decide.stored_state import KEY
 from pmoe.experts.ffn import FFNExperts
-from pmoe.layer.stored_state import KEY
 
 M, H, E = 6, 8, 4
 WHOLE = {

@@ -368,10 +368,16 @@ def no_experts(layer: pmoe.MoELayer) -> None:
 
 REFUSED: list[tuple[Callable[[pmoe.MoELayer], None], str]] = [
     (grown, r"scores 6 experts and the layer has num_experts \(4\).*docs/weights.md"),
-    (grown_experts_alone, r"w1 \(of shape \(3, 10, 6\) on this rank\) must be \(4, 10, 6\).*docs/weights.md"),
+    (
+        grown_experts_alone,
+        r"w1 \(of shape \(3, 10, 6\) on this rank\) must have shape \(4, 10, 6\).*docs/weights.md",
+    ),
     (without_w2, r"experts' w2 \(NoneType\) must be a torch.Tensor"),
     (with_one_bias, r"experts' b1 \(NoneType\) must be a torch.Tensor"),
-    (of_another_type, r"experts' w2 \(torch.float32 on cpu\) must be like their w1 \(torch.float64 on cpu\)"),
+    (
+        of_another_type,
+        r"experts' w2 \(torch.float32 on cpu\) must have the dtype and device of their w1 \(torch.float64",
+    ),
     (all_of_another_type, r"experts' parameters \(torch.float32 on cpu\) must be like the rows"),
     (no_experts, r"experts \(a torch.nn.modules.container.ModuleList\) must be pmoe.Experts, or a wrapper"),
 ]

@@ -94,7 +94,7 @@ def test_a_variable_that_is_no_number_of_ranks_is_refused(text: str, monkeypatch
     "nodes, error, rule",
     [
         (0, ValueError, r"nodes \(0\) must be at least 1 rank a node"),
-        ([0, 1], ValueError, r"nodes \(\[0, 1\]\) must have 3 entries, one a rank of the group"),
+        ([0, 1], ValueError, r"nodes \(\[0, 1\]\) must have 3 entries, one for each rank of the group"),
         (True, TypeError, r"nodes \(True\) must be a number of ranks, or an id of its node for each rank"),
         ("abc", TypeError, r"nodes \('abc'\) must be a number of ranks"),
         (1.5, TypeError, r"nodes \(1.5\) must be a number of ranks"),

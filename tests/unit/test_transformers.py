@@ -21,7 +21,7 @@ from torch import Tensor
 
 import pmoe
 from pmoe.experts.base import ExpertRows
-from pmoe.integrations.transformers.borrowed import BorrowedExperts
+from pmoe.integrations.transformers.shared_tensors import BorrowedExperts
 from tests.spread import named
 from tests.tiny_transformers import (
     MODELS,
@@ -316,7 +316,9 @@ def test_without_the_registry_of_experts_the_release_is_refused(
     registry: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without(registry, monkeypatch, registry.EXPERTS)
-    with pytest.raises(ImportError, match=r"transformers \(5.*\) must be at least 5.7, whose registry"):
+    with pytest.raises(
+        ImportError, match=r"transformers \(5.*\) must be at least 5.7: older releases have no registry"
+    ):
         registry.register()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.gates.external import ExternalGate
-from pmoe.integrations.transformers.borrowed import (
+from pmoe.integrations.transformers.shared_tensors import (
     BorrowedActivation,
     BorrowedFFN,
     BorrowedSwiGLU,
@@ -212,7 +212,7 @@ def test_layouts_that_pmoe_does_not_know_are_refused_with_what_to_change() -> No
     assert_refused(module, r"must hold down_proj, down_proj_bias, gate_up_proj, gate_up_proj_bias")
     module = usual()
     del module.has_bias
-    assert_refused(module, r"must be of a class under @use_experts_implementation")
+    assert_refused(module, r"must be of a class decorated with @use_experts")
 
 
 def test_weights_of_two_types_without_values_or_elsewhere_are_refused_with_what_to_change() -> None:
@@ -267,7 +267,7 @@ def test_a_flag_that_a_later_release_may_add_is_refused_where_it_is_set() -> Non
         assert module(*routed()).shape == (20, 16)
         module.has_expert_dropout = True
         with pytest.raises(
-            ValueError, match=r"MixtralExperts, has_expert_dropout=True\) must have only flags"
+            ValueError, match=r"MixtralExperts, has_expert_dropout=True\) must only have flags"
         ):
             module(*routed())
 

@@ -21,9 +21,9 @@ import pytest
 
 import pmoe
 from pmoe import comm, convert, experts, gates, ordering
+from pmoe.call import options as spec
 from pmoe.experts import ffn
 from pmoe.gates import base, expert_choice, xmoe
-from pmoe.layer import spec
 from pmoe.planner import degree
 from pmoe.schedule import restore
 from tests.snippets import GUIDES, ROOT, blocks

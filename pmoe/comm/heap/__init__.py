@@ -1,10 +1,13 @@
-"""Who makes the ranks' symmetric heaps (`pmoe.kernels.heap`), with memory from one of:
+"""Makers of symmetric heaps (`pmoe.kernels.heap`), which fused kernels of all ranks read and write.
 
-    virtual_heaps   one process plays all ranks, on one device: for tests and measurements
-    process_heap    a process a rank, all on one node, by CUDA IPC; several may share a device
-    nvshmem_heap    NVSHMEM, where it is built in; ranks of other nodes too, as far as loads and stores reach
+Each maker takes memory from another place:
 
-A heap stays until it is closed, or its process ends. Nothing closes it by itself: peers may still write.
+    virtual_heaps   one process plays all ranks, on one device; for tests and measurements
+    process_heap    one process for each rank, all on one node, by CUDA IPC; ranks may share a device
+    nvshmem_heap    NVSHMEM, if pmoe was built with it; also ranks of other nodes that NVLink reaches
+
+A heap exists until `close_heaps`, or until its process ends. It is not closed with the last Python object
+that uses it, because peers may still write into it.
 """
 
 from pmoe.comm.heap.providers import close_heaps

@@ -1,4 +1,7 @@
-"""Memory of symmetric heaps from NVSHMEM, for ranks of several nodes. Run by one process alone."""
+"""Memory of symmetric heaps from NVSHMEM, for ranks of several nodes.
+
+So far it has run with one process only, not with several.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,15 @@ from pmoe.kernels import heap as heap_module
 from pmoe.kernels.heap import DeviceMemory
 
 _members: list[int] | None = None
-"""The global ranks with which NVSHMEM was started in this process: it starts once."""
+"""Global ranks with which NVSHMEM was started in this process; None before. It can be started only once."""
 
 
 class NvshmemMemory(DeviceMemory):
-    """NVSHMEM's, of one group of ranks: see `pmoe.comm.heap.providers.nvshmem_heap`."""
+    """Memory of NVSHMEM for one group of ranks: see `pmoe.comm.heap.providers.nvshmem_heap`.
+
+    members: global ranks of the group.
+    base: address of this rank's memory after `allocate`; 0 before.
+    """
 
     members: list[int]
     base: int
@@ -27,32 +34,43 @@ class NvshmemMemory(DeviceMemory):
         self.base = 0
 
     def place(self, device: torch.device) -> tuple[str, str]:
+        """Checks that NVSHMEM can be used, then returns what `DeviceMemory.place` does.
+
+        Raises RuntimeError if NVSHMEM is missing or serves another group of ranks in this process.
+        """
         if not hasattr(heap_module.loaded_extension(), "NVSHMEM"):
             raise RuntimeError(
-                "NVSHMEM is not built in; with its headers at hand: PMOE_NVSHMEM=1 pip install ."
+                "NVSHMEM is not built in: install its headers, then run PMOE_NVSHMEM=1 pip install ."
             )
         if extension.nvshmem_library() is None:
-            raise RuntimeError("libnvshmem_host is not in $NVSHMEM_HOME/lib, nor in a package nvidia-nvshmem")
+            raise RuntimeError(
+                "libnvshmem_host is neither in $NVSHMEM_HOME/lib nor in a package nvidia-nvshmem: install "
+                "NVSHMEM, or set NVSHMEM_HOME to its folder"
+            )
         if _members not in (None, self.members):
             raise RuntimeError(
-                f"NVSHMEM serves ranks {_members} in this process, and not {self.members}, too"
+                f"NVSHMEM serves ranks {_members} in this process; it cannot serve {self.members}, too"
             )
         return super().place(device)
 
     def give_id(self) -> bytes:
-        """By which NVSHMEM's ranks find each other: that of the first is taken."""
+        """Loads NVSHMEM. Returns the id by which its ranks find each other, on rank 0; b"" elsewhere."""
         heap_module.loaded_extension().nvshmem_open(extension.nvshmem_library())
         return bytes(heap_module.loaded_extension().nvshmem_unique_id()) if self.ranks.rank == 0 else b""
 
     def start(self, device: torch.device, given_id: bytes) -> None:
-        """Collective."""
+        """Starts NVSHMEM on all ranks of the group, with the id of rank 0. Collective.
+
+        Raises RuntimeError if NVSHMEM gives this process another rank than the group does.
+        """
         global _members
-        found = heap_module.loaded_extension().nvshmem_init(
+        place = heap_module.loaded_extension().nvshmem_init(
             device.index, given_id, self.ranks.rank, self.ranks.size
         )
-        if found != (self.ranks.rank, self.ranks.size):
+        if place != (self.ranks.rank, self.ranks.size):
             raise RuntimeError(
-                f"NVSHMEM runs as rank {found[0]} of {found[1]} in this process, and not {self.ranks}"
+                f"NVSHMEM runs as rank {place[0]} of {place[1]} in this process, but the group "
+                f"has it as {self.ranks}"
             )
         _members = self.members
 
@@ -67,12 +85,16 @@ class NvshmemMemory(DeviceMemory):
         return str(self.ranks.rank).encode()
 
     def open(self, device: torch.device, handle: bytes) -> int:
+        """Returns the address at which this device sees a peer's memory. handle: the peer's rank, as text.
+
+        Raises RuntimeError if this device's loads and stores do not reach the peer.
+        """
         peer: int = heap_module.loaded_extension().nvshmem_pointer(device.index, self.base, int(handle))
         if not peer:
             raise RuntimeError(
-                "it is beyond loads and stores (no NVLink there), and the kernels write by stores"
+                "loads and stores do not reach it (there is no NVLink), and the kernels write by stores"
             )
         return peer
 
     def close(self, device: torch.device, peer: int) -> None:
-        """It is open as long as it is there."""
+        """Does nothing: a peer's NVSHMEM memory can be used until it is freed."""

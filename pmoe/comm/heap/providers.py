@@ -1,4 +1,4 @@
-"""Who makes heaps: for virtual ranks of one process, for processes of a node, and over NVSHMEM."""
+"""Makers of symmetric heaps: for virtual ranks of one process, for processes of a node, over NVSHMEM."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ from pmoe.warn import warn_once
 def virtual_heaps(
     shape: HeapShape, device: torch.device, *, memory: DeviceMemory | None = None
 ) -> list[Heap]:
-    """The heaps of all W ranks, in this process and on one device. Each is closed by itself, and the last use
-    of any of them comes before.
+    """Returns the heaps of all W ranks, which this process makes on one device.
 
-    RuntimeError naming rank and bytes where memory does not suffice; nothing is kept then.
+    Each heap must be closed. Close none while another one is in use.
+
+    memory: where the memory comes from; None means CUDA's.
+
+    Raises RuntimeError with the rank and the bytes if memory does not suffice. All memory is freed then.
     """
     memory = memory or DeviceMemory()
     bound = wait_seconds(Ranks.single())
@@ -55,7 +58,9 @@ def virtual_heaps(
         for base in bases:
             _quietly(memory.free, device, base)
         who = f"rank {len(bases)}: " if len(bases) < shape.num_ranks else ""
-        raise RuntimeError(f"pmoe: no heaps of {shape.num_ranks} virtual ranks: {who}{error}") from error
+        raise RuntimeError(
+            f"pmoe: could not make heaps of {shape.num_ranks} virtual ranks: {who}{error}"
+        ) from error
     open_heaps.update(heaps)
     return heaps
 
@@ -63,12 +68,12 @@ def virtual_heaps(
 def process_heap(
     ranks: Ranks, shape: HeapShape, device: torch.device, *, memory: DeviceMemory | None = None
 ) -> Heap:
-    """This rank's heap, with those of its group opened by CUDA IPC. Collective, with the same collectives on
-    every rank whatever fails on one.
+    """Returns this rank's heap, with the heaps of the group's other ranks opened by CUDA IPC. Collective.
 
-    Raises the same on every rank: ValueError with the numbers, rank by rank, where shapes, types, loaded
-    kernels, bytes or nodes differ; RuntimeError naming rank and bytes where memory does not suffice, or a
-    peer's cannot be opened. Nothing is kept then.
+    If one rank fails, all ranks go through the same collectives, raise the same error and free their memory:
+
+    - ValueError with the values of all ranks, if shapes, dtypes, loaded kernels, bytes or nodes differ.
+    - RuntimeError with the rank, if memory does not suffice or a peer's memory cannot be opened.
     """
     builder = _HeapBuilder(ranks, shape, device, memory or DeviceMemory())
     builder.agree(one_node=True)
@@ -76,11 +81,13 @@ def process_heap(
 
 
 def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
-    """This rank's heap in NVSHMEM's memory, and its peers' where loads and stores reach them: on one node, or
-    over NVLink between nodes. Collective, and for one group of ranks a process. Run by one process alone.
+    """Returns this rank's heap in NVSHMEM's memory, with the heaps of the group's other ranks. Collective.
 
-    Raises on every rank as `process_heap` does; also RuntimeError where NVSHMEM is not built in, where
-    it serves another group already, or where a rank is beyond another's loads and stores.
+    Peers must be within reach of loads and stores: on one node, or over NVLink between nodes. A process can
+    use NVSHMEM with one group of ranks only. So far this has run with one process only, not with several.
+
+    Raises on every rank as `process_heap` does. It also raises RuntimeError if NVSHMEM is not built in, if it
+    serves another group already, or if loads and stores of a rank do not reach another rank.
     """
     memory = NvshmemMemory(ranks)
     builder = _HeapBuilder(ranks, shape, device, memory)
@@ -91,23 +98,27 @@ def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
 
 
 class CollectiveSteps:
-    """Steps that every rank takes, and that fail on all where they fail on one."""
+    """Steps that all ranks take together. If a step fails on one rank, it raises on all."""
 
     ranks: Ranks
     device: torch.device
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self.ranks, self.device = ranks, device
+        self.ranks = ranks
+        self.device = device
 
     def gather(self, value: object) -> list[Any]:
-        """The value of every rank, by rank. A collective, also a barrier."""
+        """Returns the values of all ranks, in order of rank. A collective, which is also a barrier."""
         on_cuda = self.device.type == "cuda"
         with torch.cuda.device(self.device) if on_cuda else contextlib.nullcontext():  # NCCL gathers there
             return gathered(self.ranks, value, stage="the exchange about a symmetric heap")
 
     def attempt(self, work: Callable[[], object], undo: Callable[[], None] = lambda: None) -> list[Any]:
-        """The result of work() of every rank. Where it raised on any, every rank calls undo() and raises:
-        ValueError where it did on one, else RuntimeError."""
+        """Calls work() on every rank and returns all results, in order of rank. Collective.
+
+        If work() raises on any rank, every rank calls undo() and raises: ValueError if any rank's error was
+        one, else RuntimeError.
+        """
         mine: tuple[object, str | None, bool]
         try:
             mine = (work(), None, False)
@@ -123,48 +134,59 @@ class CollectiveSteps:
 
 
 class _HeapBuilder(CollectiveSteps):
-    """A heap of several processes while it is made, and what must be given back if that fails."""
+    """A heap of several processes while it is being made, with the memory to be freed if that fails.
+
+    base: address of this rank's memory; None before it is allocated.
+    opened: address of the memory of each peer, by rank.
+    heap: the heap, when all is opened.
+    """
 
     bound_seconds: float
 
     def __init__(self, ranks: Ranks, shape: HeapShape, device: torch.device, memory: DeviceMemory) -> None:
         super().__init__(ranks, device)
-        self.shape, self.memory = shape, memory
+        self.shape = shape
+        self.memory = memory
         self.base: int | None = None
         self.opened: dict[int, int] = {}
         self.heap: Heap | None = None
 
     def agree(self, *, one_node: bool) -> None:
-        """Raises on every rank where the ranks do not fit together."""
+        """Raises ValueError or RuntimeError, on every rank, if the ranks cannot have a heap together.
+
+        one_node: whether all ranks must be on one node.
+        """
         size = self.ranks.size
         facts, hosts = zip(*self.attempt(self.facts), strict=True)
-        if differing := [name for name in facts[0] if len({each[name] for each in facts}) > 1]:
+        if differing := [name for name in facts[0] if len({values[name] for values in facts}) > 1]:
             numbers = "; ".join(
-                f"rank {rank}: {', '.join(f'{name} {each[name]}' for name in differing)}"
-                for rank, each in enumerate(facts)
+                f"rank {rank}: {', '.join(f'{name} {values[name]}' for name in differing)}"
+                for rank, values in enumerate(facts)
             )
             raise ValueError(
-                "all ranks of a symmetric heap must have the same shape, type and loaded kernels, not "
+                "all ranks of a symmetric heap must have the same shape, dtype and loaded kernels, not "
                 f"{numbers}"
             )
         if self.shape.num_ranks != size:
             raise ValueError(f"num_ranks ({self.shape.num_ranks}) must be the size of the group ({size})")
         if one_node and len(set(hosts)) > 1:
-            nodes = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(hosts))
+            nodes = "; ".join(f"rank {rank}: {host}" for rank, host in enumerate(hosts))
             raise ValueError(
-                f"all ranks of a symmetric heap must be on one node (nvshmem_heap goes further), not {nodes}"
+                f"all ranks of a symmetric heap must be on one node (nvshmem_heap goes beyond), not {nodes}"
             )
         warn_where_there_is_no_room(spare_blocks(size) if size > 1 else 0)
 
     def facts(self) -> tuple[dict[str, object], str]:
-        """What all ranks must have in common, and what tells this one's node."""
+        """Returns values by name that all ranks must have in common, and a text for this rank's node."""
         kernels, host = self.memory.place(self.device)
         self.bound_seconds = wait_seconds(self.ranks)
-        spare_blocks(self.ranks.size)  # raises for a bad number, while the other ranks still listen
+        # Raises for a bad environment variable, before the exchange that carries errors to the other ranks.
+        spare_blocks(self.ranks.size)
         sizes = asdict(self.shape) | {"dtype": str(self.shape.dtype).removeprefix("torch.")}
         return sizes | {"bytes": self.shape.bytes, "kernels": kernels}, host
 
     def build(self) -> Heap:
+        """Allocates this rank's memory, opens the peers' and returns the heap. Collective."""
         handles = self.attempt(self.allocate, self.release)
         self.attempt(lambda: self.open_peers(handles), self.release)
         assert self.heap is not None
@@ -172,10 +194,12 @@ class _HeapBuilder(CollectiveSteps):
         return self.heap
 
     def allocate(self) -> bytes:
+        """Allocates this rank's memory. Returns a handle by which peers open it."""
         self.base = _allocate(self.memory, self.device, self.shape)
         return self.memory.handle(self.device, self.base) if self.ranks.size > 1 else b""
 
     def open_peers(self, handles: Sequence[bytes]) -> None:
+        """Opens the memory of all peers and makes the heap. handles: of each rank, from `allocate`."""
         assert self.base is not None
         addresses = []
         for rank, handle in enumerate(handles):
@@ -198,7 +222,11 @@ class _HeapBuilder(CollectiveSteps):
         )
 
     def release(self) -> None:
-        """Collective: memory goes when nobody has it open any more."""
+        """Closes the peers' memory, then frees this rank's. Collective.
+
+        The exchange between both is a barrier: memory is freed when no peer has it open any more. If some
+        rank has no memory, memory whose free() is collective cannot be freed.
+        """
         _quietly(heap_module.synchronize, self.device)
         for peer in self.opened.values():
             _quietly(self.memory.close, self.device, peer)
@@ -208,6 +236,7 @@ class _HeapBuilder(CollectiveSteps):
 
 
 def _allocate(memory: DeviceMemory, device: torch.device, shape: HeapShape) -> int:
+    """Returns the address of memory for a heap. Raises RuntimeError with the bytes if there is not enough."""
     try:
         return memory.allocate(device, shape.bytes)
     except RuntimeError as error:
@@ -220,24 +249,30 @@ def _free(memory: DeviceMemory, device: torch.device, base: int) -> None:
 
 
 def _quietly(work: Callable[..., object], *args: object) -> None:
-    """For memory on its way out: a failure warns, and hinders nothing else."""
+    """Calls a function that gives memory back. If it fails, warns instead of raising."""
     try:
         work(*args)
     except Exception as error:
-        warnings.warn(f"pmoe: closing a heap: {error}", stacklevel=2)
+        warnings.warn(f"pmoe: could not close a heap: {error}", stacklevel=2)
 
 
 # ---- for how long kernels wait for their peers
 
 
-DEFAULT_WAIT_SECONDS, MAX_WAIT_SECONDS = 600.0, 86400.0
+DEFAULT_WAIT_SECONDS = 600.0
+"""The longest wait if the group has no timeout."""
+
+MAX_WAIT_SECONDS = 86400.0
+"""The longest wait in any case."""
 
 
 def wait_seconds(ranks: Ranks) -> float:
-    """For how long kernels of this rank wait: $PMOE_WAIT_SECONDS, at most the group's timeout; else that one.
+    """Returns the time after which a kernel of this rank gives up waiting for a peer, in seconds.
 
-    A peer may be late by what a collective may: a checkpoint, an evaluation, a rank of another group. 600 s
-    for a group without a timeout. Raises ValueError for a variable that is not a number of seconds.
+    It is $PMOE_WAIT_SECONDS, or the group's timeout if that is shorter or the variable is not set: a peer may
+    be as late as for a collective (a checkpoint, an evaluation). A group without a timeout counts as 600 s.
+
+    Raises ValueError if the variable is not a number of seconds, more than 0 and at most a day.
     """
     text = os.environ.get(WAIT_SECONDS)
     timeout = None if ranks.group is None else timeout_of(ranks.group)
@@ -256,7 +291,7 @@ def wait_seconds(ranks: Ranks) -> float:
     return min(longest, MAX_WAIT_SECONDS)
 
 
-# ---- heaps that layers share: one for each group, device and shape but for its rows
+# ---- heaps that layers share: one for each group, device and shape, where numbers of rows may differ
 
 
 MakeHeap = Callable[[Ranks, HeapShape, torch.device], Heap]
@@ -264,21 +299,22 @@ HeapsByKey = dict[tuple[torch.device, HeapShape], Heap]
 
 _heaps: weakref.WeakKeyDictionary[dist.ProcessGroup, HeapsByKey] = weakref.WeakKeyDictionary()
 _without_group: HeapsByKey = {}
-"""Of a rank without a group."""
+"""The heaps of a rank without a group."""
 
 
 def heaps_of(ranks: Ranks) -> HeapsByKey:
-    """By kind, in the order in which they were made."""
+    """Returns the heaps that `heap_for` has made for this group, in the order in which they were made."""
     return _without_group if ranks.group is None else _heaps.setdefault(ranks.group, {})
 
 
 def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: MakeHeap = process_heap) -> Heap:
-    """The heap that all layers of this group, device and shape share, whatever its rows: with at least
-    ``shape``'s. A collective where there is none yet, or one with fewer rows; no communication otherwise.
+    """Returns the heap that layers of this group, device and shape share, with at least ``shape``'s rows.
 
-    Rows must follow from numbers that all ranks share. A heap that is too small is closed before a larger one
-    is made, on every rank; tensors on it must not be used any more. Raises as ``make`` does, and HeapError
-    where the heap that is there is broken.
+    If there is one with enough rows, nothing is communicated. Else this is a collective, which makes one; so
+    rows must follow from numbers that all ranks share. A heap with too few rows is closed first, on every
+    rank. Tensors on it must not be used any more.
+
+    Raises as ``make`` does, and HeapError if the present heap is broken.
     """
     kept = heaps_of(ranks)
     key = (device, replace(shape, rows=0, home_rows=0))
@@ -295,46 +331,52 @@ def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: Make
 
 
 def close_heaps(ranks: Ranks) -> None:
-    """Closes the heaps that `heap_for` has made for this group, in the order in which they were made.
+    """Closes all heaps of this group that layers share. Collective.
 
-    Collective: before the group is destroyed, or after a HeapError, on every rank.
+    Call it on every rank before the group is destroyed, or after a HeapError.
     """
     kept = heaps_of(ranks)
     while kept:
         kept.pop(next(iter(kept))).close()
 
 
-# ---- room for NCCL's collectives beside fused kernels, which keep multiprocessors until their peers come
+# ---- room for NCCL's collectives beside fused kernels, which occupy multiprocessors until their peers come
 
 
 def warn_where_there_is_no_room(spare: int) -> None:
-    """Warns once where a group of NCCL may take more than the ``spare`` multiprocessors, or clusters of them.
+    """Warns once if a group of NCCL may need more room than fused kernels leave to it.
 
-    With 0 the user says that no collective runs beside a layer.
+    spare: number of multiprocessors that fused kernels leave free. 0 checks nothing: the user has said that
+        no collective runs beside a layer.
     """
     if spare and not all(_fits(group, spare) for group in _groups()):
         warn_once(
-            f"fused layers leave {spare} multiprocessors to collectives that run beside them, and NCCL may "
-            "take more, or clusters, for which they must lie together: ranks may then wait for each other in "
-            f"a circle, until a timeout. On all ranks set NCCL_MAX_CTAS={spare} and NCCL_CGA_CLUSTER_SIZE=0 "
-            "(for one group config.max_ctas and config.cga_cluster_size of ProcessGroupNCCL.Options), or "
-            "PMOE_SPARE_BLOCKS to another number: to 0 if there are no such collectives"
+            f"fused layers leave {spare} multiprocessors free for collectives that run beside them, but NCCL "
+            "may need more, or clusters of neighbouring ones: ranks may then wait for each other in a "
+            f"circle, until a timeout. On all ranks set NCCL_MAX_CTAS={spare} and NCCL_CGA_CLUSTER_SIZE=0 "
+            "(for one group: config.max_ctas and config.cga_cluster_size of ProcessGroupNCCL.Options). Or "
+            "set PMOE_SPARE_BLOCKS to another number: to 0 if no collectives run beside fused layers"
         )
 
 
 def _groups() -> list[dist.ProcessGroup]:
-    """Groups of NCCL with several ranks."""
+    """Returns all process groups of NCCL with several ranks."""
     groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
-    return [each for each in groups if "nccl" in dist.get_backend(each) and dist.get_world_size(each) > 1]
+    return [group for group in groups if "nccl" in dist.get_backend(group) and dist.get_world_size(group) > 1]
 
 
 def _fits(group: dist.ProcessGroup, spare: int) -> bool:
+    """Returns whether a group takes at most ``spare`` multiprocessors, and no clusters of them."""
     blocks = _asked(group, "NCCL_MAX_CTAS", "max_ctas")
     return 0 <= blocks <= spare and 0 <= _asked(group, "NCCL_CGA_CLUSTER_SIZE", "cga_cluster_size") <= 1
 
 
 def _asked(group: dist.ProcessGroup, variable: str, field: str) -> int:
-    """Negative where NCCL chooses. The variable wins over the group's, in NCCL, too."""
+    """Returns a setting of NCCL for this group; a negative number if NCCL chooses.
+
+    variable: the environment variable, which overrides the group's option, as it does in NCCL.
+    field: the name of the option in the group's ProcessGroupNCCL.Options.config.
+    """
     text = os.environ.get(variable, "")
     if text.isdecimal():
         return int(text)

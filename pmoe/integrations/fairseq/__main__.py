@@ -4,11 +4,11 @@
     torchrun --standalone --nproc-per-node 2 -m pmoe.integrations.fairseq train ...
     python -m pmoe.integrations.fairseq hydra-train task=language_modeling model=transformer_lm_pmoe ...
     python -m pmoe.integrations.fairseq eval-lm DATA --path checkpoint_last.pt ...
-    python -m pmoe.integrations.fairseq options         # every --moe option, its default, what it does
-    python -m pmoe.integrations.fairseq user-dir        # what fairseq-train --user-dir takes
+    python -m pmoe.integrations.fairseq options         # prints every --moe option, its default and meaning
+    python -m pmoe.integrations.fairseq user-dir        # prints the folder for fairseq-train --user-dir
 
-Every other argument is fairseq's or the plugin's. --user-dir (hydra-train: common.user_dir) is set, unless
-you give one: then its package must import pmoe.integrations.fairseq.plugin.
+All other arguments are options of fairseq or of the plugin. The plugin sets --user-dir (for hydra-train:
+common.user_dir). If you set it yourself, your package must import pmoe.integrations.fairseq.plugin.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ allow_fairseq_defaults()
 from pmoe.integrations.fairseq import USER_DIR  # noqa: E402
 
 COMMANDS = ("train", "hydra-train", "preprocess", "eval-lm", "generate", "interactive", "validate", "score")
-"""Those of fairseq_cli; score knows no --user-dir."""
+"""fairseq's commands, the modules of fairseq_cli. score has no --user-dir."""
 
 INSTALL = (
     'pip install "numpy<2" hydra-core==1.3.2 omegaconf==2.3.0 bitarray cffi cython regex sacrebleu tqdm && '
     "pip install --no-deps fairseq==0.12.2"
 )
+"""The commands that install fairseq, as error messages show them."""
 
 
 def main(arguments: list[str]) -> None:
+    """Runs one command. arguments: those of the command line, without the program."""
     name, *rest = arguments or ["--help"]
     if name == "user-dir":
         print(USER_DIR)
@@ -48,25 +50,29 @@ def main(arguments: list[str]) -> None:
 
 
 def _run(name: str, rest: list[str]) -> None:
+    """Runs one of fairseq's commands with these arguments and the plugin.
+
+    Exits with the commands of `INSTALL` if fairseq cannot be imported.
+    """
     try:
         importlib.import_module("fairseq")
     except ModuleNotFoundError as error:
         sys.exit(f"fairseq cannot be imported ({error}): {INSTALL}")
     command = importlib.import_module(f"fairseq_cli.{name.replace('-', '_')}")
-    given = {each.partition("=")[0] for each in rest}
-    added: list[str] = []
+    given_names = {argument.partition("=")[0] for argument in rest}
+    added_arguments: list[str] = []
     if name == "hydra-train":
-        # Its configuration is put together before it reads common.user_dir.
+        # hydra composes its configuration, and needs the models for it, before it reads common.user_dir.
         importlib.import_module("pmoe.integrations.fairseq.plugin")
-        added = [] if "common.user_dir" in given else [f"common.user_dir={USER_DIR}"]
-    elif name != "score" and "--user-dir" not in given:
-        added = ["--user-dir", str(USER_DIR)]
-    sys.argv = [f"fairseq-{name}", *added, *rest]
+        added_arguments = [] if "common.user_dir" in given_names else [f"common.user_dir={USER_DIR}"]
+    elif name != "score" and "--user-dir" not in given_names:
+        added_arguments = ["--user-dir", str(USER_DIR)]
+    sys.argv = [f"fairseq-{name}", *added_arguments, *rest]
     command.cli_main()
 
 
 def _print_options() -> None:
-    """fairseq's own --help ends before it knows the architecture's options."""
+    """Prints all --moe options. fairseq's own --help ends before it has read those of the architecture."""
     from pmoe.integrations.fairseq.options import PLACES, layer_options
 
     for option in (*PLACES, *layer_options()):
@@ -75,6 +81,7 @@ def _print_options() -> None:
 
 
 if __name__ == "__main__":
-    # What the processes that fairseq starts, one a GPU, import as their main module: never a __main__.py.
+    # fairseq starts a process for each GPU. multiprocessing imports the main module there, but never a
+    # __main__.py; the shim makes fairseq importable in these processes.
     __spec__ = importlib.util.find_spec("pmoe.integrations.fairseq.shim")
     main(sys.argv[1:])

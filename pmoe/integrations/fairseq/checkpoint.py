@@ -1,10 +1,11 @@
-"""One file holds the experts of all ranks, parameters and optimiser state, as one process that has them all
-would save it: any number of ranks loads it, and so do generate and eval-lm.
+"""Checkpoints: one file with the experts of all ranks, their parameters and their optimiser state.
 
-Experts are the first dimension of each of their parameters, and of whatever an optimiser keeps of the
-parameter's length there. Rank r of the W that hold them together has rows [r * E / W, (r + 1) * E / W). Where
-there are more ranks, each W consecutive ones hold a copy of all experts, and the first W give theirs to the
-file.
+The file is the one that a single process with all experts would save. So any number of ranks can load it, and
+generate and eval-lm can too.
+
+Experts are dimension 0 of each of their parameters, and of every tensor of the same length that an optimiser
+keeps for a parameter. W ranks hold all experts together: rank r holds rows [r * E / W, (r + 1) * E / W). If
+there are more ranks, each W consecutive ones hold a copy of all experts, and the first W write the file.
 
 Letters: W ranks, E experts.
 """
@@ -24,49 +25,65 @@ from pmoe.comm.ranks import Ranks
 
 
 def gather_model(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """``state`` with all ranks' experts in it, on the host, on rank 0; None for them elsewhere. Every rank
-    must call it."""
+    """Returns a model's ``state`` with the experts of all ranks in place of this rank's.
+
+    On rank 0 they are on the host; on other ranks they are None. Collective: every rank must call it.
+    """
     layers = _expert_names(model)
     return {**state, **{name: _gathered(state[name], layer.ranks) for name, layer in layers.items()}}
 
 
 def own_experts(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` with this rank's experts only, of one with all experts."""
-    own = dict(state)
+    """Returns ``state``, which has all experts, with only this rank's experts.
+
+    Raises ValueError if ``state`` has another number of experts than the model.
+    """
+    own_state = dict(state)
     for name, layer in _expert_names(model).items():
-        if name not in own:
-            continue  # load_state_dict says so
-        if own[name].shape[0] != layer.num_experts:
+        if name not in own_state:
+            continue  # load_state_dict raises, with the names of all missing tensors
+        if own_state[name].shape[0] != layer.num_experts:
             raise ValueError(
-                f"{name} of the checkpoint (experts: {own[name].shape[0]}) must hold --moe-num-experts "
+                f"{name} of the checkpoint (experts: {own_state[name].shape[0]}) must hold --moe-num-experts "
                 f"({layer.num_experts})"
             )
-        own[name] = own[name].narrow(0, layer.first_expert, layer.num_local_experts)
-    return own
+        own_state[name] = own_state[name].narrow(0, layer.first_expert, layer.num_local_experts)
+    return own_state
 
 
 def gather_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """An optimiser's ``state_dict()`` with all experts in it, which ``ranks`` hold together, on rank 0. Every
-    rank must call it."""
+    """Returns an optimiser's state dict with the experts of all ranks in place of this rank's, on rank 0.
+
+    state: the optimiser's ``state_dict()``.
+    ranks: those that hold all experts together.
+
+    On other ranks the tensors are None. Collective: every rank must call it.
+    """
     return _changed(optimizer, state, 1, lambda kept, _: _gathered(kept, ranks))
 
 
 def own_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """The part of a gathered ``state`` that this rank's optimiser has."""
-    own = ranks.rank
-    return _changed(optimizer, state, ranks.size, lambda kept, size: kept.narrow(0, own * size, size))
+    """Returns a state dict of `gather_optimizer` with only this rank's experts."""
+    rank = ranks.rank
+    return _changed(optimizer, state, ranks.size, lambda kept, size: kept.narrow(0, rank * size, size))
 
 
 def for_inference(config: Any) -> Any:
-    """A model's configuration as its checkpoint holds it: a process that builds the model from it holds all
-    experts, so several can generate or evaluate without waiting for each other."""
+    """Returns a model's configuration for its checkpoint: one in which every process holds all experts.
+
+    Several processes that build the model from it can then generate or evaluate without waiting for each
+    other.
+    """
     if isinstance(config, Namespace):
         return Namespace(**{**vars(config), "moe_expert_parallel": "false"})
     return {**config, "moe_expert_parallel": "false"}
 
 
 def _expert_names(model: nn.Module) -> dict[str, MoELayer]:
-    """Of the state dict, experts' parameters with their layers, in an order that all ranks share."""
+    """Returns the layer of each parameter of experts, by the parameter's name in the state dict.
+
+    The order is the same on all ranks, which gather one parameter after the other.
+    """
     return {
         f"{prefix}.experts.{name}": layer
         for prefix, layer in model.named_modules()
@@ -81,11 +98,16 @@ def _changed(
     num_parts: int,
     change: Callable[[Tensor, int], Tensor | None],
 ) -> dict[str, Any]:
-    """``state`` with another tensor for each that is kept of an expert's parameter by expert. num_parts: how
-    many ranks' experts it holds. change: of a tensor and the number of this rank's experts."""
+    """Returns an optimiser's ``state`` in which tensors that belong to experts are replaced.
+
+    num_parts: number of ranks whose experts ``state`` holds: 1, or W.
+    change: function from a tensor and the number of this rank's experts to the new tensor.
+
+    Replaced are tensors of parameters marked ``expert`` that have one row for each expert.
+    """
     changed = {**state, "state": dict(state["state"])}
-    for here, there in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        for parameter, index in zip(here["params"], there["params"], strict=True):
+    for own_group, stored_group in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for parameter, index in zip(own_group["params"], stored_group["params"], strict=True):
             if hasattr(parameter, "expert") and index in state["state"]:
                 size = parameter.shape[0]
                 changed["state"][index] = {
@@ -98,10 +120,13 @@ def _changed(
 
 
 def _gathered(own: Tensor, ranks: Ranks) -> Tensor | None:
-    """The rows of ``ranks`` on rank 0's host, None elsewhere. One tensor at a time is whole on the device."""
+    """Returns the rows of all ``ranks`` on rank 0's host; None on other ranks.
+
+    Called for one tensor after the other, so that only one is whole on the device at a time.
+    """
     own = own.detach().contiguous()
     if dist.get_rank() != ranks.rank:
-        return None  # a copy
+        return None  # this rank is among those that hold a copy, which is not written
     if ranks.size == 1:
         return own.cpu()
     parts = [torch.empty_like(own) for _ in range(ranks.size)] if ranks.rank == 0 else None

@@ -1,5 +1,7 @@
-"""Refuses options that cannot work, and says what to change: `check_model` before a model is built,
-`check_training` before a trainer touches it."""
+"""Refuses options that cannot work together, with what to change.
+
+`check_model` runs before a model is built, `check_training` before its trainer is.
+"""
 
 from __future__ import annotations
 
@@ -10,40 +12,51 @@ from pmoe.arguments import is_int
 from pmoe.integrations.fairseq.options import layer_arguments, places
 
 LOOK_AHEAD = (gates.ExpertChoiceGate, gates.SoftGate)
-"""Gates by which later tokens decide about earlier ones: not for decoders."""
+"""Gates in which later tokens influence the routing of earlier ones: a decoder must not use them."""
 
 NOT_BY_ELEMENT = ("adafactor", "composite", "lamb")
-"""Optimisers that scale by norms or means over a parameter, or hold several others."""
+"""Optimisers that scale by norms or means over a parameter, or consist of several optimisers."""
 
 
 def layers_with_experts(config: Any, side: str) -> list[int]:
-    """Of the ``side`` ("encoder" or "decoder"), the layers whose feed-forward part is experts."""
-    given = places(config)
-    own = given[f"{side}_freq"]
-    flag, freq = ("--moe-freq", given["freq"]) if own is None else (f"--moe-{side}-freq", own)
+    """Returns the indices of the layers with experts, in the encoder or in the decoder.
+
+    side: "encoder" or "decoder".
+
+    Raises ValueError if the distance of layers with experts is no count, or larger than the number of layers.
+    """
+    place_options = places(config)
+    side_freq = place_options[f"{side}_freq"]
+    flag, freq = (
+        ("--moe-freq", place_options["freq"]) if side_freq is None else (f"--moe-{side}-freq", side_freq)
+    )
     if not is_int(freq) or freq < 0:
         raise ValueError(f"{flag} ({freq}) must be a number of layers; 0 means no experts")
     num_layers = getattr(config, f"{side}_layers")
     if freq > num_layers:
         raise ValueError(
-            f"{flag} ({freq}) must be at most --{side}-layers ({num_layers}), or no layer has experts (say 0 "
+            f"{flag} ({freq}) must be at most --{side}-layers ({num_layers}), or no layer has experts (0 is "
             "for none)"
         )
     return [index for index in range(num_layers) if freq and (index + 1) % freq == 0]
 
 
 def check_model(config: Any, sides: tuple[str, ...]) -> None:
-    """Whether a model of these options would be what they say. What MoELayer refuses, it refuses itself."""
-    found = {side: layers_with_experts(config, side) for side in sides}
-    if not any(found.values()):
+    """Raises ValueError for options with which fairseq would build another model than they describe.
+
+    sides: "encoder" and "decoder", those that the model has. Arguments of MoELayer are checked by the layer.
+    """
+    layers_of_side = {side: layers_with_experts(config, side) for side in sides}
+    if not any(layers_of_side.values()):
         raise ValueError(
-            "--moe-freq (0) must be at least 1 for one side, or use the architecture without pmoe"
+            "--moe-freq (0) must be at least 1 for the encoder or the decoder; for a model without experts "
+            "use fairseq's own architecture"
         )
     arguments = layer_arguments(config)
     if arguments["num_experts"] is None:
-        raise ValueError("--moe-num-experts (none) must be given")
+        raise ValueError("--moe-num-experts (none) must be given, for example --moe-num-experts 8")
     off = {
-        "base_layers": "BASE layers and pmoe's experts both own the marks of expert parameters",
+        "base_layers": "BASE layers and pmoe's experts mark their parameters in the same way",
         "activation_dropout": "experts have no dropout between their products",
         "relu_dropout": "experts have no dropout between their products",
         "scale_fc": "experts have no norm between their products",
@@ -59,8 +72,8 @@ def check_model(config: Any, sides: tuple[str, ...]) -> None:
     name = str(arguments["gate"])
     gate = next((kind for known, kind in gates.GATES.items() if known == name), None)
     if gate is not None and gate.needs_token_ids:
-        raise ValueError(f"--moe-gate ({name}) must be another: fairseq's layers do not see token ids")
-    if gate is not None and issubclass(gate, LOOK_AHEAD) and found["decoder"]:
+        raise ValueError(f"--moe-gate ({name}) must be another: fairseq's layers are not given token ids")
+    if gate is not None and issubclass(gate, LOOK_AHEAD) and layers_of_side["decoder"]:
         raise ValueError(
             f"--moe-gate ({name}) must be another in a decoder, where later tokens must not decide about "
             "earlier ones; --moe-decoder-freq 0 leaves experts to the encoder"
@@ -68,8 +81,16 @@ def check_model(config: Any, sides: tuple[str, ...]) -> None:
 
 
 def check_training(config: Any, criterion: Any, *, num_ranks: int, device_type: str) -> None:
-    """Raises ValueError where fairseq cannot train a model with experts by its options (a FairseqConfig)."""
-    common, distributed, optimization = config.common, config.distributed_training, config.optimization
+    """Raises ValueError if fairseq cannot train a model with experts with these options.
+
+    config: a FairseqConfig.
+    criterion: the training criterion.
+    num_ranks: number of data-parallel ranks.
+    device_type: "cuda" or "cpu".
+    """
+    common = config.common
+    distributed = config.distributed_training
+    optimization = config.optimization
     if not hasattr(criterion, "moe_aux_weight"):
         name = config.criterion._name
         raise ValueError(
@@ -84,7 +105,7 @@ def check_training(config: Any, criterion: Any, *, num_ranks: int, device_type: 
     if common.fp16 and not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads):
         raise ValueError(
             "--fp16 must come with --fp16-no-flatten-grads or --memory-efficient-fp16: in one flat tensor, "
-            "experts' parameters are not told from others"
+            "parameters of experts cannot be told from others"
         )
     backend = distributed.ddp_backend
     if backend in ("fully_sharded", "slowmo") or (num_ranks > 1 and backend not in ("legacy_ddp", "no_c10d")):
@@ -93,30 +114,30 @@ def check_training(config: Any, criterion: Any, *, num_ranks: int, device_type: 
         )
     if num_ranks > 1 and not places(config.model)["expert_parallel"]:
         raise ValueError(
-            "--moe-expert-parallel (false) must be true to train on several ranks; for all experts on each, "
-            "say --moe-expert-parallel-size 1"
+            "--moe-expert-parallel (false) must be true to train on several ranks; to keep all experts on "
+            "every rank, use --moe-expert-parallel-size 1"
         )
     if num_ranks > 1 and common.amp:
         raise ValueError(
-            "--amp must be left out on several ranks, each of which would scale its loss by itself: use "
+            "--amp must be left out on several ranks, because each would scale its loss by itself: use "
             "--bf16, or --fp16 with --fp16-no-flatten-grads"
         )
     is_spread = num_ranks > 1 and places(config.model)["expert_parallel_size"] != 1
     if is_spread and layer_arguments(config.model)["pad_to_capacity"]:
         raise ValueError(
-            "--moe-pad-to-capacity (true) must be false where experts are spread over ranks: their batches "
-            "have different numbers of tokens, by padding and by the last block of the data"
+            "--moe-pad-to-capacity (true) must be false if experts are spread over ranks: the ranks' batches "
+            "have different numbers of tokens, because of padding and of the last block of the data"
         )
     if is_spread and getattr(config.task, "eval_bleu", False):
         raise ValueError(
-            "--eval-bleu must be left out where experts are spread over ranks, which would wait for each "
-            "other for ever: they generate sentences of different lengths. generate reads the checkpoints"
+            "--eval-bleu must be left out if experts are spread over ranks: ranks generate sentences of "
+            "different lengths, and would wait for each other for ever. Run generate on the checkpoints"
         )
     optimizer = config.optimizer._name
     if num_ranks > 1 and optimizer in NOT_BY_ELEMENT:
         raise ValueError(
-            f"--optimizer ({optimizer}) must be another, such as adam, on several ranks: what it does to an "
-            "expert must not depend on how many experts share its rank"
+            f"--optimizer ({optimizer}) must be another, such as adam, on several ranks: this one changes an "
+            "expert differently if more experts are on its rank"
         )
     off = {
         "--tpu": common.tpu,
@@ -129,4 +150,6 @@ def check_training(config: Any, criterion: Any, *, num_ranks: int, device_type: 
     }
     for flag, value in off.items():
         if value:
-            raise ValueError(f"{flag} ({value}) must be left out: it does not know experts of several ranks")
+            raise ValueError(
+                f"{flag} ({value}) must be left out: it does not support experts that are spread over ranks"
+            )

@@ -1,11 +1,16 @@
-"""fairseq's criteria with the experts' load-balance loss, and what the log says of experts.
+"""fairseq's criteria with the load-balance loss of experts added, and their numbers in the log.
 
-In training, loss += --moe-aux-weight * sample_size * (the sum of the layers' l_aux): fairseq divides
-gradients by the sample size (tokens, or sentences) of all ranks, so the ranks' auxiliary losses are averaged
-by their sizes. In validation nothing is added, so that losses compare with those of other models.
+    training      loss += moe_aux_weight * sample_size * sum of the layers' l_aux
+    validation    nothing is added, so that losses can be compared with those of other models
 
-Logged: ``moe_loss``, the sum of the layers' l_aux; ``moe_load``, the rows of the busiest expert over the
-mean, in the layer where that is largest (1: even); ``moe_dropped``, rows dropped for capacity, in percent.
+fairseq divides gradients by the sample size (tokens, or sentences) of all ranks. So the ranks' auxiliary
+losses are averaged with their sample sizes as weights.
+
+Logged are
+
+    moe_loss      the sum of the layers' l_aux
+    moe_load      rows of the busiest expert over the mean, in the least balanced layer; 1 is even
+    moe_dropped   rows dropped because of the capacity, in percent
 
 Letters: L layers with experts, E experts.
 """
@@ -26,29 +31,38 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from torch import Tensor
 
 AUX_WEIGHT = 0.01
+"""The default weight of the load-balance loss."""
 
 
 class WithAuxiliaryLoss:
-    """Before a criterion of fairseq's among the bases."""
+    """A mixin that adds the load-balance loss to a criterion; it must come first among the bases.
+
+    moe_aux_weight: the weight of the loss.
+    """
 
     moe_aux_weight = AUX_WEIGHT
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
+        """Builds fairseq's criterion, and sets the weight from the configuration."""
         criterion = super().build_criterion(cfg, task)  # type: ignore[misc]
         criterion.moe_aux_weight = getattr(cfg, "moe_aux_weight", AUX_WEIGHT)
         return criterion
 
     def forward(self, model: Any, sample: Any, reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
+        """Returns the loss (a scalar, or one for each token), the sample size and the numbers to log."""
         loss, sample_size, logged = super().forward(model, sample, reduce=reduce)  # type: ignore[misc]
         return (self.with_experts(model, loss, sample_size, logged), sample_size, logged)
 
     def with_experts(self, model: Any, loss: Tensor, sample_size: Any, logged: dict[str, Any]) -> Tensor:
-        """The loss with the auxiliary one; adds to what is logged sums that add up over ranks and batches."""
+        """Returns the loss plus the auxiliary loss.
+
+        logged: the numbers to log. It gets sums, because fairseq adds them up over ranks and batches.
+        """
         layers = model.moe_layers
         moe_loss = torch.stack([layer.l_aux for layer in layers]).sum()
         for layer in layers:
-            layer.l_aux = layer.fc1.l_aux = None  # a graph hangs on it
+            layer.l_aux = layer.fc1.l_aux = None  # it would keep the graph of this pass alive
         logged["moe_loss"] = moe_loss.detach() * sample_size
         logged["moe_rows"] = torch.stack([layer.fc1.tokens_per_expert for layer in layers]).double()
         logged["moe_rows_asked"] = sum(layer.fc1.ran.num_tokens * layer.fc1.top_k for layer in layers)
@@ -59,6 +73,7 @@ class WithAuxiliaryLoss:
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
+        """Logs the numbers of experts, from the sums of all ranks and batches."""
         super().reduce_metrics(logging_outputs)  # type: ignore[misc]
         names = ("sample_size", "moe_loss", "moe_rows", "moe_rows_asked")
         sample_size, moe_loss, rows_LE, asked = (sum(log[name] for log in logging_outputs) for name in names)
@@ -71,6 +86,7 @@ class WithAuxiliaryLoss:
 
 
 def _with_weight(config: type, name: str) -> type:
+    """Returns a dataclass ``name`` with the fields of fairseq's ``config`` and moe_aux_weight."""
     field = dataclasses.field(
         default=AUX_WEIGHT, metadata={"help": "weight of the experts' load-balance loss, per layer and token"}
     )
@@ -81,7 +97,7 @@ def _with_weight(config: type, name: str) -> type:
     "cross_entropy_pmoe", dataclass=_with_weight(CrossEntropyCriterionConfig, "CrossEntropyPMoEConfig")
 )
 class CrossEntropyPMoE(WithAuxiliaryLoss, CrossEntropyCriterion):  # type: ignore[misc]
-    pass
+    """fairseq's cross entropy, with the load-balance loss of experts."""
 
 
 @register_criterion(
@@ -89,4 +105,4 @@ class CrossEntropyPMoE(WithAuxiliaryLoss, CrossEntropyCriterion):  # type: ignor
     dataclass=_with_weight(LabelSmoothedCrossEntropyCriterionConfig, "LabelSmoothedCrossEntropyPMoEConfig"),
 )
 class LabelSmoothedCrossEntropyPMoE(WithAuxiliaryLoss, LabelSmoothedCrossEntropyCriterion):  # type: ignore[misc]
-    pass
+    """fairseq's label-smoothed cross entropy, with the load-balance loss of experts."""

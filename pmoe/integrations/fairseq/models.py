@@ -1,10 +1,16 @@
-"""``transformer_lm_pmoe``, a language model, and ``transformer_pmoe``, for translation: fairseq's
-transformers with experts in every --moe-freq-th layer, where their feed-forward part was.
+"""fairseq's transformers with experts in place of the feed-forward part of every --moe-freq-th layer.
 
-The auxiliary loss leaves a layer as one more output. So it stays in the graph under fairseq's activation
-checkpointing, which runs the layer a second time and knows nothing of what a first run has left in
-attributes. A forward hook, outside of the checkpoint, takes it off again and keeps it as ``layer.l_aux``
-until the criterion fetches it.
+``transformer_lm_pmoe`` is a language model, ``transformer_pmoe`` is for translation.
+
+The auxiliary loss leaves a layer as one more output:
+
+    layer (fc1 is the MoELayer)  ->  x, attention, l_aux
+    checkpoint                       runs the layer again in backward
+    forward hook                     stores l_aux in layer.l_aux, and removes it from the output
+    criterion                        reads layer.l_aux
+
+If it were stored inside the layer, it would be cut off from the graph under fairseq's activation
+checkpointing, which only connects outputs to the second run.
 
 Letters: L positions, B sequences, M = d_model.
 """
@@ -30,55 +36,69 @@ from pmoe.integrations.fairseq.options import PLACES, layer_arguments, layer_opt
 from pmoe.training.parallel import make_meshes
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu", "swish": "silu"}
-"""Of fairseq's --activation-fn, the layer's."""
+"""The layer's activation for each --activation-fn of fairseq."""
 
 
 class FeedForwardExperts(MoELayer):
-    """A `pmoe.MoELayer` of tokens (L, B, M) that leaves padding out: it takes no expert's time or capacity,
-    and has no part in the auxiliary loss. What comes out for it is 0."""
+    """A `pmoe.MoELayer` of tokens (L, B, M) that leaves padding out.
+
+    Padding goes to no expert, uses no capacity and does not count in the auxiliary loss. Its output is 0.
+    """
 
     is_padding_BL: Tensor | None = None
-    """Set by the layer around it before each call."""
+    """(B, L) bool, or None without padding. The layer around this one sets it before each call."""
 
     def forward(self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Returns (L, B, M), the experts' output for the tokens x (L, B, M)."""
         if mask is None and self.is_padding_BL is not None:
             mask = ~self.is_padding_BL.t()
         return super().forward(x, token_ids, mask)
 
 
 class MoEDecoderLayer(TransformerDecoderLayerBase):  # type: ignore[misc]
+    """fairseq's decoder layer with experts in its fc1."""
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-        # decoder.forward gives every argument behind incremental_state by name.
+        """Returns fairseq's output and attention, and the auxiliary loss."""
+        # The decoder passes every argument behind incremental_state by name.
         self.fc1.is_padding_BL = kwargs.get("self_attn_padding_mask")
         x, attention, _ = super().forward(x, *args, **kwargs)
         return x, attention, self.fc1.l_aux
 
 
 class MoEEncoderLayer(TransformerEncoderLayerBase):  # type: ignore[misc]
+    """fairseq's encoder layer with experts in its fc1."""
+
     def forward(
         self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        """Returns fairseq's output, and the auxiliary loss."""
         self.fc1.is_padding_BL = encoder_padding_mask
         return super().forward(x, encoder_padding_mask, attn_mask), self.fc1.l_aux
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        # Not the base class's, which first copies what the fused dense layer needs.
+        # fairseq's encoder layer first copies tensors for torch's fused dense layer, which is not used here.
         nn.Module._load_from_state_dict(self, *args, **kwargs)
 
 
 def put_experts(side: Any, name: str, config: Any) -> list[nn.Module]:
-    """Replaces layers of a fairseq encoder or decoder (``name``) by layers with experts; returns them."""
+    """Replaces layers of a fairseq encoder or decoder by layers with experts, and returns these.
+
+    side: the encoder or decoder. name: "encoder" or "decoder". config: the model's options.
+    """
     indices = layers_with_experts(config, name)
     for index in indices:
         side.layers[index] = _build(side, name, config)
     if name == "encoder":
         for layer in side.layers:
-            # torch's fused dense layer turns the batch around, for all layers or none.
+            # torch's fused dense layer takes the batch first. fairseq would transpose it for all layers or
+            # none.
             layer.can_use_fastpath = False
     return [side.layers[index] for index in indices]
 
 
 def _build(side: Any, name: str, config: Any) -> nn.Module:
+    """Builds one layer with experts. Arguments are those of `put_experts`."""
     transformer = side.cfg
     layer: Any
     if name == "encoder":
@@ -97,6 +117,12 @@ def _build(side: Any, name: str, config: Any) -> nn.Module:
 
 
 def _experts(sizes: Any, activation_fn: str, config: Any) -> FeedForwardExperts:
+    """Builds the experts of one layer.
+
+    sizes: fairseq's configuration of the encoder or decoder. activation_fn: fairseq's.
+
+    Raises ValueError for options that MoELayer refuses.
+    """
     arguments = layer_arguments(config)
     if arguments["d_hidden"] is None:
         arguments["d_hidden"] = sizes.ffn_embed_dim
@@ -111,30 +137,32 @@ def _experts(sizes: Any, activation_fn: str, config: Any) -> FeedForwardExperts:
     try:
         experts = FeedForwardExperts(d_model=sizes.embed_dim, group=ranks, **arguments)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"--moe-* options, by their names in pmoe.MoELayer: {error}") from error
+        raise ValueError(f"--moe-* options (named as in pmoe.MoELayer): {error}") from error
     for parameter in experts.experts.parameters():
         parameter.expert = True  # type: ignore[attr-defined]  # fairseq's mark: not reduced, not in the norm
     return experts
 
 
 def _expert_ranks(config: Any) -> Ranks:
-    """The ranks that hold all experts together."""
-    given = places(config)
-    if not given["expert_parallel"]:
+    """Returns the ranks that hold all experts together."""
+    place_options = places(config)
+    if not place_options["expert_parallel"]:
         return Ranks.single()
-    everyone, size = Ranks(), given["expert_parallel_size"]
+    all_ranks = Ranks()
+    size = place_options["expert_parallel_size"]
     if size is None:
-        return everyone
-    if not is_int(size) or size < 1 or everyone.size % size:
+        return all_ranks
+    if not is_int(size) or size < 1 or all_ranks.size % size:
         raise ValueError(
-            f"--moe-expert-parallel-size ({size}) must divide the number of ranks ({everyone.size})"
+            f"--moe-expert-parallel-size ({size}) must divide the number of ranks ({all_ranks.size})"
         )
     if size == 1:
         return Ranks.single()
-    return everyone if size == everyone.size else Ranks(make_meshes(ep=size).group("ep"))
+    return all_ranks if size == all_ranks.size else Ranks(make_meshes(ep=size).group("ep"))
 
 
 def _keep_loss(layer: Any, _: Any, output: tuple[Any, ...]) -> Any:
+    """A forward hook that stores the auxiliary loss, and returns the output that fairseq expects."""
     *rest, layer.l_aux = output
     return (*rest, None) if len(rest) > 1 else rest[0]
 
@@ -142,7 +170,7 @@ def _keep_loss(layer: Any, _: Any, output: tuple[Any, ...]) -> Any:
 # ---- the models
 
 
-# All options are text: what is not given then differs from what is.
+# All options are strings, so that "none" is a value of every one of them.
 HELP = {option: option.help.replace("%", "%%") for option in (*PLACES, *layer_options())}
 MoELanguageModelConfig: type = dataclasses.make_dataclass(
     "MoELanguageModelConfig",
@@ -155,23 +183,28 @@ MoELanguageModelConfig: type = dataclasses.make_dataclass(
 
 
 class ExpertParallelModel:
-    """What both models add to fairseq's."""
+    """A mixin of both models: loads checkpoints that hold all experts.
+
+    moe_layers: the layers with experts, those of the encoder first.
+    """
 
     moe_layers: list[nn.Module]
-    """The layers with experts, encoder first."""
 
     def load_state_dict(
         self, state_dict: dict[str, Any], strict: bool = True, model_cfg: Any = None, args: Any = None
     ) -> Any:
-        """As fairseq's; of a checkpoint, which holds all experts, it takes this rank's."""
+        """Loads a state dict as fairseq does, but takes only this rank's experts out of all."""
         own = own_experts(self, state_dict)
         return super().load_state_dict(own, strict, model_cfg, args)  # type: ignore[misc]
 
 
 @register_model("transformer_lm_pmoe", dataclass=MoELanguageModelConfig)
 class TransformerLanguageModelPMoE(ExpertParallelModel, TransformerLanguageModel):  # type: ignore[misc]
+    """fairseq's language model with experts in its decoder."""
+
     @classmethod
     def build_model(cls, args: Any, task: Any) -> TransformerLanguageModelPMoE:
+        """Builds the model. Raises ValueError for options that cannot work."""
         check_model(args, ("decoder",))
         model = super().build_model(args, task)
         model.moe_layers = put_experts(model.decoder, "decoder", args)
@@ -180,14 +213,18 @@ class TransformerLanguageModelPMoE(ExpertParallelModel, TransformerLanguageModel
 
 @register_model("transformer_pmoe")
 class TransformerPMoE(ExpertParallelModel, TransformerModel):  # type: ignore[misc]
+    """fairseq's translation model with experts in its encoder and decoder."""
+
     @classmethod
     def add_args(cls, parser: Any) -> None:
+        """Adds the --moe options to fairseq's."""
         super().add_args(parser)
         for option, text in HELP.items():
             parser.add_argument(option.flag, default=option.default, help=text)
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> TransformerPMoE:
+        """Builds the model. Raises ValueError for options that cannot work."""
         base_architecture(args)
         check_model(args, ("encoder", "decoder"))
         model = super().build_model(args, task)

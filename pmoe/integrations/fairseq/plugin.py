@@ -1,14 +1,15 @@
-"""Importing this registers everything with fairseq: models, criteria, and the trainer.
+"""The plugin: importing it registers models, criteria and the trainer with fairseq.
 
-fairseq's trainer already leaves parameters marked ``expert`` out of its reduction (legacy_ddp). What it does
-not do for experts that are spread over the data-parallel ranks is in `MoETrainer`: an expert's gradient holds
-all ranks' tokens, while those of dense parameters are means over ranks before fairseq multiplies all by the
-number of ranks; the norm that --clip-norm limits must count every rank's experts; and checkpoints are written
-by one rank.
+fairseq's trainer leaves parameters marked ``expert`` out of its reduction (legacy_ddp). `MoETrainer` does the
+rest for experts that are spread over the data-parallel ranks:
 
-fairseq has no registry of trainers. Its training command takes the class by its name, from the module that it
-is read in, so this is where it is replaced; for a model without experts the new one does what the old one
-does.
+- An expert's gradient is a sum over the tokens of all ranks; gradients of dense parameters are means over
+  ranks, which fairseq multiplies by the number of ranks. So experts' gradients are divided first.
+- The norm that --clip-norm limits must include the experts of every rank.
+- One rank writes checkpoints, so it must be sent all experts.
+
+fairseq has no registry of trainers. Its training command finds the class by its name in its own module, so
+the class is replaced there. For a model without experts the new trainer does the same as fairseq's.
 """
 
 from __future__ import annotations
@@ -40,19 +41,27 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 
 class NanDetectorBesideGates(NanDetector):  # type: ignore[misc]
-    """What fairseq looks for NaNs with once a step has failed. Its hooks know modules that return tensors."""
+    """fairseq's search for NaNs after a failed step, without hooks on gates.
+
+    Its hooks need modules that return tensors; a gate returns a `pmoe.Routing`.
+    """
 
     def add_hooks(self, module: nn.Module) -> None:
+        """Adds fairseq's hooks to a module, unless it is a gate."""
         if not isinstance(module, Gate):
             super().add_hooks(module)
 
 
 class MoETrainer(Trainer):  # type: ignore[misc]
-    """For other models, fairseq's trainer."""
+    """fairseq's trainer, with what experts need; for a model without experts it changes nothing.
+
+    has_experts: whether the model is one of pmoe's.
+    """
 
     has_experts: bool
 
     def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any, quantizer: Any = None) -> None:
+        """Takes fairseq's arguments. Raises ValueError for options that experts cannot be trained with."""
         self.has_experts = isinstance(model, ExpertParallelModel)
         self._gathered: dict[str, Any] | None = None
         self._is_stepping = False
@@ -70,23 +79,25 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             )
         super().__init__(cfg, task, model, criterion, quantizer)
         if self.is_spread:
-            # Each rank takes its experts from the file. Else rank 0 would send everything to everyone, as a
-            # pickled configuration that torch.load has refused since torch 2.6.
+            # Each rank reads the file and takes its experts. Otherwise rank 0 would read it and send all of
+            # it to the others, with a pickled configuration that torch.load refuses since torch 2.6.
             cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
             self.ranks: Ranks = model.moe_layers[0].fc1.ranks
-            size, num_ranks = self.ranks.size, self.data_parallel_world_size
+            size = self.ranks.size
+            num_ranks = self.data_parallel_world_size
             copies = Ranks(make_meshes(ep=size).group("edp")) if size < num_ranks else Ranks.single()
             self._reduce = MeanOverRanks(num_ranks, copies)
 
     @property
     def is_spread(self) -> bool:
-        """Whether several ranks hold the experts, each its part or a copy."""
+        """Whether the experts are on several ranks, each with a part of them or a copy."""
         return self.has_experts and self.data_parallel_world_size > 1
 
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
+        """Runs fairseq's step, then updates the biases of gates that have them."""
         self._is_stepping = True
         try:
-            # A rank that left out a batch for want of memory would leave the others waiting.
+            # fairseq skips a batch for which memory is too small. The other ranks would wait for that rank.
             logged = super().train_step(samples, raise_oom=raise_oom or self.is_spread)
         finally:
             self._is_stepping = False
@@ -96,34 +107,45 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         return logged
 
     def valid_step(self, sample: Any, raise_oom: bool = False) -> Any:
+        """Runs fairseq's validation step, which must not skip a batch on one rank alone."""
         return super().valid_step(sample, raise_oom=raise_oom or self.is_spread)
 
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
+        """Limits the norm of all gradients, experts of other ranks included; returns it, a scalar."""
         if not self.has_experts:
             return super().clip_grad_norm(clip_norm)  # type: ignore[no-any-return]
         return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=self.with_experts)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def with_experts(self, dense_norm: Tensor) -> Tensor:
-        """Sums experts' gradients over their copies and scales them as those of dense parameters are; returns
-        the norm of all gradients, those of other ranks' experts included, for the norm of the dense ones.
-        fairseq calls it when all gradients are where its optimiser reads them, and scales all of them
-        afterwards."""
+        """Reduces the experts' gradients, and returns the norm of all gradients, a scalar.
+
+        dense_norm: a scalar, the norm of the dense parameters' gradients.
+
+        Experts' gradients are summed over their copies and scaled as those of dense parameters are. The norm
+        includes the experts of other ranks. fairseq calls this when all gradients are where its optimiser
+        reads them, and scales all of them afterwards.
+        """
         gradients = [
-            each.grad for each in self.optimizer.params if hasattr(each, "expert") and each.grad is not None
+            parameter.grad
+            for parameter in self.optimizer.params
+            if hasattr(parameter, "expert") and parameter.grad is not None
         ]
         if self.is_spread:
             self._reduce(gradients)
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        experts = torch.stack([dense_norm.new_zeros(()), *norms]).double().square().sum()
+        squared_norm = torch.stack([dense_norm.new_zeros(()), *norms]).double().square().sum()
         if self.is_spread:
-            dist.all_reduce(experts)
-            experts /= self._reduce.copies.size
-        return (dense_norm.double().square() + experts).sqrt().to(dense_norm.dtype)
+            dist.all_reduce(squared_norm)
+            squared_norm /= self._reduce.copies.size
+        return (dense_norm.double().square() + squared_norm).sqrt().to(dense_norm.dtype)
 
     def consolidate_optimizer(self) -> None:
-        """Brings all experts to rank 0, which then writes them. fairseq calls it on every rank before it
-        saves, and where a step has failed: maybe on one rank only, so that nothing may be gathered there."""
+        """Gathers all experts on rank 0, for the checkpoint that it writes next.
+
+        fairseq calls it on every rank before it saves. It also calls it when a step has failed, perhaps on
+        one rank alone. Then nothing is gathered, because the others would not take part.
+        """
         super().consolidate_optimizer()
         if not self.is_spread or self._is_stepping:
             return
@@ -135,6 +157,10 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             )
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns fairseq's state dict with all experts, as `consolidate_optimizer` has gathered them.
+
+        Raises RuntimeError if that was not called before.
+        """
         state: dict[str, Any] = super().state_dict()
         if not self.has_experts:
             return state
@@ -147,6 +173,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         return state
 
     def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> None:
+        """Writes a checkpoint as fairseq does; in a failing step it warns instead, if ranks share experts."""
         if self.is_spread and self._is_stepping:
             what = "is not written: the other ranks' experts cannot be fetched in a failing step"
             logger.warning(f"{os.path.basename(filename)} {what}")
@@ -154,21 +181,23 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         super().save_checkpoint(filename, extra_state)
 
     def _build_optimizer(self) -> None:
+        """Builds fairseq's optimiser. It then loads only this rank's experts from a checkpoint."""
         super()._build_optimizer()
         if not self.is_spread:
             return
         load = self._optimizer.load_state_dict
 
         def load_own(state: dict[str, Any], overrides: Any = None) -> None:
+            """Loads this rank's part of a state dict with all experts."""
             load(own_optimizer(self._optimizer.optimizer, state, self.ranks), overrides)
 
         self._optimizer.load_state_dict = load_own
 
 
-# ---- what fairseq shall know
+# ---- registration with fairseq
 
-# Checkpoints of models that take their options from argparse hold a Namespace; where a validation's metrics
-# were arrays (--eval-bleu), they hold arrays. torch.load refuses both otherwise.
+# torch.load refuses types that it is not told are safe. Checkpoints of models with options from argparse
+# hold a Namespace. They hold arrays if a validation's metrics were arrays (--eval-bleu).
 _arrays: Any = numpy.core.multiarray  # type: ignore[attr-defined]
 torch.serialization.add_safe_globals(
     [

@@ -1,1 +1,1 @@
-"""`pmoe report`: one page about a training run, from the files that `StatsWriter` left."""
+"""`pmoe report`: a page about a training run, made from the files of `StatsWriter`."""

@@ -1,4 +1,4 @@
-"""The numbers of a run by layer and by step, and a summary of them."""
+"""The numbers of a run by layer and step, and a summary of the run."""
 
 from __future__ import annotations
 
@@ -14,55 +14,57 @@ from pmoe.integrations.report.charts import NONE, median
 from pmoe.integrations.run_folder import PASSES, TIME, Curve, Row, Run
 
 LONG_NAME = 24
-"""Characters of a layer's name that a phone has room for."""
+"""Longest layer name, in characters, for which a phone's screen has room."""
 
 COMMUNICATION = ("communication", "exposed")
 
 
 @dataclass(frozen=True)
 class History:
-    """A run's rows by layer, under short names."""
+    """Rows of a run by layer, with the short names of layers."""
 
     run: Run
     by_layer: dict[str, list[Row]]
 
     @property
     def latest(self) -> dict[str, Row]:
-        """The last row of each layer."""
+        """Last row of each layer."""
         return {name: rows[-1] for name, rows in self.by_layer.items()}
 
     @property
     def last_step(self) -> int:
+        """Last step that has any number."""
         ends: list[int] = [row.step for row in self.latest.values()]
         return max(ends + [curve.steps[-1] for curve in self.run.scalars.values()])
 
     def last(self, name: str) -> float | None:
-        """The last value of a scalar."""
+        """Returns the last value of a scalar; None if there is no scalar of this name."""
         return self.run.scalars[name].values[-1] if name in self.run.scalars else None
 
     @property
     def loss(self) -> tuple[str, Curve] | None:
-        """The scalar "loss", else the first one with "loss" in its name."""
+        """Name and curve of the scalar "loss", else of the first scalar with "loss" in its name."""
         return min(self.losses.items(), key=lambda named: named[0] != "loss", default=None)
 
     @property
     def last_losses(self) -> list[float]:
-        """The last fiftieth of its finite values, one at least; their mean is the loss of the run."""
+        """Last fiftieth of the loss's finite values, at least one. Their mean is the loss of the run."""
         finite = [value for value in self.loss[1].values if math.isfinite(value)] if self.loss else []
         return finite[-max(1, len(finite) // 50) :]
 
     @property
     def losses(self) -> dict[str, Curve]:
+        """All scalars with "loss" in their names."""
         return {name: curve for name, curve in self.run.scalars.items() if "loss" in name.lower()}
 
     @property
     def imbalance(self) -> float | None:
-        """The worst layer's latest."""
+        """Largest of the layers' latest imbalances."""
         return max((row.imbalance for row in self.latest.values() if row.imbalance is not None), default=None)
 
     @property
     def drop_rate(self) -> float | None:
-        """The latest one of all layers together."""
+        """Latest drop rate of all layers together: dropped rows / rows before any were dropped."""
         rows = self.latest.values()
         slots = [
             (row.num_slots, row.drop_rate) for row in rows if row.num_slots and row.drop_rate is not None
@@ -72,25 +74,33 @@ class History:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """The median between neighbouring statistics; pauses between sessions are seldom the median."""
+        """Median seconds per step from one set of statistics to the next.
+
+        A median, because a pause between two sessions would distort a mean.
+        """
         times = self.run.scalars.get(TIME, Curve())
         pairs = itertools.pairwise(zip(times.steps, times.values, strict=True))
         return median((b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs if b[0] > a[0])
 
     def seconds_by_step(self, name: str) -> Curve:
-        """Seconds of both passes of all layers, at the recorded steps. name: of `COMMUNICATION`."""
-        found = defaultdict[int, float](float)
+        """Seconds of both passes, summed over all layers, at the recorded steps.
+
+        name: one of `COMMUNICATION`.
+        """
+        seconds = defaultdict[int, float](float)
         for row in itertools.chain.from_iterable(self.by_layer.values()):
-            times = [each for way in PASSES if (each := getattr(row, f"{way}_{name}")) is not None]
+            times = [value for way in PASSES if (value := getattr(row, f"{way}_{name}")) is not None]
             if times:
-                found[row.step] += sum(times)
-        return Curve(sorted(found), [found[step] for step in sorted(found)])
+                seconds[row.step] += sum(times)
+        return Curve(sorted(seconds), [seconds[step] for step in sorted(seconds)])
 
     def median_seconds(self, name: str) -> float | None:
+        """Median over the recorded steps of `seconds_by_step`."""
         return median(self.seconds_by_step(name).values)
 
 
 def history_of(run: Run) -> History:
+    """Returns the rows of a run by layer. If a step has several rows of a layer, the last one counts."""
     by_layer: dict[str, dict[int, Row]] = {}
     for row in run.rows:
         by_layer.setdefault(row.layer, {})[row.step] = row
@@ -99,7 +109,8 @@ def history_of(run: Run) -> History:
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """The name of each layer on the page: long ones lose the parts at both ends that all have in common.
+    """Returns the name that each layer has on the page. Long names lose the parts at both ends that all have
+    in common.
 
     Example: "model.decoder.layers.0.feed_forward" and "model.decoder.layers.1.feed_forward" become "layer 0"
     and "layer 1".
@@ -109,8 +120,10 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
     if len(names) > 1 and max(map(len, names)) > LONG_NAME:
         shortest = min(map(len, parts))
         ahead = min(len(commonprefix(parts)), shortest - 1)
-        behind = min(len(commonprefix([each[::-1] for each in parts])), shortest - ahead - 1)
-    shortened = [".".join(each[ahead : len(each) - behind]) or "(the model)" for each in parts]
+        behind = min(len(commonprefix([name_parts[::-1] for name_parts in parts])), shortest - ahead - 1)
+    shortened = [
+        ".".join(name_parts[ahead : len(name_parts) - behind]) or "(the model)" for name_parts in parts
+    ]
     return {
         name: f"layer {short}" if short.isdecimal() else short
         for name, short in zip(names, shortened, strict=True)
@@ -118,19 +131,25 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def stretches(rows: Iterable[Row]) -> list[tuple[str, ...]]:
-    """Neighbouring steps at which a layer ran in the same way, and how: path, both n, restore pair."""
-    found = [(how, [row.step for row in group]) for how, group in itertools.groupby(rows, _how)]
-    return [(f"{steps[0]:,}" + f" – {steps[-1]:,}" * (len(steps) > 1), *how) for how, steps in found]
+    """Returns the ranges of steps over which a layer ran in the same way: (steps, path, n, n of backward,
+    restore pair).
+    """
+    groups = [(how, [row.step for row in group]) for how, group in itertools.groupby(rows, _how)]
+    return [(f"{steps[0]:,}" + f" – {steps[-1]:,}" * (len(steps) > 1), *how) for how, steps in groups]
 
 
 def _how(row: Row) -> tuple[str, ...]:
+    """Returns how a layer ran at a step, in words: path, n of both passes, restore pair."""
     n_forward, n_backward = (NONE if n is None else str(n) for n in (row.n_forward, row.n_backward))
     is_kept = row.path == "pipeline" and row.n_backward is not None
     return (row.path, n_forward, n_backward, row.restore or ("kept" if is_kept else NONE))
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """The latest numbers and the median step's seconds, as plain data; None where there is none."""
+    """Returns the latest numbers and a median step's seconds as plain data.
+
+    None stands for a number that is not known.
+    """
     history = history_of(run)
     losses = history.last_losses
     return {

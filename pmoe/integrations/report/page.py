@@ -1,6 +1,6 @@
-"""The page about a run: `report.html` has its sections and their texts; here are their numbers and charts.
+"""Makes the page about a run: numbers and charts here, sections and their texts in `report.html`.
 
-Long runs are thinned (`charts`); of many layers the later ones are folded away.
+Long runs are thinned (`charts`). If a model has many layers, the later ones are folded away.
 """
 
 from __future__ import annotations
@@ -18,29 +18,36 @@ from pmoe.integrations.report.history import COMMUNICATION, History, history_of,
 from pmoe.planner.drawing import SERIES, template
 
 SMOOTHED = 100
-"""Points of a loss: means between the least and the greatest of their neighbours show where it goes."""
+"""Number of points of a loss curve: means of neighbouring points, in a band, show the trend of a noisy loss.
+"""
 
 MAX_LINES = 6
-"""Layers that have a line of their own; of more, the median and the ends are drawn."""
+"""Largest number of layers that have a line each.
+
+For more layers, the median, largest and smallest are drawn.
+"""
 
 MAX_SHOWN = 6
-"""Heat maps that are shown at once, and half as many as lines of a table; the rest is folded away."""
+"""Number of heat maps that are not folded away. Of a table, twice as many lines are not folded away."""
 
 MAX_COLUMNS = 120
-"""Of a heat map."""
+"""Largest number of columns of a heat map."""
 
 MAX_STRETCHES = 8
-"""Of a layer, in the table of n and restore pairs."""
+"""Largest number of lines for one layer in the table of n and restore pairs."""
 
 
 def run_page(run: files.Run) -> str:
-    """The page as HTML that needs no other file. Raises ImportError without matplotlib."""
+    """Returns the page as HTML that needs no other file.
+
+    Raises ImportError if matplotlib is not installed.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ImportError(f"matplotlib draws the charts (pip install 'pmoe[report]'): {error}") from None
     history = history_of(run)
-    made = template("integrations/report/report.html").render(
+    page = template("integrations/report/report.html").render(
         title=f"pmoe report: {run.folder.resolve().name}",
         run=run,
         history=history,
@@ -59,24 +66,28 @@ def run_page(run: files.Run) -> str:
         keys=list(zip(files.TENSORS, SERIES, strict=False)),
         max_maps=MAX_SHOWN,
     )
-    return made.strip() + "\n"
+    return page.strip() + "\n"
 
 
 # ---- expert load
 
 
 def _load_charts(history: History) -> list[str]:
-    found: list[str] = []
+    """Returns charts of imbalance and of dropped rows."""
+    drawn: list[str] = []
     for whose, field in (("expert", "imbalance"), ("rank", "rank_imbalance")):
         title = f"Imbalance: rows of the busiest {whose}"
-        found += _by_layer(history, title, field, unit="over the mean", floor=1)
+        drawn += _by_layer(history, title, field, unit="over the mean", floor=1)
     if any(row.drop_rate for rows in history.by_layer.values() for row in rows):
-        found += _by_layer(history, "Dropped rows", "drop_rate", floor=0, show=charts.format_share)
-    return found
+        drawn += _by_layer(history, "Dropped rows", "drop_rate", floor=0, show=charts.format_share)
+    return drawn
 
 
 def _by_layer(history: History, title: str, field: str, **options: Any) -> list[str]:
-    """A chart with a line a layer; of many layers the median between the least and the greatest."""
+    """Returns a chart with one line for each layer.
+
+    For more than `MAX_LINES` layers the lines are their median, largest and smallest value.
+    """
     by_name: dict[str, files.Curve] = {}
     for name, rows in history.by_layer.items():
         if known := {row.step: value for row in rows if (value := getattr(row, field)) is not None}:
@@ -87,6 +98,7 @@ def _by_layer(history: History, title: str, field: str, **options: Any) -> list[
 
 
 def _of_many(title: str, by_name: Mapping[str, files.Curve], **options: Any) -> str:
+    """Returns a chart of the largest, median and smallest value over many layers."""
     values = defaultdict[int, list[float]](list)
     for curve in by_name.values():
         for step, value in zip(curve.steps, curve.values, strict=True):
@@ -104,7 +116,10 @@ def _of_many(title: str, by_name: Mapping[str, files.Curve], **options: Any) -> 
 
 
 def _heat_maps(history: History) -> list[str]:
-    """First those `MAX_SHOWN` whose last row is the most uneven, in the model's order, then the others."""
+    """Returns a heat map for each layer. The `MAX_SHOWN` layers whose last row is most uneven come first.
+
+    Within both groups, layers have the model's order.
+    """
     ran = {
         name: rows for name, rows in history.by_layer.items() if any(sum(r.tokens_per_expert) for r in rows)
     }
@@ -113,7 +128,7 @@ def _heat_maps(history: History) -> list[str]:
 
 
 def _heat_map(name: str, rows: Sequence[files.Row]) -> str:
-    """Steps are joined where there are too many: rows are added up."""
+    """Returns the heat map of a layer. If it has too many steps, neighbouring steps are added up."""
     last = rows[-1].tokens_per_expert
     rows = [row for row in rows if len(row.tokens_per_expert) == len(last)]
     starts = np.arange(0, len(rows), -(-len(rows) // MAX_COLUMNS))
@@ -123,7 +138,8 @@ def _heat_map(name: str, rows: Sequence[files.Row]) -> str:
         ratios = (summed / summed.mean(1, keepdims=True)).T
     note = ""
     if sum(last):
-        busiest, idle = last.index(max(last)), last.count(0)
+        busiest = last.index(max(last))
+        idle = last.count(0)
         share = charts.format_share(last[busiest] / sum(last))
         note = f"At step {rows[-1].step:,}: expert {busiest} has {share} of {sum(last):,} rows"
         note += f"; {idle} of {len(last)} experts have none." if idle else ", and every expert has some."
@@ -134,21 +150,24 @@ def _heat_map(name: str, rows: Sequence[files.Row]) -> str:
 
 
 def _choices(history: History) -> list[list[str]]:
-    """How layers ran, by stretches of steps; layers that always ran in the same way share their lines."""
+    """Returns lines of a table that says how layers ran over which steps.
+
+    Layers that always ran in the same way share their lines.
+    """
     names_of: dict[tuple[tuple[str, ...], ...], list[str]] = {}
     for name, rows in history.by_layer.items():
         names_of.setdefault(tuple(stretches(rows)), []).append(name)
     lines = []
-    for found, names in names_of.items():
+    for ranges, names in names_of.items():
         shown = ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]} ({len(names)} layers)"
-        left_out = len(found) - MAX_STRETCHES
+        left_out = len(ranges) - MAX_STRETCHES
         shown += f" (after {left_out} changes)" if left_out > 0 else ""
-        lines += [[shown if i == 0 else "", *each] for i, each in enumerate(found[-MAX_STRETCHES:])]
+        lines += [[shown if i == 0 else "", *cells] for i, cells in enumerate(ranges[-MAX_STRETCHES:])]
     return lines
 
 
 def _communication(history: History) -> list[str]:
-    """Charts; none where nothing travelled."""
+    """Returns charts of communication. Empty if nothing travelled."""
     names = ("something travels", "and nothing is computed")
     curves = dict(zip(names, map(history.seconds_by_step, COMMUNICATION), strict=True))
     if not any(curves[names[0]].values):
@@ -158,29 +177,29 @@ def _communication(history: History) -> list[str]:
         "the last call is in it; the exchange of row counts is not."
     )
     options: dict[str, Any] = {"floor": 0, "show": charts.format_seconds}
-    found = [charts.line_chart("Communication of a step", curves, note=note, is_filled=True, **options)]
+    drawn = [charts.line_chart("Communication of a step", curves, note=note, is_filled=True, **options)]
     for direction in files.PASSES:
         title, field = f"Exposed communication, {direction}", f"{direction}_exposed"
-        found += _by_layer(history, title, field, **options)
-    return found
+        drawn += _by_layer(history, title, field, **options)
+    return drawn
 
 
 # ---- memory
 
 
 def _tensors(history: History) -> list[tuple[str, list[int]]]:
-    """Bars: name of a layer, bytes of each of `TENSORS`."""
+    """Returns bars of memory: (name of a layer, bytes of each of `TENSORS`)."""
     rows = [(name, row) for name, row in history.latest.items() if row.T_I_bytes is not None]
-    return [(name, [getattr(row, f"{each}_bytes") or 0 for each in files.TENSORS]) for name, row in rows]
+    return [(name, [getattr(row, f"{tensor}_bytes") or 0 for tensor in files.TENSORS]) for name, row in rows]
 
 
 def _predicted(history: History) -> list[list[str]]:
-    """Lines of a table: name of a layer, restore pair, each of `PREDICTED`."""
+    """Returns lines of a table of predicted memory: name of a layer, restore pair, each of `PREDICTED`."""
     return [
         [
             name,
             row.restore or "kept",
-            *(charts.format_bytes(getattr(row, f"{each}_bytes")) for each in files.PREDICTED),
+            *(charts.format_bytes(getattr(row, f"{field}_bytes")) for field in files.PREDICTED),
         ]
         for name, row in history.latest.items()
         if row.peak_bytes is not None
@@ -191,23 +210,25 @@ def _predicted(history: History) -> list[list[str]]:
 
 
 def _losses(history: History) -> list[str]:
+    """Returns charts of the losses, each with as many lines as the theme has colours."""
     named = list(history.losses.items())
     groups = [named[i : i + len(SERIES)] for i in range(0, len(named), len(SERIES))]
     return [charts.line_chart("Loss", dict(group), max_points=SMOOTHED) for group in groups]
 
 
 def _others(history: History) -> list[str]:
+    """Returns a chart for each scalar that has no other place on the page."""
     shown = (*history.losses, files.TIME, files.POOL_PEAK, files.HOST_POOL_PEAK)
     others = {name: curve for name, curve in history.run.scalars.items() if name not in shown}
     return [charts.line_chart(name, {name: curve}) for name, curve in others.items()]
 
 
 def _as_built(run: files.Run) -> tuple[dict[str, Any], list[list[str]]]:
-    """Options that all layers have in common, and a table of the others, its header first."""
+    """Returns (options that all layers have in common, a table of the other options with its header)."""
     layers = run.sessions[-1].get("layers") or [] if run.sessions else []
     names = list(layers[0]) if layers else []
     alike = {
-        name: layers[0][name] for name in names[1:] if len({str(each.get(name)) for each in layers}) == 1
+        name: layers[0][name] for name in names[1:] if len({str(layer.get(name)) for layer in layers}) == 1
     }
     differ = [name for name in names if name not in alike]
-    return alike, [differ, *([str(each.get(name)) for name in differ] for each in layers)]
+    return alike, [differ, *([str(layer.get(name)) for name in differ] for layer in layers)]

@@ -1,7 +1,13 @@
-"""What an experts module of transformers holds, as pmoe's experts: views of its own parameters, its own
-activation, and nothing that pmoe does not know.
+"""Reads an experts module of transformers as pmoe's experts; refuses modules that pmoe does not know.
 
-Letters: E experts of this rank, M model width, I intermediate width.
+The weights are views of the module's own parameters, and the activation is the module's own:
+
+    up_proj, or gate_up_proj   w1    (E, G, M), or (E, M, G) if is_transposed
+    down_proj                  w2    (E, M, H), or (E, H, M) if is_transposed
+    *_bias                     b1, b2
+    post_expert_norm           norm
+
+Letters: E experts of this rank, M model width, H intermediate width, G = H, or 2H with a gate.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from torch.nn import functional as F
 from transformers.activations import GELUActivation, SiLUActivation
 from transformers.integrations import moe
 
-from pmoe.integrations.transformers import borrowed
+from pmoe.integrations.transformers import shared_tensors as borrowed
 
 FLAGS = {
     "has_gate": True,
@@ -24,18 +30,23 @@ FLAGS = {
     "is_transposed": False,
     "is_concatenated": True,
 }
-"""Of transformers' registry, with the value that holds where a release does not have them yet. How gate and
-up columns are mixed (is_concatenated) is the business of the module's own ``_apply_gate``."""
+"""Flags of transformers' registry, with the value that they have in releases without them.
+
+is_concatenated says how columns of gate and up are mixed. The module's own ``_apply_gate`` knows it, so pmoe
+need not.
+"""
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""dtypes of weights that are not quantised."""
 
 ADVICE = 'use experts_implementation="grouped_mm" (or "eager") for this model'
 
 
 def borrow(module: nn.Module) -> borrowed.BorrowedExperts | borrowed.NormedExperts:
-    """This module's experts, for one call. Raises ValueError where pmoe does not know how its weights lie."""
+    """Returns a module's experts, for one call. Raises ValueError if pmoe does not know its layout."""
     check(module)
-    up, has_bias = _up_name(module), _flag(module, "has_bias")
+    up = _up_name(module)
+    has_bias = _flag(module, "has_bias")
     kind, activation = _activation(module)
     stacks = borrowed.Stacks(
         w1=_tensor(module, up),
@@ -52,12 +63,12 @@ def borrow(module: nn.Module) -> borrowed.BorrowedExperts | borrowed.NormedExper
 
 
 def check(module: nn.Module) -> None:
-    """What of `borrow` can be said before there are weights."""
+    """Raises ValueError if pmoe does not know a module's layout. Checks all that does not need weights."""
     name = type(module).__name__
     if not hasattr(module, "has_bias"):
         raise ValueError(
-            f"experts module ({name}) must be of a class under @use_experts_implementation, which says how "
-            f"its weights lie: {ADVICE}"
+            f"experts module ({name}) must be of a class decorated with @use_experts_implementation, which "
+            f"says how its weights lie; otherwise {ADVICE}"
         )
     flags = inspect.signature(moe.use_experts_implementation).parameters  # of this release
     unknown = [
@@ -68,15 +79,15 @@ def check(module: nn.Module) -> None:
     ]
     if unknown:
         raise ValueError(
-            f"experts module ({name}, {', '.join(unknown)}) must have only flags that pmoe knows: {ADVICE}"
+            f"experts module ({name}, {', '.join(unknown)}) must only have flags that pmoe knows: {ADVICE}"
         )
     expected = _expected(module)
     held = {key for key, each in [*module._parameters.items(), *module._buffers.items()] if each is not None}
-    absent = [key for key in expected if not hasattr(module, key)]
-    if absent or held - expected:
+    missing = [key for key in expected if not hasattr(module, key)]
+    if missing or held - expected:
         raise ValueError(
             f"experts module ({name}) must hold {', '.join(sorted(expected))} and nothing else; it holds "
-            f"{', '.join(sorted(held))}. Where weights are quantised, load the model without "
+            f"{', '.join(sorted(held))}. If weights are quantised, load the model without "
             f"quantization_config (or with dequantize=True), or {ADVICE}"
         )
     for key in sorted(held):
@@ -84,75 +95,90 @@ def check(module: nn.Module) -> None:
         if each.dtype not in DTYPES or each.dim() != (2 if key.endswith("_bias") else 3):
             raise ValueError(
                 f"{key} of experts module ({name}) is {each.dtype} of shape {tuple(each.shape)}; it must be "
-                f"floating, stacked by expert. Where it is quantised, load the model dequantised, or {ADVICE}"
+                f"floating-point type and stacked by expert. If it is quantised, load the model dequantised, "
+                f"or {ADVICE}"
             )
     owners = {key: key.split(".")[0] for key, _ in module.named_parameters() if "." in key}
-    learnt = [key for key, of in owners.items() if of not in ("post_expert_norm", "parametrizations")]
-    if learnt:
+    learned = [key for key, of in owners.items() if of not in ("post_expert_norm", "parametrizations")]
+    if learned:
         raise ValueError(
-            f"the activation of experts module ({name}) must have no parameters ({learnt}): {ADVICE}"
+            f"the activation of experts module ({name}) must have no parameters ({learned}): {ADVICE}"
         )
 
 
 def _flag(module: nn.Module, name: str) -> bool:
+    """Returns a flag of the module, or the value of `FLAGS`."""
     return bool(getattr(module, name, FLAGS[name]))
 
 
 def _up_name(module: nn.Module) -> str:
+    """Returns the name of the module's first weight: gate_up_proj, or up_proj without a gate."""
     return "gate_up_proj" if _flag(module, "has_gate") else "up_proj"
 
 
 def _expected(module: nn.Module) -> set[str]:
+    """Returns the names of the parameters that a module with these flags has."""
     names = {_up_name(module), "down_proj"}
     return names | {f"{name}_bias" for name in names} if _flag(module, "has_bias") else names
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:
+    """Returns a parameter by its name. Raises ValueError if it is a DTensor."""
     tensor: Tensor = getattr(module, name)
     if hasattr(tensor, "to_local"):
         raise ValueError(
-            f"{name} of experts module ({type(module).__name__}) is a DTensor; its part of this rank must be "
-            'given to the experts, as DistributedConfig(ep_size=N, ep_implementation="pmoe") does'
+            f"{name} of experts module ({type(module).__name__}) is a DTensor; experts must be given this "
+            "rank's part of it: load the model with "
+            'DistributedConfig(ep_size=N, ep_implementation="pmoe")'
         )
     return tensor
 
 
 def _check_shapes(module: nn.Module, stacks: borrowed.Stacks) -> None:
+    """Raises ValueError if w1 does not fit w2: the same experts and width, G = H or 2H."""
     w1, w2 = map(stacks.out_features_first, (stacks.w1, stacks.w2))
     experts, d_model, hidden = w2.shape
-    wanted = (experts, hidden * (2 if _flag(module, "has_gate") else 1), d_model)
-    if tuple(w1.shape) != wanted:
+    shape = (experts, hidden * (2 if _flag(module, "has_gate") else 1), d_model)
+    if tuple(w1.shape) != shape:
         raise ValueError(
             f"{_up_name(module)} of experts module ({type(module).__name__}) is of shape "
             f"{tuple(stacks.w1.shape)}; beside a down_proj of {tuple(stacks.w2.shape)} it must be "
-            f"{(wanted[0], wanted[2], wanted[1]) if stacks.transposed else wanted}: {ADVICE}"
+            f"{(shape[0], shape[2], shape[1]) if stacks.transposed else shape}: {ADVICE}"
         )
 
 
 def check_same_place(module: nn.Module, **inputs: Tensor) -> None:
-    """Parameters, or inputs by name, must be where the module's first weight is, and of its type."""
-    name, first = type(module).__name__, _up_name(module)
-    wanted = _tensor(module, first)
-    for key, found in (inputs or {key: _tensor(module, key) for key in sorted(_expected(module))}).items():
-        if found.is_meta and not inputs:
+    """Raises ValueError if tensors are not on the device, or not of the dtype, of the first weight.
+
+    inputs: the tensors, by name; without any, the module's own parameters. Parameters on the meta device are
+        refused. dtypes may differ under autocast.
+    """
+    name = type(module).__name__
+    first_name = _up_name(module)
+    first_weight = _tensor(module, first_name)
+    for key, tensor in (inputs or {key: _tensor(module, key) for key in sorted(_expected(module))}).items():
+        if tensor.is_meta and not inputs:
             raise ValueError(
                 f"{key} of experts module ({name}) is on the meta device; it must hold values: load weights, "
                 "by from_pretrained or load_state_dict(..., assign=True), before the model is called"
             )
-        if found.device != wanted.device:
+        if tensor.device != first_weight.device:
             raise ValueError(
-                f"{key} of experts module ({name}) is on {found.device}; it must be where {first} is: "
-                f'model.to("{wanted.device}")'
+                f"{key} of experts module ({name}) is on {tensor.device}; it must be where {first_name} is: "
+                f'model.to("{first_weight.device}")'
             )
-        if found.dtype != wanted.dtype and not torch.is_autocast_enabled(found.device.type):
+        if tensor.dtype != first_weight.dtype and not torch.is_autocast_enabled(tensor.device.type):
             raise ValueError(
-                f"{key} of experts module ({name}) is {found.dtype}; it must be of the type of {first}: "
-                f"model.to({wanted.dtype}), or call the model under autocast"
+                f"{key} of experts module ({name}) is {tensor.dtype}; it must be of the type of "
+                f"{first_name}: model.to({first_weight.dtype}), or call the model under autocast"
             )
 
 
 def _activation(module: Any) -> tuple[type[borrowed.BorrowedExperts | borrowed.NormedExperts], Any]:
-    """The class of the experts and their activation: pmoe's own kernels where it is one of theirs."""
+    """Returns the class of the experts, and their activation: a name if pmoe has kernels for it.
+
+    Otherwise the activation is the module's own function, which autograd differentiates.
+    """
     function = getattr(module, "act_fn", None)
     name = _name_of(function)
     if _flag(module, "has_gate"):
@@ -168,7 +194,7 @@ def _activation(module: Any) -> tuple[type[borrowed.BorrowedExperts | borrowed.N
 
 
 def _name_of(activation: object) -> str | None:
-    """As pmoe calls it, None where it is none of pmoe's."""
+    """Returns pmoe's name of an activation; None if pmoe does not have it."""
     if activation is F.silu or isinstance(activation, nn.SiLU | SiLUActivation):
         return "silu"
     if activation is F.relu or isinstance(activation, nn.ReLU):

@@ -30,41 +30,46 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_module
-from pmoe.engine.recompute import is_capturing
-from pmoe.engine.replay import hidden_from_checkpoints
+from pmoe.checkpointing.replay import hidden_from_checkpoints
+from pmoe.engine.lanes.run import is_captured
 
 ATTRIBUTE = "_pmoe_padding"
 """The attribute of an experts module that holds the `CallPadding` of its model. That is no submodule or
 parameter. Copies and pickles of the model keep it."""
 
 CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
-"""Attributes of modules that hold a checkpoint function: of transformers' own layers, and of torch's
-CheckpointWrapper, which accelerate puts around layers under FSDP."""
+"""Attributes of modules that hold a checkpoint function.
+
+The first is that of transformers' own layers, the second that of torch's CheckpointWrapper, which accelerate
+puts around layers under FSDP.
+"""
 
 CACHES = ("cache", "past_key_values")
 """Names of the argument for a cache, in different releases of transformers."""
 
 
 def skip_padding(model: nn.Module) -> SkippedPadding:
-    """From the next call on, tokens that ``attention_mask`` hides go to no expert of ``model``.
+    """Keeps padding, which ``attention_mask`` hides, away from the experts of ``model``.
 
-    Their rows are not sent and not computed, their experts' output is 0, and ``tokens_per_expert`` and
-    `pmoe.stats` do not count them. Outputs and gradients of the other tokens do not change, because no token
-    attends to padding. Labels of padding must be -100. With padding on the left, the first token's label must
-    be -100 too: transformers' losses predict it from the padding before it. A second call changes nothing.
+    From the next call of the model on, rows of padding are not sent and not computed, their experts' output
+    is 0, and ``tokens_per_expert`` and `pmoe.stats` do not count them. Outputs and gradients of the other
+    tokens do not change, because no token attends to padding. A second `skip_padding` changes nothing.
+
+    Labels of padding must be -100. With padding on the left, the first token's label must be -100 too:
+    transformers' losses predict it from the padding before it.
 
     model: a model of transformers, or a module that contains one (DistributedDataParallel, PEFT). The mask
     (B, L) is the one that reaches the inner model with the experts; 0 is padding. Nothing is skipped
 
-    - where the mask is None, has four dimensions or is not as long as the call's tokens and its cache,
-    - where experts get other rows than those of the call's tokens,
-    - under another implementation of experts than "pmoe", or in a CUDA graph.
+    - if the mask is None, has four dimensions, or is not as long as the call's tokens and its cache,
+    - if experts get other rows than those of the call's tokens,
+    - with another implementation of experts than "pmoe", or in a CUDA graph.
 
     Returns a handle, whose ``remove()`` ends the skipping. Call `skip_padding` before torch.compile, and on
     every rank or on none.
 
-    Raises ValueError where no experts of transformers' registry are in ``model``, and for models whose
-    attention mixes padding into tokens (DeepSeek-V4's).
+    Raises ValueError if ``model`` has no experts of transformers' registry, and for models whose attention
+    mixes padding into tokens (DeepSeek-V4's).
 
     Example: handle = skip_padding(model)
     """
@@ -72,9 +77,10 @@ def skip_padding(model: nn.Module) -> SkippedPadding:
     owners = dict(_owners(model))
     if not any(owner is not None for owner in owners.values()):
         raise ValueError(
-            f"model ({type(model).__name__}) must be a model of transformers, or have one in it, whose "
-            "forward takes attention_mask and whose experts transformers' registry runs: give the whole one. "
-            "After a call, pmoe.integrations.transformers.layers(model) names the experts that pmoe runs"
+            f"model ({type(model).__name__}) must be or contain a model of transformers that has experts and "
+            "whose forward takes attention_mask; skip_padding found none. Pass the whole model, such as a "
+            "MixtralForCausalLM, not a layer of it. Once the model has been called, "
+            "pmoe.integrations.transformers.layers(model) names the experts that pmoe runs"
         )
     for owner in owners.values():
         _check_layers(owner)
@@ -85,13 +91,13 @@ def skip_padding(model: nn.Module) -> SkippedPadding:
 
 
 class SkippedPadding:
-    """What `skip_padding` returns. It does not keep the model alive."""
+    """The handle that `skip_padding` returns. It does not keep the model alive."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
 
     def remove(self) -> None:
-        """Padding goes to experts again, as before `skip_padding`. A second call changes nothing."""
+        """Ends the skipping: padding goes to experts again. A second call changes nothing."""
         model = self._model()
         for module in () if model is None else model.modules():
             vars(module).pop(ATTRIBUTE, None)
@@ -106,8 +112,11 @@ class SkippedPadding:
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module | None]]:
-    """Each experts module of transformers' registry, with the innermost model that contains it: that model's
-    mask fits the rows. None where this model takes no mask (an encoder of images), or there is none."""
+    """Yields each experts module of transformers' registry, with the innermost model that contains it.
+
+    That model's mask fits the rows. None instead of the model if it takes no mask (an encoder of images), or
+    if no model contains the module.
+    """
     from transformers.modeling_utils import PreTrainedModel
 
     names = dict(model.named_modules())
@@ -128,13 +137,13 @@ def _check_layers(owner: nn.Module | None) -> None:
     if compressed:
         raise ValueError(
             f"model ({type(owner).__name__}) must have no layers of {', '.join(compressed)}: they mix "
-            "padding into the tokens beside it, so that skipping it would change these. Leave skip_padding "
-            "out"
+            "padding into the tokens beside it, so skipping padding would change these tokens. Do not call "
+            "skip_padding for this model"
         )
 
 
 def _of_owner(owner: nn.Module) -> CallPadding:
-    """The `CallPadding` of a model. If there is none, makes one and registers its hooks."""
+    """Returns the `CallPadding` of a model. If there is none, makes one and registers its hooks."""
     for hook in owner._forward_pre_hooks.values():
         padding = getattr(hook, "__self__", None)
         if isinstance(padding, CallPadding):
@@ -161,7 +170,7 @@ def _remove_hooks(module: nn.Module) -> None:
 
 @functools.cache
 def _arguments(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the arguments that a class's forward takes by position, without self."""
+    """Returns the names of the arguments that a class's forward takes by position, without self."""
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
@@ -169,9 +178,9 @@ def _arguments(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 class TokenRows:
-    """Which of the T rows of a call are tokens.
+    """The rows of a call that are tokens, as opposed to padding.
 
-    is_token_T: bool, a copy, because a caller may overwrite the mask before backward.
+    is_token_T: (T,) bool. It is a copy, because a caller may overwrite the mask before backward.
     """
 
     def __init__(self, is_token_T: Tensor) -> None:
@@ -179,8 +188,10 @@ class TokenRows:
         self._tokens: Tensor | None = None
 
     def tokens(self, device: torch.device) -> Tensor | None:
-        """(N,) the rows that are tokens, in order; None where all rows are. The host waits for the device
-        once in each call of the model."""
+        """Returns (N,) int64, the rows that are tokens, in order; None if all rows are.
+
+        The host waits for the device once in each call of the model.
+        """
         if self._tokens is None:
             with torch.no_grad(), hidden_from_checkpoints():
                 self._tokens = self.is_token_T.nonzero().squeeze(1)
@@ -221,25 +232,30 @@ _calls = _Calls()
 
 
 def _rows_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TokenRows | None:
-    """The rows of a call that are tokens; None where there is no mask that fits the rows."""
-    given = dict(zip(_arguments(type(module).forward), args, strict=False)) | dict(kwargs)
-    mask = given.get("attention_mask")
-    tokens = given.get("inputs_embeds") if given.get("input_ids") is None else given.get("input_ids")
+    """Returns the rows of a call that are tokens; None if there is no mask that fits the rows.
+
+    module: the model. args, kwargs: the arguments of its forward.
+    """
+    arguments = dict(zip(_arguments(type(module).forward), args, strict=False)) | dict(kwargs)
+    mask = arguments.get("attention_mask")
+    tokens = (
+        arguments.get("inputs_embeds") if arguments.get("input_ids") is None else arguments.get("input_ids")
+    )
     if type(mask) is not Tensor or mask.dim() != 2 or mask.is_meta:
         return None
-    if not isinstance(tokens, Tensor) or tokens.dim() < 2 or is_capturing(mask.device):
+    if not isinstance(tokens, Tensor) or tokens.dim() < 2 or is_captured(mask.device):
         return None
-    cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
-    seen = 0 if cache is None else _seen(cache)
+    cache = next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
+    num_cached = 0 if cache is None else _seen(cache)
     num_sequences, num_positions = tokens.shape[:2]
     # A static cache has a count on the device, no int. Its masks have four dimensions anyway.
-    if not isinstance(seen, int) or mask.shape != (num_sequences, seen + num_positions):
+    if not isinstance(num_cached, int) or mask.shape != (num_sequences, num_cached + num_positions):
         return None
-    return TokenRows((mask[:, seen:] != 0).reshape(-1))
+    return TokenRows((mask[:, num_cached:] != 0).reshape(-1))
 
 
 def _seen(cache: Any) -> Any:
-    """How many positions a cache holds; None where it does not say, as one without layers of attention."""
+    """Returns how many positions a cache holds; None if it cannot tell, as one without attention layers."""
     try:
         return cache.get_seq_length()
     except (AttributeError, ValueError):
@@ -267,6 +283,7 @@ class Carrying:
 
 @contextmanager
 def _calls_are(rows: dict[CallPadding, TokenRows | None]) -> Iterator[None]:
+    """Makes these rows the ones of this thread, inside the block."""
     before = _calls.by_padding
     _calls.by_padding = dict(rows)
     try:
@@ -294,16 +311,19 @@ def _wrap_checkpoints(module: nn.Module) -> None:
 # ---- a call of experts
 
 RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(T, M), (T, K), (T, K) to (T, M): hidden states, indices and weights of experts to their outputs."""
+"""A function from hidden states (T, M), expert indices (T, K) and weights (T, K) to outputs (T, M)."""
 
 
 def run_tokens(
     module: nn.Module, run: RunExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """(T, M): the results of ``run`` for the rows that are tokens, and zeros for padding.
+    """Runs the rows that are tokens; returns (T, M), their results and zeros for padding.
 
-    All rows are run where the model of the experts ``module`` skips none, and where its call has another
-    number of rows.
+    module: the experts module.
+    run: computes the rows that it is given.
+    hidden_states, top_k_index, top_k_weights: (T, M), (T, K) and (T, K).
+
+    All rows are run if the model skips no padding, or if its call has another number of rows.
     """
     padding = module.__dict__.get(ATTRIBUTE)
     if padding is None:
@@ -315,6 +335,7 @@ def run_tokens(
 def _run_tokens(
     padding: CallPadding, run: RunExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
+    """Runs the rows that are tokens, outside of a compiled graph: their number is known only at run time."""
     rows = _calls.by_padding.get(padding)
     if rows is None or not all(
         each.shape[:1] == rows.is_token_T.shape for each in (hidden_states, top_k_index, top_k_weights)

@@ -1,4 +1,4 @@
-"""Which of transformers' registries this release has, and pmoe's entries in them."""
+"""Adds pmoe to the registries of transformers that the installed release has."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ import warnings
 from typing import Any
 
 EXPERTS = "transformers.integrations.moe"
+"""The module of the registry of experts implementations."""
 EXPERT_PARALLEL = "transformers.distributed.expert_parallel"
+"""The module of the registry of expert-parallel implementations."""
 
 
 def register() -> None:
-    """Adds pmoe to the registries. A second call changes nothing."""
+    """Adds "pmoe" to the registries. A second call changes nothing.
+
+    Raises ImportError without transformers, or if it is too old. Warns if it has no registry of
+    expert-parallel implementations.
+    """
     try:
         version: str = importlib.import_module("transformers").__version__
     except ImportError as error:
@@ -22,20 +28,22 @@ def register() -> None:
     release = tuple(map(int, version.split(".")[:2]))  # 5.10.0.dev0 -> (5, 10)
     if interface is None or release < (5, 7):
         raise ImportError(
-            f"transformers ({version}) must be at least 5.7, whose registry of experts implementations takes "
-            'others than its own: pip install -U "transformers>=5.23"'
+            f"transformers ({version}) must be at least 5.7: older releases have no registry to which pmoe "
+            'could add its experts implementation. pip install -U "transformers>=5.23"'
         )
     from pmoe.integrations.transformers.layers import run_module
 
-    # FP8 experts ask a registry of their own, and would not find pmoe: they are refused with a reason.
-    for each in (interface, _find("transformers.integrations.finegrained_fp8", "FP8ExpertsInterface")):
-        if each is not None:
-            each.register("pmoe", run_module)
+    # FP8 experts look into a registry of their own. pmoe is entered there too, so that its refusal of
+    # quantised weights is raised, with the reason, instead of an unknown name.
+    for registry in (interface, _find("transformers.integrations.finegrained_fp8", "FP8ExpertsInterface")):
+        if registry is not None:
+            registry.register("pmoe", run_module)
     parallel = _find(EXPERT_PARALLEL, "EPImplementationInterface")
     if parallel is None:
         warnings.warn(
-            f'transformers {version}: "pmoe" is registered as an experts implementation only, on one rank; '
-            'there is no registry of expert-parallel implementations: pip install -U "transformers>=5.23"',
+            f'transformers {version}: "pmoe" is registered as an experts implementation only, which runs on '
+            "one rank; this release has no registry of expert-parallel implementations. To spread experts "
+            'over ranks: pip install -U "transformers>=5.23"',
             stacklevel=3,
         )
         return
@@ -45,6 +53,7 @@ def register() -> None:
 
 
 def _find(module: str, name: str) -> Any:
+    """Returns an attribute of a module; None if this release has no such module or attribute."""
     try:
         return getattr(importlib.import_module(module), name, None)
     except ImportError:

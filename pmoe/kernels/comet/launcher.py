@@ -1,4 +1,4 @@
-"""One launch of a fused kernel for the ranks of this process, and what a device can run of them."""
+"""Launches a fused kernel for the ranks of this process, and decides whether a device can."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from pmoe.kernels.heap import Heap
 from pmoe.schedule.tasks import PassDirection
 
 MAX_RANKS, MAX_EXPERTS, MAX_CHUNKS = 64, 1024, 64
-"""As in cuda/comet/layout.h; chunks are of columns."""
+"""Limits of cuda/comet/layout.h. MAX_EXPERTS counts those of all ranks, MAX_CHUNKS those of columns."""
 
 SPARE_BLOCKS = "PMOE_SPARE_BLOCKS"
+"""The environment variable that says how many multiprocessors fused kernels leave to others."""
 
 
 def ranks_refusal(device: torch.device, num_ranks: int, experts: int) -> str | None:
-    """Why the fused kernels do not take so many ranks of so many experts each; None where they do."""
+    """Returns why the fused kernels do not take so many ranks of so many experts each; None if they do."""
     if num_ranks > MAX_RANKS:
-        return f"{num_ranks} ranks are more than {MAX_RANKS}"
+        return f"{num_ranks} ranks: the fused kernels take at most {MAX_RANKS}"
     if num_ranks * experts > MAX_EXPERTS:
-        return f"{num_ranks * experts} experts of all ranks are more than {MAX_EXPERTS}"
-    found, why = path(device)
-    if found is None:
+        return f"{num_ranks * experts} experts of all ranks: the fused kernels take at most {MAX_EXPERTS}"
+    code, why = path(device)
+    if code is None:
         return why
-    words = int(path_facts(found == "sm_90a")["board_words"])
+    words = int(path_facts(code == "sm_90a")["board_words"])
     if (num_ranks + 1) * experts > words:
-        return (
-            f"({num_ranks} ranks + 1) x {experts} experts are more than the {words} that a block has room for"
-        )
+        return f"({num_ranks} ranks + 1) x {experts} experts must be at most {words}, the room in a block"
     return None
 
 
 def loading_refusal(device: torch.device, num_ranks: int) -> str | None:
-    """Why kernels of several processes must not wait for each other in this one; None where they may.
+    """Returns why kernels of several processes must not wait for each other; None if they may.
 
-    A kernel that is loaded at its first launch may wait for what runs: for a fused kernel, which waits for a
-    rank that waits for this one's next launch.
+    By default CUDA loads a kernel at its first launch, and that may wait until running kernels have ended. A
+    running fused kernel may wait for a peer, which waits for this process's next launch: none of them would
+    end.
     """
     if num_ranks == 1 or device.type != "cuda" or extension.module().loads_eagerly():
         return None
@@ -54,15 +54,17 @@ def loading_refusal(device: torch.device, num_ranks: int) -> str | None:
 
 @functools.cache
 def path_facts(hopper: bool) -> dict[str, int]:
-    """ "tile_rows" and "tile_columns" of a path's kernels; "board_words": see `ranks_refusal`."""
+    """Returns "tile_rows" and "tile_columns" of a path's kernels, and "board_words" (see `ranks_refusal`)."""
     facts: dict[str, int] = extension.module().comet_path(hopper)
     return facts
 
 
 def spare_blocks(num_ranks: int = 1) -> int:
-    """Multiprocessors that are left to other kernels: $PMOE_SPARE_BLOCKS, else SPARE, or 0 for one rank.
+    """Returns how many multiprocessors fused kernels leave to other kernels.
 
-    See `pmoe.comm.heap.providers`. Raises ValueError for a variable that is not a whole number.
+    It is $PMOE_SPARE_BLOCKS; without the variable SPARE, or 0 for one rank. See `pmoe.comm.heap.providers`.
+
+    Raises ValueError if the variable is not a whole number.
     """
     text = os.environ.get(SPARE_BLOCKS, "0" if num_ranks == 1 else str(SPARE))
     if not text.isdecimal():
@@ -71,7 +73,7 @@ def spare_blocks(num_ranks: int = 1) -> int:
 
 
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device."""
+    """Returns the number of multiprocessors of a CUDA device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -79,25 +81,29 @@ def processors(device: torch.device) -> int:
 
 
 MAX_VIRTUAL = 4
-"""Ranks of one launch, as in cuda/comet/fused.h."""
+"""The most ranks of one launch, as in cuda/comet/fused.h."""
 
 FusedKernel = Literal["dispatch", "combine"]
 
 KERNELS: dict[FusedKernel, int] = {"dispatch": 0, "combine": 1}
-"""`Kernel` of cuda/comet/launch.h."""
+"""Codes of `Kernel` of cuda/comet/launch.h."""
 
-COLUMNS, RULE_COLUMNS = 256, 512
-"""A chunk of the combining kernel is a multiple of so many columns; as many as where nothing is measured."""
+COLUMNS = 256
+"""`Division.chunk_columns` is a multiple of it."""
+
+RULE_COLUMNS = 512
+"""`Division.chunk_columns` if nothing was measured."""
 
 
 @dataclass(frozen=True, order=True)
 class Division:
-    """How a fused kernel's thread blocks are divided.
+    """How a fused kernel's thread blocks are divided between communication and computation.
 
-    n_c: blocks that communicate; the others compute. chunk_columns: T_N, the columns that the combining
-    kernel finishes before they leave, a multiple of 256; the dispatching kernel has no use for it.
+    n_c: number of blocks that communicate. The others compute.
+    chunk_columns: columns that the combining kernel finishes before it sends them (T_N in the paper), a
+        multiple of 256. The dispatching kernel does not use it.
 
-    Raises TypeError or ValueError for an n_c below 1, and for chunk_columns that are no multiple of 256.
+    Raises TypeError or ValueError if n_c is below 1 or chunk_columns is not a multiple of 256.
     """
 
     n_c: int
@@ -110,11 +116,18 @@ class Division:
 
 
 Divide = Callable[[FusedKernel, PassDirection], Division]
-"""The division point of a launch; the same on every rank."""
+"""A function (kernel, direction) that returns the division of a launch. It must be the same on every rank."""
 
 
 class Launcher:
-    """Launches for the ranks that this process runs, by their heaps, each divided as ``divide`` says."""
+    """Launches fused kernels for the ranks that this process runs.
+
+    heaps: the heap of each of these ranks.
+    divide: returns the division of each launch.
+    device, hopper: where the kernels run, and whether as sm_90a code.
+    blocks: thread blocks of each rank.
+    tile_columns: columns of a tile of a product.
+    """
 
     heaps: tuple[Heap, ...]
     divide: Divide
@@ -124,17 +137,21 @@ class Launcher:
     tile_columns: int
 
     def __init__(self, heaps: Sequence[Heap], divide: Divide) -> None:
-        """Raises ValueError where there are more ranks than a launch takes, or none."""
+        """Raises ValueError if the device cannot run the kernels, or if there are 0 or too many ranks."""
         if not 1 <= len(heaps) <= MAX_VIRTUAL:
-            raise ValueError(f"heaps ({len(heaps)}) must be 1 to {MAX_VIRTUAL}: the ranks of one launch")
-        self.heaps, self.divide, self.device = tuple(heaps), divide, heaps[0].device
+            raise ValueError(
+                f"heaps ({len(heaps)}) must be 1 to {MAX_VIRTUAL}, one for each rank of the launch"
+            )
+        self.heaps = tuple(heaps)
+        self.divide = divide
+        self.device = heaps[0].device
         shape = heaps[0].shape
-        found, why = path(self.device)
+        code, why = path(self.device)
         why = why or ranks_refusal(self.device, shape.num_ranks, shape.experts)
         if why is not None:
             raise ValueError(f"the fused kernels cannot run: {why}")
-        self.hopper = found == "sm_90a"
-        # Virtual ranks wait for nobody outside their launch.
+        self.hopper = code == "sm_90a"
+        # Ranks of one launch do not wait for other processes, so together they count as one.
         spare = spare_blocks(shape.num_ranks // len(heaps))
         self.blocks = (processors(self.device) - spare) // len(heaps)
         if self.blocks < 2:
@@ -154,7 +171,11 @@ class Launcher:
         epilogue: int = PLAIN,
         activation: int = 0,
     ) -> None:
-        """ranks: for each rank the fields of cuda/comet/read.h that are the launch's own; see `launches`."""
+        """Launches one kernel.
+
+        ranks: for each rank the fields of cuda/comet/read.h that only this launch needs; see `launches`.
+        epilogue, activation: what follows the product, as codes of `pmoe.kernels.gemm`.
+        """
         division = self.divide(kernel, direction)
         extension.module().comet(
             **self.begin(is_round=kernel == "dispatch"),
@@ -164,14 +185,19 @@ class Launcher:
             epilogue=epilogue,
             activation=activation,
             ranks=[
-                {**self.rank_fields(heap), **self._divided(division, own), **own}
-                for heap, own in zip(self.heaps, ranks, strict=True)
+                {**self.rank_fields(heap), **self._divided(division, fields), **fields}
+                for heap, fields in zip(self.heaps, ranks, strict=True)
             ],
         )
 
     def begin(self, *, is_round: bool = True) -> dict[str, int]:
-        """Device, stream, type and blocks of the next launch, which comes behind all earlier ones with these
-        heaps. is_round: a new round begins. Raises HeapError for a broken heap."""
+        """Returns device, stream, element type and blocks of the next launch, ordered after all earlier ones.
+
+        is_round: whether the launch begins a new round, as dispatch does. Combine belongs to the round of its
+            dispatch.
+
+        Raises HeapError for a broken heap.
+        """
         stream = _stream_behind(self.heaps, self.device)
         for heap in self.heaps:
             heap.raise_if_failed()
@@ -181,13 +207,16 @@ class Launcher:
         return {"device": self.device.index or 0, "stream": stream, "element": element, "blocks": self.blocks}
 
     def _divided(self, division: Division, own: dict[str, int]) -> dict[str, int]:
-        """A rank that computes nothing communicates with all its blocks."""
+        """Returns a rank's division as fields.
+
+        A rank that computes nothing communicates with all its blocks.
+        """
         n_c = max(1, min(division.n_c, self.blocks - 1)) if own["computes"] else self.blocks
         columns = chunk_columns(division, self.heaps[0].shape.d_model, self.tile_columns)
         return {"n_c": n_c, "chunk_columns": columns, "local_experts": self.heaps[0].shape.experts}
 
     def rank_fields(self, heap: Heap) -> dict[str, int]:
-        """The fields that every launch gives for a rank; those of cuda/comet/read.h, too."""
+        """Returns the fields of a rank that every launch needs, by their names in cuda/comet/read.h."""
         shape = heap.shape
         return {
             "ranks": shape.num_ranks,
@@ -205,24 +234,30 @@ class Launcher:
 
 
 def chunk_columns(division: Division, columns: int, tile_columns: int) -> int:
-    """Columns that are sent at a time: whole tiles, and at most 64 chunks.
+    """Returns how many columns are sent at a time: whole tiles, and so many that there are at most 64 chunks.
 
-    Example: chunks of 200 of 600 columns, in tiles of 128 -> 256; of 1000 -> 640, all that there are.
+    columns: of the result. tile_columns: of a tile.
+
+    Example: in tiles of 128, division.chunk_columns 200 of 600 columns -> 256; 1000 of 600 -> 640, all there
+        are.
     """
-    every = -(-columns // tile_columns) * tile_columns
-    min_columns = max(division.chunk_columns, -(-every // MAX_CHUNKS))
-    return min(-(-min_columns // tile_columns) * tile_columns, every)
+    all_columns = -(-columns // tile_columns) * tile_columns
+    min_columns = max(division.chunk_columns, -(-all_columns // MAX_CHUNKS))
+    return min(-(-min_columns // tile_columns) * tile_columns, all_columns)
 
 
 _last_stream: weakref.WeakKeyDictionary[Heap, torch.cuda.Stream] = weakref.WeakKeyDictionary()
 
 
 def _stream_behind(heaps: Sequence[Heap], device: torch.device) -> int:
-    """The current stream, behind whatever was launched with these heaps: their rounds follow each other."""
+    """Returns the current stream, made to wait for earlier launches with these heaps on other streams.
+
+    Rounds of a heap must follow each other.
+    """
     stream = torch.cuda.current_stream(device)
     for heap in heaps:
-        before = _last_stream.get(heap)
-        if before is not None and before != stream:
-            stream.wait_stream(before)
+        last_stream = _last_stream.get(heap)
+        if last_stream is not None and last_stream != stream:
+            stream.wait_stream(last_stream)
         _last_stream[heap] = stream
     return int(stream.cuda_stream)

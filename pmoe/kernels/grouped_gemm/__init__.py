@@ -1,9 +1,19 @@
-"""Grouped products with what follows them fused: rows sorted by expert times that expert's matrix.
+"""Grouped products, fused with the operations that follow: rows sorted by expert times that expert's matrix.
 
-Expert e owns rows ends[e - 1] to ends[e], and ends[E - 1] is N: group sizes stay on the device, and the host
-waits for nothing. `product` and `hidden` may gather rows: row r of the N is then row slot[r] // K of the
-tokens, so that the dispatched rows (T_DI) need not exist. Gradients take rows in place. The kernels are in
-cuda/grouped_gemm; without them, or on the CPU, `reference` computes.
+    products    the products, by the kernels of cuda/grouped_gemm or by `reference`; no gradients
+    operators   the same with gradients, as torch operators
+    launch      one launch
+    checks      what operands must be
+
+Expert e owns the rows from ends[e - 1] to ends[e], and ends[E - 1] is N. The ends stay on the device, so the
+host waits for nothing:
+
+    ends     2         2         5
+    rows     0 1       -         2 3 4
+    expert   0         1         2
+
+`product` and `hidden` may gather their rows from tokens: row r of the N is then row slot[r] // K of the
+tokens, and the dispatched rows (T_DI) need not exist. Gradients take rows that are in place.
 
 Letters: N rows, E experts, K choices, S slots, I in-features, O out-features, M = d_model, H = d_hidden,
 G = H or 2H rows of w1.

@@ -1,4 +1,7 @@
-"""Which rows a grouped product takes, and what its operands must be. Every check raises ValueError."""
+"""Checks on the operands of grouped products, and the slots by which rows are gathered.
+
+Every check raises ValueError.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,12 @@ from pmoe.kernels.operands import MAX_ROWS, check_floating, check_tensor
 
 
 class RowSlots(NamedTuple):
-    """Which slot each of N rows is; slot s is of token s // top_k. Weights of rows are then by slot, (T*K,).
+    """The slot of each of N rows. Slot s belongs to token s // top_k.
 
     slot_N: (N,) int32, below T*K.
+    top_k: K.
+
+    Weights of rows are then given by slot, (T*K,).
     """
 
     slot_N: Tensor
@@ -32,7 +38,12 @@ def check_operands(
     bias: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> int:
-    """N, the number of rows. columns: which of the weight's dimensions the rows have as columns."""
+    """Checks the operands of a product and returns N, the number of rows.
+
+    columns: which dimension of the weight the rows have as columns: 2 for a product, 1 for its input
+        gradient.
+    slots, gathered: whether rows are tokens, of which ``slots`` says which to gather.
+    """
     check_tensor("weight", weight, shape=("E", "O", "I"))
     check_floating("weight", weight)
     check_tensor("rows", rows, shape=("rows", "columns"))
@@ -49,7 +60,8 @@ def check_operands(
     if bias is not None:
         check_tensor("bias", bias, shape=weight.shape[:2], dtypes=[weight.dtype], device=weight.device)
     if scale is not None:
-        # By slot where there are slots: one for every slot of the tokens, or for N at least.
+        # With slots the scale is by slot. If rows are gathered, it has a number for each slot of the tokens.
+        # If they are in place, the number of tokens is unknown, and it must have at least N numbers.
         check_tensor("scale", scale, shape=("N",), device=rows.device)
         check_floating("scale", scale)
         count = rows.shape[0] * slots.top_k if slots is not None and gathered else num_rows
@@ -60,23 +72,28 @@ def check_operands(
 
 
 def check_rows(name: str, rows: Tensor, shape: tuple[int | str, int | str], like: Tensor) -> None:
-    """Rows of the type and on the device of ``like``, at most 2**31 - 1 of them."""
+    """Raises ValueError unless rows have this shape, and the dtype and device of ``like``.
+
+    They must be at most 2**31 - 1.
+    """
     check_tensor(name, rows, shape=shape, dtypes=[like.dtype], device=like.device)
     if rows.shape[0] > MAX_ROWS:
-        raise ValueError(f"{name} of {rows.shape[0]} rows must have at most {MAX_ROWS}: places are int32")
+        raise ValueError(f"{name} of {rows.shape[0]} rows must have at most {MAX_ROWS}: positions are int32")
 
 
 def hidden_width(num_hidden: int, activation: str) -> int:
-    """H of w1's H or 2H rows."""
+    """Returns H from the number of w1's rows, which is H, or 2H for swiglu."""
     if activation != "swiglu":
         return num_hidden
     if num_hidden % 2:
-        raise ValueError(f"weight of {num_hidden} rows an expert must have an even number for swiglu")
+        raise ValueError(
+            f"weight has {num_hidden} rows for each expert: swiglu needs an even number, two halves"
+        )
     return num_hidden // 2
 
 
 def weight_gradient_shape(grad: Tensor, rows: Tensor, ends_E: Tensor) -> tuple[int, int, int]:
-    """(E, O, I), of checked operands."""
+    """Returns (E, O, I) after checking the operands."""
     check_rows("grad", grad, ("rows", "O"), rows)
     check_rows("rows", rows, ("rows", "I"), grad)
     if grad.shape[0] != rows.shape[0]:

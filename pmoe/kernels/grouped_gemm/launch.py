@@ -17,14 +17,20 @@ from pmoe.kernels.grouped_gemm.checks import RowSlots
 from pmoe.warn import warn_once
 
 SHARING = 0
-"""`Sharing` of cuda/grouped_gemm/launch.h: of two blocks on Hopper, 1 nothing, 2 B, 3 A, 0 by rule."""
+"""How the two blocks of a cluster share operands on Hopper: `Sharing` of cuda/grouped_gemm/launch.h.
+
+0 chooses by rule, 1 shares nothing, 2 shares B, 3 shares A.
+"""
 
 _spare = ContextVar("multiprocessors that products leave free in this thread", default=0)
 
 
 @contextlib.contextmanager
 def beside_communication(spare: int = SPARE) -> Iterator[None]:
-    """In the block products leave so many multiprocessors free, and take tiles as their blocks start."""
+    """Makes products in the block leave multiprocessors free for communication beside them.
+
+    spare: how many. Blocks of a product then take tiles as they start: a block that starts late takes fewer.
+    """
     token = _spare.set(spare)
     try:
         yield
@@ -33,20 +39,21 @@ def beside_communication(spare: int = SPARE) -> Iterator[None]:
 
 
 def path_for(device: torch.device, dtype: torch.dtype, **columns: int) -> str | None:
-    """The path that computes these operands; None on the CPU, and where there are no kernels (warns once).
+    """Returns which code computes these operands ("sm_90a" or "sm_80"), or None if the reference must.
 
-    Raises ValueError for operands that do not fit the kernels that there are.
+    It is None on the CPU, and on a device without kernels, which warns once. Raises ValueError for operands
+    that do not fit the kernels that there are.
     """
     if device.type != "cuda":
         return None
-    found, why = path(device)
-    if found is None:
+    code, why = path(device)
+    if code is None:
         warn_once(f"grouped products are computed without pmoe's kernels: {why}", for_each_reason=True)
         return None
     why = misfit(dtype, **columns)
     if why is not None:
         raise ValueError(f"grouped product: {why}")
-    return found
+    return code
 
 
 def launch(
@@ -58,7 +65,14 @@ def launch(
     epilogue: int = PLAIN,
     **fields: Any,
 ) -> None:
-    """On the current stream. kernels: of `path_for`. fields: as cuda/grouped_gemm/bind.cpp names them."""
+    """Launches a product on the current stream.
+
+    kernels: the result of `path_for`.
+    form, epilogue: codes of `pmoe.kernels.gemm`.
+    like: a tensor with the operands' dtype and device.
+    ends: (E,), the running sum of rows by expert.
+    fields: the other arguments, by their names in cuda/grouped_gemm/bind.cpp.
+    """
     if spare := _spare.get():
         next_tile = torch.zeros(1, dtype=torch.int32, device=like.device)
         fields |= {"spare": spare, "next_tile": next_tile.data_ptr()}

@@ -1,4 +1,4 @@
-"""The grouped products as ``torch.library`` operators: fakes for tracing, and gradients."""
+"""The grouped products as ``torch.library`` operators, with gradients, and fakes for tracing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def _save_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _product_backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
     rows, weight, ends = ctx.saved_tensors
-    grad_NO, (needs_rows, needs_weight, _, needs_bias) = grad_NO.contiguous(), ctx.needs_input_grad
+    grad_NO = grad_NO.contiguous()
+    needs_rows, needs_weight, _, needs_bias = ctx.needs_input_grad
     return (
         input_gradient_op(grad_NO, weight, ends) if needs_rows else None,
         weight_gradient_op(grad_NO, rows, ends) if needs_weight else None,
@@ -64,7 +65,7 @@ def _product_backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
 product_op.register_autograd(_product_backward, setup_context=_save_product)
 
 
-# ---- with gradients. What a launch of `product` fuses is an operation of its own here
+# ---- products with gradients. Gathering, scale and nonlinearity are operations of their own here, not fused
 
 
 def grouped_product(
@@ -77,17 +78,17 @@ def grouped_product(
     slots: RowSlots | None = None,
     gathered: bool = False,
 ) -> Tensor:
-    """`product` with gradients of rows, weight, bias and scale; ends[E - 1] must be N.
+    """Computes `product`, (N, O), with gradients of rows, weight, bias and scale. ends[E - 1] must be N.
 
-    Gathered rows and products are in memory of their own, and a scaled product is rounded twice.
+    Gathered rows and unscaled products take memory of their own, and a scaled product is rounded twice.
     """
     num_rows = check_operands(
         rows, weight_EOI, ends_E, 2, slots=slots, gathered=gathered, bias=bias_EO, scale=scale
     )
     if gathered and slots is not None:
         rows = permute(rows, _positions(slots, rows.shape[0]), num_rows)
-    found: Tensor = product_op(rows, weight_EOI, ends_E, bias_EO)
-    return found if scale is None else (found * by_row(scale, slots).unsqueeze(1)).to(found.dtype)
+    result: Tensor = product_op(rows, weight_EOI, ends_E, bias_EO)
+    return result if scale is None else (result * by_row(scale, slots).unsqueeze(1)).to(result.dtype)
 
 
 def grouped_hidden(
@@ -99,28 +100,32 @@ def grouped_hidden(
     bias_EG: Tensor | None = None,
     slots: RowSlots | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`hidden` with gradients of rows (gathered where slots are given), weight and bias."""
+    """Computes `hidden`, T_M (N, G) and the activated hidden (N, H), with gradients.
+
+    Rows are gathered if slots are given. Gradients are those of rows, weight and bias.
+    """
     activation_code(activation)
     hidden_width(weight_EGI.shape[1], activation)
     gathered = slots is not None
-    found = grouped_product(rows, weight_EGI, ends_E, bias_EO=bias_EG, slots=slots, gathered=gathered)
-    return found, activate(activation, found)
+    hidden_NG = grouped_product(rows, weight_EGI, ends_E, bias_EO=bias_EG, slots=slots, gathered=gathered)
+    return hidden_NG, activate(activation, hidden_NG)
 
 
 def _positions(slots: RowSlots, num_tokens: int) -> Tensor:
-    """(T, K): the row of each slot, N for a slot without one."""
-    slot_N, num_rows = slots.slot_N, slots.slot_N.shape[0]
+    """Returns (T, K): the row of each slot, or N for a slot that has no row."""
+    slot_N = slots.slot_N
+    num_rows = slots.slot_N.shape[0]
     position = torch.full((num_tokens * slots.top_k,), num_rows, dtype=torch.int32, device=slot_N.device)
     order = torch.arange(num_rows, dtype=torch.int32, device=slot_N.device)
     return position.scatter(0, slot_N.long(), order).view(num_tokens, slots.top_k)
 
 
 def sum_by_expert(rows_NO: Tensor, ends_E: Tensor, weight_N: Tensor | None = None) -> Tensor:
-    """(E, O): for each expert the sum of its rows, each times its weight where there are weights.
+    """Returns (E, O): the sum of each expert's rows, each times its weight if there are weights.
 
-    The order of the sum is fixed, where atomic adds would have none: it is a product with a column.
+    It is a product with a column of ones or weights, which sums in a fixed order. Atomic adds would not.
     """
-    column = rows_NO.new_zeros(rows_NO.shape[0], 8)  # 16 bytes a row
+    column = rows_NO.new_zeros(rows_NO.shape[0], 8)  # 8 columns, because kernels need 16 bytes a row
     column[:, 0] = 1 if weight_N is None else weight_N
-    summed: Tensor = weight_gradient_op(rows_NO, column, ends_E)  # an operator, for tracing
+    summed: Tensor = weight_gradient_op(rows_NO, column, ends_E)  # the operator, so that it can be traced
     return summed[:, :, 0]

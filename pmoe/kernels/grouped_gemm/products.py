@@ -1,4 +1,4 @@
-"""The grouped products, by the kernels or the reference. No gradients: `operators` has them."""
+"""The grouped products, computed by the kernels or the reference. They have no gradients: see `operators`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,17 @@ def product(
     out: Tensor | None = None,
     form: int = FORWARD,
 ) -> Tensor:
-    """(rows weight[e]^T + bias[e]) * scale for the rows of each expert e, (N, O), rounded once.
+    """Returns (rows weight[e]^T + bias[e]) * scale for the rows of each expert e: (N, O), rounded once.
 
-    rows: (N, I); if gathered, of tokens: row r of the N is rows[slot[r] // top_k].
+    rows: (N, I), or (T, I) tokens if gathered: row r of the N is then rows[slot[r] // top_k].
+    weight_EOI: (E, O, I).
     ends_E: (E,) int32, the running sum of rows by expert. Rows behind ends[E - 1] are left alone.
-    scale: (N,) float32, by slot where slots are given.
-    out: (N, O), whose rows may lie apart.
-    form: INPUT multiplies by weight[e] itself, as `input_gradient`; it takes no slots.
+    bias_EO: (E, O), or None.
+    scale: (N,) float32, by row; by slot if slots are given.
+    slots: the slot of each row.
+    gathered: whether rows are tokens.
+    out: (N, O), memory for the result, whose rows may lie apart; None allocates it.
+    form: INPUT multiplies by weight[e] itself, as `input_gradient` does; it takes no slots.
 
     Raises ValueError for operands that do not fit. `grouped_product` has a gradient.
     """
@@ -65,7 +69,7 @@ def product(
 def input_gradient(
     grad_NO: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, out: Tensor | None = None
 ) -> Tensor:
-    """grad weight[e] for the rows of each expert e, (N, I)."""
+    """Returns grad weight[e] for the rows of each expert e: (N, I)."""
     return product(grad_NO, weight_EOI, ends_E, out=out, form=INPUT)
 
 
@@ -81,10 +85,13 @@ def hidden(
     active: Tensor | None = None,
     keep: bool = True,
 ) -> tuple[Tensor | None, Tensor]:
-    """T_M = rows weight[e]^T + bias[e], (N, G), and the activated hidden, (N, H), of the rounded T_M.
+    """Returns T_M = rows weight[e]^T + bias[e], (N, G), and its activated hidden, (N, H).
 
-    slots: rows are gathered by them. keep: False computes T_M without storing it, and returns None for it.
-    The rest is as in `product`.
+    slots: if given, rows are tokens, gathered by them.
+    out, active: memory for the two results; None allocates it.
+    keep: False computes T_M without storing it, and returns None for it.
+
+    The activated hidden is computed from T_M as it was rounded. The other arguments are those of `product`.
     """
     code = activation_code(activation)
     gathered = slots is not None
@@ -129,15 +136,17 @@ def hidden_gradient(
     out: Tensor | None = None,
     active: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The way back through an expert's second product and its nonlinearity: three tensors.
+    """Goes back through an expert's second product and its nonlinearity. Returns three tensors:
 
-        dT_M (N, G), times scale
-        the activated hidden (N, H), times scale if ``weighs_active``
-        <activated hidden, grad w2[e]> (N,) float32: the routing weights' gradients but for <grad, b2>
+        dT_M                            (N, G)           times scale
+        the activated hidden            (N, H)           times scale if ``weighs_active``
+        <activated hidden, grad w2[e]>  (N,) float32     the routing weights' gradients, without <grad, b2>
 
-    grad: dT_DO before the routing weight is multiplied in. weight: w2. hidden: T_M. scale: float32, the
-    routing weights.
-    out: may be hidden itself, and active the first columns of hidden.
+    grad_NM: (N, M), dT_DO before it is multiplied by the routing weight.
+    weight_EMH: w2.
+    hidden_NG: T_M.
+    scale_N: (N,) float32, the routing weights.
+    out, active: memory for the first two. out may be hidden itself, or active the first columns of hidden.
     """
     code = activation_code(activation)
     num_rows = checks.check_operands(grad_NM, weight_EMH, ends_E, 1, scale=scale_N)
@@ -182,13 +191,16 @@ def weight_gradient(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """grad[rows of e]^T rows[rows of e] for each expert e, (E, O, I); zero for an expert without rows.
+    """Returns grad[rows of e]^T rows[rows of e] for each expert e: (E, O, I).
 
-    out: contiguous, of the rows' type or float32; with ``accumulate`` float32, and the products are added
-    to it.
+    It is zero for an expert without rows.
+
+    out: (E, O, I), contiguous, of the rows' dtype or float32; None allocates it.
+    accumulate: adds the products to ``out``, which must be float32.
     """
     shape = checks.weight_gradient_shape(grad_NO, rows_NI, ends_E)
-    num_rows, device = rows_NI.shape[0], rows_NI.device
+    num_rows = rows_NI.shape[0]
+    device = rows_NI.device
     if out is None:
         if accumulate:
             raise ValueError("accumulate (True) must be False without out: there is nothing to add to")
@@ -209,6 +221,6 @@ def weight_gradient(
 
 
 def _check_scale_memory(scale: Tensor | None) -> None:
-    """As the kernels read it: float32 without gaps, at any address."""
+    """Raises ValueError unless a scale is as kernels read it: float32 and contiguous, at any address."""
     if scale is not None and scale.numel():
         check_tensor("scale", scale, dtypes=[torch.float32], contiguous=True)

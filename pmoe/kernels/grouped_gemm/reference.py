@@ -1,4 +1,4 @@
-"""The plain definition of every grouped product, for any type and device. `ends_E` is read on the host."""
+"""The plain definition of every grouped product, for any dtype and device. It reads `ends_E` on the host."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from pmoe.kernels.grouped_gemm.checks import RowSlots
 
 
 def gather(rows: Tensor, slots: RowSlots | None, gathered: bool) -> Tensor:
-    """The N rows, of the tokens' where they are gathered."""
+    """Returns the N rows: gathered from tokens by slots, or the rows themselves."""
     if not gathered or slots is None:
         return rows
     return rows.index_select(0, slots.slot_N.long() // slots.top_k)
 
 
 def by_row(scale: Tensor, slots: RowSlots | None) -> Tensor:
-    """(N,), of what is by slot where there are slots."""
+    """Returns the scale of each row, (N,), from a scale that is by slot if there are slots."""
     return scale if slots is None else scale.index_select(0, slots.slot_N.long())
 
 
 def product(
     rows: Tensor, weight_EOI: Tensor, ends_E: Tensor, bias: Tensor | None, scale_N: Tensor | None, out: Tensor
 ) -> Tensor:
-    """out (N, O) = (rows weight[e]^T + bias[e]) * scale, rounded once."""
+    """Fills out (N, O) with (rows weight[e]^T + bias[e]) * scale, rounded once."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     scale_N = None if scale_N is None else scale_N.to(wide)
     for expert, at in _groups(ends_E):
-        found = rows[at].to(wide) @ weight_EOI[expert].t().to(wide)
+        result = rows[at].to(wide) @ weight_EOI[expert].t().to(wide)
         if bias is not None:
-            found = found + bias[expert].to(wide)
-        out[at] = (found if scale_N is None else found * scale_N[at].unsqueeze(1)).to(out.dtype)
+            result = result + bias[expert].to(wide)
+        out[at] = (result if scale_N is None else result * scale_N[at].unsqueeze(1)).to(out.dtype)
     return out
 
 
@@ -49,21 +49,22 @@ def hidden_gradient(
     out: Tensor,
     active: Tensor,
 ) -> Tensor:
-    """The inner products (N,); fills out (N, G) and active (N, H)."""
+    """Fills out (N, G) and active (N, H), and returns the inner products (N,); see `products`."""
     wide = torch.promote_types(grad.dtype, torch.float32)
-    of_active, transposed = active.new_empty(active.shape, dtype=wide), weight_EMH.transpose(1, 2).to(wide)
-    product(grad.to(wide), transposed, ends_E, None, None, of_active)
+    grad_active = active.new_empty(active.shape, dtype=wide)
+    transposed = weight_EMH.transpose(1, 2).to(wide)
+    product(grad.to(wide), transposed, ends_E, None, None, grad_active)
     row_scale = scale_N.to(wide).unsqueeze(1)
     value = activate(activation, hidden_NG.to(wide))
-    gradient = slope(activation, hidden_NG.to(wide), of_active * row_scale)
-    dot_N = (value * of_active).sum(1)
+    gradient = slope(activation, hidden_NG.to(wide), grad_active * row_scale)
+    dot_N = (value * grad_active).sum(1)
     active.copy_(value * row_scale if weighs_active else value)
     out.copy_(gradient)
     return dot_N
 
 
 def weight_gradient(grad: Tensor, rows: Tensor, ends_E: Tensor, out: Tensor, accumulate: bool) -> Tensor:
-    """out (E, O, I) = grad[rows of e]^T rows[rows of e], or added to it."""
+    """Fills out (E, O, I) with grad[rows of e]^T rows[rows of e], or adds it."""
     if not accumulate:
         out.zero_()
     for expert, at in _groups(ends_E):
@@ -72,7 +73,7 @@ def weight_gradient(grad: Tensor, rows: Tensor, ends_E: Tensor, out: Tensor, acc
 
 
 def activate(activation: str, hidden_NG: Tensor) -> Tensor:
-    """The activated hidden (N, H), of the hidden's type."""
+    """Returns the activated hidden (N, H) in the dtype of hidden (N, G)."""
     wide = hidden_NG.to(torch.promote_types(hidden_NG.dtype, torch.float32))
     if activation == "swiglu":
         gate, up = wide.chunk(2, dim=1)
@@ -82,19 +83,23 @@ def activate(activation: str, hidden_NG: Tensor) -> Tensor:
 
 
 def slope(activation: str, hidden_NG: Tensor, grad_NH: Tensor) -> Tensor:
-    """The gradient of hidden (N, G) for that of the activated one; traceable, unlike autograd.grad."""
+    """Returns the gradient of hidden (N, G) from that of the activated hidden (N, H).
+
+    It consists of plain operations, so unlike autograd.grad it can be traced.
+    """
     if activation == "swiglu":
         gate, up = hidden_NG.chunk(2, dim=1)
-        of_gate = torch.ops.aten.silu_backward(grad_NH * up, gate)
-        return torch.cat([of_gate, grad_NH * F.silu(gate)], dim=1)
+        grad_gate = torch.ops.aten.silu_backward(grad_NH * up, gate)
+        return torch.cat([grad_gate, grad_NH * F.silu(gate)], dim=1)
     if activation == "relu":
         return grad_NH * (hidden_NG > 0)
     backward = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}[activation]
-    found: Tensor = backward(grad_NH, hidden_NG)
-    return found
+    grad_NG: Tensor = backward(grad_NH, hidden_NG)
+    return grad_NG
 
 
 def _groups(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yields (expert, slice of its rows) for each expert that has rows."""
     start = 0
     for expert, end in enumerate(ends_E.tolist()):
         if end < start:

@@ -1,13 +1,18 @@
-"""Rows to where their experts read them (permute), and back, summed with their weights (unpermute).
+"""Moves rows to where their experts read them (permute), and back with a weighted sum (unpermute).
 
-Both go by ``position_TK``: where in the routed rows the row of slot (t, k) stands. A position outside
-0 .. num_rows - 1 is a dropped slot, whose row is neither read nor written. The positions in range are
-distinct and cover 0 .. num_rows - 1; that is the caller's to see to, nothing checks it.
+``position_TK`` says where among the N routed rows the row of slot (t, k) lies:
 
-The kernels of cuda/permute run on CUDA, and PyTorch operations on the CPU. Where the kernels are missing or
-refuse (`refusal`), the PyTorch operations run on CUDA, too, and warn once. Sums are in float32 or wider, in
-the order of k, and rounded once. The order of no kernel's sum depends on the number of tokens: a token gets
-the same bits in any batch.
+    position   [[1, 0],      x          routed rows
+                [2, 5]]      0   ->     1, 0        row 0 is slot (0, 1), row 1 is slot (0, 0)
+                             1   ->     2           row 2 is slot (1, 0); slot (1, 1) is dropped, as N = 3
+
+A position outside 0 .. num_rows - 1 is a dropped slot: its row is neither read nor written. The positions in
+this range must be distinct and cover it. Nothing checks that.
+
+On CUDA the kernels of cuda/permute do the work, on the CPU PyTorch operations. These also run on CUDA, with
+one warning, if the kernels are missing or refuse (`refusal`). Sums are float32 or wider, in the order of k,
+and rounded once. Their order does not depend on the number of tokens: a token gets the same bits in any
+batch.
 
 Letters: T tokens, K choices, N routed rows (num_rows), M columns.
 """

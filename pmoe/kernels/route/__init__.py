@@ -1,9 +1,9 @@
-"""Routing in two launches: softmax, top-k, counts, places in sorted order, auxiliary loss.
+"""Routing: softmax, top-k, counts, places in sorted order and the auxiliary loss, in two launches.
 
-``torch.ops.pmoe.route`` and ``torch.ops.pmoe.route_backward`` are the kernels of cuda/route on CUDA, and the
-PyTorch expressions of `reference` elsewhere, for float64, and for what `refusal` names. No host
-synchronisation in either. Forward is two kernels and backward is one; each gives the same bits every
-time on one device.
+``torch.ops.pmoe.route`` and ``torch.ops.pmoe.route_backward`` run the kernels of cuda/route on CUDA. The
+PyTorch expressions of `reference` run elsewhere, for float64, and if `refusal` gives a reason. Neither
+waits for the device. Forward is two kernels, backward is one. Each gives the same bits every time on one
+device.
 
 Letters: T tokens, K choices, E experts, N = T*K slots, n chunks.
 """

@@ -1,4 +1,4 @@
-"""Routing as ``torch.library`` operators with fakes and a gradient: the kernels, or the reference."""
+"""Routing as ``torch.library`` operators with fakes and a gradient, by the kernels or the reference."""
 
 from __future__ import annotations
 
@@ -24,13 +24,19 @@ from pmoe.warn import warn_once
 def route(
     logits_TE: Tensor, top_k: int, *, normalize: bool, num_chunks: int = 1, z_loss_weight: float = 0.0
 ) -> Routes:
-    """Softmax over all experts, the top_k largest logits as `top_indices` picks them; see `Routes`.
+    """Routes each token to its top_k experts by softmax over all experts; returns `Routes`.
 
-    normalize: a token's weights are divided by their sum.
-    For backward logits, expert, weight and counts are saved, nothing else.
+    logits_TE: (T, E) float32 or float64.
+    top_k: experts of a token: those with the largest logits, ties as in `top_indices`.
+    normalize: whether a token's weights are divided by their sum.
+    num_chunks: n, the chunks that rows are sorted by.
+    z_loss_weight: weight of the z-loss in l_aux.
+
+    Backward needs logits, expert, weight and counts; nothing else is saved.
 
     Raises ValueError for logits that are not a contiguous (T, E) of float32 or float64 on a CPU or CUDA
     device, top_k outside 1..E, num_chunks below 1, a negative z_loss_weight, more than 2**31 - 1 slots.
+
     Example: logits [[0, 2, 1], [3, 0, 0]], top_k=2 -> expert [[1, 2], [0, 1]], position [[1, 3], [0, 2]],
     slot [2, 0, 3, 1], counts [[1, 2, 1]], ends [[1, 3, 4]].
     """
@@ -40,9 +46,16 @@ def route(
 
 
 class Promise(NamedTuple):
-    """Routes on their graph that are not written yet. Who asked for them launches what writes weight, expert,
-    counts and l_aux, by address; nothing may read these before. options: of `route`. product: x (T, M) and
-    the gate's weight (E, M) where that launch writes the logits, too, which are x weight^T."""
+    """Routes that have their autograd graph but no values yet. A later launch writes the values.
+
+    The caller of `promise` passes it to a launch that writes weight, expert, counts and l_aux by address.
+    Nothing may read these before. If there is no such launch, `keep` writes all routes.
+
+    logits_TE: (T, E), the logits; without values too if ``product`` is given.
+    routes: the tensors that are to be written.
+    options: arguments of `route`.
+    product: x (T, M) and the gate's weight (E, M), if the same launch also computes the logits x weight^T.
+    """
 
     logits_TE: Tensor
     routes: Routes
@@ -50,25 +63,28 @@ class Promise(NamedTuple):
     product: tuple[Tensor, Tensor] | None = None
 
     def keep(self) -> None:
-        """Writes all of them, where no other launch does."""
+        """Computes all routes now, for a call without a launch that writes them."""
         if self.product is not None:
             x_TM, weight_EM = self.product
             with torch.autocast(x_TM.device.type, enabled=False):
                 self.logits_TE.data.copy_(x_TM.float() @ weight_EM.float().t())
-        for promised, made in zip(self.routes, route(self.logits_TE, **self.options), strict=True):
-            promised.data.copy_(made)
+        for promised, computed in zip(self.routes, route(self.logits_TE, **self.options), strict=True):
+            promised.data.copy_(computed)
 
 
 def promise(logits_TE: Tensor, top_k: int, *, normalize: bool, z_loss_weight: float) -> Promise:
-    """As `route`, but nothing is launched."""
+    """Returns routes that nothing has computed yet; the arguments are those of `route`."""
     routes = Routes(*torch.ops.pmoe.route(logits_TE, top_k, normalize, 1, z_loss_weight, writes=False))
-    # A schedule may have set numpy's numbers; the launch takes Python's.
+    # Users' schedules may set these to numpy numbers. The launch takes Python's.
     options = {"top_k": int(top_k), "normalize": bool(normalize), "z_loss_weight": float(z_loss_weight)}
     return Promise(logits_TE.detach(), routes, options)
 
 
 def refusal(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> str | None:
-    """Why the kernels do not take this; None where they do. Starts CUDA only for logits that are there."""
+    """Returns why the kernels would not route these logits; None if they would.
+
+    CUDA is started only if the logits are on a CUDA device.
+    """
     num_tokens, num_experts = logits_TE.shape
     if logits_TE.device.type != "cuda":
         return f"logits are on {logits_TE.device}, not on a CUDA device"
@@ -81,6 +97,10 @@ def refusal(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _refusal_of_sizes(device: int, num_experts: int, top_k: int, num_chunks: int) -> str | None:
+    """Returns why the kernels would not take these sizes on a device; None if they would.
+
+    Cached, because preparing a kernel is slow.
+    """
     module = extension.load()
     if module is None:
         return extension.why_missing()
@@ -88,13 +108,13 @@ def _refusal_of_sizes(device: int, num_experts: int, top_k: int, num_chunks: int
         return str(why)
     try:
         module.route_prepare(device, num_experts, top_k)
-    except RuntimeError as error:  # no code for this device, or too little shared memory
+    except RuntimeError as error:  # the device has no code of the kernel, or too little shared memory
         return str(error)
     return None
 
 
 def _runs_kernel(logits_TE: Tensor, top_k: int, num_chunks: int) -> bool:
-    """Whether the kernels take this; warns once why not, where they might have."""
+    """Returns whether the kernels run; for float32 logits on CUDA, warns once why not."""
     reason = refusal(logits_TE, top_k, num_chunks)
     if reason is not None and logits_TE.is_cuda and logits_TE.dtype == torch.float32:
         message = f"routes are computed by PyTorch instead of the kernel: {reason}"
@@ -129,21 +149,26 @@ def route_backward(
     grad_weight_TK: Tensor | None = None,
     grad_l_aux: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the logits (T, E), from the tensors of `route` and the gradients of its results.
+    """Returns the gradient of the logits (T, E) from tensors of `route` and the gradients of its results.
 
-    grad_weight_TK: (T, K), of the weights. grad_l_aux: scalar. None stands for zeros.
+    normalize, z_loss_weight: as in `route`.
+    grad_weight_TK: (T, K), gradient of the weights; None stands for zeros.
+    grad_l_aux: scalar, gradient of the auxiliary loss; None stands for zero.
 
-    Raises ValueError for tensors of other shapes, types or devices than `Routes` has, and that are not
-    contiguous.
+    Raises ValueError for tensors that are not contiguous, or of other shapes, dtypes or devices than `Routes`
+    has.
     """
-    saved, gradients = (logits_TE, expert_TK, weight_TK, counts_nE), (grad_weight_TK, grad_l_aux)
+    saved = (logits_TE, expert_TK, weight_TK, counts_nE)
+    gradients = (grad_weight_TK, grad_l_aux)
     check_route_backward(*saved, *gradients)
-    top_k, num_chunks = expert_TK.shape[1], counts_nE.shape[0]
+    top_k = expert_TK.shape[1]
+    num_chunks = counts_nE.shape[0]
     if not _runs_kernel(logits_TE, top_k, num_chunks):
         return reference.route_backward(*saved, normalize, z_loss_weight, *gradients)
     grad_logits_TE = torch.empty_like(logits_TE)
     problem = _problem(logits_TE, top_k, num_chunks, normalize, z_loss_weight)
-    in_parts = (0, 0, 0)  # the weights' gradient may come so, by row: partial sums, positions, their number
+    # The kernel also takes the weights' gradient as partial sums by row: (sums, positions, number). Not here.
+    in_parts = (0, 0, 0)
     places = map(address, (*saved, grad_weight_TK))
     extension.module().route_backward(
         problem, *places, *in_parts, address(grad_l_aux), grad_logits_TE.data_ptr()
@@ -188,21 +213,21 @@ def _differentiate_route(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | 
 _route.register_autograd(_differentiate_route, setup_context=_save_route)
 
 
-# ---- launches on the current stream, of checked tensors
+# ---- launches on the current stream; their tensors have been checked
 
 
 def launch_route(logits_TE: Tensor, out: Routes, *, normalize: bool, z_loss_weight: float = 0.0) -> None:
-    """Writes all of ``out``, which comes from `empty_routes`."""
+    """Writes all tensors of ``out``, which must come from `empty_routes`."""
     num_chunks, num_experts = out.counts_nE.shape
     module = extension.module()
     problem = _problem(logits_TE, out.weight_TK.shape[1], num_chunks, normalize, z_loss_weight)
     num_bytes = module.route_workspace_bytes(problem)
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=logits_TE.device)
-    module.route(problem, *(each.data_ptr() for each in (logits_TE, *out, workspace)), num_bytes)
+    module.route(problem, *(tensor.data_ptr() for tensor in (logits_TE, *out, workspace)), num_bytes)
 
 
 def _problem(logits_TE: Tensor, top_k: int, num_chunks: int, normalize: bool, z_loss_weight: float) -> Any:
-    """What both directions' launches begin with, the current stream included."""
+    """Returns the arguments that the launches of both directions share, the current stream included."""
     num_tokens, num_experts = logits_TE.shape
     device = cuda_index(logits_TE.device)
     stream = torch.cuda.current_stream(device).cuda_stream

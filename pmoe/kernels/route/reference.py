@@ -1,5 +1,7 @@
-"""What routing gives; and routing and its gradient as PyTorch expressions, for the CPU, for float64, and
-where kernels refuse."""
+"""The result of routing, and routing and its gradient as PyTorch expressions.
+
+The expressions run on the CPU, for float64, and if the kernels refuse.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,22 @@ from pmoe.kernels.operands import MAX_ROWS, check_tensor
 
 
 class Routes(NamedTuple):
-    """Where each token goes and with what weight, and where each slot's row stands.
+    """Where each token goes and with what weight, and where the row of each slot lies.
 
     A slot is one of the T*K (token, choice) pairs. Rows are the slots sorted by (chunk, expert), in token
-    order within; chunk c holds the tokens from floor(c T / n) to floor((c + 1) T / n). None is dropped.
+    order within these. Chunk c holds the tokens from floor(c T / n) to floor((c + 1) T / n). No slot is
+    dropped.
 
-    weight_TK: (T, K) float32 (float64 for float64 logits), carries the gradient of the logits, as l_aux does.
-    expert_TK: (T, K) int32, best first.
+    weight_TK: (T, K) float32 (float64 for float64 logits), the routing weights. They have a gradient, as
+        l_aux has.
+    expert_TK: (T, K) int32, the experts, best first.
     position_TK: (T, K) int32, the row of each slot.
-    slot_N: (N,) int32, the slot of each row: position's inverse.
+    slot_N: (N,) int32, the slot of each row: the inverse of position.
     counts_nE: (n, E) int32, rows by chunk and expert.
-    ends_nE: (n, E) int32, where they end: the running sum of counts over all chunks and experts. With n = 1
-        these are the ends of a grouped product.
-    l_aux: scalar, E * sum_e f_e P_e + z_loss_weight * mean_t logsumexp(logits_t)^2, where f_e is the share
-        of the slots that fell on e and P_e its mean probability; 0 without tokens.
+    ends_nE: (n, E) int32, the running sum of counts over all chunks and experts. With n = 1 these are the
+        ends that a grouped product takes.
+    l_aux: scalar, E * sum_e f_e P_e + z_loss_weight * mean_t logsumexp(logits_t)^2. f_e is the share of slots
+        that went to e, P_e the mean probability of e. It is 0 without tokens.
     """
 
     weight_TK: Tensor
@@ -39,7 +43,7 @@ class Routes(NamedTuple):
 
 
 def empty_routes(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> Routes:
-    """Routes for a launch to write, not initialised."""
+    """Returns uninitialised routes for a launch to write."""
     num_tokens, num_experts = logits_TE.shape
 
     def ints(*shape: int) -> Tensor:
@@ -56,11 +60,11 @@ def empty_routes(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> Routes:
     )
 
 
-# ---- what may be asked of the routing. Every check raises ValueError with the argument and its value
+# ---- checks on arguments. Each raises ValueError with the argument and its value
 
 
 def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: float) -> None:
-    """All but what depends on the number of tokens, which may be unknown while a graph is traced."""
+    """Checks what does not depend on the number of tokens, which may be unknown while a graph is traced."""
     check_tensor("logits", logits_TE, shape=("T", "E"), dtypes=[torch.float32, torch.float64])
     num_experts = logits_TE.shape[1]
     if num_experts < 1:
@@ -77,11 +81,12 @@ def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: f
 
 
 def check_logits_memory(logits_TE: Tensor, top_k: int) -> None:
+    """Checks that logits are contiguous, and that positions of all slots fit into int32."""
     check_tensor("logits", logits_TE, contiguous=True)
     if logits_TE.shape[0] * top_k > MAX_ROWS:
         raise ValueError(
-            f"num_tokens ({logits_TE.shape[0]}) * top_k ({top_k}) must be at most {MAX_ROWS}: places are "
-            "int32"
+            f"num_tokens ({logits_TE.shape[0]}) * top_k ({top_k}) must be at most {MAX_ROWS}: positions "
+            "are int32"
         )
 
 
@@ -93,39 +98,44 @@ def check_route_backward(
     grad_weight_TK: Tensor | None,
     grad_l_aux: Tensor | None,
 ) -> None:
+    """Checks the operands of `route_backward`: shapes, dtypes, device, memory."""
     check_tensor("expert", expert_TK, shape=("T", "K"))
     check_tensor("counts", counts_nE, shape=("n", "E"))
-    top_k, num_chunks = expert_TK.shape[1], counts_nE.shape[0]
+    top_k = expert_TK.shape[1]
+    num_chunks = counts_nE.shape[0]
     check_route(logits_TE, top_k, num_chunks, 0.0)
     check_logits_memory(logits_TE, top_k)
-    (num_tokens, num_experts), dtype = logits_TE.shape, logits_TE.dtype
+    num_tokens, num_experts = logits_TE.shape
+    dtype = logits_TE.dtype
     slots = (num_tokens, top_k)
-    asked: dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype]] = {
+    expected: dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype]] = {
         "expert": (expert_TK, slots, torch.int32),
         "weight": (weight_TK, slots, dtype),
         "counts": (counts_nE, (num_chunks, num_experts), torch.int32),
         "grad_weight": (grad_weight_TK, slots, dtype),
         "grad_l_aux": (grad_l_aux, (), dtype),
     }
-    for name, (tensor, shape, wanted) in asked.items():
+    for name, (tensor, shape, expected_dtype) in expected.items():
         if tensor is not None:
-            check_tensor(name, tensor, shape=shape, dtypes=[wanted], device=logits_TE.device, contiguous=True)
+            check_tensor(
+                name, tensor, shape=shape, dtypes=[expected_dtype], device=logits_TE.device, contiguous=True
+            )
 
 
 # ---- the routes
 
 
 ROUNDS = 16
-"""Up to so many choices, as many searches for a maximum are faster than sorting all experts."""
+"""The most choices for which `top_indices` searches maxima one by one; for more, sorting is faster."""
 
 
 def top_indices(score_TE: Tensor, top_k: int) -> Tensor:
-    """Indices (T, K) of the top_k largest scores, best first, ties to the lowest index; NaN is largest.
+    """Returns indices (T, K) of the top_k largest scores, best first. Ties go to the lowest index.
 
-    torch.topk promises nothing on ties. Distinct whatever the scores are; negative infinity counts as the
-    lowest finite number.
+    NaN counts as the largest score, negative infinity as the lowest finite number. A token's indices are
+    always distinct. torch.topk promises nothing about ties.
     """
-    # A copy, in which a score that is taken becomes negative infinity.
+    # A copy, in which a score becomes negative infinity once it is taken. No other score is: all are clamped.
     left_TE = score_TE.detach().clamp(min=torch.finfo(score_TE.dtype).min)
     if top_k == 1:
         return left_TE.argmax(-1, keepdim=True)
@@ -142,7 +152,7 @@ def top_indices(score_TE: Tensor, top_k: int) -> Tensor:
 def route(
     logits_TE: Tensor, top_k: int, *, normalize: bool, num_chunks: int = 1, z_loss_weight: float = 0.0
 ) -> Routes:
-    """See `Routes`. PyTorch can differentiate it, too."""
+    """Computes `Routes` with PyTorch expressions, which autograd can differentiate."""
     num_tokens, num_experts = logits_TE.shape
     probability_TE = logits_TE.softmax(-1)
     expert_TK = top_indices(logits_TE, top_k)
@@ -151,21 +161,23 @@ def route(
         weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
 
     token_T = torch.arange(num_tokens, device=logits_TE.device)
+    # The inverse of the chunks' bounds: floor(c T / n) <= t < floor((c + 1) T / n).
     chunk_T = ((token_T + 1) * num_chunks - 1) // max(num_tokens, 1)
     key_N = (chunk_T.unsqueeze(1) * num_experts + expert_TK).reshape(-1)
     counts = torch.zeros(num_chunks * num_experts, dtype=torch.int64, device=logits_TE.device)
     counts.scatter_add_(0, key_N, torch.ones_like(key_N))
-    slot_N = key_N.argsort(stable=True)
+    slot_N = key_N.argsort(stable=True)  # stable, so that equal keys stay in token order
     position_N = torch.empty_like(slot_N)
     position_N[slot_N] = torch.arange(slot_N.numel(), device=logits_TE.device)
 
-    counts_nE, ends_nE = counts.view(num_chunks, -1), counts.cumsum(0).view(num_chunks, -1)
+    counts_nE = counts.view(num_chunks, -1)
+    ends_nE = counts.cumsum(0).view(num_chunks, -1)
     share_E = counts_nE.sum(0).to(probability_TE.dtype)
     l_aux = _balance_scale(num_tokens, num_experts, top_k) * (probability_TE.sum(0) * share_E).sum()
     if z_loss_weight:
         l_aux = l_aux + z_loss_weight * (logits_TE.logsumexp(-1).square().sum() / max(num_tokens, 1))
     places = (expert_TK, position_N.view(num_tokens, top_k), slot_N, counts_nE, ends_nE)
-    expert, position, slot, counts, ends = (each.to(torch.int32) for each in places)
+    expert, position, slot, counts, ends = (tensor.to(torch.int32) for tensor in places)
     return Routes(weight_TK, expert, position, slot, counts, ends, l_aux)
 
 
@@ -179,7 +191,7 @@ def route_backward(
     grad_weight_TK: Tensor | None = None,
     grad_l_aux: Tensor | None = None,
 ) -> Tensor:
-    """The logits' gradient (T, E), by the formulas that the kernel computes."""
+    """Returns the logits' gradient (T, E), by the formulas that the kernel computes."""
     num_tokens, num_experts = logits_TE.shape
     p_TE = logits_TE.softmax(-1)
     grad_p_TE = torch.zeros_like(p_TE)
@@ -196,8 +208,10 @@ def route_backward(
         if z_loss_weight:
             scale = 2 * z_loss_weight / max(num_tokens, 1)
             log_T1 = grad_l_aux * scale * logits_TE.logsumexp(-1, keepdim=True)
+    # d logits = p * (dp - sum_e p dp) through the softmax, plus p times the gradient of logsumexp.
     return p_TE * (grad_p_TE - (p_TE * grad_p_TE).sum(-1, keepdim=True) + log_T1)
 
 
 def _balance_scale(num_tokens: int, num_experts: int, top_k: int) -> float:
+    """Returns the factor of sum_e slots_e * sum_t p_te in the balance loss E * sum_e f_e P_e."""
     return num_experts / (max(num_tokens * top_k, 1) * max(num_tokens, 1))

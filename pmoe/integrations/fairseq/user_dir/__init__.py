@@ -1,1 +1,1 @@
-"""Holds what fairseq's ``--user-dir`` names, and nothing else."""
+"""The folder above the one that fairseq's ``--user-dir`` names; it holds nothing else."""

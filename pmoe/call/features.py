@@ -1,0 +1,72 @@
+"""Which features a layer asks for, and why a taker of `pmoe.runners.features` does not take it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.nn.utils.parametrize import type_before_parametrizations
+
+from pmoe.comm.base import FlatAllToAll
+from pmoe.ordering.sorted import SortedOrder
+from pmoe.runners.features import Feature, refused
+
+if TYPE_CHECKING:
+    from pmoe.call.modules import Parts
+
+PLAIN_GATES = ("pmoe.gates.topk", "pmoe.gates.switch")
+PLAIN_EXPERTS = ("pmoe.experts.ffn", "pmoe.experts.swiglu")
+"""Modules of what the kernels compute; subclasses elsewhere may compute otherwise."""
+
+
+def refusal_of(parts: Parts, taker: str) -> str | None:
+    """As `Parts.refusal`."""
+    feature = refused(taker, parts.features)
+    if feature is None:
+        return None
+    kinds = {name: type(getattr(parts, name)).__name__ for name in ("gate", "experts", "order")}
+    values = {name: repr(value) for name, value in vars(parts.spec).items()}
+    return feature.value.format(**{**values, **kinds, "memory_reuse": parts.spec.restore})
+
+
+def features_of(parts: Parts) -> frozenset[Feature]:
+    """As `Parts.features`."""
+    spec, gate, switches = parts.spec, parts.gate, parts.spec.switches
+    is_given = bool(getattr(parts.router, "has_external_routing", False))
+    picks = bool(getattr(parts.router, "picks_tokens", False))
+    # A parametrized module is of a class of torch's, and computes what its own class says with other values.
+    gate_kind, experts_kind = (type_before_parametrizations(module) for module in (gate, parts.experts))
+    in_steps = parts.dispatch.in_steps or parts.combine.in_steps
+    is_flat = {type(parts.dispatch), type(parts.combine)} == {FlatAllToAll}
+    asked = {
+        Feature.RANKS: parts.ranks.size > 1,
+        Feature.SHARDED: parts.grid.is_sharded,
+        Feature.HIERARCHICAL: in_steps,
+        Feature.OWN_EXCHANGE: not (is_flat or in_steps),
+        Feature.SEND_ONCE: spec.send_once,
+        Feature.TO_OWN_RANK: not switches.bypass_local,
+        Feature.CALLBACKS: bool(parts.callbacks),
+        Feature.SHARED_EXPERT: parts.shared_expert is not None,
+        Feature.GRADIENTS: parts.gradients is not None,
+        Feature.ROTATES: spec.rotates,
+        Feature.OFFLOADS: any(pair.offloads for pair in parts.pairs),
+        Feature.CHUNKS: spec.fixed_degree not in (None, 1),
+        Feature.BUDGET: spec.memory_budget is not None,
+        Feature.CAPACITY: spec.capacity_factor is not None,
+        Feature.NO_CAPACITY: spec.capacity_factor is None,
+        Feature.PADDED: spec.pad_to_capacity,
+        Feature.CHECK_FINITE: bool(spec.check_finite),
+        Feature.FUSED: spec.fused not in (False, "persistent"),
+        Feature.PERSISTENT: spec.fused == "persistent",
+        Feature.SEQUENTIAL: switches.sequential,
+        Feature.ONE_LANE: switches.one_lane,
+        Feature.OWN_ORDER: type(parts.order) is not SortedOrder,
+        Feature.PICKS_TOKENS: picks,
+        Feature.KEEPS_ITSELF: bool(getattr(parts.router, "decides_capacity", False)),
+        Feature.OTHER_GATE: gate_kind.__module__ not in PLAIN_GATES and not is_given,
+        Feature.OWN_GATE: not (is_given or gate_kind.__module__.startswith("pmoe.gates.")),
+        Feature.GATE_MODULE: not (parts.trusts_gate or is_given),
+        Feature.EXTERNAL_ROUTING: is_given,
+        Feature.MODULE_EXPERTS: parts.experts.are_modules,
+        Feature.OTHER_EXPERTS: experts_kind.__module__ not in PLAIN_EXPERTS,
+    }
+    return frozenset(feature for feature, is_asked in asked.items() if is_asked)

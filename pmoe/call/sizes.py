@@ -1,0 +1,84 @@
+"""The sizes of a layer and of its calls, on which bytes and seconds depend."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from pmoe.call.modules import Parts
+from pmoe.comm.hierarchical import HierarchicalExchange
+from pmoe.engine.variants.padding import Splits
+from pmoe.experts.base import Experts, local_part
+from pmoe.gates.base import Gate
+from pmoe.gates.capacity import expert_capacity
+from pmoe.planner.layer_sizes import CallRows, LayerSizes
+from pmoe.runners.features import Feature
+from pmoe.schedule.buffer_sizes import HiddenColumns
+
+
+def splits_of(parts: Parts, num_tokens: int, top_k: int) -> Splits:
+    """The padded rows of a rank with so many tokens."""
+    spec = parts.spec
+    assert spec.capacity_factor is not None
+    capacity = expert_capacity(spec.capacity_factor, num_tokens, top_k, spec.num_experts)
+    return Splits(
+        num_experts=spec.num_experts,
+        capacity=min(capacity, num_tokens),  # a token's experts are distinct
+        bins=math.lcm(*spec.degrees),
+    )
+
+
+def rows_of_call(parts: Parts, num_tokens: int) -> CallRows:
+    """How many rows a call with so many tokens has on this rank, whatever their routing."""
+    spec, top_k = parts.spec, parts.spec.top_k
+    slots = num_tokens * top_k
+    if spec.pad_to_capacity:
+        rows = splits_of(parts, num_tokens, top_k).num_rows
+        return CallRows(tokens=num_tokens, inner=rows, slots=rows, choices=1, spread="padded")
+    if not getattr(parts.router, "picks_tokens", False):
+        return CallRows(tokens=num_tokens, inner=num_tokens, slots=slots, choices=top_k)
+    rows = parts.router.num_rows(num_tokens) if isinstance(parts.router, Gate) else slots
+    if getattr(parts.router, "mixes_tokens", False):
+        return CallRows(tokens=num_tokens, inner=rows, slots=rows, choices=1, spread="mixed")
+    return CallRows(tokens=num_tokens, inner=num_tokens, slots=rows, choices=spec.num_experts)
+
+
+def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> LayerSizes:
+    """What of this layer its memory depends on. rows_TM: as the experts get them, by default of the type
+    of their parameters."""
+    spec, parameter, shared = parts.spec, parts.like, parts.shared_expert
+    like = parameter if rows_TM is None else rows_TM
+    device_type = "cpu" if like is None else like.device.type
+    size = 4 if like is None else like.element_size()
+    wide = size if parameter is None else parameter.element_size()
+    columns = parts.experts.columns(device_type)
+    if not columns.hidden:  # modules do not say
+        columns = HiddenColumns(hidden=spec.d_hidden, scratch=spec.d_hidden)
+    return LayerSizes(
+        d_model=spec.d_model,
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
+        num_ranks=parts.ranks.size,
+        columns=columns,
+        element_size=size,
+        weight_size=max(4, size),
+        expert_parameters=_elements_of(parts.experts),
+        gate_parameters=sum(parameter.numel() for parameter in parts.gate.parameters()),
+        bypass_local=parts.stages.local,
+        inside=parts.grid.inside.size,
+        has_drops=Feature.EXTERNAL_ROUTING in parts.features
+        or (spec.capacity_factor is not None and not spec.pad_to_capacity),
+        gate_scores=getattr(parts.router, "saved_scores", 1)
+        + bool(getattr(parts.router, "z_loss_weight", 0)),
+        cast_from=wide if wide != size else 0,
+        rotates=spec.rotates,
+        merges=spec.send_once,
+        shared_columns=HiddenColumns() if shared is None else shared.columns(device_type),
+        shared_parameters=0 if shared is None else _elements_of(shared),
+        relays=parts.dispatch.topology.max_local if isinstance(parts.dispatch, HierarchicalExchange) else 0,
+    )
+
+
+def _elements_of(experts: Experts) -> int:
+    return sum(local_part(each).numel() for each in experts.parameters())

@@ -1,0 +1,67 @@
+"""dispatch="auto": the fastest of the three all-to-alls, by the links that `pmoe profile` measured."""
+
+from __future__ import annotations
+
+import torch
+
+from pmoe.call.options import LayerSpec
+from pmoe.comm import NAMES, ExchangeName
+from pmoe.comm.agreement import from_first
+from pmoe.comm.ranks import Grid
+from pmoe.comm.topology import Nodes, Topology, find_topology
+from pmoe.measure.bench import identity
+from pmoe.measure.profile import load_profile, profile_path
+from pmoe.measure.store import found_or
+from pmoe.planner.cluster import links_of, message_line
+from pmoe.planner.profile import Profile
+from pmoe.warn import log
+
+TOKENS = 4096
+"""Of a rank: the choice is for so many, in 4 chunks where n is not fixed. `pmoe plan` takes any number."""
+
+ONLY_FLAT = ("memory_budget", "pad_to_capacity", "fused")
+"""Options that need the flat one."""
+
+
+def fastest_dispatch(
+    spec: LayerSpec, grid: Grid, nodes: Nodes, device: torch.device | str | None, dtype: torch.dtype | None
+) -> ExchangeName:
+    """A name of NAMES, the same on every rank. Collective: ranks compare their nodes, and take what rank 0
+    finds in its stored profile. "flat" where there are no two levels or no profile, which the log says.
+
+    Raises ValueError or TypeError on every rank for ``nodes`` that cannot be.
+    """
+    topology, like = find_topology(grid.across, nodes), torch.empty(0, device=device, dtype=dtype)
+    found = _by_profile(spec, grid, topology, like) if grid.all.rank == 0 else (NAMES[0], "")
+    name: ExchangeName
+    name, why = from_first(grid.all, found, stage="choosing the all-to-all")
+    log.info('dispatch="auto" takes "%s": %s', name, why)
+    return name
+
+
+def _by_profile(
+    spec: LayerSpec, grid: Grid, topology: Topology, like: torch.Tensor
+) -> tuple[ExchangeName, str]:
+    """The all-to-all, and why."""
+    if topology.is_level:
+        return NAMES[0], "no machine has several ranks beside other machines"
+    if len(set(map(len, topology.members))) > 1:
+        return NAMES[0], "machines have unlike numbers of ranks"
+    for option in ONLY_FLAT:
+        if getattr(spec, option):
+            return NAMES[0], f"{option} ({getattr(spec, option)!r}) needs it"
+
+    def stored() -> Profile:
+        who = identity(grid.all, like.device, like.dtype)
+        return load_profile(profile_path(who), expected=who)
+
+    profile = found_or(None, 'dispatch="auto"', stored)
+    links = {} if profile is None else links_of(profile)
+    if profile is None or len(links) < 2:
+        return NAMES[0], "no stored profile of these ranks has both links: `pmoe profile` measures them"
+    rows = TOKENS * spec.top_k * (1 - 1 / grid.across.size) / (spec.fixed_degree or 4)
+    lines = {name: message_line(name, topology.num_nodes, topology.max_local, links) for name in NAMES}
+    seconds = {name: line(rows * spec.d_model * like.element_size()) for name, line in lines.items()}
+    told = ", ".join(f"{name} {each * 1e3:.3g} ms" for name, each in seconds.items())
+    fastest = min(seconds, key=seconds.__getitem__)
+    return fastest, f"an all-to-all takes {told}, by the profile of {profile.when}"

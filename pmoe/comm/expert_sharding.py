@@ -1,0 +1,79 @@
+"""All-gather and reduce-scatter of irregular numbers of rows, among a node's ranks that share experts.
+
+FSMoE, section 2.2, calls them ESP-AllGather and ESP-ReduceScatter. Each is one irregular all-to-all here,
+because no backend has uneven all-gathers and reduce-scatters. A rank sends no more bytes than the best ring
+would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pmoe.comm.base import Traffic, all_to_all
+from pmoe.comm.ranks import Ranks, wait_for
+
+
+class Sharing:
+    """The collectives of the ranks ``inside`` a node, each of which holds a part of the same experts.
+
+    On the CPU a call returns when it has ended. On a GPU the current stream waits for it.
+
+    traffic: where the bytes of the collectives are counted.
+    """
+
+    inside: Ranks
+    traffic: Traffic
+
+    def __init__(self, inside: Ranks, traffic: Traffic) -> None:
+        self.inside = inside
+        self.traffic = traffic
+
+    def copies(self, own_rows: int) -> int:
+        """Returns how many rows of scratch memory `all_gather` needs, if this rank has ``own_rows`` rows.
+
+        It sends from one copy of its rows for each rank. To a single peer it sends the rows themselves.
+        """
+        return own_rows * self.inside.size if self.inside.size > 2 else 0
+
+    def all_gather(self, rows: Tensor, out: Tensor, counts: Sequence[int], copies: Tensor) -> None:
+        """Writes the rows of all ranks inside into ``out``, in order of rank.
+
+        rows: (N, M) or (N,), this rank's rows.
+        out: (sum(counts), M) or (sum(counts),).
+        counts: counts[r] is the number of rows of rank r.
+        copies: scratch memory of the size that the method `copies` returns.
+        """
+        inside = self.inside
+        send = [rows.shape[0]] * self.inside.size
+        recv = list(counts)
+        if inside.size == 2:
+            first = out[: counts[0]]
+            second = out[counts[0] :]
+            own, received = (second, first) if inside.rank else (first, second)
+            own.copy_(rows)
+            send[inside.rank] = recv[inside.rank] = 0
+            self._exchange(rows, send, received, recv)
+        else:
+            torch.cat([rows] * inside.size, out=copies)
+            self._exchange(copies, send, out, recv)
+
+    def reduce_scatter(self, rows: Tensor, out: Tensor, counts: Sequence[int], parts: Tensor) -> None:
+        """Writes into ``out`` the sum of all ranks' partial results for the rows of this rank.
+
+        rows: (sum(counts), M) or (sum(counts),), this rank's partial results for the rows of all ranks, in
+            order of rank.
+        out: counts[own rank] rows. The sum is taken in order of rank and rounded once.
+        counts: counts[r] is the number of rows of rank r.
+        parts: scratch memory, as large as ``out`` for each of the L ranks.
+        """
+        own = counts[self.inside.rank]
+        self._exchange(rows, list(counts), parts, [own] * self.inside.size)
+        torch.sum(parts.view(self.inside.size, *out.shape), dim=0, out=out)
+
+    def _exchange(self, rows: Tensor, send: list[int], out: Tensor, recv: list[int]) -> None:
+        self.traffic.add(rows, sum(send) - send[self.inside.rank], inside=True)
+        assert self.inside.group is not None
+        wait_for(all_to_all(rows, send, out, recv, self.inside.group), self.inside.group, rows.is_cuda)

@@ -1,0 +1,92 @@
+"""A gate of one's own, checked as it is given, and what it returned: shapes and types here, values with the
+row counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from pmoe.arguments import check_kind, check_tensors
+from pmoe.call.modules import Parts
+from pmoe.call.shape_run import is_shape_run
+from pmoe.comm.counts import Fault
+from pmoe.gates.base import Mix, Routing
+
+NEEDED = ("expert", "weight", "l_aux", "dispatch", "combine")
+"""Fields of a `Routing`, and of a `Mix` where there is one, that may not be None; all but the first are
+floating-point numbers."""
+
+
+def check_gate(
+    gate: nn.Module, capacity_factor: float | None, normalize_gate: bool | None, z_loss_weight: float
+) -> None:
+    """Raises TypeError for no module, ValueError for options that a gate of one's own has itself."""
+    check_kind(nn.Module, "a name or a torch.nn.Module", gate=gate)
+    if normalize_gate is not None or z_loss_weight:
+        raise ValueError(
+            f"normalize_gate ({normalize_gate}) and z_loss_weight ({z_loss_weight}) must be left out "
+            "where gate is a module: it normalises and adds losses itself"
+        )
+    if capacity_factor is not None and getattr(gate, "decides_capacity", False):
+        raise ValueError(
+            f"capacity_factor ({capacity_factor}) must be given to the gate ({type(gate).__name__}): it "
+            "decides itself what is kept"
+        )
+
+
+def clamped_with_fault(routing: Routing, x_TM: Tensor, num_experts: int) -> tuple[Routing, Tensor]:
+    """A routing that nothing breaks on, and the `Fault` of the one that was given, on the device."""
+    expert, weight, token, num_tokens = routing.expert, routing.weight, routing.token, x_TM.shape[0]
+    found = {
+        Fault.ROUTING: ((expert < 0) | (expert >= num_experts)).any(),
+    }
+    if not is_shape_run():
+        found[Fault.WEIGHT] = ~weight.detach().isfinite().all()
+    if token is not None:
+        found[Fault.TOKEN] = ((token < 0) | (token >= num_tokens)).any() | (token.diff() < 0).any()
+        token = token.clamp(0, max(num_tokens - 1, 0))
+    fault = torch.stack([holds.long() * int(kind) for kind, holds in found.items()]).amax()
+    # Routing weights of all ranks travel together: in one type.
+    weight = weight.to(torch.float64 if x_TM.dtype == torch.float64 else torch.float32)
+    return replace(routing, expert=expert.clamp(0, num_experts - 1), weight=weight, token=token), fault
+
+
+def check_routing(parts: Parts, routing: object, x_TM: Tensor) -> None:
+    """Raises TypeError or ValueError where a gate returned no `Routing` of the tokens."""
+    name, num_tokens = type(parts.gate).__name__, x_TM.shape[0]
+    if not isinstance(routing, Routing):
+        raise TypeError(f"gate ({name}) must return a pmoe.Routing, not {type(routing).__name__}")
+    given = dict(vars(routing))
+    if (mix := given.pop("mix")) is not None:
+        check_kind(Mix, "a pmoe.gates.Mix", **{f"gate ({name}): mix": mix})
+        given |= vars(mix)
+    given = {field: value for field, value in given.items() if value is not None or field in NEEDED}
+    for field, value in given.items():
+        check_tensors({"l_aux": 0, "expert": 2}.get(field), **{f"gate ({name}): {field}": value})
+        if value.is_meta or (field != "l_aux" and value.device != x_TM.device):
+            raise ValueError(f"gate ({name}) returned {field} on {value.device}, not on {x_TM.device}")
+        if field in NEEDED[1:] and not value.is_floating_point():
+            raise TypeError(f"gate ({name}) returned {field} of dtype {value.dtype}; it must be floating")
+    rows, top_k = routing.expert.shape
+    if routing.token is None and routing.mix is None:
+        rows = num_tokens
+    shapes = {"token": (rows,), **dict.fromkeys(("dispatch", "combine"), (num_tokens, rows))}
+    types = {"expert": torch.int64, "keep": torch.bool, "token": torch.int64}
+    for field, value in given.items():
+        shape, dtype = shapes.get(field, (rows, top_k)), types.get(field, value.dtype)
+        if field not in ("l_aux", "logits") and (tuple(value.shape), value.dtype) != (shape, dtype):
+            raise ValueError(
+                f"gate ({name}) returned {field} of shape {tuple(value.shape)} and dtype {value.dtype}; it "
+                f"must be {shape} of {dtype}, for T = {num_tokens} tokens and its expert"
+            )
+    if routing.token is not None and (top_k != 1 or routing.keep is not None):
+        raise ValueError(
+            f"gate ({name}) returned token with {top_k} choices a row; there must be 1, and no keep: it "
+            "names only rows that it keeps"
+        )
+    if routing.mix is not None and parts.shared_expert is not None:
+        raise ValueError(
+            f"shared_expert ({parts.shared_expert}) must be None where the gate ({name}) mixes tokens"
+        )

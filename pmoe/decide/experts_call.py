@@ -1,0 +1,211 @@
+"""The call of the layer's experts as a module: reads their parameters, decides, and runs the decision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pmoe.call.call import Call
+from pmoe.call.decision import CountsSource, Decision
+from pmoe.call.module_calls import described, without_compilation
+from pmoe.call.modules import Parts
+from pmoe.call.routed import Routed
+from pmoe.checkpointing.replay import hidden_from_checkpoints
+from pmoe.comm.failures import leave
+from pmoe.comm.ranks import telling
+from pmoe.engine.autograd import run_experts
+from pmoe.engine.passes.base import AutocastState, Inputs
+from pmoe.experts.base import Experts
+from pmoe.gates.base import at_least_float32
+
+
+def decide(source: CountsSource, parts: Parts, inputs: Inputs) -> Decision:
+    """Decides how a routed call runs: its row counts, the number of chunks, the restore pair, the runner.
+
+    All ranks agree on everything that changes the order of collectives; a checkpoint's second pass takes over
+    what they agreed on. Checkpoints see none of these operations, because trials and comparisons happen in
+    one of their passes only.
+
+    parts, inputs: as in `CountsSource`.
+    """
+    with hidden_from_checkpoints():
+        agreed = source.call.replay.once(lambda: source.agree(parts, inputs))
+        return source.decision(parts, inputs, agreed)
+
+
+def run(decision: Decision) -> Tensor:
+    """Moves rows and multiplies: returns the results of the tokens, (T, M). Decides nothing."""
+    inputs, mix = decision.inputs, decision.routed.routing.mix
+    parts = decision.call.parts
+    with inputs.autocast_for(parts.experts):
+        y_TM = run_experts(decision.runner, inputs, parts.ranks, needs_grad=decision.needs_grad)
+    return y_TM if mix is None else mix.combine.to(y_TM.dtype) @ y_TM
+
+
+class ExpertsCall:
+    """One call of the layer's experts as a module, so that their hooks enclose all of their work.
+
+    decision: how the call was run; None before.
+    """
+
+    def __init__(self, source: CountsSource) -> None:
+        self.call: Call = source.call
+        self.routed: Routed = source.routed
+        self.decision: Decision | None = None
+        # Dropped after its use, with everything that only planning needs.
+        self._source: CountsSource | None = source
+        self._has_told = False  # whether `_run` raised: deciding and running tell peers themselves
+        self._had_grad = False
+
+    def __call__(self) -> tuple[Decision, Tensor]:
+        """How the call was run, and the tokens' results, (T, M). Tells peers of an error that a hook raises
+        on this rank alone."""
+        call, x_TM = self.call, self.routed.x_TM
+        call_experts = without_compilation(call.parts.experts_module)
+        try:
+            y_TM: Tensor = call_experts(x_TM, run=self._run)
+            if call.scheduled is not call.parts:
+                y_TM = y_TM + shared_output(call.parts, x_TM).to(y_TM.dtype)
+        except BaseException as error:
+            if not self._has_told and call.parts.ranks.size > 1:
+                leave(error, call.parts.ranks, "a hook or a parameter of the experts or the shared expert")
+            raise
+        if not isinstance(y_TM, Tensor) or y_TM.shape[:1] != x_TM.shape[:1]:
+            raise ValueError(
+                f"a forward hook of experts returned {described(y_TM)}; it must return {x_TM.shape[0]} rows"
+            )
+        if self.decision is None:
+            name = type(call.parts.experts_module).__name__
+            raise ValueError(f"experts ({name}) must call the pmoe.Experts that they stand for, and did not")
+        return self.decision, y_TM
+
+    def _check_second_run(self) -> None:
+        if torch.is_grad_enabled() and not self._had_grad:
+            raise RuntimeError(
+                "experts must not stand alone in a reentrant checkpoint, which loses the gradient of the "
+                "routing weights: give it use_reentrant=False, or checkpoint the whole layer"
+            )
+
+    def _run(self, experts: Experts, x_TM: Tensor) -> Tensor:
+        """Inside the call: decides and computes. x_TM: the rows as hooks have left them."""
+        call, routed = self.call, self.routed
+        if x_TM is not routed.x_TM:
+            routed = replace(routed, x_TM=_checked_rows(x_TM, routed.x_TM))
+        inputs = make_inputs(call, routed, experts)
+        try:
+            if self.decision is not None:  # a checkpoint around the experts alone runs them again
+                self._check_second_run()
+                return run(replace(self.decision, routed=routed, inputs=inputs))
+            # A wrapper may call other experts than the first that it holds: PEFT trains copies of modules.
+            parts = call.scheduled
+            parts = parts if experts is parts.experts else replace(parts, experts=experts)
+            self._had_grad = torch.is_grad_enabled()
+            assert self._source is not None
+            self.decision = decide(self._source, parts, inputs)
+            self._source = None
+            return run(self.decision)
+        except BaseException:
+            self._has_told = True  # the error is not kept: its frames hold tensors until garbage collection
+            raise
+
+
+def _checked_rows(x_TM: Tensor, before_TM: Tensor) -> Tensor:
+    """Rows that a hook has replaced. Raises ValueError where they are of another shape or type."""
+    wanted = (before_TM.shape, before_TM.dtype, before_TM.device)
+    if not isinstance(x_TM, Tensor) or (x_TM.shape, x_TM.dtype, x_TM.device) != wanted:
+        raise ValueError(
+            f"a forward pre-hook of experts returned {described(x_TM)}; it must return "
+            f"{described(before_TM)}: routing is decided already"
+        )
+    return x_TM
+
+
+def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
+    """The layer's output in its input's shape, behind the callbacks' last hooks. y_TM itself where it has
+    that: FSDP2 warns of a module that returns a view, for an operation in place would drop its hook."""
+    x, call = decision.routed.x, decision.call
+    y = y_TM if y_TM.shape == x.shape else y_TM.view(x.shape)
+    with telling(call.parts.ranks, "before_moe_end of a callback"):
+        for callback in call.parts.callbacks:
+            y = callback.before_moe_end(y)
+        return y if call.mask is None else _among_padding(y, call.mask)
+
+
+def _among_padding(y_NM: Tensor, mask: Tensor) -> Tensor:
+    """(..., M): the results of the N tokens in their places, zeros where the mask is False."""
+    y = y_NM.new_zeros(*mask.shape, *y_NM.shape[1:])
+    return y.index_put((mask.bool(),), y_NM)
+
+
+# ---- the tensors of a call that have gradients, as the runners take them
+
+
+def make_inputs(call: Call, routed: Routed, experts: Experts) -> Inputs:
+    """Rows and parameters for the passes, cast under autocast. Parameters are read at each call, because a
+    module's may be replaced. experts: those that were called, which may be another object than at the last
+    call."""
+    parts = call.scheduled
+    rows_TM, mix, dtype = routed.x_TM, routed.routing.mix, routed.autocast
+    if dtype is not None:
+        rows_TM = rows_TM.to(dtype)
+    if mix is not None:
+        rows_TM = mix.dispatch.to(rows_TM.dtype).t() @ rows_TM
+    has_shared = parts.shared_expert is not None
+    return Inputs(
+        x_TM=rows_TM,
+        weight_TK=routed.routing.weight,
+        parameters=_operands(experts, dtype, rows_TM),
+        shared_weight_T=shared_weight(parts, routed.x_TM) if has_shared else None,
+        shared_parameters=()
+        if parts.shared_expert is None
+        else _operands(parts.shared_expert, dtype, rows_TM),
+        hook_parameters=() if parts.hooks is None else parts.hooks.parameters,
+        autocast=dtype,
+        hooks_autocast=None if parts.hooks is None else AutocastState.now(rows_TM.device.type),
+        compare=getattr(experts.reduce, "compare", None),
+    )
+
+
+def _operands(experts: Experts, dtype: torch.dtype | None, rows_TM: Tensor) -> list[Tensor]:
+    """Experts' operands, cast as autocast would cast them; modules run under autocast themselves."""
+    values = experts.operands()
+    if experts.runs_under_autocast:
+        return values
+    if dtype is not None:
+        values = [value.to(dtype) for value in values]
+    if values and (values[0].dtype != rows_TM.dtype or values[0].device != rows_TM.device):
+        raise ValueError(
+            f"experts' parameters ({values[0].dtype} on {values[0].device}) must be like the rows "
+            f"({rows_TM.dtype} on {rows_TM.device})"
+        )
+    return values
+
+
+def shared_weight(parts: Parts, x_TM: Tensor) -> Tensor:
+    """(T,) the factor of the shared expert's output, in float32 or wider."""
+    gate = parts.shared_gate
+    if gate is None:
+        return torch.ones(x_TM.shape[0], dtype=at_least_float32(x_TM[:0]).dtype, device=x_TM.device)
+    logits_T1 = gate(x_TM)
+    if not isinstance(logits_T1, Tensor) or logits_T1.shape != (x_TM.shape[0], 1):
+        shape = tuple(logits_T1.shape) if isinstance(logits_T1, Tensor) else type(logits_T1).__name__
+        raise ValueError(
+            f"shared_gate ({type(gate).__name__}) returned {shape}; it must return one number a token, "
+            f"({x_TM.shape[0]}, 1)"
+        )
+    return at_least_float32(logits_T1).sigmoid().squeeze(1)
+
+
+def shared_output(parts: Parts, x_TM: Tensor) -> Tensor:
+    """(T, M): the output of the shared expert, called as a module, times its factor."""
+    module = parts.shared_module
+    assert module is not None
+    output_TM: Tensor = module(x_TM)
+    if not isinstance(output_TM, Tensor) or output_TM.shape != x_TM.shape:
+        shape = tuple(output_TM.shape) if isinstance(output_TM, Tensor) else type(output_TM).__name__
+        raise ValueError(
+            f"shared_expert ({type(module).__name__}) returned {shape}; it must return {tuple(x_TM.shape)}"
+        )
+    return output_TM * shared_weight(parts, x_TM).unsqueeze(1).to(output_TM.dtype)

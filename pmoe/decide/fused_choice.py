@@ -1,0 +1,168 @@
+"""Fused kernels in a layer, COMET's or one persistent one: which calls they take, and how those are decided.
+
+What they do not take falls back to chunks, on all ranks together, with one warning for each reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from pmoe.call.call import Call
+from pmoe.call.module_calls import is_watched
+from pmoe.call.modules import Parts
+from pmoe.checkpointing.replay import may_run_again
+from pmoe.comm.counts import RankCounts
+from pmoe.decide.route import cast_dtype
+from pmoe.engine.passes.base import Inputs
+from pmoe.experts.stacked import StackedExperts
+from pmoe.gates.logits import Logits
+from pmoe.gates.topk import TopKGate
+from pmoe.kernels import route
+from pmoe.kernels.comet.backend import Steps
+from pmoe.kernels.comet.operators import Journey
+from pmoe.kernels.flashdmoe import MOST_CHOICES, MOST_EXPERTS, Chosen
+from pmoe.kernels.operands import memory_misfit
+from pmoe.kernels.route import Promise
+from pmoe.runners import fused_steps, one_rank
+from pmoe.runners.features import Feature, refused
+from pmoe.runners.fused import FusedRunner, KernelsRunner, PersistentRunner
+from pmoe.schedule.restore import KEEP, Restore
+from pmoe.warn import warn_once
+
+
+def layer_refusal(parts: Parts) -> str | None:
+    """Why no call of a layer is fused, whatever its tokens: the same on every rank."""
+    if parts.spec.fused == "auto" and parts.ranks.size == 1:
+        return "nothing travels on one rank"
+    return parts.refusal("persistent" if is_persistent(parts) else "fused")
+
+
+def is_persistent(parts: Parts) -> bool:
+    return parts.spec.fused == "persistent"
+
+
+def stacked(parts: Parts) -> StackedExperts:
+    """The experts of a layer that the kernels take."""
+    assert isinstance(parts.experts, StackedExperts)
+    return parts.experts
+
+
+def fused_pair(parts: Parts) -> Restore | None:
+    """The layer's restore pair, or the one that does not offload where it may choose."""
+    return next((pair for pair in parts.pairs if not pair.offloads), None)
+
+
+def may_fuse(parts: Parts, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels may take a call, whatever its row counts; the same on every rank. Warns if not."""
+    if not parts.spec.fused:
+        return False
+    why = layer_refusal(parts)
+    if why is None and parts.ranks.size == 1:
+        _, d_model, d_hidden = stacked(parts).shapes()["w2"]
+        why = fused_steps.refusal(device, dtype, d_model=d_model, d_hidden=d_hidden)
+    if why is not None:
+        _warn_unfused(parts, why)
+    return why is None
+
+
+def _warn_unfused(parts: Parts, why: str) -> None:
+    """Reasons with numbers begin the same, up to a colon, and are given once."""
+    if parts.spec.fused != "auto":
+        warn_once(f"fused ({parts.spec.fused!r}) falls back to the unfused layer because {why}")
+
+
+class _PromisedLogits(Logits):
+    """x weight^T, which a launch to come computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TM: Tensor, weight_EM: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TM, weight_EM)
+        return x_TM.new_empty(x_TM.shape[0], weight_EM.shape[0], dtype=torch.float32)
+
+
+def promised(call: Call, x_TM: Tensor) -> Promise | None:
+    """The gate's choice, where a persistent launch is to make it; None where it is made before. Where the
+    gate's weight and the rows are of one type of 16 bits the launch computes the gate's product, too.
+
+    Only for a layer whose counts are not exchanged before the launch: see `pmoe.decide.one_rank_counts` and
+    `pmoe.decide.padded_counts`. Not for a call that may run again, which is recognised by its routing, nor
+    for a gate with hooks, which must see the routing.
+    """
+    parts, spec, gate = call.parts, call.parts.spec, call.parts.gate
+    asked = parts.features - {Feature.RANKS, Feature.CAPACITY, Feature.PADDED}
+    is_taken = is_persistent(parts) and refused("one rank's counts", asked) is None
+    is_taken &= spec.num_experts <= MOST_EXPERTS and spec.top_k <= MOST_CHOICES
+    is_taken &= not is_watched(gate)
+    if not is_taken or x_TM.dtype == torch.float64 or call.replay.is_replay or may_run_again(call.layer):
+        return None
+    gate, dtype = cast(TopKGate, gate), cast_dtype(parts, x_TM) or x_TM.dtype
+    is_narrow = dtype == x_TM.dtype == gate.weight.dtype != torch.float32
+    if not is_narrow or spec.num_experts % 2 or memory_misfit(dense={"gate": gate.weight}) is not None:
+        with torch.autocast(x_TM.device.type, enabled=False):
+            return one_rank.route_tokens(gate, x_TM, route.promise)
+    logits_TE = _PromisedLogits.apply(x_TM, gate.weight)  # type: ignore[no-untyped-call]
+    found = route.promise(logits_TE, gate.top_k, normalize=gate.normalize, z_loss_weight=gate.z_loss_weight)
+    return found._replace(product=(x_TM.detach(), gate.weight.detach()))
+
+
+def kernels_runner(
+    parts: Parts, steps: Steps, chosen: Chosen, journey: Callable[[], Journey] | None = None
+) -> KernelsRunner:
+    """journey: COMET's kernels take it in place of what is chosen."""
+    restore = fused_pair(parts) or KEEP  # of a call without a backward pass
+    passes: dict[str, Any] = {"steps": steps, "activation": stacked(parts).activation, "restore": restore}
+    if is_persistent(parts):
+        return PersistentRunner(chosen=chosen, **passes)
+    assert journey is not None
+    return FusedRunner(journey=journey(), **passes)
+
+
+def find_steps(parts: Parts, inputs: Inputs, counts: RankCounts) -> Steps | None:
+    """What computes a call by the fused kernels; None, with a warning, where they do not take it."""
+    if counts.max_rows is None:
+        name, top_k = type(parts.gate).__name__, parts.spec.top_k
+        why = f"the gate ({name}) does not give every token top_k ({top_k}) rows"
+    elif counts.needs_grad and fused_pair(parts) is None:
+        why = f"memory_reuse ({parts.spec.restore}) offloads"
+    else:
+        device, dtype = inputs.x_TM.device, inputs.x_TM.dtype
+        request = make_request(parts, device, dtype, counts.max_tokens, counts.max_rows, counts.needs_grad)
+        if parts.spec.fused == "auto" and not fused_steps.is_faster(request):
+            return None
+        found = fused_steps.steps_for(request)
+        if not isinstance(found, str):
+            return found
+        why = found
+    _warn_unfused(parts, why)
+    return None
+
+
+def make_request(
+    parts: Parts, device: torch.device, dtype: torch.dtype, max_tokens: int, max_rows: int, needs_grad: bool
+) -> fused_steps.Request:
+    """dtype: of the rows as the experts get them."""
+    spec = parts.spec
+    # A gate that drops rows itself may keep what it likes.
+    own = {Feature.OWN_GATE, Feature.EXTERNAL_ROUTING, Feature.KEEPS_ITSELF}
+    drops = spec.pad_to_capacity or not own & parts.features
+    return fused_steps.Request(
+        ranks=parts.ranks,
+        device=device,
+        dtype=dtype,
+        d_model=spec.d_model,
+        d_hidden=stacked(parts).num_hidden,
+        activation=stacked(parts).activation,
+        experts=parts.experts.num_local_experts,
+        top_k=spec.top_k,
+        max_tokens=max_tokens,
+        max_rows=max_rows,
+        needs_grad=needs_grad,
+        slack=spec.slack,
+        is_persistent=is_persistent(parts),
+        capacity_factor=spec.capacity_factor if is_persistent(parts) and drops else None,
+        sends_again=(fused_pair(parts) or KEEP).dispatched == "communicate",
+    )

@@ -1,0 +1,143 @@
+"""A call of one rank whose routing kernel sorts the rows: no counts reach the host.
+
+The kernels are those of `pmoe.runners.one_rank`, or COMET's fused ones.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from pmoe.call.call import Call
+from pmoe.call.decision import Agreed, CallCounts, Decision
+from pmoe.call.module_calls import is_watched
+from pmoe.call.modules import Parts
+from pmoe.call.routed import Gated, Routed
+from pmoe.checkpointing.replay import hidden_from_checkpoints, may_run_again
+from pmoe.comm.counts import RankCounts
+from pmoe.decide.fused_choice import fused_pair, kernels_runner, make_request, may_fuse, promised, stacked
+from pmoe.decide.route import autocast_dtype, check_num_experts, started
+from pmoe.engine.autograd import Runner
+from pmoe.engine.passes.base import Inputs
+from pmoe.gates.base import Routing
+from pmoe.gates.topk import TopKGate
+from pmoe.kernels.comet.operators import Journey
+from pmoe.kernels.flashdmoe import Chosen
+from pmoe.kernels.route import Promise, Routes, route
+from pmoe.runners import fused_steps, one_rank
+from pmoe.runners.one_rank import OneRankRunner
+
+
+class OneRankCounts:
+    """A call that kernels of one rank compute: its row counts stay on the device."""
+
+    def __init__(self, call: Call, x: Tensor, x_TM: Tensor, agreed: Agreed) -> None:
+        """Routes the call. x: the input after the callbacks' first hooks. agreed: what computes the call."""
+        self.call = call
+        parts = call.parts
+        self._agreed = agreed
+        self._routes, self._promise = call.replay.route(x_TM, lambda: _routes(call, x_TM, agreed))
+        routes = self._routes
+        check_num_experts(parts, routes.counts_nE.shape[-1])
+        routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux)
+        self.routed = Routed(x=x, x_TM=x_TM, gated=Gated(routing=routing), autocast=autocast_dtype(x))
+        self._needs_grad = parts.asks_for_gradients(x, *parts.gate.parameters())
+
+    @staticmethod
+    def of(call: Call) -> OneRankCounts | None:
+        """Routes the call. None if no kernel of one rank takes it: then the host needs the row counts."""
+        parts, replay = call.parts, call.replay
+        if is_watched(parts.gate):
+            return None
+        x = started(call)
+        x_TM = x.reshape(-1, parts.spec.d_model)
+        if replay.is_replay:
+            agreed: Agreed | None = replay.once(lambda: None)
+            if agreed is None or agreed.counts is not None or agreed.choice is not None:
+                return None
+        else:
+            with hidden_from_checkpoints():
+                agreed = _kernels(call, x_TM)
+        return None if agreed is None else OneRankCounts(call, x, x_TM, agreed)
+
+    def agree(self, parts: Parts, inputs: Inputs) -> Agreed:
+        return self._agreed
+
+    def decision(self, parts: Parts, inputs: Inputs, agreed: Agreed) -> Decision:
+        own_parts = self.call.parts
+        routes = self._routes
+        counts_E = routes.counts_nE[0].view(1, 1, -1)
+        counts = RankCounts(
+            send=counts_E,
+            recv=counts_E,
+            recv_device=counts_E,
+            max_tokens=self.routed.num_tokens,
+            needs_grad=self._needs_grad,
+        )
+        runner: Runner = OneRankRunner(routes, stacked(own_parts).activation)
+        if agreed.steps is not None:
+            chosen = Chosen(expert_TK=routes.expert_TK, promise=self._promise)
+            runner = kernels_runner(own_parts, agreed.steps, chosen, self._journey)
+        return Decision(
+            call=self.call,
+            routed=self.routed,
+            inputs=inputs,
+            runner=runner,
+            counts=CallCounts(counts, counts.max_tokens),
+            restore=None if agreed.steps is None else fused_pair(own_parts),
+        )
+
+    def _journey(self) -> Journey:
+        routes = self._routes
+        return Journey(
+            rank=0,
+            expert_TK=routes.expert_TK,
+            position_TK=routes.position_TK,
+            slot_S=routes.slot_N,
+            send_WE=routes.counts_nE,
+            recv_WE=routes.counts_nE,
+            num_received=routes.slot_N.numel(),
+        )
+
+
+def _kernels(call: Call, x_TM: Tensor) -> Agreed | None:
+    """The fused kernels' steps, or none for one rank's own kernels; None where neither takes the call."""
+    parts, dtype = call.parts, autocast_dtype(x_TM) or x_TM.dtype
+    if not may_fuse(parts, x_TM.device, dtype):
+        return Agreed() if kernels_refusal(parts, x_TM) is None else None
+    needs_grad = parts.asks_for_gradients(x_TM, *parts.gate.parameters())
+    if parts.refusal("one rank's counts") is not None or fused_pair(parts) is None:
+        return None
+    if parts.spec.fused == "forward" and needs_grad:
+        return None  # the pipeline engine's backward pass wants the counts on the host
+    count = x_TM.shape[0]
+    request = make_request(parts, x_TM.device, dtype, count, count * parts.spec.top_k, needs_grad)
+    steps = fused_steps.steps_for(request)
+    return None if isinstance(steps, str) else Agreed(steps=steps)
+
+
+def kernels_refusal(parts: Parts, x_TM: Tensor) -> str | None:
+    """Why a call is not computed by one rank's kernels; None where it is."""
+    return parts.refusal("one rank") or one_rank.kernel_refusal(
+        cast(TopKGate, parts.gate),
+        stacked(parts),
+        x_TM,
+        autocast_dtype(x_TM) or x_TM.dtype,
+        ranks=parts.ranks,
+        needs_grad=parts.asks_for_gradients(x_TM, *parts.gate.parameters()),
+    )
+
+
+def _routes(call: Call, x_TM: Tensor, agreed: Agreed) -> tuple[Routes, Promise | None]:
+    """The gate's product and the routing, a launch each, unless a persistent launch makes them."""
+    if agreed.steps is not None and (found := promised(call, x_TM)) is not None:
+        return found.routes, found
+    with torch.autocast(x_TM.device.type, enabled=False):
+        routes = one_rank.route_tokens(cast(TopKGate, call.parts.gate), x_TM, route)
+    if may_run_again(call.layer):
+        from pmoe.checkpointing import routing_check as rerouting
+
+        rerouting.refuse_changed_routing(call.layer, x_TM.shape[0], routes.expert_TK)
+    return routes, None

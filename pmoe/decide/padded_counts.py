@@ -1,0 +1,159 @@
+"""Row counts of a call whose rows are padded to capacity: the number of tokens says where rows go.
+
+No counts are exchanged, and the host waits for nothing. Ranks compare the number of tokens, and report
+faults, at every call on the CPU. On CUDA they do so at the first call of a kind, and when a checkpoint routes
+again.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pmoe.call.call import Call
+from pmoe.call.decision import Agreed, CallCounts, Decision
+from pmoe.call.modules import Parts
+from pmoe.call.routed import Gated, Routed
+from pmoe.call.sizes import splits_of
+from pmoe.choose.choose import choose
+from pmoe.comm.counts import CountsExchange, Fault, RankCounts
+from pmoe.decide.exact_counts import LoadedExchange, in_chunks
+from pmoe.decide.fused_choice import find_steps, kernels_runner, may_fuse, promised
+from pmoe.decide.route import ask_gate, cast_dtype, route_batch
+from pmoe.engine.passes.base import Inputs
+from pmoe.engine.plan.make_plan import Orders
+from pmoe.engine.variants.padding import PaddedKind, check_same_calls, make_padding
+from pmoe.gates.base import Routing
+from pmoe.kernels.flashdmoe import Chosen
+from pmoe.kernels.route import Promise
+from pmoe.ordering.sorted import Tokens
+
+
+def kind_of(parts: Parts, x_TM: Tensor, dtype: torch.dtype) -> PaddedKind:
+    """dtype: of the rows as the experts get them."""
+    needs_grad = parts.asks_for_gradients(x_TM, *parts.gate.parameters())
+    return PaddedKind(num_tokens=x_TM.shape[0], needs_grad=needs_grad, dtype=dtype)
+
+
+class PaddedCounts:
+    """A call whose rows are padded to capacity. It runs in chunks, or by a persistent kernel."""
+
+    def __init__(self, call: Call) -> None:
+        """Routes the call. If a persistent launch is to choose the experts, the launch makes the routing."""
+        self.call = call
+        parts = call.parts
+        self._promise: Promise | None = None
+        self._padded_rows: tuple[Orders, Tensor] | None = None
+        self.routed = route_batch(call, self._ask_gate)
+        expert_TK = self.routed.routing.expert
+        self._device = self.routed.x_TM.device
+        self._kind = kind_of(parts, self.routed.x_TM, self.routed.dtype)
+        self._splits = splits_of(parts, self._kind.num_tokens, top_k=expert_TK.shape[1])
+
+    def _ask_gate(self, call: Call, x_TM: Tensor) -> Gated:
+        if may_fuse(call.parts, x_TM.device, cast_dtype(call.parts, x_TM) or x_TM.dtype):
+            self._promise = promised(call, x_TM)
+        if self._promise is None:
+            return ask_gate(call, x_TM)
+        weight_TK, expert_TK, *_, l_aux = self._promise.routes
+        return Gated(routing=Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux))
+
+    def agree(self, parts: Parts, inputs: Inputs) -> Agreed:
+        own_parts = self.call.parts
+        _compare(self.call, self.routed, self._kind)
+        if may_fuse(own_parts, self._device, self.routed.dtype):
+            cells = replace(self._host_counts, max_tokens=self._kind.num_tokens, max_rows=0)
+            steps = find_steps(own_parts, inputs, cells)
+            if steps is not None:
+                return Agreed(steps=steps)
+        orders, _ = self._padded(parts)
+        return Agreed(choice=choose(own_parts, self._device_counts, inputs, orders))
+
+    def decision(self, parts: Parts, inputs: Inputs, agreed: Agreed) -> Decision:
+        if agreed.choice is None:
+            return self._by_kernels(inputs, agreed)
+        orders, kept_E = self._padded(parts)
+        counts = self._device_counts
+        totals = CallCounts(counts.on_host(), self._kind.num_tokens, kept_E)
+        plan = orders.plan(counts, agreed.choice)
+        return in_chunks(self.call, self.routed, inputs, plan, totals)
+
+    def _by_kernels(self, inputs: Inputs, agreed: Agreed) -> Decision:
+        assert agreed.steps is not None
+        splits = self._splits
+        kept_E = torch.empty(splits.num_experts, dtype=torch.int32, device=self._device)
+        chosen = Chosen(
+            expert_TK=self.routed.routing.expert,
+            promise=self._promise,
+            capacity=splits.capacity,
+            counts_A=kept_E,
+        )
+        runner = kernels_runner(self.call.parts, agreed.steps, chosen)
+        return Decision(
+            call=self.call,
+            routed=self.routed,
+            inputs=inputs,
+            runner=runner,
+            counts=CallCounts(self._host_counts, self._kind.num_tokens, kept_E),
+            restore=runner.restore,
+        )
+
+    @functools.cached_property
+    def _host_counts(self) -> RankCounts:
+        return self._counts_on(torch.device("cpu"))
+
+    @functools.cached_property
+    def _device_counts(self) -> RankCounts:
+        return self._counts_on(self._device)
+
+    def _counts_on(self, device: torch.device) -> RankCounts:
+        """Row counts in bins, which are equal for all ranks and experts."""
+        splits = self._splits
+        max_tokens = -(-splits.num_rows // self.routed.routing.expert.shape[1])
+        num_ranks = self.call.parts.ranks.size
+        return splits.counts(num_ranks, device, max_tokens=max_tokens, needs_grad=self._kind.needs_grad)
+
+    def _padded(self, parts: Parts) -> tuple[Orders, Tensor]:
+        """The padded rows as they can be sorted, and the kept rows of each expert (E,). Made once a call."""
+        if self._padded_rows is None:
+            if self._promise is not None:
+                self._promise.keep()
+            splits = self._splits
+            orders = Orders(parts, splits.expert_of_rows(self._device), None, Tokens(splits.num_rows))
+            orders.padding, kept_E = make_padding(self.routed.routing.expert.long(), splits)
+            self._padded_rows = (orders, kept_E)
+        return self._padded_rows
+
+
+def _compare(call: Call, routed: Routed, kind: PaddedKind) -> None:
+    """Compares the number of tokens with other ranks and reports faults, where the module's docstring says
+    so."""
+    parts = call.parts
+    known_kinds = parts.known.padded_kinds
+    device = routed.x_TM.device
+    is_again = routed.gated.is_again
+    compares = compares_always(device)
+    if routed.failure is not None and known_kinds and not compares:
+        raise routed.failure  # ranks whose kind of call is known would not take part in the exchange
+    if kind in known_kinds and not (compares or is_again):
+        return
+    if parts.ranks.size > 1 or is_again:
+
+        def begin(fault: Tensor | Fault) -> CountsExchange:
+            return kind.exchange(
+                parts.grid, parts.spec.num_experts, device, fault, parts.traffic, training=call.layer.training
+            )
+
+        check_same_calls(LoadedExchange(parts, routed, begin).finish())
+    if len(known_kinds) >= 256:  # on every rank at the same call
+        known_kinds.clear()
+    known_kinds.add(kind)
+
+
+def compares_always(device: torch.device) -> bool:
+    """Whether ranks compare every call: on the CPU, where no device is waited for. Else the first of a
+    kind."""
+    return device.type != "cuda"

@@ -1,0 +1,212 @@
+"""The first stage of a call: a checked input, and what the gate makes of it.
+
+What is wrong on one rank becomes a `Fault`, which travels with the row counts: all ranks raise together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pmoe.call.call import Call
+from pmoe.call.module_calls import described, is_watched
+from pmoe.call.modules import Parts
+from pmoe.call.routed import Gated, Routed
+from pmoe.call.shape_run import is_shape_run
+from pmoe.checkpointing.replay import hidden_from_checkpoints, may_run_again
+from pmoe.comm.counts import Fault, FaultError
+from pmoe.gates.base import Routing
+
+
+def route_batch(call: Call, ask: Callable[[Call, Tensor], Gated] | None = None) -> Routed:
+    """Checks the input and lets the gate decide, as ``ask`` asks it. One rank alone raises at once; among
+    several a rank that failed takes part with no tokens in the exchange that tells the others."""
+    parts = call.parts
+    try:
+        x = started(call)
+        x_TM = x.reshape(-1, parts.spec.d_model)
+        gated = call.replay.route(x_TM, lambda: (ask or ask_gate)(call, x_TM))
+    except Exception as error:
+        if parts.ranks.size == 1 or call.replay.is_replay:  # which has no such exchange
+            raise
+        return _nothing_routed(parts, error)
+    return Routed(x=x, x_TM=x_TM, gated=gated, autocast=cast_dtype(parts, x_TM))
+
+
+def started(call: Call) -> Tensor:
+    """The checked input behind the callbacks' first hooks: (..., M), or with a mask its N tokens, (N, M)."""
+    x = call.x if call.mask is None else _tokens_of(call)
+    for callback in call.parts.callbacks:
+        try:
+            x = callback.before_moe_start(x)
+        except Exception as error:
+            if call.parts.ranks.size == 1:
+                raise
+            name = type(callback).__name__
+            raise FaultError(Fault.CALLBACK, f"callback {name}.before_moe_start: {error}") from error
+    check_input(call.parts, x)
+    return x
+
+
+def _tokens_of(call: Call) -> Tensor:
+    """(N, M): the rows of the input that are tokens. Raises ValueError where the mask does not fit it."""
+    x, mask = call.x, call.mask
+    check_input(call.parts, x)
+    if not isinstance(mask, Tensor) or mask.shape != x.shape[:-1] or mask.device != x.device:
+        raise FaultError(
+            Fault.SHAPE,
+            f"mask ({described(mask)}) must be a tensor of shape {tuple(x.shape[:-1])} on {x.device}: one "
+            "value for each row of x",
+        )
+    if mask.is_floating_point() or mask.is_complex():
+        raise FaultError(
+            Fault.SHAPE, f"mask (of {mask.dtype}) must be bool: True where x has a token, False in padding"
+        )
+    return x[mask.bool()]
+
+
+def ask_gate(call: Call, x_TM: Tensor) -> Gated:
+    parts, spec = call.parts, call.parts.spec
+    routing = _routing(call, x_TM)
+    fault: Tensor | Fault = Fault.NONE
+    if not parts.trusts_gate:
+        from pmoe.decide.custom_gate import check_routing, clamped_with_fault
+
+        check_routing(parts, routing, x_TM)
+        routing, fault = clamped_with_fault(routing, x_TM, spec.num_experts)
+    checks = not spec.pad_to_capacity if spec.check_finite is None else spec.check_finite
+    if checks and routing.logits is not None and not is_shape_run():  # padded counts do not come to the host
+        # Arithmetic and no torch.where: scalars that become tensors would be copies that synchronise.
+        finite = routing.logits.detach().isfinite().all().long()
+        fault = finite * fault + (1 - finite) * int(Fault.NOT_FINITE)
+    changed = None
+    if may_run_again(call.layer):
+        from pmoe.checkpointing.routing_check import changed_routing
+
+        changed = changed_routing(call.layer, x_TM.shape[0], routing.expert, routing.keep, routing.token)
+    if changed is not None:
+        with hidden_from_checkpoints():
+            fault = changed * int(Fault.RECOMPUTED) + (1 - changed) * fault
+    kept = Routing(
+        expert=routing.expert,
+        weight=routing.weight,
+        l_aux=routing.l_aux,
+        keep=_kept(parts, routing, x_TM),
+        token=routing.token,
+        mix=routing.mix,
+    )
+    return Gated(routing=kept, fault=fault, is_again=changed is not None)
+
+
+def _kept(parts: Parts, routing: Routing, x_TM: Tensor) -> Tensor | None:
+    """(T, K) bool, the slots within the layer's capacity; the gate's own where it decides."""
+    spec = parts.spec
+    decides = bool(getattr(parts.router, "decides_capacity", False))
+    if routing.keep is not None or routing.token is not None or decides:
+        return routing.keep
+    if spec.capacity_factor is None or spec.pad_to_capacity:
+        return None
+    from pmoe.gates.capacity import expert_capacity, within_capacity
+
+    top_k = routing.expert.shape[1]
+    capacity = expert_capacity(spec.capacity_factor, x_TM.shape[0], top_k, spec.num_experts)
+    used_E = torch.zeros(spec.num_experts, dtype=torch.int64, device=x_TM.device)
+    return within_capacity(routing.expert, capacity, used_E)[0]
+
+
+def _routing(call: Call, x_TM: Tensor) -> Routing:
+    gate, ids, given = call.parts.gate, call.token_ids, [x_TM]
+    if getattr(call.parts.router, "needs_token_ids", False):
+        if call.mask is not None and isinstance(ids, Tensor) and ids.shape == call.mask.shape:
+            ids = ids[call.mask.bool()]
+        if not isinstance(ids, Tensor) or ids.numel() != x_TM.shape[0]:
+            shown = tuple(ids.shape) if isinstance(ids, Tensor) else ids
+            raise ValueError(
+                f"token_ids ({shown}) must be given, one for each of the {x_TM.shape[0]} tokens: the gate "
+                f"({type(gate).__name__}) routes by them"
+            )
+        given.append(ids.reshape(-1))
+    routing: Routing = gate(*given)
+    if call.parts.trusts_gate:
+        check_num_experts(call.parts, None if routing.logits is None else routing.logits.shape[-1])
+    return routing
+
+
+def check_num_experts(parts: Parts, num_scores: int | None) -> None:
+    """Raises ValueError where the gate scores more or fewer experts than the layer has, because a tool has
+    replaced its parameters. num_scores: per token; None where the gate gives none."""
+    num_experts = parts.spec.num_experts
+    if num_scores not in (None, num_experts):
+        raise ValueError(
+            f"gate ({type(parts.gate).__name__}) scores {num_scores} experts and the layer has num_experts "
+            f"({num_experts}). For more or fewer experts build another MoELayer with that num_experts and "
+            "copy weights into it (docs/weights.md)"
+        )
+
+
+def _nothing_routed(parts: Parts, error: Exception) -> Routed:
+    like = torch.empty(0) if parts.like is None or parts.like.is_meta else parts.like
+    routing = Routing(
+        expert=torch.empty(0, parts.spec.top_k, dtype=torch.int64, device=like.device),
+        weight=like.new_empty(0, parts.spec.top_k),
+        l_aux=like.new_zeros(()),
+    )
+    fault = error.fault if isinstance(error, FaultError) else Fault.OTHER
+    x_TM = like.new_empty(0, parts.spec.d_model)
+    gated = Gated(routing=routing, fault=fault)
+    return Routed(x=x_TM, x_TM=x_TM, gated=gated, autocast=cast_dtype(parts, x_TM), failure=error)
+
+
+def is_fetched(parts: Parts) -> bool:
+    """Whether a library may fetch experts' parameters when their modules are called. accelerate's offloading
+    does so, and keeps them on the meta device until then."""
+    return any(map(is_watched, parts.experts_module.modules()))
+
+
+def check_input(parts: Parts, x: Tensor) -> None:
+    """Raises TypeError or FaultError (a ValueError) for what a layer cannot take."""
+    d_model, like = parts.spec.d_model, parts.like
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x ({type(x).__name__}) must be a torch.Tensor of shape (..., {d_model})")
+    if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
+        from pmoe.call.tensor_kinds import refused_kind
+
+        if (why := refused_kind(x, d_model)) is not None:
+            raise FaultError(Fault.SHAPE, why)
+    if x.dim() == 0 or x.shape[-1] != d_model:
+        raise FaultError(
+            Fault.SHAPE, f"x of shape {tuple(x.shape)} must end in d_model ({d_model}): (..., d_model)"
+        )
+    if like is not None and x.device != like.device and not (like.is_meta and is_fetched(parts)):
+        cure = ": call to_empty and reset_parameters first" if like.is_meta else ""
+        raise FaultError(
+            Fault.DEVICE, f"x on {x.device} must be where the layer's parameters are ({like.device}){cure}"
+        )
+    if not x.is_floating_point():
+        cure = ": take x.dequantize()" if x.is_quantized else ": take x.real" if x.is_complex() else ""
+        raise FaultError(Fault.DTYPE, f"x of dtype {x.dtype} must be of a floating-point type{cure}")
+    if like is not None and cast_dtype(parts, x) is None and x.dtype != like.dtype:
+        raise FaultError(
+            Fault.DTYPE,
+            f"x of dtype {x.dtype} must be of the layer's dtype ({like.dtype}), or under autocast",
+        )
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The type that autocast gives rows; None where it leaves them as they are, as it does float64."""
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(x.device.type)
+
+
+def cast_dtype(parts: Parts, x: Tensor) -> torch.dtype | None:
+    """The type to which rows and parameters are cast: autocast's, or x's own where FSDP's mixed precision has
+    cast x and the gate, but not the experts, which it leaves out; else None."""
+    found = autocast_dtype(x)
+    if found is not None or x.dtype not in (torch.bfloat16, torch.float16):
+        return found
+    dense, like = next(parts.gate.parameters(), None), parts.like
+    is_cast = dense is not None and like is not None and (dense.dtype, like.dtype) == (x.dtype, torch.float32)
+    return x.dtype if is_cast else None

@@ -1,0 +1,241 @@
+"""Records whose experts a state dict holds, so that not all ranks load the experts of one.
+
+Each rank's ``state_dict()`` has that rank's experts, under names that every rank uses. Without checks, rank
+0's file would load on every rank, and every rank would then have rank 0's experts. Three checks prevent it:
+
+    state_dict()        writes into ``_metadata`` whose experts these are      `_say_whose`
+                        refuses callers that write one file for all ranks      `_refuse_one_file`
+    load_state_dict()   refuses experts of another rank, by that metadata      `_check_whose`
+    the next call       compares the ranks' experts, if a rank loaded values   `check_loaded`
+                        that may be another's (safetensors and dicts made by
+                        hand have no metadata): they must differ by rank
+
+Loading is not a collective: one rank may load and the others not. So a rank that has loaded says so with the
+row counts of its next call, and all ranks compare before that call goes on
+(`pmoe.decide.exact_counts.LoadedExchange`).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from pmoe.call.modules import Parts
+from pmoe.comm import failures as told
+from pmoe.comm.agreement import gathered
+from pmoe.comm.ranks import Grid
+from pmoe.decide.dense_values import fingerprint
+from pmoe.experts.base import Experts, local_part
+
+KEY = "pmoe.experts"
+"""The key in a module's part of a state dict's ``_metadata``, which torch.save and torch.load keep."""
+
+CURE = (
+    "Save with pmoe.save_checkpoint(folder, model, optimizer, step=step) and load with "
+    "pmoe.load_checkpoint(folder, model, optimizer), both on every rank (after pmoe.parallelize)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertPlace:
+    """Which experts a rank holds, and which part of their hidden columns. rank, num_ranks: the rank's place
+    in the group that together holds all experts, and the size of that group."""
+
+    first_expert: int
+    num_local_experts: int
+    num_experts: int
+    shard: int
+    num_shards: int
+    rank: int
+    num_ranks: int
+
+    @staticmethod
+    def of(grid: Grid, num_experts: int) -> ExpertPlace:
+        local = num_experts // grid.across.size
+        return ExpertPlace(
+            first_expert=grid.across.rank * local,
+            num_local_experts=local,
+            num_experts=num_experts,
+            shard=grid.inside.rank,
+            num_shards=grid.inside.size,
+            rank=grid.all.rank,
+            num_ranks=grid.all.size,
+        )
+
+    @property
+    def holds(self) -> tuple[int, ...]:
+        """The fields that must be equal for loading one place's values into another. The number of ranks is
+        none of them: another number may hold the same experts."""
+        return self.first_expert, self.num_local_experts, self.num_experts, self.shard, self.num_shards
+
+    def __str__(self) -> str:
+        last = self.first_expert + self.num_local_experts - 1
+        part = f", part {self.shard} of {self.num_shards} of each" if self.num_shards > 1 else ""
+        return f"experts {self.first_expert} to {last} of {self.num_experts}{part}"
+
+
+def watch(experts: Experts, grid: Grid, num_experts: int) -> None:
+    """Sets the experts' place, which their state dicts record and loading checks. May be called again."""
+    if not experts.is_parallel:
+        return
+    if experts.place is None:
+        experts.register_state_dict_post_hook(_say_whose)  # type: ignore[no-untyped-call]
+        experts.register_load_state_dict_pre_hook(_check_whose)  # type: ignore[no-untyped-call]
+    experts.place = ExpertPlace.of(grid, num_experts)
+
+
+# ---- state_dict()
+
+
+def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
+    place: ExpertPlace = experts.place
+    if place.num_ranks > 1:
+        _refuse_one_file(experts, place, prefix.rstrip("."))
+    local_metadata[KEY] = {**asdict(place), "are_equal": experts.are_equal}
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A function of another library that asks for a state dict to write one file. on_all_ranks: whether it
+    asks on every rank, or on the one that writes."""
+
+    name: str
+    on_all_ranks: bool = True
+
+
+ONE_FILE = {
+    ("accelerate.accelerator", "get_state_dict"): Writer(
+        "accelerate's save_state, save_model and get_state_dict"
+    ),
+    ("transformers.trainer", "_save"): Writer("transformers' Trainer", on_all_ranks=False),
+    ("transformers.modeling_utils", "save_pretrained"): Writer("save_pretrained", on_all_ranks=False),
+    **{
+        (f"{package}.strategies.strategy", function): Writer(f"Lightning's {what}")
+        for package, function, what in (
+            ("lightning.pytorch", "lightning_module_state_dict", "Trainer under this strategy"),
+            ("pytorch_lightning", "lightning_module_state_dict", "Trainer under this strategy"),
+            ("lightning.fabric", "get_module_state_dict", "Fabric under this strategy"),
+            ("lightning_fabric", "get_module_state_dict", "Fabric under this strategy"),
+        )
+    },
+}
+"""Callers that write one rank's state, by module and function. Lightning's strategies that write distributed
+files use other functions."""
+
+DCP = "torch.distributed.checkpoint.state_dict"
+"""Its state dicts cover all ranks by DTensors. In a full one, plain tensors have one rank's values."""
+
+
+def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
+    """Raises ValueError where the caller will write this state dict as the only file.
+
+    A state dict does not know its use, so this looks up the call stack for the nearest function of `ONE_FILE`
+    or of `DCP`. Functions that are not listed pass; `_check_whose` refuses their file when it is loaded.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if module == DCP and function == "_get_model_state_dict":
+            is_full = getattr(frame.f_locals.get("info"), "full_state_dict", False)
+            if is_full and not all(hasattr(each, "device_mesh") for each in experts.parameters()):
+                raise ValueError(
+                    f"{name}: full_state_dict=True would give each rank its own {place} for all: these are "
+                    "plain tensors. Stacked experts (ffn, swiglu) are whole in it after pmoe.parallelize. "
+                    f"{CURE}"
+                )
+            return
+        if module == DCP:
+            return
+        writer = ONE_FILE.get((module, function)) if isinstance(module, str) else None
+        if writer is not None:
+            error = ValueError(
+                f"{name}: {writer.name} would write this rank's {place} as if they were all; other ranks "
+                f"hold others, which would be lost. {CURE}"
+            )
+            if writer.on_all_ranks:
+                raise error
+            told.announce(error)  # the others may wait for this rank
+            raise error
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+# ---- load_state_dict()
+
+
+def _check_whose(
+    experts: Experts, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
+) -> None:
+    """Raises ValueError, and tells peers, where the state dict records other experts than this rank's.
+
+    Unless the values are certainly this rank's own (`_is_own`), or the state dict records that all ranks had
+    equal ones, the layer's next call compares the ranks.
+    """
+    place: ExpertPlace = experts.place
+    own = {name: each for name, each in experts.named_parameters() if f"{prefix}{name}" in state}
+    if not own:
+        return  # the state dict has no experts
+    loaded = {name: state[f"{prefix}{name}"] for name in own}
+    if all(_is_own(loaded[name], each) for name, each in own.items()):
+        return  # whatever the metadata says: torch may have cut these values out of a whole model's state
+    said = dict(local_metadata.get(KEY) or {})
+    were_equal = bool(said.pop("are_equal", False))
+    if said and ExpertPlace(**said).holds != place.holds:
+        if place.num_ranks == 1 and any(loaded[name].shape != each.shape for name, each in own.items()):
+            return  # torch raises an error with the sizes
+        error = ValueError(
+            f"{prefix.rstrip('.')}: a state dict of {ExpertPlace(**said)}, saved by rank {said['rank']} of "
+            f"{said['num_ranks']}, must not be loaded into {place} (rank {place.rank} of {place.num_ranks}): "
+            f"torch.save(model.state_dict()) writes the experts of one rank only. {CURE}; or let every rank "
+            "save and load a file of its own"
+        )
+        if place.num_ranks > 1:
+            told.announce(error)  # rank 0 loads its own file without an error, and would wait for this rank
+        raise error
+    if place.num_ranks > 1 and not were_equal:
+        experts.was_loaded = True
+
+
+def _is_own(value: Any, parameter: Tensor) -> bool:
+    """Whether a loaded value is certainly this rank's own.
+
+    It is if it shares the parameter's memory, into which DCP reads, or if it is a DTensor over the same mesh
+    object. An unpickled DTensor has another mesh object, even if the meshes are equal.
+    """
+    if not isinstance(value, Tensor):
+        return False
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is not None and getattr(value, "device_mesh", None) is mesh:
+        return True
+    here, there = local_part(parameter), local_part(value)
+    return not here.is_meta and here.data_ptr() == there.data_ptr() != 0
+
+
+# ---- the next call
+
+
+def check_loaded(parts: Parts) -> None:
+    """Compares the ranks' experts after any rank has loaded some. Collective over the layer's ranks.
+
+    Raises ValueError on all ranks where two hold the same values, unless a rank says that its experts are
+    equal on purpose (``experts.may_be_equal``). That holds for one comparison.
+    """
+    experts = parts.experts
+    mine = fingerprint(dict(experts.named_parameters())), experts.may_be_equal
+    of_ranks = gathered(parts.ranks, mine, stage="comparing experts that were loaded")
+    holders = dict[str, list[int]]()
+    for rank, (digest, _) in enumerate(of_ranks):
+        holders.setdefault(digest, []).append(rank)
+    same = next((ranks for ranks in holders.values() if len(ranks) > 1), None)
+    if same is not None and not any(may_be for _, may_be in of_ranks):
+        raise ValueError(
+            f"experts must differ from rank to rank, and ranks {', '.join(map(str, same))} have the same "
+            f"since a state dict was loaded, as if one rank's file were everybody's. {CURE}. "
+            "Where all experts are equal on purpose (upcycling): pmoe.copy_into_experts(layer, dense), or "
+            "layer.experts.may_be_equal = True before the next call"
+        )
+    experts.was_loaded = experts.may_be_equal = False
+    experts.are_equal = len(holders) == 1
+    parts.known.differed = not experts.are_equal

@@ -1,0 +1,121 @@
+"""Calls with tensors that are not plain or have no values, and calls under dispatch modes.
+
+The layer runs on a plain tensor that is made from the input, and the result is turned into the input's kind:
+
+    kind                        the layer's tokens             the result
+    jagged nested tensor        its values                     jagged, with the same offsets
+    DTensor                     this rank's part               a DTensor with the same placements
+    subclass, own functions     the tensor without its class   as the class makes it (``__torch_function__``)
+    AsyncCollectiveTensor       the tensor, after a wait       plain
+    meta, fake                  none                           a shape only (`pmoe.layer.shapes_only`)
+
+`pmoe.call.tensor_kinds.refused_kind` refuses other kinds, and every rank learns of the refusal with the row
+counts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from pmoe.call.tensor_kinds import PLAIN, is_dtensor, is_jagged, refused_kind
+from pmoe.checkpointing.selective import hidden_from_selective_checkpoints
+from pmoe.layer.shapes_only import computed_shapes, has_no_values
+
+if TYPE_CHECKING:
+    from pmoe.layer.moe_layer import MoELayer
+
+NO_FUNCTIONS = torch._C._disabled_torch_function_impl
+
+
+def call_with_any(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:
+    """`MoELayer.forward` for any kind of tensor.
+
+    of_tokens: the other arguments that have a value for each token (ids, mask), of the kind of x or plain.
+
+    Raises what `MoELayer.forward` raises, and RuntimeError while a graph is traced.
+    """
+    if get_proxy_mode() is not None:  # the graph would hold this batch's row counts, or an empty tensor
+        raise RuntimeError(
+            "a MoELayer decides a call on the host, so make_fx and torch.export cannot trace it: trace the "
+            'modules around it, or take torch.compile with backend="pmoe", which holds the layer in its graph'
+        )
+    with hidden_from_selective_checkpoints():
+        return _call(layer, x, *of_tokens)
+
+
+def _call(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:
+    if not isinstance(x, Tensor) or refused_kind(x, layer.d_model) is not None:
+        return layer._forward_plain(x, *of_tokens)  # which raises, on every rank
+    if is_jagged(x):
+        return _jagged(layer, x, *of_tokens)
+    if is_dtensor(x):
+        return _distributed(layer, x, *of_tokens)
+    if type(x).__name__ == "AsyncCollectiveTensor":
+        return _call(layer, _Waited.apply(x), *of_tokens)  # type: ignore[no-untyped-call]
+    if has_no_values(layer.parts, x):
+        y, layer.last = computed_shapes(layer.parts, x)
+        return y
+    if type(x) in PLAIN:
+        return layer._forward_plain(x, *of_tokens)
+    return _as_function(x, layer, *of_tokens)
+
+
+def _jagged(layer: MoELayer, x: Any, *of_tokens: Tensor | None) -> Tensor:
+    values = x.values()
+    y = _call(layer, values, *map(_values, of_tokens))
+    if not isinstance(y, Tensor) or y.shape[:-1] != values.shape[:-1]:
+        return y  # a callback's
+    from torch.nested import nested_tensor_from_jagged
+
+    return nested_tensor_from_jagged(
+        y, x.offsets(), x.lengths(), x._ragged_idx, x._maybe_min_seqlen, x._maybe_max_seqlen
+    )
+
+
+def _values(of_tokens: Any) -> Tensor | None:
+    values: Tensor | None = of_tokens.values() if is_jagged(of_tokens) else of_tokens
+    return values
+
+
+def _distributed(layer: MoELayer, x: Any, *of_tokens: Tensor | None) -> Tensor:
+    local = x.to_local()
+    y = _call(layer, local, *map(_local, of_tokens))
+    if not isinstance(y, Tensor) or y.shape[:-1] != local.shape[:-1]:
+        return y  # a callback's
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size((*x.shape[:-1], y.shape[-1]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _local(of_tokens: Any) -> Tensor | None:
+    local: Tensor | None = of_tokens.to_local() if is_dtensor(of_tokens) else of_tokens
+    return local
+
+
+def _as_function(x: Tensor, layer: MoELayer, *of_tokens: Tensor | None) -> Tensor:
+    """Makes the call as one of torch's functions, so that x's class handles it (``__torch_function__``)."""
+    if has_torch_function_unary(x):
+        y: Tensor = handle_torch_function(_as_function, (x,), x, layer, *of_tokens)
+        return y
+    with torch._C._EnableTorchFunction():
+        return layer._forward_plain(x.as_subclass(Tensor), *of_tokens)
+
+
+class _Waited(torch.autograd.Function):
+    """The result of a collective that is still running, after a wait for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        waited: Tensor = x.trigger_wait()
+        return waited.view_as(waited)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad

@@ -1,0 +1,193 @@
+"""Parts of a layer made from its arguments, and checks of these together.
+
+What is special (modules as experts, gates but the default) is imported where it is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pmoe.arguments import check_flag, check_kind, check_not_negative, check_place
+from pmoe.call.modules import Parts
+from pmoe.call.options import LayerSpec, Switches
+from pmoe.comm.ranks import Grid, Ranks
+from pmoe.experts import ExpertName, initialise, make_stacked
+from pmoe.experts.base import Experts
+from pmoe.experts.ffn import ActivationName, find_activation
+from pmoe.gates import GateName, make_gate
+from pmoe.schedule.restore import Restore
+from pmoe.warn import warn_once
+
+if TYPE_CHECKING:
+    from pmoe.engine.plan.callbacks import Callback
+    from pmoe.layer.moe_layer import MoELayer
+
+
+def check_arguments(
+    callbacks: Sequence[Callback],
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    activation: ActivationName,
+    shared_gate: bool,
+    z_loss_weight: float,
+) -> None:
+    """Raises ValueError or TypeError for arguments of `pmoe.MoELayer` that are no options."""
+    check_not_negative(z_loss_weight=z_loss_weight)
+    find_activation(activation)
+    check_place(device, dtype)
+    check_flag("shared_gate", shared_gate)
+    check_kind(Sequence, "a list of pmoe.Callback objects", callbacks=callbacks)
+    if callbacks:
+        from pmoe.engine.plan.callbacks import Callback
+    for callback in callbacks:
+        check_kind(Callback, "pmoe.Callback objects", callbacks=callback)
+
+
+def check_together(parts: Parts, shared_expert: int | nn.Module | None) -> None:
+    """Raises ValueError where options do not go with each other or the modules. shared_expert: as given."""
+    spec, pair = parts.spec, parts.spec.restore
+    apart = spec.pipeline_backward not in (None, spec.fixed_degree)
+    if apart and (parts.hooks is not None or spec.send_once):
+        name = "callbacks see chunks" if parts.hooks is not None else "rows travel once (send_once=True)"
+        raise ValueError(
+            f"pipeline_backward ({spec.pipeline_backward}) must be pipeline ({spec.pipeline}) or None where "
+            f"{name}"
+        )
+    if parts.shared_gate is not None and parts.shared_expert is None:
+        raise ValueError("shared_gate (True) must be False without a shared_expert")
+    if parts.shared_expert is not None and getattr(parts.router, "mixes_tokens", False):
+        raise ValueError(f"shared_expert ({shared_expert}) must be None with SoftMoE, which mixes tokens")
+    if isinstance(pair, Restore) and pair.offloads:
+        from pmoe.engine.variants.offload import check_host_memory
+
+        check_host_memory(pair, torch.empty(0).device if parts.like is None else parts.like.device)
+    if spec.memory_budget is not None:
+        from pmoe.layer.predict_memory import check_budget
+
+        check_budget(parts)
+    if spec.pad_to_capacity and (why := parts.refusal("padded counts")) is not None:
+        raise ValueError(f"pad_to_capacity (True) must be False where {why}")
+    recomputes = pair is True or (pair and pair.hidden == "recompute")
+    if spec.splits_backward and not recomputes and parts.experts.are_modules:
+        raise ValueError(
+            f"pipeline_backward ({spec.pipeline_backward}) must be at most pipeline ({spec.pipeline}) where "
+            "experts are modules whose hidden is kept or offloaded: a saved graph cannot be split"
+        )
+
+
+SIZES = ("d_model", "d_hidden", "num_experts", "top_k")
+"""Options that stay: the layer's modules are made for them."""
+
+
+def set_option(layer: MoELayer, name: str, value: object) -> None:
+    """Raises what building the layer would raise, and changes nothing then; AttributeError for a switch."""
+    if name in Switches.__dataclass_fields__:
+        raise AttributeError(
+            f"{name} ({value!r}) must be set in layer.switches: layer.switches = Switches({name}={value!r})"
+        )
+    before = layer.spec
+    found = replace(before, **{name: value})  # type: ignore[arg-type]
+    if name in SIZES and found != before:
+        raise ValueError(f"{name} ({value!r}) must stay {getattr(before, name)}, as the layer was built")
+    layer.spec = found
+    try:
+        check_together(layer.parts, layer.shared_expert)
+    except ValueError:
+        layer.spec = before
+        raise
+
+
+def make_layer_gate(
+    spec: LayerSpec,
+    gate: GateName | nn.Module,
+    normalize_gate: bool | None,
+    z_loss_weight: float,
+    options: dict[str, Any],
+) -> nn.Module:
+    capacity_factor = spec.capacity_factor
+    check_flag("normalize_gate", normalize_gate, or_none=True)
+    if isinstance(gate, str):
+        given = {"normalize": normalize_gate, "z_loss_weight": z_loss_weight or None}
+        sizes = (spec.d_model, spec.num_experts, spec.top_k)
+        made = make_gate(gate, sizes, capacity_factor, given, options)
+        if made.mixes_tokens and capacity_factor is not None:
+            raise ValueError(f"capacity_factor ({capacity_factor}) must be None: SoftMoE drops nothing")
+        return made
+    from pmoe.decide.custom_gate import check_gate
+
+    check_gate(gate, capacity_factor, normalize_gate, z_loss_weight)
+    return gate
+
+
+def make_experts(
+    layer: MoELayer,
+    expert: ExpertName | nn.Module | Callable[..., nn.Module],
+    activation: ActivationName,
+    bias: bool,
+    options: dict[str, Any],
+) -> Experts:
+    sizes = (layer.d_model, layer.d_hidden, layer.num_local_experts)
+    if isinstance(expert, str):
+        stacked = make_stacked(expert, *sizes, activation, bias, shard=layer.shard, **options)
+        initialise(stacked, first_expert=layer.first_expert)
+        return stacked
+    from pmoe.experts.modules import given_experts
+
+    return given_experts(expert, sizes, layer.shard, layer.first_expert, options)
+
+
+def make_grid(
+    group: dist.ProcessGroup | Ranks | None,
+    mesh: DeviceMesh | None,
+    device: torch.device | str | None = None,
+) -> Grid:
+    """Where a layer stands among its ranks. device: of its parameters.
+
+    Warns where a launcher started several processes and torch.distributed is not initialised: the layer is
+    then of one process alone.
+    """
+    if mesh is None:
+        grid = Grid.of_group(group)
+        grid.all.by_default = group is None
+        if group is None and grid.all.group is None and not torch.empty(0, device=device).is_meta:
+            _warn_of_other_processes()
+        return grid
+    if group is not None:
+        raise ValueError("group and mesh must not be given both: a mesh brings its groups")
+    from pmoe.comm.topology import grid_of_mesh
+
+    return grid_of_mesh(mesh)
+
+
+def _warn_of_other_processes() -> None:
+    """Layers on the meta device are left out: they have no experts yet, and are spread once they have."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes.isdecimal() and int(processes) > 1:
+        warn_once(
+            f"a MoELayer is built in one of {processes} processes (WORLD_SIZE) before torch.distributed is "
+            "initialised: this rank holds all of its experts and exchanges nothing. To spread them, call "
+            "torch.distributed.init_process_group before the layer is built, or pmoe.parallelize(model, "
+            "mesh) later, before the optimizer and wrappers are made. If one rank is meant, build it with "
+            "group=pmoe.comm.ranks.Ranks.single()"
+        )
+
+
+def check_fit(num_experts: int, d_hidden: int, grid: Grid, across: str) -> None:
+    if num_experts % grid.across.size:
+        size = grid.across.size
+        advice = "" if num_experts > size else '; split fewer by a mesh with "esp"'
+        raise ValueError(
+            f"num_experts ({num_experts}) must be divisible by the size of {across} ({size}){advice}"
+        )
+    if d_hidden % grid.inside.size:
+        raise ValueError(
+            f'd_hidden ({d_hidden}) must be divisible by the size of the mesh\'s "esp" ({grid.inside.size})'
+        )

@@ -1,0 +1,125 @@
+"""What of a layer its memory depends on, and the bytes of a call, predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pmoe.arguments import check_count, check_int, check_kind, plain_int
+from pmoe.call.modules import Parts
+from pmoe.call.sizes import memory_shape, rows_of_call
+from pmoe.comm.counts import RankCounts
+from pmoe.planner.degree import SOLVE, Choice, all_choices
+from pmoe.planner.layer_sizes import CallRows, LayerSizes
+from pmoe.planner.memory import PredictedMemory, predict
+from pmoe.planner.priced_choices import PricedChoice, bound, within_budget
+from pmoe.planner.rows_per_pass import counted_rows
+from pmoe.runners.features import Feature
+from pmoe.schedule.restore import Restore, StrategyName, parse_restore
+
+USERS_OWN = {
+    Feature.CALLBACKS: "callbacks: what they allocate is not counted",
+    Feature.OWN_GATE: "the gate is a module of one's own: counted as one score a token and expert",
+    Feature.OWN_ORDER: "the order is one's own: what it allocates is not counted",
+    Feature.OWN_EXCHANGE: "dispatch or combine is one's own: what it allocates is not counted",
+    Feature.MODULE_EXPERTS: "experts are modules of one's own: counted as feed-forward experts of d_hidden",
+}
+"""What only a user can know of the memory of a layer."""
+
+
+def predict_memory(
+    parts: Parts,
+    num_tokens: int,
+    row_counts: RankCounts | None,
+    pipeline: int | None,
+    pipeline_backward: int | None,
+    memory_reuse: StrategyName | Restore | None,
+) -> PredictedMemory:
+    """As `pmoe.MoELayer.predict_memory`."""
+    for name, value in (("pipeline", pipeline), ("pipeline_backward", pipeline_backward)):
+        if value is not None:
+            check_count(**{name: value})
+    check_int(0, num_tokens=num_tokens)
+    check_kind((RankCounts, type(None)), "None or what layer.row_counts holds", row_counts=row_counts)
+    check_predictable(parts)
+    num_tokens, pipeline, pipeline_backward = map(plain_int, (num_tokens, pipeline, pipeline_backward))
+    ways = _ways(parts, pipeline, pipeline_backward, memory_reuse)
+    rotates = parts.spec.rotates or memory_reuse is not None
+    sizes, call = replace(memory_shape(parts), rotates=rotates), rows_of_call(parts, num_tokens)
+    found = {way: _of_way(parts, sizes, call, row_counts, way) for way in ways}
+    asked = (row_counts, pipeline, pipeline_backward, memory_reuse)
+    if (budget := parts.spec.budget) is not None and all(each is None for each in asked):
+        priced = [PricedChoice(**vars(way), seconds=0.0, memory=each) for way, each in found.items()]
+        within_budget(priced, budget)  # or nothing runs
+        found = {way: each for way, each in found.items() if each.promised <= budget}
+    largest = max(found.values(), key=lambda each: each.peak)
+    return replace(largest, unknown=unknown(parts), candidates=found if len(found) > 1 else {})
+
+
+def check_predictable(parts: Parts) -> None:
+    """Raises ValueError where kernels hold rows in a heap of their own, and where nobody has said what a
+    feature takes."""
+    why = parts.refusal("memory")
+    if why is None and parts.spec.fused:
+        from pmoe.decide.fused_choice import fused_pair, layer_refusal
+
+        if layer_refusal(parts) is None and fused_pair(parts) is not None:
+            why = f"kernels are fused (fused={parts.spec.fused!r})"
+    if why is not None:
+        raise ValueError(f"predict_memory must not be called where {why}: its memory is not predicted")
+
+
+def check_budget(parts: Parts) -> None:
+    """Raises ValueError where no budget can be held, for not all of the memory is this layer's to know."""
+    why, like = parts.refusal("memory budget"), parts.like
+    if why is None and not parts.experts.columns("cpu" if like is None else like.device.type).hidden:
+        why = f"experts ({type(parts.experts).__name__}) do not say what they save"
+    if why is not None:
+        raise ValueError(
+            f"memory_budget ({parts.spec.memory_budget!r}) must be left out where {why}: its memory is not "
+            "predicted"
+        )
+
+
+def unknown(parts: Parts) -> tuple[str, ...]:
+    """What of a layer's memory only its user can know, in words."""
+    told = [words for feature, words in USERS_OWN.items() if feature in parts.features]
+    shared = parts.shared_expert
+    if shared is not None and not shared.columns("cpu").hidden:
+        told.append("the shared expert is a module of one's own: what it saves is not counted")
+    return tuple(told)
+
+
+def _ways(
+    parts: Parts,
+    pipeline: int | None,
+    pipeline_backward: int | None,
+    memory_reuse: StrategyName | Restore | None,
+) -> list[Choice]:
+    """All that the layer may take: one where nothing is left to choose."""
+    spec, pairs = parts.spec, parts.pairs
+    if memory_reuse is not None:
+        pair = parse_restore(memory_reuse)
+        if not isinstance(pair, Restore):
+            raise ValueError(f"memory_reuse ({memory_reuse!r}) must be None, a name of S1 to S4 or a Restore")
+        pairs = (pair,)
+    n = pipeline or spec.fixed_degree
+    forward = spec.degrees if n is None else (n,)
+    fixed = pipeline_backward or spec.pipeline_backward
+    apart = spec.pipeline == SOLVE and spec.rotates and n is None and fixed is None
+    degrees = [(n, m) for n in forward for m in (spec.degrees if apart else (fixed or n,))]
+    return all_choices(degrees, pairs)
+
+
+def _of_way(
+    parts: Parts, sizes: LayerSizes, call: CallRows, counts: RankCounts | None, way: Choice
+) -> PredictedMemory:
+    sizes = replace(sizes, rotates=sizes.rotates or way.rearranged)
+    if counts is None:
+        return bound(sizes, call, way, parts.spec.slack, parts.num_bins)
+    bins, degrees = counts.send.shape[0], (way.forward, way.backward)
+    if any(bins % n for n in degrees):
+        raise ValueError(f"pipeline {degrees} must divide the {bins} bins of row_counts")
+    cut = [n << counts.depth.get(n, 0) for n in degrees]
+    rank, place = parts.ranks.rank, parts.grid.inside.rank
+    forward, backward = (counted_rows(sizes, counts, rank, n, place) for n in cut)
+    return predict(sizes, call, forward, backward, way.restore, rearranged=cut[0] != cut[1])

@@ -1,0 +1,71 @@
+"""A layer built for other ranks, or on the meta device: spread over a mesh, and its parameters drawn."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pmoe.call.modules import Parts
+from pmoe.comm.topology import dimensions_of, grid_of_mesh
+from pmoe.experts import initialise, seeded
+from pmoe.experts.operands import check_own_parameters
+from pmoe.experts.stacked import StackedExperts
+from pmoe.experts.wrapper_checks import sampled
+from pmoe.gates.base import Gate
+from pmoe.layer.construct import check_fit
+
+
+def check_spread(parts: Parts, mesh: DeviceMesh) -> None:
+    """As `pmoe.MoELayer.check_spread`."""
+    dimensions_of(mesh)
+    spec, like, held = parts.spec, parts.like, parts.experts.num_local_experts
+    is_meta = like is not None and like.is_meta
+    if parts.ranks.size > 1 and not is_meta:
+        raise ValueError(
+            f"a layer built over {parts.ranks.size} ranks must not be spread over others: this rank has "
+            f"only {held} of {spec.num_experts} experts; build it with mesh={mesh}, or "
+            "on one rank (before init_process_group, or with a group of one rank)"
+        )
+    if parts.gradients is not None:
+        raise ValueError("a layer must be spread before a GradientReducer is made for it")
+    check_own_parameters(parts.experts, parts.experts.hidden_dims() or ())
+    if not parts.experts.are_modules and parts.experts.hidden_dims() is None:
+        raise TypeError(
+            f"experts ({type(parts.experts).__name__}) must be stacked or modules to be spread over ranks"
+        )
+    grid = grid_of_mesh(mesh)
+    check_fit(spec.num_experts, spec.d_hidden, grid, 'the mesh\'s "ep"')
+    if parts.experts.are_modules and grid.is_sharded:
+        raise ValueError('experts (modules) must not be split over "esp": a module\'s hidden is its own')
+    if parts.experts.are_modules and parts.ranks.size > 1:
+        raise ValueError("experts (modules, even on the meta device) must all be there to be spread")
+    if spec.pad_to_capacity and grid.is_sharded:
+        raise ValueError('pad_to_capacity (True) must be False where experts are split over "esp"')
+
+
+def reset_parameters(parts: Parts) -> None:
+    """As `pmoe.MoELayer.reset_parameters`."""
+    first_expert = parts.grid.across.rank * parts.experts.num_local_experts
+    if isinstance(parts.gate, Gate):
+        parts.gate.reset_parameters()
+    else:
+        reset_modules(parts.gate)
+    for experts, first in ((parts.experts, first_expert), (parts.shared_expert, parts.spec.num_experts)):
+        if isinstance(experts, StackedExperts):
+            initialise(experts, first_expert=first)
+        elif experts is not None and experts.are_modules:
+            resets = [functools.partial(reset_modules, each) for each in experts.as_modules()]
+            seeded(lambda i: resets[i](), first_expert=first, count=len(resets))  # noqa: B023
+    if parts.shared_gate is not None:
+        reset_modules(parts.shared_gate)
+    parts.experts.built = sampled(parts.experts) if parts.ranks.size > 1 else ""
+
+
+def reset_modules(module: nn.Module) -> None:
+    """Asks each part of it that has a ``reset_parameters`` for that."""
+    for part in module.modules():
+        reset = getattr(part, "reset_parameters", None)
+        if reset is not None:
+            reset()

@@ -1,0 +1,250 @@
+"""Schedules in which chunks take turns in ring slots (MPipeMoE, section III.D, Fig. 6 and Fig. 7b-e).
+
+A ring is a small number of memory slots for the buffers of one name, in which chunks take turns. With two
+slots, chunk 2 uses the slot of chunk 0 again:
+
+    buffer   T_DI.0    T_DI.1    T_DI.2    T_DI.3
+    slot     T_DI[0]   T_DI[1]   T_DI[0]   T_DI[1]
+
+T_DI and T_DO have two slots each. T_M has one, or two if it is offloaded. Gradients and the buffers that are
+sent have rings too. A slot is written again only after its last reader has ended: `link` makes tasks wait for
+slots as it does for buffers. Rows that stay are cut into n pieces, so that a chunk's rows are together.
+
+If T_M is offloaded, rows that stay have a slot of their own for it. They alternate with rows that travel. If
+both shared two slots, rows that travel would always get the same one, and none of their copies could run
+beside their own computing.
+
+Forward with S3 (offload/recompute), n = 3, rows that travel and rows that stay (a column is no clock tick):
+
+    communicate  . S0 P . S1 . . . R0 . S2 . . R1 . . R2
+    compute      G0 . . G1 . L0 . C0 . G2 . L1 C1 . O0 C2 . O1 L2 O2
+    copy out     . . . . . . LDI0 . DI0 . . LDI1 . DI1 . DI2 . . LDI2
+
+Backward goes from the last chunk to the first, so that the tensors written last are read first. Chunk i - 1
+is fetched (by H, or by sending it again) while chunk i computes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from pmoe.schedule.restore import Restore
+from pmoe.schedule.tasks import Kind, PassBuilder, Schedule, Stages, Task
+
+
+def _turns(tasks: Sequence[Task], sizes: Mapping[str, int], homes: Sequence[str]) -> dict[str, str]:
+    """Returns the ring slot of each buffer. Buffers take the slots of a ring in turn, as they are written.
+
+    tasks: the tasks of a pass, in order.
+    sizes: the number of slots of each ring. Buffers of a ring without slots have memory of their own. A
+        buffer's ring has the buffer's name, or that name without "_L" or "_again".
+    homes: the buffers of results at home, which take their slots first. Rows that stay are a part of them.
+    """
+    used = Counter[str]()
+    slots: dict[str, str] = {}
+    for buffer in (*homes, *(buffer for task in tasks for buffer in task.writes)):
+        name = buffer.rpartition(".")[0]
+        ring = name if name in sizes else name.removesuffix("_L").removesuffix("_again")
+        if buffer not in slots and sizes.get(ring):
+            slots[buffer] = f"{ring}[{used[ring] % sizes[ring]}]"
+            used[ring] += 1
+    return slots
+
+
+@functools.lru_cache(maxsize=256)
+def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Schedule:
+    """Returns the schedule of a forward pass with rings.
+
+    restore: the fates of T_DI and T_M; None keeps neither, because no backward pass follows.
+
+    S of chunk i + 1 is issued before R of chunk i (Fig. 7a), and S of chunk i + 2 after it: T_DI has two
+    slots.
+    """
+    tasks = PassBuilder("forward", n, stages)
+    remote = stages.remote
+    dispatched, hidden_fate = (None, None) if restore is None else (restore.dispatched, restore.hidden)
+    of_fate: dict[str | None, int] = {"keep": 0, "offload": 2}  # slots of a tensor by its fate; else one
+    sizes = {
+        **dict.fromkeys(("send", "arrived", "T_DI", "T_DO", "leaving"), 2),
+        **dict.fromkeys(("T_DI_sorted", "T_DI_L"), of_fate.get(dispatched, 1)),
+        "T_M": of_fate.get(hidden_fate, 1),
+        **({"T_M_L": 1} if hidden_fate == "offload" and remote else {}),
+        **dict.fromkeys(("active", "T_DO_sorted", "copies", "parts"), 1),
+        **dict.fromkeys(("home", "home_L"), 2 if remote else 1),
+    }
+
+    def compute(i: int, at: str) -> None:
+        """Adds L or C of chunk i, and D, the copies of its T_DI and T_M to the host if they are offloaded."""
+        rows = [f"T_DI_L.{i}"] if at else [f"T_DI.{i}", f"T_DI_sorted.{i}"]
+        hidden = f"T_M{at}.{i}"
+        active = f"active{at}.{i}"
+        if at:
+            reads = [f"T_I_L.{i}", "weight"]
+            writes = [*rows, hidden, active, f"home_L.{i}"]
+        else:
+            reads = [rows[0], "weight_DI"]
+            writes = [rows[1], hidden, active, f"T_DO_sorted.{i}", f"T_DO.{i}"]
+        tasks.add(Kind.LOCAL if at else Kind.COMPUTE, i, reads, writes)
+        if dispatched == "offload":
+            tasks.add(Kind.COPY_ROWS_OUT.at(at), i, rows, [f"host_T_DI{at}.{i}"])
+        if hidden_fate == "offload":
+            tasks.add(Kind.COPY_HIDDEN_OUT.at(at), i, [hidden], [f"host_T_M{at}.{i}"])
+
+    if remote:
+        tasks.dispatch(0)
+        tasks.send_weights()
+        tasks.dispatch(1)
+    tasks.shared()
+    tasks.open(0)
+    for i, at in _units(range(n), stages):
+        tasks.open(i + 1)
+        compute(i, at)
+        if not remote:
+            tasks.output(i)
+        elif not at:
+            tasks.combine(i)
+            tasks.close(i - 1)
+            tasks.dispatch(i + 2)
+            tasks.output(i - 1 - stages.hooked)
+    tasks.close(n - 1)
+    if remote:
+        for i in range(n - 1 - stages.hooked, n):
+            tasks.output(i)
+    homes = [f"{home}.{i}" for i in range(n) for home in ("home", "home_L")]
+    return tasks.finish(_turns(tasks.tasks, sizes, homes))
+
+
+@functools.lru_cache(maxsize=256)
+def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: bool = False) -> Schedule:
+    """Returns the schedule of a backward pass with rings, which restores T_DI and T_M.
+
+    restore: the fates of T_DI and T_M.
+    rearranged: whether forward had another number of chunks. Tensors that it kept are then copied into slots,
+        chunk by chunk.
+
+    The gradients of parameters from a chunk follow it at once, because they need slots that the next chunk
+    takes.
+    """
+    tasks = PassBuilder("backward", n, stages)
+    remote = stages.remote
+    dispatched, hidden_fate = restore.dispatched, restore.hidden
+    sends_again = dispatched == "communicate"
+    sizes = {
+        **dict.fromkeys(("send", "send_again", "arrived", "arrived_again", "leaving"), 2),
+        **dict.fromkeys(("dT_DO", "T_DI", "dT_DI"), 2),
+        **dict.fromkeys(("dT_DO_sorted", "T_DI_sorted", "dT_DI_sorted", "dT_DO_L"), 1),
+        "T_DI_L": 2 if dispatched == "offload" else 1,
+        "T_M": 2 if hidden_fate == "offload" else 1,
+        **({"T_M_L": 1} if hidden_fate == "offload" and remote else {}),
+        **dict.fromkeys(("dT_M", "active", "scratch", "copies", "parts"), 1),
+        **dict.fromkeys(("dhome", "dhome_L"), 2 if remote else 1),
+    }
+    chunks = range(n - 1, -1, -1)
+    units = _units(chunks, stages)
+
+    def dispatch(i: int) -> None:
+        """Adds G and S of chunk i; before them GI and SI, if T_DI is sent again."""
+        if sends_again:
+            tasks.dispatch(i, again=True)
+        tasks.dispatch(i)
+
+    def unpack(i: int) -> None:
+        """Adds HA and AG of chunk i in a hooked layer."""
+        if sends_again:
+            tasks.open(i, again=True)
+        tasks.open(i)
+
+    def fetch(i: int, at: str) -> None:
+        """Adds the copies from the host (H) of a unit's T_DI and T_M if forward offloaded them."""
+        if dispatched == "offload":
+            tasks.add(Kind.COPY_ROWS_IN.at(at), i, [f"host_T_DI{at}.{i}"], [f"T_DI{at}.{i}"])
+        if hidden_fate == "offload":
+            tasks.add(Kind.COPY_HIDDEN_IN.at(at), i, [f"host_T_M{at}.{i}"], [f"T_M{at}.{i}"])
+
+    def compute(i: int, at: str) -> None:
+        """Adds M if T_M is recomputed, L or C, R, and the gradients of parameters (LW or W) of a unit."""
+        rows = [f"T_DI{at}.{i}"]
+        hidden = f"T_M{at}.{i}"
+        if not at and (sends_again or (dispatched == "keep" and not rearranged)):
+            rows.append(f"T_DI_sorted.{i}")
+        # The unit's first task also writes T_DI in expert order, from kept chunks, from rows that arrived, or
+        # from T_I. `arranged` has the buffers that the next task writes for that reason.
+        arranged = rows[-1:] if sends_again or (dispatched == "keep" and rearranged) else []
+        if hidden_fate == "recompute":
+            inputs = [buffer for buffer in rows if buffer not in arranged]
+            tasks.add(Kind.RECOMPUTE.at(at), i, inputs, [*arranged, hidden])
+            arranged = []
+        elif hidden_fate == "keep" and rearranged:
+            arranged = [*arranged, hidden]
+        work = [f"{name}{at}.{i}" for name in ("dT_M", "active", "scratch")]
+        if at:
+            grads = [f"dT_DO_L.{i}"]
+            source = [f"dT_O_L.{i}"]
+            result = [f"dhome_L.{i}"]
+        else:
+            grads = [f"dT_DO_sorted.{i}"]
+            source = [f"dT_DO.{i}"]
+            result = [f"dT_DI_sorted.{i}", f"dT_DI.{i}", f"dweight_DI.{i}"]
+        reads = [buffer for buffer in (*source, *rows, hidden) if buffer not in arranged]
+        if hidden_fate != "keep":  # the task overwrites T_M with the activated hidden
+            arranged = [*arranged, hidden]
+        tasks.add(Kind.LOCAL if at else Kind.COMPUTE, i, reads, [*arranged, *work, *grads, *result])
+        if not at:
+            tasks.combine(i)
+        inputs = [*rows, hidden, *work[:2], *grads, *([] if at else source)]
+        tasks.add(Kind.WGRAD.at(at), i, [*inputs, "dw"], ["dw"])
+
+    if remote:
+        dispatch(n - 1)
+        dispatch(n - 2)
+    tasks.shared()
+    fetch(*units[0])
+    unpack(n - 1)
+    for place, (i, at) in enumerate(units):
+        unpack(i - 1)
+        for unit in units[place + 1 : place + 2]:
+            fetch(*unit)
+        compute(i, at)
+        if not remote:
+            tasks.output(i)
+        elif not at:
+            tasks.close(i + 1)
+            dispatch(i - 2)
+            tasks.output(i + 1 + stages.hooked)
+            if i == 0:
+                tasks.return_weights(chunks)
+    tasks.close(0)
+    if remote:
+        for i in range(int(stages.hooked), -1, -1):
+            tasks.output(i)
+    homes = [f"{home}.{i}" for i in chunks for home in ("dhome", "dhome_L")]
+    return tasks.finish(_turns(tasks.tasks, sizes, homes))
+
+
+def rotating(
+    direction: str, n: int, stages: Stages, *, restore: Restore | None, rearranged: bool = False
+) -> Schedule:
+    """Returns the schedule of a forward or backward pass with rings.
+
+    restore: as in `rotating_forward`; never None for a backward pass.
+    rearranged: as in `rotating_backward`; a forward pass does not depend on it.
+    """
+    if direction == "forward":
+        return rotating_forward(n, stages, restore=restore)
+    assert restore is not None
+    return rotating_backward(n, stages, restore=restore, rearranged=rearranged)
+
+
+def _units(chunks: Sequence[int], stages: Stages) -> list[tuple[int, str]]:
+    """Returns the order in which the experts compute: (chunk, "_L" for its rows that stay, else "").
+
+    Rows that stay come first, to fill the time until their chunk arrives. Those of the last chunk come last,
+    to fill the time while it returns.
+    """
+    units = []
+    for i in chunks:
+        unit = [(i, "_L")] * stages.local + [(i, "")] * stages.remote
+        units += unit[::-1] if i == chunks[-1] else unit
+    return units

@@ -1,0 +1,397 @@
+"""Measures of reading: what a maintainer must hold to follow a call, and how pmoe's sentences are built.
+
+Lines of code are no measure. These are:
+
+- the functions and lines that a traced default call executes, and how often it changes the file before `run`;
+- circles of imports, those inside functions counted;
+- imports of pmoe inside functions, each with its reason;
+- statements that bind unlike values;
+- first sentences and phrases that STYLE forbids: a docstring says what the thing is or does.
+
+A number in this file may only fall. Each check fails on a planted example.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+
+import pytest
+import torch
+
+import pmoe
+from pmoe.decide import experts_call
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "pmoe"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+MOST_FUNCTIONS = 236
+"""Functions of pmoe that a forward and a backward pass of the traced layer execute."""
+
+MOST_LINES = 1120
+"""Lines of pmoe that they execute."""
+
+MOST_CHANGES = 40
+"""Calls before `run`, in their order, that are in another file than the call before."""
+
+MOST_PARALLEL = 0.01
+"""Share of assignments that bind several values which are written side by side: ``a, b = x, y``."""
+
+LOCAL_IMPORTS: dict[str, str] = {}
+"""Modules of pmoe that are imported inside functions, and why."""
+
+
+# ---- a traced call
+
+
+@dataclass
+class Trace:
+    """What a call executed.
+
+    functions   code objects of pmoe; comprehensions and lambdas belong to the function around them
+    lines       (file, line) of pmoe
+    files       file of each call before `run`, in the order of the calls
+    """
+
+    functions: set[CodeType]
+    lines: set[tuple[str, int]]
+    files: list[str]
+
+    @property
+    def changes(self) -> int:
+        return sum(one != other for one, other in zip(self.files, self.files[1:], strict=False))
+
+
+def traced(package: Path, call: Callable[[], object], run: Callable[..., object]) -> Trace:
+    """Executes ``call()`` and records the functions and lines of ``package``. run: ends the record of
+    files."""
+    trace = Trace(set(), set(), [])
+    inside = f"{package}/"
+    before_run = True
+
+    def on_event(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
+        nonlocal before_run
+        code = frame.f_code
+        if not code.co_filename.startswith(inside):
+            return None
+        if event == "call":
+            before_run = before_run and code is not run.__code__
+            if not code.co_name.startswith("<"):
+                trace.functions.add(code)
+                if before_run:
+                    trace.files.append(code.co_filename)
+        elif event == "line":
+            trace.lines.add((code.co_filename, frame.f_lineno))
+        return on_event
+
+    before = sys.gettrace()
+    sys.settrace(on_event)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return trace
+
+
+@pytest.fixture(scope="module")
+def default_call() -> Trace:
+    torch.manual_seed(0)
+    layer = pmoe.MoELayer(16, 32, 4, pipeline=2, memory_reuse="S4")
+    x = torch.randn(64, 16, requires_grad=True)
+    layer(x).sum().backward()  # the first call compares and imports what later ones do not
+    return traced(PACKAGE, lambda: layer(x).sum().backward(), experts_call.run)
+
+
+def test_a_call_executes_few_functions(default_call: Trace) -> None:
+    assert len(default_call.functions) <= MOST_FUNCTIONS
+
+
+def test_a_call_executes_few_lines(default_call: Trace) -> None:
+    assert len(default_call.lines) <= MOST_LINES
+
+
+def test_a_call_is_decided_in_few_files_one_after_the_other(default_call: Trace) -> None:
+    assert len(default_call.files) > 50
+    assert default_call.changes <= MOST_CHANGES, shown(default_call.files)
+
+
+def shown(files: list[str]) -> str:
+    """The files in order, each with the number of calls in a row."""
+    lines: list[str] = []
+    last, count = "", 0
+    for file in [*files, ""]:
+        if file == last:
+            count += 1
+            continue
+        if last:
+            lines.append(f"{Path(last).relative_to(ROOT)} x {count}")
+        last, count = file, 1
+    return "\n".join(lines)
+
+
+def test_the_tracer_counts_a_planted_call(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("def f(g):\n    g()\n    return [x for x in range(3)]\n")
+    (tmp_path / "two.py").write_text("def g():\n    pass\n\ndef run():\n    g()\n")
+    names: dict[str, dict[str, Callable[..., object]]] = {"one": {}, "two": {}}
+    for name, space in names.items():
+        path = tmp_path / f"{name}.py"
+        exec(compile(path.read_text(), str(path), "exec"), space)
+    one, two = names["one"], names["two"]
+
+    def call() -> None:
+        one["f"](two["g"])
+        two["run"]()
+
+    trace = traced(tmp_path, call, two["run"])
+    assert {code.co_name for code in trace.functions} == {"f", "g", "run"}
+    assert len(trace.lines) == 4
+    assert [Path(file).stem for file in trace.files] == ["one", "two"]
+    assert trace.changes == 1
+
+
+# ---- imports
+
+
+@dataclass(frozen=True)
+class Import:
+    """An import of a module of pmoe. is_local: it stands inside a function."""
+
+    file: str
+    line: int
+    module: str
+    is_local: bool
+
+
+def imports_of(path: Path, root: Path) -> Iterator[Import]:
+    """The imports of pmoe in a file, without those for type checkers alone."""
+    file = str(path.relative_to(root))
+
+    def visit(node: ast.AST, is_local: bool) -> Iterator[Import]:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for other in node.orelse:
+                yield from visit(other, is_local)
+            return
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                if name.name.split(".")[0] == "pmoe":
+                    yield Import(file, node.lineno, name.name, is_local)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "pmoe":
+            assert node.module is not None
+            for name in node.names:
+                inner = root.joinpath(*node.module.split("."), name.name)
+                is_module = inner.is_dir() or inner.with_suffix(".py").exists()
+                module = f"{node.module}.{name.name}" if is_module else node.module
+                yield Import(file, node.lineno, module, is_local)
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, is_local or is_function)
+
+    yield from visit(ast.parse(path.read_text(encoding="utf-8")), False)
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def circles(files: list[Path], root: Path) -> list[list[str]]:
+    """Groups of modules that import one another, directly or through others (Tarjan's components)."""
+    graph = {module_name(path, root): {one.module for one in imports_of(path, root)} for path in files}
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    groups: list[list[str]] = []
+
+    def connect(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in graph[module] & graph.keys():
+            if other not in index:
+                connect(other)
+            if other in stack:
+                low[module] = min(low[module], low[other])
+        if low[module] == index[module]:
+            group = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(group) > 1 or module in graph[module]:
+                groups.append(sorted(group))
+
+    for module in graph:
+        if module not in index:
+            connect(module)
+    return groups
+
+
+def test_no_modules_import_one_another() -> None:
+    assert circles(FILES, ROOT) == []
+
+
+def test_an_import_inside_a_function_has_a_reason() -> None:
+    unexplained = [
+        f"{one.file}:{one.line}: {one.module}"
+        for path in FILES
+        for one in imports_of(path, ROOT)
+        if one.is_local and one.module not in LOCAL_IMPORTS
+    ]
+    assert unexplained == []
+
+
+def test_a_reason_that_nothing_needs_leaves_the_list() -> None:
+    used = {one.module for path in FILES for one in imports_of(path, ROOT) if one.is_local}
+    assert sorted(LOCAL_IMPORTS.keys() - used) == []
+
+
+def test_planted_imports_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "pmoe").mkdir()
+    one = tmp_path / "pmoe" / "one.py"
+    two = tmp_path / "pmoe" / "two.py"
+    one.write_text("def f():\n    from pmoe import two\n")
+    two.write_text("import pmoe.one\n")
+    assert circles([one, two], tmp_path) == [["pmoe.one", "pmoe.two"]]
+    assert [(found.module, found.is_local) for found in imports_of(one, tmp_path)] == [("pmoe.two", True)]
+    one.write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pmoe import two\n")
+    assert circles([one, two], tmp_path) == []
+
+
+# ---- statements
+
+
+def parallel_assignments(tree: ast.AST) -> Iterator[ast.Assign]:
+    """Assignments of several values that are written side by side. A swap is not one: it needs both
+    values."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+            continue
+        target = node.targets[0]
+        if not isinstance(target, ast.Tuple):
+            continue
+        bound = {ast.unparse(name) for name in target.elts}
+        read = {
+            ast.unparse(name) for name in ast.walk(node.value) if isinstance(name, ast.Name | ast.Attribute)
+        }
+        if not bound & read:
+            yield node
+
+
+def tuple_statements(tree: ast.AST) -> Iterator[ast.Expr]:
+    """Statements that are tuples: several calls in one line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Tuple):
+            yield node
+
+
+def test_a_statement_binds_one_value() -> None:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in FILES]
+    count = sum(isinstance(node, ast.Assign | ast.AnnAssign) for tree in trees for node in ast.walk(tree))
+    parallel = [node for tree in trees for node in parallel_assignments(tree)]
+    assert len(parallel) <= MOST_PARALLEL * count, [ast.unparse(node) for node in parallel]
+
+
+def test_no_statement_is_a_tuple() -> None:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in FILES]
+    assert [ast.unparse(node) for tree in trees for node in tuple_statements(tree)] == []
+
+
+def test_planted_statements_are_seen() -> None:
+    tree = ast.parse("a, b = 1, f()\na, b = b, a\na, b = x.shape\nf(), g()\n")
+    assert [ast.unparse(node) for node in parallel_assignments(tree)] == ["(a, b) = (1, f())"]
+    assert len(list(tuple_statements(tree))) == 1
+
+
+@pytest.mark.parametrize("call", ["type", "importlib.import_module", "locals"])
+def test_no_class_or_module_is_made_from_a_string(call: str) -> None:
+    """``type(name, bases, fields)``, ``importlib.import_module`` and ``locals()`` hide their uses from a
+    search."""
+    uses = [
+        f"{path.relative_to(ROOT)}:{line}" for path in FILES for line in hidden_uses(path.read_text(), call)
+    ]
+    assert uses == []
+
+
+def hidden_uses(text: str, call: str) -> Iterator[int]:
+    for node in ast.walk(ast.parse(text)):
+        if (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) == call
+            and (call != "type" or len(node.args) == 3)
+        ):
+            yield node.lineno
+
+
+def test_planted_hidden_uses_are_seen() -> None:
+    text = "A = type('A', (B,), {})\nm = importlib.import_module('x')\nn = locals()\nk = type(n)\n"
+    assert [list(hidden_uses(text, call)) for call in ("type", "importlib.import_module", "locals")] == [
+        [1],
+        [2],
+        [3],
+    ]
+
+
+# ---- sentences
+
+OPENING = re.compile(
+    r"(Of|As|By|In|For|With|Where|From|To|On|At|Who|Whoever|Whatever|What|How|Which|Why|When|So|Such|Among|Beside)\b"
+)
+"""A docstring that begins with one of these does not say what the thing is or does."""
+
+PHRASE = re.compile(r"\b(whoever|whatever|likewise|anew|alike|told of|what .{1,40} is what)\b", re.IGNORECASE)
+"""Phrases without a noun for the thing, from STYLE's section on English."""
+
+LONGEST = 100
+"""Characters of a first sentence."""
+
+
+def docstrings(text: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node)
+            if docstring is not None:
+                yield docstring
+
+
+def faults_of(docstring: str) -> list[str]:
+    """What STYLE forbids in a docstring: an opening without a noun or verb, a phrase, a long first
+    sentence."""
+    faults = []
+    if OPENING.match(docstring):
+        faults.append("opening")
+    if PHRASE.search(docstring):
+        faults.append("phrase")
+    first = re.split(r"[.:](?=\s|$)", docstring.partition("\n\n")[0].replace("\n", " "))[0]
+    if len(first) > LONGEST:
+        faults.append("long first sentence")
+    return faults
+
+
+def test_docstrings_say_what_a_thing_is_or_does() -> None:
+    faulty = [
+        f"{path.relative_to(ROOT)}: {', '.join(faults)}: {docstring.splitlines()[0]}"
+        for path in FILES
+        for docstring in docstrings(path.read_text(encoding="utf-8"))
+        if (faults := faults_of(docstring))
+    ]
+    assert faulty == [], "\n".join(faulty)
+
+
+def test_planted_docstrings_are_seen() -> None:
+    text = textwrap.dedent('''
+        """Counts of rows."""
+        def f():
+            """Of the rows as the experts get them."""
+        def g():
+            """Does it anew."""
+        def h():
+            """Returns %s."""
+        class A:
+            """As `B`."""
+    ''') % ("very " * 30)
+    assert [faults_of(docstring) for docstring in docstrings(text)] == [
+        [], ["opening"], ["phrase"], ["long first sentence"], ["opening"],
+    ]  # fmt: skip

@@ -141,8 +141,8 @@ ENGINE = (
         name="relayed-counts-of-dispatch",
         breaks="combine takes dispatch's counts of rows that pass through",
         file=PASSES,
-        old="            leaving, chunk.recv_rows, self.comes_home(i), chunk.send_rows, chunk.relayed[1]\n",
-        new="            leaving, chunk.recv_rows, self.comes_home(i), chunk.send_rows, chunk.relayed[0]\n",
+        old="            leaving, chunk.recv_rows, self.combine_output(i), chunk.send_rows, chunk.relayed[1]\n",
+        new="            leaving, chunk.recv_rows, self.combine_output(i), chunk.send_rows, chunk.relayed[0]\n",
         tests="tests/gloo/test_flexible.py -k hierarchical",
     ),
     Plant(

@@ -261,11 +261,11 @@ def test_an_operand_on_another_device_is_refused_by_the_operator_too(which: str)
 
 
 def test_what_does_not_fit_the_kernels_is_said_with_its_numbers() -> None:
-    assert grouped_gemm.misfit(torch.bfloat16, in_features=64) is None
+    assert grouped_gemm.layout_problem(torch.bfloat16, in_features=64) is None
     assert "in_features (60) must be a multiple of 8" in str(
-        grouped_gemm.misfit(torch.float16, in_features=60)
+        grouped_gemm.layout_problem(torch.float16, in_features=60)
     )
-    assert "torch.float32" in str(grouped_gemm.misfit(torch.float32, in_features=64))
+    assert "torch.float32" in str(grouped_gemm.layout_problem(torch.float32, in_features=64))
     assert "device cpu" in str(grouped_gemm.refusal(torch.device("cpu"), torch.bfloat16, in_features=64))
 
 

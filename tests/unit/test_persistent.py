@@ -28,7 +28,7 @@ from pmoe.decide import padded_counts
 from pmoe.gates.capacity import expert_capacity, within_capacity
 from pmoe.kernels import route
 from pmoe.kernels.comet.launcher import Division, Launcher
-from pmoe.kernels.flashdmoe import TILE_ROWS, Chosen, forward_tensors, launch_pass, pass_tensors
+from pmoe.kernels.flashdmoe import TILE_ROWS, RoutingInput, forward_tensors, launch_pass, pass_tensors
 from pmoe.kernels.heap import HeapShape
 from pmoe.runners import fused_steps
 from pmoe.runners.fused_steps import Request, heap_shape
@@ -355,7 +355,7 @@ def test_rows_stand_in_their_cells_in_token_order_without_dropped_ones(kernels: 
         for given_TK in (expert_TK, expert_TK.int()):
             (heap,) = virtual_heaps(HeapShape(1, E, TILE_ROWS, 70, M, BF16, H), CPU, memory=FileMemory())
             given = pass_tensors(heap, given_TK, zeros(70, M), torch.rand(70, 2), parameters(E), "relu")
-            chosen = Chosen(expert_TK=given_TK, keep_TK=keep_TK, capacity=20)
+            chosen = RoutingInput(expert_TK=given_TK, keep_TK=keep_TK, capacity=20)
             made = forward_tensors(heap, given, chosen, keeps_input=False, keeps_hidden=False)
             launch_pass(Launcher([heap], lambda *_: Division(1)), "forward", "relu", [made])
             heap.close()
@@ -403,7 +403,7 @@ def test_what_the_kernel_would_read_wrong_is_named_before_a_launch(
         "w2": zeros(3, M, H),
         "b1": None,
     } | changed
-    chosen = Chosen(expert_TK=given["expert_TK"], keep_TK=given.pop("keep_TK", None))
+    chosen = RoutingInput(expert_TK=given["expert_TK"], keep_TK=given.pop("keep_TK", None))
     parameters = (given.pop("w1"), given.pop("w2"), given.pop("b1"), None)
     with emulated(kernels):
         (heap,) = virtual_heaps(HeapShape(1, 3, TILE_ROWS, 16, M, BF16, H), CPU, memory=FileMemory())

@@ -1,12 +1,17 @@
 # make train   set up .venv once and train the example: 2 ranks on the CPU, or one rank per GPU
-# make test    set up .venv once and run the tests that are quick and need no GPU
-# make test-all        the slow ones, too
+# make test    set up .venv once and run the tests that are quick and need no GPU (at most 6 minutes on 2 cores)
+# make test-all        the slow ones, too (at most 30 minutes)
+# make test-nightly    all that need no GPU: kills, jobs of several machines, planted mistakes, machine code
 # make fuzz            10,000 random layers, called in random ways, beside the definition
 # make soak            10,000 steps that change, and what they leave in memory (5 minutes)
 # make test-versions   a part of them with the oldest and the newest Python, torch and transformers
 # make docs    build the documentation: build/docs/index.html
 # make gpu PYTHON=/path/to/python   check and measure on a GPU, with that Python's own torch
 # make gpu-ladder PYTHON=...        its first part: small steps that name what is wrong, and one report
+#
+# CUDA kernels take nvcc 5 minutes. make test compiles them only where there is a GPU, where they were compiled
+# before, or when asked; without them it skips the few tests that read them:
+#   make test EXTENSION=1
 #
 # A GPU-less machine whose pip would download a CUDA build of torch can ask for the CPU build:
 #   make train TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -31,7 +36,7 @@ VERSIONS ?= 3.10,2.13.0,5.23.0 3.11,2.13.0,5.23.0 3.13,2.14.1,5.23.0
 # where they are not, each of some hundred processes compiles all of pmoe, an eighth of the tests' time.
 OMP := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 
-.PHONY: help setup extension browser docs train test test-all fuzz soak test-versions lint format bench clean FORCE
+.PHONY: help setup extension browser docs train test test-all test-nightly fuzz soak test-versions lint format bench clean FORCE
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
@@ -43,7 +48,11 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/installed-$(shell printf %s '$(TORCH)' | tr -c 'A-Za-z0-9.' _)
 
-setup: $(STAMP) extension
+# 1: keep pmoe/_cuda.* up to date with its sources. 0: leave it, or its absence, as it is.
+EXTENSION ?= $(if $(wildcard /dev/nvidia[0-9]* pmoe/_cuda.*),1,0)
+WANTED_EXTENSION := $(if $(filter 1,$(EXTENSION)),extension)
+
+setup: $(STAMP) $(WANTED_EXTENSION)
 
 ifneq ($(shell cat .venv/home 2>/dev/null),$(CURDIR))
 $(STAMP): FORCE
@@ -113,25 +122,30 @@ train: $(STAMP)
 	$(OMP) $(BIN)/python examples/lm_launch.py --standalone --local-addr=127.0.0.1 --nproc_per_node=$$ranks \
 		examples/train_lm.py $(ARGS)
 
-test: $(STAMP) extension browser $(FAIRSEQ)
-	@$(OMP) $(BIN)/python -m pytest tests -m "not slow and not gpu" $(PYTEST_ARGS)
+# What each level leaves out is also in tests/levels.py, for the planted mistakes.
+test: $(STAMP) $(WANTED_EXTENSION) browser $(FAIRSEQ)
+	@$(if $(WANTED_EXTENSION),,echo "make test: no CUDA kernels are compiled; make test EXTENSION=1 compiles and reads them")
+	$(OMP) $(BIN)/python -m pytest tests -m "not slow and not nightly and not gpu" $(PYTEST_ARGS)
 
 # Random layers, called in random ways, beside the definition: some 20 minutes.
-fuzz: $(STAMP) extension
+fuzz: $(STAMP) $(WANTED_EXTENSION)
 	@$(OMP) $(BIN)/python -m tests.fuzz $(ARGS)
 
-soak: $(STAMP) extension
+soak: $(STAMP) $(WANTED_EXTENSION)
 	@$(OMP) $(BIN)/python -m tests.soak $(ARGS)
 
 test-versions:
 	@bash tests/versions.sh $(VERSIONS)
 
 # One more at a time than there are cores: many of the slow ones wait for a peer that is dead.
-test-all: PYTEST_ARGS = -n 3
+test-all test-nightly: PYTEST_ARGS = -n 3
 test-all: $(STAMP) extension browser $(FAIRSEQ) $(CONVERT)
+	@$(OMP) $(BIN)/python -m pytest tests -m "not nightly and not gpu" $(PYTEST_ARGS)
+
+test-nightly: $(STAMP) extension browser $(FAIRSEQ) $(CONVERT)
 	@$(OMP) $(BIN)/python -m pytest tests -m "not gpu" $(PYTEST_ARGS)
 
-CPP = $(filter-out %.csv %.pyc,$(wildcard cuda/*.[hc]* cuda/*/*.[hc]* tests/cuda/*.[hc]* tests/cuda/*/*.[hc]*))
+CPP = $(filter-out %.pyc,$(wildcard cuda/*.[hc]* cuda/*/*.[hc]* tests/cuda/*.[hc]* tests/cuda/*/*.[hc]*))
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -268,6 +282,7 @@ gpu-build: gpu-env
 GPU_PYTEST = -m pytest -q -o timeout_method=thread
 GPU_PYTEST_ARGS = $$("$(GPU_PYTHON)" -c 'import xdist' 2>/dev/null && echo "$(PYTEST_ARGS)" \
 	|| echo "$(filter-out -n 2,$(PYTEST_ARGS))")
+QUICK = not slow and not nightly
 KERNEL_TESTS = tests/unit/test_disassembly.py $(wildcard tests/unit/test_kernels_*.py)
 COMET_TESTS = $(wildcard tests/gpu/test_comet*.py) tests/gpu/test_persistent.py
 SANITIZED = $(wildcard tests/gpu/test_grouped_gemm*.py) tests/gpu/test_permute.py tests/gpu/test_route.py $(COMET_TESTS)
@@ -282,7 +297,7 @@ gpu-test: gpu-build
 	@failed=0
 	export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
 	if [ -n "$$("$(GPU_PYTHON)" -c "$$FIND_CUOBJDUMP")" ]; then
-		timeout -k 5 100 "$(GPU_PYTHON)" $(GPU_PYTEST) $(KERNEL_TESTS) -m "not slow" $(GPU_PYTEST_ARGS) || failed=1
+		timeout -k 5 100 "$(GPU_PYTHON)" $(GPU_PYTEST) $(KERNEL_TESTS) -m "$(QUICK)" $(GPU_PYTEST_ARGS) || failed=1
 	else
 		echo "make gpu-test: the machine code is not looked at, cuobjdump is not on this machine"
 	fi
@@ -332,7 +347,7 @@ gpu-comet: gpu-build
 	export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
 	[ "$${PMOE_CUDA:-1}" != 0 ] || exit 0
 	if [ -n "$$("$(GPU_PYTHON)" -c "$$FIND_CUOBJDUMP")" ]; then
-		timeout -k 5 80 "$(GPU_PYTHON)" $(GPU_PYTEST) tests/unit/test_comet_kernels.py -m "not slow" \
+		timeout -k 5 80 "$(GPU_PYTHON)" $(GPU_PYTEST) tests/unit/test_comet_kernels.py -m "$(QUICK)" \
 			$(GPU_PYTEST_ARGS) || failed=1
 	fi
 	timeout -k 5 270 "$(GPU_PYTHON)" $(GPU_PYTEST) $(COMET_TESTS) -m gpu $(GPU_PYTEST_ARGS) || failed=1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,9 +52,31 @@ def mark_slow_all_but_samples(items: list[pytest.Item]) -> None:
                 item.add_marker("slow")
 
 
+@pytest.fixture(scope="session")
+def kernels() -> Path:
+    """The file of a ``pmoe._cuda`` whose kernels run on the CPU. It takes a minute to compile, so that tests
+    which ask for it are slow."""
+    from tests.emulated import compile_kernels
+
+    return compile_kernels()
+
+
+@pytest.fixture
+def extension_built() -> None:
+    """Skips a test of the compiled kernels where nobody built them, and fails it where they do not load."""
+    if importlib.util.find_spec("pmoe._cuda") is None:
+        pytest.skip("pmoe._cuda is not built: make extension builds it, where there is nvcc")
+    from pmoe.kernels import extension
+
+    assert extension.load() is not None, extension.why_missing()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_slow_all_but_samples(items)
+    for item in items:
+        if "kernels" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
     place = {file: i for i, file in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(group(item.nodeid), len(place)))
 

@@ -19,7 +19,7 @@ for each in "$@"; do
         continue
     fi
     PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$home/bin/python" -m pytest -q -n "${WORKERS:-2}" \
-        -m "not slow and not gpu" tests/spec tests/unit/test_layer.py tests/unit/test_transformers.py \
+        -m "not slow and not nightly and not gpu" tests/spec tests/unit/test_layer.py tests/unit/test_transformers.py \
         tests/unit/test_borrowed.py && told+=("$each: passed") || told+=("$each: FAILED")
 done
 printf '%s\n' "${told[@]}"

@@ -45,10 +45,6 @@ class Resources:
     local: int
 
 
-def built() -> bool:
-    return load() is not None
-
-
 def archs() -> list[str]:
     """What there is machine code for: ["sm_80", "sm_90a"]."""
     module = load()

@@ -1,22 +1,16 @@
-"""What machine code does, read from its instructions: loops, barriers, costs that must not rise.
+"""What machine code does, read from its instructions: loops, barriers, what a step costs.
 
 Instructions of `tests.cuda.disassembly.sass` are of 16 bytes each; a branch names the address it goes to.
 """
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
-from pmoe.kernels.extension import load
-from tests.cuda.disassembly import Declared, declared, opcode, sass
-
-COSTS = Path(__file__).with_name("machine_code.csv")
-"""What each of Hopper's kernels costs; as `first_...`, what it cost before costs were kept (97e6287)."""
+from tests.cuda.disassembly import Declared, declared, opcode
 
 A_BYTES = 128 * 64 * 2
 """Of a tile's rows in a step."""
@@ -191,36 +185,22 @@ def executed(code: Sequence[str]) -> int:
 class Cost:
     """Of one of Hopper's kernels. A step is of 64 of the reduction."""
 
-    instructions: int
-    epilogue: int  # instructions of a multiplying warp behind the last wait for products, every path counted
     step_cycles: int  # in which a scheduler issues what its multiplying warps do beside products
     l2_bytes: int  # loaded by one block's accelerator a step: all of it passes the L2 cache
     l2_bytes_sharing_a: int  # the same where two blocks share A; of .pairs, which share B, as before
 
 
 def is_of_one_product(name: str) -> bool:
-    """Whether costs of a kernel can be kept: of Hopper's, and not of a whole pass."""
+    """Whether a kernel has a `Cost`: of Hopper's, and not of a whole pass."""
     return declared()[name].hopper and not name.startswith("flashdmoe.")
 
 
 def cost(name: str, code: Sequence[str]) -> Cost:
     return Cost(
-        instructions=executed(code),
-        epilogue=executed(_epilogue(code)),
         step_cycles=round(WARPS_A_SCHEDULER * _a_step(Code(code).innermost("HGMMA"), "HGMMA", 4)),
         l2_bytes=_l2_bytes(name, code, shares_a=False),
         l2_bytes_sharing_a=_l2_bytes(name, code, shares_a=True),
     )
-
-
-def _epilogue(code: Sequence[str]) -> Sequence[str]:
-    waits = [i for i, each in enumerate(code) if opcode(each).startswith("WARPGROUP.DEPBAR")]
-    last = max(i for i in waits if code[i].endswith("gsb0, 0x0"))
-    for i in range(last, len(code)):
-        target = _target(code[i])
-        if target is not None and target < last or opcode(code[i]) == "EXIT":
-            return code[last:i]
-    raise AssertionError("no end of the epilogue")
 
 
 def _a_step(loop: Sequence[str], kind: str, a_step: int) -> float:
@@ -326,24 +306,3 @@ def wrong_calls(code: Sequence[str]) -> list[str]:
     looped: set[int] = set().union(*flow.loops)
     usual = (each for each in sorted(looped) if not all(map(flow.is_rare, flow.predecessors[each])))
     return [call for block in usual for call in starts(flow.instructions({block}), "CALL")]
-
-
-def write_costs() -> None:
-    """COSTS, of today's build. Columns that begin with first_ stay as they are."""
-    module = load()
-    assert module is not None
-    with COSTS.open(newline="") as file:
-        kept = {row["kernel"]: row for row in csv.DictReader(file)}
-    rows = []
-    for name in sorted(filter(is_of_one_product, sass("sm_90a"))):
-        today = {kind: str(value) for kind, value in asdict(cost(name, sass("sm_90a")[name])).items()}
-        first = {f"first_{kind}": kept.get(name, {}).get(f"first_{kind}", now) for kind, now in today.items()}
-        rows.append({"kernel": name, "nvcc": module.NVCC, **today, **first})
-    with COSTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-if __name__ == "__main__":
-    write_costs()

@@ -18,18 +18,13 @@ from pmoe.comm.heap import close_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet.launcher import Division
 from pmoe.kernels.heap import HeapError
-from tests.emulated import compile_kernels, emulated
+from tests.emulated import emulated
 from tests.pool import ranks
 from tests.reference import relative_error
 
 BF16 = torch.bfloat16
 D_MODEL, D_HIDDEN = 264, 40  # two chunks of columns
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="session")
-def kernels() -> Path:
-    return compile_kernels()
 
 
 @dataclass(frozen=True)
@@ -92,14 +87,13 @@ def check(kernels: Path, case: Case, fused: bool | str) -> None:
             assert error <= 2 * plain + 4e-3, (name, error, plain)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("expert", "fused"),
     [
         ("ffn", True),
         ("swiglu", "forward"),
-        pytest.param("swiglu", True, marks=pytest.mark.slow),
-        pytest.param("ffn", "forward", marks=pytest.mark.slow),
+        ("swiglu", True),
+        ("ffn", "forward"),
     ],
 )
 def test_two_processes_train_as_unfused(kernels: Path, fused: bool | str, expert: str) -> None:
@@ -111,7 +105,6 @@ def test_a_rank_without_tokens_skewed_routing_and_drops(kernels: Path) -> None:
     check(kernels, Case(tokens=(0, 31), skewed=True, options=options), True)
 
 
-@pytest.mark.slow
 def test_four_processes(kernels: Path) -> None:
     check(kernels, Case(tokens=(5, 0, 17, 8), steps=3, options={"slack": 4.0}), True)
 

@@ -108,8 +108,8 @@ def killed(world: int, folder: Path, draw: random.Random, number: int) -> int:
     [
         (1, 3),
         (2, 2),
-        pytest.param(1, 100, marks=pytest.mark.slow),
-        pytest.param(2, 100, marks=pytest.mark.slow),
+        pytest.param(1, 100, marks=pytest.mark.nightly),
+        pytest.param(2, 100, marks=pytest.mark.nightly),
     ],
 )
 def test_kills_at_random_moments_of_a_save_lose_nothing(world: int, kills: int, tmp_path: Path) -> None:

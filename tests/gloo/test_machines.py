@@ -134,7 +134,7 @@ SLOW, FAST = 20e6, 400e6
 """Bytes a second of each rank between machines, and inside of one."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [2, 4])
 def test_a_job_of_several_machines_of_two_ranks(tmp_path, script, number):
@@ -172,7 +172,7 @@ def finish(head: Machine, every: list[Machine], *command: object) -> None:
     assert not any(each.returncode for each in run), said(every)[-6000:]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_twenty_deaths_of_machines_at_random_moments_lose_nothing(tmp_path, script):
     survive(DEATHS, tmp_path, script, seed=20)

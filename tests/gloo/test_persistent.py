@@ -14,11 +14,10 @@ from pmoe.comm.heap import close_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.heap import HeapError
 from tests.emulated import emulated
-from tests.gloo.test_comet_emulated import BF16, D_HIDDEN, D_MODEL, Case, check, kernels, run
+from tests.gloo.test_comet_emulated import BF16, D_HIDDEN, D_MODEL, Case, check, run
 from tests.pool import ranks
 
-__all__ = ["kernels"]
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(300)
 
 
 def test_two_processes_train_as_unfused(kernels: Path) -> None:

@@ -526,7 +526,7 @@ def test_small_experts_end_below_the_small_dense_model_after_the_same_bytes(tmp_
     assert losses[False] < losses[True] - MARGIN
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_the_default_model_ends_below_the_dense_one_after_the_same_bytes(tmp_path):
     """In a sixth of the default run's steps, one rank each, side by side: 0.07 apart after 300 steps."""

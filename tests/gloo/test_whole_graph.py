@@ -93,14 +93,17 @@ LAYERS = [
 ]
 
 
+MARKS: list[Any] = [pytest.mark.nightly, pytest.mark.slow, ()]
+
+
 def cases(first: list[Any], others: list[Any]) -> list[Any]:
-    """Some of the layers for the first, which are compiled in every test run; all of them for all."""
+    """All layers for all. The third layer is quick for the first and slow for the others; they are nightly
+    with the other layers, which are slow for the first."""
     found = []
     for at, options in enumerate(LAYERS):
         for each in (*first, *others):
             values = each if isinstance(each, tuple) else (each,)
-            marks = () if each in first and at == 2 else pytest.mark.slow
-            found.append(pytest.param(*values, options, marks=marks))
+            found.append(pytest.param(*values, options, marks=MARKS[(each in first) + (at == 2)]))
     return found
 
 
@@ -112,7 +115,7 @@ def test_losses_and_gradients_are_those_of_the_layer(world: int, options: dict[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", LAYERS[:4], ids=named)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_ranks_may_have_different_numbers_of_tokens(world: int, options: dict[str, Any]) -> None:
     for errors in ranks(world).run(compare, [*UNEVEN[world]] * (STEPS // 4), options):
         assert max(errors) < 1e-12, errors

@@ -8,7 +8,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.plants.all_plants import PLANTS
+from tests.plants.all_plants import LEVEL_OF, PLANTS
 from tests.plants.plant import Plant, run
 
 
@@ -16,7 +16,7 @@ def told(plant: Plant) -> tuple[bool, str]:
     """Whether it was found, and a line about it."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            outcome = run(plant, Path(folder))
+            outcome = run(plant, LEVEL_OF[plant], Path(folder))
         except (AssertionError, ValueError) as error:
             return False, f"{plant.name:32} NOT RUN: {error}"
     by = outcome.by if outcome.found else f"NOT FOUND by {plant.tests}"

@@ -1,14 +1,29 @@
-"""All plants, by what they break."""
+"""All plants, by what they break, and the level of the tests at which each is found."""
 
 from __future__ import annotations
 
-from tests.plants.of_engine import ENGINE
-from tests.plants.of_experts import EXPERTS
-from tests.plants.of_gates import GATES
-from tests.plants.of_kernels import KERNELS
-from tests.plants.of_planner import PLANNER
-from tests.plants.of_ranks import RANKS
-from tests.plants.of_schedule import SCHEDULE
-from tests.plants.of_training import TRAINING
+from tests.plants import (
+    of_engine,
+    of_experts,
+    of_gates,
+    of_kernels,
+    of_planner,
+    of_ranks,
+    of_references,
+    of_schedule,
+    of_training,
+)
+from tests.plants.plant import Plant
 
-PLANTS = (*SCHEDULE, *ENGINE, *RANKS, *GATES, *EXPERTS, *PLANNER, *TRAINING, *KERNELS)
+LEVEL_OF: dict[Plant, str] = {
+    **dict.fromkeys(of_schedule.SCHEDULE, of_schedule.LEVEL),
+    **dict.fromkeys(of_engine.ENGINE, of_engine.LEVEL),
+    **dict.fromkeys(of_ranks.RANKS, of_ranks.LEVEL),
+    **dict.fromkeys(of_gates.GATES, of_gates.LEVEL),
+    **dict.fromkeys(of_experts.EXPERTS, of_experts.LEVEL),
+    **dict.fromkeys(of_planner.PLANNER, of_planner.LEVEL),
+    **dict.fromkeys(of_training.TRAINING, of_training.LEVEL),
+    **dict.fromkeys(of_references.REFERENCES, of_references.LEVEL),
+    **dict.fromkeys(of_kernels.KERNELS, of_kernels.LEVEL),
+}
+PLANTS = tuple(LEVEL_OF)

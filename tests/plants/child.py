@@ -14,11 +14,11 @@ from tests.pool import forks
 OPTIONS = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "timeout=240"]
 
 
-def main(tests: list[str]) -> int:
-    """pytest's exit code. It runs those that ``make test`` runs, until the first that fails."""
+def main(markers: str, tests: list[str]) -> int:
+    """pytest's exit code. It runs those of ``tests`` that ``markers`` select, until the first that fails."""
     if tests[0].startswith("tests/gloo/"):
         fork_the_ranks_server()
-    return int(pytest.main([*OPTIONS, "-m", "not slow and not gpu", *tests]))
+    return int(pytest.main([*OPTIONS, "-m", markers, *tests]))
 
 
 def fork_the_ranks_server() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from tests.levels import MAKE_TEST
 from tests.plants.plant import Plant
+
+LEVEL = MAKE_TEST
 
 PASSES = "pmoe/engine/passes/base.py"
 BACKWARD = "pmoe/engine/passes/backward.py"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from tests.levels import MAKE_TEST
 from tests.plants.plant import Plant
+
+LEVEL = MAKE_TEST
 
 STACKED = "pmoe/experts/stacked.py"
 MODULES = "pmoe/experts/modules.py"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from tests.levels import MAKE_TEST
 from tests.plants.plant import Plant
+
+LEVEL = MAKE_TEST
 
 CHECKPOINT = "tests/gloo/test_checkpoint.py"
 STATE = "pmoe/training/checkpoint_state.py"

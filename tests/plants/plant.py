@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.fresh import Server
 from tests.kept import kept_folder
+from tests.levels import MARKERS
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = ROOT / "tests" / "libraries.py"
@@ -27,7 +28,7 @@ os.chdir({tree!r})
 os.environ.update({environment!r})
 sys.path[0] = {tree!r}
 from tests.plants.child import main
-sys.exit(main({words!r}))
+sys.exit(main({markers!r}, {words!r}))
 """
 
 
@@ -37,7 +38,7 @@ class Plant:
 
     breaks: what is then wrong, in words.
     file: of the tree. old: text that is in it once; new: what stands there instead.
-    tests: what finds it, as pytest takes it: the cheapest file, or tests of it, and maybe ``-k``.
+    tests: what finds it, as pytest takes it: the cheapest file, or tests of it, and maybe ``-k a or b``.
     """
 
     name: str
@@ -88,8 +89,8 @@ def copy_kept(folder: Path) -> Path:
     return folder
 
 
-def run(plant: Plant, folder: Path) -> Outcome:
-    """The plant's tests on a copy of the tree in ``folder``, until the first that fails.
+def run(plant: Plant, level: str, folder: Path) -> Outcome:
+    """The plant's tests of this level on a copy of the tree in ``folder``, until the first that fails.
 
     Raises ValueError where it cannot be planted, and AssertionError where its tests could not be run.
     """
@@ -102,8 +103,9 @@ def run(plant: Plant, folder: Path) -> Outcome:
     if plant.file.startswith(("cuda/", "tests/")):
         environment["XDG_CACHE_HOME"] = str(copy_kept(tree / "cache"))
     began = time.monotonic()
-    words = _words(plant.tests)
-    program = PROGRAM.format(tree=str(tree), environment=environment, words=words)
+    program = PROGRAM.format(
+        tree=str(tree), environment=environment, markers=MARKERS[level], words=words_of(plant.tests)
+    )
     code, output = _server(threading.get_ident()).run(program)
     failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
     # 2 and more: tests that cannot be collected, or none: then the plant or its tests must change.
@@ -118,7 +120,7 @@ def _server(thread: int) -> Server:
     return Server(f"import runpy\nrunpy.run_path({str(LIBRARIES)!r})\n")  # leaves no module of tests
 
 
-def _words(tests: str) -> list[str]:
+def words_of(tests: str) -> list[str]:
     """Example: "tests/a.py -k one or two" -> ["tests/a.py", "-k", "one or two"]."""
     files, _, chosen = tests.partition(" -k ")
     return [*files.split(), *(["-k", chosen] if chosen else [])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -42,6 +43,12 @@ def test_one_expert_is_a_plain_feed_forward_network() -> None:
     experts = dict(layer.experts.named_parameters())
     hidden = nn.functional.gelu(x @ experts["w1"][0].t() + experts["b1"][0])
     assert_close({"y": layer(x)}, {"y": hidden @ experts["w2"][0].t() + experts["b2"][0]})
+
+
+def test_a_layer_of_three_sizes_sends_each_token_whole_to_one_expert() -> None:
+    layer = pmoe.MoELayer(M, H, E)
+    assert (layer.top_k, layer.capacity_factor) == (1, None)
+    assert (layer.pipeline, layer.memory_reuse) == (False, False)
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
@@ -117,9 +124,12 @@ def test_a_layer_from_the_meta_device_becomes_real() -> None:
     assert layer(torch.randn(3, M)).isfinite().all()
 
 
-def test_a_state_dict_loads_into_another_layer() -> None:
+def test_a_state_dict_goes_through_a_file_into_another_layer() -> None:
     layer, other, x = make(), pmoe.MoELayer(M, H, E, K, dtype=torch.float64), tokens(7)
-    other.load_state_dict(layer.state_dict())
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(other(x), layer(x))
 
 

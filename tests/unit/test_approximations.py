@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.cuda.compiled import compile_and_run
+
+pytestmark = pytest.mark.slow
 
 
 def shares(times: int) -> dict[str, float]:

@@ -286,7 +286,7 @@ def test_a_wheel_made_without_nvcc_is_pure_and_works(
     assert reason == f"pmoe._cuda is not built; {extension.HOW_TO_BUILD}"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_wheel_of_the_source_archive_brings_kernels_to_a_machine_without_nvcc(
     tree: Path, bare: dict[str, str], tmp_path: Path

@@ -17,17 +17,12 @@ from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet import operators as launches
 from pmoe.kernels.comet.launcher import Division
 from pmoe.kernels.heap import HeapError
-from tests.emulated import compile_kernels, emulated
+from tests.emulated import emulated
 from tests.faults import InjectedFaults
 from tests.reference import relative_error
 from tests.spread import named, spread
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(scope="session")
-def kernels() -> Path:
-    return compile_kernels()
 
 
 def step(layer: pmoe.MoELayer, count: int) -> dict[str, Tensor]:
@@ -132,7 +127,6 @@ def test_no_tokens_at_all(kernels: Path) -> None:
         assert torch.equal(fused[name], wanted), name
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_virtual_ranks_equal_the_definition_round_after_round(kernels: Path, num_ranks: int) -> None:
     experts, tokens, top_k, d_model, d_hidden = 2, 41, 2, 72, 40

@@ -8,7 +8,6 @@ import pytest
 
 from tests.cuda.compiled import compile_and_run, compile_program, product_of, run_program
 from tests.cuda.disassembly import count, declared, opcode, resources, sass
-from tests.unit.test_disassembly import extension_built  # noqa: F401 (a fixture)
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +15,7 @@ def program() -> Path:
     return compile_program("comet_test.cpp", product=product_of("grouped_gemm", "comet"))
 
 
+@pytest.mark.slow
 def test_both_kernels_both_ways_give_what_a_plain_loop_gives(program: Path) -> None:
     assert run_program(program, timeout=250) == "ok\n"
 
@@ -65,7 +65,7 @@ def fused(path: str, arch: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("extension_built")
 def test_hopper_code_computes_as_the_unfused_products_do() -> None:
     for name, code in fused("sm_90a", "sm_90a").items():
@@ -77,7 +77,7 @@ def test_hopper_code_computes_as_the_unfused_products_do() -> None:
         assert len([each for each in code if "NOP" not in each]) < 32, f"{name} must be empty elsewhere"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("extension_built")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_the_sm_80_path_multiplies_by_warps(arch: str) -> None:
@@ -85,7 +85,7 @@ def test_the_sm_80_path_multiplies_by_warps(arch: str) -> None:
         assert count(code, "HMMA.16816") >= 64, name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("extension_built")
 def test_rows_travel_in_bulk_or_16_bytes_at_a_time_several_of_them_in_flight() -> None:
     for path, arch in (("sm_90a", "sm_90a"), ("sm_80", "sm_80")):
@@ -101,7 +101,7 @@ def test_rows_travel_in_bulk_or_16_bytes_at_a_time_several_of_them_in_flight() -
                 assert any(b - a < 40 for a, b in zip(loads, loads[7:], strict=False)), name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("extension_built")
 def test_flags_are_raised_and_read_at_the_scope_of_the_system() -> None:
     for path, arch in (("sm_90a", "sm_90a"), ("sm_80", "sm_80")):
@@ -112,7 +112,7 @@ def test_flags_are_raised_and_read_at_the_scope_of_the_system() -> None:
             assert count(code, "CCTL.IVALL") >= 1, f"{name}: an acquire forgets what was cached"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("extension_built")
 def test_bulk_reads_of_what_peers_wrote_stand_behind_a_proxy_fence() -> None:
     for name, code in fused("sm_90a", "sm_90a").items():

@@ -17,8 +17,9 @@ from tests.cuda.compiled import (
     run_sanitized,
 )
 
+pytestmark = pytest.mark.slow  # programs are compiled
+
 RANKS = (2, 3, 4)
-SOME_RANKS = [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 
 # A mistake, and who then meets with whom: functions that ThreadSanitizer's report must name.
 MISTAKES = {
@@ -52,12 +53,10 @@ def test_rows_pieces_and_tiles_come_in_the_order_of_a_plain_sort() -> None:
     compile_and_run("comet_order_test.cpp")
 
 
-@pytest.mark.slow
 def test_no_region_of_a_heap_is_written_by_two_ranks() -> None:
     compile_and_run("comet_layout_test.cpp", flags=tuple(THREADS))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_no_region_of_a_heap_is_written_by_two_ranks_for_every_small_table() -> None:
     compile_and_run("comet_layout_test.cpp", "thorough", flags=tuple(THREADS), timeout=350)
@@ -72,13 +71,13 @@ def test_threads_fill_in_a_board_without_races(program: Path) -> None:
     expect_right(run_sanitized(program, "fill"))
 
 
-@pytest.mark.parametrize("ranks", SOME_RANKS)
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_caught(program: Path, mistake: str, ranks: int) -> None:
     expect_a_race(run_sanitized(program, "rounds", str(ranks), mistake), MISTAKES[mistake])
 
 
-@pytest.mark.parametrize("ranks", SOME_RANKS)
+@pytest.mark.parametrize("ranks", RANKS)
 def test_waits_for_a_rank_that_does_not_come_end_and_say_what_for(program: Path, ranks: int) -> None:
     # What a rank computes after it has failed is worthless, and may be read while it is written.
     expect_right(run_sanitized(program, "absent", str(ranks), reports=False))

@@ -16,21 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.emulated import compile_kernels, load_kernels
+from tests.emulated import load_kernels
 
 BF16, INT = torch.bfloat16, torch.int32
 T, E, K, STREAM = 5, 2, 2, 77
 
 
-@pytest.fixture(scope="session")
-def built() -> Path:
-    return compile_kernels()
-
-
 @pytest.fixture
-def cuda(built: Path) -> Iterator[ModuleType]:
+def cuda(kernels: Path) -> Iterator[ModuleType]:
     """A process that has made no call yet. Nothing runs: launches are written down."""
-    module = load_kernels(built)
+    module = load_kernels(kernels)
     module.stub_reset(runs=False)
     yield module
     module.stub_reset()

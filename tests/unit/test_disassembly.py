@@ -5,34 +5,17 @@ Rules of one kernel (its matrix instructions, its widest loads) stand beside tha
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from pmoe.kernels import status
-from tests.cuda.disassembly import archs, built, count, declared, opcode, resources, sass
-from tests.unit.test_build import find_nvcc
+from tests.cuda.disassembly import archs, count, declared, opcode, resources, sass
 
 REGISTERS = 65536  # of a multiprocessor, 8.0 to 12.0; a block's threads share them
 LARGEST_BLOCK = 1024
 
-
 pytestmark = pytest.mark.usefixtures("extension_built")
 
 
-@pytest.fixture
-def extension_built() -> None:
-    """Skips where the extension cannot be built, and fails where it could be but is not."""
-    if built():
-        return
-    if os.environ.get("PMOE_CUDA") == "0":
-        pytest.skip("PMOE_CUDA=0, and pmoe._cuda is not built")
-    if find_nvcc() is None:
-        pytest.skip("pmoe._cuda is not built, and there is no nvcc")
-    pytest.fail(f"there is nvcc, so the kernels must be there: make extension ({status().reason})")
-
-
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_declared_is_in_the_file_for_every_architecture_and_nothing_else_is() -> None:
     assert len(archs()) >= 1
     for arch in archs():
@@ -48,7 +31,7 @@ def test_no_kernel_has_a_stack() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_kernel_spills_registers() -> None:
     wrong = []
     for arch in archs():
@@ -71,7 +54,7 @@ def test_a_block_of_every_kernel_finds_its_registers() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_kernel_ends() -> None:
     """The reader of cuobjdump's output found whole functions."""
     for arch in archs():

@@ -18,7 +18,8 @@ from tests.cuda.compiled import (
     run_sanitized,
 )
 from tests.cuda.disassembly import count, declared, opcode, resources, sass
-from tests.unit.test_disassembly import extension_built  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.slow  # programs are compiled
 
 RANKS = (1, 2, 4)
 ARCHS = ("sm_80", "sm_90a")
@@ -60,7 +61,6 @@ def test_the_layout_is_that_of_table_6_2_and_free_of_conflicts() -> None:
     assert compile_and_run("flashdmoe_layout_test.cpp") == "0 failures\n"
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_rounds_are_right_and_free_of_races(sanitized: Path, ranks: int) -> None:
     ran = run_sanitized(sanitized, "rounds", str(ranks))
@@ -74,7 +74,6 @@ def test_a_planted_mistake_is_caught(sanitized: Path, mistake: str) -> None:
     assert ran.returncode == RACE_FOUND and "data race" in ran.stderr, f"not caught: {told}"
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_one_processor_at_a_time_is_enough(threads: Path, ranks: int) -> None:
     run_program(threads, "room", str(ranks))
@@ -86,7 +85,6 @@ def test_every_write_is_valid_and_no_word_has_two_authors(threads: Path, ranks: 
     assert told.endswith("\n0 failures\n") and "a write that is not valid" in told  # the planted one alone
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", RANKS[1:])
 def test_waits_for_a_rank_that_does_not_come_end_and_name_it(threads: Path, ranks: int) -> None:
     run_program(threads, "absent", str(ranks))
@@ -97,25 +95,21 @@ def test_the_kernel_gives_what_a_plain_loop_gives(kernel: Path, arch: str) -> No
     assert run_program(kernel, arch) == "0 failures\n"
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_backward_gives_the_plain_loop_s_gradients_and_repeats_to_the_bit(kernel: Path, arch: str) -> None:
     assert run_program(kernel, arch, "backward") == "0 failures\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_four_ranks_and_every_activation_give_it_too(kernel: Path, arch: str) -> None:
     assert run_program(kernel, arch, "thorough") == "0 failures\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_backward_of_four_ranks_and_every_activation(kernel: Path, arch: str) -> None:
     assert run_program(kernel, arch, "backward thoroughly") == "0 failures\n"
 
 
-@pytest.mark.slow
 def test_what_the_accelerator_reads_of_others_needs_its_proxy_fence() -> None:
     flags, product = ("-DPMOE_PLANT=kNoProxyFence",), product_of("grouped_gemm", "flashdmoe")
     with pytest.raises(AssertionError, match="without a fence of the asynchronous proxy"):
@@ -130,7 +124,7 @@ def persistent(path: str, arch: str) -> dict[str, list[str]]:
     return {name: code for name, code in found.items() if f".{path}." in name}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("extension_built")
 def test_products_of_hopper_s_passes_are_of_warpgroups_behind_loads_by_the_accelerator() -> None:
     found = persistent("sm_90a", "sm_90a")

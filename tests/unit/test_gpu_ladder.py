@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels.comet.launcher import Division
-from tests.emulated import compile_kernels, emulated, load_kernels
+from tests.emulated import emulated, load_kernels
 from tests.gpu import fused, integers
 from tests.gpu.ladder import __main__ as ladder
 from tests.gpu.ladder import climb, epilogues, moving, nccl, persistent, report, tiles, worlds
@@ -32,14 +32,9 @@ from tests.gpu.ladder.steps import all_steps
 SIDE = 64
 
 
-@pytest.fixture(scope="session")
-def built() -> Path:
-    return compile_kernels()
-
-
 @pytest.fixture(params=[True, False], ids=["sm_90a", "sm_80"])
-def machine(request: pytest.FixtureRequest, built: Path) -> Iterator[Machine]:
-    module: ModuleType = load_kernels(built)
+def machine(request: pytest.FixtureRequest, kernels: Path) -> Iterator[Machine]:
+    module: ModuleType = load_kernels(kernels)
     module.stub_reset(processors=2)
     yield Machine(module=module, device=torch.device("cpu"), hopper=request.param)
     module.stub_reset()
@@ -104,9 +99,9 @@ def small_world(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> integers.Int
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_virtual_ranks_of_the_fused_kernels(
-    built: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+    kernels: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ) -> None:
-    with emulated(built, hopper=num_ranks == 1, virtual_ranks=num_ranks, division=Division(1, 256)):
+    with emulated(kernels, hopper=num_ranks == 1, virtual_ranks=num_ranks, division=Division(1, 256)):
         assert worlds.play(small_world(monkeypatch, num_ranks), turns=2) == []
         world = small_world(monkeypatch, num_ranks)
         world.given.w2[0].add_(1)
@@ -115,12 +110,12 @@ def test_virtual_ranks_of_the_fused_kernels(
 
 
 @pytest.mark.parametrize("is_pool", [False, True])
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_virtual_ranks_of_the_persistent_kernels(
-    built: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, is_pool: bool
+    kernels: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, is_pool: bool
 ) -> None:
     find = functools.partial(persistent.find_wrong, num_ranks, 20, 72, 24, torch.device("cpu"), is_pool)
-    with emulated(built, virtual_ranks=num_ranks):
+    with emulated(kernels, virtual_ranks=num_ranks):
         assert find() == []
         monkeypatch.setattr(persistent, "TOP_K", 1)
         plain = persistent.plain

@@ -16,7 +16,6 @@ from pmoe.kernels.gemm import INPUT
 from pmoe.kernels.grouped_gemm import RowSlots, grouped_hidden, grouped_product
 from tests.cuda.compiled import compile_and_run, product_of
 from tests.cuda.disassembly import count, declared, opcode, resources, sass
-from tests.unit.test_disassembly import extension_built  # noqa: F401 (a fixture)
 
 GROUPS = ((3, 0, 4), (0,), (1,), (0, 0, 5), (7, 2))
 
@@ -302,6 +301,7 @@ def test_the_path_follows_from_the_kernels_as_they_were_loaded(
         assert extension.path(torch.device("cuda", 0)) == found
 
 
+@pytest.mark.slow
 def test_the_kernels_in_the_emulator_equal_a_plain_loop() -> None:
     compile_and_run("grouped_gemm_test.cpp", product=product_of("grouped_gemm"))
 
@@ -311,10 +311,12 @@ def test_blocks_that_start_late_cost_no_second_wave() -> None:
     compile_and_run("late_blocks_test.cpp", product=product_of("grouped_gemm"))
 
 
+@pytest.mark.slow
 def test_tiles_ring_boxes_and_epilogue_cover_all_there_is_once() -> None:
     compile_and_run("layout_test.cpp")
 
 
+@pytest.mark.slow
 def test_the_emulator_finds_planted_mistakes() -> None:
     compile_and_run("emulator_test.cpp")
 
@@ -339,7 +341,7 @@ def grouped(path: str, arch: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("extension_built")
 def test_hopper_code_multiplies_by_warpgroups_and_loads_by_tma() -> None:
     for name, code in grouped("sm_90a", "sm_90a").items():
@@ -360,7 +362,7 @@ def test_hopper_code_multiplies_by_warpgroups_and_loads_by_tma() -> None:
         assert len([each for each in code if "NOP" not in each]) < 16, f"{name} must be empty elsewhere"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("extension_built")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_the_sm_80_path_multiplies_by_warps_from_shared_memory(arch: str) -> None:
@@ -370,7 +372,7 @@ def test_the_sm_80_path_multiplies_by_warps_from_shared_memory(arch: str) -> Non
         assert all(".128" in each for each in code if "LDGSTS" in each), name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("extension_built")
 def test_results_are_stored_16_bytes_at_a_time() -> None:
     for path, arch in (("sm_90a", "sm_90a"), ("sm_80", "sm_80")):

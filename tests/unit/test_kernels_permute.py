@@ -480,20 +480,17 @@ def test_an_expanded_gradient_becomes_readable() -> None:
 # ---- the CUDA source
 
 
+@pytest.mark.slow
 def test_the_kernels_source_on_the_cpu() -> None:
     print(compile_and_run("permute_test.cpp"))
 
 
 def kernels() -> list[str]:
-    if not disassembly.built():
-        pytest.skip("pmoe._cuda is not built")
-    found = [name for name in disassembly.declared() if "permute" in name]
-    if not found:
-        pytest.skip("pmoe._cuda is built without cuda/permute")
-    return found
+    return [name for name in disassembly.declared() if "permute" in name]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.usefixtures("extension_built")
 def test_rows_are_read_and_written_16_bytes_at_a_time() -> None:
     """All other loads from global memory are positions and weights, all other stores weights' gradients."""
     names = kernels()
@@ -510,7 +507,8 @@ def test_rows_are_read_and_written_16_bytes_at_a_time() -> None:
             assert ("STG.E" in stores) == ("backward" in name), (arch, name, stores)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.usefixtures("extension_built")
 def test_loads_of_a_turn_are_issued_before_the_first_is_used() -> None:
     """On sm_90a: of eight vectors of routed rows all but two, with nothing but addresses between them."""
     names = kernels()

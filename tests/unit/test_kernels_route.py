@@ -26,11 +26,11 @@ from pmoe.ordering.sorted import chunk_bounds, count_rows, sort_rows
 from pmoe.warn import GIVEN
 from tests.cuda.compiled import compile_and_run
 from tests.cuda.disassembly import archs, count, declared, sass
-from tests.unit.test_disassembly import extension_built  # noqa: F401 (a fixture)
 
 # ---- the kernels
 
 
+@pytest.mark.slow
 def test_the_kernels_equal_plain_loops_on_the_cpu() -> None:
     assert compile_and_run("route_test.cpp", "10", flags=("-O2",)) == "route: all right\n"
 
@@ -336,7 +336,7 @@ def test_the_extension_refuses_sizes_with_their_numbers() -> None:
     assert "num_tokens (1073741824)" in built.route_refusal(2**30, 64, 2, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("extension_built")
 def test_logits_are_read_and_gradients_written_16_bytes_at_a_time() -> None:
     """A thread holds 8, 16 or 32 logits. Forward reads the next row while it works on one."""

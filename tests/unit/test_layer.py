@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import pickle
 from collections.abc import Callable
@@ -21,27 +20,6 @@ from tests.kit import D_HIDDEN, D_MODEL, NUM_EXPERTS, TOKENS, assert_same, build
 from tests.own_experts import mlp
 
 # ---- construction
-
-
-def test_the_signature_is_the_promised_one() -> None:
-    parameters = list(inspect.signature(MoELayer).parameters.values())
-    positional = [(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    empty = inspect.Parameter.empty
-    assert positional == [("d_model", empty), ("d_hidden", empty), ("num_experts", empty), ("top_k", 1)]
-    keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    promised = {
-        "gate": "topk",
-        "expert": "ffn",
-        "activation": "gelu",
-        "bias": True,
-        "capacity_factor": None,
-        "pipeline": False,
-        "memory_reuse": False,
-        "group": None,
-        "device": None,
-        "dtype": None,
-    }
-    assert {name: keywords[name] for name in promised} == promised
 
 
 @pytest.mark.parametrize(

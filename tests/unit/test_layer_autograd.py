@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import pickle
 from collections.abc import Callable
@@ -13,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from pmoe import MoELayer
-from tests.kit import D_HIDDEN, D_MODEL, NUM_EXPERTS, assert_same, build, gradients, loss_of, tokens
+from tests.kit import assert_same, build, gradients, loss_of, tokens
 from tests.own_experts import mlp
 
 # ---- modes of PyTorch
@@ -186,17 +184,3 @@ def test_a_copy_computes_the_same_and_shares_nothing(duplicate: Callable[[Any], 
         parameter.grad.data_ptr() == p.grad.data_ptr()
         for parameter, p in zip(layer.parameters(), twin.parameters(), strict=True)
     )
-
-
-def test_a_saved_state_dict_restores_the_layer() -> None:
-    file = io.BytesIO()
-    layer = build(expert="swiglu")
-    torch.save(layer.state_dict(), file)
-    file.seek(0)
-    torch.manual_seed(99)
-    other = MoELayer(D_MODEL, D_HIDDEN, NUM_EXPERTS, 2, expert="swiglu", dtype=torch.float64)
-    assert not torch.equal(other(tokens()), layer(tokens()))
-    assert (
-        str(other.load_state_dict(torch.load(file, weights_only=True))) == "<All keys matched successfully>"
-    )
-    assert torch.equal(other(tokens()), layer(tokens()))

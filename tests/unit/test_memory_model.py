@@ -116,9 +116,9 @@ def test_no_tasks_hold_what_was_there() -> None:
 
 
 def test_what_never_was_written_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="task L reads y, which no task before it writes"):
+    with pytest.raises(ValueError, match="L reads y"):
         held(made("S: -> x\nL: y -> y"), BYTES.__getitem__)
-    with pytest.raises(ValueError, match="after: q must be there before the pass or written by a task"):
+    with pytest.raises(ValueError, match="after: q"):
         held(CHAIN, BYTES.__getitem__, after=["q"])
 
 

@@ -32,18 +32,13 @@ from pmoe.kernels.flashdmoe import TILE_ROWS, RoutingInput, forward_tensors, lau
 from pmoe.kernels.heap import HeapShape
 from pmoe.runners import fused_steps
 from pmoe.runners.fused_steps import Request, heap_shape
-from tests.emulated import compile_kernels, emulated, load_kernels
+from tests.emulated import emulated, load_kernels
 from tests.heaps import FileMemory
 from tests.reference import relative_error
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 M, H, E, T = 72, 40, 4, 23
 PAIRS = [pmoe.Restore(d, h) for d in ("keep", "communicate") for h in ("keep", "recompute")]
-
-
-@pytest.fixture(scope="session")
-def kernels() -> Path:
-    return compile_kernels()
 
 
 @pytest.fixture
@@ -94,14 +89,11 @@ def check(count: int = T, between: Any = None, skews: bool = False, **options: A
 
 
 @pytest.mark.usefixtures("_emulated")
-@pytest.mark.parametrize(
-    "pair", [pytest.param(each, marks=[pytest.mark.slow] * (each in PAIRS[1:3])) for each in PAIRS], ids=str
-)
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_output_and_gradients_are_as_near_as_the_plain_layers(pair: pmoe.Restore) -> None:
     check(memory_reuse=pair, expert="swiglu" if pair == PAIRS[3] else "ffn", bias=pair != PAIRS[3])
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_emulated")
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 @pytest.mark.parametrize("activation", ["relu", "silu"])

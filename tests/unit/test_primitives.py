@@ -20,6 +20,8 @@ from tests.kept import digest, kept
 from tests.unit.test_build import find_nvcc
 from tests.unit.test_cute import cutlass_headers
 
+pytestmark = pytest.mark.usefixtures("extension_built")
+
 SOURCE = HERE / "primitives.cu"
 
 ON_PURPOSE = {
@@ -147,7 +149,7 @@ def test_what_differs_on_purpose_differs() -> None:
     assert {name for name, (ours, theirs) in today().items() if ours != theirs} == set(ON_PURPOSE)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_planted_mistakes_are_found(tmp_path: Path) -> None:
     headers = tmp_path / "cuda"
     shutil.copytree(CUDA, headers)

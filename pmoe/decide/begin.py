@@ -1,4 +1,4 @@
-"""The beginning of a call: checks that need no routing, some of them together with all ranks."""
+"""The beginning of a call: checks that need no routing. Some of them are collectives."""
 
 from __future__ import annotations
 
@@ -19,9 +19,16 @@ from pmoe.experts.wrapped import check_wrapped
 def begin_call(
     layer: nn.Module, parts: Parts, x: Tensor, token_ids: Tensor | None, mask: Tensor | None
 ) -> Call:
-    """Begins a call. Collective at the first call of a layer (`check_ranks`).
+    """Checks what can be checked before routing, and returns the call. Collective as `check_ranks` is.
 
-    Raises RuntimeError for a call that a CUDA graph cannot hold while one is captured.
+    layer: the module that was called.
+    parts: its modules.
+    x: (..., M), the input.
+    token_ids: (...) int64, for gates that route by them; else None.
+    mask: (...) bool, True where x has a token; None if all rows are tokens.
+
+    Raises RuntimeError if a CUDA graph is being captured that cannot hold the call, and ValueError as
+    `check_ranks` does.
     """
     call = Call(
         layer=layer,
@@ -43,13 +50,18 @@ def begin_call(
 
 
 def is_captured(x: object) -> bool:
-    """Whether kernels that are launched now for x become part of a CUDA graph."""
+    """Returns whether a CUDA graph is being captured, so that kernels launched for x become part of it."""
     return isinstance(x, Tensor) and x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_ranks(parts: Parts) -> None:
-    """Checks that all ranks of the layer can make this call together. Collective at the first call, after
-    options were set, and in a process group that takes the place of a pickled layer's old one.
+    """Checks that all ranks of the layer can make this call together.
+
+    Ranks compare their options and values, which is a collective, at three times:
+
+    - at the layer's first call;
+    - at the next call after options were set;
+    - at the next call after a new default process group has taken the place of a destroyed one.
 
     Raises ValueError on every rank if options differ, or if a wrapper of another library manages the experts.
     """
@@ -64,7 +76,7 @@ def check_ranks(parts: Parts) -> None:
     if are_several or parts.experts.is_parallelized:
         check_wrapped(parts.experts, set(parts.ranks.members))
     if are_several and (known.differed is None or changed):
-        # If hooks or wrappers stand around the experts, a library may fetch their values later.
+        # A library that hooks or wraps the experts may keep them on the meta device until it fetches them.
         if not is_fetched(parts):
             check_not_meta(parts.like)
         with hidden_from_checkpoints():

@@ -1,4 +1,4 @@
-"""Calls inside a CUDA graph: refused before anything is launched where a graph could not hold them."""
+"""Calls during the capture of a CUDA graph: refuses those that a graph cannot hold, before any launch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from pmoe.engine.lanes import watchers
 
 
 def check_capturable(call: Call) -> None:
-    """Raises RuntimeError, before anything is launched, where a graph cannot hold the call: where it waits
-    for the device, measures, or makes anything that outlasts the graph."""
+    """Raises RuntimeError, before anything is launched, if a CUDA graph cannot hold the call.
+
+    A graph cannot hold a call that waits for the device, measures something, or makes something that outlasts
+    the graph.
+    """
     parts = call.parts
     check_input(parts, call.x)
     why: str | None
@@ -32,6 +35,7 @@ def check_capturable(call: Call) -> None:
 
 
 def _padded_refusal(call: Call) -> str | None:
+    """Returns why a graph cannot hold a call of a layer with pad_to_capacity; None if it can."""
     parts = call.parts
     x_TM = call.x.reshape(-1, parts.spec.d_model)
     kind = kind_of(parts, x_TM, autocast_dtype(x_TM) or x_TM.dtype)

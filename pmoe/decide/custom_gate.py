@@ -1,5 +1,8 @@
-"""A gate of one's own, checked as it is given, and what it returned: shapes and types here, values with the
-row counts."""
+"""Checks of a user's gate: the module when the layer is built, and its `Routing` in every call.
+
+Shapes and dtypes are checked on the host, which raises at once. Checking values on the host would wait for
+the device, so a wrong value becomes a `Fault` on the device, which travels with the row counts.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,19 @@ from pmoe.comm.counts import Fault
 from pmoe.gates.base import Mix, Routing
 
 NEEDED = ("expert", "weight", "l_aux", "dispatch", "combine")
-"""Fields of a `Routing`, and of a `Mix` where there is one, that may not be None; all but the first are
-floating-point numbers."""
+"""Fields of a `Routing`, and of its `Mix` if it has one, that may not be None.
+
+All but the first are floating-point tensors.
+"""
 
 
 def check_gate(
     gate: nn.Module, capacity_factor: float | None, normalize_gate: bool | None, z_loss_weight: float
 ) -> None:
-    """Raises TypeError for no module, ValueError for options that a gate of one's own has itself."""
+    """Raises TypeError if a user's gate is no module, ValueError for options that only pmoe's gates take.
+
+    The arguments are those of `pmoe.MoELayer`.
+    """
     check_kind(nn.Module, "a name or a torch.nn.Module", gate=gate)
     if normalize_gate is not None or z_loss_weight:
         raise ValueError(
@@ -37,7 +45,16 @@ def check_gate(
 
 
 def clamped_with_fault(routing: Routing, x_TM: Tensor, num_experts: int) -> tuple[Routing, Tensor]:
-    """A routing that nothing breaks on, and the `Fault` of the one that was given, on the device."""
+    """Returns a routing that is safe to compute with, and the `Fault` of the given one.
+
+    Indices outside their range are clamped into it, so that no kernel reads outside its memory before the
+    ranks learn of the fault. The weights are cast to float32, or to float64 for float64 tokens.
+
+    routing: what the gate returned; its shapes and dtypes are checked (`check_routing`).
+    x_TM: (T, M), the tokens.
+
+    The fault is an int64 scalar on the device.
+    """
     expert, weight, token, num_tokens = routing.expert, routing.weight, routing.token, x_TM.shape[0]
     found = {
         Fault.ROUTING: ((expert < 0) | (expert >= num_experts)).any(),
@@ -48,13 +65,19 @@ def clamped_with_fault(routing: Routing, x_TM: Tensor, num_experts: int) -> tupl
         found[Fault.TOKEN] = ((token < 0) | (token >= num_tokens)).any() | (token.diff() < 0).any()
         token = token.clamp(0, max(num_tokens - 1, 0))
     fault = torch.stack([holds.long() * int(kind) for kind, holds in found.items()]).amax()
-    # Routing weights of all ranks travel together: in one type.
+    # Routing weights travel among ranks, so they must have the same dtype on all of them.
     weight = weight.to(torch.float64 if x_TM.dtype == torch.float64 else torch.float32)
     return replace(routing, expert=expert.clamp(0, num_experts - 1), weight=weight, token=token), fault
 
 
 def check_routing(parts: Parts, routing: object, x_TM: Tensor) -> None:
-    """Raises TypeError or ValueError where a gate returned no `Routing` of the tokens."""
+    """Checks types, shapes, dtypes and devices of what a user's gate returned.
+
+    routing: what it returned; it must be a `Routing` of the tokens.
+    x_TM: (T, M), the tokens.
+
+    Raises TypeError or ValueError that names the gate and the field.
+    """
     name, num_tokens = type(parts.gate).__name__, x_TM.shape[0]
     if not isinstance(routing, Routing):
         raise TypeError(f"gate ({name}) must return a pmoe.Routing, not {type(routing).__name__}")

@@ -1,4 +1,4 @@
-"""Row counts of a call by one exchange. The rank sorts its rows while the counts travel."""
+"""Row counts by one exchange among all ranks. This rank sorts its rows while the counts travel."""
 
 from __future__ import annotations
 
@@ -24,13 +24,19 @@ from pmoe.ordering.sorted import Tokens
 
 
 class ExactCounts:
-    """A call whose row counts are exchanged. It runs in chunks.
+    """A `CountsSource` that exchanges row counts. The pipeline engine runs the call in chunks.
 
-    orders   the slots of the call as they can be sorted
+    call     the call
+    routed   its tokens with their routing
+    orders   its slots, sorted by chunk and expert for each number of chunks that is asked for
+    fuses    whether fused kernels may take the call (`kernels_may_take_it`)
     """
 
     def __init__(self, call: Call) -> None:
-        """Routes the call, begins the exchange of its row counts, and sorts its rows."""
+        """Routes the call, begins the exchange of its row counts, and sorts its rows if it can already.
+
+        A checkpoint's second pass exchanges nothing, because it takes over the counts of the first.
+        """
         self.call = call
         self.routed = route_batch(call)
         parts = call.parts
@@ -41,23 +47,26 @@ class ExactCounts:
         self.fuses = not call.replay.is_replay and self.kernels_may_take_it()
         self._exchange: LoadedExchange | None = None
         with telling(parts.ranks, "the exchange of row counts"):
-            # A checkpoint's second pass takes over the counts of the first.
             if not call.replay.is_replay:
                 with hidden_from_checkpoints():
                     self._exchange = LoadedExchange(parts, self.routed, self._begin_exchange)
             self.sort_early()
 
     def kernels_may_take_it(self) -> bool:
-        """Whether fused kernels may take the call, as far as is known before the exchange. Equal on all
-        ranks."""
+        """Returns whether fused kernels may take the call, judged before its row counts are known.
+
+        The answer is the same on all ranks.
+        """
         return False
 
     def _begin_exchange(self, fault: Tensor | Fault) -> CountsExchange:
-        """Begins the exchange of counts in bins. The bins are the chunks, if their number and share of rows
-        are fixed."""
+        """Begins the exchange of row counts, in bins that join to every number of chunks that may be used.
+
+        fault: the fault to report, or an int64 scalar on the device with its number.
+        """
         parts, routed, orders = self.call.parts, self.routed, self.orders
         routing = routed.gated.routing
-        has_k_choices = routing.expert.shape[1] == parts.spec.top_k  # dropped rows among them
+        has_k_choices = routing.expert.shape[1] == parts.spec.top_k  # dropped choices count as well
         return CountsExchange(
             parts.grid,
             orders.count(parts.num_bins),
@@ -76,27 +85,32 @@ class ExactCounts:
         )
 
     def sort_early(self) -> None:
-        """Sorts the rows while the counts travel, if no count can change the chunks."""
+        """Sorts the rows while the counts travel, if the counts cannot change the number of chunks.
+
+        They can if several n are possible, or if ring slots may need a finer cut under skewed routing.
+        """
         spec = self.call.parts.spec
         if len(spec.degrees) == 1 and not spec.rotates:
             self.orders.slots(spec.degrees[0])
             self.orders.sent(spec.degrees[0])
 
     def finish_exchange(self) -> RankCounts:
-        """Waits for the counts; raises as `LoadedExchange.finish`."""
+        """Waits for the counts and returns them. Raises what `LoadedExchange.finish` raises."""
         exchange = self._exchange
         assert exchange is not None
-        # The exchange refers to this object: let go, both are freed at the end of the call without the
-        # collector.
+        # The exchange refers to this object. Without this line, the two would be a reference cycle, and their
+        # tensors would live until the garbage collector runs.
         self._exchange = None
         return exchange.finish()
 
     def agree(self, parts: Parts, inputs: Inputs) -> Agreed:
+        """Waits for the counts, then chooses n of both passes and the restore pair (`CountsSource.agree`)."""
         self.orders.modules = parts
         counts = self.finish_exchange()
         return Agreed(counts=counts, choice=choose(self.call.parts, counts, inputs, self.orders))
 
     def decision(self, parts: Parts, inputs: Inputs, agreed: Agreed) -> Decision:
+        """Cuts the sorted rows into chunks (`CountsSource.decision`)."""
         assert agreed.counts is not None
         assert agreed.choice is not None
         self.orders.modules = parts
@@ -108,9 +122,17 @@ class ExactCounts:
 class LoadedExchange:
     """The exchange of a call's row counts, in which a rank also reports that its experts were loaded.
 
-    If any rank's were, all ranks compare their experts after the exchange, and exchange the counts again.
+    Loading is reported as a fault, because the exchange carries one number for each rank beside the counts:
 
-    begin: starts the exchange with a fault.
+        first exchange    any rank reports Fault.LOADED: the counts are not used
+        check_loaded      all ranks compare their experts
+        second exchange   the counts again, with each rank's true fault
+
+    If no rank has loaded experts, the first exchange is the only one.
+
+    parts: the layer's modules.
+    routed: the tokens with their routing, and the fault of this rank.
+    begin: starts an exchange with the fault that it gets.
     """
 
     def __init__(
@@ -122,10 +144,10 @@ class LoadedExchange:
         self._exchange = begin(Fault.LOADED if parts.experts.was_loaded else routed.gated.fault)
 
     def finish(self) -> RankCounts:
-        """Waits for the counts.
+        """Waits for the counts and returns them.
 
-        Raises FaultError on all ranks if any rank reported a fault, and on that rank the error behind it.
-        Raises ValueError on all ranks if two ranks hold equal experts since a state dict was loaded.
+        Raises FaultError on all ranks if any rank reported a fault; the faulty rank raises the error behind
+        it. Raises ValueError on all ranks if two ranks hold equal experts since a state dict was loaded.
         """
         try:
             return self._exchange.finish()

@@ -1,6 +1,6 @@
-"""A call of one rank whose routing kernel sorts the rows: no counts reach the host.
+"""Row counts of a call on one rank, where the routing kernel sorts the rows: no count reaches the host.
 
-The kernels are those of `pmoe.runners.one_rank`, or COMET's fused ones.
+The kernels of `pmoe.runners.one_rank` compute the call, or the fused kernels if the layer asks for them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,19 @@ from pmoe.runners.one_rank import OneRankRunner
 
 
 class OneRankCounts:
-    """A call that kernels of one rank compute: its row counts stay on the device."""
+    """A `CountsSource` whose row counts stay on the device, for calls that kernels of one rank compute.
+
+    call     the call
+    routed   its tokens with their routing
+    """
 
     def __init__(self, call: Call, x: Tensor, x_TM: Tensor, agreed: Agreed) -> None:
-        """Routes the call. x: the input after the callbacks' first hooks. agreed: what computes the call."""
+        """Routes the call by the kernels.
+
+        x: (..., M), the input after the callbacks' ``before_moe_start``.
+        x_TM: (T, M), its rows.
+        agreed: with the operators of the fused kernels, or without for the kernels of one rank.
+        """
         self.call = call
         parts = call.parts
         self._agreed = agreed
@@ -47,7 +56,10 @@ class OneRankCounts:
 
     @staticmethod
     def of(call: Call) -> OneRankCounts | None:
-        """Routes the call. None if no kernel of one rank takes it: then the host needs the row counts."""
+        """Routes a call and returns its source; None if the kernels do not take it.
+
+        The host then needs the row counts, so another source must provide them.
+        """
         parts, replay = call.parts, call.replay
         if is_watched(parts.gate):
             return None
@@ -63,9 +75,11 @@ class OneRankCounts:
         return None if agreed is None else OneRankCounts(call, x, x_TM, agreed)
 
     def agree(self, parts: Parts, inputs: Inputs) -> Agreed:
+        """Returns what is known since the construction: there is no other rank to agree with."""
         return self._agreed
 
     def decision(self, parts: Parts, inputs: Inputs, agreed: Agreed) -> Decision:
+        """Builds the decision to run by the kernels of one rank, or by fused kernels."""
         own_parts = self.call.parts
         routes = self._routes
         counts_E = routes.counts_nE[0].view(1, 1, -1)
@@ -90,6 +104,7 @@ class OneRankCounts:
         )
 
     def _journey(self) -> Journey:
+        """Returns the routing of the call in the form that COMET's kernels take."""
         routes = self._routes
         return Journey(
             rank=0,
@@ -103,7 +118,10 @@ class OneRankCounts:
 
 
 def _kernels(call: Call, x_TM: Tensor) -> Agreed | None:
-    """The fused kernels' steps, or none for one rank's own kernels; None where neither takes the call."""
+    """Returns what computes a call on one rank; None if the kernels do not take it.
+
+    ``steps`` of the result are the operators of the fused kernels, or None for the kernels of one rank.
+    """
     parts, dtype = call.parts, autocast_dtype(x_TM) or x_TM.dtype
     if not may_fuse(parts, x_TM.device, dtype):
         return Agreed() if kernels_refusal(parts, x_TM) is None else None
@@ -111,7 +129,7 @@ def _kernels(call: Call, x_TM: Tensor) -> Agreed | None:
     if parts.refusal("one rank's counts") is not None or fused_pair(parts) is None:
         return None
     if parts.spec.fused == "forward" and needs_grad:
-        return None  # the pipeline engine's backward pass wants the counts on the host
+        return None  # the pipeline engine computes the backward pass, and needs the counts on the host
     count = x_TM.shape[0]
     request = make_request(parts, x_TM.device, dtype, count, count * parts.spec.top_k, needs_grad)
     steps = fused_steps.steps_for(request)
@@ -119,7 +137,10 @@ def _kernels(call: Call, x_TM: Tensor) -> Agreed | None:
 
 
 def kernels_refusal(parts: Parts, x_TM: Tensor) -> str | None:
-    """Why a call is not computed by one rank's kernels; None where it is."""
+    """Returns why the kernels of `pmoe.runners.one_rank` do not compute a call; None if they do.
+
+    x_TM: (T, M), the rows of the input.
+    """
     return parts.refusal("one rank") or one_rank.kernel_refusal(
         cast(TopKGate, parts.gate),
         stacked(parts),
@@ -131,7 +152,10 @@ def kernels_refusal(parts: Parts, x_TM: Tensor) -> str | None:
 
 
 def _routes(call: Call, x_TM: Tensor, agreed: Agreed) -> tuple[Routes, Promise | None]:
-    """The gate's product and the routing, a launch each, unless a persistent launch makes them."""
+    """Returns the routing of a call, and its promise if a persistent launch is to compute it.
+
+    Without a promise, the gate's product and the routing are computed now.
+    """
     if agreed.steps is not None and (found := promised(call, x_TM)) is not None:
         return found.routes, found
     with torch.autocast(x_TM.device.type, enabled=False):

@@ -1,7 +1,7 @@
-"""What a layer was given, in words: every rank must have given the same, compared at its first call.
+"""The comparison of a layer among its ranks: all must have the same options and the same dense values.
 
-Ranks that differ in options would wait for each other until the group's timeout, take each other's bytes for
-something else, or hold another model each.
+If ranks differed in options, they would wait for each other until the group's timeout, misread each other's
+messages, or train different models. `pmoe.decide.begin.check_ranks` says when they compare.
 """
 
 from __future__ import annotations
@@ -20,10 +20,20 @@ from pmoe.warn import warn_once
 
 
 def check_alike(parts: Parts) -> bool:
-    """Whether ranks hold different experts. Collective over the layer's ranks. Raises ValueError on each of
-    them, naming option, values and ranks, where any two options differ, and where experts, which must differ,
-    were copied since they were built, or loaded from one file. Warns on each where values of the dense parts
-    differ, which must be alike."""
+    """Compares a layer among its ranks. Returns whether the ranks hold different experts. Collective.
+
+    One reduction compares digests of these on all ranks:
+
+        options                  must be the same; else ValueError with the option, values and ranks
+        values of dense parts    must be the same; else a warning
+        experts                  if they differed at construction, one rank's must not have been copied to
+                                 all others since then; else ValueError
+
+    If any rank's experts were loaded from a state dict, `check_loaded` compares these, too. It raises
+    ValueError if two ranks loaded the same ones.
+
+    All ranks raise the same errors and issue the same warnings.
+    """
     given = options_in_words(parts)
     dense = dense_values(parts)
     like, experts = parts.like, parts.experts
@@ -36,20 +46,26 @@ def check_alike(parts: Parts) -> bool:
     )
     if experts.was_loaded or not all_loaded_or_none:
         check_loaded(parts)
-    elif are_same and not (were_same or all_changed_or_none):  # all have what one was built with
+    # The experts differed at construction, and are the same on all ranks now. On some rank they are as they
+    # were built, and on others they have changed: so those were overwritten by copies of that rank's experts.
+    elif are_same and not (were_same or all_changed_or_none):
         raise ValueError(COPIED)
     options = [name for name, is_same in zip(given, agree[: len(given)], strict=True) if not is_same]
     if options:
         raise ValueError(_options_that_differ(parts, options, given[options[0]]))
     values = [name for name, is_same in zip(dense, agree[len(given) :], strict=True) if not is_same]
-    if values:  # no error: some programs call a layer once before they load or broadcast its values
+    if values:  # a warning only: some programs call a layer once before they load or broadcast its values
         warn_once(_values_that_differ(parts, values[0]))
     experts.are_equal = are_same
     return not are_same
 
 
 def _options_that_differ(parts: Parts, names: list[str], mine: str) -> str:
-    """Collective. mine: the value of the first."""
+    """Returns the error for options that differ among ranks. Collective.
+
+    names: the options.
+    mine: this rank's value of the first one.
+    """
     of_ranks = gathered(parts.ranks, mine, stage="showing the layer's options")
     values = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(of_ranks))
     also = f" (and so do {', '.join(names[1:])})" if names[1:] else ""
@@ -57,7 +73,10 @@ def _options_that_differ(parts: Parts, names: list[str], mine: str) -> str:
 
 
 def _values_that_differ(parts: Parts, part: str) -> str:
-    """Names the first tensor of a dense part whose values differ, and who has which. Collective."""
+    """Returns the warning for a dense part whose values differ among ranks. Collective.
+
+    It names the first tensor that differs, and the ranks that have the same values of it.
+    """
     mine = {name: fingerprint({name: tensor}) for name, tensor in dense_tensors(parts, part).items()}
     of_ranks = gathered(parts.ranks, mine, stage="showing values that differ")
     names = dict.fromkeys(name for each in of_ranks for name in each)
@@ -75,14 +94,18 @@ def _values_that_differ(parts: Parts, part: str) -> str:
 
 # ---- options that were set between calls
 #
-# They may change the sizes of messages, which aborts a peer's process. So ranks compare them again at the
-# next call, and meet before that: one rank alone may have set some (`pmoe.comm.meeting`).
+# An option may change the sizes of messages. If one rank alone has set it, a collective with unequal sizes
+# aborts a peer's process. So a rank whose options have changed first waits until all ranks begin the same
+# call (`pmoe.comm.meeting`). Then the ranks compare their options again.
 
 
 def changed_options(words_before: Mapping[str, str], now: Parts) -> str:
-    """What is set otherwise on a layer than at its last call, in words for the other ranks; "" if nothing is.
+    """Returns in words which options of a layer were set since its last call; "" for none.
 
-    words_before: `options_in_words` of when ranks last agreed.
+    The other ranks show this text in an error, if they have not set the same options.
+
+    words_before: `options_in_words` at the last comparison.
+    now: the layer's modules and options now.
 
     Example: "has set pipeline (4) of MoELayer 1 since its last call, and other ranks have not: ..."
     """

@@ -1,4 +1,4 @@
-"""Records whose experts a state dict holds, so that not all ranks load the experts of one.
+"""Checks of state dicts: they prevent that all ranks load the experts of one rank.
 
 Each rank's ``state_dict()`` has that rank's experts, under names that every rank uses. Without checks, rank
 0's file would load on every rank, and every rank would then have rank 0's experts. Three checks prevent it:
@@ -31,7 +31,7 @@ from pmoe.decide.dense_values import fingerprint
 from pmoe.experts.base import Experts, local_part
 
 KEY = "pmoe.experts"
-"""The key in a module's part of a state dict's ``_metadata``, which torch.save and torch.load keep."""
+"""The key of an `ExpertPlace` in the metadata of a state dict, which torch.save and torch.load keep."""
 
 CURE = (
     "Save with pmoe.save_checkpoint(folder, model, optimizer, step=step) and load with "
@@ -41,8 +41,14 @@ CURE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlace:
-    """Which experts a rank holds, and which part of their hidden columns. rank, num_ranks: the rank's place
-    in the group that together holds all experts, and the size of that group."""
+    """The experts that a rank holds: a range of all experts, and a part of their hidden columns.
+
+    first_expert       number of the first one
+    num_local_experts  length of the range
+    num_experts        number of all experts
+    shard, num_shards  the part of the hidden columns, and the number of parts
+    rank, num_ranks    this rank in the group that holds all experts, and the size of the group
+    """
 
     first_expert: int
     num_local_experts: int
@@ -54,6 +60,7 @@ class ExpertPlace:
 
     @staticmethod
     def of(grid: Grid, num_experts: int) -> ExpertPlace:
+        """Returns this rank's place. num_experts: of all ranks."""
         local = num_experts // grid.across.size
         return ExpertPlace(
             first_expert=grid.across.rank * local,
@@ -67,8 +74,10 @@ class ExpertPlace:
 
     @property
     def holds(self) -> tuple[int, ...]:
-        """The fields that must be equal for loading one place's values into another. The number of ranks is
-        none of them: another number may hold the same experts."""
+        """The fields that say which values a rank holds. Values may be loaded only if these are equal.
+
+        The number of ranks is not among them, because another number of ranks may hold the same experts.
+        """
         return self.first_expert, self.num_local_experts, self.num_experts, self.shard, self.num_shards
 
     def __str__(self) -> str:
@@ -78,7 +87,13 @@ class ExpertPlace:
 
 
 def watch(experts: Experts, grid: Grid, num_experts: int) -> None:
-    """Sets the experts' place, which their state dicts record and loading checks. May be called again."""
+    """Sets the place of experts, so that their state dicts record it and loading checks it.
+
+    grid: the ranks of the layer.
+    num_experts: of all ranks.
+
+    It may be called again, if the ranks have changed.
+    """
     if not experts.is_parallel:
         return
     if experts.place is None:
@@ -91,6 +106,7 @@ def watch(experts: Experts, grid: Grid, num_experts: int) -> None:
 
 
 def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
+    """Writes into the metadata of a state dict whose experts it has: a hook of ``state_dict()``."""
     place: ExpertPlace = experts.place
     if place.num_ranks > 1:
         _refuse_one_file(experts, place, prefix.rstrip("."))
@@ -99,8 +115,11 @@ def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[s
 
 @dataclass(frozen=True)
 class Writer:
-    """A function of another library that asks for a state dict to write one file. on_all_ranks: whether it
-    asks on every rank, or on the one that writes."""
+    """A function of another library that writes the state dict of one rank as the only file.
+
+    name: how errors call it.
+    on_all_ranks: whether it asks every rank for a state dict, or only the rank that writes.
+    """
 
     name: str
     on_all_ranks: bool = True
@@ -122,18 +141,26 @@ ONE_FILE = {
         )
     },
 }
-"""Callers that write one rank's state, by module and function. Lightning's strategies that write distributed
-files use other functions."""
+"""Callers that write the state dict of one rank as the only file, by their module and function.
+
+Lightning's strategies that write distributed files use other functions.
+"""
 
 DCP = "torch.distributed.checkpoint.state_dict"
-"""Its state dicts cover all ranks by DTensors. In a full one, plain tensors have one rank's values."""
+"""The module of DCP, torch's distributed checkpoints. Its state dicts cover all ranks by DTensors.
+
+In a full state dict, a plain tensor has the values of one rank only.
+"""
 
 
 def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
-    """Raises ValueError where the caller will write this state dict as the only file.
+    """Raises ValueError if the caller will write this state dict as the only file.
 
-    A state dict does not know its use, so this looks up the call stack for the nearest function of `ONE_FILE`
-    or of `DCP`. Functions that are not listed pass; `_check_whose` refuses their file when it is loaded.
+    A state dict does not know its use, so this searches the call stack for the nearest function of `ONE_FILE`
+    or of `DCP`. Other callers pass. If they write one file, `_check_whose` refuses it when it is loaded.
+
+    place: the experts of this rank.
+    name: the experts' name in the model, for errors.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -157,7 +184,7 @@ def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
             )
             if writer.on_all_ranks:
                 raise error
-            told.announce(error)  # the others may wait for this rank
+            told.announce(error)  # the other ranks may be waiting for this one
             raise error
         frame = frame.f_back  # type: ignore[assignment]
 
@@ -168,10 +195,11 @@ def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
 def _check_whose(
     experts: Experts, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
 ) -> None:
-    """Raises ValueError, and tells peers, where the state dict records other experts than this rank's.
+    """Checks whose experts a state dict has, before it is loaded: a hook of ``load_state_dict()``.
 
-    Unless the values are certainly this rank's own (`_is_own`), or the state dict records that all ranks had
-    equal ones, the layer's next call compares the ranks.
+    Raises ValueError, and publishes it, if the state dict records other experts than this rank's. Otherwise
+    the layer's next call compares the ranks, with two exceptions: the values are certainly this rank's own
+    (`_is_own`), or the state dict records that all ranks had equal experts.
     """
     place: ExpertPlace = experts.place
     own = {name: each for name, each in experts.named_parameters() if f"{prefix}{name}" in state}
@@ -179,12 +207,12 @@ def _check_whose(
         return  # the state dict has no experts
     loaded = {name: state[f"{prefix}{name}"] for name in own}
     if all(_is_own(loaded[name], each) for name, each in own.items()):
-        return  # whatever the metadata says: torch may have cut these values out of a whole model's state
+        return  # The metadata does not matter: torch may have cut these values out of a whole model's state.
     said = dict(local_metadata.get(KEY) or {})
     were_equal = bool(said.pop("are_equal", False))
     if said and ExpertPlace(**said).holds != place.holds:
         if place.num_ranks == 1 and any(loaded[name].shape != each.shape for name, each in own.items()):
-            return  # torch raises an error with the sizes
+            return  # torch itself raises an error, which shows the sizes
         error = ValueError(
             f"{prefix.rstrip('.')}: a state dict of {ExpertPlace(**said)}, saved by rank {said['rank']} of "
             f"{said['num_ranks']}, must not be loaded into {place} (rank {place.rank} of {place.num_ranks}): "
@@ -199,10 +227,11 @@ def _check_whose(
 
 
 def _is_own(value: Any, parameter: Tensor) -> bool:
-    """Whether a loaded value is certainly this rank's own.
+    """Returns whether a loaded value is certainly this rank's own.
 
-    It is if it shares the parameter's memory, into which DCP reads, or if it is a DTensor over the same mesh
-    object. An unpickled DTensor has another mesh object, even if the meshes are equal.
+    It is if it shares the memory of the parameter, because DCP reads into that memory. It also is if it is a
+    DTensor over the same mesh object. An unpickled DTensor has another mesh object, even if the meshes are
+    equal.
     """
     if not isinstance(value, Tensor):
         return False
@@ -219,8 +248,8 @@ def _is_own(value: Any, parameter: Tensor) -> bool:
 def check_loaded(parts: Parts) -> None:
     """Compares the ranks' experts after any rank has loaded some. Collective over the layer's ranks.
 
-    Raises ValueError on all ranks where two hold the same values, unless a rank says that its experts are
-    equal on purpose (``experts.may_be_equal``). That holds for one comparison.
+    Raises ValueError on all ranks if two ranks hold the same values. It does not if a rank has set
+    ``experts.may_be_equal``: the experts are equal on purpose. That is reset, so it holds for one comparison.
     """
     experts = parts.experts
     mine = fingerprint(dict(experts.named_parameters())), experts.may_be_equal

@@ -19,18 +19,18 @@ def check_capturable(call: Call) -> None:
     check_input(parts, call.x)
     why: str | None
     if call.mask is not None:
-        why = "a mask says on the device how many tokens there are"
+        why = "the number of tokens under a mask is known on the device only"
     elif parts.spec.pad_to_capacity:
         why = _padded_refusal(call)
     else:
         why = kernels_refusal(parts, call.x.reshape(-1, parts.spec.d_model))
     if why is not None:
         raise RuntimeError(
-            f"pmoe: a CUDA graph cannot hold this call of a MoELayer: {why}. It can hold calls that were "
-            "made once before the capture (all is measured then): on one rank, of a layer with gate "
-            '"topk" or "switch", "ffn" or "swiglu" experts in bfloat16 or float16, whose products are '
-            "computed by pmoe's kernels, and none of the options that change what runs; on any number of "
-            "ranks, of a layer with pad_to_capacity=True that offloads nothing"
+            f"pmoe: a CUDA graph cannot hold this call of a MoELayer: {why}. It can hold two kinds of calls, "
+            "if the same call was made once before the capture. (1) Calls on one rank with gate "
+            '"topk" or "switch", "ffn" or "swiglu" experts in bfloat16 or float16, products that are '
+            "computed by pmoe's kernels, and no option that changes what runs. (2) Calls on any number of "
+            "ranks with pad_to_capacity=True that offload nothing"
         )
 
 
@@ -42,7 +42,7 @@ def _padded_refusal(call: Call) -> str | None:
     remakes = parts.experts.are_modules and any(pair.hidden == "recompute" for pair in parts.pairs)
     reuse = f"memory_reuse ({parts.spec.restore})"
     unfit = {
-        "its tasks are being timed, and what is captured does not run yet": bool(watchers),
+        "its tasks are being timed, and captured kernels do not run during the capture": bool(watchers),
         f"{reuse} may recompute modules, whose random state is on the host": remakes,
         f"no call of its kind ({kind}) was made before": kind not in parts.known.padded_kinds,
     }

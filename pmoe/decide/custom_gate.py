@@ -34,13 +34,13 @@ def check_gate(
     check_kind(nn.Module, "a name or a torch.nn.Module", gate=gate)
     if normalize_gate is not None or z_loss_weight:
         raise ValueError(
-            f"normalize_gate ({normalize_gate}) and z_loss_weight ({z_loss_weight}) must be left out "
-            "where gate is a module: it normalises and adds losses itself"
+            f"normalize_gate ({normalize_gate}) and z_loss_weight ({z_loss_weight}) must be left out if "
+            "gate is a module, which normalises its weights and adds its losses itself"
         )
     if capacity_factor is not None and getattr(gate, "decides_capacity", False):
         raise ValueError(
-            f"capacity_factor ({capacity_factor}) must be given to the gate ({type(gate).__name__}): it "
-            "decides itself what is kept"
+            f"capacity_factor ({capacity_factor}) must be given to the gate ({type(gate).__name__}), not to "
+            "the layer: this gate decides itself which rows are kept"
         )
 
 
@@ -89,9 +89,11 @@ def check_routing(parts: Parts, routing: object, x_TM: Tensor) -> None:
     for field, value in given.items():
         check_tensors({"l_aux": 0, "expert": 2}.get(field), **{f"gate ({name}): {field}": value})
         if value.is_meta or (field != "l_aux" and value.device != x_TM.device):
-            raise ValueError(f"gate ({name}) returned {field} on {value.device}, not on {x_TM.device}")
+            raise ValueError(f"gate ({name}) returned {field} on {value.device}; it must be on {x_TM.device}")
         if field in NEEDED[1:] and not value.is_floating_point():
-            raise TypeError(f"gate ({name}) returned {field} of dtype {value.dtype}; it must be floating")
+            raise TypeError(
+                f"gate ({name}) returned {field} of dtype {value.dtype}; it must be of a floating-point type"
+            )
     rows, top_k = routing.expert.shape
     if routing.token is None and routing.mix is None:
         rows = num_tokens
@@ -102,14 +104,14 @@ def check_routing(parts: Parts, routing: object, x_TM: Tensor) -> None:
         if field not in ("l_aux", "logits") and (tuple(value.shape), value.dtype) != (shape, dtype):
             raise ValueError(
                 f"gate ({name}) returned {field} of shape {tuple(value.shape)} and dtype {value.dtype}; it "
-                f"must be {shape} of {dtype}, for T = {num_tokens} tokens and its expert"
+                f"must have shape {shape} and dtype {dtype}, to fit T = {num_tokens} tokens and its expert"
             )
     if routing.token is not None and (top_k != 1 or routing.keep is not None):
         raise ValueError(
-            f"gate ({name}) returned token with {top_k} choices a row; there must be 1, and no keep: it "
-            "names only rows that it keeps"
+            f"gate ({name}) returned token, and expert with {top_k} columns; expert must then have 1 column, "
+            "and keep must be None: token names only rows that are kept"
         )
     if routing.mix is not None and parts.shared_expert is not None:
         raise ValueError(
-            f"shared_expert ({parts.shared_expert}) must be None where the gate ({name}) mixes tokens"
+            f"shared_expert ({parts.shared_expert}) must be None if the gate ({name}) mixes tokens"
         )

@@ -96,11 +96,14 @@ class ExpertsCall:
             raise
         if not isinstance(y_TM, Tensor) or y_TM.shape[:1] != x_TM.shape[:1]:
             raise ValueError(
-                f"a forward hook of experts returned {described(y_TM)}; it must return {x_TM.shape[0]} rows"
+                f"a forward hook of layer.experts returned {described(y_TM)}; it must return a tensor with "
+                f"{x_TM.shape[0]} rows, one for each token"
             )
         if self.decision is None:
             name = type(call.parts.experts_module).__name__
-            raise ValueError(f"experts ({name}) must call the pmoe.Experts that they stand for, and did not")
+            raise ValueError(
+                f"layer.experts ({name}) did not call the pmoe.Experts that it wraps: its forward must do so"
+            )
         return self.decision, y_TM
 
     def _check_second_run(self) -> None:
@@ -111,8 +114,8 @@ class ExpertsCall:
         """
         if torch.is_grad_enabled() and not self._had_grad:
             raise RuntimeError(
-                "experts must not stand alone in a reentrant checkpoint, which loses the gradient of the "
-                "routing weights: give it use_reentrant=False, or checkpoint the whole layer"
+                "layer.experts must not be checkpointed alone with use_reentrant=True, which loses the "
+                "gradient of the routing weights: pass use_reentrant=False, or checkpoint the whole layer"
             )
 
     def _run(self, experts: Experts, x_TM: Tensor) -> Tensor:
@@ -153,8 +156,8 @@ def _checked_rows(x_TM: Tensor, before_TM: Tensor) -> Tensor:
     wanted = (before_TM.shape, before_TM.dtype, before_TM.device)
     if not isinstance(x_TM, Tensor) or (x_TM.shape, x_TM.dtype, x_TM.device) != wanted:
         raise ValueError(
-            f"a forward pre-hook of experts returned {described(x_TM)}; it must return "
-            f"{described(before_TM)}: routing is decided already"
+            f"a forward pre-hook of layer.experts returned {described(x_TM)}; it must return "
+            f"{described(before_TM)}: the tokens are routed already, so a hook may change values only"
         )
     return x_TM
 
@@ -232,8 +235,8 @@ def _operands(experts: Experts, dtype: torch.dtype | None, rows_TM: Tensor) -> l
         values = [value.to(dtype) for value in values]
     if values and (values[0].dtype != rows_TM.dtype or values[0].device != rows_TM.device):
         raise ValueError(
-            f"experts' parameters ({values[0].dtype} on {values[0].device}) must be like the rows "
-            f"({rows_TM.dtype} on {rows_TM.device})"
+            f"experts' parameters ({values[0].dtype} on {values[0].device}) must have the dtype and device "
+            f"of the rows ({rows_TM.dtype} on {rows_TM.device}): convert the whole layer with layer.to(...)"
         )
     return values
 
@@ -252,8 +255,8 @@ def shared_weight(parts: Parts, x_TM: Tensor) -> Tensor:
     if not isinstance(logits_T1, Tensor) or logits_T1.shape != (x_TM.shape[0], 1):
         shape = tuple(logits_T1.shape) if isinstance(logits_T1, Tensor) else type(logits_T1).__name__
         raise ValueError(
-            f"shared_gate ({type(gate).__name__}) returned {shape}; it must return one number a token, "
-            f"({x_TM.shape[0]}, 1)"
+            f"shared_gate ({type(gate).__name__}) returned {shape}; it must return one number for each "
+            f"token, ({x_TM.shape[0]}, 1)"
         )
     return at_least_float32(logits_T1).sigmoid().squeeze(1)
 

@@ -87,7 +87,7 @@ def _values_that_differ(parts: Parts, part: str) -> str:
     who = "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" for ranks in holders.values())
     return (
         f"{parts.ranks.layer or 'a MoELayer'}, whose values of {name} must be the same on every rank: they "
-        f"differ (alike are: {who}), and unless something makes them alike each rank trains a model of its "
+        f"differ (ranks with equal values: {who}). If they stay different, each rank trains a model of its "
         f"own. {SAME_VALUES}"
     )
 
@@ -115,5 +115,5 @@ def changed_options(words_before: Mapping[str, str], now: Parts) -> str:
         return ""
     return (
         f"has set {', '.join(changed)} of {now.ranks.layer} since its last call, and other ranks have not: "
-        "set a layer's options on all ranks, between the same calls"
+        "set the options of a layer on all ranks, before the same call"
     )

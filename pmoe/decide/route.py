@@ -74,7 +74,8 @@ def _tokens_of(call: Call) -> Tensor:
         )
     if mask.is_floating_point() or mask.is_complex():
         raise FaultError(
-            Fault.SHAPE, f"mask (of {mask.dtype}) must be bool: True where x has a token, False in padding"
+            Fault.SHAPE,
+            f"mask of dtype {mask.dtype} must be bool: True where x has a token, False in padding",
         )
     return x[mask.bool()]
 
@@ -175,9 +176,9 @@ def check_num_experts(parts: Parts, num_scores: int | None) -> None:
     num_experts = parts.spec.num_experts
     if num_scores not in (None, num_experts):
         raise ValueError(
-            f"gate ({type(parts.gate).__name__}) scores {num_scores} experts and the layer has num_experts "
-            f"({num_experts}). For more or fewer experts build another MoELayer with that num_experts and "
-            "copy weights into it (docs/weights.md)"
+            f"gate ({type(parts.gate).__name__}) scores {num_scores} experts, but the layer has num_experts "
+            f"({num_experts}). For more or fewer experts, build another MoELayer with that num_experts and "
+            "copy the weights into it (docs/weights.md)"
         )
 
 
@@ -223,17 +224,18 @@ def check_input(parts: Parts, x: Tensor) -> None:
             Fault.SHAPE, f"x of shape {tuple(x.shape)} must end in d_model ({d_model}): (..., d_model)"
         )
     if like is not None and x.device != like.device and not (like.is_meta and is_fetched(parts)):
-        cure = ": call to_empty and reset_parameters first" if like.is_meta else ""
+        cure = ": call layer.to_empty(device=...) and layer.reset_parameters() first" if like.is_meta else ""
         raise FaultError(
             Fault.DEVICE, f"x on {x.device} must be where the layer's parameters are ({like.device}){cure}"
         )
     if not x.is_floating_point():
-        cure = ": take x.dequantize()" if x.is_quantized else ": take x.real" if x.is_complex() else ""
+        cure = ": pass x.dequantize()" if x.is_quantized else ": pass x.real" if x.is_complex() else ""
         raise FaultError(Fault.DTYPE, f"x of dtype {x.dtype} must be of a floating-point type{cure}")
     if like is not None and cast_dtype(parts, x) is None and x.dtype != like.dtype:
         raise FaultError(
             Fault.DTYPE,
-            f"x of dtype {x.dtype} must be of the layer's dtype ({like.dtype}), or under autocast",
+            f"x of dtype {x.dtype} must be of the layer's dtype ({like.dtype}): cast x, or call the layer "
+            "under torch.autocast",
         )
 
 

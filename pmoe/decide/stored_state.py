@@ -169,8 +169,9 @@ def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
             is_full = getattr(frame.f_locals.get("info"), "full_state_dict", False)
             if is_full and not all(hasattr(each, "device_mesh") for each in experts.parameters()):
                 raise ValueError(
-                    f"{name}: full_state_dict=True would give each rank its own {place} for all: these are "
-                    "plain tensors. Stacked experts (ffn, swiglu) are whole in it after pmoe.parallelize. "
+                    f"{name}: full_state_dict=True would return only this rank's {place} as if these were "
+                    "all, because they are plain tensors. After pmoe.parallelize, stacked experts (ffn, "
+                    "swiglu) are DTensors, and it returns all of them. "
                     f"{CURE}"
                 )
             return
@@ -179,8 +180,8 @@ def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
         writer = ONE_FILE.get((module, function)) if isinstance(module, str) else None
         if writer is not None:
             error = ValueError(
-                f"{name}: {writer.name} would write this rank's {place} as if they were all; other ranks "
-                f"hold others, which would be lost. {CURE}"
+                f"{name}: {writer.name} would write this rank's {place} as if these were all; the experts of "
+                f"the other ranks would be lost. {CURE}"
             )
             if writer.on_all_ranks:
                 raise error
@@ -216,8 +217,8 @@ def _check_whose(
         error = ValueError(
             f"{prefix.rstrip('.')}: a state dict of {ExpertPlace(**said)}, saved by rank {said['rank']} of "
             f"{said['num_ranks']}, must not be loaded into {place} (rank {place.rank} of {place.num_ranks}): "
-            f"torch.save(model.state_dict()) writes the experts of one rank only. {CURE}; or let every rank "
-            "save and load a file of its own"
+            f"torch.save(model.state_dict()) writes the experts of one rank only. {CURE}. Or let every rank "
+            "save and load its own file"
         )
         if place.num_ranks > 1:
             told.announce(error)  # rank 0 loads its own file without an error, and would wait for this rank
@@ -260,10 +261,10 @@ def check_loaded(parts: Parts) -> None:
     same = next((ranks for ranks in holders.values() if len(ranks) > 1), None)
     if same is not None and not any(may_be for _, may_be in of_ranks):
         raise ValueError(
-            f"experts must differ from rank to rank, and ranks {', '.join(map(str, same))} have the same "
-            f"since a state dict was loaded, as if one rank's file were everybody's. {CURE}. "
-            "Where all experts are equal on purpose (upcycling): pmoe.copy_into_experts(layer, dense), or "
-            "layer.experts.may_be_equal = True before the next call"
+            f"experts must differ from rank to rank, but ranks {', '.join(map(str, same))} have the same "
+            f"since a state dict was loaded: they probably loaded the file of one rank. {CURE}. "
+            "If all experts are equal on purpose (upcycling), call pmoe.copy_into_experts(layer, dense), or "
+            "set layer.experts.may_be_equal = True before the next call"
         )
     experts.was_loaded = experts.may_be_equal = False
     experts.are_equal = len(holders) == 1

@@ -147,7 +147,7 @@ REFUSED: dict[str, tuple[Callable[[], Tensor], str]] = {
     "masked": (masked, r"x \(a MaskedTensor\) is masked by element: .* mask="),
     "sparse": (lambda: tokens().to_sparse(), r"sparse_coo\) must be dense: .* x.to_dense\(\)"),
     "compressed": (lambda: tokens().to_sparse_csr(), r"sparse_csr\) must be dense: .* x.to_dense\(\)"),
-    "complex": (lambda: tokens().to(torch.complex64), "dtype torch.complex64 must be .* take x.real"),
+    "complex": (lambda: tokens().to(torch.complex64), "dtype torch.complex64 must be .* pass x.real"),
     "integers": (lambda: tokens().long(), "dtype torch.int64 must be of a floating-point type"),
     "quantised": (quantised, r"dtype torch.quint8 must be .* x.dequantize\(\)"),
     "two tensors": (lambda: TwoTensor(tokens(), tokens()), r"x \(a TwoTensor\) has operators of its own"),

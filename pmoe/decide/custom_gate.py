@@ -55,16 +55,19 @@ def clamped_with_fault(routing: Routing, x_TM: Tensor, num_experts: int) -> tupl
 
     The fault is an int64 scalar on the device.
     """
-    expert, weight, token, num_tokens = routing.expert, routing.weight, routing.token, x_TM.shape[0]
-    found = {
+    expert = routing.expert
+    weight = routing.weight
+    token = routing.token
+    num_tokens = x_TM.shape[0]
+    faults = {
         Fault.ROUTING: ((expert < 0) | (expert >= num_experts)).any(),
     }
     if not is_shape_run():
-        found[Fault.WEIGHT] = ~weight.detach().isfinite().all()
+        faults[Fault.WEIGHT] = ~weight.detach().isfinite().all()
     if token is not None:
-        found[Fault.TOKEN] = ((token < 0) | (token >= num_tokens)).any() | (token.diff() < 0).any()
+        faults[Fault.TOKEN] = ((token < 0) | (token >= num_tokens)).any() | (token.diff() < 0).any()
         token = token.clamp(0, max(num_tokens - 1, 0))
-    fault = torch.stack([holds.long() * int(kind) for kind, holds in found.items()]).amax()
+    fault = torch.stack([holds.long() * int(fault_kind) for fault_kind, holds in faults.items()]).amax()
     # Routing weights travel among ranks, so they must have the same dtype on all of them.
     weight = weight.to(torch.float64 if x_TM.dtype == torch.float64 else torch.float32)
     return replace(routing, expert=expert.clamp(0, num_experts - 1), weight=weight, token=token), fault
@@ -78,40 +81,45 @@ def check_routing(parts: Parts, routing: object, x_TM: Tensor) -> None:
 
     Raises TypeError or ValueError that names the gate and the field.
     """
-    name, num_tokens = type(parts.gate).__name__, x_TM.shape[0]
+    gate_name = type(parts.gate).__name__
+    num_tokens = x_TM.shape[0]
     if not isinstance(routing, Routing):
-        raise TypeError(f"gate ({name}) must return a pmoe.Routing, not {type(routing).__name__}")
-    given = dict(vars(routing))
-    if (mix := given.pop("mix")) is not None:
-        check_kind(Mix, "a pmoe.gates.Mix", **{f"gate ({name}): mix": mix})
-        given |= vars(mix)
-    given = {field: value for field, value in given.items() if value is not None or field in NEEDED}
-    for field, value in given.items():
-        check_tensors({"l_aux": 0, "expert": 2}.get(field), **{f"gate ({name}): {field}": value})
+        raise TypeError(f"gate ({gate_name}) must return a pmoe.Routing, not {type(routing).__name__}")
+    fields = dict(vars(routing))
+    if (mix := fields.pop("mix")) is not None:
+        check_kind(Mix, "a pmoe.gates.Mix", **{f"gate ({gate_name}): mix": mix})
+        fields |= vars(mix)
+    fields = {field: value for field, value in fields.items() if value is not None or field in NEEDED}
+    for field, value in fields.items():
+        check_tensors({"l_aux": 0, "expert": 2}.get(field), **{f"gate ({gate_name}): {field}": value})
         if value.is_meta or (field != "l_aux" and value.device != x_TM.device):
-            raise ValueError(f"gate ({name}) returned {field} on {value.device}; it must be on {x_TM.device}")
+            raise ValueError(
+                f"gate ({gate_name}) returned {field} on {value.device}; it must be on {x_TM.device}"
+            )
         if field in NEEDED[1:] and not value.is_floating_point():
             raise TypeError(
-                f"gate ({name}) returned {field} of dtype {value.dtype}; it must be of a floating-point type"
+                f"gate ({gate_name}) returned {field} of dtype {value.dtype}; it must be of a floating-point "
+                "type"
             )
     rows, top_k = routing.expert.shape
     if routing.token is None and routing.mix is None:
         rows = num_tokens
     shapes = {"token": (rows,), **dict.fromkeys(("dispatch", "combine"), (num_tokens, rows))}
     types = {"expert": torch.int64, "keep": torch.bool, "token": torch.int64}
-    for field, value in given.items():
-        shape, dtype = shapes.get(field, (rows, top_k)), types.get(field, value.dtype)
+    for field, value in fields.items():
+        shape = shapes.get(field, (rows, top_k))
+        dtype = types.get(field, value.dtype)
         if field not in ("l_aux", "logits") and (tuple(value.shape), value.dtype) != (shape, dtype):
             raise ValueError(
-                f"gate ({name}) returned {field} of shape {tuple(value.shape)} and dtype {value.dtype}; it "
-                f"must have shape {shape} and dtype {dtype}, to fit T = {num_tokens} tokens and its expert"
+                f"gate ({gate_name}) returned {field} of shape {tuple(value.shape)} and dtype {value.dtype}; "
+                f"it must have shape {shape} and dtype {dtype}, to fit T = {num_tokens} tokens and its expert"
             )
     if routing.token is not None and (top_k != 1 or routing.keep is not None):
         raise ValueError(
-            f"gate ({name}) returned token, and expert with {top_k} columns; expert must then have 1 column, "
-            "and keep must be None: token names only rows that are kept"
+            f"gate ({gate_name}) returned token, and expert with {top_k} columns; expert must then have 1 "
+            "column, and keep must be None: token names only rows that are kept"
         )
     if routing.mix is not None and parts.shared_expert is not None:
         raise ValueError(
-            f"shared_expert ({parts.shared_expert}) must be None if the gate ({name}) mixes tokens"
+            f"shared_expert ({parts.shared_expert}) must be None if the gate ({gate_name}) mixes tokens"
         )

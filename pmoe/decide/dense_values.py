@@ -39,17 +39,17 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     """
     if not tensors:
         return ""
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for name, tensor in tensors.items():
         local = local_part(tensor)
-        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        hashed.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if local.is_meta or type(local) not in (Tensor, nn.Parameter) or not local.numel():
             continue
         flat = local.detach().reshape(-1)
         step = -(-flat.numel() // MOST_VALUES)
         values = flat[::step].cpu().contiguous()
-        found.update(ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()))
-    return found.hexdigest()
+        hashed.update(ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()))
+    return hashed.hexdigest()
 
 
 def dense_tensors(parts: Parts, part: str) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ def dense_tensors(parts: Parts, part: str) -> dict[str, Tensor]:
     """
     if part == "callbacks":
         modules = () if parts.hooks is None else parts.hooks.modules
-        roots = {f"callbacks.{at}": module for at, module in enumerate(modules)}
+        roots = {f"callbacks.{place}": module for place, module in enumerate(modules)}
     else:
         module = getattr(parts, part)
         roots = {} if module is None else {part: module}
@@ -93,5 +93,5 @@ def _lies_in_parts(tensor: Tensor) -> bool:
     """Returns whether a tensor is split over ranks, so that each rank holds other values."""
     placements = getattr(tensor, "placements", ())
     return getattr(tensor, "tensor_model_parallel", False) or not all(
-        each.is_replicate() for each in placements
+        placement.is_replicate() for placement in placements
     )

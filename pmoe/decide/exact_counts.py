@@ -42,8 +42,8 @@ class ExactCounts:
         parts = call.parts
         routing = self.routed.gated.routing
         count = routing.expert.shape[0] if routing.token is None else self.routed.num_tokens
-        kind = OnceOrders if parts.spec.send_once else Orders
-        self.orders = kind(call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token))
+        orders_type = OnceOrders if parts.spec.send_once else Orders
+        self.orders = orders_type(call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token))
         self.fuses = not call.replay.is_replay and self.kernels_may_take_it()
         self._exchange: LoadedExchange | None = None
         with telling(parts.ranks, "the exchange of row counts"):
@@ -64,7 +64,9 @@ class ExactCounts:
 
         fault: the fault to report, or an int64 scalar on the device with its number.
         """
-        parts, routed, orders = self.call.parts, self.routed, self.orders
+        parts = self.call.parts
+        routed = self.routed
+        orders = self.orders
         routing = routed.gated.routing
         has_k_choices = routing.expert.shape[1] == parts.spec.top_k  # dropped choices count as well
         return CountsExchange(

@@ -52,7 +52,8 @@ def decide(source: CountsSource, parts: Parts, inputs: Inputs) -> Decision:
 
 def run(decision: Decision) -> Tensor:
     """Moves rows and multiplies, as decided. Returns the results (T, M) of the tokens."""
-    inputs, mix = decision.inputs, decision.routed.routing.mix
+    inputs = decision.inputs
+    mix = decision.routed.routing.mix
     parts = decision.call.parts
     with inputs.autocast_for(parts.experts):
         y_TM = run_experts(decision.runner, inputs, parts.ranks, needs_grad=decision.needs_grad)
@@ -84,7 +85,8 @@ class ExpertsCall:
 
         Raises ValueError if a hook returns no tensor of T rows, or if the module does not call its experts.
         """
-        call, x_TM = self.call, self.routed.x_TM
+        call = self.call
+        x_TM = self.routed.x_TM
         call_experts = without_compilation(call.parts.experts_module)
         try:
             y_TM: Tensor = call_experts(x_TM, run=self._run)
@@ -124,7 +126,8 @@ class ExpertsCall:
         experts: those that were called.
         x_TM: (T, M), the rows after the experts' forward pre-hooks.
         """
-        call, routed = self.call, self.routed
+        call = self.call
+        routed = self.routed
         if x_TM is not routed.x_TM:
             routed = replace(routed, x_TM=_checked_rows(x_TM, routed.x_TM))
         inputs = make_inputs(call, routed, experts)
@@ -167,7 +170,8 @@ def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
 
     y_TM: (T, M), the results of the tokens. With a mask, the rows of padding are added as zeros.
     """
-    x, call = decision.routed.x, decision.call
+    x = decision.routed.x
+    call = decision.call
     # No view unless it is needed: FSDP2 warns of a module that returns a view, because an operation in place
     # on it would drop FSDP2's hook.
     y = y_TM if y_TM.shape == x.shape else y_TM.view(x.shape)
@@ -201,7 +205,9 @@ def make_inputs(call: Call, routed: Routed, experts: Experts) -> Inputs:
     Raises ValueError if parameters differ from the rows in dtype or device.
     """
     parts = call.scheduled
-    rows_TM, mix, dtype = routed.x_TM, routed.routing.mix, routed.autocast
+    rows_TM = routed.x_TM
+    mix = routed.routing.mix
+    dtype = routed.autocast
     if dtype is not None:
         rows_TM = rows_TM.to(dtype)
     if mix is not None:

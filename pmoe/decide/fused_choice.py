@@ -44,7 +44,7 @@ from pmoe.warn import warn_once
 
 
 def layer_refusal(parts: Parts) -> str | None:
-    """Returns why no call of a layer can be fused, whatever its tokens; None if a call may be.
+    """Returns why no call of a layer can be fused, with any tokens; None if one may be.
 
     The answer is the same on every rank.
     """
@@ -73,7 +73,7 @@ def fused_pair(parts: Parts) -> Restore | None:
 
 
 def may_fuse(parts: Parts, device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether fused kernels may take a call, whatever its row counts. Warns if they may not.
+    """Returns whether fused kernels may take a call with any row counts. Warns if they may not.
 
     device, dtype: of the rows that reach the experts.
 
@@ -109,7 +109,7 @@ class _PromisedLogits(Logits):
 
 
 def promised(call: Call, x_TM: Tensor) -> Promise | None:
-    """Returns the routing as tensors that the persistent launch will fill; None if it must be computed first.
+    """Returns the routing as tensors that the persistent launch will fill; None if it needs values before.
 
     The launch also computes the gate's product, if the gate's weight and the rows have the same 16-bit dtype,
     the number of experts is even, and the kernel can read the weight where it lies.
@@ -122,9 +122,11 @@ def promised(call: Call, x_TM: Tensor) -> Promise | None:
     Two kinds of calls need values before the launch: a call that a checkpoint may run again, because it is
     recognised by its routing, and a call of a gate with hooks, because these must see the routing.
     """
-    parts, spec, gate = call.parts, call.parts.spec, call.parts.gate
-    asked = parts.features - {Feature.RANKS, Feature.CAPACITY, Feature.PADDED}
-    is_taken = is_persistent(parts) and refused("one rank's counts", asked) is None
+    parts = call.parts
+    spec = call.parts.spec
+    gate = call.parts.gate
+    features = parts.features - {Feature.RANKS, Feature.CAPACITY, Feature.PADDED}
+    is_taken = is_persistent(parts) and refused("one rank's counts", features) is None
     is_taken &= spec.num_experts <= MOST_EXPERTS and spec.top_k <= MOST_CHOICES
     is_taken &= not is_watched(gate)
     if not is_taken or x_TM.dtype == torch.float64 or call.replay.is_replay or may_run_again(call.layer):
@@ -135,8 +137,8 @@ def promised(call: Call, x_TM: Tensor) -> Promise | None:
         with torch.autocast(x_TM.device.type, enabled=False):
             return one_rank.route_tokens(gate, x_TM, route.promise)
     logits_TE = _PromisedLogits.apply(x_TM, gate.weight)  # type: ignore[no-untyped-call]
-    found = route.promise(logits_TE, gate.top_k, normalize=gate.normalize, z_loss_weight=gate.z_loss_weight)
-    return found._replace(product=(x_TM.detach(), gate.weight.detach()))
+    promise = route.promise(logits_TE, gate.top_k, normalize=gate.normalize, z_loss_weight=gate.z_loss_weight)
+    return promise._replace(product=(x_TM.detach(), gate.weight.detach()))
 
 
 def kernels_runner(
@@ -164,20 +166,22 @@ def find_steps(parts: Parts, inputs: Inputs, counts: RankCounts) -> Steps | None
     counts: the row counts of the call.
     """
     if counts.max_rows is None:
-        name, top_k = type(parts.gate).__name__, parts.spec.top_k
-        why = f"the gate ({name}) does not give every token top_k ({top_k}) rows"
+        gate_name = type(parts.gate).__name__
+        top_k = parts.spec.top_k
+        reason = f"the gate ({gate_name}) does not give every token top_k ({top_k}) rows"
     elif counts.needs_grad and fused_pair(parts) is None:
-        why = f"memory_reuse ({parts.spec.restore}) offloads"
+        reason = f"memory_reuse ({parts.spec.restore}) offloads"
     else:
-        device, dtype = inputs.x_TM.device, inputs.x_TM.dtype
+        device = inputs.x_TM.device
+        dtype = inputs.x_TM.dtype
         request = make_request(parts, device, dtype, counts.max_tokens, counts.max_rows, counts.needs_grad)
         if parts.spec.fused == "auto" and not fused_steps.is_faster(request):
             return None
-        found = fused_steps.steps_for(request)
-        if not isinstance(found, str):
-            return found
-        why = found
-    _warn_unfused(parts, why)
+        steps = fused_steps.steps_for(request)
+        if not isinstance(steps, str):
+            return steps
+        reason = steps
+    _warn_unfused(parts, reason)
     return None
 
 

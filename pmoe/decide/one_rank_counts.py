@@ -60,7 +60,8 @@ class OneRankCounts:
 
         The host then needs the row counts, so another source must provide them.
         """
-        parts, replay = call.parts, call.replay
+        parts = call.parts
+        replay = call.replay
         if is_watched(parts.gate):
             return None
         x = started(call)
@@ -122,7 +123,8 @@ def _kernels(call: Call, x_TM: Tensor) -> Agreed | None:
 
     ``steps`` of the result are the operators of the fused kernels, or None for the kernels of one rank.
     """
-    parts, dtype = call.parts, autocast_dtype(x_TM) or x_TM.dtype
+    parts = call.parts
+    dtype = autocast_dtype(x_TM) or x_TM.dtype
     if not may_fuse(parts, x_TM.device, dtype):
         return Agreed() if kernels_refusal(parts, x_TM) is None else None
     needs_grad = parts.asks_for_gradients(x_TM, *parts.gate.parameters())
@@ -156,8 +158,8 @@ def _routes(call: Call, x_TM: Tensor, agreed: Agreed) -> tuple[Routes, Promise |
 
     Without a promise, the gate's product and the routing are computed now.
     """
-    if agreed.steps is not None and (found := promised(call, x_TM)) is not None:
-        return found.routes, found
+    if agreed.steps is not None and (promise := promised(call, x_TM)) is not None:
+        return promise.routes, promise
     with torch.autocast(x_TM.device.type, enabled=False):
         routes = one_rank.route_tokens(cast(TopKGate, call.parts.gate), x_TM, route)
     if may_run_again(call.layer):

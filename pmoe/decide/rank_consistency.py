@@ -34,14 +34,16 @@ def check_alike(parts: Parts) -> bool:
 
     All ranks raise the same errors and issue the same warnings.
     """
-    given = options_in_words(parts)
+    options = options_in_words(parts)
     dense = dense_values(parts)
-    like, experts = parts.like, parts.experts
+    like = parts.like
+    experts = parts.experts
     device = torch.device("cpu") if like is None else like.device
-    built, now = experts.built, sampled(experts)
-    digests = [float(digest([value])) for value in (*given.values(), *dense.values(), built, now)]
-    flags = [float(built == now), float(experts.was_loaded)]
-    *agree, were_same, are_same, all_changed_or_none, all_loaded_or_none = same(
+    built = experts.built
+    current = sampled(experts)
+    digests = [float(digest([value])) for value in (*options.values(), *dense.values(), built, current)]
+    flags = [float(built == current), float(experts.was_loaded)]
+    *are_equal, were_same, are_same, all_changed_or_none, all_loaded_or_none = same(
         parts.ranks, device, [*digests, *flags], stage="comparing the layer's options"
     )
     if experts.was_loaded or not all_loaded_or_none:
@@ -50,12 +52,17 @@ def check_alike(parts: Parts) -> bool:
     # were built, and on others they have changed: so those were overwritten by copies of that rank's experts.
     elif are_same and not (were_same or all_changed_or_none):
         raise ValueError(COPIED)
-    options = [name for name, is_same in zip(given, agree[: len(given)], strict=True) if not is_same]
-    if options:
-        raise ValueError(_options_that_differ(parts, options, given[options[0]]))
-    values = [name for name, is_same in zip(dense, agree[len(given) :], strict=True) if not is_same]
-    if values:  # a warning only: some programs call a layer once before they load or broadcast its values
-        warn_once(_values_that_differ(parts, values[0]))
+    unequal_options = [
+        name for name, is_same in zip(options, are_equal[: len(options)], strict=True) if not is_same
+    ]
+    if unequal_options:
+        raise ValueError(_options_that_differ(parts, unequal_options, options[unequal_options[0]]))
+    unequal_parts = [
+        name for name, is_same in zip(dense, are_equal[len(options) :], strict=True) if not is_same
+    ]
+    # A warning only: some programs call a layer once before they load or broadcast its values.
+    if unequal_parts:
+        warn_once(_values_that_differ(parts, unequal_parts[0]))
     experts.are_equal = are_same
     return not are_same
 
@@ -66,8 +73,8 @@ def _options_that_differ(parts: Parts, names: list[str], mine: str) -> str:
     names: the options.
     mine: this rank's value of the first one.
     """
-    of_ranks = gathered(parts.ranks, mine, stage="showing the layer's options")
-    values = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(of_ranks))
+    values_of_ranks = gathered(parts.ranks, mine, stage="showing the layer's options")
+    values = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values_of_ranks))
     also = f" (and so do {', '.join(names[1:])})" if names[1:] else ""
     return f"{names[0]} must be the same on every rank of a MoELayer, and differs{also}: {values}"
 
@@ -77,18 +84,20 @@ def _values_that_differ(parts: Parts, part: str) -> str:
 
     It names the first tensor that differs, and the ranks that have the same values of it.
     """
-    mine = {name: fingerprint({name: tensor}) for name, tensor in dense_tensors(parts, part).items()}
-    of_ranks = gathered(parts.ranks, mine, stage="showing values that differ")
-    names = dict.fromkeys(name for each in of_ranks for name in each)
-    name = next(name for name in names if len({each.get(name) for each in of_ranks}) > 1)
+    own_digests = {name: fingerprint({name: tensor}) for name, tensor in dense_tensors(parts, part).items()}
+    digests_of_ranks = gathered(parts.ranks, own_digests, stage="showing values that differ")
+    names = dict.fromkeys(name for digests in digests_of_ranks for name in digests)
+    name = next(name for name in names if len({digests.get(name) for digests in digests_of_ranks}) > 1)
     holders = dict[str | None, list[str]]()
-    for rank, each in enumerate(of_ranks):
-        holders.setdefault(each.get(name), []).append(str(rank))
-    who = "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" for ranks in holders.values())
+    for rank, digests in enumerate(digests_of_ranks):
+        holders.setdefault(digests.get(name), []).append(str(rank))
+    equal_ranks = "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" for ranks in holders.values()
+    )
     return (
         f"{parts.ranks.layer or 'a MoELayer'}, whose values of {name} must be the same on every rank: they "
-        f"differ (ranks with equal values: {who}). If they stay different, each rank trains a model of its "
-        f"own. {SAME_VALUES}"
+        f"differ (ranks with equal values: {equal_ranks}). If they stay different, each rank trains a model "
+        f"of its own. {SAME_VALUES}"
     )
 
 

@@ -64,7 +64,8 @@ def started(call: Call) -> Tensor:
 
 def _tokens_of(call: Call) -> Tensor:
     """Returns the rows (N, M) of the input that are tokens. Raises FaultError if the mask does not fit it."""
-    x, mask = call.x, call.mask
+    x = call.x
+    mask = call.mask
     check_input(call.parts, x)
     if not isinstance(mask, Tensor) or mask.shape != x.shape[:-1] or mask.device != x.device:
         raise FaultError(
@@ -91,7 +92,8 @@ def ask_gate(call: Call, x_TM: Tensor) -> Gated:
     - logits that are not finite, unless ``check_finite`` is False;
     - routing that differs from the first run, if a checkpoint runs these tokens again.
     """
-    parts, spec = call.parts, call.parts.spec
+    parts = call.parts
+    spec = call.parts.spec
     routing = _routing(call, x_TM)
     fault: Tensor | Fault = Fault.NONE
     if not parts.trusts_gate:
@@ -106,15 +108,15 @@ def ask_gate(call: Call, x_TM: Tensor) -> Gated:
         # the host waits.
         finite = routing.logits.detach().isfinite().all().long()
         fault = finite * fault + (1 - finite) * int(Fault.NOT_FINITE)
-    changed = None
+    has_changed = None
     if may_run_again(call.layer):
         from pmoe.engine.rerouting import changed_routing
 
-        changed = changed_routing(call.layer, x_TM.shape[0], routing.expert, routing.keep, routing.token)
-    if changed is not None:
+        has_changed = changed_routing(call.layer, x_TM.shape[0], routing.expert, routing.keep, routing.token)
+    if has_changed is not None:
         with hidden_from_checkpoints():
-            fault = changed * int(Fault.RECOMPUTED) + (1 - changed) * fault
-    kept = Routing(
+            fault = has_changed * int(Fault.RECOMPUTED) + (1 - has_changed) * fault
+    checked_routing = Routing(
         expert=routing.expert,
         weight=routing.weight,
         l_aux=routing.l_aux,
@@ -122,7 +124,7 @@ def ask_gate(call: Call, x_TM: Tensor) -> Gated:
         token=routing.token,
         mix=routing.mix,
     )
-    return Gated(routing=kept, fault=fault, is_again=changed is not None)
+    return Gated(routing=checked_routing, fault=fault, is_again=has_changed is not None)
 
 
 def _kept(parts: Parts, routing: Routing, x_TM: Tensor) -> Tensor | None:
@@ -149,18 +151,20 @@ def _routing(call: Call, x_TM: Tensor) -> Routing:
 
     Raises ValueError if it needs ids that are missing, or if it scores another number of experts.
     """
-    gate, ids, given = call.parts.gate, call.token_ids, [x_TM]
+    gate = call.parts.gate
+    ids = call.token_ids
+    arguments = [x_TM]
     if getattr(call.parts.router, "needs_token_ids", False):
         if call.mask is not None and isinstance(ids, Tensor) and ids.shape == call.mask.shape:
             ids = ids[call.mask.bool()]
         if not isinstance(ids, Tensor) or ids.numel() != x_TM.shape[0]:
-            shown = tuple(ids.shape) if isinstance(ids, Tensor) else ids
+            shape = tuple(ids.shape) if isinstance(ids, Tensor) else ids
             raise ValueError(
-                f"token_ids ({shown}) must be given, one for each of the {x_TM.shape[0]} tokens: the gate "
+                f"token_ids ({shape}) must be given, one for each of the {x_TM.shape[0]} tokens: the gate "
                 f"({type(gate).__name__}) routes by them"
             )
-        given.append(ids.reshape(-1))
-    routing: Routing = gate(*given)
+        arguments.append(ids.reshape(-1))
+    routing: Routing = gate(*arguments)
     if call.parts.trusts_gate:
         check_num_experts(call.parts, None if routing.logits is None else routing.logits.shape[-1])
     return routing
@@ -211,7 +215,8 @@ def check_input(parts: Parts, x: Tensor) -> None:
 
     Raises TypeError if x is no tensor, and otherwise FaultError, which is a ValueError.
     """
-    d_model, like = parts.spec.d_model, parts.like
+    d_model = parts.spec.d_model
+    like = parts.like
     if not isinstance(x, Tensor):
         raise TypeError(f"x ({type(x).__name__}) must be a torch.Tensor of shape (..., {d_model})")
     if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
@@ -255,9 +260,14 @@ def cast_dtype(parts: Parts, x: Tensor) -> torch.dtype | None:
     It is autocast's dtype, or else the dtype of x if FSDP's mixed precision has cast x and the gate to 16
     bits. FSDP does not manage the experts, so it leaves them in float32.
     """
-    found = autocast_dtype(x)
-    if found is not None or x.dtype not in (torch.bfloat16, torch.float16):
-        return found
-    dense, like = next(parts.gate.parameters(), None), parts.like
-    is_cast = dense is not None and like is not None and (dense.dtype, like.dtype) == (x.dtype, torch.float32)
+    autocast = autocast_dtype(x)
+    if autocast is not None or x.dtype not in (torch.bfloat16, torch.float16):
+        return autocast
+    gate_parameter = next(parts.gate.parameters(), None)
+    like = parts.like
+    is_cast = (
+        gate_parameter is not None
+        and like is not None
+        and (gate_parameter.dtype, like.dtype) == (x.dtype, torch.float32)
+    )
     return x.dtype if is_cast else None

@@ -164,10 +164,11 @@ def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
     """
     frame = sys._getframe(1)
     while frame is not None:
-        module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
+        module = frame.f_globals.get("__name__")
+        function = frame.f_code.co_name
         if module == DCP and function == "_get_model_state_dict":
             is_full = getattr(frame.f_locals.get("info"), "full_state_dict", False)
-            if is_full and not all(hasattr(each, "device_mesh") for each in experts.parameters()):
+            if is_full and not all(hasattr(parameter, "device_mesh") for parameter in experts.parameters()):
                 raise ValueError(
                     f"{name}: full_state_dict=True would return only this rank's {place} as if these were "
                     "all, because they are plain tensors. After pmoe.parallelize, stacked experts (ffn, "
@@ -203,22 +204,26 @@ def _check_whose(
     (`_is_own`), or the state dict records that all ranks had equal experts.
     """
     place: ExpertPlace = experts.place
-    own = {name: each for name, each in experts.named_parameters() if f"{prefix}{name}" in state}
-    if not own:
+    parameters = {
+        name: parameter for name, parameter in experts.named_parameters() if f"{prefix}{name}" in state
+    }
+    if not parameters:
         return  # the state dict has no experts
-    loaded = {name: state[f"{prefix}{name}"] for name in own}
-    if all(_is_own(loaded[name], each) for name, each in own.items()):
+    loaded = {name: state[f"{prefix}{name}"] for name in parameters}
+    if all(_is_own(loaded[name], parameter) for name, parameter in parameters.items()):
         return  # The metadata does not matter: torch may have cut these values out of a whole model's state.
-    said = dict(local_metadata.get(KEY) or {})
-    were_equal = bool(said.pop("are_equal", False))
-    if said and ExpertPlace(**said).holds != place.holds:
-        if place.num_ranks == 1 and any(loaded[name].shape != each.shape for name, each in own.items()):
+    metadata = dict(local_metadata.get(KEY) or {})
+    were_equal = bool(metadata.pop("are_equal", False))
+    if metadata and ExpertPlace(**metadata).holds != place.holds:
+        if place.num_ranks == 1 and any(
+            loaded[name].shape != parameter.shape for name, parameter in parameters.items()
+        ):
             return  # torch itself raises an error, which shows the sizes
         error = ValueError(
-            f"{prefix.rstrip('.')}: a state dict of {ExpertPlace(**said)}, saved by rank {said['rank']} of "
-            f"{said['num_ranks']}, must not be loaded into {place} (rank {place.rank} of {place.num_ranks}): "
-            f"torch.save(model.state_dict()) writes the experts of one rank only. {CURE}. Or let every rank "
-            "save and load its own file"
+            f"{prefix.rstrip('.')}: a state dict of {ExpertPlace(**metadata)}, saved by rank "
+            f"{metadata['rank']} of {metadata['num_ranks']}, must not be loaded into {place} (rank "
+            f"{place.rank} of {place.num_ranks}): torch.save(model.state_dict()) writes the experts of one "
+            f"rank only. {CURE}. Or let every rank save and load its own file"
         )
         if place.num_ranks > 1:
             told.announce(error)  # rank 0 loads its own file without an error, and would wait for this rank
@@ -239,8 +244,9 @@ def _is_own(value: Any, parameter: Tensor) -> bool:
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is not None and getattr(value, "device_mesh", None) is mesh:
         return True
-    here, there = local_part(parameter), local_part(value)
-    return not here.is_meta and here.data_ptr() == there.data_ptr() != 0
+    own_local = local_part(parameter)
+    value_local = local_part(value)
+    return not own_local.is_meta and own_local.data_ptr() == value_local.data_ptr() != 0
 
 
 # ---- the next call
@@ -253,19 +259,20 @@ def check_loaded(parts: Parts) -> None:
     ``experts.may_be_equal``: the experts are equal on purpose. That is reset, so it holds for one comparison.
     """
     experts = parts.experts
-    mine = fingerprint(dict(experts.named_parameters())), experts.may_be_equal
-    of_ranks = gathered(parts.ranks, mine, stage="comparing experts that were loaded")
+    own = fingerprint(dict(experts.named_parameters())), experts.may_be_equal
+    of_ranks = gathered(parts.ranks, own, stage="comparing experts that were loaded")
     holders = dict[str, list[int]]()
     for rank, (digest, _) in enumerate(of_ranks):
         holders.setdefault(digest, []).append(rank)
-    same = next((ranks for ranks in holders.values() if len(ranks) > 1), None)
-    if same is not None and not any(may_be for _, may_be in of_ranks):
+    equal_ranks = next((ranks for ranks in holders.values() if len(ranks) > 1), None)
+    if equal_ranks is not None and not any(may_be for _, may_be in of_ranks):
         raise ValueError(
-            f"experts must differ from rank to rank, but ranks {', '.join(map(str, same))} have the same "
-            f"since a state dict was loaded: they probably loaded the file of one rank. {CURE}. "
+            f"experts must differ from rank to rank, but ranks {', '.join(map(str, equal_ranks))} have the "
+            f"same since a state dict was loaded: they probably loaded the file of one rank. {CURE}. "
             "If all experts are equal on purpose (upcycling), call pmoe.copy_into_experts(layer, dense), or "
             "set layer.experts.may_be_equal = True before the next call"
         )
-    experts.was_loaded = experts.may_be_equal = False
+    experts.was_loaded = False
+    experts.may_be_equal = False
     experts.are_equal = len(holders) == 1
     parts.known.differed = not experts.are_equal

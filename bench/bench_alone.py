@@ -43,7 +43,7 @@ from bench.device import WARMUP, difference, drawn_layer, file_name, need_gpu, p
 from bench.timing import OUT, Timing, table, write_json
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.registry import GROUPED_MM, PMOE, PRODUCTS
-from pmoe.measure.rounds import in_turns
+from pmoe.measure.timing import in_turns
 from pmoe.runners import one_rank as alone
 
 DEVICE = torch.device("cuda", 0)

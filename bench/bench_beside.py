@@ -38,7 +38,7 @@ from bench.timing import OUT, Timing, table, write_json
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.gemm import SPARE
 from pmoe.kernels.grouped_gemm.launch import beside_communication
-from pmoe.measure.rounds import in_turns
+from pmoe.measure.timing import in_turns
 
 LEAD_CYCLES = 600_000
 """Cycles for which the device sleeps first: 0.3 ms at 2 GHz.

@@ -44,11 +44,11 @@ from bench.timing import OUT, Timing, machine, table, write_json
 from pmoe.cli.cluster import load_cluster
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.rates import measure as measure_profile
-from pmoe.planner.candidates import Advice
 from pmoe.planner.cluster import Cluster
+from pmoe.planner.cluster_candidates import plan_ways, sensitivity
 from pmoe.planner.costs import LineCost
+from pmoe.planner.priced_choices import Advice
 from pmoe.planner.profile import Profile
-from pmoe.planner.ways import plan_ways, sensitivity
 from pmoe.schedule.restore import KEEP, STRATEGIES, Restore
 
 PAIRS = (KEEP, *STRATEGIES.values())

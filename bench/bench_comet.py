@@ -57,9 +57,9 @@ from bench.grouped_gemm_cases import MODELS, QUICK_ROWS, ROWS, Model, draw
 from bench.timing import OUT, Timing, table, write_json
 from bench.virtual_ranks import FusedParameters, VirtualRanks, routes_of
 from pmoe.kernels import extension, grouped_gemm
-from pmoe.kernels.comet import launches
+from pmoe.kernels.comet import operators as launches
 from pmoe.kernels.comet.launcher import Division
-from pmoe.measure.rounds import in_turns
+from pmoe.measure.timing import in_turns
 
 DEVICE = torch.device("cuda", 0)
 LEAD_CYCLES = 3_000_000

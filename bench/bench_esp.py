@@ -43,10 +43,10 @@ from bench.passes import DIRECTIONS, Run, even_batch, messages_alone, spans_of, 
 from bench.quiet import Measured, Neighbours, measure_quietly
 from bench.timing import OUT, Timing, counted, machine, table, write_json
 from pmoe.call.options import Switches
-from pmoe.engine.recording import Span, recording
+from pmoe.engine.lanes.recorder import Span, recording
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import bars
-from pmoe.schedule.straight import backward_schedule, forward_schedule
+from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, Stages, sequential
 
 VARIANTS = ("two lanes", "one lane", "sequential")

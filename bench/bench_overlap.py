@@ -50,11 +50,11 @@ from bench.passes import (
 )
 from bench.timing import OUT, Timing, counted, table, write_json
 from pmoe.call.options import Switches
-from pmoe.engine.recording import recording
+from pmoe.engine.lanes.recorder import recording
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate, task_seconds
 from pmoe.planner.timeline import Span, bars, draw, simulated_bars
-from pmoe.schedule.straight import backward_schedule, forward_schedule
+from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, Stages, Task, local_pieces, sequential
 
 

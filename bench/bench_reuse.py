@@ -56,11 +56,11 @@ from bench.plain import SPELLINGS, PlainOverRanks, fastest
 from bench.plain import name_of as name_of_plain
 from bench.timing import OUT, Timing, counted, table, write_json
 from pmoe.call.options import Switches
-from pmoe.engine.recording import recording
+from pmoe.engine.lanes.recorder import recording
 from pmoe.planner.costs import LineCost, fit
 from pmoe.planner.simulator import makespan, simulate, task_seconds
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
-from pmoe.schedule.rings import rotating_backward, rotating_forward
+from pmoe.schedule.ring_buffers import rotating_backward, rotating_forward
 from pmoe.schedule.tasks import Kind, Stages, Task
 
 PLAIN = [name_of_plain(spelling) for spelling in SPELLINGS]

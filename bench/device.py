@@ -16,7 +16,7 @@ from torch import Tensor
 import pmoe
 from bench.timing import Timing
 from pmoe.kernels.grouped_gemm import launch
-from pmoe.measure.rounds import in_turns
+from pmoe.measure.timing import in_turns
 
 Name = TypeVar("Name")
 

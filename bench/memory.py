@@ -26,7 +26,7 @@ from bench.timing import OUT
 from pmoe import MoELayer, Restore
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import ExpertRows
-from pmoe.planner.theory import activations, model_states, saved_each
+from pmoe.papers.mpipemoe_memory import activations, model_states, saved_each
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
 
 FLOAT_BYTES = 4

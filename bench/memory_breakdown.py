@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 from bench.memory import FLOAT_BYTES, MODELS, Model, arguments, named_step, one_expert, tokens_name
 from bench.pictures import plotting
 from bench.timing import counted, table, write_json
-from pmoe.planner.theory import activations, buffers, model_states
+from pmoe.papers.mpipemoe_memory import activations, buffers, model_states
 
 KINDS = ("model states", "activations", "temporaries")
 COLOURS = ("#77aadd", "#ccbb44", "#ee6677")

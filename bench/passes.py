@@ -18,8 +18,8 @@ from torch import Tensor
 import pmoe
 from bench.links import measure_rate
 from bench.timing import Timing
-from pmoe.engine.recording import Journal, Span
-from pmoe.measure.rounds import in_turns
+from pmoe.engine.lanes.recorder import Journal, Span
+from pmoe.measure.timing import in_turns
 from pmoe.planner.costs import LineCost
 from pmoe.schedule.tasks import Kind
 

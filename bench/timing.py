@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from pmoe import text
-from pmoe.measure.rounds import in_turns
+from pmoe.measure.timing import in_turns
 
 T = TypeVar("T")
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from pmoe.comm.heap.providers import virtual_heaps
 from pmoe.kernels import flashdmoe
-from pmoe.kernels.comet import launches
+from pmoe.kernels.comet import operators as launches
 from pmoe.kernels.comet.launcher import Divide, Division, Launcher
-from pmoe.kernels.comet.launches import Journey
+from pmoe.kernels.comet.operators import Journey
 from pmoe.kernels.heap import Heap, HeapShape
 from pmoe.kernels.route import Routes
 from pmoe.measure.fused_kernels import journeys_of

@@ -27,12 +27,12 @@ from pmoe import Restore, cli
 from pmoe.cli.arguments import byte_count
 from pmoe.cli.plan import time_over_memory
 from pmoe.measure.profile import save_profile
-from pmoe.planner.candidates import PricedChoice, advise, evaluate, step_bars
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost
 from pmoe.planner.degree import all_choices
 from pmoe.planner.drawing import LIGHT, SERIES
 from pmoe.planner.layer_sizes import LayerSizes, sizes_from_options
+from pmoe.planner.priced_choices import PricedChoice, advise, evaluate, step_bars
 from pmoe.planner.profile import FORMAT, Profile, Versions
 from pmoe.planner.timeline import TEXT_SIZE, draw
 from pmoe.schedule.restore import KEEP, STRATEGIES

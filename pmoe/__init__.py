@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from pmoe.comm.base import Combine, Dispatch
-from pmoe.engine.arena import pool
+from pmoe.engine.buffers.arena import pool
 from pmoe.experts.base import Experts
 from pmoe.gates import Gate, Routing
 from pmoe.layer import MoELayer
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from pmoe import gates as gates
     from pmoe import layer as layer
     from pmoe import ordering as ordering
-    from pmoe.engine.callbacks import Callback
-    from pmoe.engine.recompute import checkpoint_contexts
-    from pmoe.engine.recording import recording
+    from pmoe.checkpointing.contexts import checkpoint_contexts
+    from pmoe.engine.lanes.recorder import recording
+    from pmoe.engine.plan.callbacks import Callback
     from pmoe.integrations.statistics import stats
     from pmoe.training.checkpoint import load_checkpoint, save_checkpoint
     from pmoe.training.clipping import GradScaler, clip_grad_norm_
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LATER = {
-    "Callback": "pmoe.engine.callbacks",
+    "Callback": "pmoe.engine.plan.callbacks",
     "GradScaler": "pmoe.training.clipping",
     "GradientReducer": "pmoe.training.reducer",
-    "checkpoint_contexts": "pmoe.engine.recompute",
+    "checkpoint_contexts": "pmoe.checkpointing.contexts",
     "clip_grad_norm_": "pmoe.training.clipping",
     "copy_into_experts": "pmoe.training.upcycling",
     "expert_parameters": "pmoe.training.expert_parallel",
     "load_checkpoint": "pmoe.training.checkpoint",
     "parallelize": "pmoe.training.expert_parallel",
     "parameter_groups": "pmoe.training.expert_parallel",
-    "recording": "pmoe.engine.recording",
+    "recording": "pmoe.engine.lanes.recorder",
     "save_checkpoint": "pmoe.training.checkpoint",
     "stats": "pmoe.integrations.statistics",
 }

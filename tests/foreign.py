@@ -32,7 +32,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.graph.cost import Costs
 from pmoe.integrations.logging import StatsWriter
 from pmoe.integrations.run_folder import read_run
-from pmoe.measure.division import load_divisions, read_divisions
+from pmoe.measure.block_split import load_divisions, read_divisions
 from pmoe.measure.profile import load_profile, profile_path, save_profile
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.granularity import GranularityTable, PassDegrees
@@ -330,7 +330,7 @@ KINDS: dict[str, Kind] = {
         remedy="must describe a cluster|must be a file to read",
         is_json=False,
     ),
-    "divisions": of_divisions(read_divisions, "pmoe/measure/division.py:read_divisions"),
+    "divisions": of_divisions(read_divisions, "pmoe/measure/block_split.py:read_divisions"),
     "divisions, in a folder": of_divisions(lambda path: load_divisions(path.parent), may_be_missing=True),
     "degrees": of_degrees(
         lambda path: in_fields(load_degrees(path, CACHED)), "pmoe/choose/search.py:load_degrees"
@@ -361,7 +361,7 @@ NO_FOREIGN_FILE = {
     "pmoe/measure/store.py:save_json": "writes a new file",
     f"{FILES}:_write_to_disk": "writes a new file",
     f"{FILES}:_sync_folder": "opens a folder",
-    "pmoe/engine/host_pool.py:_available_bytes": "the system's /proc/meminfo",
+    "pmoe/engine/buffers/host_pool.py:_available_bytes": "the system's /proc/meminfo",
     "pmoe/measure/bench.py:_full_name": "the system's /proc/cpuinfo",
     "pmoe/papers/assumptions.py:assumptions": "a text of pmoe itself",
     "pmoe/papers/assumptions.py:printed": "numbers of pmoe itself",

@@ -8,10 +8,10 @@ import pmoe.choose.solve
 import pmoe.choose.trials
 import pmoe.decide.exact_counts
 import pmoe.experts.modules
-import pmoe.experts.wrapped
+import pmoe.experts.wrapper_checks
 import pmoe.layer.reshard
-import pmoe.schedule.rings
-import pmoe.schedule.straight
+import pmoe.schedule.ring_buffers
+import pmoe.schedule.separate_buffers
 import pmoe.training.checkpoint
 import pmoe.training.expert_parallel
 import pmoe.training.parallel

@@ -2,11 +2,11 @@
 
 `held` counts as the paper does: a buffer lives from the first task that writes it to the last that reads or
 writes it, in list order; buffers of one slot are one memory, which lives from the first of them to the last.
-tests/unit/test_memory_model.py shows that this is Eq. 2-6 (`pmoe.planner.theory`), and that the slots of this
-layer's own schedules, whose bytes are `pmoe.planner.memory`'s, are the paper's.
+tests/unit/test_memory_model.py shows that this is Eq. 2-6 (`pmoe.papers.mpipemoe_memory`), and that the slots
+of this layer's own schedules, whose bytes are `pmoe.planner.memory`'s, are the paper's.
 
-They differ from this layer's own (`pmoe.schedule.rings`) in what they keep: T_DO and T_O are activations,
-and all rows travel. Tasks are those of Fig. 7a: S of chunk i + 1 before R of chunk i.
+They differ from this layer's own (`pmoe.schedule.ring_buffers`) in what they keep: T_DO and T_O are
+activations, and all rows travel. Tasks are those of Fig. 7a: S of chunk i + 1 before R of chunk i.
 
     forward    S: T_I -> T_DI      C: T_DI -> T_M, T_DO                 R: T_DO -> T_O
     backward   S: dT_O -> dT_DO    C: dT_DO, T_DI, T_M -> dT_M, dT_DI   R: dT_DI -> dT_I

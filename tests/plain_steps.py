@@ -25,11 +25,11 @@ from pmoe.comm.base import FlatAllToAll, Traffic
 from pmoe.comm.ranks import Ranks, at_stage
 from pmoe.decide import fused_choice as layer_fused
 from pmoe.engine.autograd import Path
-from pmoe.engine.once import carriers
+from pmoe.engine.variants.send_once import carriers
 from pmoe.gates.capacity import within_capacity
 from pmoe.kernels import grouped_gemm
-from pmoe.kernels.comet.launches import Journey
-from pmoe.kernels.comet.steps import Steps
+from pmoe.kernels.comet.backend import Steps
+from pmoe.kernels.comet.operators import Journey
 from pmoe.kernels.flashdmoe import Chosen
 from pmoe.ordering.sorted import count_rows
 from pmoe.runners import fused_steps

@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-from pmoe.schedule import rings, tasks
+from pmoe.schedule import ring_buffers as rings
+from pmoe.schedule import tasks
 from pmoe.schedule.tasks import Task, link
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.links.link import INFINITE, check_rate
-from pmoe.engine import offloaded
+from pmoe.engine.variants import offload as offloaded
 from pmoe.measure import rates
 from pmoe.schedule.tasks import Kind
 

@@ -1,4 +1,4 @@
-// Python binding of COMET's kernels. Addresses arrive as integers; pmoe/kernels/comet/launches.py has checked
+// Python binding of COMET's kernels. Addresses arrive as integers; pmoe/kernels/comet/operators.py has checked
 // what they point to.
 #include <pybind11/pybind11.h>
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from pmoe.call.modules import Parts
-from pmoe.engine.replay import Replay
+from pmoe.checkpointing.replay import Replay
 
 
 @dataclass(frozen=True, kw_only=True)

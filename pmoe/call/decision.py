@@ -16,14 +16,13 @@ from pmoe.call.modules import Parts
 from pmoe.call.routed import Routed
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Path, Runner
-from pmoe.engine.passes import Inputs
-from pmoe.engine.plan import Plan
+from pmoe.engine.passes.base import Inputs
+from pmoe.engine.plan.plan import Plan
 from pmoe.planner.degree import Choice
-from pmoe.runners.pipeline import PipelineRunner
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
-    from pmoe.kernels.comet.steps import Steps
+    from pmoe.kernels.comet.backend import Steps
 
 
 class LeftCounts(Protocol):
@@ -112,19 +111,6 @@ class Decision:
     counts: CallCounts
     plan: Plan | None = None
     restore: Restore | None = None
-
-    @staticmethod
-    def in_chunks(call: Call, routed: Routed, inputs: Inputs, plan: Plan, counts: CallCounts) -> Decision:
-        """The decision to run by the pipeline engine."""
-        return Decision(
-            call=call,
-            routed=routed,
-            inputs=inputs,
-            runner=PipelineRunner(plan),
-            counts=counts,
-            plan=plan,
-            restore=plan.restore if call.parts.spec.rotates else None,
-        )
 
     @property
     def needs_grad(self) -> bool:

@@ -17,13 +17,13 @@ from pmoe.call.module_calls import is_watched
 from pmoe.call.options import LayerSpec
 from pmoe.comm.counts import num_bins
 from pmoe.comm.ranks import Ranks
-from pmoe.engine.plan import Modules
+from pmoe.engine.plan.plan import Modules
 from pmoe.experts.base import local_part
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Stages
 
 if TYPE_CHECKING:
-    from pmoe.engine.padding import PaddedKind
+    from pmoe.engine.variants.padding import PaddedKind
     from pmoe.runners.features import Feature
 
 

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from pmoe.call.modules import Parts
 from pmoe.comm.hierarchical import HierarchicalExchange
-from pmoe.engine.padding import Splits
+from pmoe.engine.variants.padding import Splits
 from pmoe.experts.base import Experts, local_part
 from pmoe.gates.base import Gate
 from pmoe.gates.capacity import expert_capacity
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.runners.features import Feature
-from pmoe.schedule.slots import HiddenColumns
+from pmoe.schedule.buffer_sizes import HiddenColumns
 
 
 def splits_of(parts: Parts, num_tokens: int, top_k: int) -> Splits:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pmoe.call.modules import Parts
 from pmoe.choose.slots import with_room
 from pmoe.comm.counts import RankCounts
-from pmoe.engine.cut import Orders
-from pmoe.engine.passes import Inputs
+from pmoe.engine.passes.base import Inputs
+from pmoe.engine.plan.make_plan import Orders
 from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
 

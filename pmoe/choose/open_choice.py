@@ -18,14 +18,14 @@ from pmoe.choose.solve import solved_degrees
 from pmoe.choose.trials import Batch, tried_seconds
 from pmoe.comm.agreement import largest
 from pmoe.comm.counts import RankCounts
-from pmoe.engine.arena import pool
-from pmoe.engine.passes import Inputs
+from pmoe.engine.buffers.arena import pool
+from pmoe.engine.passes.base import Inputs
 from pmoe.measure.products import measure_products
 from pmoe.measure.profile import PROFILES
-from pmoe.planner.candidates import Chooser, Measured
 from pmoe.planner.degree import DEGREES, SOLVE, Choice, all_choices
 from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_seconds import step_seconds
+from pmoe.planner.priced_choices import Chooser, Measured
 from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from pmoe.call.modules import Parts
 from pmoe.call.routed import Routed
 from pmoe.comm.counts import RankCounts, Slots
-from pmoe.engine.arena import pool
+from pmoe.engine.buffers.arena import pool
+from pmoe.schedule.buffer_sizes import ALIGNMENT
 from pmoe.schedule.restore import Restore
-from pmoe.schedule.slots import ALIGNMENT
 from pmoe.warn import warn_once
 
 

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from pmoe.choose.trials import Batch
 from pmoe.comm.agreement import largest
 from pmoe.comm.ranks import Grid
-from pmoe.measure.black_box import profile_module
+from pmoe.measure.module_cost import profile_module
 from pmoe.measure.profile import load_or_measure
-from pmoe.planner.candidates import TriedBy
 from pmoe.planner.costs import LayerCosts, LineCost
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.degree_search import ScheduleOptions, best_degree, pass_seconds
 from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.priced_choices import TriedBy
 from pmoe.planner.profile import Operations, alphas
 from pmoe.schedule.restore import Restore
 from pmoe.warn import log

@@ -16,10 +16,10 @@ from pmoe.call.sizes import memory_shape
 from pmoe.comm.agreement import largest
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Runner
-from pmoe.engine.cut import Orders
-from pmoe.engine.passes import Inputs
+from pmoe.engine.passes.base import Inputs
+from pmoe.engine.plan.make_plan import Orders
 from pmoe.measure.profile import profile_of
-from pmoe.measure.rounds import begin_together, clock_of, median_seconds
+from pmoe.measure.timing import begin_together, clock_of, median_seconds
 from pmoe.planner.degree import DEGREES, Choice
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.profile import Profile

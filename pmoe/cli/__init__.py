@@ -1,4 +1,4 @@
-"""The command ``pmoe``: what a layer's memory is, how it should run, and what a machine can do.
+"""The command ``pmoe``: predicts a layer's memory, plans how to run it, and measures a machine.
 
     pmoe memory --theory --d-model 2048 --d-hidden 8192 --num-experts 64 --tokens 16384 --n 8
     pmoe plan --d-model 1024 --d-hidden 4096 --num-experts 64 --tokens 8192 --ranks 8 --budget 2GiB
@@ -6,8 +6,8 @@
     pmoe profile --kernels --d-model 4096 --d-hidden 14336 --num-experts 8 --top-k 2 --virtual-ranks 8
     pmoe simulate fsmoe-table5 --contention 1.25
 
-Each subcommand parses, calls the library, and prints; with --json one object and nothing else. Bad arguments
-end with exit code 2 and one message.
+Each subcommand prints text, or with --json one JSON object and nothing else. Bad arguments end with exit
+code 2 and one message.
 """
 
 from __future__ import annotations
@@ -31,11 +31,18 @@ COMMANDS: Mapping[str, ModuleType] = {
     "kernels": kernels,
     "report": report,
 }
-"""ABOUT of each: its help. run_command(args): its `Output`, None on ranks that print nothing."""
+"""Modules of the subcommands by name.
+
+Each has ABOUT, its help; ``add_arguments(parser)``; and ``run_command(args)``, which returns its `Output`,
+or None on ranks that print nothing.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code. Raises SystemExit(2), after a message, for bad arguments."""
+    """Runs one command and returns its exit code.
+
+    Raises SystemExit(2), after a message, for bad arguments.
+    """
     with _quiet_on_closed_pipe():
         args = build_parser().parse_args(argv)
         try:
@@ -48,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command, with one parser below it for each of COMMANDS."""
+    """Returns the parser of the whole command, with one subparser for each of COMMANDS."""
     parser = argparse.ArgumentParser(
         prog="pmoe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -64,12 +71,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _quiet_on_closed_pipe() -> Iterator[None]:
-    """Ends the command without a message where the reader of stdout closed the pipe (`pmoe ... | head`)."""
+    """Ends the command without a message if the reader of stdout closed the pipe (`pmoe ... | head`)."""
     try:
         try:
             yield
         finally:
             print(end="", flush=True)
     except BrokenPipeError:
-        with open(os.devnull, "w") as nowhere:  # takes what Python flushes when it ends
+        with open(os.devnull, "w") as nowhere:  # Python flushes stdout again when it ends, and would raise
             os.dup2(nowhere.fileno(), sys.stdout.fileno())

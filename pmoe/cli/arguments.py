@@ -1,4 +1,4 @@
-"""Arguments: what their values must be, and how wrong ones are refused."""
+"""Types of command-line arguments, and checks that refuse wrong values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def at_least_1(kind: type[Number], name: str, text: str) -> Number:
-    """A number from 1 to MOST; ``name`` stands in the message."""
+    """Converts text to a number from 1 to MOST.
+
+    kind: int or float.
+    name: of the kind of number, for the message.
+
+    Raises ArgumentTypeError for any other text.
+    """
     try:
         number = kind(text)
     except ValueError:
@@ -38,7 +44,7 @@ slack: Callable[[str], float] = partial(at_least_1, float, "number")
 
 
 def byte_count(text: str) -> int:
-    """Bytes, as in "2GiB" or "500 MB"."""
+    """Converts text such as "2GiB" or "500 MB" to a number of bytes."""
     try:
         return parse_bytes("value", text)
     except ValueError as error:
@@ -46,7 +52,7 @@ def byte_count(text: str) -> int:
 
 
 def restore_pair(text: str) -> Restore:
-    """A pair by the paper's name, "S1" to "S4", or by its own, such as "keep/recompute"."""
+    """Converts a name of the paper, "S1" to "S4", or a pair such as "keep/recompute" to a restore pair."""
     pairs = STRATEGIES | {str(pair): pair for pair in ALL_PAIRS}
     if text not in pairs:
         raise argparse.ArgumentTypeError(
@@ -56,7 +62,12 @@ def restore_pair(text: str) -> Restore:
 
 
 def parse_device(text: str, *, must_exist: bool) -> torch.device:
-    """Raises ValueError unless it is a CPU or a CUDA device, with ``must_exist`` one that torch sees."""
+    """Converts text to a device.
+
+    must_exist: whether torch must see the device.
+
+    Raises ValueError unless it is a CPU or a CUDA device, and if it must exist and does not.
+    """
     try:
         device = torch.device(text)
     except RuntimeError:
@@ -64,12 +75,15 @@ def parse_device(text: str, *, must_exist: bool) -> torch.device:
     if device.type not in WIDTH:
         raise ValueError(f"--device ({text!r}) must be {' or '.join(WIDTH)}")
     if must_exist and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device ({text!r}) must be here: torch sees {torch.cuda.device_count()} GPUs")
+        raise ValueError(f"--device ({text!r}) must exist: torch sees {torch.cuda.device_count()} GPUs")
     return device
 
 
 def refuse_options(args: argparse.Namespace, names: Sequence[str], rule: str) -> None:
-    """Raises ValueError for the first of these options that was passed."""
+    """Raises ValueError for the first of these options that was passed.
+
+    rule: the rest of the message, after the option's name.
+    """
     for name in names:
         if getattr(args, name) not in (None, False):
             raise ValueError(f"--{name.replace('_', '-')} {rule}")
@@ -77,7 +91,7 @@ def refuse_options(args: argparse.Namespace, names: Sequence[str], rule: str) ->
 
 @contextmanager
 def refused_as(rule: str, *errors: type[Exception]) -> Iterator[None]:
-    """Raises ValueError with the rule, and with the reason behind it, where the block raises an error."""
+    """Turns errors of the block into a ValueError that states the rule first, and then the error."""
     try:
         yield
     except errors as error:

@@ -1,4 +1,4 @@
-"""The file of `pmoe plan --cluster`: machines that one does not have."""
+"""Reads the file of `pmoe plan --cluster`, which describes machines that one does not have."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ else:
 
 
 def load_cluster(path: Path, profile: Profile | None) -> Cluster:
-    """What the file says; of what it leaves out, what ``profile`` tells, which is of a part of the machines.
+    """Returns the cluster that a file describes.
 
-    Raises ValueError, naming the file, where it cannot be read, where a key is missing, unknown or of no
-    such value, and for a profile of other machines.
+    profile: was measured on a part of the machines. It fills in what the file leaves out.
+
+    Raises ValueError, naming the file, if it cannot be read; if a key is missing, unknown or has a wrong
+    value; and if the profile is of other machines.
     """
     with refused_as(f"--cluster ({path}) must be a file to read", OSError, ValueError):
         text = path.read_bytes()
@@ -33,6 +35,7 @@ def load_cluster(path: Path, profile: Profile | None) -> Cluster:
         measured = {} if profile is None else fields_of(profile)
         fields = {"interference": vars(Interference()), "measured": ""} | measured | said
         links = ("inside", "outside")
+        # With 1 machine, or 1 rank per machine, one of the links is not used: it may be left out.
         for number, (link, unused) in {"machines": links, "ranks_per_machine": links[::-1]}.items():
             if fields.get(number) == 1 and link in fields:
                 fields.setdefault(unused, fields[link])
@@ -45,6 +48,6 @@ def load_cluster(path: Path, profile: Profile | None) -> Cluster:
 
 
 def _keys(fields: Mapping[str, Any]) -> set[str]:
-    """Those of tables too, with the table's name in front."""
+    """Returns all keys. Those of a table have its name in front, such as "copy.alpha_seconds"."""
     tables = {name: table for name, table in fields.items() if isinstance(table, dict)}
     return {*fields, *(f"{name}.{key}" for name, table in tables.items() for key in table)}

@@ -1,4 +1,4 @@
-"""`pmoe kernels`: the CUDA kernels that were built, and those that run on each device."""
+"""`pmoe kernels`: prints which CUDA kernels were built, and which run on each device."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import asdict
 from pmoe.cli.output import Output
 from pmoe.kernels import status
 
-ABOUT = "the CUDA kernels: what was built, what runs on each device, why not"
+ABOUT = "print which CUDA kernels were built, which run on each device, and why others do not"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """It has none of its own."""
+    """Adds nothing: the command has no arguments of its own."""
 
 
 def run_command(args: argparse.Namespace) -> Output:
-    """A report: it names a missing extension or device, and does not fail."""
-    found = status()
-    return Output(asdict(found), [str(found)])
+    """Returns a report. A missing extension or device is a line of the report, and no error."""
+    report = status()
+    return Output(asdict(report), [str(report)])

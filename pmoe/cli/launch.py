@@ -1,4 +1,4 @@
-"""The processes that a command runs in: one, or as many as torchrun started."""
+"""Processes of a command: one, or as many as torchrun started."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from pmoe.comm.ranks import Ranks
 
 
 def world_size() -> int:
-    """The number of processes that torchrun started, 1 without torchrun."""
+    """Returns the number of processes that torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def own_device(text: str) -> torch.device:
-    """As `parse_device`, of a device that torch sees. "cuda" alone is the one of this process on its node."""
+    """Returns the device of this process. It must exist; see `parse_device`.
+
+    "cuda" without a number is the device of this process on its node.
+    """
     if text == "cuda":
         text = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return parse_device(text, must_exist=True)
@@ -27,7 +30,10 @@ def own_device(text: str) -> torch.device:
 
 @contextmanager
 def all_ranks(device: torch.device) -> Iterator[Ranks]:
-    """The ranks of all processes, in a process group that ends with the block unless there was one before."""
+    """Yields the ranks of all processes.
+
+    It makes a process group if there is none, and ends it with the block.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     joins = world_size() > 1 and not dist.is_initialized()
@@ -41,10 +47,12 @@ def all_ranks(device: torch.device) -> Iterator[Ranks]:
 
 
 def split_by_node(ranks: Ranks, size: int | None) -> tuple[Ranks | None, Ranks | None]:
-    """The ranks across nodes and those inside this one's; None, None where all are one node. Collective.
+    """Returns (ranks across nodes, ranks inside this node), or (None, None) if all are on one node.
+    Collective.
 
-    A node is ``size`` consecutive ranks; None takes as many as torchrun started on each. Raises ValueError
-    where ``size`` does not divide the number of ranks.
+    size: number of consecutive ranks that form a node. None takes torchrun's number.
+
+    Raises ValueError if ``size`` does not divide the number of ranks.
     """
     if size is None:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))

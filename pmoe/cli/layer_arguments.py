@@ -1,4 +1,4 @@
-"""The arguments that describe one layer: those of `pmoe memory` and `pmoe plan`."""
+"""Arguments that describe one layer, for `pmoe memory` and `pmoe plan`."""
 
 from __future__ import annotations
 
@@ -11,47 +11,48 @@ from pmoe.experts import STACKED
 from pmoe.planner.layer_sizes import LayerSizes, sizes_from_options
 
 NAMES = ("d_model", "d_hidden", "num_experts", "tokens", "ranks", "top_k", "expert", "bias", "dtype")
+"""Names of the arguments that describe the layer, its ranks and its tokens."""
 SLACK = 1.25
 
 
 def add_layer_sizes(command: argparse.ArgumentParser) -> None:
-    """Adds NAMES and the slack of slots."""
+    """Adds the arguments NAMES, and the slack of ring slots."""
     add = command.add_argument_group("the layer").add_argument
     add("--d-model", type=whole_number, required=True, metavar="M")
     add("--d-hidden", type=whole_number, required=True, metavar="H")
-    add("--num-experts", type=whole_number, required=True, metavar="E", help="on all ranks together")
-    add("--tokens", type=whole_number, required=True, metavar="B", help="of one rank, the most")
-    add("--ranks", type=whole_number, default=1, metavar="W", help="that share the experts")
-    add("--top-k", type=whole_number, default=1, metavar="K", help="experts a token")
+    add("--num-experts", type=whole_number, required=True, metavar="E", help="experts on all ranks")
+    add("--tokens", type=whole_number, required=True, metavar="B", help="tokens of the rank that has most")
+    add("--ranks", type=whole_number, default=1, metavar="W", help="number of ranks that share the experts")
+    add("--top-k", type=whole_number, default=1, metavar="K", help="experts of each token")
     add("--expert", choices=list(STACKED), default="ffn")
     add("--bias", action=argparse.BooleanOptionalAction, default=True)
     add("--dtype", choices=list(DTYPES), default="float32")
-    add("--slack", type=slack, default=SLACK, help="rows of a slot over the balanced share")
+    add("--slack", type=slack, default=SLACK, help="rows of a ring slot, over the balanced share")
 
 
 def layer_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The sizes by name, for JSON."""
+    """Returns the values of NAMES, for JSON."""
     return {name: getattr(args, name) for name in NAMES}
 
 
 def constructor_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `MoELayer`."""
+    """Returns the arguments of `MoELayer`."""
     options = layer_fields(args) | {"dtype": DTYPES[args.dtype]}
     return {name: value for name, value in options.items() if name not in ("tokens", "ranks")}
 
 
 def layer_shape(args: argparse.Namespace, device_type: str) -> LayerSizes:
-    """Raises ValueError for sizes that no layer has."""
+    """Returns the sizes of the layer. Raises ValueError for sizes that no layer has."""
     return sizes_from_options(**constructor_arguments(args), num_ranks=args.ranks, device_type=device_type)
 
 
 def python_line(args: argparse.Namespace, **options: Any) -> str:
-    """The layer as Python builds it, to copy. Options that are None are left out."""
-    given = constructor_arguments(args) | options | {"slack": None if args.slack == SLACK else args.slack}
-    listed = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+    """Returns the Python code that builds the layer, to copy. Options that are None are left out."""
+    arguments = constructor_arguments(args) | options | {"slack": None if args.slack == SLACK else args.slack}
+    listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items() if value is not None)
     return f"pmoe.MoELayer({listed})".replace("=Restore(", "=pmoe.Restore(")
 
 
 def describe_layer(args: argparse.Namespace, device_type: str) -> str:
-    """The layer, its ranks and tokens, and the device that bytes are for."""
+    """Returns one line about the layer, its ranks and tokens, and the device whose buffers are counted."""
     return f"{python_line(args)}, {plural(args.ranks, 'rank')}, {args.tokens} tokens a rank, on {device_type}"

@@ -20,17 +20,18 @@ from pmoe.cli.layer_arguments import (
     python_line,
 )
 from pmoe.cli.output import Output, mib, pair_name
-from pmoe.engine.arena import pool
+from pmoe.engine.buffers.arena import pool
 from pmoe.layer import MoELayer
 from pmoe.measure.step_memory import step_peak_bytes
-from pmoe.planner.candidates import bound
+from pmoe.papers.mpipemoe_memory import theory
 from pmoe.planner.degree import all_choices, check_backward
-from pmoe.planner.theory import theory
+from pmoe.planner.priced_choices import bound
 from pmoe.schedule.restore import ALL_PAIRS, Restore
 from pmoe.text import table
 
-ABOUT = "bytes of a layer: by the paper's equations, predicted, measured"
+ABOUT = "print a layer's bytes: by the paper's equations, predicted, measured"
 TOTALS = ("saved", "temporary", "gradients", "host", "peak", "promised")
+"""Fields of `PredictedMemory` in the first table."""
 EQUATIONS = {
     "model_states": ("Eq. 1", "4 (E M + 2 H M)"),
     "activations": ("Eq. 2", "4 B M + B H"),
@@ -40,21 +41,27 @@ EQUATIONS = {
     "saved": ("Eq. 5", "2 B (2 M (n - 2) / n + H (n - 1) / n)"),
     "saving_ratio": ("Eq. 6", "saved / (model states + activations + buffers, pipelined)"),
 }
-"""Of MPipeMoE, by the names that `theory` gives them."""
+"""MPipeMoE's equations by the names that `theory` gives them: (number, formula)."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add_layer_sizes(command)
-    add, pairs = command.add_argument, "S1 to S4 or such as keep/recompute; default: all"
+    add = command.add_argument
+    pairs = "S1 to S4, or a pair such as keep/recompute (default: all pairs)"
     add("--n", type=whole_number, default=4, help="micro-batches (default 4)")
     add("--n-backward", type=whole_number, help="micro-batches of the backward pass (default n)")
     add("--memory-reuse", type=restore_pair, metavar="PAIR", help=pairs)
-    add("--theory", action="store_true", help="MPipeMoE's Eq. 1-6, in elements")
-    add("--measure", action="store_true", help="also run a forward and backward here, on one rank")
-    add("--device", default="cpu", help="cpu or cuda: whose buffers (default cpu)")
+    add("--theory", action="store_true", help="print MPipeMoE's Eq. 1-6, in elements")
+    add(
+        "--measure",
+        action="store_true",
+        help="also run a forward and backward pass on this machine, on one rank",
+    )
+    add("--device", default="cpu", help="cpu or cuda, the device that bytes are for (default cpu)")
 
 
 def run_command(args: argparse.Namespace) -> Output:
+    """Returns the predicted bytes of each restore pair, with --measure also the measured ones."""
     if args.theory:
         return _theory(args)
     try:
@@ -64,22 +71,30 @@ def run_command(args: argparse.Namespace) -> Output:
     if args.measure and args.ranks > 1:
         raise ValueError(f"--ranks ({args.ranks}) must be 1 with --measure")
     device = parse_device(args.device, must_exist=args.measure)
-    shape, backward = layer_shape(args, device.type), args.n_backward or args.n
-    rows, pairs = {}, ALL_PAIRS if args.memory_reuse is None else (args.memory_reuse,)
+    shape = layer_shape(args, device.type)
+    backward = args.n_backward or args.n
+    rows = {}
+    pairs = ALL_PAIRS if args.memory_reuse is None else (args.memory_reuse,)
     for choice in all_choices([(args.n, backward)], pairs):
-        memory, pair = bound(shape, shape.call(args.tokens), choice, args.slack), choice.restore
+        memory = bound(shape, shape.call(args.tokens), choice, args.slack)
+        pair = choice.restore
         measured = _measured(args, pair, device) if args.measure else {}
         rows[pair] = {"restore": str(pair), "strategy": pair.strategy, **asdict(memory), **measured}
     sizes = {**layer_fields(args), "n": args.n, "n_backward": backward, "device": device.type}
-    least = min(rows, key=lambda pair: rows[pair]["promised"])
+    smallest = min(rows, key=lambda pair: rows[pair]["promised"])
     own = None if backward == args.n else backward
-    code = python_line(args, pipeline=args.n, pipeline_backward=own, memory_reuse=least.strategy or least)
+    code = python_line(
+        args, pipeline=args.n, pipeline_backward=own, memory_reuse=smallest.strategy or smallest
+    )
     fields = {**sizes, "slack": args.slack, "pairs": list(rows.values()), "python": code}
-    return Output(fields, [*_lines(args, rows, device), f"\nof fewest bytes:\n  {code}"])
+    return Output(fields, [*_lines(args, rows, device), f"\nwith the fewest bytes:\n  {code}"])
 
 
 def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> dict[str, Any]:
-    """One step of a real layer, after one with few tokens; its inputs are there before and do not count."""
+    """Returns the bytes of one real step, and those predicted for its rows.
+
+    A step with few tokens runs before it. Its input and the gradient exist before and are not counted.
+    """
     layer = MoELayer(
         **constructor_arguments(args),
         pipeline=args.n,
@@ -96,13 +111,13 @@ def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> 
 
     host = pool(device).host
     step(min(args.tokens, 64))
-    host.peak_bytes = before = host.bytes_in_use
+    host.peak_bytes = bytes_before = host.bytes_in_use
     begin = time.perf_counter()
     peak = step(args.tokens)
     seconds = time.perf_counter() - begin
     predicted = layer.predict_memory(args.tokens, layer.row_counts)
     return {
-        "measured": {"peak": peak, "host": host.peak_bytes - before, "seconds": seconds},
+        "measured": {"peak": peak, "host": host.peak_bytes - bytes_before, "seconds": seconds},
         "predicted": {"peak": predicted.peak, "host": predicted.host},
     }
 
@@ -110,23 +125,26 @@ def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> 
 def _lines(
     args: argparse.Namespace, rows: Mapping[Restore, Mapping[str, Any]], device: torch.device
 ) -> Iterator[str]:
+    """Yields the tables: totals by pair, tensors by pair, and measured bytes if there are any."""
+
     def by_pair(header: Sequence[str], cells: Callable[[Mapping[str, Any]], Sequence[str]]) -> str:
         return table([["pair", *header], *([pair_name(pair), *cells(row)] for pair, row in rows.items())])
 
     differs = args.n_backward not in (None, args.n)
     yield f"{describe_layer(args, device.type)}, n = {args.n}" + f" and {args.n_backward} backward" * differs
-    yield "\npredicted MiB for any routing, beyond x, dy and the parameters"
+    yield "\npredicted MiB for any routing, without x, dy and the parameters"
     yield by_pair(TOTALS, lambda row: [mib(row[name]) for name in TOTALS])
     yield "\nMiB by tensor"
     names = list(dict.fromkeys(name for row in rows.values() for name in row["tensors"]))
     yield by_pair(names, lambda row: [mib(row["tensors"][name]) for name in names])
     if args.measure:
-        yield f"\nMiB measured on {device}, beside what is predicted for the rows that came"
+        yield f"\nMiB measured on {device}, beside the prediction for the rows of this step"
         header = ("measured peak", "predicted", "predicted / measured", "host", "predicted")
         yield by_pair(header, _measured_cells)
 
 
 def _measured_cells(row: Mapping[str, Any]) -> list[str]:
+    """Returns the cells of a pair's measured and predicted bytes."""
     measured, predicted = row["measured"], row["predicted"]
     ratio = f"{predicted['peak'] / measured['peak']:.4f}"
     hosts = mib(measured["host"]), mib(predicted["host"])
@@ -134,13 +152,14 @@ def _measured_cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _theory(args: argparse.Namespace) -> Output:
+    """Returns the table of MPipeMoE's Eq. 1-6."""
     sizes = {"B": args.tokens, "M": args.d_model, "H": args.d_hidden, "E": args.num_experts, "n": args.n}
     numbers = theory(**sizes)
     rows = [("", "", "formula", "elements")]
     for name, number in numbers.items():
         equation, formula = EQUATIONS[name]
         rows.append((equation, name, formula, f"{number:{'.4f' if name == 'saving_ratio' else ','}}"))
-    told = ", ".join(f"{letter} = {size}" for letter, size in sizes.items())
+    letters = ", ".join(f"{letter} = {size}" for letter, size in sizes.items())
     code = python_line(args, pipeline=args.n, memory_reuse=True)
-    head = f"MPipeMoE's memory of a rank, in elements: {told}"
+    head = f"MPipeMoE's memory of a rank, in elements: {letters}"
     return Output({**numbers, "python": code}, [head, table(rows, left=range(3)), f"\n  {code}"])

@@ -1,4 +1,4 @@
-"""What a command prints: one JSON object, or lines of text with numbers in their units."""
+"""Output of a command: one JSON object, or lines of text with numbers in their units."""
 
 from __future__ import annotations
 
@@ -9,34 +9,52 @@ from pmoe.schedule.restore import Restore
 
 
 class Output(NamedTuple):
-    """One result in two forms: fields, which --json prints as an object, and lines of text."""
+    """A command's result in two forms.
+
+    fields: printed as a JSON object with --json.
+    lines: printed as text otherwise.
+    """
 
     fields: Mapping[str, Any]
     lines: Iterable[str]
 
 
 def plural(number: int, name: str) -> str:
-    """Example: 1, "rank" -> "1 rank"; 2, "rank" -> "2 ranks"."""
+    """Returns a number and a noun.
+
+    Example: 1, "rank" -> "1 rank"; 2, "rank" -> "2 ranks".
+    """
     return f"{number} {name}{'s' * (number != 1)}"
 
 
 def mib(num_bytes: int) -> str:
-    """Example: 3 * 2**19 -> "1.50"."""
+    """Returns a number of bytes in MiB.
+
+    Example: 3 * 2**19 -> "1.50".
+    """
     return f"{num_bytes / 2**20:,.2f}"
 
 
 def ms(seconds: float) -> str:
-    """Example: 0.00125 -> "1.250"; 0.125 -> "125.0", for from 0.1 s on one decimal is enough."""
+    """Returns seconds in milliseconds, with one decimal from 0.1 s on and three below.
+
+    Example: 0.00125 -> "1.250"; 0.125 -> "125.0".
+    """
     return f"{seconds * 1e3:,.{3 if seconds < 0.1 else 1}f}"
 
 
 def pair_name(pair: Restore) -> str:
-    """Example: "communicate/recompute S4"; pairs that the paper does not name have no number."""
+    """Returns a restore pair with the paper's name, if it has one.
+
+    Example: "communicate/recompute S4".
+    """
     return f"{pair} {pair.strategy or ''}".rstrip()
 
 
 def by_key(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Cells of a table whose columns are the keys, which come first: seconds as ms, bytes as MiB.
+    """Returns the cells of a table whose columns are the keys; the first row is the header.
+
+    The last word of a key says its unit: seconds are shown in ms, bytes in MiB, a change in percent.
 
     Example: [{"n": 2, "even_bytes": 2**20}] -> [["n", "even MiB"], ["2", "1.00"]].
     """

@@ -13,33 +13,34 @@ from pmoe.cli.arguments import byte_count, refused_as
 from pmoe.cli.cluster import load_cluster
 from pmoe.cli.output import Output, by_key, mib, pair_name
 from pmoe.measure.profile import find_profile, load_profile
-from pmoe.planner.candidates import Advice, PricedChoice, step_bars
 from pmoe.planner.cluster import Cluster
+from pmoe.planner.cluster_candidates import plan_ways, sensitivity
 from pmoe.planner.drawing import Point, inline_svg, part, scatter_figure, template
+from pmoe.planner.priced_choices import Advice, PricedChoice, step_bars
 from pmoe.planner.profile import Profile
 from pmoe.planner.timeline import drawing
-from pmoe.planner.ways import plan_ways, sensitivity
 from pmoe.text import table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ABOUT = "n and the restore pair for a layer, from a stored profile or for machines that a file describes"
+ABOUT = "choose n and the restore pair for a layer, by a stored profile or for machines in a file"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     layer.add_layer_sizes(command)
     add = command.add_argument
-    add("--budget", type=byte_count, help="most bytes on the device, such as 2GiB or '500 MB'")
-    add("--profile", type=Path, metavar="FILE", help="default: the stored one that fits")
-    add("--folder", type=Path, help="of stored profiles (default $PMOE_CACHE, ~/.cache/pmoe)")
-    described = "machines that one does not have (docs/cluster.md); what it leaves out is that of --profile"
+    add("--budget", type=byte_count, help="limit of bytes on the device, such as 2GiB or '500 MB'")
+    add("--profile", type=Path, metavar="FILE", help="profile to use (default: the stored one that fits)")
+    add("--folder", type=Path, help="folder of stored profiles (default $PMOE_CACHE, ~/.cache/pmoe)")
+    described = "machines that you do not have (docs/cluster.md); --profile fills in what it leaves out"
     add("--cluster", type=Path, metavar="FILE", help=described)
-    add("--html", type=Path, metavar="FILE", help="also write one page with pictures")
+    add("--html", type=Path, metavar="FILE", help="also write a page with pictures to this file")
 
 
 def run_command(args: argparse.Namespace) -> Output:
-    layer.layer_shape(args, "cpu")  # bad sizes first
+    """Returns the advice for a layer: candidates, decision, and for a cluster also sensitivity."""
+    layer.layer_shape(args, "cpu")  # raises for bad sizes before any file is read
     path, rates = _rates(args)
     options = {"layer": layer.constructor_arguments(args), "num_tokens": args.tokens}
     options |= {"budget": args.budget, "slack": args.slack}
@@ -58,7 +59,7 @@ def run_command(args: argparse.Namespace) -> Output:
         "sensitivity": list(sensitivity(rates, ways, **options)) if isinstance(rates, Cluster) else [],
         "decision": {**_candidate_fields(way.decision, way, args.budget), "why": way.why},
         "fastest": _candidate_fields(way.fastest, way, args.budget),
-        "candidates": [_candidate_fields(each, way, args.budget) for each in way.candidates],
+        "candidates": [_candidate_fields(candidate, way, args.budget) for candidate in way.candidates],
         "python": _python(args, way),
     }
     if args.html is not None:
@@ -67,7 +68,10 @@ def run_command(args: argparse.Namespace) -> Output:
 
 
 def _rates(args: argparse.Namespace) -> tuple[Path, Profile | Cluster]:
-    """The file of a profile or of a cluster, and what it holds. A cluster says the number of ranks, too."""
+    """Returns the file of a profile or a cluster, and its content.
+
+    With a cluster --ranks may be left out: it takes the cluster's number.
+    """
     if args.profile is None and args.cluster is None:
         return find_profile(args.folder, num_ranks=args.ranks, dtype=args.dtype)
     rates: Profile | Cluster
@@ -78,11 +82,12 @@ def _rates(args: argparse.Namespace) -> tuple[Path, Profile | Cluster]:
         path, rates = args.cluster, load_cluster(args.cluster, of_part)
         args.ranks = rates.num_ranks if args.ranks == 1 else args.ranks
     if args.ranks != rates.num_ranks:
-        raise ValueError(f"--ranks ({args.ranks}) must be that of {path} ({rates.num_ranks})")
+        raise ValueError(f"--ranks ({args.ranks}) must be the number of ranks in {path} ({rates.num_ranks})")
     return path, rates
 
 
 def _named_profile(args: argparse.Namespace) -> Profile:
+    """Returns the profile of --profile. Raises ValueError if it cannot be used or is of another dtype."""
     path = args.profile
     with (
         refused_as(f"--profile ({path}) must be a file to read", OSError),
@@ -90,13 +95,15 @@ def _named_profile(args: argparse.Namespace) -> Profile:
     ):
         profile = load_profile(path)
     if args.dtype != profile.dtype:
-        raise ValueError(f"--dtype ({args.dtype}) must be that of --profile {path} ({profile.dtype})")
+        raise ValueError(f"--dtype ({args.dtype}) must be the dtype of --profile {path} ({profile.dtype})")
     return profile
 
 
 def _python(args: argparse.Namespace, way: Advice) -> str:
-    """The layer, to copy."""
-    profile, esp, restore = way.profile, way.sizes.inside, way.decision.restore
+    """Returns the Python code that builds the layer, to copy."""
+    profile = way.profile
+    esp = way.sizes.inside
+    restore = way.decision.restore
     options: dict[str, Any] = {"memory_reuse": restore.strategy or restore}
     if way.dispatch != "flat":
         options |= {"dispatch": way.dispatch, "nodes": profile.num_ranks // profile.num_nodes}
@@ -108,7 +115,7 @@ def _python(args: argparse.Namespace, way: Advice) -> str:
 
 
 def _tables(way: Advice, fields: Mapping[str, Any]) -> Iterator[tuple[list[list[str]], int | None]]:
-    """Cells of each, a header first, and which row below it is marked."""
+    """Yields (cells of a table, its header first; index of the highlighted row below the header, or None)."""
     if fields["sensitivity"]:
         yield by_key(fields["ways"]), 0
         yield by_key(fields["sensitivity"]), None
@@ -116,6 +123,7 @@ def _tables(way: Advice, fields: Mapping[str, Any]) -> Iterator[tuple[list[list[
 
 
 def _lines(args: argparse.Namespace, way: Advice, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the layer, the rates, the tables, the decision, and the Python code."""
     yield layer.describe_layer(args, fields["device"])
     yield f"rates: {fields['profile']['path']}\n  {way.profile}\n"
     for rows, marked in _tables(way, fields):
@@ -127,13 +135,15 @@ def _lines(args: argparse.Namespace, way: Advice, fields: Mapping[str, Any]) -> 
 
 
 def _conclusions(way: Advice) -> list[str]:
+    """Returns the decision, its reason, and the fastest candidate if that is another one."""
     lines = [f"decision: {way.decision}", way.why]
     return lines + [f"fastest of all: {way.fastest}"] * (way.fastest is not way.decision)
 
 
 def _write_page(args: argparse.Namespace, way: Advice, fields: Mapping[str, Any]) -> None:
+    """Writes the page of --html."""
     path = args.html
-    with refused_as(f"--html ({path}) must be left out without matplotlib", ImportError):
+    with refused_as(f"--html ({path}) needs matplotlib: install it, or leave the option out", ImportError):
         pictures = _pictures(way, args.budget)
     tables = [part("table", head, rows, [marked], words=1) for (head, *rows), marked in _tables(way, fields)]
     budget = "" if args.budget is None else f", budget {mib(args.budget)} MiB"
@@ -147,22 +157,23 @@ def _write_page(args: argparse.Namespace, way: Advice, fields: Mapping[str, Any]
 
 
 def time_over_memory(advice: Advice, budget: int | None) -> Figure:
-    """Every candidate's time over its bytes. Needs matplotlib."""
+    """Draws every candidate's time over its bytes. Needs matplotlib."""
     points = [
         Point(
-            group=pair_name(each.restore),
-            label=str(each.forward),
-            mib=each.memory.promised / 2**20,
-            milliseconds=each.seconds * 1e3,
-            chosen=each is advice.decision,
+            group=pair_name(candidate.restore),
+            label=str(candidate.forward),
+            mib=candidate.memory.promised / 2**20,
+            milliseconds=candidate.seconds * 1e3,
+            chosen=candidate is advice.decision,
         )
-        for each in advice.candidates
+        for candidate in advice.candidates
     ]
     title = "numbers: n; ringed: the decision" + "; dashed: the budget" * (budget is not None)
     return scatter_figure(points, title, budget)
 
 
 def _pictures(way: Advice, budget: int | None) -> list[str]:
+    """Returns the page's two pictures: time over memory, and the schedule of the decision."""
     name = f"n={way.decision.forward}, {pair_name(way.decision.restore)}"
     bars = {name: step_bars(way.sizes, way.profile, way.num_tokens, way.decision)}
     points = time_over_memory(way, budget)
@@ -174,11 +185,13 @@ def _pictures(way: Advice, budget: int | None) -> list[str]:
 
 
 def _way_fields(way: Advice) -> dict[str, Any]:
+    """Returns the fields of one all-to-all and ESP degree."""
     num_bytes = {"even_bytes": way.even_bytes, "promised_bytes": way.decision.memory.promised}
     return {**way.way, "exposed_seconds": way.exposed_seconds, **num_bytes}
 
 
 def _candidate_fields(each: PricedChoice, advice: Advice, budget: int | None) -> dict[str, Any]:
+    """Returns the fields of one n and restore pair."""
     return {
         "restore": str(each.restore),
         "strategy": each.restore.strategy,

@@ -1,4 +1,4 @@
-"""`pmoe profile`: measures what this machine, or this group of ranks, can do, and stores it."""
+"""`pmoe profile`: measures the rates of this machine, or of this group of ranks, and stores them."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from pmoe.planner.costs import LineCost
 from pmoe.planner.profile import Operations, Profile
 from pmoe.text import table
 
-ABOUT = "measure what this machine, or this group of ranks, can do"
+ABOUT = "measure the rates of this machine, or of this group of ranks, and store them"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     effort = command.add_mutually_exclusive_group().add_argument
-    effort("--quick", action="store_true", help="a few seconds in place of ten or twenty")
-    full = "all sizes of FSMoE's lines, Section 6.2: minutes on a slow link"
+    effort("--quick", action="store_true", help="measure for a few seconds instead of ten or twenty")
+    full = "measure all sizes of FSMoE's Section 6.2: takes minutes on a slow link"
     effort("--full", action="store_true", help=full)
     add = command.add_argument
-    inside = "ranks of a node, which are to share each expert (default: torchrun's ranks a node)"
+    inside = "number of ranks of a node that share each expert (default: torchrun's ranks per node)"
     add("--inside", type=whole_number, metavar="L", help=inside)
     add("--dtype", choices=list(DTYPES), help="default float32, and bfloat16 with --kernels")
-    add("--device", help="cpu or cuda (default: cuda where there is one)")
-    add("--folder", type=Path, help="where to store it (default $PMOE_CACHE, ~/.cache/pmoe)")
-    add("--out", type=Path, metavar="FILE", help="store it in this file instead")
+    add("--device", help="cpu or cuda (default: cuda if there is one)")
+    add("--folder", type=Path, help="folder to store the profile in (default $PMOE_CACHE, ~/.cache/pmoe)")
+    add("--out", type=Path, metavar="FILE", help="store the profile in this file instead")
     profile_kernels.add_arguments(command)
 
 
 def run_command(args: argparse.Namespace) -> Output | None:
-    """Under torchrun every rank takes part, and rank 0 stores and prints."""
+    """Measures and stores a profile. Under torchrun every rank takes part; rank 0 stores and prints."""
     if args.kernels:
         return profile_kernels.run_command(args)
     refuse_options(args, profile_kernels.OPTIONS, "needs --kernels")
@@ -52,8 +52,8 @@ def run_command(args: argparse.Namespace) -> Output | None:
         path = args.out or profile_path(identity(ranks, device, dtype), args.folder)
         across, inside = split_by_node(ranks, args.inside)
         profile = measure(ranks, device, dtype, quick=args.quick)
-        asked = {"across": across, "inside": inside, "quick": args.quick, "full": args.full}
-        operations = measure_operations(ranks, device, dtype, **asked)
+        options = {"across": across, "inside": inside, "quick": args.quick, "full": args.full}
+        operations = measure_operations(ranks, device, dtype, **options)
         profile = replace(profile, operations=operations)
         if ranks.rank:
             return None
@@ -63,6 +63,7 @@ def run_command(args: argparse.Namespace) -> Output | None:
 
 
 def _lines(profile: Profile, operations: Operations, path: Path) -> Iterator[str]:
+    """Yields the tables of a profile."""
     yield str(profile)
     yield f"measured in {profile.seconds + operations.seconds:.1f} s\n"
     yield table(_rate_rows(profile), left=range(2))
@@ -79,6 +80,7 @@ def _lines(profile: Profile, operations: Operations, path: Path) -> Iterator[str
 
 
 def _rate_rows(profile: Profile) -> Iterator[Sequence[str]]:
+    """Yields the rows of the rates table: the rate of each kind of work, and the fixed time of a task."""
     sent = ("GB sent to others / s", *_cells(profile.message, 1e9))
     yield "work", "unit", "rate", "and a task, us"
     yield "compute", "G multiply-adds / s", *_cells(profile.compute, 1e9)
@@ -88,6 +90,7 @@ def _rate_rows(profile: Profile) -> Iterator[Sequence[str]]:
 
 
 def _operation_rows(found: Operations) -> Iterator[Sequence[str]]:
+    """Yields the rows of FSMoE's lines."""
     yield "operation", "unit", "1 / beta", "alpha, us", "r^2", "sizes"
     for name, fit, unit, scale in (
         ("GEMM", found.gemm, "TFLOP / s", 0.5e12),  # two floating-point operations a multiply-add
@@ -103,13 +106,16 @@ def _operation_rows(found: Operations) -> Iterator[Sequence[str]]:
 
 
 def _cells(line: LineCost, scale: float) -> tuple[str, str]:
-    """The rate in units of ``scale`` a second, and the microseconds that each task takes besides."""
+    """Returns the rate in units of ``scale`` per second, and alpha in microseconds."""
     rate = f"{1 / line.beta_seconds / scale:.4g}" if line.beta_seconds else "-"
     return rate, f"{line.alpha_seconds * 1e6:.3g}"
 
 
 def _interference_rows(found: Interference, travels: bool) -> Iterator[Sequence[str]]:
-    """A row is the work whose speed it is, a column the work beside it."""
+    """Yields the rows of the interference table: rows are the slowed work, columns the work beside it.
+
+    travels: whether messages were measured.
+    """
     yield "speed of", "beside compute", "beside communicate", "beside copies", "beside all"
     yield "compute", "", _speed(found.sigma_comm, travels), _speed(found.sigma_mem), _speed(found.sigma_all)
     if travels:
@@ -118,4 +124,5 @@ def _interference_rows(found: Interference, travels: bool) -> Iterator[Sequence[
 
 
 def _speed(relative: float, known: bool = True) -> str:
+    """Returns a relative speed, or "-" if it was not measured."""
     return f"{relative:.2f}" if known else "-"

@@ -13,15 +13,15 @@ import torch
 from pmoe.cli.arguments import DTYPES, refuse_options, refused_as, whole_number
 from pmoe.cli.launch import all_ranks, own_device, world_size
 from pmoe.cli.output import Output, ms
+from pmoe.comm.failures import all_fail_together
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.told import all_fail_together
 from pmoe.experts import STACKED
 from pmoe.kernels import extension
 from pmoe.layer import MoELayer
-from pmoe.measure.division import as_fields, forget, fused_layer_sizes, load_divisions, save_divisions
+from pmoe.measure.block_split import as_fields, forget, fused_layer_sizes, load_divisions, save_divisions
 from pmoe.measure.fused_kernels import measure_kernels, time_layers
 from pmoe.measure.store import cache_folder
-from pmoe.planner.division import (
+from pmoe.planner.block_split import (
     DivisionTable,
     Entry,
     FusedLayerSizes,
@@ -40,48 +40,51 @@ LAYER: dict[str, Any] = {
     "tokens": (1024, 4096, 16384),
     "expert": "swiglu",
 }
-"""The layer whose kernels are measured by default: Mixtral 8x7B, of COMET's Table 2."""
+"""The layer that is measured by default: Mixtral 8x7B, from COMET's Table 2."""
 
 OPTIONS = ("show", *LAYER, "virtual_ranks")
-"""The options that need --kernels."""
+"""Options that need --kernels."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument_group(
         "the fused kernels", "how many of their thread blocks communicate (default layer: Mixtral 8x7B's)"
     ).add_argument
-    add("--kernels", action="store_true", help="measure them in place of the machine, on a CUDA device")
-    add("--show", action="store_true", help="print what is stored, and measure nothing")
-    experts = f"on all ranks together; default {LAYER['num_experts']}"
-    tokens = f"of one rank; default {' '.join(map(str, LAYER['tokens']))}"
+    add("--kernels", action="store_true", help="measure these kernels, not the machine, on a CUDA device")
+    add("--show", action="store_true", help="print what is stored and measure nothing")
+    experts = f"experts on all ranks; default {LAYER['num_experts']}"
+    tokens = f"tokens of one rank, one or more numbers; default {' '.join(map(str, LAYER['tokens']))}"
     add("--d-model", type=whole_number, metavar="M", help=f"default {LAYER['d_model']}")
     add("--d-hidden", type=whole_number, metavar="H", help=f"default {LAYER['d_hidden']}")
     add("--num-experts", type=whole_number, metavar="E", help=experts)
-    add("--top-k", type=whole_number, metavar="K", help=f"experts a token; default {LAYER['top_k']}")
+    add("--top-k", type=whole_number, metavar="K", help=f"experts of each token; default {LAYER['top_k']}")
     add("--tokens", type=whole_number, nargs="+", metavar="B", help=tokens)
     add("--expert", choices=list(STACKED), help=f"default {LAYER['expert']}")
-    add("--virtual-ranks", type=whole_number, metavar="W", help="that share this one device, in one process")
+    add("--virtual-ranks", type=whole_number, metavar="W", help="ranks in one process, on one device")
 
 
 def run_command(args: argparse.Namespace) -> Output | None:
-    """Fills the table of divisions. Under torchrun every rank takes part, and rank 0 stores and prints."""
+    """Fills the table of divisions. Under torchrun every rank takes part; rank 0 stores and prints."""
     refuse_options(args, ("quick", "full", "inside", "out"), "must not be given with --kernels")
     if args.show:
-        found, folder = load_divisions(args.folder), cache_folder(args.folder)
-        return Output({"folder": str(folder), **as_fields(found)}, _lines(found, folder))
+        divisions = load_divisions(args.folder)
+        folder = cache_folder(args.folder)
+        return Output({"folder": str(folder), **as_fields(divisions)}, _lines(divisions, folder))
     device = _fused_device(args)
     with all_ranks(device) as ranks:
-        found, path = _measured(args, ranks, device)
+        divisions, path = _measured(args, ranks, device)
     if ranks.rank:
         return None
-    lines = [_divisions(found), f"\nwrote {path}"]
-    return Output({"path": str(path), **as_fields(found)}, lines)
+    lines = [_divisions(divisions), f"\nwrote {path}"]
+    return Output({"path": str(path), **as_fields(divisions)}, lines)
 
 
 def _fused_device(args: argparse.Namespace) -> torch.device:
-    virtual, world = args.virtual_ranks, world_size()
+    """Returns the device whose kernels are measured. Raises ValueError if it has no fused kernels."""
+    virtual = args.virtual_ranks
+    world = world_size()
     if virtual is not None and world > 1:
-        raise ValueError(f"--virtual-ranks ({virtual}) must be of one process, and there are {world}")
+        raise ValueError(f"--virtual-ranks ({virtual}) needs a single process, but torchrun started {world}")
     device = own_device("cuda" if args.device is None else args.device)
     _, reason = extension.path(device)
     if reason is not None:
@@ -92,26 +95,27 @@ def _fused_device(args: argparse.Namespace) -> torch.device:
 def _measured(
     args: argparse.Namespace, ranks: Ranks, device: torch.device
 ) -> tuple[DivisionTable, Path | None]:
-    """The table, and the file in which rank 0 has stored it. Collective."""
+    """Returns the measured table, and the file in which rank 0 has stored it. Collective."""
     layer = {name: getattr(args, name) or default for name, default in LAYER.items()}
     layer |= {"device": device, "dtype": DTYPES[args.dtype or "bfloat16"]}
-    all_tokens, virtual = layer.pop("tokens"), args.virtual_ranks
+    all_tokens = layer.pop("tokens")
+    virtual = args.virtual_ranks
     options = {name: value for name, value in layer.items() if name != "expert"}
     options |= {"gated": layer["expert"] == "swiglu", "num_ranks": virtual or ranks.size}
     options["virtual"] = virtual is not None
     sizes = {tokens: fused_layer_sizes(**options, tokens=tokens) for tokens in all_tokens}
-    found = measure_kernels(list(sizes.values()), ranks, device, top_k=layer["top_k"])
-    if not found.entries:
-        raise ValueError("no fused kernel could be measured")
-    path = _save(found, ranks, args.folder)
-    if virtual is None and ranks.size > 1:  # with the divisions that were just stored
-        found = DivisionTable(found.entries, _time_layers(layer, sizes, ranks))
-        path = _save(found, ranks, args.folder)
-    return found, path
+    divisions = measure_kernels(list(sizes.values()), ranks, device, top_k=layer["top_k"])
+    if not divisions.entries:
+        raise ValueError("no fused kernel could be measured: see the warnings above")
+    path = _save(divisions, ranks, args.folder)
+    if virtual is None and ranks.size > 1:  # layers are timed with the divisions that were just stored
+        divisions = DivisionTable(divisions.entries, _time_layers(layer, sizes, ranks))
+        path = _save(divisions, ranks, args.folder)
+    return divisions, path
 
 
 def _save(found: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | None:
-    """The file in which rank 0 stored the table, None on other ranks. Collective."""
+    """Stores the table on rank 0, and returns its file there; None on other ranks. Collective."""
     rule = f"--folder ({cache_folder(folder)}) must be a folder to write"
     with all_fail_together(ranks, stage="storing division points"), refused_as(rule, OSError):
         path = save_divisions(found, folder) if ranks.rank == 0 else None
@@ -122,9 +126,12 @@ def _save(found: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | Non
 def _time_layers(
     layer: Mapping[str, Any], sizes: Mapping[int, FusedLayerSizes], ranks: Ranks
 ) -> dict[FusedLayerSizes, LayerSeconds]:
-    """The times of the fused and of the chunked layer, by sizes; none where the fused one falls back."""
-    found = {}
-    for tokens, each in sizes.items():
+    """Returns the times of the fused and the chunked layer by sizes.
+
+    Sizes for which the fused layer falls back to another path are left out.
+    """
+    times = {}
+    for tokens, layer_sizes in sizes.items():
         x_TM = torch.randn(tokens, layer["d_model"], device=layer["device"]).to(layer["dtype"])
         fused, chunked = (
             MoELayer(**layer, bias=False, fused=way, pipeline=True, memory_reuse=True)
@@ -133,15 +140,19 @@ def _time_layers(
         fused(x_TM)
         assert fused.ran is not None
         if fused.ran.path == "fused":
-            found[each] = time_layers(fused, chunked, x_TM, ranks)
-        else:  # the layer has warned why, though not if it has before
-            print(f"pmoe: no layer times of {each}: the path {fused.ran.path!r} ran", file=sys.stderr)
-    return found
+            times[layer_sizes] = time_layers(fused, chunked, x_TM, ranks)
+        else:  # the layer has warned of the reason, but only once for each reason
+            print(
+                f"pmoe: no layer times for {layer_sizes}: it ran on path {fused.ran.path!r}, not fused",
+                file=sys.stderr,
+            )
+    return times
 
 
 def _lines(found: DivisionTable, folder: Path) -> Iterator[str]:
+    """Yields the tables of what is stored in a folder."""
     if not (found.entries or found.layers):
-        yield f"nothing measured of the fused kernels in {folder}"
+        yield f"no measurements of fused kernels in {folder}"
         return
     if found.entries:
         yield _divisions(found)
@@ -152,7 +163,10 @@ def _lines(found: DivisionTable, folder: Path) -> Iterator[str]:
 
 
 def _divisions(found: DivisionTable) -> str:
-    """The fastest division of each kernel, and the time of the one that the rule gives, if it was tried."""
+    """Returns a table of the fastest division of each kernel.
+
+    It also has the time of the division that the rule gives, if that was measured.
+    """
     lines = ["thread blocks that communicate (n_c), columns of a chunk (T_N), and ms of the kernel"]
     header = ("kernel", "n_c", "T_N", "ms", "ms by rule", "measured")
     for sizes in sorted({sizes_of(shape) for shape in found.entries}, key=str):
@@ -162,7 +176,10 @@ def _divisions(found: DivisionTable) -> str:
 
 
 def _division_cells(entry: Entry) -> Sequence[str]:
-    shape, division, by_rule = entry.sizes, entry.division, entry.seconds.get(rule(entry.sizes))
+    """Returns the cells of one kernel."""
+    shape = entry.sizes
+    division = entry.division
+    by_rule = entry.seconds.get(rule(entry.sizes))
     return (
         f"{shape.kernel} {shape.direction}",
         str(division.n_c),
@@ -174,8 +191,9 @@ def _division_cells(entry: Entry) -> Sequence[str]:
 
 
 def _layer_rows(layers: Mapping[FusedLayerSizes, LayerSeconds]) -> Iterator[Sequence[str]]:
+    """Yields the rows of the table of layer times."""
     yield "", "fused", "chunked", "fused, both", "chunked, both", "measured"
     for sizes in sorted(layers, key=str):
-        each = layers[sizes]
-        seconds = (each.fused_forward, each.chunked_forward, each.fused_step, each.chunked_step)
-        yield str(sizes), *map(ms, seconds), each.when
+        times = layers[sizes]
+        seconds = (times.fused_forward, times.chunked_forward, times.fused_step, times.chunked_step)
+        yield str(sizes), *map(ms, seconds), times.when

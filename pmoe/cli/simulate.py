@@ -1,4 +1,4 @@
-"""`pmoe simulate`: an experiment of a paper, or large models on many ranks, from stated costs of tasks."""
+"""`pmoe simulate`: an experiment of a paper, or large models on many ranks, from stated task costs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pmoe.cli.output import Output, by_key
 from pmoe.papers import comet_figures, fsmoe_table5, lancet_figures
 from pmoe.papers.assumptions import assumptions, wrapped
 from pmoe.papers.flashdmoe_table62 import table62
-from pmoe.planner.scale import ScaledModel, scaling, scaling_ends
+from pmoe.papers.scale import ScaledModel, scaling, scaling_ends
 from pmoe.text import table
 
 Simulation = Mapping[str, Sequence[Mapping[str, Any]]]
 
-ABOUT = "a paper's experiment, or large models on many ranks, from stated task costs"
+ABOUT = "simulate a paper's experiment, or large models on many ranks, from stated task costs"
 TOLD = {
     "fsmoe-table5": "FSMoE's Table 5: five systems, 1,458 layers, Testbed B",
     "comet": "COMET's Table 3, the moves of n_c in its Fig. 8, and a fused layer beside a chunked one",
@@ -28,20 +28,23 @@ TOLD = {
     "lancet": "Lancet's section 7: a step of GPT-2 by system",
     "scale": "a step of three models on 8 to 4,096 ranks, and where they stop scaling",
 }
+"""Descriptions of the experiments, for the help."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("experiment", choices=list(TOLD), help="; ".join(f"{name}: {told}" for name, told in TOLD.items()))
-    both = "fsmoe-table5: seconds of collectives of both lanes together, over those alone"
+    add("experiment", choices=list(TOLD), help="; ".join(f"{name}: {about}" for name, about in TOLD.items()))
+    both = "fsmoe-table5: how many times as long collectives take while both lanes send"
     add("--contention", type=slack, metavar="C", help=f"{both} (default {fsmoe_table5.CONTENTION})")
-    drawn = "comet: the fused layer beside the chunked one, as a PNG"
+    drawn = "comet: draw the fused layer beside the chunked one, as a PNG in this file"
     add("--draw", type=Path, metavar="FILE", help=drawn)
-    add("--assumptions", action="store_true", help="print what is assumed, and simulate nothing")
+    add("--assumptions", action="store_true", help="print the assumptions and simulate nothing")
 
 
 def run_command(args: argparse.Namespace) -> Output:
-    name, picture = args.experiment, args.draw
+    """Runs an experiment and returns its tables, or prints its assumptions."""
+    name = args.experiment
+    picture = args.draw
     if name != "fsmoe-table5" and args.contention is not None:
         raise ValueError(f"--contention ({args.contention:g}) is for fsmoe-table5, not for {name}")
     if picture is not None and (name not in FIGURES or args.assumptions):
@@ -51,17 +54,24 @@ def run_command(args: argparse.Namespace) -> Output:
         return Output(assumed, wrapped(assumed))
     if picture is not None:
         with (
-            refused_as(f"--draw ({picture}) must be left out without matplotlib", ImportError),
+            refused_as(
+                f"--draw ({picture}) needs matplotlib: install it, or leave the option out", ImportError
+            ),
             refused_as(f"--draw ({picture}) must be a file to write", OSError, ValueError),
         ):
             FIGURES[name]().savefig(picture, dpi=130)
-    found = TABLES[name](**{} if args.contention is None else {"contention": args.contention})
-    told = f"\nassumed: pmoe simulate {name} --assumptions"
-    return Output({**found, "assumptions": dict(assumed)}, itertools.chain(_lines(name, found), [told]))
+    simulation = TABLES[name](**{} if args.contention is None else {"contention": args.contention})
+    hint = f"\nprint the assumptions with: pmoe simulate {name} --assumptions"
+    return Output(
+        {**simulation, "assumptions": dict(assumed)}, itertools.chain(_lines(name, simulation), [hint])
+    )
 
 
 def _lines(name: str, found: Simulation) -> Iterator[str]:
-    """Each table under what the page of assumptions calls it, and why the numbers are what they are."""
+    """Yields each table under its title, and then the reasons for the numbers.
+
+    Titles and reasons are sections of papers/assumptions.md.
+    """
     titles = assumptions(f"{name}, tables")
     for key, rows in found.items():
         left = [0, *(i for i, cell in enumerate(rows[0].values()) if isinstance(cell, str))]
@@ -73,19 +83,21 @@ def _lines(name: str, found: Simulation) -> Iterator[str]:
 
 
 def _models() -> dict[str, ScaledModel]:
+    """Returns the models of scale.toml by name."""
     stated = tomllib.loads(Path(__file__).with_name("scale.toml").read_text(encoding="utf-8"))
-    return {name: ScaledModel(**each) for name, each in stated.items()}
+    return {name: ScaledModel(**fields) for name, fields in stated.items()}
 
 
 def _scale() -> Simulation:
+    """Returns the tables of weak and strong scaling, and the rows where each ends."""
     rates = load_cluster(Path(__file__).with_name("scale_cluster.toml"), None)
-    found = dict[str, Any]()
+    simulation = dict[str, Any]()
     for name, strong in (("weak", False), ("strong", True)):
-        found[name] = scaling(_models(), rates, strong=strong)
-        ends = scaling_ends(found[name], strong=strong).values()
-        told = ("model", "ranks", "waits for")
-        found |= {f"{name} ends": [{key: end[key] for key in told} for end in ends]} if ends else {}
-    return found
+        simulation[name] = scaling(_models(), rates, strong=strong)
+        ends = scaling_ends(simulation[name], strong=strong).values()
+        columns = ("model", "ranks", "waits for")
+        simulation |= {f"{name} ends": [{key: end[key] for key in columns} for end in ends]} if ends else {}
+    return simulation
 
 
 TABLES: Mapping[str, Callable[..., Simulation]] = {
@@ -95,4 +107,6 @@ TABLES: Mapping[str, Callable[..., Simulation]] = {
     "lancet": lancet_figures.tables,
     "scale": _scale,
 }
+"""Functions that return the tables of each experiment."""
 FIGURES = {"comet": comet_figures.beside_figure}
+"""Functions that draw an experiment."""

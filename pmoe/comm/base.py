@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pmoe.comm.group_record import collectives
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.standing import collectives
 
 RowCounts = Sequence[int]
 """Numbers of rows that go to each rank, or come from each; or the numbers of `Exchange.relay_counts`."""

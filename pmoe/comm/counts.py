@@ -90,7 +90,8 @@ class RankCounts:
                          `Grid.by_arrival`; W is P unless experts are sharded
         recv_device      recv, on the rows' device
         sent_once        (F, P) rows that travel to each rank, if a token travels only once to a rank that
-                         holds several of its experts (`pmoe.engine.once`); None if it travels for each
+                         holds several of its experts (`pmoe.engine.variants.send_once`); None if it travels
+                         for each
         received_once    (F, W) rows that arrive from each rank, in the same case; else None
         received_once_device  received_once, on the rows' device
         relayed          (F, X) numbers of `Exchange.relay_counts`, for dispatch and for combine; or None

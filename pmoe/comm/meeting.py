@@ -26,7 +26,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from pmoe.comm.standing import Standing
+from pmoe.comm.group_record import Standing
 
 CURE = (
     "every rank must call backward on the same outputs of the layer as the other ranks; a rank whose loss "

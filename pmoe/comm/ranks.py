@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.comm.standing import Standing, collectives, is_known, standing_of
+from pmoe.comm.group_record import Standing, collectives, is_known, standing_of
 from pmoe.warn import warn_once
 
 
@@ -163,13 +163,14 @@ class Ranks:
             self.check_whole()
             is_open = self.open_call in self.standing.open_calls and torch._C._current_graph_task_id() == -1
             if changed or is_open:
-                from pmoe.comm import meeting, told
+                from pmoe.comm import failures as told
+                from pmoe.comm import meeting
 
                 told.meet(self, changed or meeting.IS_OPEN)
         elif self.by_default:
             self._warn_alone()
         if has_told.is_set():
-            from pmoe.comm import told
+            from pmoe.comm import failures as told
 
             told.take_back()
         self.layer = self.layer or f"MoELayer {next(self._first_calls)}"
@@ -230,7 +231,7 @@ class Ranks:
         """
         if self.size == 1 or not self.standing.left:
             return
-        from pmoe.comm import told
+        from pmoe.comm import failures as told
 
         standing = self.standing
         if told.settle(self):
@@ -273,7 +274,7 @@ def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None
 
     A RuntimeError is taken for a collective's: a peer has died or did not come in time. It is raised again
     with the stage. Other errors are this rank's own and pass unchanged. Both are published for the peers, who
-    may wait for this rank (`pmoe.comm.told.leave`).
+    may wait for this rank (`pmoe.comm.failures.leave`).
 
     stage: what the block does, in words.
     """
@@ -285,7 +286,7 @@ def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        from pmoe.comm import told
+        from pmoe.comm import failures as told
 
         late = "a peer has died, never arrived, or took longer than the group's timeout: "
         failed = RuntimeError(
@@ -295,13 +296,13 @@ def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
         told.leave(failed, ranks, stage="", by_itself=False)
         raise failed from error
     except BaseException as error:
-        from pmoe.comm import told
+        from pmoe.comm import failures as told
 
         told.leave(error, ranks, stage)
         raise
 
 
-# ---- waiting for peers, and publishing failures for them (`pmoe.comm.told`)
+# ---- waiting for peers, and publishing failures for them (`pmoe.comm.failures`)
 
 
 LOOK_AFTER = datetime.timedelta(seconds=0.5)
@@ -327,7 +328,7 @@ def _telling(ranks: Ranks, stage: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        from pmoe.comm import told
+        from pmoe.comm import failures as told
 
         told.leave(error, ranks, stage)
         raise
@@ -344,7 +345,7 @@ def wait_for(work: dist.Work, group: dist.ProcessGroup | None, on_gpu: bool = Fa
     with contextlib.suppress(RuntimeError):
         work.wait(LOOK_AFTER)
         return
-    from pmoe.comm import told
+    from pmoe.comm import failures as told
 
     told.wait_and_look(work, group)
 

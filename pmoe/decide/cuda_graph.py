@@ -6,7 +6,7 @@ from pmoe.call.call import Call
 from pmoe.decide.one_rank_counts import kernels_refusal
 from pmoe.decide.padded_counts import kind_of
 from pmoe.decide.route import autocast_dtype, check_input
-from pmoe.engine.lanes import watchers
+from pmoe.engine.lanes.base import watchers
 
 
 def check_capturable(call: Call) -> None:

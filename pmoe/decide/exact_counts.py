@@ -10,17 +10,19 @@ from pmoe.call.call import Call
 from pmoe.call.decision import Agreed, CallCounts, Decision
 from pmoe.call.modules import Parts
 from pmoe.call.routed import Routed
+from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.choose.choose import choose
 from pmoe.choose.slots import slots_to_ask
 from pmoe.comm.counts import CountsExchange, Fault, FaultError, RankCounts
 from pmoe.comm.ranks import telling
 from pmoe.decide.route import route_batch
 from pmoe.decide.stored_state import check_loaded
-from pmoe.engine.cut import Orders
-from pmoe.engine.once import OnceOrders
-from pmoe.engine.passes import Inputs
-from pmoe.engine.replay import hidden_from_checkpoints
+from pmoe.engine.passes.base import Inputs
+from pmoe.engine.plan.make_plan import Orders
+from pmoe.engine.plan.plan import Plan
+from pmoe.engine.variants.send_once import OnceOrders
 from pmoe.ordering.sorted import Tokens
+from pmoe.runners.pipeline import PipelineRunner
 
 
 class ExactCounts:
@@ -118,7 +120,20 @@ class ExactCounts:
         self.orders.modules = parts
         plan = self.orders.plan(agreed.counts, agreed.choice)
         counts = CallCounts(agreed.counts.on_host(), agreed.counts.max_tokens)
-        return Decision.in_chunks(self.call, self.routed, inputs, plan, counts)
+        return in_chunks(self.call, self.routed, inputs, plan, counts)
+
+
+def in_chunks(call: Call, routed: Routed, inputs: Inputs, plan: Plan, counts: CallCounts) -> Decision:
+    """Returns the decision to run by the pipeline engine."""
+    return Decision(
+        call=call,
+        routed=routed,
+        inputs=inputs,
+        runner=PipelineRunner(plan),
+        counts=counts,
+        plan=plan,
+        restore=plan.restore if call.parts.spec.rotates else None,
+    )
 
 
 class LoadedExchange:

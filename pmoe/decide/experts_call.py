@@ -23,11 +23,11 @@ from pmoe.call.decision import CountsSource, Decision
 from pmoe.call.module_calls import described, without_compilation
 from pmoe.call.modules import Parts
 from pmoe.call.routed import Routed
+from pmoe.checkpointing.replay import hidden_from_checkpoints
+from pmoe.comm.failures import leave
 from pmoe.comm.ranks import telling
-from pmoe.comm.told import leave
 from pmoe.engine.autograd import run_experts
-from pmoe.engine.passes import AutocastState, Inputs
-from pmoe.engine.replay import hidden_from_checkpoints
+from pmoe.engine.passes.base import AutocastState, Inputs
 from pmoe.experts.base import Experts
 from pmoe.gates.base import at_least_float32
 

@@ -23,16 +23,16 @@ from torch import Tensor
 from pmoe.call.call import Call
 from pmoe.call.module_calls import is_watched
 from pmoe.call.modules import Parts
+from pmoe.checkpointing.replay import may_run_again
 from pmoe.comm.counts import RankCounts
 from pmoe.decide.route import cast_dtype
-from pmoe.engine.passes import Inputs
-from pmoe.engine.replay import may_run_again
+from pmoe.engine.passes.base import Inputs
 from pmoe.experts.stacked import StackedExperts
 from pmoe.gates.logits import Logits
 from pmoe.gates.topk import TopKGate
 from pmoe.kernels import route
-from pmoe.kernels.comet.launches import Journey
-from pmoe.kernels.comet.steps import Steps
+from pmoe.kernels.comet.backend import Steps
+from pmoe.kernels.comet.operators import Journey
 from pmoe.kernels.flashdmoe import MOST_CHOICES, MOST_EXPERTS, Chosen
 from pmoe.kernels.operands import memory_misfit
 from pmoe.kernels.route import Promise

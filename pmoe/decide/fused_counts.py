@@ -12,8 +12,8 @@ from pmoe.comm.counts import RankCounts
 from pmoe.decide.exact_counts import ExactCounts
 from pmoe.decide.fused_choice import find_steps, fused_pair, is_persistent, kernels_runner, may_fuse
 from pmoe.engine.autograd import Runner
-from pmoe.engine.passes import Inputs
-from pmoe.kernels.comet.launches import Journey
+from pmoe.engine.passes.base import Inputs
+from pmoe.kernels.comet.operators import Journey
 from pmoe.kernels.flashdmoe import Chosen
 from pmoe.ordering.sorted import SortedRows
 from pmoe.runners import fused

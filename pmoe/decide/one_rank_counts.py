@@ -15,15 +15,15 @@ from pmoe.call.decision import Agreed, CallCounts, Decision
 from pmoe.call.module_calls import is_watched
 from pmoe.call.modules import Parts
 from pmoe.call.routed import Gated, Routed
+from pmoe.checkpointing.replay import hidden_from_checkpoints, may_run_again
 from pmoe.comm.counts import RankCounts
 from pmoe.decide.fused_choice import fused_pair, kernels_runner, make_request, may_fuse, promised, stacked
 from pmoe.decide.route import autocast_dtype, check_num_experts, started
 from pmoe.engine.autograd import Runner
-from pmoe.engine.passes import Inputs
-from pmoe.engine.replay import hidden_from_checkpoints, may_run_again
+from pmoe.engine.passes.base import Inputs
 from pmoe.gates.base import Routing
 from pmoe.gates.topk import TopKGate
-from pmoe.kernels.comet.launches import Journey
+from pmoe.kernels.comet.operators import Journey
 from pmoe.kernels.flashdmoe import Chosen
 from pmoe.kernels.route import Promise, Routes, route
 from pmoe.runners import fused_steps, one_rank
@@ -163,7 +163,7 @@ def _routes(call: Call, x_TM: Tensor, agreed: Agreed) -> tuple[Routes, Promise |
     with torch.autocast(x_TM.device.type, enabled=False):
         routes = one_rank.route_tokens(cast(TopKGate, call.parts.gate), x_TM, route)
     if may_run_again(call.layer):
-        from pmoe.engine import rerouting
+        from pmoe.checkpointing import routing_check as rerouting
 
         rerouting.refuse_changed_routing(call.layer, x_TM.shape[0], routes.expert_TK)
     return routes, None

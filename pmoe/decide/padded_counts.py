@@ -28,12 +28,12 @@ from pmoe.call.routed import Gated, Routed
 from pmoe.call.sizes import splits_of
 from pmoe.choose.choose import choose
 from pmoe.comm.counts import CountsExchange, Fault, RankCounts
-from pmoe.decide.exact_counts import LoadedExchange
+from pmoe.decide.exact_counts import LoadedExchange, in_chunks
 from pmoe.decide.fused_choice import find_steps, kernels_runner, may_fuse, promised
 from pmoe.decide.route import ask_gate, cast_dtype, route_batch
-from pmoe.engine.cut import Orders
-from pmoe.engine.padding import PaddedKind, check_same_calls, make_padding
-from pmoe.engine.passes import Inputs
+from pmoe.engine.passes.base import Inputs
+from pmoe.engine.plan.make_plan import Orders
+from pmoe.engine.variants.padding import PaddedKind, check_same_calls, make_padding
 from pmoe.gates.base import Routing
 from pmoe.kernels.flashdmoe import Chosen
 from pmoe.kernels.route import Promise
@@ -98,7 +98,7 @@ class PaddedCounts:
         counts = self._device_counts
         totals = CallCounts(counts.on_host(), self._kind.num_tokens, kept_E)
         plan = orders.plan(counts, agreed.choice)
-        return Decision.in_chunks(self.call, self.routed, inputs, plan, totals)
+        return in_chunks(self.call, self.routed, inputs, plan, totals)
 
     def _by_kernels(self, inputs: Inputs, agreed: Agreed) -> Decision:
         """Builds the decision to run by the persistent kernel, which counts the kept rows itself."""

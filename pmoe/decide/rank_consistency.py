@@ -1,7 +1,7 @@
 """The comparison of a layer among its ranks: all must have the same options and the same dense values.
 
 If ranks differed in options, they would wait for each other until the group's timeout, misread each other's
-messages, or train different models. `pmoe.decide.begin.check_ranks` says when they compare.
+messages, or train different models. `check_same_options` says when they compare.
 """
 
 from __future__ import annotations
@@ -11,12 +11,38 @@ from collections.abc import Mapping
 import torch
 
 from pmoe.call.description import options_in_words
+from pmoe.call.module_calls import is_watched
 from pmoe.call.modules import Parts
+from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.agreement import digest, gathered, same
 from pmoe.decide.dense_values import SAME_VALUES, dense_tensors, dense_values, fingerprint
 from pmoe.decide.stored_state import check_loaded
-from pmoe.experts.wrapped import COPIED, sampled
+from pmoe.experts.values import check_not_meta
+from pmoe.experts.wrapper_checks import COPIED, check_wrapped, sampled
 from pmoe.warn import warn_once
+
+
+def check_same_options(parts: Parts) -> None:
+    """Begins a call of several ranks. Compares the layer among them if that is due.
+
+    It is due at the first call of a layer, at the next call after its options were set, and at the next call
+    after a new default process group has taken the place of a destroyed one. Comparing is a collective.
+
+    Raises ValueError on every rank if options differ, or if a wrapper of another library manages the experts.
+    """
+    known = parts.known
+    changed = ""
+    if known.differed is not None and known.compared != parts.given:
+        changed = changed_options(known.words, parts)
+    parts.ranks.begin_call(changed)
+    check_wrapped(parts.experts, set(parts.ranks.members))
+    if known.differed is None or changed:
+        # A library that hooks or wraps the experts may keep them on the meta device until it fetches them.
+        if not any(map(is_watched, parts.experts_module.modules())):
+            check_not_meta(parts.like)
+        with hidden_from_checkpoints():
+            known.differed = check_alike(parts)
+        known.words = options_in_words(parts)
 
 
 def check_alike(parts: Parts) -> bool:

@@ -16,8 +16,8 @@ from pmoe.call.module_calls import described, is_watched
 from pmoe.call.modules import Parts
 from pmoe.call.routed import Gated, Routed
 from pmoe.call.shape_run import is_shape_run
+from pmoe.checkpointing.replay import hidden_from_checkpoints, may_run_again
 from pmoe.comm.counts import Fault, FaultError
-from pmoe.engine.replay import hidden_from_checkpoints, may_run_again
 from pmoe.gates.base import Routing
 
 
@@ -110,7 +110,7 @@ def ask_gate(call: Call, x_TM: Tensor) -> Gated:
         fault = finite * fault + (1 - finite) * int(Fault.NOT_FINITE)
     has_changed = None
     if may_run_again(call.layer):
-        from pmoe.engine.rerouting import changed_routing
+        from pmoe.checkpointing.routing_check import changed_routing
 
         has_changed = changed_routing(call.layer, x_TM.shape[0], routing.expert, routing.keep, routing.token)
     if has_changed is not None:

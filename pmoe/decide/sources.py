@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pmoe.call.call import Call
 from pmoe.call.decision import CountsSource
-from pmoe.decide.exact_counts import ExactCounts
 
 
 def counts_source(call: Call) -> CountsSource:
-    """Routes a call and returns its source of row counts: the first in this table that fits.
+    """Routes a call and returns its source of row counts: the first of the following that fits.
 
-    OneRankCounts   no other rank takes part, and kernels take the call: no counts reach the host
-    PaddedCounts    pad_to_capacity: the capacity gives every count in advance
-    FusedCounts     fused kernels are wanted: ranks exchange counts, and the host waits for them
-    ExactCounts     otherwise: ranks exchange counts, and the host waits for them
+    The host waits for the device only if ranks exchange counts:
+
+        OneRankCounts   no other rank takes part, and kernels take the call: no counts reach the host
+        PaddedCounts    pad_to_capacity: the capacity gives every count in advance
+        FusedCounts     fused kernels are wanted: ranks exchange counts
+        ExactCounts     otherwise: ranks exchange counts
     """
     parts = call.parts
     if parts.may_run_on_one_rank:
@@ -30,4 +31,6 @@ def counts_source(call: Call) -> CountsSource:
         from pmoe.decide.fused_counts import FusedCounts
 
         return FusedCounts(call)
+    from pmoe.decide.exact_counts import ExactCounts
+
     return ExactCounts(call)

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from pmoe.call.modules import Parts
-from pmoe.comm import told
+from pmoe.comm import failures as told
 from pmoe.comm.agreement import gathered
 from pmoe.comm.ranks import Grid
 from pmoe.decide.dense_values import fingerprint

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.ranks import Ranks
-from pmoe.engine.passes import Inputs
+from pmoe.engine.passes.base import Inputs
 
 Path = Literal["pipeline", "one rank", "fused", "fused forward", "persistent", "whole graph"]
 """The way in which a call was computed:

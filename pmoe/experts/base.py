@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from pmoe.arguments import check_count, check_int
 from pmoe.experts.operands import read_value, value_names
 from pmoe.experts.products import GradientSum, RowGroups
-from pmoe.schedule.slots import HiddenColumns
+from pmoe.schedule.buffer_sizes import HiddenColumns
 
 Allocate = Callable[[str, int, int], Tensor]
 """A function (name, rows, columns) that returns uninitialised memory (rows, columns).
@@ -263,7 +263,7 @@ class Experts(nn.Module, abc.ABC):
         names = self.operand_names or tuple(value_names(self))
         values = [self._value_of(name) for name in names]
         if self.is_parallelized:
-            from pmoe.experts.placement import local_values
+            from pmoe.experts.dtensor_layout import local_values
 
             values = local_values(self, names, values)
         return values

@@ -27,7 +27,7 @@ from torch.autograd.graph import increment_version
 from pmoe.arguments import check_count, check_module, is_int, list_of
 from pmoe.experts import ActivationName, ExpertName, initialise, make_stacked, seeded
 from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden, Runs, Shard, row_dot
-from pmoe.experts.graphs import Graph, Shelf, changed_in_place, gradients, record, saves_plainly
+from pmoe.experts.expert_autograd import Graph, Shelf, changed_in_place, gradients, record, saves_plainly
 from pmoe.experts.products import GradientSum, RowGroups
 
 
@@ -112,7 +112,7 @@ class ModuleExperts(Experts):
         parameters = list[Tensor](self.parameters())
         if not self.is_parallelized:
             return parameters
-        from pmoe.experts.placement import local_values
+        from pmoe.experts.dtensor_layout import local_values
 
         return local_values(self, [name for name, _ in self.named_parameters()], parameters)
 

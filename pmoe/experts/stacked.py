@@ -37,7 +37,7 @@ from pmoe.experts.products import (
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.grouped_gemm.reference import activate
 from pmoe.kernels.registry import PMOE, Form
-from pmoe.schedule.slots import HiddenColumns
+from pmoe.schedule.buffer_sizes import HiddenColumns
 
 V = TypeVar("V")
 
@@ -206,7 +206,7 @@ class StackedExperts(Experts):
         return {name: dims[name] for name in names} if set(names) <= set(dims) else None
 
     def keep(self, experts: slice, shard: Shard) -> None:
-        from pmoe.experts.placement import keep_part
+        from pmoe.experts.dtensor_layout import keep_part
 
         if self.hidden_dims() is None:
             super().keep(experts, shard)  # raises TypeError

@@ -24,10 +24,10 @@ from pmoe.comm.ranks import Ranks
 from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction
 from pmoe.graph.lower import CALLS, OPS, calls_of, communicates, is_result, label
 from pmoe.measure.bench import open_bench, seconds_of
-from pmoe.measure.lines import messages
+from pmoe.measure.line_fits import messages
 from pmoe.measure.profile import profile_of
-from pmoe.measure.rounds import clock_of
 from pmoe.measure.store import cache_path, found_or, load_json, save_json, typed
+from pmoe.measure.timing import clock_of
 from pmoe.planner.costs import LineCost
 
 REPEATS = 3

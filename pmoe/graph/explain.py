@@ -19,7 +19,7 @@ from pmoe.graph.instructions import Instruction, exposed_seconds, timeline, tota
 from pmoe.graph.options import Options
 from pmoe.graph.run import Key, Program
 from pmoe.graph.weight_gradients import weight_gradients
-from pmoe.measure.rounds import clock_of
+from pmoe.measure.timing import clock_of
 from pmoe.planner.simulator import Simulated
 from pmoe.planner.timeline import Span, draw
 from pmoe.text import table

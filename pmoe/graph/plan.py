@@ -20,8 +20,8 @@ from torch import Tensor, fx
 from pmoe.graph.axes import IRREGULAR, Axis, follow, infer
 from pmoe.graph.instructions import Instruction
 from pmoe.graph.lower import OPS, calls_of, communicates, is_result, label
-from pmoe.graph.parts import cut, routes
 from pmoe.graph.ranges import Cuttable, Range
+from pmoe.graph.split_batch import cut, routes
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from pmoe import __version__
 from pmoe.arguments import check_count, check_flag, check_int, check_kind, check_module, check_path
+from pmoe.comm.failures import all_fail_together
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.told import all_fail_together
-from pmoe.engine.recording import Journal, recording
+from pmoe.engine.lanes.recorder import Journal, recording
 from pmoe.integrations import run_folder as files
 from pmoe.integrations.statistics import LayerStats, Stats, layers_of, stats
 

@@ -21,9 +21,9 @@ from pmoe.arguments import check_flag, check_kind, check_module
 from pmoe.call.decision import Ran
 from pmoe.comm.ranks import Ranks, at_stage
 from pmoe.decide.dense_values import DENSE, SAME_VALUES, dense_values
-from pmoe.engine.arena import pool
-from pmoe.engine.recording import Journal
-from pmoe.experts.wrapped import COPIED, sampled
+from pmoe.engine.buffers.arena import pool
+from pmoe.engine.lanes.recorder import Journal
+from pmoe.experts.wrapper_checks import COPIED, sampled
 from pmoe.layer import MoELayer
 from pmoe.planner.memory import PredictedMemory
 from pmoe.planner.timeline import Overlap, overlap

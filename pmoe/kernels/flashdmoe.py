@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.kernels import extension
+from pmoe.kernels.comet.backend import float_weights
 from pmoe.kernels.comet.launcher import Launcher
-from pmoe.kernels.comet.launches import check_expert_weight, check_tokens
-from pmoe.kernels.comet.steps import float_weights
+from pmoe.kernels.comet.operators import check_expert_weight, check_tokens
 from pmoe.kernels.gemm import ACTIVATIONS
 from pmoe.kernels.heap import Heap
 from pmoe.kernels.operands import address, check_memory, check_tensor

@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pmoe.call.tensor_kinds import PLAIN, is_dtensor, is_jagged, refused_kind
-from pmoe.engine.selective import hidden_from_selective_checkpoints
+from pmoe.checkpointing.selective import hidden_from_selective_checkpoints
 from pmoe.layer.shapes_only import computed_shapes, has_no_values
 
 if TYPE_CHECKING:

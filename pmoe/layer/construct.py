@@ -27,7 +27,7 @@ from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 if TYPE_CHECKING:
-    from pmoe.engine.callbacks import Callback
+    from pmoe.engine.plan.callbacks import Callback
     from pmoe.layer.moe_layer import MoELayer
 
 
@@ -46,7 +46,7 @@ def check_arguments(
     check_flag("shared_gate", shared_gate)
     check_kind(Sequence, "a list of pmoe.Callback objects", callbacks=callbacks)
     if callbacks:
-        from pmoe.engine.callbacks import Callback
+        from pmoe.engine.plan.callbacks import Callback
     for callback in callbacks:
         check_kind(Callback, "pmoe.Callback objects", callbacks=callback)
 
@@ -66,7 +66,7 @@ def check_together(parts: Parts, shared_expert: int | nn.Module | None) -> None:
     if parts.shared_expert is not None and getattr(parts.router, "mixes_tokens", False):
         raise ValueError(f"shared_expert ({shared_expert}) must be None with SoftMoE, which mixes tokens")
     if isinstance(pair, Restore) and pair.offloads:
-        from pmoe.engine.offloaded import check_host_memory
+        from pmoe.engine.variants.offload import check_host_memory
 
         check_host_memory(pair, torch.empty(0).device if parts.like is None else parts.like.device)
     if spec.memory_budget is not None:

@@ -33,7 +33,7 @@ from pmoe.planner.degree import SolveName
 from pmoe.schedule.restore import Restore, StrategyName
 
 if TYPE_CHECKING:
-    from pmoe.engine.callbacks import Callback
+    from pmoe.engine.plan.callbacks import Callback
     from pmoe.planner.memory import PredictedMemory
 
 
@@ -222,7 +222,7 @@ class MoELayer(nn.Module):
         self.shared_gate = SharedGate(d_model, 1, bias=False, **options) if shared_gate else None
         construct.check_together(self.parts, shared_expert)
         if self.ranks.size > 1:
-            from pmoe.experts.wrapped import sampled
+            from pmoe.experts.wrapper_checks import sampled
 
             self.experts.built = sampled(self.experts)
 

@@ -8,11 +8,11 @@ from pmoe.arguments import check_count, check_int, check_kind, plain_int
 from pmoe.call.modules import Parts
 from pmoe.call.sizes import memory_shape, rows_of_call
 from pmoe.comm.counts import RankCounts
-from pmoe.planner.candidates import PricedChoice, bound, within_budget
 from pmoe.planner.degree import SOLVE, Choice, all_choices
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.planner.memory import PredictedMemory, predict
-from pmoe.planner.pass_rows import counted_rows
+from pmoe.planner.priced_choices import PricedChoice, bound, within_budget
+from pmoe.planner.rows_per_pass import counted_rows
 from pmoe.runners.features import Feature
 from pmoe.schedule.restore import Restore, StrategyName, parse_restore
 

@@ -12,7 +12,7 @@ from pmoe.comm.topology import dimensions_of, grid_of_mesh
 from pmoe.experts import initialise, seeded
 from pmoe.experts.operands import check_own_parameters
 from pmoe.experts.stacked import StackedExperts
-from pmoe.experts.wrapped import sampled
+from pmoe.experts.wrapper_checks import sampled
 from pmoe.gates.base import Gate
 from pmoe.layer.construct import check_fit
 

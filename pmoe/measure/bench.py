@@ -1,7 +1,8 @@
-"""Actions, timed alone or side by side on the lanes of a device, the same ones on all ranks.
+"""The bench: times actions alone or side by side on the lanes of a device.
 
-How often a rank runs an action follows from numbers that all ranks have agreed on (`Bench.largest`), never
-from its own clock: actions may be collectives.
+All ranks time the same actions. Actions may be collectives, so all ranks must run an action equally often.
+How often follows from numbers that all ranks have agreed on (`Bench.largest`), never from a rank's own
+clock.
 """
 
 from __future__ import annotations
@@ -30,24 +31,30 @@ from pmoe.comm.topology import node_ids
 from pmoe.planner.cost_model import COMMUNICATE, COMPUTE, COPY
 from pmoe.planner.profile import FORMAT, WIDTH, Identity, Versions
 
-AGREEING, MESSAGES = "agreeing on a profile", "measuring messages"
-"""The stages that errors name."""
+AGREEING = "agreeing on a profile"
+"""Stage that an error names when ranks agree on numbers."""
+
+MESSAGES = "measuring messages"
+"""Stage that an error names when ranks measure messages."""
 
 TimedCall = Callable[[], object]
 """A piece of work without arguments: a product, a message, a copy."""
 
 Marks = list[float]
-"""Seconds on some clock: when a lane began, and when it ended each of its actions."""
+"""Times of one lane in seconds, on any clock: when it began, and when it ended each of its actions."""
 
 LaneRuns = Mapping[str, tuple[TimedCall, int]]
-"""By lane its action, and how often it is repeated."""
+"""Maps each lane to (its action, how often it is repeated)."""
 
 
 @dataclass(frozen=True)
 class Bench:
     """Runs actions on three lanes, as the engine would.
 
-    run: each lane repeats its action so many times, one after another; the lanes side by side.
+    ranks: the ranks that measure together.
+    device: where the actions run.
+    run: repeats the action of each lane as often as asked, one after another; lanes run side by side.
+        Returns the marks of each lane.
     """
 
     ranks: Ranks
@@ -55,14 +62,20 @@ class Bench:
     run: Callable[[LaneRuns], dict[str, Marks]]
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """Of each value the largest that a rank has. Every rank gives as many. Also a barrier."""
+        """Returns the largest of each value over all ranks. It is also a barrier.
+
+        Every rank must pass the same number of values.
+        """
         return largest(self.ranks, self.device, values, stage=AGREEING)
 
 
 @contextmanager
 def open_bench(ranks: Ranks, device: torch.device) -> Iterator[Bench]:
-    """The bench of a device. Computes on the calling thread, or on its stream; messages and copies have a
-    thread or a stream each, the threads until the block ends."""
+    """Opens the bench of a device, until the block ends.
+
+    Computation uses the calling thread, or its current stream. Messages and copies have a thread or a
+    stream each.
+    """
     if device.type == "cuda":
         with torch.cuda.device(device):
             streams = {lane: torch.cuda.Stream(device) for lane in (COMMUNICATE, COPY)}
@@ -74,6 +87,7 @@ def open_bench(ranks: Ranks, device: torch.device) -> Iterator[Bench]:
 
 
 def _run_on_threads(threads: Mapping[str, ThreadPoolExecutor], work: LaneRuns) -> dict[str, Marks]:
+    """Runs the lanes side by side, each on its own thread."""
     started = {lane: threads[lane].submit(_repeat, *todo) for lane, todo in work.items() if lane != COMPUTE}
     marks = {COMPUTE: _repeat(*work[COMPUTE])} if COMPUTE in work else {}
     return marks | {lane: future.result() for lane, future in started.items()}
@@ -82,14 +96,14 @@ def _run_on_threads(threads: Mapping[str, ThreadPoolExecutor], work: LaneRuns) -
 def _run_on_streams(
     device: torch.device, streams: Mapping[str, torch.cuda.Stream], work: LaneRuns
 ) -> dict[str, Marks]:
-    """The host runs ahead."""
+    """Runs the lanes side by side on streams. The host only enqueues, and does not wait in between."""
 
     def mark(lane: str) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(streams[lane])
         return event
 
-    torch.cuda.synchronize(device)  # what the caller enqueued, and the buffers' first values
+    torch.cuda.synchronize(device)  # earlier work, such as filling the buffers, must not be timed
     origin = mark(COMPUTE)
     for lane in work:
         streams[lane].wait_event(origin)
@@ -100,11 +114,12 @@ def _run_on_streams(
                 with torch.cuda.stream(streams[lane]):
                     action()
                 events[lane].append(mark(lane))
-    torch.cuda.synchronize(device)  # so the actions' buffers are free to go, too
+    torch.cuda.synchronize(device)  # events can be read now, and the actions' buffers may be freed
     return {lane: [origin.elapsed_time(event) / 1e3 for event in row] for lane, row in events.items()}
 
 
 def _repeat(action: TimedCall, count: int) -> Marks:
+    """Runs the action ``count`` times and returns when it began and when each run ended."""
     marks = [time.perf_counter()]
     for _ in range(count):
         action()
@@ -119,9 +134,12 @@ def seconds_of(
     repeats: int,
     of: Callable[[list[float]], float] = statistics.median,
 ) -> float:
-    """Seconds of one action alone: the median of ``repeats`` (or what ``of`` takes), the slowest rank's.
+    """Returns the seconds of one action that runs alone, on the slowest rank.
 
-    One more runs before them and does not count. Collective.
+    One run before the others does not count. Collective.
+
+    repeats: number of runs that count.
+    of: makes one number of their seconds; the median by default.
     """
     bench.largest([0.0])  # begin together
     marks = bench.run({lane: (action, repeats + 1)})[lane][1:]
@@ -129,9 +147,11 @@ def seconds_of(
 
 
 def exchange(ranks: Ranks, sent: Tensor, received: Tensor, n: int) -> None:
-    """Sends n rows to every other rank and receives as many, in one all-to-all; own rows are not sent.
+    """Sends n rows to every other rank and receives n from each, in one all-to-all. Own rows are not sent.
 
-    sent, received: ((W - 1) * n, ...), by rank. W ranks. Raises RuntimeError where a peer fails.
+    sent, received: ((W - 1) * n, ...), in order of rank.
+
+    Raises RuntimeError if a peer fails.
     """
     assert ranks.group is not None
     splits = [n] * ranks.size
@@ -143,9 +163,10 @@ def exchange(ranks: Ranks, sent: Tensor, received: Tensor, n: int) -> None:
 
 
 def identity(ranks: Ranks, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Identity:
-    """Of the profile that `pmoe.measure.rates.measure` would take here. Not collective.
+    """Returns the identity of a profile that `pmoe.measure.rates.measure` would measure here.
 
-    Raises ValueError for a device that is neither a CPU nor CUDA, and a dtype that is not floating point.
+    Not collective. Raises ValueError for a device that is neither a CPU nor CUDA, and for a dtype that is
+    not floating point.
     """
     device = torch.device(device)
     if device.type not in WIDTH:
@@ -165,22 +186,22 @@ def identity(ranks: Ranks, device: torch.device | str, dtype: torch.dtype = torc
 
 
 LINKS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_NET", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
-"""Variables that change which link the messages take."""
+"""Environment variables that select the link which messages use."""
 
 
 def _full_name(device: torch.device) -> str:
-    """Of a CPU with the number of threads that compute."""
+    """Returns the name of the device. A CPU's includes the number of threads that compute."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")  # of Linux
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
-    found = re.search(r"^model name\s*:\s*(.+?)\s*$", text, re.MULTILINE)
-    model = found[1] if found else platform.processor() or platform.machine()
+    model_line = re.search(r"^model name\s*:\s*(.+?)\s*$", text, re.MULTILINE)
+    model = model_line[1] if model_line else platform.processor() or platform.machine()
     return f"{model}, {torch.get_num_threads()} threads"
 
 
 def _backend(ranks: Ranks, device: torch.device) -> str:
-    """Of the group, for tensors on ``device``."""
+    """Returns the backend of the group for tensors on ``device``; "none" for one rank."""
     if ranks.size == 1:
         return "none"
     config = dist.get_backend_config(ranks.group)  # "cpu:gloo,cuda:nccl"

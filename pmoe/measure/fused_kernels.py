@@ -1,7 +1,8 @@
-"""Measures divisions of fused kernels, and the fused layer beside the chunked one (COMET, Section 3.2.2).
+"""Measures divisions of fused kernels, and the fused layer beside the chunked one.
 
-The ranks are processes, or virtual ranks of one process that share a device: then all ranks' tokens are rows
-of one tensor, rank r's from floor(r T / W) on, as `pmoe.kernels.route` cuts chunks.
+See COMET, Section 3.2.2. The ranks are processes, or virtual ranks of one process that share a device. With
+virtual ranks the tokens of all ranks are rows of one tensor. Those of rank r begin at row floor(r T / W),
+as `pmoe.kernels.route` cuts chunks.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from pmoe.arguments import check_not_negative
 from pmoe.comm.agreement import Agree, digest, largest
 from pmoe.comm.heap.providers import process_heap, virtual_heaps
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.comet import launches
+from pmoe.kernels.comet import operators as launches
 from pmoe.kernels.comet.launcher import Division, Launcher
-from pmoe.kernels.comet.launches import Journey
+from pmoe.kernels.comet.operators import Journey
 from pmoe.kernels.heap import HeapShape
 from pmoe.kernels.route import Routes, route
-from pmoe.measure.division import AGREEING
-from pmoe.measure.rounds import begin_together, clock_of, event_seconds, marked, median_seconds, timestamp
+from pmoe.measure.block_split import AGREEING
+from pmoe.measure.timing import begin_together, clock_of, event_seconds, marked, median_seconds, timestamp
 from pmoe.ordering.sorted import chunk_bounds
-from pmoe.planner.division import (
+from pmoe.planner.block_split import (
     DivisionTable,
     Entry,
     FusedKernelSizes,
@@ -38,13 +39,20 @@ from pmoe.planner.division import (
     rule,
 )
 
-WARM_UP, ROUNDS = 2, 7
-"""How often a launch, or a layer's passes, run before they count, and how often they count."""
+WARM_UP = 2
+"""Number of rounds before those that count."""
+
+ROUNDS = 7
+"""Number of rounds that count."""
 
 
 def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[Journey]:
-    """The journeys of these ranks' rows, for a routing of all ranks' tokens with a chunk a rank."""
-    experts, top_k = shape.experts, routes.expert_TK.shape[1]
+    """Returns the journeys of these ranks' rows.
+
+    routes: routing of the tokens of all ranks, with one chunk for each rank.
+    """
+    experts = shape.experts
+    top_k = routes.expert_TK.shape[1]
     first = chunk_bounds(routes.expert_TK.shape[0], shape.num_ranks)
     return [
         Journey(
@@ -66,7 +74,10 @@ def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[
 def even_routes(
     num_tokens: int, top_k: int, num_experts: int, num_ranks: int, device: torch.device
 ) -> Routes:
-    """Every expert as often as every other, by tokens of every rank; a chunk a rank."""
+    """Returns an even routing: the tokens of every rank choose every expert equally often. One chunk a rank.
+
+    num_tokens: T, of all ranks.
+    """
     slot = torch.arange(num_tokens * top_k, device=device)
     expert_TK = (slot % num_experts).view(num_tokens, top_k)
     logits_TE = torch.zeros(num_tokens, num_experts, device=device).scatter_(1, expert_TK, 1.0)
@@ -76,23 +87,24 @@ def even_routes(
 def time_division(
     kernel: FusedKernelSizes, division: Division, *, top_k: int, device: torch.device, group: Ranks
 ) -> float:
-    """Seconds of one fused kernel with a division of its blocks: the median of some rounds.
+    """Returns the seconds of one fused kernel with one division of its blocks, as a median of rounds.
 
-    Rows are random and their routing is even. Collective over ``group``, whose ranks share nothing but the
-    heap, or of one process for virtual ranks.
+    Rows are random and evenly routed. Collective over ``group``, whose ranks share nothing but the heap.
+    With virtual ranks it runs in one process.
 
-    Raises as `process_heap` and `virtual_heaps` do, and HeapError where a rank waits in vain.
+    Raises as `process_heap` and `virtual_heaps` do, and HeapError if a rank waits in vain.
     """
     dtype: torch.dtype = getattr(torch, kernel.dtype)
     ranks = kernel.num_ranks
-    tokens, num_experts = max(kernel.rows // top_k, 1), ranks * kernel.experts
+    tokens = max(kernel.rows // top_k, 1)
+    num_experts = ranks * kernel.experts
     sizes = HeapShape(ranks, kernel.experts, 2 * kernel.rows, kernel.rows, kernel.d_model, dtype)
     heaps = virtual_heaps(sizes, device) if kernel.virtual else [process_heap(group, sizes, device)]
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(shape, dtype=torch.float32, device=device).mul_(scale).to(dtype)
 
-    def matrices(num_out: int, num_in: int) -> list[Tensor]:  # results are about as large as their operands
+    def matrices(num_out: int, num_in: int) -> list[Tensor]:  # scaled so that products stay of similar size
         return [random(kernel.experts, num_out, num_in, scale=num_in**-0.5) for _ in heaps]
 
     try:
@@ -102,10 +114,10 @@ def time_division(
         w1 = matrices(kernel.d_hidden * (1 + kernel.gated), kernel.d_model)
         w2 = matrices(kernel.d_model, kernel.d_hidden)
         x_TM = random(ranks * tokens, kernel.d_model)
-        before, timed = _launches(kernel, launcher, journeys, w1, w2, x_TM, routes.weight_TK)
+        launch_before, timed = _launches(kernel, launcher, journeys, w1, w2, x_TM, routes.weight_TK)
 
         def run() -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-            before()
+            launch_before()
             return marked(timed)
 
         ((seconds,),) = median_seconds([run], ROUNDS, warm_up=WARM_UP, seconds=event_seconds)
@@ -124,8 +136,14 @@ def _launches(
     x_TM: Tensor,
     weight_TK: Tensor,
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """The launch before the kernel that is timed, and that kernel's. w1 (E, G, M), w2 (E, M, H): by rank."""
-    act, no_bias = "swiglu" if kernel.gated else "gelu", [None] * len(w1)
+    """Returns two launches: the one that must run before the timed kernel, and that kernel's own.
+
+    w1, w2: (E, G, M) and (E, M, H) for each rank of this process.
+    x_TM: (T, M).
+    weight_TK: (T, K).
+    """
+    act = "swiglu" if kernel.gated else "gelu"
+    no_bias = [None] * len(w1)
     hidden = partial(
         launches.dispatch_hidden, launcher, journeys, x_TM, weight_TK, w1, no_bias, activation=act, keep=True
     )
@@ -144,57 +162,76 @@ def _launches(
 
 
 def _agree_among(ranks: Ranks, device: torch.device) -> Agree:
+    """Returns `largest` of these ranks."""
     return partial(largest, ranks, device, stage=AGREEING)
 
 
 def measure_kernels(
     layers: Sequence[FusedLayerSizes], ranks: Ranks, device: torch.device, *, top_k: int
 ) -> DivisionTable:
-    """The fused kernels of these layers with every division of a sweep, on random rows, evenly routed.
+    """Measures every fused kernel of these layers with every division of a sweep.
 
-    Collective; see `sweep`. Warns about divisions that cannot be measured, and leaves them out.
+    Rows are random and evenly routed. Divisions that cannot be measured are left out, with a warning.
+    Collective; see `sweep`.
     """
     seconds = partial(time_division, top_k=top_k, device=device, group=ranks)
-    kernels = [kernel for each in dict.fromkeys(layers) for kernel in all_kernel_sizes(each)]
+    kernels = [kernel for layer in dict.fromkeys(layers) for kernel in all_kernel_sizes(layer)]
     entries = sweep(kernels, seconds, _agree_among(ranks, device))
-    return DivisionTable({each.sizes: each for each in entries})
+    return DivisionTable({entry.sizes: entry for entry in entries})
 
 
 def sweep(
     kernels: Sequence[FusedKernelSizes], time: Callable[[FusedKernelSizes, Division], float], agree: Agree
 ) -> list[Entry]:
-    """Measures every candidate division of every kernel, and the one that `rule` would take beside them.
+    """Measures every candidate division of every kernel, and the division of `rule`.
 
-    Collective: one reduction, and one more a kernel. time: seconds of one division on this rank, a median of
-    rounds; it may be collective, since all ranks try the same divisions in the same order. Where it raises on
-    one rank, the division does not count on any; that is a warning, never an exception on one rank alone. The
-    slowest rank's seconds count; of equal ones those of fewer communicating blocks. Kernels without any
-    measured division are left out.
+    The seconds of the slowest rank count; of equal divisions the one with fewer communicating blocks.
+    Kernels without any measured division are left out.
 
-    Raises ValueError on every rank where the ranks come with unlike kernels.
+    Args:
+        kernels: the same on every rank.
+        time: gives the seconds of one division on this rank. It may be collective, because all ranks try
+            the same divisions in the same order.
+        agree: takes the largest of each value over the ranks.
+
+    If ``time`` raises on one rank, that rank warns and the division counts on no rank. It must not raise on
+    one rank alone, since the others would wait.
+
+    Collective: one reduction, and one more for each kernel. Raises ValueError on every rank if the ranks
+        pass different kernels.
     """
-    here = float(digest(map(str, kernels)))
-    highest, minus_lowest = agree([here, -here])
+    own_digest = float(digest(map(str, kernels)))
+    highest, minus_lowest = agree([own_digest, -own_digest])
     if highest != -minus_lowest:
-        raise ValueError("shapes to measure must be the same on every rank, and differ")
+        raise ValueError("kernels to measure must be the same on every rank, but they differ")
     warned: set[str] = set()
-    found = []
+    entries = []
     for kernel in kernels:
         columns = kernel.d_model if kernel.kernel == "combine" else None
         divisions = candidates(kernel.num_blocks, columns)
-        tried = sorted({clamped(each, kernel) for each in divisions} | {rule(kernel)})
+        tried = sorted({clamped(division, kernel) for division in divisions} | {rule(kernel)})
         slowest = agree(
-            [_seconds_or_inf(partial(time, kernel, each), f"{each} of {kernel}", warned) for each in tried]
+            [
+                _seconds_or_inf(partial(time, kernel, division), f"{division} of {kernel}", warned)
+                for division in tried
+            ]
         )
-        seconds = {each: took for each, took in zip(tried, slowest, strict=True) if math.isfinite(took)}
+        seconds = {
+            division: division_seconds
+            for division, division_seconds in zip(tried, slowest, strict=True)
+            if math.isfinite(division_seconds)
+        }
         if seconds:
-            best = min(seconds, key=lambda each: (seconds[each], each))
-            found.append(Entry(sizes=kernel, division=best, seconds=seconds, when=timestamp()))
-    return found
+            best = min(seconds, key=lambda division: (seconds[division], division))
+            entries.append(Entry(sizes=kernel, division=best, seconds=seconds, when=timestamp()))
+    return entries
 
 
 def _seconds_or_inf(time: Callable[[], float], name: str, warned: set[str]) -> float:
-    """Infinite where it cannot be measured here, with one warning for each reason."""
+    """Returns the measured seconds, or infinity if they cannot be measured on this rank.
+
+    Warns once for each reason.
+    """
     try:
         seconds = float(time())
         check_not_negative(seconds=seconds)
@@ -207,9 +244,11 @@ def _seconds_or_inf(time: Callable[[], float], name: str, warned: set[str]) -> f
 
 
 def time_layers(fused: nn.Module, chunked: nn.Module, x_TM: Tensor, ranks: Ranks) -> LayerSeconds:
-    """Medians of both layers' passes over ``x_TM`` (T, M), on the slowest rank.
+    """Returns the median seconds of both layers' passes, on the slowest rank.
 
-    Rounds of both alternate. Collective; clears the gradients of both.
+    Rounds of both layers alternate. Collective. Clears the gradients of both.
+
+    x_TM: (T, M), the input of both.
     """
     dy_TM = torch.randn_like(x_TM)
     clock = clock_of(x_TM.device)

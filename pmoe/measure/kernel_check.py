@@ -1,7 +1,8 @@
-"""A small case by pmoe's kernels beside the plain computation: whether they compute rightly on this device.
+"""A check that pmoe's kernels compute correctly on this device: one small case beside plain PyTorch.
 
-Experts' products with what is fused into them, both passes, in the type that is asked for. The plain
-computation is the loop over experts: on the same device in the same type, and exactly, in float64 on the CPU.
+The case has the experts' products with everything that is fused into them, in both passes and in the dtype
+that is asked for. The reference is the loop over experts, twice: on the same device in the same dtype, and
+in float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -19,13 +20,25 @@ from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels.registry import LOOP, PMOE, PRODUCTS
 
-COUNTS, NUM_MODEL, NUM_HIDDEN = (70, 0, 33, 1), 136, 72
-"""Rows by expert, M and H: more than a tile of the kernels, less than one, none."""
+COUNTS = (70, 0, 33, 1)
+"""Rows of each expert: more than a tile of the kernels has, none, and fewer."""
+
+NUM_MODEL = 136
+"""M of the case."""
+
+NUM_HIDDEN = 72
+"""H of the case."""
 
 
 @dataclass(frozen=True)
 class KernelCase:
-    """What is checked once. activation: as `pmoe.kernels.grouped_gemm` names it."""
+    """A case that is checked once in a process.
+
+    device: where the kernels run.
+    dtype: of rows and weights.
+    activation: as `pmoe.kernels.grouped_gemm` names it.
+    bias: whether experts have biases.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -34,29 +47,29 @@ class KernelCase:
 
     @classmethod
     def of(cls, experts: StackedExperts, device: torch.device, dtype: torch.dtype) -> KernelCase:
-        """Of the kernels that these experts would take."""
+        """Returns the case for the kernels that these experts would use."""
         return cls(device, dtype, experts.fused_activation or "gelu", experts.has_bias)
 
 
 def mismatch(case: KernelCase) -> str | None:
-    """What the kernels compute wrongly, with the numbers; None where every result is right."""
+    """Returns which result the kernels compute wrongly, with the numbers; None if all are right."""
     generator = torch.Generator().manual_seed(0)
     kind: ExpertName = "swiglu" if case.activation == "swiglu" else "ffn"
     activation = cast(ActivationName, case.activation)  # SwiGLU experts do not look at it
-    # For their shapes and their nonlinearity: parameters are given apart.
+    # Experts on the meta device give the shapes and the nonlinearity. Their parameters are passed separately.
     sizes = (NUM_MODEL, NUM_HIDDEN, len(COUNTS))
     experts = make_stacked(kind, *sizes, activation, case.bias, device="meta")
     rows = (sum(COUNTS), NUM_MODEL)
     shapes = (rows, rows, rows[:1], *(each.shape for each in experts.parameters()))
     operands = [torch.randn(*each, generator=generator).mul_(0.25).to(case.dtype) for each in shapes]
     exact = _both_passes(experts, [each.double() for each in operands])
-    there = [each.to(case.device) for each in operands]
+    on_device = [each.to(case.device) for each in operands]
     with PRODUCTS.forcing(LOOP):
-        plain = _both_passes(experts, there)
+        plain = _both_passes(experts, on_device)
     with PRODUCTS.forcing(PMOE):
-        found = _both_passes(experts, there)
+        by_kernels = _both_passes(experts, on_device)
     names = ["T_DO", "T_M", "dT_DI", "d weight", *(f"d {name}" for name, _ in experts.named_parameters())]
-    return first_wrong(names, found, plain, exact, case.dtype)
+    return first_wrong(names, by_kernels, plain, exact, case.dtype)
 
 
 def first_wrong(
@@ -66,25 +79,39 @@ def first_wrong(
     exact: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> str | None:
-    """The first result whose error is more than twice the plain one's, and than the type's own precision."""
-    for name, got, usual, value in zip(names, found, plain, exact, strict=True):
-        error, allowed = (float((each.cpu().double() - value).norm() / value.norm()) for each in (got, usual))
+    """Returns a text about the first wrong result, or None.
+
+        |result - exact| / |exact| must be at most max(2 |plain - exact| / |exact|, 2 eps of the dtype)
+
+    names: names of the results.
+    found: the kernels' results, any shape.
+    plain: the loop's results in the same dtype.
+    exact: the loop's results in float64.
+    """
+    for name, result, usual, value in zip(names, found, plain, exact, strict=True):
+        error, allowed = (
+            float((tensor.cpu().double() - value).norm() / value.norm()) for tensor in (result, usual)
+        )
         allowed = max(2 * allowed, 2 * torch.finfo(dtype).eps)
         if not error <= allowed:
-            return f"{name} in {dtype} is wrong by {error:.2g} of its size, where {allowed:.2g} is allowed"
+            return f"{name} in {dtype} has a relative error of {error:.2g}, where {allowed:.2g} is allowed"
     return None
 
 
 def _both_passes(experts: StackedExperts, operands: Sequence[Tensor]) -> list[Tensor]:
-    """T_DO, T_M, and the gradients of rows, routing weights and parameters."""
+    """Returns T_DO, T_M, and the gradients of rows, routing weights and parameters.
+
+    operands: rows (N, M), their incoming gradients (N, M), routing weights (N,), and the experts'
+        parameters.
+    """
     rows_NM, grad_NM, narrow_N, *parameters = operands
     weight_N = narrow_N.to(torch.promote_types(narrow_N.dtype, torch.float32))
     groups = RowGroups(counts=COUNTS, ends=torch.tensor(COUNTS).cumsum(0).to(rows_NM.device, torch.int32))
-    given = ExpertRows(rows_NM, groups, parameters)
-    out_NM, hidden = experts.compute(given, weight_N)
+    expert_rows = ExpertRows(rows_NM, groups, parameters)
+    out_NM, hidden = experts.compute(expert_rows, weight_N)
     assert hidden is not None
     hidden_NG = hidden.tensors[0].clone()
     sums = [GradientSum(each, 1) for each in parameters]
-    *grads, pending = experts.input_gradient(grad_NM.clone(), given, weight_N, hidden)
+    *grads, pending = experts.input_gradient(grad_NM.clone(), expert_rows, weight_N, hidden)
     experts.weight_gradient(pending, groups, sums)
     return [out_NM, hidden_NG, *grads, *(each.result() for each in sums)]

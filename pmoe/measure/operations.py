@@ -1,8 +1,8 @@
-"""The lines of FSMoE's performance models (Eq. 1): products, and the four collectives of a layer whose
-experts are sharded, measured on the live groups over the sizes of Section 6.2.
+"""Measures the lines of FSMoE's performance models (Eq. 1): products and four collectives.
 
-The paper takes the mean of five runs; here it is the median, that of the slowest rank, after one run that
-does not count. All of the paper's sizes take minutes on a slow link: unless they are asked for, a line goes
+The collectives are those of a layer with sharded experts, measured on its groups. The paper measures the
+sizes of Section 6.2 and takes the mean of five runs. Here it is the median, on the slowest rank, after one
+run that does not count. All of the paper's sizes take minutes on a slow link. So by default a line goes
 through five sizes, of which the largest takes some milliseconds.
 """
 
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from pmoe.comm.agreement import largest
 from pmoe.comm.base import Traffic
+from pmoe.comm.expert_sharding import Sharing
 from pmoe.comm.ranks import Ranks, at_stage
-from pmoe.comm.sharing import Sharing
 from pmoe.measure.bench import AGREEING, MESSAGES, Bench, TimedCall, identity, open_bench
-from pmoe.measure.lines import (
+from pmoe.measure.line_fits import (
     QUICK,
     USUAL,
     Effort,
@@ -34,15 +34,29 @@ from pmoe.planner.cost_model import COMMUNICATE, COMPUTE
 from pmoe.planner.costs import FREE, Fit
 from pmoe.planner.profile import WIDTH, Operations
 
-MESSAGE_STEP_BYTES, MESSAGE_STEPS = 4 * 2**18, 24
-"""Section 6.2: from 2^18 to 24 * 2^18 float32 elements. Other types have as many bytes."""
+MESSAGE_STEP_BYTES = 4 * 2**18
+"""First size of a message in Section 6.2, and the distance of the others, in bytes.
 
-GEMM_STEP, GEMM_STEPS = 2**19, 12
-"""Section 6.2: from 2^19 to 12 * 2^19 elements, here those of the matrix that the measured weight is applied
-to."""
+It is that of 2^18 float32 elements. Other dtypes are measured with the same bytes.
+"""
+
+MESSAGE_STEPS = 24
+"""Number of these sizes: 2^18, 2 * 2^18, ..., 24 * 2^18 elements."""
+
+GEMM_STEP = 2**19
+"""First size of a product in Section 6.2, and the distance of the others, in elements.
+
+Here they are elements of the matrix that the measured weight is applied to.
+"""
+
+GEMM_STEPS = 12
+"""Number of these sizes: 2^19, 2 * 2^19, ..., 12 * 2^19 elements."""
 
 SMALLER = (16, 4)
-"""Parts of the first size that are measured too: large messages alone do not tell what any one costs."""
+"""Divisors of the first size. The two smaller sizes are measured too.
+
+Large messages alone do not show alpha.
+"""
 
 
 def measure_operations(
@@ -55,20 +69,24 @@ def measure_operations(
     quick: bool = False,
     full: bool = False,
 ) -> Operations:
-    """Collective among ``ranks``; every rank returns the same.
+    """Measures FSMoE's operations. Collective among ``ranks``; every rank returns the same.
 
-    across: the ranks among which rows are dispatched and gradients added up, one of each node, say. inside:
-    those that share each expert, a node's. Both are parts of ``ranks``, as large on every rank; None: all of
-    them. Groups that do not meet are measured at the same time, as they would run; the slowest counts.
+    Args:
+        across: ranks among which rows are dispatched and gradients are summed, for example one of each
+            node.
+        inside: ranks that share each expert, for example those of a node.
+        quick: smaller sizes and fewer runs.
+        full: all sizes of Section 6.2.
 
-    quick: smaller sizes and fewer runs. full: all sizes of Section 6.2.
+    ``across`` and ``inside`` are subsets of ``ranks`` that are equally large on every rank; None stands for
+    all ranks. Different groups are measured at the same time, as they would run; the slowest counts.
 
-    Raises as `identity` does; ValueError for groups that are no part of ``ranks`` or of unlike sizes;
-    RuntimeError where a peer fails.
+    Raises as `identity` does; ValueError for groups that are not within ``ranks`` or not equally large;
+    RuntimeError if a peer fails.
     """
     begin = time.perf_counter()
     device = torch.device(device)
-    identity(ranks, device, dtype)  # refuses what cannot be measured
+    identity(ranks, device, dtype)  # raises for a device or dtype that cannot be measured
     effort = QUICK if quick else USUAL
     named = (("across", across), ("inside", inside))
     across, inside = (part_of(ranks, device, name, part) for name, part in named)
@@ -81,20 +99,24 @@ def measure_operations(
 
 
 def part_of(whole: Ranks, device: torch.device, name: str, part: Ranks | None) -> Ranks:
-    """``part``, or ``whole`` where it is None. Collective: on every rank ValueError where on
-    any it is no part, or where parts are of unlike sizes."""
+    """Returns ``part``, or ``whole`` if it is None. Collective.
+
+    Raises ValueError on every rank if on any rank it is not within ``whole``, or if sizes differ between
+    ranks.
+    """
     part = whole if part is None else part
-    own, all_ranks = set(part.members), set(whole.members)
-    strange = not own <= all_ranks
-    highest, minus_lowest, any_strange = largest(
-        whole, device, [part.size, -part.size, float(strange)], stage=AGREEING
+    own = set(part.members)
+    all_ranks = set(whole.members)
+    is_foreign = not own <= all_ranks
+    highest, minus_lowest, any_foreign = largest(
+        whole, device, [part.size, -part.size, float(is_foreign)], stage=AGREEING
     )
-    if any_strange:
-        here = f"ranks {sorted(own)}" if strange else "of another rank"
-        raise ValueError(f"{name} ({here}) must be a part of ranks {sorted(all_ranks)}")
+    if any_foreign:
+        own_text = f"ranks {sorted(own)}" if is_foreign else "on another rank"
+        raise ValueError(f"{name} ({own_text}) must have only ranks of {sorted(all_ranks)}")
     if highest != -minus_lowest:
         raise ValueError(
-            f"{name} ({part.size} ranks) must be as large on every rank, "
+            f"{name} ({part.size} ranks) must have as many ranks on every rank, "
             f"not {-minus_lowest:.0f} to {highest:.0f}"
         )
     return part
@@ -103,10 +125,16 @@ def part_of(whole: Ranks, device: torch.device, name: str, part: Ranks | None) -
 def _operations(
     device: torch.device, dtype: torch.dtype, across: Ranks, inside: Ranks
 ) -> dict[str, LaneWork]:
-    """By the name of their line in `Operations`; without those of one rank, where nothing travels."""
-    sharing, size = Sharing(inside, Traffic()), dtype.itemsize
+    """Returns the kinds of work by the names of their lines in `Operations`.
 
-    def zeros(elements: int) -> Tensor:  # sums of them stay finite; written, so they have memory of their own
+    Those of one rank are left out, because nothing travels there.
+    """
+    sharing = Sharing(inside, Traffic())
+    size = dtype.itemsize
+
+    # Zeros, so that repeated sums stay finite. They are written, because memory that was never written may
+    # not be there yet.
+    def zeros(elements: int) -> Tensor:
         return torch.empty(elements, dtype=dtype, device=device).zero_()
 
     def all_gather(n: int) -> TimedCall:
@@ -132,6 +160,7 @@ def _operations(
 
 
 def _line(bench: Bench, work: LaneWork, effort: Effort, full: bool) -> Fit:
+    """Measures the line of one kind of work over five sizes, or over those of Section 6.2 (``full``)."""
     if full:
         product = work.lane == COMPUTE
         steps = GEMM_STEPS if product else MESSAGE_STEPS

@@ -1,7 +1,7 @@
-"""Decides whether pmoe's kernels compute a product, the same on every rank.
+"""Decides, the same on every rank, whether pmoe's kernels compute a product.
 
-The kernels are checked first, once a process: see `pmoe.measure.kernel_check`. The ranks compare what their
-processes know, and measure the rest together: the seconds of the slowest rank count.
+The kernels are checked first, once in a process (`pmoe.measure.kernel_check`). The ranks then compare what
+their processes know, and measure the rest together. The seconds of the slowest rank count.
 """
 
 from __future__ import annotations
@@ -19,49 +19,60 @@ from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient,
 from pmoe.kernels.extension import loaded_architecture
 from pmoe.kernels.registry import MeasuredChoice, ProductOperands, ProductRequest, Registry
 from pmoe.measure.kernel_check import KernelCase, mismatch
-from pmoe.measure.rounds import event_seconds, marked, median_seconds, timestamp
+from pmoe.measure.timing import event_seconds, marked, median_seconds, timestamp
 from pmoe.warn import warn_once
 
 TIE = 0.01
-"""Within this part of the plain way's seconds the plain way is taken."""
+"""The kernels must be faster than the plain way by this fraction of its seconds."""
 
-UNKNOWN, UNWILLING = 0, 9
-"""Codes of requests, beside 1 and 2 for the two candidates that compete. The largest wins."""
+UNKNOWN = 0
+"""Code of a request that was not measured here. 1 and 2 are the codes of the two candidates that compete."""
+
+UNWILLING = 9
+"""Code of a request that pmoe's kernels, or all plain ways, refuse on this rank. The largest code wins."""
 
 
 def measure_choices(
     registry: Registry, requests: Sequence[ProductRequest], agree: Agree, case: KernelCase
 ) -> None:
-    """Has the registry know, of each request for which two candidates compete, which one is faster.
+    """Makes the registry know which of two candidates is faster, for each request for which two compete.
 
-    Collective: one reduction where all ranks know the same, else up to three; between them the ranks
-    measure, each what it can. What not all ranks know, or know differently, is measured on all. Nothing
-    happens in deterministic mode, which must be on for all ranks or for none.
+    Collective. The ranks exchange up to three reductions:
 
-    requests: all of one device, and the same on every rank, or nothing is measured, with a warning.
-    case: of the kernels that they use. Where it is wrong on any rank, the registry distrusts them on all.
+        1. facts      architectures of the kernels, digests of requests and codes, whether kernels are wrong
+        2. codes      what each rank knows of each request; only if the digests of codes differ
+        3. seconds    of both candidates; only if a request is unknown, or known differently, on a rank
 
-    Trouble on one rank (no memory left) leaves requests unmeasured; it warns and never raises on one rank
-    alone. Raises ValueError on every rank where kernels are loaded on some and the ranks' code or compute
-    capability differs.
+    Nothing is done in deterministic mode, which must be on for all ranks or for none.
+
+    Args:
+        requests: all of one device. If they differ between ranks nothing is measured, with a warning.
+        agree: takes the largest of each value over the ranks.
+        case: checks the kernels. If it fails on any rank, the registry distrusts the kernels on all.
+
+    Trouble on one rank, such as no memory, leaves requests unmeasured; it warns and never raises on one
+    rank alone. Raises ValueError on every rank if kernels are loaded on some, and the ranks' binaries or
+    compute capabilities differ.
     """
     if not requests or torch.are_deterministic_algorithms_enabled():
         return
     pairs = [registry.competing(request) for request in requests]
-    here, fault = loaded_architecture(requests[0].device), _fault(registry, case) if any(pairs) else None
+    architecture = loaded_architecture(requests[0].device)
+    fault = _fault(registry, case) if any(pairs) else None
     codes = [_code(registry, request, pair) for request, pair in zip(requests, pairs, strict=True)]
-    of_requests, of_codes = digest(each.key for each in requests), digest(map(str, codes))
-    facts = [*astuple(here), of_requests, of_codes, float(fault is not None)]
+    of_requests = digest(each.key for each in requests)
+    of_codes = digest(map(str, codes))
+    facts = [*astuple(architecture), of_requests, of_codes, float(fault is not None)]
     lowest_facts, highest_facts = _range(facts, agree)
     if lowest_facts[:3] != highest_facts[:3] and highest_facts[0]:  # some rank has kernels
         names = ("binary version", "PTX version", "compute capability times 10")
         ranges = zip(names, lowest_facts[:3], highest_facts[:3], strict=True)
         raise ValueError(
-            f"mixed architectures: the kernels of this rank ({here}) must be those of all ranks, which have "
-            f"{', '.join(f'{name} {int(low)} to {int(high)}' for name, low, high in ranges)}"
+            f"mixed architectures: the kernels of this rank ({architecture}) must be those of all ranks, "
+            f"which have {', '.join(f'{name} {int(low)} to {int(high)}' for name, low, high in ranges)}"
         )
     if lowest_facts[3] != highest_facts[3]:
-        warn_once("the ranks' experts are of unlike sizes: their products are not measured")
+        warn_once("other ranks have experts of other sizes, so it is not measured which kernels are faster")
         return
     if highest_facts[5]:
         registry.distrust(requests[0], fault or "they compute wrongly on another rank")
@@ -77,14 +88,18 @@ def measure_choices(
 
 
 def _code(registry: Registry, request: ProductRequest, pair: tuple[str, str] | None) -> int:
+    """Returns what this rank knows of a request.
+
+    UNKNOWN, UNWILLING, or 1 + the place of the faster candidate in ``pair``.
+    """
     if pair is None:
         return UNWILLING
-    found = registry.measured.get(request)
-    return 1 + pair.index(found.choice) if found and set(found.seconds) == set(pair) else UNKNOWN
+    measured = registry.measured.get(request)
+    return 1 + pair.index(measured.choice) if measured and set(measured.seconds) == set(pair) else UNKNOWN
 
 
 def _fault(registry: Registry, case: KernelCase) -> str | None:
-    """What the kernels compute wrongly here; None where they do not. Raises nothing: the others wait."""
+    """Returns what the kernels compute wrongly here, or None. It raises nothing, because other ranks wait."""
     if case not in registry.faults:
         try:
             with (
@@ -101,10 +116,12 @@ def _fault(registry: Registry, case: KernelCase) -> str | None:
 def _measure_unknown(
     registry: Registry, unknown: Sequence[tuple[ProductRequest, tuple[str, str]]], agree: Agree
 ) -> None:
+    """Measures these requests on all ranks and stores the results in the registry. Collective."""
     failures: dict[ProductRequest, str] = {}
     own = [second for request, pair in unknown for second in _seconds(request, pair, failures)]
     release_memory(unknown[0][0].device)
-    slowest, when = iter(agree(own)), timestamp()
+    slowest = iter(agree(own))
+    when = timestamp()
     for request, (challenger, plain) in unknown:
         seconds = {challenger: next(slowest), plain: next(slowest)}
         if all(map(math.isfinite, seconds.values())):
@@ -118,40 +135,58 @@ def _measure_unknown(
 def _seconds(
     request: ProductRequest, pair: tuple[str, str], failures: dict[ProductRequest, str]
 ) -> list[float]:
-    """Of the two, here; infinite where they cannot be measured. Raises nothing: the others wait."""
+    """Returns the seconds of both candidates on this rank; infinities if they cannot be measured.
+
+    It raises nothing, because other ranks wait.
+    """
     device = request.device
     try:
-        wanted, free = needed_bytes(request), free_bytes(device)
-        if wanted > free // 2:
-            raise MemoryError(f"{wanted} bytes are needed, and half of {free} free ones may be used")
+        needed = needed_bytes(request)
+        free = free_bytes(device)
+        if needed > free // 2:
+            raise MemoryError(
+                f"{needed} bytes are needed, but only half of the {free} free bytes may be used"
+            )
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
             return candidate_seconds(request, pair)
     except Exception as error:
         failures[request] = f"not measured: {error}"
-        message = f"some products could not be measured, and pmoe's kernels do not compute them: {error}"
+        message = f"some products could not be measured, so pmoe's kernels do not compute them: {error}"
         warn_once(message, for_each_reason=True)
         return [math.inf, math.inf]
 
 
 def _range(values: Sequence[float], agree: Agree) -> tuple[list[float], list[float]]:
-    """The least and the most of each that a rank has, by one reduction."""
-    found = agree([*values, *(-value for value in values)])
-    return [-value for value in found[len(values) :]], found[: len(values)]
+    """Returns the smallest and the largest of each value over the ranks, from one reduction."""
+    maxima = agree([*values, *(-value for value in values)])
+    return [-value for value in maxima[len(values) :]], maxima[: len(values)]
 
 
-# ---- every candidate in turn, on the same random operands, as a layer computes them
+# ---- timing: candidates take turns on the same random operands, and compute as a layer does
 
-WARM_UP, MIN_ROUNDS, MAX_ROUNDS, SPAN_SECONDS = 2, 3, 15, 0.03
-"""How often each candidate runs before it counts; how often it counts, within about so many seconds."""
+WARM_UP = 2
+"""Number of rounds before those that count."""
+
+MIN_ROUNDS = 3
+"""Smallest number of rounds that count."""
+
+MAX_ROUNDS = 15
+"""Largest number of rounds that count."""
+
+SPAN_SECONDS = 0.03
+"""Seconds that the rounds which count should take together, within these limits."""
 
 LEAD_CYCLES = 3_000_000
-"""The device sleeps so long, some 2 ms, while the host enqueues what is timed: the device's time counts."""
+"""Cycles that the device sleeps, some 2 ms, while the host enqueues the timed work.
+
+Without this the device would wait for the host between launches, and the host's time would count.
+"""
 
 
 def candidate_seconds(request: ProductRequest, names: Sequence[str]) -> list[float]:
-    """Of each of these candidates the median for the product that is asked for, on the current stream.
+    """Returns the median seconds of each candidate for this product, on the current stream.
 
-    They take turns in rounds: a clock that changes, or a cache that fills, meets them all.
+    The candidates take turns in rounds, so that a changing clock or a filling cache affects all of them.
     """
     operands, groups = random_operands(request)
     runs = [partial(marked, partial(compute, name, operands, groups)) for name in names]
@@ -168,19 +203,22 @@ def candidate_seconds(request: ProductRequest, names: Sequence[str]) -> list[flo
 
 
 def free_bytes(device: torch.device) -> int:
-    """What a tensor may still take: the device's own, and what torch holds without using it."""
+    """Returns the bytes that a tensor may still take: free on the device, and held unused by torch."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def release_memory(device: torch.device) -> None:
-    """After measuring: torch need not hold what the operands took."""
+    """Frees the memory that torch holds unused, after the operands of a measurement are gone."""
     with torch.cuda.device(device):
         torch.cuda.empty_cache()
 
 
 def compute(way: str, operands: ProductOperands, groups: RowGroups) -> None:
-    """One product as a layer computes it, the result in its place."""
+    """Computes one product as a layer does, with the result in its place.
+
+    way: name of a candidate.
+    """
     form, first, second, experts, bias, out = operands
     if form == "forward":
         expert_product(first, second, groups, bias, out, way=way)
@@ -192,8 +230,13 @@ def compute(way: str, operands: ProductOperands, groups: RowGroups) -> None:
 
 
 def random_operands(request: ProductRequest) -> tuple[ProductOperands, RowGroups]:
-    """Rows spread evenly over all experts but one, which has none. The caller's random numbers stay."""
-    device, experts, rows = request.device, request.experts, request.rows
+    """Returns random operands. Rows are spread evenly over all experts but one, which has none.
+
+    The caller's random numbers stay as they are.
+    """
+    device = request.device
+    experts = request.experts
+    rows = request.rows
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -202,19 +245,22 @@ def random_operands(request: ProductRequest) -> tuple[ProductOperands, RowGroups
     busy = max(experts - 1, 1)
     counts = [rows // busy + (i < rows % busy) for i in range(busy)] + [0] * (experts - busy)
     ends = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
-    groups, form = RowGroups(counts=tuple(counts), ends=ends), request.form
+    groups = RowGroups(counts=tuple(counts), ends=ends)
+    form = request.form
     num_in, num_out = request.in_features, request.out_features
     if form == "weight":
         return ProductOperands(form, random(rows, num_out), random(rows, num_in), experts), groups
     columns, result_columns = (num_in, num_out) if form == "forward" else (num_out, num_in)
-    first, weight = random(rows, columns), random(experts, num_out, num_in)
+    first = random(rows, columns)
+    weight = random(experts, num_out, num_in)
     bias = random(experts, num_out) if request.bias else None
     return ProductOperands(form, first, weight, experts, bias, first.new_empty(rows, result_columns)), groups
 
 
 def needed_bytes(request: ProductRequest) -> int:
-    """Of operands, of a result in its place, and of one that is made elsewhere first."""
-    rows, columns = request.rows, request.in_features + request.out_features
+    """Returns the bytes of the operands, of the result, and of a second result that some ways make first."""
+    rows = request.rows
+    columns = request.in_features + request.out_features
     weights = request.experts * request.in_features * request.out_features
     if request.form == "weight":
         elements = rows * columns + 2 * weights

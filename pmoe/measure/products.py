@@ -1,7 +1,7 @@
-"""Which kernels compute a layer's products: measured once for its sizes, agreed by its ranks.
+"""Products of a layer: measures once which kernels compute them faster, the same on all ranks.
 
-The requests follow from the experts' sizes and from the largest number of rows, which all ranks share; so
-does whether anything is measured. See `pmoe.measure.product_choices`.
+The requests follow from the experts' sizes and from the largest number of rows, which all ranks share. So
+all ranks measure the same products, or none; see `pmoe.measure.product_choices`.
 """
 
 from __future__ import annotations
@@ -20,30 +20,44 @@ from pmoe.kernels import grouped_gemm
 from pmoe.kernels.registry import PMOE, PRODUCTS, Form, ProductRequest, bucket
 from pmoe.measure.kernel_check import KernelCase
 
-FINEST, LARGEST = 32, 2
-"""Products are measured from a 32nd of a rank's even share of rows (chunks, and rows that stay) to twice as
-many (skewed routing). For fewer or more rows the unmeasured rule holds."""
+FINEST = 32
+"""Products are measured from 1 / FINEST of a rank's even share of rows on.
+
+Chunks, and rows that stay, have fewer rows than the share. For still fewer rows the rule for unmeasured
+products holds.
+"""
+
+LARGEST = 2
+"""Products are measured up to LARGEST times the share, for skewed routing."""
 
 FUSED_SAVES = 0.05
-"""Of all products' seconds: less than what copies, sorting and activations of their own take beside them (a
-quarter on an H200, with products of more than a millisecond; `bench/bench_alone.py`)."""
+"""Fraction of the products' seconds that fusing saves, at least.
+
+Unfused products need copies, sorting and activations of their own. These take a quarter on an H200, with
+products of more than a millisecond (`bench/bench_alone.py`).
+"""
 
 _measured: set[tuple[object, ...]] = set()
+"""Keys of everything that this process has measured."""
 
 
 def measure_products(
     experts: Experts, ranks: Ranks, dtype: torch.dtype, device: torch.device, max_rows: int, needs_grad: bool
 ) -> None:
-    """Has the products of these experts measured, the first time for so many rows.
+    """Measures the products of these experts, the first time that so many rows come.
 
-    Collective over ``ranks`` then. Later, or for as many rows up to the next power of two, it does nothing.
+    Collective over ``ranks`` then. Later calls with as many rows, rounded up to a power of two, do nothing.
 
-    dtype: of the rows. max_rows: of the rank with most tokens, in even routing. needs_grad: whether there may
-    be a backward. All of these, and the experts' sizes, must be the same on every rank. Nothing is measured
-    on the CPU, in deterministic mode (which must be on for all ranks or for none), while a CUDA graph is
-    captured, for modules, and for types and sizes that pmoe's kernels do not take.
+    Args:
+        dtype: of the rows.
+        max_rows: rows of the rank that has most tokens, evenly routed.
+        needs_grad: whether a backward pass may follow.
 
-    Raises ValueError on every rank where their kernels are of different architectures.
+    All of these, and the experts' sizes, must be the same on every rank. Nothing is measured on the CPU, in
+    deterministic mode (which must be on for all ranks or for none), while a CUDA graph is captured, for
+    experts that are modules, and for dtypes and sizes that pmoe's kernels do not take.
+
+    Raises ValueError on every rank if their kernels are of different architectures.
     """
     if device.type != "cuda" or not max_rows or not isinstance(experts, StackedExperts):
         return
@@ -65,18 +79,21 @@ def measure_products(
 def slower_kernels(
     experts: StackedExperts, dtype: torch.dtype, device: torch.device, rows: int, *, needs_grad: bool
 ) -> str | None:
-    """Why one rank's kernels would be slower than the path of all layers, in words; None where they are not.
+    """Returns why the kernels of a single rank would be slower than the usual path; None if they are not.
 
-    A product may be a little slower by itself: what is launched with it makes up for `FUSED_SAVES`.
+    Single products may be slower, because fusing saves `FUSED_SAVES` of all products' seconds.
     """
-    taken, fastest = 0.0, 0.0
+    taken = 0.0
+    fastest = 0.0
     for name, request in _products(experts, dtype, device, rows, needs_grad):
-        chosen, found = PRODUCTS.choose(request), PRODUCTS.measured.get(request)
-        fixed = PRODUCTS.forced is not None or torch.are_deterministic_algorithms_enabled()
-        if chosen != PMOE and (fixed or found is None or PRODUCTS.competing(request) is None):
+        chosen = PRODUCTS.choose(request)
+        measured = PRODUCTS.measured.get(request)
+        is_fixed = PRODUCTS.forced is not None or torch.are_deterministic_algorithms_enabled()
+        if chosen != PMOE and (is_fixed or measured is None or PRODUCTS.competing(request) is None):
             return f"{chosen} is chosen for the {request.form} product of {name} with {rows} rows"
-        if found is not None and not fixed:
-            taken, fastest = taken + found.seconds[PMOE], fastest + min(found.seconds.values())
+        if measured is not None and not is_fixed:
+            taken = taken + measured.seconds[PMOE]
+            fastest = fastest + min(measured.seconds.values())
     if taken <= (1 + FUSED_SAVES) * fastest:
         return None
     return (
@@ -87,23 +104,26 @@ def slower_kernels(
 def product_requests(
     experts: StackedExperts, dtype: torch.dtype, device: torch.device, max_rows: int, *, needs_grad: bool
 ) -> list[ProductRequest]:
-    """Every product of these experts. Empty where the kernels do not take the type or the sizes."""
+    """Returns every product of these experts; none if the kernels do not take the dtype or the sizes.
+
+    max_rows: as in `measure_products`. Rows are measured in powers of two.
+    """
     if grouped_gemm.misfit(dtype, d_model=experts.d_model, hidden=experts.num_hidden) is not None:
         return []
     max_bucket = LARGEST * bucket(max_rows)
     buckets = [rows for i in range((FINEST * LARGEST).bit_length()) if (rows := max_bucket >> i)]
-    found = []
+    requests = []
     for name, request in _products(experts, dtype, device, max_rows, needs_grad):
-        # b2 is added by the first shard alone, and all shards ask for the same
+        # Only the first shard adds b2, but the requests of all shards must be the same: both are measured.
         biases = {request.bias, False} if name == "w2" and experts.shard.count > 1 else {request.bias}
-        found += [replace(request, rows=rows, bias=bias) for bias in sorted(biases) for rows in buckets]
-    return found
+        requests += [replace(request, rows=rows, bias=bias) for bias in sorted(biases) for rows in buckets]
+    return requests
 
 
 def _products(
     experts: StackedExperts, dtype: torch.dtype, device: torch.device, rows: int, needs_grad: bool
 ) -> Iterator[tuple[str, ProductRequest]]:
-    """The products of each weight, with its name."""
+    """Yields (name of a weight, product) for every product of the experts."""
     forms: tuple[Form, ...] = ("forward", "input", "weight") if needs_grad else ("forward",)
     for name, (num_experts, num_out, num_in) in experts.shapes().items():
         for form in forms:

@@ -1,9 +1,11 @@
-"""The profile of a device and a group of ranks: from its file, or measured once and kept there.
+"""The profile of a device and a group of ranks: loaded from its file, or measured once and stored.
 
-MPipeMoE, Section II.C; FSMoE, Section 4.1. Costs of each kind of work are straight lines, measured alone
-(`pmoe.measure.rates`, `pmoe.measure.operations`); how much computation, communication and copies slow each
-other is measured side by side. All ranks hold the same profile: the numbers of the slowest. There is one file
-for each device, group and dtype; other files in the folder are not looked at.
+A profile holds a line for each kind of work, measured alone (`pmoe.measure.rates`,
+`pmoe.measure.operations`), and how much computation, communication and copies slow each other, measured
+side by side (MPipeMoE, Section II.C; FSMoE, Section 4.1).
+
+All ranks hold the same profile: the numbers of the slowest. There is one file for each device, group and
+dtype. Other files in the folder are ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from pmoe.planner.profile import FORMAT, Identity, Profile
 from pmoe.warn import log, warn_once
 
 NAMED = re.compile(r"(?!division_|degrees_).*_v\d+\.json")
-"""By `profile_path`; other kinds of files lie in the same folder."""
+"""Names that `profile_path` gives files. The folder also holds files of other kinds."""
 
 
 def load_or_measure(
@@ -48,38 +50,41 @@ def load_or_measure(
     across: Ranks | None = None,
     inside: Ranks | None = None,
 ) -> Profile:
-    """The stored profile where every rank has a good one, else a measured one, saved by rank 0.
+    """Returns the stored profile if every rank has a valid one; otherwise measures and stores one.
 
-    Collective; every rank returns the same profile. With ``operations`` it has those of ``across`` and
-    ``inside`` (see `measure_operations`); where the file has none, or those of other sizes of groups, only
-    they are measured, and take their place in the file.
+    Collective; every rank returns the same profile, and rank 0 stores it. Ranks on different kinds of
+    devices measure every time.
 
-    Warns once about a file that cannot be used, and replaces it; one of an older format has another name and
-    is left alone. A folder that cannot be written costs a warning, and the measuring again next time. Ranks
-    on unlike devices measure every time. Rank 0 warns where lines fit badly, though they were measured twice.
+    operations: whether the profile must have FSMoE's lines for ``across`` and ``inside`` (see
+        `measure_operations`). If the file has none, or those of groups of other sizes, only these are
+        measured and replaced.
+
+    Warns once about a file that cannot be used, and replaces it. A file of an older format has another name
+    and is left alone. If the folder cannot be written, it warns and will measure again next time. Rank 0
+    warns if lines fit badly although they were measured twice.
 
     Raises as `identity` and `measure_operations` do.
     """
     device = torch.device(device)
-    profile = found = _found_by_all(ranks, device, identity(ranks, device, dtype))
+    profile = stored = _found_by_all(ranks, device, identity(ranks, device, dtype))
     if profile is None:
-        log.info("measuring %s with %d ranks, once: some seconds", device, ranks.size)
+        log.info("measuring %s with %d ranks: this takes some seconds, once", device, ranks.size)
         profile = measure(ranks, device, dtype, quick=True)
     if operations:
         named = (("across", across), ("inside", inside))
         sizes = [part_of(ranks, device, name, part).size for name, part in named]
-        held = profile.operations
-        if held is None or [held.num_across, held.num_inside] != sizes:
+        operation_lines = profile.operations
+        if operation_lines is None or [operation_lines.num_across, operation_lines.num_inside] != sizes:
             log.info("measuring FSMoE's operations on %s among %d x %d ranks, once", device, *sizes)
             measured = measure_operations(ranks, device, dtype, across=across, inside=inside)
             profile = replace(profile, operations=measured)
-    if ranks.rank == 0 and profile is not found:
+    if ranks.rank == 0 and profile is not stored:
         try:
             save_profile(profile, profile_path(profile))
-            log.info("measured, and kept in %s", profile_path(profile))
-        except OSError as error:  # must not stop one rank alone
+            log.info("stored the profile in %s", profile_path(profile))
+        except OSError as error:  # an error on rank 0 alone would leave the other ranks waiting
             warnings.warn(
-                f"the profile could not be saved, and will be measured again: {error}", stacklevel=2
+                f"the profile could not be saved, so the next run measures again: {error}", stacklevel=2
             )
     if ranks.rank == 0 and profile.doubt:
         warn_once(profile.doubt)
@@ -88,35 +93,40 @@ def load_or_measure(
 
 
 def _found_by_all(ranks: Ranks, device: torch.device, here: Identity) -> Profile | None:
-    """Rank 0's, where every rank has one that is of what is here. Collective."""
-    found, fault = None, None
+    """Returns rank 0's stored profile if every rank has one that is valid here; else None.
+
+    Collective.
+    """
+    own_profile = None
+    fault = None
     try:
-        found = load_profile(profile_path(here), expected=here)
+        own_profile = load_profile(profile_path(here), expected=here)
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
         fault = error
-    place = ranks.size - ranks.rank  # the largest among the ranks with a fault is the one that warns
-    here_is = [float(found is None), float(place if fault else 0)]
-    missing, warning = largest(ranks, device, here_is, stage=AGREEING)
+    # Of the ranks with a fault only the lowest warns: its place is the largest.
+    place = ranks.size - ranks.rank
+    own_state = [float(own_profile is None), float(place if fault else 0)]
+    missing, warning = largest(ranks, device, own_state, stage=AGREEING)
     if fault and warning == place:
-        warnings.warn(f"{fault}; measured again", stacklevel=3)
-    if found is None or missing:
+        warnings.warn(f"{fault}; it is measured again", stacklevel=3)
+    if own_profile is None or missing:
         return None
-    return from_first(ranks, found, stage="sharing a profile")
+    return from_first(ranks, own_profile, stage="sharing a profile")
 
 
 PROFILES: dict[tuple[str, torch.device, torch.dtype], Profile] = {}
-"""Those in use in this process, by the name of their ranks."""
+"""Profiles in use in this process, by the name of their ranks, device and dtype."""
 
 
 def profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Profile:
-    """The stored profile of this device and group, or a quick measurement; collective the first time."""
+    """Returns the profile in use, or else the result of `load_or_measure`. Collective the first time."""
     return PROFILES.get((ranks.name, device, dtype)) or load_or_measure(ranks, device, dtype)
 
 
 def profile_path(who: Identity, folder: PathLike | None = None) -> Path:
-    """The file named after an identity: in ``folder``, or $PMOE_CACHE, or ~/.cache/pmoe."""
+    """Returns the file that is named after an identity, in `cache_folder`."""
     cuda = f"cuda {who.versions.cuda}" if who.versions.cuda else "no cuda"
     nodes = f"{who.num_nodes} nodes" if who.num_nodes > 1 else ""
     place = [who.device, f"{who.num_ranks} ranks", nodes, who.backend, who.link]
@@ -125,39 +135,45 @@ def profile_path(who: Identity, folder: PathLike | None = None) -> Path:
 
 
 def save_profile(profile: Profile, path: PathLike) -> None:
-    """Writes the whole file or none. Makes the folder. Raises OSError where it cannot be written."""
+    """Writes the whole file or none. Makes the folder. Raises OSError if it cannot be written."""
     save_json(path, dataclasses.asdict(profile))
 
 
 def load_profile(path: PathLike, *, expected: Identity | None = None) -> Profile:
-    """The profile in the file, whose identity must be ``expected`` unless that is None.
+    """Returns the profile in a file.
 
-    Raises FileNotFoundError; CorruptFileError where the file holds no profile; ValueError where it holds that
-    of another device, number of ranks, backend, dtype or version, naming what it holds and what is here.
+    expected: the identity that it must have; None for any.
+
+    Raises FileNotFoundError; CorruptFileError if the file holds no profile; ValueError, with both values,
+    if it holds that of another device, number of ranks, backend, dtype or version.
     """
     profile = load_json(path, profile_from, "`pmoe profile` writes it")
     if expected is not None and profile.identity != expected:
-        raise ValueError(f"{path}: holds the profile of {profile.identity.difference(expected)}")
+        raise ValueError(
+            f"{path}: does not fit this machine and group: {profile.identity.difference(expected)}"
+        )
     return profile
 
 
 def stored_profiles(folder: PathLike | None = None) -> dict[Path, Profile | OSError | ValueError]:
-    """By file, each profile, or why it cannot be used; without files of another kind and name."""
-    found: dict[Path, Profile | OSError | ValueError] = {}
+    """Returns each stored profile, or the reason why it cannot be used, by file.
+
+    Files of other kinds are left out.
+    """
+    profiles: dict[Path, Profile | OSError | ValueError] = {}
     for path in sorted(cache_folder(folder).glob("*.json")):
         try:
-            found[path] = load_profile(path)
+            profiles[path] = load_profile(path)
         except (OSError, ValueError) as error:
             if not isinstance(error, CorruptFileError) or NAMED.fullmatch(path.name):
-                found[path] = error
-    return found
+                profiles[path] = error
+    return profiles
 
 
 def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) -> tuple[Path, Profile]:
-    """The one stored profile for so many ranks and this dtype.
+    """Returns the file and the profile of the one stored profile for this number of ranks and dtype.
 
-    Raises ValueError where none fits or several do, with a line for each stored profile and how to
-    measure one.
+    Raises ValueError if none or several fit. It lists the stored profiles, and says how to measure one.
     """
     stored = stored_profiles(folder)
     fitting = [
@@ -169,21 +185,21 @@ def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) 
         return fitting[0]
     count = f"{len(fitting)} profiles fit" if fitting else "no profile fits"
     wanted = f"{num_ranks} rank{'s' * (num_ranks > 1)} and {dtype}"
-    held = [f"  {path.name}: {profile}" for path, profile in stored.items()]
+    stored_lines = [f"  {path.name}: {profile}" for path, profile in stored.items()]
     launch = "python" if num_ranks == 1 else f"torchrun --nproc-per-node {num_ranks}"
     measure_one = f"measure one with: {launch} -m pmoe profile --dtype {dtype}"
     advice = "name one of them with --profile FILE" if fitting else measure_one
-    raise ValueError("\n".join([f"{count} {wanted} in {cache_folder(folder)}", *held, advice]))
+    raise ValueError("\n".join([f"{count} {wanted} in {cache_folder(folder)}", *stored_lines, advice]))
 
 
 def profile_from(fields: Mapping[str, Any]) -> Profile:
-    """The profile whose `dataclasses.asdict` these are.
+    """Returns the profile whose `dataclasses.asdict` these fields are.
 
-    Raises CorruptFileError where a field is missing or of another type, ValueError for another format.
+    Raises CorruptFileError if a field is missing or has another type, and ValueError for another format.
     """
     versions = fields.get("versions")
-    found = versions.get("file", FORMAT) if isinstance(versions, dict) else FORMAT
-    if isinstance(found, int) and found != FORMAT:
-        raise ValueError(f"format version ({found}) must be {FORMAT}")
+    file_format = versions.get("file", FORMAT) if isinstance(versions, dict) else FORMAT
+    if isinstance(file_format, int) and file_format != FORMAT:
+        raise ValueError(f"format version ({file_format}) must be {FORMAT}")
     profile: Profile = typed(Profile, fields, "profile")
     return profile

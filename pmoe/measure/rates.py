@@ -1,6 +1,6 @@
-"""Measures what a `Profile` holds: lines of each kind of work, and how much the lanes slow each other.
+"""Measures a `Profile`: a line for each kind of work, and how much the lanes slow each other.
 
-`measure` is collective: see `pmoe.measure.rounds`.
+`measure` is collective: see `pmoe.measure.timing`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from pmoe.comm.agreement import from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import Bench, Marks, TimedCall, identity, open_bench, seconds_of
-from pmoe.measure.lines import (
+from pmoe.measure.line_fits import (
     QUICK,
     TRIES,
     USUAL,
@@ -29,29 +29,32 @@ from pmoe.measure.lines import (
     products,
     transfer,
 )
-from pmoe.measure.rounds import timestamp
+from pmoe.measure.timing import timestamp
 from pmoe.planner.cost_model import COMMUNICATE, COPY, FACTORS, Interference
 from pmoe.planner.costs import FREE, Fit
 from pmoe.planner.profile import Profile
 
 FIRST_COPY_BYTES = 2**20
-"""A copy is measured from so many on."""
+"""Smallest size of a measured copy."""
 
 MIN_SPEED = 1e-3
-"""A lane that others bring to a stand has this relative speed, since a factor of zero has no inverse."""
+"""Smallest relative speed of a lane, for lanes that others bring to a halt. A speed of 0 has no inverse."""
 
 
 def measure(
     ranks: Ranks, device: torch.device | str, dtype: torch.dtype = torch.float32, *, quick: bool = False
 ) -> Profile:
-    """Collective; every rank returns the same profile, after some ten seconds, or one or two where quick.
+    """Measures a profile. Collective; every rank returns the same.
 
-    The device and the ranks should have nothing else to do meanwhile. Raises as `identity` does, and
-    RuntimeError where a peer fails.
+    It takes about ten seconds, or one or two if ``quick``. The device and the ranks should do nothing else
+    meanwhile.
+
+    Raises as `identity` does, and RuntimeError if a peer fails.
     """
     begin = time.perf_counter()
     device = torch.device(device)
-    who, effort = identity(ranks, device, dtype), QUICK if quick else USUAL
+    own_identity = identity(ranks, device, dtype)
+    effort = QUICK if quick else USUAL
     lines: dict[str, Fit] = {"message": FREE}
     pieces: dict[str, list[TimedCall]] = {}
     with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
@@ -61,9 +64,9 @@ def measure(
             pieces.setdefault(kind.lane, []).append(kind.make(units))
         by_lane = {lane: partial(_in_turn, of_lane) for lane, of_lane in pieces.items()}
         interference = _interference(bench, by_lane, effort)
-    costs = {name: found.line for name, found in lines.items()}
+    costs = {name: fitted.line for name, fitted in lines.items()}
     profile = Profile(
-        **(vars(who) | costs),
+        **(vars(own_identity) | costs),
         r_squared=min(line.r_squared for line in lines.values()),
         interference=interference,
         seconds=time.perf_counter() - begin,
@@ -73,11 +76,12 @@ def measure(
 
 
 def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, LaneWork]:
-    """By the name of their line in a `Profile`."""
-    ranks, device = bench.ranks, bench.device
+    """Returns the kinds of work by the names of their lines in a `Profile`."""
+    ranks = bench.ranks
+    device = bench.device
 
     def copy(elements: int, *, out: bool) -> TimedCall:
-        pinned = device.type == "cuda"  # so that copies need not wait; ones, so that it has been touched
+        pinned = device.type == "cuda"  # copies are asynchronous only from and to pinned memory
         inside = torch.ones(elements, dtype=dtype, device=device)
         outside = torch.ones(elements, dtype=dtype, device="cpu", pin_memory=pinned)
         target, source = (outside, inside) if out else (inside, outside)
@@ -92,15 +96,20 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, LaneWork]:
 
 
 def _in_turn(calls: Sequence[TimedCall]) -> None:
-    """A piece of the copies goes out and in."""
+    """Runs the calls one after another. A piece of the copy lane is a copy out and a copy in."""
     for call in calls:
         call()
 
 
 def _interference(bench: Bench, pieces: Mapping[str, TimedCall], effort: Effort) -> Interference:
-    """Every lane gets so many pieces that they take about the same time alone. Beside messages, whose number
-    all ranks must know beforehand, the others get twice as many, to be busy all the while. Speeds are those
-    of the time in which all lanes are busy, so it does not matter which of them ends first."""
+    """Measures how much lanes slow each other, for every combination of two or three lanes. Collective.
+
+        speed of a lane beside others / its speed alone        median over rounds, of the slowest rank
+
+    Every lane gets so many pieces that all lanes take about the same time alone. Beside messages, whose
+    number all ranks must know in advance, the other lanes get twice as many, so that they stay busy.
+    `speeds` looks only at the time in which all lanes are busy, so it does not matter which ends first.
+    """
     alone = {lane: seconds_of(bench, lane, piece, TRIES, min) for lane, piece in pieces.items()}
     span = max(effort.span_seconds, 4 * max(alone.values()))
     count = {lane: math.ceil(span / seconds) for lane, seconds in alone.items()}
@@ -118,7 +127,7 @@ def _interference(bench: Bench, pieces: Mapping[str, TimedCall], effort: Effort)
         for lanes in together:
             for lane, speed in run(lanes).items():
                 relative.setdefault((lane, lanes), []).append(speed / full[lane])
-    # Without messages, "all" are the two lanes that there are.
+    # One rank sends no messages. "all" in a field's name then means compute and copy.
     lanes_of = {name: tuple(lane for lane in lanes if lane in pieces) for name, (_, lanes) in FACTORS.items()}
     names = [name for name, (lane, _) in FACTORS.items() if (lane, lanes_of[name]) in relative]
     slowness = [-statistics.median(relative[FACTORS[name][0], lanes_of[name]]) for name in names]
@@ -129,10 +138,14 @@ def _interference(bench: Bench, pieces: Mapping[str, TimedCall], effort: Effort)
 
 
 def speeds(marks: Mapping[str, Marks]) -> dict[str, float]:
-    """Pieces a second of each lane, from when the last lane began until the first lane ended. A piece under
-    way counts by its part in that time. Lanes that never ran together count from the first to the last mark.
+    """Returns the pieces per second of each lane, in the time in which all lanes are busy.
 
-    Example: {a: 0, 2, 4, 6; b: 1, 5} -> from 1 to 5, a: 2 pieces, 0.5 a second, b: 1 piece, 0.25 a second.
+    This time lasts from the start of the last lane to the end of the first. A piece that is only partly in
+    it counts by that part. If the lanes never run together, the time from the first to the last mark is
+    used.
+
+    Example: {a: 0, 2, 4, 6; b: 1, 5} -> from 1 to 5, a: 2 pieces, 0.5 per second, b: 1 piece, 0.25 per
+    second.
     """
     import numpy as np  # not needed to import pmoe
 

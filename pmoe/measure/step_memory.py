@@ -1,7 +1,8 @@
-"""How much memory a step really takes, from the allocator's own events: exact for any allocation.
+"""Peak memory of a real step, from the allocator's own events. It is exact for any allocation on CUDA.
 
-Counted on the CPU are all tensors that this thread makes. What another thread frees (gloo's do, now and then,
-what they have sent) is seen to go when its place is taken again: a count may be too high, never too low.
+On the CPU it counts all tensors that this thread makes. Another thread may free some: gloo's threads
+sometimes free what they have sent. That is noticed only when the address is used again, so a count may be
+too high, but never too low.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 
 
 def step_peak_bytes(module: nn.Module, x: Tensor, dy: Tensor) -> int:
-    """Bytes of module(x) and its backward from dy, at once at most, beyond what was held before.
+    """Returns the most bytes that module(x) and its backward from dy add to the bytes held before.
 
     y and the gradients are held until the end. Clears the module's gradients.
+
+    x, dy: input and gradient of the output, of any shape that the module takes.
     """
     device = next(module.parameters()).device
     module.zero_grad(set_to_none=True)
@@ -25,40 +28,44 @@ def step_peak_bytes(module: nn.Module, x: Tensor, dy: Tensor) -> int:
 
 
 def _peak_on_cuda(module: nn.Module, x: Tensor, dy: Tensor, device: torch.device) -> int:
+    """Returns the peak by the CUDA allocator's own statistics."""
     torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
+    bytes_before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     y = module(x)
     y.backward(dy)
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    return torch.cuda.max_memory_allocated(device) - bytes_before
 
 
 def _peak_on_cpu(module: nn.Module, x: Tensor, dy: Tensor) -> int:
+    """Returns the peak by the profiler's events of CPU allocations."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
         y = module(x)
         y.backward(dy)
     live: dict[int, int] = {}  # bytes by address
-    held = peak = 0
+    held_bytes = peak_bytes = 0
     for event in events_of(profile):
         if event.name == "[memory]" and torch.device(event.typed[1].device).type == "cpu":
-            address, change = event.typed[1].ptr, event.typed[1].alloc_size
-            held -= live.pop(address, 0)
+            address = event.typed[1].ptr
+            change = event.typed[1].alloc_size
+            held_bytes -= live.pop(address, 0)
             if change > 0:
                 live[address] = change
-                held += change
-            peak = max(peak, held)
-    return peak
+                held_bytes += change
+            peak_bytes = max(peak_bytes, held_bytes)
+    return peak_bytes
 
 
 def events_of(profile: torch.profiler.profile) -> list[Any]:
-    """What a profile has seen, allocations included, in the order of time."""
+    """Returns all events of a profile, allocations included, in order of time."""
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    found, left = [], list(profile.profiler.kineto_results.experimental_event_tree())
-    while left:
-        event = left.pop()
-        found.append(event)
-        left.extend(event.children)
-    return sorted(found, key=lambda event: event.start_time_ns)
+    events = []
+    pending = list(profile.profiler.kineto_results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        events.append(event)
+        pending.extend(event.children)
+    return sorted(events, key=lambda event: event.start_time_ns)

@@ -1,6 +1,6 @@
-"""Values that outlive a run: one JSON object a file, written whole or not at all.
+"""Files for values that outlive a run: one JSON object a file, written completely or not at all.
 
-Files that pmoe names itself lie in $PMOE_CACHE, or ~/.cache/pmoe where that is not set.
+Files that pmoe names itself are in $PMOE_CACHE, or in ~/.cache/pmoe if that is not set.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ T = TypeVar("T")
 
 
 class CorruptFileError(ValueError):
-    """The file is not what it is named for: no JSON, a field missing, or one of another type."""
+    """Raised for a file whose content is not what it should be: no JSON, a missing field, a wrong type."""
 
 
 def cache_folder(folder: PathLike | None = None) -> Path:
-    """``folder``, or $PMOE_CACHE, or ~/.cache/pmoe. Raises RuntimeError where there is no home."""
+    """Returns ``folder``, or else $PMOE_CACHE, or else ~/.cache/pmoe.
+
+    Raises RuntimeError if there is no home folder.
+    """
     if folder is not None:
         return Path(folder)
     return Path(os.environ.get("PMOE_CACHE") or Path.home() / ".cache" / "pmoe")
 
 
 def cache_path(key: Iterable[str], folder: PathLike | None = None) -> Path:
-    """The file of a key in `cache_folder`.
+    """Returns the file of a key in `cache_folder`.
 
     Example: ("division", "NVIDIA H200", "v1") -> division_nvidia-h200_v1.json
     """
@@ -44,25 +47,32 @@ def cache_path(key: Iterable[str], folder: PathLike | None = None) -> Path:
 
 
 def load_json(path: PathLike, parse: Callable[[dict[str, Any]], T], remedy: str = "remove it") -> T:
-    """What ``parse`` makes of the file's JSON object. remedy: ends the message of a file that is refused.
+    """Returns what ``parse`` makes of a file's JSON object.
 
-    Raises OSError where the file cannot be read; CorruptFileError where it holds no JSON object; the
-    ValueError of ``parse``, with the path in front.
+    remedy: says what to do about an unusable file, at the end of the message.
+
+    Raises OSError if the file cannot be read; CorruptFileError if it holds no JSON object; the ValueError
+    of ``parse``, with the path in front.
     """
     try:
-        found = json.loads(Path(path).read_bytes())
+        content = json.loads(Path(path).read_bytes())
     except (ValueError, RecursionError) as error:
         raise CorruptFileError(f"{path}: no JSON ({error}); {remedy}") from None
-    if not isinstance(found, dict):
-        raise CorruptFileError(f"{path}: must be an object, not {type(found).__name__}; {remedy}")
+    if not isinstance(content, dict):
+        raise CorruptFileError(f"{path}: must be an object, not {type(content).__name__}; {remedy}")
     try:
-        return parse(found)
+        return parse(content)
     except ValueError as error:
         raise type(error)(f"{path}: {error}; {remedy}") from None
 
 
 def found_or(otherwise: T, about: str, read: Callable[[], T]) -> T:
-    """What ``read`` returns; ``otherwise`` without a file or, with a warning, for one that is of no use."""
+    """Returns what ``read`` returns, or ``otherwise`` if the file is missing or unusable.
+
+    Warns about an unusable file.
+
+    about: what the warning begins with.
+    """
     try:
         return read()
     except FileNotFoundError:
@@ -73,15 +83,17 @@ def found_or(otherwise: T, about: str, read: Callable[[], T]) -> T:
 
 
 def save_json(path: PathLike, fields: Mapping[str, Any], **options: Any) -> None:
-    """Writes the whole file or none: a reader never sees half of it. Makes the folder.
+    """Writes a file completely or not at all, so a reader never sees half of it. Makes the folder.
 
     options: of `json.dumps`.
 
-    Raises OSError where it cannot be written, TypeError or ValueError for values that JSON cannot hold.
+    Raises OSError if it cannot be written, and TypeError or ValueError for values that JSON cannot hold.
     """
-    path, text = Path(path), json.dumps(fields, indent=1, **{"allow_nan": False, **options}) + "\n"
+    path = Path(path)
+    text = json.dumps(fields, indent=1, **{"allow_nan": False, **options}) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name of its own beside the target: several ranks may save at once, and a rename stays on one disk.
+    # The draft has a unique name, because several ranks may save at once. It is in the same folder, because
+    # only a rename within one disk is atomic.
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with draft.open("x", encoding="utf-8") as file:
@@ -94,16 +106,21 @@ def save_json(path: PathLike, fields: Mapping[str, Any], **options: Any) -> None
 
 
 def typed(kind: Any, value: Any, name: str) -> Any:
-    """``value``, as JSON has it, as the ``kind`` of a dataclass's field (a dict[str, ...], say), or as that
-    dataclass.
+    """Checks a value that was read from JSON, and returns it as ``kind``.
 
-    Raises CorruptFileError, with the ``name`` of the field, where it is of another type, where a number is
-    negative or not finite, where a field is missing, or where the dataclass refuses its fields.
+    Args:
+        kind: type of a dataclass's field, such as int or dict[str, float], or a dataclass, which is then
+            built.
+        value: as JSON gives it.
+        name: of the field, for errors.
+
+    Raises CorruptFileError if the value has another type, a number is negative or not finite, a field is
+    missing, or the dataclass refuses its fields.
     """
-    if isinstance(kind, types.UnionType):  # something or None
+    if isinstance(kind, types.UnionType):  # X | None
         if value is None:
             return None
-        [kind] = [each for each in typing.get_args(kind) if each is not types.NoneType]
+        [kind] = [part_kind for part_kind in typing.get_args(kind) if part_kind is not types.NoneType]
     is_dict = typing.get_origin(kind) is dict
     if is_dict or dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
@@ -112,9 +129,11 @@ def typed(kind: Any, value: Any, name: str) -> Any:
         missing = [field for field in kinds if field not in value]
         if missing:
             raise CorruptFileError(f"{name} has no {', '.join(missing)}")
-        made = {field: typed(each, value[field], f"{name}.{field}") for field, each in kinds.items()}
+        converted = {
+            field: typed(part_kind, value[field], f"{name}.{field}") for field, part_kind in kinds.items()
+        }
         try:
-            return made if is_dict else kind(**made)
+            return converted if is_dict else kind(**converted)
         except ValueError as error:
             raise CorruptFileError(f"{name}: {error}") from None
     if typing.get_origin(kind) is typing.Literal:

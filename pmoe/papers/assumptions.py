@@ -1,4 +1,4 @@
-"""What the reproductions assume, and what the papers print: prose and numbers, which lie beside this file."""
+"""Assumptions of the reproductions (assumptions.md), and numbers that the papers print (printed.json)."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from typing import Any
 
 
 def assumptions(experiment: str) -> Mapping[str, str]:
-    """What an experiment of `pmoe simulate` assumes, by name: a section of the page beside this file."""
+    """Returns the assumptions of an experiment of `pmoe simulate`: texts by name."""
     return section(files(__package__).joinpath("assumptions.md").read_text(encoding="utf-8"), experiment)
 
 
 def section(page: str, title: str) -> Mapping[str, str]:
-    """Texts by name, of a section of a page in Markdown whose headings are "# title" and "## name"."""
-    found = page.partition(f"\n# {title}\n")[2].partition("\n# ")[0]
-    blocks = (block.partition("\n") for block in found.strip().split("\n\n"))
-    return {name.removeprefix("## "): " ".join(told.split()) for name, _, told in blocks}
+    """Returns the texts of one section of a Markdown page by name.
+
+    The section's heading is "# title". Each text has a heading "## name".
+    """
+    body = page.partition(f"\n# {title}\n")[2].partition("\n# ")[0]
+    blocks = (block.partition("\n") for block in body.strip().split("\n\n"))
+    return {name.removeprefix("## "): " ".join(text.split()) for name, _, text in blocks}
 
 
 def wrapped(texts: Mapping[str, str]) -> Iterator[str]:
-    """Each name with its text beside it, which continues below itself."""
+    """Yields each name with its text beside it, wrapped to 110 columns."""
     width = max(map(len, texts)) + 2
     for name, text in texts.items():
         yield textwrap.fill(text, 110, initial_indent=name.ljust(width), subsequent_indent=" " * width)
 
 
 def printed(name: str) -> Any:
-    """Numbers of a paper's table or figure, as it prints them."""
+    """Returns the numbers of a paper's table or figure, as the paper prints them."""
     return json.loads(files(__package__).joinpath("printed.json").read_text(encoding="utf-8"))[name]

@@ -1,8 +1,9 @@
-"""COMET's Table 3, the moves of n_c in its Fig. 8, and its fused layer beside a chunked one, all by model.
+"""COMET's Table 3, the moves of n_c in its Fig. 8, and its fused layer beside a chunked one.
 
-First how long a fused kernel takes on the simulator, and how many of its blocks should communicate (3.2.2).
-The numbers of one machine that stand here are for this reproduction; no layer uses them. What the paper
-leaves open is in ASSUMPTIONS. Nothing is fitted: where the model parts from the paper, it says so.
+They follow from a model, which simulates how long a fused kernel takes and how many of its blocks should
+communicate (section 3.2.2). The machine's numbers are for this reproduction only; no layer uses them.
+Everything that the paper leaves open is in ASSUMPTIONS. Nothing is fitted to the paper. The output says
+where the model disagrees with it.
 
 Letters are the paper's (Table 1): M tokens of all ranks, N width of a token (pmoe's d_model), K width of an
 expert's hidden layer (d_hidden), W = TP * EP ranks; n_c communicating blocks, T_N columns of a chunk.
@@ -35,10 +36,10 @@ from pmoe.papers.comet_tasks import (
     fused_dispatch_tasks,
     row_tiles,
 )
-from pmoe.planner.division import chunk_candidates
+from pmoe.planner.block_split import chunk_candidates
 from pmoe.planner.simulator import Simulated, TaskCost, makespan, simulate, task_seconds
 from pmoe.planner.timeline import FUSED_LANES, Span, drawing, simulated_bars
-from pmoe.schedule.straight import forward_schedule
+from pmoe.schedule.separate_buffers import forward_schedule
 from pmoe.schedule.tasks import Kind, Stages, Task, local_pieces, piece_of
 
 if TYPE_CHECKING:
@@ -48,7 +49,10 @@ if TYPE_CHECKING:
 def fused_run(
     layer: Arriving | Returning, device: DeviceRates, n_c: int, chunk_columns: int = TILE_COLUMNS
 ) -> list[Simulated[FusedTask]]:
-    """A fused kernel, simulated; chunk_columns is for layer 1."""
+    """Simulates a fused kernel.
+
+    chunk_columns: T_N, for layer 1 only.
+    """
     if isinstance(layer, Arriving):
         tasks = fused_dispatch_tasks(layer, device, n_c)
     else:
@@ -59,12 +63,13 @@ def fused_run(
 def best_division(
     layer: Arriving | Returning, device: DeviceRates, *, chunks: Sequence[int] | None = None
 ) -> tuple[Division, float]:
-    """The fastest n_c, for layer 1 with its T_N, and its seconds: that of all candidates on the simulator; of
-    equals the least n_c, then the fewest chunks (the division point of section 3.2.2, simulated where COMET
-    profiles).
+    """Returns the fastest division of a kernel, and its seconds.
 
-    chunks: T_N to choose from, of layer 1, by default those of pmoe's own sweep. Candidates are simulated in
-    the order of `min_seconds` until that exceeds what has been found.
+    It simulates all candidates, where COMET profiles them (section 3.2.2): n_c, and for layer 1 also T_N.
+    Of equals it takes the smallest n_c, then the fewest chunks. Candidates are simulated in the order of
+    `min_seconds`. The search ends when that lower bound exceeds the best result.
+
+    chunks: values of T_N to choose from, for layer 1; by default those of pmoe's own sweep.
     """
     if isinstance(layer, Arriving):
         chunks = [TILE_COLUMNS]
@@ -75,7 +80,8 @@ def best_division(
     )
     best = (math.inf, 0, 0)
     for min_rows, n_c, negative in candidates:
-        if min_rows * (1 - 1e-9) > best[0]:  # sums in another order differ by rounding
+        # The bound adds numbers in another order than the simulation, so rounding may make it too high.
+        if min_rows * (1 - 1e-9) > best[0]:
             break
         best = min(best, (makespan(fused_run(layer, device, n_c, -negative)), n_c, negative))
     seconds, n_c, negative = best
@@ -85,8 +91,11 @@ def best_division(
 def min_seconds(
     layer: Arriving | Returning, device: DeviceRates, n_c: int, chunk_columns: int = TILE_COLUMNS
 ) -> float:
-    """What no simulation of a division falls below: the computing blocks' work, that of the communicating
-    blocks, and the link's, each with what must come before or after it."""
+    """Returns a lower bound of the simulated seconds of a division.
+
+    It is the largest of three: the work of the computing blocks, of the communicating blocks, and of the
+    link, each with what must come before or after it.
+    """
     tile = device.tile_seconds(layer.reduction)
 
     def computed(columns: int) -> float:
@@ -95,24 +104,33 @@ def min_seconds(
 
     whole = computed(layer.columns)
     if isinstance(layer, Arriving):
-        here, away = sum(layer.rows_WE[0]), sum(map(sum, layer.rows_WE[1:]))
-        local_bytes, peer_bytes = layer.row_bytes * (2 * here + away), layer.row_bytes * away
-        beside, last_share = min(tile, whole), 0.0  # a tile behind the last piece
+        local_rows = sum(layer.rows_WE[0])
+        peer_rows = sum(map(sum, layer.rows_WE[1:]))
+        local_bytes = layer.row_bytes * (2 * local_rows + peer_rows)
+        peer_bytes = layer.row_bytes * peer_rows
+        unhidden = min(tile, whole)  # at least one tile comes after the last piece
+        last_share = 0.0
     else:
-        here, away = layer.partials_W[0], sum(layer.partials_W[1:])
+        local_rows = layer.partials_W[0]
+        peer_rows = sum(layer.partials_W[1:])
         row_bytes = layer.columns * layer.element_size
-        local_bytes = row_bytes * (sum(layer.rows_E) + 2 * here + away + layer.tokens)
-        peer_bytes = row_bytes * away
-        beside = computed(min(chunk_columns, layer.columns))  # the first chunk
+        local_bytes = row_bytes * (sum(layer.rows_E) + 2 * local_rows + peer_rows + layer.tokens)
+        peer_bytes = row_bytes * peer_rows
+        # The first chunk is computed before any is sent.
+        unhidden = computed(min(chunk_columns, layer.columns))
         last_share = chunk_widths(layer, chunk_columns)[-1] / layer.columns
     moved = (local_bytes / device.block_local_bytes + peer_bytes / device.block_peer_bytes) / n_c
-    return max(whole + moved * last_share, beside + moved, beside + peer_bytes / device.link_bytes)
+    return max(whole + moved * last_share, unhidden + moved, unhidden + peer_bytes / device.link_bytes)
 
 
 # ---- a simulated kernel as bars of a timeline
 
 
-_RESOLUTION, _LEVELS = 200, 25
+_RESOLUTION = 200
+"""Steps in time of the bars."""
+
+_LEVELS = 25
+"""Steps in height of the bars."""
 
 
 def busy_bars(
@@ -120,10 +138,13 @@ def busy_bars(
     lanes: Mapping[str, tuple[str | tuple[str, ...], int]],
     origin: float = 0.0,
 ) -> list[Span]:
-    """A fused kernel on few lanes: the share of the blocks that is at work on each level or chunk. lanes: by
-    name, how the lanes of its blocks begin, and their number. origin: when it begins, in seconds.
+    """Returns a fused kernel as bars on few lanes.
 
-    Time is cut into 200 steps; neighbours of one height, to a 25th of the lane, are one bar.
+    A bar's height is the fraction of the blocks that work on a level or a chunk. Time is cut into 200
+    steps. Neighbouring steps of the same height, to 1/25 of the lane, become one bar.
+
+    lanes: by name, (how the names of its blocks' lanes begin, number of its blocks).
+    origin: start of the kernel, in seconds.
     """
     marks = np.linspace(0.0, makespan(run), _RESOLUTION + 1)
     drawn: list[Span] = []
@@ -156,9 +177,12 @@ def busy_bars(
 
 
 ASSUMPTIONS = assumptions("comet")
-"""What the figures need and the paper does not say, or says in several ways. Written down before the first
-simulation, but after an estimate by hand with blocks of 27 GB/s, about half, that gave n_c = 23 for TP = 8.
-Afterwards the order of sums and of tiles that are not full was made that of cuda/comet."""
+"""Assumptions that the figures need, because the paper does not say or says it in several ways.
+
+They were written before the first simulation, but after an estimate by hand, with blocks of 27 GB/s (about
+half), that gave n_c = 23 for TP = 8. Afterwards the order of sums and of tiles that are not full was made
+that of cuda/comet.
+"""
 
 H800 = DeviceRates(
     blocks=132,
@@ -168,7 +192,7 @@ H800 = DeviceRates(
     link_bytes=160e9,
     signal_seconds=2e-6,
 )
-"""One of the paper's eight devices, by ASSUMPTIONS."""
+"""Rates of one of the paper's eight devices, by ASSUMPTIONS."""
 
 
 MODELS: Mapping[str, Model] = {name: Model(**row) for name, row in printed("comet table 2").items()}
@@ -179,8 +203,11 @@ RANKS = 8
 
 
 def table3() -> list[dict[str, Any]]:
-    """A row a cell of Table 3: bytes of the shared communication buffer by section 5.5's formula, M N
-    elements of two bytes, and the paper's (its MB are 2^20 bytes)."""
+    """Returns the cells of Table 3: the bytes of the shared communication buffer.
+
+    computed_bytes: by section 5.5's formula, M N elements of two bytes.
+    paper_bytes: as the paper prints them. Its MB are 2^20 bytes.
+    """
     return [
         {
             "model": name,
@@ -197,13 +224,19 @@ def table3() -> list[dict[str, Any]]:
 
 @functools.cache
 def figure8() -> list[dict[str, Any]]:
-    """A row a case of Fig. 8, layer 1. paper: its best n_c, which the text has of three; model, seconds: the
-    model's and how long it takes then; paper_seconds: with the paper's n_c. half_rate: the model's n_c where
-    communicating blocks are half as fast. per_group: where M is the tokens of a TP group."""
-    return [_case(*each) for each in printed("comet figure 8")]
+    """Returns the cases of Fig. 8, for layer 1.
+
+    paper            the paper's best n_c. Its text gives three of the four.
+    model, seconds   the model's best n_c, and how long the kernel then takes
+    paper_seconds    how long it takes with the paper's n_c
+    half_rate        the model's n_c if communicating blocks are half as fast
+    per_group        the model's n_c if M are the tokens of a TP group
+    """
+    return [_case(*case) for case in printed("comet figure 8")]
 
 
 def _case(tp: int, tokens: int, paper: int | None) -> dict[str, Any]:
+    """Returns one case of Fig. 8."""
     slower = replace(
         H800, block_local_bytes=H800.block_local_bytes / 2, block_peer_bytes=H800.block_peer_bytes / 2
     )
@@ -222,24 +255,27 @@ def _case(tp: int, tokens: int, paper: int | None) -> dict[str, Any]:
 
 
 def _mixtral(tokens: int, tp: int) -> tuple[Arriving, Returning]:
+    """Returns both layers of Mixtral 8x7B on 8 ranks."""
     return even_layer(MODELS["Mixtral 8x7B"], tokens, ep=RANKS // tp, tp=tp)
 
 
-@functools.cache  # with TP = 8 both readings of M are one
+@functools.cache  # with TP = 8 both readings of M are the same layer
 def _at_one_tile(layer: Returning, device: DeviceRates) -> tuple[Division, float]:
+    """Returns the best division if a chunk is one tile wide."""
     return best_division(layer, device, chunks=[TILE_COLUMNS])
 
 
 def moves(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The paper's two moves of n_c, and whether the model's goes the same way: a row each."""
+    """Returns the two moves of n_c that the paper reports, and whether the model's n_c moves the same way."""
     of = {(case["tp"], case["tokens"]): (case["paper"], case["model"]) for case in cases}
     rows = []
-    for told, start, end in (
+    for move, start, end in (
         ("TP = 8, M 4096 -> 16384", (8, 4096), (8, 16384)),
         ("M = 16384, TP 8 -> 4", (8, 16384), (4, 16384)),
     ):
-        (paper, model), (moved_paper, moved_model) = of[start], of[end]
-        row = {"move": told, "paper": f"{paper} -> {moved_paper}", "model": f"{model} -> {moved_model}"}
+        paper, model = of[start]
+        moved_paper, moved_model = of[end]
+        row = {"move": move, "paper": f"{paper} -> {moved_paper}", "model": f"{model} -> {moved_model}"}
         rows.append({**row, "same way": (moved_model - model) * (moved_paper - paper) > 0})
     return rows
 
@@ -247,16 +283,17 @@ def moves(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 # ---- the fused layer beside the chunked one
 
 DRAWN_TOKENS = 16384
-"""M of the layer that is drawn: that of Fig. 11, Mixtral 8x7B with EP = 8 and TP = 1."""
+"""M of the layer that is drawn: Fig. 11's, Mixtral 8x7B with EP = 8 and TP = 1."""
 
 
 def chunked_run(
     arriving: Arriving, returning: Returning, device: DeviceRates, n: int
 ) -> list[Simulated[Task]]:
-    """pmoe's forward schedule in n chunks, simulated: what ASSUMPTIONS say of the chunked layer."""
-    here, away = arriving.rows_WE[0], tuple(map(sum, zip(*arriving.rows_WE[1:], strict=True)))
-    remote = sum(away) > 0
-    stages = Stages(local=sum(here) > 0 or not remote, remote=remote)
+    """Simulates pmoe's forward schedule in n chunks, with the chunked layer's costs by ASSUMPTIONS."""
+    local_rows_E = arriving.rows_WE[0]
+    peer_rows_E = tuple(map(sum, zip(*arriving.rows_WE[1:], strict=True)))
+    remote = sum(peer_rows_E) > 0
+    stages = Stages(local=sum(local_rows_E) > 0 or not remote, remote=remote)
     pieces = local_pieces(n, local=stages.local, remote=remote)
     all_local = device.blocks * device.block_local_bytes
     row_bytes = arriving.row_bytes
@@ -272,18 +309,18 @@ def chunked_run(
 
     def local(task: Task) -> float:
         chunks = [i for i in range(n) if piece_of(i, n, pieces) == task.chunk]
-        return products([sum(_rows_of_chunk(rows, i, n) for i in chunks) for rows in here])
+        return products([sum(_rows_of_chunk(rows, i, n) for i in chunks) for rows in local_rows_E])
 
     def sent(task: Task) -> int:
-        return sum(_rows_of_chunk(rows, task.chunk, n) for rows in away)
+        return sum(_rows_of_chunk(rows, task.chunk, n) for rows in peer_rows_E)
 
     def output(task: Task) -> float:
-        summed = sent(task) + sum(_rows_of_chunk(rows, task.chunk, n) for rows in here)
+        summed = sent(task) + sum(_rows_of_chunk(rows, task.chunk, n) for rows in local_rows_E)
         return (summed + _rows_of_chunk(returning.tokens, task.chunk, n)) * out_bytes / all_local
 
     costs: Mapping[Kind, TaskCost] = {
         Kind.LOCAL: local,
-        Kind.COMPUTE: lambda task: products([_rows_of_chunk(rows, task.chunk, n) for rows in away]),
+        Kind.COMPUTE: lambda task: products([_rows_of_chunk(rows, task.chunk, n) for rows in peer_rows_E]),
         Kind.GATHER: lambda task: 2 * sent(task) * row_bytes / all_local,
         Kind.DISPATCH: lambda task: sent(task) * row_bytes / device.link_bytes + device.signal_seconds,
         Kind.COMBINE: lambda task: sent(task) * out_bytes / device.link_bytes + device.signal_seconds,
@@ -293,21 +330,25 @@ def chunked_run(
 
 
 def _rows_of_chunk(rows: int, chunk: int, n: int) -> int:
+    """Returns how many of ``rows`` rows are in a chunk."""
     return rows * (chunk + 1) // n - rows * chunk // n
 
 
 @functools.cache
 def beside() -> list[dict[str, Any]]:
-    """Mixtral's layer with EP = 8, a row a way: one fused kernel after the other, each at its best division,
-    and chunked in 1, 2, 4 and 8."""
+    """Returns Mixtral's layer with EP = 8 in several ways, with the seconds of each.
+
+    The ways are two fused kernels one after the other, each at its best division, and 1, 2, 4 and 8 chunks.
+    """
     arriving, returning = _mixtral(DRAWN_TOKENS, tp=1)
-    (first, ahead), (second, behind) = best_division(arriving, H800), best_division(returning, H800)
+    first, first_seconds = best_division(arriving, H800)
+    second, second_seconds = best_division(returning, H800)
     fused = {
         "way": "fused",
-        "seconds": ahead + behind,
-        "layer_0_seconds": ahead,
+        "seconds": first_seconds + second_seconds,
+        "layer_0_seconds": first_seconds,
         "layer 0 blocks": first.n_c,
-        "layer_1_seconds": behind,
+        "layer_1_seconds": second_seconds,
         "layer 1 blocks": second.n_c,
         "layer 1 columns": second.chunk_columns,
     }
@@ -316,18 +357,18 @@ def beside() -> list[dict[str, Any]]:
 
 
 def tables() -> dict[str, list[dict[str, Any]]]:
-    """What `pmoe simulate comet` prints."""
+    """Returns the tables that `pmoe simulate comet` prints."""
     return {"table3": table3(), "figure8": figure8(), "moves": moves(figure8()), "beside": beside()}
 
 
 def fused_bars(run: Sequence[Simulated[FusedTask]], n_c: int, origin: float = 0.0) -> list[Span]:
-    """A fused kernel with n_c communicating blocks, as bars that begin at ``origin`` seconds."""
+    """Returns a fused kernel with n_c communicating blocks as bars that begin at ``origin`` seconds."""
     lanes = zip(FUSED_LANES, (("link", 1), ("comm ", n_c), ("block ", H800.blocks - n_c)), strict=False)
     return busy_bars(run, dict(lanes), origin)
 
 
 def panels() -> dict[str, list[Span]]:
-    """The drawing of `beside`: fused, and chunked in n = 2 and the best n."""
+    """Returns the panels of the drawing: the fused layer, and n = 2 and the best n of `beside`."""
     arriving, returning = _mixtral(DRAWN_TOKENS, tp=1)
     fused, *chunked = beside()
     first, second, columns = fused["layer 0 blocks"], fused["layer 1 blocks"], fused["layer 1 columns"]
@@ -341,6 +382,6 @@ def panels() -> dict[str, list[Span]]:
 
 
 def beside_figure() -> Figure:
-    """Needs matplotlib."""
+    """Draws `panels`. Needs matplotlib."""
     title = f"Mixtral 8x7B, EP = 8, M = {DRAWN_TOKENS}: a rank of 8 H800, simulated"
     return drawing(panels(), title)

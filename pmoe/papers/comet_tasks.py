@@ -1,24 +1,28 @@
-"""COMET's fused kernels as tasks: a rank's device, its two layers, and what its blocks do (3.1).
+"""COMET's fused kernels as tasks of blocks and links, for the simulator.
 
-Layer 0 is dispatch and product, layer 1 product, sum of a token's rows and combine. All ranks are taken to do
-the same at the same time: what rank + l sends here arrives when what is sent to rank - l arrives there, so
-one rank stands for all, and one lane for both directions of its link.
+See section 3.1. Layer 0 is dispatch and product. Layer 1 is product, the sum of each token's rows, and
+combine.
 
-Blocks and links are lanes, tiles and pieces are tasks. Of the B persistent blocks of a rank n_c communicate
-and G = B - n_c compute, block b the tiles b, b + G, ... of one list. The warps of a communicating block take
-a piece each (cuda/comet); here a block takes one piece after another, at its whole rate.
+All ranks are assumed to do the same at the same time. What rank + l sends to this rank arrives when what
+this rank sends to rank - l arrives there. So one rank stands for all, and one lane for both directions of
+its link.
 
-Layer 0: the rows of an expert lie by the level of their source, this rank's own (0) first, then those of
-rank + 1, rank + 2, ... Communicating blocks write pieces of rows, level by level (to this rank, to rank - 1,
-...), so that every rank receives level 1, 2, ... in turn. A tile begins when its pieces have arrived.
+Blocks and links are lanes; tiles of a product and pieces of rows are tasks. Of the B persistent blocks of a
+rank, n_c communicate and G = B - n_c compute. Computing block b takes the tiles b, b + G, b + 2 G, ... of
+one list. In cuda/comet each warp of a communicating block takes a piece; here a block takes one piece after
+another, at the rate of the whole block.
+
+Layer 0: an expert's rows lie by the level of their source: this rank's own rows (level 0) first, then those
+of rank + 1, rank + 2, ... Communicating blocks write pieces level by level (to this rank, to rank - 1,
+...), so that every rank receives level 1, 2, ... in order. A tile starts when its pieces have arrived.
 
     computing blocks      . L L L C1 C1 C1 C2 C2 ...     tiles by the level that completes their rows
     communicating blocks  S0 S1 S1 S2 S2 S3 ...
     link                  . . S1 S1 S2 S2 ...
 
-Layer 1: tiles by chunks of T_N columns. When a chunk is computed, the communicating blocks sum the rows that
-each token has here and write the sums to the tokens' owners (to this rank, to rank + 1, ...); the sums of all
-ranks for chunk c - 1 are added after chunk c has been sent (section 3.1.2, Fig. 6).
+Layer 1: tiles go by chunks of T_N columns. When a chunk is computed, the communicating blocks sum the rows
+that each token has on this rank, and write the sums to the tokens' owners (to this rank, to rank + 1, ...).
+The owner adds the sums of all ranks for chunk c - 1 after it has sent chunk c (section 3.1.2, Fig. 6).
 
     computing blocks      E0 E0 E1 E1 E2 E2
     communicating blocks  .  .  R0 .  R1 O0 R2 O1 O2
@@ -43,13 +47,15 @@ TILE_COLUMNS = COLUMNS
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRates:
-    """What a rank's device can do. Any rate may be infinite.
+    """Rates of a rank's device. Any rate may be infinite.
 
-    blocks: persistent blocks, one a multiprocessor. block_flops: floating-point operations a second of a
-    computing block. block_local_bytes, block_peer_bytes: bytes a second that a communicating block reads or
-    writes in its own rank's memory, and writes to a peer's; one after the other, so that a copy from here to
-    here runs at half the local rate. link_bytes: bytes a second that leave a rank, of all its blocks.
-    signal_seconds: from the last write to the block that waited for it.
+    blocks: persistent blocks, one for each multiprocessor.
+    block_flops: floating-point operations per second of a computing block.
+    block_local_bytes: bytes per second that a communicating block reads or writes in its own rank's memory.
+        It reads and writes one after the other, so a local copy runs at half this rate.
+    block_peer_bytes: bytes per second that a communicating block writes to a peer's memory.
+    link_bytes: bytes per second that all blocks of a rank together send.
+    signal_seconds: from the last write until the block that waits for it sees the signal.
     """
 
     blocks: int
@@ -60,14 +66,22 @@ class DeviceRates:
     signal_seconds: float
 
     def tile_seconds(self, reduction: int) -> float:
-        """Of a whole tile; one that is not full costs the same."""
+        """Returns the seconds of a tile. A tile that is not full costs the same.
+
+        reduction: elements that each product of the tile sums over.
+        """
         return 2 * TILE_ROWS * TILE_COLUMNS * reduction / self.block_flops
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arriving:
-    """Layer 0 of a rank: rows_WE[level][expert] rows arrive from rank + level for each expert here, and as
-    many leave for rank - level. They are ``reduction`` elements wide (M), their product ``columns``.
+    """Layer 0 of a rank: rows arrive, and are multiplied.
+
+    rows_WE: rows_WE[level][expert] rows arrive from rank + level for each expert of this rank. The same
+        number leaves for rank - level.
+    reduction: elements of a row (M).
+    columns: columns of the product.
+    element_size: bytes of an element.
     """
 
     rows_WE: tuple[tuple[int, ...], ...]
@@ -77,19 +91,26 @@ class Arriving:
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of a row that arrives."""
         return self.reduction * self.element_size
 
     @property
     def rows_E(self) -> tuple[int, ...]:
+        """Rows of each expert, from all levels."""
         return tuple(map(sum, zip(*self.rows_WE, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Returning:
-    """Layer 1 of a rank: the rows of each expert here, ``reduction`` wide (H), make ``columns`` columns (M).
+    """Layer 1 of a rank: rows are multiplied, summed by token, and sent back.
 
-    partials_W[level]: tokens of rank + level with rows here, whose sums go there; as many come from rank -
-    level. tokens: those of this rank, T.
+    rows_E: rows of each expert of this rank.
+    partials_W: partials_W[level] tokens of rank + level have rows here, so that many sums go there. The
+        same number comes from rank - level.
+    tokens: T, tokens of this rank.
+    reduction: elements of a row before the product (H).
+    columns: columns of the product (M).
+    element_size: bytes of an element.
     """
 
     rows_E: tuple[int, ...]
@@ -101,7 +122,13 @@ class Returning:
 
 
 class Model(NamedTuple):
-    """A row of Table 2: E experts, topk of them for a token; N wide rows, K wide hidden layers."""
+    """A row of COMET's Table 2.
+
+    E: experts.
+    topk: experts of a token.
+    N: columns of a row.
+    K: columns of a hidden layer.
+    """
 
     E: int
     topk: int
@@ -110,24 +137,28 @@ class Model(NamedTuple):
 
 
 def even_layer(model: Model, tokens: int, *, ep: int, tp: int = 1) -> tuple[Arriving, Returning]:
-    """Both layers of a rank of ep * tp ranks under even routing; tokens: of all ranks, dealt evenly.
+    """Returns both layers of a rank under even routing, for ep * tp ranks.
 
-    The ranks of a TP group hold the same experts, 1 / tp of their hidden units each. So every row goes to all
-    tp of them, and each sums what its units make of a token's rows and sends that to the token's owner. A
-    token has rows on a rank with the chance that one of its experts, each as likely as another, is there.
+    The ranks of a TP group hold the same experts, with 1 / tp of the hidden units each. So every row goes
+    to all tp of them. Each sums what its units make of a token's rows, and sends the sum to the token's
+    owner. The expected number of tokens with rows on a rank is used: a token's experts are equally likely
+    to be any.
+
+    tokens: of all ranks, divided evenly among them.
     """
     ranks = ep * tp
-    own, local = tokens // ranks, model.E // ep
-    # whole rows whose sums over experts are those of exact shares, as near as whole numbers can be
-    ends = [own * model.topk * e // model.E for e in range(local + 1)]
+    own_tokens = tokens // ranks
+    local_experts = model.E // ep
+    # Whole numbers of rows. Their running sums are the exact shares rounded down.
+    ends = [own_tokens * model.topk * e // model.E for e in range(local_experts + 1)]
     rows_E = tuple(end - start for start, end in itertools.pairwise(ends))
-    here = 1 - math.comb(model.E - local, model.topk) / math.comb(model.E, model.topk)
-    partials = min(round(own * here), sum(rows_E))
+    chance = 1 - math.comb(model.E - local_experts, model.topk) / math.comb(model.E, model.topk)
+    partials = min(round(own_tokens * chance), sum(rows_E))
     arriving = Arriving(rows_WE=(rows_E,) * ranks, reduction=model.N, columns=model.K // tp)
     returning = Returning(
         rows_E=arriving.rows_E,
         partials_W=(partials,) * ranks,
-        tokens=own,
+        tokens=own_tokens,
         reduction=model.K // tp,
         columns=model.N,
     )
@@ -137,16 +168,26 @@ def even_layer(model: Model, tokens: int, *, ep: int, tp: int = 1) -> tuple[Arri
 # ---- tasks of blocks and links
 
 BAND = 16
-"""Row tiles that are computed beside each other, column after column: their rows stay in the cache."""
+"""Row tiles of a band.
+
+All tiles of a band are computed before those of the next, so that its rows stay in the cache.
+"""
 PIECE_ROWS = 16
-"""Rows that are signalled together."""
+"""Rows of a piece. They are signalled together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedTask:
-    """A task of a fused kernel. kind: of `pmoe.planner.timeline.LEGEND`. part: its level, or its chunk.
-    lane: "block 17" computes, "comm 3" communicates, "link"; a signal and the end of a chunk have lanes of
-    their own, for they hold up nothing but who waits for them."""
+    """A task of a fused kernel.
+
+    name: unique in a launch.
+    lane: "block 17" computes, "comm 3" communicates, "link" sends. A signal and the end of a chunk have
+        lanes of their own, because they delay only the tasks that wait for them.
+    waits: names of tasks.
+    kind: a key of `pmoe.planner.timeline.LEGEND`.
+    part: its level or its chunk.
+    seconds: of the task alone.
+    """
 
     name: str
     lane: str
@@ -157,22 +198,25 @@ class FusedTask:
 
 
 class Launch:
-    """The tasks of one launch, as they are added."""
+    """Collects the tasks of one launch."""
 
     def __init__(self, device: DeviceRates, n_c: int) -> None:
         self.tasks: list[FusedTask] = []
         self._device = device
-        self._on_link: list[list[str]] = [[] for _ in range(n_c)]  # by block: what it has sent
+        self._on_link: list[list[str]] = [
+            [] for _ in range(n_c)
+        ]  # by block, the link tasks that it has caused
 
     def add(
         self, name: str, lane: str, kind: str, part: int, seconds: float, waits: Iterable[str] = ()
     ) -> str:
+        """Adds a task, and returns its name."""
         step = FusedTask(name=name, lane=lane, waits=tuple(waits), kind=kind, part=part, seconds=seconds)
         self.tasks.append(step)
         return name
 
     def meet(self, name: str, kind: str, part: int, seconds: float, waits: Iterable[str]) -> str:
-        """What several wait for: it has a lane to itself, and holds up nobody else."""
+        """Adds a task that several others wait for. It has a lane of its own, so it delays nothing else."""
         return self.add(name, name, kind, part, seconds, waits)
 
     def write(
@@ -187,13 +231,16 @@ class Launch:
         write_bytes: float,
         waits: Iterable[str] = (),
     ) -> str:
-        """A communicating block reads here and writes to the rank at a level; returns the task with whose end
-        all is there.
+        """Adds the read and the write of a communicating block.
 
-        Bytes for a peer pass the link behind those of other blocks. A block begins nothing before its last
-        but one has passed, so that little is under way.
+        Returns the name of the task with whose end all bytes have arrived.
+
+        The block reads in its own rank's memory and writes to the rank at ``level``. Bytes for a peer then
+        pass the link, after those that other blocks sent before. A block starts nothing before its last
+        write but one has passed the link, so that little is in flight.
         """
-        device, sent = self._device, self._on_link[block]
+        device = self._device
+        sent = self._on_link[block]
         rate = device.block_peer_bytes if level else device.block_local_bytes
         seconds = read_bytes / device.block_local_bytes + write_bytes / rate
         self.add(name, f"comm {block}", kind, part, seconds, (*waits, *sent[-2:-1]))
@@ -208,7 +255,12 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """level: of the source that completes its rows. row, column: of its expert's tiles."""
+    """A tile of a product.
+
+    level: of the source that completes its rows.
+    expert: of this rank.
+    row, column: place among the expert's tiles.
+    """
 
     level: int
     expert: int
@@ -217,9 +269,11 @@ class Tile:
 
 
 def tile_order(layer: Arriving) -> list[Tile]:
-    """Layer 0's tiles in the order in which blocks take them: by level, inside it by expert, inside that in
-    bands of 16 row tiles, column after column (section 3.1.2 and Fig. 5: what needs no other rank goes
-    first). An expert's last tile, where it is not full, goes with the last level, as in cuda/comet/order.h.
+    """Returns layer 0's tiles in the order in which blocks take them (section 3.1.2 and Fig. 5).
+
+    The order is by level, so that tiles which need no other rank come first. Within a level it is by
+    expert, then by bands of 16 row tiles, and within a band column by column. An expert's last tile, if not
+    full, goes with the last level, as in cuda/comet/order.h.
     """
     column_tiles = math.ceil(layer.columns / TILE_COLUMNS)
     arrived = [0] * len(layer.rows_E)
@@ -241,26 +295,28 @@ def tile_order(layer: Arriving) -> list[Tile]:
 
 
 def fused_dispatch_tasks(layer: Arriving, device: DeviceRates, n_c: int) -> list[FusedTask]:
-    """Layer 0 with ``n_c`` communicating blocks, which take pieces in turn."""
+    """Returns the tasks of layer 0. The ``n_c`` communicating blocks take pieces in turn."""
     kernel = Launch(device, n_c)
-    landed: dict[tuple[int, int], list[str]] = {}  # (expert, row tile) -> what its rows wait for
+    landed: dict[tuple[int, int], list[str]] = {}  # (expert, row tile) -> writes that bring its rows
     piece = itertools.count()
-    before = [0] * len(layer.rows_E)  # rows of each expert from lower levels
+    rows_before = [0] * len(layer.rows_E)  # rows of each expert from lower levels
     for level, rows_E in enumerate(layer.rows_WE):
         for expert, rows in enumerate(rows_E):
             for first in range(0, rows, PIECE_ROWS):
-                p, count = next(piece), min(PIECE_ROWS, rows - first)
+                p = next(piece)
+                count = min(PIECE_ROWS, rows - first)
                 size = count * layer.row_bytes
                 end = kernel.write(f"S{p}", p % n_c, level, "S", level, read_bytes=size, write_bytes=size)
-                at = before[expert] + first
+                at = rows_before[expert] + first
                 for row in range(at // TILE_ROWS, (at + count - 1) // TILE_ROWS + 1):
                     landed.setdefault((expert, row), []).append(end)
-            before[expert] += rows
+            rows_before[expert] += rows
     for (expert, row), ends in landed.items():
         kernel.meet(f"A{expert}.{row}", "S", 0, device.signal_seconds, ends)
     seconds = device.tile_seconds(layer.reduction)
     for i, tile in enumerate(tile_order(layer)):
-        lane, kind = f"block {i % (device.blocks - n_c)}", "C" if tile.level else "L"
+        lane = f"block {i % (device.blocks - n_c)}"
+        kind = "C" if tile.level else "L"
         kernel.add(f"T{i}", lane, kind, tile.level, seconds, (f"A{tile.expert}.{tile.row}",))
     return kernel.tasks
 
@@ -271,16 +327,22 @@ def fused_dispatch_tasks(layer: Arriving, device: DeviceRates, n_c: int) -> list
 def fused_combine_tasks(
     layer: Returning, device: DeviceRates, n_c: int, chunk_columns: int
 ) -> list[FusedTask]:
-    """Layer 1 with ``n_c`` communicating blocks and chunks of ``chunk_columns``, T_N (section 3.1.2, Fig. 6).
+    """Returns the tasks of layer 1 (section 3.1.2, Fig. 6).
 
-    Sums leave in pieces of 16, which blocks take in turn, for this rank first; this rank's tokens are dealt
-    out singly. What a block does without waiting between is one task: its tiles of a chunk, at no loss, and
-    its pieces for one rank, which pass the link together.
+    Sums leave in pieces of 16, which the communicating blocks take in turn, those for this rank first. The
+    tokens of this rank are divided among the blocks one by one.
+
+    Work that a block does without waiting in between is one task: its tiles of a chunk, and its pieces for
+    one rank. This loses no time of a computing block, but these pieces pass the link together.
+
+    n_c: number of communicating blocks.
+    chunk_columns: T_N, the columns of a chunk.
     """
     kernel = Launch(device, n_c)
     computing = device.blocks - n_c
     tile_seconds = device.tile_seconds(layer.reduction)
-    rows, partials = sum(layer.rows_E), sum(layer.partials_W)
+    rows = sum(layer.rows_E)
+    partials = sum(layer.partials_W)
     sums_WB = dealt(layer.partials_W, n_c, PIECE_ROWS)
     (tokens_B,) = dealt([layer.tokens], n_c, 1)
     widths = chunk_widths(layer, chunk_columns)
@@ -321,8 +383,10 @@ def fused_combine_tasks(
 
 
 def dealt(counts: Sequence[int], blocks: int, height: int) -> list[list[int]]:
-    """Of each count what each block gets: pieces of ``height`` in turn, each count going on where the one
-    before ended."""
+    """Returns, for each count, the part of each block, if blocks take pieces of ``height`` in turn.
+
+    The turn of each count continues after the block at which the count before ended.
+    """
     dealt = [[0] * blocks for _ in counts]
     turn = itertools.cycle(range(blocks))
     for share, count in zip(dealt, counts, strict=True):
@@ -332,8 +396,10 @@ def dealt(counts: Sequence[int], blocks: int, height: int) -> list[list[int]]:
 
 
 def chunk_widths(layer: Returning, chunk_columns: int) -> list[int]:
+    """Returns the columns of each chunk."""
     return [min(chunk_columns, layer.columns - begin) for begin in range(0, layer.columns, chunk_columns)]
 
 
 def row_tiles(rows_E: Sequence[int]) -> int:
+    """Returns the row tiles of all experts. No tile has rows of two experts."""
     return sum(math.ceil(rows / TILE_ROWS) for rows in rows_E)

@@ -1,4 +1,7 @@
-"""Size(L) of FlashDMoE's symmetric tensor in the thesis's Table 6.2 (sections 5.3 and 6.8)."""
+"""FlashDMoE's Table 6.2: Size(L), the bytes of its symmetric tensor.
+
+See sections 5.3 and 6.8 of the thesis.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,23 @@ from pmoe.papers.assumptions import printed
 
 
 def symmetric_bytes(ranks: int, experts: int, capacity: int, row_bytes: int) -> int:
-    """Size(L) of P x R x B x E x C x H (section 5.3), two rounds and two buffers; experts: of a rank.
+    """Returns Size(L) of P x R x B x E x C x H (section 5.3), with R = 2 rounds and B = 2 buffers.
 
-    capacity: EC; a cell holds whole tiles of 128 rows. Example: 8, 2, 256, 4096 -> 64 MiB.
+    ranks: P.
+    experts: E, of one rank.
+    capacity: EC, rows for an expert. C is EC rounded up to whole tiles of 128 rows.
+    row_bytes: bytes of a row of H elements.
+
+    Example: 8, 2, 256, 4096 -> 64 MiB.
     """
     return ranks * 2 * 2 * experts * math.ceil(capacity / TILE_ROWS) * TILE_ROWS * row_bytes
 
 
 def table62() -> list[dict[str, Any]]:
-    """A row a line of Table 6.2, MB. rest: of the paper's bookkeeping without a hidden activation."""
+    """Returns the lines of Table 6.2 in MB (2^20 bytes), computed and as the paper prints them.
+
+    rest: the paper's bookkeeping less a hidden activation.
+    """
     rows = []
     for thousands, experts, paper, bookkeeping in printed("flashdmoe table 6.2"):
         capacity = thousands * 1024 // experts

@@ -1,8 +1,7 @@
 """FSMoE's Table 5 on the simulator: 1,458 layers, five systems, one testbed (Section 6.3, Testbed B).
 
-The layers are those of Table 4, and their costs those of Fig. 5 and ASSUMPTIONS, chosen before any result was
-seen. The numbers of one cluster that stand here are the paper's, for this one reproduction; no layer uses
-them.
+The layers are those of Table 4. Their costs are those of Fig. 5 and ASSUMPTIONS, chosen before any result
+was seen. The cluster's numbers are the paper's, for this reproduction only; no layer uses them.
 
 Letters: B samples, L tokens a sample, M = d_model, H = d_hidden, f capacity factor, n chunks.
 """
@@ -30,13 +29,13 @@ from pmoe.planner.simulator import makespan, simulate_slowed, task_seconds
 from pmoe.schedule.tasks import Kind, Lane, PassDirection, Stages, finished, make_task
 
 ASSUMPTIONS = assumptions("fsmoe-table5")
-"""What Table 5 needs and the paper does not say, or says in several ways."""
+"""Assumptions that Table 5 needs, because the paper does not say or says it in several ways."""
 
 MS = 1e-3
 GEMM, ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = (
     LineCost(alpha * MS, beta * MS) for alpha, beta in printed("fsmoe figure 5").values()
 )
-"""GEMM by floating-point operations, the others by bytes."""
+"""Costs of Fig. 5: GEMM by floating-point operations, the others by bytes."""
 
 NODES = 8
 GPUS = 4  # of a node
@@ -46,7 +45,15 @@ ELEMENT_SIZE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Configured:
-    """A layer of Table 4: attention and MoE. f None is '*'."""
+    """A configuration of Table 4: attention and an MoE layer.
+
+    B: samples.
+    heads: attention heads.
+    L: tokens a sample.
+    M, H: d_model and d_hidden.
+    f: capacity factor; None for the paper's '*', which drops no token.
+    ffn: "simple" or "Mixtral".
+    """
 
     B: int
     heads: int
@@ -58,21 +65,22 @@ class Configured:
 
     @property
     def tokens(self) -> int:
-        """Of an MP group."""
+        """Tokens of an MP group."""
         return self.B * self.L
 
     @property
     def rows(self) -> float:
-        """That a node's experts receive."""
+        """Rows that a node's experts receive."""
         return TOP_K * (1.0 if self.f is None else self.f) * self.tokens
 
     @property
     def gradient_bytes(self) -> int:
+        """Bytes of gradients that the nodes all-reduce: attention's and the gate's."""
         return ELEMENT_SIZE * (4 * self.M * self.M // GPUS + NODES * self.M)
 
 
 class Attention(NamedTuple):
-    """Seconds of the dense part in forward: its products, and its two collectives inside the node."""
+    """Forward seconds of the dense part: its products, and its two collectives inside the node."""
 
     compute: float
     all_gather: float
@@ -80,7 +88,7 @@ class Attention(NamedTuple):
 
 
 def table4() -> list[Configured]:
-    """The 1,458 layers, Testbed B."""
+    """Returns the 1,458 layers of Table 4, for Testbed B."""
     grid = itertools.product(
         (1, 2, 4), (8, 16, 32), (256, 512, 1024), (1024, 2048, 4096), (2, 3, 4), (1.2, 2.4, None),
         ("simple", "Mixtral"),
@@ -92,7 +100,7 @@ def table4() -> list[Configured]:
 
 
 def moe_costs(layer: Configured) -> LayerCosts:
-    """Of the forward pass of a layer's MoE part."""
+    """Returns the costs of the MoE part's forward pass."""
     bytes_of_node = layer.rows * layer.M * ELEMENT_SIZE
     products = 3 if layer.ffn == "Mixtral" else 2
     line = LineCost(products * GEMM.alpha_seconds, products * GEMM.beta_seconds)
@@ -105,7 +113,7 @@ def moe_costs(layer: Configured) -> LayerCosts:
 
 
 def attention(layer: Configured) -> Attention:
-    """Of the forward pass; backward computes twice as long."""
+    """Returns the seconds of the dense part's forward pass. Backward computes twice as long."""
     share = layer.M // GPUS
     products = (
         2 * layer.tokens * layer.M * 3 * share,  # queries, keys, values
@@ -118,21 +126,23 @@ def attention(layer: Configured) -> Attention:
 
 
 all_reduce_of: Callable[[float], float] = functools.partial(all_reduce_seconds, ALL_REDUCE)
-"""Seconds of an all-reduce of so many bytes of a GPU's gradients over the nodes."""
+"""Seconds of an all-reduce of a GPU's gradients over the nodes, by bytes."""
 
 
-# ---- Table 2: measured operations beside the model
+# ---- Table 2: measured and modelled operations
 
 
 MEASURED: Mapping[str, Mapping[str, float]] = printed("fsmoe table 2")
-"""Testbed B, milliseconds. Three of its four attention times are cut off in our text."""
+"""Measured milliseconds of Table 2, Testbed B. Three of its four attention times are missing in our text."""
 
 MODELS = {name: Configured(**row) for name, row in printed("fsmoe models").items()}
 
 
 def table2() -> list[dict[str, Any]]:
-    """Table 2's operations beside what ASSUMPTIONS give for them, the dense part's collectives included:
-    seconds of one operation of a pass of a model's layer, measured and modelled."""
+    """Returns Table 2's operations: seconds in one pass of a model's layer, measured and by ASSUMPTIONS.
+
+    Those of attention and of its collectives are included.
+    """
     return [
         {
             "model": model,
@@ -147,6 +157,7 @@ def table2() -> list[dict[str, Any]]:
 
 
 def _modelled(layer: Configured, backward: bool) -> dict[str, float]:
+    """Returns the modelled seconds of each operation."""
     costs, dense = moe_costs(layer), attention(layer)
     a2a, ag, rs, exp = (costs.backward() if backward else costs).chunk(1)
     return {
@@ -165,17 +176,19 @@ CONTENTION = 1.25
 DEGREES = range(1, MAX_DEGREE + 1)
 
 PAPER: Mapping[str, float] = printed("fsmoe table 5")
-"""Table 5, Testbed B. It has no row for DeepSpeed-MoE."""
+"""Speed-ups that Table 5 prints for Testbed B. It has no row for DeepSpeed-MoE."""
 PAPER_DIFFERING = 912
-"""Of 1,458 layers, those whose best degrees of both passes differ (Section 2.3)."""
+"""Number of the 1,458 layers whose best forward and backward degrees differ (Section 2.3)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SystemPlan:
-    """How a system runs one layer: degrees, and bytes of gradients beside experts, beside attention, at the
-    end.
+    """The way in which a system runs one layer.
 
-    n 0: one task after another.
+    one_lane: whether all communication is on one lane.
+    forward, backward: degrees; 0 runs one task after another.
+    moe_bytes, dense_bytes, end_bytes: gradients that are all-reduced beside experts, beside attention, and
+        at the end.
     """
 
     one_lane: bool
@@ -188,14 +201,19 @@ class SystemPlan:
 
 @functools.cache
 def plans(layer: Configured) -> dict[str, SystemPlan]:
-    """Each system's plan, from ideal lanes."""
-    costs, total = moe_costs(layer), layer.gradient_bytes
+    """Returns each system's plan. Plans assume that lanes do not slow each other."""
+    costs = moe_costs(layer)
+    total = layer.gradient_bytes
     dense = attention(layer)
-    forth, back = _papers_schedule("forward", True), _papers_schedule("backward", True)
-    tutel = min(  # the best for both passes together
-        DEGREES, key=lambda n: pass_seconds(costs, n, forth) + pass_seconds(costs.backward(), n, back)
+    forward_options = _papers_schedule("forward", True)
+    backward_options = _papers_schedule("backward", True)
+    tutel = min(  # one degree, the best for both passes together
+        DEGREES,
+        key=lambda n: (
+            pass_seconds(costs, n, forward_options) + pass_seconds(costs.backward(), n, backward_options)
+        ),
     )
-    found = {
+    plan_of = {
         "DeepSpeed-MoE": SystemPlan(one_lane=True, forward=0, backward=0, end_bytes=total),
         "Tutel": SystemPlan(one_lane=True, forward=tutel, backward=tutel, end_bytes=total),
         "Tutel-Improved": SystemPlan(one_lane=True, forward=tutel, backward=tutel, dense_bytes=total),
@@ -207,7 +225,7 @@ def plans(layer: Configured) -> dict[str, SystemPlan]:
             [GeneralizedLayer(degrees=degrees, dense_seconds=seconds, gradient_bytes=0)], ALL_REDUCE, total
         )
         (share,) = part.shares
-        found[name] = SystemPlan(
+        plan_of[name] = SystemPlan(
             one_lane=one_lane,
             forward=forward,
             backward=share.degree,
@@ -215,12 +233,15 @@ def plans(layer: Configured) -> dict[str, SystemPlan]:
             dense_bytes=share.dense_bytes,
             end_bytes=part.end_bytes,
         )
-    return found
+    return plan_of
 
 
 @functools.cache
 def plan_seconds(layer: Configured, plan: SystemPlan, contention: float = 1.0) -> float:
-    """Forward and backward of attention and MoE with a plan, and the gradients that travel in it."""
+    """Returns the seconds of attention and MoE, forward and backward, with the plan's gradients.
+
+    contention: how many times as long both kinds of communication take while both run.
+    """
     costs, dense = moe_costs(layer), attention(layer)
     end = all_reduce_of(plan.end_bytes)
     inside = dense.all_gather + dense.reduce_scatter
@@ -236,13 +257,14 @@ def plan_seconds(layer: Configured, plan: SystemPlan, contention: float = 1.0) -
 
 
 def _papers_schedule(direction: PassDirection, one_lane: bool) -> ScheduleOptions:
+    """Returns the options of the paper's schedule, in which the experts' backward is one task."""
     return ScheduleOptions(direction=direction, one_lane=one_lane, wgrad_share=0.0)
 
 
 @functools.cache
 @functools.cache
 def _best_degrees(costs: LayerCosts, one_lane: bool) -> tuple[int, tuple[DegreeSeconds, ...]]:
-    """The best degree of forward, and the seconds of backward by degree."""
+    """Returns the best degree of forward, and the seconds of backward by degree."""
     options = _papers_schedule("forward", one_lane)
     forward = min(DEGREES, key=lambda n: pass_seconds(costs, n, options))
     return forward, simulated_degrees(costs.backward(), _papers_schedule("backward", one_lane), DEGREES)
@@ -250,14 +272,18 @@ def _best_degrees(costs: LayerCosts, one_lane: bool) -> tuple[int, tuple[DegreeS
 
 @functools.cache
 def _pass(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float, contention: float) -> float:
+    """Returns the seconds of a pass under contention."""
     seconds = stage_seconds(costs, n, options, t_gar)
     return makespan(simulate_slowed(options.schedule(n).tasks, seconds, _contended_speeds(contention)))
 
 
 @functools.cache
 def _dense_backward(dense: Attention, t_ar: float, one_lane: bool, contention: float) -> float:
-    """An all-gather, computing, and a reduce-scatter, one after another, beside an all-reduce of t_ar; on one
-    lane that runs beside the computing alone."""
+    """Returns the seconds of attention's backward beside an all-reduce of t_ar seconds.
+
+    Attention gathers, computes, and reduce-scatters, one after another. On one lane the all-reduce runs
+    beside the computing only.
+    """
     tasks = [
         make_task(Kind.ALL_GATHER, -1, ["dT"], ["gathered"]),
         make_task(Kind.GRADIENTS, -1, [], ["gradients"]),
@@ -277,7 +303,7 @@ def _dense_backward(dense: Attention, t_ar: float, one_lane: bool, contention: f
 
 
 def _contended_speeds(contention: float) -> Callable[[frozenset[str]], Mapping[str, float]]:
-    """Both communication lanes slow each other; see ASSUMPTIONS."""
+    """Returns the speeds of lanes: both communication lanes slow each other (see ASSUMPTIONS)."""
     lanes = (Lane.COMMUNICATE, Lane.INTRA_NODE)
     both: Mapping[str, float] = dict.fromkeys(lanes, 1 / contention)
     return lambda busy: both if busy.issuperset(lanes) else {}
@@ -288,40 +314,53 @@ def _contended_speeds(contention: float) -> Callable[[frozenset[str]], Mapping[s
 
 @functools.cache
 def planned() -> list[tuple[Configured, Mapping[str, SystemPlan]]]:
-    """Table 4's layers, and how each system runs them. Heads change no cost: a third of them is simulated."""
-    return [(layer, plans(layer)) for layer in (replace(each, heads=1) for each in table4())]
+    """Returns Table 4's layers, each with the plan of every system.
+
+    The number of heads changes no cost, so only a third of the layers is simulated.
+    """
+    return [
+        (layer, plans(layer)) for layer in (replace(configuration, heads=1) for configuration in table4())
+    ]
 
 
 def speed_ups(contention: float) -> list[dict[str, Any]]:
-    """A row a system of Table 5, under one contention, of at least 1; 1 is ideal lanes. Speed-up over Tutel:
-    mean, smallest and largest over the layers, and the paper's mean."""
+    """Returns the rows of Table 5 under one contention: speed-ups over Tutel of each system.
+
+    mean, smallest, largest: over the layers.
+    paper: the paper's mean.
+
+    contention: at least 1, which stands for ideal lanes.
+    """
     seconds = {
         name: [plan_seconds(layer, plan[name], contention) for layer, plan in planned()]
         for name in planned()[0][1]
     }
     rows = []
-    for name, each in seconds.items():
-        ratios = [tutel / own for tutel, own in zip(seconds["Tutel"], each, strict=True)]
+    for name, own_seconds in seconds.items():
+        ratios = [tutel / own for tutel, own in zip(seconds["Tutel"], own_seconds, strict=True)]
         spread = {"mean": statistics.fmean(ratios), "smallest": min(ratios), "largest": max(ratios)}
         rows.append({"system": name, "C": contention, **spread, "paper": PAPER.get(name)})
     return rows
 
 
 def best_degrees() -> dict[str, int]:
-    """Of how many layers the best degrees of both passes differ, with the gradients that FSMoE's backward
-    carries and without any."""
-    found = [_best_degrees(moe_costs(layer), False) for layer, _ in planned()]
+    """Returns for how many layers the best degrees of both passes differ.
+
+    Once with the gradients that FSMoE's backward carries, and once without any.
+    """
+    degrees_of_layers = [_best_degrees(moe_costs(layer), False) for layer, _ in planned()]
     return {
-        "layers": len(found),
+        "layers": len(degrees_of_layers),
         "differing": sum(plan["FSMoE"].forward != plan["FSMoE"].backward for _, plan in planned()),
         "without gradients": sum(
-            min(backward, key=lambda each: each.alone).degree != forward for forward, backward in found
+            min(backward, key=lambda option: option.alone).degree != forward
+            for forward, backward in degrees_of_layers
         ),
         "paper": PAPER_DIFFERING,
     }
 
 
 def tables(contention: float = CONTENTION) -> dict[str, list[dict[str, Any]]]:
-    """What `pmoe simulate fsmoe-table5` prints."""
+    """Returns the tables that `pmoe simulate fsmoe-table5` prints."""
     systems = [*speed_ups(1.0), *speed_ups(contention)]
     return {"systems": systems, "degrees": [best_degrees()], "table2": table2()}

@@ -1,8 +1,9 @@
-"""Lancet's evaluation (section 7) from stated costs of operators: what its two passes are worth.
+"""Lancet's evaluation (section 7), simulated from stated costs of operators.
 
-GPT-2 with a Switch layer in every other block, two experts a GPU, on two clusters. Operators cost what their
-products and bytes take at stated rates; the passes are pmoe's own (`pmoe.graph`), and the pipeline of Tutel
-is written beside them. `ASSUMPTIONS` were fixed before the first run; nothing was fitted to the paper.
+It shows the gain of Lancet's two passes. The models are GPT-2 with a Switch layer in every other block and
+two experts a GPU, on two clusters. The cost of an operator follows from its products and bytes at stated
+rates. The passes are pmoe's own (`pmoe.graph`). Tutel's pipeline is written in this file. `ASSUMPTIONS`
+were fixed before the first run. Nothing was fitted to the paper.
 """
 
 from __future__ import annotations
@@ -19,10 +20,16 @@ from pmoe.graph.weight_gradients import listed
 from pmoe.papers.assumptions import assumptions, printed
 
 ASSUMPTIONS = assumptions("lancet")
+"""Assumptions, because section 7 leaves them open."""
 
 
 class GPUCluster(NamedTuple):
-    """flops: of half precision, a second. memory, nic: bytes a second, of a GPU and of a node of 8."""
+    """Rates of a cluster whose nodes have 8 GPUs.
+
+    flops: half-precision operations per second of a GPU.
+    memory: bytes per second of a GPU's memory.
+    nic: bytes per second between nodes, for a node.
+    """
 
     name: str
     flops: float
@@ -31,6 +38,13 @@ class GPUCluster(NamedTuple):
 
 
 class GPTModel(NamedTuple):
+    """A GPT-2 model of the evaluation.
+
+    blocks: transformer blocks.
+    columns: d_model.
+    sequences: sequences a GPU, by cluster.
+    """
+
     name: str
     blocks: int
     columns: int
@@ -41,13 +55,34 @@ A100 = GPUCluster("A100", 312e12, 2.0e12, 50e9)
 V100 = GPUCluster("V100", 125e12, 0.9e12, 12.5e9)
 SMALL = GPTModel("GPT2-S-MoE", 12, 768, {"A100": 24, "V100": 16})
 LARGE = GPTModel("GPT2-L-MoE", 24, 1024, {"A100": 48, "V100": 8})
-TOKENS, WORDS, LAUNCH, MESSAGE = 512, 50_257, 5e-6, 20e-6
-NUMBERS, PARTS = (16, 32, 64), (1, 2, 3, 4, 6, 8)
+
+TOKENS = 512
+"""Tokens of a sequence."""
+
+WORDS = 50_257
+"""Words of the vocabulary."""
+
+LAUNCH = 5e-6
+"""Seconds of a launch, a part of each operator's."""
+
+MESSAGE = 20e-6
+"""Seconds of an all-to-all of no bytes."""
+
+NUMBERS = (16, 32, 64)
+"""Numbers of GPUs."""
+
+PARTS = (1, 2, 3, 4, 6, 8)
+"""Numbers of parts that a range may be cut into."""
 
 
 class Operator(NamedTuple):
-    """An operator of the forward pass. flops: of its product over all rows, 0 where it has none; moved: bytes
-    that others read and write; sent: bytes of an all-to-all."""
+    """An operator of the forward pass.
+
+    flops: of its product over all rows; 0 without one.
+    moved: bytes that it reads and writes, if it is not a product.
+    sent: bytes of an all-to-all.
+    has_weight: whether the product is with a weight.
+    """
 
     name: str
     flops: float = 0.0
@@ -57,9 +92,11 @@ class Operator(NamedTuple):
 
 
 def forward_work(model: GPTModel, sequences: int) -> Iterator[Operator]:
-    """One block after the other."""
-    rows, m = sequences * TOKENS, model.columns
-    row_bytes, scores = 2.0 * rows * m, 2.0 * sequences * m // 64 * TOKENS * TOKENS
+    """Yields the operators of a forward pass, block by block."""
+    rows = sequences * TOKENS
+    m = model.columns
+    row_bytes = 2.0 * rows * m
+    scores = 2.0 * sequences * m // 64 * TOKENS * TOKENS
     for block in range(model.blocks):
         yield Operator(f"norm 1 of {block}", moved=2 * row_bytes)
         yield Operator(f"qkv of {block}", flops=6.0 * rows * m * m)
@@ -84,6 +121,7 @@ def forward_work(model: GPTModel, sequences: int) -> Iterator[Operator]:
 
 
 def seconds_on(cluster: GPUCluster, gpus: int, rows: int, work: Operator, k: int = 1) -> float:
+    """Returns the seconds of one of k parts of an operator."""
     if work.sent:
         return MESSAGE + work.sent / k * (gpus - 8) / gpus * 8 / (0.8 * cluster.nic)
     share = rows / k / (rows / k + 512)
@@ -92,7 +130,7 @@ def seconds_on(cluster: GPUCluster, gpus: int, rows: int, work: Operator, k: int
 
 
 def forward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[Instruction]:
-    """One waits for the one before."""
+    """Returns the instructions of the forward pass. Each waits for the one before."""
     return [
         Instruction(
             name=work.name,
@@ -105,17 +143,24 @@ def forward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[In
 
 
 def backward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[Instruction]:
-    """Each product has two gradients of its own size; for that of its weight nobody waits."""
-    found, waits = list[Instruction](), tuple[str, ...]()
+    """Returns the instructions of the backward pass.
+
+    A product has two gradients of its own size. No instruction waits for that of its weight.
+    """
+    instructions = list[Instruction]()
+    waits = tuple[str, ...]()
     for work in reversed(works):
-        once, name = seconds(work), f"d {work.name}"
-        twice = work.flops > 0 and not work.has_weight
+        seconds_once = seconds(work)
+        name = f"d {work.name}"
+        is_twice = work.flops > 0 and not work.has_weight
         lane = COMMUNICATE if work.sent else COMPUTE
-        found.append(Instruction(name=name, waits=waits, seconds=once * (1 + twice), lane=lane))
+        instructions.append(
+            Instruction(name=name, waits=waits, seconds=seconds_once * (1 + is_twice), lane=lane)
+        )
         if work.flops and work.has_weight:
-            found.append(Instruction(name=f"w {work.name}", waits=waits, seconds=once))
+            instructions.append(Instruction(name=f"w {work.name}", waits=waits, seconds=seconds_once))
         waits = (name,)
-    return found
+    return instructions
 
 
 # ---- systems
@@ -123,7 +168,7 @@ def backward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[I
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Seconds of a step, and of them those in which nothing is computed."""
+    """Seconds of a step, and those of them in which nothing is computed (exposed)."""
 
     seconds: float
     exposed: float
@@ -133,21 +178,26 @@ class SimulatedStep:
 
 
 def one_after_the_other(instructions: Sequence[Instruction]) -> SimulatedStep:
+    """Returns the step in which instructions run in list order on their lanes."""
     return SimulatedStep(total_seconds(instructions), exposed_seconds(instructions))
 
 
 def in_ranges(works: Sequence[Operator], seconds: Callable[..., float], sequences: int) -> SimulatedStep:
-    """The forward pass as Lancet's dynamic programme cuts it."""
-    instructions, inside, ends = forward(works, seconds), False, [True]
-    for work in works:  # no routed rows cross the end of a range
+    """Returns the forward pass with the ranges that Lancet's dynamic programme cuts."""
+    instructions = forward(works, seconds)
+    inside = False
+    ends = [True]
+    for work in works:  # a range must not end between "order" and "join", where rows are routed
         inside = (inside or work.name.startswith("order")) and not work.name.startswith("join")
         ends.append(not inside)
-    # Joining costs nothing: parts are written where they belong.
+    # Joining the parts of a range costs nothing, because each is written to its place.
     parts = {k: {work.name: seconds(work, k) for work in works} for k in PARTS if k <= sequences}
     costs = {k: PartCosts(part, {}) for k, part in parts.items()}
     total, ranges = solve(Cuttable(instructions, ends, [True] * len(works)), costs)
-    busy, k = 0.0, 1
-    begins, last = {each.first: each.k for each in ranges}, {each.last for each in ranges}
+    busy = 0.0
+    k = 1
+    begins = {cut.first: cut.k for cut in ranges}
+    last = {cut.last for cut in ranges}
     for work in works:
         k = begins.get(work.name, k)
         busy += 0.0 if work.sent else k * parts[k][work.name]
@@ -158,46 +208,62 @@ def in_ranges(works: Sequence[Operator], seconds: Callable[..., float], sequence
 def in_layers(
     instructions: Sequence[Instruction], works: Sequence[Operator], seconds: Callable[..., float], k: int
 ) -> SimulatedStep:
-    """Each layer's all-to-alls and experts in k parts, everything else in one: Tutel's pipeline."""
+    """Returns the step of Tutel's pipeline.
+
+    The all-to-alls and experts of each layer run in k parts, everything else in one.
+    """
     shares = {work.name: seconds(work, k) / seconds(work) for work in works}
-    step, body = SimulatedStep(0.0, 0.0), list[Instruction]()
-    for each in instructions:
-        if not body and not each.communicates:
-            step += SimulatedStep(each.seconds, 0.0)
+    step = SimulatedStep(0.0, 0.0)
+    body = list[Instruction]()
+    for instruction in instructions:
+        if not body and not instruction.communicates:
+            step += SimulatedStep(instruction.seconds, 0.0)
             continue
-        body.append(each)
-        if len(body) > 1 and each.communicates:
+        body.append(instruction)
+        if len(body) > 1 and instruction.communicates:
             costs = {
-                one.name: one.seconds * shares[one.name.removeprefix("d ").removeprefix("w ")] for one in body
+                part.name: part.seconds * shares[part.name.removeprefix("d ").removeprefix("w ")]
+                for part in body
             }
             pipeline = pipelined(alone(body, PartCosts(costs, {})), k, k, PartCosts(costs, {}))
-            step, body = step + one_after_the_other(pipeline), []
+            step = step + one_after_the_other(pipeline)
+            body = []
     return step
 
 
 def lancet_systems(model: GPTModel, cluster: GPUCluster, gpus: int) -> dict[str, SimulatedStep]:
+    """Returns the step of each system."""
     sequences = model.sequences[cluster.name]
     seconds = functools.partial(seconds_on, cluster, gpus, sequences * TOKENS)
     works = list(forward_work(model, sequences))
-    ahead, back = forward(works, seconds), backward(works, seconds)
-    layered = [in_layers(ahead, works, seconds, k) + in_layers(back, works, seconds, k) for k in (1, 2, 4, 8)]
-    ranges, weights = in_ranges(works, seconds, sequences), one_after_the_other(listed(back))
+    forward_pass = forward(works, seconds)
+    backward_pass = backward(works, seconds)
+    layered = [
+        in_layers(forward_pass, works, seconds, k) + in_layers(backward_pass, works, seconds, k)
+        for k in (1, 2, 4, 8)
+    ]
+    ranges = in_ranges(works, seconds, sequences)
+    weights = one_after_the_other(listed(backward_pass))
     return {
-        "no overlap": one_after_the_other(ahead) + one_after_the_other(back),
+        "no overlap": one_after_the_other(forward_pass) + one_after_the_other(backward_pass),
         "Tutel": min(layered, key=lambda step: step.seconds),
-        "weight gradients": one_after_the_other(ahead) + weights,
-        "ranges": ranges + one_after_the_other(back),
+        "weight gradients": one_after_the_other(forward_pass) + weights,
+        "ranges": ranges + one_after_the_other(backward_pass),
         "Lancet": ranges + weights,
     }
 
 
 def section7() -> list[dict[str, Any]]:
-    """For each model, cluster and number of GPUs: milliseconds by system, and Lancet's over the others."""
-    found = []
+    """Returns a row for each model, cluster and number of GPUs.
+
+    It has the milliseconds of each system, and how many times as fast Lancet is.
+    """
+    rows = []
     for model, cluster, gpus in itertools.product((SMALL, LARGE), (A100, V100), NUMBERS):
         steps = lancet_systems(model, cluster, gpus)
-        ours, layered = steps["Lancet"], steps["Tutel"]
-        found.append(
+        ours = steps["Lancet"]
+        layered = steps["Tutel"]
+        rows.append(
             {
                 "model": model.name,
                 "cluster": cluster.name,
@@ -208,14 +274,18 @@ def section7() -> list[dict[str, Any]]:
                 "less exposed than Tutel %": 100 * (1 - ours.exposed / layered.exposed),
             }
         )
-    return found
+    return rows
 
 
 PAPER: Mapping[str, str] = printed("lancet")
+"""Gains that the paper reports."""
 
 
 def tables() -> dict[str, list[dict[str, Any]]]:
-    """What `pmoe simulate lancet` prints: section 7, and the largest gains beside the paper's."""
+    """Returns the tables that `pmoe simulate lancet` prints.
+
+    most: the largest gains, beside the paper's.
+    """
     rows = section7()
-    most = [{"gain": name, "most": max(row[name] for row in rows), "paper": PAPER[name]} for name in PAPER]
-    return {"section7": rows, "most": most}
+    gains = [{"gain": name, "most": max(row[name] for row in rows), "paper": PAPER[name]} for name in PAPER]
+    return {"section7": rows, "most": gains}

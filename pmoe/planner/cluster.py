@@ -1,11 +1,13 @@
-"""Machines that one does not have: from a few numbers, the profile that their ranks would have.
+"""A described cluster: predicts, from a few numbers, the profile of machines that one does not have.
 
-A message to one peer takes alpha + beta * bytes on the link that it passes (Hockney). A rank's messages on a
-link follow each other, as in a pairwise exchange (Thakur, Rabenseifner and Gropp, 2005); its links inside and
-between machines carry side by side; a collective ends when its busiest rank does.
+The model of a link (Hockney): a message to one peer takes alpha + beta * bytes. A rank's messages on one
+link follow each other, as in a pairwise exchange (Thakur, Rabenseifner and Gropp, 2005). Its link inside
+the machine and its link to other machines work at the same time. A collective ends when its busiest rank
+has finished.
 
-A machines with L ranks each, W = A L; R bytes of a rank's rows for all ranks, equally many for each. Where
-ESP ranks of a machine share each expert, L counts one of them.
+Letters: A machines with L ranks each, W = A L; R bytes of rows that a rank has for all ranks, the same
+number for each. If the ESP ranks of a machine share each expert, L counts one rank for each of these
+groups.
 """
 
 from __future__ import annotations
@@ -24,11 +26,18 @@ from pmoe.planner.profile import FORMAT, Operations, Profile, Versions
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Equal machines with equally many ranks.
+    """Equal machines with the same number of ranks.
 
-    memory_bytes: of a rank's device. compute: seconds by multiply-adds. copy: by bytes, between device and
-    host, each way. inside, outside: by bytes to one peer, in the same machine and in another.
-    measured: on what, in words; "" where nothing was.
+    machines: A.
+    ranks_per_machine: L.
+    device_type: "cpu" or "cuda".
+    memory_bytes: memory of a rank's device.
+    compute: seconds of a product by multiply-adds.
+    copy: seconds of a copy between device and host by bytes, in either direction.
+    inside: seconds of a message by bytes, to one peer in the same machine.
+    outside: seconds of a message by bytes, to one peer in another machine.
+    interference: how much the lanes of a rank slow each other.
+    measured: what the numbers were measured on, in words; "" if nothing was measured.
 
     Raises ValueError, naming the field, for counts below 1 and a memory that is not positive.
     """
@@ -50,28 +59,47 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks of all machines, W = A L."""
         return self.machines * self.ranks_per_machine
 
     def check_part(self, profile: Profile) -> None:
-        """Raises ValueError for a profile of another kind of device, or of more than these machines."""
-        held = (profile.device_type, profile.num_nodes, -(-profile.num_ranks // profile.num_nodes))
-        here = (self.device_type, self.machines, self.ranks_per_machine)
-        if held[0] != here[0] or held[1] > here[1] or held[2] > here[2]:
-            what = "a {} profile of {} machines of {} ranks".format(*held)
-            raise ValueError("{} must be of a part of {}, {} machines of {}".format(what, *here))
+        """Raises ValueError if a profile was not measured on a part of such a cluster.
+
+        Its kind of device must be the same, and it must have no more machines and no more ranks per
+        machine.
+        """
+        measured = (profile.device_type, profile.num_nodes, -(-profile.num_ranks // profile.num_nodes))
+        described = (self.device_type, self.machines, self.ranks_per_machine)
+        if measured[0] != described[0] or measured[1] > described[1] or measured[2] > described[2]:
+            profile_text = "a {} profile of {} machines of {} ranks".format(*measured)
+            raise ValueError(
+                "{} must be of a part of the cluster: {}, {} machines of {} ranks".format(
+                    profile_text, *described
+                )
+            )
 
     def check_holds(self, num_bytes: int) -> None:
-        """Raises ValueError where a rank's experts, of so many bytes, are more than its memory."""
+        """Raises ValueError if a rank's experts exceed the memory of its device.
+
+        num_bytes: bytes of a rank's experts.
+        """
         if num_bytes > self.memory_bytes:
-            least = math.ceil(num_bytes * self.num_ranks / self.memory_bytes)
+            min_ranks = math.ceil(num_bytes * self.num_ranks / self.memory_bytes)
             raise ValueError(
                 f"memory_bytes ({self.memory_bytes:g}) must hold a rank's experts ({num_bytes} bytes): "
-                f"{self.num_ranks} ranks are too few, {least} could"
+                f"{self.num_ranks} ranks are too few, {min_ranks} would be enough"
             )
 
     def profile(self, dispatch: ExchangeName, esp: int, dtype: str) -> Profile:
-        """As `pmoe profile` might measure these ranks. The ``esp`` ranks of an expert gather and sum rows by
-        a message to each of the others."""
+        """Returns the profile that `pmoe profile` might measure on these ranks.
+
+        The ``esp`` ranks that share an expert gather and sum rows by one message to each of the others.
+
+        Args:
+            dispatch: the all-to-all of the profile's messages.
+            esp: number of ranks of a machine that share each expert.
+            dtype: as torch names it, such as "bfloat16".
+        """
         message = message_line(dispatch, self.machines, self.ranks_per_machine // esp, vars(self))
         shared = LineCost((esp - 1) * self.inside.alpha_seconds, self.inside.beta_seconds)
         lines = {"gemm": self.compute, "all_to_all": message, "all_reduce": LineCost(0.0, 0.0)}
@@ -99,17 +127,25 @@ class Cluster:
 
 
 def legs(dispatch: ExchangeName, machines: int, local: int) -> list[dict[str, tuple[int, float]]]:
-    """The collectives of an all-to-all, one after the other: what the busiest rank sends, or receives.
+    """Returns the collectives that an all-to-all consists of, one after another.
 
-    Messages, and their bytes over R, by link. machines: A. local: L.
+    Each is a dict: link -> (messages, their bytes / R), of the rank that sends or receives most.
 
-    flat: each rank sends R / W to each of L - 1 mates and of W - L ranks elsewhere.
-    hierarchical_2d: R / L to each mate, the rows for its place of every machine; then L R / W to the rank at
-        its own place of each other machine.
-    hierarchical_1d: each mate sends the leader all but its own rows; the leader sends L L R / W to each other
-        leader, and each mate its rows.
+        flat               each rank sends R / W to each of the L - 1 other ranks of its machine,
+                           and to each of the W - L ranks of other machines
+        hierarchical_2d    1. each rank sends R / L to each other rank of its machine: the rows for that
+                              rank's place in all machines
+                           2. it sends L R / W to the rank at its own place in each other machine
+        hierarchical_1d    1. each rank of a machine sends its leader all rows but those for itself
+                           2. the leader sends L L R / W to each other leader
+                           3. the leader sends each rank of its machine that rank's rows
+
+    machines: A.
+    local: L.
     """
-    ranks, mates, away = machines * local, local - 1, machines - 1
+    ranks = machines * local
+    mates = local - 1  # other ranks of the machine
+    away = machines - 1  # other machines
     if dispatch == "flat":
         return [{"inside": (mates, mates / ranks), "outside": (ranks - local, (ranks - local) / ranks)}]
     if dispatch == "hierarchical_2d":
@@ -121,10 +157,14 @@ def legs(dispatch: ExchangeName, machines: int, local: int) -> list[dict[str, tu
 def message_line(
     dispatch: ExchangeName, machines: int, local: int, links: Mapping[str, LineCost]
 ) -> LineCost:
-    """Of one all-to-all by ``dispatch``: seconds by the bytes that a rank has for others, R (W - 1) / W.
+    """Returns the seconds of one all-to-all, by the bytes that a rank has for other ranks, R (W - 1) / W.
 
-    machines: A. local: L. links: "inside" and "outside". Of two links side by side the slower counts, for
-    alpha and beta apart: exact where one is the slower in both, else at most twice the seconds.
+    The slower of the two links counts, for alpha and for beta separately, because both work at the same
+    time. This is exact if the same link is slower in both; otherwise it is at most twice the real time.
+
+    machines: A.
+    local: L.
+    links: the costs of the links "inside" and "outside".
     """
     alpha = beta = 0.0
     for leg in legs(dispatch, machines, local):
@@ -135,26 +175,38 @@ def message_line(
 
 
 def links_of(profile: Profile) -> dict[str, LineCost]:
-    """By link what a message to one peer costs, as far as the profile of a part tells.
+    """Returns the cost of a message to one peer, on each link that a profile of a part shows.
 
-    Messages among ranks of one machine tell the link inside, those among ranks of as many machines the one
-    outside; where there are several of both, FSMoE's lines tell them: the all-to-all among one rank of each
-    machine, the all-gather inside. A measured alpha is that of messages to all peers.
+        ranks of the profile              link       measured by
+        all in one machine                inside     its messages
+        each in a machine of its own      outside    its messages
+        several in several machines       outside    FSMoE's all-to-all, among one rank of each machine
+                                          inside     FSMoE's all-gather, inside a machine
+
+    A measured alpha is that of messages to all peers, so it is divided by their number.
     """
-    ranks, nodes, lines = profile.num_ranks, profile.num_nodes, profile.operations
-    found = {}
+    ranks = profile.num_ranks
+    nodes = profile.num_nodes
+    lines = profile.operations
+    lines_and_sizes = {}
     if ranks > 1 and nodes in (1, ranks):
-        found["inside" if nodes == 1 else "outside"] = (profile.message, ranks)
+        lines_and_sizes["inside" if nodes == 1 else "outside"] = (profile.message, ranks)
     elif lines is not None and (lines.num_across, lines.num_inside * nodes) == (nodes, ranks):
-        found = {"outside": (lines.all_to_all.line, nodes), "inside": (lines.all_gather.line, ranks // nodes)}
+        lines_and_sizes = {
+            "outside": (lines.all_to_all.line, nodes),
+            "inside": (lines.all_gather.line, ranks // nodes),
+        }
     return {
         name: LineCost(line.alpha_seconds / (size - 1), line.beta_seconds)
-        for name, (line, size) in found.items()
+        for name, (line, size) in lines_and_sizes.items()
     }
 
 
 def fields_of(profile: Profile) -> dict[str, Any]:
-    """The fields of a `Cluster` that a profile of a part of it tells, as `dataclasses.asdict` has them."""
+    """Returns the fields of a `Cluster` that a profile of a part of it shows.
+
+    They have the form that `dataclasses.asdict` gives them.
+    """
     costs: dict[str, Any] = {"compute": profile.compute, "copy": profile.slower_copy}
     costs["interference"] = profile.interference
     return {

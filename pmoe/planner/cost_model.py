@@ -1,9 +1,12 @@
-"""How long each lane works to restore T_DI and T_M: MPipeMoE's Eq. 7-10 and Table II, for all nine pairs.
+"""MPipeMoE's cost model: how long each lane works in a pass, for all nine restore pairs.
 
-Each lane has an amount of work (Table II) in units (Eq. 7-9), and a rate that suffers while other lanes are
-busy (Section II.C). The slowest lane sets the time of a pass (Eq. 10), once for forward and once for
-backward. That is a pipeline in its steady state: filling and emptying it, and the part of a task's seconds
-that does not depend on its size, are left to the simulator.
+    seconds of a pass = max over lanes of (units of work / rate of the lane)        Eq. 10
+
+Table II gives the units of work of each lane, Eq. 7-9 the size of a unit. A lane is slower while other
+lanes are busy (Section II.C). The sum of forward and backward ranks the pairs.
+
+Eq. 10 describes a pipeline in its steady state. It leaves out how a pipeline fills and empties, and the
+part of a task's seconds that does not depend on its size. The simulator includes both.
 
 b rows that the experts of a rank receive, M = d_model, H = d_hidden.
 """
@@ -24,12 +27,14 @@ if TYPE_CHECKING:
 
 
 COMPUTE, COMMUNICATE, COPY = "compute", "communicate", "copy"
+"""The three kinds of work that slow each other."""
 
 LANES_OF: Mapping[str, tuple[Lane, ...]] = {
     COMPUTE: (Lane.COMPUTE,),
     COMMUNICATE: (Lane.COMMUNICATE, Lane.INTRA_NODE),
     COPY: (Lane.COPY_OUT, Lane.COPY_IN),
 }
+"""Lanes of a schedule that do each kind of work."""
 
 FACTORS = {
     "mu_comp": (COMMUNICATE, (COMPUTE, COMMUNICATE)),
@@ -42,15 +47,22 @@ FACTORS = {
     "eta_comp": (COPY, (COMPUTE, COPY)),
     "eta_all": (COPY, (COMPUTE, COMMUNICATE, COPY)),
 }
-"""Fig. 3, by field of `Interference`: whose speed, and which work is under way."""
+"""Fig. 3: for each field of `Interference`, (the work that is slowed, all work in progress then)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interference:
-    """Speeds while other lanes are busy, relative to running alone: over 0, at most 1 (Section II.C, Fig. 3).
+    """Speeds of lanes while other lanes are busy, relative to running alone: above 0, at most 1.
 
-    mu is for communication, sigma for computation, eta for copies; the suffix names the lanes beside it:
-    comm, comp, mem (copies), or all three lanes. The paper takes sigma = 1.
+    See MPipeMoE, Section II.C and Fig. 3. The prefix names the work that is slowed, the suffix what runs
+    beside it:
+
+        mu      communication        comm   communication
+        sigma   computation          comp   computation
+        eta     copies               mem    copies
+                                     all    both others
+
+    The paper takes sigma = 1. Raises ValueError for a speed outside (0, 1].
     """
 
     mu_comp: float = 1.0
@@ -70,10 +82,17 @@ class Interference:
                 raise ValueError(f"{field.name} ({speed}) must be over 0 and at most 1")
 
     def speeds(self, busy: Collection[str]) -> dict[str, float]:
-        """The speed of each lane while these are busy. Both links count as one, copies both ways too."""
+        """Returns the speed of each lane while the lanes in ``busy`` work.
+
+        Both communication lanes count as one kind of work, and so do copies in both directions.
+        """
         works = tuple(work for work, lanes in LANES_OF.items() if any(lane in busy for lane in lanes))
-        found = {whose: getattr(self, name) for name, (whose, beside) in FACTORS.items() if beside == works}
-        return {lane: found.get(work, 1.0) for work, lanes in LANES_OF.items() for lane in lanes}
+        speed_of = {
+            slowed: getattr(self, name)
+            for name, (slowed, in_progress) in FACTORS.items()
+            if in_progress == works
+        }
+        return {lane: speed_of.get(work, 1.0) for work, lanes in LANES_OF.items() for lane in lanes}
 
 
 LaneSeconds = tuple[float, float, float]
@@ -83,18 +102,23 @@ LaneSeconds = tuple[float, float, float]
 def workload(
     restore: Restore, direction: PassDirection, *, hidden_per_model: float = 4.0, swiglu: bool = False
 ) -> tuple[float, float, float]:
-    """Table II's [q1, q2, q3]: units of compute (Eq. 7), of all-to-all (Eq. 8), of copies (Eq. 9).
+    """Returns the row [q1, q2, q3] of Table II: units of compute, of all-to-all, and of copies (Eq. 7-9).
 
-    Forward has two products and two all-to-alls, backward four and two. An offloaded T_DI is one unit of
-    copies each way, an offloaded T_M as many as its columns over M: hidden_per_model = H / M (4 in the
-    paper's table), twice that for SwiGLU. Backward sends T_DI again for one unit of all-to-all and recomputes
-    T_M for one of compute. SwiGLU's first product is twice as large and counts two.
+        compute       forward has 2 products; backward has 4, and 1 more if it recomputes T_M
+        all-to-all    2 in each pass; 1 more in backward if it sends T_DI again
+        copies        in each pass 1 if T_DI is offloaded, and C / M if T_M is, which has C columns
+
+    hidden_per_model: H / M, 4 in the paper's table.
+    swiglu: whether experts are gated. Their first product counts 2 units, and T_M has C = 2 H columns
+        instead of H.
 
     Example: S4 -> [2, 2, 0] forward, [5, 3, 0] backward.
     """
-    first = 2.0 if swiglu else 1.0  # products of one unit, and multiples of H that T_M is wide
+    first = 2.0 if swiglu else 1.0  # units of the first product; also the columns of T_M over H
     second = 1.0
-    computed, sent, copied = first + second, 2.0, 0.0
+    computed = first + second
+    sent = 2.0
+    copied = 0.0
     if direction == "backward":
         computed *= 2  # the gradients of the inputs and those of the weights
         computed += first if restore.hidden == "recompute" else 0.0
@@ -118,17 +142,20 @@ def lane_seconds(
     swiglu: bool = False,
     travelling: float = 1.0,
 ) -> LaneSeconds:
-    """The terms of Eq. 10, seconds of b rows on each lane alone: q1 v_comp / W_comp, q2 v_comm / W_comm and
-    q3 v_mem / W_mem. A unit (Eq. 7-9) is b H M multiply-adds, b M elements sent, b M elements copied.
+    """Returns the seconds of b rows on each lane if it runs alone: the terms of Eq. 10.
 
-    1 / W_comp, 1 / W_comm and 1 / W_mem are the betas of the profile's lines, so large tasks are assumed:
-    alpha is left out. Copies go at the slower direction's rate.
+        compute        q1 b H M                           * beta of a product (per multiply-add)
+        communicate    q2 b M element_size * travelling   * beta of a message (per byte)
+        copy           q3 b M element_size                * beta of the slower copy direction (per byte)
 
-    The paper's short form (alpha, beta) drops the volumes, although computation has H times those of the
-    other lanes; that is put right here. sigma, mu and eta come in `slowest_lane`.
+    q1, q2, q3 are those of `workload`. The betas are the slopes of the profile's lines. alpha is left out,
+    because tasks are assumed to be large. `slowest_lane` applies sigma, mu and eta.
 
-    travelling: the share of the b rows that change rank, 1 in the paper, (W - 1) / W for even routing over W
-    ranks, 0 on one rank, where communicating T_DI again is a local gather and counts as free.
+    The paper's short form (alpha, beta) drops the volumes, although the volume of compute is H times that
+    of the other lanes. This function keeps them.
+
+    travelling: fraction of the b rows that change rank. The paper has 1; even routing over W ranks gives (W
+        - 1) / W. On one rank it is 0: sending T_DI again is then a local gather, which counts as free.
     """
     q1, q2, q3 = workload(restore, direction, hidden_per_model=H / M, swiglu=swiglu)
     num_bytes = b * M * element_size
@@ -140,11 +167,13 @@ def lane_seconds(
 
 
 def slowest_lane(alone: LaneSeconds, interference: Interference) -> float:
-    """Eq. 10: seconds until the slowest lane is done, where all begin together.
+    """Returns the seconds until the slowest lane has finished, if all lanes start together (Eq. 10).
 
-    alone: of each lane, as `lane_seconds` gives them. The paper divides a lane's seconds by its sigma, mu or
-    eta for the whole pass (and prints mu for eta in the third term). Here lanes slow each other only while
-    they are busy: a short copy does not slow what runs after it.
+    The paper divides a lane's seconds by its sigma, mu or eta for the whole pass (and prints mu for eta in
+    the third term). Here lanes slow each other only while they are busy, so a short copy does not slow what
+    runs after it.
+
+    alone: seconds of each lane, from `lane_seconds`.
     """
     lanes = {Lane.COMPUTE: Kind.COMPUTE, Lane.COMMUNICATE: Kind.DISPATCH, Lane.COPY_OUT: Kind.COPY_ROWS_OUT}
     tasks = [Task(kind=kind, chunk=-1, lane=lane, reads=(), writes=()) for lane, kind in lanes.items()]
@@ -152,11 +181,14 @@ def slowest_lane(alone: LaneSeconds, interference: Interference) -> float:
     return makespan(simulate_slowed(tasks, lambda task: seconds[task.lane], interference.speeds))
 
 
-# ---- Eq. 10 for a layer's sizes and a machine's profile
+# ---- Eq. 10 for a given layer and profile
 
 
 def eq10_seconds(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: Restore) -> float:
-    """Seconds of a forward and a backward by Eq. 10. num_tokens: of this rank, evenly routed."""
+    """Returns the seconds of a forward and a backward pass by Eq. 10.
+
+    num_tokens: of this rank, evenly routed.
+    """
     passes = _both_passes(sizes, profile, num_tokens, restore)
     return sum(slowest_lane(alone, profile.interference) for alone in passes)
 
@@ -164,11 +196,11 @@ def eq10_seconds(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: 
 def cheapest_pair(
     sizes: LayerSizes, profile: Profile, num_tokens: int, pairs: Iterable[Restore]
 ) -> tuple[Restore, dict[Restore, float]]:
-    """The pair of least time by Eq. 10, and the seconds of all.
+    """Returns the pair that takes least time by Eq. 10, and the seconds of every pair.
 
-    Pairs often are equal, for the slowest lane alone counts. Of equals the one with the least work on all
-    lanes together is taken: what fills and empties the pipeline is a part of that. Then the first, so that
-    ranks that share these numbers take the same.
+    Many pairs are equal, because only the slowest lane counts. Of equals it takes the pair with the least
+    work on all lanes together, since work on the other lanes still costs time while the pipeline fills and
+    empties. Of those it takes the first in ``pairs``, so ranks that share all numbers take the same pair.
     """
     seconds = {pair: eq10_seconds(sizes, profile, num_tokens, pair) for pair in pairs}
     work = {pair: sum(map(sum, _both_passes(sizes, profile, num_tokens, pair))) for pair in seconds}
@@ -176,7 +208,7 @@ def cheapest_pair(
 
 
 def _both_passes(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: Restore) -> list[LaneSeconds]:
-    """Seconds of each lane alone, of forward and of backward."""
+    """Returns the seconds of each lane alone, for forward and for backward."""
     across = (sizes.num_ranks - 1) / sizes.num_ranks if sizes.bypass_local else float(sizes.travels)
     return [
         lane_seconds(

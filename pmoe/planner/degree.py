@@ -1,4 +1,4 @@
-"""The pipeline degree n: how many micro-batches a layer's tokens are cut into."""
+"""The pipeline degree n: the number of micro-batches (chunks) that a layer's tokens are cut into."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from pmoe.arguments import MOST
 from pmoe.schedule.restore import Restore
 
 DEGREES = (1, 2, 4, 8, 16)
-"""What pipeline=True chooses from; each divides the next."""
+"""Degrees that pipeline=True chooses from. Each divides the next."""
 
 SolveName = Literal["solve"]
 SOLVE: SolveName = "solve"
-"""The argument that asks FSMoE's solver for the degrees."""
+"""Value of the argument ``pipeline`` that asks FSMoE's solver for the degrees."""
 
 
 def check_pipeline(pipeline: bool | int | str) -> None:
-    """Raises TypeError unless a bool, an int or "solve", ValueError for an int below 1."""
+    """Checks the argument ``pipeline``.
+
+    Raises TypeError unless it is a bool, an int or "solve", and ValueError for an int below 1 or too large.
+    """
     if isinstance(pipeline, str) and pipeline == SOLVE:
         return
     if not isinstance(pipeline, int):
@@ -28,15 +31,19 @@ def check_pipeline(pipeline: bool | int | str) -> None:
 
 
 def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) -> None:
-    """Raises TypeError unless None or an int, ValueError where neither n divides the other."""
+    """Checks the argument ``pipeline_backward`` beside ``pipeline``.
+
+    Raises TypeError unless it is None or an int, and ValueError if neither degree divides the other, or if
+    ``pipeline`` chooses both.
+    """
     if pipeline_backward is None:
         return
     if not isinstance(pipeline_backward, int) or isinstance(pipeline_backward, bool):
         raise TypeError(f"pipeline_backward ({pipeline_backward!r}) must be None or an int")
     if pipeline is True or isinstance(pipeline, str):
         raise ValueError(
-            f"pipeline_backward ({pipeline_backward}) must be None where pipeline is {pipeline}, "
-            "which chooses both"
+            f"pipeline_backward ({pipeline_backward}) must be None if pipeline is {pipeline}, "
+            "which chooses both degrees"
         )
     n = int(pipeline) or 1
     if not 1 <= pipeline_backward <= MOST or (n % pipeline_backward and pipeline_backward % n):
@@ -47,7 +54,11 @@ def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What a layer does with a batch: n of both passes, and the restore pair."""
+    """The way in which a layer runs a batch: n of both passes, and the restore pair.
+
+    forward, backward: number of chunks of each pass.
+    restore: what becomes of T_DI and T_M between the passes.
+    """
 
     forward: int
     backward: int
@@ -55,10 +66,10 @@ class Choice:
 
     @property
     def rearranged(self) -> bool:
-        """Backward has other chunks than forward."""
+        """Whether backward has other chunks than forward."""
         return self.forward != self.backward
 
 
 def all_choices(degrees: Iterable[tuple[int, int]], pairs: Sequence[Restore]) -> list[Choice]:
-    """Of each n of both passes with each pair."""
+    """Returns every combination of (n forward, n backward) and restore pair."""
     return [Choice(forward=n, backward=m, restore=pair) for n, m in degrees for pair in pairs]

@@ -1,6 +1,7 @@
-"""Pages of one HTML file, made by jinja2 from `page.html`, and pictures whose colours follow the page.
+"""Pages and pictures: HTML pages made by jinja2 from `page.html`, and matplotlib figures for them.
 
-Nothing is loaded from outside.
+A page is one file that loads nothing from outside. Its pictures take their colours from the page, so they
+fit light and dark screens.
 """
 
 from __future__ import annotations
@@ -21,29 +22,33 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 THEME: Mapping[str, tuple[str, str]] = PICTURES["theme"]
-"""CSS variables of a page: on light screens, on dark ones. c0 to c8 are those of series."""
+"""CSS variables of a page: name -> (colour on light screens, colour on dark ones). c0 to c8 are for series.
+"""
 
 SERIES = [name for name in THEME if name.startswith("c")]
 LIGHT = {name: light for name, (light, _) in THEME.items()}
-"""Colours of light screens, for which `inline_svg` puts the theme's variables."""
+"""Colours of light screens. `inline_svg` replaces them by the theme's variables."""
 
 _ordered = map(str, sorted(ALL_PAIRS, key=lambda pair: pair.strategy or "others"))
 PAIRS = {pair: LIGHT[name] for pair, name in zip(_ordered, SERIES, strict=True)}
-"""The colours of restore pairs by their texts, in every picture: S1 to S4, then the others."""
+"""Colour of each restore pair by its text, the same in every picture. S1 to S4 come first, then the others.
+"""
 
 
 def part(kind: str, *args: Any, **options: Any) -> str:
-    """A part of a page, as markup. kind: a macro of `page.html`, which documents its arguments.
+    """Returns a part of a page, as markup.
+
+    kind: a macro of `page.html`. That file documents its arguments.
 
     Example: part("table", header=["n", "ms"], rows=[["1", "2.5"]]).
     """
-    made: str = getattr(template().module, kind)(*args, **options)
-    return made
+    markup: str = getattr(template().module, kind)(*args, **options)
+    return markup
 
 
 @functools.cache
 def template(name: str = "planner/page.html") -> Template:
-    """A template by its path in pmoe."""
+    """Returns the template at a path below pmoe/."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -62,7 +67,14 @@ def template(name: str = "planner/page.html") -> Template:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One way to run a layer. group: its pair, or another line of the legend; label: one or two letters."""
+    """A way to run a layer, as a point of `scatter_figure`.
+
+    group: its restore pair, or another line of the legend.
+    label: one or two letters on the marker.
+    mib: memory.
+    milliseconds: time of a step.
+    chosen: whether it is the choice, which is drawn larger.
+    """
 
     group: str
     label: str
@@ -72,21 +84,29 @@ class Point:
 
 
 def scatter_figure(points: Sequence[Point], title: str, budget: int | None = None) -> Figure:
-    """Bytes to the right, seconds upwards, one line a group through its points. Needs matplotlib."""
+    """Draws memory to the right and time upwards, with one line through the points of each group.
+
+    budget: bytes, drawn as a vertical line.
+
+    Needs matplotlib.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 7), layout="constrained")
     axis = figure.subplots()
-    colours = {each.group: PAIRS.get(each.group.split()[0], "#000000") for each in points}
+    colours = {entry.group: PAIRS.get(entry.group.split()[0], "#000000") for entry in points}
     for group, colour in colours.items():
-        x, y = zip(*((each.mib, each.milliseconds) for each in points if each.group == group), strict=True)
+        x, y = zip(
+            *((entry.mib, entry.milliseconds) for entry in points if entry.group == group), strict=True
+        )
         axis.plot(x, y, "-", color=colour, lw=1, alpha=0.6, zorder=1)
         axis.scatter([], [], s=130, color=colour, label=group)
-    # Every marker with its label lies over those before it.
+    # Each marker has a layer of its own, so that a later marker also covers the labels of those before it.
     on_marker: Any = {"ha": "center", "va": "center", "size": TEXT_SIZE, "color": LIGHT["paper"]}
     for layer, point in enumerate(sorted(points, key=lambda point: point.chosen), start=2):
         edge, size = (LIGHT["ink"], 480) if point.chosen else (LIGHT["paper"], 330)
-        at, colour = (point.mib, point.milliseconds), colours[point.group]
+        at = (point.mib, point.milliseconds)
+        colour = colours[point.group]
         axis.scatter(*at, s=size, color=colour, edgecolor=edge, lw=1 + 2 * point.chosen, zorder=layer)
         axis.text(*at, point.label, zorder=layer, **on_marker)
     if budget is not None:
@@ -105,6 +125,7 @@ def scatter_figure(points: Sequence[Point], title: str, budget: int | None = Non
 # ---- figures on a page
 
 VARIABLES = {colour: f"var(--{name})" for name, (colour, _) in THEME.items()} | {"#000000": "var(--ink)"}
+"""Maps each colour of a figure to the CSS variable that replaces it."""
 
 ATTRIBUTE = re.compile(r' (id|style|d)="([^"]*)"')
 OF_A_CLIP_OR_MARKER = re.compile(r"[mp][0-9a-f]{10}")
@@ -112,16 +133,18 @@ NUMBERED = re.compile(r"[\w.]+_\d+")
 
 
 def inline_svg(figure: Figure, label: str) -> str:
-    """A figure as an element of an HTML page: text stays text, in the page's font.
+    """Returns a figure as an element of an HTML page. Its text stays text, in the page's font.
 
-    The colours of `THEME`, and black, become the page's CSS variables, so that dark pages have others. The
-    ``gid`` of a mark becomes its class. label: what a screen reader says.
+    Colours of `THEME` and black become CSS variables of the page, so that dark pages have other colours.
+    The ``gid`` of a mark becomes its CSS class.
+
+    label: text for screen readers.
     """
     from matplotlib import rc_context
 
     file = io.StringIO()
     size = " ".join(f"{inches * 72:g}" for inches in figure.get_size_inches())
-    # Ids differ between figures of a page, and are the same each time that the page is made.
+    # The salt makes ids differ between figures of a page, and equal each time that the page is made.
     style: Any = {"svg.fonttype": "none", "text.parse_math": False, "svg.hashsalt": f"{label} {size}"}
     no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with rc_context(style):
@@ -133,7 +156,10 @@ def inline_svg(figure: Figure, label: str) -> str:
 
 
 def _on_a_page(attribute: re.Match[str]) -> str:
-    """An attribute without the font's name and numbered ids, in two decimals and the page's colours."""
+    """Returns an attribute as the page needs it.
+
+    The font's name and numbered ids are removed, numbers have two decimals, and colours are the page's.
+    """
     name, value = attribute.groups()
     if name == "id":
         if OF_A_CLIP_OR_MARKER.fullmatch(value):

@@ -1,10 +1,11 @@
-"""The granularity search (MPipeMoE, Algorithm 1): which degrees are fastest for B tokens, learnt by trials.
+"""The granularity search: remembers which degrees trials found fastest for a batch of B tokens.
 
-A trial costs whole training steps and B changes from step to step, so few B can be measured. The paper's
-hypothesis, n never falls as B grows, lets two measurements answer for every B between them. Ranges of B are
-asked first: `GranularityTable`. Else trials run, in `pmoe.choose.search.search` (searchBestGran).
+It is MPipeMoE's Algorithm 1. A trial costs whole training steps, and B changes from step to step, so only
+few B can be measured. The paper assumes that n never falls as B grows. Two measurements with the same n
+then answer for every B between them. A layer looks B up in a `GranularityTable`, and runs trials only if no
+range holds it (the paper's searchBestGran, here `pmoe.choose.search.search`).
 
-B tokens of a batch. What is searched for is a pair of degrees, where the paper's n is one number.
+B tokens of a batch. The paper searches for one n; here it is a pair of degrees, one for each pass.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from sortedcontainers import SortedDict
 
 @dataclass(frozen=True, order=True)
 class PassDegrees:
-    """Micro-batches of the forward and of the backward pass.
+    """Number of micro-batches of the forward pass and of the backward pass.
 
-    Ordered by (forward, backward): where neither falls as B grows, the pair does not fall either.
-    Raises ValueError for a degree below 1.
+    Ordered by (forward, backward). If neither falls as B grows, the pair does not fall either. Raises
+    ValueError for a degree below 1.
     """
 
     forward: int
@@ -33,17 +34,20 @@ class PassDegrees:
 
 
 class GranularityTable:
-    """Algorithm 1's memory: disjoint ranges of B with the degrees that trials found fastest there.
+    """Measured degrees by number of tokens B, as disjoint ranges of B with one pair of degrees each.
 
-    Only the measured points are stored, sorted by B; a range is a longest run of neighbouring points of equal
-    value. Where the hypothesis holds, these are what Algorithm 1's merging ends with, in whatever order the
-    points came. Where it does not, a merged range would reach over another value's: here the point in between
-    cuts the run, and what was measured last stands.
+    Only measured points are stored, sorted by B. A range is a longest run of neighbouring points with the
+    same degrees. If the paper's assumption holds, these are the ranges that Algorithm 1's merging produces,
+    in whichever order the points came. If it does not hold, a merged range would cover points that have
+    other degrees. Here such a point splits the run, and the last measurement of a B counts.
 
-    Every rank holds its own table. They answer alike where all record the same seconds.
+    Every rank holds its own table. The tables agree if all ranks record the same seconds.
 
-    Example: 100 -> 2, 400 -> 2, 900 -> 4 gives (100..400: 2), (900..900: 4); of 300 it is 2, of 500 None.
-    Then 200 -> 4 gives (100: 2), (200: 4), (400: 2), (900: 4).
+        record       100 -> 2    400 -> 2    900 -> 4
+        ranges       100 .. 400: 2           900 .. 900: 4
+        lookup       300 -> 2                500 -> None
+
+    Then recording 200 -> 4 gives the ranges 100: 2, 200: 4, 400: 2 and 900: 4.
     """
 
     points: Any
@@ -52,7 +56,10 @@ class GranularityTable:
         self.points = SortedDict()  # measured B -> PassDegrees
 
     def lookup(self, B: int) -> PassDegrees | None:
-        """The value of the range that holds B, in O(log k) for k measured points; None: a search is due."""
+        """Returns the degrees of the range that holds B, or None if a search is due.
+
+        Takes O(log k) for k measured points.
+        """
         exact: PassDegrees | None = self.points.get(B)
         if exact is not None:
             return exact
@@ -64,18 +71,23 @@ class GranularityTable:
         return below if below == above else None
 
     def record(self, B: int, seconds: Mapping[PassDegrees, float]) -> PassDegrees:
-        """Learns and returns the fastest degrees at B; of equal ones, those with fewer chunks."""
-        fastest = min(seconds, key=lambda each: (seconds[each], each.forward + each.backward, each))
+        """Stores and returns the fastest degrees at B; of equals those with fewer chunks.
+
+        seconds: measured seconds of a step by degrees.
+        """
+        fastest = min(
+            seconds, key=lambda degrees: (seconds[degrees], degrees.forward + degrees.backward, degrees)
+        )
         self.points[B] = fastest
         return fastest
 
     def to_fields(self) -> dict[str, Any]:
-        """Everything that was measured, as JSON can hold it: points as [B, forward, backward]."""
+        """Returns all measured points as JSON can hold them: [B, forward, backward] each."""
         return {"points": [[B, value.forward, value.backward] for B, value in self.points.items()]}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> GranularityTable:
-        """The inverse of `to_fields`. Raises ValueError for fields that are no such table."""
+        """Returns the table that `to_fields` wrote. Raises ValueError if the fields are not such a table."""
         table = cls()
         try:
             for B, forward, backward in fields["points"]:
@@ -86,6 +98,7 @@ class GranularityTable:
 
 
 def _count(value: object) -> int:
+    """Returns the value. Raises ValueError unless it is an int of at least 0."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} must be an int of at least 0")
     return value

@@ -1,4 +1,7 @@
-"""Seconds of a layer's passes for evenly routed tokens: its schedules on the simulator, with a profile."""
+"""Predicted seconds of a layer's passes, from its schedules and a measured profile.
+
+Tokens are evenly routed: every expert gets as many rows as every other.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,22 @@ from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.profile import Profile
 from pmoe.planner.simulator import LOCAL_TWIN, Simulated, makespan, simulate, simulate_slowed, task_seconds
-from pmoe.schedule.rings import rotating
+from pmoe.schedule.ring_buffers import rotating
 from pmoe.schedule.tasks import Kind, Task
 
 
 def even_task_costs(sizes: LayerSizes, profile: Profile, num_tokens: int, n: int) -> dict[Kind, float]:
-    """Seconds of each kind of task alone, in n chunks of ``num_tokens`` tokens of this rank.
+    """Returns the seconds of each kind of task when it runs alone, in a pass of n chunks.
 
-    Products cost by their multiply-adds and by the weights that each chunk reads anew, messages and copies by
-    their bytes. What only moves rows inside the device costs nothing here.
+    Products cost by their multiply-adds and by the weights that every chunk reads again. Messages and
+    copies cost by their bytes. Kinds that only move rows inside the device are left out: they cost nothing
+    here.
+
+    num_tokens: of this rank, evenly routed.
     """
     rows = num_tokens * sizes.top_k / n
     crossing = (sizes.num_across - 1) / sizes.num_across  # what a rank sends to itself crosses no link
-    travelling = crossing if sizes.bypass_local else 1.0
+    travelling = crossing if sizes.bypass_local else 1.0  # of a rank's rows, those in S and R tasks
     shared = profile.sharing(sizes.inside)(rows * (sizes.inside - 1) * sizes.d_model * sizes.element_size)
     local = _costs_of_rows(sizes, profile, rows * (1 - travelling) * sizes.inside)
     return {
@@ -33,9 +39,13 @@ def even_task_costs(sizes: LayerSizes, profile: Profile, num_tokens: int, n: int
 
 
 def _costs_of_rows(sizes: LayerSizes, profile: Profile, rows: float) -> dict[Kind, float]:
-    """Of the kinds that work on the experts' rows, as many as are multiplied at once."""
+    """Returns the seconds of the kinds of tasks that compute or copy the experts' rows.
+
+    rows: number of rows that one task multiplies.
+    """
     hidden, active, size = sizes.columns.hidden, sizes.columns.scratch, sizes.element_size
-    of_row, weights = sizes.d_model * (hidden + active), sizes.d_model * sizes.num_experts / sizes.num_across
+    of_row = sizes.d_model * (hidden + active)
+    weights = sizes.d_model * sizes.num_experts / sizes.num_across
     return {
         Kind.COMPUTE: profile.products(rows * of_row, weights * (hidden + active)),
         Kind.WGRAD: profile.compute(rows * of_row),
@@ -50,20 +60,23 @@ def _costs_of_rows(sizes: LayerSizes, profile: Profile, rows: float) -> dict[Kin
 def simulated_step(
     sizes: LayerSizes, profile: Profile, num_tokens: int, choice: Choice
 ) -> dict[str, list[Simulated[Task]]]:
-    """By direction, both passes on the lanes of ``profile``, which slow each other while they are busy
-    (Fig. 3)."""
-    found = {}
+    """Returns the simulated tasks of both passes, by direction ("forward", "backward").
+
+    Lanes slow each other while they are busy, as the profile's interference says (MPipeMoE, Fig. 3).
+    """
+    simulated = {}
     for direction, n in (("forward", choice.forward), ("backward", choice.backward)):
-        restore, rearranged = choice.restore, choice.rearranged
+        restore = choice.restore
+        rearranged = choice.rearranged
         schedule = rotating(direction, n, sizes.stages, restore=restore, rearranged=rearranged)
         alone = task_seconds(even_task_costs(sizes, profile, num_tokens, n))
-        if profile.interference == Interference():  # the same, sooner
-            found[direction] = simulate(schedule.tasks, alone)
+        if profile.interference == Interference():  # no lane is slowed: the simpler simulation is faster
+            simulated[direction] = simulate(schedule.tasks, alone)
         else:
-            found[direction] = simulate_slowed(schedule.tasks, alone, profile.interference.speeds)
-    return found
+            simulated[direction] = simulate_slowed(schedule.tasks, alone, profile.interference.speeds)
+    return simulated
 
 
 def step_seconds(sizes: LayerSizes, profile: Profile, num_tokens: int, choice: Choice) -> float:
-    """Of `simulated_step`, one pass behind the other."""
+    """Returns the seconds of a forward pass and the backward pass after it, by `simulated_step`."""
     return sum(map(makespan, simulated_step(sizes, profile, num_tokens, choice).values()))

@@ -1,4 +1,4 @@
-"""What of a layer its predicted bytes and seconds depend on, as numbers that all its ranks share."""
+"""Sizes of a layer: the numbers that its predicted bytes and seconds depend on. All its ranks share them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ import torch
 
 from pmoe.experts import ExpertName, make_stacked
 from pmoe.experts.base import Shard
-from pmoe.schedule.slots import HiddenColumns
+from pmoe.schedule.buffer_sizes import HiddenColumns
 from pmoe.schedule.tasks import Stages
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallRows:
-    """How many rows a call of one rank has.
+    """Numbers of rows of one call on one rank.
 
-    tokens: T, of the layer's input. inner: those that its passes take for tokens: T, but where rows are
-    padded to capacity or mixed of tokens. slots: pairs of such a token and a choice. choices: the most slots
-    of one token. spread: "padded" or "mixed", how the passes' rows are made of tokens; "" where they are the
-    tokens themselves.
+    tokens: T, the rows of the layer's input.
+    inner: rows that the passes work on as if they were tokens. This is T, unless a capacity pads the rows
+        or the gate mixes tokens.
+    slots: pairs of such a row and an expert that it is sent to; T * K in a plain layer.
+    choices: the most slots that one such row can have.
+    spread: how those rows are made from the tokens, "padded" (to capacity) or "mixed" (weighted sums of
+        tokens, SoftMoE); "" if they are the tokens.
     """
 
     tokens: int
@@ -32,21 +35,29 @@ class CallRows:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """Sizes of one layer: elements, ranks, and bytes of an element.
+    """Sizes of one layer: numbers of elements, of ranks, and bytes per element.
 
-    d_model: M. num_experts: E, on all ranks together. top_k: K. num_ranks: W.
-    columns: of what the experts hold for a row between their products.
-    element_size: bytes of an element of the rows. weight_size: bytes of a routing weight.
-    expert_parameters: elements of this rank's experts. gate_parameters: elements of the gate.
-    bypass_local: rows for this rank's own experts are not sent.
-    has_drops: some choices of a token may have no row.
-    gate_scores: tensors of a score for each token and expert that the gate saves.
-    cast_from: under autocast the bytes of an element of the tokens and parameters, else 0.
-    inside: ranks that each expert is split over.
+    d_model: M.
+    num_experts: E, on all ranks together.
+    top_k: K, the experts of a token.
+    num_ranks: W.
+    columns: what the experts hold for each row between their two products, in columns.
+    element_size: bytes of an element of the rows.
+    weight_size: bytes of a routing weight.
+    expert_parameters: elements of this rank's experts.
+    gate_parameters: elements of the gate.
+    bypass_local: whether rows for this rank's own experts stay on the rank and are not sent.
+    has_drops: whether some choices of a token may have no row.
+    gate_scores: number of tensors that the gate saves for backward, each with one score per token and
+        expert.
+    cast_from: under autocast, bytes of an element of the tokens and parameters before the cast; else 0.
+    inside: number of ranks that each expert is split over.
     rotates: whether buffers rotate through ring slots.
-    relays: by way of how many ranks of a node rows travel; 0 where they travel straight.
-    merges: whether a token travels once to a rank that holds several of its experts.
-    shared_columns, shared_parameters: of the shared expert, which all tokens of a rank go to; 0 without one.
+    relays: in a hierarchical exchange, the number of ranks of a node; a rank passes on rows for so many. 0
+        if each row travels straight to its rank.
+    merges: whether a token is sent only once to a rank that holds several of its experts.
+    shared_columns: like ``columns``, for the shared expert, which every token goes to; 0 without one.
+    shared_parameters: elements of the shared expert; 0 without one.
     """
 
     d_model: int
@@ -70,13 +81,17 @@ class LayerSizes:
     merges: bool = False
 
     def call(self, num_tokens: int) -> CallRows:
-        """Where each token of a rank has top_k choices."""
+        """Returns the rows of a call with ``num_tokens`` tokens, each of which has top_k choices."""
         slots = num_tokens * self.top_k
         return CallRows(tokens=num_tokens, inner=num_tokens, slots=slots, choices=self.top_k)
 
     @property
     def num_across(self) -> int:
-        """Ranks that experts are spread over; each expert's hidden columns are split over those inside."""
+        """Number of ranks that the experts are distributed over.
+
+        Each expert's hidden columns are split over the ``inside`` ranks of a group: num_ranks = num_across
+        * inside.
+        """
         return self.num_ranks // self.inside
 
     @property
@@ -86,18 +101,23 @@ class LayerSizes:
 
     @property
     def stays(self) -> float:
-        """The share of evenly routed rows that are not sent, where experts are not split."""
+        """Fraction of the rows that stay on their rank under even routing.
+
+        It is 0 if a rank's own rows are sent like all others, or if experts are split over ranks.
+        """
         return 1 / self.num_ranks if self.bypass_local and self.inside == 1 else 0.0
 
     @property
     def stages(self) -> Stages:
+        """Stages that the layer's schedules have."""
         return Stages(local=self.bypass_local, remote=self.travels, sharded=self.inside > 1)
 
 
-# ---- the sizes of a layer that nobody has built, for `pmoe plan` and `pmoe memory`
+# ---- sizes from options, without building a layer: for `pmoe plan` and `pmoe memory`
 
 
 def check_fits(num_experts: int, top_k: int, num_ranks: int) -> None:
+    """Raises ValueError if top_k is above num_experts, or if num_ranks does not divide num_experts."""
     if top_k > num_experts:
         raise ValueError(f"top_k ({top_k}) must be at most num_experts ({num_experts})")
     if num_experts % num_ranks:
@@ -117,17 +137,20 @@ def sizes_from_options(
     dtype: torch.dtype = torch.float32,
     device_type: str = "cpu",
 ) -> LayerSizes:
-    """What MoELayer(d_model, d_hidden, num_experts, ...) would have; the arguments are the layer's.
+    """Returns the sizes of ``MoELayer(d_model, d_hidden, num_experts, ...)`` without building it.
 
-    num_ranks: that share the experts. inside: ranks that each expert is split over.
-    device_type: "cpu" or "cuda"; experts hold more for a row on one.
+    Args:
+        d_model, d_hidden, num_experts, top_k, expert, bias, dtype: the layer's arguments of these names.
+        num_ranks: number of ranks that the layer's experts are on.
+        inside: number of ranks that each expert is split over. It divides num_ranks.
+        device_type: "cpu" or "cuda". Experts hold more columns for each row on "cuda".
 
-    Raises ValueError for top_k above num_experts, and num_experts that num_ranks / inside does not divide.
+    Raises ValueError if top_k is above num_experts, or if num_ranks / inside does not divide num_experts.
     """
     across = num_ranks // inside
     check_fits(num_experts, top_k, across)
-    made: dict[str, Any] = {"shard": Shard(0, inside), "device": "meta", "dtype": dtype}
-    experts = make_stacked(expert, d_model, d_hidden, num_experts // across, "gelu", bias, **made)
+    placement: dict[str, Any] = {"shard": Shard(0, inside), "device": "meta", "dtype": dtype}
+    experts = make_stacked(expert, d_model, d_hidden, num_experts // across, "gelu", bias, **placement)
     return LayerSizes(
         d_model=d_model,
         num_experts=num_experts,

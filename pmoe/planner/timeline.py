@@ -17,19 +17,26 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ON_COLOUR = "#101010"
-"""Text on a coloured mark: dark on dark pages, too."""
+"""Colour of text on a coloured mark. It is dark on dark pages too."""
 
 TEXT_SIZE = 12.5
-"""Points, in drawings 10 inches wide: 12 pixels at least in the documentation, and on phones that scroll."""
+"""Size of text in points, for drawings 10 inches wide.
+
+It becomes at least 12 pixels in the documentation, and on phones, which scroll the drawing.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """When one task ran: seconds on a clock that all tasks of a journal share, on a drawing from its start.
+    """The time in which one task ran.
 
-    kind, lane: a `Kind` and a `Lane` of a schedule's task, else their texts.
-    share, base: the part of the lane's height that a bar takes, and what lies below it, where a lane is many
-        blocks of a device, of which some work on this.
+    direction: "forward" or "backward".
+    name: of the task.
+    kind, lane: a `Kind` and a `Lane` of a schedule's task, or their texts.
+    chunk: -1 if the task serves all chunks.
+    start, end: seconds, on a clock that all tasks of a journal share; in a drawing, since its start.
+    share, base: for lanes that stand for many thread blocks, some of which work on this task: the part of
+        the lane's height that the bar takes, and the part below it.
     """
 
     direction: str
@@ -44,10 +51,10 @@ class Span:
 
 
 def bars(spans: Iterable[Span]) -> list[Span]:
-    """Spans as bars from time 0, each starting when its lane was free.
+    """Returns spans as bars from time 0. Each starts when its lane is free.
 
-    A communication span begins when it is issued; the time until the message before it has ended is
-    waiting, not sending.
+    The span of a communication begins when it is issued. Until the message before it on the lane has ended,
+    it waits and sends nothing, so that time is cut off.
     """
     spans = sorted(spans, key=lambda span: span.start)
     origin = min((span.start for span in spans), default=0.0)
@@ -61,12 +68,12 @@ def bars(spans: Iterable[Span]) -> list[Span]:
 
 
 def simulated_bars(direction: str, simulated: Iterable[Simulated[Task]], origin: float = 0.0) -> list[Span]:
-    """A simulated pass that begins at ``origin`` seconds, as bars."""
-    return [_bar(direction, each.task, origin + each.start, origin + each.end) for each in simulated]
+    """Returns a simulated pass as bars. It begins at ``origin`` seconds."""
+    return [_bar(direction, item.task, origin + item.start, origin + item.end) for item in simulated]
 
 
 def _bar(direction: str, task: Span | Task, start: float, end: float) -> Span:
-    kind, lane = (str(getattr(each, "value", each)) for each in (task.kind, task.lane))
+    kind, lane = (str(getattr(value, "value", value)) for value in (task.kind, task.lane))
     return Span(
         direction=direction, name=task.name, kind=kind, chunk=task.chunk, lane=lane, start=start, end=end
     )
@@ -75,57 +82,67 @@ def _bar(direction: str, task: Span | Task, start: float, end: float) -> Span:
 PICTURES: Mapping[str, Any] = json.loads(
     files("pmoe.planner").joinpath("pictures.json").read_text(encoding="utf-8")
 )
-"""Colours and words of pictures: "theme" is that of pages, "legend" that of timelines."""
+"""Colours and words of pictures: "theme" for pages, "legend" for timelines."""
 
 LEGEND: Mapping[str, tuple[str, str]] = PICTURES["legend"]
-"""By kind of task its colour and its meaning. Colours are distinguishable without colour vision (after Paul
-Tol's schemes). The lane says whether a copy goes out or in."""
+"""Maps each kind of task to its colour and its meaning.
+
+The colours can be told apart without colour vision (after Paul Tol's schemes). The lane says whether a copy
+goes out or in.
+"""
 
 SHARED: Mapping[str, str] = (
     dict.fromkeys(("LDI", "HI", "LHI"), "DI")
     | dict.fromkeys(("LDM", "HM", "LHM"), "DM")
     | dict.fromkeys(("HB", "HAI"), "HA")
 )
-"""Kinds that share another's line in the legend."""
+"""Kinds that share the legend's entry of another kind."""
 
 LANES = ("communicate", "intra-node", "compute", "copy out", "copy in")
-"""From the top. Copies are shown where there are any."""
+"""Lanes from top to bottom. Those of copies are drawn only if they have tasks."""
 
 FUSED_LANES = ("link", "communicating blocks", "computing blocks", "subscriber", "scheduler", "processors")
-"""Those of fused kernels (`pmoe.papers.comet_figures.busy_bars`), from the top; three are COMET's."""
+"""Lanes of fused kernels from top to bottom. The first three are COMET's.
+
+`pmoe.papers.comet_figures.busy_bars` makes their bars.
+"""
 
 
 def draw(path: str | Path | IO[bytes], panels: Mapping[str, Sequence[Span]], title: str) -> None:
-    """Draws `drawing` as a PNG. Needs matplotlib."""
+    """Writes `drawing` as a PNG. Needs matplotlib."""
     drawing(panels, title).savefig(path, dpi=130)
 
 
 def drawing(panels: Mapping[str, Sequence[Span]], title: str) -> Figure:
-    """One panel a key, lanes as rows, all on one time axis. Needs matplotlib."""
+    """Draws one panel for each key, with lanes as rows and one time axis for all. Needs matplotlib."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    # a lane of many blocks is higher: its parts lie above each other
-    inches = [0.9 + (0.8 if _fused(each) else 0.4) * len(_lanes(each)) for each in panels.values()]
+    # A lane that stands for many blocks is higher, because its bars lie above each other.
+    inches = [0.9 + (0.8 if _fused(spans) else 0.4) * len(_lanes(spans)) for spans in panels.values()]
     figure = Figure(figsize=(10, 1.6 + sum(inches)), layout="constrained")
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=inches)
-    every = [bar for content in panels.values() for bar in content]
-    longest = max((bar.end for bar in every), default=1.0)
+    all_bars = [bar for content in panels.values() for bar in content]
+    longest = max((bar.end for bar in all_bars), default=1.0)
     for axis, (name, content) in zip(axes[:, 0], panels.items(), strict=True):
         _draw_panel(axis, name, content, longest)
-    kinds = {SHARED.get(bar.kind, bar.kind) for bar in every if bar.end > bar.start}
+    kinds = {SHARED.get(bar.kind, bar.kind) for bar in all_bars if bar.end > bar.start}
     axes[-1, 0].set_xlabel("milliseconds", size=TEXT_SIZE)
-    handles = [Patch(color=colour, label=told) for kind, (colour, told) in LEGEND.items() if kind in kinds]
+    handles = [
+        Patch(color=colour, label=meaning) for kind, (colour, meaning) in LEGEND.items() if kind in kinds
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=TEXT_SIZE)
     figure.suptitle(title, fontsize=TEXT_SIZE)
     return figure
 
 
 def _fused(content: Sequence[Span]) -> bool:
+    """Whether the spans are those of a fused kernel."""
     return any(bar.lane in FUSED_LANES for bar in content)
 
 
 def _lanes(content: Sequence[Span]) -> list[str]:
+    """Returns the lanes to draw, from top to bottom."""
     used = {bar.lane for bar in content}
     if _fused(content):
         return [lane for lane in FUSED_LANES if lane in used]
@@ -133,12 +150,13 @@ def _lanes(content: Sequence[Span]) -> list[str]:
 
 
 def _draw_panel(axis: Axes, name: str, content: Sequence[Span], longest: float) -> None:
+    """Draws one panel: a bar for each span, and a dotted line where backward starts."""
     lanes = _lanes(content)
     total = max((bar.end for bar in content), default=1.0)
     for bar in content:
         row = len(lanes) - 1 - lanes.index(bar.lane)
         width = bar.end - bar.start
-        # parts of shares have many edges: they are told apart by shade, not by lines
+        # Bars of a fused kernel have many edges, so shades separate them and not lines.
         middle = row + 0.8 * (bar.base + bar.share / 2 - 0.5)
         axis.barh(
             middle,
@@ -164,18 +182,22 @@ def _draw_panel(axis: Axes, name: str, content: Sequence[Span], longest: float) 
     axis.spines[["top", "right"]].set_visible(False)
 
 
-# ---- how much communication is hidden behind computation, and how much is waited for
+# ---- overlap: how much communication hides behind computation
 
 
 LINKS = (Lane.COMMUNICATE, Lane.INTRA_NODE)
+"""Lanes that communicate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Seconds of one pass. seconds: from its first task to its last; communication: those in which anything
-    travels; exposed: those of them in which the compute lane runs nothing.
+    """Seconds of one pass, and how much of its communication is exposed.
 
-    The exchange of row counts, which precedes a forward pass, is no part of it.
+    seconds: from its first task to its last.
+    communication: seconds in which anything travels.
+    exposed: those of them in which the compute lane runs nothing.
+
+    The exchange of row counts, which precedes a forward pass, is not included.
     """
 
     seconds: float
@@ -184,24 +206,23 @@ class Overlap:
 
 
 def overlap(spans: Sequence[Span]) -> Overlap:
-    """What the spans of one pass say.
+    """Returns the overlap in the spans of one pass.
 
-    Example: S from 0 to 3 s, C from 2 to 6 s, R from 5 to 8 s: 8 s, of which something travels in 6, and
-    nothing is computed in 2 + 2 of these.
+    Example: S from 0 to 3 s, C from 2 to 6 s, R from 5 to 8 s -> 8 seconds, communication 6, exposed 2 + 2.
     """
-    travelling = [(span.start, span.end) for span in spans if span.lane in LINKS]
-    computing = [(span.start, span.end) for span in spans if span.lane == Lane.COMPUTE]
+    travel_times = [(span.start, span.end) for span in spans if span.lane in LINKS]
+    compute_times = [(span.start, span.end) for span in spans if span.lane == Lane.COMPUTE]
     start = min((span.start for span in spans), default=0.0)
     return Overlap(
         seconds=max((span.end for span in spans), default=0.0) - start,
-        communication=union_length(travelling),
-        # What travels or computes, without what computes: what travels alone.
-        exposed=union_length([*travelling, *computing]) - union_length(computing),
+        communication=union_length(travel_times),
+        # |travelling without computing| = |travelling or computing| - |computing|
+        exposed=union_length([*travel_times, *compute_times]) - union_length(compute_times),
     )
 
 
 def union_length(intervals: Iterable[tuple[float, float]]) -> float:
-    """Of all points that lie in any of the intervals."""
+    """Returns the length of the union of intervals."""
     joined: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:

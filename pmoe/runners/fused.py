@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from pmoe.engine.autograd import Path, Saved
-from pmoe.engine.passes import Forwarded, Inputs, Kept, Unit
-from pmoe.engine.plan import Plan
+from pmoe.engine.passes.base import Forwarded, Inputs, Kept, Unit
+from pmoe.engine.plan.plan import Plan
 from pmoe.experts.base import Hidden
 from pmoe.experts.stacked import split_parameters
 from pmoe.kernels import flashdmoe, grouped_gemm
-from pmoe.kernels.comet.launches import Journey
-from pmoe.kernels.comet.steps import Steps
+from pmoe.kernels.comet.backend import Steps
+from pmoe.kernels.comet.operators import Journey
 from pmoe.kernels.flashdmoe import PLACES, Chosen
 from pmoe.ordering.sorted import SortedRows, sort_rows
 from pmoe.runners.pipeline import keep_for_backward

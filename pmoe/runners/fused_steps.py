@@ -13,13 +13,13 @@ from pmoe.comm.heap.providers import heap_for, nvshmem_heap, process_heap
 from pmoe.comm.ranks import Ranks
 from pmoe.gates.capacity import expert_capacity
 from pmoe.kernels import gemm
+from pmoe.kernels.comet.backend import Steps
 from pmoe.kernels.comet.launcher import Division, FusedKernel, loading_refusal, ranks_refusal
-from pmoe.kernels.comet.steps import Steps
 from pmoe.kernels.flashdmoe import TILE_ROWS
 from pmoe.kernels.heap import HeapError, HeapShape, host_name
 from pmoe.kernels.registry import bucket
-from pmoe.measure.division import agreed, agreed_layer, fused_layer_sizes
-from pmoe.planner.division import FusedLayerSizes, kernel_sizes
+from pmoe.measure.block_split import agreed, agreed_layer, fused_layer_sizes
+from pmoe.planner.block_split import FusedLayerSizes, kernel_sizes
 from pmoe.schedule.tasks import PassDirection
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.autograd import Path, Saved, run_experts
-from pmoe.engine.passes import Inputs
+from pmoe.engine.passes.base import Inputs
 from pmoe.experts.stacked import StackedExperts, split_parameters
 from pmoe.gates import TopKGate
 from pmoe.gates.logits import router_logits

@@ -11,7 +11,6 @@ a class for each feature that the layer has:
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -20,10 +19,10 @@ from torch import Tensor
 
 from pmoe.comm.ranks import telling
 from pmoe.engine.autograd import Path, Saved
-from pmoe.engine.backward_pass import Backward
-from pmoe.engine.forward_pass import Forward
-from pmoe.engine.passes import Forwarded, Inputs, Kept
-from pmoe.engine.plan import Plan
+from pmoe.engine.passes.backward import Backward
+from pmoe.engine.passes.base import Forwarded, Inputs, Kept
+from pmoe.engine.passes.forward import Forward
+from pmoe.engine.plan.plan import Plan
 from pmoe.experts.base import Hidden
 
 
@@ -37,38 +36,61 @@ class PipelineRunner:
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
         plan = self.plan
-        parts = _special_parts(plan, moves=keep and plan.restore.offloads)
+        variants = _variants(plan, moves=keep and plan.restore.offloads)
         with telling(plan.modules.grid.all, "a forward pass"):
-            forward = _together((*(part for part, _ in parts), Forward))(plan, inputs, keep)
+            forward = _compose((*(first for first, _ in variants), Forward))(plan, inputs, keep)
             y_TM = forward.run()
         return y_TM, keep_for_backward(plan, forward.left) if keep else None
 
 
-def _special_parts(plan: Plan, *, moves: bool) -> list[tuple[type[Forward], type[Backward]]]:
-    """Returns the (forward, backward) classes of the features that a pass needs, the outermost first.
+Variant = tuple[type[Any], type[Any]]
+"""The classes of one feature for the forward and the backward pass. Each calls the next class by super()."""
 
-    They are found by name: ("sharded", "Sharded") stands for ShardedForward and ShardedBackward in
-    pmoe/engine/sharded.py. Only the files that are needed are imported.
+
+def _variants(plan: Plan, *, moves: bool) -> list[Variant]:
+    """Returns the features of a pass, the outermost first. Only the files that are needed are imported.
 
     moves: whether T_DI or T_M is copied to the host, or fetched from the place where forward kept it.
     """
-    feature_is_needed = {
-        ("padding", "Padded"): plan.padding is not None,
-        ("hooked", "Hooked"): plan.modules.hooks is not None,
-        ("shared_expert", "SharedExpert"): plan.modules.shared_expert is not None,
-        ("sharded", "Sharded"): plan.modules.stages.sharded,
-        ("once", "Once"): plan.forward.once is not None,
-        ("offloaded", "Offloading"): moves,
-    }
-    names = [name for name, is_needed in feature_is_needed.items() if is_needed]
-    parts = [(importlib.import_module(f"pmoe.engine.{file}"), name) for file, name in names]
-    return [(getattr(file, f"{name}Forward"), getattr(file, f"{name}Backward")) for file, name in parts]
+    modules = plan.modules
+    variants: list[Variant] = []
+    if plan.padding is not None:
+        from pmoe.engine.variants.padding import PaddedBackward, PaddedForward
+
+        variants.append((PaddedForward, PaddedBackward))
+    if modules.hooks is not None:
+        from pmoe.engine.variants.callbacks import HookedBackward, HookedForward
+
+        variants.append((HookedForward, HookedBackward))
+    if modules.shared_expert is not None:
+        from pmoe.engine.variants.shared_expert import SharedExpertBackward, SharedExpertForward
+
+        variants.append((SharedExpertForward, SharedExpertBackward))
+    if modules.stages.sharded:
+        from pmoe.engine.variants.sharded_experts import ShardedBackward, ShardedForward
+
+        variants.append((ShardedForward, ShardedBackward))
+    if plan.forward.once is not None:
+        from pmoe.engine.variants.send_once import OnceBackward, OnceForward
+
+        variants.append((OnceForward, OnceBackward))
+    if moves:
+        from pmoe.engine.variants.offload import OffloadingBackward, OffloadingForward
+
+        variants.append((OffloadingForward, OffloadingBackward))
+    return variants
 
 
 @functools.cache
-def _together(parts: tuple[type, ...]) -> type[Any]:
-    """Returns one class made of several. Each handles its feature and calls the next by super()."""
-    return parts[0] if len(parts) == 1 else type(parts[-1].__name__, parts[:-1], {})
+def _compose(classes: tuple[type[Any], ...]) -> type[Any]:
+    """Returns one class that inherits from ``classes``, the outermost first."""
+    if len(classes) == 1:
+        return classes[0]
+
+    class Composed(*classes):  # type: ignore[misc]
+        pass
+
+    return Composed
 
 
 def keep_for_backward(plan: Plan, left: Forwarded) -> Saved:
@@ -91,8 +113,8 @@ def _checked(plan: Plan, inputs: Inputs) -> Inputs:
     """Returns the inputs for autograd to save, which raises if one is changed in place before backward.
 
     A module's graph that is kept checks its own parameters, and only those that it needs
-    (`pmoe.experts.graphs.Shelf`). Autograd then gets them as ``.data``, which it does not check. If modules
-    run again in backward, all of their parameters are needed, and autograd checks them.
+    (`pmoe.experts.expert_autograd.Shelf`). Autograd then gets them as ``.data``, which it does not check. If
+    modules run again in backward, all of their parameters are needed, and autograd checks them.
     """
     modules = plan.modules
     restore = plan.restore
@@ -119,9 +141,9 @@ def _backward(
     remaining = iter(tensors)
     saved = _swapped(emptied, lambda _: next(remaining))
     saved.wanted = wanted
-    parts = _special_parts(plan, moves=plan.restore.offloads or plan.rearranged)
+    variants = _variants(plan, moves=plan.restore.offloads or plan.rearranged)
     with telling(plan.modules.grid.all, "a backward pass"):
-        backward = _together((*(part for _, part in parts), Backward))(plan, grad_TM, saved)
+        backward = _compose((*(second for _, second in variants), Backward))(plan, grad_TM, saved)
         gradients: list[Tensor | None] = backward.run()
     return gradients
 
@@ -143,6 +165,6 @@ def _swapped(left: Forwarded, swap: Callable[[Any], Any]) -> Forwarded:
         swapped.kept[unit] = Kept(rows_NM, hidden, kept.recipe)
     for point, each in left.passed.items():
         swapped.passed[point] = replace(each, tensors=tuple(map(swap, each.tensors)))
-    # The plan has no regroup for `pmoe.engine.once`: it became known in forward.
+    # The plan has no regroup for `pmoe.engine.variants.send_once`: it became known in forward.
     swapped.regroup = [swap(each) for each in left.regroup]
     return swapped

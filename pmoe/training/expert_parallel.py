@@ -23,13 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.arguments import check_flag, check_module, check_not_negative, check_tensors, list_of
 from pmoe.comm.agreement import largest, same
+from pmoe.comm.failures import all_fail_together
+from pmoe.comm.group_record import collectives
 from pmoe.comm.ranks import Grid, Ranks, at_stage, wait_for
-from pmoe.comm.standing import collectives
-from pmoe.comm.told import all_fail_together
 from pmoe.comm.topology import ACROSS, INSIDE, dimensions_of, grid_of_mesh
 from pmoe.experts.base import Experts, is_expert, local_part
+from pmoe.experts.dtensor_layout import replace_parameter
 from pmoe.experts.operands import check_own_parameters
-from pmoe.experts.placement import replace_parameter
 from pmoe.layer import MoELayer
 from pmoe.training.parameter_kinds import grouped_by_kind
 

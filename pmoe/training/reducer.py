@@ -30,7 +30,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import options_like
 from pmoe.experts.base import is_expert
 from pmoe.layer import MoELayer
-from pmoe.measure.rounds import clock_of
+from pmoe.measure.timing import clock_of
 from pmoe.planner.gradient_partition import Partition
 from pmoe.training.gradient_partitioning import (
     GradientBuffers,
@@ -247,7 +247,7 @@ def _step_of(reducer: weakref.ref[GradientReducer]) -> BackwardStep:
 class LayerGradients:
     """Callbacks of an MoE layer's backward pass, during which gradients of other layers travel.
 
-    The engine calls them as `pmoe.engine.plan.Modules.gradients`.
+    The engine calls them as `pmoe.engine.plan.plan.Modules.gradients`.
 
     step: returns the current step.
     at: index of the layer.

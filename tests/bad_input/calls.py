@@ -22,7 +22,7 @@ from pmoe.gates import GATES, ExternalGate, Mix, load_balance_loss, router_z_los
 from pmoe.graph.options import Options
 from pmoe.integrations.logging import StatsWriter
 from pmoe.integrations.statistics import stats
-from pmoe.measure.black_box import profile_module
+from pmoe.measure.module_cost import profile_module
 from pmoe.ordering import make_order
 from pmoe.training.parallel import Meshes, is_expert, make_meshes, reduce_gradients
 from tests.bad_input.values import E, H, K, M, T

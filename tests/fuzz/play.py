@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import pmoe
 from pmoe.comm.counts import FaultError
 from pmoe.comm.ranks import Ranks
-from pmoe.engine.arena import pool
+from pmoe.engine.buffers.arena import pool
 from pmoe.experts.base import WHOLE, Shard
 from pmoe.gates import TopKGate
 from pmoe.gates.external import ExternalGate

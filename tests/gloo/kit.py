@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pmoe import MoELayer
 from pmoe.call.modules import Parts
-from pmoe.decide import begin
+from pmoe.decide import rank_consistency
 from pmoe.decide.rank_consistency import check_alike
 from tests import kit
 from tests.kit import AUX, tokens
@@ -74,7 +74,7 @@ def counted_collectives() -> Iterator[list[str]]:
     for name in originals:
         setattr(dist, name, counted(name))
     try:
-        with mock.patch.object(begin, "check_alike", compared):
+        with mock.patch.object(rank_consistency, "check_alike", compared):
             yield calls
     finally:
         for name, original in originals.items():

@@ -33,14 +33,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pmoe.comm import base, hierarchical, sharing
+from pmoe.comm import base, hierarchical
+from pmoe.comm import expert_sharding as sharing
 from pmoe.comm.base import all_to_all
 from pmoe.comm.ranks import Ranks
-from pmoe.engine import arena, cuda_lanes, offloaded
-from pmoe.engine import lanes as engine
-from pmoe.engine.cuda_lanes import CudaLanes
-from pmoe.engine.host_pool import HostPool
-from pmoe.engine.lanes import Action
+from pmoe.engine.buffers import arena
+from pmoe.engine.buffers.host_pool import HostPool
+from pmoe.engine.lanes import cuda as cuda_lanes
+from pmoe.engine.lanes import run as engine
+from pmoe.engine.lanes.base import Action
+from pmoe.engine.lanes.cuda import CudaLanes
+from pmoe.engine.variants import offload as offloaded
 from pmoe.schedule.tasks import Lane, Schedule, Task
 
 # ---- streams that only keep clocks

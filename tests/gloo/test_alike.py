@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import pmoe
 from pmoe.call.options import Switches
 from pmoe.comm.base import FlatAllToAll
-from pmoe.decide import begin
+from pmoe.decide import rank_consistency
 from tests.pool import ranks
 
 D_MODEL, D_HIDDEN = 6, 12
@@ -154,8 +154,8 @@ def test_the_first_difference_has_its_values_told_and_the_others_their_names() -
 def once_job(rank: int, world: int) -> list[int]:
     """Comparisons after: a first call, a second, a checkpoint's two passes of a copy, a failed call."""
     seen: list[int] = []
-    compared = mock.Mock(side_effect=begin.check_alike)
-    with mock.patch.object(begin, "check_alike", compared):
+    compared = mock.Mock(side_effect=rank_consistency.check_alike)
+    with mock.patch.object(rank_consistency, "check_alike", compared):
         layer = build(pipeline=2)
         x = torch.randn(3, D_MODEL, requires_grad=True)
         for _ in range(2):
@@ -180,6 +180,6 @@ def test_layers_compare_once_and_again_only_where_they_differed() -> None:
 
 
 def test_one_rank_has_nobody_to_compare_with() -> None:
-    with mock.patch.object(begin, "check_alike") as compared:
+    with mock.patch.object(rank_consistency, "check_alike") as compared:
         build()(torch.randn(3, D_MODEL))
     assert not compared.called

@@ -19,11 +19,11 @@ from pmoe.choose import search as searched
 from pmoe.choose import trials
 from pmoe.comm.agreement import largest
 from pmoe.comm.ranks import Ranks
-from pmoe.planner.candidates import bound
 from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost
 from pmoe.planner.degree import DEGREES, Choice
 from pmoe.planner.layer_seconds import step_seconds
+from pmoe.planner.priced_choices import bound
 from pmoe.planner.profile import FORMAT, Profile, Versions
 from pmoe.runners import pipeline
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pmoe
 from pmoe.choose import search as searched
-from pmoe.engine import passes
+from pmoe.engine.passes.base import base as passes
 from pmoe.measure import profile
 from pmoe.planner.degree import DEGREES
 from pmoe.schedule.restore import STRATEGIES

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import pmoe
 from pmoe import warn
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.comet.launches import Journey
+from pmoe.kernels.comet.operators import Journey
 from pmoe.runners import fused_steps as comet
 from pmoe.runners.fused_steps import Request
 from tests.plain_steps import PlainSteps, plain_steps, using

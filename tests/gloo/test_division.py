@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from pmoe.comm.agreement import largest
 from pmoe.comm.ranks import Ranks
-from pmoe.measure.division import agreed, agreed_layer, forget, save_divisions
+from pmoe.measure.block_split import agreed, agreed_layer, forget, save_divisions
 from pmoe.measure.fused_kernels import sweep
-from pmoe.planner.division import Division, DivisionTable, FusedKernelSizes
+from pmoe.planner.block_split import Division, DivisionTable, FusedKernelSizes
 from tests.gloo.test_settle import counted_reductions
 from tests.pool import ranks
 from tests.unit.test_division import CPU, SECONDS, SHAPE, SIZES, entry, table
@@ -66,7 +66,7 @@ def test_unlike_shapes_are_an_error_on_every_rank(tmp_path: Path) -> None:
         given, ranks(2).run(taken, str(tmp_path), given), strict=True
     ):
         assert (found, seconds, reductions) == (None, None, 2)
-        assert error == f"shape ({shape}) must be the same on every rank, and another rank has another"
+        assert error == f"sizes ({shape}) must be the same on every rank, but another rank has other sizes"
 
 
 def filled(rank: int, world: int) -> tuple[Division, dict[Division, float]]:

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from pmoe import MoELayer
-from pmoe.engine import lanes
-from pmoe.engine.lanes import Action
+from pmoe.engine.lanes.base import Action
+from pmoe.engine.lanes.base import base as lanes
 from pmoe.schedule.tasks import Schedule, Task
 from tests.pool import Pool
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import pmoe
-import pmoe.engine.cut
+import pmoe.engine.plan.make_plan
 import pmoe.gates
 from pmoe.choose import solve
-from pmoe.engine.cut import make_plan
+from pmoe.engine.plan.make_plan import make_plan
 from pmoe.planner.profile import Operations
 from tests.gloo.flexible import (
     D_HIDDEN,
@@ -322,7 +322,7 @@ def solved_job(rank: int, world: int, case: Case, operations: Operations) -> tup
 
     with (
         mock.patch.object(solve, "operations_of", lambda *_: operations),
-        mock.patch.object(pmoe.engine.cut, "make_plan", noted),
+        mock.patch.object(pmoe.engine.plan.make_plan, "make_plan", noted),
     ):
         return run(rank, world, case), seen
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import pmoe
-from pmoe.engine.arena import Arena
+from pmoe.engine.buffers.arena import Arena
 from pmoe.measure import profile
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.allocated import Allocated

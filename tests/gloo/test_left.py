@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
-from pmoe.comm import meeting, told
-from pmoe.comm.standing import MOST_OPEN, Standing
+from pmoe.comm import failures as told
+from pmoe.comm import meeting
+from pmoe.comm.group_record import MOST_OPEN, Standing
 from tests.gloo.kit import error_of
 from tests.pool import Pool, ranks
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import pmoe
 from pmoe.decide import begin, padded_counts
-from pmoe.engine.cuda_lanes import CudaLanes
+from pmoe.engine.lanes.cuda import CudaLanes
 from pmoe.schedule.restore import ALL_PAIRS
 from tests import kit
 from tests.gloo import streams, test_streams

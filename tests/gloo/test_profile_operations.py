@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from pmoe.comm.base import Traffic
+from pmoe.comm.expert_sharding import Sharing
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.sharing import Sharing
 from pmoe.measure import profile as module
 from pmoe.measure.operations import measure_operations
 from pmoe.measure.profile import load_or_measure, load_profile
@@ -103,8 +103,10 @@ def refused(rank: int, world: int) -> list[str]:
 def test_nodes_that_are_no_part_of_the_layer_or_of_unlike_sizes_are_refused_by_all_ranks() -> None:
     for rank, (no_part, unlike) in enumerate(ranks(4).run(refused)):
         layer = [0, 1] if rank < 2 else [2, 3]
-        assert no_part == f"inside (ranks {[rank % 2, rank % 2 + 2]}) must be a part of ranks {layer}"
-        assert unlike == f"inside ({3 if rank else 1} ranks) must be as large on every rank, not 1 to 3"
+        assert no_part == f"inside (ranks {[rank % 2, rank % 2 + 2]}) must have only ranks of {layer}"
+        assert (
+            unlike == f"inside ({3 if rank else 1} ranks) must have as many ranks on every rank, not 1 to 3"
+        )
 
 
 def shared(rank: int, world: int) -> tuple[list[float], list[float]]:

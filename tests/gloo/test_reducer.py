@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import pmoe
 from pmoe.choose import solve
 from pmoe.comm.ranks import Ranks
-from pmoe.engine.recording import recording
+from pmoe.engine.lanes.recorder import recording
 from pmoe.planner.costs import Fit, LineCost, Share
 from pmoe.planner.gradient_partition import Partition
 from pmoe.planner.profile import Operations

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 import pmoe
 from pmoe import MoELayer, Restore, warn
 from pmoe.comm.counts import num_bins, slot_rows
-from pmoe.engine import passes
+from pmoe.engine.passes.base import base as passes
 from pmoe.experts.base import ExpertRows
 from pmoe.ordering.sorted import chunk_bounds
+from pmoe.schedule.buffer_sizes import ALIGNMENT, BufferSizes
 from pmoe.schedule.restore import ALL_PAIRS
-from pmoe.schedule.slots import ALIGNMENT, BufferSizes
 from tests.gloo.kit import TOKENS, build, counted_collectives
 from tests.kit import assert_same, loss_of, step, tokens
 from tests.own_experts import EXPERTS, changing, dropping, mlp

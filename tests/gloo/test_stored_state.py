@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import pmoe
-from pmoe.comm import told
+from pmoe.comm import failures as told
 from pmoe.comm.ranks import Ranks
 from tests.gloo.kit import error_of
 from tests.pool import Pool, ranks

@@ -20,9 +20,10 @@ from torch.nn import functional as F
 
 import pmoe
 from pmoe import MoELayer, Restore
-from pmoe.engine import offloaded, passes
-from pmoe.engine.arena import pool
-from pmoe.engine.cuda_lanes import CudaLanes
+from pmoe.engine.buffers.arena import pool
+from pmoe.engine.lanes.cuda import CudaLanes
+from pmoe.engine.passes.base import base as passes
+from pmoe.engine.variants import offload as offloaded
 from pmoe.schedule.restore import ALL_PAIRS
 from pmoe.schedule.tasks import Lane, Schedule
 from tests.gloo.streams import COPY_LANES, FREE, OUTSIDE, Finding, Message, Report, Stream, watching

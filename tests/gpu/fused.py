@@ -20,9 +20,9 @@ from torch import Tensor
 
 from bench.virtual_ranks import FusedParameters, VirtualRanks
 from pmoe.kernels import extension
-from pmoe.kernels.comet import launches
+from pmoe.kernels.comet import operators as launches
 from pmoe.kernels.comet.launcher import Division, Launcher
-from pmoe.kernels.comet.launches import Journey
+from pmoe.kernels.comet.operators import Journey
 from pmoe.kernels.heap import Heap, tensor_at
 from tests.gpu import support
 from tests.gpu.grouped import (

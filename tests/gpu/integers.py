@@ -13,7 +13,7 @@ from torch import Tensor
 from bench.virtual_ranks import FusedParameters, VirtualRanks
 from pmoe.kernels import route as routing
 from pmoe.kernels.comet.launcher import Division
-from pmoe.kernels.comet.launches import Journey
+from pmoe.kernels.comet.operators import Journey
 from pmoe.kernels.route import Routes
 from tests.faults import InjectedFaults
 from tests.gpu.fused import DEVICE, Regions

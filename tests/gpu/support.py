@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 import pmoe
 from pmoe.comm.base import FlatAllToAll
-from pmoe.engine.arena import Arena, DevicePool
-from pmoe.engine.cuda_lanes import CudaLanes
-from pmoe.engine.lanes import Action
+from pmoe.engine.buffers.arena import Arena, DevicePool
+from pmoe.engine.lanes.base import Action
+from pmoe.engine.lanes.cuda import CudaLanes
 from pmoe.experts.base import ExpertRows
 from pmoe.runners import one_rank as alone
 from pmoe.schedule.tasks import Lane, Task

@@ -16,7 +16,8 @@ import torch
 from bench.virtual_ranks import FusedParameters, VirtualRanks, routes_of
 from pmoe.gates.logits import router_logits
 from pmoe.kernels import extension, route
-from pmoe.kernels.comet import launcher, launches
+from pmoe.kernels.comet import launcher
+from pmoe.kernels.comet import operators as launches
 from pmoe.kernels.comet.launcher import Division
 from tests.faults import InjectedFaults
 from tests.gpu.fused import CPU, Case, World, need_kernels, play, virtual

@@ -24,7 +24,7 @@ from torch import Tensor
 from pmoe.comm.heap import close_heaps
 from pmoe.comm.heap.providers import process_heap
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.comet import steps as kernel_steps
+from pmoe.kernels.comet import backend as kernel_steps
 from pmoe.kernels.comet.launcher import FusedKernel, Launcher
 from pmoe.kernels.heap import WAIT_SECONDS, Heap, HeapError, HeapShape
 from pmoe.kernels.registry import PMOE, PRODUCTS

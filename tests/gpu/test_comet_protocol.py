@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from pmoe.kernels import extension
-from pmoe.kernels.comet import launcher, launches
+from pmoe.kernels.comet import launcher
+from pmoe.kernels.comet import operators as launches
 from pmoe.kernels.heap import WAIT_SECONDS, HeapError
 from tests.faults import InjectedFaults
 from tests.gpu.fused import DEVICE, need_kernels

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import pmoe
 from pmoe.call.options import Switches
-from pmoe.engine import lanes as engine
-from pmoe.engine import offloaded
-from pmoe.engine.cuda_lanes import CudaLanes
-from pmoe.engine.recording import recording
-from pmoe.schedule.straight import backward_schedule, forward_schedule
+from pmoe.engine.lanes import run as engine
+from pmoe.engine.lanes.cuda import CudaLanes
+from pmoe.engine.lanes.recorder import recording
+from pmoe.engine.variants import offload as offloaded
+from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Lane, Schedule, Stages
 from tests.gpu.support import (
     AUX,

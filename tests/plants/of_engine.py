@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tests.plants.plant import Plant
 
-PASSES = "pmoe/engine/passes.py"
-BACKWARD = "pmoe/engine/backward_pass.py"
-LANES = "pmoe/engine/lanes.py"
-CUDA_LANES = "pmoe/engine/cuda_lanes.py"
-OFFLOADED = "pmoe/engine/offloaded.py"
-CUT = "pmoe/engine/cut.py"
+PASSES = "pmoe/engine/passes/base.py"
+BACKWARD = "pmoe/engine/passes/backward.py"
+LANES = "pmoe/engine/lanes/base.py"
+CUDA_LANES = "pmoe/engine/lanes/cuda.py"
+OFFLOADED = "pmoe/engine/variants/offload.py"
+CUT = "pmoe/engine/plan/make_plan.py"
 STREAMS = "tests/gloo/test_streams.py"
 SPECIFICATION = "tests/gloo/test_specification.py"
 
@@ -57,7 +57,7 @@ ENGINE = (
     Plant(
         name="an-error-abandons-nothing",
         breaks="after an error buffers are freed that copies and messages still use",
-        file="pmoe/engine/lanes.py",
+        file="pmoe/engine/lanes/run.py",
         old="        lanes.abandon()\n        raise\n",
         new="        raise\n",
         tests=f"{STREAMS} -k an_error",
@@ -65,7 +65,7 @@ ENGINE = (
     Plant(
         name="sends-on-after-a-failure",
         breaks="what follows a failed exchange is sent to peers that are still at that one",
-        file="pmoe/engine/thread_lanes.py",
+        file="pmoe/engine/lanes/threads.py",
         old="            self._has_failed = True\n            self.fail(task, error)\n",
         new="            self.fail(task, error)\n",
         tests="tests/unit/test_lanes.py",
@@ -81,7 +81,7 @@ ENGINE = (
     Plant(
         name="host-blocks-not-joined",
         breaks="host memory that was given back stays in pieces",
-        file="pmoe/engine/host_pool.py",
+        file="pmoe/engine/buffers/host_pool.py",
         old="            if sum(joined[-1]) == piece_start:\n",
         new="            if sum(joined[-1]) < piece_start:\n",
         tests="tests/unit/test_reuse_host.py",
@@ -89,7 +89,7 @@ ENGINE = (
     Plant(
         name="held-host-blocks-handed-out",
         breaks="memory that a graph still holds goes to the next pass",
-        file="pmoe/engine/host_pool.py",
+        file="pmoe/engine/buffers/host_pool.py",
         old="            if holders > _NONE:\n",
         new="            if holders > _NONE + 2:\n",
         tests="tests/unit/test_pool.py -k graph",
@@ -177,7 +177,7 @@ ENGINE = (
     Plant(
         name="hook-gradients-of-the-last-chunk",
         breaks="gradients of callbacks' parameters are those of one chunk",
-        file="pmoe/engine/hooked.py",
+        file="pmoe/engine/variants/callbacks.py",
         old="                self.grad_hooks[j] = gradient if total is None else total + gradient\n",
         new="                self.grad_hooks[j] = gradient\n",
         tests="tests/unit/test_callbacks.py",
@@ -185,7 +185,7 @@ ENGINE = (
     Plant(
         name="rows-of-other-chunks",
         breaks="backward takes rows of the wrong chunk of forward",
-        file="pmoe/engine/rearranged.py",
+        file="pmoe/engine/plan/regroup_chunks.py",
         old="            chunk_runs = runs.setdefault(chunk, [])\n",
         new="            chunk_runs = runs.setdefault(len(joined), [])\n",
         tests="tests/unit/test_reuse.py",
@@ -193,7 +193,7 @@ ENGINE = (
     Plant(
         name="forward-index-reversed",
         breaks="weights are looked up by the inverse of the index",
-        file="pmoe/engine/rearranged.py",
+        file="pmoe/engine/plan/regroup_chunks.py",
         old="    return shift.repeat_interleave(rows, output_size=num_rows) + ",
         new="    return -shift.repeat_interleave(rows, output_size=num_rows) + ",
         tests=f"{SPECIFICATION} -k other_chunks",
@@ -225,7 +225,7 @@ ENGINE = (
     Plant(
         name="hash-truncated",
         breaks="of routing that is decided again a hash of 8 bits is compared",
-        file="pmoe/engine/rerouting.py",
+        file="pmoe/checkpointing/routing_check.py",
         old="            total = mixed if total is None else total + mixed\n",
         new="            total = (mixed if total is None else total + mixed) & 255\n",
         tests="tests/unit/test_recompute_changed.py",
@@ -233,7 +233,7 @@ ENGINE = (
     Plant(
         name="hash-without-places",
         breaks="tokens that change places are not noticed",
-        file="pmoe/engine/rerouting.py",
+        file="pmoe/checkpointing/routing_check.py",
         old="hashed((place << 24) ^ numbers,",
         new="hashed(numbers,",
         tests="tests/unit/test_recompute_changed.py",

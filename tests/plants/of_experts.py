@@ -100,7 +100,7 @@ EXPERTS = (
     Plant(
         name="shared-expert-of-other-width",
         breaks="of a gated expert's halves a shard keeps columns of the first alone",
-        file="pmoe/experts/placement.py",
+        file="pmoe/experts/dtensor_layout.py",
         old="        parts = stacked.hidden_factor if dim == 1 else 1\n        shape",
         new="        parts = 1\n        shape",
         tests="tests/gloo/test_parallelize.py -k built_alone",

@@ -60,7 +60,7 @@ GATES = (
     Plant(
         name="dropped-slots-carry",
         breaks="a dropped slot's row travels for the others",
-        file="pmoe/engine/once.py",
+        file="pmoe/engine/variants/send_once.py",
         old="    return carrier_TK, carries_TK if keep_TK is None else carries_TK & keep_TK\n",
         new="    return carrier_TK, carries_TK\n",
         tests="tests/unit/test_ordering.py",

@@ -52,7 +52,7 @@ PLANNER = (
     Plant(
         name="bound-of-balanced-routing",
         breaks="the memory bound forgets rows that no cutting avoids",
-        file="pmoe/planner/pass_rows.py",
+        file="pmoe/planner/rows_per_pass.py",
         old="        received = min(received, max(slot_rows, sources * _most_of_chunk(call, cuts)))\n",
         new="        received = min(received, slot_rows)\n",
         tests="tests/unit/test_footprint.py -k no_cutting_avoids",
@@ -116,8 +116,8 @@ PLANNER = (
     Plant(
         name="dearest-pair",
         breaks="memory_reuse=True takes the pair that Eq. 10 finds slowest",
-        file="pmoe/planner/candidates.py",
-        old="            self._pairs[key] = found\n",
+        file="pmoe/planner/priced_choices.py",
+        old="            self._pairs[key] = cheapest\n",
         new="            self._pairs[key] = max(seconds, key=seconds.__getitem__)\n",
         tests=f"{CHOICES} -k suits",
     ),
@@ -140,7 +140,7 @@ PLANNER = (
     Plant(
         name="means-of-trials",
         breaks="one trial that something else slowed decides on n",
-        file="pmoe/measure/rounds.py",
+        file="pmoe/measure/timing.py",
         old="        [statistics.median(map(seconds, part)) for part in zip(*samples, strict=True)]\n",
         new="        [statistics.fmean(map(seconds, part)) for part in zip(*samples, strict=True)]\n",
         tests=f"{CHOICES} -k trials",
@@ -148,7 +148,7 @@ PLANNER = (
     Plant(
         name="least-bytes-of-a-budget",
         breaks="of what fits a budget the smallest is taken, however slow",
-        file="pmoe/planner/candidates.py",
+        file="pmoe/planner/priced_choices.py",
         old="    return min(fitting, key=PRICE)\n",
         new="    return min(fitting, key=lambda each: (each.memory.promised, each.seconds))\n",
         tests=f"{CHOICES} -k budget",

@@ -90,7 +90,7 @@ RANKS = (
     Plant(
         name="failed-peers-unheard",
         breaks="a rank does not look whether the one that it waits for has failed",
-        file="pmoe/comm/told.py",
+        file="pmoe/comm/failures.py",
         old="    if not store.check([_any_failed(standing)]):\n",
         new="    if store.check([_any_failed(standing)]):\n",
         tests="tests/gloo/test_told.py",
@@ -106,7 +106,7 @@ RANKS = (
     Plant(
         name="shards-swapped",
         breaks="of two ranks inside a node each takes the other's rows for its own",
-        file="pmoe/comm/sharing.py",
+        file="pmoe/comm/expert_sharding.py",
         old="            own, received = (second, first) if inside.rank else (first, second)\n",
         new="            own, received = (first, second) if inside.rank else (second, first)\n",
         tests="tests/gloo/test_flexible.py -k sharded_experts_equal",
@@ -130,7 +130,7 @@ RANKS = (
     Plant(
         name="copies-of-experts-refused",
         breaks="a wrapper over ranks that hold the same experts is refused as one over ranks that do not",
-        file="pmoe/experts/wrapped.py",
+        file="pmoe/experts/wrapper_checks.py",
         old="len(ranks & own) > 1 if ranks",
         new="len(ranks) > 1 if ranks",
         tests="tests/gloo/test_wrapped.py",
@@ -138,7 +138,7 @@ RANKS = (
     Plant(
         name="unsharded-fsdp-passes",
         breaks="the older FSDP averages experts' gradients where it keeps them whole",
-        file="pmoe/experts/wrapped.py",
+        file="pmoe/experts/wrapper_checks.py",
         old='hasattr(base, "_fsdp_flattened")',
         new='getattr(base, "_padded_unsharded_size", None) is not None',
         tests="tests/gloo/test_wrapped.py -k took_for_copies",

@@ -40,7 +40,7 @@ SCHEDULE = (
     Plant(
         name="local-rows-all-first",
         breaks="no rows are left to compute while the last combine is on its way",
-        file="pmoe/schedule/straight.py",
+        file="pmoe/schedule/separate_buffers.py",
         old="    early = m - 1 if remote and m > 1 else m\n",
         new="    early = m\n",
         tests="tests/unit/test_schedule.py",
@@ -56,7 +56,7 @@ SCHEDULE = (
     Plant(
         name="hidden-ring-of-one",
         breaks="a chunk overwrites T_M while the one before is copied to the host",
-        file="pmoe/schedule/rings.py",
+        file="pmoe/schedule/ring_buffers.py",
         old='        "T_M": of_fate.get(hidden_fate, 1),\n',
         new='        "T_M": min(of_fate.get(hidden_fate, 1), 1),\n',
         tests="tests/unit/test_reuse_schedule.py",
@@ -64,7 +64,7 @@ SCHEDULE = (
     Plant(
         name="ring-slot-taken-twice",
         breaks="two buffers in turn get the same slot of a ring",
-        file="pmoe/schedule/rings.py",
+        file="pmoe/schedule/ring_buffers.py",
         old="            used[ring] += 1\n",
         new="            used[ring] += 2\n",
         tests="tests/unit/test_reuse_schedule.py",
@@ -72,7 +72,7 @@ SCHEDULE = (
     Plant(
         name="last-chunk-local-first",
         breaks="the last chunk's rows that stay do not cover its combine",
-        file="pmoe/schedule/rings.py",
+        file="pmoe/schedule/ring_buffers.py",
         old="        units += unit[::-1] if i == chunks[-1] else unit\n",
         new="        units += unit\n",
         tests="tests/unit/test_reuse_schedule.py",
@@ -80,7 +80,7 @@ SCHEDULE = (
     Plant(
         name="backward-from-the-first-chunk",
         breaks="backward restores chunks in forward's order",
-        file="pmoe/schedule/rings.py",
+        file="pmoe/schedule/ring_buffers.py",
         old="    chunks = range(n - 1, -1, -1)\n",
         new="    chunks = range(n)\n",
         tests="tests/unit/test_reuse_schedule.py",
@@ -88,7 +88,7 @@ SCHEDULE = (
     Plant(
         name="slots-rounded-down",
         breaks="slots are smaller than their buffers, and overlap",
-        file="pmoe/schedule/slots.py",
+        file="pmoe/schedule/buffer_sizes.py",
         old="    spans = {slot: -(-elements // step) * step for",
         new="    spans = {slot: elements // step * step for",
         tests="tests/unit/test_reuse.py",
@@ -96,7 +96,7 @@ SCHEDULE = (
     Plant(
         name="slot-of-the-last-buffer",
         breaks="a slot is as large as the last of its buffers, not as the largest",
-        file="pmoe/schedule/slots.py",
+        file="pmoe/schedule/buffer_sizes.py",
         old="largest[slot] = max(largest.get(slot, 0), rows[chunk] * columns)\n",
         new="largest[slot] = rows[chunk] * columns\n",
         tests="tests/unit/test_reuse.py",

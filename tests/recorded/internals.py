@@ -18,8 +18,8 @@ from torch import Tensor
 
 import pmoe
 from bench.allocations import moment, watched
-from pmoe.engine import thread_lanes
-from pmoe.integrations.transformers import borrowed
+from pmoe.engine.lanes import threads as thread_lanes
+from pmoe.integrations.transformers import shared_tensors as borrowed
 from pmoe.runners import one_rank
 from tests.plain_steps import plain_steps, using
 from tests.switched import switched_layer

@@ -10,7 +10,7 @@ from torch import nn
 
 import pmoe
 from pmoe.integrations.logging import StatsWriter
-from pmoe.measure.black_box import profile_module
+from pmoe.measure.module_cost import profile_module
 from tests.spec.kit import E, K, M, error_of, make, on_ranks, step, tokens
 
 

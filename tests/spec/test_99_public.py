@@ -68,7 +68,9 @@ def test_every_file_is_short_and_imports_little(path: Path) -> None:
 
 def test_a_private_name_would_be_noticed() -> None:
     public = public_modules()
-    assert private_names("from pmoe.engine.arena import Arena", public) == ["pmoe.engine.arena.Arena"]
+    assert private_names("from pmoe.engine.buffers.arena import Arena", public) == [
+        "pmoe.engine.buffers.arena.Arena"
+    ]
     assert private_names("import pmoe.call.options", public) == ["pmoe.call.options"]
     assert private_names("layer._parts", public) == ["_parts"]
     assert private_names("from pmoe.gates import GATES, TopKGate\nimport pmoe", public) == []

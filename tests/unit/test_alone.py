@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
-from pmoe.engine.callbacks import Callback
+from pmoe.engine.plan.callbacks import Callback
 from pmoe.kernels.registry import PRODUCTS, MeasuredChoice
 from pmoe.measure.products import _products, slower_kernels
 from pmoe.runners import one_rank as alone

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from pmoe.graph.axes import RULES, SUM, Axis, _is_pointwise, _pointwise, infer, tensors
-from pmoe.graph.parts import MADE, SIZED, joined_rows, rows_of_part
+from pmoe.graph.split_batch import MADE, SIZED, joined_rows, rows_of_part
 
 aten = torch.ops.aten
 

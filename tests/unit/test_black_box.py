@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pmoe.measure import black_box
-from pmoe.measure.black_box import RUNS, profile_module
+from pmoe.measure import module_cost as black_box
+from pmoe.measure.module_cost import RUNS, profile_module
 from pmoe.planner.costs import LineCost
 
 

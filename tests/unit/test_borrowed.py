@@ -16,7 +16,7 @@ import pmoe
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import Experts
 from pmoe.gates import ExternalGate
-from pmoe.integrations.transformers.borrowed import (
+from pmoe.integrations.transformers.shared_tensors import (
     BorrowedActivation,
     BorrowedFFN,
     BorrowedSwiGLU,

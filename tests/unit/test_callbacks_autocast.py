@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pmoe
 from pmoe import MoELayer, Restore
-from pmoe.engine.callbacks import POINTS
+from pmoe.engine.plan.callbacks import POINTS
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.kit import (
     D_MODEL,

@@ -22,11 +22,11 @@ from pmoe.call.sizes import memory_shape
 from pmoe.integrations.run_folder import SCALARS, Row, append
 from pmoe.kernels import extension, status
 from pmoe.measure.profile import load_profile, profile_path, save_profile
-from pmoe.planner.candidates import bound
+from pmoe.papers.mpipemoe_memory import theory
 from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import sizes_from_options
+from pmoe.planner.priced_choices import bound
 from pmoe.planner.profile import Profile
-from pmoe.planner.theory import theory
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
 from tests.unit.test_profile import MADE
 
@@ -294,7 +294,7 @@ def test_profile_stores_what_it_measured(
         (["plan", *LAYER, "--budget", "much"], "argument --budget: value ('much') must be a number of bytes"),
         (["plan", *LAYER, "--profile", "/no/such"], "--profile (/no/such) must be a file to read"),
         (["plan", *LAYER, "--profile", __file__], "must hold a profile"),
-        (["profile", "--device", "cuda:99"], "--device ('cuda:99') must be here: torch sees"),
+        (["profile", "--device", "cuda:99"], "--device ('cuda:99') must exist: torch sees"),
         (["plans"], "invalid choice: 'plans'"),
         ([], "required: memory | plan | profile"),
     ],
@@ -309,11 +309,11 @@ def test_plan_refuses_a_given_profile_of_other_ranks_or_dtype(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--profile", str(profile_path(MADE, folder))]
-    assert f"--ranks (2) must be that of {given[1]} (4)" in refused(
+    assert f"--ranks (2) must be the number of ranks in {given[1]} (4)" in refused(
         capsys, "plan", *LAYER, "--ranks", "2", *given
     )
     wrong = ["--ranks", "4", "--dtype", "float64", *given]
-    assert "--dtype (float64) must be that of --profile" in refused(capsys, "plan", *LAYER, *wrong)
+    assert "--dtype (float64) must be the dtype of --profile" in refused(capsys, "plan", *LAYER, *wrong)
     page = ["--ranks", "4", *given, "--html", str(folder / "no" / "page.html")]
     assert "must be a file to write" in refused(capsys, "plan", *LAYER, *page)
 
@@ -456,7 +456,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_copies_are_drawn_on_lanes_of_their_own() -> None:
-    from pmoe.planner.candidates import advise, step_bars
+    from pmoe.planner.priced_choices import advise, step_bars
     from pmoe.planner.timeline import LEGEND, SHARED, draw
 
     shape = sizes_from_options(16, 64, 8, num_ranks=4)

@@ -15,10 +15,10 @@ from pmoe import warn
 from pmoe.cli import profile_kernels
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
-from pmoe.measure import division as among_ranks
+from pmoe.measure import block_split as among_ranks
 from pmoe.measure import fused_kernels
-from pmoe.measure.division import as_fields, division_path, load_divisions, save_divisions
-from pmoe.planner.division import Division, DivisionTable, FusedKernelSizes, all_kernel_sizes
+from pmoe.measure.block_split import as_fields, division_path, load_divisions, save_divisions
+from pmoe.planner.block_split import Division, DivisionTable, FusedKernelSizes, all_kernel_sizes
 from tests.unit.test_cli import printed, refused, run
 from tests.unit.test_division import (
     SECONDS,
@@ -38,7 +38,7 @@ NEEDS = "pmoe profile --kernels needs a CUDA device with the fused kernels: "
     [
         ([], f"{NEEDS}no code for this device"),
         (["--device", "cpu"], f"{NEEDS}device cpu: the kernels are for CUDA"),
-        (["--device", "cuda:3"], "--device ('cuda:3') must be here: torch sees 1 GPUs"),
+        (["--device", "cuda:3"], "--device ('cuda:3') must exist: torch sees 1 GPUs"),
     ],
 )
 def test_without_a_device_that_runs_them_one_message_says_why(
@@ -52,7 +52,7 @@ def test_without_a_device_that_runs_them_one_message_says_why(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_on_a_machine_without_one_the_message_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--device ('cuda:0') must be here: torch sees 0 GPUs" in refused(capsys, *KERNELS)
+    assert "--device ('cuda:0') must exist: torch sees 0 GPUs" in refused(capsys, *KERNELS)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_virtual_ranks_are_of_one_process(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     message = refused(capsys, *KERNELS, "--virtual-ranks", "4")
-    assert "--virtual-ranks (4) must be of one process, and there are 2" in message
+    assert "--virtual-ranks (4) needs a single process, but torchrun started 2" in message
 
 
 @pytest.fixture
@@ -136,7 +136,9 @@ def test_no_times_are_stored_of_a_layer_that_falls_back_the_second_time_without_
         assert profile_kernels._time_layers(options, sizes, Ranks.single()) == {}
     assert len([each for each in given if "falls back" in str(each.message)]) == 1
     told = capsys.readouterr().err.splitlines()
-    assert told == [f"pmoe: no layer times of {each}: the path 'pipeline' ran" for each in sizes.values()]
+    assert told == [
+        f"pmoe: no layer times for {each}: it ran on path 'pipeline', not fused" for each in sizes.values()
+    ]
 
 
 def test_show_prints_what_is_stored_and_measures_nothing(
@@ -144,7 +146,7 @@ def test_show_prints_what_is_stored_and_measures_nothing(
 ) -> None:
     show = [*KERNELS, "--show", "--folder", str(tmp_path)]
     run(*show)
-    assert capsys.readouterr().out == f"nothing measured of the fused kernels in {tmp_path}\n"
+    assert capsys.readouterr().out == f"no measurements of fused kernels in {tmp_path}\n"
     stored = DivisionTable({SHAPE: entry(SHAPE, 26, 1024)}, {SIZES: SECONDS})
     save_divisions(stored, tmp_path)
     assert printed(capsys, *show) == {"folder": str(tmp_path), **as_fields(stored)}

@@ -21,12 +21,12 @@ from pmoe.comm import NAMES
 from pmoe.comm.topology import Topology
 from pmoe.measure.profile import save_profile
 from pmoe.measure.store import typed
-from pmoe.planner.candidates import advise
 from pmoe.planner.cluster import Cluster, fields_of, legs
+from pmoe.planner.cluster_candidates import OFF, plan_ways, sensitivity
 from pmoe.planner.costs import LineCost
 from pmoe.planner.layer_sizes import sizes_from_options
+from pmoe.planner.priced_choices import advise
 from pmoe.planner.profile import Profile
-from pmoe.planner.ways import OFF, plan_ways, sensitivity
 from tests.snippets import ROOT, blocks
 from tests.unit.test_profile import MADE, OPERATIONS
 
@@ -341,16 +341,25 @@ def test_too_few_ranks_are_told_how_many_could_hold_the_experts(
     said = refused(capsys, *LAYER, "--cluster", str(file_of(tmp_path, GOOD.replace("80e9", "1e7"))))
     held = sizes_from_options(1024, 4096, 8, num_ranks=8).expert_parameters * 4
     assert f"must hold a rank's experts ({held} bytes): 8 ranks are too few" in said
-    assert f", {math.ceil(8 * held / 1e7)} could" in said
+    assert f", {math.ceil(8 * held / 1e7)} would be enough" in said
 
 
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        ({}, "a cpu profile of 1 machines of 4 ranks must be of a part of cuda, 2 machines of 4"),
-        ({"device_type": "cuda", "num_nodes": 4}, "of 4 machines of 1 ranks must be of a part of cuda"),
-        ({"device_type": "cuda", "num_ranks": 8}, "of 1 machines of 8 ranks must be of a part of cuda"),
-        ({"dtype": "float64"}, "--dtype (float32) must be that of --profile"),
+        (
+            {},
+            "a cpu profile of 1 machines of 4 ranks must be of a part of the cluster: cuda, 2 machines of 4",
+        ),
+        (
+            {"device_type": "cuda", "num_nodes": 4},
+            "of 4 machines of 1 ranks must be of a part of the cluster: cuda",
+        ),
+        (
+            {"device_type": "cuda", "num_ranks": 8},
+            "of 1 machines of 8 ranks must be of a part of the cluster: cuda",
+        ),
+        ({"dtype": "float64"}, "--dtype (float32) must be the dtype of --profile"),
     ],
 )
 def test_a_profile_of_other_machines_is_refused(
@@ -387,5 +396,5 @@ def test_the_clock_of_the_machines_that_were_measured_changes_no_plan(
 
 def test_ranks_are_those_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [*LAYER, "--cluster", str(file_of(tmp_path))]
-    assert f"--ranks (4) must be that of {tmp_path}" in refused(capsys, *given, "--ranks", "4")
+    assert f"--ranks (4) must be the number of ranks in {tmp_path}" in refused(capsys, *given, "--ranks", "4")
     assert printed(capsys, *given, "--ranks", "8")["ranks"] == 8

@@ -14,7 +14,7 @@ import pmoe
 from bench.virtual_ranks import FusedParameters, VirtualRanks, routes_of
 from pmoe.comm.heap import close_heaps
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.comet import launches
+from pmoe.kernels.comet import operators as launches
 from pmoe.kernels.comet.launcher import Division
 from pmoe.kernels.heap import HeapError
 from tests.emulated import compile_kernels, emulated

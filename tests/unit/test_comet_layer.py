@@ -20,8 +20,8 @@ import pmoe
 from pmoe import warn
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.swiglu import SwiGLUExperts
-from pmoe.kernels.comet.steps import Steps
-from pmoe.planner.division import LayerSeconds
+from pmoe.kernels.comet.backend import Steps
+from pmoe.planner.block_split import LayerSeconds
 from pmoe.runners import fused_steps as comet
 from pmoe.runners import one_rank as alone
 from pmoe.runners.fused import unit_index

@@ -44,7 +44,7 @@ from pmoe.papers.comet_tasks import (
     fused_dispatch_tasks,
     tile_order,
 )
-from pmoe.planner.division import chunk_candidates
+from pmoe.planner.block_split import chunk_candidates
 from pmoe.planner.simulator import makespan
 from pmoe.planner.timeline import FUSED_LANES, LEGEND, draw
 

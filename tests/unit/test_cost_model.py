@@ -20,8 +20,8 @@ from pmoe.planner.cost_model import (
 from pmoe.planner.costs import LineCost
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.profile import Profile, Versions
+from pmoe.schedule.buffer_sizes import HiddenColumns
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
-from pmoe.schedule.slots import HiddenColumns
 from pmoe.schedule.tasks import Lane
 
 S1, S2, S3, S4 = STRATEGIES.values()

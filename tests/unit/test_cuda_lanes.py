@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from pmoe.comm.ranks import Ranks
-from pmoe.engine.cuda_lanes import CudaLanes
+from pmoe.engine.lanes.cuda import CudaLanes
 from pmoe.kernels.grouped_gemm import launch
-from pmoe.schedule.straight import forward_schedule
+from pmoe.schedule.separate_buffers import forward_schedule
 from pmoe.schedule.tasks import Lane, Stages
 
 

@@ -16,10 +16,10 @@ import torch
 
 from pmoe import MoELayer
 from pmoe.comm.ranks import Ranks
-from pmoe.measure import division as among_ranks
-from pmoe.measure.division import agreed, agreed_layer, save_divisions
+from pmoe.measure import block_split as among_ranks
+from pmoe.measure.block_split import agreed, agreed_layer, save_divisions
 from pmoe.measure.fused_kernels import sweep, time_layers
-from pmoe.planner.division import (
+from pmoe.planner.block_split import (
     Division,
     DivisionTable,
     Entry,
@@ -150,7 +150,7 @@ def test_entries_of_another_kernel_direction_or_dtype_do_not_compete(changes: di
     far = entry(replace(SHAPE, rows=1), 30)
     assert table(entry(replace(SHAPE, **changes), 40), far).find(SHAPE)[0] == far.division
     assert table(entry(replace(SHAPE, **changes), 40)).find(SHAPE) == (
-        Division(11, 512), "rule: nothing measured of combine forward in bfloat16",
+        Division(11, 512), "rule: no measurement of combine forward in bfloat16",
     )  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def test_where_nothing_is_measured_a_twelfth_of_the_blocks_communicates() -> Non
     for blocks, n_c in ((132, 11), (148, 12), (24, 2), (11, 1), (2, 1)):
         assert rule(replace(SHAPE, num_blocks=blocks)) == Division(n_c, 512)
     assert DivisionTable().find(SHAPE) == (
-        Division(11, 512), "rule: nothing measured of combine forward in bfloat16",
+        Division(11, 512), "rule: no measurement of combine forward in bfloat16",
     )  # fmt: skip
     assert rule(replace(SHAPE, d_model=256)).chunk_columns == 256
 
@@ -328,7 +328,7 @@ def test_fill_refuses_unlike_shapes_before_anything_is_measured() -> None:
     def unlike(values: Sequence[float]) -> list[float]:
         return [value + 1 for value in values]
 
-    with pytest.raises(ValueError, match="shapes to measure must be the same on every rank"):
+    with pytest.raises(ValueError, match="kernels to measure must be the same on every rank"):
         sweep([SHAPE], lambda shape, division: pytest.fail("measured"), unlike)
 
 

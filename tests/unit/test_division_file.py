@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pmoe.measure.division import (
+from pmoe.measure.block_split import (
     as_fields,
     division_path,
     load_divisions,
@@ -19,7 +19,7 @@ from pmoe.measure.division import (
     save_divisions,
 )
 from pmoe.measure.profile import stored_profiles
-from pmoe.planner.division import DivisionTable
+from pmoe.planner.block_split import DivisionTable
 from tests.unit.test_division import SECONDS, SHAPE, SIZES, entry, table
 
 

@@ -11,8 +11,8 @@ from matplotlib.text import Text
 
 from bench import memory_saving, redraw, restore_regions
 from docs import pictures
-from pmoe.planner.candidates import step_bars
 from pmoe.planner.drawing import PAIRS, SERIES, THEME, Point, scatter_figure
+from pmoe.planner.priced_choices import step_bars
 from pmoe.planner.timeline import LEGEND, ON_COLOUR, drawing
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES
 from tests.browser import Page

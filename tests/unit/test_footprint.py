@@ -12,9 +12,9 @@ import pmoe
 from pmoe.gates import GATES
 from pmoe.planner.degree import DEGREES
 from pmoe.planner.layer_sizes import LayerSizes
-from pmoe.planner.pass_rows import worst_rows
+from pmoe.planner.rows_per_pass import worst_rows
+from pmoe.schedule.buffer_sizes import HiddenColumns
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES
-from pmoe.schedule.slots import HiddenColumns
 from tests.allocated import Allocated
 from tests.spread import named, spread
 

@@ -27,6 +27,7 @@ FLOORS: list[set[str]] = [
     {"pmoe.choose"},
     {"pmoe.call"},
     {"pmoe.runners"},
+    {"pmoe.checkpointing"},
     {"pmoe.engine"},
     {"pmoe.measure"},
     {"pmoe.planner"},

@@ -74,7 +74,7 @@ def test_one_wrong_element_of_any_kernel_is_told_with_the_numbers(
     spoil(monkeypatch, grouped_gemm, name)
     with torch.no_grad():
         why = mismatch(case())
-    assert why is not None and "in torch.bfloat16 is wrong by 0." in why and "is allowed" in why
+    assert why is not None and "in torch.bfloat16 has a relative error of 0." in why and "is allowed" in why
 
 
 def test_a_result_that_is_no_number_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_a_result_that_is_no_number_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("pmoe.experts.stacked.expert_product", poisoned)
     with torch.no_grad():
-        assert "is wrong by nan" in (mismatch(case()) or "")
+        assert "has a relative error of nan" in (mismatch(case()) or "")
 
 
 class Gate:
@@ -97,13 +97,15 @@ def test_one_ranks_kernels_are_checked_once_and_a_mismatch_is_a_warning_and_the_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[Any] = []
-    wrong = "T_O in torch.bfloat16 is wrong by 0.5 of its size, where 0.016 is allowed"
+    wrong = "T_O in torch.bfloat16 has a relative error of 0.5, where 0.016 is allowed"
     monkeypatch.setattr("pmoe.runners.one_rank.one_rank_mismatch", lambda *key: asked.append(key) or wrong)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(one_rank, "_checked", {})
     GIVEN.clear()
     gate: Any = Gate()
-    with pytest.warns(UserWarning, match="one rank's kernels are not used: T_O .* wrong by 0.5") as caught:
+    with pytest.warns(
+        UserWarning, match="one rank's kernels are not used: T_O .* relative error of 0.5"
+    ) as caught:
         assert [one_rank._wrong_kernels(gate, case()) for _ in range(2)] == [wrong] * 2
     assert asked == [(case(), 2, True)] and len(caught) == 1
     with PRODUCTS.forcing(PMOE):  # asked for by name
@@ -130,7 +132,7 @@ def test_one_ranks_wrong_results_are_found(name: str, monkeypatch: pytest.Monkey
 
     calls = 3 * calls_of(name, monkeypatch)
     monkeypatch.setattr(grouped_gemm, name, third_time_wrong)
-    assert "wrong by" in (one_rank_mismatch(case(), 2, True) or "")
+    assert "relative error" in (one_rank_mismatch(case(), 2, True) or "")
 
 
 def calls_of(name: str, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -145,7 +147,7 @@ def calls_of(name: str, monkeypatch: pytest.MonkeyPatch) -> int:
 # ---- in the registry: its candidates, clocks and devices are fakes
 
 
-WRONG = "T_DO in torch.bfloat16 is wrong by 0.5 of its size, where 0.016 is allowed"
+WRONG = "T_DO in torch.bfloat16 has a relative error of 0.5, where 0.016 is allowed"
 
 
 def test_kernels_are_checked_once_for_each_nonlinearity_before_they_are_measured() -> None:

@@ -358,7 +358,7 @@ def test_without_memory_nothing_is_measured_and_grouped_mm_computes() -> None:
     bench.free = 4 * (1024 * 192 + 8 * 64 * 128 + 1024 * 128) - 1  # of 2 bytes each, and half may be used
     found = make_registry(bench)
     with pytest.warns(
-        UserWarning, match=r"could not be measured.*: \d+ bytes are needed, and half of \d+ free"
+        UserWarning, match=r"could not be measured.*: \d+ bytes are needed, but only half of the \d+ free"
     ):
         found.measure([FORWARD], Alone())
     assert bench.measured == []

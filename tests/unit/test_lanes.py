@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pmoe.comm.ranks import Ranks
-from pmoe.engine.lanes import run_schedule
-from pmoe.schedule.straight import forward_schedule
+from pmoe.engine.lanes.run import run_schedule
+from pmoe.schedule.separate_buffers import forward_schedule
 from pmoe.schedule.tasks import Kind, Stages
 
 ROWS = torch.zeros(1, 1)

@@ -11,7 +11,7 @@ import logging
 import torch.distributed as dist
 {before}
 import pmoe
-from pmoe.measure import rounds
+from pmoe.measure import timing as rounds
 {after}
 rounds.PROGRESS_SECONDS = 0
 rounds.in_turns([lambda: [1.0], lambda: [2.0]], 1, warm_up=0)

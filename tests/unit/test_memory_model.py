@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 import pytest
 
-from pmoe.planner import theory
+from pmoe.papers import mpipemoe_memory as theory
 from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.planner.memory import predict
-from pmoe.planner.pass_rows import PassRows
+from pmoe.planner.rows_per_pass import PassRows
+from pmoe.schedule.buffer_sizes import BufferSizes, ChunkRows, HiddenColumns, slot_elements
 from pmoe.schedule.restore import KEEP, STRATEGIES
-from pmoe.schedule.rings import rotating_backward, rotating_forward
-from pmoe.schedule.slots import BufferSizes, ChunkRows, HiddenColumns, slot_elements
+from pmoe.schedule.ring_buffers import rotating_backward, rotating_forward
 from pmoe.schedule.tasks import Kind, Schedule, Stages, Task, link, make_task
 from tests.paper_memory import (
     Held,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pmoe
-from pmoe.engine import recording
+from pmoe.engine.lanes import recorder as recording
 
 
 def test_each_task_of_a_pass_is_a_range_with_chunk_direction_and_layer() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pmoe.engine.once import carriers
+from pmoe.engine.variants.send_once import carriers
 from pmoe.gates.capacity import expert_capacity, within_capacity
 from pmoe.ordering.sorted import chunk_bounds, count_rows, sort_rows
 from pmoe.schedule.tasks import piece_of

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 import pmoe
 from pmoe.decide import begin
-from pmoe.engine.callbacks import Callback
-from pmoe.engine.padding import Splits, make_padding
-from pmoe.engine.recording import recording
+from pmoe.engine.lanes.recorder import recording
+from pmoe.engine.plan.callbacks import Callback
+from pmoe.engine.variants.padding import Splits, make_padding
 from pmoe.gates.capacity import within_capacity
 from pmoe.runners import one_rank as alone
 from pmoe.schedule.restore import ALL_PAIRS

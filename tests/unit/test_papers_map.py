@@ -129,9 +129,9 @@ def test_every_name_of_the_map_exists(paper: str) -> None:
 
 
 def test_a_name_that_does_not_exist_is_noticed() -> None:
-    assert exists("pmoe/comm/sharing.py", "Sharing.all_gather")
-    assert not exists("pmoe/comm/sharing.py", "all_gather")
-    assert not exists("pmoe/comm/sharing.py", "Sharing.gather_all")
+    assert exists("pmoe/comm/expert_sharding.py", "Sharing.all_gather")
+    assert not exists("pmoe/comm/expert_sharding.py", "all_gather")
+    assert not exists("pmoe/comm/expert_sharding.py", "Sharing.gather_all")
     assert not exists("pmoe/comm/shared.py", "Sharing")
     assert exists("cuda/comet/layout.h", "Layout") and exists("cuda/comet/combine.cuh", "sum_tokens")
     assert not exists("cuda/comet/combine.cuh", "sum_rows")

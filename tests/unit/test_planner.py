@@ -14,7 +14,7 @@ from pmoe.planner import timeline
 from pmoe.planner.degree import check_pipeline
 from pmoe.planner.simulator import makespan, simulate
 from pmoe.planner.timeline import bars, draw
-from pmoe.schedule.straight import backward_schedule, forward_schedule
+from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, Lane, Stages, sequential
 
 

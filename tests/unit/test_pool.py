@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import pmoe
-from pmoe.engine.arena import DevicePool
-from pmoe.engine.host_pool import HostPool
+from pmoe.engine.buffers.arena import DevicePool
+from pmoe.engine.buffers.host_pool import HostPool
 from tests import fresh
 
 TOKENS, D_MODEL, D_HIDDEN = 512, 64, 256

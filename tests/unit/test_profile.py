@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from pmoe.comm.ranks import Ranks
-from pmoe.measure import lines, store
+from pmoe.measure import line_fits as lines
 from pmoe.measure import profile as module
 from pmoe.measure import rates as measuring
+from pmoe.measure import store
 from pmoe.measure.bench import Marks, TimedCall, identity
 from pmoe.measure.profile import load_or_measure, load_profile, profile_from, profile_path, save_profile
 from pmoe.measure.rates import measure, speeds
@@ -191,7 +192,7 @@ def test_a_profile_of_something_else_is_refused_naming_file_content_and_place(
     save_profile(MADE, path)
     with pytest.raises(ValueError) as caught:
         load_profile(path, expected=replace(MADE.identity, **change))
-    assert str(caught.value) == f"{path}: holds the profile of {told}"
+    assert str(caught.value) == f"{path}: does not fit this machine and group: {told}"
     assert not isinstance(caught.value, CorruptFileError)
 
 
@@ -222,7 +223,7 @@ def test_a_file_of_the_format_before_is_refused_by_name_and_measured_again_witho
     assert len(list(tmp_path.iterdir())) == 2, "the old file is left alone"
     profile_path(here, tmp_path).write_bytes(old.read_bytes())  # and under the new name it costs a warning
     with pytest.warns(
-        UserWarning, match=r"format version \(2\) must be 3; `pmoe profile` writes it; measured again"
+        UserWarning, match=r"format version \(2\) must be 3; `pmoe profile` writes it; it is measured again"
     ):
         load_or_measure(Ranks(), "cpu")
     assert counted.calls == 2
@@ -463,7 +464,7 @@ def test_a_corrupt_file_is_measured_again_with_one_warning(tmp_path: Path, count
         profile = load_or_measure(Ranks(), "cpu")
     assert len(caught) == 1
     assert str(caught[0].message).startswith(f"{path}: no JSON")
-    assert str(caught[0].message).endswith("; measured again")
+    assert str(caught[0].message).endswith("; it is measured again")
     assert counted.calls == 1
     assert load_profile(path) == profile
 
@@ -473,7 +474,7 @@ def test_a_file_of_another_device_under_our_name_is_measured_again_with_a_warnin
 ) -> None:
     here = identity(Ranks(), "cpu")
     save_profile(MADE, profile_path(here, tmp_path))
-    with pytest.warns(UserWarning, match=r"holds the profile of .*num_ranks 4, here 1"):
+    with pytest.warns(UserWarning, match=r"does not fit this machine and group: .*num_ranks 4, here 1"):
         profile = load_or_measure(Ranks(), "cpu")
     assert profile.identity == here
 

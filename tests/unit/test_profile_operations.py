@@ -16,7 +16,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.measure import operations
 from pmoe.measure import profile as module
 from pmoe.measure.bench import Bench
-from pmoe.measure.lines import LaneWork
+from pmoe.measure.line_fits import LaneWork
 from pmoe.measure.operations import measure_operations
 from pmoe.measure.profile import load_or_measure, load_profile, profile_path, save_profile
 from pmoe.planner.costs import FREE, Fit

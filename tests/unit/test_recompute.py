@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import pmoe
 from pmoe import MoELayer, Restore, Routing
-from pmoe.engine import recompute
+from pmoe.checkpointing import contexts as recompute
 from pmoe.gates import GATES
 from pmoe.runners import one_rank as alone
 from pmoe.schedule.restore import ALL_PAIRS

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import (
 )
 
 import pmoe
+from pmoe.checkpointing import routing_check as rerouting
 from pmoe.decide import exact_counts, padded_counts
-from pmoe.engine import rerouting
 from pmoe.gates import GATES
 from pmoe.planner.degree import Choice
 from pmoe.runners import one_rank as alone

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import pmoe
 from pmoe import Restore
-from pmoe.engine.host_pool import HostPool
+from pmoe.engine.buffers.host_pool import HostPool
 from pmoe.graph import capture
+from pmoe.schedule.buffer_sizes import ALIGNMENT
 from pmoe.schedule.restore import ALL_PAIRS
-from pmoe.schedule.slots import ALIGNMENT
 from tests.kit import (
     AUX,
     D_HIDDEN,

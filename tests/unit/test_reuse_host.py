@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import pmoe
 from pmoe import Restore, warn
-from pmoe.engine.host_pool import HostMemoryError, HostPool
+from pmoe.engine.buffers.host_pool import HostMemoryError, HostPool
+from pmoe.schedule.buffer_sizes import ALIGNMENT
 from pmoe.schedule.restore import ALL_PAIRS
-from pmoe.schedule.slots import ALIGNMENT
 from tests.kit import (
     D_HIDDEN,
     D_MODEL,

@@ -12,7 +12,7 @@ import torch
 from pmoe import Restore
 from pmoe.comm.counts import HEADER, Slots, num_bins, slot_rows
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
-from pmoe.schedule.rings import rotating_backward, rotating_forward
+from pmoe.schedule.ring_buffers import rotating_backward, rotating_forward
 from pmoe.schedule.tasks import Schedule, Stages, link
 
 

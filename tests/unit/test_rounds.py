@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from pmoe.measure.rounds import clock_of, in_turns, median_seconds
+from pmoe.measure.timing import clock_of, in_turns, median_seconds
 
 
 class Journal:

@@ -18,13 +18,13 @@ from pmoe import cli
 from pmoe.cli.cluster import load_cluster
 from pmoe.cli.simulate import _models
 from pmoe.comm.counts import RankCounts
+from pmoe.papers.scale import DEGREES, LIMITS, S4, TOKENS, ScaledModel, ScaledStep, scaling_ends, slowed
 from pmoe.planner.costs import LineCost
 from pmoe.planner.layer_seconds import even_task_costs
 from pmoe.planner.memory import predict
-from pmoe.planner.pass_rows import counted_rows
-from pmoe.planner.scale import DEGREES, LIMITS, S4, TOKENS, ScaledModel, ScaledStep, scaling_ends, slowed
+from pmoe.planner.rows_per_pass import counted_rows
 from pmoe.planner.simulator import task_seconds
-from pmoe.schedule.rings import rotating
+from pmoe.schedule.ring_buffers import rotating
 from pmoe.schedule.tasks import Kind, Lane, Stages, Task
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pmoe.schedule.straight import backward_schedule, forward_schedule
+from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import (
     Kind,
     Lane,

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pmoe
 from pmoe import MoELayer, Restore
-from pmoe.engine.selective import hidden_from_selective_checkpoints
+from pmoe.checkpointing.selective import hidden_from_selective_checkpoints
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.kit import (
     AUX,

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import pmoe
 from pmoe import warn
-from pmoe.engine import lanes as engine
-from pmoe.engine.recording import Span
+from pmoe.engine.lanes import run as engine
+from pmoe.engine.lanes.recorder import Span
 from pmoe.integrations.statistics import finders, imbalance
 from pmoe.planner.timeline import overlap
-from pmoe.schedule.straight import forward_schedule
+from pmoe.schedule.separate_buffers import forward_schedule
 from pmoe.schedule.tasks import Kind, Lane, Stages
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from pmoe.choose.search import load_degrees
-from pmoe.measure.division import load_divisions
+from pmoe.measure.block_split import load_divisions
 from pmoe.measure.profile import find_profile, load_profile, profile_path
 from pmoe.measure.store import CorruptFileError, cache_folder, cache_path, load_json, save_json
-from pmoe.planner.division import DivisionTable
+from pmoe.planner.block_split import DivisionTable
 from tests.unit.test_division import SECONDS, SHAPE, SIZES, entry
 from tests.unit.test_granularity import KEY
 from tests.unit.test_profile import MADE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pmoe.planner.theory import activations, buffers, model_states, saved_each, saving_ratio, theory
+from pmoe.papers.mpipemoe_memory import activations, buffers, model_states, saved_each, saving_ratio, theory
 
 
 def test_gpt3_xl_with_16384_tokens_in_8_chunks_worked_by_hand() -> None:

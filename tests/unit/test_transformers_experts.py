@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.gates.external import ExternalGate
-from pmoe.integrations.transformers.borrowed import (
+from pmoe.integrations.transformers.shared_tensors import (
     BorrowedActivation,
     BorrowedFFN,
     BorrowedSwiGLU,

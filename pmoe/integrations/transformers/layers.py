@@ -26,9 +26,14 @@ from pmoe.arguments import check_module
 from pmoe.comm.ranks import Ranks
 from pmoe.gates.external import ExternalGate
 from pmoe.integrations.statistics import finders
-from pmoe.integrations.transformers.borrowed import BorrowedExperts, BorrowedSwiGLU, NormedExperts, Stacks
 from pmoe.integrations.transformers.layout import borrow, check_same_place
 from pmoe.integrations.transformers.padding import run_tokens
+from pmoe.integrations.transformers.shared_tensors import (
+    BorrowedExperts,
+    BorrowedSwiGLU,
+    NormedExperts,
+    Stacks,
+)
 from pmoe.layer import MoELayer
 
 OPTIONS = (

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers.activations import GELUActivation, SiLUActivation
 from transformers.integrations import moe
 
-from pmoe.integrations.transformers import borrowed
+from pmoe.integrations.transformers import shared_tensors as borrowed
 
 FLAGS = {
     "has_gate": True,

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_module
-from pmoe.engine.recompute import is_capturing
-from pmoe.engine.replay import hidden_from_checkpoints
+from pmoe.checkpointing.replay import hidden_from_checkpoints
+from pmoe.engine.lanes.run import is_captured
 
 ATTRIBUTE = "_pmoe_padding"
 """The attribute of an experts module that holds the `CallPadding` of its model. That is no submodule or
@@ -243,7 +243,7 @@ def _rows_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     )
     if type(mask) is not Tensor or mask.dim() != 2 or mask.is_meta:
         return None
-    if not isinstance(tokens, Tensor) or tokens.dim() < 2 or is_capturing(mask.device):
+    if not isinstance(tokens, Tensor) or tokens.dim() < 2 or is_captured(mask.device):
         return None
     cache = next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
     num_cached = 0 if cache is None else _seen(cache)

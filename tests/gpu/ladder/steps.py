@@ -97,7 +97,7 @@ def fused_steps() -> list[Step]:
             usual=12, seconds=60,
             means="the fused kernels are wrong without any peer; a hang: roles of a launch wait in vain",
             look=f"{alone} (goes_in_pairs: its launch is cooperative, and of clusters); "
-            "pmoe/kernels/comet/launches.py; F5 where the first launch hung",
+            "pmoe/kernels/comet/operators.py; F5 where the first launch hung",
         )
     ]  # fmt: skip
     steps += [
@@ -135,11 +135,11 @@ NCCL_MEANS = {
     ),
     "streams": (
         "a work's wait() or an event behind it does not order streams as the engine assumes",
-        "pmoe/engine/cuda_lanes.py, CudaLanes.run()",
+        "pmoe/engine/lanes/cuda.py, CudaLanes.run()",
     ),
     "rotating_slots": (
         "a slot is written while it is read, or memory is given away too early",
-        "pmoe/engine/cuda_lanes.py; pmoe/engine/arena.py, DevicePool; record_stream",
+        "pmoe/engine/lanes/cuda.py; pmoe/engine/buffers/arena.py, DevicePool; record_stream",
     ),
     "aborted": (
         "after an abort the device, or another group, does not work",

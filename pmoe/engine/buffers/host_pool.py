@@ -1,0 +1,244 @@
+"""Pools of host memory: for tensors offloaded from a GPU (pinned), and for passes that run on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmoe.schedule.buffer_sizes import ALIGNMENT, aligned
+
+
+class HostMemoryError(RuntimeError):
+    """The host pool has no room for the tensor that should be offloaded."""
+
+
+@dataclass(eq=False)
+class _Segment:
+    """One allocation of the pool, from which blocks are taken.
+
+    memory: a memory mapping, or a pinned tensor.
+    address, num_bytes: its place and its size.
+    free: the free pieces as (start, bytes), sorted by start; starts are offsets in bytes.
+    top: the end of the highest block taken since the last trim. A mapping has no pages beyond it.
+    """
+
+    memory: Any
+    address: int
+    num_bytes: int
+    free: list[tuple[int, int]]
+    top: int = 0
+
+    def give_back(self, start: int, size: int) -> None:
+        """Frees a piece, and joins it with free neighbours."""
+        pieces = sorted([*self.free, (start, size)])
+        self.free = joined = pieces[:1]
+        for piece_start, room in pieces[1:]:
+            if sum(joined[-1]) == piece_start:
+                joined[-1] = (joined[-1][0], joined[-1][1] + room)
+            else:
+                joined.append((piece_start, room))
+
+    def trim(self, most: int) -> int:
+        """Gives up to ``most`` free bytes back to the system in whole pages, and keeps their addresses.
+
+        The last pieces go first, because blocks are taken from the first ones. Returns the bytes that are
+        still missing from ``most``.
+        """
+        for start, room in reversed(self.free):
+            end = min(start + room, self.top)
+            first_byte = max(start, end - most)
+            page = -(-first_byte // mmap.PAGESIZE) * mmap.PAGESIZE
+            if (size := (end - page) // mmap.PAGESIZE * mmap.PAGESIZE) > 0:
+                self.memory.madvise(mmap.MADV_DONTNEED, page, size)
+            if start + room == self.num_bytes:
+                self.top = min(self.top, first_byte)
+            most -= max(end - first_byte, 0)
+        return most
+
+
+_MAPPED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+_use_count = torch._C._storage_Use_Count
+_storage: Any = torch._C._construct_storage_from_data_pointer
+_Block = tuple[torch.UntypedStorage, _Segment, int, int]
+"""A block in use: (its storage, which tensors share; its segment; start and bytes in that segment)."""
+
+
+class HostPool:
+    """A pool of host memory that hands out tensors and reuses their memory.
+
+    limit_bytes: the bytes to which it may grow. By default half of the memory that was available when the
+        pool was made, divided by the ranks of the node.
+    peak_bytes: the most bytes that were in use.
+
+    A block is taken from the first free piece that is large enough. It is free again when only the pool holds
+    its storage. The pool finds that by counting references: a callback on the last release would not do,
+    because a thread of gloo may release it after Python has ended.
+    """
+
+    limit_bytes: int
+    peak_bytes: int
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pinned = device.type == "cuda"
+        self._segments: list[_Segment] = []
+        self._blocks: list[_Block] = []
+        self._lock = threading.Lock()
+        self.limit_bytes = _available_bytes() // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._in_use = 0
+        self.peak_bytes = 0
+
+    @property
+    def bytes_in_use(self) -> int:
+        """The bytes of all blocks that somebody holds."""
+        with self._lock:
+            self._collect()
+            return self._in_use
+
+    @property
+    def free_bytes(self) -> int:
+        """The bytes that may still be taken: the limit less the bytes in use."""
+        return max(self.limit_bytes - self.bytes_in_use, 0)
+
+    @property
+    def kept_bytes(self) -> int:
+        """An upper bound of the free bytes that are not yet given back to the system."""
+        return sum(segment.top for segment in self._segments) - self.bytes_in_use
+
+    def trim(self, most: int = sys.maxsize) -> None:
+        """Gives up to ``most`` free bytes back to the system. Pinned memory gives all free segments back."""
+        with self._lock:
+            self._collect()
+            if self._pinned:
+                self._drop_free_segments()
+            for segment in () if self._pinned else reversed(self._segments):
+                most = segment.trim(most)
+
+    def new(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Returns an uninitialised tensor in the type of ``like``; torch's own if the pool has no room."""
+        try:
+            return self.take(shape, like.dtype)
+        except HostMemoryError:
+            return like.new_empty(shape)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns an uninitialised CPU tensor. Raises HostMemoryError, with numbers, beyond the limit."""
+        wanted = math.prod(shape) * dtype.itemsize
+        if wanted == 0:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        size = aligned(wanted)
+        with self._lock:
+            # Looks for blocks that were released only if the bytes might not suffice: blocks may be many.
+            if self._in_use + size > min(self.peak_bytes, self.limit_bytes):
+                self._collect()
+            bytes_left = max(self.limit_bytes - self._in_use, 0)
+            if size > bytes_left:
+                raise _error(f"{wanted} bytes wanted, {bytes_left} of {self.limit_bytes} left")
+            segment, start = self._place(size, wanted)
+            storage = _storage(segment.address + start, torch.device("cpu"), wanted)
+            self._blocks.append((storage, segment, start, size))
+            self._in_use += size
+            self.peak_bytes = max(self.peak_bytes, self._in_use)
+            empty: Any = torch.empty(0, dtype=dtype, device="cpu")
+            taken: Tensor = empty.set_(storage, 0, tuple(shape))
+            return taken
+
+    def _place(self, size: int, wanted: int) -> tuple[_Segment, int]:
+        """Returns the segment and the start of a new block of ``size`` bytes; ``wanted`` is for the error."""
+        place = self._find(size)
+        # Collects released blocks before it touches new pages.
+        if place is None or place[0].free[place[1]][0] + size > place[0].top:
+            self._collect()
+            place = self._find(size) or self._grow(size)
+        if place is None:
+            raise _error(f"no free piece has {wanted} bytes, although the limit is {self.limit_bytes}")
+        segment, i = place
+        start, room = segment.free[i]
+        segment.free[i : i + 1] = [(start + size, room - size)] if room > size else []
+        segment.top = max(segment.top, start + size)
+        return segment, start
+
+    def _find(self, size: int) -> tuple[_Segment, int] | None:
+        """Returns the first free piece that is large enough: its segment, and its index in ``free``."""
+        pieces = ((segment, i) for segment in self._segments for i in range(len(segment.free)))
+        return next(((segment, i) for segment, i in pieces if segment.free[i][1] >= size), None)
+
+    def _grow(self, size: int) -> tuple[_Segment, int] | None:
+        """Adds a segment with room for ``size`` bytes, and returns its free piece; None without room."""
+        if self._room() < size:  # unused segments, each too small, may take up the limit
+            self._drop_free_segments()
+        if (room := self._room()) >= size:
+            with contextlib.suppress(RuntimeError, OSError):  # the machine has less memory than the limit
+                self._segments.append(self._segment(max(size, min(256 << 20, room)), room))
+        return self._find(size)
+
+    def _segment(self, pinned_size: int, size: int) -> _Segment:
+        """Makes a segment: pinned_size bytes if the pool is pinned, else a mapping of size bytes."""
+        if self._pinned:
+            pinned = torch.empty(pinned_size, dtype=torch.uint8, pin_memory=True)
+            return _Segment(pinned, pinned.data_ptr(), pinned_size, [(0, pinned_size)])
+        # Maps addresses for all bytes that the pool may use. The system adds a page when it is first written.
+        memory = mmap.mmap(-1, size, flags=_MAPPED)
+        # Python must not unmap it when it ends: messages may be under way.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+        return _Segment(memory, ctypes.addressof(ctypes.c_char.from_buffer(memory)), size, [(0, size)])
+
+    def _drop_free_segments(self) -> None:
+        """Gives segments without a block in use back to the system."""
+        if self._pinned:
+            torch.cuda.synchronize(self._device)  # copies may still read blocks that were released
+        for segment in [one for one in self._segments if one.free == [(0, one.num_bytes)]]:
+            self._segments.remove(segment)
+            if not self._pinned:
+                segment.memory.close()
+
+    def _room(self) -> int:
+        """Returns the bytes by which the segments may still grow."""
+        return self.limit_bytes // ALIGNMENT * ALIGNMENT - sum(
+            segment.num_bytes for segment in self._segments
+        )
+
+    def _collect(self) -> None:
+        """Frees the blocks that only this pool holds."""
+        blocks_in_use: list[_Block] = []
+        for block, holders in zip(self._blocks, _holders(self._blocks), strict=True):
+            if holders > _NONE:
+                blocks_in_use.append(block)
+            else:
+                block[1].give_back(*block[2:])
+                self._in_use -= block[3]
+        self._blocks = blocks_in_use
+
+
+def _error(text: str) -> HostMemoryError:
+    """Returns the error for memory that could not be taken."""
+    return HostMemoryError(f"host memory for offloading: {text}")
+
+
+def _holders(blocks: Sequence[_Block]) -> list[int]:
+    """Returns for each block the number of references to its storage, from tensors and from Python."""
+    return [_use_count(block[0]._cdata) + sys.getrefcount(block[0]) for block in blocks]
+
+
+def _available_bytes() -> int:
+    """Returns the bytes of memory that the machine has available; if unknown, all that it has."""
+    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+_NONE = _holders([(torch.empty(1).untyped_storage(), _Segment(None, 0, 0, []), 0, 0)])[0]
+"""The number of references to a storage that only a pool holds."""

@@ -1,0 +1,141 @@
+"""Records when each task of a pass really ran, for the timeline, for statistics and for measuring."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch._C._autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
+
+from pmoe.comm.ranks import Ranks
+from pmoe.engine.lanes.base import Actions, TaskAction, watchers
+from pmoe.planner.timeline import Span
+from pmoe.schedule.tasks import Schedule, Task
+
+
+@dataclass(frozen=True)
+class RecordedPass:
+    """The spans of one pass.
+
+    of: the object whose pass it is, as `run_schedule` got it.
+    direction: "forward" or "backward".
+    spans: one for each task that ended.
+    """
+
+    of: object
+    direction: str
+    spans: list[Span] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Journal:
+    """The spans of every pass that ran under `recording`. It is complete when the block has ended.
+
+    spans: those of all passes.
+    passes: by pass, in the order in which passes began.
+    """
+
+    spans: list[Span] = field(default_factory=list)
+    passes: list[RecordedPass] = field(default_factory=list)
+    _unfilled: list[Callable[[], None]] = field(default_factory=list)
+
+    def last(self, of: object, direction: str) -> list[Span] | None:
+        """Returns the spans of the last pass of ``of`` in a direction; None if it had none."""
+        matching = (one for one in reversed(self.passes) if one.of is of and one.direction == direction)
+        return next((one.spans for one in matching), None)
+
+    def watch(self, schedule: Schedule, act: TaskAction, device: torch.device, of: object) -> TaskAction:
+        """Returns ``act`` so that it notes its start and end: by events on CUDA, by the clock on the CPU.
+
+        act: runs a task.
+        of: the object whose pass it is.
+        """
+        noted = RecordedPass(of, schedule.direction)
+        self.passes.append(noted)
+
+        def note(task: Task, start: float, end: float) -> None:
+            span = Span(
+                direction=schedule.direction,
+                name=task.name,
+                kind=task.kind,
+                chunk=task.chunk,
+                lane=task.lane,
+                start=start,
+                end=end,
+            )
+            self.spans.append(span)
+            noted.spans.append(span)
+
+        def on_cuda(task: Task) -> dist.Work | None:
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record()
+            work = act(task)
+            if work is not None:
+                work.wait()
+            end.record()
+            if not hasattr(self, "_origin"):
+                self._origin = start
+            since = self._origin.elapsed_time
+            self._unfilled.append(lambda: note(task, since(start) / 1e3, since(end) / 1e3))
+            return None
+
+        def on_cpu(task: Task) -> dist.Work | None:
+            start = time.perf_counter()
+            work = act(task)
+            if work is None:
+                note(task, start, time.perf_counter())
+                return None
+
+            # A thread waits for the end. The engine would wait later, when another task needs the result.
+            def wait() -> None:
+                with contextlib.suppress(RuntimeError):
+                    work.wait()
+                note(task, start, time.perf_counter())
+
+            watcher = threading.Thread(target=wait, daemon=True)
+            watcher.start()
+            self._unfilled.append(watcher.join)
+            return work
+
+        return on_cuda if device.type == "cuda" else on_cpu
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Journal]:
+    """Collects the spans of all passes in this process: ``with recording() as journal: step()``.
+
+    On the CPU a communication span starts when it is issued: it includes waiting for the lane.
+    """
+    journal = Journal()
+    watchers.append(journal)
+    try:
+        yield journal
+    finally:
+        watchers.remove(journal)  # blocks may end in any order
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        for fill in journal._unfilled:
+            fill()
+        journal._unfilled.clear()
+
+
+def seen(schedule: Schedule, actions: Actions, device: torch.device, ranks: Ranks, of: object) -> TaskAction:
+    """Returns the function that runs a task while torch's profiler or one of `watchers` records.
+
+    In the profiler a task appears by its name, direction and layer.
+    """
+
+    def act(task: Task) -> dist.Work | None:
+        if not _profiler_enabled():
+            return actions[task.kind](task.chunk)
+        with record_function(f"{task.name} {schedule.direction} {ranks.layer}"):
+            return actions[task.kind](task.chunk)
+
+    return watchers[-1].watch(schedule, act, device, of) if watchers else act

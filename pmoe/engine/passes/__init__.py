@@ -1,0 +1,1 @@
+"""The forward and the backward pass: what the tasks of a schedule do."""

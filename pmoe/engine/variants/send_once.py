@@ -1,0 +1,149 @@
+"""Passes in which a token travels once to each rank, even to several experts of it (send_once=True).
+
+The rank that receives the row copies it for each expert, and sums their results before they return. Example:
+the K = 3 experts of a token are on ranks 2, 0 and 2.
+
+    slot (choice)      0        1        2
+    rank               2        0        2
+    carrier            0        1        0         the slot in whose row the token travels
+    row                sent     sent     -         2 rows travel instead of 3
+
+Every slot still sends its routing weight. With the weight it sends the number of its carrier's row, counted
+in the block of rows that go to one rank in one chunk, so that the other rank knows which row to copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pmoe.comm.counts import RankCounts
+from pmoe.engine.passes.backward import Backward
+from pmoe.engine.passes.base import Pass, split_by_chunk
+from pmoe.engine.passes.forward import Forward, Scalars
+from pmoe.engine.plan.make_plan import Orders
+from pmoe.engine.plan.plan import Modules, WeightJourney
+from pmoe.ordering.sorted import SortedRows, Tokens, count_rows, sort_rows
+from pmoe.planner.degree import Choice
+
+
+def carriers(rank_TK: Tensor, keep_TK: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns (carrier_TK, carries_TK): the slot in whose row a token travels, and whether a slot is one.
+
+    rank_TK: (T, K) int64, the rank of each slot's expert.
+    keep_TK: (T, K) bool, whether the slot is kept; None keeps all.
+    carrier_TK: (T, K) int64, for each slot the first kept choice of its token that has the same rank.
+    carries_TK: (T, K) bool, whether the slot is its own carrier. A dropped slot carries nothing.
+
+    Example: ranks (2, 0, 2) of one token -> carriers (0, 1, 0), and the first two carry.
+    """
+    same_TKK = rank_TK.unsqueeze(2) == rank_TK.unsqueeze(1)
+    if keep_TK is not None:
+        same_TKK = same_TKK & keep_TK.unsqueeze(1)
+    carrier_TK = same_TKK.int().argmax(2)  # the first of equals
+    carries_TK = carrier_TK == torch.arange(rank_TK.shape[1], device=rank_TK.device)
+    return carrier_TK, carries_TK if keep_TK is None else carries_TK & keep_TK
+
+
+class OnceOrders(Orders):
+    """The routing of a call in which a token travels once to each rank, in the row of its first slot."""
+
+    def __init__(self, modules: Modules, expert_TK: Tensor, keep_TK: Tensor | None, tokens: Tokens) -> None:
+        super().__init__(modules, expert_TK, keep_TK, tokens)
+        self._num_ranks = modules.grid.across.size
+        self._rank_TK = expert_TK // modules.experts.num_local_experts
+        self._carrier_TK, self._carries_TK = carriers(self._rank_TK, keep_TK)
+        self._sent: dict[int, SortedRows] = {}
+
+    def count_once(self, bins: int) -> Tensor:
+        """(bins, ranks) int64, the rows that travel to each rank."""
+        return count_rows(self._rank_TK, self._carries_TK, bins, self._num_ranks, self.tokens)
+
+    def sent(self, n: int) -> SortedRows:
+        if n not in self._sent:
+            ranks = self._num_ranks
+            none_stay = range(0, 0)
+            self._sent[n] = sort_rows(self._rank_TK, self._carries_TK, n, ranks, none_stay, 0, self.tokens)
+        return self._sent[n]
+
+    def number_rows(self, n: int, weights: WeightJourney, shared: RankCounts, fine: Tensor) -> MergedRows:
+        """Returns the number of each weight's row, counted from the first row of its chunk and rank."""
+        come_nW = shared.received_once_device
+        tokens = self.tokens
+        assert come_nW is not None
+        top_k = self.expert_TK.shape[1]
+        slot = weights.slot
+        row = self.sent(n).position[slot // top_k * top_k + self._carrier_TK.view(-1)[slot]]
+        token = slot // top_k if tokens.of_slot is None else tokens.of_slot[slot]
+        # Subtracts the place where the rows of (chunk, rank) begin among all rows that this rank sends.
+        sent = self.count_once(n).view(-1)
+        chunk = ((token + 1) * n - 1) // max(tokens.count, 1)
+        destination = self._rank_TK.reshape(-1)[slot]
+        number = (row - (sent.cumsum(0) - sent)[chunk * self._num_ranks + destination]).int()
+        base_Wn = (come_nW.cumsum(1) - come_nW).t().reshape(-1)
+        rows_Wn = fine.sum((2, 3)).reshape(-1)
+        num_received = int(shared.recv.sum())
+        return MergedRows(number=number, base=base_Wn.repeat_interleave(rows_Wn, output_size=num_received))
+
+    def _deep_enough(self, choice: Choice, depth: dict[int, int]) -> tuple[int, int]:
+        forward, _ = super()._deep_enough(choice, depth)
+        return forward, forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedRows:
+    """The numbers by which a rank finds the row of each routing weight that arrives.
+
+    number: (S,) int32, for each weight that this rank sends, the number of its row among the rows that this
+        rank sends to the same rank in the same chunk.
+    base: (N,) int64, for each weight that arrives, the place where its source's rows begin among all rows
+        that arrive in the chunk. The sum of base and the arrived number is the place of its row.
+    """
+
+    number: Tensor
+    base: Tensor
+
+
+class _Once(Pass):
+    """A pass whose results of one row are summed, not only sorted, before they return."""
+
+    def put_back(self, leaving_NM: Tensor, regroup: Tensor, rows_NM: Tensor) -> None:
+        leaving_NM.zero_().index_add_(0, regroup, rows_NM)
+
+
+class OnceForward(_Once, Forward):
+    """A forward pass that sends the numbers of rows beside the weights, and copies rows by them."""
+
+    number: Scalars
+    regroup: tuple[Tensor, ...]
+
+    def make_scalars(self) -> None:
+        super().make_scalars()
+        assert self.cut.once is not None
+        self.number = self.scalar(self.cut.once.number)
+        self.scalars.append(self.number)
+
+    def weights(self, _: int) -> dist.Work | None:
+        # The schedule has one task for both messages, and the engine waits for one Work.
+        begun = [work for work in map(self.send_scalars, self.scalars) if work is not None]
+        waits_for_all: Any = SimpleNamespace(wait=lambda: [work.wait() for work in begun])
+        waited: dist.Work | None = waits_for_all if begun else None
+        return waited
+
+    def sorted_weights(self) -> Tensor:
+        """Returns the routing weights in expert order. Sets `regroup` too, from the numbers that arrived."""
+        assert self.cut.once is not None
+        row = self.cut.once.base + self.number.arrived
+        regroup = self.journey.regroup
+        row = row if regroup is None else row.index_select(0, regroup)
+        self.regroup = self.left.regroup = split_by_chunk(row, self.cut)
+        return super().sorted_weights()
+
+
+class OnceBackward(_Once, Backward):
+    """A backward pass that sums the gradients of a row's copies before they return."""

@@ -1,0 +1,140 @@
+"""The timing loop: runs take turns in rounds, and the median of each run counts, on the slowest rank.
+
+A run is one call that returns the seconds of its parts. Other work on the machine affects all runs of a
+round. How often runs are repeated follows from the arguments alone, never from a clock, so that runs may be
+collectives.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from pmoe.comm.agreement import Agree
+from pmoe.comm.ranks import Ranks
+from pmoe.warn import log
+
+Part = TypeVar("Part")
+
+PROGRESS_SECONDS = 5
+"""Seconds between log lines that report progress."""
+
+
+def timestamp() -> str:
+    """Returns the time now in ISO 8601, UTC, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def in_turns(
+    runs: Sequence[Callable[[], Sequence[Part]]],
+    rounds: int,
+    *,
+    warm_up: int = 1,
+    begin: Callable[[], object] | None = None,
+    rotate: bool = False,
+) -> list[list[Sequence[Part]]]:
+    """Runs all runs in turn for a number of rounds, and returns for each run its parts of every round.
+
+    Args:
+        runs: each returns its parts.
+        rounds: rounds that count.
+        warm_up: rounds before them, which do not count.
+        begin: called before each run, such as `begin_together`.
+        rotate: whether each round starts one run later, so that no run always follows the same one.
+
+    Raises ValueError for rounds below 1 and warm_up below 0.
+
+    Example: 2 runs, 2 rounds, 1 warm-up, no rotation -> 0 1 (warm-up), 0 1 0 1.
+    """
+    if rounds < 1 or warm_up < 0:
+        raise ValueError(f"rounds ({rounds}) must be at least 1 and warm_up ({warm_up}) at least 0")
+    samples: list[list[Sequence[Part]]] = [[] for _ in runs]
+    last_report = time.monotonic()
+    for turn, place in itertools.product(range(-warm_up, rounds), range(len(runs))):
+        if time.monotonic() - last_report > PROGRESS_SECONDS:
+            last_report = time.monotonic()
+            log.info(
+                "measuring: round %d of %d, run %d of %d",
+                turn + warm_up + 1,
+                rounds + warm_up,
+                place + 1,
+                len(runs),
+            )
+        at = (place + turn * rotate) % len(runs)
+        if begin is not None:
+            begin()
+        parts = runs[at]()
+        if turn >= 0:
+            samples[at].append(parts)
+    return samples
+
+
+def median_seconds(
+    runs: Sequence[Callable[[], Sequence[Part]]],
+    rounds: int,
+    *,
+    warm_up: int = 1,
+    begin: Callable[[], object] | None = None,
+    seconds: Callable[[Part], float] = float,  # type: ignore[assignment]
+    agree: Agree | None = None,
+) -> list[list[float]]:
+    """Returns for each run, and each of its parts, the median seconds over the rounds.
+
+    Args:
+        rounds, warm_up, begin: as in `in_turns`.
+        seconds: gives the seconds of a part. It is called when all rounds are over, so that nothing between
+            runs waits for a device.
+        agree: if given, takes the slowest rank's medians, by one reduction at the end.
+    """
+    medians = [
+        [statistics.median(map(seconds, part)) for part in zip(*samples, strict=True)]
+        for samples in in_turns(runs, rounds, warm_up=warm_up, begin=begin)
+    ]
+    if agree is None:
+        return medians
+    slowest = iter(agree([median for parts in medians for median in parts]))
+    return [list(itertools.islice(slowest, len(parts))) for parts in medians]
+
+
+def begin_together(ranks: Ranks) -> Callable[[], object] | None:
+    """Returns a barrier of these ranks, for the argument ``begin`` of rounds; None for one rank."""
+    return functools.partial(dist.barrier, group=ranks.group) if ranks.size > 1 else None
+
+
+def clock_of(*devices: torch.device) -> Callable[[], float]:
+    """Returns a clock in seconds that first waits for all work on the CUDA devices among these."""
+    on_gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
+
+    def when_done() -> float:
+        for device in on_gpus:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return when_done
+
+
+def marked(work: Callable[[], object]) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+    """Runs ``work`` between two CUDA events on the current stream, and returns them as one part.
+
+    `event_seconds` reads the seconds between them.
+    """
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    work()
+    end.record()
+    return [(begin, end)]
+
+
+def event_seconds(part: tuple[torch.cuda.Event, torch.cuda.Event]) -> float:
+    """Returns the seconds between two CUDA events. Waits for the second."""
+    begin, end = part
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3

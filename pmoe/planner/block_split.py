@@ -1,0 +1,304 @@
+"""Division of the thread blocks of a layer's fused kernels, and the sizes that it depends on.
+
+Of a kernel's blocks, n_c communicate while the others compute (COMET, Section 3.2.2). COMET compiles a
+kernel for each division. Here the division is an argument of one kernel, and this file chooses it from
+measurements.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import get_args
+
+import torch
+
+from pmoe.arguments import check_count
+from pmoe.kernels.comet.launcher import COLUMNS, RULE_COLUMNS, Division, FusedKernel
+from pmoe.kernels.registry import bucket
+from pmoe.schedule.tasks import PassDirection
+
+KERNELS: tuple[FusedKernel, ...] = get_args(FusedKernel)
+"""Kernels that have a division."""
+DIRECTIONS: tuple[PassDirection, ...] = get_args(PassDirection)
+
+RULE_PART = 12
+"""Number of blocks of which one communicates, if nothing was measured: 11 of 132 do.
+
+This is a guess. COMET found 18 to 46 best with tensor parallelism (Figure 8).
+"""
+
+BLOCK_COUNTS = (1, 2, 4, 6, 8, 12, 16, 20, 26, 32, 40, 46)
+"""Values of n_c that a sweep tries first."""
+BLOCK_STEP = 6
+"""Distance of the further values of n_c in a sweep. The more blocks communicate, the less one more matters.
+"""
+
+CHUNKS = (256, 512, 1024)
+"""Chunk columns that a sweep of the combining kernel tries, beside all columns at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedLayerSizes:
+    """Sizes of a layer on one rank, as far as its fused kernels depend on them.
+
+    device_name: as CUDA names it.
+    num_blocks: multiprocessors of the device. Each runs one thread block.
+    num_ranks: W.
+    experts: number of experts of this rank.
+    rows: number of rows that this rank receives, rounded to a power of two.
+    d_model, d_hidden: M and H.
+    gated: whether experts are SwiGLU, whose w1 has 2 d_hidden rows.
+    dtype: as torch names it, such as "bfloat16".
+    virtual: whether the ranks share one device, so that rows travel through its own memory and over no
+        link.
+
+    Raises ValueError for sizes that no layer has.
+    """
+
+    device_name: str
+    num_blocks: int
+    num_ranks: int
+    experts: int
+    rows: int
+    d_model: int
+    d_hidden: int
+    gated: bool
+    dtype: str
+    virtual: bool = False
+
+    def __post_init__(self) -> None:
+        counts = ("num_blocks", "num_ranks", "experts", "rows", "d_model", "d_hidden")
+        check_count(**{name: getattr(self, name) for name in counts})
+        if self.num_blocks < 2:
+            raise ValueError(f"num_blocks ({self.num_blocks}) must be at least 2")
+        if self.rows != bucket(self.rows):
+            raise ValueError(f"rows ({self.rows}) must be a power of two: {bucket(self.rows)}")
+        dtype = getattr(torch, self.dtype, None)
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"dtype ({self.dtype!r}) must name a floating-point type of torch")
+
+    @property
+    def summary(self) -> str:
+        """The sizes in words, without the device.
+
+        Example: "bfloat16, 8 ranks, 1 expert, 16384 rows, 4096 x 14336 gated".
+        """
+        return (
+            f"{self.dtype}, {self.num_ranks} {'virtual ' * self.virtual}rank{'s' * (self.num_ranks > 1)}, "
+            f"{self.experts} expert{'s' * (self.experts > 1)}, {self.rows} rows, "
+            f"{self.d_model} x {self.d_hidden}{' gated' * self.gated}"
+        )
+
+    @property
+    def where(self) -> str:
+        """The device in words, such as "132 blocks of NVIDIA H200"."""
+        return f"{self.num_blocks} blocks of {self.device_name}"
+
+    def __str__(self) -> str:
+        return f"{self.summary}, on {self.where}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedKernelSizes(FusedLayerSizes):
+    """Sizes of one fused kernel of a layer.
+
+    kernel: "dispatch" receives rows and multiplies them; "combine" multiplies, and sends the sums back.
+    direction: "forward", or "backward" for the gradients.
+    """
+
+    kernel: FusedKernel
+    direction: PassDirection
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.direction} {super().__str__()}"
+
+
+def sizes_of(sizes: FusedLayerSizes) -> FusedLayerSizes:
+    """Returns the sizes of the layer that a kernel belongs to. They are equal for all kernels of a layer."""
+    return FusedLayerSizes(**{field.name: getattr(sizes, field.name) for field in fields(FusedLayerSizes)})
+
+
+def kernel_sizes(layer: FusedLayerSizes, kernel: FusedKernel, direction: PassDirection) -> FusedKernelSizes:
+    """Returns the sizes of one kernel of a layer."""
+    return FusedKernelSizes(kernel=kernel, direction=direction, **vars(layer))
+
+
+def all_kernel_sizes(layer: FusedLayerSizes) -> list[FusedKernelSizes]:
+    """Returns the sizes of all fused kernels of a layer: dispatch and combine, each forward and backward."""
+    return [kernel_sizes(layer, kernel, way) for kernel in KERNELS for way in DIRECTIONS]
+
+
+def rule(sizes: FusedKernelSizes) -> Division:
+    """Returns the division without any measurement: 1 / RULE_PART of the blocks, chunks of 512 columns.
+
+    At least one block communicates.
+    """
+    return clamped(Division(max(1, sizes.num_blocks // RULE_PART), RULE_COLUMNS), sizes)
+
+
+def clamped(division: Division, sizes: FusedKernelSizes) -> Division:
+    """Returns the nearest division that the kernel accepts.
+
+    At least one block must compute, and a chunk must have no more columns than the result.
+    """
+    return Division(
+        n_c=min(division.n_c, sizes.num_blocks - 1),
+        chunk_columns=min(division.chunk_columns, all_columns(sizes.d_model)),
+    )
+
+
+def all_columns(d_model: int) -> int:
+    """Returns the columns of a chunk that holds all columns of a row.
+
+    Example: 1000 -> 1024.
+    """
+    return COLUMNS * math.ceil(d_model / COLUMNS)
+
+
+def chunk_candidates(d_model: int) -> list[int]:
+    """Returns the chunk columns that a sweep of a combining kernel tries: `CHUNKS`, and all columns."""
+    all_of_row = all_columns(d_model)
+    return sorted({min(columns, all_of_row) for columns in CHUNKS} | {all_of_row})
+
+
+def candidates(num_blocks: int, d_model: int | None = None) -> list[Division]:
+    """Returns the divisions that a sweep tries.
+
+    n_c is 1, or one of `BLOCK_COUNTS` and further ones `BLOCK_STEP` apart that are below half of the
+    blocks.
+
+    num_blocks: thread blocks of the kernel.
+    d_model: given for a combining kernel, whose sweep tries every n_c with each of `chunk_candidates`.
+
+    Example: 8 blocks, 1024 columns -> n_c 1, 2, each with chunks of 256, 512, 1024.
+    """
+    counts = [*BLOCK_COUNTS, *range(BLOCK_COUNTS[-1] + BLOCK_STEP, num_blocks, BLOCK_STEP)]
+    chunks = [RULE_COLUMNS] if d_model is None else chunk_candidates(d_model)
+    return [Division(n, columns) for n in counts if n == 1 or 2 * n < num_blocks for columns in chunks]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """Measurements of one kernel.
+
+    sizes: of the kernel.
+    division: the fastest.
+    seconds: of each division that was tried, on the slowest rank.
+    when: time of the measurement, ISO 8601, UTC.
+    """
+
+    sizes: FusedKernelSizes
+    division: Division
+    seconds: Mapping[Division, float]
+    when: str
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Measured seconds of a whole layer on the slowest rank, fused and as a pipeline of chunks.
+
+    fused_forward, chunked_forward: a forward pass in inference.
+    fused_step, chunked_step: a forward and a backward pass.
+    when: time of the measurement, ISO 8601, UTC. All four were measured in one run.
+    """
+
+    fused_forward: float
+    fused_step: float
+    chunked_forward: float
+    chunked_step: float
+    when: str
+
+    def fused_is_faster(self, *, training: bool) -> bool:
+        """Whether the fused layer is faster, in a training step or in inference."""
+        if training:
+            return self.fused_step < self.chunked_step
+        return self.fused_forward < self.chunked_forward
+
+
+@dataclass(frozen=True)
+class DivisionTable:
+    """Measurements of any devices: COMET's metadata.
+
+    entries: by kernel.
+    layers: by layer.
+    """
+
+    entries: Mapping[FusedKernelSizes, Entry] = field(default_factory=dict)
+    layers: Mapping[FusedLayerSizes, LayerSeconds] = field(default_factory=dict)
+
+    def find(self, kernel: FusedKernelSizes) -> tuple[Division, str]:
+        """Returns the division to take, and the reason in words.
+
+        It is the first of these that exists:
+
+        1. measured: the fastest division of exactly this kernel.
+        2. nearest: the fastest of the nearest sizes (`distance`) for the same kernel, direction and dtype.
+           Measurements made elsewhere (on another device, number of blocks, or kind of ranks) count only if
+           there are none from here. Their n_c is scaled by the ratio of the numbers of blocks.
+        3. rule: the division of `rule`.
+
+        n_c is in 1 .. num_blocks - 1, and a chunk has no more columns than d_model needs.
+        """
+        exact = self.entries.get(kernel)
+        if exact is not None:
+            return clamped(exact.division, kernel), f"measured {exact.when}"
+        work_of = operator.attrgetter("kernel", "direction", "dtype")
+        same_work = (
+            candidate for candidate in self.entries.values() if work_of(candidate.sizes) == work_of(kernel)
+        )
+        entry = min(same_work, key=lambda candidate: _apart(candidate.sizes, kernel), default=None)
+        if entry is None:
+            kernel_text = f"{kernel.kernel} {kernel.direction} in {kernel.dtype}"
+            return rule(kernel), f"rule: no measurement of {kernel_text}"
+        division = entry.division
+        why = f"nearest: {entry.sizes.summary}, measured {entry.when}"
+        if _elsewhere(entry.sizes, kernel):
+            own_blocks, entry_blocks = kernel.num_blocks, entry.sizes.num_blocks
+            scaled = (2 * division.n_c * own_blocks + entry_blocks) // (2 * entry_blocks)  # rounded half up
+            division = Division(max(scaled, 1), division.chunk_columns)
+            why += f" on {entry.sizes.where}"
+            if own_blocks != entry_blocks:
+                why += f", n_c {entry.division.n_c} scaled to {division.n_c}"
+        return clamped(division, kernel), why
+
+    def find_layer_times(self, sizes: FusedLayerSizes) -> LayerSeconds | None:
+        """Returns the times of a layer of exactly these sizes, or of twice or half as many rows; else None.
+
+        If both were measured, the times for more rows count, because they favour fusion less (COMET,
+        Section 5.3).
+        """
+        for rows in (sizes.rows, 2 * sizes.rows, sizes.rows // 2):
+            times = self.layers.get(replace(sizes, rows=rows)) if rows else None
+            if times is not None:
+                return times
+        return None
+
+
+# ---- the nearest entry
+
+
+def distance(one: FusedLayerSizes, other: FusedLayerSizes) -> float:
+    """Returns the distance of two sizes: the sum of |log2 of the ratio| over five of them.
+
+    It is 1 larger if only one of them is gated, because w1 then has twice as many rows.
+
+    Example: twice the rows and a quarter of the experts -> 3.
+    """
+    names = ("rows", "d_model", "d_hidden", "experts", "num_ranks")
+    ratios = (abs(math.log2(getattr(one, name) / getattr(other, name))) for name in names)
+    # Rounded, so that equal distances are equal numbers and the texts decide (`_apart`).
+    return round(sum(ratios) + (one.gated != other.gated), 9)
+
+
+def _elsewhere(one: FusedLayerSizes, other: FusedLayerSizes) -> bool:
+    """Whether two sizes are of different devices, numbers of blocks, or kinds of ranks."""
+    places = ((sizes.device_name, sizes.num_blocks, sizes.virtual) for sizes in (one, other))
+    return len(set(places)) > 1
+
+
+def _apart(entry: FusedKernelSizes, wanted: FusedKernelSizes) -> tuple[bool, float, str]:
+    """Returns the sort key of entries by distance. The text decides among equals, so all ranks agree."""
+    return _elsewhere(entry, wanted), distance(entry, wanted), str(entry)

@@ -1,4 +1,7 @@
-"""Which features a layer asks for, and why a taker of `pmoe.runners.features` does not take it."""
+"""The features that a layer asks for, and the reasons why parts of pmoe refuse it.
+
+`pmoe.runners.features.TAKES` is the table of who supports which features.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,17 @@ if TYPE_CHECKING:
 
 PLAIN_GATES = ("pmoe.gates.topk", "pmoe.gates.switch")
 PLAIN_EXPERTS = ("pmoe.experts.ffn", "pmoe.experts.swiglu")
-"""Modules of what the kernels compute; subclasses elsewhere may compute otherwise."""
+"""The Python modules of the gates and experts that the kernels compute.
+
+A subclass in another module may compute something else, so the kernels refuse it.
+"""
 
 
 def refusal_of(parts: Parts, taker: str) -> str | None:
-    """As `Parts.refusal`."""
+    """Returns why a runner, a source of counts or a prediction does not support a layer; None if it does.
+
+    taker: its name in `pmoe.runners.features.TAKES`.
+    """
     feature = refused(taker, parts.features)
     if feature is None:
         return None
@@ -29,11 +38,12 @@ def refusal_of(parts: Parts, taker: str) -> str | None:
 
 
 def features_of(parts: Parts) -> frozenset[Feature]:
-    """As `Parts.features`."""
+    """Returns the features that a layer asks for beyond a layer with default options."""
     spec, gate, switches = parts.spec, parts.gate, parts.spec.switches
     is_given = bool(getattr(parts.router, "has_external_routing", False))
     picks = bool(getattr(parts.router, "picks_tokens", False))
-    # A parametrized module is of a class of torch's, and computes what its own class says with other values.
+    # torch gives a parametrized module a class of its own. It computes what its former class says, with other
+    # values of its parameters, so that class counts.
     gate_kind, experts_kind = (type_before_parametrizations(module) for module in (gate, parts.experts))
     in_steps = parts.dispatch.in_steps or parts.combine.in_steps
     is_flat = {type(parts.dispatch), type(parts.combine)} == {FlatAllToAll}

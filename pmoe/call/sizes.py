@@ -1,4 +1,4 @@
-"""The sizes of a layer and of its calls, on which bytes and seconds depend."""
+"""The sizes of a layer and of its calls, from which bytes and seconds are predicted."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ from pmoe.schedule.buffer_sizes import HiddenColumns
 
 
 def splits_of(parts: Parts, num_tokens: int, top_k: int) -> Splits:
-    """The padded rows of a rank with so many tokens."""
+    """Returns how the rows of a rank with ``num_tokens`` tokens are padded.
+
+    top_k: the number of choices of each token.
+    """
     spec = parts.spec
     assert spec.capacity_factor is not None
     capacity = expert_capacity(spec.capacity_factor, num_tokens, top_k, spec.num_experts)
     return Splits(
         num_experts=spec.num_experts,
-        capacity=min(capacity, num_tokens),  # a token's experts are distinct
+        capacity=min(capacity, num_tokens),  # a token's experts are distinct: no expert gets more rows
         bins=math.lcm(*spec.degrees),
     )
 
 
 def rows_of_call(parts: Parts, num_tokens: int) -> CallRows:
-    """How many rows a call with so many tokens has on this rank, whatever their routing."""
+    """Returns the row numbers of a call with ``num_tokens`` tokens on this rank. Routing does not matter."""
     spec, top_k = parts.spec, parts.spec.top_k
     slots = num_tokens * top_k
     if spec.pad_to_capacity:
@@ -45,15 +48,17 @@ def rows_of_call(parts: Parts, num_tokens: int) -> CallRows:
 
 
 def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> LayerSizes:
-    """What of this layer its memory depends on. rows_TM: as the experts get them, by default of the type
-    of their parameters."""
+    """Returns the sizes of a layer from which its memory and times are predicted.
+
+    rows_TM: (T, M), rows whose dtype and device count; None counts those of the parameters.
+    """
     spec, parameter, shared = parts.spec, parts.like, parts.shared_expert
     like = parameter if rows_TM is None else rows_TM
     device_type = "cpu" if like is None else like.device.type
     size = 4 if like is None else like.element_size()
     wide = size if parameter is None else parameter.element_size()
     columns = parts.experts.columns(device_type)
-    if not columns.hidden:  # modules do not say
+    if not columns.hidden:  # modules do not say how wide their hidden is
         columns = HiddenColumns(hidden=spec.d_hidden, scratch=spec.d_hidden)
     return LayerSizes(
         d_model=spec.d_model,
@@ -81,4 +86,5 @@ def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> LayerSizes:
 
 
 def _elements_of(experts: Experts) -> int:
+    """Returns the number of parameter elements that this rank holds of experts."""
     return sum(local_part(each).numel() for each in experts.parameters())

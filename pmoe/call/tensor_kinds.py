@@ -1,4 +1,4 @@
-"""Which kinds of tensors a layer accepts as its input."""
+"""The kinds of tensors that a layer accepts as its input, and the refusals of other kinds."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 PLAIN = (Tensor, nn.Parameter)
-"""Classes that change no operation."""
+"""The classes of tensors that change no operation."""
 
 NO_DISPATCH: tuple[object, ...] = (Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
-"""Values of a class's ``__torch_dispatch__`` that leave operators as they are."""
+"""The values of a class's ``__torch_dispatch__`` that leave operators as they are."""
 
 
 def is_jagged(x: object) -> bool:
+    """Returns whether x is a nested tensor with the jagged layout."""
     return isinstance(x, Tensor) and x.layout is torch.jagged
 
 
 def is_dtensor(x: object) -> bool:
-    module: Any = sys.modules.get("torch.distributed.tensor")  # slow to import; who has one has imported it
+    """Returns whether x is a DTensor."""
+    # Importing the module is slow. If there is a DTensor, the module is imported already.
+    module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
 def refused_kind(x: Tensor, d_model: int) -> str | None:
-    """Why a layer refuses a tensor of this kind, and what to pass instead; None where it accepts it.
+    """Returns why a layer refuses a tensor of this kind, and what to pass instead; None if it accepts it.
 
-    Does not check dtype, shape and device.
+    x: of any shape. Its dtype, shape and device are not checked.
     """
     name = f"x (a {type(x).__name__})"
     if x.layout is torch.jagged:
@@ -60,6 +63,7 @@ def refused_kind(x: Tensor, d_model: int) -> str | None:
 
 
 def _refused_placement(x: DTensor) -> str | None:
+    """Returns why a layer refuses a DTensor with these placements; None if each rank holds whole tokens."""
     last = x.dim() - 1
     for placement in x.placements:
         if placement.is_partial() or placement.is_shard(last):

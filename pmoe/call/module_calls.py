@@ -125,8 +125,8 @@ def check_callbacks(callbacks: Iterable[object], modules: Iterable[nn.Module]) -
         name = f"callback_modules.{place} (a {type(module).__name__})"
         if module is not callback:
             raise ValueError(
-                f"{name} must be the {type(callback).__name__} of the layer's callbacks, whose methods are "
-                "called: a wrapper in its place would do nothing"
+                f"{name} must be the {type(callback).__name__} of the layer's callbacks: a layer calls "
+                "methods of its callbacks, so a wrapper in the place of one is never called"
             )
         hooks = [kind.strip("_") for kind in HOOKS if vars(module).get(kind)]
         if hooks:

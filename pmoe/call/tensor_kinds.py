@@ -38,27 +38,27 @@ def refused_kind(x: Tensor, d_model: int) -> str | None:
     name = f"x (a {type(x).__name__})"
     if x.layout is torch.jagged:
         if x.lengths() is not None:  # type: ignore[attr-defined]
-            return f"{name} has holes between its sequences: give the layer x.contiguous()"
+            return f"{name} has unused rows between its sequences: pass x.contiguous()"
         if x._ragged_idx == x.dim() - 1:  # type: ignore[attr-defined]
             return f"{name} is jagged in its last dimension, which must be d_model ({d_model})"
         return None
     if x.is_nested:
-        return f"{name} is nested with layout torch.strided: make it with layout=torch.jagged"
+        return f"{name} is nested with layout torch.strided: build it with layout=torch.jagged"
     if x.layout is not torch.strided:
-        return f"x (of layout {x.layout}) must be dense: give the layer x.to_dense()"
+        return f"x has layout {x.layout}, but a MoELayer takes dense tensors: pass x.to_dense()"
     if type(x) in PLAIN:
         return None
     if is_dtensor(x):
         return _refused_placement(x)  # type: ignore[arg-type]
     if type(x).__name__ == "MaskedTensor":
-        return f"{name} is masked by element: give the layer x.get_data() and mask=, which masks tokens"
+        return f"{name} masks single elements: pass x.get_data(), and mask= to mask whole tokens"
     if type(x).__torch_dispatch__ in NO_DISPATCH:
         return None
     if type(x).__name__ in ("FakeTensor", "AsyncCollectiveTensor"):
         return None
     return (
-        f"{name} has operators of its own, and no tokens that a layer could send: give the layer the plain "
-        "torch.Tensor that it stands for (a quantised one: x.dequantize())"
+        f"{name} defines its own operators, so a layer cannot send its rows: pass a plain torch.Tensor with "
+        "the same values (for a quantised tensor x.dequantize())"
     )
 
 
@@ -68,7 +68,8 @@ def _refused_placement(x: DTensor) -> str | None:
     for placement in x.placements:
         if placement.is_partial() or placement.is_shard(last):
             return (
-                f"x (a DTensor of placements {x.placements}) must hold whole tokens on each rank, Replicate "
-                f"or Shard of a dimension before the last ({last}): x.redistribute(placements=[Shard(0)])"
+                f"x (a DTensor with placements {x.placements}) must have whole tokens on each rank: "
+                f"Replicate, or Shard of a dimension before the last ({last}): pass "
+                "x.redistribute(placements=[Shard(0)])"
             )
     return None

@@ -182,15 +182,19 @@ class LastCall:
     @staticmethod
     def of(decision: Decision) -> LastCall:
         """Returns the record of a call that was run by ``decision``."""
-        routed, plan, needs_grad = decision.routed, decision.plan, decision.needs_grad
-        routing, rows_TM, name = routed.routing, decision.inputs.x_TM, decision.runner.name
+        routed = decision.routed
+        plan = decision.plan
+        needs_grad = decision.needs_grad
+        routing = routed.routing
+        rows_TM = decision.inputs.x_TM
+        path = decision.runner.name
         ran = Ran(
-            path=name,
+            path=path,
             num_tokens=routed.num_tokens,
             num_slots=routing.expert.numel() if routing.token is None and routing.mix is None else None,
             dtype=rows_TM.dtype,
             device=rows_TM.device,
-            forward=len(plan.forward.chunks) if plan is not None and name == "pipeline" else None,
+            forward=len(plan.forward.chunks) if plan is not None and path == "pipeline" else None,
             backward=len(plan.backward.chunks) if plan is not None and needs_grad else None,
             restore=decision.restore if needs_grad else None,
         )

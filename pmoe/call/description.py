@@ -42,13 +42,15 @@ def _described(module: object, of_users: bool) -> str:
 
     Example: "TopKGate(normalize=True, top_k=2, weight=torch.float32, z_loss_weight=0.0)"
     """
-    kind = type(module)
+    module_type = type(module)
     if module is None:
         return "None"
-    if not (of_users or kind.__module__.startswith("pmoe.")):
-        return kind.__name__
+    if not (of_users or module_type.__module__.startswith("pmoe.")):
+        return module_type.__name__
     parameters = vars(module).get("_parameters", {}).items()
-    own = vars(module) | {name: each.dtype for name, each in parameters if each is not None}
-    plain = [name for name in sorted(own) if isinstance(own[name], PLAIN) and name[0] != "_"]
-    settings = ", ".join(f"{name}={own[name]!r}" for name in plain if name not in NO_SETTINGS)
-    return f"{kind.__name__}({settings})"
+    attributes = vars(module) | {
+        name: parameter.dtype for name, parameter in parameters if parameter is not None
+    }
+    names = [name for name in sorted(attributes) if isinstance(attributes[name], PLAIN) and name[0] != "_"]
+    settings = ", ".join(f"{name}={attributes[name]!r}" for name in names if name not in NO_SETTINGS)
+    return f"{module_type.__name__}({settings})"

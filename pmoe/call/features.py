@@ -39,15 +39,17 @@ def refusal_of(parts: Parts, taker: str) -> str | None:
 
 def features_of(parts: Parts) -> frozenset[Feature]:
     """Returns the features that a layer asks for beyond a layer with default options."""
-    spec, gate, switches = parts.spec, parts.gate, parts.spec.switches
-    is_given = bool(getattr(parts.router, "has_external_routing", False))
-    picks = bool(getattr(parts.router, "picks_tokens", False))
+    spec = parts.spec
+    gate = parts.gate
+    switches = parts.spec.switches
+    routes_outside = bool(getattr(parts.router, "has_external_routing", False))
+    picks_tokens = bool(getattr(parts.router, "picks_tokens", False))
     # torch gives a parametrized module a class of its own. It computes what its former class says, with other
     # values of its parameters, so that class counts.
     gate_kind, experts_kind = (type_before_parametrizations(module) for module in (gate, parts.experts))
     in_steps = parts.dispatch.in_steps or parts.combine.in_steps
     is_flat = {type(parts.dispatch), type(parts.combine)} == {FlatAllToAll}
-    asked = {
+    is_asked = {
         Feature.RANKS: parts.ranks.size > 1,
         Feature.SHARDED: parts.grid.is_sharded,
         Feature.HIERARCHICAL: in_steps,
@@ -70,13 +72,13 @@ def features_of(parts: Parts) -> frozenset[Feature]:
         Feature.SEQUENTIAL: switches.sequential,
         Feature.ONE_LANE: switches.one_lane,
         Feature.OWN_ORDER: type(parts.order) is not SortedOrder,
-        Feature.PICKS_TOKENS: picks,
+        Feature.PICKS_TOKENS: picks_tokens,
         Feature.KEEPS_ITSELF: bool(getattr(parts.router, "decides_capacity", False)),
-        Feature.OTHER_GATE: gate_kind.__module__ not in PLAIN_GATES and not is_given,
-        Feature.OWN_GATE: not (is_given or gate_kind.__module__.startswith("pmoe.gates.")),
-        Feature.GATE_MODULE: not (parts.trusts_gate or is_given),
-        Feature.EXTERNAL_ROUTING: is_given,
+        Feature.OTHER_GATE: gate_kind.__module__ not in PLAIN_GATES and not routes_outside,
+        Feature.OWN_GATE: not (routes_outside or gate_kind.__module__.startswith("pmoe.gates.")),
+        Feature.GATE_MODULE: not (parts.trusts_gate or routes_outside),
+        Feature.EXTERNAL_ROUTING: routes_outside,
         Feature.MODULE_EXPERTS: parts.experts.are_modules,
         Feature.OTHER_EXPERTS: experts_kind.__module__ not in PLAIN_EXPERTS,
     }
-    return frozenset(feature for feature, is_asked in asked.items() if is_asked)
+    return frozenset(feature for feature, holds in is_asked.items() if holds)

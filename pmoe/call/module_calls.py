@@ -62,14 +62,14 @@ def experts_inside(name: str, module: nn.Module) -> Experts:
     """
     if isinstance(module, Experts):
         return module
-    inside = next((part for part in module.modules() if isinstance(part, Experts)), None)
-    if inside is None or isinstance(module, DistributedDataParallel):
+    experts = next((submodule for submodule in module.modules() if isinstance(submodule, Experts)), None)
+    if experts is None or isinstance(module, DistributedDataParallel):
         raise ValueError(
             f"{name} (a {type(module).__module__}.{type(module).__qualname__}) must be pmoe.Experts, "
             "or a wrapper that holds them and calls them"
-            + (": wrap the whole model, after pmoe.parallelize(model, mesh)" if inside is not None else "")
+            + (": wrap the whole model, after pmoe.parallelize(model, mesh)" if experts is not None else "")
         )
-    return inside
+    return experts
 
 
 def gate_inside(gate: nn.Module) -> nn.Module:

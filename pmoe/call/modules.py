@@ -99,9 +99,9 @@ class Parts(Modules):
         experts must not see its part of the sum. Not cached, because hooks may come between calls. Ranks may
         differ, because no message depends on it.
         """
-        watched = (self.experts_module, self.shared_module)
+        modules = (self.experts_module, self.shared_module)
         is_wrapped = self.shared_module is not self.shared_expert or self.experts_module is not self.experts
-        return self.shared_module is not None and (is_wrapped or any(map(is_watched, filter(None, watched))))
+        return self.shared_module is not None and (is_wrapped or any(map(is_watched, filter(None, modules))))
 
     @functools.cached_property
     def given(self) -> tuple[object, ...]:
@@ -122,8 +122,8 @@ class Parts(Modules):
         Experts are asked before the gate, because routers are often kept in float32.
         """
         parameters = itertools.chain(self.experts.parameters(), self.gate.parameters())
-        found = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
-        return None if found is None else local_part(found)
+        reference = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
+        return None if reference is None else local_part(reference)
 
     def no_loss(self) -> Tensor:
         """Returns the value of l_aux before any call: zero, a scalar in float32 or wider, as gates return."""
@@ -152,13 +152,15 @@ class Parts(Modules):
         """The stages of every call. They follow from the options, so they are the same on every rank."""
         # Rows for experts on their own rank are computed without being sent. But all rows must be sent, if an
         # expert is split over ranks, if callbacks see the rows that arrive, or if a token is sent only once.
-        spec, sharded, seen = self.spec, self.grid.is_sharded, self.hooks is not None
-        local = spec.switches.bypass_local and not (sharded or seen or spec.send_once)
+        spec = self.spec
+        is_sharded = self.grid.is_sharded
+        has_hooks = self.hooks is not None
+        local = spec.switches.bypass_local and not (is_sharded or has_hooks or spec.send_once)
         return Stages(
             local=local,
             remote=self.ranks.size > 1 or not local,
-            sharded=sharded,
-            hooked=sharded and seen,
+            sharded=is_sharded,
+            hooked=is_sharded and has_hooks,
             shared=self.shared_expert is not None,
             gradients=self.gradients is not None,
             one_lane=spec.switches.one_lane,

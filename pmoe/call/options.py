@@ -33,8 +33,8 @@ class Switches:
     one_lane: bool = False
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            check_flag(each.name, getattr(self, each.name))
+        for switch in fields(self):
+            check_flag(switch.name, getattr(self, switch.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +63,8 @@ class LayerSpec:
     switches: Switches = field(default_factory=Switches)
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            object.__setattr__(self, each.name, plain_int(getattr(self, each.name)))
+        for argument in fields(self):
+            object.__setattr__(self, argument.name, plain_int(getattr(self, argument.name)))
         check_count(d_model=self.d_model, d_hidden=self.d_hidden, num_experts=self.num_experts)
         check_count(top_k=self.top_k)
         if self.top_k > self.num_experts:
@@ -74,8 +74,8 @@ class LayerSpec:
         check_number(slack=self.slack)
         if not 1 <= self.slack < math.inf:
             raise ValueError(f"slack ({self.slack}) must be a number of at least 1")
-        ways = (True, False, *get_args(FusedName))
-        if not isinstance(self.fused, bool | str) or self.fused not in ways:
+        allowed = (True, False, *get_args(FusedName))
+        if not isinstance(self.fused, bool | str) or self.fused not in allowed:
             raise ValueError(f'fused ({self.fused!r}) must be False, True, "forward", "persistent" or "auto"')
         check_pipeline(self.pipeline)
         check_backward(self.pipeline, self.pipeline_backward)
@@ -116,8 +116,8 @@ class LayerSpec:
 
         They do with ``memory_reuse``, under a memory budget, and if backward has another n than forward.
         """
-        apart = self.pipeline_backward not in (None, self.fixed_degree)
-        return self.memory_reuse is not False or apart or self.memory_budget is not None
+        has_two_degrees = self.pipeline_backward not in (None, self.fixed_degree)
+        return self.memory_reuse is not False or has_two_degrees or self.memory_budget is not None
 
     @functools.cached_property
     def degrees(self) -> tuple[int, ...]:

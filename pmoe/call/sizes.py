@@ -34,7 +34,8 @@ def splits_of(parts: Parts, num_tokens: int, top_k: int) -> Splits:
 
 def rows_of_call(parts: Parts, num_tokens: int) -> CallRows:
     """Returns the row numbers of a call with ``num_tokens`` tokens on this rank. Routing does not matter."""
-    spec, top_k = parts.spec, parts.spec.top_k
+    spec = parts.spec
+    top_k = parts.spec.top_k
     slots = num_tokens * top_k
     if spec.pad_to_capacity:
         rows = splits_of(parts, num_tokens, top_k).num_rows
@@ -52,11 +53,13 @@ def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> LayerSizes:
 
     rows_TM: (T, M), rows whose dtype and device count; None counts those of the parameters.
     """
-    spec, parameter, shared = parts.spec, parts.like, parts.shared_expert
+    spec = parts.spec
+    parameter = parts.like
+    shared_expert = parts.shared_expert
     like = parameter if rows_TM is None else rows_TM
     device_type = "cpu" if like is None else like.device.type
-    size = 4 if like is None else like.element_size()
-    wide = size if parameter is None else parameter.element_size()
+    row_size = 4 if like is None else like.element_size()
+    parameter_size = row_size if parameter is None else parameter.element_size()
     columns = parts.experts.columns(device_type)
     if not columns.hidden:  # modules do not say how wide their hidden is
         columns = HiddenColumns(hidden=spec.d_hidden, scratch=spec.d_hidden)
@@ -66,8 +69,8 @@ def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> LayerSizes:
         top_k=spec.top_k,
         num_ranks=parts.ranks.size,
         columns=columns,
-        element_size=size,
-        weight_size=max(4, size),
+        element_size=row_size,
+        weight_size=max(4, row_size),
         expert_parameters=_elements_of(parts.experts),
         gate_parameters=sum(parameter.numel() for parameter in parts.gate.parameters()),
         bypass_local=parts.stages.local,
@@ -76,15 +79,15 @@ def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> LayerSizes:
         or (spec.capacity_factor is not None and not spec.pad_to_capacity),
         gate_scores=getattr(parts.router, "saved_scores", 1)
         + bool(getattr(parts.router, "z_loss_weight", 0)),
-        cast_from=wide if wide != size else 0,
+        cast_from=parameter_size if parameter_size != row_size else 0,
         rotates=spec.rotates,
         merges=spec.send_once,
-        shared_columns=HiddenColumns() if shared is None else shared.columns(device_type),
-        shared_parameters=0 if shared is None else _elements_of(shared),
+        shared_columns=HiddenColumns() if shared_expert is None else shared_expert.columns(device_type),
+        shared_parameters=0 if shared_expert is None else _elements_of(shared_expert),
         relays=parts.dispatch.topology.max_local if isinstance(parts.dispatch, HierarchicalExchange) else 0,
     )
 
 
 def _elements_of(experts: Experts) -> int:
     """Returns the number of parameter elements that this rank holds of experts."""
-    return sum(local_part(each).numel() for each in experts.parameters())
+    return sum(local_part(parameter).numel() for parameter in experts.parameters())

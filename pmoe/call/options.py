@@ -19,9 +19,10 @@ FusedName = Literal["forward", "persistent", "auto"]
 class Switches:
     """Switches by which a benchmark or a test turns parts of a layer off, to measure what they are worth.
 
-    bypass_local   rows whose expert is on this rank are not sent; False sends them by the all-to-all, too
-    sequential     every task waits for the task before it: the baseline of overlap measurements
-    one_lane       collectives inside a node and between nodes wait for each other: the baseline of FSMoE
+    bypass_local: whether rows whose expert is on this rank are computed without being sent. False sends them
+        by the all-to-all, too.
+    sequential: whether every task waits for the task before it: the baseline of overlap measurements.
+    one_lane: whether collectives inside a node and between nodes wait for each other: the baseline of FSMoE.
 
     All ranks must set the same. Raises TypeError for a value that is not True or False.
 

@@ -1,6 +1,6 @@
-"""Parts of a layer made from its arguments, and checks of these together.
+"""Construction of a layer: makes its modules from its arguments, and checks these together.
 
-What is special (modules as experts, gates but the default) is imported where it is asked for.
+Code for special arguments, such as experts that are modules, is imported only if it is needed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_arguments(
     shared_gate: bool,
     z_loss_weight: float,
 ) -> None:
-    """Raises ValueError or TypeError for arguments of `pmoe.MoELayer` that are no options."""
+    """Raises ValueError or TypeError for wrong arguments of `pmoe.MoELayer` that are not in `LayerSpec`."""
     check_not_negative(z_loss_weight=z_loss_weight)
     find_activation(activation)
     check_place(device, dtype)
@@ -52,7 +52,10 @@ def check_arguments(
 
 
 def check_together(parts: Parts, shared_expert: int | nn.Module | None) -> None:
-    """Raises ValueError where options do not go with each other or the modules. shared_expert: as given."""
+    """Raises ValueError if options contradict each other or the modules.
+
+    shared_expert: the argument, for errors.
+    """
     spec, pair = parts.spec, parts.spec.restore
     apart = spec.pipeline_backward not in (None, spec.fixed_degree)
     if apart and (parts.hooks is not None or spec.send_once):
@@ -84,11 +87,15 @@ def check_together(parts: Parts, shared_expert: int | nn.Module | None) -> None:
 
 
 SIZES = ("d_model", "d_hidden", "num_experts", "top_k")
-"""Options that stay: the layer's modules are made for them."""
+"""The options that cannot be set on a built layer, because its modules have these sizes."""
 
 
 def set_option(layer: MoELayer, name: str, value: object) -> None:
-    """Raises what building the layer would raise, and changes nothing then; AttributeError for a switch."""
+    """Sets an option of a built layer.
+
+    Raises what building a layer with it would raise, and changes nothing then. Raises AttributeError if
+    ``name`` is a switch, which is set through ``layer.switches``.
+    """
     if name in Switches.__dataclass_fields__:
         raise AttributeError(
             f"{name} ({value!r}) must be set in layer.switches: layer.switches = Switches({name}={value!r})"
@@ -112,6 +119,13 @@ def make_layer_gate(
     z_loss_weight: float,
     options: dict[str, Any],
 ) -> nn.Module:
+    """Returns the gate of a layer: makes the one of that name, or checks a user's module.
+
+    gate, normalize_gate, z_loss_weight: arguments of `pmoe.MoELayer`.
+    options: device and dtype of the parameters.
+
+    Raises TypeError or ValueError for arguments that do not fit together.
+    """
     capacity_factor = spec.capacity_factor
     check_flag("normalize_gate", normalize_gate, or_none=True)
     if isinstance(gate, str):
@@ -134,6 +148,13 @@ def make_experts(
     bias: bool,
     options: dict[str, Any],
 ) -> Experts:
+    """Returns this rank's experts: makes those of that name, or wraps a user's modules.
+
+    Their values depend on the seed and on their numbers among all experts, but not on the number of ranks.
+
+    expert, activation, bias: arguments of `pmoe.MoELayer`.
+    options: device and dtype of the parameters.
+    """
     sizes = (layer.d_model, layer.d_hidden, layer.num_local_experts)
     if isinstance(expert, str):
         stacked = make_stacked(expert, *sizes, activation, bias, shard=layer.shard, **options)
@@ -149,10 +170,14 @@ def make_grid(
     mesh: DeviceMesh | None,
     device: torch.device | str | None = None,
 ) -> Grid:
-    """Where a layer stands among its ranks. device: of its parameters.
+    """Returns the ranks of a layer, from its argument ``group`` or ``mesh``.
 
-    Warns where a launcher started several processes and torch.distributed is not initialised: the layer is
-    then of one process alone.
+    device: that of its parameters.
+
+    Warns if a launcher has started several processes, but torch.distributed is not initialised: the layer
+    then belongs to this process alone.
+
+    Raises ValueError if both arguments are given.
     """
     if mesh is None:
         grid = Grid.of_group(group)
@@ -168,7 +193,10 @@ def make_grid(
 
 
 def _warn_of_other_processes() -> None:
-    """Layers on the meta device are left out: they have no experts yet, and are spread once they have."""
+    """Warns if this process is one of several, for a layer that is built for one rank by default.
+
+    Not called for layers on the meta device. They have no values yet, and are spread when they get some.
+    """
     processes = os.environ.get("WORLD_SIZE", "1")
     if processes.isdecimal() and int(processes) > 1:
         warn_once(
@@ -181,6 +209,10 @@ def _warn_of_other_processes() -> None:
 
 
 def check_fit(num_experts: int, d_hidden: int, grid: Grid, across: str) -> None:
+    """Raises ValueError if the ranks cannot share the experts, or their hidden columns, evenly.
+
+    across: the name of the ranks that share the experts, for errors.
+    """
     if num_experts % grid.across.size:
         size = grid.across.size
         advice = "" if num_experts > size else '; split fewer by a mesh with "esp"'

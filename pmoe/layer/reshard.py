@@ -1,4 +1,4 @@
-"""A layer built for other ranks, or on the meta device: spread over a mesh, and its parameters drawn."""
+"""Later changes of a layer's parameters: spreading it over other ranks, and drawing its values again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from pmoe.layer.construct import check_fit
 
 
 def check_spread(parts: Parts, mesh: DeviceMesh) -> None:
-    """As `pmoe.MoELayer.check_spread`."""
+    """Checks whether a layer can be spread over a mesh.
+
+    Raises ValueError or TypeError with the reason if it cannot.
+    """
     dimensions_of(mesh)
     spec, like, held = parts.spec, parts.like, parts.experts.num_local_experts
     is_meta = like is not None and like.is_meta
@@ -46,7 +49,7 @@ def check_spread(parts: Parts, mesh: DeviceMesh) -> None:
 
 
 def reset_parameters(parts: Parts) -> None:
-    """As `pmoe.MoELayer.reset_parameters`."""
+    """Draws new values for all parameters of a layer, as `pmoe.MoELayer.reset_parameters` describes."""
     first_expert = parts.grid.across.rank * parts.experts.num_local_experts
     if isinstance(parts.gate, Gate):
         parts.gate.reset_parameters()
@@ -64,7 +67,7 @@ def reset_parameters(parts: Parts) -> None:
 
 
 def reset_modules(module: nn.Module) -> None:
-    """Asks each part of it that has a ``reset_parameters`` for that."""
+    """Calls ``reset_parameters`` of a module and of each submodule that has it."""
     for part in module.modules():
         reset = getattr(part, "reset_parameters", None)
         if reset is not None:

@@ -43,8 +43,9 @@ def call_with_any(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tens
     """
     if get_proxy_mode() is not None:  # the traced graph would hold the row counts of this batch as constants
         raise RuntimeError(
-            "a MoELayer decides a call on the host, so make_fx and torch.export cannot trace it: trace the "
-            'modules around it, or take torch.compile with backend="pmoe", which holds the layer in its graph'
+            "a MoELayer decides each call on the host, so make_fx and torch.export cannot trace it: trace "
+            "the "
+            'modules around it, or use torch.compile with backend="pmoe", which keeps the layer in its graph'
         )
     with hidden_from_selective_checkpoints():
         return _call(layer, x, *of_tokens)

@@ -61,7 +61,7 @@ def check_together(parts: Parts, shared_expert: int | nn.Module | None) -> None:
     if apart and (parts.hooks is not None or spec.send_once):
         name = "callbacks see chunks" if parts.hooks is not None else "rows travel once (send_once=True)"
         raise ValueError(
-            f"pipeline_backward ({spec.pipeline_backward}) must be pipeline ({spec.pipeline}) or None where "
+            f"pipeline_backward ({spec.pipeline_backward}) must be pipeline ({spec.pipeline}) or None if "
             f"{name}"
         )
     if parts.shared_gate is not None and parts.shared_expert is None:
@@ -81,8 +81,10 @@ def check_together(parts: Parts, shared_expert: int | nn.Module | None) -> None:
     recomputes = pair is True or (pair and pair.hidden == "recompute")
     if spec.splits_backward and not recomputes and parts.experts.are_modules:
         raise ValueError(
-            f"pipeline_backward ({spec.pipeline_backward}) must be at most pipeline ({spec.pipeline}) where "
-            "experts are modules whose hidden is kept or offloaded: a saved graph cannot be split"
+            f"pipeline_backward ({spec.pipeline_backward}) must be at most pipeline ({spec.pipeline}) if "
+            "experts are modules and their hidden is kept or offloaded, because a saved graph cannot be "
+            "split: "
+            'use memory_reuse="S3" or "S4", which recompute it'
         )
 
 
@@ -186,7 +188,7 @@ def make_grid(
             _warn_of_other_processes()
         return grid
     if group is not None:
-        raise ValueError("group and mesh must not be given both: a mesh brings its groups")
+        raise ValueError("group and mesh must not both be given: a mesh has its own groups")
     from pmoe.comm.topology import grid_of_mesh
 
     return grid_of_mesh(mesh)
@@ -203,7 +205,7 @@ def _warn_of_other_processes() -> None:
             f"a MoELayer is built in one of {processes} processes (WORLD_SIZE) before torch.distributed is "
             "initialised: this rank holds all of its experts and exchanges nothing. To spread them, call "
             "torch.distributed.init_process_group before the layer is built, or pmoe.parallelize(model, "
-            "mesh) later, before the optimizer and wrappers are made. If one rank is meant, build it with "
+            "mesh) later, before the optimizer and wrappers are made. If one rank is intended, build it with "
             "group=pmoe.comm.ranks.Ranks.single()"
         )
 

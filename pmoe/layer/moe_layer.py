@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 NO_GRAPH = (
-    "a MoELayer decides a call on the host, so torch.compile breaks the graph around it: leave "
-    'fullgraph=True out, or take backend="pmoe", which holds the layer in its graph'
+    "a MoELayer decides each call on the host, so torch.compile breaks the graph around it: leave "
+    'fullgraph=True out, or use backend="pmoe", which keeps the layer in its graph'
 )
 
 

@@ -18,10 +18,10 @@ from pmoe.schedule.restore import Restore, StrategyName, parse_restore
 
 USERS_OWN = {
     Feature.CALLBACKS: "callbacks: what they allocate is not counted",
-    Feature.OWN_GATE: "the gate is a module of one's own: counted as one score a token and expert",
-    Feature.OWN_ORDER: "the order is one's own: what it allocates is not counted",
-    Feature.OWN_EXCHANGE: "dispatch or combine is one's own: what it allocates is not counted",
-    Feature.MODULE_EXPERTS: "experts are modules of one's own: counted as feed-forward experts of d_hidden",
+    Feature.OWN_GATE: "the gate is a user's module: counted as one score for each token and expert",
+    Feature.OWN_ORDER: "the order is a user's: what it allocates is not counted",
+    Feature.OWN_EXCHANGE: "dispatch or combine is a user's: what it allocates is not counted",
+    Feature.MODULE_EXPERTS: "experts are a user's modules: counted as feed-forward experts of width d_hidden",
 }
 """The notes about modules of a user, whose memory pmoe cannot know, by the feature that brings them."""
 
@@ -88,7 +88,7 @@ def unknown(parts: Parts) -> tuple[str, ...]:
     told = [words for feature, words in USERS_OWN.items() if feature in parts.features]
     shared = parts.shared_expert
     if shared is not None and not shared.columns("cpu").hidden:
-        told.append("the shared expert is a module of one's own: what it saves is not counted")
+        told.append("the shared expert is a user's module: what it saves is not counted")
     return tuple(told)
 
 
@@ -108,7 +108,7 @@ def _ways(
     if memory_reuse is not None:
         pair = parse_restore(memory_reuse)
         if not isinstance(pair, Restore):
-            raise ValueError(f"memory_reuse ({memory_reuse!r}) must be None, a name of S1 to S4 or a Restore")
+            raise ValueError(f"memory_reuse ({memory_reuse!r}) must be None, one of S1 to S4 or a Restore")
         pairs = (pair,)
     n = pipeline or spec.fixed_degree
     forward = spec.degrees if n is None else (n,)

@@ -27,12 +27,12 @@ def check_spread(parts: Parts, mesh: DeviceMesh) -> None:
     is_meta = like is not None and like.is_meta
     if parts.ranks.size > 1 and not is_meta:
         raise ValueError(
-            f"a layer built over {parts.ranks.size} ranks must not be spread over others: this rank has "
-            f"only {held} of {spec.num_experts} experts; build it with mesh={mesh}, or "
-            "on one rank (before init_process_group, or with a group of one rank)"
+            f"a layer built over {parts.ranks.size} ranks must not be spread over other ranks: this rank has "
+            f"only {held} of {spec.num_experts} experts. Build it with mesh={mesh}, or "
+            "for one rank (before init_process_group, or with a group of one rank)"
         )
     if parts.gradients is not None:
-        raise ValueError("a layer must be spread before a GradientReducer is made for it")
+        raise ValueError("a layer must be spread before a GradientReducer is built for it")
     check_own_parameters(parts.experts, parts.experts.hidden_dims() or ())
     if not parts.experts.are_modules and parts.experts.hidden_dims() is None:
         raise TypeError(
@@ -41,11 +41,15 @@ def check_spread(parts: Parts, mesh: DeviceMesh) -> None:
     grid = grid_of_mesh(mesh)
     check_fit(spec.num_experts, spec.d_hidden, grid, 'the mesh\'s "ep"')
     if parts.experts.are_modules and grid.is_sharded:
-        raise ValueError('experts (modules) must not be split over "esp": a module\'s hidden is its own')
+        raise ValueError(
+            'experts (modules) must not be split over "esp": pmoe cannot split the hidden columns of a module'
+        )
     if parts.experts.are_modules and parts.ranks.size > 1:
-        raise ValueError("experts (modules, even on the meta device) must all be there to be spread")
+        raise ValueError(
+            "experts (modules) can be spread only if this rank has all of them, even on the meta device"
+        )
     if spec.pad_to_capacity and grid.is_sharded:
-        raise ValueError('pad_to_capacity (True) must be False where experts are split over "esp"')
+        raise ValueError('pad_to_capacity (True) must be False if experts are split over "esp"')
 
 
 def reset_parameters(parts: Parts) -> None:

@@ -130,7 +130,7 @@ def whole_in_one_graph(rank: int, world: int) -> None:
     torch._dynamo.reset()
     whole = torch.compile(spread(world), backend="eager", fullgraph=True)
     error = error_of(lambda: whole(rows(rank)))
-    assert 'leave fullgraph=True out, or take backend="pmoe"' in error, error
+    assert 'leave fullgraph=True out, or use backend="pmoe"' in error, error
     compiled_by_pmoe(rank, world, fullgraph=True)
 
 

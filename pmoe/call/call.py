@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.checkpointing.replay import Replay
 
 
@@ -17,7 +17,7 @@ class Call:
     layer       the module that was called
     parts       its modules
     scheduled   the modules that the schedule computes. The shared expert is among them, unless it is called
-                as a module (`Parts.calls_shared_expert`)
+                as a module (`LayerModules.calls_shared_expert`)
     x           (..., M), the input. It is not checked yet: a rank reports a wrong input with its row counts
     token_ids   (...) int64, or None
     mask        (...) bool, True where x has a token; None if all rows are tokens. It is not checked yet
@@ -25,8 +25,8 @@ class Call:
     """
 
     layer: nn.Module
-    parts: Parts
-    scheduled: Parts
+    parts: LayerModules
+    scheduled: LayerModules
     x: Tensor
     token_ids: Tensor | None
     mask: Tensor | None

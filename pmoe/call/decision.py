@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pmoe.call.call import Call
-from pmoe.call.modules import Parts
-from pmoe.call.routed import Routed
+from pmoe.call.modules import LayerModules
+from pmoe.call.routed import RoutedBatch
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Path, Runner
 from pmoe.engine.passes.base import Inputs
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pmoe.kernels.comet.backend import Steps
 
 
-class LeftCounts(Protocol):
+class LastRowCounts(Protocol):
     """An interface to the row counts of a layer's last call. Reading them may wait for the device.
 
     max_tokens   the largest number of tokens of any rank
@@ -43,8 +43,8 @@ class LeftCounts(Protocol):
 
 
 @dataclass(frozen=True)
-class CallCounts:
-    """The row counts of a decided call. Implements `LeftCounts`.
+class HostRowCounts:
+    """The row counts of a decided call. Implements `LastRowCounts`.
 
     shared          counts of the rows that travel, padding included. If the kernels of one rank sort the
                     rows, they are on the device, and each replay of a CUDA graph changes them
@@ -67,7 +67,7 @@ class CallCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreed:
+class AgreedChoice:
     """The numbers and operators on which all ranks agreed for a call.
 
     counts   row counts of the call; None if the host does not need them
@@ -96,15 +96,15 @@ class CountsSource(Protocol):
     """
 
     call: Call
-    routed: Routed
+    routed: RoutedBatch
 
-    def agree(self, parts: Parts, inputs: Inputs) -> Agreed:
+    def agree(self, parts: LayerModules, inputs: Inputs) -> AgreedChoice:
         """Finds the numbers of the decision, together with all ranks.
 
         The second pass of a checkpoint does not call it.
         """
 
-    def decision(self, parts: Parts, inputs: Inputs, agreed: Agreed) -> Decision:
+    def decision(self, parts: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Builds the decision from these numbers. Starts no collective, and the host does not wait."""
 
 
@@ -122,10 +122,10 @@ class Decision:
     """
 
     call: Call
-    routed: Routed
+    routed: RoutedBatch
     inputs: Inputs
     runner: Runner
-    counts: CallCounts
+    counts: HostRowCounts
     plan: Plan | None = None
     restore: Restore | None = None
 
@@ -139,7 +139,7 @@ class Decision:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
+class RunReport:
     """The record of how a call was run, after all choices and fallbacks.
 
     path         the runner that computed it
@@ -176,8 +176,8 @@ class LastCall:
     """
 
     l_aux: Tensor | None = None
-    counts: LeftCounts | None = None
-    ran: Ran | None = None
+    counts: LastRowCounts | None = None
+    ran: RunReport | None = None
 
     @staticmethod
     def of(decision: Decision) -> LastCall:
@@ -188,7 +188,7 @@ class LastCall:
         routing = routed.routing
         rows_TM = decision.inputs.x_TM
         path = decision.runner.name
-        ran = Ran(
+        ran = RunReport(
             path=path,
             num_tokens=routed.num_tokens,
             num_slots=routing.expert.numel() if routing.token is None and routing.mix is None else None,

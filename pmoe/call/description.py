@@ -6,10 +6,10 @@ from dataclasses import fields
 
 import torch
 
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 
 COMPARED = ("gate", "experts", "shared_expert", "order", "dispatch", "combine", "shared_gate")
-"""The names of the modules of `Parts` whose classes and settings must be the same on every rank."""
+"""The names of the modules of `LayerModules` whose classes and settings must be the same on every rank."""
 
 PLAIN = (bool, int, float, str, torch.dtype)
 """The types of the attributes that describe a module. Attributes of other types are left out."""
@@ -18,7 +18,7 @@ NO_SETTINGS = ("training", "is_parallelized", "built", "was_loaded", "may_be_equ
 """The attributes of these types that are left out, because they change neither results nor times."""
 
 
-def options_in_words(parts: Parts, *, of_users: bool = False) -> dict[str, str]:
+def options_in_words(parts: LayerModules, *, of_users: bool = False) -> dict[str, str]:
     """Returns the options of a layer, and the classes and settings of its modules, as texts by name.
 
     of_users: whether settings of classes outside pmoe are included. Ranks may differ in these, so ranks that

@@ -1,6 +1,6 @@
 """The features that a layer asks for, and the reasons why parts of pmoe refuse it.
 
-`pmoe.runners.features.TAKES` is the table of who supports which features.
+`pmoe.runners.features.SUPPORTED` is the table of who supports which features.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pmoe.ordering.sorted import SortedOrder
 from pmoe.runners.features import Feature, refused
 
 if TYPE_CHECKING:
-    from pmoe.call.modules import Parts
+    from pmoe.call.modules import LayerModules
 
 PLAIN_GATES = ("pmoe.gates.topk", "pmoe.gates.switch")
 PLAIN_EXPERTS = ("pmoe.experts.ffn", "pmoe.experts.swiglu")
@@ -24,10 +24,10 @@ A subclass in another module may compute something else, so the kernels refuse i
 """
 
 
-def refusal_of(parts: Parts, taker: str) -> str | None:
+def refusal_of(parts: LayerModules, taker: str) -> str | None:
     """Returns why a runner, a source of counts or a prediction does not support a layer; None if it does.
 
-    taker: its name in `pmoe.runners.features.TAKES`.
+    taker: its name in `pmoe.runners.features.SUPPORTED`.
     """
     feature = refused(taker, parts.features)
     if feature is None:
@@ -37,7 +37,7 @@ def refusal_of(parts: Parts, taker: str) -> str | None:
     return feature.value.format(**{**values, **kinds, "memory_reuse": parts.spec.restore})
 
 
-def features_of(parts: Parts) -> frozenset[Feature]:
+def features_of(parts: LayerModules) -> frozenset[Feature]:
     """Returns the features that a layer asks for beyond a layer with default options."""
     spec = parts.spec
     gate = parts.gate

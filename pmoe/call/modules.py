@@ -14,25 +14,25 @@ from torch import Tensor, nn
 
 from pmoe.call.features import features_of, refusal_of
 from pmoe.call.module_calls import is_watched
-from pmoe.call.options import LayerSpec
+from pmoe.call.options import LayerOptions
 from pmoe.comm.counts import num_bins
 from pmoe.comm.ranks import Ranks
-from pmoe.engine.plan.plan import Modules
+from pmoe.engine.plan.plan import PassModules
 from pmoe.experts.base import local_part
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Stages
 
 if TYPE_CHECKING:
-    from pmoe.engine.variants.padding import PaddedKind
+    from pmoe.engine.variants.padding import PaddedCallKey
     from pmoe.runners.features import Feature
 
 
 @dataclass
-class Known:
+class LayerCache:
     """The facts that a layer has agreed on and learned in its calls. They outlive changes of its options.
 
     differed       whether the ranks held different experts when they last compared them; None before
-    compared       `Parts.given` at the last call. It holds no modules, because it would keep replaced ones
+    compared       `LayerModules.given` at the last call. It holds no modules, because it would keep replaced ones
                    alive
     words          the options as texts, when ranks last compared them
     padded_kinds   the kinds of padded calls that ranks have compared
@@ -43,7 +43,7 @@ class Known:
     differed: bool | None = None
     compared: tuple[object, ...] = ()
     words: dict[str, str] = field(default_factory=dict)
-    padded_kinds: set[PaddedKind] = field(default_factory=set)
+    padded_kinds: set[PaddedCallKey] = field(default_factory=set)
     choosers: dict[Any, Any] = field(default_factory=dict)
 
     def forget_ranks(self) -> None:
@@ -53,7 +53,7 @@ class Known:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts(Modules):
+class LayerModules(PassModules):
     """The modules of a layer, its place among the ranks, and its options.
 
     A library may have replaced a module by a wrapper. The layer calls the wrapper, and uses options and
@@ -71,7 +71,7 @@ class Parts(Modules):
     known              what the layer has learned in its calls
     """
 
-    spec: LayerSpec
+    spec: LayerOptions
     gate: nn.Module
     router: nn.Module
     trusts_gate: bool
@@ -79,15 +79,15 @@ class Parts(Modules):
     shared_module: nn.Module | None
     shared_gate: nn.Module | None
     callback_modules: Iterable[nn.Module]
-    known: Known
+    known: LayerCache
 
     @functools.cached_property
-    def without_shared_expert(self) -> Parts:
+    def without_shared_expert(self) -> LayerModules:
         """The same without the shared expert, for calls that call it as a module."""
         return replace(self, shared_expert=None)
 
     @property
-    def scheduled(self) -> Parts:
+    def scheduled(self) -> LayerModules:
         """The modules that the schedule computes: without the shared expert if it is called as a module."""
         return self.without_shared_expert if self.calls_shared_expert else self
 
@@ -168,7 +168,7 @@ class Parts(Modules):
 
     @functools.cached_property
     def rotates(self) -> bool:
-        """Whether buffers rotate through ring slots (`LayerSpec.rotates`)."""
+        """Whether buffers rotate through ring slots (`LayerOptions.rotates`)."""
         return self.spec.rotates
 
     @functools.cached_property
@@ -214,6 +214,6 @@ class Parts(Modules):
     def refusal(self, taker: str) -> str | None:
         """Returns why a runner, a source of counts or a prediction refuses this layer; None if it does not.
 
-        taker: its name in `pmoe.runners.features.TAKES`.
+        taker: its name in `pmoe.runners.features.SUPPORTED`.
         """
         return refusal_of(self, taker)

@@ -39,7 +39,7 @@ class Switches:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSpec:
+class LayerOptions:
     """The checked options of a `pmoe.MoELayer`, by the names of its arguments.
 
     Setting an option on a built layer replaces this record.
@@ -134,7 +134,7 @@ class LayerSpec:
 
     @functools.cached_property
     def pairs(self) -> tuple[Restore, ...]:
-        """The restore pairs to choose from. Experts that are modules may exclude some (`Parts.pairs`)."""
+        """The restore pairs to choose from. Experts that are modules may exclude some (`LayerModules.pairs`)."""
         if isinstance(self.memory_reuse, Restore):
             return (self.memory_reuse,)
         if not self.memory_reuse:
@@ -145,7 +145,7 @@ class LayerSpec:
 class _HasSpec(Protocol):
     """An object with options, which is a `pmoe.MoELayer`."""
 
-    spec: LayerSpec
+    spec: LayerOptions
 
 
 def option(name: str) -> Any:

@@ -13,7 +13,7 @@ from pmoe.gates.base import Routing
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gated:
+class CheckedRouting:
     """The checked routing of a call. A checkpoint keeps this record for its second pass.
 
     routing    the routing. ``keep`` is True for slots within the capacity, of the layer or of the gate
@@ -27,7 +27,7 @@ class Gated:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routed:
+class RoutedBatch:
     """The tokens of this rank with their routing.
 
     x          (..., M), the input of the layer after the callbacks' ``before_moe_start``
@@ -39,7 +39,7 @@ class Routed:
 
     x: Tensor
     x_TM: Tensor
-    gated: Gated
+    gated: CheckedRouting
     autocast: torch.dtype | None
     failure: Exception | None = None
 

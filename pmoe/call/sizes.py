@@ -6,9 +6,9 @@ import math
 
 from torch import Tensor
 
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.comm.hierarchical import HierarchicalExchange
-from pmoe.engine.variants.padding import Splits
+from pmoe.engine.variants.padding import PaddedRowCounts
 from pmoe.experts.base import Experts, local_part
 from pmoe.gates.base import Gate
 from pmoe.gates.capacity import expert_capacity
@@ -17,7 +17,7 @@ from pmoe.runners.features import Feature
 from pmoe.schedule.buffer_sizes import HiddenColumns
 
 
-def splits_of(parts: Parts, num_tokens: int, top_k: int) -> Splits:
+def splits_of(parts: LayerModules, num_tokens: int, top_k: int) -> PaddedRowCounts:
     """Returns how the rows of a rank with ``num_tokens`` tokens are padded.
 
     top_k: the number of choices of each token.
@@ -25,14 +25,14 @@ def splits_of(parts: Parts, num_tokens: int, top_k: int) -> Splits:
     spec = parts.spec
     assert spec.capacity_factor is not None
     capacity = expert_capacity(spec.capacity_factor, num_tokens, top_k, spec.num_experts)
-    return Splits(
+    return PaddedRowCounts(
         num_experts=spec.num_experts,
         capacity=min(capacity, num_tokens),  # a token's experts are distinct: no expert gets more rows
         bins=math.lcm(*spec.degrees),
     )
 
 
-def rows_of_call(parts: Parts, num_tokens: int) -> CallRows:
+def rows_of_call(parts: LayerModules, num_tokens: int) -> CallRows:
     """Returns the row numbers of a call with ``num_tokens`` tokens on this rank. Routing does not matter."""
     spec = parts.spec
     top_k = parts.spec.top_k
@@ -48,7 +48,7 @@ def rows_of_call(parts: Parts, num_tokens: int) -> CallRows:
     return CallRows(tokens=num_tokens, inner=num_tokens, slots=rows, choices=spec.num_experts)
 
 
-def memory_shape(parts: Parts, rows_TM: Tensor | None = None) -> LayerSizes:
+def memory_shape(parts: LayerModules, rows_TM: Tensor | None = None) -> LayerSizes:
     """Returns the sizes of a layer from which its memory and times are predicted.
 
     rows_TM: (T, M), rows whose dtype and device count; None counts those of the parameters.

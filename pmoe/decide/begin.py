@@ -6,13 +6,13 @@ from torch import Tensor, nn
 
 from pmoe.call.call import Call
 from pmoe.call.module_calls import check_callbacks
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.checkpointing.replay import replay_of
 from pmoe.engine.lanes.run import is_captured
 
 
 def begin_call(
-    layer: nn.Module, parts: Parts, x: Tensor, token_ids: Tensor | None, mask: Tensor | None
+    layer: nn.Module, parts: LayerModules, x: Tensor, token_ids: Tensor | None, mask: Tensor | None
 ) -> Call:
     """Checks what can be checked before routing, and returns the call. Collective as `check_ranks` is.
 
@@ -44,7 +44,7 @@ def begin_call(
     return call
 
 
-def check_ranks(parts: Parts) -> None:
+def check_ranks(parts: LayerModules) -> None:
     """Checks that all ranks of the layer can make this call together.
 
     In most calls that needs no message. `pmoe.decide.rank_consistency.check_same_options` says when several

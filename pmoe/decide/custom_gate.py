@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_kind, check_tensors
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.call.shape_run import is_shape_run
 from pmoe.comm.counts import Fault
 from pmoe.gates.base import Mix, Routing
@@ -73,7 +73,7 @@ def clamped_with_fault(routing: Routing, x_TM: Tensor, num_experts: int) -> tupl
     return replace(routing, expert=expert.clamp(0, num_experts - 1), weight=weight, token=token), fault
 
 
-def check_routing(parts: Parts, routing: object, x_TM: Tensor) -> None:
+def check_routing(parts: LayerModules, routing: object, x_TM: Tensor) -> None:
     """Checks types, shapes, dtypes and devices of what a user's gate returned.
 
     routing: what it returned; it must be a `Routing` of the tokens.

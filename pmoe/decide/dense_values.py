@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.experts.base import is_expert, local_part
 
 MOST_VALUES = 1 << 16
@@ -52,7 +52,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return hashed.hexdigest()
 
 
-def dense_tensors(parts: Parts, part: str) -> dict[str, Tensor]:
+def dense_tensors(parts: LayerModules, part: str) -> dict[str, Tensor]:
     """Returns the tensors of a dense part whose values ranks can compare, by name.
 
     These are its parameters, and the buffers of pmoe's own gates that state dicts hold. Every rank has the
@@ -73,7 +73,7 @@ def dense_tensors(parts: Parts, part: str) -> dict[str, Tensor]:
     return {name: tensor for root, module in roots.items() for name, tensor in _tensors_of(root, module)}
 
 
-def dense_values(parts: Parts) -> dict[str, str]:
+def dense_values(parts: LayerModules) -> dict[str, str]:
     """Returns a digest of the values of each dense part, by the names of `DENSE`."""
     return {part: fingerprint(dense_tensors(parts, part)) for part in DENSE}
 

@@ -7,20 +7,20 @@ from collections.abc import Callable
 from torch import Tensor
 
 from pmoe.call.call import Call
-from pmoe.call.decision import Agreed, CallCounts, Decision
-from pmoe.call.modules import Parts
-from pmoe.call.routed import Routed
+from pmoe.call.decision import AgreedChoice, HostRowCounts, Decision
+from pmoe.call.modules import LayerModules
+from pmoe.call.routed import RoutedBatch
 from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.choose.choose import choose
-from pmoe.choose.slots import slots_to_ask
+from pmoe.choose.slots import requested_slots
 from pmoe.comm.counts import CountsExchange, Fault, FaultError, RankCounts
-from pmoe.comm.ranks import telling
+from pmoe.comm.ranks import publishing_failures
 from pmoe.decide.route import route_batch
 from pmoe.decide.stored_state import check_loaded
 from pmoe.engine.passes.base import Inputs
-from pmoe.engine.plan.make_plan import Orders
+from pmoe.engine.plan.make_plan import SortedSlots
 from pmoe.engine.plan.plan import Plan
-from pmoe.engine.variants.send_once import OnceOrders
+from pmoe.engine.variants.send_once import DeduplicatedSlots
 from pmoe.ordering.sorted import Tokens
 from pmoe.runners.pipeline import PipelineRunner
 
@@ -44,11 +44,11 @@ class ExactCounts:
         parts = call.parts
         routing = self.routed.gated.routing
         count = routing.expert.shape[0] if routing.token is None else self.routed.num_tokens
-        orders_type = OnceOrders if parts.spec.send_once else Orders
+        orders_type = DeduplicatedSlots if parts.spec.send_once else SortedSlots
         self.orders = orders_type(call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token))
         self.fuses = not call.replay.is_replay and self.kernels_may_take_it()
         self._exchange: LoadedExchange | None = None
-        with telling(parts.ranks, "the exchange of row counts"):
+        with publishing_failures(parts.ranks, "the exchange of row counts"):
             if not call.replay.is_replay:
                 with hidden_from_checkpoints():
                     self._exchange = LoadedExchange(parts, self.routed, self._begin_exchange)
@@ -80,7 +80,7 @@ class ExactCounts:
             training=self.call.layer.training,
             dtype=routed.autocast or routed.x_TM.dtype,
             traffic=parts.traffic,
-            slots=slots_to_ask(parts, routed),
+            slots=requested_slots(parts, routed),
             once_FP=orders.count_once(parts.num_bins),
             exchanges=(parts.dispatch, parts.combine),
             bypass_local=parts.stages.local,
@@ -107,23 +107,23 @@ class ExactCounts:
         self._exchange = None
         return exchange.finish()
 
-    def agree(self, parts: Parts, inputs: Inputs) -> Agreed:
+    def agree(self, parts: LayerModules, inputs: Inputs) -> AgreedChoice:
         """Waits for the counts, then chooses n of both passes and the restore pair (`CountsSource.agree`)."""
         self.orders.modules = parts
         counts = self.finish_exchange()
-        return Agreed(counts=counts, choice=choose(self.call.parts, counts, inputs, self.orders))
+        return AgreedChoice(counts=counts, choice=choose(self.call.parts, counts, inputs, self.orders))
 
-    def decision(self, parts: Parts, inputs: Inputs, agreed: Agreed) -> Decision:
+    def decision(self, parts: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Cuts the sorted rows into chunks (`CountsSource.decision`)."""
         assert agreed.counts is not None
         assert agreed.choice is not None
         self.orders.modules = parts
         plan = self.orders.plan(agreed.counts, agreed.choice)
-        counts = CallCounts(agreed.counts.on_host(), agreed.counts.max_tokens)
+        counts = HostRowCounts(agreed.counts.on_host(), agreed.counts.max_tokens)
         return in_chunks(self.call, self.routed, inputs, plan, counts)
 
 
-def in_chunks(call: Call, routed: Routed, inputs: Inputs, plan: Plan, counts: CallCounts) -> Decision:
+def in_chunks(call: Call, routed: RoutedBatch, inputs: Inputs, plan: Plan, counts: HostRowCounts) -> Decision:
     """Returns the decision to run by the pipeline engine."""
     return Decision(
         call=call,
@@ -153,7 +153,7 @@ class LoadedExchange:
     """
 
     def __init__(
-        self, parts: Parts, routed: Routed, begin: Callable[[Tensor | Fault], CountsExchange]
+        self, parts: LayerModules, routed: RoutedBatch, begin: Callable[[Tensor | Fault], CountsExchange]
     ) -> None:
         self._parts = parts
         self._routed = routed

@@ -21,18 +21,18 @@ from torch import Tensor
 from pmoe.call.call import Call
 from pmoe.call.decision import CountsSource, Decision
 from pmoe.call.module_calls import described, without_compilation
-from pmoe.call.modules import Parts
-from pmoe.call.routed import Routed
+from pmoe.call.modules import LayerModules
+from pmoe.call.routed import RoutedBatch
 from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.failures import leave
-from pmoe.comm.ranks import telling
+from pmoe.comm.ranks import publishing_failures
 from pmoe.engine.autograd import run_experts
 from pmoe.engine.passes.base import AutocastState, Inputs
 from pmoe.experts.base import Experts
 from pmoe.gates.base import at_least_float32
 
 
-def decide(source: CountsSource, parts: Parts, inputs: Inputs) -> Decision:
+def decide(source: CountsSource, parts: LayerModules, inputs: Inputs) -> Decision:
     """Decides how a routed call runs: its row counts, the number of chunks, the restore pair, the runner.
 
     All ranks agree on everything that changes the order of collectives. A checkpoint's second pass takes over
@@ -70,7 +70,7 @@ class ExpertsCall:
 
     def __init__(self, source: CountsSource) -> None:
         self.call: Call = source.call
-        self.routed: Routed = source.routed
+        self.routed: RoutedBatch = source.routed
         self.decision: Decision | None = None
         # Set to None after its use, which frees everything that only planning needs.
         self._source: CountsSource | None = source
@@ -175,7 +175,7 @@ def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
     # No view unless it is needed: FSDP2 warns of a module that returns a view, because an operation in place
     # on it would drop FSDP2's hook.
     y = y_TM if y_TM.shape == x.shape else y_TM.view(x.shape)
-    with telling(call.parts.ranks, "before_moe_end of a callback"):
+    with publishing_failures(call.parts.ranks, "before_moe_end of a callback"):
         for callback in call.parts.callbacks:
             y = callback.before_moe_end(y)
         return y if call.mask is None else _among_padding(y, call.mask)
@@ -194,7 +194,7 @@ def _among_padding(y_NM: Tensor, mask: Tensor) -> Tensor:
 # ---- the tensors of a call that have gradients, as the runners take them
 
 
-def make_inputs(call: Call, routed: Routed, experts: Experts) -> Inputs:
+def make_inputs(call: Call, routed: RoutedBatch, experts: Experts) -> Inputs:
     """Returns the rows and parameters of the passes, cast as autocast would cast them.
 
     Parameters are read in every call, because those of a module may be replaced between calls.
@@ -247,7 +247,7 @@ def _operands(experts: Experts, dtype: torch.dtype | None, rows_TM: Tensor) -> l
     return values
 
 
-def shared_weight(parts: Parts, x_TM: Tensor) -> Tensor:
+def shared_weight(parts: LayerModules, x_TM: Tensor) -> Tensor:
     """Returns the factors (T,) of the shared expert's output, in float32 or wider: sigmoid(shared_gate(x)).
 
     They are 1 if there is no gate for the shared expert.
@@ -267,7 +267,7 @@ def shared_weight(parts: Parts, x_TM: Tensor) -> Tensor:
     return at_least_float32(logits_T1).sigmoid().squeeze(1)
 
 
-def shared_output(parts: Parts, x_TM: Tensor) -> Tensor:
+def shared_output(parts: LayerModules, x_TM: Tensor) -> Tensor:
     """Returns (T, M): the output of the shared expert, called as a module, times its factor.
 
     Raises ValueError if the module returns another shape.

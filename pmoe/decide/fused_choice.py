@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pmoe.call.call import Call
 from pmoe.call.module_calls import is_watched
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.checkpointing.replay import may_run_again
 from pmoe.comm.counts import RankCounts
 from pmoe.decide.route import cast_dtype
@@ -32,10 +32,10 @@ from pmoe.gates.logits import Logits
 from pmoe.gates.topk import TopKGate
 from pmoe.kernels import route
 from pmoe.kernels.comet.backend import Steps
-from pmoe.kernels.comet.operators import Journey
-from pmoe.kernels.flashdmoe import MOST_CHOICES, MOST_EXPERTS, Chosen
+from pmoe.kernels.comet.operators import FusedRouting
+from pmoe.kernels.flashdmoe import MOST_CHOICES, MOST_EXPERTS, RoutingInput
 from pmoe.kernels.operands import memory_misfit
-from pmoe.kernels.route import Promise
+from pmoe.kernels.route import DeferredRouting
 from pmoe.runners import fused_steps, one_rank
 from pmoe.runners.features import Feature, refused
 from pmoe.runners.fused import FusedRunner, KernelsRunner, PersistentRunner
@@ -43,7 +43,7 @@ from pmoe.schedule.restore import KEEP, Restore
 from pmoe.warn import warn_once
 
 
-def layer_refusal(parts: Parts) -> str | None:
+def layer_refusal(parts: LayerModules) -> str | None:
     """Returns why no call of a layer can be fused, with any tokens; None if one may be.
 
     The answer is the same on every rank.
@@ -53,18 +53,18 @@ def layer_refusal(parts: Parts) -> str | None:
     return parts.refusal("persistent" if is_persistent(parts) else "fused")
 
 
-def is_persistent(parts: Parts) -> bool:
+def is_persistent(parts: LayerModules) -> bool:
     """Returns whether a layer asks for FlashDMoE's persistent kernel instead of COMET's kernels."""
     return parts.spec.fused == "persistent"
 
 
-def stacked(parts: Parts) -> StackedExperts:
+def stacked(parts: LayerModules) -> StackedExperts:
     """Returns the experts of a layer that kernels take: they take only stacked ones."""
     assert isinstance(parts.experts, StackedExperts)
     return parts.experts
 
 
-def fused_pair(parts: Parts) -> Restore | None:
+def fused_pair(parts: LayerModules) -> Restore | None:
     """Returns the restore pair of fused calls: the first possible pair that does not offload.
 
     None if all possible pairs offload, which the kernels cannot do.
@@ -72,7 +72,7 @@ def fused_pair(parts: Parts) -> Restore | None:
     return next((pair for pair in parts.pairs if not pair.offloads), None)
 
 
-def may_fuse(parts: Parts, device: torch.device, dtype: torch.dtype) -> bool:
+def may_fuse(parts: LayerModules, device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether fused kernels may take a call with any row counts. Warns if they may not.
 
     device, dtype: of the rows that reach the experts.
@@ -90,7 +90,7 @@ def may_fuse(parts: Parts, device: torch.device, dtype: torch.dtype) -> bool:
     return why is None
 
 
-def _warn_unfused(parts: Parts, why: str) -> None:
+def _warn_unfused(parts: LayerModules, why: str) -> None:
     """Warns that a call is not fused. With fused="auto" there is no warning.
 
     `warn_once` compares texts up to the first colon. So a reason with numbers behind a colon warns only once.
@@ -108,7 +108,7 @@ class _PromisedLogits(Logits):
         return x_TM.new_empty(x_TM.shape[0], weight_EM.shape[0], dtype=torch.float32)
 
 
-def promised(call: Call, x_TM: Tensor) -> Promise | None:
+def defer_routing(call: Call, x_TM: Tensor) -> DeferredRouting | None:
     """Returns the routing as tensors that the persistent launch will fill; None if it needs values before.
 
     The launch also computes the gate's product, if the gate's weight and the rows have the same 16-bit dtype,
@@ -142,7 +142,7 @@ def promised(call: Call, x_TM: Tensor) -> Promise | None:
 
 
 def kernels_runner(
-    parts: Parts, steps: Steps, chosen: Chosen, journey: Callable[[], Journey] | None = None
+    parts: LayerModules, steps: Steps, chosen: RoutingInput, journey: Callable[[], FusedRouting] | None = None
 ) -> KernelsRunner:
     """Returns the runner of a call by fused kernels.
 
@@ -158,7 +158,7 @@ def kernels_runner(
     return FusedRunner(journey=journey(), **passes)
 
 
-def find_steps(parts: Parts, inputs: Inputs, counts: RankCounts) -> Steps | None:
+def find_steps(parts: LayerModules, inputs: Inputs, counts: RankCounts) -> Steps | None:
     """Returns the operators of the fused kernels for a call; None if they do not take it.
 
     Warns of the reason, except with fused="auto". Collective the first time for a device, dtype and sizes.
@@ -186,7 +186,12 @@ def find_steps(parts: Parts, inputs: Inputs, counts: RankCounts) -> Steps | None
 
 
 def make_request(
-    parts: Parts, device: torch.device, dtype: torch.dtype, max_tokens: int, max_rows: int, needs_grad: bool
+    parts: LayerModules,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_tokens: int,
+    max_rows: int,
+    needs_grad: bool,
 ) -> fused_steps.Request:
     """Returns what a call asks of the fused kernels.
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pmoe.call.call import Call
-from pmoe.call.decision import Agreed, CallCounts, Decision
-from pmoe.call.modules import Parts
+from pmoe.call.decision import AgreedChoice, HostRowCounts, Decision
+from pmoe.call.modules import LayerModules
 from pmoe.choose.choose import choose
 from pmoe.comm.counts import RankCounts
 from pmoe.decide.exact_counts import ExactCounts
 from pmoe.decide.fused_choice import find_steps, fused_pair, is_persistent, kernels_runner, may_fuse
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes.base import Inputs
-from pmoe.kernels.comet.operators import Journey
-from pmoe.kernels.flashdmoe import Chosen
+from pmoe.kernels.comet.operators import FusedRouting
+from pmoe.kernels.flashdmoe import RoutingInput
 from pmoe.ordering.sorted import SortedRows
 from pmoe.runners import fused
 from pmoe.runners.fused import FusedForwardRunner, FusedRunner
@@ -23,7 +23,7 @@ from pmoe.runners.fused import FusedForwardRunner, FusedRunner
 class FusedCounts(ExactCounts):
     """A `CountsSource` that exchanges row counts, for calls that fused kernels may compute.
 
-    What computes a call follows from the two optional fields of `Agreed`:
+    What computes a call follows from the two optional fields of `AgreedChoice`:
 
         steps   choice   forward            backward
         set     None     fused kernels      fused kernels
@@ -57,26 +57,26 @@ class FusedCounts(ExactCounts):
             self._sorted = fused.sort(orders.expert_TK, orders.keep_TK, num_experts)
         return self._sorted
 
-    def agree(self, parts: Parts, inputs: Inputs) -> Agreed:
+    def agree(self, parts: LayerModules, inputs: Inputs) -> AgreedChoice:
         """Waits for the counts and chooses what computes the call (`CountsSource.agree`)."""
         own_parts = self.call.parts
         self.orders.modules = parts
         counts = self.finish_exchange()
         steps = find_steps(own_parts, inputs, counts) if self.fuses else None
         if steps is not None and not (own_parts.spec.fused == "forward" and counts.needs_grad):
-            return Agreed(counts=counts, steps=steps)
+            return AgreedChoice(counts=counts, steps=steps)
         restore = None if steps is None else fused_pair(own_parts)
         choice = choose(own_parts, counts, inputs, self.orders, restore)
-        return Agreed(counts=counts, steps=steps, choice=choice)
+        return AgreedChoice(counts=counts, steps=steps, choice=choice)
 
-    def decision(self, parts: Parts, inputs: Inputs, agreed: Agreed) -> Decision:
+    def decision(self, parts: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Builds the decision to run by kernels, by the pipeline engine, or by both."""
         if agreed.steps is None:
             return super().decision(parts, inputs, agreed)
         assert agreed.counts is not None
         self.orders.modules = parts
         counts = agreed.counts
-        chosen = Chosen(expert_TK=self.orders.expert_TK, keep_TK=self.orders.keep_TK)
+        chosen = RoutingInput(expert_TK=self.orders.expert_TK, keep_TK=self.orders.keep_TK)
         by_kernels = kernels_runner(self.call.parts, agreed.steps, chosen, lambda: self._journey(counts))
         runner: Runner = by_kernels
         plan = None
@@ -89,12 +89,12 @@ class FusedCounts(ExactCounts):
             routed=self.routed,
             inputs=inputs,
             runner=runner,
-            counts=CallCounts(counts.on_host(), counts.max_tokens),
+            counts=HostRowCounts(counts.on_host(), counts.max_tokens),
             plan=plan,
             restore=by_kernels.restore,
         )
 
-    def _journey(self, shared: RankCounts) -> Journey:
+    def _journey(self, shared: RankCounts) -> FusedRouting:
         """Returns the routing of the call in the form that COMET's kernels take.
 
         shared: the exchanged row counts.
@@ -102,7 +102,7 @@ class FusedCounts(ExactCounts):
         parts = self.call.parts
         expert_TK = self.orders.expert_TK
         rows = self._sort_for_kernels()
-        return Journey(
+        return FusedRouting(
             rank=parts.ranks.rank,
             expert_TK=expert_TK.int(),
             position_TK=rows.position.view_as(expert_TK),

@@ -11,21 +11,28 @@ import torch
 from torch import Tensor
 
 from pmoe.call.call import Call
-from pmoe.call.decision import Agreed, CallCounts, Decision
+from pmoe.call.decision import AgreedChoice, HostRowCounts, Decision
 from pmoe.call.module_calls import is_watched
-from pmoe.call.modules import Parts
-from pmoe.call.routed import Gated, Routed
+from pmoe.call.modules import LayerModules
+from pmoe.call.routed import CheckedRouting, RoutedBatch
 from pmoe.checkpointing.replay import hidden_from_checkpoints, may_run_again
 from pmoe.comm.counts import RankCounts
-from pmoe.decide.fused_choice import fused_pair, kernels_runner, make_request, may_fuse, promised, stacked
-from pmoe.decide.route import autocast_dtype, check_num_experts, started
+from pmoe.decide.fused_choice import (
+    fused_pair,
+    kernels_runner,
+    make_request,
+    may_fuse,
+    defer_routing,
+    stacked,
+)
+from pmoe.decide.route import autocast_dtype, check_num_experts, apply_start_callbacks
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes.base import Inputs
 from pmoe.gates.base import Routing
 from pmoe.gates.topk import TopKGate
-from pmoe.kernels.comet.operators import Journey
-from pmoe.kernels.flashdmoe import Chosen
-from pmoe.kernels.route import Promise, Routes, route
+from pmoe.kernels.comet.operators import FusedRouting
+from pmoe.kernels.flashdmoe import RoutingInput
+from pmoe.kernels.route import DeferredRouting, Routes, route
 from pmoe.runners import fused_steps, one_rank
 from pmoe.runners.one_rank import OneRankRunner
 
@@ -37,7 +44,7 @@ class OneRankCounts:
     routed   its tokens with their routing
     """
 
-    def __init__(self, call: Call, x: Tensor, x_TM: Tensor, agreed: Agreed) -> None:
+    def __init__(self, call: Call, x: Tensor, x_TM: Tensor, agreed: AgreedChoice) -> None:
         """Routes the call by the kernels.
 
         x: (..., M), the input after the callbacks' ``before_moe_start``.
@@ -51,7 +58,9 @@ class OneRankCounts:
         routes = self._routes
         check_num_experts(parts, routes.counts_nE.shape[-1])
         routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux)
-        self.routed = Routed(x=x, x_TM=x_TM, gated=Gated(routing=routing), autocast=autocast_dtype(x))
+        self.routed = RoutedBatch(
+            x=x, x_TM=x_TM, gated=CheckedRouting(routing=routing), autocast=autocast_dtype(x)
+        )
         self._needs_grad = parts.asks_for_gradients(x, *parts.gate.parameters())
 
     @staticmethod
@@ -64,10 +73,10 @@ class OneRankCounts:
         replay = call.replay
         if is_watched(parts.gate):
             return None
-        x = started(call)
+        x = apply_start_callbacks(call)
         x_TM = x.reshape(-1, parts.spec.d_model)
         if replay.is_replay:
-            agreed: Agreed | None = replay.once(lambda: None)
+            agreed: AgreedChoice | None = replay.once(lambda: None)
             if agreed is None or agreed.counts is not None or agreed.choice is not None:
                 return None
         else:
@@ -75,11 +84,11 @@ class OneRankCounts:
                 agreed = _kernels(call, x_TM)
         return None if agreed is None else OneRankCounts(call, x, x_TM, agreed)
 
-    def agree(self, parts: Parts, inputs: Inputs) -> Agreed:
+    def agree(self, parts: LayerModules, inputs: Inputs) -> AgreedChoice:
         """Returns what is known since the construction: there is no other rank to agree with."""
         return self._agreed
 
-    def decision(self, parts: Parts, inputs: Inputs, agreed: Agreed) -> Decision:
+    def decision(self, parts: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Builds the decision to run by the kernels of one rank, or by fused kernels."""
         own_parts = self.call.parts
         routes = self._routes
@@ -93,21 +102,21 @@ class OneRankCounts:
         )
         runner: Runner = OneRankRunner(routes, stacked(own_parts).activation)
         if agreed.steps is not None:
-            chosen = Chosen(expert_TK=routes.expert_TK, promise=self._promise)
+            chosen = RoutingInput(expert_TK=routes.expert_TK, promise=self._promise)
             runner = kernels_runner(own_parts, agreed.steps, chosen, self._journey)
         return Decision(
             call=self.call,
             routed=self.routed,
             inputs=inputs,
             runner=runner,
-            counts=CallCounts(counts, counts.max_tokens),
+            counts=HostRowCounts(counts, counts.max_tokens),
             restore=None if agreed.steps is None else fused_pair(own_parts),
         )
 
-    def _journey(self) -> Journey:
+    def _journey(self) -> FusedRouting:
         """Returns the routing of the call in the form that COMET's kernels take."""
         routes = self._routes
-        return Journey(
+        return FusedRouting(
             rank=0,
             expert_TK=routes.expert_TK,
             position_TK=routes.position_TK,
@@ -118,7 +127,7 @@ class OneRankCounts:
         )
 
 
-def _kernels(call: Call, x_TM: Tensor) -> Agreed | None:
+def _kernels(call: Call, x_TM: Tensor) -> AgreedChoice | None:
     """Returns what computes a call on one rank; None if the kernels do not take it.
 
     ``steps`` of the result are the operators of the fused kernels, or None for the kernels of one rank.
@@ -126,7 +135,7 @@ def _kernels(call: Call, x_TM: Tensor) -> Agreed | None:
     parts = call.parts
     dtype = autocast_dtype(x_TM) or x_TM.dtype
     if not may_fuse(parts, x_TM.device, dtype):
-        return Agreed() if kernels_refusal(parts, x_TM) is None else None
+        return AgreedChoice() if kernels_refusal(parts, x_TM) is None else None
     needs_grad = parts.asks_for_gradients(x_TM, *parts.gate.parameters())
     if parts.refusal("one rank's counts") is not None or fused_pair(parts) is None:
         return None
@@ -135,10 +144,10 @@ def _kernels(call: Call, x_TM: Tensor) -> Agreed | None:
     count = x_TM.shape[0]
     request = make_request(parts, x_TM.device, dtype, count, count * parts.spec.top_k, needs_grad)
     steps = fused_steps.steps_for(request)
-    return None if isinstance(steps, str) else Agreed(steps=steps)
+    return None if isinstance(steps, str) else AgreedChoice(steps=steps)
 
 
-def kernels_refusal(parts: Parts, x_TM: Tensor) -> str | None:
+def kernels_refusal(parts: LayerModules, x_TM: Tensor) -> str | None:
     """Returns why the kernels of `pmoe.runners.one_rank` do not compute a call; None if they do.
 
     x_TM: (T, M), the rows of the input.
@@ -153,12 +162,12 @@ def kernels_refusal(parts: Parts, x_TM: Tensor) -> str | None:
     )
 
 
-def _routes(call: Call, x_TM: Tensor, agreed: Agreed) -> tuple[Routes, Promise | None]:
+def _routes(call: Call, x_TM: Tensor, agreed: AgreedChoice) -> tuple[Routes, DeferredRouting | None]:
     """Returns the routing of a call, and its promise if a persistent launch is to compute it.
 
     Without a promise, the gate's product and the routing are computed now.
     """
-    if agreed.steps is not None and (promise := promised(call, x_TM)) is not None:
+    if agreed.steps is not None and (promise := defer_routing(call, x_TM)) is not None:
         return promise.routes, promise
     with torch.autocast(x_TM.device.type, enabled=False):
         routes = one_rank.route_tokens(cast(TopKGate, call.parts.gate), x_TM, route)

@@ -10,7 +10,7 @@ Where rows go depends on no value that is on the device, so the host does not wa
 the call. In exchange, all ranks must have the same number of tokens. They compare it, and report faults:
 
     on the CPU    in every call
-    on CUDA       in the first call of each kind (`PaddedKind`), and when a checkpoint routes again
+    on CUDA       in the first call of each kind (`PaddedCallKey`), and when a checkpoint routes again
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ import torch
 from torch import Tensor
 
 from pmoe.call.call import Call
-from pmoe.call.decision import Agreed, CallCounts, Decision
-from pmoe.call.modules import Parts
-from pmoe.call.routed import Gated, Routed
+from pmoe.call.decision import AgreedChoice, HostRowCounts, Decision
+from pmoe.call.modules import LayerModules
+from pmoe.call.routed import CheckedRouting, RoutedBatch
 from pmoe.call.sizes import splits_of
 from pmoe.choose.choose import choose
 from pmoe.comm.counts import CountsExchange, Fault, RankCounts
 from pmoe.decide.exact_counts import LoadedExchange, in_chunks
-from pmoe.decide.fused_choice import find_steps, kernels_runner, may_fuse, promised
-from pmoe.decide.route import ask_gate, cast_dtype, route_batch
+from pmoe.decide.fused_choice import find_steps, kernels_runner, may_fuse, defer_routing
+from pmoe.decide.route import run_gate, cast_dtype, route_batch
 from pmoe.engine.passes.base import Inputs
-from pmoe.engine.plan.make_plan import Orders
-from pmoe.engine.variants.padding import PaddedKind, check_same_calls, make_padding
+from pmoe.engine.plan.make_plan import SortedSlots
+from pmoe.engine.variants.padding import PaddedCallKey, check_same_calls, make_padding
 from pmoe.gates.base import Routing
-from pmoe.kernels.flashdmoe import Chosen
-from pmoe.kernels.route import Promise
+from pmoe.kernels.flashdmoe import RoutingInput
+from pmoe.kernels.route import DeferredRouting
 from pmoe.ordering.sorted import Tokens
 
 
-def kind_of(parts: Parts, x_TM: Tensor, dtype: torch.dtype) -> PaddedKind:
+def kind_of(parts: LayerModules, x_TM: Tensor, dtype: torch.dtype) -> PaddedCallKey:
     """Returns the kind of a padded call. Calls of one kind are compared once on CUDA.
 
     x_TM: (T, M), the rows.
     dtype: of the rows that reach the experts.
     """
     needs_grad = parts.asks_for_gradients(x_TM, *parts.gate.parameters())
-    return PaddedKind(num_tokens=x_TM.shape[0], needs_grad=needs_grad, dtype=dtype)
+    return PaddedCallKey(num_tokens=x_TM.shape[0], needs_grad=needs_grad, dtype=dtype)
 
 
 class PaddedCounts:
@@ -61,24 +61,24 @@ class PaddedCounts:
         """Routes the call. If the persistent launch chooses the experts, the routing has no values yet."""
         self.call = call
         parts = call.parts
-        self._promise: Promise | None = None
-        self._padded_rows: tuple[Orders, Tensor] | None = None
+        self._promise: DeferredRouting | None = None
+        self._padded_rows: tuple[SortedSlots, Tensor] | None = None
         self.routed = route_batch(call, self._ask_gate)
         expert_TK = self.routed.routing.expert
         self._device = self.routed.x_TM.device
         self._kind = kind_of(parts, self.routed.x_TM, self.routed.dtype)
         self._splits = splits_of(parts, self._kind.num_tokens, top_k=expert_TK.shape[1])
 
-    def _ask_gate(self, call: Call, x_TM: Tensor) -> Gated:
-        """Returns the routing of the gate, or tensors that the persistent launch will fill (`promised`)."""
+    def _ask_gate(self, call: Call, x_TM: Tensor) -> CheckedRouting:
+        """Returns the routing of the gate, or tensors that the persistent launch will fill (`defer_routing`)."""
         if may_fuse(call.parts, x_TM.device, cast_dtype(call.parts, x_TM) or x_TM.dtype):
-            self._promise = promised(call, x_TM)
+            self._promise = defer_routing(call, x_TM)
         if self._promise is None:
-            return ask_gate(call, x_TM)
+            return run_gate(call, x_TM)
         weight_TK, expert_TK, *_, l_aux = self._promise.routes
-        return Gated(routing=Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux))
+        return CheckedRouting(routing=Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux))
 
-    def agree(self, parts: Parts, inputs: Inputs) -> Agreed:
+    def agree(self, parts: LayerModules, inputs: Inputs) -> AgreedChoice:
         """Compares the ranks' calls, then chooses the persistent kernel, or n and the restore pair."""
         own_parts = self.call.parts
         _compare(self.call, self.routed, self._kind)
@@ -86,26 +86,26 @@ class PaddedCounts:
             cells = replace(self._host_counts, max_tokens=self._kind.num_tokens, max_rows=0)
             steps = find_steps(own_parts, inputs, cells)
             if steps is not None:
-                return Agreed(steps=steps)
+                return AgreedChoice(steps=steps)
         orders, _ = self._padded(parts)
-        return Agreed(choice=choose(own_parts, self._device_counts, inputs, orders))
+        return AgreedChoice(choice=choose(own_parts, self._device_counts, inputs, orders))
 
-    def decision(self, parts: Parts, inputs: Inputs, agreed: Agreed) -> Decision:
+    def decision(self, parts: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Builds the decision to run in chunks of padded rows, or by the persistent kernel."""
         if agreed.choice is None:
             return self._by_kernels(inputs, agreed)
         orders, kept_E = self._padded(parts)
         counts = self._device_counts
-        totals = CallCounts(counts.on_host(), self._kind.num_tokens, kept_E)
+        totals = HostRowCounts(counts.on_host(), self._kind.num_tokens, kept_E)
         plan = orders.plan(counts, agreed.choice)
         return in_chunks(self.call, self.routed, inputs, plan, totals)
 
-    def _by_kernels(self, inputs: Inputs, agreed: Agreed) -> Decision:
+    def _by_kernels(self, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Builds the decision to run by the persistent kernel, which counts the kept rows itself."""
         assert agreed.steps is not None
         splits = self._splits
         kept_E = torch.empty(splits.num_experts, dtype=torch.int32, device=self._device)
-        chosen = Chosen(
+        chosen = RoutingInput(
             expert_TK=self.routed.routing.expert,
             promise=self._promise,
             capacity=splits.capacity,
@@ -117,7 +117,7 @@ class PaddedCounts:
             routed=self.routed,
             inputs=inputs,
             runner=runner,
-            counts=CallCounts(self._host_counts, self._kind.num_tokens, kept_E),
+            counts=HostRowCounts(self._host_counts, self._kind.num_tokens, kept_E),
             restore=runner.restore,
         )
 
@@ -141,23 +141,23 @@ class PaddedCounts:
         num_ranks = self.call.parts.ranks.size
         return splits.counts(num_ranks, device, max_tokens=max_tokens, needs_grad=self._kind.needs_grad)
 
-    def _padded(self, parts: Parts) -> tuple[Orders, Tensor]:
+    def _padded(self, parts: LayerModules) -> tuple[SortedSlots, Tensor]:
         """Returns the padded rows as slots that can be sorted, and the number of kept rows by expert, (E,).
 
-        Both are made once for a call, of the routing. A promised routing is computed for it, because no
+        Both are made once for a call, of the routing. A defer_routing routing is computed for it, because no
         persistent launch will.
         """
         if self._padded_rows is None:
             if self._promise is not None:
                 self._promise.keep()
             splits = self._splits
-            orders = Orders(parts, splits.expert_of_rows(self._device), None, Tokens(splits.num_rows))
+            orders = SortedSlots(parts, splits.expert_of_rows(self._device), None, Tokens(splits.num_rows))
             orders.padding, kept_E = make_padding(self.routed.routing.expert.long(), splits)
             self._padded_rows = (orders, kept_E)
         return self._padded_rows
 
 
-def _compare(call: Call, routed: Routed, kind: PaddedKind) -> None:
+def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
     """Compares the kind of the call among ranks, and reports faults, when the module's docstring says so.
 
     Raises ValueError on every rank if the ranks' calls differ, and FaultError if any rank reports a fault.

@@ -12,7 +12,7 @@ import torch
 
 from pmoe.call.description import options_in_words
 from pmoe.call.module_calls import is_watched
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.agreement import digest, gathered, same
 from pmoe.decide.dense_values import SAME_VALUES, dense_tensors, dense_values, fingerprint
@@ -22,7 +22,7 @@ from pmoe.experts.wrapper_checks import COPIED, check_wrapped, sampled
 from pmoe.warn import warn_once
 
 
-def check_same_options(parts: Parts) -> None:
+def check_same_options(parts: LayerModules) -> None:
     """Begins a call of several ranks. Compares the layer among them if that is due.
 
     It is due at the first call of a layer, at the next call after its options were set, and at the next call
@@ -41,11 +41,11 @@ def check_same_options(parts: Parts) -> None:
         if not any(map(is_watched, parts.experts_module.modules())):
             check_not_meta(parts.like)
         with hidden_from_checkpoints():
-            known.differed = check_alike(parts)
+            known.differed = compare_options(parts)
         known.words = options_in_words(parts)
 
 
-def check_alike(parts: Parts) -> bool:
+def compare_options(parts: LayerModules) -> bool:
     """Compares a layer among its ranks. Returns whether the ranks hold different experts. Collective.
 
     One reduction compares digests of these on all ranks:
@@ -93,7 +93,7 @@ def check_alike(parts: Parts) -> bool:
     return not are_same
 
 
-def _options_that_differ(parts: Parts, names: list[str], mine: str) -> str:
+def _options_that_differ(parts: LayerModules, names: list[str], mine: str) -> str:
     """Returns the error for options that differ among ranks. Collective.
 
     names: the options.
@@ -105,7 +105,7 @@ def _options_that_differ(parts: Parts, names: list[str], mine: str) -> str:
     return f"{names[0]} must be the same on every rank of a MoELayer, and differs{also}: {values}"
 
 
-def _values_that_differ(parts: Parts, part: str) -> str:
+def _values_that_differ(parts: LayerModules, part: str) -> str:
     """Returns the warning for a dense part whose values differ among ranks. Collective.
 
     It names the first tensor that differs, and the ranks that have the same values of it.
@@ -134,7 +134,7 @@ def _values_that_differ(parts: Parts, part: str) -> str:
 # call (`pmoe.comm.meeting`). Then the ranks compare their options again.
 
 
-def changed_options(words_before: Mapping[str, str], now: Parts) -> str:
+def changed_options(words_before: Mapping[str, str], now: LayerModules) -> str:
     """Returns in words which options of a layer were set since its last call; "" for none.
 
     The other ranks show this text in an error, if they have not set the same options.

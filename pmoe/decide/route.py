@@ -13,18 +13,18 @@ from torch import Tensor
 
 from pmoe.call.call import Call
 from pmoe.call.module_calls import described, is_watched
-from pmoe.call.modules import Parts
-from pmoe.call.routed import Gated, Routed
+from pmoe.call.modules import LayerModules
+from pmoe.call.routed import CheckedRouting, RoutedBatch
 from pmoe.call.shape_run import is_shape_run
 from pmoe.checkpointing.replay import hidden_from_checkpoints, may_run_again
 from pmoe.comm.counts import Fault, FaultError
 from pmoe.gates.base import Routing
 
 
-def route_batch(call: Call, ask: Callable[[Call, Tensor], Gated] | None = None) -> Routed:
+def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None = None) -> RoutedBatch:
     """Checks the input of a call and routes its tokens.
 
-    ask: returns the checked routing of the rows (T, M); None calls the gate (`ask_gate`).
+    ask: returns the checked routing of the rows (T, M); None calls the gate (`run_gate`).
 
     A single rank raises an error at once. If there are several ranks, a failed rank returns no tokens and the
     error. It then takes part in the exchange of row counts, which reports its fault to the other ranks. A
@@ -32,17 +32,17 @@ def route_batch(call: Call, ask: Callable[[Call, Tensor], Gated] | None = None) 
     """
     parts = call.parts
     try:
-        x = started(call)
+        x = apply_start_callbacks(call)
         x_TM = x.reshape(-1, parts.spec.d_model)
-        gated = call.replay.route(x_TM, lambda: (ask or ask_gate)(call, x_TM))
+        gated = call.replay.route(x_TM, lambda: (ask or run_gate)(call, x_TM))
     except Exception as error:
         if parts.ranks.size == 1 or call.replay.is_replay:
             raise
         return _nothing_routed(parts, error)
-    return Routed(x=x, x_TM=x_TM, gated=gated, autocast=cast_dtype(parts, x_TM))
+    return RoutedBatch(x=x, x_TM=x_TM, gated=gated, autocast=cast_dtype(parts, x_TM))
 
 
-def started(call: Call) -> Tensor:
+def apply_start_callbacks(call: Call) -> Tensor:
     """Returns the checked input after the callbacks' ``before_moe_start``: (..., M), or (N, M) with a mask.
 
     With a mask, N is the number of its tokens: callbacks and the gate do not see padding.
@@ -81,7 +81,7 @@ def _tokens_of(call: Call) -> Tensor:
     return x[mask.bool()]
 
 
-def ask_gate(call: Call, x_TM: Tensor) -> Gated:
+def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     """Calls the gate, checks its routing, and drops rows over the layer's capacity.
 
     x_TM: (T, M), the rows.
@@ -124,10 +124,10 @@ def ask_gate(call: Call, x_TM: Tensor) -> Gated:
         token=routing.token,
         mix=routing.mix,
     )
-    return Gated(routing=checked_routing, fault=fault, is_again=has_changed is not None)
+    return CheckedRouting(routing=checked_routing, fault=fault, is_again=has_changed is not None)
 
 
-def _kept(parts: Parts, routing: Routing, x_TM: Tensor) -> Tensor | None:
+def _kept(parts: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | None:
     """Returns which slots are kept, (T, K) bool: those within the capacity; None keeps all.
 
     A gate that decides itself what is kept is obeyed. Padded calls drop rows later, when they pad them.
@@ -170,7 +170,7 @@ def _routing(call: Call, x_TM: Tensor) -> Routing:
     return routing
 
 
-def check_num_experts(parts: Parts, num_scores: int | None) -> None:
+def check_num_experts(parts: LayerModules, num_scores: int | None) -> None:
     """Raises ValueError if the gate scores more or fewer experts than the layer has.
 
     That happens if a tool has replaced the parameters of the gate.
@@ -186,7 +186,7 @@ def check_num_experts(parts: Parts, num_scores: int | None) -> None:
         )
 
 
-def _nothing_routed(parts: Parts, error: Exception) -> Routed:
+def _nothing_routed(parts: LayerModules, error: Exception) -> RoutedBatch:
     """Returns a batch of no tokens, with the error and its fault, for a rank that could not route its own."""
     like = torch.empty(0) if parts.like is None or parts.like.is_meta else parts.like
     routing = Routing(
@@ -196,11 +196,11 @@ def _nothing_routed(parts: Parts, error: Exception) -> Routed:
     )
     fault = error.fault if isinstance(error, FaultError) else Fault.OTHER
     x_TM = like.new_empty(0, parts.spec.d_model)
-    gated = Gated(routing=routing, fault=fault)
-    return Routed(x=x_TM, x_TM=x_TM, gated=gated, autocast=cast_dtype(parts, x_TM), failure=error)
+    gated = CheckedRouting(routing=routing, fault=fault)
+    return RoutedBatch(x=x_TM, x_TM=x_TM, gated=gated, autocast=cast_dtype(parts, x_TM), failure=error)
 
 
-def is_fetched(parts: Parts) -> bool:
+def is_fetched(parts: LayerModules) -> bool:
     """Returns whether a library may fetch the experts' parameters when their modules are called.
 
     The offloading of accelerate does so by hooks. Until then it keeps the parameters on the meta device.
@@ -208,7 +208,7 @@ def is_fetched(parts: Parts) -> bool:
     return any(map(is_watched, parts.experts_module.modules()))
 
 
-def check_input(parts: Parts, x: Tensor) -> None:
+def check_input(parts: LayerModules, x: Tensor) -> None:
     """Checks kind, shape, device and dtype of the input.
 
     x: (..., M); it must be on the device of the parameters, and have their dtype unless it is cast.
@@ -254,7 +254,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(x.device.type)
 
 
-def cast_dtype(parts: Parts, x: Tensor) -> torch.dtype | None:
+def cast_dtype(parts: LayerModules, x: Tensor) -> torch.dtype | None:
     """Returns the dtype to which rows and parameters are cast for the experts; None if nothing is cast.
 
     It is autocast's dtype, or else the dtype of x if FSDP's mixed precision has cast x and the gate to 16

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.comm import failures as told
 from pmoe.comm.agreement import gathered
 from pmoe.comm.ranks import Grid
@@ -186,7 +186,7 @@ def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
             )
             if writer.on_all_ranks:
                 raise error
-            told.announce(error)  # the other ranks may be waiting for this one
+            told.publish_outside_pass(error)  # the other ranks may be waiting for this one
             raise error
         frame = frame.f_back  # type: ignore[assignment]
 
@@ -226,7 +226,9 @@ def _check_whose(
             f"rank only. {CURE}. Or let every rank save and load its own file"
         )
         if place.num_ranks > 1:
-            told.announce(error)  # rank 0 loads its own file without an error, and would wait for this rank
+            told.publish_outside_pass(
+                error
+            )  # rank 0 loads its own file without an error, and would wait for this rank
         raise error
     if place.num_ranks > 1 and not were_equal:
         experts.was_loaded = True
@@ -252,7 +254,7 @@ def _is_own(value: Any, parameter: Tensor) -> bool:
 # ---- the next call
 
 
-def check_loaded(parts: Parts) -> None:
+def check_loaded(parts: LayerModules) -> None:
     """Compares the ranks' experts after any rank has loaded some. Collective over the layer's ranks.
 
     Raises ValueError on all ranks if two ranks hold the same values. It does not if a rank has set

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.arguments import check_flag, check_kind, check_not_negative, check_place
-from pmoe.call.modules import Parts
-from pmoe.call.options import LayerSpec, Switches
+from pmoe.call.modules import LayerModules
+from pmoe.call.options import LayerOptions, Switches
 from pmoe.comm.ranks import Grid, Ranks
 from pmoe.experts import ExpertName, initialise, make_stacked
 from pmoe.experts.base import Experts
@@ -39,7 +39,7 @@ def check_arguments(
     shared_gate: bool,
     z_loss_weight: float,
 ) -> None:
-    """Raises ValueError or TypeError for wrong arguments of `pmoe.MoELayer` that are not in `LayerSpec`."""
+    """Raises ValueError or TypeError for wrong arguments of `pmoe.MoELayer` that are not in `LayerOptions`."""
     check_not_negative(z_loss_weight=z_loss_weight)
     find_activation(activation)
     check_place(device, dtype)
@@ -51,7 +51,7 @@ def check_arguments(
         check_kind(Callback, "pmoe.Callback objects", callbacks=callback)
 
 
-def check_together(parts: Parts, shared_expert: int | nn.Module | None) -> None:
+def check_together(parts: LayerModules, shared_expert: int | nn.Module | None) -> None:
     """Raises ValueError if options contradict each other or the modules.
 
     shared_expert: the argument, for errors.
@@ -115,7 +115,7 @@ def set_option(layer: MoELayer, name: str, value: object) -> None:
 
 
 def make_layer_gate(
-    spec: LayerSpec,
+    spec: LayerOptions,
     gate: GateName | nn.Module,
     normalize_gate: bool | None,
     z_loss_weight: float,

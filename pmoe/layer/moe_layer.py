@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pmoe.call.decision import LastCall, Ran
+from pmoe.call.decision import LastCall, RunReport
 from pmoe.call.module_calls import SharedGate, experts_inside, gate_inside
-from pmoe.call.modules import Known, Parts
-from pmoe.call.options import FusedName, LayerSpec, Switches, option
+from pmoe.call.modules import LayerCache, LayerModules
+from pmoe.call.options import FusedName, LayerOptions, Switches, option
 from pmoe.comm import Combine, Dispatch, ExchangeName, Traffic, make_exchanges
 from pmoe.comm.base import FlatAllToAll
 from pmoe.comm.counts import RankCounts
@@ -128,7 +128,7 @@ class MoELayer(nn.Module):
     experts: Experts
     shared_gate: nn.Linear | None
     grid: Grid
-    known: Known
+    known: LayerCache
 
     d_model: int = option("d_model")
     d_hidden: int = option("d_hidden")
@@ -146,10 +146,10 @@ class MoELayer(nn.Module):
     check_finite: bool | None = option("check_finite")
     switches: Switches = option("switches")
 
-    spec: LayerSpec
+    spec: LayerOptions
     last: LastCall
     """The record of the last call."""
-    _parts: Parts | None
+    _parts: LayerModules | None
 
     def __init__(
         self,
@@ -186,13 +186,13 @@ class MoELayer(nn.Module):
         z_loss_weight: float = 0.0,
         check_finite: bool | None = None,
     ) -> None:
-        given, names = dict(locals()), LayerSpec.__dataclass_fields__
+        given, names = dict(locals()), LayerOptions.__dataclass_fields__
         super().__init__()
-        self.spec = LayerSpec(**{name: given[name] for name in names if name in given})
+        self.spec = LayerOptions(**{name: given[name] for name in names if name in given})
         construct.check_arguments(callbacks, device, dtype, activation, shared_gate, z_loss_weight)
         self.grid = construct.make_grid(group, mesh, device)
         construct.check_fit(num_experts, d_hidden, self.grid, "group" if mesh is None else 'the mesh\'s "ep"')
-        self.last, self.known, self.traffic = LastCall(), Known(), Traffic()
+        self.last, self.known, self.traffic = LastCall(), LayerCache(), Traffic()
         self.gradients: Any = None  # set by `pmoe.GradientReducer`
         self.order = make_order(order)
         if isinstance(dispatch, str) and dispatch == "auto":
@@ -230,7 +230,7 @@ class MoELayer(nn.Module):
             self.experts.built = sampled(self.experts)
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> LayerModules:
         """The modules and options of the layer, with all that follows from them. Cached until one changes."""
         parts, modules = self._parts, self._modules
         # Some tools write modules directly into _modules. __setattr__, which clears the cache, misses that.
@@ -244,14 +244,14 @@ class MoELayer(nn.Module):
             parts = self._parts = self._make_parts()
         return parts
 
-    def _make_parts(self) -> Parts:
+    def _make_parts(self) -> LayerModules:
         """Returns the modules of the layer as they are now, with the experts and gate inside of wrappers."""
         shared_expert = None
         if self.shared_expert is not None:
             shared_expert = experts_inside("shared_expert", self.shared_expert)
         experts = experts_inside("experts", self.experts)
         stored_state.watch(experts, self.grid, self.num_experts)
-        return Parts(
+        return LayerModules(
             grid=self.grid,
             experts=experts,
             shared_expert=shared_expert,
@@ -275,11 +275,11 @@ class MoELayer(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute. An option goes into a new, checked `spec`, and a new module clears `parts`."""
-        if name in LayerSpec.__dataclass_fields__ or name in Switches.__dataclass_fields__:
+        if name in LayerOptions.__dataclass_fields__ or name in Switches.__dataclass_fields__:
             construct.set_option(self, name, value)
             return
         super().__setattr__(name, value)
-        if name in Parts.__dataclass_fields__:
+        if name in LayerModules.__dataclass_fields__:
             self.__dict__["_parts"] = None
 
     @property
@@ -363,7 +363,7 @@ class MoELayer(nn.Module):
         self.last = replace(self.last, l_aux=value)
 
     @property
-    def ran(self) -> Ran | None:
+    def ran(self) -> RunReport | None:
         """The record of how the last call was run; None before the first call."""
         return self.last.ran
 
@@ -420,7 +420,7 @@ class MoELayer(nn.Module):
         self.parts.experts.keep(
             slice(self.first_expert, self.first_expert + self.num_local_experts), self.shard
         )
-        self.last, self.known = LastCall(), Known()
+        self.last, self.known = LastCall(), LayerCache()
         self.experts.was_loaded = False  # by one rank, which had all
         stored_state.watch(self.experts, self.grid, self.num_experts)
 
@@ -455,7 +455,7 @@ class MoELayer(nn.Module):
         """
         from pmoe.choose import search as searched
 
-        searched.learnt_of(self.parts, "" if path is None else path)
+        searched.learned_degrees(self.parts, "" if path is None else path)
 
     def predict_memory(
         self,
@@ -494,7 +494,7 @@ class MoELayer(nn.Module):
         # The loss is attached to a graph, which can be neither copied nor pickled. What ranks agreed on is
         # left out too, because a copy may be used with other ranks.
         last = replace(self.last, l_aux=None)
-        return {**self.__dict__, "last": last, "gradients": None, "known": Known(), "_parts": None}
+        return {**self.__dict__, "last": last, "gradients": None, "known": LayerCache(), "_parts": None}
 
     def extra_repr(self) -> str:
         reuse = "" if self.restore is False else f"memory_reuse={self.restore}, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pmoe.arguments import check_count, check_int, check_kind, plain_int
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.call.sizes import memory_shape, rows_of_call
 from pmoe.comm.counts import RankCounts
 from pmoe.planner.degree import SOLVE, Choice, all_choices
@@ -27,7 +27,7 @@ USERS_OWN = {
 
 
 def predict_memory(
-    parts: Parts,
+    parts: LayerModules,
     num_tokens: int,
     row_counts: RankCounts | None,
     pipeline: int | None,
@@ -55,7 +55,7 @@ def predict_memory(
     return replace(largest, unknown=unknown(parts), candidates=found if len(found) > 1 else {})
 
 
-def check_predictable(parts: Parts) -> None:
+def check_predictable(parts: LayerModules) -> None:
     """Raises ValueError for a layer whose memory is not predicted.
 
     That is a layer with a feature whose memory is unknown, or with fused kernels, which hold rows in a heap
@@ -71,7 +71,7 @@ def check_predictable(parts: Parts) -> None:
         raise ValueError(f"predict_memory must not be called where {why}: its memory is not predicted")
 
 
-def check_budget(parts: Parts) -> None:
+def check_budget(parts: LayerModules) -> None:
     """Raises ValueError for a layer that cannot keep a memory budget: part of its memory is unknown."""
     why, like = parts.refusal("memory budget"), parts.like
     if why is None and not parts.experts.columns("cpu" if like is None else like.device.type).hidden:
@@ -83,7 +83,7 @@ def check_budget(parts: Parts) -> None:
         )
 
 
-def unknown(parts: Parts) -> tuple[str, ...]:
+def unknown(parts: LayerModules) -> tuple[str, ...]:
     """Returns notes about the parts of a layer's memory that are not counted, because they are a user's."""
     told = [words for feature, words in USERS_OWN.items() if feature in parts.features]
     shared = parts.shared_expert
@@ -93,7 +93,7 @@ def unknown(parts: Parts) -> tuple[str, ...]:
 
 
 def _ways(
-    parts: Parts,
+    parts: LayerModules,
     pipeline: int | None,
     pipeline_backward: int | None,
     memory_reuse: StrategyName | Restore | None,
@@ -119,7 +119,7 @@ def _ways(
 
 
 def _of_way(
-    parts: Parts, sizes: LayerSizes, call: CallRows, counts: RankCounts | None, way: Choice
+    parts: LayerModules, sizes: LayerSizes, call: CallRows, counts: RankCounts | None, way: Choice
 ) -> PredictedMemory:
     """Returns the predicted memory of one choice: for these row counts, or a bound for any routing.
 

@@ -7,7 +7,7 @@ import functools
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.comm.topology import dimensions_of, grid_of_mesh
 from pmoe.experts import initialise, seeded
 from pmoe.experts.operands import check_own_parameters
@@ -17,7 +17,7 @@ from pmoe.gates.base import Gate
 from pmoe.layer.construct import check_fit
 
 
-def check_spread(parts: Parts, mesh: DeviceMesh) -> None:
+def check_spread(parts: LayerModules, mesh: DeviceMesh) -> None:
     """Checks whether a layer can be spread over a mesh.
 
     Raises ValueError or TypeError with the reason if it cannot.
@@ -52,7 +52,7 @@ def check_spread(parts: Parts, mesh: DeviceMesh) -> None:
         raise ValueError('pad_to_capacity (True) must be False if experts are split over "esp"')
 
 
-def reset_parameters(parts: Parts) -> None:
+def reset_parameters(parts: LayerModules) -> None:
     """Draws new values for all parameters of a layer, as `pmoe.MoELayer.reset_parameters` describes."""
     first_expert = parts.grid.across.rank * parts.experts.num_local_experts
     if isinstance(parts.gate, Gate):

@@ -24,12 +24,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pmoe.call.decision import LastCall
-from pmoe.call.modules import Parts
+from pmoe.call.modules import LayerModules
 from pmoe.decide.route import cast_dtype, check_input
 from pmoe.gates.base import at_least_float32
 
 
-def has_no_values(parts: Parts, x: Tensor) -> bool:
+def has_no_values(parts: LayerModules, x: Tensor) -> bool:
     """Returns whether a call with x (..., M) computes shapes only."""
     like = parts.like
     if x.is_meta:
@@ -38,7 +38,7 @@ def has_no_values(parts: Parts, x: Tensor) -> bool:
     return mode is not None or isinstance(x, FakeTensor) or isinstance(like, FakeTensor)
 
 
-def computed_shapes(parts: Parts, x: Tensor) -> tuple[Tensor, LastCall]:
+def computed_shapes(parts: LayerModules, x: Tensor) -> tuple[Tensor, LastCall]:
     """Returns the output of the layer without values, (..., M), and the record of the call.
 
     Both are connected to the graphs of x, of the parameters, and of a router outside of the layer, so that

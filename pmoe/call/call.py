@@ -1,4 +1,4 @@
-"""One call of a layer, before anything is decided about it."""
+"""The record of one call of a layer, before anything is decided about it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pmoe.checkpointing.replay import Replay
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """The arguments of a call, and the modules that it uses.
+    """The arguments of one call, and the modules that it uses.
 
     layer       the module that was called
-    parts       the layer's modules
-    scheduled   the modules that the schedule computes: all of them, or all but a shared expert that is
-                called as a module
-    x           (..., M), not yet checked: ranks report a wrong input with the row counts
+    parts       its modules
+    scheduled   the modules that the schedule computes. The shared expert is among them, unless it is called
+                as a module (`LayerModules.calls_shared_expert`)
+    x           (..., M), the input. It is not checked yet: a rank reports a wrong input with its row counts
     token_ids   (...) int64, or None
-    mask        (...) bool, True where x has a token; None if all rows are tokens. Not yet checked
-    replay      decides, or repeats the decisions of a checkpoint's first pass
+    mask        (...) bool, True where x has a token; None if all rows are tokens. It is not checked yet
+    replay      decides, or repeats what the first pass of a checkpoint has decided
     """
 
     layer: nn.Module

@@ -1,6 +1,9 @@
-"""How a call will be run, and what is left of it for those who ask afterwards.
+"""The records of a decided call: how it will be run, and what the layer keeps of it afterwards.
 
-Deciding may communicate and read the host. Running a decision does neither.
+CountsSource.agree        the ranks communicate, and the host may wait      -> Agreed
+CountsSource.decision     no communication, no waiting                      -> Decision
+the runner                moves rows and multiplies; decides nothing
+LastCall.of               what `layer.ran`, `layer.row_counts` and statistics show afterwards
 """
 
 from __future__ import annotations
@@ -26,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class LastRowCounts(Protocol):
-    """Row counts of the last call, on the host. Reading them may synchronize.
+    """An interface to the row counts of a layer's last call. Reading them may wait for the device.
 
     max_tokens   the largest number of tokens of any rank
-    rows()       the counts as the rows travelled
-    kept_E()     (E,) int64, kept rows of this rank for each expert
+    rows()       the counts of the rows that travelled, padding included, on the host
+    kept_E()     (E,) int64 on the host: this rank's rows for each expert that were not dropped
     """
 
     @property
@@ -41,12 +44,12 @@ class LastRowCounts(Protocol):
 
 @dataclass(frozen=True)
 class HostRowCounts:
-    """Row counts of a decided call, as `LastRowCounts`.
+    """The row counts of a decided call. Implements `LastRowCounts`.
 
-    shared          counts as the rows travelled. If the kernels of one rank sorted the rows, they are on
-                    the device, where a replayed CUDA graph changes them
+    shared          counts of the rows that travel, padding included. If the kernels of one rank sort the
+                    rows, they are on the device, and each replay of a CUDA graph changes them
     max_tokens      the largest number of tokens of any rank
-    kept_device_E   (E,) on the device, rows that are not padding; None if there is no padding
+    kept_device_E   (E,) on the device: rows that are not padding; None if there is no padding
     """
 
     shared: RankCounts
@@ -65,11 +68,13 @@ class HostRowCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class AgreedChoice:
-    """The numbers of a decision. A checkpoint's second pass takes over these and the routing, and no more.
+    """The numbers and operators on which all ranks agreed for a call.
 
-    counts   row counts of the call; None if the host needs none
-    choice   n of both passes and the restore pair; None if the batch is not cut
-    steps    the operators of the fused kernels; None if they take no part
+    counts   row counts of the call; None if the host does not need them
+    choice   n of both passes and the restore pair; None if no pass is cut into chunks
+    steps    the operators of the fused kernels; None if these compute neither pass
+
+    The second pass of a checkpoint takes over only this record and the routing. It decides nothing else.
     """
 
     counts: RankCounts | None = None
@@ -78,29 +83,41 @@ class AgreedChoice:
 
 
 class CountsSource(Protocol):
-    """Where the row counts of one call come from. Making a source routes the tokens of the call.
+    """An interface to what provides the row counts of one call. Constructing it routes the call's tokens.
 
-    parts: the modules that the schedule computes. They may hold other experts than ``call.parts``, because a
-    wrapper may call another module than the one that it stands for.
+    call     the call
+    routed   its tokens with their routing
+
+    Arguments of the methods:
+
+    parts    the modules that the schedule computes. Their experts may not be those of ``call.parts``: a
+             wrapper of the experts may call another module than the first that it holds
+    inputs   the rows and parameters of the call
     """
 
     call: Call
     routed: RoutedBatch
 
     def agree(self, parts: LayerModules, inputs: Inputs) -> AgreedChoice:
-        """Finds the numbers of the decision, with all ranks. A checkpoint's second pass does not call it."""
+        """Finds the numbers of the decision, together with all ranks.
+
+        The second pass of a checkpoint does not call it.
+        """
 
     def decision(self, parts: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
-        """Builds the decision from the numbers. No collective, and the host does not wait."""
+        """Builds the decision from these numbers. Starts no collective, and the host does not wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """A call as it will be run.
+    """A decided call: everything that running it needs.
 
-    runner    computes T_O of ``inputs``
-    counts    row counts for those who ask afterwards
-    plan      the chunks of both passes; None if the batch is not cut
+    call      the call
+    routed    its tokens with their routing
+    inputs    the rows and parameters, cast as the experts take them
+    runner    computes T_O of ``inputs``, and their gradients
+    counts    row counts, for questions after the call
+    plan      the chunks of both passes; None if no pass is cut into chunks
     restore   the restore pair, if buffers rotate or kernels are fused; else None
     """
 
@@ -118,18 +135,25 @@ class Decision:
         return self.counts.shared.needs_grad
 
 
-# ---- what a layer tells of its last call
+# ---- what a layer keeps of its last call
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """What was really done, after the choices and fallbacks of a call; all but num_tokens and num_slots is
-    the same on every rank.
+    """The record of how a call was run, after all choices and fallbacks.
 
-    num_tokens: of this rank. num_slots: choices of its tokens, dropped ones among them; None where the gate
-    names only rows that it keeps. dtype, device: of the rows. forward, backward: n of the passes as they were
-    cut, skewed routing among the reasons, None where a pass is not cut or there is none. restore: None where
-    buffers do not rotate, or nothing is differentiated.
+    path         the runner that computed it
+    num_tokens   number of this rank's tokens
+    num_slots    number of (token, choice) slots of this rank, dropped ones included; None if the gate gives
+                 only rows that it keeps, or mixes tokens
+    dtype        of the rows that reached the experts
+    device       of the rows
+    forward      n of the forward pass, which may be larger than the chosen n under skewed routing; None if
+                 the pass was not cut into chunks
+    backward     n of the backward pass; None if it is not cut into chunks, or if there is none
+    restore      the restore pair; None if buffers do not rotate, or if there is no backward pass
+
+    All fields but num_tokens and num_slots are the same on every rank.
     """
 
     path: Path
@@ -144,7 +168,12 @@ class RunReport:
 
 @dataclass(frozen=True, kw_only=True)
 class LastCall:
-    """l_aux: scalar, on the call's graph. ran: how it was computed. All are None before the first call."""
+    """The record that a layer keeps of its last call. All fields are None before the first call.
+
+    l_aux    scalar, the auxiliary loss, on the graph of the call
+    counts   its row counts
+    ran      how it was run
+    """
 
     l_aux: Tensor | None = None
     counts: LastRowCounts | None = None
@@ -152,15 +181,20 @@ class LastCall:
 
     @staticmethod
     def of(decision: Decision) -> LastCall:
-        routed, plan, needs_grad = decision.routed, decision.plan, decision.needs_grad
-        routing, rows_TM, name = routed.routing, decision.inputs.x_TM, decision.runner.name
+        """Returns the record of a call that was run by ``decision``."""
+        routed = decision.routed
+        plan = decision.plan
+        needs_grad = decision.needs_grad
+        routing = routed.routing
+        rows_TM = decision.inputs.x_TM
+        path = decision.runner.name
         ran = RunReport(
-            path=name,
+            path=path,
             num_tokens=routed.num_tokens,
             num_slots=routing.expert.numel() if routing.token is None and routing.mix is None else None,
             dtype=rows_TM.dtype,
             device=rows_TM.device,
-            forward=len(plan.forward.chunks) if plan is not None and name == "pipeline" else None,
+            forward=len(plan.forward.chunks) if plan is not None and path == "pipeline" else None,
             backward=len(plan.backward.chunks) if plan is not None and needs_grad else None,
             restore=decision.restore if needs_grad else None,
         )

@@ -1,4 +1,4 @@
-"""The options of a layer in words, by which ranks compare them and stored degrees are found again."""
+"""The options of a layer as texts: ranks compare them, and trials store their results under them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ import torch
 from pmoe.call.modules import LayerModules
 
 COMPARED = ("gate", "experts", "shared_expert", "order", "dispatch", "combine", "shared_gate")
-"""The modules of `LayerModules` whose classes and settings must be the same on every rank."""
+"""The names of the modules of `LayerModules` whose classes and settings must be the same on every rank."""
 
 PLAIN = (bool, int, float, str, torch.dtype)
-"""Types of the attributes of a module that describe it."""
+"""The types of the attributes that describe a module. Attributes of other types are left out."""
 
 NO_SETTINGS = ("training", "is_parallelized", "built", "was_loaded", "may_be_equal", "are_equal")
-"""Attributes of modules that change neither results nor times."""
+"""The attributes of these types that are left out, because they change neither results nor times."""
 
 
 def options_in_words(parts: LayerModules, *, of_users: bool = False) -> dict[str, str]:
-    """Every option of the spec by its name, and of every module its class and settings. of_users: also those
-    of classes that are not pmoe's, where ranks may differ."""
+    """Returns the options of a layer, and the classes and settings of its modules, as texts by name.
+
+    of_users: whether settings of classes outside pmoe are included. Ranks may differ in these, so ranks that
+        are compared leave them out.
+    """
     spec = {field.name: getattr(parts.spec, field.name) for field in fields(parts.spec)}
     others = {
         "callbacks": f"{'without' if parts.hooks is None else 'with'} hooks inside the layer",
@@ -31,17 +34,23 @@ def options_in_words(parts: LayerModules, *, of_users: bool = False) -> dict[str
 
 
 def _described(module: object, of_users: bool) -> str:
-    """Its class; its plain attributes, and the types of its own parameters: no address, nothing random.
+    """Returns the class of a module, its plain attributes, and the dtypes of its own parameters, as a text.
+
+    The text holds no addresses and nothing random, so equal modules have equal texts in all processes.
+
+    of_users: as in `options_in_words`.
 
     Example: "TopKGate(normalize=True, top_k=2, weight=torch.float32, z_loss_weight=0.0)"
     """
-    kind = type(module)
+    module_type = type(module)
     if module is None:
         return "None"
-    if not (of_users or kind.__module__.startswith("pmoe.")):
-        return kind.__name__
+    if not (of_users or module_type.__module__.startswith("pmoe.")):
+        return module_type.__name__
     parameters = vars(module).get("_parameters", {}).items()
-    own = vars(module) | {name: each.dtype for name, each in parameters if each is not None}
-    plain = [name for name in sorted(own) if isinstance(own[name], PLAIN) and name[0] != "_"]
-    settings = ", ".join(f"{name}={own[name]!r}" for name in plain if name not in NO_SETTINGS)
-    return f"{kind.__name__}({settings})"
+    attributes = vars(module) | {
+        name: parameter.dtype for name, parameter in parameters if parameter is not None
+    }
+    names = [name for name in sorted(attributes) if isinstance(attributes[name], PLAIN) and name[0] != "_"]
+    settings = ", ".join(f"{name}={attributes[name]!r}" for name in names if name not in NO_SETTINGS)
+    return f"{module_type.__name__}({settings})"

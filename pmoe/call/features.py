@@ -1,4 +1,7 @@
-"""Which features a layer asks for, and why a taker of `pmoe.runners.features` does not take it."""
+"""The features that a layer asks for, and the reasons why parts of pmoe refuse it.
+
+`pmoe.runners.features.SUPPORTED` is the table of who supports which features.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,17 @@ if TYPE_CHECKING:
 
 PLAIN_GATES = ("pmoe.gates.topk", "pmoe.gates.switch")
 PLAIN_EXPERTS = ("pmoe.experts.ffn", "pmoe.experts.swiglu")
-"""Modules of what the kernels compute; subclasses elsewhere may compute otherwise."""
+"""The Python modules of the gates and experts that the kernels compute.
+
+A subclass in another module may compute something else, so the kernels refuse it.
+"""
 
 
 def refusal_of(parts: LayerModules, taker: str) -> str | None:
-    """As `LayerModules.refusal`."""
+    """Returns why a runner, a source of counts or a prediction does not support a layer; None if it does.
+
+    taker: its name in `pmoe.runners.features.SUPPORTED`.
+    """
     feature = refused(taker, parts.features)
     if feature is None:
         return None
@@ -29,15 +38,18 @@ def refusal_of(parts: LayerModules, taker: str) -> str | None:
 
 
 def features_of(parts: LayerModules) -> frozenset[Feature]:
-    """As `LayerModules.features`."""
-    spec, gate, switches = parts.spec, parts.gate, parts.spec.switches
-    is_given = bool(getattr(parts.router, "has_external_routing", False))
-    picks = bool(getattr(parts.router, "picks_tokens", False))
-    # A parametrized module is of a class of torch's, and computes what its own class says with other values.
+    """Returns the features that a layer asks for beyond a layer with default options."""
+    spec = parts.spec
+    gate = parts.gate
+    switches = parts.spec.switches
+    routes_outside = bool(getattr(parts.router, "has_external_routing", False))
+    picks_tokens = bool(getattr(parts.router, "picks_tokens", False))
+    # torch gives a parametrized module a class of its own. It computes what its former class says, with other
+    # values of its parameters, so that class counts.
     gate_kind, experts_kind = (type_before_parametrizations(module) for module in (gate, parts.experts))
     in_steps = parts.dispatch.in_steps or parts.combine.in_steps
     is_flat = {type(parts.dispatch), type(parts.combine)} == {FlatAllToAll}
-    asked = {
+    is_asked = {
         Feature.RANKS: parts.ranks.size > 1,
         Feature.SHARDED: parts.grid.is_sharded,
         Feature.HIERARCHICAL: in_steps,
@@ -60,13 +72,13 @@ def features_of(parts: LayerModules) -> frozenset[Feature]:
         Feature.SEQUENTIAL: switches.sequential,
         Feature.ONE_LANE: switches.one_lane,
         Feature.OWN_ORDER: type(parts.order) is not SortedOrder,
-        Feature.PICKS_TOKENS: picks,
+        Feature.PICKS_TOKENS: picks_tokens,
         Feature.KEEPS_ITSELF: bool(getattr(parts.router, "decides_capacity", False)),
-        Feature.OTHER_GATE: gate_kind.__module__ not in PLAIN_GATES and not is_given,
-        Feature.OWN_GATE: not (is_given or gate_kind.__module__.startswith("pmoe.gates.")),
-        Feature.GATE_MODULE: not (parts.trusts_gate or is_given),
-        Feature.EXTERNAL_ROUTING: is_given,
+        Feature.OTHER_GATE: gate_kind.__module__ not in PLAIN_GATES and not routes_outside,
+        Feature.OWN_GATE: not (routes_outside or gate_kind.__module__.startswith("pmoe.gates.")),
+        Feature.GATE_MODULE: not (parts.trusts_gate or routes_outside),
+        Feature.EXTERNAL_ROUTING: routes_outside,
         Feature.MODULE_EXPERTS: parts.experts.are_modules,
         Feature.OTHER_EXPERTS: experts_kind.__module__ not in PLAIN_EXPERTS,
     }
-    return frozenset(feature for feature, is_asked in asked.items() if is_asked)
+    return frozenset(feature for feature, holds in is_asked.items() if holds)

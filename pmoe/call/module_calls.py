@@ -1,4 +1,4 @@
-"""How a layer calls its modules: with their hooks, and through the wrappers of other libraries.
+"""Calls of a layer's modules: with their hooks, and through the wrappers of other libraries.
 
 PEFT, torch.compile, checkpoint_wrapper and others replace ``layer.experts`` or ``layer.gate`` by a module
 that holds the old one. The layer calls the wrapper, and reads options from the module inside it.
@@ -20,15 +20,17 @@ from pmoe.gates.logits import router_logits
 from pmoe.warn import warn_once
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""Attributes in which a module keeps the hooks that ``register_..._hook`` has registered."""
+"""The attributes in which a module keeps the hooks that ``register_..._hook`` has registered."""
 
 INSIDE = ("base_layer", "original_module", "_orig_mod", "_checkpoint_wrapped_module", "module")
-"""Attributes in which wrappers keep the module that they replace: PEFT (two kinds), torch.compile,
-checkpoint_wrapper, and most others."""
+"""The attributes in which wrappers keep the module that they replace.
+
+In this order: two kinds of PEFT's wrappers, torch.compile, checkpoint_wrapper, and most others.
+"""
 
 
 class SharedGate(nn.Linear):
-    """The score (T, 1) of each token for the shared expert, in float32 or wider: rows may be narrower.
+    """The gate of the shared expert: returns a score (T, 1) for each token, in float32 or wider.
 
     A ``torch.nn.Linear`` of d_model inputs, one output and no bias, so tools that look for Linears find it.
     """
@@ -40,7 +42,7 @@ class SharedGate(nn.Linear):
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether a call of a module does more than its class says: it has hooks, or a replaced forward.
+    """Returns whether a call of a module does more than its class says: it has hooks, or a replaced forward.
 
     Hooks for all modules count too (``torch.nn.modules.module.register_module_forward_hook``). accelerate's
     offloading replaces ``module.forward``.
@@ -51,25 +53,30 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def experts_inside(name: str, module: nn.Module) -> Experts:
-    """The `Experts` that ``module`` is, or that a wrapper in their place holds.
+    """Returns ``module`` if it is `Experts`, or else the first `Experts` inside it.
 
-    name: the layer's attribute, for errors. Raises ValueError where there are none, and for
-    DistributedDataParallel, which would take each rank's experts for copies of the same ones.
+    name: the layer's attribute, for errors.
+
+    Raises ValueError if there are none. Raises it for DistributedDataParallel too, which would treat the
+    different experts of the ranks as copies of the same ones.
     """
     if isinstance(module, Experts):
         return module
-    inside = next((part for part in module.modules() if isinstance(part, Experts)), None)
-    if inside is None or isinstance(module, DistributedDataParallel):
+    experts = next((submodule for submodule in module.modules() if isinstance(submodule, Experts)), None)
+    if experts is None or isinstance(module, DistributedDataParallel):
         raise ValueError(
             f"{name} (a {type(module).__module__}.{type(module).__qualname__}) must be pmoe.Experts, "
             "or a wrapper that holds them and calls them"
-            + (": wrap the whole model, after pmoe.parallelize(model, mesh)" if inside is not None else "")
+            + (": wrap the whole model, after pmoe.parallelize(model, mesh)" if experts is not None else "")
         )
-    return inside
+    return experts
 
 
 def gate_inside(gate: nn.Module) -> nn.Module:
-    """The `pmoe.Gate` inside a wrapper, else the module itself. The gate's options are read from it."""
+    """Returns the `pmoe.Gate` inside a wrapper, or the module itself if there is none.
+
+    The layer reads the options of the gate from the result.
+    """
     module: object = gate
     while isinstance(module, nn.Module):
         if isinstance(module, Gate):
@@ -79,13 +86,15 @@ def gate_inside(gate: nn.Module) -> nn.Module:
 
 
 def _submodule(module: nn.Module, name: str) -> nn.Module | None:
+    """Returns a submodule that a module itself has under ``name``, not by forwarding to another; or None."""
     return cast("dict[str, nn.Module | None]", vars(module).get("_modules", {})).get(name)
 
 
 def without_compilation(module: nn.Module) -> Callable[..., Tensor]:
-    """The function that calls experts, uncompiled where torch.compile was applied to them alone.
+    """Returns the function that calls the experts. It avoids a compilation of the experts alone.
 
-    The host decides in each call what experts do with rows, so a compiled graph would fit one call only.
+    In each call the host decides how the experts compute the rows, so a compiled graph would fit only one
+    call. A user may have compiled them with ``torch.compile(layer.experts)`` or ``layer.experts.compile()``.
     """
     attributes = vars(module)
     if "_orig_mod" in attributes["_modules"] and not any(attributes.get(kind) for kind in HOOKS):
@@ -94,7 +103,7 @@ def without_compilation(module: nn.Module) -> Callable[..., Tensor]:
 
 
 def described(value: object) -> str:
-    """A value in an error message: a tensor's shape, type and device, or the name of the value's class."""
+    """Returns a text for error messages: a tensor's shape, dtype and device, or the name of another class."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype} on {value.device}"
     return f"a {type(value).__name__}"
@@ -103,18 +112,21 @@ def described(value: object) -> str:
 def check_callbacks(callbacks: Iterable[object], modules: Iterable[nn.Module]) -> None:
     """Checks that callbacks which are modules were not replaced, and warns of hooks on them.
 
-    Raises ValueError where ``callback_modules`` has another module in a callback's place: a layer calls the
-    methods of the callback that it was given. No call of a layer runs hooks on callbacks.
+    A layer calls the methods of its callbacks, never the callbacks themselves. So a hook on a callback does
+    not run, and a wrapper that replaces one is not called.
 
-    modules: ``callback_modules``, which holds the callbacks that are modules.
+    callbacks: all callbacks of the layer.
+    modules: its ``callback_modules``, which are the callbacks that are modules.
+
+    Raises ValueError if ``modules`` has another module in the place of a callback.
     """
     own = [callback for callback in callbacks if isinstance(callback, nn.Module)]
     for place, (callback, module) in enumerate(zip(own, modules, strict=True)):
         name = f"callback_modules.{place} (a {type(module).__name__})"
         if module is not callback:
             raise ValueError(
-                f"{name} must be the {type(callback).__name__} of the layer's callbacks, whose methods are "
-                "called: a wrapper in its place would do nothing"
+                f"{name} must be the {type(callback).__name__} of the layer's callbacks: a layer calls "
+                "methods of its callbacks, so a wrapper in the place of one is never called"
             )
         hooks = [kind.strip("_") for kind in HOOKS if vars(module).get(kind)]
         if hooks:

@@ -1,4 +1,4 @@
-"""A layer's modules and its place among the ranks, with what follows from them and from its options."""
+"""The modules of a layer, its place among the ranks, and all that follows from these and its options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pmoe.call.options import LayerOptions
 from pmoe.comm.counts import num_bins
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan.plan import PassModules
-from pmoe.experts.operands import local_part
+from pmoe.experts.base import local_part
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Stages
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class LayerCache:
-    """What a layer has agreed on and learnt in its calls; it outlives changes of options.
+    """The facts that a layer has agreed on and learned in its calls. They outlive changes of its options.
 
-    differed: whether ranks had other experts at the first call; None before.
-    compared: what the options followed from when ranks last agreed on them (`LayerModules.given`). No parts:
-        those
-        hold the experts, which may be another library's, and would keep them alive.
-    words: those options in words.
-    padded_kinds: those compared.
-    choosers: what chooses n and the pair, by what it depends on.
+    differed       whether the ranks held different experts when they last compared them; None before
+    compared       `LayerModules.given` at the last call. It holds no modules, because it would keep replaced ones
+                   alive
+    words          the options as texts, when ranks last compared them
+    padded_kinds   the kinds of padded calls that ranks have compared
+    choosers       objects that choose n and the restore pair, and results of choices and measurements. The
+                   key of each holds everything that it depends on
     """
 
     differed: bool | None = None
@@ -47,19 +47,28 @@ class LayerCache:
     choosers: dict[Any, Any] = field(default_factory=dict)
 
     def forget_ranks(self) -> None:
-        """Makes ranks compare again, for a process group that takes the old one's place."""
+        """Makes the ranks compare again, because a new process group has taken the place of the old one."""
         self.differed = None
         self.padded_kinds.clear()
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerModules(PassModules):
-    """A layer's modules, where it stands among the ranks, and its options.
+    """The modules of a layer, its place among the ranks, and its options.
 
-    gate, experts_module, shared_module, shared_gate: the modules that the layer calls, each perhaps a
-    library's wrapper. experts, shared_expert, router: the experts and the gate inside of those, which have
-    the options and methods.
-    trusts_gate: whether the layer made the gate, whose routing is then not checked.
+    A library may have replaced a module by a wrapper. The layer calls the wrapper, and uses options and
+    methods of the module inside:
+
+        called            inside
+        gate              router          what decides where tokens go
+        experts_module    experts         the experts of this rank
+        shared_module     shared_expert   the shared expert; None if there is none
+        shared_gate       -               scales the shared expert's output; None if nothing does
+
+    spec               the options of the layer
+    trusts_gate        whether the layer itself made the gate. Only a user's gate is checked in each call
+    callback_modules   the callbacks that are modules
+    known              what the layer has learned in its calls
     """
 
     spec: LayerOptions
@@ -74,28 +83,29 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def without_shared_expert(self) -> LayerModules:
-        """These parts for a schedule that leaves the shared expert out, because it is called as a module."""
+        """The same without the shared expert, for calls that call it as a module."""
         return replace(self, shared_expert=None)
 
     @property
     def scheduled(self) -> LayerModules:
-        """These parts, or those without the shared expert if a call must call it as a module."""
+        """The modules that the schedule computes: without the shared expert if it is called as a module."""
         return self.without_shared_expert if self.calls_shared_expert else self
 
     @property
     def calls_shared_expert(self) -> bool:
-        """Whether the shared expert is called as a module, and not computed by a task of the schedule.
+        """Whether the shared expert is called as a module, instead of computed by a task of the schedule.
 
-        True where it or the experts have hooks or a wrapper: its hooks must run, and hooks of the experts
-        must not see its part of the sum. Evaluated at each call. Ranks may differ: no message depends on it.
+        It is called if it or the experts have hooks or a wrapper: its own hooks must run, and hooks of the
+        experts must not see its part of the sum. Not cached, because hooks may come between calls. Ranks may
+        differ, because no message depends on it.
         """
-        watched = (self.experts_module, self.shared_module)
+        modules = (self.experts_module, self.shared_module)
         is_wrapped = self.shared_module is not self.shared_expert or self.experts_module is not self.experts
-        return self.shared_module is not None and (is_wrapped or any(map(is_watched, filter(None, watched))))
+        return self.shared_module is not None and (is_wrapped or any(map(is_watched, filter(None, modules))))
 
     @functools.cached_property
     def given(self) -> tuple[object, ...]:
-        """What ranks compare of a layer, without the modules themselves: its options and their types."""
+        """The options, and the classes of the modules. If they change between calls, ranks compare again."""
         modules = (self.experts, self.gate, self.shared_expert, self.order, self.dispatch, self.combine)
         kinds = tuple(type(module) for module in modules)
         return (self.spec, *kinds, self.hooks is None, self.gradients is None)
@@ -107,14 +117,16 @@ class LayerModules(PassModules):
 
     @property
     def like(self) -> Tensor | None:
-        """A parameter that says of what type and device rows are; None where there is none. The gate's come
-        second: a router is often left in float32."""
+        """A floating-point parameter whose dtype and device the input must have; None if there is none.
+
+        Experts are asked before the gate, because routers are often kept in float32.
+        """
         parameters = itertools.chain(self.experts.parameters(), self.gate.parameters())
-        found = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
-        return None if found is None else local_part(found)
+        reference = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
+        return None if reference is None else local_part(reference)
 
     def no_loss(self) -> Tensor:
-        """The value of l_aux before any call: a zero scalar in float32 or wider, as a gate's loss is."""
+        """Returns the value of l_aux before any call: zero, a scalar in float32 or wider, as gates return."""
         like = self.like
         if like is None:
             return torch.zeros(())
@@ -122,7 +134,11 @@ class LayerModules(PassModules):
         return torch.zeros((), dtype=dtype, device=like.device)
 
     def asks_for_gradients(self, *tensors: Tensor) -> bool:
-        """Whether a call may be differentiated: in these tensors, or in a parameter that runners take."""
+        """Returns whether a call wants gradients: of these tensors, or of parameters that a runner takes.
+
+        tensors: of any shape; what is not a parameter of the experts: the rows, and routing weights or
+            parameters of the gate.
+        """
         if not torch.is_grad_enabled():
             return False
         modules = (self.experts_module, self.shared_module, self.shared_gate)
@@ -133,13 +149,18 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def stages(self) -> Stages:
-        spec, sharded, seen = self.spec, self.grid.is_sharded, self.hooks is not None
-        local = spec.switches.bypass_local and not (sharded or seen or spec.send_once)
+        """The stages of every call. They follow from the options, so they are the same on every rank."""
+        # Rows for experts on their own rank are computed without being sent. But all rows must be sent, if an
+        # expert is split over ranks, if callbacks see the rows that arrive, or if a token is sent only once.
+        spec = self.spec
+        is_sharded = self.grid.is_sharded
+        has_hooks = self.hooks is not None
+        local = spec.switches.bypass_local and not (is_sharded or has_hooks or spec.send_once)
         return Stages(
             local=local,
             remote=self.ranks.size > 1 or not local,
-            sharded=sharded,
-            hooked=sharded and seen,
+            sharded=is_sharded,
+            hooked=is_sharded and has_hooks,
             shared=self.shared_expert is not None,
             gradients=self.gradients is not None,
             one_lane=spec.switches.one_lane,
@@ -147,22 +168,31 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def rotates(self) -> bool:
+        """Whether buffers rotate through ring slots (`LayerOptions.rotates`)."""
         return self.spec.rotates
 
     @functools.cached_property
     def sequential(self) -> bool:
+        """Whether every task waits for the task before it (`Switches.sequential`)."""
         return self.spec.switches.sequential
 
     @functools.cached_property
     def num_bins(self) -> int:
-        """F, the bins in which row counts travel."""
+        """F, the number of bins in which row counts are exchanged.
+
+        With ring slots, bins are finer than chunks: skewed routing may need more chunks than were chosen.
+        """
         if not self.spec.rotates:
             return math.lcm(*self.spec.degrees)
         return num_bins(self.spec.degrees, self.ranks.size, self.spec.num_experts)
 
     @functools.cached_property
     def pairs(self) -> tuple[Restore, ...]:
-        """The restore pairs to choose from: modules cannot split a saved graph."""
+        """The restore pairs to choose from.
+
+        If backward has more chunks than forward and the experts are modules, only pairs that recompute the
+        hidden: a module's saved graph belongs to a whole chunk of forward, and cannot be split.
+        """
         pairs = self.spec.pairs
         if len(pairs) > 1 and self.spec.splits_backward and self.experts.are_modules:
             pairs = tuple(pair for pair in pairs if pair.hidden == "recompute")
@@ -170,17 +200,20 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def may_run_on_one_rank(self) -> bool:
-        """Whether one rank's kernels may take a call, as far as the layer says."""
+        """Whether the layer allows the kernels of one rank. The tensors of a call are checked later."""
         if self.ranks.size > 1 or (self.spec.rotates and not self.spec.fused):
-            return False  # as the table would say: most layers need not load it
+            return False  # the table says the same, but most layers need not compute their features for it
         takers = ("one rank", "one rank's counts") if self.spec.fused else ("one rank",)
         return any(self.refusal(taker) is None for taker in takers)
 
     @functools.cached_property
     def features(self) -> frozenset[Feature]:
-        """What the layer asks for beyond a default one."""
+        """The features that the layer asks for beyond a layer with default options."""
         return features_of(self)
 
     def refusal(self, taker: str) -> str | None:
-        """Why a runner, a source of counts or a prediction does not take this layer; None where it does."""
+        """Returns why a runner, a source of counts or a prediction refuses this layer; None if it does not.
+
+        taker: its name in `pmoe.runners.features.SUPPORTED`.
+        """
         return refusal_of(self, taker)

@@ -1,4 +1,4 @@
-"""A layer's options: each checked once, and what follows from them alone."""
+"""The options of a layer: each is checked once, and everything that follows from them is computed here."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore, Strategy
 from pmoe.text import parse_bytes
 
 FusedName = Literal["forward", "persistent", "auto"]
-"""What MoELayer's argument ``fused`` takes, beside True and False."""
+"""The values of MoELayer's argument ``fused``, apart from True and False."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Switches:
-    """Which parts of a layer a benchmark or a test turns off.
+    """Switches by which a benchmark or a test turns parts of a layer off, to measure what they are worth.
 
-        layer.switches = Switches(sequential=True)
+    bypass_local: whether rows whose expert is on this rank are computed without being sent. False sends them
+        by the all-to-all, too.
+    sequential: whether every task waits for the task before it: the baseline of overlap measurements.
+    one_lane: whether collectives inside a node and between nodes wait for each other: the baseline of FSMoE.
 
-    bypass_local: rows whose expert is on this rank are computed in place. False sends them through the
-    collective as well.
-    sequential: every step waits for the one before: the baseline of overlap measurements.
-    one_lane: collectives inside a node wait for those between nodes: the baseline of FSMoE's schedule.
+    All ranks must set the same. Raises TypeError for a value that is not True or False.
 
-    All ranks must set the same. Raises TypeError where a value is not True or False.
+    Example: layer.switches = Switches(sequential=True).
     """
 
     bypass_local: bool = True
@@ -35,15 +35,17 @@ class Switches:
     one_lane: bool = False
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            check_flag(each.name, getattr(self, each.name))
+        for switch in fields(self):
+            check_flag(switch.name, getattr(self, switch.name))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """The options of a `pmoe.MoELayer` by the names of its arguments, as it was built or as they were set.
+    """The checked options of a `pmoe.MoELayer`, by the names of its arguments.
 
-    Raises ValueError or TypeError, naming argument, value and rule.
+    Setting an option on a built layer replaces this record.
+
+    Raises ValueError or TypeError that names the argument, its value and the rule.
     """
 
     d_model: int
@@ -63,8 +65,8 @@ class LayerOptions:
     switches: Switches = field(default_factory=Switches)
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            object.__setattr__(self, each.name, plain_int(getattr(self, each.name)))
+        for argument in fields(self):
+            object.__setattr__(self, argument.name, plain_int(getattr(self, argument.name)))
         check_count(d_model=self.d_model, d_hidden=self.d_hidden, num_experts=self.num_experts)
         check_count(top_k=self.top_k)
         if self.top_k > self.num_experts:
@@ -74,8 +76,8 @@ class LayerOptions:
         check_number(slack=self.slack)
         if not 1 <= self.slack < math.inf:
             raise ValueError(f"slack ({self.slack}) must be a number of at least 1")
-        ways = (True, False, *get_args(FusedName))
-        if not isinstance(self.fused, bool | str) or self.fused not in ways:
+        allowed = (True, False, *get_args(FusedName))
+        if not isinstance(self.fused, bool | str) or self.fused not in allowed:
             raise ValueError(f'fused ({self.fused!r}) must be False, True, "forward", "persistent" or "auto"')
         check_pipeline(self.pipeline)
         check_backward(self.pipeline, self.pipeline_backward)
@@ -83,52 +85,55 @@ class LayerOptions:
             check_flag(name, getattr(self, name))
         check_flag("check_finite", self.check_finite, or_none=True)
         check_kind(Switches, "a pmoe.call.options.Switches", switches=self.switches)
-        self.budget  # noqa: B018 - it raises for what is no number of bytes
-        # Frozen: what is given in words is kept as what it means.
+        self.budget  # noqa: B018 - raises an error if it is not a number of bytes
+        # The record is frozen, so names are replaced by their meaning here: "S4" by its pair.
         object.__setattr__(self, "memory_reuse", restore)
         object.__setattr__(self, "send_once", self.send_once and self.top_k > 1)
 
     @property
     def restore(self) -> Restore | bool:
-        """``memory_reuse``: False where buffers do not rotate for it, True where the pair is chosen."""
+        """``memory_reuse`` as a restore pair; False if buffers do not rotate for it, True if pmoe chooses."""
         assert not isinstance(self.memory_reuse, str)
         return self.memory_reuse
 
     @functools.cached_property
     def budget(self) -> int | None:
-        """``memory_budget`` in bytes."""
+        """``memory_budget`` in bytes; None if there is none."""
         if self.memory_budget is None:
             return None
         return parse_bytes("memory_budget", self.memory_budget)
 
     @functools.cached_property
     def fixed_degree(self) -> int | None:
-        """n of the forward pass where ``pipeline`` alone says it; None where it depends on the batch."""
+        """n of the forward pass, if ``pipeline`` fixes it; None if it is chosen for each size of batch."""
         if self.pipeline is True or isinstance(self.pipeline, str):
             return None
         return int(self.pipeline) or 1
 
     @functools.cached_property
     def rotates(self) -> bool:
-        """Whether buffers rotate through ring slots."""
-        apart = self.pipeline_backward not in (None, self.fixed_degree)
-        return self.memory_reuse is not False or apart or self.memory_budget is not None
+        """Whether chunks share buffers in ring slots, instead of each having memory of its own.
+
+        They do with ``memory_reuse``, under a memory budget, and if backward has another n than forward.
+        """
+        has_two_degrees = self.pipeline_backward not in (None, self.fixed_degree)
+        return self.memory_reuse is not False or has_two_degrees or self.memory_budget is not None
 
     @functools.cached_property
     def degrees(self) -> tuple[int, ...]:
-        """Every n that may be chosen, for either pass."""
+        """The numbers of chunks that may be chosen, for either pass."""
         forward = DEGREES if self.fixed_degree is None else (self.fixed_degree,)
         backward = () if self.pipeline_backward is None else (self.pipeline_backward,)
         return tuple(dict.fromkeys((*forward, *backward)))
 
     @functools.cached_property
     def splits_backward(self) -> bool:
-        """Whether backward has more chunks than forward."""
+        """Whether backward has more chunks than forward, so that forward's chunks are split."""
         return (self.pipeline_backward or 1) > (self.fixed_degree or 1)
 
     @functools.cached_property
     def pairs(self) -> tuple[Restore, ...]:
-        """The restore pairs to choose from."""
+        """The restore pairs to choose from. Experts that are modules may exclude some (`LayerModules.pairs`)."""
         if isinstance(self.memory_reuse, Restore):
             return (self.memory_reuse,)
         if not self.memory_reuse:
@@ -137,11 +142,13 @@ class LayerOptions:
 
 
 class _HasSpec(Protocol):
+    """An object with options, which is a `pmoe.MoELayer`."""
+
     spec: LayerOptions
 
 
 def option(name: str) -> Any:
-    """An option as an attribute of the layer, read from its spec."""
+    """Returns a property that reads an option from the ``spec`` of a layer. `MoELayer` sets it itself."""
 
     def read(layer: _HasSpec) -> Any:
         return getattr(layer.spec, name)

@@ -18,15 +18,15 @@ INFERENCE = {"_forward_metadata_inference", "_shape_inference"}
 
 
 def is_shape_run() -> bool:
-    """Whether the values that a layer is called with may be garbage.
+    """Returns whether the values of the input may be garbage.
 
-    It costs a look into a dictionary. If torch's pipelining is loaded, it also looks into the call's frames.
+    This costs one look into a dictionary. If torch's pipelining is loaded, it also searches the call stack.
     """
     if STAGE not in sys.modules:
         return False
     if torch._C._current_graph_task_id() != -1:
-        # A checkpoint's second pass, perhaps in a thread without the caller's frames. Its first pass was
-        # checked already, or ran on garbage.
+        # This is the second pass of a checkpoint. It may run in a thread without the caller's frames, so they
+        # do not tell. Its first pass was checked already, or it ran on garbage.
         return True
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

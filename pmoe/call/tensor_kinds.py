@@ -1,4 +1,4 @@
-"""Which kinds of tensors a layer accepts as its input."""
+"""The kinds of tensors that a layer accepts as its input, and the refusals of other kinds."""
 
 from __future__ import annotations
 
@@ -12,59 +12,64 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 PLAIN = (Tensor, nn.Parameter)
-"""Classes that change no operation."""
+"""The classes of tensors that change no operation."""
 
 NO_DISPATCH: tuple[object, ...] = (Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
-"""Values of a class's ``__torch_dispatch__`` that leave operators as they are."""
+"""The values of a class's ``__torch_dispatch__`` that leave operators as they are."""
 
 
 def is_jagged(x: object) -> bool:
+    """Returns whether x is a nested tensor with the jagged layout."""
     return isinstance(x, Tensor) and x.layout is torch.jagged
 
 
 def is_dtensor(x: object) -> bool:
-    module: Any = sys.modules.get("torch.distributed.tensor")  # slow to import; who has one has imported it
+    """Returns whether x is a DTensor."""
+    # Importing the module is slow. If there is a DTensor, the module is imported already.
+    module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
 def refused_kind(x: Tensor, d_model: int) -> str | None:
-    """Why a layer refuses a tensor of this kind, and what to pass instead; None where it accepts it.
+    """Returns why a layer refuses a tensor of this kind, and what to pass instead; None if it accepts it.
 
-    Does not check dtype, shape and device.
+    x: of any shape. Its dtype, shape and device are not checked.
     """
     name = f"x (a {type(x).__name__})"
     if x.layout is torch.jagged:
         if x.lengths() is not None:  # type: ignore[attr-defined]
-            return f"{name} has holes between its sequences: give the layer x.contiguous()"
+            return f"{name} has unused rows between its sequences: pass x.contiguous()"
         if x._ragged_idx == x.dim() - 1:  # type: ignore[attr-defined]
             return f"{name} is jagged in its last dimension, which must be d_model ({d_model})"
         return None
     if x.is_nested:
-        return f"{name} is nested with layout torch.strided: make it with layout=torch.jagged"
+        return f"{name} is nested with layout torch.strided: build it with layout=torch.jagged"
     if x.layout is not torch.strided:
-        return f"x (of layout {x.layout}) must be dense: give the layer x.to_dense()"
+        return f"x has layout {x.layout}, but a MoELayer takes dense tensors: pass x.to_dense()"
     if type(x) in PLAIN:
         return None
     if is_dtensor(x):
         return _refused_placement(x)  # type: ignore[arg-type]
     if type(x).__name__ == "MaskedTensor":
-        return f"{name} is masked by element: give the layer x.get_data() and mask=, which masks tokens"
+        return f"{name} masks single elements: pass x.get_data(), and mask= to mask whole tokens"
     if type(x).__torch_dispatch__ in NO_DISPATCH:
         return None
     if type(x).__name__ in ("FakeTensor", "AsyncCollectiveTensor"):
         return None
     return (
-        f"{name} has operators of its own, and no tokens that a layer could send: give the layer the plain "
-        "torch.Tensor that it stands for (a quantised one: x.dequantize())"
+        f"{name} defines its own operators, so a layer cannot send its rows: pass a plain torch.Tensor with "
+        "the same values (for a quantised tensor x.dequantize())"
     )
 
 
 def _refused_placement(x: DTensor) -> str | None:
+    """Returns why a layer refuses a DTensor with these placements; None if each rank holds whole tokens."""
     last = x.dim() - 1
     for placement in x.placements:
         if placement.is_partial() or placement.is_shard(last):
             return (
-                f"x (a DTensor of placements {x.placements}) must hold whole tokens on each rank, Replicate "
-                f"or Shard of a dimension before the last ({last}): x.redistribute(placements=[Shard(0)])"
+                f"x (a DTensor with placements {x.placements}) must have whole tokens on each rank: "
+                f"Replicate, or Shard of a dimension before the last ({last}): pass "
+                "x.redistribute(placements=[Shard(0)])"
             )
     return None

@@ -1,4 +1,4 @@
-"""The beginning of a call: checks that need no routing, some of them together with all ranks."""
+"""The beginning of a call: checks that need no routing. Some of them are collectives."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ from pmoe.engine.lanes.run import is_captured
 def begin_call(
     layer: nn.Module, parts: LayerModules, x: Tensor, token_ids: Tensor | None, mask: Tensor | None
 ) -> Call:
-    """Begins a call. Collective at the first call of a layer (`check_ranks`).
+    """Checks what can be checked before routing, and returns the call. Collective as `check_ranks` is.
 
-    Raises RuntimeError for a call that a CUDA graph cannot hold while one is captured.
+    layer: the module that was called.
+    parts: its modules.
+    x: (..., M), the input.
+    token_ids: (...) int64, for gates that route by them; else None.
+    mask: (...) bool, True where x has a token; None if all rows are tokens.
+
+    Raises RuntimeError if a CUDA graph is being captured that cannot hold the call, and ValueError as
+    `check_ranks` does.
     """
     call = Call(
         layer=layer,
@@ -39,8 +46,10 @@ def begin_call(
 
 
 def check_ranks(parts: LayerModules) -> None:
-    """Checks that all ranks of the layer can make this call together. Collective at the first call, after
-    options were set, and in a process group that takes the place of a pickled layer's old one.
+    """Checks that all ranks of the layer can make this call together.
+
+    In most calls that needs no message. `pmoe.decide.rank_consistency.check_same_options` says when several
+    ranks compare the layer, which is a collective.
 
     Raises ValueError on every rank if options differ, or if a wrapper of another library manages the experts.
     """

@@ -1,4 +1,4 @@
-"""Calls inside a CUDA graph: refused before anything is launched where a graph could not hold them."""
+"""Calls during the capture of a CUDA graph: refuses those that a graph cannot hold, before any launch."""
 
 from __future__ import annotations
 
@@ -10,35 +10,39 @@ from pmoe.engine.lanes.base import watchers
 
 
 def check_capturable(call: Call) -> None:
-    """Raises RuntimeError, before anything is launched, where a graph cannot hold the call: where it waits
-    for the device, measures, or makes anything that outlasts the graph."""
+    """Raises RuntimeError, before anything is launched, if a CUDA graph cannot hold the call.
+
+    A graph cannot hold a call that waits for the device, measures something, or makes something that outlasts
+    the graph.
+    """
     parts = call.parts
     check_input(parts, call.x)
     why: str | None
     if call.mask is not None:
-        why = "a mask says on the device how many tokens there are"
+        why = "the number of tokens under a mask is known on the device only"
     elif parts.spec.pad_to_capacity:
         why = _padded_refusal(call)
     else:
         why = kernels_refusal(parts, call.x.reshape(-1, parts.spec.d_model))
     if why is not None:
         raise RuntimeError(
-            f"pmoe: a CUDA graph cannot hold this call of a MoELayer: {why}. It can hold calls that were "
-            "made once before the capture (all is measured then): on one rank, of a layer with gate "
-            '"topk" or "switch", "ffn" or "swiglu" experts in bfloat16 or float16, whose products are '
-            "computed by pmoe's kernels, and none of the options that change what runs; on any number of "
-            "ranks, of a layer with pad_to_capacity=True that offloads nothing"
+            f"pmoe: a CUDA graph cannot hold this call of a MoELayer: {why}. It can hold two kinds of calls, "
+            "if the same call was made once before the capture. (1) Calls on one rank with gate "
+            '"topk" or "switch", "ffn" or "swiglu" experts in bfloat16 or float16, products that are '
+            "computed by pmoe's kernels, and no option that changes what runs. (2) Calls on any number of "
+            "ranks with pad_to_capacity=True that offload nothing"
         )
 
 
 def _padded_refusal(call: Call) -> str | None:
+    """Returns why a graph cannot hold a call of a layer with pad_to_capacity; None if it can."""
     parts = call.parts
     x_TM = call.x.reshape(-1, parts.spec.d_model)
     kind = kind_of(parts, x_TM, autocast_dtype(x_TM) or x_TM.dtype)
     remakes = parts.experts.are_modules and any(pair.hidden == "recompute" for pair in parts.pairs)
     reuse = f"memory_reuse ({parts.spec.restore})"
     unfit = {
-        "its tasks are being timed, and what is captured does not run yet": bool(watchers),
+        "its tasks are being timed, and captured kernels do not run during the capture": bool(watchers),
         f"{reuse} may recompute modules, whose random state is on the host": remakes,
         f"no call of its kind ({kind}) was made before": kind not in parts.known.padded_kinds,
     }

@@ -1,5 +1,8 @@
-"""A gate of one's own, checked as it is given, and what it returned: shapes and types here, values with the
-row counts."""
+"""Checks of a user's gate: the module when the layer is built, and its `Routing` in every call.
+
+Shapes and dtypes are checked on the host, which raises at once. Checking values on the host would wait for
+the device, so a wrong value becomes a `Fault` on the device, which travels with the row counts.
+"""
 
 from __future__ import annotations
 
@@ -15,78 +18,108 @@ from pmoe.comm.counts import Fault
 from pmoe.gates.base import Mix, Routing
 
 NEEDED = ("expert", "weight", "l_aux", "dispatch", "combine")
-"""Fields of a `Routing`, and of a `Mix` where there is one, that may not be None; all but the first are
-floating-point numbers."""
+"""Fields of a `Routing`, and of its `Mix` if it has one, that may not be None.
+
+All but the first are floating-point tensors.
+"""
 
 
 def check_gate(
     gate: nn.Module, capacity_factor: float | None, normalize_gate: bool | None, z_loss_weight: float
 ) -> None:
-    """Raises TypeError for no module, ValueError for options that a gate of one's own has itself."""
+    """Raises TypeError if a user's gate is no module, ValueError for options that only pmoe's gates take.
+
+    The arguments are those of `pmoe.MoELayer`.
+    """
     check_kind(nn.Module, "a name or a torch.nn.Module", gate=gate)
     if normalize_gate is not None or z_loss_weight:
         raise ValueError(
-            f"normalize_gate ({normalize_gate}) and z_loss_weight ({z_loss_weight}) must be left out "
-            "where gate is a module: it normalises and adds losses itself"
+            f"normalize_gate ({normalize_gate}) and z_loss_weight ({z_loss_weight}) must be left out if "
+            "gate is a module, which normalises its weights and adds its losses itself"
         )
     if capacity_factor is not None and getattr(gate, "decides_capacity", False):
         raise ValueError(
-            f"capacity_factor ({capacity_factor}) must be given to the gate ({type(gate).__name__}): it "
-            "decides itself what is kept"
+            f"capacity_factor ({capacity_factor}) must be given to the gate ({type(gate).__name__}), not to "
+            "the layer: this gate decides itself which rows are kept"
         )
 
 
 def clamped_with_fault(routing: Routing, x_TM: Tensor, num_experts: int) -> tuple[Routing, Tensor]:
-    """A routing that nothing breaks on, and the `Fault` of the one that was given, on the device."""
-    expert, weight, token, num_tokens = routing.expert, routing.weight, routing.token, x_TM.shape[0]
-    found = {
+    """Returns a routing that is safe to compute with, and the `Fault` of the given one.
+
+    Indices outside their range are clamped into it, so that no kernel reads outside its memory before the
+    ranks learn of the fault. The weights are cast to float32, or to float64 for float64 tokens.
+
+    routing: what the gate returned; its shapes and dtypes are checked (`check_routing`).
+    x_TM: (T, M), the tokens.
+
+    The fault is an int64 scalar on the device.
+    """
+    expert = routing.expert
+    weight = routing.weight
+    token = routing.token
+    num_tokens = x_TM.shape[0]
+    faults = {
         Fault.ROUTING: ((expert < 0) | (expert >= num_experts)).any(),
     }
     if not is_shape_run():
-        found[Fault.WEIGHT] = ~weight.detach().isfinite().all()
+        faults[Fault.WEIGHT] = ~weight.detach().isfinite().all()
     if token is not None:
-        found[Fault.TOKEN] = ((token < 0) | (token >= num_tokens)).any() | (token.diff() < 0).any()
+        faults[Fault.TOKEN] = ((token < 0) | (token >= num_tokens)).any() | (token.diff() < 0).any()
         token = token.clamp(0, max(num_tokens - 1, 0))
-    fault = torch.stack([holds.long() * int(kind) for kind, holds in found.items()]).amax()
-    # Routing weights of all ranks travel together: in one type.
+    fault = torch.stack([holds.long() * int(fault_kind) for fault_kind, holds in faults.items()]).amax()
+    # Routing weights travel among ranks, so they must have the same dtype on all of them.
     weight = weight.to(torch.float64 if x_TM.dtype == torch.float64 else torch.float32)
     return replace(routing, expert=expert.clamp(0, num_experts - 1), weight=weight, token=token), fault
 
 
 def check_routing(parts: LayerModules, routing: object, x_TM: Tensor) -> None:
-    """Raises TypeError or ValueError where a gate returned no `Routing` of the tokens."""
-    name, num_tokens = type(parts.gate).__name__, x_TM.shape[0]
+    """Checks types, shapes, dtypes and devices of what a user's gate returned.
+
+    routing: what it returned; it must be a `Routing` of the tokens.
+    x_TM: (T, M), the tokens.
+
+    Raises TypeError or ValueError that names the gate and the field.
+    """
+    gate_name = type(parts.gate).__name__
+    num_tokens = x_TM.shape[0]
     if not isinstance(routing, Routing):
-        raise TypeError(f"gate ({name}) must return a pmoe.Routing, not {type(routing).__name__}")
-    given = dict(vars(routing))
-    if (mix := given.pop("mix")) is not None:
-        check_kind(Mix, "a pmoe.gates.Mix", **{f"gate ({name}): mix": mix})
-        given |= vars(mix)
-    given = {field: value for field, value in given.items() if value is not None or field in NEEDED}
-    for field, value in given.items():
-        check_tensors({"l_aux": 0, "expert": 2}.get(field), **{f"gate ({name}): {field}": value})
+        raise TypeError(f"gate ({gate_name}) must return a pmoe.Routing, not {type(routing).__name__}")
+    fields = dict(vars(routing))
+    if (mix := fields.pop("mix")) is not None:
+        check_kind(Mix, "a pmoe.gates.Mix", **{f"gate ({gate_name}): mix": mix})
+        fields |= vars(mix)
+    fields = {field: value for field, value in fields.items() if value is not None or field in NEEDED}
+    for field, value in fields.items():
+        check_tensors({"l_aux": 0, "expert": 2}.get(field), **{f"gate ({gate_name}): {field}": value})
         if value.is_meta or (field != "l_aux" and value.device != x_TM.device):
-            raise ValueError(f"gate ({name}) returned {field} on {value.device}, not on {x_TM.device}")
+            raise ValueError(
+                f"gate ({gate_name}) returned {field} on {value.device}; it must be on {x_TM.device}"
+            )
         if field in NEEDED[1:] and not value.is_floating_point():
-            raise TypeError(f"gate ({name}) returned {field} of dtype {value.dtype}; it must be floating")
+            raise TypeError(
+                f"gate ({gate_name}) returned {field} of dtype {value.dtype}; it must be of a floating-point "
+                "type"
+            )
     rows, top_k = routing.expert.shape
     if routing.token is None and routing.mix is None:
         rows = num_tokens
     shapes = {"token": (rows,), **dict.fromkeys(("dispatch", "combine"), (num_tokens, rows))}
     types = {"expert": torch.int64, "keep": torch.bool, "token": torch.int64}
-    for field, value in given.items():
-        shape, dtype = shapes.get(field, (rows, top_k)), types.get(field, value.dtype)
+    for field, value in fields.items():
+        shape = shapes.get(field, (rows, top_k))
+        dtype = types.get(field, value.dtype)
         if field not in ("l_aux", "logits") and (tuple(value.shape), value.dtype) != (shape, dtype):
             raise ValueError(
-                f"gate ({name}) returned {field} of shape {tuple(value.shape)} and dtype {value.dtype}; it "
-                f"must be {shape} of {dtype}, for T = {num_tokens} tokens and its expert"
+                f"gate ({gate_name}) returned {field} of shape {tuple(value.shape)} and dtype {value.dtype}; "
+                f"it must have shape {shape} and dtype {dtype}, to fit T = {num_tokens} tokens and its expert"
             )
     if routing.token is not None and (top_k != 1 or routing.keep is not None):
         raise ValueError(
-            f"gate ({name}) returned token with {top_k} choices a row; there must be 1, and no keep: it "
-            "names only rows that it keeps"
+            f"gate ({gate_name}) returned token, and expert with {top_k} columns; expert must then have 1 "
+            "column, and keep must be None: token names only rows that are kept"
         )
     if routing.mix is not None and parts.shared_expert is not None:
         raise ValueError(
-            f"shared_expert ({parts.shared_expert}) must be None where the gate ({name}) mixes tokens"
+            f"shared_expert ({parts.shared_expert}) must be None if the gate ({gate_name}) mixes tokens"
         )

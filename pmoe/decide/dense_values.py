@@ -1,4 +1,4 @@
-"""Digests of parameters' values, which ranks compare in place of the values."""
+"""Digests of parameter values. Ranks compare the digests instead of the values."""
 
 from __future__ import annotations
 
@@ -10,56 +10,63 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.call.modules import LayerModules
-from pmoe.experts.marks import is_expert
-from pmoe.experts.operands import local_part
+from pmoe.experts.base import is_expert, local_part
 
 MOST_VALUES = 1 << 16
-"""How many values of one tensor are read at most, evenly spread. A router seldom has more; a shared expert
-has."""
+"""The largest number of values that a digest reads of one tensor. They are evenly spread over it.
+
+Few routers have more values than this; a shared expert does.
+"""
 
 DENSE = ("gate", "shared_expert", "shared_gate", "callbacks")
-"""The parts of a layer that every rank must have with the same values."""
+"""The dense parts of a layer: every rank holds them, and must hold the same values."""
 
 SAME_VALUES = (
     "Build the model under the same torch.manual_seed on every rank, or wrap it by "
     "DistributedDataParallel(pmoe.parallelize(model, mesh)), or send rank 0's values to all: "
     "torch.distributed.broadcast(parameter.data, src=0)"
 )
-"""For messages: how to give the dense part the same values on all ranks."""
+"""The end of messages: how to give the dense parts the same values on all ranks."""
 
 
 @torch.no_grad()
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """A digest of names, shapes, types and the bits of values; "" for no tensors. Waits for a GPU.
+    """Returns a digest of the tensors' names, shapes, dtypes and values, bit by bit; "" for no tensors.
 
-    Tensors without readable values (on the meta device, not yet materialised, of a subclass that keeps them
-    in its own way) count by name, shape and type only.
+    The host reads the values, so it waits for a GPU. Only name, shape and dtype count for a tensor without
+    readable values: on the meta device, not yet materialised, or of a subclass that stores them in its own
+    way.
     """
     if not tensors:
         return ""
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for name, tensor in tensors.items():
         local = local_part(tensor)
-        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        hashed.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if local.is_meta or type(local) not in (Tensor, nn.Parameter) or not local.numel():
             continue
         flat = local.detach().reshape(-1)
         step = -(-flat.numel() // MOST_VALUES)
         values = flat[::step].cpu().contiguous()
-        found.update(ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()))
-    return found.hexdigest()
+        hashed.update(ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()))
+    return hashed.hexdigest()
 
 
 def dense_tensors(parts: LayerModules, part: str) -> dict[str, Tensor]:
-    """The tensors of one of `DENSE` whose values can be compared, by name; the same names on every rank.
+    """Returns the tensors of a dense part whose values ranks can compare, by name.
 
-    These are parameters, and the buffers of pmoe's own gates that state dicts hold. Left out are tensors that
-    are split over ranks (sharded DTensors, Megatron's tensor-parallel weights), experts' parameters, and
-    callbacks that have no hook inside the layer: ranks may have different ones.
+    These are its parameters, and the buffers of pmoe's own gates that state dicts hold. Every rank has the
+    same names. Left out is what may differ between ranks:
+
+    - tensors that are split over ranks (sharded DTensors, Megatron's tensor-parallel weights);
+    - parameters of experts;
+    - callbacks that have no hook inside the layer.
+
+    part: a name of `DENSE`.
     """
     if part == "callbacks":
         modules = () if parts.hooks is None else parts.hooks.modules
-        roots = {f"callbacks.{at}": module for at, module in enumerate(modules)}
+        roots = {f"callbacks.{place}": module for place, module in enumerate(modules)}
     else:
         module = getattr(parts, part)
         roots = {} if module is None else {part: module}
@@ -67,11 +74,12 @@ def dense_tensors(parts: LayerModules, part: str) -> dict[str, Tensor]:
 
 
 def dense_values(parts: LayerModules) -> dict[str, str]:
-    """A digest of the values of each part, by the names of `DENSE`."""
+    """Returns a digest of the values of each dense part, by the names of `DENSE`."""
     return {part: fingerprint(dense_tensors(parts, part)) for part in DENSE}
 
 
 def _tensors_of(root: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors that `dense_tensors` compares of one module, each with a name below ``root``."""
     for name, parameter in module.named_parameters():
         if not (_lies_in_parts(parameter) or is_expert(parameter)):
             yield f"{root}.{name}", parameter
@@ -82,7 +90,8 @@ def _tensors_of(root: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _lies_in_parts(tensor: Tensor) -> bool:
+    """Returns whether a tensor is split over ranks, so that each rank holds other values."""
     placements = getattr(tensor, "placements", ())
     return getattr(tensor, "tensor_model_parallel", False) or not all(
-        each.is_replicate() for each in placements
+        placement.is_replicate() for placement in placements
     )

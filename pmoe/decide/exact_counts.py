@@ -1,4 +1,4 @@
-"""Row counts of a call by one exchange. The rank sorts its rows while the counts travel."""
+"""Row counts by one exchange among all ranks. This rank sorts its rows while the counts travel."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from torch import Tensor
 
 from pmoe.call.call import Call
-from pmoe.call.decision import AgreedChoice, Decision, HostRowCounts
+from pmoe.call.decision import AgreedChoice, HostRowCounts, Decision
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import RoutedBatch
 from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.choose.choose import choose
 from pmoe.choose.slots import requested_slots
 from pmoe.comm.counts import CountsExchange, Fault, FaultError, RankCounts
-from pmoe.comm.failures import publishing_failures
+from pmoe.comm.ranks import publishing_failures
 from pmoe.decide.route import route_batch
 from pmoe.decide.stored_state import check_loaded
 from pmoe.engine.passes.base import Inputs
@@ -26,40 +26,51 @@ from pmoe.runners.pipeline import PipelineRunner
 
 
 class ExactCounts:
-    """A call whose row counts are exchanged. It runs in chunks.
+    """A `CountsSource` that exchanges row counts. The pipeline engine runs the call in chunks.
 
-    orders   the slots of the call as they can be sorted
+    call     the call
+    routed   its tokens with their routing
+    orders   its slots, sorted by chunk and expert for each number of chunks that is asked for
+    fuses    whether fused kernels may take the call (`kernels_may_take_it`)
     """
 
     def __init__(self, call: Call) -> None:
-        """Routes the call, begins the exchange of its row counts, and sorts its rows."""
+        """Routes the call, begins the exchange of its row counts, and sorts its rows if it can already.
+
+        A checkpoint's second pass exchanges nothing, because it takes over the counts of the first.
+        """
         self.call = call
         self.routed = route_batch(call)
         parts = call.parts
         routing = self.routed.gated.routing
         count = routing.expert.shape[0] if routing.token is None else self.routed.num_tokens
-        kind = DeduplicatedSlots if parts.spec.send_once else SortedSlots
-        self.orders = kind(call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token))
+        orders_type = DeduplicatedSlots if parts.spec.send_once else SortedSlots
+        self.orders = orders_type(call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token))
         self.fuses = not call.replay.is_replay and self.kernels_may_take_it()
         self._exchange: LoadedExchange | None = None
         with publishing_failures(parts.ranks, "the exchange of row counts"):
-            # A checkpoint's second pass takes over the counts of the first.
             if not call.replay.is_replay:
                 with hidden_from_checkpoints():
                     self._exchange = LoadedExchange(parts, self.routed, self._begin_exchange)
             self.sort_early()
 
     def kernels_may_take_it(self) -> bool:
-        """Whether fused kernels may take the call, as far as is known before the exchange. Equal on all
-        ranks."""
+        """Returns whether fused kernels may take the call, judged before its row counts are known.
+
+        The answer is the same on all ranks.
+        """
         return False
 
     def _begin_exchange(self, fault: Tensor | Fault) -> CountsExchange:
-        """Begins the exchange of counts in bins. The bins are the chunks, if their number and share of rows
-        are fixed."""
-        parts, routed, orders = self.call.parts, self.routed, self.orders
+        """Begins the exchange of row counts, in bins that join to every number of chunks that may be used.
+
+        fault: the fault to report, or an int64 scalar on the device with its number.
+        """
+        parts = self.call.parts
+        routed = self.routed
+        orders = self.orders
         routing = routed.gated.routing
-        has_k_choices = routing.expert.shape[1] == parts.spec.top_k  # dropped rows among them
+        has_k_choices = routing.expert.shape[1] == parts.spec.top_k  # dropped choices count as well
         return CountsExchange(
             parts.grid,
             orders.count(parts.num_bins),
@@ -78,27 +89,32 @@ class ExactCounts:
         )
 
     def sort_early(self) -> None:
-        """Sorts the rows while the counts travel, if no count can change the chunks."""
+        """Sorts the rows while the counts travel, if the counts cannot change the number of chunks.
+
+        They can if several n are possible, or if ring slots may need a finer cut under skewed routing.
+        """
         spec = self.call.parts.spec
         if len(spec.degrees) == 1 and not spec.rotates:
             self.orders.slots(spec.degrees[0])
             self.orders.sent(spec.degrees[0])
 
     def finish_exchange(self) -> RankCounts:
-        """Waits for the counts; raises as `LoadedExchange.finish`."""
+        """Waits for the counts and returns them. Raises what `LoadedExchange.finish` raises."""
         exchange = self._exchange
         assert exchange is not None
-        # The exchange refers to this object: let go, both are freed at the end of the call without the
-        # collector.
+        # The exchange refers to this object. Without this line, the two would be a reference cycle, and their
+        # tensors would live until the garbage collector runs.
         self._exchange = None
         return exchange.finish()
 
     def agree(self, parts: LayerModules, inputs: Inputs) -> AgreedChoice:
+        """Waits for the counts, then chooses n of both passes and the restore pair (`CountsSource.agree`)."""
         self.orders.modules = parts
         counts = self.finish_exchange()
         return AgreedChoice(counts=counts, choice=choose(self.call.parts, counts, inputs, self.orders))
 
     def decision(self, parts: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
+        """Cuts the sorted rows into chunks (`CountsSource.decision`)."""
         assert agreed.counts is not None
         assert agreed.choice is not None
         self.orders.modules = parts
@@ -123,9 +139,17 @@ def in_chunks(call: Call, routed: RoutedBatch, inputs: Inputs, plan: Plan, count
 class LoadedExchange:
     """The exchange of a call's row counts, in which a rank also reports that its experts were loaded.
 
-    If any rank's were, all ranks compare their experts after the exchange, and exchange the counts again.
+    Loading is reported as a fault, because the exchange carries one number for each rank beside the counts:
 
-    begin: starts the exchange with a fault.
+        first exchange    any rank reports Fault.LOADED: the counts are not used
+        check_loaded      all ranks compare their experts
+        second exchange   the counts again, with each rank's true fault
+
+    If no rank has loaded experts, the first exchange is the only one.
+
+    parts: the layer's modules.
+    routed: the tokens with their routing, and the fault of this rank.
+    begin: starts an exchange with the fault that it gets.
     """
 
     def __init__(
@@ -137,10 +161,10 @@ class LoadedExchange:
         self._exchange = begin(Fault.LOADED if parts.experts.was_loaded else routed.gated.fault)
 
     def finish(self) -> RankCounts:
-        """Waits for the counts.
+        """Waits for the counts and returns them.
 
-        Raises FaultError on all ranks if any rank reported a fault, and on that rank the error behind it.
-        Raises ValueError on all ranks if two ranks hold equal experts since a state dict was loaded.
+        Raises FaultError on all ranks if any rank reported a fault; the faulty rank raises the error behind
+        it. Raises ValueError on all ranks if two ranks hold equal experts since a state dict was loaded.
         """
         try:
             return self._exchange.finish()

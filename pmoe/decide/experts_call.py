@@ -1,4 +1,15 @@
-"""The call of the layer's experts as a module: reads their parameters, decides, and runs the decision."""
+"""The call of a layer's experts as a module: inside it the call is decided and run.
+
+The layer calls its experts, which may be wrapped by other libraries, so that their hooks run:
+
+    ExpertsCall.__call__
+      layer.experts(x_TM, run=...)       forward pre-hooks: may replace the rows
+        ExpertsCall._run                 reads the parameters of the experts that were really called
+          decide                         row counts, n, the restore pair, the runner
+          run                            the runner computes T_O
+                                         forward hooks: may replace T_O
+      + the shared expert's output       if the shared expert is called as a module, too
+"""
 
 from __future__ import annotations
 
@@ -13,7 +24,8 @@ from pmoe.call.module_calls import described, without_compilation
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import RoutedBatch
 from pmoe.checkpointing.replay import hidden_from_checkpoints
-from pmoe.comm.failures import leave, publishing_failures
+from pmoe.comm.failures import leave
+from pmoe.comm.ranks import publishing_failures
 from pmoe.engine.autograd import run_experts
 from pmoe.engine.passes.base import AutocastState, Inputs
 from pmoe.experts.base import Experts
@@ -23,11 +35,15 @@ from pmoe.gates.base import at_least_float32
 def decide(source: CountsSource, parts: LayerModules, inputs: Inputs) -> Decision:
     """Decides how a routed call runs: its row counts, the number of chunks, the restore pair, the runner.
 
-    All ranks agree on everything that changes the order of collectives; a checkpoint's second pass takes over
-    what they agreed on. Checkpoints see none of these operations, because trials and comparisons happen in
-    one of their passes only.
+    All ranks agree on everything that changes the order of collectives. A checkpoint's second pass takes over
+    what they agreed on in the first.
 
-    parts, inputs: as in `CountsSource`.
+    Trials and comparisons happen in only one pass of a checkpoint. A checkpoint raises an error if its two
+    passes save different tensors, so these operations are hidden from it.
+
+    source: the call's source of row counts.
+    parts: the modules that the schedule computes, as in `CountsSource`.
+    inputs: the rows and parameters of the call.
     """
     with hidden_from_checkpoints():
         agreed = source.call.replay.once(lambda: source.agree(parts, inputs))
@@ -35,8 +51,9 @@ def decide(source: CountsSource, parts: LayerModules, inputs: Inputs) -> Decisio
 
 
 def run(decision: Decision) -> Tensor:
-    """Moves rows and multiplies: returns the results of the tokens, (T, M). Decides nothing."""
-    inputs, mix = decision.inputs, decision.routed.routing.mix
+    """Moves rows and multiplies, as decided. Returns the results (T, M) of the tokens."""
+    inputs = decision.inputs
+    mix = decision.routed.routing.mix
     parts = decision.call.parts
     with inputs.autocast_for(parts.experts):
         y_TM = run_experts(decision.runner, inputs, parts.ranks, needs_grad=decision.needs_grad)
@@ -44,24 +61,32 @@ def run(decision: Decision) -> Tensor:
 
 
 class ExpertsCall:
-    """One call of the layer's experts as a module, so that their hooks enclose all of their work.
+    """One call of a layer's experts as a module, so that their hooks enclose all of their work.
 
-    decision: how the call was run; None before.
+    call       the call
+    routed     its tokens with their routing
+    decision   how the call was run; None before
     """
 
     def __init__(self, source: CountsSource) -> None:
         self.call: Call = source.call
         self.routed: RoutedBatch = source.routed
         self.decision: Decision | None = None
-        # Dropped after its use, with everything that only planning needs.
+        # Set to None after its use, which frees everything that only planning needs.
         self._source: CountsSource | None = source
-        self._has_told = False  # whether `_run` raised: deciding and running tell peers themselves
-        self._had_grad = False
+        # Whether the error came from `_run`. Deciding and running publish their errors for peers themselves.
+        self._has_told = False
+        self._had_grad = False  # whether gradients were enabled in the first run
 
     def __call__(self) -> tuple[Decision, Tensor]:
-        """How the call was run, and the tokens' results, (T, M). Tells peers of an error that a hook raises
-        on this rank alone."""
-        call, x_TM = self.call, self.routed.x_TM
+        """Decides the call and runs it. Returns the decision and the results (T, M) of the tokens.
+
+        An error that a hook raises on this rank alone is published, because the other ranks wait for it.
+
+        Raises ValueError if a hook returns no tensor of T rows, or if the module does not call its experts.
+        """
+        call = self.call
+        x_TM = self.routed.x_TM
         call_experts = without_compilation(call.parts.experts_module)
         try:
             y_TM: Tensor = call_experts(x_TM, run=self._run)
@@ -73,31 +98,44 @@ class ExpertsCall:
             raise
         if not isinstance(y_TM, Tensor) or y_TM.shape[:1] != x_TM.shape[:1]:
             raise ValueError(
-                f"a forward hook of experts returned {described(y_TM)}; it must return {x_TM.shape[0]} rows"
+                f"a forward hook of layer.experts returned {described(y_TM)}; it must return a tensor with "
+                f"{x_TM.shape[0]} rows, one for each token"
             )
         if self.decision is None:
             name = type(call.parts.experts_module).__name__
-            raise ValueError(f"experts ({name}) must call the pmoe.Experts that they stand for, and did not")
+            raise ValueError(
+                f"layer.experts ({name}) did not call the pmoe.Experts that it wraps: its forward must do so"
+            )
         return self.decision, y_TM
 
     def _check_second_run(self) -> None:
+        """Raises RuntimeError if a reentrant checkpoint around the experts alone runs them again.
+
+        Its first run is without gradients and its second run with them. Such a checkpoint passes on only the
+        gradients of its arguments. The routing weights are not among these, so their gradient would be lost.
+        """
         if torch.is_grad_enabled() and not self._had_grad:
             raise RuntimeError(
-                "experts must not stand alone in a reentrant checkpoint, which loses the gradient of the "
-                "routing weights: give it use_reentrant=False, or checkpoint the whole layer"
+                "layer.experts must not be checkpointed alone with use_reentrant=True, which loses the "
+                "gradient of the routing weights: pass use_reentrant=False, or checkpoint the whole layer"
             )
 
     def _run(self, experts: Experts, x_TM: Tensor) -> Tensor:
-        """Inside the call: decides and computes. x_TM: the rows as hooks have left them."""
-        call, routed = self.call, self.routed
+        """Decides and computes, inside of the call of the experts.
+
+        experts: those that were called.
+        x_TM: (T, M), the rows after the experts' forward pre-hooks.
+        """
+        call = self.call
+        routed = self.routed
         if x_TM is not routed.x_TM:
             routed = replace(routed, x_TM=_checked_rows(x_TM, routed.x_TM))
         inputs = make_inputs(call, routed, experts)
         try:
-            if self.decision is not None:  # a checkpoint around the experts alone runs them again
+            if self.decision is not None:  # a checkpoint around the experts alone is running them again
                 self._check_second_run()
                 return run(replace(self.decision, routed=routed, inputs=inputs))
-            # A wrapper may call other experts than the first that it holds: PEFT trains copies of modules.
+            # A wrapper may call other experts than the first that it holds. PEFT, for one, trains a copy.
             parts = call.scheduled
             parts = parts if experts is parts.experts else replace(parts, experts=experts)
             self._had_grad = torch.is_grad_enabled()
@@ -106,25 +144,36 @@ class ExpertsCall:
             self._source = None
             return run(self.decision)
         except BaseException:
-            self._has_told = True  # the error is not kept: its frames hold tensors until garbage collection
+            # Only a flag: a stored error would keep its frames, and their tensors, until garbage collection.
+            self._has_told = True
             raise
 
 
 def _checked_rows(x_TM: Tensor, before_TM: Tensor) -> Tensor:
-    """Rows that a hook has replaced. Raises ValueError where they are of another shape or type."""
+    """Returns the rows by which a hook has replaced the layer's rows.
+
+    before_TM: (T, M), the rows that the layer passed to its experts.
+
+    Raises ValueError if the new rows differ from them in shape, dtype or device: routing is decided already.
+    """
     wanted = (before_TM.shape, before_TM.dtype, before_TM.device)
     if not isinstance(x_TM, Tensor) or (x_TM.shape, x_TM.dtype, x_TM.device) != wanted:
         raise ValueError(
-            f"a forward pre-hook of experts returned {described(x_TM)}; it must return "
-            f"{described(before_TM)}: routing is decided already"
+            f"a forward pre-hook of layer.experts returned {described(x_TM)}; it must return "
+            f"{described(before_TM)}: the tokens are routed already, so a hook may change values only"
         )
     return x_TM
 
 
 def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
-    """The layer's output in its input's shape, behind the callbacks' last hooks. y_TM itself where it has
-    that: FSDP2 warns of a module that returns a view, for an operation in place would drop its hook."""
-    x, call = decision.routed.x, decision.call
+    """Returns the layer's output: y_TM in the shape of the input, after the callbacks' ``before_moe_end``.
+
+    y_TM: (T, M), the results of the tokens. With a mask, the rows of padding are added as zeros.
+    """
+    x = decision.routed.x
+    call = decision.call
+    # No view unless it is needed: FSDP2 warns of a module that returns a view, because an operation in place
+    # on it would drop FSDP2's hook.
     y = y_TM if y_TM.shape == x.shape else y_TM.view(x.shape)
     with publishing_failures(call.parts.ranks, "before_moe_end of a callback"):
         for callback in call.parts.callbacks:
@@ -133,7 +182,11 @@ def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
 
 
 def _among_padding(y_NM: Tensor, mask: Tensor) -> Tensor:
-    """(..., M): the results of the N tokens in their places, zeros where the mask is False."""
+    """Returns (..., M): the results of the N tokens at their places, and zeros where the mask is False.
+
+    y_NM: (N, M), the results of the tokens.
+    mask: (...), as in `Call`.
+    """
     y = y_NM.new_zeros(*mask.shape, *y_NM.shape[1:])
     return y.index_put((mask.bool(),), y_NM)
 
@@ -142,11 +195,19 @@ def _among_padding(y_NM: Tensor, mask: Tensor) -> Tensor:
 
 
 def make_inputs(call: Call, routed: RoutedBatch, experts: Experts) -> Inputs:
-    """Rows and parameters for the passes, cast under autocast. Parameters are read at each call, because a
-    module's may be replaced. experts: those that were called, which may be another object than at the last
-    call."""
+    """Returns the rows and parameters of the passes, cast as autocast would cast them.
+
+    Parameters are read in every call, because those of a module may be replaced between calls.
+
+    routed: the tokens with their routing.
+    experts: those that were called. They may be another object than in the last call.
+
+    Raises ValueError if parameters differ from the rows in dtype or device.
+    """
     parts = call.scheduled
-    rows_TM, mix, dtype = routed.x_TM, routed.routing.mix, routed.autocast
+    rows_TM = routed.x_TM
+    mix = routed.routing.mix
+    dtype = routed.autocast
     if dtype is not None:
         rows_TM = rows_TM.to(dtype)
     if mix is not None:
@@ -168,7 +229,11 @@ def make_inputs(call: Call, routed: RoutedBatch, experts: Experts) -> Inputs:
 
 
 def _operands(experts: Experts, dtype: torch.dtype | None, rows_TM: Tensor) -> list[Tensor]:
-    """Experts' operands, cast as autocast would cast them; modules run under autocast themselves."""
+    """Returns the operands of experts, cast to ``dtype``, autocast's type; None casts nothing.
+
+    Experts that are modules run under autocast themselves, so their operands stay as they are.
+    rows_TM: (T, M), the rows, whose dtype and device the operands must have.
+    """
     values = experts.operands()
     if experts.runs_under_autocast:
         return values
@@ -176,14 +241,19 @@ def _operands(experts: Experts, dtype: torch.dtype | None, rows_TM: Tensor) -> l
         values = [value.to(dtype) for value in values]
     if values and (values[0].dtype != rows_TM.dtype or values[0].device != rows_TM.device):
         raise ValueError(
-            f"experts' parameters ({values[0].dtype} on {values[0].device}) must be like the rows "
-            f"({rows_TM.dtype} on {rows_TM.device})"
+            f"experts' parameters ({values[0].dtype} on {values[0].device}) must have the dtype and device "
+            f"of the rows ({rows_TM.dtype} on {rows_TM.device}): convert the whole layer with layer.to(...)"
         )
     return values
 
 
 def shared_weight(parts: LayerModules, x_TM: Tensor) -> Tensor:
-    """(T,) the factor of the shared expert's output, in float32 or wider."""
+    """Returns the factors (T,) of the shared expert's output, in float32 or wider: sigmoid(shared_gate(x)).
+
+    They are 1 if there is no gate for the shared expert.
+
+    Raises ValueError if the gate returns anything but (T, 1).
+    """
     gate = parts.shared_gate
     if gate is None:
         return torch.ones(x_TM.shape[0], dtype=at_least_float32(x_TM[:0]).dtype, device=x_TM.device)
@@ -191,14 +261,17 @@ def shared_weight(parts: LayerModules, x_TM: Tensor) -> Tensor:
     if not isinstance(logits_T1, Tensor) or logits_T1.shape != (x_TM.shape[0], 1):
         shape = tuple(logits_T1.shape) if isinstance(logits_T1, Tensor) else type(logits_T1).__name__
         raise ValueError(
-            f"shared_gate ({type(gate).__name__}) returned {shape}; it must return one number a token, "
-            f"({x_TM.shape[0]}, 1)"
+            f"shared_gate ({type(gate).__name__}) returned {shape}; it must return one number for each "
+            f"token, ({x_TM.shape[0]}, 1)"
         )
     return at_least_float32(logits_T1).sigmoid().squeeze(1)
 
 
 def shared_output(parts: LayerModules, x_TM: Tensor) -> Tensor:
-    """(T, M): the output of the shared expert, called as a module, times its factor."""
+    """Returns (T, M): the output of the shared expert, called as a module, times its factor.
+
+    Raises ValueError if the module returns another shape.
+    """
     module = parts.shared_module
     assert module is not None
     output_TM: Tensor = module(x_TM)

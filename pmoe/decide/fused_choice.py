@@ -1,6 +1,15 @@
-"""Fused kernels in a layer, COMET's or one persistent one: which calls they take, and how those are decided.
+"""The choice of fused kernels: which calls of a layer they compute, and the runner of those calls.
 
-What they do not take falls back to chunks, on all ranks together, with one warning for each reason.
+There are two kinds: COMET's kernels (``fused`` is True, "forward" or "auto"), and FlashDMoE's, one persistent
+kernel for each pass (``fused="persistent"``). A call that they do not take runs in chunks, on all ranks. pmoe
+then warns once for each reason, except with "auto".
+
+The reasons are asked for in this order. Each step knows more than the one before, and has the same answer on
+all ranks:
+
+    layer_refusal   options and modules of the layer
+    may_fuse        also the dtype and device of the rows
+    find_steps      also the row counts, and the kernels and memory of all ranks
 """
 
 from __future__ import annotations
@@ -35,29 +44,41 @@ from pmoe.warn import warn_once
 
 
 def layer_refusal(parts: LayerModules) -> str | None:
-    """Why no call of a layer is fused, whatever its tokens: the same on every rank."""
+    """Returns why no call of a layer can be fused, with any tokens; None if one may be.
+
+    The answer is the same on every rank.
+    """
     if parts.spec.fused == "auto" and parts.ranks.size == 1:
         return "nothing travels on one rank"
     return parts.refusal("persistent" if is_persistent(parts) else "fused")
 
 
 def is_persistent(parts: LayerModules) -> bool:
+    """Returns whether a layer asks for FlashDMoE's persistent kernel instead of COMET's kernels."""
     return parts.spec.fused == "persistent"
 
 
 def stacked(parts: LayerModules) -> StackedExperts:
-    """The experts of a layer that the kernels take."""
+    """Returns the experts of a layer that kernels take: they take only stacked ones."""
     assert isinstance(parts.experts, StackedExperts)
     return parts.experts
 
 
 def fused_pair(parts: LayerModules) -> Restore | None:
-    """The layer's restore pair, or the one that does not offload where it may choose."""
+    """Returns the restore pair of fused calls: the first possible pair that does not offload.
+
+    None if all possible pairs offload, which the kernels cannot do.
+    """
     return next((pair for pair in parts.pairs if not pair.offloads), None)
 
 
 def may_fuse(parts: LayerModules, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels may take a call, whatever its row counts; the same on every rank. Warns if not."""
+    """Returns whether fused kernels may take a call with any row counts. Warns if they may not.
+
+    device, dtype: of the rows that reach the experts.
+
+    The answer is the same on every rank.
+    """
     if not parts.spec.fused:
         return False
     why = layer_refusal(parts)
@@ -70,13 +91,16 @@ def may_fuse(parts: LayerModules, device: torch.device, dtype: torch.dtype) -> b
 
 
 def _warn_unfused(parts: LayerModules, why: str) -> None:
-    """Reasons with numbers begin the same, up to a colon, and are given once."""
+    """Warns that a call is not fused. With fused="auto" there is no warning.
+
+    `warn_once` compares texts up to the first colon. So a reason with numbers behind a colon warns only once.
+    """
     if parts.spec.fused != "auto":
         warn_once(f"fused ({parts.spec.fused!r}) falls back to the unfused layer because {why}")
 
 
 class _PromisedLogits(Logits):
-    """x weight^T, which a launch to come computes."""
+    """The logits x weight^T of a gate, without values: a later launch computes them."""
 
     @staticmethod
     def forward(ctx: Any, x_TM: Tensor, weight_EM: Tensor) -> Tensor:
@@ -85,16 +109,24 @@ class _PromisedLogits(Logits):
 
 
 def defer_routing(call: Call, x_TM: Tensor) -> DeferredRouting | None:
-    """The gate's choice, where a persistent launch is to make it; None where it is made before. Where the
-    gate's weight and the rows are of one type of 16 bits the launch computes the gate's product, too.
+    """Returns the routing as tensors that the persistent launch will fill; None if it needs values before.
 
-    Only for a layer whose counts are not exchanged before the launch: see `pmoe.decide.one_rank_counts` and
-    `pmoe.decide.padded_counts`. Not for a call that may run again, which is recognised by its routing, nor
-    for a gate with hooks, which must see the routing.
+    The launch also computes the gate's product, if the gate's weight and the rows have the same 16-bit dtype,
+    the number of experts is even, and the kernel can read the weight where it lies.
+
+    Only for a layer that exchanges no row counts before the launch (`pmoe.decide.one_rank_counts`,
+    `pmoe.decide.padded_counts`).
+
+    x_TM: (T, M), the rows.
+
+    Two kinds of calls need values before the launch: a call that a checkpoint may run again, because it is
+    recognised by its routing, and a call of a gate with hooks, because these must see the routing.
     """
-    parts, spec, gate = call.parts, call.parts.spec, call.parts.gate
-    asked = parts.features - {Feature.RANKS, Feature.CAPACITY, Feature.PADDED}
-    is_taken = is_persistent(parts) and refused("one rank's counts", asked) is None
+    parts = call.parts
+    spec = call.parts.spec
+    gate = call.parts.gate
+    features = parts.features - {Feature.RANKS, Feature.CAPACITY, Feature.PADDED}
+    is_taken = is_persistent(parts) and refused("one rank's counts", features) is None
     is_taken &= spec.num_experts <= MOST_EXPERTS and spec.top_k <= MOST_CHOICES
     is_taken &= not is_watched(gate)
     if not is_taken or x_TM.dtype == torch.float64 or call.replay.is_replay or may_run_again(call.layer):
@@ -105,15 +137,20 @@ def defer_routing(call: Call, x_TM: Tensor) -> DeferredRouting | None:
         with torch.autocast(x_TM.device.type, enabled=False):
             return one_rank.route_tokens(gate, x_TM, route.promise)
     logits_TE = _PromisedLogits.apply(x_TM, gate.weight)  # type: ignore[no-untyped-call]
-    found = route.promise(logits_TE, gate.top_k, normalize=gate.normalize, z_loss_weight=gate.z_loss_weight)
-    return found._replace(product=(x_TM.detach(), gate.weight.detach()))
+    promise = route.promise(logits_TE, gate.top_k, normalize=gate.normalize, z_loss_weight=gate.z_loss_weight)
+    return promise._replace(product=(x_TM.detach(), gate.weight.detach()))
 
 
 def kernels_runner(
     parts: LayerModules, steps: Steps, chosen: RoutingInput, journey: Callable[[], FusedRouting] | None = None
 ) -> KernelsRunner:
-    """journey: COMET's kernels take it in place of what is chosen."""
-    restore = fused_pair(parts) or KEEP  # of a call without a backward pass
+    """Returns the runner of a call by fused kernels.
+
+    steps: the operators of the kernels.
+    chosen: the routing, for the persistent kernel.
+    journey: makes the routing in the form that COMET's kernels take. The persistent kernel does without.
+    """
+    restore = fused_pair(parts) or KEEP  # None only without a backward pass, which restores nothing
     passes: dict[str, Any] = {"steps": steps, "activation": stacked(parts).activation, "restore": restore}
     if is_persistent(parts):
         return PersistentRunner(chosen=chosen, **passes)
@@ -122,22 +159,29 @@ def kernels_runner(
 
 
 def find_steps(parts: LayerModules, inputs: Inputs, counts: RankCounts) -> Steps | None:
-    """What computes a call by the fused kernels; None, with a warning, where they do not take it."""
+    """Returns the operators of the fused kernels for a call; None if they do not take it.
+
+    Warns of the reason, except with fused="auto". Collective the first time for a device, dtype and sizes.
+
+    counts: the row counts of the call.
+    """
     if counts.max_rows is None:
-        name, top_k = type(parts.gate).__name__, parts.spec.top_k
-        why = f"the gate ({name}) does not give every token top_k ({top_k}) rows"
+        gate_name = type(parts.gate).__name__
+        top_k = parts.spec.top_k
+        reason = f"the gate ({gate_name}) does not give every token top_k ({top_k}) rows"
     elif counts.needs_grad and fused_pair(parts) is None:
-        why = f"memory_reuse ({parts.spec.restore}) offloads"
+        reason = f"memory_reuse ({parts.spec.restore}) offloads"
     else:
-        device, dtype = inputs.x_TM.device, inputs.x_TM.dtype
+        device = inputs.x_TM.device
+        dtype = inputs.x_TM.dtype
         request = make_request(parts, device, dtype, counts.max_tokens, counts.max_rows, counts.needs_grad)
         if parts.spec.fused == "auto" and not fused_steps.is_faster(request):
             return None
-        found = fused_steps.steps_for(request)
-        if not isinstance(found, str):
-            return found
-        why = found
-    _warn_unfused(parts, why)
+        steps = fused_steps.steps_for(request)
+        if not isinstance(steps, str):
+            return steps
+        reason = steps
+    _warn_unfused(parts, reason)
     return None
 
 
@@ -149,9 +193,15 @@ def make_request(
     max_rows: int,
     needs_grad: bool,
 ) -> fused_steps.Request:
-    """dtype: of the rows as the experts get them."""
+    """Returns what a call asks of the fused kernels.
+
+    device, dtype: of the rows that reach the experts.
+    max_tokens: the largest number of tokens of any rank.
+    max_rows: the largest number of rows that any rank receives.
+    needs_grad: whether a backward pass may follow.
+    """
     spec = parts.spec
-    # A gate that drops rows itself may keep what it likes.
+    # A gate that decides itself which rows it keeps need not respect the capacity of the layer.
     own = {Feature.OWN_GATE, Feature.EXTERNAL_ROUTING, Feature.KEEPS_ITSELF}
     drops = spec.pad_to_capacity or not own & parts.features
     return fused_steps.Request(

@@ -1,11 +1,11 @@
-"""Exact row counts of a layer that asks for fused kernels: the kernels take a call, or it runs in chunks."""
+"""Exact row counts for a layer that asks for fused kernels. Calls that these do not take run in chunks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from pmoe.call.call import Call
-from pmoe.call.decision import AgreedChoice, Decision, HostRowCounts
+from pmoe.call.decision import AgreedChoice, HostRowCounts, Decision
 from pmoe.call.modules import LayerModules
 from pmoe.choose.choose import choose
 from pmoe.comm.counts import RankCounts
@@ -21,23 +21,36 @@ from pmoe.runners.fused import FusedForwardRunner, FusedRunner
 
 
 class FusedCounts(ExactCounts):
-    """A call whose row counts are exchanged, and which fused kernels may compute."""
+    """A `CountsSource` that exchanges row counts, for calls that fused kernels may compute.
+
+    What computes a call follows from the two optional fields of `AgreedChoice`:
+
+        steps   choice   forward            backward
+        set     None     fused kernels      fused kernels
+        set     set      fused kernels      pipeline engine (fused="forward")
+        None    set      pipeline engine    pipeline engine
+    """
 
     def __init__(self, call: Call) -> None:
         self._sorted: SortedRows | None = None
         super().__init__(call)
 
     def kernels_may_take_it(self) -> bool:
+        """Returns whether fused kernels may take the call (`may_fuse`)."""
         return may_fuse(self.call.parts, self.routed.x_TM.device, self.routed.dtype)
 
     def sort_early(self) -> None:
+        """Sorts the rows while the counts travel, as the kernels or the chunks need them.
+
+        The persistent kernel sorts them itself. In a checkpoint's second pass no counts travel.
+        """
         if self.fuses and not is_persistent(self.call.parts):
             self._sort_for_kernels()
         elif not (self.fuses or self.call.replay.is_replay):
             super().sort_early()
 
     def _sort_for_kernels(self) -> SortedRows:
-        """The kept slots by expert, as COMET's kernels take them."""
+        """Returns the kept slots sorted by expert, as COMET's kernels take them. Sorts once for a call."""
         if self._sorted is None:
             orders = self.orders
             num_experts = self.call.parts.spec.num_experts
@@ -45,6 +58,7 @@ class FusedCounts(ExactCounts):
         return self._sorted
 
     def agree(self, parts: LayerModules, inputs: Inputs) -> AgreedChoice:
+        """Waits for the counts and chooses what computes the call (`CountsSource.agree`)."""
         own_parts = self.call.parts
         self.orders.modules = parts
         counts = self.finish_exchange()
@@ -56,6 +70,7 @@ class FusedCounts(ExactCounts):
         return AgreedChoice(counts=counts, steps=steps, choice=choice)
 
     def decision(self, parts: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
+        """Builds the decision to run by kernels, by the pipeline engine, or by both."""
         if agreed.steps is None:
             return super().decision(parts, inputs, agreed)
         assert agreed.counts is not None
@@ -80,6 +95,10 @@ class FusedCounts(ExactCounts):
         )
 
     def _journey(self, shared: RankCounts) -> FusedRouting:
+        """Returns the routing of the call in the form that COMET's kernels take.
+
+        shared: the exchanged row counts.
+        """
         parts = self.call.parts
         expert_TK = self.orders.expert_TK
         rows = self._sort_for_kernels()

@@ -1,6 +1,6 @@
-"""A call of one rank whose routing kernel sorts the rows: no counts reach the host.
+"""Row counts of a call on one rank, where the routing kernel sorts the rows: no count reaches the host.
 
-The kernels are those of `pmoe.runners.one_rank`, or COMET's fused ones.
+The kernels of `pmoe.runners.one_rank` compute the call, or the fused kernels if the layer asks for them.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from pmoe.call.call import Call
-from pmoe.call.decision import AgreedChoice, Decision, HostRowCounts
+from pmoe.call.decision import AgreedChoice, HostRowCounts, Decision
 from pmoe.call.module_calls import is_watched
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import CheckedRouting, RoutedBatch
 from pmoe.checkpointing.replay import hidden_from_checkpoints, may_run_again
 from pmoe.comm.counts import RankCounts
 from pmoe.decide.fused_choice import (
-    defer_routing,
     fused_pair,
     kernels_runner,
     make_request,
     may_fuse,
+    defer_routing,
     stacked,
 )
-from pmoe.decide.route import apply_start_callbacks, autocast_dtype, check_num_experts
+from pmoe.decide.route import autocast_dtype, check_num_experts, apply_start_callbacks
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes.base import Inputs
 from pmoe.gates.base import Routing
@@ -38,10 +38,19 @@ from pmoe.runners.one_rank import OneRankRunner
 
 
 class OneRankCounts:
-    """A call that kernels of one rank compute: its row counts stay on the device."""
+    """A `CountsSource` whose row counts stay on the device, for calls that kernels of one rank compute.
+
+    call     the call
+    routed   its tokens with their routing
+    """
 
     def __init__(self, call: Call, x: Tensor, x_TM: Tensor, agreed: AgreedChoice) -> None:
-        """Routes the call. x: the input after the callbacks' first hooks. agreed: what computes the call."""
+        """Routes the call by the kernels.
+
+        x: (..., M), the input after the callbacks' ``before_moe_start``.
+        x_TM: (T, M), its rows.
+        agreed: with the operators of the fused kernels, or without for the kernels of one rank.
+        """
         self.call = call
         parts = call.parts
         self._agreed = agreed
@@ -56,8 +65,12 @@ class OneRankCounts:
 
     @staticmethod
     def of(call: Call) -> OneRankCounts | None:
-        """Routes the call. None if no kernel of one rank takes it: then the host needs the row counts."""
-        parts, replay = call.parts, call.replay
+        """Routes a call and returns its source; None if the kernels do not take it.
+
+        The host then needs the row counts, so another source must provide them.
+        """
+        parts = call.parts
+        replay = call.replay
         if is_watched(parts.gate):
             return None
         x = apply_start_callbacks(call)
@@ -72,9 +85,11 @@ class OneRankCounts:
         return None if agreed is None else OneRankCounts(call, x, x_TM, agreed)
 
     def agree(self, parts: LayerModules, inputs: Inputs) -> AgreedChoice:
+        """Returns what is known since the construction: there is no other rank to agree with."""
         return self._agreed
 
     def decision(self, parts: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
+        """Builds the decision to run by the kernels of one rank, or by fused kernels."""
         own_parts = self.call.parts
         routes = self._routes
         counts_E = routes.counts_nE[0].view(1, 1, -1)
@@ -99,6 +114,7 @@ class OneRankCounts:
         )
 
     def _journey(self) -> FusedRouting:
+        """Returns the routing of the call in the form that COMET's kernels take."""
         routes = self._routes
         return FusedRouting(
             rank=0,
@@ -112,15 +128,19 @@ class OneRankCounts:
 
 
 def _kernels(call: Call, x_TM: Tensor) -> AgreedChoice | None:
-    """The fused kernels' steps, or none for one rank's own kernels; None where neither takes the call."""
-    parts, dtype = call.parts, autocast_dtype(x_TM) or x_TM.dtype
+    """Returns what computes a call on one rank; None if the kernels do not take it.
+
+    ``steps`` of the result are the operators of the fused kernels, or None for the kernels of one rank.
+    """
+    parts = call.parts
+    dtype = autocast_dtype(x_TM) or x_TM.dtype
     if not may_fuse(parts, x_TM.device, dtype):
         return AgreedChoice() if kernels_refusal(parts, x_TM) is None else None
     needs_grad = parts.asks_for_gradients(x_TM, *parts.gate.parameters())
     if parts.refusal("one rank's counts") is not None or fused_pair(parts) is None:
         return None
     if parts.spec.fused == "forward" and needs_grad:
-        return None  # the pipeline engine's backward pass wants the counts on the host
+        return None  # the pipeline engine computes the backward pass, and needs the counts on the host
     count = x_TM.shape[0]
     request = make_request(parts, x_TM.device, dtype, count, count * parts.spec.top_k, needs_grad)
     steps = fused_steps.steps_for(request)
@@ -128,7 +148,10 @@ def _kernels(call: Call, x_TM: Tensor) -> AgreedChoice | None:
 
 
 def kernels_refusal(parts: LayerModules, x_TM: Tensor) -> str | None:
-    """Why a call is not computed by one rank's kernels; None where it is."""
+    """Returns why the kernels of `pmoe.runners.one_rank` do not compute a call; None if they do.
+
+    x_TM: (T, M), the rows of the input.
+    """
     return parts.refusal("one rank") or one_rank.kernel_refusal(
         cast(TopKGate, parts.gate),
         stacked(parts),
@@ -140,9 +163,12 @@ def kernels_refusal(parts: LayerModules, x_TM: Tensor) -> str | None:
 
 
 def _routes(call: Call, x_TM: Tensor, agreed: AgreedChoice) -> tuple[Routes, DeferredRouting | None]:
-    """The gate's product and the routing, a launch each, unless a persistent launch makes them."""
-    if agreed.steps is not None and (found := defer_routing(call, x_TM)) is not None:
-        return found.routes, found
+    """Returns the routing of a call, and its promise if a persistent launch is to compute it.
+
+    Without a promise, the gate's product and the routing are computed now.
+    """
+    if agreed.steps is not None and (promise := defer_routing(call, x_TM)) is not None:
+        return promise.routes, promise
     with torch.autocast(x_TM.device.type, enabled=False):
         routes = one_rank.route_tokens(cast(TopKGate, call.parts.gate), x_TM, route)
     if may_run_again(call.layer):

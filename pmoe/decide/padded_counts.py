@@ -1,8 +1,16 @@
-"""Row counts of a call whose rows are padded to capacity: the number of tokens says where rows go.
+"""Row counts of a layer with pad_to_capacity: they follow from the number of tokens, so none are exchanged.
 
-No counts are exchanged, and the host waits for nothing. Ranks compare the number of tokens, and report
-faults, at every call on the CPU. On CUDA they do so at the first call of a kind, and when a checkpoint routes
-again.
+Every rank sends every expert the same number of rows. Places without a row are padded with zeros:
+
+    capacity 3, 2 experts     expert 0       expert 1
+    rows that were routed     a b            c d e f
+    rows that are sent        a b 0          c d e        f is dropped, 0 is padding
+
+Where rows go depends on no value that is on the device, so the host does not wait, and a CUDA graph can hold
+the call. In exchange, all ranks must have the same number of tokens. They compare it, and report faults:
+
+    on the CPU    in every call
+    on CUDA       in the first call of each kind (`PaddedCallKey`), and when a checkpoint routes again
 """
 
 from __future__ import annotations
@@ -14,15 +22,15 @@ import torch
 from torch import Tensor
 
 from pmoe.call.call import Call
-from pmoe.call.decision import AgreedChoice, Decision, HostRowCounts
+from pmoe.call.decision import AgreedChoice, HostRowCounts, Decision
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import CheckedRouting, RoutedBatch
 from pmoe.call.sizes import splits_of
 from pmoe.choose.choose import choose
 from pmoe.comm.counts import CountsExchange, Fault, RankCounts
 from pmoe.decide.exact_counts import LoadedExchange, in_chunks
-from pmoe.decide.fused_choice import defer_routing, find_steps, kernels_runner, may_fuse
-from pmoe.decide.route import cast_dtype, route_batch, run_gate
+from pmoe.decide.fused_choice import find_steps, kernels_runner, may_fuse, defer_routing
+from pmoe.decide.route import run_gate, cast_dtype, route_batch
 from pmoe.engine.passes.base import Inputs
 from pmoe.engine.plan.make_plan import SortedSlots
 from pmoe.engine.variants.padding import PaddedCallKey, check_same_calls, make_padding
@@ -33,16 +41,24 @@ from pmoe.ordering.sorted import Tokens
 
 
 def kind_of(parts: LayerModules, x_TM: Tensor, dtype: torch.dtype) -> PaddedCallKey:
-    """dtype: of the rows as the experts get them."""
+    """Returns the kind of a padded call. Calls of one kind are compared once on CUDA.
+
+    x_TM: (T, M), the rows.
+    dtype: of the rows that reach the experts.
+    """
     needs_grad = parts.asks_for_gradients(x_TM, *parts.gate.parameters())
     return PaddedCallKey(num_tokens=x_TM.shape[0], needs_grad=needs_grad, dtype=dtype)
 
 
 class PaddedCounts:
-    """A call whose rows are padded to capacity. It runs in chunks, or by a persistent kernel."""
+    """A `CountsSource` for rows that are padded to capacity. It runs in chunks, or by a persistent kernel.
+
+    call     the call
+    routed   its tokens with their routing
+    """
 
     def __init__(self, call: Call) -> None:
-        """Routes the call. If a persistent launch is to choose the experts, the launch makes the routing."""
+        """Routes the call. If the persistent launch chooses the experts, the routing has no values yet."""
         self.call = call
         parts = call.parts
         self._promise: DeferredRouting | None = None
@@ -54,6 +70,7 @@ class PaddedCounts:
         self._splits = splits_of(parts, self._kind.num_tokens, top_k=expert_TK.shape[1])
 
     def _ask_gate(self, call: Call, x_TM: Tensor) -> CheckedRouting:
+        """Returns the routing of the gate, or tensors that the persistent launch will fill (`defer_routing`)."""
         if may_fuse(call.parts, x_TM.device, cast_dtype(call.parts, x_TM) or x_TM.dtype):
             self._promise = defer_routing(call, x_TM)
         if self._promise is None:
@@ -62,6 +79,7 @@ class PaddedCounts:
         return CheckedRouting(routing=Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux))
 
     def agree(self, parts: LayerModules, inputs: Inputs) -> AgreedChoice:
+        """Compares the ranks' calls, then chooses the persistent kernel, or n and the restore pair."""
         own_parts = self.call.parts
         _compare(self.call, self.routed, self._kind)
         if may_fuse(own_parts, self._device, self.routed.dtype):
@@ -73,6 +91,7 @@ class PaddedCounts:
         return AgreedChoice(choice=choose(own_parts, self._device_counts, inputs, orders))
 
     def decision(self, parts: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
+        """Builds the decision to run in chunks of padded rows, or by the persistent kernel."""
         if agreed.choice is None:
             return self._by_kernels(inputs, agreed)
         orders, kept_E = self._padded(parts)
@@ -82,6 +101,7 @@ class PaddedCounts:
         return in_chunks(self.call, self.routed, inputs, plan, totals)
 
     def _by_kernels(self, inputs: Inputs, agreed: AgreedChoice) -> Decision:
+        """Builds the decision to run by the persistent kernel, which counts the kept rows itself."""
         assert agreed.steps is not None
         splits = self._splits
         kept_E = torch.empty(splits.num_experts, dtype=torch.int32, device=self._device)
@@ -103,21 +123,30 @@ class PaddedCounts:
 
     @functools.cached_property
     def _host_counts(self) -> RankCounts:
+        """The row counts with all tensors on the host."""
         return self._counts_on(torch.device("cpu"))
 
     @functools.cached_property
     def _device_counts(self) -> RankCounts:
+        """The row counts with `RankCounts.recv_device` on the device of the rows."""
         return self._counts_on(self._device)
 
     def _counts_on(self, device: torch.device) -> RankCounts:
-        """Row counts in bins, which are equal for all ranks and experts."""
+        """Returns the counts of padded rows in bins. They are equal for all ranks and experts.
+
+        device: that of `RankCounts.recv_device`.
+        """
         splits = self._splits
         max_tokens = -(-splits.num_rows // self.routed.routing.expert.shape[1])
         num_ranks = self.call.parts.ranks.size
         return splits.counts(num_ranks, device, max_tokens=max_tokens, needs_grad=self._kind.needs_grad)
 
     def _padded(self, parts: LayerModules) -> tuple[SortedSlots, Tensor]:
-        """The padded rows as they can be sorted, and the kept rows of each expert (E,). Made once a call."""
+        """Returns the padded rows as slots that can be sorted, and the number of kept rows by expert, (E,).
+
+        Both are made once for a call, of the routing. A defer_routing routing is computed for it, because no
+        persistent launch will.
+        """
         if self._padded_rows is None:
             if self._promise is not None:
                 self._promise.keep()
@@ -129,15 +158,18 @@ class PaddedCounts:
 
 
 def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
-    """Compares the number of tokens with other ranks and reports faults, where the module's docstring says
-    so."""
+    """Compares the kind of the call among ranks, and reports faults, when the module's docstring says so.
+
+    Raises ValueError on every rank if the ranks' calls differ, and FaultError if any rank reports a fault.
+    """
     parts = call.parts
     known_kinds = parts.known.padded_kinds
     device = routed.x_TM.device
     is_again = routed.gated.is_again
     compares = compares_always(device)
     if routed.failure is not None and known_kinds and not compares:
-        raise routed.failure  # ranks whose kind of call is known would not take part in the exchange
+        # On CUDA this rank may be the only one to exchange: peers that know the kind of their call do not.
+        raise routed.failure
     if kind in known_kinds and not (compares or is_again):
         return
     if parts.ranks.size > 1 or is_again:
@@ -148,12 +180,14 @@ def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
             )
 
         check_same_calls(LoadedExchange(parts, routed, begin).finish())
-    if len(known_kinds) >= 256:  # on every rank at the same call
+    if len(known_kinds) >= 256:  # all ranks know the same kinds, so they forget them at the same call
         known_kinds.clear()
     known_kinds.add(kind)
 
 
 def compares_always(device: torch.device) -> bool:
-    """Whether ranks compare every call: on the CPU, where no device is waited for. Else the first of a
-    kind."""
+    """Returns whether ranks compare every padded call, not only the first of each kind.
+
+    They do on the CPU, where the host waits for no device.
+    """
     return device.type != "cuda"

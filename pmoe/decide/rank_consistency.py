@@ -1,7 +1,7 @@
-"""What a layer was given, in words: every rank must have given the same, compared at its first call.
+"""The comparison of a layer among its ranks: all must have the same options and the same dense values.
 
-Ranks that differ in options would wait for each other until the group's timeout, take each other's bytes for
-something else, or hold another model each.
+If ranks differed in options, they would wait for each other until the group's timeout, misread each other's
+messages, or train different models. `check_same_options` says when they compare.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from pmoe.warn import warn_once
 
 
 def check_same_options(parts: LayerModules) -> None:
-    """Begins a call of several ranks, and compares their options where that is due.
+    """Begins a call of several ranks. Compares the layer among them if that is due.
 
-    Collective at the first call of a layer, and at the next call after options were set.
+    It is due at the first call of a layer, at the next call after its options were set, and at the next call
+    after a new default process group has taken the place of a destroyed one. Comparing is a collective.
+
+    Raises ValueError on every rank if options differ, or if a wrapper of another library manages the experts.
     """
     known = parts.known
     changed = ""
@@ -35,7 +38,7 @@ def check_same_options(parts: LayerModules) -> None:
     enter_call(parts.ranks, changed)
     check_wrapped(parts.experts, set(parts.ranks.members))
     if known.differed is None or changed:
-        # If hooks or wrappers stand around the experts, a library may fetch their values later.
+        # A library that hooks or wraps the experts may keep them on the meta device until it fetches them.
         if not any(map(is_watched, parts.experts_module.modules())):
             check_not_meta(parts.like)
         with hidden_from_checkpoints():
@@ -44,69 +47,101 @@ def check_same_options(parts: LayerModules) -> None:
 
 
 def compare_options(parts: LayerModules) -> bool:
-    """Whether ranks hold different experts. Collective over the layer's ranks. Raises ValueError on each of
-    them, naming option, values and ranks, where any two options differ, and where experts, which must differ,
-    were copied since they were built, or loaded from one file. Warns on each where values of the dense parts
-    differ, which must be alike."""
-    given = options_in_words(parts)
+    """Compares a layer among its ranks. Returns whether the ranks hold different experts. Collective.
+
+    One reduction compares digests of these on all ranks:
+
+        options                  must be the same; else ValueError with the option, values and ranks
+        values of dense parts    must be the same; else a warning
+        experts                  if they differed at construction, one rank's must not have been copied to
+                                 all others since then; else ValueError
+
+    If any rank's experts were loaded from a state dict, `check_loaded` compares these, too. It raises
+    ValueError if two ranks loaded the same ones.
+
+    All ranks raise the same errors and issue the same warnings.
+    """
+    options = options_in_words(parts)
     dense = dense_values(parts)
-    like, experts = parts.like, parts.experts
+    like = parts.like
+    experts = parts.experts
     device = torch.device("cpu") if like is None else like.device
-    built, now = experts.built, sampled(experts)
-    digests = [float(digest([value])) for value in (*given.values(), *dense.values(), built, now)]
-    flags = [float(built == now), float(experts.was_loaded)]
-    *agree, were_same, are_same, all_changed_or_none, all_loaded_or_none = same(
+    built = experts.built
+    current = sampled(experts)
+    digests = [float(digest([value])) for value in (*options.values(), *dense.values(), built, current)]
+    flags = [float(built == current), float(experts.was_loaded)]
+    *are_equal, were_same, are_same, all_changed_or_none, all_loaded_or_none = same(
         parts.ranks, device, [*digests, *flags], stage="comparing the layer's options"
     )
     if experts.was_loaded or not all_loaded_or_none:
         check_loaded(parts)
-    elif are_same and not (were_same or all_changed_or_none):  # all have what one was built with
+    # The experts differed at construction, and are the same on all ranks now. On some rank they are as they
+    # were built, and on others they have changed: so those were overwritten by copies of that rank's experts.
+    elif are_same and not (were_same or all_changed_or_none):
         raise ValueError(COPIED)
-    options = [name for name, is_same in zip(given, agree[: len(given)], strict=True) if not is_same]
-    if options:
-        raise ValueError(_options_that_differ(parts, options, given[options[0]]))
-    values = [name for name, is_same in zip(dense, agree[len(given) :], strict=True) if not is_same]
-    if values:  # no error: some programs call a layer once before they load or broadcast its values
-        warn_once(_values_that_differ(parts, values[0]))
+    unequal_options = [
+        name for name, is_same in zip(options, are_equal[: len(options)], strict=True) if not is_same
+    ]
+    if unequal_options:
+        raise ValueError(_options_that_differ(parts, unequal_options, options[unequal_options[0]]))
+    unequal_parts = [
+        name for name, is_same in zip(dense, are_equal[len(options) :], strict=True) if not is_same
+    ]
+    # A warning only: some programs call a layer once before they load or broadcast its values.
+    if unequal_parts:
+        warn_once(_values_that_differ(parts, unequal_parts[0]))
     experts.are_equal = are_same
     return not are_same
 
 
 def _options_that_differ(parts: LayerModules, names: list[str], mine: str) -> str:
-    """Collective. mine: the value of the first."""
-    of_ranks = gathered(parts.ranks, mine, stage="showing the layer's options")
-    values = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(of_ranks))
+    """Returns the error for options that differ among ranks. Collective.
+
+    names: the options.
+    mine: this rank's value of the first one.
+    """
+    values_of_ranks = gathered(parts.ranks, mine, stage="showing the layer's options")
+    values = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values_of_ranks))
     also = f" (and so do {', '.join(names[1:])})" if names[1:] else ""
     return f"{names[0]} must be the same on every rank of a MoELayer, and differs{also}: {values}"
 
 
 def _values_that_differ(parts: LayerModules, part: str) -> str:
-    """Names the first tensor of a dense part whose values differ, and who has which. Collective."""
-    mine = {name: fingerprint({name: tensor}) for name, tensor in dense_tensors(parts, part).items()}
-    of_ranks = gathered(parts.ranks, mine, stage="showing values that differ")
-    names = dict.fromkeys(name for each in of_ranks for name in each)
-    name = next(name for name in names if len({each.get(name) for each in of_ranks}) > 1)
+    """Returns the warning for a dense part whose values differ among ranks. Collective.
+
+    It names the first tensor that differs, and the ranks that have the same values of it.
+    """
+    own_digests = {name: fingerprint({name: tensor}) for name, tensor in dense_tensors(parts, part).items()}
+    digests_of_ranks = gathered(parts.ranks, own_digests, stage="showing values that differ")
+    names = dict.fromkeys(name for digests in digests_of_ranks for name in digests)
+    name = next(name for name in names if len({digests.get(name) for digests in digests_of_ranks}) > 1)
     holders = dict[str | None, list[str]]()
-    for rank, each in enumerate(of_ranks):
-        holders.setdefault(each.get(name), []).append(str(rank))
-    who = "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" for ranks in holders.values())
+    for rank, digests in enumerate(digests_of_ranks):
+        holders.setdefault(digests.get(name), []).append(str(rank))
+    equal_ranks = "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" for ranks in holders.values()
+    )
     return (
         f"{parts.ranks.layer or 'a MoELayer'}, whose values of {name} must be the same on every rank: they "
-        f"differ (alike are: {who}), and unless something makes them alike each rank trains a model of its "
-        f"own. {SAME_VALUES}"
+        f"differ (ranks with equal values: {equal_ranks}). If they stay different, each rank trains a model "
+        f"of its own. {SAME_VALUES}"
     )
 
 
 # ---- options that were set between calls
 #
-# They may change the sizes of messages, which aborts a peer's process. So ranks compare them again at the
-# next call, and meet before that: one rank alone may have set some (`pmoe.comm.meeting`).
+# An option may change the sizes of messages. If one rank alone has set it, a collective with unequal sizes
+# aborts a peer's process. So a rank whose options have changed first waits until all ranks begin the same
+# call (`pmoe.comm.meeting`). Then the ranks compare their options again.
 
 
 def changed_options(words_before: Mapping[str, str], now: LayerModules) -> str:
-    """What is set otherwise on a layer than at its last call, in words for the other ranks; "" if nothing is.
+    """Returns in words which options of a layer were set since its last call; "" for none.
 
-    words_before: `options_in_words` of when ranks last agreed.
+    The other ranks show this text in an error, if they have not set the same options.
+
+    words_before: `options_in_words` at the last comparison.
+    now: the layer's modules and options now.
 
     Example: "has set pipeline (4) of MoELayer 1 since its last call, and other ranks have not: ..."
     """
@@ -116,5 +151,5 @@ def changed_options(words_before: Mapping[str, str], now: LayerModules) -> str:
         return ""
     return (
         f"has set {', '.join(changed)} of {now.ranks.layer} since its last call, and other ranks have not: "
-        "set a layer's options on all ranks, between the same calls"
+        "set the options of a layer on all ranks, before the same call"
     )

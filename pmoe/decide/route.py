@@ -1,6 +1,7 @@
-"""The first stage of a call: a checked input, and what the gate makes of it.
+"""The first stage of a call: checks the input and calls the gate.
 
-What is wrong on one rank becomes a `Fault`, which travels with the row counts: all ranks raise together.
+If the input or the routing of one rank is wrong, the other ranks must not wait for its rows. So the error
+becomes a `Fault`, which travels with the row counts, and all ranks raise together.
 """
 
 from __future__ import annotations
@@ -23,22 +24,33 @@ from pmoe.gates.capacity import expert_capacity, within_capacity
 
 
 def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None = None) -> RoutedBatch:
-    """Checks the input and lets the gate decide, as ``ask`` asks it. One rank alone raises at once; among
-    several a rank that failed takes part with no tokens in the exchange that tells the others."""
+    """Checks the input of a call and routes its tokens.
+
+    ask: returns the checked routing of the rows (T, M); None calls the gate (`run_gate`).
+
+    A single rank raises an error at once. If there are several ranks, a failed rank returns no tokens and the
+    error. It then takes part in the exchange of row counts, which reports its fault to the other ranks. A
+    checkpoint's second pass has no exchange, so it raises at once, too.
+    """
     parts = call.parts
     try:
         x = apply_start_callbacks(call)
         x_TM = x.reshape(-1, parts.spec.d_model)
         gated = call.replay.route(x_TM, lambda: (ask or run_gate)(call, x_TM))
     except Exception as error:
-        if parts.ranks.size == 1 or call.replay.is_replay:  # which has no such exchange
+        if parts.ranks.size == 1 or call.replay.is_replay:
             raise
         return _nothing_routed(parts, error)
     return RoutedBatch(x=x, x_TM=x_TM, gated=gated, autocast=cast_dtype(parts, x_TM))
 
 
 def apply_start_callbacks(call: Call) -> Tensor:
-    """The checked input behind the callbacks' first hooks: (..., M), or with a mask its N tokens, (N, M)."""
+    """Returns the checked input after the callbacks' ``before_moe_start``: (..., M), or (N, M) with a mask.
+
+    With a mask, N is the number of its tokens: callbacks and the gate do not see padding.
+
+    Raises what `check_input` raises, and FaultError if one of several ranks' callbacks fails.
+    """
     x = call.x if call.mask is None else _tokens_of(call)
     for callback in call.parts.callbacks:
         try:
@@ -53,8 +65,9 @@ def apply_start_callbacks(call: Call) -> Tensor:
 
 
 def _tokens_of(call: Call) -> Tensor:
-    """(N, M): the rows of the input that are tokens. Raises ValueError where the mask does not fit it."""
-    x, mask = call.x, call.mask
+    """Returns the rows (N, M) of the input that are tokens. Raises FaultError if the mask does not fit it."""
+    x = call.x
+    mask = call.mask
     check_input(call.parts, x)
     if not isinstance(mask, Tensor) or mask.shape != x.shape[:-1] or mask.device != x.device:
         raise FaultError(
@@ -64,13 +77,25 @@ def _tokens_of(call: Call) -> Tensor:
         )
     if mask.is_floating_point() or mask.is_complex():
         raise FaultError(
-            Fault.SHAPE, f"mask (of {mask.dtype}) must be bool: True where x has a token, False in padding"
+            Fault.SHAPE,
+            f"mask of dtype {mask.dtype} must be bool: True where x has a token, False in padding",
         )
     return x[mask.bool()]
 
 
 def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
-    parts, spec = call.parts, call.parts.spec
+    """Calls the gate, checks its routing, and drops rows over the layer's capacity.
+
+    x_TM: (T, M), the rows.
+
+    Three checks give a fault, each without waiting for the device; the last one that applies wins:
+
+    - values of a user's gate outside their range (`clamped_with_fault`);
+    - logits that are not finite, unless ``check_finite`` is False;
+    - routing that differs from the first run, if a checkpoint runs these tokens again.
+    """
+    parts = call.parts
+    spec = call.parts.spec
     routing = _routing(call, x_TM)
     fault: Tensor | Fault = Fault.NONE
     if not parts.trusts_gate:
@@ -78,20 +103,22 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
 
         check_routing(parts, routing, x_TM)
         routing, fault = clamped_with_fault(routing, x_TM, spec.num_experts)
+    # By default only where an exchange of row counts reports the fault anyway. Padded calls may have none.
     checks = not spec.pad_to_capacity if spec.check_finite is None else spec.check_finite
-    if checks and routing.logits is not None and not is_shape_run():  # padded counts do not come to the host
-        # Arithmetic and no torch.where: scalars that become tensors would be copies that synchronise.
+    if checks and routing.logits is not None and not is_shape_run():
+        # Arithmetic instead of torch.where: a number that becomes a tensor is a copy to the device, for which
+        # the host waits.
         finite = routing.logits.detach().isfinite().all().long()
         fault = finite * fault + (1 - finite) * int(Fault.NOT_FINITE)
-    changed = None
+    has_changed = None
     if may_run_again(call.layer):
         from pmoe.checkpointing.routing_check import changed_routing
 
-        changed = changed_routing(call.layer, x_TM.shape[0], routing.expert, routing.keep, routing.token)
-    if changed is not None:
+        has_changed = changed_routing(call.layer, x_TM.shape[0], routing.expert, routing.keep, routing.token)
+    if has_changed is not None:
         with hidden_from_checkpoints():
-            fault = changed * int(Fault.RECOMPUTED) + (1 - changed) * fault
-    kept = Routing(
+            fault = has_changed * int(Fault.RECOMPUTED) + (1 - has_changed) * fault
+    checked_routing = Routing(
         expert=routing.expert,
         weight=routing.weight,
         l_aux=routing.l_aux,
@@ -99,11 +126,14 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
         token=routing.token,
         mix=routing.mix,
     )
-    return CheckedRouting(routing=kept, fault=fault, is_again=changed is not None)
+    return CheckedRouting(routing=checked_routing, fault=fault, is_again=has_changed is not None)
 
 
 def _kept(parts: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | None:
-    """(T, K) bool, the slots within the layer's capacity; the gate's own where it decides."""
+    """Returns which slots are kept, (T, K) bool: those within the capacity; None keeps all.
+
+    A gate that decides itself what is kept is obeyed. Padded calls drop rows later, when they pad them.
+    """
     spec = parts.spec
     decides = bool(getattr(parts.router, "decides_capacity", False))
     if routing.keep is not None or routing.token is not None or decides:
@@ -117,36 +147,47 @@ def _kept(parts: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | None:
 
 
 def _routing(call: Call, x_TM: Tensor) -> Routing:
-    gate, ids, given = call.parts.gate, call.token_ids, [x_TM]
+    """Calls the gate with the rows, and with the token ids if it routes by them.
+
+    Raises ValueError if it needs ids that are missing, or if it scores another number of experts.
+    """
+    gate = call.parts.gate
+    ids = call.token_ids
+    arguments = [x_TM]
     if getattr(call.parts.router, "needs_token_ids", False):
         if call.mask is not None and isinstance(ids, Tensor) and ids.shape == call.mask.shape:
             ids = ids[call.mask.bool()]
         if not isinstance(ids, Tensor) or ids.numel() != x_TM.shape[0]:
-            shown = tuple(ids.shape) if isinstance(ids, Tensor) else ids
+            shape = tuple(ids.shape) if isinstance(ids, Tensor) else ids
             raise ValueError(
-                f"token_ids ({shown}) must be given, one for each of the {x_TM.shape[0]} tokens: the gate "
+                f"token_ids ({shape}) must be given, one for each of the {x_TM.shape[0]} tokens: the gate "
                 f"({type(gate).__name__}) routes by them"
             )
-        given.append(ids.reshape(-1))
-    routing: Routing = gate(*given)
+        arguments.append(ids.reshape(-1))
+    routing: Routing = gate(*arguments)
     if call.parts.trusts_gate:
         check_num_experts(call.parts, None if routing.logits is None else routing.logits.shape[-1])
     return routing
 
 
 def check_num_experts(parts: LayerModules, num_scores: int | None) -> None:
-    """Raises ValueError where the gate scores more or fewer experts than the layer has, because a tool has
-    replaced its parameters. num_scores: per token; None where the gate gives none."""
+    """Raises ValueError if the gate scores more or fewer experts than the layer has.
+
+    That happens if a tool has replaced the parameters of the gate.
+
+    num_scores: the number of scores of each token; None if the gate gives none.
+    """
     num_experts = parts.spec.num_experts
     if num_scores not in (None, num_experts):
         raise ValueError(
-            f"gate ({type(parts.gate).__name__}) scores {num_scores} experts and the layer has num_experts "
-            f"({num_experts}). For more or fewer experts build another MoELayer with that num_experts and "
-            "copy weights into it (docs/weights.md)"
+            f"gate ({type(parts.gate).__name__}) scores {num_scores} experts, but the layer has num_experts "
+            f"({num_experts}). For more or fewer experts, build another MoELayer with that num_experts and "
+            "copy the weights into it (docs/weights.md)"
         )
 
 
 def _nothing_routed(parts: LayerModules, error: Exception) -> RoutedBatch:
+    """Returns a batch of no tokens, with the error and its fault, for a rank that could not route its own."""
     like = torch.empty(0) if parts.like is None or parts.like.is_meta else parts.like
     routing = Routing(
         expert=torch.empty(0, parts.spec.top_k, dtype=torch.int64, device=like.device),
@@ -160,14 +201,22 @@ def _nothing_routed(parts: LayerModules, error: Exception) -> RoutedBatch:
 
 
 def is_fetched(parts: LayerModules) -> bool:
-    """Whether a library may fetch experts' parameters when their modules are called. accelerate's offloading
-    does so, and keeps them on the meta device until then."""
+    """Returns whether a library may fetch the experts' parameters when their modules are called.
+
+    The offloading of accelerate does so by hooks. Until then it keeps the parameters on the meta device.
+    """
     return any(map(is_watched, parts.experts_module.modules()))
 
 
 def check_input(parts: LayerModules, x: Tensor) -> None:
-    """Raises TypeError or FaultError (a ValueError) for what a layer cannot take."""
-    d_model, like = parts.spec.d_model, parts.like
+    """Checks kind, shape, device and dtype of the input.
+
+    x: (..., M); it must be on the device of the parameters, and have their dtype unless it is cast.
+
+    Raises TypeError if x is no tensor, and otherwise FaultError, which is a ValueError.
+    """
+    d_model = parts.spec.d_model
+    like = parts.like
     if not isinstance(x, Tensor):
         raise TypeError(f"x ({type(x).__name__}) must be a torch.Tensor of shape (..., {d_model})")
     is_plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested
@@ -178,33 +227,45 @@ def check_input(parts: LayerModules, x: Tensor) -> None:
             Fault.SHAPE, f"x of shape {tuple(x.shape)} must end in d_model ({d_model}): (..., d_model)"
         )
     if like is not None and x.device != like.device and not (like.is_meta and is_fetched(parts)):
-        cure = ": call to_empty and reset_parameters first" if like.is_meta else ""
+        cure = ": call layer.to_empty(device=...) and layer.reset_parameters() first" if like.is_meta else ""
         raise FaultError(
             Fault.DEVICE, f"x on {x.device} must be where the layer's parameters are ({like.device}){cure}"
         )
     if not x.is_floating_point():
-        cure = ": take x.dequantize()" if x.is_quantized else ": take x.real" if x.is_complex() else ""
+        cure = ": pass x.dequantize()" if x.is_quantized else ": pass x.real" if x.is_complex() else ""
         raise FaultError(Fault.DTYPE, f"x of dtype {x.dtype} must be of a floating-point type{cure}")
     if like is not None and cast_dtype(parts, x) is None and x.dtype != like.dtype:
         raise FaultError(
             Fault.DTYPE,
-            f"x of dtype {x.dtype} must be of the layer's dtype ({like.dtype}), or under autocast",
+            f"x of dtype {x.dtype} must be of the layer's dtype ({like.dtype}): cast x, or call the layer "
+            "under torch.autocast",
         )
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The type that autocast gives rows; None where it leaves them as they are, as it does float64."""
+    """Returns the dtype to which autocast casts rows; None if it leaves them as they are.
+
+    Without autocast it does, and it never casts float64.
+    """
     if x.is_meta or not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
         return None
     return torch.get_autocast_dtype(x.device.type)
 
 
 def cast_dtype(parts: LayerModules, x: Tensor) -> torch.dtype | None:
-    """The type to which rows and parameters are cast: autocast's, or x's own where FSDP's mixed precision has
-    cast x and the gate, but not the experts, which it leaves out; else None."""
-    found = autocast_dtype(x)
-    if found is not None or x.dtype not in (torch.bfloat16, torch.float16):
-        return found
-    dense, like = next(parts.gate.parameters(), None), parts.like
-    is_cast = dense is not None and like is not None and (dense.dtype, like.dtype) == (x.dtype, torch.float32)
+    """Returns the dtype to which rows and parameters are cast for the experts; None if nothing is cast.
+
+    It is autocast's dtype, or else the dtype of x if FSDP's mixed precision has cast x and the gate to 16
+    bits. FSDP does not manage the experts, so it leaves them in float32.
+    """
+    autocast = autocast_dtype(x)
+    if autocast is not None or x.dtype not in (torch.bfloat16, torch.float16):
+        return autocast
+    gate_parameter = next(parts.gate.parameters(), None)
+    like = parts.like
+    is_cast = (
+        gate_parameter is not None
+        and like is not None
+        and (gate_parameter.dtype, like.dtype) == (x.dtype, torch.float32)
+    )
     return x.dtype if is_cast else None

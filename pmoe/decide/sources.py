@@ -7,11 +7,14 @@ from pmoe.call.decision import CountsSource
 
 
 def counts_source(call: Call) -> CountsSource:
-    """Routes a call by the first of these sources that fits it:
+    """Routes a call and returns its source of row counts: the first of the following that fits.
 
-    - the kernels of one rank, if no other rank takes part: no counts reach the host;
-    - the capacity, if ``pad_to_capacity`` makes every count known in advance;
-    - an exchange among all ranks, for which the host waits once.
+    The host waits for the device only if ranks exchange counts:
+
+        OneRankCounts   no other rank takes part, and kernels take the call: no counts reach the host
+        PaddedCounts    pad_to_capacity: the capacity gives every count in advance
+        FusedCounts     fused kernels are wanted: ranks exchange counts
+        ExactCounts     otherwise: ranks exchange counts
     """
     parts = call.parts
     if parts.may_run_on_one_rank:

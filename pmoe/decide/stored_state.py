@@ -1,4 +1,4 @@
-"""Records whose experts a state dict holds, so that not all ranks load the experts of one.
+"""Checks of state dicts: they prevent that all ranks load the experts of one rank.
 
 Each rank's ``state_dict()`` has that rank's experts, under names that every rank uses. Without checks, rank
 0's file would load on every rank, and every rank would then have rank 0's experts. Three checks prevent it:
@@ -32,7 +32,7 @@ from pmoe.experts.base import Experts
 from pmoe.experts.operands import local_part
 
 KEY = "pmoe.experts"
-"""The key in a module's part of a state dict's ``_metadata``, which torch.save and torch.load keep."""
+"""The key of an `ExpertPlace` in the metadata of a state dict, which torch.save and torch.load keep."""
 
 CURE = (
     "Save with pmoe.save_checkpoint(folder, model, optimizer, step=step) and load with "
@@ -42,8 +42,14 @@ CURE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlace:
-    """Which experts a rank holds, and which part of their hidden columns. rank, num_ranks: the rank's place
-    in the group that together holds all experts, and the size of that group."""
+    """The experts that a rank holds: a range of all experts, and a part of their hidden columns.
+
+    first_expert       number of the first one
+    num_local_experts  length of the range
+    num_experts        number of all experts
+    shard, num_shards  the part of the hidden columns, and the number of parts
+    rank, num_ranks    this rank in the group that holds all experts, and the size of the group
+    """
 
     first_expert: int
     num_local_experts: int
@@ -55,6 +61,7 @@ class ExpertPlace:
 
     @staticmethod
     def of(grid: Grid, num_experts: int) -> ExpertPlace:
+        """Returns this rank's place. num_experts: of all ranks."""
         local = num_experts // grid.across.size
         return ExpertPlace(
             first_expert=grid.across.rank * local,
@@ -68,8 +75,10 @@ class ExpertPlace:
 
     @property
     def holds(self) -> tuple[int, ...]:
-        """The fields that must be equal for loading one place's values into another. The number of ranks is
-        none of them: another number may hold the same experts."""
+        """The fields that say which values a rank holds. Values may be loaded only if these are equal.
+
+        The number of ranks is not among them, because another number of ranks may hold the same experts.
+        """
         return self.first_expert, self.num_local_experts, self.num_experts, self.shard, self.num_shards
 
     def __str__(self) -> str:
@@ -79,7 +88,13 @@ class ExpertPlace:
 
 
 def watch(experts: Experts, grid: Grid, num_experts: int) -> None:
-    """Sets the experts' place, which their state dicts record and loading checks. May be called again."""
+    """Sets the place of experts, so that their state dicts record it and loading checks it.
+
+    grid: the ranks of the layer.
+    num_experts: of all ranks.
+
+    It may be called again, if the ranks have changed.
+    """
     if not experts.is_parallel:
         return
     if experts.place is None:
@@ -92,6 +107,7 @@ def watch(experts: Experts, grid: Grid, num_experts: int) -> None:
 
 
 def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
+    """Writes into the metadata of a state dict whose experts it has: a hook of ``state_dict()``."""
     place: ExpertPlace = experts.place
     if place.num_ranks > 1:
         _refuse_one_file(experts, place, prefix.rstrip("."))
@@ -100,8 +116,11 @@ def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[s
 
 @dataclass(frozen=True)
 class Writer:
-    """A function of another library that asks for a state dict to write one file. on_all_ranks: whether it
-    asks on every rank, or on the one that writes."""
+    """A function of another library that writes the state dict of one rank as the only file.
+
+    name: how errors call it.
+    on_all_ranks: whether it asks every rank for a state dict, or only the rank that writes.
+    """
 
     name: str
     on_all_ranks: bool = True
@@ -123,28 +142,38 @@ ONE_FILE = {
         )
     },
 }
-"""Callers that write one rank's state, by module and function. Lightning's strategies that write distributed
-files use other functions."""
+"""Callers that write the state dict of one rank as the only file, by their module and function.
+
+Lightning's strategies that write distributed files use other functions.
+"""
 
 DCP = "torch.distributed.checkpoint.state_dict"
-"""Its state dicts cover all ranks by DTensors. In a full one, plain tensors have one rank's values."""
+"""The module of DCP, torch's distributed checkpoints. Its state dicts cover all ranks by DTensors.
+
+In a full state dict, a plain tensor has the values of one rank only.
+"""
 
 
 def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
-    """Raises ValueError where the caller will write this state dict as the only file.
+    """Raises ValueError if the caller will write this state dict as the only file.
 
-    A state dict does not know its use, so this looks up the call stack for the nearest function of `ONE_FILE`
-    or of `DCP`. Functions that are not listed pass; `_check_whose` refuses their file when it is loaded.
+    A state dict does not know its use, so this searches the call stack for the nearest function of `ONE_FILE`
+    or of `DCP`. Other callers pass. If they write one file, `_check_whose` refuses it when it is loaded.
+
+    place: the experts of this rank.
+    name: the experts' name in the model, for errors.
     """
     frame = sys._getframe(1)
     while frame is not None:
-        module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
+        module = frame.f_globals.get("__name__")
+        function = frame.f_code.co_name
         if module == DCP and function == "_get_model_state_dict":
             is_full = getattr(frame.f_locals.get("info"), "full_state_dict", False)
-            if is_full and not all(hasattr(each, "device_mesh") for each in experts.parameters()):
+            if is_full and not all(hasattr(parameter, "device_mesh") for parameter in experts.parameters()):
                 raise ValueError(
-                    f"{name}: full_state_dict=True would give each rank its own {place} for all: these are "
-                    "plain tensors. Stacked experts (ffn, swiglu) are whole in it after pmoe.parallelize. "
+                    f"{name}: full_state_dict=True would return only this rank's {place} as if these were "
+                    "all, because they are plain tensors. After pmoe.parallelize, stacked experts (ffn, "
+                    "swiglu) are DTensors, and it returns all of them. "
                     f"{CURE}"
                 )
             return
@@ -153,12 +182,12 @@ def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
         writer = ONE_FILE.get((module, function)) if isinstance(module, str) else None
         if writer is not None:
             error = ValueError(
-                f"{name}: {writer.name} would write this rank's {place} as if they were all; other ranks "
-                f"hold others, which would be lost. {CURE}"
+                f"{name}: {writer.name} would write this rank's {place} as if these were all; the experts of "
+                f"the other ranks would be lost. {CURE}"
             )
             if writer.on_all_ranks:
                 raise error
-            told.publish_outside_pass(error)  # the others may wait for this rank
+            told.publish_outside_pass(error)  # the other ranks may be waiting for this one
             raise error
         frame = frame.f_back  # type: ignore[assignment]
 
@@ -169,28 +198,33 @@ def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
 def _check_whose(
     experts: Experts, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
 ) -> None:
-    """Raises ValueError, and tells peers, where the state dict records other experts than this rank's.
+    """Checks whose experts a state dict has, before it is loaded: a hook of ``load_state_dict()``.
 
-    Unless the values are certainly this rank's own (`_is_own`), or the state dict records that all ranks had
-    equal ones, the layer's next call compares the ranks.
+    Raises ValueError, and publishes it, if the state dict records other experts than this rank's. Otherwise
+    the layer's next call compares the ranks, with two exceptions: the values are certainly this rank's own
+    (`_is_own`), or the state dict records that all ranks had equal experts.
     """
     place: ExpertPlace = experts.place
-    own = {name: each for name, each in experts.named_parameters() if f"{prefix}{name}" in state}
-    if not own:
+    parameters = {
+        name: parameter for name, parameter in experts.named_parameters() if f"{prefix}{name}" in state
+    }
+    if not parameters:
         return  # the state dict has no experts
-    loaded = {name: state[f"{prefix}{name}"] for name in own}
-    if all(_is_own(loaded[name], each) for name, each in own.items()):
-        return  # whatever the metadata says: torch may have cut these values out of a whole model's state
-    said = dict(local_metadata.get(KEY) or {})
-    were_equal = bool(said.pop("are_equal", False))
-    if said and ExpertPlace(**said).holds != place.holds:
-        if place.num_ranks == 1 and any(loaded[name].shape != each.shape for name, each in own.items()):
-            return  # torch raises an error with the sizes
+    loaded = {name: state[f"{prefix}{name}"] for name in parameters}
+    if all(_is_own(loaded[name], parameter) for name, parameter in parameters.items()):
+        return  # The metadata does not matter: torch may have cut these values out of a whole model's state.
+    metadata = dict(local_metadata.get(KEY) or {})
+    were_equal = bool(metadata.pop("are_equal", False))
+    if metadata and ExpertPlace(**metadata).holds != place.holds:
+        if place.num_ranks == 1 and any(
+            loaded[name].shape != parameter.shape for name, parameter in parameters.items()
+        ):
+            return  # torch itself raises an error, which shows the sizes
         error = ValueError(
-            f"{prefix.rstrip('.')}: a state dict of {ExpertPlace(**said)}, saved by rank {said['rank']} of "
-            f"{said['num_ranks']}, must not be loaded into {place} (rank {place.rank} of {place.num_ranks}): "
-            f"torch.save(model.state_dict()) writes the experts of one rank only. {CURE}; or let every rank "
-            "save and load a file of its own"
+            f"{prefix.rstrip('.')}: a state dict of {ExpertPlace(**metadata)}, saved by rank "
+            f"{metadata['rank']} of {metadata['num_ranks']}, must not be loaded into {place} (rank "
+            f"{place.rank} of {place.num_ranks}): torch.save(model.state_dict()) writes the experts of one "
+            f"rank only. {CURE}. Or let every rank save and load its own file"
         )
         if place.num_ranks > 1:
             told.publish_outside_pass(
@@ -202,18 +236,20 @@ def _check_whose(
 
 
 def _is_own(value: Any, parameter: Tensor) -> bool:
-    """Whether a loaded value is certainly this rank's own.
+    """Returns whether a loaded value is certainly this rank's own.
 
-    It is if it shares the parameter's memory, into which DCP reads, or if it is a DTensor over the same mesh
-    object. An unpickled DTensor has another mesh object, even if the meshes are equal.
+    It is if it shares the memory of the parameter, because DCP reads into that memory. It also is if it is a
+    DTensor over the same mesh object. An unpickled DTensor has another mesh object, even if the meshes are
+    equal.
     """
     if not isinstance(value, Tensor):
         return False
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is not None and getattr(value, "device_mesh", None) is mesh:
         return True
-    here, there = local_part(parameter), local_part(value)
-    return not here.is_meta and here.data_ptr() == there.data_ptr() != 0
+    own_local = local_part(parameter)
+    value_local = local_part(value)
+    return not own_local.is_meta and own_local.data_ptr() == value_local.data_ptr() != 0
 
 
 # ---- the next call
@@ -222,23 +258,24 @@ def _is_own(value: Any, parameter: Tensor) -> bool:
 def check_loaded(parts: LayerModules) -> None:
     """Compares the ranks' experts after any rank has loaded some. Collective over the layer's ranks.
 
-    Raises ValueError on all ranks where two hold the same values, unless a rank says that its experts are
-    equal on purpose (``experts.may_be_equal``). That holds for one comparison.
+    Raises ValueError on all ranks if two ranks hold the same values. It does not if a rank has set
+    ``experts.may_be_equal``: the experts are equal on purpose. That is reset, so it holds for one comparison.
     """
     experts = parts.experts
-    mine = fingerprint(dict(experts.named_parameters())), experts.may_be_equal
-    of_ranks = gathered(parts.ranks, mine, stage="comparing experts that were loaded")
+    own = fingerprint(dict(experts.named_parameters())), experts.may_be_equal
+    of_ranks = gathered(parts.ranks, own, stage="comparing experts that were loaded")
     holders = dict[str, list[int]]()
     for rank, (digest, _) in enumerate(of_ranks):
         holders.setdefault(digest, []).append(rank)
-    same = next((ranks for ranks in holders.values() if len(ranks) > 1), None)
-    if same is not None and not any(may_be for _, may_be in of_ranks):
+    equal_ranks = next((ranks for ranks in holders.values() if len(ranks) > 1), None)
+    if equal_ranks is not None and not any(may_be for _, may_be in of_ranks):
         raise ValueError(
-            f"experts must differ from rank to rank, and ranks {', '.join(map(str, same))} have the same "
-            f"since a state dict was loaded, as if one rank's file were everybody's. {CURE}. "
-            "Where all experts are equal on purpose (upcycling): pmoe.copy_into_experts(layer, dense), or "
-            "layer.experts.may_be_equal = True before the next call"
+            f"experts must differ from rank to rank, but ranks {', '.join(map(str, equal_ranks))} have the "
+            f"same since a state dict was loaded: they probably loaded the file of one rank. {CURE}. "
+            "If all experts are equal on purpose (upcycling), call pmoe.copy_into_experts(layer, dense), or "
+            "set layer.experts.may_be_equal = True before the next call"
         )
-    experts.was_loaded = experts.may_be_equal = False
+    experts.was_loaded = False
+    experts.may_be_equal = False
     experts.are_equal = len(holders) == 1
     parts.known.differed = not experts.are_equal

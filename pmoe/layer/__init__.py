@@ -1,9 +1,13 @@
-"""The MoE layer: gate, order, dispatch, experts, combine, in the order a token meets them.
+"""The MoE layer as a module: construction, a call in four statements, and what else a layer can do.
 
-`module` has the layer and a call in five lines. `decision` decides a call and runs it, by the row counts of
-`exact_counts`, `padded_counts` or `one_rank_counts`. `route` asks the gate, `choose` says n and the pair.
+    moe_layer         MoELayer: its arguments, and a call: begin, decide and run, record, shape the output
+    construct         makes the modules of a layer from its arguments, and checks them together
+    calls_with_any    calls with inputs that are not plain tensors
+    shapes_only       calls without values: on the meta device, or with fake tensors
+    predict_memory    predicts the bytes of a call
+    reshard           spreads a layer over other ranks, and draws its parameters again
 
-Letters of this folder: T tokens of this rank, K choices, E experts of the group, F bins, N rows, M = d_model.
+The letters are those of `pmoe.call`.
 """
 
 from pmoe.layer.moe_layer import MoELayer

@@ -1,6 +1,6 @@
-"""Calls with tensors that are not plain or have no values, and calls under dispatch modes.
+"""Calls with inputs that are not plain tensors or have no values, and calls under dispatch modes.
 
-The layer runs on a plain tensor that is made from the input, and the result is turned into the input's kind:
+The layer runs on a plain tensor that is made from the input. The result gets the kind of the input:
 
     kind                        the layer's tokens             the result
     jagged nested tensor        its values                     jagged, with the same offsets
@@ -9,8 +9,8 @@ The layer runs on a plain tensor that is made from the input, and the result is 
     AsyncCollectiveTensor       the tensor, after a wait       plain
     meta, fake                  none                           a shape only (`pmoe.layer.shapes_only`)
 
-`pmoe.call.tensor_kinds.refused_kind` refuses other kinds, and every rank learns of the refusal with the row
-counts.
+`pmoe.call.tensor_kinds.refused_kind` refuses other kinds. The refusal travels with the row counts, so every
+rank raises.
 """
 
 from __future__ import annotations
@@ -33,24 +33,28 @@ NO_FUNCTIONS = torch._C._disabled_torch_function_impl
 
 
 def call_with_any(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:
-    """`MoELayer.forward` for any kind of tensor.
+    """Computes `MoELayer.forward` for any kind of tensor. Returns the kind of x.
 
-    of_tokens: the other arguments that have a value for each token (ids, mask), of the kind of x or plain.
+    x: (..., d_model), the input.
+    of_tokens: (...), the other arguments with one value for each token: ids and mask. Each is plain, or of
+        the kind of x.
 
-    Raises what `MoELayer.forward` raises, and RuntimeError while a graph is traced.
+    Raises what `MoELayer.forward` raises, and RuntimeError if make_fx or torch.export traces the call.
     """
-    if get_proxy_mode() is not None:  # the graph would hold this batch's row counts, or an empty tensor
+    if get_proxy_mode() is not None:  # the traced graph would hold the row counts of this batch as constants
         raise RuntimeError(
-            "a MoELayer decides a call on the host, so make_fx and torch.export cannot trace it: trace the "
-            'modules around it, or take torch.compile with backend="pmoe", which holds the layer in its graph'
+            "a MoELayer decides each call on the host, so make_fx and torch.export cannot trace it: trace "
+            "the "
+            'modules around it, or use torch.compile with backend="pmoe", which keeps the layer in its graph'
         )
     with hidden_from_selective_checkpoints():
         return _call(layer, x, *of_tokens)
 
 
 def _call(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:
+    """Calls the layer by the kind of x. A kind may hold another one, so this may call itself."""
     if not isinstance(x, Tensor) or refused_kind(x, layer.d_model) is not None:
-        return layer._forward_plain(x, *of_tokens)  # which raises, on every rank
+        return layer._forward_plain(x, *of_tokens)  # raises the refusal, on every rank
     if is_jagged(x):
         return _jagged(layer, x, *of_tokens)
     if is_dtensor(x):
@@ -66,10 +70,11 @@ def _call(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:
 
 
 def _jagged(layer: MoELayer, x: Any, *of_tokens: Tensor | None) -> Tensor:
+    """Calls the layer with the values of a jagged nested tensor, and returns one with the same offsets."""
     values = x.values()
     y = _call(layer, values, *map(_values, of_tokens))
     if not isinstance(y, Tensor) or y.shape[:-1] != values.shape[:-1]:
-        return y  # a callback's
+        return y  # a callback has replaced the output, so there is nothing to restore
     from torch.nested import nested_tensor_from_jagged
 
     return nested_tensor_from_jagged(
@@ -78,15 +83,17 @@ def _jagged(layer: MoELayer, x: Any, *of_tokens: Tensor | None) -> Tensor:
 
 
 def _values(of_tokens: Any) -> Tensor | None:
+    """Returns the values of a jagged nested tensor, and any other argument unchanged."""
     values: Tensor | None = of_tokens.values() if is_jagged(of_tokens) else of_tokens
     return values
 
 
 def _distributed(layer: MoELayer, x: Any, *of_tokens: Tensor | None) -> Tensor:
+    """Calls the layer with this rank's part of a DTensor, and returns one with the same placements."""
     local = x.to_local()
     y = _call(layer, local, *map(_local, of_tokens))
     if not isinstance(y, Tensor) or y.shape[:-1] != local.shape[:-1]:
-        return y  # a callback's
+        return y  # a callback has replaced the output, so there is nothing to restore
     from torch.distributed.tensor import DTensor
 
     shape = torch.Size((*x.shape[:-1], y.shape[-1]))
@@ -95,6 +102,7 @@ def _distributed(layer: MoELayer, x: Any, *of_tokens: Tensor | None) -> Tensor:
 
 
 def _local(of_tokens: Any) -> Tensor | None:
+    """Returns this rank's part of a DTensor, and any other argument unchanged."""
     local: Tensor | None = of_tokens.to_local() if is_dtensor(of_tokens) else of_tokens
     return local
 
@@ -109,7 +117,7 @@ def _as_function(x: Tensor, layer: MoELayer, *of_tokens: Tensor | None) -> Tenso
 
 
 class _Waited(torch.autograd.Function):
-    """The result of a collective that is still running, after a wait for it."""
+    """The result of a collective that may still be running: waits for it, and returns a plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:

@@ -1,6 +1,6 @@
-"""Parts of a layer made from its arguments, and checks of these together.
+"""Construction of a layer: makes its modules from its arguments, and checks these together.
 
-What is special (modules as experts, gates but the default) is imported where it is asked for.
+Code for special arguments, such as experts that are modules, is imported only if it is needed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pmoe.arguments import check_flag, check_kind, check_not_negative, check_place
 from pmoe.call.modules import LayerModules
 from pmoe.call.options import LayerOptions, Switches
-from pmoe.comm.grid import Grid
-from pmoe.comm.ranks import Ranks
+from pmoe.comm.ranks import Grid, Ranks
 from pmoe.experts import ExpertName, initialise, make_stacked
 from pmoe.experts.base import Experts
 from pmoe.experts.ffn import ActivationName, find_activation
@@ -40,7 +39,7 @@ def check_arguments(
     shared_gate: bool,
     z_loss_weight: float,
 ) -> None:
-    """Raises ValueError or TypeError for arguments of `pmoe.MoELayer` that are no options."""
+    """Raises ValueError or TypeError for wrong arguments of `pmoe.MoELayer` that are not in `LayerOptions`."""
     check_not_negative(z_loss_weight=z_loss_weight)
     find_activation(activation)
     check_place(device, dtype)
@@ -53,13 +52,16 @@ def check_arguments(
 
 
 def check_together(parts: LayerModules, shared_expert: int | nn.Module | None) -> None:
-    """Raises ValueError where options do not go with each other or the modules. shared_expert: as given."""
+    """Raises ValueError if options contradict each other or the modules.
+
+    shared_expert: the argument, for errors.
+    """
     spec, pair = parts.spec, parts.spec.restore
     apart = spec.pipeline_backward not in (None, spec.fixed_degree)
     if apart and (parts.hooks is not None or spec.send_once):
         name = "callbacks see chunks" if parts.hooks is not None else "rows travel once (send_once=True)"
         raise ValueError(
-            f"pipeline_backward ({spec.pipeline_backward}) must be pipeline ({spec.pipeline}) or None where "
+            f"pipeline_backward ({spec.pipeline_backward}) must be pipeline ({spec.pipeline}) or None if "
             f"{name}"
         )
     if parts.shared_gate is not None and parts.shared_expert is None:
@@ -79,17 +81,23 @@ def check_together(parts: LayerModules, shared_expert: int | nn.Module | None) -
     recomputes = pair is True or (pair and pair.hidden == "recompute")
     if spec.splits_backward and not recomputes and parts.experts.are_modules:
         raise ValueError(
-            f"pipeline_backward ({spec.pipeline_backward}) must be at most pipeline ({spec.pipeline}) where "
-            "experts are modules whose hidden is kept or offloaded: a saved graph cannot be split"
+            f"pipeline_backward ({spec.pipeline_backward}) must be at most pipeline ({spec.pipeline}) if "
+            "experts are modules and their hidden is kept or offloaded, because a saved graph cannot be "
+            "split: "
+            'use memory_reuse="S3" or "S4", which recompute it'
         )
 
 
 SIZES = ("d_model", "d_hidden", "num_experts", "top_k")
-"""Options that stay: the layer's modules are made for them."""
+"""The options that cannot be set on a built layer, because its modules have these sizes."""
 
 
 def set_option(layer: MoELayer, name: str, value: object) -> None:
-    """Raises what building the layer would raise, and changes nothing then; AttributeError for a switch."""
+    """Sets an option of a built layer.
+
+    Raises what building a layer with it would raise, and changes nothing then. Raises AttributeError if
+    ``name`` is a switch, which is set through ``layer.switches``.
+    """
     if name in Switches.__dataclass_fields__:
         raise AttributeError(
             f"{name} ({value!r}) must be set in layer.switches: layer.switches = Switches({name}={value!r})"
@@ -113,6 +121,13 @@ def make_layer_gate(
     z_loss_weight: float,
     options: dict[str, Any],
 ) -> nn.Module:
+    """Returns the gate of a layer: makes the one of that name, or checks a user's module.
+
+    gate, normalize_gate, z_loss_weight: arguments of `pmoe.MoELayer`.
+    options: device and dtype of the parameters.
+
+    Raises TypeError or ValueError for arguments that do not fit together.
+    """
     capacity_factor = spec.capacity_factor
     check_flag("normalize_gate", normalize_gate, or_none=True)
     if isinstance(gate, str):
@@ -135,6 +150,13 @@ def make_experts(
     bias: bool,
     options: dict[str, Any],
 ) -> Experts:
+    """Returns this rank's experts: makes those of that name, or wraps a user's modules.
+
+    Their values depend on the seed and on their numbers among all experts, but not on the number of ranks.
+
+    expert, activation, bias: arguments of `pmoe.MoELayer`.
+    options: device and dtype of the parameters.
+    """
     sizes = (layer.d_model, layer.d_hidden, layer.num_local_experts)
     if isinstance(expert, str):
         stacked = make_stacked(expert, *sizes, activation, bias, shard=layer.shard, **options)
@@ -150,10 +172,14 @@ def make_grid(
     mesh: DeviceMesh | None,
     device: torch.device | str | None = None,
 ) -> Grid:
-    """Where a layer stands among its ranks. device: of its parameters.
+    """Returns the ranks of a layer, from its argument ``group`` or ``mesh``.
 
-    Warns where a launcher started several processes and torch.distributed is not initialised: the layer is
-    then of one process alone.
+    device: that of its parameters.
+
+    Warns if a launcher has started several processes, but torch.distributed is not initialised: the layer
+    then belongs to this process alone.
+
+    Raises ValueError if both arguments are given.
     """
     if mesh is None:
         grid = Grid.of_group(group)
@@ -162,26 +188,33 @@ def make_grid(
             _warn_of_other_processes()
         return grid
     if group is not None:
-        raise ValueError("group and mesh must not be given both: a mesh brings its groups")
+        raise ValueError("group and mesh must not both be given: a mesh has its own groups")
     from pmoe.comm.topology import grid_of_mesh
 
     return grid_of_mesh(mesh)
 
 
 def _warn_of_other_processes() -> None:
-    """Layers on the meta device are left out: they have no experts yet, and are spread once they have."""
+    """Warns if this process is one of several, for a layer that is built for one rank by default.
+
+    Not called for layers on the meta device. They have no values yet, and are spread when they get some.
+    """
     processes = os.environ.get("WORLD_SIZE", "1")
     if processes.isdecimal() and int(processes) > 1:
         warn_once(
             f"a MoELayer is built in one of {processes} processes (WORLD_SIZE) before torch.distributed is "
             "initialised: this rank holds all of its experts and exchanges nothing. To spread them, call "
             "torch.distributed.init_process_group before the layer is built, or pmoe.parallelize(model, "
-            "mesh) later, before the optimizer and wrappers are made. If one rank is meant, build it with "
+            "mesh) later, before the optimizer and wrappers are made. If one rank is intended, build it with "
             "group=pmoe.comm.ranks.Ranks.single()"
         )
 
 
 def check_fit(num_experts: int, d_hidden: int, grid: Grid, across: str) -> None:
+    """Raises ValueError if the ranks cannot share the experts, or their hidden columns, evenly.
+
+    across: the name of the ranks that share the experts, for errors.
+    """
     if num_experts % grid.across.size:
         size = grid.across.size
         advice = "" if num_experts > size else '; split fewer by a mesh with "esp"'

@@ -1,4 +1,4 @@
-"""The MoE layer as users build it: arguments, modules, and a call in five lines."""
+"""The MoE layer as users build it: its arguments, its modules, and a call in four statements."""
 
 from __future__ import annotations
 
@@ -41,76 +41,78 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 NO_GRAPH = (
-    "a MoELayer decides a call on the host, so torch.compile breaks the graph around it: leave "
-    'fullgraph=True out, or take backend="pmoe", which holds the layer in its graph'
+    "a MoELayer decides each call on the host, so torch.compile breaks the graph around it: leave "
+    'fullgraph=True out, or use backend="pmoe", which keeps the layer in its graph'
 )
 
 
 def _breaks_graphs(forward: F) -> F:
-    """As torch.compiler.disable with a reason, but without importing the compiler before a first call."""
+    """Returns ``forward`` excluded from torch.compile, with `NO_GRAPH` as the reason.
+
+    torch.compiler.disable does the same, but it imports the compiler, which is slow.
+    """
     found: Any = torch._disable_dynamo(forward)  # type: ignore[attr-defined]
     found._torchdynamo_disable, found._torchdynamo_disable_msg = True, NO_GRAPH
     return cast(F, found)
 
 
 class MoELayer(nn.Module):
-    """A Mixture-of-Experts layer: its experts are spread over ranks, its tokens travel in micro-batches.
+    """A Mixture-of-Experts layer: experts are spread over ranks, tokens travel in micro-batches.
 
-    Each token goes to the top_k experts that its gate picks and gets the sum of their outputs, each times its
-    routing weight. Rank r of W holds experts [r * E / W, (r + 1) * E / W); rows travel by all-to-all, hidden
-    behind the experts' computation (MPipeMoE, section III.B). docs/choosing.md says when to use which.
+    The gate sends each token to top_k experts. The token's output is the sum of theirs, each times its
+    routing weight. Rank r of W holds the experts [r * E / W, (r + 1) * E / W). All-to-alls carry rows between
+    ranks while experts compute (MPipeMoE, section III.B). docs/choosing.md says which options to use when.
 
     Args:
-        d_model: M, columns of input and output.
-        d_hidden: H, width of an expert.
-        num_experts: E, over all ranks; a multiple of their number.
-        top_k: K, experts a token.
-        device, dtype: of the parameters.
+        d_model: M, the columns of input and output.
+        d_hidden: H, the width of an expert.
+        num_experts: E, the experts of all ranks together; a multiple of the number of ranks.
+        top_k: K, the experts that each token goes to.
+        device, dtype: those of the parameters.
 
-        expert: "ffn", "swiglu", a callable that builds one module from (N, M) to (N, M), a ModuleList of this
-            rank's experts, or a `pmoe.experts.Experts`.
-        activation: of "ffn": "relu", "gelu" (exact) or "silu".
-        bias: whether "ffn" and "swiglu" have b1 and b2.
-        shared_expert: a dense expert for every token: its width, or a module from (T, M) to (T, M).
-        shared_gate: scales the shared expert's output by sigmoid(shared_gate(x)).
+        expert: "ffn", "swiglu", a callable that builds one expert, a ModuleList of this rank's experts, or a
+            `pmoe.experts.Experts`. An expert that is a module maps (N, M) to (N, M).
+        activation: the nonlinearity of "ffn": "relu", "gelu" (exact) or "silu".
+        bias: whether "ffn" and "swiglu" experts have b1 and b2.
+        shared_expert: an expert for all tokens: its width, or a module that maps (T, M) to (T, M).
+        shared_gate: whether sigmoid(shared_gate(x)) scales the output of the shared expert.
 
-        gate: a name of `pmoe.gates.GATES`, or a module that maps (T, M) to a `pmoe.Routing`.
-        normalize_gate: whether "topk" scales a token's weights to sum 1; None is its default.
-        z_loss_weight: adds this much of the router z-loss to l_aux.
-        capacity_factor: each rank keeps its first ceil(factor * T * K / E) rows for each expert; None all.
-        pad_to_capacity: sends every expert as many rows as its capacity: the host then waits for nothing.
-        check_finite: raises on every rank where any rank's gate logits hold NaN or infinity; False lets them
-            pass, None checks where row counts come to the host anyway, so that nothing waits for it.
+        gate: a name in `pmoe.gates.GATES`, or a module that maps (T, M) to a `pmoe.Routing`.
+        normalize_gate: whether a token's weights are divided by their sum; None is the gate's default.
+        z_loss_weight: the factor of the router z-loss in l_aux.
+        capacity_factor: each rank keeps its first ceil(factor * T * K / E) rows per expert; None keeps all.
+        pad_to_capacity: sends every expert exactly its capacity of rows, so the host waits for nothing.
+        check_finite: raises on every rank if gate logits of any rank are not finite. False does not check;
+            None checks unless the host would wait for the check alone.
 
-        pipeline: n, the number of micro-batches; False is 1. True finds n by trials (MPipeMoE, Algorithm 1),
-            "solve" from measured costs (FSMoE, Algorithm 1).
-        pipeline_backward: n of the backward pass, a divisor or a multiple of pipeline; None is the same.
-        fused: COMET's fused kernels: True in both passes, "forward", or "auto" where measured to be faster;
-            "persistent": FlashDMoE's, one a pass.
+        pipeline: n, the number of micro-batches; False is 1. True finds n by trials (MPipeMoE, Algorithm 1);
+            "solve" computes it from measured costs (FSMoE, Algorithm 1).
+        pipeline_backward: n of the backward pass, a divisor or a multiple of pipeline; None is the same n.
+        fused: True computes both passes by COMET's fused kernels, "forward" only forward, "auto" both if that
+            was measured to be faster. "persistent" computes each pass by one kernel of FlashDMoE.
 
-        memory_reuse: what becomes of T_DI and T_M between the passes: False gives each chunk memory of its
-            own, "S1" to "S4" or a `pmoe.Restore` reuse it in rings, True takes the cheapest pair by Eq. 10.
-        memory_budget: bytes, or a string such as "2GiB", that hold for any routing; n and the pair, where
-            True, are chosen for it.
-        slack: slot_rows = ceil(slack * T * K / n); routing that is more skewed is cut into more chunks.
+        memory_reuse: False keeps T_DI and T_M of all micro-batches for backward. "S1" to "S4" or a
+            `pmoe.Restore` free and restore them; True takes the cheapest of S1 to S4 by Eq. 10.
+        memory_budget: the most bytes that any routing may take, such as "2GiB". If pipeline or memory_reuse
+            is True, the layer takes the fastest n or restore pair within the budget.
+        slack: a ring slot holds ceil(slack * T * K / n) rows. More skewed routing is cut more finely.
 
-        group: the process group; None is the default group, `Ranks.single()` one rank.
-        mesh: instead of group, a device mesh of "ep" and "esp"; experts' hidden columns are split over "esp".
-        dispatch: "flat", "hierarchical_1d", "hierarchical_2d", "auto" by the profile, or a `pmoe.Dispatch`.
-        combine: the same of the way back, or a `pmoe.Combine`; None is as dispatch.
-        nodes: for hierarchical ones, ranks a node or the node of each rank; None asks LOCAL_WORLD_SIZE.
-        send_once: with top_k > 1 a token goes once to a rank that holds several of its experts.
+        group: the process group; None is the default group, and `Ranks.single()` one rank.
+        mesh: a device mesh "ep" x "esp" in place of group. "esp" splits each expert's hidden columns.
+        dispatch: "flat", "hierarchical_1d", "hierarchical_2d", "auto" (by the profile), or a `pmoe.Dispatch`.
+        combine: the all-to-all of the way back, or a `pmoe.Combine`; None is the same as dispatch.
+        nodes: for hierarchical ones: ranks in a node, or the node of each rank; None: LOCAL_WORLD_SIZE.
+        send_once: sends a token only once to a rank that holds several of its top_k experts.
         order: "sorted", "einsum" (GShard's, a slow reference), or a `pmoe.Order`.
-        callbacks: `pmoe.Callback` objects, which may replace rows at six points.
+        callbacks: `pmoe.Callback` objects, which may replace rows at six points of a call.
 
-    Options (all but objects, device and dtype) may be set on a built layer; all ranks must set the same.
-    `switches` (`pmoe.call.options.Switches`) turns off parts of a layer, to measure what they are worth.
-    `l_aux`, `tokens_per_expert`, `row_counts`, `ran` and `traffic` (bytes sent) tell of the last call.
+    Options such as ``layer.pipeline`` may be set on a built layer, the same on all ranks; the four sizes may
+    not. `switches` (`pmoe.call.options.Switches`) turns parts off for measurements. `l_aux`, `ran`,
+    `tokens_per_expert`, `row_counts` and `traffic` (bytes sent) describe the last call.
 
-    Parameters: ``gate.weight`` (E, M); ``experts.w1`` (E / W, H, M), or (E / W, 2H, M) for "swiglu", gate
-    rows first; ``experts.w2`` (E / W, M, H); ``experts.b1``, ``experts.b2``. Experts' carry ``allreduce =
-    False``: their gradients are sums over all ranks' tokens. With one seed the ranks hold together the values
-    that one rank alone would hold.
+    ``gate.weight`` is (E, M); ``experts.w1`` (E / W, H, M), for "swiglu" (E / W, 2H, M), gate rows first;
+    ``experts.w2`` (E / W, M, H). Expert parameters carry ``allreduce = False``, as their gradients are sums
+    over all ranks' tokens. Under one seed, all ranks together hold the values that a single rank would hold.
 
     Raises ValueError or TypeError, naming argument, value and rule, when built or when an option is set.
     """
@@ -147,7 +149,7 @@ class MoELayer(nn.Module):
 
     spec: LayerOptions
     last: LastCall
-    """What the last call left."""
+    """The record of the last call."""
     _parts: LayerModules | None
 
     def __init__(
@@ -205,7 +207,8 @@ class MoELayer(nn.Module):
         self.callback_modules = nn.ModuleList(each for each in callbacks if isinstance(each, nn.Module))
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate = construct.make_layer_gate(self.spec, gate, normalize_gate, z_loss_weight, options)
-        # A gate that the layer made returns what it should. In a tuple, or it would be a second module.
+        # A gate that the layer made itself is trusted: its routing is not checked. The tuple hides it from
+        # nn.Module, which would register the gate as a second submodule.
         self._trusted_gates = (self.gate,) if isinstance(gate, str) else ()
         self.experts = construct.make_experts(self, expert, activation, bias, options)
         self.experts.mark_parameters()
@@ -229,9 +232,9 @@ class MoELayer(nn.Module):
 
     @property
     def parts(self) -> LayerModules:
-        """The layer's modules with what follows from them and its options, kept until one changes."""
+        """The modules and options of the layer, with all that follows from them. Cached until one changes."""
         parts, modules = self._parts, self._modules
-        # Tools put modules into _modules behind __setattr__'s back.
+        # Some tools write modules directly into _modules. __setattr__, which clears the cache, misses that.
         if (
             parts is None
             or parts.experts_module is not modules.get("experts")
@@ -243,6 +246,7 @@ class MoELayer(nn.Module):
         return parts
 
     def _make_parts(self) -> LayerModules:
+        """Returns the modules of the layer as they are now, with the experts and gate inside of wrappers."""
         shared_expert = None
         if self.shared_expert is not None:
             shared_expert = experts_inside("shared_expert", self.shared_expert)
@@ -271,6 +275,7 @@ class MoELayer(nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute. An option goes into a new, checked `spec`, and a new module clears `parts`."""
         if name in LayerOptions.__dataclass_fields__ or name in Switches.__dataclass_fields__:
             construct.set_option(self, name, value)
             return
@@ -280,45 +285,48 @@ class MoELayer(nn.Module):
 
     @property
     def ranks(self) -> Ranks:
-        """Who share the experts."""
+        """The ranks that share the experts."""
         return self.grid.all
 
     @property
     def num_local_experts(self) -> int:
-        """Experts on this rank."""
+        """The number of experts that this rank holds."""
         return self.num_experts // self.grid.across.size
 
     @property
     def first_expert(self) -> int:
-        """The first of this rank's experts among all."""
+        """The number, among all experts, of this rank's first expert."""
         return self.grid.across.rank * self.num_local_experts
 
     @property
     def shard(self) -> Shard:
-        """This rank's part of every expert's hidden columns."""
+        """The part of every expert's hidden columns that this rank holds."""
         return Shard(self.grid.inside.rank, self.grid.inside.size)
 
     def _bind_to_ranks(self) -> None:
+        """Gives the all-to-alls their ranks, and the counter of the bytes that they send."""
         for exchange in (self.dispatch, self.combine, self.scalars):
             exchange.bind(self.grid.across, self.traffic)
 
-    # Here, not further in: or this method would be a frame of its own, with a graph break of its own.
+    # On this method, not on one that it calls: torch.compile would then compile this method as a frame of its
+    # own, with a graph break of its own.
     @_breaks_graphs
     def forward(self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Maps x (..., d_model) to the same shape, in x's dtype (autocast's under autocast).
+        """Maps x (..., d_model) to the same shape, in x's dtype, or in autocast's dtype under autocast.
 
+        x: (..., d_model), the tokens. Ranks may have different numbers of tokens, or none.
         token_ids: (...) int64, for gates that route by them (`pmoe.Gate.needs_token_ids`).
-        mask: (...) bool, True where x has a token and False in padding (integers: not 0). Padding is not
-            routed: it takes no capacity, counts in no loss or statistic, and its output is zero. The rest is
-            ``layer(x[mask])``, in its places; callbacks see those N rows, (N, d_model).
+        mask: (...) bool or integer, True or not 0 where x has a token. Padding is not routed: it takes no
+            capacity, counts in no loss or statistic, and its output is zero. The output of the N tokens is
+            ``layer(x[mask])``; callbacks see only their rows, (N, d_model).
 
-        Ranks may hold different numbers of tokens, none included. Raises ValueError on every rank, before
-        any row travels, where any rank's input has another last dimension, dtype or device than the layer,
-        or its gate failed; RuntimeError naming stage and rank where a peer is missing. While a CUDA graph is
-        captured, RuntimeError before anything is launched where the graph could not hold the call.
+        Raises ValueError on every rank, before any row travels, if any rank's input has another last
+        dimension, dtype or device than the layer, or if any rank's gate fails. Raises RuntimeError that names
+        the stage and the rank, if a peer does not come. While a CUDA graph is captured, raises RuntimeError
+        before any launch if the graph cannot hold the call.
 
-        Under activation checkpointing `pmoe.checkpoint_contexts` keeps the routing. Without it, a second pass
-        that routes any rank's tokens otherwise than the first raises ValueError on every rank.
+        Under activation checkpointing, `pmoe.checkpoint_contexts` keeps the routing for the second pass.
+        Without it, all ranks raise ValueError if the second pass routes any token differently.
         """
         if type(x) is not Tensor or x.is_meta or torch._C._len_torch_dispatch_stack():
             from pmoe.layer.calls_with_any import call_with_any
@@ -329,13 +337,13 @@ class MoELayer(nn.Module):
     def _forward_plain(
         self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """`forward` of a plain tensor with values; other kinds are refused."""
+        """Computes `forward` for a plain tensor with values, (..., d_model). Refuses other kinds."""
         call = begin_call(self, self.parts, x, token_ids, mask)
         decision, y_TM = ExpertsCall(counts_source(call))()
         self.last = LastCall.of(decision)
         return shaped_output(decision, y_TM)
 
-    if TYPE_CHECKING:  # of torch's __call__ type checkers know nothing: this is forward's signature again
+    if TYPE_CHECKING:  # type checkers cannot see the arguments of nn.Module.__call__: these are forward's
 
         def __call__(
             self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None
@@ -343,11 +351,11 @@ class MoELayer(nn.Module):
 
     @property
     def l_aux(self) -> Tensor:
-        """Scalar, the auxiliary loss of the last call, on its graph. None may be set to let it go.
+        """The auxiliary loss of the last call, a scalar on the graph of the call.
 
-        Until then, or the next call, that graph lives on, and with it what layers before this one keep for a
-        backward pass that never came. Before the first call, and where it was let go, it is a zero of no
-        graph, on the parameters' device.
+        It keeps that graph alive until the next call, with all tensors that earlier layers saved for a
+        backward pass. To free them without a backward pass, set ``layer.l_aux = None``. Then, and before the
+        first call, the loss is a zero without a graph, on the device of the parameters.
         """
         return self.parts.no_loss() if self.last.l_aux is None else self.last.l_aux
 
@@ -357,43 +365,55 @@ class MoELayer(nn.Module):
 
     @property
     def ran(self) -> RunReport | None:
-        """How the last call was computed."""
+        """The record of how the last call was run; None before the first call."""
         return self.last.ran
 
     @property
     def max_tokens(self) -> int:
-        """The largest number of any rank's tokens in the last call."""
+        """The largest number of tokens of any rank in the last call; 0 before the first call."""
         return 0 if self.last.counts is None else self.last.counts.max_tokens
 
     @property
     def row_counts(self) -> RankCounts | None:
-        """Row counts of the last call, on the host, for `predict_memory`. Reading them may synchronize."""
+        """The row counts of the last call, on the host, for `predict_memory`; None before the first call.
+
+        Reading them may wait for the device.
+        """
         return None if self.last.counts is None else self.last.counts.rows()
 
     @property
     def tokens_per_expert(self) -> Tensor:
-        """(E,) int64 on the CPU: kept rows of this rank for each expert in the last call."""
+        """(E,) int64 on the CPU: this rank's rows for each expert in the last call, without dropped rows.
+
+        Zeros before the first call. Reading it may wait for the device.
+        """
         if self.last.counts is None:
             return torch.zeros(self.num_experts, dtype=torch.int64, device="cpu")
         return self.last.counts.kept_E()
 
     @property
     def restore(self) -> Restore | bool:
-        """The restore pair; False where buffers do not rotate for one, True where the layer chooses it."""
+        """The restore pair; False without `memory_reuse`, True if the layer chooses the pair itself."""
         return self.spec.restore
 
     def check_spread(self, mesh: DeviceMesh) -> None:
-        """Raises ValueError or TypeError where the layer cannot be spread so. Changes nothing."""
+        """Checks whether `spread` can spread the layer over ``mesh``. Changes nothing.
+
+        Raises ValueError or TypeError with the reason if it cannot.
+        """
         from pmoe.layer import reshard
 
         reshard.check_spread(self.parts, mesh)
 
     def spread(self, mesh: DeviceMesh) -> None:
-        """Spreads a layer that every rank built alone, with all experts, over ``mesh``: what `MoELayer` takes
-        as mesh. This rank keeps its own experts as new Parameters, so optimizers come after. On the meta
-        device the layer may be of any ranks: there are no values to lose.
+        """Spreads the experts over ``mesh``, of a layer that every rank has built with all experts.
 
-        Every rank must call it. Raises, before anything is changed, what `check_spread` raises.
+        This rank keeps its own experts, as new Parameters, so make optimizers afterwards. A layer on the meta
+        device has no values to lose, so it may also have been built for other ranks.
+
+        mesh: a device mesh, as `MoELayer` takes it.
+
+        Every rank must call this method. Raises what `check_spread` raises, before anything is changed.
         """
         self.check_spread(mesh)
         self.grid = construct.make_grid(None, mesh)
@@ -407,28 +427,32 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws the layer's parameters as building it under the same seed does.
+        """Draws new values for the parameters: the values that building the layer under this seed would give.
 
-        A layer from the meta device needs it after ``to_empty``. Every rank must call it, under one seed. Of
-        modules (a gate, experts) every part that has a ``reset_parameters`` is asked for it, each expert's
-        under a seed of its own; parameters of other parts stay as they are.
+        A layer from the meta device needs this after ``to_empty``. Every rank must call it, under one seed.
+
+        In a user's gate and experts, it calls each submodule's ``reset_parameters``, under a seed of its own
+        for each expert. Parameters of submodules without such a method stay as they are.
         """
         from pmoe.layer import reshard
 
         reshard.reset_parameters(self.parts)
 
     def save_degrees(self, path: str | Path) -> None:
-        """Writes what pipeline=True has learnt for layers like this one to a JSON file."""
+        """Writes the degrees that pipeline=True has found for layers like this one into a JSON file.
+
+        Raises OSError if the file cannot be written.
+        """
         from pmoe.choose import search as searched
 
         key = searched.key_of(self.parts)
         searched.save_degrees(searched.held(self.parts.ranks, key).tables, path, key)
 
     def load_degrees(self, path: str | Path) -> None:
-        """Takes what `save_degrees` wrote: rank 0's file is what all ranks of the group take.
+        """Loads the degrees that `save_degrees` wrote. All ranks take those of rank 0's file.
 
-        Every rank must call it. Raises ValueError on every rank where rank 0's file is corrupt or of another
-        layer, OSError where it cannot be read.
+        Every rank must call it. Raises on every rank ValueError if rank 0's file is corrupt or belongs to
+        another layer, and OSError if it cannot be read.
         """
         from pmoe.choose import search as searched
 
@@ -443,18 +467,23 @@ class MoELayer(nn.Module):
         pipeline_backward: int | None = None,
         memory_reuse: StrategyName | Restore | None = None,
     ) -> PredictedMemory:
-        """The bytes that one forward and backward take on this rank (`pmoe.planner.memory.PredictedMemory`).
+        """Predicts the bytes that one forward and backward pass take on this rank.
 
-        num_tokens: of this rank; without row_counts the largest of any rank. row_counts: of a batch, as
-        ``layer.row_counts`` holds those of the last one; without them the bytes are upper bounds for any
-        routing. The other arguments stand for the layer's own. Where the layer chooses n or the pair at a
-        call, and they are not given, the answer is of the choice with the largest peak, and its
-        ``candidates`` are those of all choices; under a memory budget, of those that hold it for any routing.
-        Its ``unknown`` says what is a user's own and not counted.
-        Rows are taken to be of the parameters' type: autocast is not looked at.
+        num_tokens: the number of this rank's tokens; without row_counts, the largest number of any rank.
+        row_counts: the row counts of a batch. `row_counts` of the layer are those of the last call. Without
+            them, the result is an upper bound for any routing.
+        pipeline, pipeline_backward, memory_reuse: used in place of the layer's own options; None uses these.
 
-        Raises ValueError for a number of tokens or n that is none, row_counts whose bins n does not divide,
-        where no choice holds the budget, with the least that would do, and where kernels are fused.
+        Returns a `pmoe.planner.memory.PredictedMemory`. If the layer itself chooses n or the pair, it is that
+        of the choice with the largest peak, and its ``candidates`` hold all choices; under a memory budget,
+        all that stay within it. Its ``unknown`` names the user's own modules that are not counted. Rows are
+        assumed to have the dtype of the parameters, also under autocast.
+
+        Raises ValueError or TypeError for arguments that are no such numbers, and ValueError
+
+        - if n does not divide the bins of row_counts;
+        - if no choice stays within the budget, with the smallest budget that is possible;
+        - if the layer has options whose memory is not predicted, such as fused kernels.
         """
         from pmoe.layer import predict_memory
 
@@ -463,7 +492,8 @@ class MoELayer(nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # The last loss is attached to a graph, which neither copies nor pickles; what was agreed is not kept.
+        # The loss is attached to a graph, which can be neither copied nor pickled. What ranks agreed on is
+        # left out too, because a copy may be used with other ranks.
         last = replace(self.last, l_aux=None)
         return {**self.__dict__, "last": last, "gradients": None, "known": LayerCache(), "_parts": None}
 

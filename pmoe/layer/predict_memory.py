@@ -1,4 +1,4 @@
-"""What of a layer its memory depends on, and the bytes of a call, predicted."""
+"""The prediction of the bytes of a call, and checks whether a layer's memory can be predicted."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pmoe.schedule.restore import Restore, StrategyName, parse_restore
 
 USERS_OWN = {
     Feature.CALLBACKS: "callbacks: what they allocate is not counted",
-    Feature.OWN_GATE: "the gate is a module of one's own: counted as one score a token and expert",
-    Feature.OWN_ORDER: "the order is one's own: what it allocates is not counted",
-    Feature.OWN_EXCHANGE: "dispatch or combine is one's own: what it allocates is not counted",
-    Feature.MODULE_EXPERTS: "experts are modules of one's own: counted as feed-forward experts of d_hidden",
+    Feature.OWN_GATE: "the gate is a user's module: counted as one score for each token and expert",
+    Feature.OWN_ORDER: "the order is a user's: what it allocates is not counted",
+    Feature.OWN_EXCHANGE: "dispatch or combine is a user's: what it allocates is not counted",
+    Feature.MODULE_EXPERTS: "experts are a user's modules: counted as feed-forward experts of width d_hidden",
 }
-"""What only a user can know of the memory of a layer."""
+"""The notes about modules of a user, whose memory pmoe cannot know, by the feature that brings them."""
 
 
 def predict_memory(
@@ -34,7 +34,7 @@ def predict_memory(
     pipeline_backward: int | None,
     memory_reuse: StrategyName | Restore | None,
 ) -> PredictedMemory:
-    """As `pmoe.MoELayer.predict_memory`."""
+    """Returns the result of `pmoe.MoELayer.predict_memory`, which describes the arguments and errors."""
     for name, value in (("pipeline", pipeline), ("pipeline_backward", pipeline_backward)):
         if value is not None:
             check_count(**{name: value})
@@ -49,15 +49,18 @@ def predict_memory(
     asked = (row_counts, pipeline, pipeline_backward, memory_reuse)
     if (budget := parts.spec.budget) is not None and all(each is None for each in asked):
         priced = [PricedChoice(**vars(way), seconds=0.0, memory=each) for way, each in found.items()]
-        within_budget(priced, budget)  # or nothing runs
+        within_budget(priced, budget)  # raises ValueError if no choice stays within the budget
         found = {way: each for way, each in found.items() if each.promised <= budget}
     largest = max(found.values(), key=lambda each: each.peak)
     return replace(largest, unknown=unknown(parts), candidates=found if len(found) > 1 else {})
 
 
 def check_predictable(parts: LayerModules) -> None:
-    """Raises ValueError where kernels hold rows in a heap of their own, and where nobody has said what a
-    feature takes."""
+    """Raises ValueError for a layer whose memory is not predicted.
+
+    That is a layer with a feature whose memory is unknown, or with fused kernels, which hold rows in a heap
+    of their own.
+    """
     why = parts.refusal("memory")
     if why is None and parts.spec.fused:
         from pmoe.decide.fused_choice import fused_pair, layer_refusal
@@ -69,7 +72,7 @@ def check_predictable(parts: LayerModules) -> None:
 
 
 def check_budget(parts: LayerModules) -> None:
-    """Raises ValueError where no budget can be held, for not all of the memory is this layer's to know."""
+    """Raises ValueError for a layer that cannot keep a memory budget: part of its memory is unknown."""
     why, like = parts.refusal("memory budget"), parts.like
     if why is None and not parts.experts.columns("cpu" if like is None else like.device.type).hidden:
         why = f"experts ({type(parts.experts).__name__}) do not say what they save"
@@ -81,11 +84,11 @@ def check_budget(parts: LayerModules) -> None:
 
 
 def unknown(parts: LayerModules) -> tuple[str, ...]:
-    """What of a layer's memory only its user can know, in words."""
+    """Returns notes about the parts of a layer's memory that are not counted, because they are a user's."""
     told = [words for feature, words in USERS_OWN.items() if feature in parts.features]
     shared = parts.shared_expert
     if shared is not None and not shared.columns("cpu").hidden:
-        told.append("the shared expert is a module of one's own: what it saves is not counted")
+        told.append("the shared expert is a user's module: what it saves is not counted")
     return tuple(told)
 
 
@@ -95,12 +98,17 @@ def _ways(
     pipeline_backward: int | None,
     memory_reuse: StrategyName | Restore | None,
 ) -> list[Choice]:
-    """All that the layer may take: one where nothing is left to choose."""
+    """Returns the choices of n and the pair that the layer may take; one if it leaves nothing to choose.
+
+    pipeline, pipeline_backward, memory_reuse: as in `predict_memory`.
+
+    Raises ValueError if memory_reuse names no pair.
+    """
     spec, pairs = parts.spec, parts.pairs
     if memory_reuse is not None:
         pair = parse_restore(memory_reuse)
         if not isinstance(pair, Restore):
-            raise ValueError(f"memory_reuse ({memory_reuse!r}) must be None, a name of S1 to S4 or a Restore")
+            raise ValueError(f"memory_reuse ({memory_reuse!r}) must be None, one of S1 to S4 or a Restore")
         pairs = (pair,)
     n = pipeline or spec.fixed_degree
     forward = spec.degrees if n is None else (n,)
@@ -113,13 +121,17 @@ def _ways(
 def _of_way(
     parts: LayerModules, sizes: LayerSizes, call: CallRows, counts: RankCounts | None, way: Choice
 ) -> PredictedMemory:
+    """Returns the predicted memory of one choice: for these row counts, or a bound for any routing.
+
+    Raises ValueError if n does not divide the bins of the row counts.
+    """
     sizes = replace(sizes, rotates=sizes.rotates or way.rearranged)
     if counts is None:
         return bound(sizes, call, way, parts.spec.slack, parts.num_bins)
     bins, degrees = counts.send.shape[0], (way.forward, way.backward)
     if any(bins % n for n in degrees):
         raise ValueError(f"pipeline {degrees} must divide the {bins} bins of row_counts")
-    cut = [n << counts.depth.get(n, 0) for n in degrees]
+    cut = [n << counts.depth.get(n, 0) for n in degrees]  # skewed routing was cut into more chunks
     rank, place = parts.ranks.rank, parts.grid.inside.rank
     forward, backward = (counted_rows(sizes, counts, rank, n, place) for n in cut)
     return predict(sizes, call, forward, backward, way.restore, rearranged=cut[0] != cut[1])

@@ -1,4 +1,4 @@
-"""A layer built for other ranks, or on the meta device: spread over a mesh, and its parameters drawn."""
+"""Later changes of a layer's parameters: spreading it over other ranks, and drawing its values again."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from pmoe.layer.construct import check_fit
 
 
 def check_spread(parts: LayerModules, mesh: DeviceMesh) -> None:
-    """As `pmoe.MoELayer.check_spread`."""
+    """Checks whether a layer can be spread over a mesh.
+
+    Raises ValueError or TypeError with the reason if it cannot.
+    """
     dimensions_of(mesh)
     spec, like, held = parts.spec, parts.like, parts.experts.num_local_experts
     is_meta = like is not None and like.is_meta
     if parts.ranks.size > 1 and not is_meta:
         raise ValueError(
-            f"a layer built over {parts.ranks.size} ranks must not be spread over others: this rank has "
-            f"only {held} of {spec.num_experts} experts; build it with mesh={mesh}, or "
-            "on one rank (before init_process_group, or with a group of one rank)"
+            f"a layer built over {parts.ranks.size} ranks must not be spread over other ranks: this rank has "
+            f"only {held} of {spec.num_experts} experts. Build it with mesh={mesh}, or "
+            "for one rank (before init_process_group, or with a group of one rank)"
         )
     if parts.gradients is not None:
-        raise ValueError("a layer must be spread before a GradientReducer is made for it")
+        raise ValueError("a layer must be spread before a GradientReducer is built for it")
     check_own_parameters(parts.experts, parts.experts.hidden_dims() or ())
     if not parts.experts.are_modules and parts.experts.hidden_dims() is None:
         raise TypeError(
@@ -38,15 +41,19 @@ def check_spread(parts: LayerModules, mesh: DeviceMesh) -> None:
     grid = grid_of_mesh(mesh)
     check_fit(spec.num_experts, spec.d_hidden, grid, 'the mesh\'s "ep"')
     if parts.experts.are_modules and grid.is_sharded:
-        raise ValueError('experts (modules) must not be split over "esp": a module\'s hidden is its own')
+        raise ValueError(
+            'experts (modules) must not be split over "esp": pmoe cannot split the hidden columns of a module'
+        )
     if parts.experts.are_modules and parts.ranks.size > 1:
-        raise ValueError("experts (modules, even on the meta device) must all be there to be spread")
+        raise ValueError(
+            "experts (modules) can be spread only if this rank has all of them, even on the meta device"
+        )
     if spec.pad_to_capacity and grid.is_sharded:
-        raise ValueError('pad_to_capacity (True) must be False where experts are split over "esp"')
+        raise ValueError('pad_to_capacity (True) must be False if experts are split over "esp"')
 
 
 def reset_parameters(parts: LayerModules) -> None:
-    """As `pmoe.MoELayer.reset_parameters`."""
+    """Draws new values for all parameters of a layer, as `pmoe.MoELayer.reset_parameters` describes."""
     first_expert = parts.grid.across.rank * parts.experts.num_local_experts
     if isinstance(parts.gate, Gate):
         parts.gate.reset_parameters()
@@ -64,7 +71,7 @@ def reset_parameters(parts: LayerModules) -> None:
 
 
 def reset_modules(module: nn.Module) -> None:
-    """Asks each part of it that has a ``reset_parameters`` for that."""
+    """Calls ``reset_parameters`` of a module and of each submodule that has it."""
     for part in module.modules():
         reset = getattr(part, "reset_parameters", None)
         if reset is not None:

@@ -1,14 +1,18 @@
-"""A call without values: on the meta device, or with fake tensors (``FakeTensorMode``).
+"""Calls without values: on the meta device, or with fake tensors (``FakeTensorMode``).
 
-Its output has the shape, dtype, device and requires_grad of a real call's, and gradients have the right
-shapes. No row is routed, nothing is sent and the host reads nothing, so any options and any number of ranks
-work. The table says which combinations of a layer and its input come here:
+The output has the shape, dtype, device and requires_grad that a real call would give, and gradients have the
+right shapes. No row is routed, nothing is sent and the host reads nothing, so this works with any options and
+any number of ranks. Which calls have no values depends on the layer's parameters and on the input:
 
-    layer   meta   meta   fake   plain  fake
-    x       meta   plain  fake   fake   plain
-            here   error  here   here   here (inside of the mode)
+    parameters   input x   the call
+    meta         meta      shapes only
+    meta         plain     an error
+    fake         fake      shapes only
+    plain        fake      shapes only
+    fake         plain     shapes only, inside of FakeTensorMode
 
-Tools do not see what a layer allocates and computes inside: `MoELayer.predict_memory` gives the bytes.
+Tools that count memory or operations see nothing of the inside of the layer. `MoELayer.predict_memory` gives
+its bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from pmoe.gates.base import at_least_float32
 
 
 def has_no_values(parts: LayerModules, x: Tensor) -> bool:
-    """Whether a call with x computes shapes only."""
+    """Returns whether a call with x (..., M) computes shapes only."""
     like = parts.like
     if x.is_meta:
         return like is None or like.is_meta
@@ -35,9 +39,14 @@ def has_no_values(parts: LayerModules, x: Tensor) -> bool:
 
 
 def computed_shapes(parts: LayerModules, x: Tensor) -> tuple[Tensor, LastCall]:
-    """The layer's output, and the record of the call, which has only l_aux, a scalar. x: (..., M).
+    """Returns the output of the layer without values, (..., M), and the record of the call.
 
-    Raises what a call raises for a wrong shape, dtype or device.
+    Both are connected to the graphs of x, of the parameters, and of a router outside of the layer, so that
+    backward gives all of them gradients. The record holds only l_aux, a scalar.
+
+    x: (..., M), the input.
+
+    Raises what a real call raises for a wrong shape, dtype or device.
     """
     for callback in parts.callbacks:
         x = callback.before_moe_start(x)
@@ -58,12 +67,14 @@ def computed_shapes(parts: LayerModules, x: Tensor) -> tuple[Tensor, LastCall]:
 
 
 def _shape_like(like: Tensor, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
-    """An empty tensor of the shape of ``like``, connected to the graphs of ``tensors``."""
+    """Returns an empty tensor with the shape of ``like``, connected to the graphs of ``tensors``."""
     found: Tensor = _Shape.apply(like, dtype, *tensors)  # type: ignore[no-untyped-call]
     return found
 
 
 class _Shape(torch.autograd.Function):
+    """An empty tensor whose backward gives each of the given tensors a gradient of zeros."""
+
     @staticmethod
     def forward(ctx: Any, like: Tensor, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
         ctx.tensors = tensors
@@ -76,7 +87,10 @@ class _Shape(torch.autograd.Function):
 
 
 def _zeros_of(tensor: Tensor, grad: Tensor) -> Tensor:
-    """Zeros of the kind of ``grad``, fake or meta: an optimizer must not take them for a real gradient."""
-    if hasattr(tensor, "to_local"):  # DTensors
+    """Returns zeros with the shape of ``tensor`` and of the kind of ``grad``: fake, or on the meta device.
+
+    So no optimizer can mistake them for a real gradient.
+    """
+    if hasattr(tensor, "to_local"):  # a DTensor, whose gradient must be a DTensor
         return torch.zeros_like(tensor)
     return grad.new_zeros(tensor.shape, dtype=tensor.dtype)

@@ -229,7 +229,7 @@ def build_job(rank: int, world: int) -> list[str]:
 BUILT = [
     'd_hidden (9) must be divisible by the size of the mesh\'s "esp" (2)',
     "mesh (dimensions ('tp',)) must have the dimensions",
-    "group and mesh must not be given both",
+    "group and mesh must not both be given",
     "must be ffn or swiglu, or a pmoe.experts.Experts of this rank's columns",
     'num_experts (1) must be divisible by the size of group (2); split fewer by a mesh with "esp"',
     "nodes ([0]) must have 2 entries",
@@ -249,7 +249,7 @@ BUILT = [
     "must be a list of pmoe.Callback objects",
     "send_once ('yes') must be True or False",
     "shared_expert ('ffn') must be None, an int or a torch.nn.Module",
-    "pipeline_backward (4) must be pipeline (2) or None where rows travel once",
+    "pipeline_backward (4) must be pipeline (2) or None if rows travel once",
     "memory_budget ('1GiB') must be left out where rows travel once",
     "pipeline ('fast') must be False, True",
 ]

@@ -84,7 +84,7 @@ def in_its_own_type(rank: int, world: int) -> None:
     error = error_of(lambda: spread(world)(rows(rank).half()))  # a model in float32, and no autocast
     assert "must have the same dtype" in error, error
     layer = spread(world)[1]
-    assert "or under autocast" in error_of(lambda: layer(rows(rank).half()))
+    assert "under torch.autocast" in error_of(lambda: layer(rows(rank).half()))
 
 
 def scaled(rank: int, world: int) -> None:
@@ -130,7 +130,7 @@ def whole_in_one_graph(rank: int, world: int) -> None:
     torch._dynamo.reset()
     whole = torch.compile(spread(world), backend="eager", fullgraph=True)
     error = error_of(lambda: whole(rows(rank)))
-    assert 'leave fullgraph=True out, or take backend="pmoe"' in error, error
+    assert 'leave fullgraph=True out, or use backend="pmoe"' in error, error
     compiled_by_pmoe(rank, world, fullgraph=True)
 
 

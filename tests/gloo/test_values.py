@@ -118,7 +118,7 @@ def test_dense_values_that_differ_are_told_on_every_rank_at_the_first_call_with_
             assert len(first) == 1 and not second, (name, first, second)
             rule = rf"pmoe: MoELayer \d+, whose values of {re.escape(name)} must be the same on every rank"
             assert re.match(rule, first[0]), (name, first)
-            assert "(alike are: rank 0; rank 1)" in first[0] and "torch.manual_seed" in first[0]
+            assert "(ranks with equal values: rank 0; rank 1)" in first[0] and "torch.manual_seed" in first[0]
             assert "DistributedDataParallel" in first[0] and "torch.distributed.broadcast" in first[0]
 
 
@@ -128,7 +128,7 @@ def groups_job(rank: int, world: int) -> list[str]:
 
 def test_the_ranks_that_are_alike_are_named_together() -> None:
     for warnings_of_rank in ranks(4).run(groups_job):
-        assert "(alike are: ranks 0, 2, 3; rank 1)" in warnings_of_rank[0]
+        assert "(ranks with equal values: ranks 0, 2, 3; rank 1)" in warnings_of_rank[0]
 
 
 # ---- no alarm

@@ -99,7 +99,7 @@ def test_a_hook_may_replace_rows_and_results() -> None:
 def test_a_hook_that_returns_other_rows_is_named() -> None:
     layer = build()
     layer.experts.register_forward_pre_hook(lambda _, arguments: (arguments[0][:3],))
-    with pytest.raises(ValueError, match=r"pre-hook of experts returned a tensor of shape \(3, 6\)"):
+    with pytest.raises(ValueError, match=r"pre-hook of layer.experts returned a tensor of shape \(3, 6\)"):
         layer(tokens())
 
 
@@ -274,9 +274,7 @@ def test_a_wrapper_that_does_not_call_its_experts_is_named() -> None:
 
     layer = build()
     layer.experts = Silent(layer.experts)
-    with pytest.raises(
-        ValueError, match=r"experts \(Silent\) must call the pmoe.Experts that they stand for"
-    ):
+    with pytest.raises(ValueError, match=r"experts \(Silent\) did not call the pmoe.Experts that it wraps"):
         layer(tokens())
 
 

@@ -236,10 +236,10 @@ class Gate(torch.nn.Module):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"gate": Gate()}, "the gate is a module of one's own"),
-        ({"expert": lambda: torch.nn.Identity()}, "experts are modules of one's own"),
+        ({"gate": Gate()}, "the gate is a user's module"),
+        ({"expert": lambda: torch.nn.Identity()}, "experts are a user's modules"),
         ({"callbacks": [pmoe.Callback()]}, "callbacks"),
-        ({"shared_expert": torch.nn.Identity()}, "the shared expert is a module of one's own"),
+        ({"shared_expert": torch.nn.Identity()}, "the shared expert is a user's module"),
     ],
     ids=["gate", "experts", "callbacks", "shared expert"],
 )

@@ -142,15 +142,15 @@ def quantised() -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[[], Tensor], str]] = {
     "nested, strided": (strided_nested, "layout=torch.jagged"),
-    "jagged with holes": (holey, r"x \(a NestedTensor\) has holes .* x.contiguous\(\)"),
+    "jagged with holes": (holey, r"x \(a NestedTensor\) has unused rows .* x.contiguous\(\)"),
     "jagged at last": (lambda: jagged().transpose(1, 2), "jagged in its last dimension"),
-    "masked": (masked, r"x \(a MaskedTensor\) is masked by element: .* mask="),
-    "sparse": (lambda: tokens().to_sparse(), r"sparse_coo\) must be dense: .* x.to_dense\(\)"),
-    "compressed": (lambda: tokens().to_sparse_csr(), r"sparse_csr\) must be dense: .* x.to_dense\(\)"),
-    "complex": (lambda: tokens().to(torch.complex64), "dtype torch.complex64 must be .* take x.real"),
+    "masked": (masked, r"x \(a MaskedTensor\) masks single elements: .* mask="),
+    "sparse": (lambda: tokens().to_sparse(), r"sparse_coo, but .* pass x.to_dense\(\)"),
+    "compressed": (lambda: tokens().to_sparse_csr(), r"sparse_csr, but .* pass x.to_dense\(\)"),
+    "complex": (lambda: tokens().to(torch.complex64), "dtype torch.complex64 must be .* pass x.real"),
     "integers": (lambda: tokens().long(), "dtype torch.int64 must be of a floating-point type"),
     "quantised": (quantised, r"dtype torch.quint8 must be .* x.dequantize\(\)"),
-    "two tensors": (lambda: TwoTensor(tokens(), tokens()), r"x \(a TwoTensor\) has operators of its own"),
+    "two tensors": (lambda: TwoTensor(tokens(), tokens()), r"x \(a TwoTensor\) defines its own operators"),
 }
 
 

@@ -78,17 +78,17 @@ def test_a_float32_gate_may_route_bfloat16_rows() -> None:
         (
             ByPosition(expert=torch.zeros(5, 2, dtype=torch.int64)),
             ValueError,
-            r"must be \(11, 2\) of torch.int64, for T = 11 tokens",
+            r"must have shape \(11, 2\) and dtype torch.int64, to fit T = 11 tokens",
         ),
         (
             ByPosition(weight=torch.ones(11, 1)),
             ValueError,
-            r"weight of shape \(11, 1\) and dtype torch.float\d+; it must be \(11, 2\)",
+            r"weight of shape \(11, 1\) and dtype torch.float\d+; it must have shape \(11, 2\)",
         ),
         (
             ByPosition(expert=torch.zeros(11, 2, dtype=torch.int32)),
             ValueError,
-            "dtype torch.int32; it must be",
+            "dtype torch.int32; it must have",
         ),
         (ByPosition(num_experts=9), ValueError, "rank 0: its gate returned expert indices outside"),
         (ByPosition(expert=torch.full((11, 2), -1)), ValueError, "its gate returned expert indices outside"),

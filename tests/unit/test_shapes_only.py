@@ -147,7 +147,7 @@ def test_what_a_real_call_refuses_is_refused(x: Tensor, match: str) -> None:
 
 def test_a_meta_layer_that_meets_values_says_how_it_gets_some() -> None:
     layer = made("default", device="meta")
-    with pytest.raises(ValueError, match=r"\(meta\): call to_empty and reset_parameters first"):
+    with pytest.raises(ValueError, match=r"\(meta\): call layer.to_empty\(device=...\) and"):
         layer(torch.randn(3, D_MODEL))
     layer.to_empty(device="cpu")
     layer.reset_parameters()

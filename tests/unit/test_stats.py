@@ -121,7 +121,7 @@ def test_predicted_bytes_are_the_layer_s_own_prediction() -> None:
     [
         ({}, ""),
         ({"memory_reuse": "S4", "gate": "sigmoid"}, ""),
-        ({"memory_reuse": "S4", "expert": nn.Identity}, "experts are modules of one's own"),
+        ({"memory_reuse": "S4", "expert": nn.Identity}, "experts are a user's modules"),
     ],
 )
 def test_what_a_prediction_does_not_count_is_said(options: dict[str, Any], why: str) -> None:

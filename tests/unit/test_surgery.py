@@ -378,7 +378,10 @@ REFUSED: list[tuple[Callable[[pmoe.MoELayer], None], str]] = [
         of_another_type,
         r"experts' w2 \(torch.float32 on cpu\) must have the dtype and device of their w1 \(torch.float64",
     ),
-    (all_of_another_type, r"experts' parameters \(torch.float32 on cpu\) must be like the rows"),
+    (
+        all_of_another_type,
+        r"experts' parameters \(torch.float32 on cpu\) must have the dtype and device of the rows",
+    ),
     (no_experts, r"experts \(a torch.nn.modules.container.ModuleList\) must be pmoe.Experts, or a wrapper"),
 ]
 

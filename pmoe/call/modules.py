@@ -18,7 +18,7 @@ from pmoe.call.options import LayerOptions
 from pmoe.comm.counts import num_bins
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan.plan import PassModules
-from pmoe.experts.base import local_part
+from pmoe.experts.operands import local_part
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Stages
 
@@ -32,8 +32,8 @@ class LayerCache:
     """The facts that a layer has agreed on and learned in its calls. They outlive changes of its options.
 
     differed       whether the ranks held different experts when they last compared them; None before
-    compared       `LayerModules.given` at the last call. It holds no modules, because it would keep replaced ones
-                   alive
+    compared       `LayerModules.given` at the last call. It holds no modules, because it would keep replaced
+                   ones alive
     words          the options as texts, when ranks last compared them
     padded_kinds   the kinds of padded calls that ranks have compared
     choosers       objects that choose n and the restore pair, and results of choices and measurements. The

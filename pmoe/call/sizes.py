@@ -9,7 +9,8 @@ from torch import Tensor
 from pmoe.call.modules import LayerModules
 from pmoe.comm.hierarchical import HierarchicalExchange
 from pmoe.engine.variants.padding import PaddedRowCounts
-from pmoe.experts.base import Experts, local_part
+from pmoe.experts.base import Experts
+from pmoe.experts.operands import local_part
 from pmoe.gates.base import Gate
 from pmoe.gates.capacity import expert_capacity
 from pmoe.planner.layer_sizes import CallRows, LayerSizes

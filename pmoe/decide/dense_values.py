@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.call.modules import LayerModules
-from pmoe.experts.base import is_expert, local_part
+from pmoe.experts.marks import is_expert
+from pmoe.experts.operands import local_part
 
 MOST_VALUES = 1 << 16
 """The largest number of values that a digest reads of one tensor. They are evenly spread over it.

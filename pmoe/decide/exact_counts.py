@@ -7,14 +7,14 @@ from collections.abc import Callable
 from torch import Tensor
 
 from pmoe.call.call import Call
-from pmoe.call.decision import AgreedChoice, HostRowCounts, Decision
+from pmoe.call.decision import AgreedChoice, Decision, HostRowCounts
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import RoutedBatch
 from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.choose.choose import choose
 from pmoe.choose.slots import requested_slots
 from pmoe.comm.counts import CountsExchange, Fault, FaultError, RankCounts
-from pmoe.comm.ranks import publishing_failures
+from pmoe.comm.failures import publishing_failures
 from pmoe.decide.route import route_batch
 from pmoe.decide.stored_state import check_loaded
 from pmoe.engine.passes.base import Inputs

@@ -24,8 +24,7 @@ from pmoe.call.module_calls import described, without_compilation
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import RoutedBatch
 from pmoe.checkpointing.replay import hidden_from_checkpoints
-from pmoe.comm.failures import leave
-from pmoe.comm.ranks import publishing_failures
+from pmoe.comm.failures import leave, publishing_failures
 from pmoe.engine.autograd import run_experts
 from pmoe.engine.passes.base import AutocastState, Inputs
 from pmoe.experts.base import Experts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pmoe.call.call import Call
-from pmoe.call.decision import AgreedChoice, HostRowCounts, Decision
+from pmoe.call.decision import AgreedChoice, Decision, HostRowCounts
 from pmoe.call.modules import LayerModules
 from pmoe.choose.choose import choose
 from pmoe.comm.counts import RankCounts

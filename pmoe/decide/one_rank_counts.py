@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from pmoe.call.call import Call
-from pmoe.call.decision import AgreedChoice, HostRowCounts, Decision
+from pmoe.call.decision import AgreedChoice, Decision, HostRowCounts
 from pmoe.call.module_calls import is_watched
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import CheckedRouting, RoutedBatch
 from pmoe.checkpointing.replay import hidden_from_checkpoints, may_run_again
 from pmoe.comm.counts import RankCounts
 from pmoe.decide.fused_choice import (
+    defer_routing,
     fused_pair,
     kernels_runner,
     make_request,
     may_fuse,
-    defer_routing,
     stacked,
 )
-from pmoe.decide.route import autocast_dtype, check_num_experts, apply_start_callbacks
+from pmoe.decide.route import apply_start_callbacks, autocast_dtype, check_num_experts
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes.base import Inputs
 from pmoe.gates.base import Routing

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from pmoe.call.call import Call
-from pmoe.call.decision import AgreedChoice, HostRowCounts, Decision
+from pmoe.call.decision import AgreedChoice, Decision, HostRowCounts
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import CheckedRouting, RoutedBatch
 from pmoe.call.sizes import splits_of
 from pmoe.choose.choose import choose
 from pmoe.comm.counts import CountsExchange, Fault, RankCounts
 from pmoe.decide.exact_counts import LoadedExchange, in_chunks
-from pmoe.decide.fused_choice import find_steps, kernels_runner, may_fuse, defer_routing
-from pmoe.decide.route import run_gate, cast_dtype, route_batch
+from pmoe.decide.fused_choice import defer_routing, find_steps, kernels_runner, may_fuse
+from pmoe.decide.route import cast_dtype, route_batch, run_gate
 from pmoe.engine.passes.base import Inputs
 from pmoe.engine.plan.make_plan import SortedSlots
 from pmoe.engine.variants.padding import PaddedCallKey, check_same_calls, make_padding
@@ -70,7 +70,7 @@ class PaddedCounts:
         self._splits = splits_of(parts, self._kind.num_tokens, top_k=expert_TK.shape[1])
 
     def _ask_gate(self, call: Call, x_TM: Tensor) -> CheckedRouting:
-        """Returns the routing of the gate, or tensors that the persistent launch will fill (`defer_routing`)."""
+        """Returns the gate's routing, or tensors that the persistent launch will fill (`defer_routing`)."""
         if may_fuse(call.parts, x_TM.device, cast_dtype(call.parts, x_TM) or x_TM.dtype):
             self._promise = defer_routing(call, x_TM)
         if self._promise is None:

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from pmoe.arguments import check_flag, check_kind, check_not_negative, check_place
 from pmoe.call.modules import LayerModules
 from pmoe.call.options import LayerOptions, Switches
-from pmoe.comm.ranks import Grid, Ranks
+from pmoe.comm.grid import Grid
+from pmoe.comm.ranks import Ranks
 from pmoe.experts import ExpertName, initialise, make_stacked
 from pmoe.experts.base import Experts
 from pmoe.experts.ffn import ActivationName, find_activation
@@ -39,7 +40,7 @@ def check_arguments(
     shared_gate: bool,
     z_loss_weight: float,
 ) -> None:
-    """Raises ValueError or TypeError for wrong arguments of `pmoe.MoELayer` that are not in `LayerOptions`."""
+    """Raises ValueError or TypeError for wrong arguments of `pmoe.MoELayer` outside `LayerOptions`."""
     check_not_negative(z_loss_weight=z_loss_weight)
     find_activation(activation)
     check_place(device, dtype)

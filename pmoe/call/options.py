@@ -133,7 +133,7 @@ class LayerOptions:
 
     @functools.cached_property
     def pairs(self) -> tuple[Restore, ...]:
-        """The restore pairs to choose from. Experts that are modules may exclude some: `LayerModules.pairs`."""
+        """The restore pairs to choose from. Experts that are modules exclude some: `LayerModules.pairs`."""
         if isinstance(self.memory_reuse, Restore):
             return (self.memory_reuse,)
         if not self.memory_reuse:

@@ -97,7 +97,7 @@ from tests.own_experts import mlp
         (
             {"pipeline": 2, "pipeline_backward": 4, "expert": nn.Identity},
             ValueError,
-            r"pipeline_backward \(4\) must be at most pipeline \(2\) where experts are modules",
+            r"pipeline_backward \(4\) must be at most pipeline \(2\) if experts are modules",
         ),
         ({"dtype": torch.int64}, ValueError, r"dtype \(torch.int64\) must be a floating-point type"),
         ({"dtype": "float32"}, TypeError, r"dtype \('float32'\) must be a torch.dtype"),

@@ -364,7 +364,8 @@ class CountsExchange:
         header = header.to(counts_FE.device, non_blocking=True)
         if isinstance(fault, Tensor):
             header[1] = fault
-        by_rank = grid.to_owners(counts_FPX).transpose(0, 1).reshape(ranks.size, -1)
+        counts_FWX = grid.to_owners(counts_FPX) if grid.is_sharded else counts_FPX
+        by_rank = counts_FWX.transpose(0, 1).reshape(ranks.size, -1)
         # 32 bits suffice, because a rank has fewer than 2**31 rows.
         self._sent = torch.cat([header.expand(ranks.size, HEADER), by_rank], dim=1).int()
         self._received = self._sent
@@ -387,7 +388,10 @@ class CountsExchange:
             if self._work is not None:
                 wait_for(self._work, self._ranks.group, self._received.is_cuda)
             messages = self._received[:, HEADER:].unflatten(1, (-1, self._own_FPX.shape[2]))
-            device_FWX = self._grid.by_arrival(messages.transpose(0, 1)).long()
+            device_FWX = messages.transpose(0, 1)
+            if self._grid.is_sharded:
+                device_FWX = self._grid.by_arrival(device_FWX)
+            device_FWX = device_FWX.long()
             recv_device, received_once = self._split(device_FWX)
             agreed = self._agree(recv_device)
             relayed = self._relay(device_FWX)

@@ -45,13 +45,18 @@ class ExactCounts:
         routing = self.routed.gated.routing
         count = routing.expert.shape[0] if routing.token is None else self.routed.num_tokens
         orders_type = DeduplicatedSlots if parts.spec.send_once else SortedSlots
-        self.orders = orders_type(call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token))
-        self.fuses = not call.replay.is_replay and self.kernels_may_take_it()
+        self.fuses = False
         self._exchange: LoadedExchange | None = None
-        with publishing_failures(parts.ranks, "the exchange of row counts"):
+        # Checkpoints expect as many operations in both passes, and the second one exchanges nothing.
+        with publishing_failures(parts.ranks, "the exchange of row counts"), hidden_from_checkpoints():
+            self.orders = orders_type(
+                call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token)
+            )
             if not call.replay.is_replay:
-                with hidden_from_checkpoints():
-                    self._exchange = LoadedExchange(parts, self.routed, self._begin_exchange)
+                self._once_FP = self.orders.count_once(parts.num_bins)
+                self._counts_FE = self.orders.count(parts.num_bins)
+                self.fuses = self.kernels_may_take_it()
+                self._exchange = LoadedExchange(parts, self.routed, self._begin_exchange)
             self.sort_early()
 
     def kernels_may_take_it(self) -> bool:
@@ -68,20 +73,19 @@ class ExactCounts:
         """
         parts = self.call.parts
         routed = self.routed
-        orders = self.orders
         routing = routed.gated.routing
         has_k_choices = routing.expert.shape[1] == parts.spec.top_k  # dropped choices count as well
         return CountsExchange(
             parts.grid,
-            orders.count(parts.num_bins),
-            num_tokens=orders.tokens.count,
+            self._counts_FE,
+            num_tokens=self.orders.tokens.count,
             fault=fault,
             needs_grad=parts.asks_for_gradients(routed.x_TM, routing.weight),
             training=self.call.layer.training,
             dtype=routed.autocast or routed.x_TM.dtype,
             traffic=parts.traffic,
             slots=requested_slots(parts, routed),
-            once_FP=orders.count_once(parts.num_bins),
+            once_FP=self._once_FP,
             exchanges=(parts.dispatch, parts.combine),
             bypass_local=parts.stages.local,
             asks_max_rows=self.fuses,

@@ -52,7 +52,7 @@ def decide(source: CountsSource, parts: LayerModules, inputs: Inputs) -> Decisio
 def run(decision: Decision) -> Tensor:
     """Moves rows and multiplies, as decided. Returns the results (T, M) of the tokens."""
     inputs = decision.inputs
-    mix = decision.routed.routing.mix
+    mix = decision.routed.gated.routing.mix
     parts = decision.call.parts
     with inputs.autocast_for(parts.experts):
         y_TM = run_experts(decision.runner, inputs, parts.ranks, needs_grad=decision.needs_grad)
@@ -205,7 +205,7 @@ def make_inputs(call: Call, routed: RoutedBatch, experts: Experts) -> Inputs:
     """
     parts = call.scheduled
     rows_TM = routed.x_TM
-    mix = routed.routing.mix
+    mix = routed.gated.routing.mix
     dtype = routed.autocast
     if dtype is not None:
         rows_TM = rows_TM.to(dtype)
@@ -214,7 +214,7 @@ def make_inputs(call: Call, routed: RoutedBatch, experts: Experts) -> Inputs:
     has_shared = parts.shared_expert is not None
     return Inputs(
         x_TM=rows_TM,
-        weight_TK=routed.routing.weight,
+        weight_TK=routed.gated.routing.weight,
         parameters=_operands(experts, dtype, rows_TM),
         shared_weight_T=shared_weight(parts, routed.x_TM) if has_shared else None,
         shared_parameters=()

@@ -23,7 +23,7 @@ from pmoe.kernels.registry import GROUPED_MM, LOOP, PMOE, PRODUCTS, Form, Produc
 
 @dataclass(frozen=True, kw_only=True)
 class RowGroups:
-    """How many of N consecutive rows belong to each local expert.
+    """Row counts of N consecutive rows, which are grouped by local expert.
 
     counts: (E,) numbers on the host.
     ends: (E,) int32 on the device, the running sum of counts, which kernels read; None on the CPU.

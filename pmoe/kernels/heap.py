@@ -302,7 +302,7 @@ class Heap:
 
     @property
     def bound_nanoseconds(self) -> int:
-        """How long a kernel may wait for a peer, in nanoseconds."""
+        """Returns the nanoseconds that a kernel may wait for a peer."""
         return round(self.bound_seconds * 1e9)
 
     @property

@@ -97,7 +97,7 @@ The pipeline runner supports all. It computes the calls that other runners refus
 
 
 def refused(taker: str, features: Iterable[Feature]) -> Feature | None:
-    """Returns the first feature, in the enum's order, that an entry of `SUPPORTED` does not support, or None.
+    """Returns the first feature that an entry of `SUPPORTED` does not support; None if it supports all.
 
     taker: a key of `SUPPORTED`.
     """

@@ -355,7 +355,7 @@ def _lay_out(experts: Experts, mesh: DeviceMesh) -> None:
 
 @functools.cache
 def _watch_ddp() -> None:
-    """Makes `DistributedDataParallel` ignore parallelized experts in whatever module it wraps from now on.
+    """Makes `DistributedDataParallel` ignore parallelized experts in all modules that it wraps from now on.
 
     torch reads the names to ignore from the module that it wraps. That module may be a parent of the model
     that was parallelized, for example a LightningModule or a module that adds the loss. So the constructor is

@@ -63,7 +63,8 @@ def _run(name: str, rest: list[str]) -> None:
     added_arguments: list[str] = []
     if name == "hydra-train":
         # hydra composes its configuration, and needs the models for it, before it reads common.user_dir.
-        importlib.import_module("pmoe.integrations.fairseq.plugin")
+        import pmoe.integrations.fairseq.plugin  # noqa: F401 - it registers the models
+
         added_arguments = [] if "common.user_dir" in given_names else [f"common.user_dir={USER_DIR}"]
     elif name != "score" and "--user-dir" not in given_names:
         added_arguments = ["--user-dir", str(USER_DIR)]

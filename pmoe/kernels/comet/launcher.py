@@ -97,7 +97,7 @@ RULE_COLUMNS = 512
 
 @dataclass(frozen=True, order=True)
 class Division:
-    """How a fused kernel's thread blocks are divided between communication and computation.
+    """The division of a fused kernel's thread blocks between communication and computation.
 
     n_c: number of blocks that communicate. The others compute.
     chunk_columns: columns that the combining kernel finishes before it sends them (T_N in the paper), a

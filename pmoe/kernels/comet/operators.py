@@ -30,7 +30,7 @@ from pmoe.kernels.operands import address, at, check_memory, check_tensor
 
 @dataclass(frozen=True, kw_only=True)
 class FusedRouting:
-    """Where the rows of one rank's tokens go, and which rows come to it. All tensors are int32.
+    """The destinations of the rows of one rank's tokens, and the rows that come to it, all in int32.
 
     rank: this rank.
     expert_TK: (T, K), numbers among the experts of all ranks.

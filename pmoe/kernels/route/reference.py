@@ -15,7 +15,7 @@ from pmoe.kernels.operands import MAX_ROWS, check_tensor
 
 
 class Routes(NamedTuple):
-    """Where each token goes and with what weight, and where the row of each slot lies.
+    """The experts and weights of each token, and the place of each slot's row.
 
     A slot is one of the T*K (token, choice) pairs. Rows are the slots sorted by (chunk, expert), in token
     order within these. Chunk c holds the tokens from floor(c T / n) to floor((c + 1) T / n). No slot is

@@ -8,6 +8,7 @@ A default layer is called once under a tracer. A test holds that the page is wha
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,22 +24,23 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "pmoe"
 PAGE = ROOT / "docs" / "reading.md"
 
-HEAD = """# The code of one call
+HEAD = """\
+# The code of one call
 
-For people who read pmoe's code for the first time. This page lists the functions that one call executes, file by file,
-in the order in which the call first enters them. It is made by running the call
+For people who read pmoe's code for the first time. This page lists the functions that one call executes, file by
+file, in the order in which the call first enters them. It is made by running the call
 (`python docs/reading_order.py`), so it is never older than the code.
 
-The layer is `pmoe.MoELayer(16, 32, 4, pipeline=2, memory_reuse="S4")` on one rank: two chunks, and buffers that rotate.
-Open the files beside this page and read the functions in this order. What only other layers need (several ranks,
-callbacks, shared experts, kernels) is not in the way of this call, and not on this page. The words are those of
-[How it works](how_it_works.md); the parts of the package are those of [Architecture](architecture.md).
+The layer is `pmoe.MoELayer(16, 32, 4, pipeline=2, memory_reuse="S4")` on one rank: two chunks, and buffers that
+rotate. Open the files beside this page and read the functions in this order. Code that only other layers need
+(several ranks, callbacks, shared experts, kernels) is not on the way of this call, and not on this page. The words
+are those of [How it works](how_it_works.md). [Architecture](architecture.md) describes the parts of the package.
 """
 
 STAGES = {
-    "decide": "## Decide\n\nEverything before rows move: checks, the gate, row counts, n and the restore pair.\n",
+    "decide": "## Decide\n\nBefore rows move: checks, the gate, row counts, n and the restore pair.\n",
     "forward": "## Run: the forward pass\n\nRows move and experts multiply. Nothing is decided.\n",
-    "backward": "## Run: the backward pass\n\nThe gradients travel the same way back; T_DI and T_M are restored.\n",
+    "backward": "## Run: the backward pass\n\nGradients travel the way back. T_DI and T_M are restored.\n",
 }
 
 
@@ -127,16 +129,16 @@ def page() -> str:
                 name = code.co_qualname.replace(".<locals>", "")
                 functions_by_file.setdefault(code.co_filename, []).append(name)
         rows = [row(Path(file), names) for file, names in functions_by_file.items()]
-        parts.append(
-            text + "\n| file | what it is | functions, in order |\n|---|---|---|\n" + "\n".join(rows) + "\n"
-        )
+        table = ["| file | what it is | functions, in order |", "|---|---|---|", *rows, ""]
+        parts.append("\n".join([text, *table]))
     return "\n".join(parts)
 
 
 def row(file: Path, names: list[str]) -> str:
     """One file in a table: its path, the first sentence of its docstring, and its functions."""
     docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-    sentence = docstring.partition("\n\n")[0].replace("\n", " ").partition(". ")[0].rstrip(".:")
+    paragraph = docstring.partition("\n\n")[0].replace("\n", " ")
+    sentence = re.split(r"(?<!Fig)\.(?=\s|$)", paragraph)[0].rstrip(":")
     functions = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
     return f"| `{file.relative_to(ROOT)}` | {sentence.replace('|', '/')} | {functions} |"
 

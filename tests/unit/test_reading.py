@@ -107,7 +107,7 @@ LOCAL_IMPORTS: dict[str, str] = {
     "pmoe.schedule.separate_buffers": (
         "A layer uses this schedule or the one with ring buffers, and `import pmoe` neither."
     ),
-    "pmoe.integrations.fairseq.plugin": "It needs fairseq, which is found first, with a message if it is missing.",
+    "pmoe.integrations.fairseq.plugin": "It needs fairseq, which may be missing: a message then says so.",
 }
 """Modules of pmoe that are imported inside functions, and why."""
 

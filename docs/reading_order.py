@@ -27,14 +27,15 @@ PAGE = ROOT / "docs" / "reading.md"
 HEAD = """\
 # The code of one call
 
-For people who read pmoe's code for the first time. This page lists the functions that one call executes, file by
-file, in the order in which the call first enters them. It is made by running the call
-(`python docs/reading_order.py`), so it is never older than the code.
+For people who read pmoe's code for the first time. This page lists the functions that one call executes,
+file by file, in the order in which the call first enters them. It is made by running the call (`python
+docs/reading_order.py`), so it is never older than the code.
 
-The layer is `pmoe.MoELayer(16, 32, 4, pipeline=2, memory_reuse="S4")` on one rank: two chunks, and buffers that
-rotate. Open the files beside this page and read the functions in this order. Code that only other layers need
-(several ranks, callbacks, shared experts, kernels) is not on the way of this call, and not on this page. The words
-are those of [How it works](how_it_works.md). [Architecture](architecture.md) describes the parts of the package.
+The layer is `pmoe.MoELayer(16, 32, 4, pipeline=2, memory_reuse="S4")` on one rank: two chunks, and buffers
+that rotate. Open the files beside this page and read the functions in this order. Code that only other
+layers need (several ranks, callbacks, shared experts, kernels) is not on the way of this call, and not on
+this page. The words are those of [How it works](how_it_works.md). [Architecture](architecture.md) describes
+the parts of the package.
 """
 
 STAGES = {

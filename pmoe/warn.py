@@ -40,3 +40,9 @@ def warn_once(message: str, category: type[Warning] = UserWarning, *, for_each_r
     if start not in GIVEN:
         GIVEN.add(start)
         warnings.warn(f"pmoe: {message}", category, stacklevel=2)
+
+
+def warn_of_old_name(old: str, new: str) -> None:
+    """Warns where the module ``old`` is imported that it is called ``new`` now. Called by the old module."""
+    message = f"{old} is called {new} now: the old name goes with pmoe 0.2"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pmoe.comm import ranks as old_place
 from pmoe.comm.ranks import Ranks
 
 
@@ -89,3 +90,7 @@ class Grid:
 def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
     """Returns places as a tensor. Cached, because each copy to a GPU would be a synchronisation."""
     return torch.tensor(places, device=device)
+
+
+# Layers that were pickled before this file existed look for the class there; an import would be a circle.
+vars(old_place)["Grid"] = Grid

@@ -102,5 +102,6 @@ def run_snippet(name: str, code: str) -> str:
         mock.patch.object(dist, "destroy_process_group"),
         contextlib.redirect_stdout(printed),
     ):
-        exec(compile(code, name, "exec"), {"__name__": "snippet"})
+        # Not with the future imports of this file, which change what annotations are.
+        exec(compile(code, name, "exec", dont_inherit=True), {"__name__": "snippet"})
     return printed.getvalue()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-GUIDES = [ROOT / "README.md", *PAGES]
+GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")

@@ -459,6 +459,7 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
                 "hypothesis>=6.150",
                 "peft>=0.21",  # adapters of a layer's parts: tests and docs/modules.md
                 "kubernetes-validate>=1.37",  # the schemas that examples/cluster is held to
+                "check-jsonschema>=0.39",  # those that .github is held to
                 "pybind11>=2.13,<4",
                 "pytest>=8.4",
                 "pytest-timeout>=2.4",

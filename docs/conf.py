@@ -208,6 +208,7 @@ def point_inside(app: Sphinx, docname: str, source: list[str]) -> None:
         text = (ROOT / "README.md").read_text(encoding="utf-8")
         source[0] = re.sub(r"\]\((?=bench/.*\.png)", "](../", text.replace("](docs/", "](")) + source[0]
     source[0] = re.sub(r"\((\.\./)*bench/results/README\.md", "(results.md", source[0])
+    source[0] = re.sub(r"\((\.\./)?CONTRIBUTING\.md", "(contributing.md", source[0])
     source[0] = source[0].replace("the whole page is what", '<a href="plan.html">the whole page</a> is what')
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-GUIDES = [ROOT / "README.md", *PAGES]
+GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
@@ -102,5 +102,6 @@ def run_snippet(name: str, code: str) -> str:
         mock.patch.object(dist, "destroy_process_group"),
         contextlib.redirect_stdout(printed),
     ):
-        exec(compile(code, name, "exec"), {"__name__": "snippet"})
+        # Not with the future imports of this file, which change what annotations are.
+        exec(compile(code, name, "exec", dont_inherit=True), {"__name__": "snippet"})
     return printed.getvalue()

@@ -1,5 +1,5 @@
-// Python binding of COMET's kernels. Addresses arrive as integers; pmoe/kernels/comet/operators.py has checked
-// what they point to.
+// Python binding of COMET's kernels. Addresses arrive as integers; pmoe/kernels/comet/operators.py has
+// checked what they point to.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>

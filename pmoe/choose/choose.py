@@ -1,4 +1,4 @@
-"""What a call chooses: n of both passes and the restore pair, from numbers that all ranks share."""
+"""The choice of a call: n of both passes and the restore pair, from numbers that all ranks share."""
 
 from __future__ import annotations
 
@@ -18,10 +18,20 @@ def choose(
     orders: SortedSlots,
     restore: Restore | None = None,
 ) -> Choice:
-    """orders: for the plans of trials. restore: the pair, where something else has chosen it. Collective
-    where something is measured (`pmoe.choose.trials`)."""
-    spec, n, several = parts.spec, parts.spec.fixed_degree, len(parts.pairs) > 1 and counts.needs_grad
-    is_open = n is None or (restore is None and (several or spec.budget is not None))
+    """Returns n of both passes and the restore pair. Collective if something is measured.
+
+    parts: the modules of the layer.
+    counts: the exchanged row counts.
+    inputs: the rows and parameters of the call, with which trials run.
+    orders: the slots of the call, from which the plans of trials are made.
+    restore: the pair, if it is chosen already; None lets the options decide.
+
+    If the options fix both, nothing is measured. Otherwise see `pmoe.choose.open_choice.choose_among`.
+    """
+    spec = parts.spec
+    n = spec.fixed_degree
+    has_several_pairs = len(parts.pairs) > 1 and counts.needs_grad
+    is_open = n is None or (restore is None and (has_several_pairs or spec.budget is not None))
     if is_open or inputs.x_TM.is_cuda:
         from pmoe.choose import open_choice
         from pmoe.choose.trials import TrialBatch

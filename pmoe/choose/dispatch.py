@@ -17,24 +17,28 @@ from pmoe.planner.profile import Profile
 from pmoe.warn import log
 
 TOKENS = 4096
-"""Of a rank: the choice is for so many, in 4 chunks where n is not fixed. `pmoe plan` takes any number."""
+"""Tokens of a rank for which the choice is made, in 4 chunks if n is not fixed. `pmoe plan` takes any
+number."""
 
 ONLY_FLAT = ("memory_budget", "pad_to_capacity", "fused")
-"""Options that need the flat one."""
+"""Options that need the flat all-to-all."""
 
 
 def fastest_dispatch(
     spec: LayerOptions, grid: Grid, nodes: Nodes, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> ExchangeName:
-    """A name of NAMES, the same on every rank. Collective: ranks compare their nodes, and take what rank 0
-    finds in its stored profile. "flat" where there are no two levels or no profile, which the log says.
+    """Returns the name of the fastest all-to-all, the same on every rank. Collective.
 
-    Raises ValueError or TypeError on every rank for ``nodes`` that cannot be.
+    Ranks compare their nodes, and rank 0 chooses by its stored profile. The choice is "flat" if there are no
+    two levels of links, or no profile. The log gives the reason.
+
+    Raises ValueError or TypeError on every rank for wrong ``nodes``.
     """
-    topology, like = find_topology(grid.across, nodes), torch.empty(0, device=device, dtype=dtype)
-    found = _by_profile(spec, grid, topology, like) if grid.all.rank == 0 else (NAMES[0], "")
+    topology = find_topology(grid.across, nodes)
+    like = torch.empty(0, device=device, dtype=dtype)
+    choice_of_first = _by_profile(spec, grid, topology, like) if grid.all.rank == 0 else (NAMES[0], "")
     name: ExchangeName
-    name, why = from_first(grid.all, found, stage="choosing the all-to-all")
+    name, why = from_first(grid.all, choice_of_first, stage="choosing the all-to-all")
     log.info('dispatch="auto" takes "%s": %s', name, why)
     return name
 
@@ -42,7 +46,7 @@ def fastest_dispatch(
 def _by_profile(
     spec: LayerOptions, grid: Grid, topology: Topology, like: torch.Tensor
 ) -> tuple[ExchangeName, str]:
-    """The all-to-all, and why."""
+    """Returns the name of the all-to-all, and the reason."""
     if topology.is_level:
         return NAMES[0], "no machine has several ranks beside other machines"
     if len(set(map(len, topology.members))) > 1:
@@ -62,6 +66,6 @@ def _by_profile(
     rows = TOKENS * spec.top_k * (1 - 1 / grid.across.size) / (spec.fixed_degree or 4)
     lines = {name: message_line(name, topology.num_nodes, topology.max_local, links) for name in NAMES}
     seconds = {name: line(rows * spec.d_model * like.element_size()) for name, line in lines.items()}
-    told = ", ".join(f"{name} {each * 1e3:.3g} ms" for name, each in seconds.items())
+    times = ", ".join(f"{name} {took * 1e3:.3g} ms" for name, took in seconds.items())
     fastest = min(seconds, key=seconds.__getitem__)
-    return fastest, f"an all-to-all takes {told}, by the profile of {profile.when}"
+    return fastest, f"an all-to-all takes {times}, by the profile of {profile.when}"

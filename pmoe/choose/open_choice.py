@@ -1,4 +1,4 @@
-"""n and the restore pair where options leave a choice.
+"""The choice of n and the restore pair if the options leave it open.
 
 - the cheapest pair by MPipeMoE's Eq. 10;
 - the fastest n and pair within a memory budget;
@@ -29,17 +29,22 @@ from pmoe.planner.priced_choices import Chooser, Measured
 from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
-WRONG, HOST_SECONDS = 2.0, 2e-3
-"""A profile is contradicted by steps that take so many times what it predicts, or the reciprocal. The host
-may add so many seconds to a step."""
+WRONG = 2.0
+"""A profile is wrong if a step takes this many times the seconds that it predicts, or less than the
+reciprocal."""
 
-_compared: set[str] = set()  # when profiles were measured
+HOST_SECONDS = 2e-3
+"""Seconds that the host may add to a step."""
+
+_compared: set[str] = set()
+"""The times at which profiles were measured that were compared with a step already."""
 
 
 def measure_products_of(parts: LayerModules, counts: RankCounts, inputs: Inputs) -> None:
-    """Has the ways to compute the experts' products measured where that has not been done."""
-    device, dtype = inputs.x_TM.device, inputs.x_TM.dtype
-    if device.type != "cuda":  # else there is one way only
+    """Measures the ways to compute the experts' products, if that was not done before. Collective then."""
+    device = inputs.x_TM.device
+    dtype = inputs.x_TM.dtype
+    if device.type != "cuda":  # on the CPU there is one way only
         return
     even_rows = counts.max_tokens * parts.spec.top_k * parts.grid.inside.size
     for experts, rows in ((parts.experts, even_rows), (parts.shared_expert, counts.max_tokens)):
@@ -48,46 +53,54 @@ def measure_products_of(parts: LayerModules, counts: RankCounts, inputs: Inputs)
 
 
 def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
-    """As `pmoe.choose.choose.choose`."""
-    parts, spec, counts = batch.parts, batch.parts.spec, batch.counts
+    """Returns n of both passes and the pair, by the first of the module's four ways that fits. Collective.
+
+    restore: as in `pmoe.choose.choose.choose`.
+    """
+    parts = batch.parts
+    spec = parts.spec
+    counts = batch.counts
     if restore is None and spec.budget is not None:
         return _compared_with_steps(batch, _within_budget(batch))
     if restore is None:
-        several = len(parts.pairs) > 1 and counts.needs_grad
-        restore = without_host_offload(_cheapest_pair(batch) if several else parts.pairs[0], counts)
+        has_several_pairs = len(parts.pairs) > 1 and counts.needs_grad
+        restore = without_host_offload(_cheapest_pair(batch) if has_several_pairs else parts.pairs[0], counts)
     n = spec.fixed_degree
     if n is not None:
-        found = PassDegrees(n, spec.pipeline_backward or n)
+        degrees_of_passes = PassDegrees(n, spec.pipeline_backward or n)
     elif spec.pipeline == SOLVE:
 
         def tried(degrees: Sequence[int]) -> Measured:
             return _tried(batch, all_choices([(n, n) for n in degrees], [restore]))
 
-        found = degrees_by_solver(batch, restore, tried)
+        degrees_of_passes = degrees_by_solver(batch, restore, tried)
     else:
-        found = degrees_by_search(batch, restore)
-    return _compared_with_steps(batch, Choice(**vars(found), restore=restore))
+        degrees_of_passes = degrees_by_search(batch, restore)
+    return _compared_with_steps(batch, Choice(**vars(degrees_of_passes), restore=restore))
 
 
 def _chooser_of(batch: TrialBatch) -> Chooser:
-    """The layer's for these options and this type of rows, which remembers what it has chosen."""
-    parts, spec = batch.parts, batch.parts.spec
-    new = Chooser(pairs=parts.pairs, budget=spec.budget, slack=spec.slack, bins=parts.num_bins)
+    """Returns the layer's chooser for these options and this type of rows. It remembers its choices."""
+    parts = batch.parts
+    spec = parts.spec
+    new_chooser = Chooser(pairs=parts.pairs, budget=spec.budget, slack=spec.slack, bins=parts.num_bins)
     key = ("predicted", spec, batch.inputs.x_TM.dtype)
-    found: Chooser = parts.known.choosers.setdefault(key, new)
-    return found
+    chooser: Chooser = parts.known.choosers.setdefault(key, new_chooser)
+    return chooser
 
 
 def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
-    """None where trials are not for this layer."""
+    """Returns the measured seconds of choices; None if this layer or batch allows no trials."""
     if not batch.trials_allowed or batch.parts.gradients is not None or batch.counts.host_shortage:
-        return None  # a choice that offloads would fail on the rank alone whose host is full
+        return None  # with a full host, a choice that offloads would fail on that rank alone
     return measure_trials(batch, choices)
 
 
 def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
-    """The choice. Once for each profile in use, rank 0 warns where real steps contradict it. Collective."""
-    counts, x_TM, ranks = batch.counts, batch.inputs.x_TM, batch.parts.ranks
+    """Returns the choice. Rank 0 warns once for each profile that a real step contradicts. Collective."""
+    counts = batch.counts
+    x_TM = batch.inputs.x_TM
+    ranks = batch.parts.ranks
     profile = PROFILES.get((ranks.name, x_TM.device, x_TM.dtype))
     if profile is None or profile.when in _compared or (measured := _tried(batch, [choice])) is None:
         return choice
@@ -105,20 +118,24 @@ def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
 
 
 def _cheapest_pair(batch: TrialBatch) -> Restore:
-    """MPipeMoE's Eq. 10, on measured rates."""
+    """Returns the cheapest pair by MPipeMoE's Eq. 10, on measured rates."""
     spec = batch.parts.spec
-    n, m = spec.fixed_degree or 2, spec.pipeline_backward  # 2 where n follows the pair
+    n = spec.fixed_degree or 2  # 2 if n is chosen after the pair
+    n_backward = spec.pipeline_backward or n
 
     def tried(pairs: Sequence[Restore]) -> Measured:
-        return _tried(batch, all_choices([(n, m or n)], pairs))
+        return _tried(batch, all_choices([(n, n_backward)], pairs))
 
     return _chooser_of(batch).pair(batch.sizes, batch.counts.max_tokens, batch.profile, tried)
 
 
 def _within_budget(batch: TrialBatch) -> Choice:
-    """The fastest n and pair whose bytes hold the budget for any routing. Raises ValueError, on every rank,
-    that says what the least budget would be."""
-    spec, counts = batch.parts.spec, batch.counts
+    """Returns the fastest n and pair whose bytes stay within the budget for any routing.
+
+    Raises ValueError on every rank if there is none. It names the smallest budget that would do.
+    """
+    spec = batch.parts.spec
+    counts = batch.counts
     pool(batch.inputs.x_TM.device).device.keep_at_most(spec.budget or 0)
     candidates = DEGREES if spec.fixed_degree is None else (spec.fixed_degree,)
     choices = all_choices([(n, spec.pipeline_backward or n) for n in candidates], batch.parts.pairs)

@@ -1,5 +1,4 @@
-"""The room for received rows: what ranks ask with the row counts, and the pair if a host has too little
-memory."""
+"""The room for received rows: the limits that travel with the row counts, and a pair for a full host."""
 
 from __future__ import annotations
 
@@ -13,14 +12,18 @@ from pmoe.warn import warn_once
 
 
 def requested_slots(parts: LayerModules, routed: RoutedBatch) -> Slots | None:
-    """What ranks ask with the counts, where buffers rotate: how deep each n must be cut, and whether the host
-    has room for T_DI."""
-    spec, x_TM = parts.spec, routed.x_TM
+    """Returns the limits about which ranks ask together with the row counts; None if no buffer rotates.
+
+    The answers are the depth to which each n must be cut so that no ring slot overflows, and whether the host
+    has room for an offloaded T_DI.
+    """
+    spec = parts.spec
+    x_TM = routed.x_TM
     if not spec.rotates:
         return None
     host_rows = None
     if any(pair.dispatched == "offload" for pair in parts.pairs):
-        # Every unit of a chunk, travelling or not, starts on a boundary of its own.
+        # The rows of a chunk that travel, and those that stay, each start on an aligned address.
         free = pool(x_TM.device).host.free_bytes - 2 * parts.num_bins * ALIGNMENT
         host_rows = max(free, 0) // (spec.d_model * x_TM.element_size())
     return Slots(
@@ -33,9 +36,12 @@ def requested_slots(parts: LayerModules, routed: RoutedBatch) -> Slots | None:
 
 
 def without_host_offload(restore: Restore, counts: RankCounts) -> Restore:
-    """The same pair, or one that sends T_DI again in place of offloading it where a host is full."""
+    """Returns the pair, or one that sends T_DI again in place of offloading it if a rank's host is full."""
     if not counts.host_shortage or restore.dispatched != "offload":
         return restore
-    if counts.needs_grad:  # else nothing is offloaded at all
-        warn_once("too little host memory is left on some rank to offload T_DI: it is sent again instead")
+    if counts.needs_grad:  # without a backward pass nothing is offloaded
+        warn_once(
+            "too little host memory is left on some rank to offload T_DI: it is sent again in backward, one "
+            'more all-to-all for each chunk. Free host memory, or choose memory_reuse="S2" or "S4"'
+        )
     return Restore("communicate", restore.hidden)

@@ -29,19 +29,33 @@ MIN_ROWS = 1024
 """Below this many rows a chunk, smaller products cost more than finer overlap hides
 (bench/bench_overlap.py: n = 2 to 4 is best at 4096 rows a rank)."""
 
-REPEATS, CLOSE, MORE = 3, 1.15, 7
-"""Runs of each choice, and then of those that take at most so many times the fastest one's seconds."""
+REPEATS = 3
+"""Timed runs of each choice."""
+
+CLOSE = 1.15
+"""Choices that take at most this many times the fastest one's seconds are run again."""
+
+MORE = 7
+"""Further timed runs of these."""
 
 
 def adaptive_degree(max_rows: int, num_ranks: int) -> int:
-    """n by a rule, from numbers that all ranks share: the largest that leaves MIN_ROWS a chunk; 1 where
-    nothing travels. max_rows: the largest T * K of a rank."""
+    """Returns n by a rule: the largest that leaves MIN_ROWS rows a chunk; 1 if nothing travels.
+
+    max_rows: the largest T * K of any rank, so that all ranks get the same n.
+    """
     return 1 if num_ranks == 1 else max(n for n in DEGREES if n == 1 or max_rows >= n * MIN_ROWS)
 
 
 @dataclass(frozen=True)
 class TrialBatch:
-    """A routed batch whose counts are known, with its layer and its rows."""
+    """A routed batch whose row counts are known: all that a trial needs.
+
+    parts: the modules of the layer.
+    counts: the exchanged row counts.
+    inputs: the rows and parameters of the call.
+    orders: its slots, from which plans are made.
+    """
 
     parts: LayerModules
     counts: RankCounts
@@ -50,52 +64,62 @@ class TrialBatch:
 
     @property
     def rows(self) -> int:
-        """The largest T * K of a rank."""
+        """The largest T * K of any rank."""
         return self.counts.max_tokens * self.parts.spec.top_k
 
     @property
     def sizes(self) -> LayerSizes:
+        """The sizes of the layer, with rows as the experts get them."""
         return memory_shape(self.parts, self.inputs.x_TM)
 
     def profile(self) -> Profile:
-        """Of this device and group. Collective the first time."""
+        """Returns the profile of this device and group. Collective the first time."""
         return profile_of(self.parts.ranks, self.inputs.x_TM.device, self.inputs.x_TM.dtype)
 
     @property
     def trials_allowed(self) -> bool:
-        """Whether trials are worth it, and change nothing that lasts: modules may count what they compute."""
-        parts, shared = self.parts, self.parts.shared_expert
-        worth = self.counts.needs_grad and parts.ranks.size > 1 and self.rows >= 2 * MIN_ROWS
+        """Whether trials are worth their time and leave no trace. Modules may count the rows that they
+        compute."""
+        parts = self.parts
+        shared = parts.shared_expert
+        is_worth_it = self.counts.needs_grad and parts.ranks.size > 1 and self.rows >= 2 * MIN_ROWS
         are_modules = parts.experts.are_modules or (shared is not None and shared.are_modules)
-        return worth and not (are_modules or parts.hooks is not None or parts.sequential)
+        return is_worth_it and not (are_modules or parts.hooks is not None or parts.sequential)
 
     def runner(self, choice: Choice) -> Runner:
+        """Returns the runner of this batch with a choice."""
         return PipelineRunner(self.orders.plan(self.counts, choice))
 
 
 def measure_trials(batch: TrialBatch, choices: Sequence[Choice]) -> list[tuple[float, float]]:
-    """Median seconds of forward and backward with each choice: one untimed step each, then in turns.
+    """Returns the median seconds of forward and of backward with each choice. Collective.
 
-    Those close to the fastest run again: a step on a CPU differs by a tenth from the next like it. All ranks
-    take the slowest rank's medians, and so the same choices again. What is sent is no traffic of the model.
+    Each choice runs one untimed step, then all run in turns. Choices close to the fastest run again, because
+    two equal steps on a CPU differ by a tenth. All ranks take the slowest rank's medians, so all run the same
+    choices again. The bytes that trials send do not count as traffic of the model.
     """
-    ranks, device, traffic = batch.parts.ranks, batch.inputs.x_TM.device, batch.parts.traffic
-    before, clock = replace(traffic), clock_of(device)
-    runs = [functools.partial(_run_both, batch.runner(each), batch.inputs, clock) for each in choices]
+    ranks = batch.parts.ranks
+    device = batch.inputs.x_TM.device
+    traffic = batch.parts.traffic
+    traffic_before = replace(traffic)
+    clock = clock_of(device)
+    runs = [functools.partial(_run_both, batch.runner(choice), batch.inputs, clock) for choice in choices]
     agree = functools.partial(largest, ranks, device, stage="agreeing on the fastest trials")
     timed = functools.partial(median_seconds, begin=begin_together(ranks), agree=agree)
-    found = timed(runs, REPEATS)
-    close = [at for at, each in enumerate(found) if sum(each) <= CLOSE * min(map(sum, found))]
+    medians = timed(runs, REPEATS)
+    fastest = min(map(sum, medians))
+    close = [index for index, median in enumerate(medians) if sum(median) <= CLOSE * fastest]
     if len(close) > 1:
-        for at, each in zip(close, timed([runs[at] for at in close], MORE, warm_up=0), strict=True):
-            found[at] = each
-    vars(traffic).update(vars(before))
-    return [(ahead, back) for ahead, back in found]
+        again = timed([runs[index] for index in close], MORE, warm_up=0)
+        for index, median in zip(close, again, strict=True):
+            medians[index] = median
+    vars(traffic).update(vars(traffic_before))
+    return [(forward, backward) for forward, backward in medians]
 
 
 @torch.no_grad()
 def _run_both(runner: Runner, inputs: Inputs, now: Callable[[], float]) -> tuple[float, float]:
-    """Runs both passes, T_O as its own gradient, and drops all results: the seconds of each."""
+    """Runs both passes, with T_O as its own gradient, and returns the seconds of each."""
     start = now()
     y_TM, saved = runner.forward(inputs, keep=True)
     middle = now()

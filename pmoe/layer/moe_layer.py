@@ -187,9 +187,23 @@ class MoELayer(nn.Module):
         z_loss_weight: float = 0.0,
         check_finite: bool | None = None,
     ) -> None:
-        given, names = dict(locals()), LayerOptions.__dataclass_fields__
         super().__init__()
-        self.spec = LayerOptions(**{name: given[name] for name in names if name in given})
+        self.spec = LayerOptions(
+            d_model=d_model,
+            d_hidden=d_hidden,
+            num_experts=num_experts,
+            top_k=top_k,
+            capacity_factor=capacity_factor,
+            pad_to_capacity=pad_to_capacity,
+            pipeline=pipeline,
+            memory_reuse=memory_reuse,
+            pipeline_backward=pipeline_backward,
+            slack=slack,
+            memory_budget=memory_budget,
+            fused=fused,
+            send_once=send_once,
+            check_finite=check_finite,
+        )
         construct.check_arguments(callbacks, device, dtype, activation, shared_gate, z_loss_weight)
         self.grid = construct.make_grid(group, mesh, device)
         construct.check_fit(num_experts, d_hidden, self.grid, "group" if mesh is None else 'the mesh\'s "ep"')

@@ -226,7 +226,10 @@ def little_memory_job(
     return {"warned": [str(each.message) for each in caught], "calls": len(calls), "again": sum(again)}
 
 
-AGAIN = "pmoe: too little host memory is left on some rank to offload T_DI: it is sent again instead"
+AGAIN = (
+    "pmoe: too little host memory is left on some rank to offload T_DI: it is sent again in backward, one more "
+    'all-to-all for each chunk. Free host memory, or choose memory_reuse="S2" or "S4"'
+)
 
 
 @pytest.mark.sampled(4)

@@ -227,8 +227,8 @@ def little_memory_job(
 
 
 AGAIN = (
-    "pmoe: too little host memory is left on some rank to offload T_DI: it is sent again in backward, one more "
-    'all-to-all for each chunk. Free host memory, or choose memory_reuse="S2" or "S4"'
+    "pmoe: too little host memory is left on some rank to offload T_DI: it is sent again in backward, one "
+    'more all-to-all for each chunk. Free host memory, or choose memory_reuse="S2" or "S4"'
 )
 
 

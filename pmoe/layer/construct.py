@@ -57,13 +57,14 @@ def check_together(parts: LayerModules, shared_expert: int | nn.Module | None) -
 
     shared_expert: the argument, for errors.
     """
-    spec, pair = parts.spec, parts.spec.restore
-    apart = spec.pipeline_backward not in (None, spec.fixed_degree)
-    if apart and (parts.hooks is not None or spec.send_once):
-        name = "callbacks see chunks" if parts.hooks is not None else "rows travel once (send_once=True)"
+    spec = parts.spec
+    pair = parts.spec.restore
+    has_two_degrees = spec.pipeline_backward not in (None, spec.fixed_degree)
+    if has_two_degrees and (parts.hooks is not None or spec.send_once):
+        cause = "callbacks see chunks" if parts.hooks is not None else "rows travel once (send_once=True)"
         raise ValueError(
             f"pipeline_backward ({spec.pipeline_backward}) must be pipeline ({spec.pipeline}) or None if "
-            f"{name}"
+            f"{cause}"
         )
     if parts.shared_gate is not None and parts.shared_expert is None:
         raise ValueError("shared_gate (True) must be False without a shared_expert")
@@ -77,8 +78,8 @@ def check_together(parts: LayerModules, shared_expert: int | nn.Module | None) -
         from pmoe.layer.predict_memory import check_budget
 
         check_budget(parts)
-    if spec.pad_to_capacity and (why := parts.refusal("padded counts")) is not None:
-        raise ValueError(f"pad_to_capacity (True) must be False where {why}")
+    if spec.pad_to_capacity and (reason := parts.refusal("padded counts")) is not None:
+        raise ValueError(f"pad_to_capacity (True) must be False where {reason}")
     recomputes = pair is True or (pair and pair.hidden == "recompute")
     if spec.splits_backward and not recomputes and parts.experts.are_modules:
         raise ValueError(
@@ -103,15 +104,15 @@ def set_option(layer: MoELayer, name: str, value: object) -> None:
         raise AttributeError(
             f"{name} ({value!r}) must be set in layer.switches: layer.switches = Switches({name}={value!r})"
         )
-    before = layer.spec
-    found = replace(before, **{name: value})  # type: ignore[arg-type]
-    if name in SIZES and found != before:
-        raise ValueError(f"{name} ({value!r}) must stay {getattr(before, name)}, as the layer was built")
-    layer.spec = found
+    spec_before = layer.spec
+    spec = replace(spec_before, **{name: value})  # type: ignore[arg-type]
+    if name in SIZES and spec != spec_before:
+        raise ValueError(f"{name} ({value!r}) must stay {getattr(spec_before, name)}, as the layer was built")
+    layer.spec = spec
     try:
         check_together(layer.parts, layer.shared_expert)
     except ValueError:
-        layer.spec = before
+        layer.spec = spec_before
         raise
 
 
@@ -132,12 +133,12 @@ def make_layer_gate(
     capacity_factor = spec.capacity_factor
     check_flag("normalize_gate", normalize_gate, or_none=True)
     if isinstance(gate, str):
-        given = {"normalize": normalize_gate, "z_loss_weight": z_loss_weight or None}
+        gate_options = {"normalize": normalize_gate, "z_loss_weight": z_loss_weight or None}
         sizes = (spec.d_model, spec.num_experts, spec.top_k)
-        made = make_gate(gate, sizes, capacity_factor, given, options)
-        if made.mixes_tokens and capacity_factor is not None:
+        made_gate = make_gate(gate, sizes, capacity_factor, gate_options, options)
+        if made_gate.mixes_tokens and capacity_factor is not None:
             raise ValueError(f"capacity_factor ({capacity_factor}) must be None: SoftMoE drops nothing")
-        return made
+        return made_gate
     from pmoe.decide.custom_gate import check_gate
 
     check_gate(gate, capacity_factor, normalize_gate, z_loss_weight)

@@ -51,9 +51,10 @@ def _breaks_graphs(forward: F) -> F:
 
     torch.compiler.disable does the same, but it imports the compiler, which is slow.
     """
-    found: Any = torch._disable_dynamo(forward)  # type: ignore[attr-defined]
-    found._torchdynamo_disable, found._torchdynamo_disable_msg = True, NO_GRAPH
-    return cast(F, found)
+    excluded: Any = torch._disable_dynamo(forward)  # type: ignore[attr-defined]
+    excluded._torchdynamo_disable = True
+    excluded._torchdynamo_disable_msg = NO_GRAPH
+    return cast(F, excluded)
 
 
 class MoELayer(nn.Module):
@@ -207,7 +208,9 @@ class MoELayer(nn.Module):
         construct.check_arguments(callbacks, device, dtype, activation, shared_gate, z_loss_weight)
         self.grid = construct.make_grid(group, mesh, device)
         construct.check_fit(num_experts, d_hidden, self.grid, "group" if mesh is None else 'the mesh\'s "ep"')
-        self.last, self.known, self.traffic = LastCall(), LayerCache(), Traffic()
+        self.last = LastCall()
+        self.known = LayerCache()
+        self.traffic = Traffic()
         self.gradients: Any = None  # set by `pmoe.GradientReducer`
         self.order = make_order(order)
         if isinstance(dispatch, str) and dispatch == "auto":
@@ -218,7 +221,9 @@ class MoELayer(nn.Module):
         self.scalars = FlatAllToAll()
         self._bind_to_ranks()
         self.callbacks = tuple(callbacks)
-        self.callback_modules = nn.ModuleList(each for each in callbacks if isinstance(each, nn.Module))
+        self.callback_modules = nn.ModuleList(
+            callback for callback in callbacks if isinstance(callback, nn.Module)
+        )
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate = construct.make_layer_gate(self.spec, gate, normalize_gate, z_loss_weight, options)
         # A gate that the layer made itself is trusted: its routing is not checked. The tuple hides it from
@@ -247,7 +252,8 @@ class MoELayer(nn.Module):
     @property
     def parts(self) -> LayerModules:
         """The modules and options of the layer, with all that follows from them. Cached until one changes."""
-        parts, modules = self._parts, self._modules
+        parts = self._parts
+        modules = self._modules
         # Some tools write modules directly into _modules. __setattr__, which clears the cache, misses that.
         if (
             parts is None
@@ -435,7 +441,8 @@ class MoELayer(nn.Module):
         self.parts.experts.keep(
             slice(self.first_expert, self.first_expert + self.num_local_experts), self.shard
         )
-        self.last, self.known = LastCall(), LayerCache()
+        self.last = LastCall()
+        self.known = LayerCache()
         self.experts.was_loaded = False  # by one rank, which had all
         stored_state.watch(self.experts, self.grid, self.num_experts)
 

@@ -42,17 +42,20 @@ def predict_memory(
     check_kind((RankCounts, type(None)), "None or what layer.row_counts holds", row_counts=row_counts)
     check_predictable(parts)
     num_tokens, pipeline, pipeline_backward = map(plain_int, (num_tokens, pipeline, pipeline_backward))
-    ways = _ways(parts, pipeline, pipeline_backward, memory_reuse)
+    choices = _ways(parts, pipeline, pipeline_backward, memory_reuse)
     rotates = parts.spec.rotates or memory_reuse is not None
-    sizes, call = replace(memory_shape(parts), rotates=rotates), rows_of_call(parts, num_tokens)
-    found = {way: _of_way(parts, sizes, call, row_counts, way) for way in ways}
-    asked = (row_counts, pipeline, pipeline_backward, memory_reuse)
-    if (budget := parts.spec.budget) is not None and all(each is None for each in asked):
-        priced = [PricedChoice(**vars(way), seconds=0.0, memory=each) for way, each in found.items()]
+    sizes = replace(memory_shape(parts), rotates=rotates)
+    call = rows_of_call(parts, num_tokens)
+    memory_of = {choice: _of_way(parts, sizes, call, row_counts, choice) for choice in choices}
+    arguments = (row_counts, pipeline, pipeline_backward, memory_reuse)
+    if (budget := parts.spec.budget) is not None and all(argument is None for argument in arguments):
+        priced = [
+            PricedChoice(**vars(choice), seconds=0.0, memory=memory) for choice, memory in memory_of.items()
+        ]
         within_budget(priced, budget)  # raises ValueError if no choice stays within the budget
-        found = {way: each for way, each in found.items() if each.promised <= budget}
-    largest = max(found.values(), key=lambda each: each.peak)
-    return replace(largest, unknown=unknown(parts), candidates=found if len(found) > 1 else {})
+        memory_of = {choice: memory for choice, memory in memory_of.items() if memory.promised <= budget}
+    largest = max(memory_of.values(), key=lambda memory: memory.peak)
+    return replace(largest, unknown=unknown(parts), candidates=memory_of if len(memory_of) > 1 else {})
 
 
 def check_predictable(parts: LayerModules) -> None:
@@ -61,35 +64,36 @@ def check_predictable(parts: LayerModules) -> None:
     That is a layer with a feature whose memory is unknown, or with fused kernels, which hold rows in a heap
     of their own.
     """
-    why = parts.refusal("memory")
-    if why is None and parts.spec.fused:
+    reason = parts.refusal("memory")
+    if reason is None and parts.spec.fused:
         from pmoe.decide.fused_choice import fused_pair, layer_refusal
 
         if layer_refusal(parts) is None and fused_pair(parts) is not None:
-            why = f"kernels are fused (fused={parts.spec.fused!r})"
-    if why is not None:
-        raise ValueError(f"predict_memory must not be called where {why}: its memory is not predicted")
+            reason = f"kernels are fused (fused={parts.spec.fused!r})"
+    if reason is not None:
+        raise ValueError(f"predict_memory must not be called where {reason}: its memory is not predicted")
 
 
 def check_budget(parts: LayerModules) -> None:
     """Raises ValueError for a layer that cannot keep a memory budget: part of its memory is unknown."""
-    why, like = parts.refusal("memory budget"), parts.like
-    if why is None and not parts.experts.columns("cpu" if like is None else like.device.type).hidden:
-        why = f"experts ({type(parts.experts).__name__}) do not say what they save"
-    if why is not None:
+    reason = parts.refusal("memory budget")
+    like = parts.like
+    if reason is None and not parts.experts.columns("cpu" if like is None else like.device.type).hidden:
+        reason = f"experts ({type(parts.experts).__name__}) do not say what they save"
+    if reason is not None:
         raise ValueError(
-            f"memory_budget ({parts.spec.memory_budget!r}) must be left out where {why}: its memory is not "
-            "predicted"
+            f"memory_budget ({parts.spec.memory_budget!r}) must be left out where {reason}: its memory is "
+            "not predicted"
         )
 
 
 def unknown(parts: LayerModules) -> tuple[str, ...]:
     """Returns notes about the parts of a layer's memory that are not counted, because they are a user's."""
-    told = [words for feature, words in USERS_OWN.items() if feature in parts.features]
+    notes = [note for feature, note in USERS_OWN.items() if feature in parts.features]
     shared = parts.shared_expert
     if shared is not None and not shared.columns("cpu").hidden:
-        told.append("the shared expert is a user's module: what it saves is not counted")
-    return tuple(told)
+        notes.append("the shared expert is a user's module: what it saves is not counted")
+    return tuple(notes)
 
 
 def _ways(
@@ -104,7 +108,8 @@ def _ways(
 
     Raises ValueError if memory_reuse names no pair.
     """
-    spec, pairs = parts.spec, parts.pairs
+    spec = parts.spec
+    pairs = parts.pairs
     if memory_reuse is not None:
         pair = parse_restore(memory_reuse)
         if not isinstance(pair, Restore):
@@ -112,9 +117,9 @@ def _ways(
         pairs = (pair,)
     n = pipeline or spec.fixed_degree
     forward = spec.degrees if n is None else (n,)
-    fixed = pipeline_backward or spec.pipeline_backward
-    apart = spec.pipeline == SOLVE and spec.rotates and n is None and fixed is None
-    degrees = [(n, m) for n in forward for m in (spec.degrees if apart else (fixed or n,))]
+    n_backward = pipeline_backward or spec.pipeline_backward
+    has_two_degrees = spec.pipeline == SOLVE and spec.rotates and n is None and n_backward is None
+    degrees = [(n, m) for n in forward for m in (spec.degrees if has_two_degrees else (n_backward or n,))]
     return all_choices(degrees, pairs)
 
 
@@ -128,10 +133,12 @@ def _of_way(
     sizes = replace(sizes, rotates=sizes.rotates or way.rearranged)
     if counts is None:
         return bound(sizes, call, way, parts.spec.slack, parts.num_bins)
-    bins, degrees = counts.send.shape[0], (way.forward, way.backward)
+    bins = counts.send.shape[0]
+    degrees = (way.forward, way.backward)
     if any(bins % n for n in degrees):
         raise ValueError(f"pipeline {degrees} must divide the {bins} bins of row_counts")
     cut = [n << counts.depth.get(n, 0) for n in degrees]  # skewed routing was cut into more chunks
-    rank, place = parts.ranks.rank, parts.grid.inside.rank
+    rank = parts.ranks.rank
+    place = parts.grid.inside.rank
     forward, backward = (counted_rows(sizes, counts, rank, n, place) for n in cut)
     return predict(sizes, call, forward, backward, way.restore, rearranged=cut[0] != cut[1])

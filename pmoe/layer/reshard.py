@@ -23,12 +23,14 @@ def check_spread(parts: LayerModules, mesh: DeviceMesh) -> None:
     Raises ValueError or TypeError with the reason if it cannot.
     """
     dimensions_of(mesh)
-    spec, like, held = parts.spec, parts.like, parts.experts.num_local_experts
+    spec = parts.spec
+    like = parts.like
+    num_held = parts.experts.num_local_experts
     is_meta = like is not None and like.is_meta
     if parts.ranks.size > 1 and not is_meta:
         raise ValueError(
             f"a layer built over {parts.ranks.size} ranks must not be spread over other ranks: this rank has "
-            f"only {held} of {spec.num_experts} experts. Build it with mesh={mesh}, or "
+            f"only {num_held} of {spec.num_experts} experts. Build it with mesh={mesh}, or "
             "for one rank (before init_process_group, or with a group of one rank)"
         )
     if parts.gradients is not None:
@@ -59,12 +61,15 @@ def reset_parameters(parts: LayerModules) -> None:
         parts.gate.reset_parameters()
     else:
         reset_modules(parts.gate)
-    for experts, first in ((parts.experts, first_expert), (parts.shared_expert, parts.spec.num_experts)):
+    for experts, first_number in (
+        (parts.experts, first_expert),
+        (parts.shared_expert, parts.spec.num_experts),
+    ):
         if isinstance(experts, StackedExperts):
-            initialise(experts, first_expert=first)
+            initialise(experts, first_expert=first_number)
         elif experts is not None and experts.are_modules:
-            resets = [functools.partial(reset_modules, each) for each in experts.as_modules()]
-            seeded(lambda i: resets[i](), first_expert=first, count=len(resets))  # noqa: B023
+            resets = [functools.partial(reset_modules, module) for module in experts.as_modules()]
+            seeded(lambda i: resets[i](), first_expert=first_number, count=len(resets))  # noqa: B023
     if parts.shared_gate is not None:
         reset_modules(parts.shared_gate)
     parts.experts.built = sampled(parts.experts) if parts.ranks.size > 1 else ""

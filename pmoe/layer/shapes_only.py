@@ -51,16 +51,16 @@ def computed_shapes(parts: LayerModules, x: Tensor) -> tuple[Tensor, LastCall]:
     for callback in parts.callbacks:
         x = callback.before_moe_start(x)
     check_input(parts, x)
-    trained: list[Tensor] = []
+    operands: list[Tensor] = []
     for module in (parts.experts, parts.gate, parts.shared_expert, parts.shared_gate):
-        trained += () if module is None else module.parameters()
-    trained += () if parts.hooks is None else parts.hooks.parameters
+        operands += () if module is None else module.parameters()
+    operands += () if parts.hooks is None else parts.hooks.parameters
     if getattr(
         parts.gate, "has_external_routing", False
     ):  # a router outside of the layer has its gradient too
-        trained.append(parts.gate(x).weight)
+        operands.append(parts.gate(x).weight)
     l_aux = _shape_like(x.new_empty(()), at_least_float32(x[:0]).dtype, x, *parts.gate.parameters())
-    y = _shape_like(x, cast_dtype(parts, x) or x.dtype, x, *trained)
+    y = _shape_like(x, cast_dtype(parts, x) or x.dtype, x, *operands)
     for callback in parts.callbacks:
         y = callback.before_moe_end(y)
     return y, LastCall(l_aux=l_aux)
@@ -68,8 +68,8 @@ def computed_shapes(parts: LayerModules, x: Tensor) -> tuple[Tensor, LastCall]:
 
 def _shape_like(like: Tensor, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
     """Returns an empty tensor with the shape of ``like``, connected to the graphs of ``tensors``."""
-    found: Tensor = _Shape.apply(like, dtype, *tensors)  # type: ignore[no-untyped-call]
-    return found
+    shaped: Tensor = _Shape.apply(like, dtype, *tensors)  # type: ignore[no-untyped-call]
+    return shaped
 
 
 class _Shape(torch.autograd.Function):

@@ -269,7 +269,10 @@ class Experts(nn.Module, abc.ABC):
         return values
 
     def check_operands(self, values: Sequence[Tensor]) -> None:
-        """Raises ValueError if a tool has replaced values by tensors of other sizes, types or devices."""
+        """Raises ValueError if a tool has replaced values by tensors of other sizes, types or devices.
+
+        values: those of `operands`, this rank's part of each, (E_local, ...).
+        """
 
     def _value_of(self, name: str) -> Tensor:
         parameter = self._parameters.get(name)

@@ -266,6 +266,7 @@ class Experts(nn.Module, abc.ABC):
             from pmoe.experts.dtensor_layout import local_values
 
             values = local_values(self.placements, self.reduce, names, values)
+        self.check_operands(values)
         return values
 
     def check_operands(self, values: Sequence[Tensor]) -> None:

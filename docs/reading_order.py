@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 
 import torch
 
@@ -45,25 +45,29 @@ STAGES = {
 }
 
 
+Function = tuple[str, str]
+"""The file and the name of a function."""
+
+
 @dataclass
 class Trace:
     """What a call executed.
 
-    functions   code objects of the package; comprehensions and lambdas belong to the function around them
+    functions   (file, name) of the package; comprehensions and lambdas belong to the function around them
     lines       (file, line) of the package
     calls       the functions in the order of their calls
     num_before  how many of these calls came before `run`
     """
 
-    functions: set[CodeType] = field(default_factory=set)
+    functions: set[Function] = field(default_factory=set)
     lines: set[tuple[str, int]] = field(default_factory=set)
-    calls: list[CodeType] = field(default_factory=list)
+    calls: list[Function] = field(default_factory=list)
     num_before: int = -1
 
     @property
     def files_before(self) -> list[str]:
         """The file of each call before `run`."""
-        return [code.co_filename for code in self.calls[: self.num_before]]
+        return [file for file, _ in self.calls[: self.num_before]]
 
     @property
     def changes(self) -> int:
@@ -85,8 +89,9 @@ def traced(package: Path, call: Callable[[], object], run: Callable[..., object]
             if code is run.__code__ and trace.num_before < 0:
                 trace.num_before = len(trace.calls)
             if not code.co_name.startswith("<"):
-                trace.functions.add(code)
-                trace.calls.append(code)
+                function = (code.co_filename, code.co_qualname.replace(".<locals>", ""))
+                trace.functions.add(function)
+                trace.calls.append(function)
         elif event == "line":
             trace.lines.add((code.co_filename, frame.f_lineno))
         return on_event
@@ -120,15 +125,15 @@ def page() -> str:
         "forward": forward.calls[forward.num_before :],
         "backward": backward.calls,
     }
-    shown: set[CodeType] = set()
+    shown: set[Function] = set()
     parts = [HEAD]
     for stage, text in STAGES.items():
         functions_by_file: dict[str, list[str]] = {}
-        for code in calls[stage]:
-            if code not in shown:
-                shown.add(code)
-                name = code.co_qualname.replace(".<locals>", "")
-                functions_by_file.setdefault(code.co_filename, []).append(name)
+        for function in calls[stage]:
+            if function not in shown:
+                shown.add(function)
+                file, name = function
+                functions_by_file.setdefault(file, []).append(name)
         rows = [row(Path(file), names) for file, names in functions_by_file.items()]
         table = ["| file | what it is | functions, in order |", "|---|---|---|", *rows, ""]
         parts.append("\n".join([text, *table]))

@@ -1,6 +1,7 @@
-"""What a layer has learnt by trials (MPipeMoE, Algorithm 1): n of ``pipeline=True``.
+"""The trial search for n (MPipeMoE, Algorithm 1): the degrees of ``pipeline=True``.
 
-Layers of one key on one group share what they learn.
+Layers with equal keys (`key_of`) on one process group share their results. If $PMOE_CACHE is set, rank 0
+also keeps them in a file for later runs.
 """
 
 from __future__ import annotations
@@ -31,156 +32,211 @@ from pmoe.warn import log, warn_once
 
 
 def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
-    """n known for this many tokens, or found by trials where they are worth it; else by a rule. Collective
-    where trials are made."""
-    parts, spec, known = batch.parts, batch.parts.spec, GranularityTable()
-    learnt = learned_degrees(parts) if batch.trials_allowed else parts.known.choosers.get(_name(parts))
-    if learnt is not None:
-        known = learnt.table(restore, batch.inputs.x_TM.dtype)
-    found = known.lookup(batch.counts.max_tokens)
-    if found is None and learnt is not None and batch.trials_allowed:
-        found = search(known, batch, restore, spec.degrees, apart=spec.rotates and not spec.send_once)
-        learnt.keep()
-    if found is None:
+    """Returns n of both passes for this batch: recorded, measured by trials, or given by a rule.
+
+    1. The table of earlier trials, if one of its ranges holds the number of tokens.
+    2. New trials, if `TrialBatch.trials_allowed`. They are recorded, and kept in the file.
+    3. `adaptive_degree`, the same n for both passes.
+
+    Collective if it runs trials, and the first time for a layer that allows them.
+    """
+    parts = batch.parts
+    spec = batch.parts.spec
+    table = GranularityTable()
+    learned = learned_degrees(parts) if batch.trials_allowed else parts.known.choosers.get(_name(parts))
+    if learned is not None:
+        table = learned.table(restore, batch.inputs.x_TM.dtype)
+    degrees = table.lookup(batch.counts.max_tokens)
+    if degrees is None and learned is not None and batch.trials_allowed:
+        degrees = search(table, batch, restore, spec.degrees, apart=spec.rotates and not spec.send_once)
+        learned.keep()
+    if degrees is None:
         n = adaptive_degree(batch.rows, 2 if spec.rotates else parts.ranks.size)
-        found = PassDegrees(n, n)
-    return found
+        degrees = PassDegrees(n, n)
+    return degrees
 
 
 def search(
     known: GranularityTable, batch: TrialBatch, restore: Restore, candidates: Sequence[int], *, apart: bool
 ) -> PassDegrees:
-    """Finds by trials the degrees for the largest number of any rank's tokens, and records them.
+    """Returns the fastest degrees by trials on this batch, and records them. Collective.
 
-    First it tries every n for both passes; then, if forward and backward have different best n, and a layer
-    allows that (``apart``), these.
+    First each n of ``candidates`` runs in both passes. If forward is then fastest with another n than
+    backward, and ``apart`` is true, one more trial combines the two.
+
+        known        table that records the degrees, for the tokens of the rank that has most
+        batch        routed batch that the trials run on
+        restore      restore pair of all trials
+        candidates   numbers of chunks to try
+        apart        whether forward and backward may have different n
     """
-    max_tokens, seconds = batch.counts.max_tokens, dict[PassDegrees, tuple[float, float]]()
+    max_tokens = batch.counts.max_tokens
+    seconds = dict[PassDegrees, tuple[float, float]]()  # (forward, backward)
     log.info("pipeline=True tries n=%s for %d tokens a rank", ", ".join(map(str, candidates)), max_tokens)
 
     def measure(tried: Sequence[PassDegrees]) -> None:
-        choices = [Choice(**vars(each), restore=restore) for each in tried]
+        choices = [Choice(**vars(degrees), restore=restore) for degrees in tried]
         seconds.update(zip(tried, measure_trials(batch, choices), strict=True))
 
-    same = [PassDegrees(n, n) for n in candidates]
-    measure(same)
-    ahead, back = (min(same, key=lambda each: seconds[each][way]) for way in (0, 1))
-    best_of_each = PassDegrees(ahead.forward, back.backward)
-    if apart and best_of_each not in seconds:
-        measure([best_of_each])
-    took = {each: sum(of_passes) for each, of_passes in seconds.items()}
-    best = known.record(max_tokens, took)
-    told = ", ".join(f"{d.forward}/{d.backward}: {s * 1e3:.3g} ms" for d, s in took.items())
+    equal_degrees = [PassDegrees(n, n) for n in candidates]
+    measure(equal_degrees)
+    fastest_forward, fastest_backward = (
+        min(equal_degrees, key=lambda degrees: seconds[degrees][pass_index]) for pass_index in (0, 1)
+    )
+    combined = PassDegrees(fastest_forward.forward, fastest_backward.backward)
+    if apart and combined not in seconds:
+        measure([combined])
+    step_seconds = {degrees: sum(both_passes) for degrees, both_passes in seconds.items()}
+    best = known.record(max_tokens, step_seconds)
+    timings = ", ".join(f"{d.forward}/{d.backward}: {s * 1e3:.3g} ms" for d, s in step_seconds.items())
     log.info(
-        "pipeline=True takes n=%d/%d for %d tokens a rank (%s)", best.forward, best.backward, max_tokens, told
+        "pipeline=True takes n=%d/%d for %d tokens a rank (%s)",
+        best.forward,
+        best.backward,
+        max_tokens,
+        timings,
     )
     return best
 
 
-# ---- what layers of one key have learnt
+# ---- results shared by layers of one key
 
 
 def learned_degrees(parts: LayerModules, path: str | Path | None = None) -> LearnedDegrees:
-    """What trials have found for layers like this one on this group. Collective the first time, and with a
-    ``path`` (`pmoe.MoELayer.load_degrees`), from where it is taken then."""
-    choosers, name = parts.known.choosers, _name(parts)
+    """Returns the results of trials for layers with this layer's key on this group.
+
+    path: file that replaces the results (`pmoe.MoELayer.load_degrees`). None uses those that this process
+        has, or else those of the key's own file.
+
+    Collective with a ``path``, and the first time without one. Raises as `load_learned` does.
+    """
+    choosers = parts.known.choosers
+    name = _name(parts)
     if path is not None or name not in choosers:
         choosers[name] = load_learned(parts.ranks, key_of(parts), parts.spec.degrees, path)
-    found: LearnedDegrees = choosers[name]
-    return found
+    learned: LearnedDegrees = choosers[name]
+    return learned
 
 
 def _name(parts: LayerModules) -> tuple[object, ...]:
-    """Of what a layer knows: its modules stay, its options may be set."""
+    """Returns the key of the results in the layer's `LayerCache.choosers`.
+
+    It holds the options, because a layer's options may change. A layer's modules do not.
+    """
     return ("trials", parts.spec)
 
 
 def key_of(parts: LayerModules) -> dict[str, Any]:
-    """All that changes the time of a layer's trials, beside what `LearnedDegrees.table` takes: layers of one
-    key learn together."""
-    like = torch.empty(0) if parts.like is None else parts.like
+    """Returns everything that changes the seconds of a layer's trials, as values that JSON can hold.
+
+    Layers with equal keys share their results. Two things are not in the key, because each key has a table
+    for each of them: the restore pair and the dtype of the rows (`LearnedDegrees.table`).
+    """
+    reference = torch.empty(0) if parts.like is None else parts.like
     options = options_in_words(parts, of_users=True)
     del options["pipeline"]
-    topologies = [getattr(each, "topology", None) for each in (parts.dispatch, parts.combine)]
+    topologies = [getattr(side, "topology", None) for side in (parts.dispatch, parts.combine)]
     return {
-        **asdict(identity(parts.ranks, like.device, like.dtype)),
+        **asdict(identity(parts.ranks, reference.device, reference.dtype)),
         **options,
         "mesh": [parts.grid.across.size, parts.grid.inside.size],
-        "nodes": [None if each is None else each.members for each in topologies],
+        "nodes": [None if side is None else side.members for side in topologies],
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
 
 
-# ---- the file of what trials found: a table for each restore pair and type of rows
+# ---- the file of results: one table for each restore pair and dtype of the rows
 
 
 FORMAT = 2
-"""Of the file; another one is refused. 2: a key of all that changes the time, several tables."""
+"""Version of the file's format. Files of other versions are refused.
+
+Since version 2 the key holds everything that changes the seconds, and a file has several tables.
+"""
 
 Tables = dict[str, GranularityTable]
-"""By restore pair and type of rows, in words."""
+"""Tables by restore pair and dtype of the rows, both in one text (`LearnedDegrees.table`)."""
 
 
 def kept_path(key: Mapping[str, Any]) -> Path | None:
-    """Where layers of this key keep what they learn between runs: in $PMOE_CACHE; None without one."""
+    """Returns the file in $PMOE_CACHE that keeps the results of a key between runs.
+
+    None if $PMOE_CACHE is not set.
+    """
     if not os.environ.get("PMOE_CACHE"):
         return None
-    whose = [key["device"], f"{key['num_ranks']} ranks", key["backend"], f"torch {key['versions']['torch']}"]
-    text = json.dumps(dict(key), sort_keys=True)
-    return cache_path(["degrees", *whose, f"{digest([text]):x}", f"v{FORMAT}"])
+    machine = [
+        key["device"],
+        f"{key['num_ranks']} ranks",
+        key["backend"],
+        f"torch {key['versions']['torch']}",
+    ]
+    key_text = json.dumps(dict(key), sort_keys=True)
+    return cache_path(["degrees", *machine, f"{digest([key_text]):x}", f"v{FORMAT}"])
 
 
 def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Mapping[str, Any]) -> None:
-    """Writes the whole file or none. key: says where the numbers hold (device, ranks, options).
+    """Writes the tables and their key to a file, completely or not at all. Empty tables are left out.
 
-    Raises OSError where it cannot be written, TypeError for a key that JSON cannot hold.
+    key: says for which device, ranks and options the degrees hold (`key_of`).
+
+    Raises OSError if the file cannot be written, and TypeError if JSON cannot hold the key.
     """
     check_path(path=path)
-    found = {name: table.to_fields() for name, table in tables.items() if table.points}
-    save_json(path, {"format": FORMAT, "key": dict(key), "tables": found})
+    table_fields = {name: table.to_fields() for name, table in tables.items() if table.points}
+    save_json(path, {"format": FORMAT, "key": dict(key), "tables": table_fields})
 
 
 def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[int] | None = None) -> Tables:
-    """The tables that were saved at ``path`` with this key. candidates: the n that they may name; None all.
+    """Returns the tables that `save_degrees` wrote to ``path`` with an equal key.
 
-    Raises ValueError, naming the path, for a file that holds no tables, of another format or another key;
-    OSError where it cannot be read.
+    candidates: numbers of chunks that the tables may hold; None allows all.
+
+    Raises OSError if the file cannot be read. Raises ValueError, which names the path, for a file without
+    tables, of another format, with another key, or with other numbers of chunks.
     """
     check_path(path=path)
-    here = json.loads(json.dumps(dict(key)))
+    # The key in the file has been through JSON, which makes lists of tuples.
+    expected_key = json.loads(json.dumps(dict(key)))
 
     def parse(fields: Mapping[str, Any]) -> Tables:
         if fields.get("format") != FORMAT:
             raise ValueError(f"format ({fields.get('format')!r}) must be {FORMAT}")
-        _check_key(fields.get("key"), here)
+        _check_key(fields.get("key"), expected_key)
         tables = fields.get("tables")
         if not isinstance(tables, dict):
             raise ValueError(f"no granularity table: tables ({tables!r}) must be an object")
-        found = {name: GranularityTable.from_fields(table) for name, table in tables.items()}
-        for degrees in (each for table in found.values() for each in table.points.values()):
+        parsed = {name: GranularityTable.from_fields(table) for name, table in tables.items()}
+        for degrees in (point for table in parsed.values() for point in table.points.values()):
             if candidates is not None and not {degrees.forward, degrees.backward} <= set(candidates):
                 raise ValueError(f"found {degrees}, expected degrees among {tuple(candidates)}")
-        return found
+        return parsed
 
     return load_json(path, parse, "save_degrees, or trials, write it")
 
 
 def _check_key(found: Any, here: Mapping[str, Any]) -> None:
-    """Raises ValueError with the first two fields that differ."""
+    """Raises ValueError if the key of a file is not this layer's. The message has the first two differences.
+
+    found: key in the file.
+    here: key of this layer.
+    """
     if not isinstance(found, dict):
         raise ValueError(f"key ({found!r}) must be an object")
     names = [name for name in sorted({*found, *here}) if found.get(name) != here.get(name)]
     if names:
-        told = "; ".join(f"{name} {found.get(name)!r}, here {here.get(name)!r}" for name in names[:2])
-        raise ValueError(f"holds the degrees of another layer, group or machine: {told}")
+        differences = "; ".join(f"{name} {found.get(name)!r}, here {here.get(name)!r}" for name in names[:2])
+        raise ValueError(f"holds the degrees of another layer, group or machine: {differences}")
 
 
 @dataclass
 class LearnedDegrees:
-    """What trials have found for layers of one key on one group: the same on all of its ranks.
+    """Results of trials for layers of one key on one group. All ranks of the group hold equal tables.
 
-    key: all that changes the time. path: where rank 0 keeps it between runs; None elsewhere, or where nobody
-    asked for it.
+    key      everything that changes the seconds of trials (`key_of`)
+    tables   degrees by number of tokens, for each restore pair and dtype of the rows
+    path     file in which rank 0 keeps the tables between runs; None on other ranks, and if $PMOE_CACHE is
+             not set
     """
 
     key: Mapping[str, Any]
@@ -188,11 +244,14 @@ class LearnedDegrees:
     path: Path | None = None
 
     def table(self, restore: Restore, dtype: torch.dtype) -> GranularityTable:
-        """Of calls that restore so, on rows of this type."""
+        """Returns the table of calls with this restore pair and rows of this dtype; a new one at first."""
         return self.tables.setdefault(f"{restore}, {dtype}", GranularityTable())
 
     def keep(self) -> None:
-        """Writes the file, if any. Warns where that fails: an error would stop rank 0 alone."""
+        """Writes the tables to ``path``, if there is one. Warns if they cannot be written.
+
+        It does not raise OSError, because that would stop rank 0 while the other ranks go on.
+        """
         if self.path is not None:
             try:
                 save_degrees(self.tables, self.path, self.key)
@@ -200,43 +259,55 @@ class LearnedDegrees:
                 warn_once(f"what trials found could not be kept, and will be measured again: {error}")
 
 
-_learnt: dict[tuple[str, str], LearnedDegrees] = {}
+_learnt: dict[tuple[str, str], LearnedDegrees] = {}  # by name of the group and key as JSON
 
 
 def load_learned(
     ranks: Ranks, key: Mapping[str, Any], candidates: Sequence[int], path: str | Path | None = None
 ) -> LearnedDegrees:
-    """What rank 0 knows of layers of this key, on every rank alike: from the file at ``path``, or, without
-    one, from this process or from their own file.
+    """Returns rank 0's results for layers of this key, the same on every rank. Collective.
 
-    Collective. Their own file, where it is corrupt or of something else, is named in a warning and replaced
-    when more is learnt. Raises on every rank what `load_degrees` raises of ``path`` on rank 0.
+    ranks: group of the layer.
+    key: key of the layer (`key_of`). Rank 0's key counts on every rank.
+    candidates: numbers of chunks that a file may hold.
+    path: file to load. None takes the results that rank 0's process has, or else those of the key's own
+        file (`kept_path`).
+
+    Raises on every rank what `load_degrees` raises for ``path`` on rank 0. Warns about a key's own file that
+    cannot be used. The next trials replace it.
     """
-    # Rank 0's key is everyone's too: what describes a layer may hold what differs by rank.
+    # Rank 0's key is sent too, because keys may differ by rank: they hold settings of users' modules.
     sent: tuple[Mapping[str, Any], Tables | Exception] = (key, {})
     if ranks.rank == 0:
         try:
-            here = held(ranks, key, kept_path(key))
+            own = held(ranks, key, kept_path(key))
             if path is not None:
                 sent = (key, load_degrees(path, key, candidates))
             else:
-                sent = (key, here.tables or _kept(here.path, key, candidates))
-        except Exception as error:  # a warning that is made an error, too: all ranks wait for this one
+                sent = (key, own.tables or _kept(own.path, key, candidates))
+        except Exception as error:
+            # Any error is sent, also a warning that was made an error, because all ranks wait for rank 0.
             sent = (key, error)
     key, tables = from_first(ranks, sent, stage="sharing what trials found")
     if isinstance(tables, Exception):
         raise tables
-    found = held(ranks, key)
-    found.tables = tables  # layers hold what is filled here
-    return found
+    learned = held(ranks, key)
+    learned.tables = tables  # other layers hold the same object and get the tables too
+    return learned
 
 
 def held(ranks: Ranks, key: Mapping[str, Any], path: Path | None = None) -> LearnedDegrees:
-    """What this process knows of layers of this key. Not collective."""
+    """Returns this process's results for layers of this key; empty ones the first time. Not collective.
+
+    path: file of new results. Results that exist keep theirs.
+    """
     return _learnt.setdefault((ranks.name, json.dumps(key, sort_keys=True)), LearnedDegrees(key, path=path))
 
 
 def _kept(path: Path | None, key: Mapping[str, Any], candidates: Sequence[int]) -> Tables:
-    """Of the file; none where there is no file, or, with a warning, where it cannot be used."""
+    """Returns the tables of the key's own file; none if there is no file or it cannot be used.
+
+    Warns about a file that cannot be used.
+    """
     about = "what trials found before is not used, and measured again"
     return {} if path is None else read_or_default({}, about, lambda: load_degrees(path, key, candidates))

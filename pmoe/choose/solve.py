@@ -1,10 +1,14 @@
-"""The degrees of pipeline="solve": FSMoE's solver (Section 4) on what was measured of this machine.
+"""FSMoE's solver (Section 4) for the degrees of ``pipeline="solve"``, on costs of this machine.
 
-Costs are those of evenly routed tokens, a part of which stay on their rank: of the all-to-all, of the
-all-gather and the reduce-scatter inside a node, and of the experts' products, or of a user's modules as black
-boxes (Section 3.2).
+The costs are measured. They assume evenly routed tokens, a part of which stays on its rank. They are
+seconds of
 
-Letters: B tokens of the fullest rank, K choices, P ranks across nodes, L inside one, M = d_model.
+- the all-to-all among nodes;
+- the all-gather and the reduce-scatter inside a node;
+- the experts: their products, or a user's modules, which are timed as black boxes (Section 3.2).
+
+Letters: B tokens of the rank that has most, K choices, P ranks across nodes, L ranks inside a node,
+M = d_model.
 """
 
 from __future__ import annotations
@@ -31,16 +35,22 @@ from pmoe.schedule.restore import Restore
 from pmoe.warn import log
 
 BLACK_BOX_ROWS = (64, 256, 1024)
-"""Over which an expert that is a module is profiled."""
+"""Numbers of rows for which an expert that is a user's module is timed."""
 
-TRIED, HALVINGS = (1, 8), 24
-"""Numbers of chunks whose difference tells what a chunk costs, and how closely it is found."""
+TRIED = (1, 8)
+"""Two numbers of chunks that are tried: their difference in seconds gives the cost of a chunk."""
+
+HALVINGS = 24
+"""Steps of the bisection for the cost of a chunk (`with_chunk_cost`)."""
 
 _operations: dict[tuple[str, str, torch.device, torch.dtype], Operations] = {}
 
 
 def operations_of(grid: Grid, device: torch.device, dtype: torch.dtype) -> Operations:
-    """The stored lines of this device and these groups, or measured ones; collective the first time."""
+    """Returns FSMoE's cost lines of this device and these groups, stored or measured.
+
+    Collective the first time.
+    """
     key = (grid.all.name, f"{grid.across.name} {grid.inside.size}", device, dtype)
     if key not in _operations:
         profile = load_or_measure(
@@ -58,99 +68,146 @@ def layer_costs(
     device_type: str,
     expert: LineCost | None = None,
 ) -> LayerCosts:
-    """The work of a forward pass over ``num_tokens`` tokens of each rank. expert: seconds of an expert's rows
-    where it is a black box."""
-    inside, across = shape.inside, shape.num_across
+    """Returns the seconds of each stage of a forward pass, as lines over the fraction that a chunk has.
+
+        all-to-all                  B K (P - 1) / P * M elements
+        all-gather, reduce-scatter  B K (L - 1) * M elements
+        experts                     B K L rows
+
+    shape: sizes of the layer.
+    operations: measured lines.
+    num_tokens: B, tokens of each rank.
+    device_type: "cpu" or "cuda".
+    expert: seconds of one expert by its number of rows, if it is a black box; else None.
+    """
+    inside = shape.inside
+    across = shape.num_across
     rows = num_tokens * shape.top_k
     row_bytes = shape.d_model * shape.element_size
     num_local = shape.num_experts // across
-    gathered = rows * inside
+    gathered_rows = rows * inside
     if expert is not None:
-        line, size = LineCost(expert.alpha_seconds * num_local, expert.beta_seconds), gathered
+        expert_line = LineCost(expert.alpha_seconds * num_local, expert.beta_seconds)
+        expert_size = gathered_rows
     else:
-        # Two products an expert, one launch each at worst.
-        gemm, of_row = operations.gemm.line, shape.d_model * (shape.columns.hidden + shape.columns.scratch)
-        launches = 2 * num_local * alphas(of_row / 2, device_type)
-        line = LineCost(gemm.alpha_seconds * launches, gemm.beta_seconds)
-        size = gathered * of_row
-    shared = rows * (inside - 1) * row_bytes
+        # An expert computes two products, each with a launch of its own at worst.
+        gemm = operations.gemm.line
+        row_multiply_adds = shape.d_model * (shape.columns.hidden + shape.columns.scratch)
+        launches = 2 * num_local * alphas(row_multiply_adds / 2, device_type)
+        expert_line = LineCost(gemm.alpha_seconds * launches, gemm.beta_seconds)
+        expert_size = gathered_rows * row_multiply_adds
+    node_bytes = rows * (inside - 1) * row_bytes
     return LayerCosts(
         a2a=operations.all_to_all.line.shared(rows * (across - 1) / across * row_bytes),
-        ag=operations.all_gather.line.shared(shared),
-        rs=operations.reduce_scatter.line.shared(shared),
-        exp=line.shared(size),
+        ag=operations.all_gather.line.shared(node_bytes),
+        rs=operations.reduce_scatter.line.shared(node_bytes),
+        exp=expert_line.shared(expert_size),
     )
 
 
 def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) -> PassDegrees:
-    """n of both passes for the largest number of any rank's tokens, from numbers that all ranks share; the
-    layer remembers them. tried: measures both passes in some numbers of chunks, where it can. Collective the
-    first time."""
-    parts, spec, x_TM, tokens = batch.parts, batch.parts.spec, batch.inputs.x_TM, batch.counts.max_tokens
+    """Returns n of both passes for the rank that has most tokens. The layer remembers the answer.
+
+    batch: routed batch. All ranks share the numbers that the answer depends on, so all get the same n.
+    restore: restore pair of the call.
+    tried: measures both passes for some numbers of chunks; returns None if the layer allows no trials.
+
+    Collective the first time.
+    """
+    parts = batch.parts
+    spec = batch.parts.spec
+    x_TM = batch.inputs.x_TM
+    max_tokens = batch.counts.max_tokens
     if parts.ranks.size == 1:
         return PassDegrees(1, 1)
     t_gar = 0.0 if parts.gradients is None else parts.gradients.t_gar
-    key, known = ("solved", spec, restore, x_TM.dtype, tokens, t_gar), parts.known.choosers
-    if key not in known:
-        known[key] = _solved(batch, restore if spec.rotates else None, t_gar, tried)
-        told = (known[key].forward, known[key].backward, tokens)
-        log.info('pipeline="solve" takes n=%d/%d for %d tokens a rank', *told)
-    found: PassDegrees = known[key]
-    return found
+    key = ("solved", spec, restore, x_TM.dtype, max_tokens, t_gar)
+    solved = parts.known.choosers
+    if key not in solved:
+        solved[key] = _solved(batch, restore if spec.rotates else None, t_gar, tried)
+        log_values = (solved[key].forward, solved[key].backward, max_tokens)
+        log.info('pipeline="solve" takes n=%d/%d for %d tokens a rank', *log_values)
+    degrees: PassDegrees = solved[key]
+    return degrees
 
 
 def _solved(batch: TrialBatch, restore: Restore | None, t_gar: float, tried: TriedBy[int]) -> PassDegrees:
-    """t_gar: seconds of other layers' gradients in the backward pass. restore: None where buffers do not
-    rotate; both passes then have the same chunks."""
-    parts, x_TM, sizes = batch.parts, batch.inputs.x_TM, batch.sizes
+    """Returns the degrees with the fewest simulated seconds, from the measured costs of the machine.
+
+    restore: restore pair; None if buffers do not rotate. Both passes then have the same chunks, so one n is
+        chosen for the sum of their seconds.
+    t_gar: seconds of other layers' gradients in the backward pass.
+    tried: as in `degrees_by_solver`.
+    """
+    parts = batch.parts
+    x_TM = batch.inputs.x_TM
+    sizes = batch.sizes
     operations = operations_of(parts.grid, x_TM.device, x_TM.dtype)
-    ahead, back = _black_box_of(batch)
-    costs = functools.partial(layer_costs, sizes, operations, batch.counts.max_tokens, x_TM.device.type)
-    forward = costs(ahead)
-    backward = forward.backward() if back is None else costs(back)
-    options = functools.partial(
+    expert_forward, expert_backward = _black_box_of(batch)
+    make_costs = functools.partial(layer_costs, sizes, operations, batch.counts.max_tokens, x_TM.device.type)
+    forward = make_costs(expert_forward)
+    backward = forward.backward() if expert_backward is None else make_costs(expert_backward)
+    make_options = functools.partial(
         ScheduleOptions, one_lane=parts.spec.switches.one_lane, restore=restore, stays=sizes.stays
     )
-    way, way_back = options(direction="forward"), options(direction="backward")
+    forward_options = make_options(direction="forward")
+    backward_options = make_options(direction="backward")
     seconds = tried(TRIED)
     if seconds is not None:
-        ahead_few, ahead_many, back_few, back_many = (pair[at] for at in (0, 1) for pair in seconds)
-        forward = with_chunk_cost(forward, way, ahead_many - ahead_few)
-        backward = with_chunk_cost(backward, way_back, back_many - back_few)
+        forward_few, forward_many, backward_few, backward_many = (
+            trial[pass_index] for pass_index in (0, 1) for trial in seconds
+        )
+        forward = with_chunk_cost(forward, forward_options, forward_many - forward_few)
+        backward = with_chunk_cost(backward, backward_options, backward_many - backward_few)
 
     def step(n: int) -> float:
-        return pass_seconds(forward, n, way) + pass_seconds(backward, n, way_back, t_gar)
+        return pass_seconds(forward, n, forward_options) + pass_seconds(backward, n, backward_options, t_gar)
 
     if restore is None:
         best = min(DEGREES, key=step)
         return PassDegrees(best, best)
-    ahead_n = best_degree(forward, way, degrees=DEGREES)
-    return PassDegrees(ahead_n, best_degree(backward, way_back, t_gar, DEGREES))
+    forward_n = best_degree(forward, forward_options, degrees=DEGREES)
+    return PassDegrees(forward_n, best_degree(backward, backward_options, t_gar, DEGREES))
 
 
 def _black_box_of(batch: TrialBatch) -> tuple[LineCost | None, LineCost | None]:
-    """Seconds of an expert's rows in both passes, where experts are modules: measured once a layer."""
-    parts, rows_TM = batch.parts, batch.inputs.x_TM
-    modules, key = parts.experts.as_modules(), ("black box", rows_TM.dtype)
+    """Returns the seconds of one expert by its rows, (forward, backward), if experts are users' modules.
+
+    (None, None) for other experts. Measured once for each layer and dtype of the rows; collective then.
+    """
+    parts = batch.parts
+    rows_TM = batch.inputs.x_TM
+    modules = parts.experts.as_modules()
+    key = ("black box", rows_TM.dtype)
     if modules and key not in parts.known.choosers:
         parts.known.choosers[key] = black_box(modules[0], rows_TM, parts.grid)
-    found: tuple[LineCost | None, LineCost | None] = parts.known.choosers.get(key, (None, None))
-    return found
+    lines: tuple[LineCost | None, LineCost | None] = parts.known.choosers.get(key, (None, None))
+    return lines
 
 
 def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float) -> LayerCosts:
-    """The costs with what a chunk takes beside its products, launches of small kernels and the host's work:
-    as much more as lets the numbers of chunks that were tried differ by the ``measured`` seconds. The paper's
-    model has no such term, and without it more chunks are ever better on a fast link."""
+    """Returns the costs with a fixed cost of each chunk, fitted to trials.
+
+        seconds of many chunks - seconds of few chunks = measured          (few, many = TRIED)
+
+    The fixed cost stands for launches of small kernels and for the host's work. It is added to the experts'
+    alpha. The paper's model has no such term. Without it, more chunks always look better on a fast link.
+
+    costs: costs of one pass. They are returned as they are if they already differ by ``measured`` or more.
+    options: schedule of this pass.
+    measured: measured difference in seconds. It may be negative.
+    """
     few, many = TRIED
 
     def with_more(seconds: float) -> LayerCosts:
         return replace(costs, exp=LineCost(costs.exp.alpha_seconds + seconds, costs.exp.beta_seconds))
 
     def differ(seconds: float) -> float:
-        found = with_more(seconds)
-        return pass_seconds(found, many, options) - pass_seconds(found, few, options)
+        fixed_costs = with_more(seconds)
+        return pass_seconds(fixed_costs, many, options) - pass_seconds(fixed_costs, few, options)
 
+    # The difference grows with the fixed cost, which many chunks pay more often than few. `high` is enough:
+    # 8 chunks pay it 8 times or more, 1 chunk pays it at most 3 times.
     low, high = 0.0, abs(measured) + pass_seconds(costs, few, options)
     if differ(low) >= measured:
         return costs
@@ -161,7 +218,14 @@ def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float
 
 
 def black_box(module: nn.Module, rows_TM: Tensor, grid: Grid) -> tuple[LineCost, LineCost]:
-    """Seconds of an expert's forward and backward by rows: the slowest rank's. Collective."""
+    """Returns the seconds of an expert's forward and backward pass as lines over its number of rows.
+
+    Each alpha and each beta is the largest of any rank, so all ranks return the same lines. Collective.
+
+    module: the expert.
+    rows_TM: (T, M) rows of the layer. Only their width, dtype and device are used.
+    grid: ranks that agree.
+    """
 
     def make(count: int) -> Tensor:
         return torch.randn(count, rows_TM.shape[1], dtype=rows_TM.dtype, device=rows_TM.device)

@@ -266,10 +266,14 @@ class Experts(nn.Module, abc.ABC):
             from pmoe.experts.dtensor_layout import local_values
 
             values = local_values(self.placements, self.reduce, names, values)
+        self.check_operands(values)
         return values
 
     def check_operands(self, values: Sequence[Tensor]) -> None:
-        """Raises ValueError if a tool has replaced values by tensors of other sizes, types or devices."""
+        """Raises ValueError if a tool has replaced values by tensors of other sizes, types or devices.
+
+        values: those of `operands`, this rank's part of each, (E_local, ...).
+        """
 
     def _value_of(self, name: str) -> Tensor:
         parameter = self._parameters.get(name)

@@ -155,6 +155,8 @@ class StackedExperts(Experts):
         """Raises ValueError if a value has another size, dtype or device than these experts.
 
         Another tool may have replaced a parameter since the layer was built.
+
+        values: those of `operands`: w1 (E_local, G, M), w2 (E_local, M, H), b1 (E_local, G), b2 (E_local, M).
         """
         reference = values[0]
         num_experts = self.num_local_experts

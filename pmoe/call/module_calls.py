@@ -86,7 +86,10 @@ def gate_inside(gate: nn.Module) -> nn.Module:
 
 
 def _submodule(module: nn.Module, name: str) -> nn.Module | None:
-    """Returns a submodule that a module itself has under ``name``, not by forwarding to another; or None."""
+    """Returns the submodule that is registered under ``name``; None if there is none.
+
+    It does not use getattr, because a wrapper may forward attributes to the module inside.
+    """
     return cast("dict[str, nn.Module | None]", vars(module).get("_modules", {})).get(name)
 
 

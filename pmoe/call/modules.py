@@ -136,8 +136,8 @@ class LayerModules(PassModules):
     def asks_for_gradients(self, *tensors: Tensor) -> bool:
         """Returns whether a call wants gradients: of these tensors, or of parameters that a runner takes.
 
-        tensors: of any shape; what is not a parameter of the experts: the rows, and routing weights or
-            parameters of the gate.
+        tensors: of any shape; the rows, and the routing weights or the parameters of the gate. Parameters of
+            experts are looked up here.
         """
         if not torch.is_grad_enabled():
             return False

@@ -34,7 +34,7 @@ def splits_of(parts: LayerModules, num_tokens: int, top_k: int) -> PaddedRowCoun
 
 
 def rows_of_call(parts: LayerModules, num_tokens: int) -> CallRows:
-    """Returns the row numbers of a call with ``num_tokens`` tokens on this rank. Routing does not matter."""
+    """Returns how many rows a call with ``num_tokens`` tokens has on this rank, for any routing."""
     spec = parts.spec
     top_k = parts.spec.top_k
     slots = num_tokens * top_k

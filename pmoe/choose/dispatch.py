@@ -1,4 +1,4 @@
-"""dispatch="auto": the fastest of the three all-to-alls, by the links that `pmoe profile` measured."""
+"""The choice of dispatch="auto": the fastest all-to-all, by the links that `pmoe profile` measured."""
 
 from __future__ import annotations
 

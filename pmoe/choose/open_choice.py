@@ -1,9 +1,10 @@
 """The choice of n and the restore pair if the options leave it open.
 
-- the cheapest pair by MPipeMoE's Eq. 10;
-- the fastest n and pair within a memory budget;
-- n by trials (``pipeline=True``);
-- n by FSMoE's solver (``pipeline="solve"``).
+With a memory budget, both are chosen together: the fastest n and pair that stay within it for any routing.
+Without one, the pair comes first, then n:
+
+    pair   fixed by ``memory_reuse``, or with True the cheapest by MPipeMoE's Eq. 10
+    n      fixed by ``pipeline``, with True found by trials, with "solve" by FSMoE's solver
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ def measure_products_of(parts: LayerModules, counts: RankCounts, inputs: Inputs)
 
 
 def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
-    """Returns n of both passes and the pair, by the first of the module's four ways that fits. Collective.
+    """Returns n of both passes and the restore pair, chosen as the module's docstring says. Collective.
 
-    restore: as in `pmoe.choose.choose.choose`.
+    batch: the routed batch, on which trials run.
+    restore: the pair, if it is chosen already; None lets this function choose it.
     """
     parts = batch.parts
     spec = parts.spec

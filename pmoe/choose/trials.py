@@ -26,8 +26,10 @@ from pmoe.planner.profile import Profile
 from pmoe.runners.pipeline import PipelineRunner
 
 MIN_ROWS = 1024
-"""Below this many rows a chunk, smaller products cost more than finer overlap hides
-(bench/bench_overlap.py: n = 2 to 4 is best at 4096 rows a rank)."""
+"""The smallest number of rows of a chunk for which finer overlap hides more than smaller products cost.
+
+bench/bench_overlap.py: with 4096 rows of a rank, n = 2 to 4 is best.
+"""
 
 REPEATS = 3
 """Timed runs of each choice."""
@@ -36,7 +38,7 @@ CLOSE = 1.15
 """Choices that take at most this many times the fastest one's seconds are run again."""
 
 MORE = 7
-"""Further timed runs of these."""
+"""Further timed runs of choices that are close to the fastest."""
 
 
 def adaptive_degree(max_rows: int, num_ranks: int) -> int:
@@ -69,7 +71,7 @@ class TrialBatch:
 
     @property
     def sizes(self) -> LayerSizes:
-        """The sizes of the layer, with rows as the experts get them."""
+        """The sizes of the layer, for rows of the dtype that reaches the experts."""
         return memory_shape(self.parts, self.inputs.x_TM)
 
     def profile(self) -> Profile:
@@ -78,8 +80,10 @@ class TrialBatch:
 
     @property
     def trials_allowed(self) -> bool:
-        """Whether trials are worth their time and leave no trace. Modules may count the rows that they
-        compute."""
+        """Whether trials are worth their time, and leave no trace.
+
+        They would leave one in modules, which may count the rows that they compute, and in callbacks.
+        """
         parts = self.parts
         shared = parts.shared_expert
         is_worth_it = self.counts.needs_grad and parts.ranks.size > 1 and self.rows >= 2 * MIN_ROWS

@@ -44,7 +44,7 @@ from pmoe.warn import warn_once
 
 
 def layer_refusal(parts: LayerModules) -> str | None:
-    """Returns why no call of a layer can be fused, with any tokens; None if one may be.
+    """Returns why fused kernels never take a call of this layer; None if they may take some.
 
     The answer is the same on every rank.
     """
@@ -73,7 +73,7 @@ def fused_pair(parts: LayerModules) -> Restore | None:
 
 
 def may_fuse(parts: LayerModules, device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether fused kernels may take a call with any row counts. Warns if they may not.
+    """Returns whether fused kernels may take a call, before its row counts are known. Warns if not.
 
     device, dtype: of the rows that reach the experts.
 

@@ -188,6 +188,6 @@ def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
 def compares_always(device: torch.device) -> bool:
     """Returns whether ranks compare every padded call, not only the first of each kind.
 
-    They do on the CPU, where the host waits for no device.
+    They do on the CPU. On CUDA the host would wait for the device in every call.
     """
     return device.type != "cuda"

@@ -1,4 +1,4 @@
-"""Checks of state dicts: they prevent that all ranks load the experts of one rank.
+"""Checks of state dicts, so that no rank loads the experts of another rank.
 
 Each rank's ``state_dict()`` has that rank's experts, under names that every rank uses. Without checks, rank
 0's file would load on every rank, and every rank would then have rank 0's experts. Three checks prevent it:
@@ -258,8 +258,8 @@ def _is_own(value: Any, parameter: Tensor) -> bool:
 def check_loaded(parts: LayerModules) -> None:
     """Compares the ranks' experts after any rank has loaded some. Collective over the layer's ranks.
 
-    Raises ValueError on all ranks if two ranks hold the same values. It does not if a rank has set
-    ``experts.may_be_equal``: the experts are equal on purpose. That is reset, so it holds for one comparison.
+    Raises ValueError on all ranks if two ranks hold the same values, unless a rank has set
+    ``experts.may_be_equal``, because they are equal on purpose. The comparison resets that flag.
     """
     experts = parts.experts
     own = fingerprint(dict(experts.named_parameters())), experts.may_be_equal

@@ -109,7 +109,7 @@ class MoELayer(nn.Module):
 
     Options such as ``layer.pipeline`` may be set on a built layer, the same on all ranks; the four sizes may
     not. `switches` (`pmoe.call.options.Switches`) turns parts off for measurements. `l_aux`, `ran`,
-    `tokens_per_expert`, `row_counts` and `traffic` (bytes sent) describe the last call.
+    `tokens_per_expert` and `row_counts` describe the last call. `traffic` counts the bytes of all calls.
 
     ``gate.weight`` is (E, M); ``experts.w1`` (E / W, H, M), for "swiglu" (E / W, 2H, M), gate rows first;
     ``experts.w2`` (E / W, M, H). Expert parameters carry ``allreduce = False``, as their gradients are sums
@@ -426,7 +426,7 @@ class MoELayer(nn.Module):
         reshard.check_spread(self.parts, mesh)
 
     def spread(self, mesh: DeviceMesh) -> None:
-        """Spreads the experts over ``mesh``, of a layer that every rank has built with all experts.
+        """Spreads the experts over ``mesh``. Every rank must have built this layer with all experts.
 
         This rank keeps its own experts, as new Parameters, so make optimizers afterwards. A layer on the meta
         device has no values to lose, so it may also have been built for other ranks.

@@ -50,7 +50,7 @@ def _by_profile(
     if topology.is_level:
         return NAMES[0], "no machine has several ranks beside other machines"
     if len(set(map(len, topology.members))) > 1:
-        return NAMES[0], "machines have unlike numbers of ranks"
+        return NAMES[0], "machines have different numbers of ranks"
     for option in ONLY_FLAT:
         if getattr(spec, option):
             return NAMES[0], f"{option} ({getattr(spec, option)!r}) needs it"

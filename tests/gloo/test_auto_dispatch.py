@@ -88,7 +88,7 @@ def test_the_fastest_by_the_profile_is_taken_by_all_ranks(alpha: float, name: st
         (2, {}, "no stored profile of these ranks has both links: `pmoe profile` measures them"),
         (4, {}, "no machine has several ranks beside other machines"),
         (1, {}, "no machine has several ranks beside other machines"),
-        (2, {"nodes": [0, 0, 0, 1]}, "machines have unlike numbers of ranks"),
+        (2, {"nodes": [0, 0, 0, 1]}, "machines have different numbers of ranks"),
         (2, {"memory_budget": "1GiB"}, "memory_budget ('1GiB') needs it"),
     ],
 )

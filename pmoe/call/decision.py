@@ -1,6 +1,6 @@
 """The records of a decided call: how it will be run, and what the layer keeps of it afterwards.
 
-CountsSource.agree        the ranks communicate, and the host may wait      -> Agreed
+CountsSource.agree        the ranks communicate, and the host may wait      -> AgreedChoice
 CountsSource.decision     no communication, no waiting                      -> Decision
 the runner                moves rows and multiplies; decides nothing
 LastCall.of               what `layer.ran`, `layer.row_counts` and statistics show afterwards

@@ -34,6 +34,14 @@ class ExactCounts:
     fuses    whether fused kernels may take the call (`kernels_may_take_it`)
     """
 
+    call: Call
+    routed: RoutedBatch
+    orders: SortedSlots
+    fuses: bool
+    _exchange: LoadedExchange | None
+    _once_FP: Tensor | None
+    _counts_FE: Tensor
+
     def __init__(self, call: Call) -> None:
         """Routes the call, begins the exchange of its row counts, and sorts its rows if it can already.
 
@@ -46,7 +54,7 @@ class ExactCounts:
         count = routing.expert.shape[0] if routing.token is None else self.routed.num_tokens
         orders_type = DeduplicatedSlots if parts.spec.send_once else SortedSlots
         self.fuses = False
-        self._exchange: LoadedExchange | None = None
+        self._exchange = None
         # Checkpoints expect as many operations in both passes, and the second one exchanges nothing.
         with publishing_failures(parts.ranks, "the exchange of row counts"), hidden_from_checkpoints():
             self.orders = orders_type(

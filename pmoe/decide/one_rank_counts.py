@@ -44,6 +44,9 @@ class OneRankCounts:
     routed   its tokens with their routing
     """
 
+    call: Call
+    routed: RoutedBatch
+
     def __init__(self, call: Call, x: Tensor, x_TM: Tensor, agreed: AgreedChoice) -> None:
         """Routes the call by the kernels.
 

@@ -57,6 +57,9 @@ class PaddedCounts:
     routed   its tokens with their routing
     """
 
+    call: Call
+    routed: RoutedBatch
+
     def __init__(self, call: Call) -> None:
         """Routes the call. If the persistent launch chooses the experts, the routing has no values yet."""
         self.call = call

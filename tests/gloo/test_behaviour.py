@@ -239,7 +239,7 @@ def test_copies_share_the_group_and_unpickled_layers_take_the_default_one() -> N
         assert_same(copied, plain)
         assert_same(unpickled, plain)
         lonely = pickle.loads(pickled)  # here no process group is initialised
-        with pytest.raises(ValueError, match=rf"rank 0 of 1 by default\) must be rank {rank} of 2, as when"):
+        with pytest.raises(ValueError, match=rf"rank 0 of 1\) must have it as rank {rank} of 2, as when"):
             lonely(tokens(3, 0))
 
 

@@ -454,7 +454,7 @@ def unparallelized(rank: int, world: int, folder: Path) -> str:
 
 def test_experts_of_several_ranks_under_one_name_are_not_saved(tmp_path: Path) -> None:
     for message in ranks(2).run(unparallelized, tmp_path):
-        assert "blocks.0.moe" in message and "see pmoe.parallelize" in message
+        assert "blocks.0.moe" in message and "call pmoe.parallelize(model, mesh)" in message
     assert not list(tmp_path.iterdir())
 
 

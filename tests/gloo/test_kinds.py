@@ -124,7 +124,7 @@ def meta_layer_job(rank: int, world: int) -> str:
 
 def test_a_meta_layer_of_several_ranks_says_how_it_gets_values() -> None:
     for text in ranks(2).run(meta_layer_job):
-        assert "call layer.to_empty(device=...) and layer.reset_parameters() first" in text
+        assert "call layer.to_empty(device=...) and layer.reset_parameters() before" in text
 
 
 def shapes_job(rank: int, world: int, options: dict[str, Any], is_parallelized: bool) -> None:

@@ -192,7 +192,8 @@ def made_too_early(rank: int, world: int) -> str:
 
 
 def test_an_optimizer_that_was_made_before_parallelize_is_refused_at_its_step() -> None:
-    assert all("must be made after pmoe.parallelize" in each for each in on_ranks(2, made_too_early))
+    errors = on_ranks(2, made_too_early)
+    assert all("pmoe.parallelize" in error and "Make the optimizer after" in error for error in errors)
 
 
 def scaled(rank: int, world: int, overflows: bool) -> tuple[bool, float]:

@@ -185,7 +185,7 @@ def test_a_layer_that_is_given_no_routing_says_so() -> None:
     with pytest.raises(RuntimeError, match=r"inside `with gate.routing"):
         layer(case.x)
     with (
-        pytest.raises(ValueError, match=r"expert of shape .* for T = 14 tokens"),
+        pytest.raises(ValueError, match=r"expert of shape .* to fit T = 14 tokens"),
         gate.routing(case.expert[:9], case.weight),
     ):
         layer(case.x)

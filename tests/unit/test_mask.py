@@ -159,7 +159,7 @@ REFUSED: list[tuple[Any, str]] = [
         r"mask \(a tensor of shape \(11,\) .*must be a tensor of shape \(12,\)",
     ),
     (torch.ones(12, 6, dtype=torch.bool), r"mask \(a tensor of shape \(12, 6\)"),
-    (torch.ones(12), r"mask \(of torch.float32\) must be bool: True where x has a token"),
+    (torch.ones(12), r"mask of dtype torch.float32 must be bool: True where x has a token"),
     ([True] * 12, r"mask \(a list\) must be a tensor of shape \(12,\)"),
     (
         torch.ones(12, dtype=torch.bool, device="meta"),

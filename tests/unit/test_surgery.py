@@ -367,7 +367,7 @@ def no_experts(layer: pmoe.MoELayer) -> None:
 
 
 REFUSED: list[tuple[Callable[[pmoe.MoELayer], None], str]] = [
-    (grown, r"scores 6 experts and the layer has num_experts \(4\).*docs/weights.md"),
+    (grown, r"scores 6 experts, but the layer has num_experts \(4\).*docs/weights.md"),
     (
         grown_experts_alone,
         r"w1 \(of shape \(3, 10, 6\) on this rank\) must have shape \(4, 10, 6\).*docs/weights.md",

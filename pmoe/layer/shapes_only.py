@@ -55,9 +55,8 @@ def computed_shapes(parts: LayerModules, x: Tensor) -> tuple[Tensor, LastCall]:
     for module in (parts.experts, parts.gate, parts.shared_expert, parts.shared_gate):
         operands += () if module is None else module.parameters()
     operands += () if parts.hooks is None else parts.hooks.parameters
-    if getattr(
-        parts.gate, "has_external_routing", False
-    ):  # a router outside of the layer has its gradient too
+    # A router outside of the layer gets a gradient, too.
+    if getattr(parts.gate, "has_external_routing", False):
         operands.append(parts.gate(x).weight)
     l_aux = _shape_like(x.new_empty(()), at_least_float32(x[:0]).dtype, x, *parts.gate.parameters())
     y = _shape_like(x, cast_dtype(parts, x) or x.dtype, x, *operands)

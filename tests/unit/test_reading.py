@@ -34,7 +34,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MOST_FUNCTIONS = 211
 """Functions of pmoe that a forward and a backward pass of the traced layer execute."""
 
-MOST_LINES = 1171
+MOST_LINES = 1172
 """Lines of pmoe that they execute."""
 
 MOST_CHANGES = 56

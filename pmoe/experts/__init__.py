@@ -1,15 +1,15 @@
 """Experts: the networks that compute the routed rows, as grouped matrix products.
 
-    base       `Experts`, the interface between the engine and any kind of experts
-    stacked    `StackedExperts`, two-layer experts with one tensor for all experts' weights
-    ffn        feed-forward experts, and the nonlinearities
-    swiglu     gated experts
-    modules    experts that are a user's own modules
-    graphs     the autograd graphs of such modules, kept from forward to backward
-    operands   which tensors a call computes with
-    placement  parameters on a device mesh
-    products   grouped products: rows sorted by expert times that expert's matrix
-    wrapped    refuses data-parallel wrappers around experts
+    base             `Experts`, the interface between the engine and any kind of experts
+    stacked          `StackedExperts`, two-layer experts with one tensor for all experts' weights
+    ffn              feed-forward experts, and the nonlinearities
+    swiglu           gated experts
+    modules          experts that are a user's own modules
+    expert_autograd  the autograd graphs of such modules, kept from forward to backward
+    operands         the tensors with which a call computes
+    dtensor_layout   parameters on a device mesh
+    products         grouped products: rows sorted by expert times that expert's matrix
+    wrapper_checks   refuses data-parallel wrappers around experts
 
 Letters of this folder: N rows, E experts of this rank, M = d_model, H = d_hidden, G = H or 2H rows of w1.
 """

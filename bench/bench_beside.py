@@ -33,7 +33,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 from bench.device import file_name, flush_buffer, need_gpu, show_gpu, time_in_turn
-from bench.grouped_gemm_cases import DEVICE, MODELS, ROWS, RoutedBatch, plain_cases, tile_of
+from bench.grouped_gemm_cases import DEVICE, MODELS, ROWS, Routed, plain_cases, tile_of
 from bench.timing import OUT, Timing, table, write_json
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.gemm import SPARE
@@ -121,7 +121,7 @@ def measure(rounds: int) -> dict[str, Any]:
     model = MODELS[0]
     torch.manual_seed(0)
     cases = [
-        next(iter(plain_cases(RoutedBatch(model, rows), "up", model.d_model, model.d_hidden, tile_of(path))))
+        next(iter(plain_cases(Routed(model, rows), "up", model.d_model, model.d_hidden, tile_of(path))))
         for rows in (ROWS, SHORT_ROWS)
     ]
     run, rival, short = cases[0].run, cases[0].rival, on_few(cases[1].run, multiprocessors)

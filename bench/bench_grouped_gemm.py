@@ -64,7 +64,7 @@ from bench.grouped_gemm_cases import (
     ROWS,
     Case,
     Model,
-    RoutedBatch,
+    Routed,
     draw,
     fused_cases,
     plain_cases,
@@ -200,7 +200,7 @@ def measure_model(
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns (content of the file, goals that were missed)."""
     torch.manual_seed(0)
-    routed, tile = RoutedBatch(model, num_rows), tile_of(ceilings.path)
+    routed, tile = Routed(model, num_rows), tile_of(ceilings.path)
     makers: list[Callable[[], Iterator[Case]]] = [
         lambda: plain_cases(routed, "up", model.d_model, model.d_hidden, tile),
         lambda: plain_cases(routed, "down", model.d_hidden, model.d_model, tile),

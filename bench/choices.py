@@ -137,7 +137,7 @@ def name_of_ran(ran: Any) -> str:
 
 
 @dataclass(frozen=True)
-class RoutingInput:
+class Chosen:
     """A layer that chose.
 
     took: what it chose.
@@ -162,7 +162,7 @@ class Result:
 
     screened: dict[str, dict[str, Timing]]
     times: dict[str, dict[str, Timing]]
-    chosen: dict[str, RoutingInput]
+    chosen: dict[str, Chosen]
     bytes_per_second: float
     copy_bytes_per_second: float
     budget_bytes: int
@@ -225,7 +225,7 @@ def run_case(link: Any, case: Case, setting: Setting, degrees: list[int], rounds
             layer = subject.like(**options)
             first = subject.step(layer, warm=False)["step"]
             fastest = sorted(among, key=lambda run: screened[run]["step"].median)[:FINALISTS]
-            chosen[name] = RoutingInput(name_of_ran(layer.ran), first, among, fastest)
+            chosen[name] = Chosen(name_of_ran(layer.ran), first, among, fastest)
             finals |= {name: functools.partial(subject.step, layer), **{run: runs[run] for run in fastest}}
     times = measure(finals, rounds if case.link > 1 else OFTEN * rounds)
     return Result(screened, times, chosen, rate, copy_rate, budget)

@@ -41,7 +41,7 @@ MODELS = (
 )
 
 
-class RoutedBatch:
+class Routed:
     """Random experts for each slot, as any router might choose. The rows of an expert are in slot order."""
 
     def __init__(self, model: Model, num_rows: int) -> None:
@@ -117,11 +117,11 @@ def draw(*shape: int, scale: float = 1.0) -> Tensor:
     return torch.randn(*shape, dtype=torch.bfloat16, device=DEVICE).mul_(scale)
 
 
-def sampled(routed: RoutedBatch) -> Tensor:
+def sampled(routed: Routed) -> Tensor:
     return torch.randperm(routed.num_rows, device=DEVICE)[:SAMPLES].sort().values
 
 
-def exact_rows(routed: RoutedBatch, rows: Tensor, weight_EOI: Tensor, sample: Tensor) -> Tensor:
+def exact_rows(routed: Routed, rows: Tensor, weight_EOI: Tensor, sample: Tensor) -> Tensor:
     """Returns rows[sample] times the matrices of their experts, in float64."""
     expert_S = routed.expert_N[sample]
     found = torch.empty(len(sample), weight_EOI.shape[1], dtype=torch.float64, device=DEVICE)
@@ -132,7 +132,7 @@ def exact_rows(routed: RoutedBatch, rows: Tensor, weight_EOI: Tensor, sample: Te
 
 
 def compare_rows(
-    routed: RoutedBatch, rows: Tensor, weight_EOI: Tensor, after: Callable[[Tensor, Tensor], Tensor]
+    routed: Routed, rows: Tensor, weight_EOI: Tensor, after: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Returns a function that compares a sample of rows.
 
@@ -143,7 +143,7 @@ def compare_rows(
 
 
 def compare_columns(
-    routed: RoutedBatch, grad: Tensor, rows: Tensor
+    routed: Routed, grad: Tensor, rows: Tensor
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Returns a function that compares a few rows of each expert's weight gradient."""
     sample = torch.randperm(grad.shape[1], device=DEVICE)[:8]
@@ -161,7 +161,7 @@ def as_they_are(products: Tensor, sample: Tensor) -> Tensor:
 
 
 def plain_cases(
-    routed: RoutedBatch, name: str, num_in: int, num_out: int, tile: tuple[int, int, int]
+    routed: Routed, name: str, num_in: int, num_out: int, tile: tuple[int, int, int]
 ) -> Iterator[Case]:
     """Yields forward and both gradients of one matrix an expert, beside F.grouped_mm."""
     experts, num_rows = len(routed.counts), routed.num_rows
@@ -203,7 +203,7 @@ def plain_cases(
     )  # fmt: skip
 
 
-def fused_cases(routed: RoutedBatch, model: Model, tile: tuple[int, int, int]) -> Iterator[Case]:
+def fused_cases(routed: Routed, model: Model, tile: tuple[int, int, int]) -> Iterator[Case]:
     """Yields the forms of SwiGLU experts, whose w1 has two halves, that `pmoe.runners.one_rank` computes."""
     experts, num_rows, num_model, width = model.experts, routed.num_rows, model.d_model, model.d_hidden
     slots, ends, token_N = routed.slots, routed.ends_E, routed.token_N

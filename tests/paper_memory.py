@@ -91,7 +91,7 @@ def _scheduled(direction: str, tasks: list[Task], reuse: bool) -> Schedule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassBytes:
+class Held:
     """What a pass holds.
 
     peak_bytes: the most at once, be it before a task, within one or after it.
@@ -111,7 +111,7 @@ def held(
     *,
     before: Iterable[str] = (),
     after: Iterable[str] = (),
-) -> PassBytes:
+) -> Held:
     """The lifetimes of all buffers that ``tasks`` read and write, and the bytes that follow from them.
 
     bytes_of: from a buffer's name. slots: buffer -> the slot that it lies in; a slot is as large as the
@@ -157,4 +157,4 @@ def held(
     during = tuple(living(at, at) for at in range(len(tasks)))
     left = tuple(living(at, at + 1) for at in range(len(tasks)))
     peak = max(sum(memories.values()) for memories in (living(-1, -1), *during))
-    return PassBytes(peak_bytes=peak, during=during, after=left)
+    return Held(peak_bytes=peak, during=during, after=left)

@@ -57,7 +57,7 @@ def bounded_caches() -> list[Any]:
 
 
 @dataclass(frozen=True)
-class PassBytes:
+class Held:
     """Of a process: resident bytes, open files, threads, and objects that Python's collector knows."""
 
     resident: int
@@ -66,7 +66,7 @@ class PassBytes:
     objects: int
 
     @staticmethod
-    def now() -> PassBytes:
+    def now() -> Held:
         """Without what is only not collected yet: schedules in caches that have a bound and are not full, and
         blocks of the pools that nobody holds any more."""
         for cache in bounded_caches():
@@ -74,14 +74,14 @@ class PassBytes:
         pool = pmoe.pool()
         _ = pool.device.kept_bytes, pool.host.bytes_in_use  # who asks makes them collect
         gc.collect()
-        return PassBytes(
+        return Held(
             resident=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
             files=len(os.listdir("/proc/self/fd")),
             threads=len(os.listdir("/proc/self/task")),
-            objects=sum(type(each) is not PassBytes for each in gc.get_objects()),  # without the readings
+            objects=sum(type(each) is not Held for each in gc.get_objects()),  # without the readings
         )
 
-    def grown(self, first: PassBytes) -> list[str]:
+    def grown(self, first: Held) -> list[str]:
         """What must not have grown since ``first``, and has."""
         found = [
             f"{name} from {getattr(first, name)} to {getattr(self, name)}"
@@ -163,13 +163,13 @@ def work(rank: int, world: int, init: str, steps: int, first: int, seed: int) ->
         step(dice, layers, rank, world)
         if at % first == 0:
             settle(layers)
-            held = PassBytes.now()
+            held = Held.now()
             start = start or held
             if rank == 0:
                 print(f"{at:8d} steps {time.monotonic() - began:6.0f} s  {astuple(held)}", flush=True)
     assert start is not None
     settle(layers)
-    grown = PassBytes.now().grown(start)
+    grown = Held.now().grown(start)
     dist.destroy_process_group()
     if grown:
         sys.exit(f"rank {rank}, between steps {first} and {steps}: " + "; ".join(grown))

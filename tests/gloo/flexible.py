@@ -94,7 +94,7 @@ def build(case: Case, world: int) -> pmoe.MoELayer:
     mesh = {}
     if case.ep is not None and case.esp is not None and world > 1:
         mesh = {"mesh": mesh_of(case.ep, case.esp, case.reversed_mesh)}
-    shared = CheckedRouting() if case.shared == "module" else case.shared
+    shared = Gated() if case.shared == "module" else case.shared
     layer = switched_layer(
         D_MODEL,
         D_HIDDEN,
@@ -113,7 +113,7 @@ def build(case: Case, world: int) -> pmoe.MoELayer:
     return layer
 
 
-class CheckedRouting(nn.Module):
+class Gated(nn.Module):
     """A user's shared expert."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from tests.gloo.flexible import (
     D_HIDDEN,
     D_MODEL,
     Case,
-    CheckedRouting,
+    Gated,
     Doubling,
     check,
     expected,
@@ -364,7 +364,7 @@ def measured_job(rank: int, world: int, folder: str) -> bool:
     os.environ["PMOE_CACHE"] = folder
     layer = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, pipeline="solve", mesh=mesh_of(1, 2, False))
     layer(torch.randn(64, D_MODEL)).sum().backward()
-    user = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, pipeline="solve", expert=CheckedRouting)
+    user = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, pipeline="solve", expert=Gated)
     user(torch.randn(64, D_MODEL, dtype=torch.float64)).sum().backward()
     return all(parameter.grad is not None for parameter in layer.parameters())
 

@@ -115,7 +115,7 @@ def linear() -> nn.Module:
     return nn.Linear(D_MODEL, D_MODEL)
 
 
-class CheckedRouting(nn.Module):
+class Gated(nn.Module):
     """An expert whose graph saves halves of a tensor, and a whole one."""
 
     def __init__(self) -> None:
@@ -251,11 +251,11 @@ def test_trials_of_n_never_race_either(world: int, bypass_local: bool) -> None:
 # Each two of these together at least once: chunks, the kind of expert, whether rows stay.
 ROTATING = [
     (1, None, "ffn", True),
-    (1, 1, CheckedRouting, False),
+    (1, 1, Gated, False),
     (3, None, "ffn", False),
-    (3, None, CheckedRouting, True),
+    (3, None, Gated, True),
     (3, 1, "ffn", True),
-    (3, 1, CheckedRouting, False),
+    (3, 1, Gated, False),
     (3, 1, "swiglu", False),
 ]
 
@@ -437,7 +437,7 @@ def test_a_planted_race_of_rings_and_copies_is_found(
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_modules_save_is_found_to_be_freed_early(world: int, first: str) -> None:
     """Forward's is made on the compute lane and copied by another; backward's the other way round."""
-    options = {"pipeline": 3, "bypass_local": False, "memory_reuse": "S1", "expert": CheckedRouting}
+    options = {"pipeline": 3, "bypass_local": False, "memory_reuse": "S1", "expert": Gated}
     for report in ranks(world).run(steps_job, options, "modules' tensors are not held"):
         assert Finding(first=first, then=FREE) in report.findings
 
@@ -445,7 +445,7 @@ def test_what_modules_save_is_found_to_be_freed_early(world: int, first: str) ->
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_part_of_what_a_module_saves_is_found_to_be_freed_early(world: int) -> None:
     """The halves of a tensor, where only whole tensors are held for the copy."""
-    options = {"pipeline": 3, "bypass_local": False, "memory_reuse": "S1", "expert": CheckedRouting}
+    options = {"pipeline": 3, "bypass_local": False, "memory_reuse": "S1", "expert": Gated}
     for report in ranks(world).run(steps_job, options, "parts of modules' tensors are not held"):
         assert report.findings == {Finding(first=f"DM{i} forward", then=FREE) for i in range(3)}
 

@@ -12,7 +12,7 @@ import pytest
 
 from bench import bench_choices
 from bench.bench_choices import batch_rows, draw, regret, rows_of, summary
-from bench.choices import CASES, Result, RoutingInput, name_of
+from bench.choices import CASES, Result, Chosen, name_of
 from bench.links import copies
 from bench.timing import Timing, write_json
 from pmoe.planner.degree import DEGREES
@@ -42,8 +42,8 @@ RESULT = Result(
         "both True": timed(1.0, 1.0, 1.0),
     },
     chosen={
-        "pipeline=True": RoutingInput("n=4", 8.8, PLAIN, PLAIN[:2]),
-        "both True": RoutingInput("n=4 S4", 5.0, [name_of(4, S4)], [name_of(4, S4)]),
+        "pipeline=True": Chosen("n=4", 8.8, PLAIN, PLAIN[:2]),
+        "both True": Chosen("n=4 S4", 5.0, [name_of(4, S4)], [name_of(4, S4)]),
     },
     bytes_per_second=1e6,
     copy_bytes_per_second=1e6,

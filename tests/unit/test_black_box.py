@@ -153,7 +153,7 @@ def test_the_module_is_left_as_it_was_when_it_fails_too() -> None:
 
 
 @dataclass
-class RoutedBatch:
+class Routed:
     expert: Tensor
     weight: Tensor
 
@@ -166,9 +166,9 @@ class Gate(nn.Module):
         self.clock = clock
         self.proj = nn.Linear(4, 3)
 
-    def forward(self, x: Tensor, top_k: int) -> dict[str, list[RoutedBatch]]:
+    def forward(self, x: Tensor, top_k: int) -> dict[str, list[Routed]]:
         weight, expert = self.proj(x).topk(top_k)
-        return {"routings": [RoutedBatch(expert, Charge.apply(weight, self.clock, 0.0, 1e-6 * len(x)))]}
+        return {"routings": [Routed(expert, Charge.apply(weight, self.clock, 0.0, 1e-6 * len(x)))]}
 
 
 def test_a_gate_takes_several_arguments_and_returns_what_it_likes() -> None:

@@ -19,7 +19,7 @@ from pmoe.schedule.restore import KEEP, STRATEGIES
 from pmoe.schedule.ring_buffers import rotating_backward, rotating_forward
 from pmoe.schedule.tasks import Kind, Schedule, Stages, Task, link, make_task
 from tests.paper_memory import (
-    PassBytes,
+    Held,
     held,
     paper_backward,
     paper_forward,
@@ -49,7 +49,7 @@ CHAIN = made("""
 
 
 def test_a_buffer_lives_from_its_first_writer_to_its_last_user() -> None:
-    assert held(CHAIN, BYTES.__getitem__) == PassBytes(
+    assert held(CHAIN, BYTES.__getitem__) == Held(
         peak_bytes=8,  # y and z, in C
         during=({"x": 2}, {"x": 2, "y": 3}, {"y": 3, "z": 5}, {"z": 5}),
         after=({"x": 2}, {"y": 3}, {"z": 5}, {}),
@@ -111,7 +111,7 @@ def test_a_slot_is_held_between_its_buffers_where_buffers_of_their_own_would_not
 
 
 def test_no_tasks_hold_what_was_there() -> None:
-    assert held([], BYTES.__getitem__) == PassBytes(peak_bytes=0, during=(), after=())
+    assert held([], BYTES.__getitem__) == Held(peak_bytes=0, during=(), after=())
     assert held([], BYTES.__getitem__, before=["x"], after=["x"]).peak_bytes == 2
 
 
@@ -148,7 +148,7 @@ ACTIVATIONS = ("T_I", "T_DI", "T_M", "T_DO", "T_O")
 GRADIENTS = ("dT_I", "dT_DI", "dT_M", "dT_DO", "dT_O")
 
 
-def of_forward(B: int, M: int, H: int, n: int, *, reuse: bool) -> PassBytes:
+def of_forward(B: int, M: int, H: int, n: int, *, reuse: bool) -> Held:
     """Activations: all stay, in their slots where there are such."""
     schedule = paper_forward(n, reuse=reuse)
     kept = chunks(schedule, *ACTIVATIONS)
@@ -157,7 +157,7 @@ def of_forward(B: int, M: int, H: int, n: int, *, reuse: bool) -> PassBytes:
     )
 
 
-def of_backward(B: int, M: int, H: int, n: int, *, reuse: bool) -> PassBytes:
+def of_backward(B: int, M: int, H: int, n: int, *, reuse: bool) -> Held:
     """Gradients of activations (the buffers of the paper), none given back before the pass ends."""
     schedule = paper_backward(n, reuse=reuse)
     size = elements(B, M, H, n)

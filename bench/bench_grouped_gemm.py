@@ -200,7 +200,8 @@ def measure_model(
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns (content of the file, goals that were missed)."""
     torch.manual_seed(0)
-    routed, tile = Routed(model, num_rows), tile_of(ceilings.path)
+    routed = Routed(model, num_rows)
+    tile = tile_of(ceilings.path)
     makers: list[Callable[[], Iterator[Case]]] = [
         lambda: plain_cases(routed, "up", model.d_model, model.d_hidden, tile),
         lambda: plain_cases(routed, "down", model.d_hidden, model.d_model, tile),

@@ -142,9 +142,7 @@ def compare_rows(
     return lambda result: (result[sample], after(exact_rows(routed, rows, weight_EOI, sample), sample))
 
 
-def compare_columns(
-    routed: Routed, grad: Tensor, rows: Tensor
-) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def compare_columns(routed: Routed, grad: Tensor, rows: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Returns a function that compares a few rows of each expert's weight gradient."""
     sample = torch.randperm(grad.shape[1], device=DEVICE)[:8]
 

@@ -1,6 +1,6 @@
 """The MoE layer written plainly with autograd and torch's operations, for comparison.
 
-Of pmoe it uses only the values of a layer's parameters.
+It uses nothing of pmoe but the values of a layer's parameters.
 
 The first spelling that comes to mind is not the fastest one. If a stacked parameter is indexed for each
 expert, then each of these has a gradient as large as all experts, and all of them are added up. So there are

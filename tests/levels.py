@@ -9,4 +9,4 @@ MARKERS = {
     MAKE_TEST_ALL: "not nightly and not gpu",
     MAKE_TEST_NIGHTLY: "not gpu",
 }
-"""By level, what pytest's ``-m`` is in the Makefile."""
+"""The Makefile's argument of pytest's ``-m``, by level."""

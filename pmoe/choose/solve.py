@@ -208,7 +208,8 @@ def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float
 
     # The difference grows with the fixed cost, which many chunks pay more often than few. `high` is enough:
     # 8 chunks pay it 8 times or more, 1 chunk pays it at most 3 times.
-    low, high = 0.0, abs(measured) + pass_seconds(costs, few, options)
+    low = 0.0
+    high = abs(measured) + pass_seconds(costs, few, options)
     if differ(low) >= measured:
         return costs
     for _ in range(HALVINGS):

@@ -1,4 +1,4 @@
-"""Processes of a command: one, or as many as torchrun started."""
+"""The processes of a command: one, or all that torchrun started."""
 
 from __future__ import annotations
 

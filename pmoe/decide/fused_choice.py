@@ -131,7 +131,8 @@ def defer_routing(call: Call, x_TM: Tensor) -> DeferredRouting | None:
     is_taken &= not is_watched(gate)
     if not is_taken or x_TM.dtype == torch.float64 or call.replay.is_replay or may_run_again(call.layer):
         return None
-    gate, dtype = cast(TopKGate, gate), cast_dtype(parts, x_TM) or x_TM.dtype
+    gate = cast(TopKGate, gate)
+    dtype = cast_dtype(parts, x_TM) or x_TM.dtype
     is_narrow = dtype == x_TM.dtype == gate.weight.dtype != torch.float32
     if not is_narrow or spec.num_experts % 2 or memory_misfit(dense={"gate": gate.weight}) is not None:
         with torch.autocast(x_TM.device.type, enabled=False):

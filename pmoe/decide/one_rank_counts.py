@@ -175,7 +175,7 @@ def _routes(call: Call, x_TM: Tensor, agreed: AgreedChoice) -> tuple[Routes, Def
     with torch.autocast(x_TM.device.type, enabled=False):
         routes = one_rank.route_tokens(cast(TopKGate, call.parts.gate), x_TM, route)
     if may_run_again(call.layer):
-        from pmoe.checkpointing import routing_check as rerouting
+        from pmoe.checkpointing.routing_check import refuse_changed_routing
 
-        rerouting.refuse_changed_routing(call.layer, x_TM.shape[0], routes.expert_TK)
+        refuse_changed_routing(call.layer, x_TM.shape[0], routes.expert_TK)
     return routes, None

@@ -147,8 +147,8 @@ class PaddedCounts:
     def _padded(self, parts: LayerModules) -> tuple[SortedSlots, Tensor]:
         """Returns the padded rows as slots that can be sorted, and the number of kept rows by expert, (E,).
 
-        Both are made once for a call, of the routing. A defer_routing routing is computed for it, because no
-        persistent launch will.
+        Both are made of the routing, once for a call. A deferred routing is computed for it, because no
+        persistent launch will compute it.
         """
         if self._padded_rows is None:
             if self._promise is not None:

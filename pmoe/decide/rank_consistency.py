@@ -11,12 +11,12 @@ from collections.abc import Mapping
 import torch
 
 from pmoe.call.description import options_in_words
-from pmoe.call.module_calls import is_watched
 from pmoe.call.modules import LayerModules
 from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.agreement import digest, gathered, same
 from pmoe.comm.failures import enter_call
 from pmoe.decide.dense_values import SAME_VALUES, dense_tensors, dense_values, fingerprint
+from pmoe.decide.route import is_fetched
 from pmoe.decide.stored_state import check_loaded
 from pmoe.experts.values import check_not_meta
 from pmoe.experts.wrapper_checks import COPIED, check_wrapped, sampled
@@ -39,7 +39,7 @@ def check_same_options(parts: LayerModules) -> None:
     check_wrapped(parts.experts, set(parts.ranks.members))
     if known.differed is None or changed:
         # A library that hooks or wraps the experts may keep them on the meta device until it fetches them.
-        if not any(map(is_watched, parts.experts_module.modules())):
+        if not is_fetched(parts):
             check_not_meta(parts.like)
         with hidden_from_checkpoints():
             known.differed = compare_options(parts)

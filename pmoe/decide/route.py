@@ -103,7 +103,8 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
 
         check_routing(parts, routing, x_TM)
         routing, fault = clamped_with_fault(routing, x_TM, spec.num_experts)
-    # By default only where an exchange of row counts reports the fault anyway. Padded calls may have none.
+    # By default the logits are checked if an exchange of row counts reports faults anyway. Padded calls may
+    # have no exchange.
     checks = not spec.pad_to_capacity if spec.check_finite is None else spec.check_finite
     if checks and routing.logits is not None and not is_shape_run():
         # Arithmetic instead of torch.where: a number that becomes a tensor is a copy to the device, for which

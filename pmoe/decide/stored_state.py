@@ -24,8 +24,8 @@ from typing import Any
 from torch import Tensor
 
 from pmoe.call.modules import LayerModules
-from pmoe.comm import failures as told
 from pmoe.comm.agreement import gathered
+from pmoe.comm.failures import publish_outside_pass
 from pmoe.comm.grid import Grid
 from pmoe.decide.dense_values import fingerprint
 from pmoe.experts.base import Experts
@@ -187,7 +187,7 @@ def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
             )
             if writer.on_all_ranks:
                 raise error
-            told.publish_outside_pass(error)  # the other ranks may be waiting for this one
+            publish_outside_pass(error)  # the other ranks may be waiting for this one
             raise error
         frame = frame.f_back  # type: ignore[assignment]
 
@@ -227,7 +227,7 @@ def _check_whose(
             f"rank only. {CURE}. Or let every rank save and load its own file"
         )
         if place.num_ranks > 1:
-            told.publish_outside_pass(
+            publish_outside_pass(
                 error
             )  # rank 0 loads its own file without an error, and would wait for this rank
         raise error

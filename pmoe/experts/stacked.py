@@ -257,7 +257,7 @@ class StackedExperts(Experts):
         return (next(self.parameters()) if parameter is None else parameter).element_size()
 
     def _scratch_rows(self, device_type: str) -> int:
-        """Returns the rows of a block in `input_gradient`: as many as SCRATCH_BYTES holds, at least 16."""
+        """Returns the number of rows of a block in `input_gradient`: what fits SCRATCH_BYTES, at least 16."""
         row_bytes = self.num_hidden * self.element_size
         return max(SCRATCH_BYTES.get(device_type, SCRATCH_BYTES["cuda"]) // row_bytes, 16)
 

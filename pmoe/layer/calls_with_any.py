@@ -29,8 +29,6 @@ from pmoe.layer.shapes_only import computed_shapes, has_no_values
 if TYPE_CHECKING:
     from pmoe.layer.moe_layer import MoELayer
 
-NO_FUNCTIONS = torch._C._disabled_torch_function_impl
-
 
 def call_with_any(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:
     """Computes `MoELayer.forward` for any kind of tensor. Returns the kind of x.

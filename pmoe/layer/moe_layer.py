@@ -464,10 +464,10 @@ class MoELayer(nn.Module):
 
         Raises OSError if the file cannot be written.
         """
-        from pmoe.choose import search as searched
+        from pmoe.choose import search
 
-        key = searched.key_of(self.parts)
-        searched.save_degrees(searched.held(self.parts.ranks, key).tables, path, key)
+        key = search.key_of(self.parts)
+        search.save_degrees(search.held(self.parts.ranks, key).tables, path, key)
 
     def load_degrees(self, path: str | Path) -> None:
         """Loads the degrees that `save_degrees` wrote. All ranks take those of rank 0's file.
@@ -475,9 +475,9 @@ class MoELayer(nn.Module):
         Every rank must call it. Raises on every rank ValueError if rank 0's file is corrupt or belongs to
         another layer, and OSError if it cannot be read.
         """
-        from pmoe.choose import search as searched
+        from pmoe.choose import search
 
-        searched.learned_degrees(self.parts, "" if path is None else path)
+        search.learned_degrees(self.parts, "" if path is None else path)
 
     def predict_memory(
         self,

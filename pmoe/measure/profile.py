@@ -105,7 +105,7 @@ def _found_by_all(ranks: Ranks, device: torch.device, here: Identity) -> Profile
         pass
     except (OSError, ValueError) as error:
         fault = error
-    # Of the ranks with a fault only the lowest warns: its place is the largest.
+    # Only the lowest of the ranks with a fault warns: its place is the largest.
     place = ranks.size - ranks.rank
     own_state = [float(own_profile is None), float(place if fault else 0)]
     missing, warning = largest(ranks, device, own_state, stage=AGREEING)

@@ -7,8 +7,8 @@ All ranks are assumed to do the same at the same time. What rank + l sends to th
 this rank sends to rank - l arrives there. So one rank stands for all, and one lane for both directions of
 its link.
 
-Blocks and links are lanes; tiles of a product and pieces of rows are tasks. Of the B persistent blocks of a
-rank, n_c communicate and G = B - n_c compute. Computing block b takes the tiles b, b + G, b + 2 G, ... of
+Blocks and links are lanes; tiles of a product and pieces of rows are tasks. A rank has B persistent blocks:
+n_c communicate, and G = B - n_c compute. Computing block b takes the tiles b, b + G, b + 2 G, ... of
 one list. In cuda/comet each warp of a communicating block takes a piece; here a block takes one piece after
 another, at the rate of the whole block.
 

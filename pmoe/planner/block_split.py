@@ -1,8 +1,8 @@
 """Division of the thread blocks of a layer's fused kernels, and the sizes that it depends on.
 
-Of a kernel's blocks, n_c communicate while the others compute (COMET, Section 3.2.2). COMET compiles a
-kernel for each division. Here the division is an argument of one kernel, and this file chooses it from
-measurements.
+In a fused kernel n_c thread blocks communicate while the others compute (COMET, Section 3.2.2). COMET
+compiles a kernel for each division. Here the division is an argument of one kernel, and this file chooses it
+from measurements.
 """
 
 from __future__ import annotations

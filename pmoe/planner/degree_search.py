@@ -122,7 +122,8 @@ def stage_seconds(
     alpha, whole = costs.exp.alpha_seconds, costs.exp.beta_seconds
     remote = alpha + whole * (1 - options.stays) / n
     pieces = n if options.restore is not None else local_pieces(n, local=True, remote=True)
-    # Of the pieces of local rows all but the first have the rows of one chunk; the first has the rest.
+    # The first piece of local rows has the rows that the others leave. Each of the others has those of one
+    # chunk.
     first = alpha + whole * options.stays * (1 - (pieces - 1) / n)
     other = alpha + whole * options.stays / n
 

@@ -170,7 +170,7 @@ def _tokens(request: Request) -> int:
 
 
 def _room(request: Request) -> int:
-    """Returns the rows that may arrive at a rank; with a capacity, as many as all ranks can send to it."""
+    """Returns the rows that may arrive at a rank; with a capacity, all rows that can be sent to it."""
     tokens = _tokens(request)
     all_rows = tokens * min(request.top_k, request.experts) * request.ranks.size
     return (

@@ -63,7 +63,7 @@ class Kind(str, enum.Enum):
     OPEN_AGAIN = "HAI"  # HA of T_DI that is sent again
     SHARED = "X"  # the shared expert on all tokens; in backward the gradient of its input
     SHARED_WGRAD = "XW"  # gradients of the shared expert's parameters
-    GRADIENTS = "GAR"  # reduces data-parallel gradients of other layers, as many as hide behind the pass
+    GRADIENTS = "GAR"  # reduces the data-parallel gradients of other layers that hide behind the pass
     OUTPUT = "O"  # sums the returned rows of each token: T_O (or dT_I)
     COPY_ROWS_OUT = "DI"  # D of T_DI: device to host
     COPY_HIDDEN_OUT = "DM"  # D of T_M

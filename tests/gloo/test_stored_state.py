@@ -71,7 +71,7 @@ def file_of_rank_0(model: nn.Module, weights_only: bool = True) -> Any:
 
 
 def calm() -> None:
-    """A rank told of its failure, and takes that back: these ranks go on."""
+    """Withdraws the failure that a rank has published, so that these ranks go on."""
     dist.barrier()
     told.withdraw_failures()
     dist.barrier()

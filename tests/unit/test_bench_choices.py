@@ -12,7 +12,7 @@ import pytest
 
 from bench import bench_choices
 from bench.bench_choices import batch_rows, draw, regret, rows_of, summary
-from bench.choices import CASES, Result, Chosen, name_of
+from bench.choices import CASES, Chosen, Result, name_of
 from bench.links import copies
 from bench.timing import Timing, write_json
 from pmoe.planner.degree import DEGREES

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests import fresh
+from tests import fresh, source_imports
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,27 +48,13 @@ def part_of(module: str) -> str:
 
 
 def module_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return source_imports.module_name(path, ROOT)
 
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import statement, wherever it stands; ``from a import b`` gives a.b too where
-    that is a module."""
-    package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            for name in node.names:
-                yield node.lineno, name.name
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, *([base] if base else [])])
-            for name in node.names:
-                inner = ROOT.joinpath(*base.split("."), name.name)
-                is_module = inner.is_dir() or inner.with_suffix(".py").exists()
-                yield node.lineno, f"{base}.{name.name}" if is_module else base
+    """(line, module) of every import statement, wherever it stands."""
+    for one in source_imports.imports_of(path, ROOT):
+        yield one.line, one.module
 
 
 FILES = sorted((ROOT / "pmoe").rglob("*.py"))

@@ -25,7 +25,8 @@ import pytest
 
 from docs import reading_order
 from docs.reading_order import traced
-from tests import fresh
+from tests import fresh, source_imports
+from tests.source_imports import Import, module_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "pmoe"
@@ -198,46 +199,11 @@ def test_the_tracer_counts_a_planted_call(tmp_path: Path) -> None:
 # ---- imports
 
 
-@dataclass(frozen=True)
-class Import:
-    """An import of a module of pmoe. is_local: it stands inside a function."""
-
-    file: str
-    line: int
-    module: str
-    is_local: bool
-
-
 def imports_of(path: Path, root: Path) -> Iterator[Import]:
     """The imports of pmoe in a file, without those for type checkers alone."""
-    file = str(path.relative_to(root))
-
-    def visit(node: ast.AST, is_local: bool) -> Iterator[Import]:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            for other in node.orelse:
-                yield from visit(other, is_local)
-            return
-        if isinstance(node, ast.Import):
-            for name in node.names:
-                if name.name.split(".")[0] == "pmoe":
-                    yield Import(file, node.lineno, name.name, is_local)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "pmoe":
-            assert node.module is not None
-            for name in node.names:
-                inner = root.joinpath(*node.module.split("."), name.name)
-                is_module = inner.is_dir() or inner.with_suffix(".py").exists()
-                module = f"{node.module}.{name.name}" if is_module else node.module
-                yield Import(file, node.lineno, module, is_local)
-        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, is_local or is_function)
-
-    yield from visit(ast.parse(path.read_text(encoding="utf-8")), False)
-
-
-def module_name(path: Path, root: Path) -> str:
-    parts = path.relative_to(root).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    for one in source_imports.imports_of(path, root):
+        if one.module.split(".")[0] == "pmoe" and not one.is_for_types:
+            yield one
 
 
 def circles(files: list[Path], root: Path) -> list[list[str]]:

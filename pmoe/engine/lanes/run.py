@@ -52,9 +52,9 @@ def run_schedule(
     lanes = lanes_for(rows, schedule, ranks, in_steps)
     recorded: TaskAction | None = None
     if watchers or _profiler_enabled():
-        from pmoe.engine.lanes import recorder as recording
+        from pmoe.engine.lanes import recorder
 
-        recorded = recording.seen(schedule, actions, rows.device, ranks, of)
+        recorded = recorder.seen(schedule, actions, rows.device, ranks, of)
     try:
         for task in schedule.tasks:
             action = functools.partial(actions[task.kind], task.chunk)

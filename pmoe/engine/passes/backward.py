@@ -221,7 +221,7 @@ class Backward(Pass):
         self.rows.pop(unit, None)
 
     def gradients(self, _: int) -> dist.Work | None:
-        """Runs GAR: starts to reduce gradients of other layers, as many as hide behind this pass."""
+        """Runs GAR: starts to reduce the gradients of other layers that hide behind this pass."""
         work: dist.Work | None = self.plan.modules.gradients.inside()
         return work
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.engine.buffers.arena import Arena, DevicePool, pool
-from pmoe.engine.lanes import run as engine
+from pmoe.engine.lanes import run as lanes_run
 from pmoe.engine.lanes.base import Actions
 from pmoe.engine.plan.plan import PassPlan, Plan, WeightMessage, length
 from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden
@@ -448,7 +448,7 @@ class Pass:
         in_steps = stages.sharded or modules.dispatch.in_steps or modules.combine.in_steps
         in_steps = in_steps or (self.direction == "backward" and stages.gradients)
         try:
-            engine.run_schedule(
+            lanes_run.run_schedule(
                 self.schedule, self.actions(), self.source_TM, modules.grid.all, in_steps, modules.experts
             )
         finally:

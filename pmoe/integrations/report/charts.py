@@ -104,7 +104,7 @@ COLUMN = (330, 200)
 """Width and height of a chart in CSS pixels: as wide as a phone, or as a column of the page."""
 
 MAX_POINTS = 300
-"""Largest number of points of a line: about as many as can be seen apart in a column."""
+"""Largest number of points of a line. More could not be seen apart in a column."""
 
 ROUND = (1, 2, 5, 10)
 """Steps between ticks: one of these numbers, times a power of 10."""
@@ -147,7 +147,7 @@ def line_chart(
     max_points: int = MAX_POINTS,
     is_filled: bool = False,
 ) -> str:
-    """Returns a chart of values over steps: one line for each name, at most as many as the theme has colours.
+    """Returns a chart of values over steps: one line for each name, until the colours are used up.
 
     A line goes through the means of neighbouring points. A band shows their smallest and largest value.
     Values that are not finite leave gaps, which are marked at the top. A few very large values may be cut

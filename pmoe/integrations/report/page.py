@@ -28,7 +28,7 @@ For more layers, the median, largest and smallest are drawn.
 """
 
 MAX_SHOWN = 6
-"""Number of heat maps that are not folded away. Of a table, twice as many lines are not folded away."""
+"""Number of heat maps that are not folded away. A table shows twice this number of lines."""
 
 MAX_COLUMNS = 120
 """Largest number of columns of a heat map."""

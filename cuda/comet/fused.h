@@ -12,7 +12,7 @@ namespace pmoe::comet {
 constexpr int kMostVirtual = 4;
 
 constexpr int kBoardWords = 2 * kMostExperts;
-constexpr int kSendsWords = kMostExperts + 1;
+constexpr int kSendTableWords = kMostExperts + 1;
 
 // One rank's part of a launch.
 struct Fused {

@@ -39,16 +39,16 @@ enum class Plant : int { kNothing, kNoProxyFence };
 constexpr Plant kPlant = Plant::PMOE_PLANT;
 
 // Returns a hash of x, for pseudorandom delays.
-PMOE_HD uint32_t scrambled(uint32_t x) {
+PMOE_HD uint32_t hash32(uint32_t x) {
   x ^= x >> 16, x *= 0x7FEB352Du;
   x ^= x >> 15, x *= 0x846CA68Bu;
   return x ^ x >> 16;
 }
 
-// Delays some callers by up to 16 microseconds, in tests that set Watch::nap_seed.
-__device__ __forceinline__ void nap(const Watch& watch, uint32_t who) {
-  if (watch.nap_seed == 0) return;
-  const uint32_t chance = scrambled(watch.nap_seed ^ scrambled(who ^ watch.epoch * 0x9E3779B9u));
+// Delays some callers by up to 16 microseconds, in tests that set Watch::delay_seed.
+__device__ __forceinline__ void test_delay(const Watch& watch, uint32_t who) {
+  if (watch.delay_seed == 0) return;
+  const uint32_t chance = hash32(watch.delay_seed ^ hash32(who ^ watch.epoch * 0x9E3779B9u));
   if (chance % 4) return;
   const uint64_t until = nanoseconds() + chance / 4 % 16384;
   while (nanoseconds() < until) pause();
@@ -80,9 +80,9 @@ __device__ __forceinline__ void wait_until_reached(const Watch& watch, const Val
                                                    Wait wait, int peer, int expert, int part) {
   if (watch.not_waited >> static_cast<int>(wait) & 1) return;
   uint64_t start = 0;
-  for (uint32_t looks = 1; !reached(value(), wanted); ++looks) {
+  for (uint32_t polls = 1; !reached(value(), wanted); ++polls) {
     pause();
-    if (looks % 16) continue;
+    if (polls % 16) continue;
     if (has_failed(watch)) return;
     const uint64_t now = nanoseconds();
     if (start == 0) start = now;

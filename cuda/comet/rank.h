@@ -66,7 +66,7 @@ struct Rank {
 
 // A team of threads that works on one piece: the lanes of a warp. In tests with a thread for each warp it is
 // one thread.
-struct Team {
+struct WarpTeam {
   int lane, lanes;
   int number, count;  // number of this team, and how many communicating ones the rank has
 };

@@ -23,7 +23,7 @@ struct Watch {
   int rank;
   uint32_t epoch;
   uint64_t bound;       // longest wait in nanoseconds
-  uint32_t nap_seed;    // 0, or the seed of random delays (for tests)
+  uint32_t delay_seed;  // 0, or the seed of random delays (for tests)
   uint32_t not_waited;  // one bit for each Wait that is left out (for tests)
 };
 

@@ -34,7 +34,7 @@ __device__ __forceinline__ int home_at(const Pass& pass, int source, int e) {
 
 // Writes to a peer how many rows come for each of its experts, and where their products come home. The caller
 // then raises the flag.
-__device__ __forceinline__ void tell_counts(const Pass& pass, int peer) {
+__device__ __forceinline__ void write_counts(const Pass& pass, int peer) {
   const Layout& layout = pass.layout;
   auto* const counts = reinterpret_cast<int32_t*>(pass.heaps[peer] + layout.counts(pass.rank));
   auto* const homes = reinterpret_cast<int32_t*>(pass.heaps[peer] + layout.homes(pass.rank));
@@ -63,9 +63,9 @@ __device__ __forceinline__ void grant_room(const Pass& pass, int source) {
       next += static_cast<uint32_t>(layout.tiles(read(counts + e)));
     }
   }
-  auto* const told = reinterpret_cast<int32_t*>(pass.heaps[source] + layout.offsets(pass.rank));
-  for (int e = 0; e < layout.experts; ++e) write(told + e, read(own + e));
-  comet::nap(pass.watch, 7500 + static_cast<uint32_t>(source));
+  auto* const offsets_at_source = reinterpret_cast<int32_t*>(pass.heaps[source] + layout.offsets(pass.rank));
+  for (int e = 0; e < layout.experts; ++e) write(offsets_at_source + e, read(own + e));
+  comet::test_delay(pass.watch, 7500 + static_cast<uint32_t>(source));
   comet::signal(pass.watch, pass.own() + layout.known(source));
   comet::signal(pass.watch, pass.heaps[source] + layout.placed(pass.rank));
 }

@@ -96,7 +96,7 @@ def fused_steps() -> list[Step]:
             name="COMET, one rank", run=HERE + "worlds:check_world 1", needs=("routing",),
             usual=12, seconds=60,
             means="the fused kernels are wrong without any peer; a hang: roles of a launch wait in vain",
-            look=f"{alone} (goes_in_pairs: its launch is cooperative, and of clusters); "
+            look=f"{alone} (may_pair_blocks: its launch is cooperative, and of clusters); "
             "pmoe/kernels/comet/operators.py; F5 where the first launch hung",
         )
     ]  # fmt: skip

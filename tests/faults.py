@@ -9,7 +9,7 @@ from pmoe.kernels.comet.launcher import Divide, Launcher
 from pmoe.kernels.heap import Heap
 
 WAITS = ("nothing", "grant", "arrival", "tiles", "returned")
-"""`Wait` of cuda/comet/watch.h, in words."""
+"""`Wait` of cuda/peers/watch.h, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(ampere::kThreads, 1)
       [&](const Tile& tile) {
         const int begin = tile.group_begin + tile.row;
         if (thread < 32) await_rows(r, board, tile.expert, begin, begin + tile.rows, thread, 32);
-        if (thread == 0) test_delay(r.watch, blockIdx.x + 4000);
+        if (thread == 0) peers::test_delay(r.watch, blockIdx.x + 4000);
         sync_block();
       },
       [](const Tile&) {});
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(ampere::kThreads, 1)
       // Called after all threads of the block have stored their part and have synchronized.
       [&](const Tile& tile) {
         if (thread != 0) return;
-        test_delay(r.watch, blockIdx.x + 5000);
+        peers::test_delay(r.watch, blockIdx.x + 5000);
         tile_done(r, tile.column / r.chunks.chunk_columns);
       });
   // Nothing more is loaded into the stages, so the send table uses their memory.

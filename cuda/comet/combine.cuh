@@ -4,34 +4,17 @@
 // write the sum into the heap of the token's owner. The owner adds up what the ranks have sent, always in the
 // order of the token's choices.
 #pragma once
-#include "comet/protocol.h"
 #include "comet/rank.h"
 #include "common/device.cuh"
-#include "common/scalar.h"
+#include "peers/protocol.h"
+#include "peers/rows.cuh"
 
 namespace pmoe::comet {
 
+using peers::WarpTeam;
+
 constexpr int kAtOnce = 4;  // tokens that a warp sums at the same time
 constexpr int kAcross = 2;  // vectors of each token that a lane sums at the same time at home
-
-// Adds eight values of 16 bits to float sums.
-template <class T>
-__device__ __forceinline__ void add_vector(float (&sum)[8], const Words& v) {
-  PMOE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    sum[2 * i] += low_half<T>(v.word[i]);
-    sum[2 * i + 1] += high_half<T>(v.word[i]);
-  }
-}
-
-// Rounds eight float sums to values of 16 bits.
-template <class T>
-__device__ __forceinline__ Words round_vector(const float (&sum)[8]) {
-  Words v;
-  PMOE_UNROLL
-  for (int i = 0; i < 4; ++i) v.word[i] = pack2<T>(sum[2 * i], sum[2 * i + 1]);
-  return v;
-}
 
 // Returns this rank's links. Addresses of regions are computed before loops: an offset takes a hundred
 // instructions, and the compiler does not keep it from one store to the next.
@@ -99,7 +82,7 @@ __device__ __forceinline__ void send_sums(const Rank& r, int first_row, int rows
         more = false;
         PMOE_UNROLL
         for (int b = 0; b < kAtOnce; ++b) {
-          add_vector<T>(sum[b], loaded[b]);
+          peers::add_vector<T>(sum[b], loaded[b]);
           at[b] = next[b];
           next[b] = after_next[b];
           more |= at[b] >= 0;
@@ -107,7 +90,7 @@ __device__ __forceinline__ void send_sums(const Rank& r, int first_row, int rows
       }
       unrolled<kAtOnce>([&](auto index) {
         constexpr int b = decltype(index)::value;
-        if (row[b] >= 0) store16(to[b] + int64_t{v} * 16, round_vector<T>(sum[b]));
+        if (row[b] >= 0) store16(to[b] + int64_t{v} * 16, peers::round_vector<T>(sum[b]));
       });
     }
   }
@@ -128,7 +111,7 @@ __device__ __forceinline__ void send_dots(const Rank& r, int first_row, int rows
 
 // Waits until all `tiles` tiles of a chunk are computed.
 __device__ __forceinline__ void await_done(const Rank& r, int chunk, uint32_t tiles) {
-  wait_until_reached(
+  peers::wait_until_reached(
       r.watch, [&] { return load_acquire(&r.counters()->done[chunk]); }, tiles, Wait::kDone, r.rank, 0,
       chunk);
 }
@@ -141,11 +124,11 @@ __device__ __forceinline__ void tile_done(const Rank& r, int chunk) {
 // Counts this warp's part of a chunk as sent. The last warp of the rank raises the flags of all sources.
 __device__ __forceinline__ void chunk_sent(const Rank& r, int chunk, const WarpTeam& team) {
   sync_warp();
-  test_delay(r.watch, team.number + 2000);
+  peers::test_delay(r.watch, team.number + 2000);
   if (team.lane != 0) return;
   if (add_acq_rel(&r.counters()->sent[chunk], 1) + 1 != static_cast<uint32_t>(team.count)) return;
   for (int peer = 0; peer < r.ranks(); ++peer)
-    signal(r.watch, r.heap(peer) + r.layout.returned(r.rank, chunk));
+    peers::signal(r.watch, r.heap(peer) + r.layout.returned(r.rank, chunk));
 }
 
 // Waits until a chunk has come home from every rank to which this rank sent rows.
@@ -158,7 +141,7 @@ __device__ __forceinline__ void await_returns(const Rank& r, const SendTable& se
   for (int own = 0; own < 2; ++own) {
     for (int peer = team.lane; peer < r.ranks(); peer += team.lanes)
       if ((peer == r.rank) == (own != 0) && send_table.rows(peer) > 0)
-        await(r.watch, r.own() + r.layout.returned(peer, chunk), Wait::kReturn, peer, 0, chunk);
+        peers::await(r.watch, r.own() + r.layout.returned(peer, chunk), Wait::kReturn, peer, 0, chunk);
     sync_warp();
   }
 }
@@ -205,14 +188,14 @@ __device__ __forceinline__ void sum_tokens(const Rank& r, int chunk, const WarpT
         }
         PMOE_UNROLL
         for (int b = 0; b < kAtOnce; ++b) PMOE_UNROLL
-        for (int a = 0; a < kAcross; ++a) add_vector<T>(sum[b][a], loaded[b][a]);
+        for (int a = 0; a < kAcross; ++a) peers::add_vector<T>(sum[b][a], loaded[b][a]);
       }
       PMOE_UNROLL
       for (int b = 0; b < kAtOnce; ++b) PMOE_UNROLL
       for (int a = 0; a < kAcross; ++a) {
         const int at = v + a * team.lanes;
         if (b < tokens && at < vectors)
-          store16(to + b * r.result_stride + int64_t{at} * 16, round_vector<T>(sum[b][a]));
+          store16(to + b * r.result_stride + int64_t{at} * 16, peers::round_vector<T>(sum[b][a]));
       }
     }
     if (r.weight_gradient != nullptr && chunk == 0) {
@@ -231,11 +214,11 @@ __device__ __forceinline__ void send_chunk(const Rank& r, const ArrivalBoard& bo
   const auto rows = [&](int level, int e) { return board.rows(level, e); };
   if (team.lane == 0) await_done(r, chunk, static_cast<uint32_t>(tiles));
   sync_warp();
-  test_delay(r.watch, team.number + 3000);
+  peers::test_delay(r.watch, team.number + 3000);
   PieceWalk walk(r.ranks(), r.experts());
   Piece piece;
   for (int i = team.number; walk.find(i, rows, piece); i += team.count) {
-    if (has_failed(r.watch)) break;  // links may be missing then, and they say where to write
+    if (peers::has_failed(r.watch)) break;  // links may be missing then, and they say where to write
     const int first = board.first(piece.step, piece.expert) + piece.begin;
     if (r.row_dots != nullptr && chunk == 0) send_dots(r, first, piece.rows, team);
     send_sums<T>(r, first, piece.rows, chunk, team);

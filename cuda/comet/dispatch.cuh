@@ -1,35 +1,14 @@
 // The work of communicating warps in the dispatching kernel. They grant room, write rows into peers' heaps,
 // and raise flags.
 #pragma once
-#include "comet/protocol.h"
 #include "comet/rank.h"
 #include "common/device.cuh"
+#include "peers/protocol.h"
+#include "peers/rows.cuh"
 
 namespace pmoe::comet {
 
-// Vectors of 16 bytes that a lane loads before it stores the first one.
-constexpr int kInFlight = 8;
-
-// Copies a row by all lanes of a team.
-__device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from, int64_t bytes,
-                                         const WarpTeam& team) {
-  const int vectors = static_cast<int>(bytes / 16);
-  for (int first = team.lane; first < vectors; first += kInFlight * team.lanes) {
-    // Initialised, because the compiler would otherwise keep registers for it through all of the block's
-    // other work.
-    Words loaded[kInFlight] = {};
-    PMOE_UNROLL
-    for (int i = 0; i < kInFlight; ++i) {
-      const int at = first + i * team.lanes;
-      if (at < vectors) loaded[i] = load16(from + int64_t{at} * 16);
-    }
-    PMOE_UNROLL
-    for (int i = 0; i < kInFlight; ++i) {
-      const int at = first + i * team.lanes;
-      if (at < vectors) store16(to + int64_t{at} * 16, loaded[i]);
-    }
-  }
-}
+using peers::WarpTeam;
 
 // Copies pieces of rows to a peer. Here rows go through registers; in bulk.cuh through shared memory.
 //
@@ -50,7 +29,7 @@ class LaneCopies {
     PMOE_UNROLL
     for (int row = 0; row < kPiece; ++row)
       if (row < rows_)
-        copy_row(to_ + row * row_bytes, r.source + token_[row] * r.source_stride, row_bytes, team);
+        peers::copy_row(to_ + row * row_bytes, r.source + token_[row] * r.source_stride, row_bytes, team);
   }
 
  private:
@@ -85,8 +64,8 @@ __device__ __forceinline__ void fill_send_table(const Rank& r, SendTable& send_t
 template <class Sync>
 __device__ __forceinline__ void grant(const Rank& r, const ArrivalBoard& board, int thread, int threads,
                                       const Sync& sync) {
-  test_delay(r.watch, 6000 + r.rank);
-  const int experts = r.experts(), all = has_failed(r.watch) ? 0 : r.ranks() * experts;
+  peers::test_delay(r.watch, 6000 + r.rank);
+  const int experts = r.experts(), all = peers::has_failed(r.watch) ? 0 : r.ranks() * experts;
   for (int i = thread; i < all; i += threads) {
     const int peer = i / experts, e = i % experts;
     auto* const grants = reinterpret_cast<int32_t*>(r.heap(peer) + r.layout.grants(r.rank));
@@ -98,7 +77,7 @@ __device__ __forceinline__ void grant(const Rank& r, const ArrivalBoard& board, 
   }
   sync();
   for (int peer = thread; peer < r.ranks(); peer += threads)
-    signal(r.watch, r.heap(peer) + r.layout.granted(r.rank));
+    peers::signal(r.watch, r.heap(peer) + r.layout.granted(r.rank));
 }
 
 // Returns the link of a slot's row: where its product comes home, and the token's next row on the same
@@ -138,11 +117,12 @@ __device__ __forceinline__ void send_rows(const Rank& r, const SendTable& send_t
     const auto* const grants = reinterpret_cast<const int32_t*>(r.own() + r.layout.grants(target));
     if (granted_by != target) {
       granted_by = target;
-      if (team.lane == 0) await(r.watch, r.own() + r.layout.granted(target), Wait::kGrant, target, 0, 0);
+      if (team.lane == 0)
+        peers::await(r.watch, r.own() + r.layout.granted(target), Wait::kGrant, target, 0, 0);
       sync_warp();
     }
-    if (ballot(has_failed(r.watch))) return;  // without a grant it is unknown where to write
-    test_delay(r.watch, team.number);
+    if (ballot(peers::has_failed(r.watch))) return;  // without a grant it is unknown where to write
+    peers::test_delay(r.watch, team.number);
     const int first = read(grants + piece.expert), to = first + piece.begin;
     const int from = r.first_row + send_table.first(target, piece.expert) + piece.begin;
     auto* const weights = reinterpret_cast<float*>(heap + r.layout.weights()) + to;
@@ -159,8 +139,9 @@ __device__ __forceinline__ void send_rows(const Rank& r, const SendTable& send_t
     }
     copies.finish(r, team);
     sync_warp();
-    test_delay(r.watch, team.number + 1000);
-    if (team.lane == 0) signal(r.watch, heap + r.layout.arrival(r.rank, piece.expert, first, piece.number));
+    peers::test_delay(r.watch, team.number + 1000);
+    if (team.lane == 0)
+      peers::signal(r.watch, heap + r.layout.arrival(r.rank, piece.expert, first, piece.number));
   }
 }
 
@@ -177,8 +158,8 @@ __device__ __forceinline__ void await_rows(const Rank& r, const ArrivalBoard& bo
     const int lowest = (from - first) / kPiece, highest = (to - 1 - first) / kPiece;
     // Pieces are numbered across levels, so that every lane gets its share.
     for (int number = lowest + (lane - turn % lanes + lanes) % lanes; number <= highest; number += lanes)
-      await(r.watch, r.own() + r.layout.arrival(source, expert, first, number), Wait::kArrival, source,
-            expert, number);
+      peers::await(r.watch, r.own() + r.layout.arrival(source, expert, first, number), Wait::kArrival, source,
+                   expert, number);
     turn += highest - lowest + 1;
   }
 }
@@ -192,8 +173,8 @@ __device__ __forceinline__ void await_all(const Rank& r, const ArrivalBoard& boa
     const int source = source_at(piece.step, r.rank, r.ranks());
     const int first = board.first(piece.step, piece.expert);
     if (team.lane == 0)
-      await(r.watch, r.own() + r.layout.arrival(source, piece.expert, first, piece.number), Wait::kArrival,
-            source, piece.expert, piece.number);
+      peers::await(r.watch, r.own() + r.layout.arrival(source, piece.expert, first, piece.number),
+                   Wait::kArrival, source, piece.expert, piece.number);
   }
   sync_warp();
 }

@@ -130,12 +130,12 @@ __device__ __forceinline__ void load_as_rows_arrive(const Fused& f, const Arriva
     const int begin = tile.group_begin + tile.row;
     const int rows = smaller(hopper::kRows, tile.group_rows - tile.row);
     await_rows(f.rank, board, tile.expert, begin, begin + rows, lane, 32);
-    if constexpr (kPlant != Plant::kNoProxyFence) fence_proxy_async_global();
+    if constexpr (peers::kPlant != peers::Plant::kNoProxyFence) fence_proxy_async_global();
     sync_warp();
     if (lane == 0) {
-      test_delay(f.rank.watch, blockIdx.x + 4000);
+      peers::test_delay(f.rank.watch, blockIdx.x + 4000);
       // This fence covers what the other lanes have seen.
-      if constexpr (kPlant != Plant::kNoProxyFence) fence_proxy_async_global();
+      if constexpr (peers::kPlant != peers::Plant::kNoProxyFence) fence_proxy_async_global();
       hopper::load_tile(loader, shared.gemm, tile, ring);
     }
     // Without this barrier the other lanes would poll for the next tile's rows, and would take issue slots
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(hopper::kThreads, 1) gemm_combine(const __grid
         f.problem, shared.gemm, WarpWalk(walk), [&](const Tile& tile) {
           sync_named(2, hopper::kMultipliers);
           if (thread_again() != hopper::kLoaders || tile.rows == 0) return;
-          test_delay(r.watch, blockIdx.x + 5000);
+          peers::test_delay(r.watch, blockIdx.x + 5000);
           tile_done(r, tile.column / r.chunks.chunk_columns);
         });
     // Nothing more is loaded into the stages, so the send table uses their memory.

@@ -18,17 +18,33 @@
 //   returned  peer p    p                flags by column chunk: p has written its rows of `home`
 //   counters            this rank        counters shared by its own blocks
 //
+// In the dispatching kernel:
+//
+//   target rank t                           source rank s
+//   writes grants and raises granted   -->  waits for granted
+//   waits for arrival                  <--  writes rows, weights, links, and raises the piece's arrival
+//   multiplies the tile
+//
+// In the combining kernel:
+//
+//   target rank t                           source rank s
+//   writes sums of a column chunk,
+//   raises returned                    -->  waits for returned, adds up its tokens
+//
 // Letters: W ranks, E experts of a rank.
 #pragma once
 #include "common/host_device.h"
+#include "peers/sizes.h"
 
 namespace pmoe::comet {
+
+using peers::align_region;
+using peers::kFlagBytes;
 
 constexpr int kMostRanks = 64;
 constexpr int kMostExperts = 1024;  // of all ranks together
 constexpr int kPiece = 16;          // rows that are written and announced together
 constexpr int kMostChunks = 64;     // chunks of columns
-constexpr int kFlagBytes = 32;      // a flag that is polled has a 32-byte sector of its own
 
 // Says what to do with a row's product. The row's source writes it beside the row.
 struct alignas(16) Link {
@@ -53,9 +69,6 @@ struct Layout {
   int64_t row_bytes;       // a multiple of 16
 
   PMOE_HD int64_t most_pieces() const { return ceil_div(rows, kPiece) + experts; }
-
-  // Rounds up to a multiple of 1024.
-  PMOE_HD static constexpr int64_t align_region(int64_t bytes) { return ceil_div(bytes, 1024) * 1024; }
 
   PMOE_HD int64_t counters() const { return 0; }
   PMOE_HD int64_t granted(int peer) const {

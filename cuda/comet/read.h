@@ -4,43 +4,15 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <string>
 
 #include "comet/fused.h"
+#include "peers/fields.h"
 
 namespace pmoe::comet {
 
 namespace py = pybind11;
 
-// Reads the fields of a rank by name. A missing field is 0. finish() throws if the dict has other fields.
-class Fields {
- public:
-  explicit Fields(const py::dict& dict) : dict_(dict) {}
-
-  int64_t number(const char* name) {
-    if (!dict_.contains(name)) return 0;
-    ++used_;
-    return dict_[name].cast<int64_t>();
-  }
-  double real(const char* name) {
-    if (!dict_.contains(name)) return 0;
-    ++used_;
-    return dict_[name].cast<double>();
-  }
-  int small(const char* name) { return static_cast<int>(number(name)); }
-  template <class T>
-  T* at(const char* name) {
-    return reinterpret_cast<T*>(static_cast<std::uintptr_t>(number(name)));
-  }
-  void finish() const {
-    if (used_ != dict_.size())
-      throw py::value_error("a rank's dict has a field that the kernel does not know");
-  }
-
- private:
-  const py::dict& dict_;
-  size_t used_ = 0;
-};
+using peers::Fields;
 
 inline Layout layout_of(int ranks, int experts, int64_t rows, int64_t home_rows, int64_t row_bytes) {
   return {ranks, experts, rows, home_rows, row_bytes};
@@ -62,13 +34,7 @@ inline void read_rank(Fields& fields, Rank& r) {
                        fields.number("heap_home_rows"), fields.number("row_bytes"));
   r.heaps = fields.at<uint8_t* const>("heaps");
   r.rank = fields.small("rank");
-  r.watch.failed = fields.at<uint32_t>("failed");
-  r.watch.report = fields.at<Report>("report");
-  r.watch.rank = r.rank;
-  r.watch.epoch = static_cast<uint32_t>(fields.number("epoch"));
-  r.watch.bound = static_cast<uint64_t>(fields.number("bound_nanoseconds"));
-  r.watch.delay_seed = static_cast<uint32_t>(fields.number("delay_seed"));
-  r.watch.not_waited = static_cast<uint32_t>(fields.number("not_waited"));
+  r.watch = peers::read_watch(fields, r.rank);
   r.send_counts = fields.at<const int32_t>("send_counts");
   r.recv_counts = fields.at<const int32_t>("recv_counts");
   r.recv_stride = fields.number("recv_stride");
@@ -99,10 +65,7 @@ inline void read_rank(Fields& fields, Rank& r) {
 // a_rows: receives, for each rank, the number of rows of A that may be read.
 inline Launch read_launch(const py::list& ranks, int blocks, int64_t (&a_rows)[kMostVirtual]) {
   Launch all;
-  const int count = static_cast<int>(ranks.size());
-  if (count < 1 || count > kMostVirtual)
-    throw py::value_error("ranks of one launch (" + std::to_string(count) + ") must be from 1 to " +
-                          std::to_string(kMostVirtual));
+  const int count = peers::count_ranks(ranks);
   all.blocks = blocks;
   for (int i = 0; i < count; ++i) {
     const auto dict = ranks[static_cast<size_t>(i)].cast<py::dict>();

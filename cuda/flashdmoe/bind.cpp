@@ -5,10 +5,10 @@
 #include <map>
 #include <string>
 
-#include "comet/read.h"
 #include "common/on_device.h"
 #include "flashdmoe/launch.h"
 #include "module.h"
+#include "peers/fields.h"
 #include "route/layout.h"
 
 namespace py = pybind11;
@@ -17,7 +17,7 @@ namespace {
 
 using pmoe::Activation;
 using pmoe::Element;
-using pmoe::comet::Fields;
+using pmoe::peers::Fields;
 using namespace pmoe::flashdmoe;
 
 constexpr int kTileRows = 128;           // rows of a tile on every architecture
@@ -90,13 +90,7 @@ Member read_member(Fields& fields, const Which& which, int blocks) {
                           fields.small("sends_again") != 0);
   pass.heaps = fields.at<uint8_t* const>("heaps");
   pass.rank = fields.small("rank");
-  pass.watch.failed = fields.at<uint32_t>("failed");
-  pass.watch.report = fields.at<pmoe::comet::Report>("report");
-  pass.watch.rank = pass.rank;
-  pass.watch.epoch = static_cast<uint32_t>(fields.number("epoch"));
-  pass.watch.bound = static_cast<uint64_t>(fields.number("bound_nanoseconds"));
-  pass.watch.delay_seed = static_cast<uint32_t>(fields.number("delay_seed"));
-  pass.watch.not_waited = static_cast<uint32_t>(fields.number("not_waited"));
+  pass.watch = pmoe::peers::read_watch(fields, pass.rank);
   pass.counts = fields.at<int32_t>("send_counts"), pass.slot = fields.at<int32_t>("slot");
   pass.home = fields.at<int32_t>("home"), pass.offset = fields.at<int32_t>("offset");
   pass.expert = fields.at<int32_t>("expert"), pass.row = fields.at<int32_t>("row");
@@ -134,14 +128,12 @@ void run(int device, std::uintptr_t stream, bool hopper, bool is_backward, int e
          int blocks, const py::list& ranks) {
   const Which which = {static_cast<Element>(element), static_cast<Activation>(activation), is_backward,
                        hopper};
-  if (ranks.empty() || ranks.size() > kMostVirtual)
-    throw py::value_error("ranks of one launch (" + std::to_string(ranks.size()) + ") must be from 1 to " +
-                          std::to_string(kMostVirtual));
+  const int count = pmoe::peers::count_ranks(ranks);
   if (blocks < 2 || blocks > kMostBlocks)
     throw py::value_error("blocks (" + std::to_string(blocks) +
                           ") must be from 2 (one of them schedules) to " + std::to_string(kMostBlocks));
   Launch all;
-  all.ranks = static_cast<int>(ranks.size());
+  all.ranks = count;
   for (int i = 0; i < all.ranks; ++i) {
     const auto dict = ranks[static_cast<size_t>(i)].cast<py::dict>();
     Fields fields(dict);

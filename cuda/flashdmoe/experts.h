@@ -4,9 +4,7 @@
 
 namespace pmoe::flashdmoe {
 
-// Largest number of ranks in a launch: normally one; several virtual ranks share a device in tests and
-// measurements.
-constexpr int kMostVirtual = 4;
+using peers::kMostVirtual;
 
 // A rank's experts and the activations of its cells. Everything is of the rows' type, except dots.
 //

@@ -67,7 +67,7 @@ __device__ __forceinline__ void load(HopperShared& shared, const MapPair& maps, 
   }
   sync_all();
   if (thread_again() == 0) {
-    if constexpr (comet::kPlant != comet::Plant::kNoProxyFence) fence_proxy_async_global();
+    if constexpr (peers::kPlant != peers::Plant::kNoProxyFence) fence_proxy_async_global();
     // The values are read again, because they were not kept in registers.
     Tile own = shared.tile;
     own.group_begin = shared.begin;

@@ -41,11 +41,14 @@
 //   adds up its tokens
 #pragma once
 #include "common/host_device.h"
+#include "peers/sizes.h"
 
 namespace pmoe::flashdmoe {
 
-constexpr int kRounds = 2;      // R of a pass that sends nothing again
-constexpr int kFlagBytes = 32;  // a flag that is polled has a 32-byte sector of its own
+using peers::align_region;
+using peers::kFlagBytes;
+
+constexpr int kRounds = 2;  // R of a pass that sends nothing again
 
 enum class Round : int { kDispatch, kCombine, kAgain };
 enum class Staging : int { kOutgoing, kIncoming };
@@ -74,9 +77,6 @@ struct Layout {
   int64_t row_bytes;       // bytes of the H columns: a multiple of 16
   int32_t rounds = kRounds;
   bool is_pool = false;
-
-  // Rounds up to a multiple of 1024.
-  PMOE_HD static constexpr int64_t align_region(int64_t bytes) { return ceil_div(bytes, 1024) * 1024; }
 
   PMOE_HD int cells() const { return ranks * experts; }
   PMOE_HD int cell(int rank, int e) const { return rank * experts + e; }

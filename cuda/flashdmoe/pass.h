@@ -2,14 +2,14 @@
 #pragma once
 #include <type_traits>
 
-#include "comet/watch.h"
 #include "flashdmoe/layout.h"
 #include "flashdmoe/task.h"
+#include "peers/watch.h"
 
 namespace pmoe::flashdmoe {
 
-using comet::Wait;
-using comet::Watch;
+using peers::Wait;
+using peers::Watch;
 
 constexpr int kCombineTokens = 32;  // tokens of a combine task
 constexpr int kBiasColumns = 64;    // columns of a bias gradient's task
@@ -160,7 +160,7 @@ inline int64_t place_workspace(Pass& pass, uint8_t* base) {
   const auto take = [&](auto*& part, int64_t count) {
     using Part = std::remove_reference_t<decltype(*part)>;
     part = base == nullptr ? nullptr : reinterpret_cast<Part*>(base + taken);
-    taken += Layout::align_region(count * int64_t{sizeof(Part)});
+    taken += align_region(count * int64_t{sizeof(Part)});
   };
   const Layout& layout = pass.layout;
   pass.queue.room = static_cast<int>(most_tasks(pass));

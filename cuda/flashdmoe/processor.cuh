@@ -1,10 +1,10 @@
 // Processors (FlashDMoE, Algorithm 4): blocks that do one task after another. After a task they raise the
 // flag of its result, and put the tasks that follow from it into tQ. They wait only for the scheduler.
 #pragma once
-#include "comet/combine.cuh"
-#include "comet/dispatch.cuh"
 #include "flashdmoe/places.cuh"
 #include "flashdmoe/queue.h"
+#include "peers/protocol.h"
+#include "peers/rows.cuh"
 
 namespace pmoe::flashdmoe {
 
@@ -14,13 +14,13 @@ __device__ __forceinline__ int next_task(const Pass& pass, int processor) {
   store_release(mailbox, kIdle);
   for (;;) {
     const uint32_t seen = load_relaxed(mailbox), last = load_relaxed(&pass.queue.state->over);
-    if (seen < kFirstTask && !comet::reached(last, pass.watch.epoch)) {
+    if (seen < kFirstTask && !peers::reached(last, pass.watch.epoch)) {
       pause();
       continue;
     }
     // `over` must be read before the mailbox. Every task is handed out before the round is over, so if the
     // round is over then, a task for this processor is visible in its mailbox.
-    const bool is_over = comet::reached(load_acquire(&pass.queue.state->over), pass.watch.epoch);
+    const bool is_over = peers::reached(load_acquire(&pass.queue.state->over), pass.watch.epoch);
     const uint32_t value = load_acquire(mailbox);
     if (value >= kFirstTask) return static_cast<int>(value - kFirstTask);
     if (is_over) break;
@@ -38,7 +38,7 @@ __device__ __forceinline__ float* of_row(uint8_t* floats, int row) {
 __device__ __forceinline__ void send_again(const Pass& pass, const Task& task, int row, int token, int lane,
                                            int lanes) {
   uint8_t* const to = pass.at(task.peer, {pass.rank, Round::kAgain, Staging::kIncoming, task.expert, row});
-  comet::copy_row(to, pass.again + token * pass.again_stride, pass.layout.row_bytes, {lane, lanes, 0, 1});
+  peers::copy_row(to, pass.again + token * pass.again_stride, pass.layout.row_bytes, {lane, lanes, 0, 1});
 }
 
 // Sends a tile of rows to its expert. Each warp copies one row at a time. warp: index among the block's
@@ -54,7 +54,7 @@ __device__ __forceinline__ void send_tile(const Pass& pass, const Task& task, in
       pass.at(task.peer, {pass.rank, Round::kDispatch, Staging::kIncoming, task.expert, peer_row});
   for (int i = warp; i < rows; i += warps) {
     const int slot = read(all + i), token = pass.by_choices.divide(slot);
-    comet::copy_row(to + i * layout.row_bytes, pass.source + token * pass.source_stride, layout.row_bytes,
+    peers::copy_row(to + i * layout.row_bytes, pass.source + token * pass.source_stride, layout.row_bytes,
                     {lane, lanes, 0, 1});
     if (pass.again != nullptr) send_again(pass, task, peer_row + i, token, lane, lanes);
     if (pass.is_backward && lane == 0)
@@ -86,8 +86,8 @@ __device__ __forceinline__ void send_dots(const Pass& pass, const Task& task, co
           pass.rank, {task.peer, Round::kDispatch, Staging::kIncoming, task.expert, cell_offset + row});
       for (int v = lane; v < columns / 8; v += lanes) {
         float dy[8] = {}, b[8] = {};
-        comet::add_vector<T>(dy, load16(from + int64_t{v} * 16));
-        comet::add_vector<T>(b, load16(bias + int64_t{task.expert} * columns + int64_t{v} * 8));
+        peers::add_vector<T>(dy, load16(from + int64_t{v} * 16));
+        peers::add_vector<T>(b, load16(bias + int64_t{task.expert} * columns + int64_t{v} * 8));
         PMOE_UNROLL
         for (int i = 0; i < 8; ++i) dot += dy[i] * b[i];
       }
@@ -119,12 +119,12 @@ __device__ __forceinline__ void combine_tokens(const Pass& pass, const Task& tas
         const uint8_t* const from = pass.at(
             pass.rank, {peer, Round::kCombine, Staging::kIncoming, expert - peer * layout.experts, row});
         float product[8] = {};
-        comet::add_vector<T>(product, load16(from + int64_t{v} * 16));
+        peers::add_vector<T>(product, load16(from + int64_t{v} * 16));
         const float weight = pass.is_backward ? 1.0f : read(pass.weight + slot + k);
         PMOE_UNROLL
         for (int i = 0; i < 8; ++i) sum[i] += weight * product[i];
       }
-      store16(to + int64_t{v} * 16, comet::round_vector<T>(sum));
+      store16(to + int64_t{v} * 16, peers::round_vector<T>(sum));
     }
     for (int k = lane; pass.is_backward && k < pass.choices; k += lanes) {
       const int row = read(pass.row + slot + k), expert = read(pass.expert + slot + k);
@@ -146,14 +146,14 @@ __device__ __forceinline__ bool is_last(uint32_t* count, int columns) {
 // Does what follows from a task that all threads of the block have finished. One of them calls it.
 __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
   const Layout& layout = pass.layout;
-  comet::test_delay(pass.watch, 7300 + task.tile);
+  peers::test_delay(pass.watch, 7300 + task.tile);
   if (task.type <= TaskType::kPlace) {
     add_acq_rel(&pass.queue.state->routed, 1u);
     return;
   }
   if (task.type == TaskType::kDispatch) {
     const int peer_tile = offset_at(pass, task.peer, task.expert) / layout.tile_rows + task.tile;
-    comet::signal(pass.watch, pass.heaps[task.peer] + layout.arrival(pass.rank, task.expert, peer_tile));
+    peers::signal(pass.watch, pass.heaps[task.peer] + layout.arrival(pass.rank, task.expert, peer_tile));
   }
   const Stages& stages = pass.stages;
   const int stage = stages.index(task.type), next = stage + 1;
@@ -163,7 +163,7 @@ __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
   if (next == stages.count) {
     const int home_tile = home_at(pass, task.peer, task.expert) / layout.tile_rows + task.tile;
     if (ends)
-      comet::signal(pass.watch, pass.heaps[task.peer] + layout.returned(pass.rank, task.expert, home_tile));
+      peers::signal(pass.watch, pass.heaps[task.peer] + layout.returned(pass.rank, task.expert, home_tile));
     return;
   }
   const bool begins = pass.watch.not_waited >> static_cast<int>(Wait::kDone) & 1 ? task.column == 0 : ends;

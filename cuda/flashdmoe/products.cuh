@@ -121,7 +121,7 @@ __device__ __forceinline__ void keep_rows(const Member& m, const Task& task, con
   const uint8_t* const from = arrived(m.pass, task, Round::kDispatch);
   auto* const to = static_cast<uint8_t*>(m.experts.input) + cell.first * bytes;
   for (int i = task.column * kComputeThreads / 32 + thread / 32; i < cell.rows; i += step)
-    comet::copy_row(to + (cell.row + i) * bytes, from + (cell.row + i) * bytes, bytes,
+    peers::copy_row(to + (cell.row + i) * bytes, from + (cell.row + i) * bytes, bytes,
                     {thread % 32, 32, 0, 1});
 }
 
@@ -266,7 +266,7 @@ __device__ __forceinline__ void bias_gradient(const Member& m, uint8_t* shared, 
             : pass.at(pass.rank, {source, Round::kDispatch, Staging::kIncoming, task.expert, cell_offset});
     for (int row = group; row < rows; row += kGroups) {
       float value[8] = {};
-      comet::add_vector<T>(value, load16(static_cast<const T*>(begin) + int64_t{row} * columns + own));
+      peers::add_vector<T>(value, load16(static_cast<const T*>(begin) + int64_t{row} * columns + own));
       const float by = task.peer == 0 ? 1.0f : read(weight + row);
       PMOE_UNROLL
       for (int i = 0; i < 8; ++i) sum[i] += by * value[i];

@@ -4,8 +4,8 @@
 // processors l, l + lanes, l + 2 lanes, ... In each round every lane looks for an idle processor among its
 // own. The lanes that find one take the next tasks from the head of the queue, lowest lane first.
 #pragma once
-#include "comet/protocol.h"
 #include "flashdmoe/pass.h"
+#include "peers/protocol.h"
 
 namespace pmoe::flashdmoe {
 
@@ -35,7 +35,7 @@ class Scheduler {
       // tasks wait or run, some of them must end within the bound.
       const uint64_t now = nanoseconds();
       if (taken > 0 || since == 0 || !(is_busy || ready_ > 0)) since = now;
-      if (now - since > pass_.watch.bound) comet::report(pass_.watch, Wait::kDone, pass_.rank, 0, 0);
+      if (now - since > pass_.watch.bound) peers::report(pass_.watch, Wait::kDone, pass_.rank, 0, 0);
       if (taken == 0) pause();
     }
     sync_warp();
@@ -111,7 +111,7 @@ class Scheduler {
     const int first = count_bits(waiting & ((1u << lane_) - 1));
     const int count = smaller(ready_, count_bits(waiting));
     if (idle >= 0 && first < count) {
-      comet::test_delay(pass_.watch, 7200 + lane_);
+      peers::test_delay(pass_.watch, 7200 + lane_);
       store_release(&pass_.mailboxes[idle], kFirstTask + static_cast<uint32_t>(head_ + first));
     }
     sync_warp();

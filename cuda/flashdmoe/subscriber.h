@@ -4,9 +4,9 @@
 // Each thread has its own peers, cells and groups of tokens: number, number + count, ... It polls all of
 // them in turn, so if one is late, the others go on.
 #pragma once
-#include "comet/protocol.h"
 #include "flashdmoe/places.cuh"
 #include "flashdmoe/queue.h"
+#include "peers/protocol.h"
 
 namespace pmoe::flashdmoe {
 
@@ -34,11 +34,11 @@ struct Missing {
   //
   // has_progress: true if something has arrived in this poll.
   __device__ __forceinline__ bool may_go_on(const Watch& watch, bool has_progress) {
-    if (comet::has_failed(watch)) return false;
+    if (peers::has_failed(watch)) return false;
     const uint64_t now = nanoseconds();
     if (has_progress || since == 0) since = now;
     if (now - since > watch.bound) {
-      comet::report(watch, wait, peer, expert, part);
+      peers::report(watch, wait, peer, expert, part);
       return false;
     }
     wait = Wait::kNone;
@@ -57,9 +57,9 @@ class Subscriber {
   // Runs until everything of this thread has arrived.
   __device__ __forceinline__ void run() {
     const Watch& watch = pass_.watch;
-    comet::test_delay(watch, 7000 + number_);
+    peers::test_delay(watch, 7000 + number_);
     for (int peer = number_; peer < pass_.layout.ranks; peer += count_)
-      comet::signal(watch, pass_.heaps[peer] + pass_.layout.granted(pass_.rank));
+      peers::signal(watch, pass_.heaps[peer] + pass_.layout.granted(pass_.rank));
     const int across = pass_.routing.products[1];
     for (int tile = number_; tile < pass_.routing.products[0]; tile += count_) {
       push({TaskType::kScores, pass_.rank, 0, tile, 0}, across);
@@ -90,7 +90,7 @@ class Subscriber {
   __device__ __forceinline__ bool is_raised(int64_t flag, Wait wait) const {
     if (pass_.watch.not_waited >> static_cast<int>(wait) & 1) return true;
     const auto* const word = reinterpret_cast<const uint32_t*>(pass_.own() + flag);
-    return comet::reached(load_acquire_system(word), pass_.watch.epoch);
+    return peers::reached(load_acquire_system(word), pass_.watch.epoch);
   }
 
   __device__ __forceinline__ void push(const Task& task, int columns = 1, int down = 1) {
@@ -136,8 +136,8 @@ class Subscriber {
       return false;
     }
     write_counts(pass_, peer);
-    comet::test_delay(pass_.watch, 7100 + number_);
-    comet::signal(pass_.watch, pass_.heaps[peer] + pass_.layout.announced(pass_.rank));
+    peers::test_delay(pass_.watch, 7100 + number_);
+    peers::signal(pass_.watch, pass_.heaps[peer] + pass_.layout.announced(pass_.rank));
     announced_ |= bit;
     has_progress_ = true;
     return true;

@@ -118,8 +118,8 @@ void test_absence(int ranks, const Absence& absence) {
       Block block(m.rank, 1);
       world::fill(m.rank, block.board, 0, 1, [] {});
       const int first = block.board.first(level_of(0, rank, ranks), 1);
-      signal(w.rounds[1][0].rank.watch,
-             (*w.heaps)[rank] + w.heaps->layout().arrival(0, 1, first, absence.piece_raised));
+      peers::signal(w.rounds[1][0].rank.watch,
+                    (*w.heaps)[rank] + w.heaps->layout().arrival(0, 1, first, absence.piece_raised));
     }
   std::vector<double> seconds(static_cast<size_t>(ranks), 0.0);
   for_ranks(ranks, [&](int rank) {

@@ -201,7 +201,7 @@ void compute_first(Member& m, const ArrivalBoard& board, int block) {
   while (walk.next(tile)) {
     const int begin = tile.group_begin + tile.row;
     await_rows(r, board, tile.expert, begin, begin + tile.rows, 0, 1);
-    test_delay(r.watch, static_cast<uint32_t>(block) + 4000);
+    peers::test_delay(r.watch, static_cast<uint32_t>(block) + 4000);
     for (int row = begin; row < begin + tile.rows; ++row) {
       float values[kColumns.columns], dot = 0;
       read_row(r, row, values);
@@ -232,7 +232,7 @@ void compute_second(Member& m, const ArrivalBoard& board, int block) {
         }
         store16(r.inbox(r.rank, row) + c * 2, words);
       }
-    test_delay(r.watch, static_cast<uint32_t>(block) + 5000);
+    peers::test_delay(r.watch, static_cast<uint32_t>(block) + 5000);
     tile_done(r, chunk);
   }
 }

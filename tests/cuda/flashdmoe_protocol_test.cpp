@@ -196,7 +196,7 @@ void route_group(const Pass& pass, const Task& task) {
   const int end = (group + 1) * pass.tokens / routing.groups * pass.choices;
   std::vector<int32_t> count(static_cast<size_t>(experts)), total = count;
   const bool is_choice = routing.choice.is_asked;
-  comet::test_delay(pass.watch, static_cast<uint32_t>(7400 + group));
+  peers::test_delay(pass.watch, static_cast<uint32_t>(7400 + group));
   if (is_choice && task.type == TaskType::kCount)
     choose_group(pass, group, begin / pass.choices, end / pass.choices);
   for (int e = 0; e < experts && task.type == TaskType::kPlace; ++e)
@@ -519,13 +519,13 @@ void test_absence(int ranks, const Absence& absence, bool is_pool) {
   World w = make(ranks, 2, is_pool ? 2 : 4, kBound);
   const Layout& layout = w.heaps.layout;
   for_ranks(ranks, [&](size_t rank) { launch(w.rounds[0][rank]); });
-  const comet::Watch& watch = w.rounds[1][0].pass.watch;
+  const peers::Watch& watch = w.rounds[1][0].pass.watch;
   for (int peer = 1; peer < ranks; ++peer) {
     uint8_t* const heap = w.heaps.at[static_cast<size_t>(peer)];
     for (int e = 0; e < layout.experts; ++e)
       reinterpret_cast<int32_t*>(heap + layout.counts(0))[e] = e == 1 ? absence.rows : 0;
-    if (absence.grants) comet::signal(watch, heap + layout.granted(0));
-    if (absence.announces) comet::signal(watch, heap + layout.announced(0));
+    if (absence.grants) peers::signal(watch, heap + layout.granted(0));
+    if (absence.announces) peers::signal(watch, heap + layout.announced(0));
   }
   for_ranks(ranks, [&](size_t rank) {
     if (rank == 0) return;
@@ -533,7 +533,7 @@ void test_absence(int ranks, const Absence& absence, bool is_pool) {
     const uint64_t start = nanoseconds();
     launch(w.rounds[1][rank]);
     const double seconds = static_cast<double>(nanoseconds() - start) * 1e-9;
-    const comet::Report& found = w.work[rank]->report;
+    const peers::Report& found = w.work[rank]->report;
     const std::string where = std::string(absence.name) + ", rank " + std::to_string(rank);
     const auto wait = static_cast<Wait>(found.wait);
     expect(

@@ -457,7 +457,7 @@ void play(const Case& c, unsigned seed, int absent = -1) {
     if (!launch_pass(c, heaps, all, work, epoch, Direction::kForward, seed, absent, where)) return;
     if (absent >= 0) {
       for (int rank = 0; rank < absent; ++rank) {
-        const comet::Report& report = work[static_cast<size_t>(rank)]->report;
+        const peers::Report& report = work[static_cast<size_t>(rank)]->report;
         expect(report.wait != 0 && report.peer == absent && report.rank == rank,
                where + ": rank " + std::to_string(rank) + " reports wait " + std::to_string(report.wait) +
                    " for rank " + std::to_string(report.peer));

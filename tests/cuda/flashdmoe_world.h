@@ -205,7 +205,7 @@ struct Workspace {
   std::vector<int32_t> next_tile, routed;
   std::vector<float> probability, z;
   State state = {};
-  comet::Report report = {};
+  peers::Report report = {};
 
   // largest: a pass of as many tasks and stages as any.
   Workspace(const Pass& largest, int processors)

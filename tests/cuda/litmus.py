@@ -118,8 +118,8 @@ def lanes(gpu: int, block: int, *names: str) -> list[Thread]:
 
 SIGNAL, AWAIT = "store_release_system", "load_acquire_system"
 PROTOCOL = {
-    ("comet/protocol.h", "signal"): [SIGNAL],
-    ("comet/protocol.h", "await"): [AWAIT],
+    ("peers/protocol.h", "signal"): [SIGNAL],
+    ("peers/protocol.h", "await"): [AWAIT],
 }
 
 
@@ -309,7 +309,7 @@ def report_is_whole() -> Litmus:
         "the report is whole",
         [*write("peer", a), *call(SIGNAL, "wait", a), *call(AWAIT, "wait", host), *read("peer", host)],
         lambda seen: seen("wait", "host") == "a" and seen("peer", "host") is None,
-        {("comet/protocol.h", "report"): ["add_acq_rel", "write", SIGNAL]},
+        {("peers/protocol.h", "report"): ["add_acq_rel", "write", SIGNAL]},
         {},
     )
 

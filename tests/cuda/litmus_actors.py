@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.cuda.litmus import AWAIT, SIGNAL, Litmus, call, fence, lanes, read, sync, write
 
 RAISED = {
-    ("comet/protocol.h", "signal"): [SIGNAL],
+    ("peers/protocol.h", "signal"): [SIGNAL],
     ("flashdmoe/subscriber.h", "is_raised"): [AWAIT],
 }
 ONE_DEVICE = "both threads are of one device"

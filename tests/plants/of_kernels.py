@@ -69,7 +69,7 @@ KERNELS = (
     Plant(
         name="signal-of-a-failed-rank",
         breaks="a rank that gave up still announces rows",
-        file="cuda/comet/protocol.h",
+        file="cuda/peers/protocol.h",
         old="  if (has_failed(watch)) return;\n  store_release_system",
         new="  store_release_system",
         tests=f"{COMET} -k does_not_come",
@@ -77,7 +77,7 @@ KERNELS = (
     Plant(
         name="a-round-too-early",
         breaks="a flag of the round before counts for this one",
-        file="cuda/comet/protocol.h",
+        file="cuda/peers/protocol.h",
         old="  return static_cast<int32_t>(value - wanted) >= 0;\n",
         new="  return static_cast<int32_t>(value - wanted) >= -1;\n",
         tests=f"{COMET} -k rounds_are_right",
@@ -95,7 +95,7 @@ KERNELS = (
         breaks="a bulk read is not ordered behind what was announced",
         file="cuda/comet/hopper.cuh",
         old="      // This fence covers what the other lanes have seen.\n"
-        "      if constexpr (kPlant != Plant::kNoProxyFence) fence_proxy_async_global();\n",
+        "      if constexpr (peers::kPlant != peers::Plant::kNoProxyFence) fence_proxy_async_global();\n",
         new="",
         tests="tests/unit/test_comet_kernels.py -k plain_loop",
     ),

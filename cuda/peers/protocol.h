@@ -5,18 +5,7 @@
 // last round (epoch) in which it was raised. One rank writes it, with release, after what it announces.
 // Readers load it with acquire before they use that. Nothing is reset between rounds.
 //
-// In the dispatching kernel:
-//
-//   target rank t                           source rank s
-//   writes grants and raises granted   -->  waits for granted
-//   waits for arrival                  <--  writes rows, weights, links, and raises the piece's arrival
-//   multiplies the tile
-//
-// In the combining kernel:
-//
-//   target rank t                           source rank s
-//   writes sums of a column chunk,
-//   raises returned                    -->  waits for returned, adds up its tokens
+// comet/layout.h and flashdmoe/layout.h draw which rank waits for which flag.
 //
 // A wait that exceeds its bound is reported, once per rank. From then on no thread of the rank waits any
 // more, and none raises a flag for another rank. So the kernel ends; those of the other ranks end after their
@@ -25,11 +14,10 @@
 // The kernels compile this file. So do the emulator and plain threads under ThreadSanitizer (tests/cuda).
 // These tests plant mistakes by PMOE_PLANT and Watch::not_waited, and must find them.
 #pragma once
-#include "comet/layout.h"
-#include "comet/watch.h"
 #include "common/device.cuh"
+#include "peers/watch.h"
 
-namespace pmoe::comet {
+namespace pmoe::peers {
 
 // A mistake that a test compiles in.
 enum class Plant : int { kNothing, kNoProxyFence };
@@ -107,4 +95,4 @@ __device__ __forceinline__ void signal(const Watch& watch, void* flag) {
   store_release_system(static_cast<uint32_t*>(flag), watch.epoch);
 }
 
-}  // namespace pmoe::comet
+}  // namespace pmoe::peers

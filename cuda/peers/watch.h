@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-namespace pmoe::comet {
+namespace pmoe::peers {
 
 // The reasons of waits. pmoe/kernels/heap.py says them in words.
 enum class Wait : int { kNone, kGrant, kArrival, kDone, kReturn, kAnnounced, kRouted, kPlaced, kRoom };
@@ -27,4 +27,4 @@ struct Watch {
   uint32_t not_waited;  // one bit for each Wait that is left out (for tests)
 };
 
-}  // namespace pmoe::comet
+}  // namespace pmoe::peers

@@ -5,6 +5,7 @@
 #include "common/on_device.h"
 #include "common/prepared.h"
 #include "heap/heap.h"
+#include "peers/protocol.h"
 
 namespace pmoe::heap {
 namespace {
@@ -16,7 +17,7 @@ __global__ void raise_flag_kernel(uint32_t* flag, uint32_t value) { store_releas
 __global__ void await_flag_kernel(const uint32_t* flag, uint32_t wanted, uint64_t bound, int64_t* waited) {
   const uint64_t start = nanoseconds();
   for (;;) {
-    const bool came = static_cast<int32_t>(load_acquire_system(flag) - wanted) >= 0;
+    const bool came = peers::reached(load_acquire_system(flag), wanted);
     const uint64_t past = nanoseconds() - start;
     if (came || past > bound) {
       *waited = came ? static_cast<int64_t>(past) : -1;

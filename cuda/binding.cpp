@@ -44,7 +44,7 @@ std::vector<pmoe::KernelInfo> all_kernels() {
   return found;
 }
 
-py::dict told(const pmoe::KernelInfo& kernel) {
+py::dict facts_of(const pmoe::KernelInfo& kernel) {
   py::dict found;
   found["name"] = kernel.name;
   found["threads"] = kernel.threads;
@@ -60,7 +60,7 @@ py::list declared() {
     if (!dladdr(kernel.function, &place))
       throw std::runtime_error(std::string("pmoe._cuda: ") + kernel.name +
                                ": its function is not in this module");
-    py::dict one = told(kernel);
+    py::dict one = facts_of(kernel);
     one["offset"] =
         reinterpret_cast<std::uintptr_t>(kernel.function) - reinterpret_cast<std::uintptr_t>(place.dli_fbase);
     found.append(one);
@@ -69,14 +69,14 @@ py::list declared() {
 }
 
 py::list kernels(int device, const std::string& only) {
-  const OnDevice here(device);
+  const OnDevice on_device(device);
   py::list found;
   for (const pmoe::KernelInfo& kernel : all_kernels()) {
     if (!only.empty() && only != kernel.name) continue;
     cudaFuncAttributes attributes{};
     const std::string call = std::string("cudaFuncGetAttributes(") + kernel.name + ")";
     check(cudaFuncGetAttributes(&attributes, kernel.function), call.c_str());
-    py::dict one = told(kernel);
+    py::dict one = facts_of(kernel);
     one["binary_version"] = attributes.binaryVersion;
     one["ptx_version"] = attributes.ptxVersion;
     one["registers"] = attributes.numRegs;

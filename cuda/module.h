@@ -1,7 +1,7 @@
 // How a kernel's folder adds itself to pmoe._cuda without an edit elsewhere. Its bind.cpp, which g++
 // compiles, has one line:
 //
-//   static const pmoe::Module joined(bind_permute, list_permute_kernels);
+//   static const pmoe::Module module(bind_permute, list_permute_kernels);
 #pragma once
 
 #include <pybind11/pybind11.h>

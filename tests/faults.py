@@ -9,22 +9,22 @@ from pmoe.kernels.comet.launcher import Divide, Launcher
 from pmoe.kernels.heap import Heap
 
 WAITS = ("nothing", "grant", "arrival", "tiles", "returned")
-"""`Wait` of cuda/comet/watch.h, in words."""
+"""`Wait` of cuda/peers/watch.h, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InjectedFaults:
-    """nap_seed: every warp sleeps now and then; 0 lets none sleep. not_waited: waits that are left out, of
+    """delay_seed: every warp sleeps now and then; 0 lets none sleep. not_waited: waits that are left out, of
     "grant", "arrival", "tiles", "returned"."""
 
-    nap_seed: int = 0
+    delay_seed: int = 0
     not_waited: tuple[str, ...] = ()
 
     @property
     def fields(self) -> dict[str, int]:
         """As cuda/comet/read.h reads them."""
         return {
-            "nap_seed": self.nap_seed,
+            "delay_seed": self.delay_seed,
             "not_waited": sum(1 << WAITS.index(name) for name in self.not_waited),
         }
 

@@ -7,7 +7,8 @@
 
 namespace pmoe::comet {
 
-// Words of the Board. With it a block stays within the 99 KiB of shared memory that devices 8.6 and 8.9 have.
+// Words of the ArrivalBoard. With it a block stays within the 99 KiB of shared memory that devices 8.6
+// and 8.9 have.
 constexpr int kSmallBoardWords = 768;
 
 struct AmpereShared {
@@ -15,7 +16,7 @@ struct AmpereShared {
   int32_t board[kSmallBoardWords];
 };
 static_assert(sizeof(AmpereShared) <= 99 * 1024, "more shared memory than a block of 8.6 has");
-static_assert(sizeof(ampere::Shared) >= 4 * kSendsWords, "the table of sends must fit into the stages");
+static_assert(sizeof(ampere::Shared) >= 4 * kSendTableWords, "the send table must fit into the stages");
 
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation>
 __global__ void __launch_bounds__(ampere::kThreads, 1)
@@ -25,17 +26,17 @@ __global__ void __launch_bounds__(ampere::kThreads, 1)
   const Fused& f = launch.fused[blockIdx.x / launch.blocks];
   const Rank& r = f.rank;
   const int block = static_cast<int>(blockIdx.x) % launch.blocks, thread = static_cast<int>(threadIdx.x);
-  const auto meet = [] { sync_block(); };
-  Board board(shared.board, r.ranks(), r.experts());
-  fill_board(r, board, thread, ampere::kThreads, meet);
+  const auto sync = [] { sync_block(); };
+  ArrivalBoard board(shared.board, r.ranks(), r.experts());
+  fill_board(r, board, thread, ampere::kThreads, sync);
   if (block < r.communicating) {
-    Sends sends(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
-    fill_sends(r, sends, thread, ampere::kThreads, meet);
-    if (block == 0) grant(r, board, thread, ampere::kThreads, meet);
-    const Team team = {thread % 32, 32, block + thread / 32 * r.communicating,
-                       ampere::kThreads / 32 * r.communicating};
+    SendTable send_table(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
+    fill_send_table(r, send_table, thread, ampere::kThreads, sync);
+    if (block == 0) grant(r, board, thread, ampere::kThreads, sync);
+    const WarpTeam team = {thread % 32, 32, block + thread / 32 * r.communicating,
+                           ampere::kThreads / 32 * r.communicating};
     LaneCopies copies;
-    send_rows(r, sends, team, copies);
+    send_rows(r, send_table, team, copies);
     if (!r.computes) await_all(r, board, team);
     return;
   }
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(ampere::kThreads, 1)
       [&](const Tile& tile) {
         const int begin = tile.group_begin + tile.row;
         if (thread < 32) await_rows(r, board, tile.expert, begin, begin + tile.rows, thread, 32);
-        if (thread == 0) nap(r.watch, blockIdx.x + 4000);
+        if (thread == 0) peers::test_delay(r.watch, blockIdx.x + 4000);
         sync_block();
       },
       [](const Tile&) {});
@@ -60,15 +61,15 @@ __global__ void __launch_bounds__(ampere::kThreads, 1)
   const Fused& f = launch.fused[blockIdx.x / launch.blocks];
   const Rank& r = f.rank;
   const int block = static_cast<int>(blockIdx.x) % launch.blocks, thread = static_cast<int>(threadIdx.x);
-  const auto meet = [] { sync_block(); };
-  Board board(shared.board, r.ranks(), r.experts());
-  fill_board(r, board, thread, ampere::kThreads, meet);
+  const auto sync = [] { sync_block(); };
+  ArrivalBoard board(shared.board, r.ranks(), r.experts());
+  fill_board(r, board, thread, ampere::kThreads, sync);
   if (block < r.communicating) {
-    Sends sends(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
-    fill_sends(r, sends, thread, ampere::kThreads, meet);
-    const Team team = {thread % 32, 32, block + thread / 32 * r.communicating,
-                       ampere::kThreads / 32 * r.communicating};
-    combine<T>(r, board, sends, {row_tiles(board, ampere::kRows), ampere::kColumns}, team,
+    SendTable send_table(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
+    fill_send_table(r, send_table, thread, ampere::kThreads, sync);
+    const WarpTeam team = {thread % 32, 32, block + thread / 32 * r.communicating,
+                           ampere::kThreads / 32 * r.communicating};
+    combine<T>(r, board, send_table, {row_tiles(board, ampere::kRows), ampere::kColumns}, team,
                ampere::kThreads / 32 * (r.blocks - r.communicating));
     return;
   }
@@ -79,18 +80,18 @@ __global__ void __launch_bounds__(ampere::kThreads, 1)
       // Called after all threads of the block have stored their part and have synchronized.
       [&](const Tile& tile) {
         if (thread != 0) return;
-        nap(r.watch, blockIdx.x + 5000);
+        peers::test_delay(r.watch, blockIdx.x + 5000);
         tile_done(r, tile.column / r.chunks.chunk_columns);
       });
-  // Nothing more is loaded into the stages, so the table of sends uses their memory.
-  Sends sends(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
+  // Nothing more is loaded into the stages, so the send table uses their memory.
+  SendTable send_table(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
   sync_block();
-  fill_sends(r, sends, thread, ampere::kThreads, meet);
+  fill_send_table(r, send_table, thread, ampere::kThreads, sync);
   constexpr int kWarps = ampere::kThreads / 32;
   const int first = kWarps * r.communicating, computing = r.blocks - r.communicating;
-  const Team all = {thread % 32, 32, first + block - r.communicating + thread / 32 * computing,
-                    first + kWarps * computing};
-  help<T>(r, board, sends, {row_tiles(board, ampere::kRows), ampere::kColumns}, all);
+  const WarpTeam all = {thread % 32, 32, first + block - r.communicating + thread / 32 * computing,
+                        first + kWarps * computing};
+  combine_last_chunk<T>(r, board, send_table, {row_tiles(board, ampere::kRows), ampere::kColumns}, all);
 }
 
 }  // namespace pmoe::comet

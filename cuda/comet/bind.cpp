@@ -41,12 +41,12 @@ void run(int device, std::uintptr_t stream, bool hopper, int kernel, int element
   int64_t a_rows[kMostVirtual] = {};
   Launch all = read_launch(ranks, blocks, a_rows);
   const int count = static_cast<int>(ranks.size());
-  const py::gil_scoped_release others_run;  // a launch blocks while the queue of launches is full
-  const pmoe::OnDevice here(device);
+  const py::gil_scoped_release without_gil;  // a launch blocks while the queue of launches is full
+  const pmoe::OnDevice on_device(device);
   const Path& path = hopper ? hopper_path : ampere_path;
   const bool in_pairs =
-      sharing == 0 ? goes_in_pairs(path, which, all, count) : static_cast<Sharing>(sharing) == Sharing::kA;
-  for (int i = 0; i < count; ++i) all.fused[i].problem.beside = in_pairs ? 2 : 1;
+      sharing == 0 ? may_pair_blocks(path, which, all, count) : static_cast<Sharing>(sharing) == Sharing::kA;
+  for (int i = 0; i < count; ++i) all.fused[i].problem.blocks_across = in_pairs ? 2 : 1;
   launch(path, which, all, count, a_rows, reinterpret_cast<void*>(stream));
 }
 
@@ -56,21 +56,21 @@ void bind_comet(py::module_& m) {
         arg("element"), arg("form"), arg("epilogue") = 0, arg("activation") = 0, arg("blocks"), arg("ranks"),
         arg("sharing") = 0,
         "Launches a fused kernel. ranks: one dict for each rank; for the fields see cuda/comet/rank.h.");
-  m.def("comet_layout", &tell_layout, arg("ranks"), arg("experts"), arg("rows"), arg("home_rows"),
+  m.def("comet_layout", &layout_dict, arg("ranks"), arg("experts"), arg("rows"), arg("home_rows"),
         arg("row_bytes"), "Returns byte offsets of a heap's regions, and its size \"bytes\".");
   m.def(
       "comet_path",
       [](bool hopper) {
         const Path& path = hopper ? hopper_path : ampere_path;
-        py::dict told;
-        told["tile_rows"] = path.tile_rows, told["tile_columns"] = path.tile_columns;
-        told["board_words"] = path.board_words;
-        return told;
+        py::dict facts;
+        facts["tile_rows"] = path.tile_rows, facts["tile_columns"] = path.tile_columns;
+        facts["board_words"] = path.board_words;
+        return facts;
       },
       arg("hopper"), "Returns rows and columns of a tile, and the most (ranks + 1) x experts of a rank.");
-  m.attr("comet_limits") = tell_limits();
+  m.attr("comet_limits") = limits_dict();
 }
 
-const pmoe::Module joined(bind_comet, list_kernels);
+const pmoe::Module module(bind_comet, list_kernels);
 
 }  // namespace

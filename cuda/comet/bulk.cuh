@@ -30,7 +30,7 @@ struct BulkRing {
 // first_: parts stored by all earlier pieces.
 class BulkCopies {
  public:
-  __device__ __forceinline__ BulkCopies(BulkRing& ring, const Team& team) : ring_(ring) {
+  __device__ __forceinline__ BulkCopies(BulkRing& ring, const WarpTeam& team) : ring_(ring) {
     if (team.lane == 0) {
       for (int i = 0; i < kBulkSlots; ++i) mbarrier_init(&ring.full[i], 1);
       fence_mbarrier_init();
@@ -38,7 +38,8 @@ class BulkCopies {
     sync_warp();
   }
 
-  __device__ __forceinline__ void begin(const Rank& r, uint8_t* to, int from, int rows, const Team& team) {
+  __device__ __forceinline__ void begin(const Rank& r, uint8_t* to, int from, int rows,
+                                        const WarpTeam& team) {
     if (team.lane != 0) return;
     // The target has granted its inbox, so its reads of the round before must stay before these bulk writes.
     fence_proxy_async_global();
@@ -46,7 +47,7 @@ class BulkCopies {
     for (int i = 0; i < kBulkSlots && rows_ > 0; ++i) load(r);
   }
 
-  __device__ __forceinline__ void finish(const Rank& r, const Team& team) {
+  __device__ __forceinline__ void finish(const Rank& r, const WarpTeam& team) {
     if (team.lane != 0) return;
     const int row_bytes = static_cast<int>(r.layout.row_bytes);
     for (int left = row_bytes; stored_ != loaded_; ++stored_) {
@@ -90,7 +91,7 @@ class BulkCopies {
 using HopperCopies = BulkCopies;
 #else
 struct HopperCopies : LaneCopies {
-  __device__ __forceinline__ HopperCopies(BulkRing&, const Team&) {}
+  __device__ __forceinline__ HopperCopies(BulkRing&, const WarpTeam&) {}
 };
 #endif
 

@@ -4,34 +4,17 @@
 // write the sum into the heap of the token's owner. The owner adds up what the ranks have sent, always in the
 // order of the token's choices.
 #pragma once
-#include "comet/protocol.h"
 #include "comet/rank.h"
 #include "common/device.cuh"
-#include "common/scalar.h"
+#include "peers/protocol.h"
+#include "peers/rows.cuh"
 
 namespace pmoe::comet {
 
+using peers::WarpTeam;
+
 constexpr int kAtOnce = 4;  // tokens that a warp sums at the same time
 constexpr int kAcross = 2;  // vectors of each token that a lane sums at the same time at home
-
-// Adds eight values of 16 bits to float sums.
-template <class T>
-__device__ __forceinline__ void add_vector(float (&sum)[8], const Words& v) {
-  PMOE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    sum[2 * i] += low_half<T>(v.word[i]);
-    sum[2 * i + 1] += high_half<T>(v.word[i]);
-  }
-}
-
-// Rounds eight float sums to values of 16 bits.
-template <class T>
-__device__ __forceinline__ Words round_vector(const float (&sum)[8]) {
-  Words v;
-  PMOE_UNROLL
-  for (int i = 0; i < 4; ++i) v.word[i] = pack2<T>(sum[2 * i], sum[2 * i + 1]);
-  return v;
-}
 
 // Returns this rank's links. Addresses of regions are computed before loops: an offset takes a hundred
 // instructions, and the compiler does not keep it from one store to the next.
@@ -54,7 +37,7 @@ __device__ __forceinline__ Link read_link(const Link* link) {
 // first_row, rows: the piece in this rank's inbox.
 template <class T>
 __device__ __forceinline__ void send_sums(const Rank& r, int first_row, int rows, int chunk,
-                                          const Team& team) {
+                                          const WarpTeam& team) {
   const int vectors = static_cast<int>(r.chunks.width(chunk) * int64_t{sizeof(T)} / 16);
   const int64_t begin = r.chunks.begin(chunk) * int64_t{sizeof(T)}, row_bytes = r.layout.row_bytes;
   const uint8_t* const inbox = r.inbox(r.rank, 0) + begin;
@@ -88,34 +71,34 @@ __device__ __forceinline__ void send_sums(const Rank& r, int first_row, int rows
       }
       // Follows the links of kAtOnce tokens side by side. Each link is loaded one step before it is needed.
       while (more) {
-        Words held[kAtOnce];
-        int behind[kAtOnce];
+        Words loaded[kAtOnce];
+        int after_next[kAtOnce];
         PMOE_UNROLL
         for (int b = 0; b < kAtOnce; ++b) {
-          held[b] = {{0, 0, 0, 0}};
-          if (at[b] >= 0) held[b] = load16(inbox + at[b] * row_bytes + int64_t{v} * 16);
-          behind[b] = next[b] < 0 ? -1 : read(&links[next[b]].next);
+          loaded[b] = {{0, 0, 0, 0}};
+          if (at[b] >= 0) loaded[b] = load16(inbox + at[b] * row_bytes + int64_t{v} * 16);
+          after_next[b] = next[b] < 0 ? -1 : read(&links[next[b]].next);
         }
         more = false;
         PMOE_UNROLL
         for (int b = 0; b < kAtOnce; ++b) {
-          add_vector<T>(sum[b], held[b]);
+          peers::add_vector<T>(sum[b], loaded[b]);
           at[b] = next[b];
-          next[b] = behind[b];
+          next[b] = after_next[b];
           more |= at[b] >= 0;
         }
       }
       unrolled<kAtOnce>([&](auto index) {
         constexpr int b = decltype(index)::value;
-        if (row[b] >= 0) store16(to[b] + int64_t{v} * 16, round_vector<T>(sum[b]));
+        if (row[b] >= 0) store16(to[b] + int64_t{v} * 16, peers::round_vector<T>(sum[b]));
       });
     }
   }
 }
 
-// Sends the gradients of a piece's routing weights to the rows' sources. The parts of each gradient are added
-// in their order.
-__device__ __forceinline__ void send_dots(const Rank& r, int first_row, int rows, const Team& team) {
+// Sends the gradients of a piece's routing weights to the rows' sources. The parts of each gradient are
+// added in their order.
+__device__ __forceinline__ void send_dots(const Rank& r, int first_row, int rows, const WarpTeam& team) {
   const Link* const links = own_links(r) + first_row;
   for (int i = team.lane; i < rows; i += team.lanes) {
     const Link link = read_link(links + i);
@@ -128,7 +111,7 @@ __device__ __forceinline__ void send_dots(const Rank& r, int first_row, int rows
 
 // Waits until all `tiles` tiles of a chunk are computed.
 __device__ __forceinline__ void await_done(const Rank& r, int chunk, uint32_t tiles) {
-  wait_until_reached(
+  peers::wait_until_reached(
       r.watch, [&] { return load_acquire(&r.counters()->done[chunk]); }, tiles, Wait::kDone, r.rank, 0,
       chunk);
 }
@@ -139,26 +122,26 @@ __device__ __forceinline__ void tile_done(const Rank& r, int chunk) {
 }
 
 // Counts this warp's part of a chunk as sent. The last warp of the rank raises the flags of all sources.
-__device__ __forceinline__ void chunk_sent(const Rank& r, int chunk, const Team& team) {
+__device__ __forceinline__ void chunk_sent(const Rank& r, int chunk, const WarpTeam& team) {
   sync_warp();
-  nap(r.watch, team.number + 2000);
+  peers::test_delay(r.watch, team.number + 2000);
   if (team.lane != 0) return;
   if (add_acq_rel(&r.counters()->sent[chunk], 1) + 1 != static_cast<uint32_t>(team.count)) return;
   for (int peer = 0; peer < r.ranks(); ++peer)
-    signal(r.watch, r.heap(peer) + r.layout.returned(r.rank, chunk));
+    peers::signal(r.watch, r.heap(peer) + r.layout.returned(r.rank, chunk));
 }
 
 // Waits until a chunk has come home from every rank to which this rank sent rows.
 //
 // Other ranks are awaited first. This rank's own part may be late only because another rank is, and the
 // report must name the rank that is really late.
-__device__ __forceinline__ void await_returns(const Rank& r, const Sends& sends, int chunk,
-                                              const Team& team) {
+__device__ __forceinline__ void await_returns(const Rank& r, const SendTable& send_table, int chunk,
+                                              const WarpTeam& team) {
 #pragma unroll 1
   for (int own = 0; own < 2; ++own) {
     for (int peer = team.lane; peer < r.ranks(); peer += team.lanes)
-      if ((peer == r.rank) == (own != 0) && sends.rows(peer) > 0)
-        await(r.watch, r.own() + r.layout.returned(peer, chunk), Wait::kReturn, peer, 0, chunk);
+      if ((peer == r.rank) == (own != 0) && send_table.rows(peer) > 0)
+        peers::await(r.watch, r.own() + r.layout.returned(peer, chunk), Wait::kReturn, peer, 0, chunk);
     sync_warp();
   }
 }
@@ -179,7 +162,7 @@ __device__ __forceinline__ int home_row(const Rank& r, int64_t slot, int choice)
 
 // Adds up the results of all tokens for one chunk of columns.
 template <class T>
-__device__ __forceinline__ void sum_tokens(const Rank& r, int chunk, const Team& team) {
+__device__ __forceinline__ void sum_tokens(const Rank& r, int chunk, const WarpTeam& team) {
   const int vectors = static_cast<int>(r.chunks.width(chunk) * int64_t{sizeof(T)} / 16);
   const int64_t begin = r.chunks.begin(chunk) * int64_t{sizeof(T)}, row_bytes = r.layout.row_bytes;
   const uint8_t* const home = r.own() + r.layout.home() + begin;
@@ -192,26 +175,27 @@ __device__ __forceinline__ void sum_tokens(const Rank& r, int chunk, const Team&
       float sum[kAtOnce][kAcross][8] = {};
       for (int k = 0; k < r.choices; ++k) {
         int row[kAtOnce];
-        Words held[kAtOnce][kAcross];
+        Words loaded[kAtOnce][kAcross];
         PMOE_UNROLL
         for (int b = 0; b < kAtOnce; ++b) row[b] = b < tokens ? home_row(r, slot + b * r.choices, k) : -1;
         PMOE_UNROLL
         for (int b = 0; b < kAtOnce; ++b) PMOE_UNROLL
         for (int a = 0; a < kAcross; ++a) {
           const int at = v + a * team.lanes;
-          held[b][a] = {{0, 0, 0, 0}};
-          if (row[b] >= 0 && at < vectors) held[b][a] = load16(home + row[b] * row_bytes + int64_t{at} * 16);
+          loaded[b][a] = {{0, 0, 0, 0}};
+          if (row[b] >= 0 && at < vectors)
+            loaded[b][a] = load16(home + row[b] * row_bytes + int64_t{at} * 16);
         }
         PMOE_UNROLL
         for (int b = 0; b < kAtOnce; ++b) PMOE_UNROLL
-        for (int a = 0; a < kAcross; ++a) add_vector<T>(sum[b][a], held[b][a]);
+        for (int a = 0; a < kAcross; ++a) peers::add_vector<T>(sum[b][a], loaded[b][a]);
       }
       PMOE_UNROLL
       for (int b = 0; b < kAtOnce; ++b) PMOE_UNROLL
       for (int a = 0; a < kAcross; ++a) {
         const int at = v + a * team.lanes;
         if (b < tokens && at < vectors)
-          store16(to + b * r.result_stride + int64_t{at} * 16, round_vector<T>(sum[b][a]));
+          store16(to + b * r.result_stride + int64_t{at} * 16, peers::round_vector<T>(sum[b][a]));
       }
     }
     if (r.weight_gradient != nullptr && chunk == 0) {
@@ -225,16 +209,16 @@ __device__ __forceinline__ void sum_tokens(const Rank& r, int chunk, const Team&
 
 // Sends this rank's part of a chunk, as soon as it is computed. tiles: number of tiles in the chunk.
 template <class T>
-__device__ __forceinline__ void send_chunk(const Rank& r, const Board& board, int chunk, int tiles,
-                                           const Team& team) {
+__device__ __forceinline__ void send_chunk(const Rank& r, const ArrivalBoard& board, int chunk, int tiles,
+                                           const WarpTeam& team) {
   const auto rows = [&](int level, int e) { return board.rows(level, e); };
   if (team.lane == 0) await_done(r, chunk, static_cast<uint32_t>(tiles));
   sync_warp();
-  nap(r.watch, team.number + 3000);
+  peers::test_delay(r.watch, team.number + 3000);
   PieceWalk walk(r.ranks(), r.experts());
   Piece piece;
   for (int i = team.number; walk.find(i, rows, piece); i += team.count) {
-    if (has_failed(r.watch)) break;  // links may be missing then, and they say where to write
+    if (peers::has_failed(r.watch)) break;  // links may be missing then, and they say where to write
     const int first = board.first(piece.step, piece.expert) + piece.begin;
     if (r.row_dots != nullptr && chunk == 0) send_dots(r, first, piece.rows, team);
     send_sums<T>(r, first, piece.rows, chunk, team);
@@ -244,8 +228,9 @@ __device__ __forceinline__ void send_chunk(const Rank& r, const Board& board, in
 
 // Waits for a chunk from all ranks, and adds it up.
 template <class T>
-__device__ __forceinline__ void sum_chunk(const Rank& r, const Sends& sends, int chunk, const Team& team) {
-  await_returns(r, sends, chunk, team);
+__device__ __forceinline__ void sum_chunk(const Rank& r, const SendTable& send_table, int chunk,
+                                          const WarpTeam& team) {
+  await_returns(r, send_table, chunk, team);
   sum_tokens<T>(r, chunk, team);
 }
 
@@ -266,15 +251,15 @@ struct Tiling {
 //
 // helpers: number of computing warps that join for the last chunk, because nothing is left to compute.
 template <class T>
-__device__ __forceinline__ void combine(const Rank& r, const Board& board, const Sends& sends, Tiling tiling,
-                                        const Team& team, int helpers) {
+__device__ __forceinline__ void combine(const Rank& r, const ArrivalBoard& board, const SendTable& send_table,
+                                        Tiling tiling, const WarpTeam& team, int helpers) {
   const int last = r.chunks.count() - 1;
-  const auto of = [&](int chunk) -> Team {
+  const auto of = [&](int chunk) -> WarpTeam {
     return {team.lane, team.lanes, team.number, team.count + (chunk < last ? 0 : helpers)};
   };
   for (int chunk = 0; chunk <= last + 1; ++chunk) {
     if (chunk <= last) send_chunk<T>(r, board, chunk, tiling.of_chunk(r.chunks, chunk), of(chunk));
-    if (chunk > 0) sum_chunk<T>(r, sends, chunk - 1, of(chunk - 1));
+    if (chunk > 0) sum_chunk<T>(r, send_table, chunk - 1, of(chunk - 1));
   }
 }
 
@@ -282,11 +267,12 @@ __device__ __forceinline__ void combine(const Rank& r, const Board& board, const
 //
 // all: this warp's number among all warps that work on the last chunk. Communicating warps come first.
 template <class T>
-__device__ __forceinline__ void help(const Rank& r, const Board& board, const Sends& sends, Tiling tiling,
-                                     const Team& all) {
+__device__ __forceinline__ void combine_last_chunk(const Rank& r, const ArrivalBoard& board,
+                                                   const SendTable& send_table, Tiling tiling,
+                                                   const WarpTeam& all) {
   const int last = r.chunks.count() - 1;
   send_chunk<T>(r, board, last, tiling.of_chunk(r.chunks, last), all);
-  sum_chunk<T>(r, sends, last, all);
+  sum_chunk<T>(r, send_table, last, all);
 }
 
 }  // namespace pmoe::comet

@@ -1,34 +1,14 @@
 // The work of communicating warps in the dispatching kernel. They grant room, write rows into peers' heaps,
 // and raise flags.
 #pragma once
-#include "comet/protocol.h"
 #include "comet/rank.h"
 #include "common/device.cuh"
+#include "peers/protocol.h"
+#include "peers/rows.cuh"
 
 namespace pmoe::comet {
 
-// Vectors of 16 bytes that a lane loads before it stores the first one.
-constexpr int kInFlight = 8;
-
-// Copies a row by all lanes of a team.
-__device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from, int64_t bytes, const Team& team) {
-  const int vectors = static_cast<int>(bytes / 16);
-  for (int first = team.lane; first < vectors; first += kInFlight * team.lanes) {
-    // Initialised, because the compiler would otherwise keep registers for it through all of the block's
-    // other work.
-    Words held[kInFlight] = {};
-    PMOE_UNROLL
-    for (int i = 0; i < kInFlight; ++i) {
-      const int at = first + i * team.lanes;
-      if (at < vectors) held[i] = load16(from + int64_t{at} * 16);
-    }
-    PMOE_UNROLL
-    for (int i = 0; i < kInFlight; ++i) {
-      const int at = first + i * team.lanes;
-      if (at < vectors) store16(to + int64_t{at} * 16, held[i]);
-    }
-  }
-}
+using peers::WarpTeam;
 
 // Copies pieces of rows to a peer. Here rows go through registers; in bulk.cuh through shared memory.
 //
@@ -37,19 +17,19 @@ __device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from, int64
 // finish(r, team): when it returns to a lane, everything that this lane has copied is written.
 class LaneCopies {
  public:
-  __device__ __forceinline__ void begin(const Rank& r, uint8_t* to, int from, int rows, const Team&) {
+  __device__ __forceinline__ void begin(const Rank& r, uint8_t* to, int from, int rows, const WarpTeam&) {
     to_ = to, rows_ = rows;
     PMOE_UNROLL
     for (int row = 0; row < kPiece; ++row)
       token_[row] = row < rows ? r.by_choices.divide(read(r.slot + from + row)) : 0;
   }
 
-  __device__ __forceinline__ void finish(const Rank& r, const Team& team) {
+  __device__ __forceinline__ void finish(const Rank& r, const WarpTeam& team) {
     const int64_t row_bytes = r.layout.row_bytes;
     PMOE_UNROLL
     for (int row = 0; row < kPiece; ++row)
       if (row < rows_)
-        copy_row(to_ + row * row_bytes, r.source + token_[row] * r.source_stride, row_bytes, team);
+        peers::copy_row(to_ + row * row_bytes, r.source + token_[row] * r.source_stride, row_bytes, team);
   }
 
  private:
@@ -57,20 +37,20 @@ class LaneCopies {
   int rows_, token_[kPiece];
 };
 
-// Fills the board from the received counts, by all threads of a block. meet() is their barrier.
-template <class Meet>
-__device__ __forceinline__ void fill_board(const Rank& r, Board& board, int thread, int threads,
-                                           const Meet& meet) {
+// Fills the board from the received counts, by all threads of a block. sync() is their barrier.
+template <class Sync>
+__device__ __forceinline__ void fill_board(const Rank& r, ArrivalBoard& board, int thread, int threads,
+                                           const Sync& sync) {
   board.fill(
       r.rank, [&](int source, int e) { return read(r.recv_counts + source * r.recv_stride + e); }, thread,
-      threads, meet);
+      threads, sync);
 }
 
-// Fills the table of sends from this rank's counts, by all threads of a block. meet() is their barrier.
-template <class Meet>
-__device__ __forceinline__ void fill_sends(const Rank& r, Sends& sends, int thread, int threads,
-                                           const Meet& meet) {
-  sends.fill([&](int i) { return read(r.send_counts + i); }, thread, threads, meet);
+// Fills the send table from this rank's counts, by all threads of a block. sync() is their barrier.
+template <class Sync>
+__device__ __forceinline__ void fill_send_table(const Rank& r, SendTable& send_table, int thread, int threads,
+                                                const Sync& sync) {
+  send_table.fill([&](int i) { return read(r.send_counts + i); }, thread, threads, sync);
 }
 
 // Grants every peer its room: where its rows begin in this rank's inbox, and that the inbox is free. It is
@@ -80,30 +60,30 @@ __device__ __forceinline__ void fill_sends(const Rank& r, Sends& sends, int thre
 // A rank that has failed grants nothing. It has not waited for a late peer, which may still read the grants
 // of the round before.
 //
-// The threads of one block call it together; meet() is their barrier.
-template <class Meet>
-__device__ __forceinline__ void grant(const Rank& r, const Board& board, int thread, int threads,
-                                      const Meet& meet) {
-  nap(r.watch, 6000 + r.rank);
-  const int experts = r.experts(), all = has_failed(r.watch) ? 0 : r.ranks() * experts;
+// The threads of one block call it together; sync() is their barrier.
+template <class Sync>
+__device__ __forceinline__ void grant(const Rank& r, const ArrivalBoard& board, int thread, int threads,
+                                      const Sync& sync) {
+  peers::test_delay(r.watch, 6000 + r.rank);
+  const int experts = r.experts(), all = peers::has_failed(r.watch) ? 0 : r.ranks() * experts;
   for (int i = thread; i < all; i += threads) {
     const int peer = i / experts, e = i % experts;
-    auto* const told = reinterpret_cast<int32_t*>(r.heap(peer) + r.layout.grants(r.rank));
-    write(told + e, board.first(level_of(peer, r.rank, r.ranks()), e));
+    auto* const grants = reinterpret_cast<int32_t*>(r.heap(peer) + r.layout.grants(r.rank));
+    write(grants + e, board.first(level_of(peer, r.rank, r.ranks()), e));
   }
   for (int i = thread; i < kMostChunks; i += threads) {
     write(&r.counters()->done[i], 0u);
     write(&r.counters()->sent[i], 0u);
   }
-  meet();
+  sync();
   for (int peer = thread; peer < r.ranks(); peer += threads)
-    signal(r.watch, r.heap(peer) + r.layout.granted(r.rank));
+    peers::signal(r.watch, r.heap(peer) + r.layout.granted(r.rank));
 }
 
 // Returns the link of a slot's row: where its product comes home, and the token's next row on the same
 // target.
-__device__ __forceinline__ Link link_of(const Rank& r, const Sends& sends, const int32_t* grants, int target,
-                                        int slot) {
+__device__ __forceinline__ Link link_of(const Rank& r, const SendTable& send_table, const int32_t* grants,
+                                        int target, int slot) {
   const int experts = r.experts(), token = r.by_choices.divide(slot), choice = slot - token * r.choices;
   Link link = {read(r.position + slot) - r.first_row, -1, r.rank, 1};
   for (int k = 0; k < r.choices; ++k) {
@@ -116,7 +96,7 @@ __device__ __forceinline__ Link link_of(const Rank& r, const Sends& sends, const
       link.first = 0;
     } else {
       const int e = expert - target * experts;
-      link.next = read(grants + e) + position - r.first_row - sends.first(target, e);
+      link.next = read(grants + e) + position - r.first_row - send_table.first(target, e);
       break;
     }
   }
@@ -125,10 +105,10 @@ __device__ __forceinline__ Link link_of(const Rank& r, const Sends& sends, const
 
 // Writes all rows of this rank to where they are computed. The warps take pieces in turn.
 template <class Copies>
-__device__ __forceinline__ void send_rows(const Rank& r, const Sends& sends, const Team& team,
+__device__ __forceinline__ void send_rows(const Rank& r, const SendTable& send_table, const WarpTeam& team,
                                           Copies& copies) {
   PieceWalk walk(r.ranks(), r.experts());
-  const auto rows = [&](int step, int e) { return sends.rows(target_at(step, r.rank, r.ranks()), e); };
+  const auto rows = [&](int step, int e) { return send_table.rows(target_at(step, r.rank, r.ranks()), e); };
   Piece piece;
   int granted_by = -1;
   for (int i = team.number; walk.find(i, rows, piece); i += team.count) {
@@ -137,13 +117,14 @@ __device__ __forceinline__ void send_rows(const Rank& r, const Sends& sends, con
     const auto* const grants = reinterpret_cast<const int32_t*>(r.own() + r.layout.grants(target));
     if (granted_by != target) {
       granted_by = target;
-      if (team.lane == 0) await(r.watch, r.own() + r.layout.granted(target), Wait::kGrant, target, 0, 0);
+      if (team.lane == 0)
+        peers::await(r.watch, r.own() + r.layout.granted(target), Wait::kGrant, target, 0, 0);
       sync_warp();
     }
-    if (ballot(has_failed(r.watch))) return;  // without a grant it is unknown where to write
-    nap(r.watch, team.number);
+    if (ballot(peers::has_failed(r.watch))) return;  // without a grant it is unknown where to write
+    peers::test_delay(r.watch, team.number);
     const int first = read(grants + piece.expert), to = first + piece.begin;
-    const int from = r.first_row + sends.first(target, piece.expert) + piece.begin;
+    const int from = r.first_row + send_table.first(target, piece.expert) + piece.begin;
     auto* const weights = reinterpret_cast<float*>(heap + r.layout.weights()) + to;
     auto* const links = reinterpret_cast<Link*>(heap + r.layout.links()) + to;
     // The rows are in flight while their links are worked out, which takes up to five dependent reads.
@@ -151,22 +132,23 @@ __device__ __forceinline__ void send_rows(const Rank& r, const Sends& sends, con
     for (int row = team.lane; row < piece.rows; row += team.lanes) {
       const int slot = read(r.slot + from + row);
       write(weights + row, read(r.weight + slot));
-      const Link link = link_of(r, sends, grants, target, slot);
+      const Link link = link_of(r, send_table, grants, target, slot);
       Words words = {{static_cast<uint32_t>(link.home), static_cast<uint32_t>(link.next),
                       static_cast<uint32_t>(link.source), static_cast<uint32_t>(link.first)}};
       store16(links + row, words);
     }
     copies.finish(r, team);
     sync_warp();
-    nap(r.watch, team.number + 1000);
-    if (team.lane == 0) signal(r.watch, heap + r.layout.arrival(r.rank, piece.expert, first, piece.number));
+    peers::test_delay(r.watch, team.number + 1000);
+    if (team.lane == 0)
+      peers::signal(r.watch, heap + r.layout.arrival(r.rank, piece.expert, first, piece.number));
   }
 }
 
 // Waits until the rows [begin, end) of the inbox, which belong to one expert, have arrived from all sources.
 // Lane i of `lanes` waits for every lanes-th piece, so all lanes together wait for all pieces.
-__device__ __forceinline__ void await_rows(const Rank& r, const Board& board, int expert, int begin, int end,
-                                           int lane, int lanes) {
+__device__ __forceinline__ void await_rows(const Rank& r, const ArrivalBoard& board, int expert, int begin,
+                                           int end, int lane, int lanes) {
   int turn = 0;
   for (int level = 0; level < r.ranks(); ++level) {
     const int first = board.first(level, expert), last = board.first(level + 1, expert);
@@ -176,14 +158,14 @@ __device__ __forceinline__ void await_rows(const Rank& r, const Board& board, in
     const int lowest = (from - first) / kPiece, highest = (to - 1 - first) / kPiece;
     // Pieces are numbered across levels, so that every lane gets its share.
     for (int number = lowest + (lane - turn % lanes + lanes) % lanes; number <= highest; number += lanes)
-      await(r.watch, r.own() + r.layout.arrival(source, expert, first, number), Wait::kArrival, source,
-            expert, number);
+      peers::await(r.watch, r.own() + r.layout.arrival(source, expert, first, number), Wait::kArrival, source,
+                   expert, number);
     turn += highest - lowest + 1;
   }
 }
 
 // Waits until every row has arrived. For a launch that multiplies nothing.
-__device__ __forceinline__ void await_all(const Rank& r, const Board& board, const Team& team) {
+__device__ __forceinline__ void await_all(const Rank& r, const ArrivalBoard& board, const WarpTeam& team) {
   PieceWalk walk(r.ranks(), r.experts());
   const auto rows = [&](int level, int e) { return board.rows(level, e); };
   Piece piece;
@@ -191,8 +173,8 @@ __device__ __forceinline__ void await_all(const Rank& r, const Board& board, con
     const int source = source_at(piece.step, r.rank, r.ranks());
     const int first = board.first(piece.step, piece.expert);
     if (team.lane == 0)
-      await(r.watch, r.own() + r.layout.arrival(source, piece.expert, first, piece.number), Wait::kArrival,
-            source, piece.expert, piece.number);
+      peers::await(r.watch, r.own() + r.layout.arrival(source, piece.expert, first, piece.number),
+                   Wait::kArrival, source, piece.expert, piece.number);
   }
   sync_warp();
 }

@@ -7,12 +7,10 @@
 
 namespace pmoe::comet {
 
-// Largest number of ranks in a launch: normally one; several virtual ranks share a device in tests and
-// measurements. The kernels differ only in how they count blocks.
-constexpr int kMostVirtual = 4;
+using peers::kMostVirtual;
 
 constexpr int kBoardWords = 2 * kMostExperts;
-constexpr int kSendsWords = kMostExperts + 1;
+constexpr int kSendTableWords = kMostExperts + 1;
 
 // One rank's part of a launch.
 struct Fused {

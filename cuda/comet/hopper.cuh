@@ -19,7 +19,7 @@ namespace pmoe::comet {
 constexpr int kWalkBytes = 128;
 
 // The place of a block's tile, if blocks form pairs with tiles side by side.
-struct Beside {
+struct PairTile {
   int first;                   // column of this block's tile in the pair
   int chunk_columns, columns;  // of the result; no tile crosses the end of a chunk
 };
@@ -27,18 +27,18 @@ struct Beside {
 struct HopperShared {
   hopper::Shared gemm;
   int32_t board[kBoardWords];
-  Beside beside;
+  PairTile pair_tile;
   alignas(16) uint8_t walk[hopper::kThreads / 32][kWalkBytes];
 };
 static_assert(sizeof(HopperShared) <= 232448 - 1024, "more shared memory than a block of Hopper has");
-static_assert(sizeof(hopper::Shared::a) >= 4 * kSendsWords, "the table of sends must fit into the stages");
+static_assert(sizeof(hopper::Shared::a) >= 4 * kSendTableWords, "the send table must fit into the stages");
 
 // The shared memory of a block that dispatches. It takes the place of a computing block's stages.
-struct Sending {
+struct DispatchShared {
   BulkRing ring[hopper::kThreads / 32];
-  int32_t sends[kSendsWords];
+  int32_t send_table[kSendTableWords];
 };
-static_assert(sizeof(Sending) <= sizeof(hopper::Shared));
+static_assert(sizeof(DispatchShared) <= sizeof(hopper::Shared));
 
 #if PMOE_HOPPER_CODE
 
@@ -81,19 +81,19 @@ class WarpWalk {
 // A block's tiles where two blocks share A: of each pair side by side, the tile of the block's rank in the
 // cluster. `walk` finds pairs, and goes over half of the columns.
 template <class Walk>
-class BesideWalk {
+class PairWalk {
  public:
-  __device__ __forceinline__ explicit BesideWalk(const Walk& walk) : walk_(walk) {}
+  __device__ __forceinline__ explicit PairWalk(const Walk& walk) : walk_(walk) {}
 
   __device__ __forceinline__ bool next(Tile& tile) {
     const bool more = walk_.next(tile);
-    tile.column = tile.column * block().gemm.cluster + block().beside.first;
+    tile.column = tile.column * block().gemm.cluster + block().pair_tile.first;
     return more;
   }
 
   // Returns whether a tile lies beyond the columns of its chunk.
   __device__ __forceinline__ static bool is_beyond(const Tile& tile) {
-    const Beside& own = block().beside;
+    const PairTile& own = block().pair_tile;
     const int begin = (tile.column - own.first) / own.chunk_columns * own.chunk_columns;
     return tile.column >= smaller(begin + own.chunk_columns, own.columns);
   }
@@ -110,16 +110,16 @@ class BesideWalk {
 __device__ __forceinline__ void begin_tiles(const Problem& p, HopperShared& shared, int tile_columns,
                                             const Chunks& chunks) {
   if (threadIdx.x == 0) {
-    shared.beside = {hopper::rank_in_cluster() * tile_columns, chunks.chunk_columns, chunks.columns};
-    hopper::init_barriers(shared.gemm, 1, p.beside, 1);
+    shared.pair_tile = {hopper::rank_in_cluster() * tile_columns, chunks.chunk_columns, chunks.columns};
+    hopper::init_barriers(shared.gemm, 1, p.blocks_across, 1);
   }
-  hopper::meet_before(p.beside);
+  hopper::sync_before(p.blocks_across);
 }
 
 // Loads all tiles of a block, each as soon as its rows have arrived. The first warp runs it.
 template <Form kForm, bool kHalves, class Walk>
-__device__ __forceinline__ void load_as_rows_arrive(const Fused& f, const Board& board, HopperShared& shared,
-                                                    Walk walk) {
+__device__ __forceinline__ void load_as_rows_arrive(const Fused& f, const ArrivalBoard& board,
+                                                    HopperShared& shared, Walk walk) {
   const hopper::Loader<kForm, kHalves, 1> loader{f.a_map, f.b_map, f.problem, hopper::rank_in_cluster()};
   const int lane = static_cast<int>(threadIdx.x);
   Ring<hopper::kStages> ring;
@@ -130,12 +130,12 @@ __device__ __forceinline__ void load_as_rows_arrive(const Fused& f, const Board&
     const int begin = tile.group_begin + tile.row;
     const int rows = smaller(hopper::kRows, tile.group_rows - tile.row);
     await_rows(f.rank, board, tile.expert, begin, begin + rows, lane, 32);
-    if constexpr (kPlant != Plant::kNoProxyFence) fence_proxy_async_global();
+    if constexpr (peers::kPlant != peers::Plant::kNoProxyFence) fence_proxy_async_global();
     sync_warp();
     if (lane == 0) {
-      nap(f.rank.watch, blockIdx.x + 4000);
+      peers::test_delay(f.rank.watch, blockIdx.x + 4000);
       // This fence covers what the other lanes have seen.
-      if constexpr (kPlant != Plant::kNoProxyFence) fence_proxy_async_global();
+      if constexpr (peers::kPlant != peers::Plant::kNoProxyFence) fence_proxy_async_global();
       hopper::load_tile(loader, shared.gemm, tile, ring);
     }
     // Without this barrier the other lanes would poll for the next tile's rows, and would take issue slots
@@ -151,27 +151,27 @@ __global__ void __launch_bounds__(hopper::kThreads, 1) dispatch_gemm(const __gri
   const Fused& f = launch.fused[blockIdx.x / launch.blocks];
   const Rank& r = f.rank;
   const int block = static_cast<int>(blockIdx.x) % launch.blocks, thread = static_cast<int>(threadIdx.x);
-  const auto meet = [] { sync_block(); };
-  Board board(shared.board, r.ranks(), r.experts());
-  fill_board(r, board, thread, hopper::kThreads, meet);
+  const auto sync = [] { sync_block(); };
+  ArrivalBoard board(shared.board, r.ranks(), r.experts());
+  fill_board(r, board, thread, hopper::kThreads, sync);
   if (block < r.communicating) {
-    auto& sending = reinterpret_cast<Sending&>(shared.gemm);
-    Sends sends(sending.sends, r.ranks(), r.experts());
-    fill_sends(r, sends, thread, hopper::kThreads, meet);
-    if (block == 0) grant(r, board, thread, hopper::kThreads, meet);
-    const Team team = {thread % 32, 32, block + thread / 32 * r.communicating,
-                       hopper::kThreads / 32 * r.communicating};
+    auto& sending = reinterpret_cast<DispatchShared&>(shared.gemm);
+    SendTable send_table(sending.send_table, r.ranks(), r.experts());
+    fill_send_table(r, send_table, thread, hopper::kThreads, sync);
+    if (block == 0) grant(r, board, thread, hopper::kThreads, sync);
+    const WarpTeam team = {thread % 32, 32, block + thread / 32 * r.communicating,
+                           hopper::kThreads / 32 * r.communicating};
     HopperCopies copies(sending.ring[thread / 32], team);
-    send_rows(r, sends, team, copies);
+    send_rows(r, send_table, team, copies);
     if (!r.computes) await_all(r, board, team);
     return;
   }
   using Shape = FixedShape<hopper::kRows, hopper::tile_columns(kHalves)>;
-  const int beside = f.problem.beside, columns = kHalves ? f.problem.n / 2 : f.problem.n;
+  const int blocks_across = f.problem.blocks_across, columns = kHalves ? f.problem.n / 2 : f.problem.n;
   begin_tiles(f.problem, shared, Shape::columns, {columns, larger(columns, 1)});
-  const BesideWalk walk(ArrivalWalk(board, ceil_div(columns, beside), Shape(),
-                                    (block - r.communicating) / beside,
-                                    (r.blocks - r.communicating) / beside));
+  const PairWalk walk(ArrivalWalk(board, ceil_div(columns, blocks_across), Shape(),
+                                  (block - r.communicating) / blocks_across,
+                                  (r.blocks - r.communicating) / blocks_across));
   if (thread < hopper::kLoaders) {
     fewer_registers<hopper::kLoaderRegisters>();
     if (thread < 32) load_as_rows_arrive<kForm, kHalves>(f, board, shared, WarpWalk(walk));
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(hopper::kThreads, 1) dispatch_gemm(const __gri
     hopper::multiply<T, kForm, kEpilogue, kActivation, 1>(f.problem, shared.gemm, WarpWalk(walk),
                                                           [](const Tile&) {});
   }
-  hopper::meet_behind(shared.gemm.cluster);
+  hopper::sync_after(shared.gemm.cluster);
 }
 
 template <class T, Form kForm>
@@ -189,24 +189,24 @@ __global__ void __launch_bounds__(hopper::kThreads, 1) gemm_combine(const __grid
   const Fused& f = launch.fused[blockIdx.x / launch.blocks];
   const Rank& r = f.rank;
   const int block = static_cast<int>(blockIdx.x) % launch.blocks, thread = static_cast<int>(threadIdx.x);
-  const auto meet = [] { sync_block(); };
-  Board board(shared.board, r.ranks(), r.experts());
-  fill_board(r, board, thread, hopper::kThreads, meet);
+  const auto sync = [] { sync_block(); };
+  ArrivalBoard board(shared.board, r.ranks(), r.experts());
+  fill_board(r, board, thread, hopper::kThreads, sync);
   if (block < r.communicating) {
-    Sends sends(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
-    fill_sends(r, sends, thread, hopper::kThreads, meet);
-    const Team team = {thread % 32, 32, block + thread / 32 * r.communicating,
-                       hopper::kThreads / 32 * r.communicating};
-    combine<T>(r, board, sends, {row_tiles(board, hopper::kRows), hopper::kColumns}, team,
+    SendTable send_table(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
+    fill_send_table(r, send_table, thread, hopper::kThreads, sync);
+    const WarpTeam team = {thread % 32, 32, block + thread / 32 * r.communicating,
+                           hopper::kThreads / 32 * r.communicating};
+    combine<T>(r, board, send_table, {row_tiles(board, hopper::kRows), hopper::kColumns}, team,
                hopper::kMultiplierWarps * (r.blocks - r.communicating));
     return;
   }
   using Shape = FixedShape<hopper::kRows, hopper::kColumns>;
-  const int beside = f.problem.beside;
+  const int blocks_across = f.problem.blocks_across;
   begin_tiles(f.problem, shared, Shape::columns, r.chunks);
-  const Chunks of_pairs = {ceil_div(r.chunks.columns, beside), r.chunks.chunk_columns / beside};
-  const BesideWalk walk(ColumnWalk(board, of_pairs, Shape(), (block - r.communicating) / beside,
-                                   (r.blocks - r.communicating) / beside));
+  const Chunks of_pairs = {ceil_div(r.chunks.columns, blocks_across), r.chunks.chunk_columns / blocks_across};
+  const PairWalk walk(ColumnWalk(board, of_pairs, Shape(), (block - r.communicating) / blocks_across,
+                                 (r.blocks - r.communicating) / blocks_across));
   if (thread < hopper::kLoaders) {
     fewer_registers<hopper::kLoaderRegisters>();
     const hopper::Loader<kForm, false, 1> loader{f.a_map, f.b_map, f.problem, hopper::rank_in_cluster()};
@@ -220,21 +220,21 @@ __global__ void __launch_bounds__(hopper::kThreads, 1) gemm_combine(const __grid
         f.problem, shared.gemm, WarpWalk(walk), [&](const Tile& tile) {
           sync_named(2, hopper::kMultipliers);
           if (thread_again() != hopper::kLoaders || tile.rows == 0) return;
-          nap(r.watch, blockIdx.x + 5000);
+          peers::test_delay(r.watch, blockIdx.x + 5000);
           tile_done(r, tile.column / r.chunks.chunk_columns);
         });
-    // Nothing more is loaded into the stages, so the table of sends uses their memory.
+    // Nothing more is loaded into the stages, so the send table uses their memory.
     const int self = thread_again() - hopper::kLoaders;
     const auto together = [] { sync_named(2, hopper::kMultipliers); };
     together();
-    Sends sends(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
-    fill_sends(r, sends, self, hopper::kMultipliers, together);
+    SendTable send_table(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
+    fill_send_table(r, send_table, self, hopper::kMultipliers, together);
     const int first = hopper::kThreads / 32 * r.communicating, computing = r.blocks - r.communicating;
-    const Team all = {self % 32, 32, first + block - r.communicating + self / 32 * computing,
-                      first + hopper::kMultiplierWarps * computing};
-    help<T>(r, board, sends, {row_tiles(board, hopper::kRows), hopper::kColumns}, all);
+    const WarpTeam all = {self % 32, 32, first + block - r.communicating + self / 32 * computing,
+                          first + hopper::kMultiplierWarps * computing};
+    combine_last_chunk<T>(r, board, send_table, {row_tiles(board, hopper::kRows), hopper::kColumns}, all);
   }
-  hopper::meet_behind(shared.gemm.cluster);
+  hopper::sync_after(shared.gemm.cluster);
 }
 
 #else

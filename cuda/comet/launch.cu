@@ -36,20 +36,22 @@ std::string name_of(const Which& which, const Path& path) {
   return name + names[static_cast<int>(which.activation)];
 }
 
-bool goes_in_pairs(const Path& path, const Which& which, const Launch& launch, int ranks) {
-  bool goes = &path == &hopper_path && launch.blocks % 2 == 0;
+bool may_pair_blocks(const Path& path, const Which& which, const Launch& launch, int ranks) {
+  bool may_pair = &path == &hopper_path && launch.blocks % 2 == 0;
   for (int i = 0; i < ranks; ++i) {
     const Fused& f = launch.fused[i];
     const int columns = which.kernel == Kernel::kCombine ? f.rank.chunks.chunk_columns : f.problem.n;
-    goes = goes && f.rank.communicating % 2 == 0 && pmoe::goes_in_pairs(ceil_div(columns, path.tile_columns));
+    may_pair = may_pair && f.rank.communicating % 2 == 0 &&
+               pmoe::may_pair_tiles(ceil_div(columns, path.tile_columns));
   }
-  return goes;
+  return may_pair;
 }
 
 void launch(const Path& path, const Which& which, Launch& launch, int ranks, const int64_t* a_rows,
             void* stream) {
-  const int beside = launch.fused[0].problem.beside;
-  const Grid grid = {ranks * launch.blocks, path.threads, path.shared_bytes, beside > 1 ? beside : 0, true};
+  const int blocks_across = launch.fused[0].problem.blocks_across;
+  const Grid grid = {ranks * launch.blocks, path.threads, path.shared_bytes,
+                     blocks_across > 1 ? blocks_across : 0, true};
   const Prepared prepared(name_of(which, path), path.kernel(which), grid, stream);
   for (int i = 0; i < ranks && &path == &hopper_path; ++i) {
     Fused& f = launch.fused[i];

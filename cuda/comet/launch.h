@@ -34,7 +34,7 @@ struct Path {
   FusedKernel (*kernel)(const Which&);
   int threads, shared_bytes;
   int tile_rows, tile_columns;
-  int board_words;  // capacity of the shared Board; Board::words() of a launch must not exceed it
+  int board_words;  // largest ArrivalBoard::words() of a launch
 };
 
 extern const Path hopper_path, ampere_path;
@@ -44,7 +44,7 @@ std::string name_of(const Which&, const Path&);
 
 // Returns whether computing blocks may form pairs whose tiles lie side by side. Both blocks of a cluster must
 // compute, or neither, and the columns must suffice for both.
-bool goes_in_pairs(const Path&, const Which&, const Launch&, int ranks);
+bool may_pair_blocks(const Path&, const Which&, const Launch&, int ranks);
 
 // Launches a kernel. All blocks of all ranks are resident, or the launch fails. Throws std::runtime_error if
 // CUDA refuses it.

@@ -18,17 +18,33 @@
 //   returned  peer p    p                flags by column chunk: p has written its rows of `home`
 //   counters            this rank        counters shared by its own blocks
 //
+// In the dispatching kernel:
+//
+//   target rank t                           source rank s
+//   writes grants and raises granted   -->  waits for granted
+//   waits for arrival                  <--  writes rows, weights, links, and raises the piece's arrival
+//   multiplies the tile
+//
+// In the combining kernel:
+//
+//   target rank t                           source rank s
+//   writes sums of a column chunk,
+//   raises returned                    -->  waits for returned, adds up its tokens
+//
 // Letters: W ranks, E experts of a rank.
 #pragma once
 #include "common/host_device.h"
+#include "peers/sizes.h"
 
 namespace pmoe::comet {
+
+using peers::align_region;
+using peers::kFlagBytes;
 
 constexpr int kMostRanks = 64;
 constexpr int kMostExperts = 1024;  // of all ranks together
 constexpr int kPiece = 16;          // rows that are written and announced together
 constexpr int kMostChunks = 64;     // chunks of columns
-constexpr int kFlagBytes = 32;      // a flag that is polled has a 32-byte sector of its own
 
 // Says what to do with a row's product. The row's source writes it beside the row.
 struct alignas(16) Link {
@@ -54,27 +70,27 @@ struct Layout {
 
   PMOE_HD int64_t most_pieces() const { return ceil_div(rows, kPiece) + experts; }
 
-  // Rounds up to a multiple of 1024.
-  PMOE_HD static constexpr int64_t whole(int64_t bytes) { return ceil_div(bytes, 1024) * 1024; }
-
   PMOE_HD int64_t counters() const { return 0; }
-  PMOE_HD int64_t granted(int peer) const { return counters() + whole(sizeof(Counters)) + peer * kFlagBytes; }
+  PMOE_HD int64_t granted(int peer) const {
+    return counters() + align_region(sizeof(Counters)) + peer * kFlagBytes;
+  }
   PMOE_HD int64_t grants(int peer) const {
-    return granted(0) + whole(int64_t{ranks} * kFlagBytes) + peer * 4 * int64_t{experts};
+    return granted(0) + align_region(int64_t{ranks} * kFlagBytes) + peer * 4 * int64_t{experts};
   }
   PMOE_HD int64_t returned(int peer, int chunk) const {
-    return grants(0) + whole(4 * int64_t{ranks} * experts) +
+    return grants(0) + align_region(4 * int64_t{ranks} * experts) +
            (int64_t{peer} * kMostChunks + chunk) * kFlagBytes;
   }
   PMOE_HD int64_t arrivals(int source) const {
-    return returned(0, 0) + whole(int64_t{ranks} * kMostChunks * kFlagBytes) + 4 * source * most_pieces();
+    return returned(0, 0) + align_region(int64_t{ranks} * kMostChunks * kFlagBytes) +
+           4 * source * most_pieces();
   }
-  PMOE_HD int64_t weights() const { return arrivals(0) + whole(4 * ranks * most_pieces()); }
-  PMOE_HD int64_t links() const { return weights() + whole(4 * rows); }
-  PMOE_HD int64_t dots() const { return links() + whole(rows * int64_t{sizeof(Link)}); }
-  PMOE_HD int64_t inbox() const { return dots() + whole(4 * home_rows); }
-  PMOE_HD int64_t home() const { return inbox() + whole(rows * row_bytes); }
-  PMOE_HD int64_t bytes() const { return home() + whole(home_rows * row_bytes); }
+  PMOE_HD int64_t weights() const { return arrivals(0) + align_region(4 * ranks * most_pieces()); }
+  PMOE_HD int64_t links() const { return weights() + align_region(4 * rows); }
+  PMOE_HD int64_t dots() const { return links() + align_region(rows * int64_t{sizeof(Link)}); }
+  PMOE_HD int64_t inbox() const { return dots() + align_region(4 * home_rows); }
+  PMOE_HD int64_t home() const { return inbox() + align_region(rows * row_bytes); }
+  PMOE_HD int64_t bytes() const { return home() + align_region(home_rows * row_bytes); }
 
   // Returns the number of a piece's flag among those of its source.
   //

@@ -20,9 +20,10 @@ namespace pmoe::comet {
 //   level 0      0          5       this rank's own rows
 //   level 1      2          6       rows of the other rank
 //   ends         5          9
-class Board {
+class ArrivalBoard {
  public:
-  PMOE_HD Board(int32_t* memory, int ranks, int experts) : first_(memory), ranks_(ranks), experts_(experts) {}
+  PMOE_HD ArrivalBoard(int32_t* memory, int ranks, int experts)
+      : first_(memory), ranks_(ranks), experts_(experts) {}
 
   // Returns the size of the memory in 32-bit words. The last line is the experts' ends.
   PMOE_HD static constexpr int words(int ranks, int experts) { return (ranks + 1) * experts; }
@@ -39,9 +40,9 @@ class Board {
   // Fills the board by `threads` threads together.
   //
   // count(source, expert): number of rows.
-  // meet(): a barrier of these threads.
-  template <class Count, class Meet>
-  PMOE_HD void fill(int rank, const Count& count, int thread, int threads, const Meet& meet) {
+  // sync(): a barrier of these threads.
+  template <class Count, class Sync>
+  PMOE_HD void fill(int rank, const Count& count, int thread, int threads, const Sync& sync) {
     for (int e = thread; e < experts_; e += threads) {
       int rows = 0;
       for (int l = 0; l < ranks_; ++l) {
@@ -50,17 +51,17 @@ class Board {
       }
       first_[ranks_ * experts_ + e] = rows;
     }
-    meet();
+    sync();
     if (thread == 0) {
       int rows = 0;
       for (int e = 0; e < experts_; ++e) first_[ranks_ * experts_ + e] = rows += end(e);
     }
-    meet();
+    sync();
     for (int e = thread; e < experts_; e += threads) {
       const int before = e ? end(e - 1) : 0;
       for (int l = 0; l < ranks_; ++l) first_[l * experts_ + e] += before;
     }
-    meet();
+    sync();
   }
 
  private:
@@ -69,10 +70,11 @@ class Board {
 };
 
 // A table of where the rows that a rank sends begin in its own order, by target and expert. It is filled like
-// a Board.
-class Sends {
+// an ArrivalBoard.
+class SendTable {
  public:
-  PMOE_HD Sends(int32_t* memory, int ranks, int experts) : first_(memory), ranks_(ranks), experts_(experts) {}
+  PMOE_HD SendTable(int32_t* memory, int ranks, int experts)
+      : first_(memory), ranks_(ranks), experts_(experts) {}
 
   PMOE_HD static constexpr int words(int ranks, int experts) { return ranks * experts + 1; }
 
@@ -87,13 +89,13 @@ class Sends {
 
   // Fills the table in three steps: each thread sums a stretch of its own, one thread sums the stretches, and
   // each thread adds what comes before its stretch. count(i): rows for target * E + expert.
-  template <class Count, class Meet>
-  PMOE_HD void fill(const Count& count, int thread, int threads, const Meet& meet) {
+  template <class Count, class Sync>
+  PMOE_HD void fill(const Count& count, int thread, int threads, const Sync& sync) {
     const int all = ranks_ * experts_, each = ceil_div(all, threads);
     const int begin = smaller(thread * each, all), end = smaller(begin + each, all);
     int rows = 0;
     for (int i = begin; i < end; ++i) first_[i + 1] = rows += count(i);
-    meet();
+    sync();
     if (thread == 0) {
       first_[0] = 0;
       for (int last = each, before = 0; last - each < all; last += each) {
@@ -101,10 +103,10 @@ class Sends {
         first_[at] = before += first_[at];
       }
     }
-    meet();
+    sync();
     const int before = begin < all ? first_[begin] : 0;
     for (int i = begin; i + 1 < end; ++i) first_[i + 1] += before;
-    meet();
+    sync();
   }
 
  private:
@@ -165,7 +167,7 @@ PMOE_HD void place_in_bands(int inside, int height, int across, int& down, int& 
 template <class Shape>
 class ArrivalWalk {
  public:
-  PMOE_HD ArrivalWalk(const Board& board, int columns, Shape shape, int first, int step)
+  PMOE_HD ArrivalWalk(const ArrivalBoard& board, int columns, Shape shape, int first, int step)
       : board_(board), shape_(shape), across_(ceil_div(columns, shape.columns)), index_(first), step_(step) {
     load_group();
   }
@@ -207,7 +209,7 @@ class ArrivalWalk {
     height_ = complete(level_) - first_;
   }
 
-  Board board_;
+  ArrivalBoard board_;
   Shape shape_;
   int across_, index_, step_;
   int level_ = 0, expert_ = 0, first_ = 0, height_ = 0;
@@ -224,7 +226,7 @@ struct Chunks {
 };
 
 // Returns the number of row tiles of all experts.
-PMOE_HD int row_tiles(const Board& board, int rows) {
+PMOE_HD int row_tiles(const ArrivalBoard& board, int rows) {
   int tiles = 0;
   for (int e = 0; e < board.experts(); ++e) tiles += ceil_div(board.end(e) - board.begin(e), rows);
   return tiles;
@@ -236,7 +238,7 @@ PMOE_HD int row_tiles(const Board& board, int rows) {
 template <class Shape>
 class ColumnWalk {
  public:
-  PMOE_HD ColumnWalk(const Board& board, Chunks chunks, Shape shape, int first, int step)
+  PMOE_HD ColumnWalk(const ArrivalBoard& board, Chunks chunks, Shape shape, int first, int step)
       : board_(board),
         chunks_(chunks),
         shape_(shape),
@@ -280,7 +282,7 @@ class ColumnWalk {
   }
   PMOE_HD void load_group() { height_ = ceil_div(board_.end(expert_) - board_.begin(expert_), shape_.rows); }
 
-  Board board_;
+  ArrivalBoard board_;
   Chunks chunks_;
   Shape shape_;
   int row_tiles_, index_, step_;

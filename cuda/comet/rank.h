@@ -2,10 +2,14 @@
 #pragma once
 #include "comet/layout.h"
 #include "comet/order.h"
-#include "comet/watch.h"
 #include "common/host_device.h"
+#include "peers/watch.h"
 
 namespace pmoe::comet {
+
+using peers::Report;
+using peers::Wait;
+using peers::Watch;
 
 // One rank: its heap, its routing, and its part of the work.
 struct Rank {
@@ -62,13 +66,6 @@ struct Rank {
   PMOE_HD uint8_t* inbox(int peer, int row) const {
     return heap(peer) + layout.inbox() + row * layout.row_bytes;
   }
-};
-
-// A team of threads that works on one piece: the lanes of a warp. In tests with a thread for each warp it is
-// one thread.
-struct Team {
-  int lane, lanes;
-  int number, count;  // number of this team, and how many communicating ones the rank has
 };
 
 }  // namespace pmoe::comet

@@ -3,8 +3,8 @@
 // - nvcc compiles the PTX instructions themselves (device_ptx.cuh, hopper_ptx.cuh).
 // - tests/cuda/emulator.h has the same names on the CPU. A kernel's own source runs there, every thread of
 //   it.
-// - tests/cuda/threads.h has the few that cuda/comet's protocol needs, on plain threads under ThreadSanitizer
-//   (PMOE_THREADS).
+// - tests/cuda/threads.h has the few that the protocol of cuda/peers needs, on plain threads under
+//   ThreadSanitizer (PMOE_THREADS).
 //
 // For the emulator's sake kernels follow two rules. They reach shared memory only through shared_memory().
 // They synchronize only full warps, whole blocks, or the threads of a named barrier.

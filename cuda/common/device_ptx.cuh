@@ -66,8 +66,8 @@ __device__ __forceinline__ void sync_named(int id, int threads) {
 
 // Makes the compiler treat the value as a new one. Numbers derived from the old value are then computed
 // again, instead of being kept in registers.
-__device__ __forceinline__ void forget(int64_t& value) { asm volatile("" : "+l"(value)); }
-__device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void make_opaque(int64_t& value) { asm volatile("" : "+l"(value)); }
+__device__ __forceinline__ void make_opaque(int& value) { asm volatile("" : "+r"(value)); }
 
 // ---- memory
 

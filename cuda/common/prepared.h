@@ -66,11 +66,11 @@ class Prepared {
       attributes[config.numAttrs++].val.cooperative = 1;
     }
     const cudaError_t error = cudaLaunchKernelEx(&config, kernel_, arguments...);
-    if (error != cudaSuccess) check(error, told().c_str());
+    if (error != cudaSuccess) check(error, description().c_str());
   }
 
  private:
-  std::string told() const {
+  std::string description() const {
     return "launch of " + name_ + ", " + std::to_string(grid_.blocks) + " blocks of " +
            std::to_string(grid_.threads) + " threads with " + std::to_string(grid_.shared_bytes) +
            " bytes of shared memory" +

@@ -19,7 +19,7 @@ static_assert(sizeof(AmpereShared) <= 99 * 1024, "more shared memory than a bloc
 // Routing tasks use all threads of a block, and the memory of its stages.
 using AmpereRouting = RoutingShape<ampere::kThreads>;
 static_assert(kRoutingBytes<AmpereRouting> <= sizeof(ampere::Shared));
-static_assert(ampere::kDepth == kTileDepth && ampere::kThreads == kCrew);
+static_assert(ampere::kDepth == kTileDepth && ampere::kThreads == kComputeThreads);
 
 // Computes one tile of a product. All threads of the block call it.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation = Activation::kNone,
@@ -68,9 +68,10 @@ __device__ __forceinline__ void compute_sm80(const Member& m, AmpereShared& shar
 
 // Runs a block. compute(member, task) does a routing task or a product's tile.
 template <class T, class Compute>
-__device__ __forceinline__ void act_sm80(const Launch& launch, AmpereShared& shared, const Compute& compute) {
-  act<ampere::kThreads>(launch, [&](const Member& m, int number, int) {
-    process<T>(
+__device__ __forceinline__ void run_block_sm80(const Launch& launch, AmpereShared& shared,
+                                               const Compute& compute) {
+  run_block<ampere::kThreads>(launch, [&](const Member& m, int number, int) {
+    run_uniform_processor<T>(
         m.pass, number, &shared.place, static_cast<int>(threadIdx.x), ampere::kThreads / 32, 32,
         [] { sync_block(); }, [&](const Task& task) { compute(m, task); });
   });
@@ -79,8 +80,9 @@ __device__ __forceinline__ void act_sm80(const Launch& launch, AmpereShared& sha
 template <class T, Activation kActivation>
 __global__ void __launch_bounds__(ampere::kThreads, 1) forward_sm80(const __grid_constant__ Launch launch) {
   auto& shared = *reinterpret_cast<AmpereShared*>(shared_memory());
-  act_sm80<T>(launch, shared,
-              [&](const Member& m, const Task& task) { compute_sm80<T, kActivation>(m, shared, task); });
+  run_block_sm80<T>(launch, shared, [&](const Member& m, const Task& task) {
+    compute_sm80<T, kActivation>(m, shared, task);
+  });
 }
 
 }  // namespace pmoe::flashdmoe

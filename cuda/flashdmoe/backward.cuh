@@ -26,24 +26,25 @@ __device__ __forceinline__ void multiply_back(const Member& m, AmpereShared& sha
     return bias_gradient<T>(m, shared.gemm.a[0], task, wide, thread, [] { sync_block(); });
   const CellTile cell(m.pass, task);
   if (task.type == TaskType::kGemm0) {
-    const int here = offset_of(m.pass, task.peer, task.expert);
+    const int cell_offset = offset_of(m.pass, task.peer, task.expert);
     compute_first<T, kActivation>(m, shared, task, cell,
-                                  InputRows::of<T>(m, task.peer, task.expert, here).begin);
+                                  InputRows::of<T>(m, task.peer, task.expert, cell_offset).begin);
   } else if (task.type == TaskType::kHiddenGradient) {
     compute<T, Form::kInput, Epilogue::kHiddenGradient, kActivation>(
         shared, hidden_gradient<T, kActivation>(m, task, cell), cell.tile(task, ampere::kColumns));
   } else {
     compute<T, Form::kInput, Epilogue::kPlain>(shared, input_gradient<T, kActivation>(m, task, cell),
                                                cell.tile(task, ampere::kColumns));
-    dots_home<T>(m, task, ampere_row_dot_parts(m.experts.hidden), thread);
+    send_tile_dots<T>(m, task, ampere_row_dot_parts(m.experts.hidden), thread);
   }
 }
 
 template <class T, Activation kActivation>
 __global__ void __launch_bounds__(ampere::kThreads, 1) backward_sm80(const __grid_constant__ Launch launch) {
   auto& shared = *reinterpret_cast<AmpereShared*>(shared_memory());
-  act_sm80<T>(launch, shared,
-              [&](const Member& m, const Task& task) { multiply_back<T, kActivation>(m, shared, task); });
+  run_block_sm80<T>(launch, shared, [&](const Member& m, const Task& task) {
+    multiply_back<T, kActivation>(m, shared, task);
+  });
 }
 
 }  // namespace pmoe::flashdmoe

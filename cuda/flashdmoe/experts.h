@@ -4,9 +4,7 @@
 
 namespace pmoe::flashdmoe {
 
-// Largest number of ranks in a launch: normally one; several virtual ranks share a device in tests and
-// measurements.
-constexpr int kMostVirtual = 4;
+using peers::kMostVirtual;
 
 // A rank's experts and the activations of its cells. Everything is of the rows' type, except dots.
 //
@@ -91,8 +89,9 @@ inline int64_t place_for_all(Pass& pass, const Experts& experts, bool halves, in
   largest.routing.products[1] = ceil_div(kMostChosen, columns);
   plan_backward(largest, all, halves, rows, columns, true);
   const int64_t bytes = place_workspace(largest, base);
-  pass.queue = largest.queue, pass.doors = largest.doors, pass.made = largest.made;
-  pass.whole = largest.whole, pass.heard = largest.heard;
+  pass.queue = largest.queue, pass.mailboxes = largest.mailboxes,
+  pass.finished_tiles = largest.finished_tiles;
+  pass.expert_progress = largest.expert_progress, pass.next_tile = largest.next_tile;
   RoutingTasks &routing = pass.routing, &most = largest.routing;
   routing.rows = most.rows, routing.choice.probability = most.choice.probability;
   routing.choice.z = most.choice.z;

@@ -44,7 +44,7 @@ class Group {
     route::Sums<Shape> sums;
     sums.clear();
     route::choose_tokens<Shape>(stages_, at_, shared_, sums);
-    route::tell<Shape>(stages_, at_, shared_, sums);
+    route::write_sums<Shape>(stages_, at_, shared_, sums);
   }
 
   // Counts the group's rows by expert, if the experts were chosen before.
@@ -68,13 +68,13 @@ class Group {
     };
     route::place_slots<Shape>(at_, shared_, experts_, slots_, choice(), put);
     if (at_.block > 0) return;
-    const GateChoice& made = pass_.routing.choice;
+    const GateChoice& gate_choice = pass_.routing.choice;
     for (int e = route::own_thread<Shape>(); e < experts_; e += Shape::kThreads) {
       write(pass_.counts + e, smaller(counts.total_E[e], capacity));
       if (home_E != nullptr) write(pass_.home + e, home_E[e]);
-      if (made.is_asked) write(made.counts + e, counts.total_E[e]);
+      if (gate_choice.is_asked) write(gate_choice.counts + e, counts.total_E[e]);
     }
-    if (made.is_asked)
+    if (gate_choice.is_asked)
       route::write_loss<Shape>(stages_, at_, shared_, counts.total_E, shared_.floats(3 * experts_));
   }
 
@@ -94,10 +94,10 @@ class Group {
     int32_t* const home_E = shared_.ints(2 * experts_);
     for (int e = route::own_thread<Shape>(); e < experts_; e += Shape::kThreads)
       home_E[e] = layout.tiles(smaller(total_E[e], pass_.routing.capacity)) * layout.tile_rows;
-    route::meet<Shape>();
+    route::sync<Shape>();
     if (at_.warp == 0)
       route::scan(home_E, experts_, at_.lane, 0, [&](int e, int32_t first, int32_t) { home_E[e] = first; });
-    route::meet<Shape>();
+    route::sync<Shape>();
     return home_E;
   }
 

@@ -29,12 +29,12 @@ struct HopperShared {
   int place, number, index;
 };
 static_assert(sizeof(HopperShared) <= 232448 - 1024, "more shared memory than a block of Hopper has");
-static_assert(hopper::kDepth == kTileDepth && hopper::kMultipliers == kCrew);
+static_assert(hopper::kDepth == kTileDepth && hopper::kMultipliers == kComputeThreads);
 static_assert(sizeof(hopper::Shared::exchange) >= kBiasBytes, "biases are summed in the exchange buffers");
 
 // The shape of routing tasks. The threads that multiply do them, in the memory of the stages, which are empty
 // between products.
-struct HopperRouting : RoutingShape<kCrew> {
+struct HopperRouting : RoutingShape<kComputeThreads> {
   static constexpr int kFirstThread = hopper::kLoaders, kBarrier = 1;
 };
 static_assert(kRoutingBytes<HopperRouting> <= offsetof(hopper::Shared, exchange));
@@ -45,9 +45,10 @@ static_assert(kRoutingBytes<HopperRouting> <= offsetof(hopper::Shared, exchange)
 constexpr int kLoaderRegisters = hopper::kLoaderRegisters;
 constexpr int kMultiplierRegisters = hopper::kMultiplierRegisters;
 
-// meet_all() synchronizes the warp that loads with those that multiply; meet_crew() only those that multiply.
-__device__ __forceinline__ void meet_all() { sync_named(2, 32 + hopper::kMultipliers); }
-__device__ __forceinline__ void meet_crew() { sync_named(1, hopper::kMultipliers); }
+// sync_all() synchronizes the warp that loads with those that multiply; sync_multipliers() only those that
+// multiply.
+__device__ __forceinline__ void sync_all() { sync_named(2, 32 + hopper::kMultipliers); }
+__device__ __forceinline__ void sync_multipliers() { sync_named(1, hopper::kMultipliers); }
 
 // ---- the warp that loads
 //
@@ -64,14 +65,14 @@ __device__ __forceinline__ void load(HopperShared& shared, const MapPair& maps, 
   if (thread_again() == 0) {
     shared.problem = p, shared.tile = tile, shared.begin = begin, shared.steps = steps;
   }
-  meet_all();
+  sync_all();
   if (thread_again() == 0) {
-    if constexpr (comet::kPlant != comet::Plant::kNoProxyFence) fence_proxy_async_global();
+    if constexpr (peers::kPlant != peers::Plant::kNoProxyFence) fence_proxy_async_global();
     // The values are read again, because they were not kept in registers.
     Tile own = shared.tile;
     own.group_begin = shared.begin;
     const hopper::Loader<kForm, kHalves, 1> loader{maps.a, maps.b, shared.problem, 0};
-    auto ring = Ring<hopper::kStages>::behind(shared.steps);
+    auto ring = Ring<hopper::kStages>::after(shared.steps);
     if constexpr (kForm == Form::kWeight) {
       const CellPieces pieces = shared.pieces;
       hopper::load_tile(loader, shared.gemm, own, ring, pieces);
@@ -111,9 +112,10 @@ __device__ __forceinline__ void load_forward(const Member& m, HopperShared& shar
   const Layout& layout = m.pass.layout;
   if (task.type == TaskType::kGemm0) {
     const CellTile cell(m.pass, task);
-    const int here = offset_of(m.pass, task.peer, task.expert);
+    const int cell_offset = offset_of(m.pass, task.peer, task.expert);
     load_first<T, kActivation>(m, shared, maps.of[kFirstProduct], task, cell,
-                               row_in_heap(layout, task.peer, Round::kDispatch, task.expert, here), steps);
+                               row_in_heap(layout, task.peer, Round::kDispatch, task.expert, cell_offset),
+                               steps);
   } else if (task.type == TaskType::kScores || task.type == TaskType::kGemm1) {
     // The code of one product serves both.
     const bool scores = task.type == TaskType::kScores;
@@ -136,11 +138,11 @@ __device__ __forceinline__ void load_forward(const Member& m, HopperShared& shar
 // Multiplies one tile. meanwhile(): what these warps do while the first stages are loaded.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, class Meanwhile>
 __device__ __forceinline__ void multiply(HopperShared& shared, const Meanwhile& meanwhile) {
-  meet_all();
+  sync_all();
   meanwhile();
   const auto nothing = [](const Tile&) {};
   const OneTile walk = {shared.tile};
-  const auto ring = Ring<hopper::kStages>::behind(read(&shared.steps));
+  const auto ring = Ring<hopper::kStages>::after(read(&shared.steps));
   if constexpr (kForm == Form::kWeight)
     hopper::multiply<T, kForm, kEpilogue, kActivation, 1>(shared.problem, shared.gemm, walk, nothing, ring,
                                                           shared.pieces);
@@ -180,36 +182,37 @@ __device__ __forceinline__ void multiply_forward(const Member& m, HopperShared& 
 // load(member, index, task, steps): loads the tile of a product.
 // multiply(member, task, thread): multiplies it, or does a routing task.
 template <class T, class Load, class Multiply>
-__device__ __forceinline__ void act_sm90a(const Launch& launch, HopperShared& shared, const Load& load,
-                                          const Multiply& multiply) {
-  act<hopper::kThreads>(launch, [&](const Member&, int number, int index) PMOE_INLINE {
+__device__ __forceinline__ void run_block_sm90a(const Launch& launch, HopperShared& shared, const Load& load,
+                                                const Multiply& multiply) {
+  run_block<hopper::kThreads>(launch, [&](const Member&, int number, int index) PMOE_INLINE {
     if (threadIdx.x == 0)
       hopper::init_barriers(shared.gemm, 1, 1, 1), shared.number = number, shared.index = index;
     sync_block();
     const auto own_number = [&] { return read(&shared.number); };
-    const auto meet = [] { meet_all(); };
+    const auto sync = [] { sync_all(); };
     // Returns the index of this rank, read again at each use. The compiler would otherwise load the launch's
     // arguments once, and hold them in registers.
-    const auto again = [&] {
+    const auto rank_index = [&] {
       int own = read(&shared.index);
-      forget(own);
+      make_opaque(own);
       return own;
     };
-    const auto pass = [&]() -> const Pass& { return launch.of_rank[again()].pass; };
+    const auto pass = [&]() -> const Pass& { return launch.of_rank[rank_index()].pass; };
     if (threadIdx.x < hopper::kLoaders) {
       fewer_registers<kLoaderRegisters>();
       if (threadIdx.x >= 32) return;
       uint32_t steps = 0;
-      live(pass, own_number, &shared.place, threadIdx.x == 0, meet, [&](const Task& task) PMOE_INLINE {
-        const int own = again();
-        load(launch.of_rank[own], own, task, steps);
-      });
+      run_processor(pass, own_number, &shared.place, threadIdx.x == 0, sync,
+                    [&](const Task& task) PMOE_INLINE {
+                      const int own = rank_index();
+                      load(launch.of_rank[own], own, task, steps);
+                    });
     } else {
       more_registers<kMultiplierRegisters>();
-      live(pass, own_number, &shared.place, false, meet, [&](const Task& task) PMOE_INLINE {
-        const Member& m = launch.of_rank[again()];
+      run_processor(pass, own_number, &shared.place, false, sync, [&](const Task& task) PMOE_INLINE {
+        const Member& m = launch.of_rank[rank_index()];
         const int thread = thread_again() - hopper::kLoaders;
-        do_task<T>(m.pass, task, thread, kCrew / 32, 32,
+        do_task<T>(m.pass, task, thread, kComputeThreads / 32, 32,
                    [&](const Task& product) PMOE_INLINE { multiply(m, product, thread); });
       });
     }
@@ -223,7 +226,7 @@ __global__ void __launch_bounds__(hopper::kThreads, 1)
     forward_sm90a(const __grid_constant__ HopperLaunch<3> all) {
 #if PMOE_HOPPER_CODE
   auto& shared = *reinterpret_cast<HopperShared*>(shared_memory());
-  act_sm90a<T>(
+  run_block_sm90a<T>(
       all.launch, shared,
       [&](const Member& m, int index, const Task& task, uint32_t& steps)
           PMOE_INLINE { load_forward<T, kActivation>(m, shared, all.maps[index], task, steps); },

@@ -32,15 +32,15 @@ __device__ __forceinline__ void load_backward(const Member& m, HopperShared& sha
   }
   if (task.type < TaskType::kGemm0 || task.type > TaskType::kInputGradient) return;
   const CellTile cell(m.pass, task);
-  const int here = offset_of(m.pass, task.peer, task.expert);
+  const int cell_offset = offset_of(m.pass, task.peer, task.expert);
   if (task.type == TaskType::kGemm0)
-    load_first<T, kActivation>(m, shared, maps.of[kFirstProduct], task, cell,
-                               row_of_input(m, task.peer, task.expert, static_cast<int>(cell.first), here),
-                               steps);
+    load_first<T, kActivation>(
+        m, shared, maps.of[kFirstProduct], task, cell,
+        row_of_input(m, task.peer, task.expert, static_cast<int>(cell.first), cell_offset), steps);
   else if (task.type == TaskType::kHiddenGradient)
     load<Form::kInput>(shared, maps.of[kHiddenProduct], hidden_gradient<T, kActivation>(m, task, cell),
                        cell.tile(task, hopper::kColumns),
-                       row_in_heap(layout, task.peer, Round::kDispatch, task.expert, here), steps);
+                       row_in_heap(layout, task.peer, Round::kDispatch, task.expert, cell_offset), steps);
   else
     load<Form::kInput>(shared, maps.of[kInputProduct], input_gradient<T, kActivation>(m, task, cell),
                        cell.tile(task, hopper::kColumns), static_cast<int>(cell.first), steps);
@@ -53,7 +53,7 @@ __device__ __forceinline__ void multiply_backward(const Member& m, HopperShared&
                                                   int thread) {
   if (task.type == TaskType::kBiasGradient)
     bias_gradient<T>(m, shared.gemm.exchange[0], task, wide_columns(m.experts, kActivation), thread,
-                     [] { meet_crew(); });
+                     [] { sync_multipliers(); });
   sync_warp();
   if (task.type == TaskType::kBiasGradient) return;
   if (task.type == TaskType::kGemm0)
@@ -62,8 +62,9 @@ __device__ __forceinline__ void multiply_backward(const Member& m, HopperShared&
     return multiply<T, Form::kInput, Epilogue::kHiddenGradient, kActivation>(shared);
   if (task.type == TaskType::kWeightGradient) return multiply<T, Form::kWeight, Epilogue::kPlain>(shared);
   // The routing weights' gradients go first, because the product leaves no registers for the task.
-  multiply<T, Form::kInput, Epilogue::kPlain, Activation::kNone>(
-      shared, [&]() PMOE_INLINE { dots_home<T>(m, task, hopper_row_dot_parts(m.experts.hidden), thread); });
+  multiply<T, Form::kInput, Epilogue::kPlain, Activation::kNone>(shared, [&]() PMOE_INLINE {
+    send_tile_dots<T>(m, task, hopper_row_dot_parts(m.experts.hidden), thread);
+  });
 }
 
 #endif  // PMOE_HOPPER_CODE
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(hopper::kThreads, 1)
     backward_sm90a(const __grid_constant__ HopperLaunch<5> all) {
 #if PMOE_HOPPER_CODE
   auto& shared = *reinterpret_cast<HopperShared*>(shared_memory());
-  act_sm90a<T>(
+  run_block_sm90a<T>(
       all.launch, shared,
       [&](const Member& m, int index, const Task& task, uint32_t& steps)
           PMOE_INLINE { load_backward<T, kActivation>(m, shared, all.maps[index], task, steps); },

@@ -45,45 +45,45 @@ Rows rows_of_heap(const Pass& pass) { return {own_heap(pass) + pass.layout.begin
 // Describes a product of rows and weights. Problem::d stays null: a map needs it only for an operand without
 // rows, and there is none here.
 Mapped of_rows(Form form, const Rows& rows, const void* weights, int n, int k, int experts) {
-  Mapped made = {form, {}, rows.count};
-  Problem& p = made.problem;
+  Mapped mapped = {form, {}, rows.count};
+  Problem& p = mapped.problem;
   p.a = rows.begin, p.a_stride = k, p.b = weights, p.n = n, p.k = k, p.experts = experts;
-  return made;
+  return mapped;
 }
 
-void map_forward(const Which& which, const Member& m, Mapped (&made)[3]) {
+void map_forward(const Which& which, const Member& m, Mapped (&mapped)[3]) {
   const Experts& e = m.experts;
   const int wide = wide_columns(e, which.activation), experts = m.pass.layout.experts;
   const int64_t cells = m.pass.layout.all_rows();
-  made[kFirstProduct] = of_rows(Form::kForward, rows_of_heap(m.pass), e.w1, wide, e.model, experts);
-  made[kSecondProduct] = of_rows(Form::kForward, {e.active, cells}, e.w2, e.model, e.hidden, experts);
+  mapped[kFirstProduct] = of_rows(Form::kForward, rows_of_heap(m.pass), e.w1, wide, e.model, experts);
+  mapped[kSecondProduct] = of_rows(Form::kForward, {e.active, cells}, e.w2, e.model, e.hidden, experts);
   const void* const gate = m.pass.routing.choice.weight;
   // Without such tasks the map must still point somewhere.
-  made[kGateProduct] = made[kFirstProduct];
+  mapped[kGateProduct] = mapped[kFirstProduct];
   if (m.pass.routing.scored() > 0)
-    made[kGateProduct] =
+    mapped[kGateProduct] =
         of_rows(Form::kForward, {m.pass.source, m.pass.tokens}, gate, m.pass.layout.cells(), e.model, 1);
 }
 
 // Describes a sum over rows, which both operands have.
 Mapped over_rows(const Rows& a, const Rows& b, int m, int n) {
-  Mapped made = {Form::kWeight, {}, a.count, b.count};
-  Problem& p = made.problem;
+  Mapped mapped = {Form::kWeight, {}, a.count, b.count};
+  Problem& p = mapped.problem;
   p.a = a.begin, p.a_stride = p.m = m, p.b = b.begin, p.b_stride = p.n = n;
-  return made;
+  return mapped;
 }
 
-void map_backward(const Which& which, const Member& m, Mapped (&made)[5]) {
+void map_backward(const Which& which, const Member& m, Mapped (&mapped)[5]) {
   const Experts& e = m.experts;
   const int wide = wide_columns(e, which.activation), experts = m.pass.layout.experts;
   const int64_t cells = m.pass.layout.all_rows();
   const Rows heap = rows_of_heap(m.pass), gradient = {e.gradient, cells}, active = {e.active, cells};
   const Rows input = e.input == nullptr ? heap : Rows{e.input, cells};
-  made[kFirstProduct] = of_rows(Form::kForward, input, e.w1, wide, e.model, experts);
-  made[kHiddenProduct] = of_rows(Form::kInput, heap, e.w2, e.hidden, e.model, experts);
-  made[kInputProduct] = of_rows(Form::kInput, gradient, e.w1, e.model, wide, experts);
-  made[kOfW1] = over_rows(gradient, input, wide, e.model);
-  made[kOfW2] = over_rows(heap, active, e.model, e.hidden);
+  mapped[kFirstProduct] = of_rows(Form::kForward, input, e.w1, wide, e.model, experts);
+  mapped[kHiddenProduct] = of_rows(Form::kInput, heap, e.w2, e.hidden, e.model, experts);
+  mapped[kInputProduct] = of_rows(Form::kInput, gradient, e.w1, e.model, wide, experts);
+  mapped[kOfW1] = over_rows(gradient, input, wide, e.model);
+  mapped[kOfW2] = over_rows(heap, active, e.model, e.hidden);
 }
 
 template <int kProducts, class MapAll>
@@ -91,12 +91,12 @@ HopperLaunch<kProducts> with_maps(const Which& which, const Launch& launch, cons
   HopperLaunch<kProducts> all = {};
   all.launch = launch;
   for (int rank = 0; rank < launch.ranks; ++rank) {
-    Mapped made[kProducts];
-    map_all(which, launch.of_rank[rank], made);
+    Mapped mapped[kProducts];
+    map_all(which, launch.of_rank[rank], mapped);
     for (int i = 0; i < kProducts; ++i) {
       MapPair& pair = all.maps[rank].of[i];
-      encode_maps(which.element, made[i].form, made[i].problem, made[i].a_rows, made[i].b_rows, &pair.a,
-                  &pair.b);
+      encode_maps(which.element, mapped[i].form, mapped[i].problem, mapped[i].a_rows, mapped[i].b_rows,
+                  &pair.a, &pair.b);
     }
   }
   return all;

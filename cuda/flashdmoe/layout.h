@@ -41,11 +41,14 @@
 //   adds up its tokens
 #pragma once
 #include "common/host_device.h"
+#include "peers/sizes.h"
 
 namespace pmoe::flashdmoe {
 
-constexpr int kRounds = 2;      // R of a pass that sends nothing again
-constexpr int kFlagBytes = 32;  // a flag that is polled has a 32-byte sector of its own
+using peers::align_region;
+using peers::kFlagBytes;
+
+constexpr int kRounds = 2;  // R of a pass that sends nothing again
 
 enum class Round : int { kDispatch, kCombine, kAgain };
 enum class Staging : int { kOutgoing, kIncoming };
@@ -75,9 +78,6 @@ struct Layout {
   int32_t rounds = kRounds;
   bool is_pool = false;
 
-  // Rounds up to a multiple of 1024.
-  PMOE_HD static constexpr int64_t whole(int64_t bytes) { return ceil_div(bytes, 1024) * 1024; }
-
   PMOE_HD int cells() const { return ranks * experts; }
   PMOE_HD int cell(int rank, int e) const { return rank * experts + e; }
   PMOE_HD int all_rows() const { return is_pool ? capacity : cells() * capacity; }  // of a round
@@ -87,37 +87,38 @@ struct Layout {
   PMOE_HD int64_t failed() const { return 0; }
   PMOE_HD int64_t granted(int peer) const { return 1024 + int64_t{peer} * kFlagBytes; }
   PMOE_HD int64_t announced(int source) const {
-    return granted(0) + whole(int64_t{ranks} * kFlagBytes) + int64_t{source} * kFlagBytes;
+    return granted(0) + align_region(int64_t{ranks} * kFlagBytes) + int64_t{source} * kFlagBytes;
   }
   PMOE_HD int64_t counts(int source) const {
-    return announced(0) + whole(int64_t{ranks} * kFlagBytes) + int64_t{source} * experts * 4;
+    return announced(0) + align_region(int64_t{ranks} * kFlagBytes) + int64_t{source} * experts * 4;
   }
   PMOE_HD int64_t homes(int source) const {
-    return counts(0) + whole(int64_t{cells()} * 4) + int64_t{source} * experts * 4;
+    return counts(0) + align_region(int64_t{cells()} * 4) + int64_t{source} * experts * 4;
   }
   PMOE_HD int64_t known(int source) const {
-    return homes(0) + whole(int64_t{cells()} * 4) + int64_t{source} * kFlagBytes;
+    return homes(0) + align_region(int64_t{cells()} * 4) + int64_t{source} * kFlagBytes;
   }
   PMOE_HD int64_t placed(int peer) const {
-    return known(0) + whole(int64_t{ranks} * kFlagBytes) + int64_t{peer} * kFlagBytes;
+    return known(0) + align_region(int64_t{ranks} * kFlagBytes) + int64_t{peer} * kFlagBytes;
   }
   PMOE_HD int64_t offsets(int peer) const {
-    return placed(0) + whole(int64_t{ranks} * kFlagBytes) + int64_t{peer} * experts * 4;
+    return placed(0) + align_region(int64_t{ranks} * kFlagBytes) + int64_t{peer} * experts * 4;
   }
   // tile: counted from the beginning of its cell, or of the pool, like `c` of a row.
   PMOE_HD int64_t arrival(int source, int e, int tile) const {
-    return offsets(0) + whole(int64_t{cells()} * 4) + (first_row(source, e) / tile_rows + tile) * 4;
+    return offsets(0) + align_region(int64_t{cells()} * 4) + (first_row(source, e) / tile_rows + tile) * 4;
   }
   PMOE_HD int64_t returned(int peer, int e, int tile) const {
-    return arrival(0, 0, 0) + whole(int64_t{all_tiles()} * 4) + (first_row(peer, e) / tile_rows + tile) * 4;
+    return arrival(0, 0, 0) + align_region(int64_t{all_tiles()} * 4) +
+           (first_row(peer, e) / tile_rows + tile) * 4;
   }
   PMOE_HD int64_t weights(int source, int e) const {
-    return returned(0, 0, 0) + whole(int64_t{all_tiles()} * 4) + first_row(source, e) * 4;
+    return returned(0, 0, 0) + align_region(int64_t{all_tiles()} * 4) + first_row(source, e) * 4;
   }
   PMOE_HD int64_t dots(int peer, int e) const {
-    return weights(0, 0) + whole(int64_t{all_rows()} * 4) + first_row(peer, e) * 4;
+    return weights(0, 0) + align_region(int64_t{all_rows()} * 4) + first_row(peer, e) * 4;
   }
-  PMOE_HD int64_t begin() const { return dots(0, 0) + whole(int64_t{all_rows()} * 4); }
+  PMOE_HD int64_t begin() const { return dots(0, 0) + align_region(int64_t{all_rows()} * 4); }
   PMOE_HD int64_t at(const Coordinates& i) const { return begin() + row(i) * row_bytes; }
   // Returns the index of a row among all rows of L.
   PMOE_HD int64_t row(const Coordinates& i) const {
@@ -135,7 +136,7 @@ struct Layout {
   PMOE_HD int64_t rows_of_rank() const {
     return is_pool ? 0 : int64_t{rounds} * buffers * experts * capacity;
   }
-  PMOE_HD int64_t bytes() const { return begin() + whole(size()); }
+  PMOE_HD int64_t bytes() const { return begin() + align_region(size()); }
 
   // Returns the coordinates of the row that holds a byte of L. Not for a pool.
   PMOE_HD Coordinates of_byte(int64_t offset) const {

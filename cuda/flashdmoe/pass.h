@@ -2,14 +2,14 @@
 #pragma once
 #include <type_traits>
 
-#include "comet/watch.h"
 #include "flashdmoe/layout.h"
 #include "flashdmoe/task.h"
+#include "peers/watch.h"
 
 namespace pmoe::flashdmoe {
 
-using comet::Wait;
-using comet::Watch;
+using peers::Wait;
+using peers::Watch;
 
 constexpr int kCombineTokens = 32;  // tokens of a combine task
 constexpr int kBiasColumns = 64;    // columns of a bias gradient's task
@@ -17,13 +17,14 @@ constexpr int kRoutedTokens = 64;   // fewest tokens of a group that is routed
 constexpr int kMostGroups = 128;    // largest number of groups; each group reads the counts of all
 constexpr int kMostChosen = 256;    // largest number of experts of all ranks if the launch chooses
 
-// The values of a processor's door, its mailbox for tasks: not running, idle, or kFirstTask + i, which means
-// that it has the task at place i of tQ. The processor writes the first two, the scheduler the last.
+// The values of a processor's mailbox for tasks: not running, idle, or kFirstTask + i, which means that it
+// has the task at place i of tQ. The processor writes the first two, the scheduler the last.
 constexpr uint32_t kAbsent = 0, kIdle = 1, kFirstTask = 2;  // kFirstTask + i: the task at place i of tQ
 
-// The state of an expert's rows in Pass::whole:
+// The state of an expert's rows in Pass::expert_progress:
 //
-//   whole[e] = kSourceAnnounced * (sources that have announced their rows) + (their tiles that are not done)
+//   expert_progress[e] = kSourceAnnounced * (sources that have announced their rows)
+//                      + (their tiles that are not done)
 //
 // An expert is complete when all sources have announced and no tile is left. Sums over its rows wait for
 // that. kCompleteBit, a bit of Watch::not_waited, makes a test's sums not wait.
@@ -121,10 +122,10 @@ struct Pass {
 
   // The workspace, which a rank keeps from round to round. It must be zero before the first round.
   Queue queue = {};
-  uint32_t* doors = nullptr;  // (processors,): see kAbsent
-  uint32_t* made = nullptr;   // (stages, tiles of all cells): finished tiles across of each stage
-  uint32_t* whole = nullptr;  // (experts,): see kSourceAnnounced
-  int32_t* heard = nullptr;   // (cells,): see subscriber.h
+  uint32_t* mailboxes = nullptr;        // (processors,): see kAbsent
+  uint32_t* finished_tiles = nullptr;   // (stages, tiles of all cells): finished tiles across of each stage
+  uint32_t* expert_progress = nullptr;  // (experts,): see kSourceAnnounced
+  int32_t* next_tile = nullptr;         // (cells,): see subscriber.h
   int processors = 1;
 
   PMOE_HD uint8_t* own() const { return heaps[rank]; }
@@ -134,8 +135,8 @@ struct Pass {
     return reinterpret_cast<const int32_t*>(own() + layout.counts(source_rank));
   }
   // Returns the counter of a task's row tile in a stage. offset: where the task's cell begins.
-  PMOE_HD uint32_t* made_of(const Task& t, int stage, int offset) const {
-    return made + int64_t{stage} * layout.all_tiles() +
+  PMOE_HD uint32_t* finished_counter(const Task& t, int stage, int offset) const {
+    return finished_tiles + int64_t{stage} * layout.all_tiles() +
            (layout.first_row(t.peer, t.expert) + offset) / layout.tile_rows + t.tile;
   }
   PMOE_HD int rows_of(int count, int tile) const {
@@ -159,16 +160,16 @@ inline int64_t place_workspace(Pass& pass, uint8_t* base) {
   const auto take = [&](auto*& part, int64_t count) {
     using Part = std::remove_reference_t<decltype(*part)>;
     part = base == nullptr ? nullptr : reinterpret_cast<Part*>(base + taken);
-    taken += Layout::whole(count * int64_t{sizeof(Part)});
+    taken += align_region(count * int64_t{sizeof(Part)});
   };
   const Layout& layout = pass.layout;
   pass.queue.room = static_cast<int>(most_tasks(pass));
   take(pass.queue.state, 1);
   take(pass.queue.entry, pass.queue.room);
-  take(pass.doors, pass.processors);
-  take(pass.made, int64_t{pass.stages.count} * layout.all_tiles());
-  take(pass.whole, layout.experts);
-  take(pass.heard, layout.cells());
+  take(pass.mailboxes, pass.processors);
+  take(pass.finished_tiles, int64_t{pass.stages.count} * layout.all_tiles());
+  take(pass.expert_progress, layout.experts);
+  take(pass.next_tile, layout.cells());
   take(pass.routing.rows, int64_t{pass.routing.groups} * layout.cells());
   take(pass.routing.choice.probability, int64_t{pass.routing.groups} * layout.cells());
   take(pass.routing.choice.z, pass.routing.groups);

@@ -5,8 +5,8 @@
 // rank gives each cell the next tiles of its pool, and tells the source where they begin. Which source comes
 // first decides where rows lie and nothing else, because sums go by source and row.
 #pragma once
-#include "comet/protocol.h"
 #include "flashdmoe/pass.h"
+#include "peers/protocol.h"
 
 namespace pmoe::flashdmoe {
 
@@ -34,7 +34,7 @@ __device__ __forceinline__ int home_at(const Pass& pass, int source, int e) {
 
 // Writes to a peer how many rows come for each of its experts, and where their products come home. The caller
 // then raises the flag.
-__device__ __forceinline__ void tell_counts(const Pass& pass, int peer) {
+__device__ __forceinline__ void write_counts(const Pass& pass, int peer) {
   const Layout& layout = pass.layout;
   auto* const counts = reinterpret_cast<int32_t*>(pass.heaps[peer] + layout.counts(pass.rank));
   auto* const homes = reinterpret_cast<int32_t*>(pass.heaps[peer] + layout.homes(pass.rank));
@@ -57,17 +57,17 @@ __device__ __forceinline__ void grant_room(const Pass& pass, int source) {
     uint32_t next = add_acq_rel(&pass.queue.state->granted, tiles);
     // The host has compared the rows with the size of the pool, so this is an error of the host.
     if (next + tiles > static_cast<uint32_t>(layout.all_tiles()))
-      return comet::report(pass.watch, comet::Wait::kRoom, source, 0, 0);
+      return peers::report(pass.watch, peers::Wait::kRoom, source, 0, 0);
     for (int e = 0; e < layout.experts; ++e) {
       write(own + e, static_cast<int32_t>(next) * layout.tile_rows);
       next += static_cast<uint32_t>(layout.tiles(read(counts + e)));
     }
   }
-  auto* const told = reinterpret_cast<int32_t*>(pass.heaps[source] + layout.offsets(pass.rank));
-  for (int e = 0; e < layout.experts; ++e) write(told + e, read(own + e));
-  comet::nap(pass.watch, 7500 + static_cast<uint32_t>(source));
-  comet::signal(pass.watch, pass.own() + layout.known(source));
-  comet::signal(pass.watch, pass.heaps[source] + layout.placed(pass.rank));
+  auto* const offsets_at_source = reinterpret_cast<int32_t*>(pass.heaps[source] + layout.offsets(pass.rank));
+  for (int e = 0; e < layout.experts; ++e) write(offsets_at_source + e, read(own + e));
+  peers::test_delay(pass.watch, 7500 + static_cast<uint32_t>(source));
+  peers::signal(pass.watch, pass.own() + layout.known(source));
+  peers::signal(pass.watch, pass.heaps[source] + layout.placed(pass.rank));
 }
 
 }  // namespace pmoe::flashdmoe

@@ -1,31 +1,31 @@
 // Processors (FlashDMoE, Algorithm 4): blocks that do one task after another. After a task they raise the
 // flag of its result, and put the tasks that follow from it into tQ. They wait only for the scheduler.
 #pragma once
-#include "comet/combine.cuh"
-#include "comet/dispatch.cuh"
 #include "flashdmoe/places.cuh"
 #include "flashdmoe/queue.h"
+#include "peers/protocol.h"
+#include "peers/rows.cuh"
 
 namespace pmoe::flashdmoe {
 
 // Returns the place of the next task in tQ, or -1 after the last one. One thread calls it.
 __device__ __forceinline__ int next_task(const Pass& pass, int processor) {
-  uint32_t* const door = &pass.doors[processor];
-  store_release(door, kIdle);
+  uint32_t* const mailbox = &pass.mailboxes[processor];
+  store_release(mailbox, kIdle);
   for (;;) {
-    const uint32_t seen = load_relaxed(door), last = load_relaxed(&pass.queue.state->over);
-    if (seen < kFirstTask && !comet::reached(last, pass.watch.epoch)) {
+    const uint32_t seen = load_relaxed(mailbox), last = load_relaxed(&pass.queue.state->over);
+    if (seen < kFirstTask && !peers::reached(last, pass.watch.epoch)) {
       pause();
       continue;
     }
-    // `over` must be read before the door. Every task is handed out before the round is over, so if the round
-    // is over then, a task for this processor is visible in its door.
-    const bool is_over = comet::reached(load_acquire(&pass.queue.state->over), pass.watch.epoch);
-    const uint32_t found = load_acquire(door);
-    if (found >= kFirstTask) return static_cast<int>(found - kFirstTask);
+    // `over` must be read before the mailbox. Every task is handed out before the round is over, so if the
+    // round is over then, a task for this processor is visible in its mailbox.
+    const bool is_over = peers::reached(load_acquire(&pass.queue.state->over), pass.watch.epoch);
+    const uint32_t value = load_acquire(mailbox);
+    if (value >= kFirstTask) return static_cast<int>(value - kFirstTask);
     if (is_over) break;
   }
-  write(door, kAbsent);
+  write(mailbox, kAbsent);
   return -1;
 }
 
@@ -38,7 +38,7 @@ __device__ __forceinline__ float* of_row(uint8_t* floats, int row) {
 __device__ __forceinline__ void send_again(const Pass& pass, const Task& task, int row, int token, int lane,
                                            int lanes) {
   uint8_t* const to = pass.at(task.peer, {pass.rank, Round::kAgain, Staging::kIncoming, task.expert, row});
-  comet::copy_row(to, pass.again + token * pass.again_stride, pass.layout.row_bytes, {lane, lanes, 0, 1});
+  peers::copy_row(to, pass.again + token * pass.again_stride, pass.layout.row_bytes, {lane, lanes, 0, 1});
 }
 
 // Sends a tile of rows to its expert. Each warp copies one row at a time. warp: index among the block's
@@ -49,22 +49,22 @@ __device__ __forceinline__ void send_tile(const Pass& pass, const Task& task, in
   const int expert = layout.cell(task.peer, task.expert), first = task.tile * layout.tile_rows;
   const int rows = pass.rows_of(read(pass.counts + expert), task.tile);
   const int32_t* const all = pass.slot + layout.first_row(0, expert) + own_home(pass, expert) + first;
-  const int there = offset_at(pass, task.peer, task.expert) + first;
+  const int peer_row = offset_at(pass, task.peer, task.expert) + first;
   uint8_t* const to =
-      pass.at(task.peer, {pass.rank, Round::kDispatch, Staging::kIncoming, task.expert, there});
+      pass.at(task.peer, {pass.rank, Round::kDispatch, Staging::kIncoming, task.expert, peer_row});
   for (int i = warp; i < rows; i += warps) {
     const int slot = read(all + i), token = pass.by_choices.divide(slot);
-    comet::copy_row(to + i * layout.row_bytes, pass.source + token * pass.source_stride, layout.row_bytes,
+    peers::copy_row(to + i * layout.row_bytes, pass.source + token * pass.source_stride, layout.row_bytes,
                     {lane, lanes, 0, 1});
-    if (pass.again != nullptr) send_again(pass, task, there + i, token, lane, lanes);
+    if (pass.again != nullptr) send_again(pass, task, peer_row + i, token, lane, lanes);
     if (pass.is_backward && lane == 0)
-      write(of_row(pass.heaps[task.peer] + layout.weights(pass.rank, task.expert), there + i),
+      write(of_row(pass.heaps[task.peer] + layout.weights(pass.rank, task.expert), peer_row + i),
             read(pass.weight + slot));
   }
 }
 
-// Sends the gradients of the routing weights of a tile's rows to the rows' source. Each warp takes one row at
-// a time.
+// Sends the gradients of the routing weights of a tile's rows to the rows' source. Each warp takes one
+// row at a time.
 //
 // parts, count: partial inner products, added in their order.
 // bias: the experts' b2 or null; it adds <dY, b2>, over `columns` columns.
@@ -75,18 +75,19 @@ __device__ __forceinline__ void send_dots(const Pass& pass, const Task& task, co
   const Layout& layout = pass.layout;
   const int first = task.tile * layout.tile_rows;
   const int rows = pass.rows_of(read(pass.announced_rows(task.peer) + task.expert), task.tile);
-  const int here = offset_of(pass, task.peer, task.expert), away = home_at(pass, task.peer, task.expert);
-  const int64_t apart = layout.all_rows(), own = layout.first_row(task.peer, task.expert) + here;
-  uint8_t* const to = pass.heaps[task.peer] + layout.dots(pass.rank, task.expert) + int64_t{away} * 4;
+  const int cell_offset = offset_of(pass, task.peer, task.expert),
+            home_offset = home_at(pass, task.peer, task.expert);
+  const int64_t apart = layout.all_rows(), own = layout.first_row(task.peer, task.expert) + cell_offset;
+  uint8_t* const to = pass.heaps[task.peer] + layout.dots(pass.rank, task.expert) + int64_t{home_offset} * 4;
   for (int row = first + warp; row < first + rows; row += warps) {
     float dot = 0.0f;
     if (bias != nullptr) {
-      const uint8_t* const from =
-          pass.at(pass.rank, {task.peer, Round::kDispatch, Staging::kIncoming, task.expert, here + row});
+      const uint8_t* const from = pass.at(
+          pass.rank, {task.peer, Round::kDispatch, Staging::kIncoming, task.expert, cell_offset + row});
       for (int v = lane; v < columns / 8; v += lanes) {
         float dy[8] = {}, b[8] = {};
-        comet::add_vector<T>(dy, load16(from + int64_t{v} * 16));
-        comet::add_vector<T>(b, load16(bias + int64_t{task.expert} * columns + int64_t{v} * 8));
+        peers::add_vector<T>(dy, load16(from + int64_t{v} * 16));
+        peers::add_vector<T>(b, load16(bias + int64_t{task.expert} * columns + int64_t{v} * 8));
         PMOE_UNROLL
         for (int i = 0; i < 8; ++i) dot += dy[i] * b[i];
       }
@@ -118,12 +119,12 @@ __device__ __forceinline__ void combine_tokens(const Pass& pass, const Task& tas
         const uint8_t* const from = pass.at(
             pass.rank, {peer, Round::kCombine, Staging::kIncoming, expert - peer * layout.experts, row});
         float product[8] = {};
-        comet::add_vector<T>(product, load16(from + int64_t{v} * 16));
+        peers::add_vector<T>(product, load16(from + int64_t{v} * 16));
         const float weight = pass.is_backward ? 1.0f : read(pass.weight + slot + k);
         PMOE_UNROLL
         for (int i = 0; i < 8; ++i) sum[i] += weight * product[i];
       }
-      store16(to + int64_t{v} * 16, comet::round_vector<T>(sum));
+      store16(to + int64_t{v} * 16, peers::round_vector<T>(sum));
     }
     for (int k = lane; pass.is_backward && k < pass.choices; k += lanes) {
       const int row = read(pass.row + slot + k), expert = read(pass.expert + slot + k);
@@ -145,24 +146,24 @@ __device__ __forceinline__ bool is_last(uint32_t* count, int columns) {
 // Does what follows from a task that all threads of the block have finished. One of them calls it.
 __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
   const Layout& layout = pass.layout;
-  comet::nap(pass.watch, 7300 + task.tile);
+  peers::test_delay(pass.watch, 7300 + task.tile);
   if (task.type <= TaskType::kPlace) {
     add_acq_rel(&pass.queue.state->routed, 1u);
     return;
   }
   if (task.type == TaskType::kDispatch) {
-    const int there = offset_at(pass, task.peer, task.expert) / layout.tile_rows + task.tile;
-    comet::signal(pass.watch, pass.heaps[task.peer] + layout.arrival(pass.rank, task.expert, there));
+    const int peer_tile = offset_at(pass, task.peer, task.expert) / layout.tile_rows + task.tile;
+    peers::signal(pass.watch, pass.heaps[task.peer] + layout.arrival(pass.rank, task.expert, peer_tile));
   }
   const Stages& stages = pass.stages;
   const int stage = stages.index(task.type), next = stage + 1;
   if (stage == stages.count) return;
-  const int here = offset_of(pass, task.peer, task.expert);
-  const bool ends = is_last(pass.made_of(task, stage, here), stages.columns[stage]);
+  const int cell_offset = offset_of(pass, task.peer, task.expert);
+  const bool ends = is_last(pass.finished_counter(task, stage, cell_offset), stages.columns[stage]);
   if (next == stages.count) {
-    const int away = home_at(pass, task.peer, task.expert) / layout.tile_rows + task.tile;
+    const int home_tile = home_at(pass, task.peer, task.expert) / layout.tile_rows + task.tile;
     if (ends)
-      comet::signal(pass.watch, pass.heaps[task.peer] + layout.returned(pass.rank, task.expert, away));
+      peers::signal(pass.watch, pass.heaps[task.peer] + layout.returned(pass.rank, task.expert, home_tile));
     return;
   }
   const bool begins = pass.watch.not_waited >> static_cast<int>(Wait::kDone) & 1 ? task.column == 0 : ends;
@@ -177,19 +178,20 @@ __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
 // processor(): returns the number of this processor.
 // place: a word of shared memory.
 // is_first: true for the thread that asks for tasks and reports their end.
-// meet(): a barrier of all threads that call this function.
+// sync(): a barrier of all threads that call this function.
 // work(task): does a task; all these threads call it.
-template <class Told, class Number, class Meet, class Work>
-__device__ __forceinline__ void live(const Told& pass, const Number& processor, int* place, bool is_first,
-                                     const Meet& meet, const Work& work) {
+template <class GetPass, class Number, class Sync, class Work>
+__device__ __forceinline__ void run_processor(const GetPass& pass, const Number& processor, int* place,
+                                              bool is_first, const Sync& sync, const Work& work) {
   for (;;) {
     if (is_first) write(place, next_task(pass(), processor()));
-    meet();
+    sync();
     if (shfl(read(place), 0) < 0) return;
-    const auto found = [&] { return Task::from(load16(&pass().queue.entry[read(place)].task)); };
-    work(found());
-    meet();
-    if (is_first) end_task(pass(), found());  // read again, because a product leaves no registers for it
+    const auto current_task = [&] { return Task::from(load16(&pass().queue.entry[read(place)].task)); };
+    work(current_task());
+    sync();
+    if (is_first)
+      end_task(pass(), current_task());  // read again, because a product leaves no registers for it
   }
 }
 
@@ -211,12 +213,13 @@ __device__ __forceinline__ void do_task(const Pass& pass, const Task& task, int 
 }
 
 // Runs a processor all of whose threads do the same.
-template <class T, class Meet, class Compute>
-__device__ __forceinline__ void process(const Pass& pass, int processor, int* place, int thread, int warps,
-                                        int lanes, const Meet& meet, const Compute& compute) {
-  const auto told = [&]() -> const Pass& { return pass; };
-  live(
-      told, [&] { return processor; }, place, thread == 0, meet,
+template <class T, class Sync, class Compute>
+__device__ __forceinline__ void run_uniform_processor(const Pass& pass, int processor, int* place, int thread,
+                                                      int warps, int lanes, const Sync& sync,
+                                                      const Compute& compute) {
+  const auto get_pass = [&]() -> const Pass& { return pass; };
+  run_processor(
+      get_pass, [&] { return processor; }, place, thread == 0, sync,
       [&](const Task& task) { do_task<T>(pass, task, thread, warps, lanes, compute); });
 }
 

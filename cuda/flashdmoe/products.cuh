@@ -9,8 +9,8 @@
 
 namespace pmoe::flashdmoe {
 
-constexpr int kTileDepth = 64;  // rows or columns of the reduction in one step
-constexpr int kCrew = 256;      // threads of a processor that compute
+constexpr int kTileDepth = 64;        // rows or columns of the reduction in one step
+constexpr int kComputeThreads = 256;  // threads of a processor that compute
 
 // A walk that has a single tile.
 struct OneTile {
@@ -55,12 +55,12 @@ __device__ __forceinline__ Tile weight_tile(const Task& task, const Problem& p, 
 // arrived() returns where the rows of a task's cell have arrived; home() returns where their products go, in
 // the heap of the rows' source.
 __device__ __forceinline__ uint8_t* arrived(const Pass& pass, const Task& task, Round round) {
-  const int here = offset_of(pass, task.peer, task.expert);
-  return pass.at(pass.rank, {task.peer, round, Staging::kIncoming, task.expert, here});
+  const int cell_offset = offset_of(pass, task.peer, task.expert);
+  return pass.at(pass.rank, {task.peer, round, Staging::kIncoming, task.expert, cell_offset});
 }
 __device__ __forceinline__ uint8_t* home(const Pass& pass, const Task& task) {
-  const int away = home_at(pass, task.peer, task.expert);
-  return pass.at(task.peer, {pass.rank, Round::kCombine, Staging::kIncoming, task.expert, away});
+  const int home_offset = home_at(pass, task.peer, task.expert);
+  return pass.at(task.peer, {pass.rank, Round::kCombine, Staging::kIncoming, task.expert, home_offset});
 }
 
 // Returns G: the number of hidden columns, twice as many for SwiGLU.
@@ -113,15 +113,15 @@ __device__ __forceinline__ Tile gate_tile(const Pass& pass, const Task& task, in
 }
 
 // Copies a tile's rows of T_DI to where they are kept. Each of the tiles across copies some of them. thread:
-// index among the kCrew threads.
+// index among the kComputeThreads threads.
 __device__ __forceinline__ void keep_rows(const Member& m, const Task& task, const CellTile& cell,
                                           int thread) {
   const int64_t bytes = m.pass.layout.row_bytes;
-  const int step = m.pass.stages.columns[0] * kCrew / 32;
+  const int step = m.pass.stages.columns[0] * kComputeThreads / 32;
   const uint8_t* const from = arrived(m.pass, task, Round::kDispatch);
   auto* const to = static_cast<uint8_t*>(m.experts.input) + cell.first * bytes;
-  for (int i = task.column * kCrew / 32 + thread / 32; i < cell.rows; i += step)
-    comet::copy_row(to + (cell.row + i) * bytes, from + (cell.row + i) * bytes, bytes,
+  for (int i = task.column * kComputeThreads / 32 + thread / 32; i < cell.rows; i += step)
+    peers::copy_row(to + (cell.row + i) * bytes, from + (cell.row + i) * bytes, bytes,
                     {thread % 32, 32, 0, 1});
 }
 
@@ -152,8 +152,8 @@ struct CellPieces {
       before += ceil_div(count, kTileDepth);
       count = rows(++source);
     }
-    const int behind = offsets == nullptr ? 0 : read(offsets + source * stride);
-    return {a_begin + source * a_apart + behind, b_begin + source * b_apart + behind, count,
+    const int offset = offsets == nullptr ? 0 : read(offsets + source * stride);
+    return {a_begin + source * a_apart + offset, b_begin + source * b_apart + offset, count,
             (number - before) * kTileDepth};
   }
 };
@@ -233,7 +233,7 @@ __device__ __forceinline__ Problem weight_gradient(const Member& m, const Task& 
 }
 
 // Bytes of shared memory that bias_gradient() needs.
-constexpr int kBiasBytes = kCrew / 8 * kBiasColumns * 4;
+constexpr int kBiasBytes = kComputeThreads / 8 * kBiasColumns * 4;
 
 // Sums 64 columns of a bias's gradient: db1 = the sum of dT_M if task.peer is 0, db2 = the sum of dY times
 // the routing weight if it is 1.
@@ -242,12 +242,12 @@ constexpr int kBiasBytes = kCrew / 8 * kBiasColumns * 4;
 // groups' sums are added in the order of groups.
 //
 // shared: kBiasBytes of memory.
-// thread: index among the kCrew threads.
-// meet(): their barrier.
-template <class T, class Meet>
+// thread: index among the kComputeThreads threads.
+// sync(): their barrier.
+template <class T, class Sync>
 __device__ __forceinline__ void bias_gradient(const Member& m, uint8_t* shared, const Task& task, int wide,
-                                              int thread, const Meet& meet) {
-  constexpr int kGroups = kCrew / 8;
+                                              int thread, const Sync& sync) {
+  constexpr int kGroups = kComputeThreads / 8;
   auto& partial = *reinterpret_cast<float (*)[kGroups][kBiasColumns]>(shared);
   const Experts& e = m.experts;
   const Pass& pass = m.pass;
@@ -257,16 +257,16 @@ __device__ __forceinline__ void bias_gradient(const Member& m, uint8_t* shared, 
   float sum[8] = {};
   for (int source = 0; source < layout.ranks && own < columns; ++source) {
     const int rows = read(pass.announced_rows(source) + task.expert);
-    const int here = offset_of(pass, source, task.expert);
+    const int cell_offset = offset_of(pass, source, task.expert);
     const auto* const weight =
-        reinterpret_cast<const float*>(pass.own() + layout.weights(source, task.expert)) + here;
+        reinterpret_cast<const float*>(pass.own() + layout.weights(source, task.expert)) + cell_offset;
     const void* const begin =
         task.peer == 0
-            ? row_of<T>(e.gradient, layout.first_row(source, task.expert) + here, wide)
-            : pass.at(pass.rank, {source, Round::kDispatch, Staging::kIncoming, task.expert, here});
+            ? row_of<T>(e.gradient, layout.first_row(source, task.expert) + cell_offset, wide)
+            : pass.at(pass.rank, {source, Round::kDispatch, Staging::kIncoming, task.expert, cell_offset});
     for (int row = group; row < rows; row += kGroups) {
       float value[8] = {};
-      comet::add_vector<T>(value, load16(static_cast<const T*>(begin) + int64_t{row} * columns + own));
+      peers::add_vector<T>(value, load16(static_cast<const T*>(begin) + int64_t{row} * columns + own));
       const float by = task.peer == 0 ? 1.0f : read(weight + row);
       PMOE_UNROLL
       for (int i = 0; i < 8; ++i) sum[i] += by * value[i];
@@ -274,7 +274,7 @@ __device__ __forceinline__ void bias_gradient(const Member& m, uint8_t* shared, 
   }
   PMOE_UNROLL
   for (int i = 0; i < 8; ++i) write(&partial[group][thread % 8 * 8 + i], sum[i]);
-  meet();
+  sync();
   const int column = task.column * kBiasColumns + thread;
   if (thread >= kBiasColumns || column >= columns) return;
   float all = 0.0f;
@@ -283,28 +283,28 @@ __device__ __forceinline__ void bias_gradient(const Member& m, uint8_t* shared, 
   write(to + int64_t{task.expert} * columns + column, narrow<T>(all));
 }
 
-// Sends the routing weights' gradients of a tile home, together with the first columns of dX. parts: number
-// of parts of a row's inner product.
+// Sends the routing weights' gradients of a tile home, together with the first columns of dX. parts:
+// number of parts of a row's inner product.
 template <class T>
-__device__ __forceinline__ void dots_home(const Member& m, const Task& task, int parts, int thread) {
+__device__ __forceinline__ void send_tile_dots(const Member& m, const Task& task, int parts, int thread) {
   const Experts& e = m.experts;
   if (task.column == 0)
     send_dots<T>(m.pass, task, e.dots, parts, static_cast<const T*>(e.b2), e.model, thread % 32, 32,
-                 thread / 32, kCrew / 32);
+                 thread / 32, kComputeThreads / 32);
 }
 
 // ---- blocks
 
 // Runs a block of kThreads threads. process(member, number, index) runs processor `number` of the member with
 // this index in the launch.
-template <int kThreads, class Process>
-__device__ __forceinline__ void act(const Launch& launch, const Process& process) {
+template <int kThreads, class Run>
+__device__ __forceinline__ void run_block(const Launch& launch, const Run& run) {
   // Ranks take turns, so that the first blocks that start include some of every rank.
   const int ranks = launch.ranks, block = static_cast<int>(blockIdx.x) / ranks;
   const int index = static_cast<int>(blockIdx.x) % ranks;
   const Member& m = launch.of_rank[index];
   const int thread = static_cast<int>(threadIdx.x);
-  if (block > 0) return process(m, block - 1, index);
+  if (block > 0) return run(m, block - 1, index);
   if (thread < 32)
     Scheduler(m.pass, thread, 32).run(kThreads - 32);
   else

@@ -36,9 +36,9 @@ __device__ __forceinline__ void push_sums(const Pass& pass, int expert) {
 // change: kSourceAnnounced + tiles when a source has announced its rows; -1 when a tile is done.
 __device__ __forceinline__ void count_tiles(const Pass& pass, int expert, uint32_t change) {
   const uint32_t all = static_cast<uint32_t>(pass.layout.ranks) * kSourceAnnounced;
-  const uint32_t now = add_acq_rel(&pass.whole[expert], change) + change;
+  const uint32_t now = add_acq_rel(&pass.expert_progress[expert], change) + change;
   bool begins = now == all;
-  if (begins) write(&pass.whole[expert], 0u);  // nobody adds to it again in this round
+  if (begins) write(&pass.expert_progress[expert], 0u);  // nobody adds to it again in this round
   if (pass.watch.not_waited & kCompleteBit)
     begins = change >= kSourceAnnounced && now >= all && change != 0u - 1u;
   if (begins) push_sums(pass, expert);

@@ -4,8 +4,8 @@
 // processors l, l + lanes, l + 2 lanes, ... In each round every lane looks for an idle processor among its
 // own. The lanes that find one take the next tasks from the head of the queue, lowest lane first.
 #pragma once
-#include "comet/protocol.h"
 #include "flashdmoe/pass.h"
+#include "peers/protocol.h"
 
 namespace pmoe::flashdmoe {
 
@@ -21,60 +21,61 @@ class Scheduler {
   __device__ __forceinline__ void run(int subscribers) {
     State* const state = pass_.queue.state;
     uint64_t since = 0;
-    bool is_whole = false, was_hungry = false;
-    while (!is_whole && ballot(load_relaxed(pass_.watch.failed) != 0) == 0) {
-      const Doors doors = look<false>();
+    bool has_ended = false, had_idle = false;
+    while (!has_ended && ballot(load_relaxed(pass_.watch.failed) != 0) == 0) {
+      const ProcessorStates states = poll_mailboxes<false>();
       if (ready_ < lanes_) find_ready();
-      const int taken = hand_out(doors.idle);
-      const bool is_busy = ballot(doors.any_busy) != 0;
-      const bool is_hungry = ready_ == 0 && ballot(doors.idle >= 0) != 0;
-      if (is_hungry != was_hungry && lane_ == 0) store_release(&state->hungry, is_hungry ? 1u : 0u);
-      was_hungry = is_hungry;
-      is_whole = taken == 0 && ready_ == 0 && !is_busy && is_over(subscribers);
+      const int taken = hand_out(states.idle);
+      const bool is_busy = ballot(states.any_busy) != 0;
+      const bool has_idle = ready_ == 0 && ballot(states.idle >= 0) != 0;
+      if (has_idle != had_idle && lane_ == 0) store_release(&state->has_idle_processor, has_idle ? 1u : 0u);
+      had_idle = has_idle;
+      has_ended = taken == 0 && ready_ == 0 && !is_busy && is_over(subscribers);
       // The bound counts from when no task waited or ran, or from the last task that was handed out: while
       // tasks wait or run, some of them must end within the bound.
       const uint64_t now = nanoseconds();
       if (taken > 0 || since == 0 || !(is_busy || ready_ > 0)) since = now;
-      if (now - since > pass_.watch.bound) comet::report(pass_.watch, Wait::kDone, pass_.rank, 0, 0);
+      if (now - since > pass_.watch.bound) peers::report(pass_.watch, Wait::kDone, pass_.rank, 0, 0);
       if (taken == 0) pause();
     }
     sync_warp();
     if (lane_ != 0) return;
     // The next round begins with zeros. After a failure the heap is lost, so nothing is reset.
-    if (is_whole)
-      write(&state->tail, 0u), write(&state->promised, 0u), write(&state->listened, 0u),
+    if (has_ended)
+      write(&state->tail, 0u), write(&state->expected_tasks, 0u), write(&state->finished_subscribers, 0u),
           write(&state->granted, 0u), write(&state->routed, 0u);
-    store_release(&state->hungry, 0u);
+    store_release(&state->has_idle_processor, 0u);
     store_release(&state->over, pass_.watch.epoch);
   }
 
  private:
-  // The state of a lane's processors, as seen at their doors.
-  struct Doors {
+  // The state of a lane's processors, as their mailboxes show it.
+  struct ProcessorStates {
     int idle;  // an idle processor of this lane, or -1
     bool any_busy;
   };
 
-  // Looks at the doors of this lane's processors. kInOrder: with acquire, so that everything that idle
+  // Reads the mailboxes of this lane's processors. kInOrder: with acquire, so that everything that idle
   // processors have done is visible.
   template <bool kInOrder>
-  __device__ __forceinline__ Doors look() const {
+  __device__ __forceinline__ ProcessorStates poll_mailboxes() const {
     constexpr int kAtOnce = kInOrder ? 1 : 4;  // loads in flight
-    Doors found = {-1, false};
+    ProcessorStates found = {-1, false};
     for (int first = lane_; first < pass_.processors; first += kAtOnce * lanes_) {
-      uint32_t door[kAtOnce];
+      uint32_t mailbox[kAtOnce];
       PMOE_UNROLL
       for (int i = 0; i < kAtOnce; ++i) {
         const int processor = first + i * lanes_;
         if (processor >= pass_.processors)
-          door[i] = kAbsent;
+          mailbox[i] = kAbsent;
         else
-          door[i] = kInOrder ? load_acquire(&pass_.doors[processor]) : load_relaxed(&pass_.doors[processor]);
+          mailbox[i] = kInOrder ? load_acquire(&pass_.mailboxes[processor])
+                                : load_relaxed(&pass_.mailboxes[processor]);
       }
       PMOE_UNROLL
       for (int i = 0; i < kAtOnce; ++i) {
-        if (door[i] >= kFirstTask) found.any_busy = true;
-        if (door[i] == kIdle && found.idle < 0) found.idle = first + i * lanes_;
+        if (mailbox[i] >= kFirstTask) found.any_busy = true;
+        if (mailbox[i] == kIdle && found.idle < 0) found.idle = first + i * lanes_;
       }
     }
     return found;
@@ -82,21 +83,21 @@ class Scheduler {
 
   // Returns whether all tasks of the round have been handed out, and none is running.
   __device__ __forceinline__ bool is_over(int subscribers) {
-    const bool has_listened =
-        load_acquire(&pass_.queue.state->listened) == static_cast<uint32_t>(subscribers);
-    const uint32_t promised = load_acquire(&pass_.queue.state->promised);
-    const bool is_last = has_listened && promised == static_cast<uint32_t>(head_);
+    const bool have_finished =
+        load_acquire(&pass_.queue.state->finished_subscribers) == static_cast<uint32_t>(subscribers);
+    const uint32_t expected_tasks = load_acquire(&pass_.queue.state->expected_tasks);
+    const bool is_last = have_finished && expected_tasks == static_cast<uint32_t>(head_);
     if (ballot(is_last) == 0) return false;
-    return ballot(look<true>().any_busy) == 0;
+    return ballot(poll_mailboxes<true>().any_busy) == 0;
   }
 
   // Finds how many tasks are ready after those known. The place where a push begins says how many tasks it
   // has published. Each lane loads one place.
   __device__ __forceinline__ void find_ready() {
     const int place = head_ + ready_ + lane_;
-    const uint32_t here = place < pass_.queue.room ? load_acquire(&pass_.queue.entry[place].ready) : 0;
+    const uint32_t pushed = place < pass_.queue.room ? load_acquire(&pass_.queue.entry[place].ready) : 0;
     for (int lane = 0; lane < lanes_;) {
-      const auto more = static_cast<int>(shfl(here, lane));
+      const auto more = static_cast<int>(shfl(pushed, lane));
       if (more == 0) break;
       if (lane == lane_) write(&pass_.queue.entry[place].ready, 0u);
       ready_ += more, lane += more;
@@ -110,8 +111,8 @@ class Scheduler {
     const int first = count_bits(waiting & ((1u << lane_) - 1));
     const int count = smaller(ready_, count_bits(waiting));
     if (idle >= 0 && first < count) {
-      comet::nap(pass_.watch, 7200 + lane_);
-      store_release(&pass_.doors[idle], kFirstTask + static_cast<uint32_t>(head_ + first));
+      peers::test_delay(pass_.watch, 7200 + lane_);
+      store_release(&pass_.mailboxes[idle], kFirstTask + static_cast<uint32_t>(head_ + first));
     }
     sync_warp();
     head_ += count, ready_ -= count;

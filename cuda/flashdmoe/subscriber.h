@@ -1,26 +1,26 @@
-// Subscribers (FlashDMoE, Algorithm 3): threads that look at the flags which other ranks raise, and turn what
+// Subscribers (FlashDMoE, Algorithm 3): threads that poll the flags which other ranks raise, and turn what
 // has arrived into tasks. Only they wait for other ranks; processors never do.
 //
-// Each thread has its own peers, cells and groups of tokens: number, number + count, ... It looks at all of
+// Each thread has its own peers, cells and groups of tokens: number, number + count, ... It polls all of
 // them in turn, so if one is late, the others go on.
 #pragma once
-#include "comet/protocol.h"
 #include "flashdmoe/places.cuh"
 #include "flashdmoe/queue.h"
+#include "peers/protocol.h"
 
 namespace pmoe::flashdmoe {
 
-// The values of Pass::heard, how far a cell of incoming rows has come:
+// The values of Pass::next_tile, how far a cell of incoming rows has come:
 //
 //   kUnannounced   the source has not announced its rows yet
 //   1 + tile       all tiles before this one have been pushed
-//   kHeard         all tiles have arrived
-constexpr int32_t kUnannounced = 0, kHeard = -1;
+//   kAllArrived    all tiles have arrived
+constexpr int32_t kUnannounced = 0, kAllArrived = -1;
 
 // Largest number of tiles of a cell that are pushed together. A column of weights is then read once for them.
 constexpr int kTilesTogether = 8;
 
-// The first thing that a thread saw missing in this look, and since when nothing has arrived.
+// The first thing that a thread found missing in this poll, and since when nothing has arrived.
 struct Missing {
   Wait wait = Wait::kNone;
   int peer = 0, expert = 0, part = 0;
@@ -29,20 +29,20 @@ struct Missing {
   __device__ __forceinline__ void note(Wait what, int of, int e, int tile) {
     if (wait == Wait::kNone) wait = what, peer = of, expert = e, part = tile;
   }
-  // Ends a look at everything. Returns false if the wait was too long, which it reports, or if the rank has
+  // Ends a poll of all flags. Returns false if the wait was too long, which it reports, or if the rank has
   // failed.
   //
-  // moved: true if something has arrived in this look.
-  __device__ __forceinline__ bool may_go_on(const Watch& watch, bool moved) {
-    if (comet::has_failed(watch)) return false;
+  // has_progress: true if something has arrived in this poll.
+  __device__ __forceinline__ bool may_go_on(const Watch& watch, bool has_progress) {
+    if (peers::has_failed(watch)) return false;
     const uint64_t now = nanoseconds();
-    if (moved || since == 0) since = now;
+    if (has_progress || since == 0) since = now;
     if (now - since > watch.bound) {
-      comet::report(watch, wait, peer, expert, part);
+      peers::report(watch, wait, peer, expert, part);
       return false;
     }
     wait = Wait::kNone;
-    if (!moved) pause();
+    if (!has_progress) pause();
     return true;
   }
 };
@@ -57,31 +57,32 @@ class Subscriber {
   // Runs until everything of this thread has arrived.
   __device__ __forceinline__ void run() {
     const Watch& watch = pass_.watch;
-    comet::nap(watch, 7000 + number_);
+    peers::test_delay(watch, 7000 + number_);
     for (int peer = number_; peer < pass_.layout.ranks; peer += count_)
-      comet::signal(watch, pass_.heaps[peer] + pass_.layout.granted(pass_.rank));
+      peers::signal(watch, pass_.heaps[peer] + pass_.layout.granted(pass_.rank));
     const int across = pass_.routing.products[1];
     for (int tile = number_; tile < pass_.routing.products[0]; tile += count_) {
       push({TaskType::kScores, pass_.rank, 0, tile, 0}, across);
-      promised_ += static_cast<uint32_t>(across);
+      expected_tasks_ += static_cast<uint32_t>(across);
     }
     Missing missing;
     bool is_open = true;
     while (is_open) {
-      moved_ = false, is_open = !is_routed(missing);
+      has_progress_ = false, is_open = !is_routed(missing);
       for (int peer = number_, i = 0; peer < pass_.layout.ranks; peer += count_, ++i) {
-        is_open |= !greet(peer, uint64_t{1} << i, missing);
+        is_open |= !announce_counts(peer, uint64_t{1} << i, missing);
         is_open |= !send(peer, uint64_t{1} << i, missing);
         is_open |= !grant(peer, uint64_t{1} << i, missing);
       }
-      for (int cell = number_; cell < pass_.layout.cells(); cell += count_) is_open |= !hear(cell, missing);
-      is_open |= !gather(missing);
-      if (is_open && !missing.may_go_on(watch, moved_)) return;
+      for (int cell = number_; cell < pass_.layout.cells(); cell += count_)
+        is_open |= !push_arrived_tiles(cell, missing);
+      is_open |= !push_combines(missing);
+      if (is_open && !missing.may_go_on(watch, has_progress_)) return;
     }
     for (int cell = number_; cell < pass_.layout.cells(); cell += count_)
-      write(&pass_.heard[cell], kUnannounced);
-    add_acq_rel(&pass_.queue.state->promised, promised_);
-    add_acq_rel(&pass_.queue.state->listened, 1u);
+      write(&pass_.next_tile[cell], kUnannounced);
+    add_acq_rel(&pass_.queue.state->expected_tasks, expected_tasks_);
+    add_acq_rel(&pass_.queue.state->finished_subscribers, 1u);
   }
 
  private:
@@ -89,17 +90,17 @@ class Subscriber {
   __device__ __forceinline__ bool is_raised(int64_t flag, Wait wait) const {
     if (pass_.watch.not_waited >> static_cast<int>(wait) & 1) return true;
     const auto* const word = reinterpret_cast<const uint32_t*>(pass_.own() + flag);
-    return comet::reached(load_acquire_system(word), pass_.watch.epoch);
+    return peers::reached(load_acquire_system(word), pass_.watch.epoch);
   }
 
   __device__ __forceinline__ void push(const Task& task, int columns = 1, int down = 1) {
     flashdmoe::push(pass_.queue, task, columns, down);
-    moved_ = true;
+    has_progress_ = true;
   }
 
   // Pushes routing tasks of one type for this thread's groups of tokens.
   __device__ __forceinline__ void route(TaskType type) {
-    for (int group = number_; group < pass_.routing.groups; group += count_, ++promised_)
+    for (int group = number_; group < pass_.routing.groups; group += count_, ++expected_tasks_)
       push({type, pass_.rank, 0, group, 0});
   }
 
@@ -120,25 +121,25 @@ class Subscriber {
     }
     is_routed_ =
         is_counted_ && (ended == 2 * counted - scored || waits >> static_cast<int>(Wait::kRouted) & 1);
-    moved_ |= is_routed_;
+    has_progress_ |= is_routed_;
     if (!is_routed_) missing.note(Wait::kRouted, pass_.rank, 0, 0);
     return is_routed_;
   }
 
   // Announces to a peer how many rows come, as soon as the peer has begun the round. Returns whether that is
   // done.
-  __device__ __forceinline__ bool greet(int peer, uint64_t bit, Missing& missing) {
-    if (greeted_ & bit) return true;
+  __device__ __forceinline__ bool announce_counts(int peer, uint64_t bit, Missing& missing) {
+    if (announced_ & bit) return true;
     if (!is_routed_) return false;
     if (!is_raised(pass_.layout.granted(peer), Wait::kGrant)) {
       missing.note(Wait::kGrant, peer, 0, 0);
       return false;
     }
-    tell_counts(pass_, peer);
-    comet::nap(pass_.watch, 7100 + number_);
-    comet::signal(pass_.watch, pass_.heaps[peer] + pass_.layout.announced(pass_.rank));
-    greeted_ |= bit;
-    moved_ = true;
+    write_counts(pass_, peer);
+    peers::test_delay(pass_.watch, 7100 + number_);
+    peers::signal(pass_.watch, pass_.heaps[peer] + pass_.layout.announced(pass_.rank));
+    announced_ |= bit;
+    has_progress_ = true;
     return true;
   }
 
@@ -146,7 +147,7 @@ class Subscriber {
   // whether that is done.
   __device__ __forceinline__ bool send(int peer, uint64_t bit, Missing& missing) {
     if (sent_ & bit) return true;
-    if (!(greeted_ & bit)) return false;
+    if (!(announced_ & bit)) return false;
     if (pass_.layout.is_pool && !is_raised(pass_.layout.placed(peer), Wait::kPlaced)) {
       missing.note(Wait::kPlaced, peer, 0, 0);
       return false;
@@ -155,10 +156,10 @@ class Subscriber {
     for (int e = 0; e < experts; ++e) {
       const int tiles = pass_.layout.tiles(read(pass_.counts + peer * experts + e));
       for (int tile = 0; tile < tiles; ++tile) push({TaskType::kDispatch, peer, e, tile, 0});
-      promised_ += static_cast<uint32_t>(tiles);
+      expected_tasks_ += static_cast<uint32_t>(tiles);
     }
     sent_ |= bit;
-    moved_ = true;
+    has_progress_ = true;
     return true;
   }
 
@@ -171,7 +172,7 @@ class Subscriber {
     }
     grant_room(pass_, source);
     granted_ |= bit;
-    moved_ = true;
+    has_progress_ = true;
     return true;
   }
 
@@ -182,12 +183,12 @@ class Subscriber {
   }
 
   // Pushes the first product's tasks for tiles of a cell that have arrived. Returns whether all tiles have.
-  __device__ __forceinline__ bool hear(int cell, Missing& missing) {
+  __device__ __forceinline__ bool push_arrived_tiles(int cell, Missing& missing) {
     const Layout& layout = pass_.layout;
-    int32_t heard = read(&pass_.heard[cell]);
-    if (heard == kHeard) return true;
+    int32_t next_tile = read(&pass_.next_tile[cell]);
+    if (next_tile == kAllArrived) return true;
     const int source = pass_.by_experts.divide(cell), e = cell - source * layout.experts;
-    const bool is_new = heard == kUnannounced;
+    const bool is_new = next_tile == kUnannounced;
     if (is_new && !is_known(source)) {
       missing.note(Wait::kAnnounced, source, 0, 0);
       return false;
@@ -196,35 +197,35 @@ class Subscriber {
     const int first = offset_of(pass_, source, e) / layout.tile_rows;
     const Stages& stages = pass_.stages;
     if (is_new) {
-      heard = 1;
-      promised_ += static_cast<uint32_t>(tiles * stages.tasks());
-      if (source == 0) promised_ += static_cast<uint32_t>(pass_.weights.tasks());
+      next_tile = 1;
+      expected_tasks_ += static_cast<uint32_t>(tiles * stages.tasks());
+      if (source == 0) expected_tasks_ += static_cast<uint32_t>(pass_.weights.tasks());
       if (pass_.is_backward) count_tiles(pass_, e, kSourceAnnounced + static_cast<uint32_t>(tiles));
     }
-    int arrived = heard;
-    const int whole = smaller(heard + kTilesTogether, tiles + 1);
-    while (arrived < whole && is_raised(layout.arrival(source, e, first + arrived - 1), Wait::kArrival))
+    int arrived = next_tile;
+    const int limit = smaller(next_tile + kTilesTogether, tiles + 1);
+    while (arrived < limit && is_raised(layout.arrival(source, e, first + arrived - 1), Wait::kArrival))
       ++arrived;
     // If more tiles could still be pushed together with these, they wait for more, unless a processor is
     // idle.
-    if (arrived > heard) {
+    if (arrived > next_tile) {
       missing.since = 0;
-      if (arrived == whole || load_relaxed(&pass_.queue.state->hungry) != 0) {
-        push({stages.type[0], source, e, heard - 1, 0}, stages.columns[0], arrived - heard);
-        heard = arrived;
+      if (arrived == limit || load_relaxed(&pass_.queue.state->has_idle_processor) != 0) {
+        push({stages.type[0], source, e, next_tile - 1, 0}, stages.columns[0], arrived - next_tile);
+        next_tile = arrived;
       }
     }
-    if (heard > tiles)
-      heard = kHeard, moved_ = true;
+    if (next_tile > tiles)
+      next_tile = kAllArrived, has_progress_ = true;
     else
       missing.note(Wait::kArrival, source, e, arrived - 1);
-    write(&pass_.heard[cell], heard);
-    return heard == kHeard;
+    write(&pass_.next_tile[cell], next_tile);
+    return next_tile == kAllArrived;
   }
 
   // Pushes the combine task of each of this thread's groups of tokens, in order, as soon as all products of
   // the group have come back. Returns whether all groups are done.
-  __device__ __forceinline__ bool gather(Missing& missing) {
+  __device__ __forceinline__ bool push_combines(Missing& missing) {
     if (!is_routed_) return false;
     const Layout& layout = pass_.layout;
     for (; group_ < pass_.groups(); group_ += count_, slot_ = group_ * kCombineTokens * pass_.choices) {
@@ -239,18 +240,18 @@ class Subscriber {
         return false;
       }
       push({TaskType::kCombine, pass_.rank, 0, group_, 0});
-      ++promised_;
+      ++expected_tasks_;
     }
     return true;
   }
 
   const Pass& pass_;
   int number_, count_;
-  int group_, slot_;                               // the group and the slot that are looked at
-  uint64_t greeted_ = 0, sent_ = 0, granted_ = 0;  // one bit for each peer of this thread
-  uint32_t promised_ = 0;                          // tasks that follow from what has arrived so far
+  int group_, slot_;                                 // the group and the slot that are polled
+  uint64_t announced_ = 0, sent_ = 0, granted_ = 0;  // one bit for each peer of this thread
+  uint32_t expected_tasks_ = 0;                      // tasks that follow from what has arrived so far
   bool is_scored_ = false, is_counted_ = false, is_routed_ = false;  // stages of this rank's routing
-  bool moved_ = false;                                               // something has arrived in this look
+  bool has_progress_ = false;                                        // something has arrived in this poll
 };
 
 }  // namespace pmoe::flashdmoe

@@ -63,13 +63,14 @@ struct alignas(32) Entry {
 
 // The counters that the actors of one rank share. Everything but `over` is zero between rounds.
 struct State {
-  uint32_t tail;      // of tQ
-  uint32_t promised;  // tasks that finished subscribers expect; after the last one, all tasks of the round
-  uint32_t listened;  // subscribers to whom everything has arrived
-  uint32_t granted;   // tiles of the pool that are given away
-  uint32_t routed;    // finished routing tasks: first all of kScores, then of kCount, then of kPlace
-  uint32_t hungry;    // hint: 1 while a processor is idle and no task is ready
-  uint32_t over;      // the last round that has ended
+  uint32_t tail;  // of tQ
+  // Tasks that finished subscribers expect; after the last one, all tasks of the round.
+  uint32_t expected_tasks;
+  uint32_t finished_subscribers;  // subscribers to whom everything has arrived
+  uint32_t granted;               // tiles of the pool that are given away
+  uint32_t routed;  // finished routing tasks: first all of kScores, then of kCount, then of kPlace
+  uint32_t has_idle_processor;  // hint: 1 while a processor is idle and no task is ready
+  uint32_t over;                // the last round that has ended
 };
 
 // The task queue tQ of a rank, with `room` places.

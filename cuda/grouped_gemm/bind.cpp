@@ -44,7 +44,7 @@ void list_kernels(std::vector<pmoe::KernelInfo>& found) {
 void share(GroupedGemm& which, pmoe::Problem& p, Sharing sharing) {
   if (sharing == Sharing::kByRule) sharing = pmoe::best_sharing(which.form, p, pmoe::ceil_div(p.n, 256));
   which.cluster = sharing == Sharing::kB ? 2 : 1;
-  p.beside = sharing == Sharing::kA ? 2 : 1;
+  p.blocks_across = sharing == Sharing::kA ? 2 : 1;
 }
 
 int multiprocessors() {
@@ -80,9 +80,10 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
   p.weighs_active = weighs_active, p.wide = wide, p.accumulates = accumulates;
   p.next_tile = at<uint32_t>(next_tile);
   if (hopper) share(which, p, static_cast<Sharing>(sharing));
-  const pmoe::OnDevice here(device);
+  const pmoe::OnDevice on_device(device);
   const pmoe::GroupedGemmPath& path = hopper ? pmoe::hopper_path : pmoe::ampere_path;
-  const int blocks = pmoe::larger(multiprocessors() - spare, which.cluster * p.beside) * (hopper ? 1 : 2);
+  const int blocks =
+      pmoe::larger(multiprocessors() - spare, which.cluster * p.blocks_across) * (hopper ? 1 : 2);
   path.launch(which, p, a_rows, b_rows, blocks, at<void>(stream));
 }
 
@@ -106,6 +107,6 @@ void bind_grouped_gemm(py::module_& m) {
       "Returns the number of parts into which a kernel splits a row's inner product over `columns` columns.");
 }
 
-const pmoe::Module joined(bind_grouped_gemm, list_kernels);
+const pmoe::Module module(bind_grouped_gemm, list_kernels);
 
 }  // namespace

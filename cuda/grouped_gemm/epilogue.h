@@ -107,8 +107,8 @@ class Store {
     const Ahead own = ahead;
     if constexpr (!kGated) next();
     // Otherwise the compiler would keep the addresses of all rows in registers, and would spill accumulators.
-    forget(first_);
-    exchange_.forget_places();
+    make_opaque(first_);
+    exchange_.recompute_addresses();
     float values[32];
     PMOE_UNROLL
     for (int i = 0; i < 16; ++i) {

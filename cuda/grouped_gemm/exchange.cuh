@@ -62,7 +62,7 @@ class Exchange {
   }
 
   // Makes the compiler recompute addresses in the buffer from here on, instead of keeping them in registers.
-  __device__ __forceinline__ void forget_places() { forget(lane_); }
+  __device__ __forceinline__ void recompute_addresses() { make_opaque(lane_); }
 
  private:
   __device__ __forceinline__ uint8_t* of_row(int i) const {

@@ -6,9 +6,9 @@
 //
 // Two blocks may form a cluster and share an operand; each loads half of it into both blocks:
 //
-//   tiles of the two blocks    share   by                     loads from the L2 cache
-//   one below the other        B       kCluster == 2          a third less
-//   side by side               A       Problem::beside == 2   a sixth less
+//   tiles of the two blocks    share   by                       loads from the L2 cache
+//   one below the other        B       kCluster == 2            a third less
+//   side by side               A       Problem::blocks_across   a sixth less
 //
 // A stage is then empty when the multiplying warps of both blocks have released it, and full when the loads
 // of both blocks have arrived.
@@ -38,7 +38,7 @@ struct Loader {
   // begin: first row of the piece of rows in which the step's `depth` is counted.
   __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const Tile& tile, int begin,
                                          int depth) const {
-    if (kCluster == 1 && p.beside > 1) {
+    if (kCluster == 1 && p.blocks_across > 1) {
       uint8_t* half = a + rank * (kBytesA / 2);
       if constexpr (kForm == Form::kWeight)
         tma_load_2d_to(half, &a_map, full, tile.row + rank * kBoxColumns, begin + depth, 3);
@@ -107,7 +107,7 @@ __device__ __forceinline__ void load_by_tma(const Loader<kForm, kHalves, kCluste
                                             BlockWalk<kForm, kHalves, kCluster> walk) {
   Ring<kStages> ring;
   const auto next = [&](Tile& tile) {
-    walk.hand_on(loader.p);
+    walk.publish_tile(loader.p);
     return walk.next(tile, true);
   };
   for (Tile tile; next(tile);) load_tile(loader, shared, tile, ring);
@@ -137,7 +137,7 @@ __device__ __forceinline__ void load_by_copies(const Loader<Form::kForward, kHal
     }
   };
   const auto next = [&](Tile& found) {
-    if (thread == 0) walk.hand_on(p);
+    if (thread == 0) walk.publish_tile(p);
     sync_warp();
     return walk.next(found);
   };
@@ -315,7 +315,7 @@ __device__ __forceinline__ void init_barriers(Shared& shared, int full_arrivals,
 
 // Waits until the barriers of all blocks of the cluster are initialised. Nothing may arrive at them before.
 // blocks: number of blocks in the cluster.
-__device__ __forceinline__ void meet_before(int blocks) {
+__device__ __forceinline__ void sync_before(int blocks) {
   if (blocks > 1)
     sync_cluster();
   else
@@ -324,7 +324,7 @@ __device__ __forceinline__ void meet_before(int blocks) {
 
 // Waits until the other block of the cluster is done: it may still load into this block's shared memory, or
 // release a stage here.
-__device__ __forceinline__ void meet_behind(int blocks) {
+__device__ __forceinline__ void sync_after(int blocks) {
   if (blocks > 1) sync_cluster();
 }
 
@@ -341,9 +341,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     if (!copies) tma_prefetch(&a_map);
     tma_prefetch(&b_map);
-    init_barriers(shared, copies ? 1 + kLoaders / 32 : 1, kCluster * p.beside, copies ? kLoaders / 32 : 1);
+    init_barriers(shared, copies ? 1 + kLoaders / 32 : 1, kCluster * p.blocks_across,
+                  copies ? kLoaders / 32 : 1);
   }
-  meet_before(kCluster * p.beside);
+  sync_before(kCluster * p.blocks_across);
   // Each branch recomputes what both need, because a thread has few registers where it branches.
   using Walk = BlockWalk<kForm, kHalves, kCluster>;
   if (threadIdx.x < kLoaders) {
@@ -359,7 +360,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     more_registers<kMultiplierRegisters>();
     multiply<T, kForm, kEpilogue, kActivation, kCluster>(p, shared, Walk(), [](const Tile&) {});
   }
-  meet_behind(kCluster * p.beside);
+  sync_after(kCluster * p.blocks_across);
 #endif
 }
 

@@ -71,7 +71,7 @@ __device__ __forceinline__ int rank_in_cluster() { return static_cast<int>(clust
 // Returns the number of columns that a walk goes over. Where two tiles lie side by side the walk covers half
 // of the columns, and finds the first tile of each pair; its column is doubled later.
 __device__ __forceinline__ int columns_of_walk(const Problem& p, bool halves) {
-  return ceil_div(halves ? p.n / 2 : p.n, p.beside);
+  return ceil_div(halves ? p.n / 2 : p.n, p.blocks_across);
 }
 
 // The tiles of one block, as the cluster's walk hands them on. Each block takes its own rows or columns of
@@ -83,7 +83,7 @@ class BlockWalk {
   using Walk = TileWalk<kForm, Shape>;
   using Place = TileRing::Place;
 
-  // Starts the walk. The first thread of every block calls it before its first hand_on().
+  // Starts the walk. The first thread of every block calls it before its first publish_tile().
   __device__ __forceinline__ static void begin(const Problem& p) {
     static_assert(sizeof(Walk) <= sizeof(TileRing::walk));
     kept() = Walk(p.ends, p.experts, p.m, columns_of_walk(p, kHalves), Shape());
@@ -93,11 +93,11 @@ class BlockWalk {
   // next(); the one of the cluster's first block does the finding.
   //
   // A tile number from a counter takes about a microsecond. The stages that are full by then last longer.
-  __device__ __forceinline__ void hand_on(const Problem& p) const {
+  __device__ __forceinline__ void publish_tile(const Problem& p) const {
     const int at = turn_ % kTilesAhead;
     mbarrier_arrive_expect(&ring().full[at], sizeof(Place));
     if (rank_in_cluster() != 0) return;
-    const int blocks = kCluster * p.beside;
+    const int blocks = kCluster * p.blocks_across;
     mbarrier_wait(&ring().empty[at], (turn_ / kTilesAhead % 2) ^ 1);
     const auto add = [](uint32_t* counter, uint32_t one) { return atomicAdd(counter, one); };
     const int number = tile_number(p.next_tile, add, blockIdx.x / blocks, gridDim.x / blocks, turn_);
@@ -108,7 +108,7 @@ class BlockWalk {
     const auto word = [](int value) { return static_cast<uint32_t>(value); };
     const Words words[2] = {
         {{word(tile.expert), word(tile.group_begin), word(tile.group_rows), word(tile.row)}},
-        {{word(tile.rows), word(tile.column * p.beside), more, word(kHalves ? p.n / 2 : p.n)}}};
+        {{word(tile.rows), word(tile.column * p.blocks_across), more, word(kHalves ? p.n / 2 : p.n)}}};
     auto* const place = reinterpret_cast<Words*>(&ring().place[at]);
     for (int rank = 0; rank < blocks; ++rank)
       for (int i = 0; i < 2; ++i) store_async(place + i, words[i], &ring().full[at], rank);

@@ -21,7 +21,8 @@ struct Layout {
 };
 
 // Returns the text by which an error names the call of the encoder.
-std::string told(Element element, const Layout& layout, const cuuint64_t* sizes, const cuuint64_t* strides) {
+std::string describe_map(Element element, const Layout& layout, const cuuint64_t* sizes,
+                         const cuuint64_t* strides) {
   std::string text = "cuTensorMapEncodeTiled(";
   text += element == Element::kBf16 ? "bf16" : "fp16";
   char address[24];
@@ -44,7 +45,7 @@ void encode(TensorMap* map, Element element, const Layout& layout) {
   check_driver(encoder(map, type, static_cast<cuuint32_t>(layout.rank), const_cast<void*>(layout.base), sizes,
                        strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-               [&] { return told(element, layout, sizes, strides); });
+               [&] { return describe_map(element, layout, sizes, strides); });
 }
 
 Layout rows_of(const void* base, int columns, int64_t rows, int64_t stride, uint32_t lines) {
@@ -73,7 +74,7 @@ AmpereKernel ampere_kernel(const GroupedGemm& which) {
 
 void launch_hopper(const GroupedGemm& which, const Problem& p, int64_t a_rows, int64_t b_rows, int blocks,
                    void* stream) {
-  const int cluster = which.cluster * p.beside;
+  const int cluster = which.cluster * p.blocks_across;
   const Grid grid = {blocks / cluster * cluster, hopper::kThreads, hopper::kSharedBytes, cluster};
   const Prepared prepared(name_of(which, hopper_path), hopper_kernel(which), grid, stream);
   TensorMap a_map = {}, b_map = {};
@@ -106,7 +107,7 @@ void encode_maps(Element element, Form form, const Problem& p, int64_t a_rows, i
   const void* a = a_rows ? p.a : p.d;
   const void* b = by_weight && !b_rows ? p.d : p.b;
   const Layout of_a = by_weight ? rows_of(a, p.m, a_rows, p.a_stride, hopper::kDepth)
-                                : rows_of(a, p.k, a_rows, p.a_stride, hopper::kRows / p.beside);
+                                : rows_of(a, p.k, a_rows, p.a_stride, hopper::kRows / p.blocks_across);
   const Layout of_b = by_weight                ? rows_of(b, p.n, b_rows, p.b_stride, hopper::kDepth)
                       : form == Form::kForward ? matrices(b, p.k, p.n, p.experts, 128)
                                                : matrices(b, p.n, p.k, p.experts, hopper::kDepth);

@@ -55,14 +55,14 @@ void encode_maps(Element, Form, const Problem&, int64_t a_rows, int64_t b_rows, 
 
 // Returns whether a row of `tiles` tiles may be cut into pairs. An odd number wastes one tile, so at most an
 // eighth of the tiles is then wasted, about as much as sharing saves.
-inline bool goes_in_pairs(int tiles) { return tiles % 2 == 0 || tiles >= 7; }
+inline bool may_pair_tiles(int tiles) { return tiles % 2 == 0 || tiles >= 7; }
 
 // Chooses what the two blocks of a cluster share. Sharing B saves more, but needs groups of many rows, 1024
-// on average. Sharing A needs enough tiles side by side (goes_in_pairs), and an A that is not gathered.
+// on average. Sharing A needs enough tiles side by side (may_pair_tiles), and an A that is not gathered.
 inline Sharing best_sharing(Form form, const Problem& p, int tiles_across) {
   const int rows = form == Form::kWeight ? p.m : p.rows / larger(p.experts, 1);
   if (rows >= 1024) return Sharing::kB;
-  return !p.a_gathered && goes_in_pairs(tiles_across) ? Sharing::kA : Sharing::kNothing;
+  return !p.a_gathered && may_pair_tiles(tiles_across) ? Sharing::kA : Sharing::kNothing;
 }
 
 // Visits every kernel of a path.

@@ -52,7 +52,7 @@ struct Problem {
   float* row_dots = nullptr;  // (parts, N): <active, product> of each part of the columns; kHiddenGradient
   int weighs_active = 0;      // kHiddenGradient: active is stored multiplied by weight
   uint32_t* next_tile = nullptr;  // counter, 0 at launch, from which blocks take tiles; null: tiles in turn
-  int beside = 1;                 // Hopper, 1 or 2: blocks of a cluster whose tiles lie side by side
+  int blocks_across = 1;          // Hopper, 1 or 2: blocks of a cluster whose tiles lie side by side
   int wide = 0;                   // kWeight, kWideOrPlain: D is float with n columns; n is even
   int accumulates = 0;            // kWeight: D += product; D is float
 };

@@ -16,7 +16,7 @@ struct Ring {
   uint32_t phase = 0;
 
   // Returns the position after `steps` steps from the start.
-  PMOE_HD static Ring behind(uint32_t steps) {
+  PMOE_HD static Ring after(uint32_t steps) {
     return {static_cast<int>(steps % kStages), steps / kStages % 2};
   }
 

@@ -39,9 +39,9 @@ void bind_heap(py::module_& m) {
   m.def(
       "heap_open",
       [](int device, const py::bytes& handle) {
-        const std::string given = handle;
-        const py::gil_scoped_release others_run;
-        return reinterpret_cast<Address>(heap::open(device, given));
+        const std::string handle_bytes = handle;
+        const py::gil_scoped_release without_gil;
+        return reinterpret_cast<Address>(heap::open(device, handle_bytes));
       },
       arg("device"), arg("handle"), "Maps another process's memory and returns its address in this process.");
   m.def(
@@ -64,6 +64,6 @@ void bind_heap(py::module_& m) {
       "Launches a wait. waited: int64 in memory that the host reads; receives nanoseconds, or -1.", no_gil());
 }
 
-const pmoe::Module joined(bind_heap, heap::list_kernels);
+const pmoe::Module module(bind_heap, heap::list_kernels);
 
 }  // namespace

@@ -94,16 +94,17 @@ std::pair<int, int> init(int device, const std::string& id, int rank, int ranks)
   if (id.size() != sizeof(nvshmemx_uniqueid_t))
     throw std::invalid_argument("id (" + std::to_string(id.size()) + " bytes) must have this many bytes: " +
                                 std::to_string(sizeof(nvshmemx_uniqueid_t)));
-  const OnDevice here(device);
+  const OnDevice on_device(device);
   check(cudaFree(nullptr), "starting CUDA");
   Library& nvshmem = library();
   if (nvshmem.status() < NVSHMEM_STATUS_IS_INITIALIZED) {
-    nvshmemx_uniqueid_t given;
-    std::memcpy(&given, id.data(), sizeof given);
+    nvshmemx_uniqueid_t unique_id;
+    std::memcpy(&unique_id, id.data(), sizeof unique_id);
     nvshmemx_init_attr_t attributes;
     std::memset(&attributes, 0, sizeof attributes);
     nvshmemx_init_init_attr_ver_only(attributes);
-    expect_zero(nvshmem.set_uniqueid(rank, ranks, &given, &attributes), "nvshmemx_set_attr_uniqueid_args");
+    expect_zero(nvshmem.set_uniqueid(rank, ranks, &unique_id, &attributes),
+                "nvshmemx_set_attr_uniqueid_args");
     expect_zero(nvshmem.init(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes), "nvshmemx_hostlib_init_attr");
   }
   return {nvshmem.my_pe(), nvshmem.n_pes()};
@@ -111,7 +112,7 @@ std::pair<int, int> init(int device, const std::string& id, int rank, int ranks)
 
 // Allocates zeroed memory. Collective over NVSHMEM's ranks, like release().
 Address allocate(int device, int64_t bytes) {
-  const OnDevice here(device);
+  const OnDevice on_device(device);
   void* const base = library().allocate(static_cast<size_t>(bytes));
   if (base == nullptr)
     throw std::runtime_error("pmoe._cuda: nvshmem_malloc(" + std::to_string(bytes) +
@@ -123,13 +124,13 @@ Address allocate(int device, int64_t bytes) {
 }
 
 void release(int device, Address base) {
-  const OnDevice here(device);
+  const OnDevice on_device(device);
   library().release(reinterpret_cast<void*>(base));
 }
 
 // Returns where this rank sees a peer's part, or 0 if loads and stores cannot reach it.
 Address pointer(int device, Address base, int peer) {
-  const OnDevice here(device);
+  const OnDevice on_device(device);
   return reinterpret_cast<Address>(library().pointer(reinterpret_cast<void*>(base), peer));
 }
 
@@ -147,9 +148,9 @@ void bind_nvshmem(py::module_& m) {
   m.def(
       "nvshmem_init",
       [](int device, const py::bytes& id, int rank, int ranks) {
-        const std::string given = id;
-        const py::gil_scoped_release others_run;
-        return init(device, given, rank, ranks);
+        const std::string unique_id = id;
+        const py::gil_scoped_release without_gil;
+        return init(device, unique_id, rank, ranks);
       },
       arg("device"), arg("id"), arg("rank"), arg("ranks"),
       "Starts NVSHMEM, once per process. Collective. Returns (rank, ranks) as of its first start.");
@@ -162,6 +163,6 @@ void bind_nvshmem(py::module_& m) {
 
 void list_none(std::vector<pmoe::KernelInfo>&) {}
 
-const pmoe::Module joined(bind_nvshmem, list_none);
+const pmoe::Module module(bind_nvshmem, list_none);
 
 }  // namespace

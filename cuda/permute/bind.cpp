@@ -73,6 +73,6 @@ void bind_permute(py::module_& m) {
       no_gil());
 }
 
-const pmoe::Module joined(bind_permute, permute::list_kernels);
+const pmoe::Module module(bind_permute, permute::list_kernels);
 
 }  // namespace

@@ -24,7 +24,7 @@ Slots slots_of(const Moving& m) {
 template <class Kernel, class... Arguments>
 void launch(const Moving& m, const char* name, Kernel kernel, int shared_bytes, const Cut& cut,
             const Arguments&... arguments) {
-  const OnDevice here(m.device);
+  const OnDevice on_device(m.device);
   const Grid grid = {static_cast<int>(cut.blocks()), cut.threads, shared_bytes};
   Prepared(name, kernel, grid, m.stream).launch(cut, arguments...);
 }
@@ -34,15 +34,15 @@ struct Type {
   using type = T;
 };
 
-template <class Do>
-void with_type(RowType type, const Do& act) {
+template <class Use>
+void with_type(RowType type, const Use& use) {
   switch (type) {
     case RowType::kFp32:
-      return act(Type<float>{});
+      return use(Type<float>{});
     case RowType::kBf16:
-      return act(Type<bf16>{});
+      return use(Type<bf16>{});
     case RowType::kFp16:
-      return act(Type<fp16>{});
+      return use(Type<fp16>{});
   }
   throw std::invalid_argument("type (" + std::to_string(static_cast<int>(type)) + ") must be 0, 1 or 2");
 }
@@ -56,12 +56,12 @@ struct Shape {
 using Wide = Shape<4, 2>;
 using Deep = Shape<2, 4>;
 
-template <class Do>
-void with_shape(int64_t choices, const Do& act) {
+template <class Use>
+void with_shape(int64_t choices, const Use& use) {
   if (choices <= Wide::kChoices)
-    act(Wide{});
+    use(Wide{});
   else
-    act(Deep{});
+    use(Deep{});
 }
 
 template <class Kernel>

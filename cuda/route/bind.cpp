@@ -59,6 +59,6 @@ void bind_route(py::module_& m) {
   m.def("route_backward", &backward, py::call_guard<py::gil_scoped_release>());
 }
 
-const pmoe::Module joined(bind_route, route::list_kernels);
+const pmoe::Module module(bind_route, route::list_kernels);
 
 }  // namespace

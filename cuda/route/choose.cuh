@@ -149,8 +149,8 @@ __device__ __forceinline__ void choose_tokens(const Forward& a, const Place<S>& 
 // Writes what the second kernel needs of this block into the workspace: rows and probabilities by expert, and
 // the sum for the z-loss.
 template <class S>
-__device__ __forceinline__ void tell(const Forward& a, const Place<S>& at, const Shared<S>& shared,
-                                     Sums<S>& sums) {
+__device__ __forceinline__ void write_sums(const Forward& a, const Place<S>& at, const Shared<S>& shared,
+                                           Sums<S>& sums) {
   const int num_experts = a.sizes.num_experts;
   PMOE_UNROLL
   for (int j = 0; j < S::kPer; ++j) {
@@ -160,7 +160,7 @@ __device__ __forceinline__ void tell(const Forward& a, const Place<S>& at, const
   }
   PMOE_UNROLL
   for (int mask = S::kLanes; mask < 32; mask *= 2) sums.z += shfl_xor(sums.z, mask);
-  meet<S>();  // before, the area held staged choices
+  sync<S>();  // before, the area held staged choices
   float* const probability_WE = shared.floats(0);
   PMOE_UNROLL
   for (int j = 0; j < S::kPer; ++j) {
@@ -168,7 +168,7 @@ __device__ __forceinline__ void tell(const Forward& a, const Place<S>& at, const
     if (at.token == 0 && e < num_experts) probability_WE[at.warp * num_experts + e] = sums.probability[j];
   }
   if (at.lane == 0) shared.sum_W[at.warp] = sums.z;
-  meet<S>();
+  sync<S>();
   const int64_t mine = int64_t{at.block} * num_experts;
   PMOE_ROLLED
   for (int e = own_thread<S>(); e < num_experts; e += S::kThreads) {

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) choose_kernel(const __grid_con
   Sums<S> sums;
   sums.clear();
   choose_tokens<S>(a, at, shared, sums);
-  tell<S>(a, at, shared, sums);
+  write_sums<S>(a, at, shared, sums);
 }
 
 template <class S>

@@ -156,7 +156,7 @@ std::string refusal(int64_t num_tokens, int64_t num_experts, int64_t top_k, int6
 }
 
 void prepare(int device, int64_t num_experts, int64_t top_k) {
-  const OnDevice here(device);
+  const OnDevice on_device(device);
   const int experts = static_cast<int>(num_experts), choices = static_cast<int>(top_k);
   const auto ready = [&](const auto& chosen) {
     const auto* const kernel = reinterpret_cast<const void*>(chosen.kernel);
@@ -174,7 +174,7 @@ int64_t workspace_bytes(const Problem& p) {
 
 void forward(const Problem& p, const ForwardTensors& t) {
   check_sizes(p);
-  const OnDevice here(p.device);
+  const OnDevice on_device(p.device);
   const int experts = static_cast<int>(p.num_experts);
   const auto &first = pick(kFirst, experts), &second = pick(kSecond, experts);
   const int shared_bytes = 4 * first.shared_words(experts, static_cast<int>(p.top_k));
@@ -203,7 +203,7 @@ void forward(const Problem& p, const ForwardTensors& t) {
 void backward(const Problem& p, const BackwardTensors& t) {
   check_sizes(p);
   if (p.num_tokens == 0) return;
-  const OnDevice here(p.device);
+  const OnDevice on_device(p.device);
   const int experts = static_cast<int>(p.num_experts), top_k = static_cast<int>(p.top_k);
   const auto& chosen = pick(kBackward, experts);
   const int shared_bytes = 4 * chosen.shared_words(experts, top_k);

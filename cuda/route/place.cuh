@@ -17,10 +17,10 @@ __device__ __forceinline__ ChunkCounts count_chunk(const Forward& a, const Share
   const int num_experts = a.sizes.num_experts, blocks = a.sizes.chunk_blocks;
   const int thread = own_thread<S>();
   const ChunkCounts found{shared.ints(0), shared.ints(num_experts)};
-  meet<S>();  // before, the area served something else
+  sync<S>();  // before, the area served something else
   PMOE_ROLLED
   for (int i = thread; i < 2 * num_experts; i += S::kThreads) found.before_E[i] = 0;
-  meet<S>();
+  sync<S>();
   const int32_t* const rows_BE = a.workspace.rows_GE + int64_t{chunk} * blocks * num_experts;
   const int parts = larger(S::kThreads / num_experts, 1);
   PMOE_ROLLED
@@ -35,7 +35,7 @@ __device__ __forceinline__ ChunkCounts count_chunk(const Forward& a, const Share
     atomicAdd(found.before_E + e, before);
     atomicAdd(found.total_E + e, total);
   }
-  meet<S>();
+  sync<S>();
   return found;
 }
 
@@ -98,7 +98,7 @@ __device__ __forceinline__ void count_slots(const Place<S>& at, const Shared<S>&
     const int32_t expert = choice(slot);
     if (expert >= 0) atomicAdd(rows_E + expert, 1);
   }
-  meet<S>();
+  sync<S>();
 }
 
 // Replaces each warp's counts in rows_WE by the rows of the block's warps before it. One thread per expert
@@ -168,9 +168,9 @@ __device__ __forceinline__ void place_rows(const Forward& a, const Place<S>& at,
 template <class S>
 __device__ __forceinline__ float block_sum(const Place<S>& at, const Shared<S>& shared, float value) {
   const float of_warp = warp_sum(value);
-  meet<S>();
+  sync<S>();
   if (at.lane == 0) shared.sum_W[at.warp] = of_warp;
-  meet<S>();
+  sync<S>();
   float sum = 0.0f;
   if (own_thread<S>() == 0) {
     PMOE_ROLLED
@@ -217,7 +217,7 @@ __device__ __forceinline__ float balance(const Forward& a, const Place<S>& at, c
       sum += a.workspace.probability_GE[int64_t{b} * num_experts + e];
     partial[i] = sum;
   }
-  meet<S>();
+  sync<S>();
   float mine = 0.0f;
   PMOE_ROLLED
   for (int e = thread; e < num_experts; e += S::kThreads) {

@@ -23,7 +23,7 @@ struct Rows {
   bool whole_words;  // rows begin on 16 bytes and are a multiple of 16 bytes long
 };
 
-// own_thread() returns the index of this thread among those that route; meet() synchronizes those threads.
+// own_thread() returns the index of this thread among those that route; sync() synchronizes those threads.
 template <class S>
 __device__ __forceinline__ int own_thread() {
   if constexpr (S::kBarrier == 0) return static_cast<int>(threadIdx.x);
@@ -32,7 +32,7 @@ __device__ __forceinline__ int own_thread() {
     return thread_again() - S::kFirstThread;
 }
 template <class S>
-__device__ __forceinline__ void meet() {
+__device__ __forceinline__ void sync() {
   if constexpr (S::kBarrier == 0)
     sync_block();
   else

@@ -223,13 +223,13 @@ PERSISTENT_WAITS = (
     "rank {peer}: the offsets of rank {rank}'s rows for its experts",
     "rank {rank} itself: room for the rows of rank {peer}",
 )
-"""Texts of `Wait` of cuda/comet/watch.h: WAITS for COMET's kernels, this for the persistent kernel."""
+"""Texts of `Wait` of cuda/peers/watch.h: WAITS for COMET's kernels, this for the persistent kernel."""
 
 
 def awaited(report: Sequence[int], waits: Sequence[str] = WAITS) -> str:
     """Returns the text of a kernel's report: what the rank waited for until its time limit.
 
-    report: `Report` of cuda/comet/watch.h as numbers.
+    report: `Report` of cuda/peers/watch.h as numbers.
 
     Example: "rank 1: the arrival of piece 2 of its rows for expert 3 of rank 0, in round 7"
     """
@@ -248,7 +248,7 @@ class HeapError(RuntimeError):
 MAX_EPOCHS = 2**31 - 1
 """The most rounds of a heap.
 
-Beyond it a flag that was never raised would count as raised (cuda/comet/protocol.h).
+Beyond it a flag that was never raised would count as raised (cuda/peers/protocol.h).
 """
 
 REPORT_WORDS = 8
@@ -272,7 +272,7 @@ class Heap:
     bound_seconds: how long a kernel may wait for a peer.
     release: gives the memory back; None after it was called.
     epoch: number of the last round that began; the first is 1.
-    report: (8,) int32, a `Report` of cuda/comet/watch.h, in memory that host and device reach.
+    report: (8,) int32, a `Report` of cuda/peers/watch.h, in memory that host and device reach.
 
     Use of a broken or closed heap raises HeapError.
     """

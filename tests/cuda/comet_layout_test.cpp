@@ -129,7 +129,7 @@ struct World {
   Chunks chunks;
   std::vector<Routing> routing;
   std::vector<std::vector<Arrived>> rows;  // by rank: of its inbox
-  std::vector<std::vector<int32_t>> receives, boards, sends;
+  std::vector<std::vector<int32_t>> receives, boards, send_table;
   std::vector<std::vector<uint16_t>> source, result;
   std::vector<std::vector<float>> dots, gradient;
   Layout layout;
@@ -148,8 +148,8 @@ World make(std::vector<Routing> routing, int experts, Chunks chunks) {
     const Routing& g = w.routing[static_cast<size_t>(r)];
     w.rows.push_back(world::arrivals(w.routing, r, experts));
     w.receives.push_back(world::receive_counts(w.routing, r, experts));
-    w.boards.emplace_back(Board::words(w.ranks, experts));
-    w.sends.emplace_back(Sends::words(w.ranks, experts));
+    w.boards.emplace_back(ArrivalBoard::words(w.ranks, experts));
+    w.send_table.emplace_back(SendTable::words(w.ranks, experts));
     const auto values = static_cast<size_t>((g.first_token + g.tokens) * chunks.columns);
     w.source.emplace_back(values);
     for (size_t i = 0; i < values; ++i)
@@ -306,7 +306,7 @@ std::vector<int64_t> looked_at() {
 void test_awaited(World& w, const Flags& flags) {
   for (int rank = 0; rank < w.ranks; ++rank) {
     const Rank r = rank_of(w, rank);
-    const Board board(w.boards[static_cast<size_t>(rank)].data(), w.ranks, w.experts);
+    const ArrivalBoard board(w.boards[static_cast<size_t>(rank)].data(), w.ranks, w.experts);
     const auto& of_row = flags[static_cast<size_t>(rank)];
     for (int e = 0; e < w.experts; ++e)
       for (int height : {1, 5, 128})
@@ -392,20 +392,20 @@ void test_world(World w, int warps) {
     for (int rank = 0; rank < w.ranks; ++rank) {
       running = rank;
       const auto at = static_cast<size_t>(rank);
-      Board board(w.boards[at].data(), w.ranks, w.experts);
-      Sends sends(w.sends[at].data(), w.ranks, w.experts);
-      body(rank_of(w, rank), board, sends);
+      ArrivalBoard board(w.boards[at].data(), w.ranks, w.experts);
+      SendTable send_table(w.send_table[at].data(), w.ranks, w.experts);
+      body(rank_of(w, rank), board, send_table);
     }
   };
   written.clear();
-  each([&](const Rank& r, Board& board, Sends& sends) {
+  each([&](const Rank& r, ArrivalBoard& board, SendTable& send_table) {
     world::fill(r, board, 0, 1, [] {});
-    world::fill(r, sends, 0, 1, [] {});
+    world::fill(r, send_table, 0, 1, [] {});
     for (int thread = 0; thread < 3; ++thread) grant(r, board, thread, 3, [] {});
   });
-  each([&](const Rank& r, Board&, Sends& sends) {
+  each([&](const Rank& r, ArrivalBoard&, SendTable& send_table) {
     LaneCopies copies;
-    for (int warp = 0; warp < warps; ++warp) send_rows(r, sends, {0, 1, warp, warps}, copies);
+    for (int warp = 0; warp < warps; ++warp) send_rows(r, send_table, {0, 1, warp, warps}, copies);
   });
   const Flags flags = flags_behind_rows(w);
   test_writes(w, parts, false);
@@ -421,15 +421,15 @@ void test_world(World w, int warps) {
       }
   written.clear();
   // One rank after the other: nobody waits, so what is summed in between is not yet there.
-  each([&](Rank r, Board& board, Sends& sends) {
+  each([&](Rank r, ArrivalBoard& board, SendTable& send_table) {
     r.watch.not_waited = 1u << static_cast<int>(Wait::kDone) | 1u << static_cast<int>(Wait::kReturn);
     for (int warp = 0; warp < warps; ++warp)
-      combine<bf16>(r, board, sends, {row_tiles(board, 4), 8}, {0, 1, warp, warps}, 0);
+      combine<bf16>(r, board, send_table, {row_tiles(board, 4), 8}, {0, 1, warp, warps}, 0);
   });
   test_writes(w, parts, true);
-  each([&](const Rank& r, Board&, Sends& sends) {
+  each([&](const Rank& r, ArrivalBoard&, SendTable& send_table) {
     for (int chunk = 0; chunk < w.chunks.count(); ++chunk) {
-      await_returns(r, sends, chunk, {0, 1, 0, 1});
+      await_returns(r, send_table, chunk, {0, 1, 0, 1});
       sum_tokens<bf16>(r, chunk, {0, 1, 0, 1});
     }
   });

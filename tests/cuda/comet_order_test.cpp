@@ -67,10 +67,10 @@ void for_random_tables(int count, int most_ranks, int most_experts, int most_row
 
 struct Filled {
   std::vector<int32_t> words;
-  Board board;
+  ArrivalBoard board;
 
   Filled(const Table& t, int rank)
-      : words(Board::words(t.ranks, t.experts), -1), board(words.data(), t.ranks, t.experts) {
+      : words(ArrivalBoard::words(t.ranks, t.experts), -1), board(words.data(), t.ranks, t.experts) {
     board.fill(rank, [&](int source, int e) { return t.at(source, e); }, 0, 1, [] {});
   }
 };
@@ -96,7 +96,7 @@ std::vector<Row> rows_of(const Table& t, int rank) {
 void test_places(const Table& t) {
   for (int rank = 0; rank < t.ranks; ++rank) {
     const Filled filled(t, rank);
-    const Board& board = filled.board;
+    const ArrivalBoard& board = filled.board;
     const std::vector<Row> rows = rows_of(t, rank);
     std::vector<int> places(rows.size(), 0);
     for (int e = 0; e < t.experts; ++e)
@@ -124,53 +124,53 @@ void test_places(const Table& t) {
 }
 
 void test_sends(const Table& t) {  // what is received from rank s is taken for what is sent to it
-  std::vector<int32_t> words(static_cast<size_t>(Sends::words(t.ranks, t.experts)), -1);
-  Sends sends(words.data(), t.ranks, t.experts);
-  sends.fill([&](int i) { return t.rows[static_cast<size_t>(i)]; }, 0, 1, [] {});
+  std::vector<int32_t> words(static_cast<size_t>(SendTable::words(t.ranks, t.experts)), -1);
+  SendTable send_table(words.data(), t.ranks, t.experts);
+  send_table.fill([&](int i) { return t.rows[static_cast<size_t>(i)]; }, 0, 1, [] {});
   int before = 0;
   for (int target = 0; target < t.ranks; ++target) {
     int of_target = 0;
     for (int e = 0; e < t.experts; ++e) {
-      expect(sends.first(target, e) == before + of_target, "what is sent, of " + t.name());
-      expect(sends.rows(target, e) == t.at(target, e), "rows that are sent, of " + t.name());
+      expect(send_table.first(target, e) == before + of_target, "what is sent, of " + t.name());
+      expect(send_table.rows(target, e) == t.at(target, e), "rows that are sent, of " + t.name());
       of_target += t.at(target, e);
     }
-    expect(sends.rows(target) == of_target, "rows to a rank, of " + t.name());
+    expect(send_table.rows(target) == of_target, "rows to a rank, of " + t.name());
     before += of_target;
   }
-  expect(sends.total() == before, "all rows that are sent, of " + t.name());
+  expect(send_table.total() == before, "all rows that are sent, of " + t.name());
 }
 
 // Any number of threads fills in the same, in whichever order they come between two meetings.
 void test_fill_by_threads(const Table& t) {
   const Filled expected(t, t.ranks - 1);
-  std::vector<int32_t> alone(static_cast<size_t>(Sends::words(t.ranks, t.experts)), -1);
+  std::vector<int32_t> alone(static_cast<size_t>(SendTable::words(t.ranks, t.experts)), -1);
   const auto sent = [&](int i) { return t.rows[static_cast<size_t>(i)]; };
-  Sends(alone.data(), t.ranks, t.experts).fill(sent, 0, 1, [] {});
+  SendTable(alone.data(), t.ranks, t.experts).fill(sent, 0, 1, [] {});
   for (const int threads : {1, 3, 7, 384}) {
-    std::vector<int32_t> words(expected.words.size(), -1), sends(alone.size(), -1);
+    std::vector<int32_t> words(expected.words.size(), -1), send_table(alone.size(), -1);
     emu::launch(1, static_cast<unsigned>(threads), 11, [&] {
       const int thread = static_cast<int>(threadIdx.x);
-      const auto meet = [] { sync_block(); };
+      const auto sync = [] { sync_block(); };
       emu::maybe_yield();
-      Board(words.data(), t.ranks, t.experts)
+      ArrivalBoard(words.data(), t.ranks, t.experts)
           .fill(
               t.ranks - 1,
               [&](int source, int e) {
                 emu::maybe_yield();
                 return t.at(source, e);
               },
-              thread, threads, meet);
-      Sends(sends.data(), t.ranks, t.experts)
+              thread, threads, sync);
+      SendTable(send_table.data(), t.ranks, t.experts)
           .fill(
               [&](int i) {
                 emu::maybe_yield();
                 return sent(i);
               },
-              thread, threads, meet);
+              thread, threads, sync);
     });
     expect(words == expected.words, std::to_string(threads) + " threads fill in another board");
-    expect(sends == alone, std::to_string(threads) + " threads fill in other sends");
+    expect(send_table == alone, std::to_string(threads) + " threads fill in other sends");
   }
 }
 

@@ -118,8 +118,8 @@ void test_absence(int ranks, const Absence& absence) {
       Block block(m.rank, 1);
       world::fill(m.rank, block.board, 0, 1, [] {});
       const int first = block.board.first(level_of(0, rank, ranks), 1);
-      signal(w.rounds[1][0].rank.watch,
-             (*w.heaps)[rank] + w.heaps->layout().arrival(0, 1, first, absence.piece_raised));
+      peers::signal(w.rounds[1][0].rank.watch,
+                    (*w.heaps)[rank] + w.heaps->layout().arrival(0, 1, first, absence.piece_raised));
     }
   std::vector<double> seconds(static_cast<size_t>(ranks), 0.0);
   for_ranks(ranks, [&](int rank) {
@@ -278,24 +278,24 @@ void test_fill() {
   const int ranks = 5, experts = 3;
   const auto count = [](int source, int e) { return (source * 7 + e * 3) % 5; };
   const auto sent = [&](int i) { return count(i / experts, i % experts); };
-  const auto fill = [&](int threads, std::vector<int32_t>& board, std::vector<int32_t>& sends) {
-    board.assign(static_cast<size_t>(Board::words(ranks, experts)), -1);
-    sends.assign(static_cast<size_t>(Sends::words(ranks, experts)), -1);
-    Meeting meeting(threads);
+  const auto fill = [&](int threads, std::vector<int32_t>& board, std::vector<int32_t>& send_table) {
+    board.assign(static_cast<size_t>(ArrivalBoard::words(ranks, experts)), -1);
+    send_table.assign(static_cast<size_t>(SendTable::words(ranks, experts)), -1);
+    Barrier barrier(threads);
     std::vector<std::thread> all;
     for (int thread = 0; thread < threads; ++thread)
       all.emplace_back([&, thread] {
-        const auto meet = [&] { meeting.meet(); };
-        Board(board.data(), ranks, experts).fill(2, count, thread, threads, meet);
-        Sends(sends.data(), ranks, experts).fill(sent, thread, threads, meet);
+        const auto sync = [&] { barrier.sync(); };
+        ArrivalBoard(board.data(), ranks, experts).fill(2, count, thread, threads, sync);
+        SendTable(send_table.data(), ranks, experts).fill(sent, thread, threads, sync);
       });
     for (std::thread& thread : all) thread.join();
   };
-  std::vector<int32_t> board, sends, expected_board, expected_sends;
+  std::vector<int32_t> board, send_table, expected_board, expected_sends;
   fill(1, expected_board, expected_sends);
   for (const int threads : {3, 7, 20}) {
-    fill(threads, board, sends);
-    expect(board == expected_board && sends == expected_sends,
+    fill(threads, board, send_table);
+    expect(board == expected_board && send_table == expected_sends,
            "a board of " + std::to_string(threads) + " threads");
   }
 }

@@ -53,9 +53,9 @@ struct Case {
   bool hopper = true, bias = true;
   int drop_percent = 0, favour = -1;  // an expert that most tokens choose
   int communicating = 1, blocks = 3, chunk_columns = 256;
-  int beside = 1;  // blocks of a cluster
+  int blocks_across = 1;  // blocks of a cluster
   int rounds = 2;
-  unsigned seed = 1, nap = 0;
+  unsigned seed = 1, delay_seed = 0;
   int eagerness = 50;
   int missing = -1;         // a rank that never runs
   uint32_t not_waited = 0;  // see Watch
@@ -68,7 +68,7 @@ std::string told(const Case& c) {
   for (int t : c.tokens) text += " " + std::to_string(t);
   return text + " model " + std::to_string(c.model) + " hidden " + std::to_string(c.hidden) + " activation " +
          std::to_string(static_cast<int>(c.activation)) + " n_c " + std::to_string(c.communicating) +
-         " beside " + std::to_string(c.beside) + " seed " + std::to_string(c.seed);
+         " beside " + std::to_string(c.blocks_across) + " seed " + std::to_string(c.seed);
 }
 
 class World {
@@ -212,7 +212,7 @@ class World {
   void each(const std::function<void(int, Fused&)>& fill) {
     launch = Launch();
     launch.blocks = c.blocks;
-    emu::forget_arrays();
+    emu::unregister_arrays();
     const auto array = [](const std::string& name, const Bytes& bytes, bool writable) {
       emu::register_array(name, bytes.data, bytes.size, writable);
     };
@@ -220,7 +220,7 @@ class World {
       Fused& f = launch.fused[r];
       Rank& k = f.rank;
       k.layout = layout, k.heaps = bases.data(), k.rank = r;
-      k.watch = {&k.counters()->failed, &reports[r], r, epoch, bound, c.nap, c.not_waited};
+      k.watch = {&k.counters()->failed, &reports[r], r, epoch, bound, c.delay_seed, c.not_waited};
       k.send_counts = counts.data() + size_t(r) * c.ranks * c.experts;
       k.recv_counts = counts.data() + r * c.experts, k.recv_stride = c.ranks * c.experts;
       k.expert = expert.data(), k.weight = weight.data(), k.position = position.data(), k.slot = slot.data();
@@ -230,7 +230,7 @@ class World {
       k.chunks = {c.model, c.chunk_columns};
       k.communicating = c.communicating, k.blocks = c.blocks;
       fill(r, f);
-      f.problem.beside = c.beside;
+      f.problem.blocks_across = c.blocks_across;
       array("heap " + std::to_string(r), heaps[r], true);
       for (const auto* each : {&w1[r], &w2[r], &b1[r], &b2[r]}) array("parameters", *each, false);
       for (const auto* each : {&hidden[r], &active[r], &gradient[r], &weighted[r], &dots[r]})

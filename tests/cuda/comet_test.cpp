@@ -7,10 +7,11 @@ namespace {
 void play(const Case& c) { World(c).play(); }
 
 // All that never arrives is named: by rank, and the others end.
-void test_missing_rank(bool hopper, int beside = 1) {
+void test_missing_rank(bool hopper, int blocks_across = 1) {
   Case c;
   c.hopper = hopper, c.ranks = 3, c.tokens = {20, 20, 20}, c.missing = 2;
-  c.beside = beside, c.communicating = beside, c.blocks = beside == 1 ? c.blocks : 4;
+  c.blocks_across = blocks_across, c.communicating = blocks_across,
+  c.blocks = blocks_across == 1 ? c.blocks : 4;
   World w(c);
   w.bound = 200000;
   w.route(), w.clear();
@@ -30,7 +31,7 @@ bool finds(const Case& given, Wait wait) {
   failures = 0;
   for (unsigned seed = 1; seed < 10 && !failures; ++seed) {
     Case c = given;
-    c.seed = seed, c.nap = seed, c.eagerness = 100, c.not_waited = 1u << static_cast<int>(wait);
+    c.seed = seed, c.delay_seed = seed, c.eagerness = 100, c.not_waited = 1u << static_cast<int>(wait);
     play(c);
   }
   return std::exchange(failures, 0) > 0;
@@ -61,7 +62,7 @@ int main(int argc, char** argv) {
     const auto go = [&](Case one) {
       one.seed = seed++;
       one.eagerness = one.seed % 3 == 0 ? 0 : one.seed % 3 == 1 ? 50 : 100;
-      one.nap = one.seed % 2 ? one.seed : 0;
+      one.delay_seed = one.seed % 2 ? one.seed : 0;
       play(one);
     };
     go(small);
@@ -84,7 +85,7 @@ int main(int argc, char** argv) {
     }
     // Pairs of which the second has columns, has few, and has none; chunks of a pair, and of a tile.
     Case pairs = small;
-    pairs.beside = hopper ? 2 : 1, pairs.communicating = 2, pairs.blocks = 4, pairs.rounds = 1;
+    pairs.blocks_across = hopper ? 2 : 1, pairs.communicating = 2, pairs.blocks = 4, pairs.rounds = 1;
     pairs.model = 520, pairs.chunk_columns = 512, pairs.hidden = 8, go(pairs);
     pairs.model = 264, pairs.chunk_columns = 256, pairs.hidden = 72, pairs.tokens = {150, 9};
     pairs.activation = Activation::kSwiglu, pairs.blocks = 6, go(pairs);

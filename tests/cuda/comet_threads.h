@@ -131,7 +131,7 @@ World make(std::vector<std::vector<Routing>> routing, int experts, int communica
       Rank& r = m.rank;
       r = world::rank_of(*w.heaps, static_cast<int>(rank), m.routing, m.receives,
                          static_cast<uint32_t>(mistake.old_epoch ? 1 : number), &m.report);
-      r.watch.nap_seed = seed;
+      r.watch.delay_seed = seed;
       if (mistake.not_waited != Wait::kNone) r.watch.not_waited = 1u << static_cast<int>(mistake.not_waited);
       m.is_granted_before = mistake.grants_early && i > 0;
       r.source = reinterpret_cast<const uint8_t*>(m.source.data());
@@ -151,10 +151,10 @@ World make(std::vector<std::vector<Routing>> routing, int experts, int communica
 
 // ---- kernels
 
-class Meeting {  // the barrier of a block
+class Barrier {  // the barrier of a block
  public:
-  explicit Meeting(int threads) : threads_(threads) {}
-  void meet() {
+  explicit Barrier(int threads) : threads_(threads) {}
+  void sync() {
     const int generation = generation_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
       arrived_.store(0, std::memory_order_relaxed);
@@ -170,18 +170,18 @@ class Meeting {  // the barrier of a block
 };
 
 struct Block {
-  Meeting meeting;
+  Barrier barrier;
   std::vector<int32_t> words;
-  Board board;
-  Sends sends;
+  ArrivalBoard board;
+  SendTable send_table;
 
   Block(const Rank& r, int threads)
-      : meeting(threads),
-        words(
-            static_cast<size_t>(Board::words(r.ranks(), r.experts()) + Sends::words(r.ranks(), r.experts())),
-            -1),
+      : barrier(threads),
+        words(static_cast<size_t>(ArrivalBoard::words(r.ranks(), r.experts()) +
+                                  SendTable::words(r.ranks(), r.experts())),
+              -1),
         board(words.data(), r.ranks(), r.experts()),
-        sends(words.data() + Board::words(r.ranks(), r.experts()), r.ranks(), r.experts()) {}
+        send_table(words.data() + ArrivalBoard::words(r.ranks(), r.experts()), r.ranks(), r.experts()) {}
 };
 
 void read_row(const Rank& r, int row, float* values) {
@@ -194,14 +194,14 @@ void read_row(const Rank& r, int row, float* values) {
   }
 }
 
-void compute_first(Member& m, const Board& board, int block) {
+void compute_first(Member& m, const ArrivalBoard& board, int block) {
   const Rank& r = m.rank;
   ArrivalWalk walk(board, kHidden, kFirst, block - r.communicating, r.blocks - r.communicating);
   Tile tile;
   while (walk.next(tile)) {
     const int begin = tile.group_begin + tile.row;
     await_rows(r, board, tile.expert, begin, begin + tile.rows, 0, 1);
-    nap(r.watch, static_cast<uint32_t>(block) + 4000);
+    peers::test_delay(r.watch, static_cast<uint32_t>(block) + 4000);
     for (int row = begin; row < begin + tile.rows; ++row) {
       float values[kColumns.columns], dot = 0;
       read_row(r, row, values);
@@ -214,7 +214,7 @@ void compute_first(Member& m, const Board& board, int block) {
   }
 }
 
-void compute_second(Member& m, const Board& board, int block) {
+void compute_second(Member& m, const ArrivalBoard& board, int block) {
   const Rank& r = m.rank;
   ColumnWalk walk(board, r.chunks, kSecond, block - r.communicating, r.blocks - r.communicating);
   Tile tile;
@@ -232,7 +232,7 @@ void compute_second(Member& m, const Board& board, int block) {
         }
         store16(r.inbox(r.rank, row) + c * 2, words);
       }
-    nap(r.watch, static_cast<uint32_t>(block) + 5000);
+    peers::test_delay(r.watch, static_cast<uint32_t>(block) + 5000);
     tile_done(r, chunk);
   }
 }
@@ -241,33 +241,34 @@ void dispatch_thread(Member& m, Block& shared, int block, int warp) {
   const Rank& r = m.rank;
   const bool communicates = block < r.communicating;
   const int threads = communicates ? kWarps : 1;
-  const auto meet = [&] { shared.meeting.meet(); };
-  Board board = shared.board;
-  world::fill(r, board, warp, threads, meet);
+  const auto sync = [&] { shared.barrier.sync(); };
+  ArrivalBoard board = shared.board;
+  world::fill(r, board, warp, threads, sync);
   if (!communicates) return compute_first(m, board, block);
-  Sends sends = shared.sends;
-  world::fill(r, sends, warp, threads, meet);
-  if (block == 0 && !m.is_granted_before) grant(r, board, warp, threads, meet);
+  SendTable send_table = shared.send_table;
+  world::fill(r, send_table, warp, threads, sync);
+  if (block == 0 && !m.is_granted_before) grant(r, board, warp, threads, sync);
   LaneCopies copies;
-  send_rows(r, sends, {0, 1, block + warp * r.communicating, kWarps * r.communicating}, copies);
+  send_rows(r, send_table, {0, 1, block + warp * r.communicating, kWarps * r.communicating}, copies);
 }
 
 void combine_thread(Member& m, Block& shared, int block, int warp) {
   const Rank& r = m.rank;
   const bool communicates = block < r.communicating;
   const int threads = communicates ? kWarps : 1;
-  const auto meet = [&] { shared.meeting.meet(); };
-  Board board = shared.board;
-  world::fill(r, board, warp, threads, meet);
+  const auto sync = [&] { shared.barrier.sync(); };
+  ArrivalBoard board = shared.board;
+  world::fill(r, board, warp, threads, sync);
   if (!communicates) compute_second(m, board, block);
-  Sends sends = shared.sends;
-  world::fill(r, sends, warp, threads, meet);
+  SendTable send_table = shared.send_table;
+  world::fill(r, send_table, warp, threads, sync);
   const Tiling tiling = {row_tiles(board, kSecond.rows), kSecond.columns};
   const int first = kWarps * r.communicating, computing = r.blocks - r.communicating;
   if (communicates)
-    combine<bf16>(r, board, sends, tiling, {0, 1, block + warp * r.communicating, first}, computing);
+    combine<bf16>(r, board, send_table, tiling, {0, 1, block + warp * r.communicating, first}, computing);
   else
-    help<bf16>(r, board, sends, tiling, {0, 1, first + block - r.communicating, first + computing});
+    combine_last_chunk<bf16>(r, board, send_table, tiling,
+                             {0, 1, first + block - r.communicating, first + computing});
 }
 
 // A launch: all its threads, until they have ended.

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "comet/protocol.h"
 #include "comet/rank.h"
+#include "peers/protocol.h"
 
 namespace world {
 
@@ -17,7 +17,7 @@ using pmoe::comet::Rank;
 struct Random {
   uint32_t state;
 
-  uint32_t next() { return pmoe::comet::scrambled(state += 0x9E3779B9u); }
+  uint32_t next() { return pmoe::peers::hash32(state += 0x9E3779B9u); }
   int below(int n) { return static_cast<int>(next() % static_cast<uint32_t>(n)); }
 };
 
@@ -163,7 +163,7 @@ class Heaps {
 
 // What a rank's kernels are told, but for its rows and columns.
 inline Rank rank_of(const Heaps& heaps, int rank, const Routing& g, const std::vector<int32_t>& receives,
-                    uint32_t epoch, pmoe::comet::Report* report) {
+                    uint32_t epoch, pmoe::peers::Report* report) {
   Rank r;
   r.layout = heaps.layout();
   r.heaps = heaps.table();
@@ -190,16 +190,16 @@ inline Rank rank_of(const Heaps& heaps, int rank, const Routing& g, const std::v
   return r;
 }
 
-template <class Meet>
-void fill(const Rank& r, pmoe::comet::Board& board, int thread, int threads, const Meet& meet) {
+template <class Sync>
+void fill(const Rank& r, pmoe::comet::ArrivalBoard& board, int thread, int threads, const Sync& sync) {
   board.fill(
       r.rank, [&](int source, int e) { return r.recv_counts[source * r.recv_stride + e]; }, thread, threads,
-      meet);
+      sync);
 }
 
-template <class Meet>
-void fill(const Rank& r, pmoe::comet::Sends& sends, int thread, int threads, const Meet& meet) {
-  sends.fill([&](int i) { return r.send_counts[i]; }, thread, threads, meet);
+template <class Sync>
+void fill(const Rank& r, pmoe::comet::SendTable& send_table, int thread, int threads, const Sync& sync) {
+  send_table.fill([&](int i) { return r.send_counts[i]; }, thread, threads, sync);
 }
 
 }  // namespace world

@@ -67,8 +67,8 @@ inline void sync_named(int id, int threads) {
   emu::meet(emu::self().block->barriers[id], threads, "named barrier " + std::to_string(id));
 }
 
-inline void forget(int64_t&) {}
-inline void forget(int&) {}
+inline void make_opaque(int64_t&) {}
+inline void make_opaque(int&) {}
 
 // ---- memory
 

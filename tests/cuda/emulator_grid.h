@@ -232,7 +232,7 @@ inline void register_array(const std::string& name, const void* p, size_t bytes,
   memory.ranges.push_back({begin, begin + bytes, writable, name});
 }
 
-inline void forget_arrays() { memory.ranges.clear(); }
+inline void unregister_arrays() { memory.ranges.clear(); }
 
 inline void check_access(const void* p, size_t bytes, bool write) {
   if (memory.ranges.empty()) return;

@@ -129,7 +129,7 @@ void expect_bulk(const char* name, BulkMistake mistake, const std::string& word)
   alignas(16) uint8_t from[kParts * kPartBytes], to[kParts * kPartBytes] = {};
   for (int i = 0; i < kParts * kPartBytes; ++i) from[i] = static_cast<uint8_t>(1 + i % 251);
   uint32_t flags[1] = {0};
-  emu::forget_arrays();
+  emu::unregister_arrays();
   std::string said = "ok";
   try {
     emu::launch(1, 64, 3, [&] { relay(from, to, flags, mistake); });
@@ -155,7 +155,7 @@ bool is_right(Mistake mistake, unsigned seed, int eagerness, std::string& said) 
   emu::write_map(
       &map,
       {reinterpret_cast<const uint8_t*>(b.data()), 2, {kDepth, 256, 1}, {2, kDepth * 2, 0}, {64, 256, 1}, 2});
-  emu::forget_arrays();
+  emu::unregister_arrays();
   emu::register_array("A", a, 64 * kDepth * 2, false);
   emu::register_array("out", out.data(), out.size() * 4, true);
   try {

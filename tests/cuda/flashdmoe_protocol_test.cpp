@@ -140,7 +140,7 @@ World make(int ranks, int experts, uint32_t seed, double bound_seconds,
                        static_cast<uint64_t>(bound_seconds * 1e9), round % 2 == 0);
       if (round % 2 == 0) m.pass.routing.groups = 1 + m.routing.tokens / 8;
       if (m.routing.is_scored() && seed / 2 % 2 == 0) ask_for_scores(m.routing, m.pass);
-      m.pass.watch.nap_seed = seed;
+      m.pass.watch.delay_seed = seed;
       if (mistake.not_waited != Wait::kNone)
         m.pass.watch.not_waited = 1u << static_cast<int>(mistake.not_waited);
       m.pass.watch.not_waited |= mistake.bits;
@@ -196,7 +196,7 @@ void route_group(const Pass& pass, const Task& task) {
   const int end = (group + 1) * pass.tokens / routing.groups * pass.choices;
   std::vector<int32_t> count(static_cast<size_t>(experts)), total = count;
   const bool is_choice = routing.choice.is_asked;
-  comet::nap(pass.watch, static_cast<uint32_t>(7400 + group));
+  peers::test_delay(pass.watch, static_cast<uint32_t>(7400 + group));
   if (is_choice && task.type == TaskType::kCount)
     choose_group(pass, group, begin / pass.choices, end / pass.choices);
   for (int e = 0; e < experts && task.type == TaskType::kPlace; ++e)
@@ -244,15 +244,16 @@ void multiply(Actor& m, const Task& task) {
   const int expert = layout.cell(pass.rank, task.expert), first = task.tile * kTileRows;
   const int rows = pass.rows_of(read(pass.announced_rows(task.peer) + task.expert), task.tile);
   const auto all = static_cast<size_t>(layout.all_rows());
-  const int here = offset_of(pass, task.peer, task.expert), away = home_at(pass, task.peer, task.expert);
+  const int cell_offset = offset_of(pass, task.peer, task.expert),
+            home_offset = home_at(pass, task.peer, task.expert);
   const int begin = task.column * kHidden / kAcross, end = (task.column + 1) * kHidden / kAcross;
   for (int row = first; row < first + rows; ++row) {
-    const auto own = static_cast<size_t>(layout.first_row(task.peer, task.expert) + here + row);
+    const auto own = static_cast<size_t>(layout.first_row(task.peer, task.expert) + cell_offset + row);
     float* const hidden = m.hidden.data() + own * kHidden;
     const uint8_t* const from =
-        pass.at(pass.rank, {task.peer, Round::kDispatch, Staging::kIncoming, task.expert, here + row});
+        pass.at(pass.rank, {task.peer, Round::kDispatch, Staging::kIncoming, task.expert, cell_offset + row});
     uint8_t* const to =
-        pass.at(task.peer, {pass.rank, Round::kCombine, Staging::kIncoming, task.expert, away + row});
+        pass.at(task.peer, {pass.rank, Round::kCombine, Staging::kIncoming, task.expert, home_offset + row});
     float x[kModel];
     if (task.type == TaskType::kGemm0) {
       read_row(from, x);
@@ -294,7 +295,8 @@ void launch(Actor& m, int room = kProcessors) {
     start([&m, first, room] {
       for (int i = first; i < kProcessors; i += room) {
         int place = 0;
-        process<bf16>(m.pass, i, &place, 0, 1, 1, [] {}, [&](const Task& task) { multiply(m, task); });
+        run_uniform_processor<bf16>(
+            m.pass, i, &place, 0, 1, 1, [] {}, [&](const Task& task) { multiply(m, task); });
       }
     });
   for (std::thread& thread : threads) thread.join();
@@ -302,7 +304,7 @@ void launch(Actor& m, int room = kProcessors) {
 
 void check_forward(const Actor& m, const std::string& where) {
   const Routing& g = m.routing;
-  expect(g.made == g, where + ": places of rows");
+  expect(g.computed == g, where + ": places of rows");
   expect(!g.is_scored() || has_choice(g), where + ": weights or the loss");
   for (int t = 0; t < g.tokens; ++t) {
     float x[kModel];
@@ -412,9 +414,9 @@ bool is_granted(int source, int owner, bool is_home, int c) {
   const std::vector<Actor>& all = recorded->rounds[in_round];
   const Routing &of = all[static_cast<size_t>(source)].routing, &to = all[static_cast<size_t>(owner)].routing;
   for (int e = 0; e < layout.experts; ++e) {
-    const auto away = static_cast<size_t>(layout.cell(owner, e));
-    const int begin = is_home ? of.home[away] : to.offset[static_cast<size_t>(layout.cell(source, e))];
-    if (c >= begin && c < begin + of.counts[away]) return true;
+    const auto home_offset = static_cast<size_t>(layout.cell(owner, e));
+    const int begin = is_home ? of.home[home_offset] : to.offset[static_cast<size_t>(layout.cell(source, e))];
+    if (c >= begin && c < begin + of.counts[home_offset]) return true;
   }
   return false;
 }
@@ -517,13 +519,13 @@ void test_absence(int ranks, const Absence& absence, bool is_pool) {
   World w = make(ranks, 2, is_pool ? 2 : 4, kBound);
   const Layout& layout = w.heaps.layout;
   for_ranks(ranks, [&](size_t rank) { launch(w.rounds[0][rank]); });
-  const comet::Watch& watch = w.rounds[1][0].pass.watch;
+  const peers::Watch& watch = w.rounds[1][0].pass.watch;
   for (int peer = 1; peer < ranks; ++peer) {
     uint8_t* const heap = w.heaps.at[static_cast<size_t>(peer)];
     for (int e = 0; e < layout.experts; ++e)
       reinterpret_cast<int32_t*>(heap + layout.counts(0))[e] = e == 1 ? absence.rows : 0;
-    if (absence.grants) comet::signal(watch, heap + layout.granted(0));
-    if (absence.announces) comet::signal(watch, heap + layout.announced(0));
+    if (absence.grants) peers::signal(watch, heap + layout.granted(0));
+    if (absence.announces) peers::signal(watch, heap + layout.announced(0));
   }
   for_ranks(ranks, [&](size_t rank) {
     if (rank == 0) return;
@@ -531,7 +533,7 @@ void test_absence(int ranks, const Absence& absence, bool is_pool) {
     const uint64_t start = nanoseconds();
     launch(w.rounds[1][rank]);
     const double seconds = static_cast<double>(nanoseconds() - start) * 1e-9;
-    const comet::Report& found = w.work[rank]->report;
+    const peers::Report& found = w.work[rank]->report;
     const std::string where = std::string(absence.name) + ", rank " + std::to_string(rank);
     const auto wait = static_cast<Wait>(found.wait);
     expect(

@@ -44,10 +44,10 @@ constexpr int kTileRows = 128;
 using Values = std::vector<T>;
 
 Values values(std::mt19937& random, int count, float scale) {
-  Values made(static_cast<size_t>(larger(count, 8)));
-  for (T& each : made)
+  Values computed(static_cast<size_t>(larger(count, 8)));
+  for (T& each : computed)
     each = narrow<T>(scale * (static_cast<float>(static_cast<int>(random() % 2001)) * 0.001f - 1.0f));
-  return made;
+  return computed;
 }
 
 float at(const Values& all, int64_t i) { return low_half<T>(all[static_cast<size_t>(i)].bits); }
@@ -63,7 +63,7 @@ struct Rank {
 
 // What one expert makes of one row, and of its gradient.
 struct Row {
-  std::vector<float> wide, active, made;
+  std::vector<float> wide, active, computed;
   std::vector<float> gradient, weighed, dx;
   double dot = 0;
 };
@@ -99,7 +99,7 @@ Row product(const Case& c, const Rank& owner, int e, const Values& x, int token)
     double sum = c.bias ? at(owner.b2, e * c.model + i) : 0;
     for (int h = 0; h < c.hidden; ++h)
       sum += double{row.active[static_cast<size_t>(h)]} * at(owner.w2, (e * c.model + i) * c.hidden + h);
-    row.made.push_back(rounded(static_cast<float>(sum)));
+    row.computed.push_back(rounded(static_cast<float>(sum)));
   }
   return row;
 }
@@ -230,7 +230,7 @@ void check(const Case& c, const std::vector<Rank>& all, const std::string& where
   for (size_t rank = 0; rank < all.size(); ++rank) {
     const Rank& own = all[rank];
     const Routing& g = own.routing;
-    expect(g.made == g, where + ", rank " + std::to_string(rank) + ": places of rows");
+    expect(g.computed == g, where + ", rank " + std::to_string(rank) + ": places of rows");
     if (g.is_scored()) check_choice(g, where + ", rank " + std::to_string(rank) + ": ");
     for (int t = 0; t < g.tokens; ++t) {
       std::vector<float> sum(static_cast<size_t>(c.model));
@@ -238,8 +238,8 @@ void check(const Case& c, const std::vector<Rank>& all, const std::string& where
         const auto slot = static_cast<size_t>(t * c.choices + k);
         if (g.row[slot] < 0) continue;
         const Rank& owner = all[static_cast<size_t>(g.expert[slot] / c.experts)];
-        const std::vector<float> made = product(c, owner, g.expert[slot] % c.experts, own.x, t).made;
-        for (size_t i = 0; i < sum.size(); ++i) sum[i] += g.weight[slot] * made[i];
+        const std::vector<float> computed = product(c, owner, g.expert[slot] % c.experts, own.x, t).computed;
+        for (size_t i = 0; i < sum.size(); ++i) sum[i] += g.weight[slot] * computed[i];
       }
       for (int i = 0; i < c.model; ++i) {
         const float wanted = sum[static_cast<size_t>(i)], found = at(own.y, t * c.model + i);
@@ -257,15 +257,15 @@ void check(const Case& c, const std::vector<Rank>& all, const std::string& where
 
 // The gate's, by token and expert of all ranks.
 std::vector<float> product(const Case& c, const Rank& own, int tokens, int experts) {
-  std::vector<float> made;
+  std::vector<float> computed;
   for (int t = 0; t < tokens; ++t)
     for (int e = 0; e < experts; ++e) {
       double sum = 0;
       for (int i = 0; i < c.model; ++i)
         sum += double{at(own.x, t * c.model + i)} * at(own.gate, e * c.model + i);
-      made.push_back(static_cast<float>(sum));
+      computed.push_back(static_cast<float>(sum));
     }
-  return made;
+  return computed;
 }
 
 // Tensors of a rank in a round; what nobody has written is no number.
@@ -342,12 +342,13 @@ void register_rank(const Heaps& heaps, size_t index, Rank& own, Workspace& w) {
   for (auto* each : {&own.x, &own.dy, &own.w1, &own.w2, &own.b1, &own.b2}) array("given", *each, false);
   for (auto* each : {&own.y, &own.wide, &own.active, &own.input, &own.dx, &own.gradient, &own.of_w1,
                      &own.of_w2, &own.of_b1, &own.of_b2})
-    array("made", *each, true);
+    array("computed", *each, true);
   Routing& g = own.routing;
   for (auto* each : {&g.counts, &g.slot, &g.expert, &g.row}) array("routing", *each, false);
-  for (auto* each : {&g.made.counts, &g.made.slot, &g.made.expert, &g.made.row}) array("places", *each, true);
+  for (auto* each : {&g.computed.counts, &g.computed.slot, &g.computed.expert, &g.computed.row})
+    array("places", *each, true);
   array("offsets", g.offset, true);
-  if (heaps.layout.is_pool) array("homes", g.home, false), array("homes", g.made.home, true);
+  if (heaps.layout.is_pool) array("homes", g.home, false), array("homes", g.computed.home, true);
   array("chosen", g.chosen, false), array("kept", g.keep, false), array("rows of groups", w.routed, true);
   array("weights", g.weight, false);
   if (g.is_scored()) {
@@ -357,8 +358,8 @@ void register_rank(const Heaps& heaps, size_t index, Rank& own, Workspace& w) {
   }
   array("probabilities of groups", w.probability, true), array("squares of groups", w.z, true);
   array("dots", own.dots, true), array("weights' gradient", own.of_weight, true);
-  array("queue", w.entry, true), array("heard", w.heard, true);
-  for (auto* each : {&w.doors, &w.made, &w.whole}) array("workspace", *each, true);
+  array("queue", w.entry, true), array("next tiles", w.next_tile, true);
+  for (auto* each : {&w.mailboxes, &w.finished_tiles, &w.expert_progress}) array("workspace", *each, true);
   emu::register_array("state", &w.state, sizeof w.state, true);
   emu::register_array("report", &w.report, sizeof w.report, true);
 }
@@ -370,13 +371,13 @@ bool launch_pass(const Case& c, const Heaps& heaps, std::vector<Rank>& all, cons
                  uint32_t epoch, Direction direction, unsigned seed, int absent, const std::string& where) {
   Launch launch;
   launch.ranks = absent < 0 ? c.ranks : absent;
-  emu::forget_arrays();
+  emu::unregister_arrays();
   for (size_t i = 0; i < all.size(); ++i) {
     register_rank(heaps, i, all[i], *work[i]);
     Member& m = launch.of_rank[i];
     m = member(c, heaps, static_cast<int>(i), all[i], *work[i], epoch, direction);
     if (absent >= 0) m.pass.watch.bound = 20000;
-    m.pass.watch.nap_seed = seed % 2 ? seed : 0;
+    m.pass.watch.delay_seed = seed % 2 ? seed : 0;
   }
   emu::register_array("heaps", heaps.at.data(), heaps.at.size() * sizeof(uint8_t*), false);
   emu::room = nullptr;
@@ -404,7 +405,7 @@ bool are_same(const Values& a, const Values& b) {
 bool choose_again(const Case& c, const Heaps& heaps, std::vector<Rank>& all, const Workspaces& work,
                   uint32_t epoch, unsigned seed, const std::string& where) {
   const std::vector<Rank> first = all;
-  for (Rank& own : all) own.routing.forget_made();
+  for (Rank& own : all) own.routing.clear_computed();
   if (!launch_pass(c, heaps, all, work, epoch + 1, Direction::kForward, seed + 1, -1, where)) return false;
   for (size_t i = 0; i < all.size(); ++i) {
     const Scored &before = first[i].routing.scored, &now = all[i].routing.scored;
@@ -456,7 +457,7 @@ void play(const Case& c, unsigned seed, int absent = -1) {
     if (!launch_pass(c, heaps, all, work, epoch, Direction::kForward, seed, absent, where)) return;
     if (absent >= 0) {
       for (int rank = 0; rank < absent; ++rank) {
-        const comet::Report& report = work[static_cast<size_t>(rank)]->report;
+        const peers::Report& report = work[static_cast<size_t>(rank)]->report;
         expect(report.wait != 0 && report.peer == absent && report.rank == rank,
                where + ": rank " + std::to_string(rank) + " reports wait " + std::to_string(report.wait) +
                    " for rank " + std::to_string(report.peer));

@@ -1,8 +1,8 @@
 // A gate whose choice is exact in any order, by plain loops: what the protocol's processors do.
 #pragma once
-#include "comet/protocol.h"
 #include "common/device.cuh"
 #include "flashdmoe_world.h"
+#include "peers/protocol.h"
 
 namespace whole_numbers {
 
@@ -39,7 +39,7 @@ inline void ask_for_scores(Routing& g, Pass& pass) {
 inline void score_tile(const Pass& pass, const Task& task) {
   const GateChoice& choice = pass.routing.choice;
   const int experts = pass.layout.cells(), first = task.tile * pass.layout.tile_rows;
-  comet::nap(pass.watch, static_cast<uint32_t>(7500 + task.tile));
+  peers::test_delay(pass.watch, static_cast<uint32_t>(7500 + task.tile));
   for (int token = first; token < first + pass.rows_of(pass.tokens, task.tile); ++token)
     for (int i = token * experts; i < (token + 1) * experts; ++i)
       if (i % 2 == task.column) write(choice.logits + i, read(static_cast<const float*>(choice.weight) + i));

@@ -43,7 +43,7 @@ struct Routing : Places {
   std::vector<int64_t> chosen;
   std::vector<uint8_t> keep;
   std::vector<float> weight;
-  Places made;                  // by the last launch that was to make them
+  Places computed;              // by the last launch that was to make them
   std::vector<int32_t> offset;  // by cell: in a pool a launch makes it
   std::vector<float> logits;
   bool normalizes = false;
@@ -53,18 +53,19 @@ struct Routing : Places {
   Scored wanted, scored;
 
   bool is_scored() const { return !logits.empty(); }
-  void forget_made() {
-    made = *this;
+  void clear_computed() {
+    computed = *this;
     if (is_product) std::fill(logits.begin(), logits.end(), NAN);
     scored = {std::vector<float>(weight.size(), NAN), std::vector<int32_t>(counts.size(), -1), NAN};
-    std::fill(made.counts.begin(), made.counts.end(), -1), std::fill(made.slot.begin(), made.slot.end(), -1);
-    std::fill(made.expert.begin(), made.expert.end() - 1, -1);
-    std::fill(made.row.begin(), made.row.end() - 1, -2);
-    std::fill(made.home.begin(), made.home.end(), -1);
+    std::fill(computed.counts.begin(), computed.counts.end(), -1),
+        std::fill(computed.slot.begin(), computed.slot.end(), -1);
+    std::fill(computed.expert.begin(), computed.expert.end() - 1, -1);
+    std::fill(computed.row.begin(), computed.row.end() - 1, -2);
+    std::fill(computed.home.begin(), computed.home.end(), -1);
   }
 
   // Of cells that have their own rows: into a pool, behind each other.
-  void gather(const Layout& layout) {
+  void move_into_pool(const Layout& layout) {
     int next = 0;
     slot.assign(static_cast<size_t>(layout.all_rows()), -1);
     for (const int32_t count : counts) home.push_back(next), next += layout.tiles(count) * layout.tile_rows;
@@ -160,8 +161,8 @@ inline Routing random_routing(std::mt19937& random, const Layout& layout, int to
   // Never empty: a pointer to nothing is none that may be registered.
   g.chosen.push_back(0), g.keep.push_back(0);
   g.expert.push_back(0), g.row.push_back(-1), g.weight.push_back(0);
-  if (layout.is_pool) g.gather(layout);
-  g.forget_made();
+  if (layout.is_pool) g.move_into_pool(layout);
+  g.clear_computed();
   return g;
 }
 
@@ -200,19 +201,19 @@ struct Heaps {
 
 struct Workspace {
   std::vector<Entry> entry;
-  std::vector<uint32_t> doors, made, whole;
-  std::vector<int32_t> heard, routed;
+  std::vector<uint32_t> mailboxes, finished_tiles, expert_progress;
+  std::vector<int32_t> next_tile, routed;
   std::vector<float> probability, z;
   State state = {};
-  comet::Report report = {};
+  peers::Report report = {};
 
   // largest: a pass of as many tasks and stages as any.
   Workspace(const Pass& largest, int processors)
       : entry(static_cast<size_t>(most_tasks(largest) + 3 * kMostGroups)),
-        doors(static_cast<size_t>(processors)),
-        made(static_cast<size_t>(kMostStages * largest.layout.all_tiles())),
-        whole(static_cast<size_t>(largest.layout.experts)),
-        heard(static_cast<size_t>(largest.layout.cells())),
+        mailboxes(static_cast<size_t>(processors)),
+        finished_tiles(static_cast<size_t>(kMostStages * largest.layout.all_tiles())),
+        expert_progress(static_cast<size_t>(largest.layout.experts)),
+        next_tile(static_cast<size_t>(largest.layout.cells())),
         routed(static_cast<size_t>(kMostGroups * largest.layout.cells())),
         probability(routed.size()),
         z(static_cast<size_t>(kMostGroups)) {}
@@ -223,9 +224,10 @@ struct Workspace {
       return std::all_of(all.begin(), all.end(), [](auto each) { return each == 0; });
     };
     const auto unready = [](const Entry& each) { return each.ready == 0; };
-    return zeros(doors) && zeros(made) && zeros(whole) && zeros(heard) && state.tail == 0 &&
-           state.promised == 0 && state.listened == 0 && state.granted == 0 && state.routed == 0 &&
-           state.hungry == 0 && std::all_of(entry.begin(), entry.end(), unready);
+    return zeros(mailboxes) && zeros(finished_tiles) && zeros(expert_progress) && zeros(next_tile) &&
+           state.tail == 0 && state.expected_tasks == 0 && state.finished_subscribers == 0 &&
+           state.granted == 0 && state.routed == 0 && state.has_idle_processor == 0 &&
+           std::all_of(entry.begin(), entry.end(), unready);
   }
 };
 
@@ -237,7 +239,7 @@ inline Pass pass_of(const Heaps& heaps, int rank, Routing& g, Workspace& w, uint
   auto* const failed =
       reinterpret_cast<uint32_t*>(heaps.at[static_cast<size_t>(rank)] + heaps.layout.failed());
   pass.watch = {failed, &w.report, rank, epoch, bound, 0, 0};
-  Places& places = routes ? g.made : g;
+  Places& places = routes ? g.computed : g;
   pass.counts = places.counts.data(), pass.slot = places.slot.data(), pass.expert = places.expert.data();
   pass.row = places.row.data(), pass.weight = g.weight.data();
   pass.home = places.home.data(), pass.offset = g.offset.data();
@@ -263,9 +265,10 @@ inline Pass pass_of(const Heaps& heaps, int rank, Routing& g, Workspace& w, uint
   pass.tokens = g.tokens, pass.choices = g.choices;
   pass.by_choices = Divisor(g.choices), pass.by_experts = Divisor(heaps.layout.experts);
   pass.queue = {w.entry.data(), static_cast<int>(w.entry.size()), &w.state};
-  pass.doors = w.doors.data(), pass.made = w.made.data(), pass.whole = w.whole.data();
-  pass.heard = w.heard.data();
-  pass.processors = static_cast<int>(w.doors.size());
+  pass.mailboxes = w.mailboxes.data(), pass.finished_tiles = w.finished_tiles.data(),
+  pass.expert_progress = w.expert_progress.data();
+  pass.next_tile = w.next_tile.data();
+  pass.processors = static_cast<int>(w.mailboxes.size());
   return pass;
 }
 

@@ -72,8 +72,8 @@ void run(const Case& c, Problem p, Form form, Epilogue epilogue, Activation acti
   const GroupedGemm which = {std::is_same_v<T, bf16> ? Element::kBf16 : Element::kFp16, form, epilogue,
                              activation, c.sharing == Sharing::kB ? 2 : 1};
   const GroupedGemmPath& path = c.hopper ? hopper_path : ampere_path;
-  p.beside = c.sharing == Sharing::kA ? 2 : 1;
-  const int blocks = static_cast<int>(c.grid) * which.cluster * p.beside;
+  p.blocks_across = c.sharing == Sharing::kA ? 2 : 1;
+  const int blocks = static_cast<int>(c.grid) * which.cluster * p.blocks_across;
   stub::seed = c.seed, stub::eagerness = c.eagerness;
   path.launch(which, p, c.gathered ? sources : p.rows, p.rows, blocks, nullptr);
 }
@@ -114,7 +114,7 @@ void common(const Case& c, const Operands<T>& o, Problem& p) {
   p.m = c.m, p.n = c.n, p.k = c.k;
   p.a_gathered = c.gathered;
   p.weight = c.weighted ? o.weight.data() : nullptr;
-  emu::forget_arrays();
+  emu::unregister_arrays();
   emu::register_array("ends", o.ends.data(), o.ends.size() * 4, false);
   emu::register_array("slot", o.slot.data(), o.slot.size() * 4, false);
   emu::register_array("weight", o.weight.data(), o.weight.size() * 4, false);

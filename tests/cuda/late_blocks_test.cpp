@@ -55,7 +55,7 @@ uint64_t run(Path path, Work& work, unsigned blocks, bool counted, const std::fu
   p.ends = work.ends.data(), p.experts = static_cast<int>(work.ends.size()), p.rows = work.ends.back();
   p.n = work.n, p.k = work.k;
   p.next_tile = counted ? &counter : nullptr;
-  p.beside = path == Path::kBeside ? 2 : 1;
+  p.blocks_across = path == Path::kBeside ? 2 : 1;
   std::fill(work.d.begin(), work.d.end(), bf16{0xFFFF});
   const GroupedGemm which = {Element::kBf16, Form::kForward, Epilogue::kPlain, Activation::kNone,
                              path == Path::kPairs ? 2 : 1};

@@ -51,7 +51,7 @@ def write(place: str, thread: Thread, **more: Any) -> list[Event]:
     return [_event("W", place, thread, **more)]
 
 
-def meet(name: str, *threads: Thread) -> list[Event]:
+def sync(name: str, *threads: Thread) -> list[Event]:
     return [_event("B", name, thread) for thread in threads]
 
 
@@ -118,8 +118,8 @@ def lanes(gpu: int, block: int, *names: str) -> list[Thread]:
 
 SIGNAL, AWAIT = "store_release_system", "load_acquire_system"
 PROTOCOL = {
-    ("comet/protocol.h", "signal"): [SIGNAL],
-    ("comet/protocol.h", "await"): [AWAIT],
+    ("peers/protocol.h", "signal"): [SIGNAL],
+    ("peers/protocol.h", "await"): [AWAIT],
 }
 
 
@@ -131,10 +131,10 @@ def rows_arrive() -> Litmus:
     return Litmus(
         "rows arrive",
         [
-            *write("row 0", a0), *write("row 1", a1), *meet("warp a", a0, a1), *call(SIGNAL, "flag a", a0),
+            *write("row 0", a0), *write("row 1", a1), *sync("warp a", a0, a1), *call(SIGNAL, "flag a", a0),
             *write("row 2", b0), *call(SIGNAL, "flag b", b0),
             *call(AWAIT, "flag a", c0), *call(AWAIT, "flag b", c1), *fence(c0), *fence(c1),
-            *meet("warp c", c0, c1), *fence(c0),
+            *sync("warp c", c0, c1), *fence(c0),
             *(each for i in range(3) for each in read(f"row {i}", c0, proxy="async")),
         ],
         lambda seen: seen("flag a", "c0") == "a0" and seen("flag b", "c1") == "b0"
@@ -170,16 +170,16 @@ def inbox_is_granted() -> Litmus:
     return Litmus(
         "the inbox is granted",
         [
-            *read("row", before), *meet("kernels of g", before, g0, g1),
-            *write("grant 0", g0), *write("grant 1", g1), *meet("block g", g0, g1),
+            *read("row", before), *sync("kernels of g", before, g0, g1),
+            *write("grant 0", g0), *write("grant 1", g1), *sync("block g", g0, g1),
             *call(SIGNAL, "granted", g0),
-            *call(AWAIT, "granted", s0), *meet("warp s", s0, s1),
+            *call(AWAIT, "granted", s0), *sync("warp s", s0, s1),
             *read("grant 0", s1), *read("grant 1", s1), *write("row", s1),
         ],
         lambda seen: seen("granted", "s0") == "g0"
         and (None in (seen("grant 0", "s1"), seen("grant 1", "s1")) or seen("row", "before") == "s1"),
         PROTOCOL | {
-            ("comet/dispatch.cuh", "grant"): ["write", "meet", "signal"],
+            ("comet/dispatch.cuh", "grant"): ["write", "sync", "signal"],
             ("comet/dispatch.cuh", "send_rows"): ["await", "sync_warp", "read", "begin", "finish"],
         },
         {},
@@ -194,7 +194,7 @@ def bulk_rows_arrive() -> Litmus:
     return Litmus(
         "rows arrive by bulk copies",
         [
-            *write("row", a0, proxy="async"), *fence(a0), *write("link", a1), *meet("warp a", a0, a1),
+            *write("row", a0, proxy="async"), *fence(a0), *write("link", a1), *sync("warp a", a0, a1),
             *call(SIGNAL, "flag a", a0),
             *call(AWAIT, "flag a", c0), *fence(c0), *read("row", c0, proxy="async"), *read("link", c0),
         ],
@@ -214,7 +214,7 @@ def inbox_is_granted_to_bulk_copies() -> Litmus:
     return Litmus(
         "the inbox is granted to bulk copies",
         [
-            *read("row", before), *meet("kernels of g", before, g0), *write("grant", g0),
+            *read("row", before), *sync("kernels of g", before, g0), *write("grant", g0),
             *call(SIGNAL, "granted", g0),
             *call(AWAIT, "granted", s0), *read("grant", s0), *fence(s0), *write("row", s0, proxy="async"),
         ],
@@ -236,10 +236,10 @@ def tiles_are_done() -> Litmus:
     return Litmus(
         "tiles are done",
         [
-            *write("sum 0", a0), *write("sum 1", a1), *meet("block a", a0, a1),
+            *write("sum 0", a0), *write("sum 1", a1), *sync("block a", a0, a1),
             *call("add_acq_rel", "done", a0),
             *write("sum 2", b0), *call("add_acq_rel", "done", b0),
-            *call("load_acquire", "done", c0), *meet("warp c", c0, c1),
+            *call("load_acquire", "done", c0), *sync("warp c", c0, c1),
             *(each for i in range(3) for each in read(f"sum {i}", c1)),
         ],
         lambda seen: seen("done", "c0") == "b0" and seen("done", "b0") == "a0"
@@ -264,11 +264,11 @@ def chunk_returns() -> Litmus:
     return Litmus(
         "a chunk returns",
         [
-            *write("home 0", a0), *write("home 1", a1), *meet("warp a", a0, a1),
+            *write("home 0", a0), *write("home 1", a1), *sync("warp a", a0, a1),
             *call("add_acq_rel", "sent", a0),
-            *write("home 2", b1), *meet("warp b", b0, b1), *call("add_acq_rel", "sent", b0),
+            *write("home 2", b1), *sync("warp b", b0, b1), *call("add_acq_rel", "sent", b0),
             *call(SIGNAL, "returned", b0),
-            *call(AWAIT, "returned", h0), *meet("warp h", h0, h1),
+            *call(AWAIT, "returned", h0), *sync("warp h", h0, h1),
             *(each for i in range(3) for each in read(f"home {i}", h1)),
         ],
         lambda seen: seen("returned", "h0") == "b0" and seen("sent", "b0") == "a0"
@@ -292,8 +292,8 @@ def home_is_free() -> Litmus:
     return Litmus(
         "home is free",
         [
-            *read("home", before), *meet("kernels of a", before, a0), *call(SIGNAL, "arrival", a0),
-            *call(AWAIT, "arrival", b0), *meet("kernels of b", b0, late), *write("home", late),
+            *read("home", before), *sync("kernels of a", before, a0), *call(SIGNAL, "arrival", a0),
+            *call(AWAIT, "arrival", b0), *sync("kernels of b", b0, late), *write("home", late),
         ],
         lambda seen: seen("arrival", "b0") == "a0" and seen("home", "before") == "late",
         PROTOCOL,
@@ -309,7 +309,7 @@ def report_is_whole() -> Litmus:
         "the report is whole",
         [*write("peer", a), *call(SIGNAL, "wait", a), *call(AWAIT, "wait", host), *read("peer", host)],
         lambda seen: seen("wait", "host") == "a" and seen("peer", "host") is None,
-        {("comet/protocol.h", "report"): ["add_acq_rel", "write", SIGNAL]},
+        {("peers/protocol.h", "report"): ["add_acq_rel", "write", SIGNAL]},
         {},
     )
 

@@ -342,7 +342,7 @@ void check_all(int64_t tokens, int choices, int64_t columns, double dropped, int
   const auto each = [&](const auto& check) {
     const Problem<T> p(tokens, choices, columns, dropped, gap, seed);
     check(p);
-    emu::forget_arrays();
+    emu::unregister_arrays();
   };
   for (bool weighted : {false, true}) {
     each([&](const auto& p) { check_permute(p, weighted, parts); });
@@ -427,7 +427,7 @@ void check_far_rows() {
     });
     equal(from, to, "unpermute_backward");
   }
-  emu::forget_arrays();
+  emu::unregister_arrays();
 }
 
 // That the memory checks of this file see anything at all.
@@ -442,7 +442,7 @@ void test_an_access_past_a_row_is_seen() {
     fail_with("a read past the last row went unseen");
   } catch (const emu::Error&) {
   }
-  emu::forget_arrays();
+  emu::unregister_arrays();
 }
 
 }  // namespace

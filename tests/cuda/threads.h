@@ -1,6 +1,6 @@
 // What the protocol of cuda/comet asks of the machine, on plain threads: ThreadSanitizer then sees every
-// access, and every order that a release and an acquire make. One thread stands for a warp: it is a Team of
-// one lane. Same names as cuda/common/device_ptx.cuh, those alone that
+// access, and every order that a release and an acquire make. One thread stands for a warp: it is a WarpTeam
+// of one lane. Same names as cuda/common/device_ptx.cuh, those alone that
 // comet/{protocol.h,dispatch.cuh,combine.cuh} and flashdmoe/ use.
 //
 // PMOE_ACCESS(pointer, bytes, writes): where a test defines it, it sees every access too.

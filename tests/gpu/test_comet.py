@@ -122,7 +122,7 @@ def test_few_rows_by_every_role(random: torch.Generator, activation: str) -> Non
         bias=activation == "gelu",
     )
     for dtype, seed in ((torch.bfloat16, 0), (torch.float16, 5)):
-        play(replace(case, dtype=dtype), random, make=InjectedFaults(nap_seed=seed).launcher)
+        play(replace(case, dtype=dtype), random, make=InjectedFaults(delay_seed=seed).launcher)
 
 
 @INSIDE
@@ -189,10 +189,11 @@ def test_dropped_rows_as_routes_of_tells_them(random: torch.Generator, num_ranks
 # ---- bits
 
 
-def results(case: Case, world: World, division: Division, nap_seed: int) -> dict[str, torch.Tensor]:
+def results(case: Case, world: World, division: Division, delay_seed: int) -> dict[str, torch.Tensor]:
     """Copies of all that both passes give."""
     poison_memory()
-    with virtual(case, world, division=division, make=InjectedFaults(nap_seed=nap_seed).launcher) as player:
+    make = InjectedFaults(delay_seed=delay_seed).launcher
+    with virtual(case, world, division=division, make=make) as player:
         forward = player.forward()
         backward = player.backward(forward.hidden)
         player.check()
@@ -217,14 +218,14 @@ def test_bits_do_not_depend_on_who_is_late_nor_on_the_division(
         weights.mul_(2.0**-4)  # or results are more than float16 holds
     first = results(case, world, Division(4, 256), 0)
     assert all(each.isfinite().all() for each in first.values())
-    for division, nap_seed in (
+    for division, delay_seed in (
         (Division(4, 256), 0),
         (Division(4, 256), 7),
         (Division(1, 512), 0),
         (Division(12, 1024), 8),
     ):
-        for name, found in results(case, world, division, nap_seed).items():
-            assert torch.equal(found, first[name]), f"{name} by {division}, naps {nap_seed}"
+        for name, found in results(case, world, division, delay_seed).items():
+            assert torch.equal(found, first[name]), f"{name} by {division}, delays {delay_seed}"
 
 
 def test_without_t_m_the_activated_hidden_is_the_same(random: torch.Generator) -> None:

@@ -65,7 +65,7 @@ def wrong_rounds(world: Integers, rounds: int, at_once: int = ROUNDS_AT_ONCE) ->
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_thousand_rounds_on_one_heap_with_sleeps_in_every_role(num_ranks: int) -> None:
     """Routing, tokens and who sleeps change with every round."""
-    with integers(num_ranks, faults=InjectedFaults(nap_seed=num_ranks), seed=num_ranks) as world:
+    with integers(num_ranks, faults=InjectedFaults(delay_seed=num_ranks), seed=num_ranks) as world:
         wrong = wrong_rounds(world, ROUNDS)
     assert not wrong, f"{len(wrong)} of {ROUNDS} rounds, first {wrong[:10]}"
 
@@ -78,7 +78,7 @@ def test_rounds_without_sleeps() -> None:
 
 @pytest.mark.sanitize
 def test_a_few_rounds_with_sleeps() -> None:
-    with integers(2, tokens=40, d_model=264, d_hidden=72, faults=InjectedFaults(nap_seed=3)) as world:
+    with integers(2, tokens=40, d_model=264, d_hidden=72, faults=InjectedFaults(delay_seed=3)) as world:
         assert not wrong_rounds(world, 2)
 
 
@@ -102,7 +102,7 @@ def test_each_missing_wait_is_noticed(monkeypatch: pytest.MonkeyPatch, planted: 
     """
     monkeypatch.setenv(WAIT_SECONDS, "0.5" if planted else "30")
     noticed = None
-    faults = InjectedFaults(nap_seed=11, not_waited=planted)
+    faults = InjectedFaults(delay_seed=11, not_waited=planted)
     with integers(2, top_k=1, d_hidden=2048, faults=faults, seed=5) as world:  # tiles take their time
         for number in range(PLANTED_ROUNDS):
             try:
@@ -130,7 +130,7 @@ def on_streams(world: Integers, rounds: int) -> list[int]:
     turns = [world.turn(number) for number in range(rounds)]
     ranks, streams = [], []
     for heap in heaps:
-        faults = InjectedFaults(nap_seed=31 + heap.rank)
+        faults = InjectedFaults(delay_seed=31 + heap.rank)
         own = faults.launcher([heap], lambda kernel, direction: world.virtual.division)
         own.blocks = world.virtual.launcher.blocks  # all ranks' are resident together
         ranks.append(own)

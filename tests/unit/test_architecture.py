@@ -38,6 +38,15 @@ def test_every_contract_is_held_by_tests_that_exist() -> None:
         assert files and all((ROOT / file).is_file() for file in files), row
 
 
+def test_kernels_include_shared_folders_and_never_each_other() -> None:
+    shared = {"common", "peers", "grouped_gemm", "route"}
+    sources = [path for path in (ROOT / "cuda").glob("*/*.*") if path.suffix in (".h", ".cuh", ".cu", ".cpp")]
+    assert len(sources) > 60
+    for path in sources:
+        included = set(re.findall(r'#include "(\w+)/', path.read_text(encoding="utf-8")))
+        assert included <= shared | {path.parent.name}, path
+
+
 def test_nothing_cites_a_page_that_is_not_in_the_repository() -> None:
     cites = "DESIGN" + ".md"
     files = [path for top in ("pmoe", "cuda", "bench", "tests", "docs") for path in (ROOT / top).rglob("*.*")]

@@ -136,7 +136,7 @@ def test_virtual_ranks_equal_the_definition_round_after_round(kernels: Path, num
         world = VirtualRanks(
             num_ranks, experts, rows=tokens * top_k, home_rows=tokens * top_k, d_model=d_model, dtype=BF16,
             device=torch.device("cpu"), division=Division(1, 256),
-            make_launcher=InjectedFaults(nap_seed=5).launcher,
+            make_launcher=InjectedFaults(delay_seed=5).launcher,
         )  # fmt: skip
         for turn in range(2):
             given = FusedParameters.random(

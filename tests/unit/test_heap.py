@@ -229,7 +229,7 @@ def test_a_report_of_a_persistent_kernel_names_the_task() -> None:
 
 
 def test_reports_are_read_as_the_kernels_write_them() -> None:
-    text = (ROOT / "cuda" / "comet" / "watch.h").read_text(encoding="utf-8")
+    text = (ROOT / "cuda" / "peers" / "watch.h").read_text(encoding="utf-8")
     waits = re.search(r"enum class Wait : int \{([^}]*)\}", text)
     fields = re.search(r"struct Report \{(.*?)\n\};", text, re.DOTALL)
     assert waits is not None and fields is not None

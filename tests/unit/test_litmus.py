@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.cuda.compiled import CUDA
-from tests.cuda.litmus import Litmus, call, everything, instruction, lanes, meet, read, write
+from tests.cuda.litmus import Litmus, call, everything, instruction, lanes, read, sync, write
 from tests.cuda.litmus_actors import actors
 from tests.cuda.ptx_model import Event, Program
 
@@ -105,6 +105,6 @@ def test_reads_of_one_place_do_not_go_back() -> None:
 
 def test_a_meeting_orders_and_additions_are_not_torn() -> None:
     a, b = lanes(0, 0, "a", "b")
-    assert outcomes([*write("x", a), *meet("m", a, b), *read("x", b)], ("x", "b")) == {(True,)}
+    assert outcomes([*write("x", a), *sync("m", a, b), *read("x", b)], ("x", "b")) == {(True,)}
     both = [*call("add_acq_rel", "n", a), *call("add_acq_rel", "n", b)]
     assert outcomes(both, ("n", "a"), ("n", "b")) == {(True, False), (False, True)}

@@ -45,7 +45,7 @@ PLAIN = {
     "ballot": "one function of CUDA's own",
     "sync_warp": "one function of CUDA's own",
     "sync_block": "one function of CUDA's own",
-    "forget": "no instruction",
+    "make_opaque": "no instruction",
     "read": "C++",
     "write": "C++",
     "store16_shared": "store16",

@@ -81,7 +81,7 @@ def processors(device: torch.device) -> int:
 
 
 MAX_VIRTUAL = 4
-"""The most ranks of one launch, as in cuda/comet/fused.h."""
+"""The most ranks of one launch, as in cuda/peers/sizes.h."""
 
 FusedKernel = Literal["dispatch", "combine"]
 

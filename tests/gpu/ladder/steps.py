@@ -96,7 +96,7 @@ def fused_steps() -> list[Step]:
             name="COMET, one rank", run=HERE + "worlds:check_world 1", needs=("routing",),
             usual=12, seconds=60,
             means="the fused kernels are wrong without any peer; a hang: roles of a launch wait in vain",
-            look=f"{alone} (goes_in_pairs: its launch is cooperative, and of clusters); "
+            look=f"{alone} (may_pair_blocks: its launch is cooperative, and of clusters); "
             "pmoe/kernels/comet/operators.py; F5 where the first launch hung",
         )
     ]  # fmt: skip
@@ -105,7 +105,7 @@ def fused_steps() -> list[Step]:
             name=f"COMET, {ranks} virtual ranks", run=f"{HERE}worlds:check_world {ranks}",
             needs=(steps[-1].name,) if ranks == 2 else ("COMET, 2 virtual ranks",), usual=12, seconds=60,
             means="one rank is right, several are not: flags, grants or slots between ranks",
-            look="cuda/comet/protocol.h, order.h, rank.h, watch.h; F3; HeapError names the rank and the flag",
+            look="cuda/peers/protocol.h, watch.h; cuda/comet/order.h, rank.h; F3; HeapError names the rank and the flag",
         )
         for ranks in (2, 4)
     ]  # fmt: skip

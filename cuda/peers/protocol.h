@@ -5,18 +5,7 @@
 // last round (epoch) in which it was raised. One rank writes it, with release, after what it announces.
 // Readers load it with acquire before they use that. Nothing is reset between rounds.
 //
-// In the dispatching kernel:
-//
-//   target rank t                           source rank s
-//   writes grants and raises granted   -->  waits for granted
-//   waits for arrival                  <--  writes rows, weights, links, and raises the piece's arrival
-//   multiplies the tile
-//
-// In the combining kernel:
-//
-//   target rank t                           source rank s
-//   writes sums of a column chunk,
-//   raises returned                    -->  waits for returned, adds up its tokens
+// comet/layout.h and flashdmoe/layout.h draw which rank waits for which flag.
 //
 // A wait that exceeds its bound is reported, once per rank. From then on no thread of the rank waits any
 // more, and none raises a flag for another rank. So the kernel ends; those of the other ranks end after their
@@ -25,11 +14,10 @@
 // The kernels compile this file. So do the emulator and plain threads under ThreadSanitizer (tests/cuda).
 // These tests plant mistakes by PMOE_PLANT and Watch::not_waited, and must find them.
 #pragma once
-#include "comet/layout.h"
-#include "comet/watch.h"
 #include "common/device.cuh"
+#include "peers/watch.h"
 
-namespace pmoe::comet {
+namespace pmoe::peers {
 
 // A mistake that a test compiles in.
 enum class Plant : int { kNothing, kNoProxyFence };
@@ -39,16 +27,16 @@ enum class Plant : int { kNothing, kNoProxyFence };
 constexpr Plant kPlant = Plant::PMOE_PLANT;
 
 // Returns a hash of x, for pseudorandom delays.
-PMOE_HD uint32_t scrambled(uint32_t x) {
+PMOE_HD uint32_t hash32(uint32_t x) {
   x ^= x >> 16, x *= 0x7FEB352Du;
   x ^= x >> 15, x *= 0x846CA68Bu;
   return x ^ x >> 16;
 }
 
-// Delays some callers by up to 16 microseconds, in tests that set Watch::nap_seed.
-__device__ __forceinline__ void nap(const Watch& watch, uint32_t who) {
-  if (watch.nap_seed == 0) return;
-  const uint32_t chance = scrambled(watch.nap_seed ^ scrambled(who ^ watch.epoch * 0x9E3779B9u));
+// Delays some callers by up to 16 microseconds, in tests that set Watch::delay_seed.
+__device__ __forceinline__ void test_delay(const Watch& watch, uint32_t who) {
+  if (watch.delay_seed == 0) return;
+  const uint32_t chance = hash32(watch.delay_seed ^ hash32(who ^ watch.epoch * 0x9E3779B9u));
   if (chance % 4) return;
   const uint64_t until = nanoseconds() + chance / 4 % 16384;
   while (nanoseconds() < until) pause();
@@ -80,9 +68,9 @@ __device__ __forceinline__ void wait_until_reached(const Watch& watch, const Val
                                                    Wait wait, int peer, int expert, int part) {
   if (watch.not_waited >> static_cast<int>(wait) & 1) return;
   uint64_t start = 0;
-  for (uint32_t looks = 1; !reached(value(), wanted); ++looks) {
+  for (uint32_t polls = 1; !reached(value(), wanted); ++polls) {
     pause();
-    if (looks % 16) continue;
+    if (polls % 16) continue;
     if (has_failed(watch)) return;
     const uint64_t now = nanoseconds();
     if (start == 0) start = now;
@@ -107,4 +95,4 @@ __device__ __forceinline__ void signal(const Watch& watch, void* flag) {
   store_release_system(static_cast<uint32_t*>(flag), watch.epoch);
 }
 
-}  // namespace pmoe::comet
+}  // namespace pmoe::peers

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-namespace pmoe::comet {
+namespace pmoe::peers {
 
 // The reasons of waits. pmoe/kernels/heap.py says them in words.
 enum class Wait : int { kNone, kGrant, kArrival, kDone, kReturn, kAnnounced, kRouted, kPlaced, kRoom };
@@ -23,8 +23,8 @@ struct Watch {
   int rank;
   uint32_t epoch;
   uint64_t bound;       // longest wait in nanoseconds
-  uint32_t nap_seed;    // 0, or the seed of random delays (for tests)
+  uint32_t delay_seed;  // 0, or the seed of random delays (for tests)
   uint32_t not_waited;  // one bit for each Wait that is left out (for tests)
 };
 
-}  // namespace pmoe::comet
+}  // namespace pmoe::peers

@@ -98,10 +98,9 @@ def test_the_regions_lie_apart_inside_the_heap(ranks: int, rows: int) -> None:
     assert end <= shape.bytes and shape.bytes % 1024 == 0
 
 
+@pytest.mark.usefixtures("extension_built")
 def test_the_layout_has_room_for_as_many_as_a_launch_takes() -> None:
     cuda: Any = extension.load()
-    if cuda is None:
-        pytest.skip("pmoe._cuda is not built")
     limits = {"ranks": MAX_RANKS, "experts": MAX_EXPERTS, "virtual": MAX_VIRTUAL}
     assert limits.items() <= cuda.comet_limits.items()
 
@@ -411,10 +410,9 @@ def test_layers_share_a_heap_that_grows() -> None:
 # ---- the extension without a device
 
 
+@pytest.mark.usefixtures("extension_built")
 def test_the_extension_refuses_in_sentences_where_there_is_no_device() -> None:
     cuda: Any = extension.load()
-    if cuda is None:
-        pytest.skip("pmoe._cuda is not built")
     with pytest.raises(ValueError, match="a handle must have 64 bytes, not 3"):
         cuda.heap_open(0, b"abc")
     with pytest.raises(ValueError, match=r"bytes \(0\) must be at least 1"):

@@ -105,7 +105,7 @@ def fused_steps() -> list[Step]:
             name=f"COMET, {ranks} virtual ranks", run=f"{HERE}worlds:check_world {ranks}",
             needs=(steps[-1].name,) if ranks == 2 else ("COMET, 2 virtual ranks",), usual=12, seconds=60,
             means="one rank is right, several are not: flags, grants or slots between ranks",
-            look="cuda/peers/protocol.h, watch.h; cuda/comet/order.h, rank.h; F3; HeapError names the rank and the flag",
+            look="cuda/peers/protocol.h, watch.h; cuda/comet/order.h, rank.h; F3; HeapError: rank, flag",
         )
         for ranks in (2, 4)
     ]  # fmt: skip

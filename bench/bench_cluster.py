@@ -243,7 +243,7 @@ def layer_of(d_model: int, d_hidden: int, num_experts: int, **more: Any) -> dict
 
 def predictions(ways: Sequence[Advice]) -> dict[Choice, float]:
     return {
-        (way.dispatch, way.sizes.inside, each.forward, each.restore): each.seconds
+        (way.dispatch, way.sizes.esp_size, each.forward, each.restore): each.seconds
         for way in ways
         for each in way.candidates
     }
@@ -259,7 +259,7 @@ def run_case(case: Case, setting: Setting, alone: Mapping[str, float], rounds: i
     text = file_for(case, profile, links, shared)
     ways = planned(loaded(text, profile), setting)
     predicted, took = predictions(ways), ways[0].decision
-    chosen = (ways[0].dispatch, ways[0].sizes.inside, took.forward, took.restore)
+    chosen = (ways[0].dispatch, ways[0].sizes.esp_size, took.forward, took.restore)
     given = (setting, links, case.local, list(predicted), chosen, rounds)
     result: Result = on_ranks(WORLD, run_whole, given, case.local)[0]
     final = {name: each["step"] for name, each in result.measured.times.items()}
@@ -348,7 +348,7 @@ def main() -> None:
     seconds, ways = plan_many()
     print(
         f"4,096 ranks planned in {seconds:.2f} s, how far rates move the answer among it: "
-        f"{ways[0].dispatch}, ESP {ways[0].sizes.inside}, {ways[0].decision}"
+        f"{ways[0].dispatch}, ESP {ways[0].sizes.esp_size}, {ways[0].decision}"
     )
     alone = on_ranks(PART, computation, (replace(setting, world=WORLD), rounds), 1)[0]
     found = {}

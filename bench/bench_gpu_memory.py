@@ -161,7 +161,7 @@ def main() -> None:
         row["predicted / peak"] = predicted / counted if counted else None
         rows.append(row)
     print(table(rows))
-    shape = memory_shape(passes.layer.parts, passes.x)
+    shape = memory_shape(passes.layer.layer_modules, passes.x)
     pick, seconds = cheapest_pair(shape, found, sizes.tokens, STRATEGIES.values())
     told = ", ".join(f"{pair} {pair.strategy}: {time * 1e3:.2f} ms" for pair, time in seconds.items())
     print(f"Eq. 10 picks {pick} ({told})")

@@ -73,7 +73,7 @@ def measure(
     memory = {}
     for way, layer in layers.items():
         total = largest(measured_total(layer, one_step(layer, tokens)))
-        memory[way] = total, largest(predicted_total(layer, tokens) if layer.spec.rotates else 0)
+        memory[way] = total, largest(predicted_total(layer, tokens) if layer.options.rotates else 0)
     runs: dict[str, Callable[[], object]] = {
         f"{pair_name(reuse)} n={n}": functools.partial(timed_step, layer, x, dy)
         for (reuse, n), layer in layers.items()

@@ -15,7 +15,7 @@ class Call:
     """The arguments of one call, and the modules that it uses.
 
     layer       the module that was called
-    parts       its modules
+    modules     its modules
     scheduled   the modules that the schedule computes. The shared expert is among them, unless it is called
                 as a module (`LayerModules.calls_shared_expert`)
     x           (..., M), the input. It is not checked yet: a rank reports a wrong input with its row counts
@@ -25,7 +25,7 @@ class Call:
     """
 
     layer: nn.Module
-    parts: LayerModules
+    modules: LayerModules
     scheduled: LayerModules
     x: Tensor
     token_ids: Tensor | None

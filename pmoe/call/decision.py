@@ -90,7 +90,7 @@ class CountsSource(Protocol):
 
     Arguments of the methods:
 
-    parts    the modules that the schedule computes. Their experts may not be those of ``call.parts``: a
+    modules  the modules that the schedule computes. Their experts may not be those of ``call.modules``: a
              wrapper of the experts may call another module than the first that it holds
     inputs   the rows and parameters of the call
     """
@@ -98,13 +98,13 @@ class CountsSource(Protocol):
     call: Call
     routed: RoutedBatch
 
-    def agree(self, parts: LayerModules, inputs: Inputs) -> AgreedChoice:
+    def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
         """Finds the numbers of the decision, together with all ranks.
 
         The second pass of a checkpoint does not call it.
         """
 
-    def decision(self, parts: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
+    def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Builds the decision from these numbers. Starts no collective, and the host does not wait."""
 
 

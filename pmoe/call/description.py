@@ -18,19 +18,19 @@ NO_SETTINGS = ("training", "is_parallelized", "built", "was_loaded", "may_be_equ
 """The attributes of these types that are left out, because they change neither results nor times."""
 
 
-def options_in_words(parts: LayerModules, *, of_users: bool = False) -> dict[str, str]:
+def options_in_words(modules: LayerModules, *, of_users: bool = False) -> dict[str, str]:
     """Returns the options of a layer, and the classes and settings of its modules, as texts by name.
 
     of_users: whether settings of classes outside pmoe are included. Ranks may differ in these, so ranks that
         are compared leave them out.
     """
-    spec = {field.name: getattr(parts.spec, field.name) for field in fields(parts.spec)}
+    option_texts = {field.name: getattr(modules.options, field.name) for field in fields(modules.options)}
     others = {
-        "callbacks": f"{'without' if parts.hooks is None else 'with'} hooks inside the layer",
-        "a GradientReducer": parts.gradients is not None,
+        "callbacks": f"{'without' if modules.hooks is None else 'with'} hooks inside the layer",
+        "a GradientReducer": modules.gradients is not None,
     }
-    modules = {name: _described(getattr(parts, name), of_users) for name in COMPARED}
-    return {name: str(value) for name, value in (spec | modules | others).items()}
+    module_texts = {name: _described(getattr(modules, name), of_users) for name in COMPARED}
+    return {name: str(value) for name, value in (option_texts | module_texts | others).items()}
 
 
 def _described(module: object, of_users: bool) -> str:

@@ -24,61 +24,61 @@ A subclass in another module may compute something else, so the kernels refuse i
 """
 
 
-def refusal_of(parts: LayerModules, taker: str) -> str | None:
+def refusal_of(modules: LayerModules, taker: str) -> str | None:
     """Returns why a runner, a source of counts or a prediction does not support a layer; None if it does.
 
     taker: its name in `pmoe.runners.features.SUPPORTED`.
     """
-    feature = refused(taker, parts.features)
+    feature = refused(taker, modules.features)
     if feature is None:
         return None
-    kinds = {name: type(getattr(parts, name)).__name__ for name in ("gate", "experts", "order")}
-    values = {name: repr(value) for name, value in vars(parts.spec).items()}
-    return feature.value.format(**{**values, **kinds, "memory_reuse": parts.spec.restore})
+    kinds = {name: type(getattr(modules, name)).__name__ for name in ("gate", "experts", "order")}
+    values = {name: repr(value) for name, value in vars(modules.options).items()}
+    return feature.value.format(**{**values, **kinds, "memory_reuse": modules.options.restore})
 
 
-def features_of(parts: LayerModules) -> frozenset[Feature]:
+def features_of(modules: LayerModules) -> frozenset[Feature]:
     """Returns the features that a layer asks for beyond a layer with default options."""
-    spec = parts.spec
-    gate = parts.gate
-    switches = parts.spec.switches
-    routes_outside = bool(getattr(parts.router, "has_external_routing", False))
-    picks_tokens = bool(getattr(parts.router, "picks_tokens", False))
+    options = modules.options
+    gate = modules.gate
+    switches = modules.options.switches
+    routes_outside = bool(getattr(modules.router, "has_external_routing", False))
+    picks_tokens = bool(getattr(modules.router, "picks_tokens", False))
     # torch gives a parametrized module a class of its own. It computes what its former class says, with other
     # values of its parameters, so that class counts.
-    gate_kind, experts_kind = (type_before_parametrizations(module) for module in (gate, parts.experts))
-    in_steps = parts.dispatch.in_steps or parts.combine.in_steps
-    is_flat = {type(parts.dispatch), type(parts.combine)} == {FlatAllToAll}
+    gate_kind, experts_kind = (type_before_parametrizations(module) for module in (gate, modules.experts))
+    in_steps = modules.dispatch.in_steps or modules.combine.in_steps
+    is_flat = {type(modules.dispatch), type(modules.combine)} == {FlatAllToAll}
     is_asked = {
-        Feature.RANKS: parts.ranks.size > 1,
-        Feature.SHARDED: parts.grid.is_sharded,
+        Feature.RANKS: modules.ranks.size > 1,
+        Feature.SHARDED: modules.grid.is_sharded,
         Feature.HIERARCHICAL: in_steps,
         Feature.OWN_EXCHANGE: not (is_flat or in_steps),
-        Feature.SEND_ONCE: spec.send_once,
+        Feature.SEND_ONCE: options.send_once,
         Feature.TO_OWN_RANK: not switches.bypass_local,
-        Feature.CALLBACKS: bool(parts.callbacks),
-        Feature.SHARED_EXPERT: parts.shared_expert is not None,
-        Feature.GRADIENTS: parts.gradients is not None,
-        Feature.ROTATES: spec.rotates,
-        Feature.OFFLOADS: any(pair.offloads for pair in parts.pairs),
-        Feature.CHUNKS: spec.fixed_degree not in (None, 1),
-        Feature.BUDGET: spec.memory_budget is not None,
-        Feature.CAPACITY: spec.capacity_factor is not None,
-        Feature.NO_CAPACITY: spec.capacity_factor is None,
-        Feature.PADDED: spec.pad_to_capacity,
-        Feature.CHECK_FINITE: bool(spec.check_finite),
-        Feature.FUSED: spec.fused not in (False, "persistent"),
-        Feature.PERSISTENT: spec.fused == "persistent",
+        Feature.CALLBACKS: bool(modules.callbacks),
+        Feature.SHARED_EXPERT: modules.shared_expert is not None,
+        Feature.GRADIENTS: modules.gradients is not None,
+        Feature.ROTATES: options.rotates,
+        Feature.OFFLOADS: any(pair.offloads for pair in modules.pairs),
+        Feature.CHUNKS: options.fixed_degree not in (None, 1),
+        Feature.BUDGET: options.memory_budget is not None,
+        Feature.CAPACITY: options.capacity_factor is not None,
+        Feature.NO_CAPACITY: options.capacity_factor is None,
+        Feature.PADDED: options.pad_to_capacity,
+        Feature.CHECK_FINITE: bool(options.check_finite),
+        Feature.FUSED: options.fused not in (False, "persistent"),
+        Feature.PERSISTENT: options.fused == "persistent",
         Feature.SEQUENTIAL: switches.sequential,
         Feature.ONE_LANE: switches.one_lane,
-        Feature.OWN_ORDER: type(parts.order) is not SortedOrder,
+        Feature.OWN_ORDER: type(modules.order) is not SortedOrder,
         Feature.PICKS_TOKENS: picks_tokens,
-        Feature.KEEPS_ITSELF: bool(getattr(parts.router, "decides_capacity", False)),
+        Feature.KEEPS_ITSELF: bool(getattr(modules.router, "decides_capacity", False)),
         Feature.OTHER_GATE: gate_kind.__module__ not in PLAIN_GATES and not routes_outside,
         Feature.OWN_GATE: not (routes_outside or gate_kind.__module__.startswith("pmoe.gates.")),
-        Feature.GATE_MODULE: not (parts.trusts_gate or routes_outside),
+        Feature.GATE_MODULE: not (modules.trusts_gate or routes_outside),
         Feature.EXTERNAL_ROUTING: routes_outside,
-        Feature.MODULE_EXPERTS: parts.experts.are_modules,
+        Feature.MODULE_EXPERTS: modules.experts.are_modules,
         Feature.OTHER_EXPERTS: experts_kind.__module__ not in PLAIN_EXPERTS,
     }
     return frozenset(feature for feature, holds in is_asked.items() if holds)

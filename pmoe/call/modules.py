@@ -32,8 +32,8 @@ class LayerCache:
     """The facts that a layer has agreed on and learned in its calls. They outlive changes of its options.
 
     differed       whether the ranks held different experts when they last compared them; None before
-    compared       `LayerModules.given` at the last call. It holds no modules, because it would keep replaced
-                   ones alive
+    compared       `LayerModules.compared_options` at the last call. It holds no modules, because it would
+                   keep replaced ones alive
     words          the options as texts, when ranks last compared them
     padded_kinds   the kinds of padded calls that ranks have compared
     choosers       objects that choose n and the restore pair, and results of choices and measurements. The
@@ -65,13 +65,13 @@ class LayerModules(PassModules):
         shared_module     shared_expert   the shared expert; None if there is none
         shared_gate       -               scales the shared expert's output; None if nothing does
 
-    spec               the options of the layer
+    options            the options of the layer
     trusts_gate        whether the layer itself made the gate. Only a user's gate is checked in each call
     callback_modules   the callbacks that are modules
-    known              what the layer has learned in its calls
+    cache              what the layer has learned in its calls
     """
 
-    spec: LayerOptions
+    options: LayerOptions
     gate: nn.Module
     router: nn.Module
     trusts_gate: bool
@@ -79,7 +79,7 @@ class LayerModules(PassModules):
     shared_module: nn.Module | None
     shared_gate: nn.Module | None
     callback_modules: Iterable[nn.Module]
-    known: LayerCache
+    cache: LayerCache
 
     @functools.cached_property
     def without_shared_expert(self) -> LayerModules:
@@ -104,11 +104,11 @@ class LayerModules(PassModules):
         return self.shared_module is not None and (is_wrapped or any(map(is_watched, filter(None, modules))))
 
     @functools.cached_property
-    def given(self) -> tuple[object, ...]:
+    def compared_options(self) -> tuple[object, ...]:
         """The options, and the classes of the modules. If they change between calls, ranks compare again."""
         modules = (self.experts, self.gate, self.shared_expert, self.order, self.dispatch, self.combine)
         kinds = tuple(type(module) for module in modules)
-        return (self.spec, *kinds, self.hooks is None, self.gradients is None)
+        return (self.options, *kinds, self.hooks is None, self.gradients is None)
 
     @functools.cached_property
     def ranks(self) -> Ranks:
@@ -116,7 +116,7 @@ class LayerModules(PassModules):
         return self.grid.all
 
     @property
-    def like(self) -> Tensor | None:
+    def reference_parameter(self) -> Tensor | None:
         """A floating-point parameter whose dtype and device the input must have; None if there is none.
 
         Experts are asked before the gate, because routers are often kept in float32.
@@ -127,7 +127,7 @@ class LayerModules(PassModules):
 
     def no_loss(self) -> Tensor:
         """Returns the value of l_aux before any call: zero, a scalar in float32 or wider, as gates return."""
-        like = self.like
+        like = self.reference_parameter
         if like is None:
             return torch.zeros(())
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
@@ -152,10 +152,10 @@ class LayerModules(PassModules):
         """The stages of every call. They follow from the options, so they are the same on every rank."""
         # Rows for experts on their own rank are computed without being sent. But all rows must be sent, if an
         # expert is split over ranks, if callbacks see the rows that arrive, or if a token is sent only once.
-        spec = self.spec
+        options = self.options
         is_sharded = self.grid.is_sharded
         has_hooks = self.hooks is not None
-        local = spec.switches.bypass_local and not (is_sharded or has_hooks or spec.send_once)
+        local = options.switches.bypass_local and not (is_sharded or has_hooks or options.send_once)
         return Stages(
             local=local,
             remote=self.ranks.size > 1 or not local,
@@ -163,18 +163,18 @@ class LayerModules(PassModules):
             hooked=is_sharded and has_hooks,
             shared=self.shared_expert is not None,
             gradients=self.gradients is not None,
-            one_lane=spec.switches.one_lane,
+            one_lane=options.switches.one_lane,
         )
 
     @functools.cached_property
     def rotates(self) -> bool:
         """Whether buffers rotate through ring slots (`LayerOptions.rotates`)."""
-        return self.spec.rotates
+        return self.options.rotates
 
     @functools.cached_property
     def sequential(self) -> bool:
         """Whether every task waits for the task before it (`Switches.sequential`)."""
-        return self.spec.switches.sequential
+        return self.options.switches.sequential
 
     @functools.cached_property
     def num_bins(self) -> int:
@@ -182,9 +182,9 @@ class LayerModules(PassModules):
 
         With ring slots, bins are finer than chunks: skewed routing may need more chunks than were chosen.
         """
-        if not self.spec.rotates:
-            return math.lcm(*self.spec.degrees)
-        return num_bins(self.spec.degrees, self.ranks.size, self.spec.num_experts)
+        if not self.options.rotates:
+            return math.lcm(*self.options.degrees)
+        return num_bins(self.options.degrees, self.ranks.size, self.options.num_experts)
 
     @functools.cached_property
     def pairs(self) -> tuple[Restore, ...]:
@@ -193,17 +193,17 @@ class LayerModules(PassModules):
         If backward has more chunks than forward and the experts are modules, only pairs that recompute the
         hidden: a module's saved graph belongs to a whole chunk of forward, and cannot be split.
         """
-        pairs = self.spec.pairs
-        if len(pairs) > 1 and self.spec.splits_backward and self.experts.are_modules:
+        pairs = self.options.pairs
+        if len(pairs) > 1 and self.options.splits_backward and self.experts.are_modules:
             pairs = tuple(pair for pair in pairs if pair.hidden == "recompute")
         return pairs
 
     @functools.cached_property
     def may_run_on_one_rank(self) -> bool:
         """Whether the layer allows the kernels of one rank. The tensors of a call are checked later."""
-        if self.ranks.size > 1 or (self.spec.rotates and not self.spec.fused):
+        if self.ranks.size > 1 or (self.options.rotates and not self.options.fused):
             return False  # the table says the same, but most layers need not compute their features for it
-        takers = ("one rank", "one rank's counts") if self.spec.fused else ("one rank",)
+        takers = ("one rank", "one rank's counts") if self.options.fused else ("one rank",)
         return any(self.refusal(taker) is None for taker in takers)
 
     @functools.cached_property

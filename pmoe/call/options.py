@@ -144,13 +144,13 @@ class LayerOptions:
 class _HasSpec(Protocol):
     """An object with options, which is a `pmoe.MoELayer`."""
 
-    spec: LayerOptions
+    options: LayerOptions
 
 
 def option(name: str) -> Any:
-    """Returns a property that reads an option from the ``spec`` of a layer. `MoELayer` sets it itself."""
+    """Returns a property that reads an option from the ``options`` of a layer. `MoELayer` sets it itself."""
 
     def read(layer: _HasSpec) -> Any:
-        return getattr(layer.spec, name)
+        return getattr(layer.options, name)
 
     return property(read, doc=f"The argument ``{name}``. It may be set: all ranks must set the same.")

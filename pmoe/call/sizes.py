@@ -18,74 +18,75 @@ from pmoe.runners.features import Feature
 from pmoe.schedule.buffer_sizes import HiddenColumns
 
 
-def splits_of(parts: LayerModules, num_tokens: int, top_k: int) -> PaddedRowCounts:
+def splits_of(modules: LayerModules, num_tokens: int, top_k: int) -> PaddedRowCounts:
     """Returns how the rows of a rank with ``num_tokens`` tokens are padded.
 
     top_k: the number of choices of each token.
     """
-    spec = parts.spec
-    assert spec.capacity_factor is not None
-    capacity = expert_capacity(spec.capacity_factor, num_tokens, top_k, spec.num_experts)
+    options = modules.options
+    assert options.capacity_factor is not None
+    capacity = expert_capacity(options.capacity_factor, num_tokens, top_k, options.num_experts)
     return PaddedRowCounts(
-        num_experts=spec.num_experts,
+        num_experts=options.num_experts,
         capacity=min(capacity, num_tokens),  # a token's experts are distinct: no expert gets more rows
-        bins=math.lcm(*spec.degrees),
+        bins=math.lcm(*options.degrees),
     )
 
 
-def rows_of_call(parts: LayerModules, num_tokens: int) -> CallRows:
+def rows_of_call(modules: LayerModules, num_tokens: int) -> CallRows:
     """Returns how many rows a call with ``num_tokens`` tokens has on this rank, for any routing."""
-    spec = parts.spec
-    top_k = parts.spec.top_k
+    options = modules.options
+    top_k = modules.options.top_k
     slots = num_tokens * top_k
-    if spec.pad_to_capacity:
-        rows = splits_of(parts, num_tokens, top_k).num_rows
+    if options.pad_to_capacity:
+        rows = splits_of(modules, num_tokens, top_k).num_rows
         return CallRows(tokens=num_tokens, inner=rows, slots=rows, choices=1, spread="padded")
-    if not getattr(parts.router, "picks_tokens", False):
+    if not getattr(modules.router, "picks_tokens", False):
         return CallRows(tokens=num_tokens, inner=num_tokens, slots=slots, choices=top_k)
-    rows = parts.router.num_rows(num_tokens) if isinstance(parts.router, Gate) else slots
-    if getattr(parts.router, "mixes_tokens", False):
+    rows = modules.router.num_rows(num_tokens) if isinstance(modules.router, Gate) else slots
+    if getattr(modules.router, "mixes_tokens", False):
         return CallRows(tokens=num_tokens, inner=rows, slots=rows, choices=1, spread="mixed")
-    return CallRows(tokens=num_tokens, inner=num_tokens, slots=rows, choices=spec.num_experts)
+    return CallRows(tokens=num_tokens, inner=num_tokens, slots=rows, choices=options.num_experts)
 
 
-def memory_shape(parts: LayerModules, rows_TM: Tensor | None = None) -> LayerSizes:
+def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerSizes:
     """Returns the sizes of a layer from which its memory and times are predicted.
 
     rows_TM: (T, M), rows whose dtype and device count; None counts those of the parameters.
     """
-    spec = parts.spec
-    parameter = parts.like
-    shared_expert = parts.shared_expert
+    options = modules.options
+    parameter = modules.reference_parameter
+    shared_expert = modules.shared_expert
+    dispatch = modules.dispatch
     like = parameter if rows_TM is None else rows_TM
     device_type = "cpu" if like is None else like.device.type
     row_size = 4 if like is None else like.element_size()
     parameter_size = row_size if parameter is None else parameter.element_size()
-    columns = parts.experts.columns(device_type)
+    columns = modules.experts.columns(device_type)
     if not columns.hidden:  # modules do not say how wide their hidden is
-        columns = HiddenColumns(hidden=spec.d_hidden, scratch=spec.d_hidden)
+        columns = HiddenColumns(hidden=options.d_hidden, scratch=options.d_hidden)
     return LayerSizes(
-        d_model=spec.d_model,
-        num_experts=spec.num_experts,
-        top_k=spec.top_k,
-        num_ranks=parts.ranks.size,
+        d_model=options.d_model,
+        num_experts=options.num_experts,
+        top_k=options.top_k,
+        num_ranks=modules.ranks.size,
         columns=columns,
         element_size=row_size,
         weight_size=max(4, row_size),
-        expert_parameters=_elements_of(parts.experts),
-        gate_parameters=sum(parameter.numel() for parameter in parts.gate.parameters()),
-        bypass_local=parts.stages.local,
-        inside=parts.grid.inside.size,
-        has_drops=Feature.EXTERNAL_ROUTING in parts.features
-        or (spec.capacity_factor is not None and not spec.pad_to_capacity),
-        gate_scores=getattr(parts.router, "saved_scores", 1)
-        + bool(getattr(parts.router, "z_loss_weight", 0)),
+        expert_parameters=_elements_of(modules.experts),
+        gate_parameters=sum(parameter.numel() for parameter in modules.gate.parameters()),
+        bypass_local=modules.stages.local,
+        esp_size=modules.grid.esp.size,
+        has_drops=Feature.EXTERNAL_ROUTING in modules.features
+        or (options.capacity_factor is not None and not options.pad_to_capacity),
+        gate_scores=getattr(modules.router, "saved_scores", 1)
+        + bool(getattr(modules.router, "z_loss_weight", 0)),
         cast_from=parameter_size if parameter_size != row_size else 0,
-        rotates=spec.rotates,
-        merges=spec.send_once,
+        rotates=options.rotates,
+        merges=options.send_once,
         shared_columns=HiddenColumns() if shared_expert is None else shared_expert.columns(device_type),
         shared_parameters=0 if shared_expert is None else _elements_of(shared_expert),
-        relays=parts.dispatch.topology.max_local if isinstance(parts.dispatch, HierarchicalExchange) else 0,
+        relays=dispatch.topology.max_local if isinstance(dispatch, HierarchicalExchange) else 0,
     )
 
 

@@ -12,7 +12,7 @@ from pmoe.schedule.restore import Restore
 
 
 def choose(
-    parts: LayerModules,
+    modules: LayerModules,
     counts: RankCounts,
     inputs: Inputs,
     orders: SortedSlots,
@@ -20,7 +20,7 @@ def choose(
 ) -> Choice:
     """Returns n of both passes and the restore pair. Collective if something is measured.
 
-    parts: the modules of the layer.
+    modules: the modules of the layer.
     counts: the exchanged row counts.
     inputs: the rows and parameters of the call, with which trials run.
     orders: the slots of the call, from which the plans of trials are made.
@@ -28,20 +28,20 @@ def choose(
 
     If the options fix both, nothing is measured. Otherwise see `pmoe.choose.open_choice.choose_among`.
     """
-    spec = parts.spec
-    n = spec.fixed_degree
-    has_several_pairs = len(parts.pairs) > 1 and counts.needs_grad
-    is_open = n is None or (restore is None and (has_several_pairs or spec.budget is not None))
+    options = modules.options
+    n = options.fixed_degree
+    has_several_pairs = len(modules.pairs) > 1 and counts.needs_grad
+    is_open = n is None or (restore is None and (has_several_pairs or options.budget is not None))
     if is_open or inputs.x_TM.is_cuda:
         from pmoe.choose import open_choice
         from pmoe.choose.trials import TrialBatch
 
-        with inputs.autocast_for(parts.experts):  # as the experts will compute
-            open_choice.measure_products_of(parts, counts, inputs)
+        with inputs.autocast_for(modules.experts):  # as the experts will compute
+            open_choice.measure_products_of(modules, counts, inputs)
             if is_open:
-                return open_choice.choose_among(TrialBatch(parts, counts, inputs, orders), restore)
+                return open_choice.choose_among(TrialBatch(modules, counts, inputs, orders), restore)
     assert n is not None
-    restore = restore or parts.pairs[0]
+    restore = restore or modules.pairs[0]
     if counts.host_shortage:
         restore = without_host_offload(restore, counts)
-    return Choice(forward=n, backward=spec.pipeline_backward or n, restore=restore)
+    return Choice(forward=n, backward=options.pipeline_backward or n, restore=restore)

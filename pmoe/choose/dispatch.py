@@ -34,7 +34,7 @@ def fastest_dispatch(
 
     Raises ValueError or TypeError on every rank for wrong ``nodes``.
     """
-    topology = find_topology(grid.across, nodes)
+    topology = find_topology(grid.ep, nodes)
     like = torch.empty(0, device=device, dtype=dtype)
     choice_of_first = _by_profile(spec, grid, topology, like) if grid.all.rank == 0 else (NAMES[0], "")
     name: ExchangeName
@@ -63,7 +63,7 @@ def _by_profile(
     links = {} if profile is None else links_of(profile)
     if profile is None or len(links) < 2:
         return NAMES[0], "no stored profile of these ranks has both links: `pmoe profile` measures them"
-    rows = TOKENS * spec.top_k * (1 - 1 / grid.across.size) / (spec.fixed_degree or 4)
+    rows = TOKENS * spec.top_k * (1 - 1 / grid.ep.size) / (spec.fixed_degree or 4)
     lines = {name: message_line(name, topology.num_nodes, topology.max_local, links) for name in NAMES}
     seconds = {name: line(rows * spec.d_model * like.element_size()) for name, line in lines.items()}
     times = ", ".join(f"{name} {took * 1e3:.3g} ms" for name, took in seconds.items())

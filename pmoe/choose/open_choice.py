@@ -41,16 +41,16 @@ _compared: set[str] = set()
 """The times at which profiles were measured that were compared with a step already."""
 
 
-def measure_products_of(parts: LayerModules, counts: RankCounts, inputs: Inputs) -> None:
+def measure_products_of(modules: LayerModules, counts: RankCounts, inputs: Inputs) -> None:
     """Measures the ways to compute the experts' products, if that was not done before. Collective then."""
     device = inputs.x_TM.device
     dtype = inputs.x_TM.dtype
     if device.type != "cuda":  # on the CPU there is one way only
         return
-    even_rows = counts.max_tokens * parts.spec.top_k * parts.grid.inside.size
-    for experts, rows in ((parts.experts, even_rows), (parts.shared_expert, counts.max_tokens)):
+    even_rows = counts.max_tokens * modules.options.top_k * modules.grid.esp.size
+    for experts, rows in ((modules.experts, even_rows), (modules.shared_expert, counts.max_tokens)):
         if experts is not None:
-            measure_products(experts, parts.ranks, dtype, device, rows, needs_grad=counts.needs_grad)
+            measure_products(experts, modules.ranks, dtype, device, rows, needs_grad=counts.needs_grad)
 
 
 def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
@@ -59,18 +59,20 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
     batch: the routed batch, on which trials run.
     restore: the pair, if it is chosen already; None lets this function choose it.
     """
-    parts = batch.parts
-    spec = parts.spec
+    modules = batch.modules
+    options = modules.options
     counts = batch.counts
-    if restore is None and spec.budget is not None:
+    if restore is None and options.budget is not None:
         return _compared_with_steps(batch, _within_budget(batch))
     if restore is None:
-        has_several_pairs = len(parts.pairs) > 1 and counts.needs_grad
-        restore = without_host_offload(_cheapest_pair(batch) if has_several_pairs else parts.pairs[0], counts)
-    n = spec.fixed_degree
+        has_several_pairs = len(modules.pairs) > 1 and counts.needs_grad
+        restore = without_host_offload(
+            _cheapest_pair(batch) if has_several_pairs else modules.pairs[0], counts
+        )
+    n = options.fixed_degree
     if n is not None:
-        degrees_of_passes = PassDegrees(n, spec.pipeline_backward or n)
-    elif spec.pipeline == SOLVE:
+        degrees_of_passes = PassDegrees(n, options.pipeline_backward or n)
+    elif options.pipeline == SOLVE:
 
         def tried(degrees: Sequence[int]) -> Measured:
             return _tried(batch, all_choices([(n, n) for n in degrees], [restore]))
@@ -83,17 +85,19 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
 
 def _chooser_of(batch: TrialBatch) -> Chooser:
     """Returns the layer's chooser for these options and this type of rows. It remembers its choices."""
-    parts = batch.parts
-    spec = parts.spec
-    new_chooser = Chooser(pairs=parts.pairs, budget=spec.budget, slack=spec.slack, bins=parts.num_bins)
-    key = ("predicted", spec, batch.inputs.x_TM.dtype)
-    chooser: Chooser = parts.known.choosers.setdefault(key, new_chooser)
+    modules = batch.modules
+    options = modules.options
+    new_chooser = Chooser(
+        pairs=modules.pairs, budget=options.budget, slack=options.slack, bins=modules.num_bins
+    )
+    key = ("predicted", options, batch.inputs.x_TM.dtype)
+    chooser: Chooser = modules.cache.choosers.setdefault(key, new_chooser)
     return chooser
 
 
 def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
     """Returns the measured seconds of choices; None if this layer or batch allows no trials."""
-    if not batch.trials_allowed or batch.parts.gradients is not None or batch.counts.host_shortage:
+    if not batch.trials_allowed or batch.modules.gradients is not None or batch.counts.host_shortage:
         return None  # with a full host, a choice that offloads would fail on that rank alone
     return measure_trials(batch, choices)
 
@@ -102,14 +106,14 @@ def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
     """Returns the choice. Rank 0 warns once for each profile that a real step contradicts. Collective."""
     counts = batch.counts
     x_TM = batch.inputs.x_TM
-    ranks = batch.parts.ranks
+    ranks = batch.modules.ranks
     profile = PROFILES.get((ranks.name, x_TM.device, x_TM.dtype))
     if profile is None or profile.when in _compared or (measured := _tried(batch, [choice])) is None:
         return choice
     _compared.add(profile.when)
     seconds = step_seconds(batch.sizes, profile, counts.max_tokens, choice)
     [rows] = largest(ranks, x_TM.device, [float(counts.recv.sum())], stage="comparing a profile with a step")
-    seconds *= rows / (batch.rows * batch.parts.grid.inside.size)  # of the fullest rank
+    seconds *= rows / (batch.rows * batch.modules.grid.esp.size)  # of the fullest rank
     took = sum(measured[0])
     if ranks.rank == 0 and not seconds / WRONG <= took <= WRONG * seconds + HOST_SECONDS:
         warn_once(
@@ -121,9 +125,9 @@ def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
 
 def _cheapest_pair(batch: TrialBatch) -> Restore:
     """Returns the cheapest pair by MPipeMoE's Eq. 10, on measured rates."""
-    spec = batch.parts.spec
-    n = spec.fixed_degree or 2  # 2 if n is chosen after the pair
-    n_backward = spec.pipeline_backward or n
+    options = batch.modules.options
+    n = options.fixed_degree or 2  # 2 if n is chosen after the pair
+    n_backward = options.pipeline_backward or n
 
     def tried(pairs: Sequence[Restore]) -> Measured:
         return _tried(batch, all_choices([(n, n_backward)], pairs))
@@ -136,11 +140,11 @@ def _within_budget(batch: TrialBatch) -> Choice:
 
     Raises ValueError on every rank if there is none. It names the smallest budget that would do.
     """
-    spec = batch.parts.spec
+    options = batch.modules.options
     counts = batch.counts
-    pool(batch.inputs.x_TM.device).device.keep_at_most(spec.budget or 0)
-    candidates = DEGREES if spec.fixed_degree is None else (spec.fixed_degree,)
-    choices = all_choices([(n, spec.pipeline_backward or n) for n in candidates], batch.parts.pairs)
+    pool(batch.inputs.x_TM.device).device.keep_at_most(options.budget or 0)
+    candidates = DEGREES if options.fixed_degree is None else (options.fixed_degree,)
+    choices = all_choices([(n, options.pipeline_backward or n) for n in candidates], batch.modules.pairs)
     tried = functools.partial(_tried, batch)
     fitting = functools.partial(
         _chooser_of(batch).fitting, batch.sizes, counts.max_tokens, choices, batch.profile, tried

@@ -40,18 +40,20 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
 
     Collective if it runs trials, and the first time for a layer that allows them.
     """
-    parts = batch.parts
-    spec = batch.parts.spec
+    modules = batch.modules
+    options = batch.modules.options
     table = GranularityTable()
-    learned = learned_degrees(parts) if batch.trials_allowed else parts.known.choosers.get(_name(parts))
+    learned = learned_degrees(modules) if batch.trials_allowed else modules.cache.choosers.get(_name(modules))
     if learned is not None:
         table = learned.table(restore, batch.inputs.x_TM.dtype)
     degrees = table.lookup(batch.counts.max_tokens)
     if degrees is None and learned is not None and batch.trials_allowed:
-        degrees = search(table, batch, restore, spec.degrees, apart=spec.rotates and not spec.send_once)
+        degrees = search(
+            table, batch, restore, options.degrees, apart=options.rotates and not options.send_once
+        )
         learned.keep()
     if degrees is None:
-        n = adaptive_degree(batch.rows, 2 if spec.rotates else parts.ranks.size)
+        n = adaptive_degree(batch.rows, 2 if options.rotates else modules.ranks.size)
         degrees = PassDegrees(n, n)
     return degrees
 
@@ -102,7 +104,7 @@ def search(
 # ---- results shared by layers of one key
 
 
-def learned_degrees(parts: LayerModules, path: str | Path | None = None) -> LearnedDegrees:
+def learned_degrees(modules: LayerModules, path: str | Path | None = None) -> LearnedDegrees:
     """Returns the results of trials for layers with this layer's key on this group.
 
     path: file that replaces the results (`pmoe.MoELayer.load_degrees`). None uses those that this process
@@ -110,36 +112,36 @@ def learned_degrees(parts: LayerModules, path: str | Path | None = None) -> Lear
 
     Collective with a ``path``, and the first time without one. Raises as `load_learned` does.
     """
-    choosers = parts.known.choosers
-    name = _name(parts)
+    choosers = modules.cache.choosers
+    name = _name(modules)
     if path is not None or name not in choosers:
-        choosers[name] = load_learned(parts.ranks, key_of(parts), parts.spec.degrees, path)
+        choosers[name] = load_learned(modules.ranks, key_of(modules), modules.options.degrees, path)
     learned: LearnedDegrees = choosers[name]
     return learned
 
 
-def _name(parts: LayerModules) -> tuple[object, ...]:
+def _name(modules: LayerModules) -> tuple[object, ...]:
     """Returns the key of the results in the layer's `LayerCache.choosers`.
 
     It holds the options, because a layer's options may change. A layer's modules do not.
     """
-    return ("trials", parts.spec)
+    return ("trials", modules.options)
 
 
-def key_of(parts: LayerModules) -> dict[str, Any]:
+def key_of(modules: LayerModules) -> dict[str, Any]:
     """Returns everything that changes the seconds of a layer's trials, as values that JSON can hold.
 
     Layers with equal keys share their results. Two things are not in the key, because each key has a table
     for each of them: the restore pair and the dtype of the rows (`LearnedDegrees.table`).
     """
-    reference = torch.empty(0) if parts.like is None else parts.like
-    options = options_in_words(parts, of_users=True)
+    reference = torch.empty(0) if modules.reference_parameter is None else modules.reference_parameter
+    options = options_in_words(modules, of_users=True)
     del options["pipeline"]
-    topologies = [getattr(side, "topology", None) for side in (parts.dispatch, parts.combine)]
+    topologies = [getattr(side, "topology", None) for side in (modules.dispatch, modules.combine)]
     return {
-        **asdict(identity(parts.ranks, reference.device, reference.dtype)),
+        **asdict(identity(modules.ranks, reference.device, reference.dtype)),
         **options,
-        "mesh": [parts.grid.across.size, parts.grid.inside.size],
+        "mesh": [modules.grid.ep.size, modules.grid.esp.size],
         "nodes": [None if side is None else side.members for side in topologies],
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }

@@ -11,26 +11,26 @@ from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 
-def requested_slots(parts: LayerModules, routed: RoutedBatch) -> Slots | None:
+def requested_slots(modules: LayerModules, routed: RoutedBatch) -> Slots | None:
     """Returns the limits about which ranks ask together with the row counts; None if no buffer rotates.
 
     The answers are the depth to which each n must be cut so that no ring slot overflows, and whether the host
     has room for an offloaded T_DI.
     """
-    spec = parts.spec
+    options = modules.options
     x_TM = routed.x_TM
-    if not spec.rotates:
+    if not options.rotates:
         return None
     host_rows = None
-    if any(pair.dispatched == "offload" for pair in parts.pairs):
+    if any(pair.dispatched == "offload" for pair in modules.pairs):
         # The rows of a chunk that travel, and those that stay, each start on an aligned address.
-        free = pool(x_TM.device).host.free_bytes - 2 * parts.num_bins * ALIGNMENT
-        host_rows = max(free, 0) // (spec.d_model * x_TM.element_size())
+        free = pool(x_TM.device).host.free_bytes - 2 * modules.num_bins * ALIGNMENT
+        host_rows = max(free, 0) // (options.d_model * x_TM.element_size())
     return Slots(
-        slack=spec.slack,
-        top_k=spec.top_k * parts.grid.inside.size,
-        degrees=spec.degrees,
-        own_rank=parts.ranks.rank if parts.stages.local else None,
+        slack=options.slack,
+        top_k=options.top_k * modules.grid.esp.size,
+        degrees=options.degrees,
+        own_rank=modules.ranks.rank if modules.stages.local else None,
         host_rows=host_rows,
     )
 

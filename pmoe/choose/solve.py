@@ -51,11 +51,9 @@ def operations_of(grid: Grid, device: torch.device, dtype: torch.dtype) -> Opera
 
     Collective the first time.
     """
-    key = (grid.all.name, f"{grid.across.name} {grid.inside.size}", device, dtype)
+    key = (grid.all.name, f"{grid.ep.name} {grid.esp.size}", device, dtype)
     if key not in _operations:
-        profile = load_or_measure(
-            grid.all, device, dtype, operations=True, across=grid.across, inside=grid.inside
-        )
+        profile = load_or_measure(grid.all, device, dtype, operations=True, across=grid.ep, inside=grid.esp)
         assert profile.operations is not None
         _operations[key] = profile.operations
     return _operations[key]
@@ -80,12 +78,12 @@ def layer_costs(
     device_type: "cpu" or "cuda".
     expert: seconds of one expert by its number of rows, if it is a black box; else None.
     """
-    inside = shape.inside
-    across = shape.num_across
+    esp_size = shape.esp_size
+    ep_size = shape.ep_size
     rows = num_tokens * shape.top_k
     row_bytes = shape.d_model * shape.element_size
-    num_local = shape.num_experts // across
-    gathered_rows = rows * inside
+    num_local = shape.num_experts // ep_size
+    gathered_rows = rows * esp_size
     if expert is not None:
         expert_line = LineCost(expert.alpha_seconds * num_local, expert.beta_seconds)
         expert_size = gathered_rows
@@ -96,9 +94,9 @@ def layer_costs(
         launches = 2 * num_local * alphas(row_multiply_adds / 2, device_type)
         expert_line = LineCost(gemm.alpha_seconds * launches, gemm.beta_seconds)
         expert_size = gathered_rows * row_multiply_adds
-    node_bytes = rows * (inside - 1) * row_bytes
+    node_bytes = rows * (esp_size - 1) * row_bytes
     return LayerCosts(
-        a2a=operations.all_to_all.line.shared(rows * (across - 1) / across * row_bytes),
+        a2a=operations.all_to_all.line.shared(rows * (ep_size - 1) / ep_size * row_bytes),
         ag=operations.all_gather.line.shared(node_bytes),
         rs=operations.reduce_scatter.line.shared(node_bytes),
         exp=expert_line.shared(expert_size),
@@ -114,17 +112,17 @@ def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) 
 
     Collective the first time.
     """
-    parts = batch.parts
-    spec = batch.parts.spec
+    modules = batch.modules
+    options = batch.modules.options
     x_TM = batch.inputs.x_TM
     max_tokens = batch.counts.max_tokens
-    if parts.ranks.size == 1:
+    if modules.ranks.size == 1:
         return PassDegrees(1, 1)
-    t_gar = 0.0 if parts.gradients is None else parts.gradients.t_gar
-    key = ("solved", spec, restore, x_TM.dtype, max_tokens, t_gar)
-    solved = parts.known.choosers
+    t_gar = 0.0 if modules.gradients is None else modules.gradients.t_gar
+    key = ("solved", options, restore, x_TM.dtype, max_tokens, t_gar)
+    solved = modules.cache.choosers
     if key not in solved:
-        solved[key] = _solved(batch, restore if spec.rotates else None, t_gar, tried)
+        solved[key] = _solved(batch, restore if options.rotates else None, t_gar, tried)
         log_values = (solved[key].forward, solved[key].backward, max_tokens)
         log.info('pipeline="solve" takes n=%d/%d for %d tokens a rank', *log_values)
     degrees: PassDegrees = solved[key]
@@ -139,16 +137,16 @@ def _solved(batch: TrialBatch, restore: Restore | None, t_gar: float, tried: Tri
     t_gar: seconds of other layers' gradients in the backward pass.
     tried: as in `degrees_by_solver`.
     """
-    parts = batch.parts
+    modules = batch.modules
     x_TM = batch.inputs.x_TM
     sizes = batch.sizes
-    operations = operations_of(parts.grid, x_TM.device, x_TM.dtype)
+    operations = operations_of(modules.grid, x_TM.device, x_TM.dtype)
     expert_forward, expert_backward = _black_box_of(batch)
     make_costs = functools.partial(layer_costs, sizes, operations, batch.counts.max_tokens, x_TM.device.type)
     forward = make_costs(expert_forward)
     backward = forward.backward() if expert_backward is None else make_costs(expert_backward)
     make_options = functools.partial(
-        ScheduleOptions, one_lane=parts.spec.switches.one_lane, restore=restore, stays=sizes.stays
+        ScheduleOptions, one_lane=modules.options.switches.one_lane, restore=restore, stays=sizes.stays
     )
     forward_options = make_options(direction="forward")
     backward_options = make_options(direction="backward")
@@ -175,13 +173,13 @@ def _black_box_of(batch: TrialBatch) -> tuple[LineCost | None, LineCost | None]:
 
     (None, None) for other experts. Measured once for each layer and dtype of the rows; collective then.
     """
-    parts = batch.parts
+    modules = batch.modules
     rows_TM = batch.inputs.x_TM
-    modules = parts.experts.as_modules()
+    expert_modules = modules.experts.as_modules()
     key = ("black box", rows_TM.dtype)
-    if modules and key not in parts.known.choosers:
-        parts.known.choosers[key] = black_box(modules[0], rows_TM, parts.grid)
-    lines: tuple[LineCost | None, LineCost | None] = parts.known.choosers.get(key, (None, None))
+    if expert_modules and key not in modules.cache.choosers:
+        modules.cache.choosers[key] = black_box(expert_modules[0], rows_TM, modules.grid)
+    lines: tuple[LineCost | None, LineCost | None] = modules.cache.choosers.get(key, (None, None))
     return lines
 
 

@@ -53,13 +53,13 @@ def adaptive_degree(max_rows: int, num_ranks: int) -> int:
 class TrialBatch:
     """A routed batch whose row counts are known: all that a trial needs.
 
-    parts: the modules of the layer.
+    modules: the modules of the layer.
     counts: the exchanged row counts.
     inputs: the rows and parameters of the call.
     orders: its slots, from which plans are made.
     """
 
-    parts: LayerModules
+    modules: LayerModules
     counts: RankCounts
     inputs: Inputs
     orders: SortedSlots
@@ -67,16 +67,16 @@ class TrialBatch:
     @property
     def rows(self) -> int:
         """The largest T * K of any rank."""
-        return self.counts.max_tokens * self.parts.spec.top_k
+        return self.counts.max_tokens * self.modules.options.top_k
 
     @property
     def sizes(self) -> LayerSizes:
         """The sizes of the layer, for rows of the dtype that reaches the experts."""
-        return memory_shape(self.parts, self.inputs.x_TM)
+        return memory_shape(self.modules, self.inputs.x_TM)
 
     def profile(self) -> Profile:
         """Returns the profile of this device and group. Collective the first time."""
-        return profile_of(self.parts.ranks, self.inputs.x_TM.device, self.inputs.x_TM.dtype)
+        return profile_of(self.modules.ranks, self.inputs.x_TM.device, self.inputs.x_TM.dtype)
 
     @property
     def trials_allowed(self) -> bool:
@@ -84,11 +84,11 @@ class TrialBatch:
 
         They would leave one in modules, which may count the rows that they compute, and in callbacks.
         """
-        parts = self.parts
-        shared = parts.shared_expert
-        is_worth_it = self.counts.needs_grad and parts.ranks.size > 1 and self.rows >= 2 * MIN_ROWS
-        are_modules = parts.experts.are_modules or (shared is not None and shared.are_modules)
-        return is_worth_it and not (are_modules or parts.hooks is not None or parts.sequential)
+        modules = self.modules
+        shared = modules.shared_expert
+        is_worth_it = self.counts.needs_grad and modules.ranks.size > 1 and self.rows >= 2 * MIN_ROWS
+        are_modules = modules.experts.are_modules or (shared is not None and shared.are_modules)
+        return is_worth_it and not (are_modules or modules.hooks is not None or modules.sequential)
 
     def runner(self, choice: Choice) -> Runner:
         """Returns the runner of this batch with a choice."""
@@ -102,9 +102,9 @@ def measure_trials(batch: TrialBatch, choices: Sequence[Choice]) -> list[tuple[f
     two equal steps on a CPU differ by a tenth. All ranks take the slowest rank's medians, so all run the same
     choices again. The bytes that trials send do not count as traffic of the model.
     """
-    ranks = batch.parts.ranks
+    ranks = batch.modules.ranks
     device = batch.inputs.x_TM.device
-    traffic = batch.parts.traffic
+    traffic = batch.modules.traffic
     traffic_before = replace(traffic)
     clock = clock_of(device)
     runs = [functools.partial(_run_both, batch.runner(choice), batch.inputs, clock) for choice in choices]

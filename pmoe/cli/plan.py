@@ -102,7 +102,7 @@ def _named_profile(args: argparse.Namespace) -> Profile:
 def _python(args: argparse.Namespace, way: Advice) -> str:
     """Returns the Python code that builds the layer, to copy."""
     profile = way.profile
-    esp = way.sizes.inside
+    esp = way.sizes.esp_size
     restore = way.decision.restore
     options: dict[str, Any] = {"memory_reuse": restore.strategy or restore}
     if way.dispatch != "flat":

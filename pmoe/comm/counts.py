@@ -338,7 +338,7 @@ class CountsExchange:
         one_row_a_choice: whether this rank has one row for each choice of its tokens; else all ranks get
             None for max_rows.
         """
-        counts_FPX = counts_FE.unflatten(1, (grid.across.size, -1))
+        counts_FPX = counts_FE.unflatten(1, (grid.ep.size, -1))
         self._counted_once = once_FP is not None
         if once_FP is not None:
             counts_FPX = torch.cat([counts_FPX, once_FP.unsqueeze(2)], dim=2)

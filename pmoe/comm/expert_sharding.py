@@ -25,11 +25,11 @@ class ShardCollectives:
     traffic: where the bytes of the collectives are counted.
     """
 
-    inside: Ranks
+    esp: Ranks
     traffic: Traffic
 
-    def __init__(self, inside: Ranks, traffic: Traffic) -> None:
-        self.inside = inside
+    def __init__(self, esp: Ranks, traffic: Traffic) -> None:
+        self.esp = esp
         self.traffic = traffic
 
     def copies(self, own_rows: int) -> int:
@@ -37,7 +37,7 @@ class ShardCollectives:
 
         It sends from one copy of its rows for each rank. To a single peer it sends the rows themselves.
         """
-        return own_rows * self.inside.size if self.inside.size > 2 else 0
+        return own_rows * self.esp.size if self.esp.size > 2 else 0
 
     def all_gather(self, rows: Tensor, out: Tensor, counts: Sequence[int], copies: Tensor) -> None:
         """Writes the rows of all ranks inside into ``out``, in order of rank.
@@ -47,18 +47,18 @@ class ShardCollectives:
         counts: counts[r] is the number of rows of rank r.
         copies: scratch memory of the size that the method `copies` returns.
         """
-        inside = self.inside
-        send = [rows.shape[0]] * self.inside.size
+        esp = self.esp
+        send = [rows.shape[0]] * esp.size
         recv = list(counts)
-        if inside.size == 2:
+        if esp.size == 2:
             first = out[: counts[0]]
             second = out[counts[0] :]
-            own, received = (second, first) if inside.rank else (first, second)
+            own, received = (second, first) if esp.rank else (first, second)
             own.copy_(rows)
-            send[inside.rank] = recv[inside.rank] = 0
+            send[esp.rank] = recv[esp.rank] = 0
             self._exchange(rows, send, received, recv)
         else:
-            torch.cat([rows] * inside.size, out=copies)
+            torch.cat([rows] * esp.size, out=copies)
             self._exchange(copies, send, out, recv)
 
     def reduce_scatter(self, rows: Tensor, out: Tensor, counts: Sequence[int], parts: Tensor) -> None:
@@ -70,11 +70,11 @@ class ShardCollectives:
         counts: counts[r] is the number of rows of rank r.
         parts: scratch memory, as large as ``out`` for each of the L ranks.
         """
-        own = counts[self.inside.rank]
-        self._exchange(rows, list(counts), parts, [own] * self.inside.size)
-        torch.sum(parts.view(self.inside.size, *out.shape), dim=0, out=out)
+        own = counts[self.esp.rank]
+        self._exchange(rows, list(counts), parts, [own] * self.esp.size)
+        torch.sum(parts.view(self.esp.size, *out.shape), dim=0, out=out)
 
     def _exchange(self, rows: Tensor, send: list[int], out: Tensor, recv: list[int]) -> None:
-        self.traffic.add(rows, sum(send) - send[self.inside.rank], inside=True)
-        assert self.inside.group is not None
-        wait_for(all_to_all(rows, send, out, recv, self.inside.group), self.inside.group, rows.is_cuda)
+        self.traffic.add(rows, sum(send) - send[self.esp.rank], inside=True)
+        assert self.esp.group is not None
+        wait_for(all_to_all(rows, send, out, recv, self.esp.group), self.esp.group, rows.is_cuda)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,20 +23,22 @@ class Grid:
     """The W = P * L ranks of a layer, and the two groups in which this rank is.
 
     all: the W ranks, which exchange row counts.
-    across: the P ranks that hold the same part of other experts. Rows are dispatched among them.
-    inside: the L ranks that hold the other parts of the same experts. Rows are gathered among them.
+    ep: the P ranks that hold the same part of other experts (expert parallel). Rows are dispatched among
+        them.
+    esp: the L ranks that hold the other parts of the same experts (expert-sharding parallel). Rows are
+        gathered among them.
     order: (W,), the rank in ``all`` of each place of the grid, line by line. Gathered rows lie in this order.
 
-    Example: P = 3, L = 2, and a rank's place in ``order`` is inside.rank * P + across.rank:
+    Example: P = 3, L = 2, and a rank's place in ``order`` is esp.rank * P + ep.rank:
 
-        inside 0    order[0]   order[1]   order[2]
-        inside 1    order[3]   order[4]   order[5]
-                    across 0   across 1   across 2
+        esp 0       order[0]   order[1]   order[2]
+        esp 1       order[3]   order[4]   order[5]
+                    ep 0       ep 1       ep 2
     """
 
     all: Ranks
-    across: Ranks
-    inside: Ranks
+    ep: Ranks
+    esp: Ranks
     order: tuple[int, ...] = ()
 
     @staticmethod
@@ -47,7 +50,7 @@ class Grid:
     @functools.cached_property
     def is_sharded(self) -> bool:
         """Whether several ranks share each expert (L > 1)."""
-        return self.inside.size > 1
+        return self.esp.size > 1
 
     def to_owners(self, counts_FPX: Tensor) -> Tensor:
         """Repeats counts for P places (F, P, X) as counts for W ranks (F, W, X).
@@ -56,7 +59,7 @@ class Grid:
         """
         if not self.is_sharded:
             return counts_FPX
-        across = {rank: at % self.across.size for at, rank in enumerate(self.order)}
+        across = {rank: at % self.ep.size for at, rank in enumerate(self.order)}
         places = tuple(across[rank] for rank in range(self.all.size))
         return counts_FPX.index_select(1, _index(places, counts_FPX.device))
 
@@ -71,8 +74,13 @@ class Grid:
 
         The rest (F, W - P, X) is dispatched to the other ranks inside, and gathered from them.
         """
-        start = self.inside.rank * self.across.size
-        return arrival_FWX[:, start : start + self.across.size]
+        start = self.esp.rank * self.ep.size
+        return arrival_FWX[:, start : start + self.ep.size]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Layers that were pickled before hold ``ep`` and ``esp`` under their old names.
+        old_names = {"across": "ep", "inside": "esp"}
+        self.__dict__.update({old_names.get(name, name): value for name, value in state.items()})
 
     def reconnect(self) -> bool:
         """Takes the default group again after unpickling, or after it was destroyed: see `Ranks.reconnect`.

@@ -13,12 +13,12 @@ from pmoe.engine.lanes.run import is_captured
 
 
 def begin_call(
-    layer: nn.Module, parts: LayerModules, x: Tensor, token_ids: Tensor | None, mask: Tensor | None
+    layer: nn.Module, modules: LayerModules, x: Tensor, token_ids: Tensor | None, mask: Tensor | None
 ) -> Call:
     """Checks what can be checked before routing, and returns the call. Collective as `check_ranks` is.
 
     layer: the module that was called.
-    parts: its modules.
+    modules: its modules.
     x: (..., M), the input.
     token_ids: (...) int64, for gates that route by them; else None.
     mask: (...) bool, True where x has a token; None if all rows are tokens.
@@ -28,24 +28,24 @@ def begin_call(
     """
     call = Call(
         layer=layer,
-        parts=parts,
-        scheduled=parts if parts.shared_module is None else parts.scheduled,
+        modules=modules,
+        scheduled=modules if modules.shared_module is None else modules.scheduled,
         x=x,
         token_ids=token_ids,
         mask=mask,
         replay=replay_of(layer),
     )
-    if parts.callbacks:
-        check_callbacks(parts.callbacks, parts.callback_modules)
+    if modules.callbacks:
+        check_callbacks(modules.callbacks, modules.callback_modules)
     if isinstance(x, Tensor) and is_captured(x.device):
         from pmoe.decide.cuda_graph import check_capturable
 
         check_capturable(call)
-    check_ranks(parts)
+    check_ranks(modules)
     return call
 
 
-def check_ranks(parts: LayerModules) -> None:
+def check_ranks(modules: LayerModules) -> None:
     """Checks that all ranks of the layer can make this call together.
 
     In most calls that needs no message. `pmoe.decide.rank_consistency.check_same_options` says when several
@@ -53,17 +53,17 @@ def check_ranks(parts: LayerModules) -> None:
 
     Raises ValueError on every rank if options differ, or if a wrapper of another library manages the experts.
     """
-    ranks = parts.ranks
-    if parts.grid.reconnect():
-        parts.known.forget_ranks()
+    ranks = modules.ranks
+    if modules.grid.reconnect():
+        modules.cache.forget_ranks()
     if ranks.size > 1:
         from pmoe.decide.rank_consistency import check_same_options
 
-        check_same_options(parts)
+        check_same_options(modules)
     else:
         enter_call(ranks)
-        if parts.experts.is_parallelized:
+        if modules.experts.is_parallelized:
             from pmoe.experts.wrapper_checks import check_wrapped
 
-            check_wrapped(parts.experts, set(ranks.members))
-    parts.known.compared = parts.given
+            check_wrapped(modules.experts, set(ranks.members))
+    modules.cache.compared = modules.compared_options

@@ -15,15 +15,15 @@ def check_capturable(call: Call) -> None:
     A graph cannot hold a call that waits for the device, measures something, or makes something that outlasts
     the graph.
     """
-    parts = call.parts
-    check_input(parts, call.x)
+    modules = call.modules
+    check_input(modules, call.x)
     why: str | None
     if call.mask is not None:
         why = "the number of tokens under a mask is known on the device only"
-    elif parts.spec.pad_to_capacity:
+    elif modules.options.pad_to_capacity:
         why = _padded_refusal(call)
     else:
-        why = kernels_refusal(parts, call.x.reshape(-1, parts.spec.d_model))
+        why = kernels_refusal(modules, call.x.reshape(-1, modules.options.d_model))
     if why is not None:
         raise RuntimeError(
             f"pmoe: a CUDA graph cannot hold this call of a MoELayer: {why}. It can hold two kinds of calls, "
@@ -36,15 +36,15 @@ def check_capturable(call: Call) -> None:
 
 def _padded_refusal(call: Call) -> str | None:
     """Returns why a graph cannot hold a call of a layer with pad_to_capacity; None if it can."""
-    parts = call.parts
-    x_TM = call.x.reshape(-1, parts.spec.d_model)
-    kind = kind_of(parts, x_TM, autocast_dtype(x_TM) or x_TM.dtype)
-    remakes = parts.experts.are_modules and any(pair.hidden == "recompute" for pair in parts.pairs)
-    reuse = f"memory_reuse ({parts.spec.restore})"
+    modules = call.modules
+    x_TM = call.x.reshape(-1, modules.options.d_model)
+    kind = kind_of(modules, x_TM, autocast_dtype(x_TM) or x_TM.dtype)
+    remakes = modules.experts.are_modules and any(pair.hidden == "recompute" for pair in modules.pairs)
+    reuse = f"memory_reuse ({modules.options.restore})"
     unfit = {
         "its tasks are being timed, and captured kernels do not run during the capture": bool(watchers),
         f"{reuse} may recompute modules, whose random state is on the host": remakes,
-        f"no call of its kind ({kind}) was made before": kind not in parts.known.padded_kinds,
+        f"no call of its kind ({kind}) was made before": kind not in modules.cache.padded_kinds,
     }
-    why = parts.refusal("graph capture")
+    why = modules.refusal("graph capture")
     return why or next((why for why, holds in unfit.items() if holds), None)

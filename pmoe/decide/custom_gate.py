@@ -73,7 +73,7 @@ def clamped_with_fault(routing: Routing, x_TM: Tensor, num_experts: int) -> tupl
     return replace(routing, expert=expert.clamp(0, num_experts - 1), weight=weight, token=token), fault
 
 
-def check_routing(parts: LayerModules, routing: object, x_TM: Tensor) -> None:
+def check_routing(modules: LayerModules, routing: object, x_TM: Tensor) -> None:
     """Checks types, shapes, dtypes and devices of what a user's gate returned.
 
     routing: what it returned; it must be a `Routing` of the tokens.
@@ -81,7 +81,7 @@ def check_routing(parts: LayerModules, routing: object, x_TM: Tensor) -> None:
 
     Raises TypeError or ValueError that names the gate and the field.
     """
-    gate_name = type(parts.gate).__name__
+    gate_name = type(modules.gate).__name__
     num_tokens = x_TM.shape[0]
     if not isinstance(routing, Routing):
         raise TypeError(f"gate ({gate_name}) must return a pmoe.Routing, not {type(routing).__name__}")
@@ -119,7 +119,7 @@ def check_routing(parts: LayerModules, routing: object, x_TM: Tensor) -> None:
             f"gate ({gate_name}) returned token, and expert with {top_k} columns; expert must then have 1 "
             "column, and keep must be None: token names only rows that are kept"
         )
-    if routing.mix is not None and parts.shared_expert is not None:
+    if routing.mix is not None and modules.shared_expert is not None:
         raise ValueError(
-            f"shared_expert ({parts.shared_expert}) must be None if the gate ({gate_name}) mixes tokens"
+            f"shared_expert ({modules.shared_expert}) must be None if the gate ({gate_name}) mixes tokens"
         )

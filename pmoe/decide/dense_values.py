@@ -53,7 +53,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return hashed.hexdigest()
 
 
-def dense_tensors(parts: LayerModules, part: str) -> dict[str, Tensor]:
+def dense_tensors(modules: LayerModules, part: str) -> dict[str, Tensor]:
     """Returns the tensors of a dense part whose values ranks can compare, by name.
 
     These are its parameters, and the buffers of pmoe's own gates that state dicts hold. Every rank has the
@@ -66,17 +66,17 @@ def dense_tensors(parts: LayerModules, part: str) -> dict[str, Tensor]:
     part: a name of `DENSE`.
     """
     if part == "callbacks":
-        modules = () if parts.hooks is None else parts.hooks.modules
-        roots = {f"callbacks.{place}": module for place, module in enumerate(modules)}
+        hook_modules = () if modules.hooks is None else modules.hooks.modules
+        roots = {f"callbacks.{place}": module for place, module in enumerate(hook_modules)}
     else:
-        module = getattr(parts, part)
+        module = getattr(modules, part)
         roots = {} if module is None else {part: module}
     return {name: tensor for root, module in roots.items() for name, tensor in _tensors_of(root, module)}
 
 
-def dense_values(parts: LayerModules) -> dict[str, str]:
+def dense_values(modules: LayerModules) -> dict[str, str]:
     """Returns a digest of the values of each dense part, by the names of `DENSE`."""
-    return {part: fingerprint(dense_tensors(parts, part)) for part in DENSE}
+    return {part: fingerprint(dense_tensors(modules, part)) for part in DENSE}
 
 
 def _tensors_of(root: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -49,22 +49,22 @@ class ExactCounts:
         """
         self.call = call
         self.routed = route_batch(call)
-        parts = call.parts
+        modules = call.modules
         routing = self.routed.gated.routing
         count = routing.expert.shape[0] if routing.token is None else self.routed.num_tokens
-        orders_type = DeduplicatedSlots if parts.spec.send_once else SortedSlots
+        orders_type = DeduplicatedSlots if modules.options.send_once else SortedSlots
         self.fuses = False
         self._exchange = None
         # Checkpoints expect as many operations in both passes, and the second one exchanges nothing.
-        with publishing_failures(parts.ranks, "the exchange of row counts"), hidden_from_checkpoints():
+        with publishing_failures(modules.ranks, "the exchange of row counts"), hidden_from_checkpoints():
             self.orders = orders_type(
                 call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token)
             )
             if not call.replay.is_replay:
-                self._once_FP = self.orders.count_once(parts.num_bins)
-                self._counts_FE = self.orders.count(parts.num_bins)
+                self._once_FP = self.orders.count_once(modules.num_bins)
+                self._counts_FE = self.orders.count(modules.num_bins)
                 self.fuses = self.kernels_may_take_it()
-                self._exchange = LoadedExchange(parts, self.routed, self._begin_exchange)
+                self._exchange = LoadedExchange(modules, self.routed, self._begin_exchange)
             self.sort_early()
 
     def kernels_may_take_it(self) -> bool:
@@ -79,23 +79,23 @@ class ExactCounts:
 
         fault: the fault to report, or an int64 scalar on the device with its number.
         """
-        parts = self.call.parts
+        modules = self.call.modules
         routed = self.routed
         routing = routed.gated.routing
-        has_k_choices = routing.expert.shape[1] == parts.spec.top_k  # dropped choices count as well
+        has_k_choices = routing.expert.shape[1] == modules.options.top_k  # dropped choices count as well
         return CountsExchange(
-            parts.grid,
+            modules.grid,
             self._counts_FE,
             num_tokens=self.orders.tokens.count,
             fault=fault,
-            needs_grad=parts.asks_for_gradients(routed.x_TM, routing.weight),
+            needs_grad=modules.asks_for_gradients(routed.x_TM, routing.weight),
             training=self.call.layer.training,
             dtype=routed.autocast or routed.x_TM.dtype,
-            traffic=parts.traffic,
-            slots=requested_slots(parts, routed),
+            traffic=modules.traffic,
+            slots=requested_slots(modules, routed),
             once_FP=self._once_FP,
-            exchanges=(parts.dispatch, parts.combine),
-            bypass_local=parts.stages.local,
+            exchanges=(modules.dispatch, modules.combine),
+            bypass_local=modules.stages.local,
             asks_max_rows=self.fuses,
             one_row_a_choice=has_k_choices and routing.mix is None and routing.token is None,
         )
@@ -105,10 +105,10 @@ class ExactCounts:
 
         They can if several n are possible, or if ring slots may need a finer cut under skewed routing.
         """
-        spec = self.call.parts.spec
-        if len(spec.degrees) == 1 and not spec.rotates:
-            self.orders.slots(spec.degrees[0])
-            self.orders.sent(spec.degrees[0])
+        options = self.call.modules.options
+        if len(options.degrees) == 1 and not options.rotates:
+            self.orders.slots(options.degrees[0])
+            self.orders.sent(options.degrees[0])
 
     def finish_exchange(self) -> RankCounts:
         """Waits for the counts and returns them. Raises what `LoadedExchange.finish` raises."""
@@ -119,17 +119,17 @@ class ExactCounts:
         self._exchange = None
         return exchange.finish()
 
-    def agree(self, parts: LayerModules, inputs: Inputs) -> AgreedChoice:
+    def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
         """Waits for the counts, then chooses n of both passes and the restore pair (`CountsSource.agree`)."""
-        self.orders.modules = parts
+        self.orders.modules = modules
         counts = self.finish_exchange()
-        return AgreedChoice(counts=counts, choice=choose(self.call.parts, counts, inputs, self.orders))
+        return AgreedChoice(counts=counts, choice=choose(self.call.modules, counts, inputs, self.orders))
 
-    def decision(self, parts: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
+    def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Cuts the sorted rows into chunks (`CountsSource.decision`)."""
         assert agreed.counts is not None
         assert agreed.choice is not None
-        self.orders.modules = parts
+        self.orders.modules = modules
         plan = self.orders.plan(agreed.counts, agreed.choice)
         counts = HostRowCounts(agreed.counts.on_host(), agreed.counts.max_tokens)
         return in_chunks(self.call, self.routed, inputs, plan, counts)
@@ -144,7 +144,7 @@ def in_chunks(call: Call, routed: RoutedBatch, inputs: Inputs, plan: Plan, count
         runner=PipelineRunner(plan),
         counts=counts,
         plan=plan,
-        restore=plan.restore if call.parts.spec.rotates else None,
+        restore=plan.restore if call.modules.options.rotates else None,
     )
 
 
@@ -159,18 +159,18 @@ class LoadedExchange:
 
     If no rank has loaded experts, the first exchange is the only one.
 
-    parts: the layer's modules.
+    modules: the layer's modules.
     routed: the tokens with their routing, and the fault of this rank.
     begin: starts an exchange with the fault that it gets.
     """
 
     def __init__(
-        self, parts: LayerModules, routed: RoutedBatch, begin: Callable[[Tensor | Fault], CountsExchange]
+        self, modules: LayerModules, routed: RoutedBatch, begin: Callable[[Tensor | Fault], CountsExchange]
     ) -> None:
-        self._parts = parts
+        self._modules = modules
         self._routed = routed
         self._begin = begin
-        self._exchange = begin(Fault.LOADED if parts.experts.was_loaded else routed.gated.fault)
+        self._exchange = begin(Fault.LOADED if modules.experts.was_loaded else routed.gated.fault)
 
     def finish(self) -> RankCounts:
         """Waits for the counts and returns them.
@@ -183,7 +183,7 @@ class LoadedExchange:
         except FaultError as error:
             if error.fault is not Fault.LOADED:
                 raise (self._routed.failure or error) from None
-        check_loaded(self._parts)
+        check_loaded(self._modules)
         try:
             return self._begin(self._routed.gated.fault).finish()
         except FaultError as error:

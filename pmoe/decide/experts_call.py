@@ -31,7 +31,7 @@ from pmoe.experts.base import Experts
 from pmoe.gates.base import at_least_float32
 
 
-def decide(source: CountsSource, parts: LayerModules, inputs: Inputs) -> Decision:
+def decide(source: CountsSource, modules: LayerModules, inputs: Inputs) -> Decision:
     """Decides how a routed call runs: its row counts, the number of chunks, the restore pair, the runner.
 
     All ranks agree on everything that changes the order of collectives. A checkpoint's second pass takes over
@@ -41,21 +41,21 @@ def decide(source: CountsSource, parts: LayerModules, inputs: Inputs) -> Decisio
     passes save different tensors, so these operations are hidden from it.
 
     source: the call's source of row counts.
-    parts: the modules that the schedule computes, as in `CountsSource`.
+    modules: the modules that the schedule computes, as in `CountsSource`.
     inputs: the rows and parameters of the call.
     """
     with hidden_from_checkpoints():
-        agreed = source.call.replay.once(lambda: source.agree(parts, inputs))
-        return source.decision(parts, inputs, agreed)
+        agreed = source.call.replay.once(lambda: source.agree(modules, inputs))
+        return source.decision(modules, inputs, agreed)
 
 
 def run(decision: Decision) -> Tensor:
     """Moves rows and multiplies, as decided. Returns the results (T, M) of the tokens."""
     inputs = decision.inputs
     mix = decision.routed.gated.routing.mix
-    parts = decision.call.parts
-    with inputs.autocast_for(parts.experts):
-        y_TM = run_experts(decision.runner, inputs, parts.ranks, needs_grad=decision.needs_grad)
+    modules = decision.call.modules
+    with inputs.autocast_for(modules.experts):
+        y_TM = run_experts(decision.runner, inputs, modules.ranks, needs_grad=decision.needs_grad)
     return y_TM if mix is None else mix.combine.to(y_TM.dtype) @ y_TM
 
 
@@ -86,14 +86,14 @@ class ExpertsCall:
         """
         call = self.call
         x_TM = self.routed.x_TM
-        call_experts = without_compilation(call.parts.experts_module)
+        call_experts = without_compilation(call.modules.experts_module)
         try:
             y_TM: Tensor = call_experts(x_TM, run=self._run)
-            if call.scheduled is not call.parts:
-                y_TM = y_TM + shared_output(call.parts, x_TM).to(y_TM.dtype)
+            if call.scheduled is not call.modules:
+                y_TM = y_TM + shared_output(call.modules, x_TM).to(y_TM.dtype)
         except BaseException as error:
-            if not self._has_told and call.parts.ranks.size > 1:
-                leave(error, call.parts.ranks, "a hook or a parameter of the experts or the shared expert")
+            if not self._has_told and call.modules.ranks.size > 1:
+                leave(error, call.modules.ranks, "a hook or a parameter of the experts or the shared expert")
             raise
         if not isinstance(y_TM, Tensor) or y_TM.shape[:1] != x_TM.shape[:1]:
             raise ValueError(
@@ -101,7 +101,7 @@ class ExpertsCall:
                 f"{x_TM.shape[0]} rows, one for each token"
             )
         if self.decision is None:
-            name = type(call.parts.experts_module).__name__
+            name = type(call.modules.experts_module).__name__
             raise ValueError(
                 f"layer.experts ({name}) did not call the pmoe.Experts that it wraps: its forward must do so"
             )
@@ -135,11 +135,11 @@ class ExpertsCall:
                 self._check_second_run()
                 return run(replace(self.decision, routed=routed, inputs=inputs))
             # A wrapper may call other experts than the first that it holds. PEFT, for one, trains a copy.
-            parts = call.scheduled
-            parts = parts if experts is parts.experts else replace(parts, experts=experts)
+            modules = call.scheduled
+            modules = modules if experts is modules.experts else replace(modules, experts=experts)
             self._had_grad = torch.is_grad_enabled()
             assert self._source is not None
-            self.decision = decide(self._source, parts, inputs)
+            self.decision = decide(self._source, modules, inputs)
             self._source = None
             return run(self.decision)
         except BaseException:
@@ -174,8 +174,8 @@ def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
     # No view unless it is needed: FSDP2 warns of a module that returns a view, because an operation in place
     # on it would drop FSDP2's hook.
     y = y_TM if y_TM.shape == x.shape else y_TM.view(x.shape)
-    with publishing_failures(call.parts.ranks, "before_moe_end of a callback"):
-        for callback in call.parts.callbacks:
+    with publishing_failures(call.modules.ranks, "before_moe_end of a callback"):
+        for callback in call.modules.callbacks:
             y = callback.before_moe_end(y)
         return y if call.mask is None else _among_padding(y, call.mask)
 
@@ -203,7 +203,7 @@ def make_inputs(call: Call, routed: RoutedBatch, experts: Experts) -> Inputs:
 
     Raises ValueError if parameters differ from the rows in dtype or device.
     """
-    parts = call.scheduled
+    modules = call.scheduled
     rows_TM = routed.x_TM
     mix = routed.gated.routing.mix
     dtype = routed.autocast
@@ -211,18 +211,18 @@ def make_inputs(call: Call, routed: RoutedBatch, experts: Experts) -> Inputs:
         rows_TM = rows_TM.to(dtype)
     if mix is not None:
         rows_TM = mix.dispatch.to(rows_TM.dtype).t() @ rows_TM
-    has_shared = parts.shared_expert is not None
+    has_shared = modules.shared_expert is not None
     return Inputs(
         x_TM=rows_TM,
         weight_TK=routed.gated.routing.weight,
         parameters=_operands(experts, dtype, rows_TM),
-        shared_weight_T=shared_weight(parts, routed.x_TM) if has_shared else None,
+        shared_weight_T=shared_weight(modules, routed.x_TM) if has_shared else None,
         shared_parameters=()
-        if parts.shared_expert is None
-        else _operands(parts.shared_expert, dtype, rows_TM),
-        hook_parameters=() if parts.hooks is None else parts.hooks.parameters,
+        if modules.shared_expert is None
+        else _operands(modules.shared_expert, dtype, rows_TM),
+        hook_parameters=() if modules.hooks is None else modules.hooks.parameters,
         autocast=dtype,
-        hooks_autocast=None if parts.hooks is None else AutocastState.now(rows_TM.device.type),
+        hooks_autocast=None if modules.hooks is None else AutocastState.now(rows_TM.device.type),
         compare=getattr(experts.reduce, "compare", None),
     )
 
@@ -246,14 +246,14 @@ def _operands(experts: Experts, dtype: torch.dtype | None, rows_TM: Tensor) -> l
     return values
 
 
-def shared_weight(parts: LayerModules, x_TM: Tensor) -> Tensor:
+def shared_weight(modules: LayerModules, x_TM: Tensor) -> Tensor:
     """Returns the factors (T,) of the shared expert's output, in float32 or wider: sigmoid(shared_gate(x)).
 
     They are 1 if there is no gate for the shared expert.
 
     Raises ValueError if the gate returns anything but (T, 1).
     """
-    gate = parts.shared_gate
+    gate = modules.shared_gate
     if gate is None:
         return torch.ones(x_TM.shape[0], dtype=at_least_float32(x_TM[:0]).dtype, device=x_TM.device)
     logits_T1 = gate(x_TM)
@@ -266,12 +266,12 @@ def shared_weight(parts: LayerModules, x_TM: Tensor) -> Tensor:
     return at_least_float32(logits_T1).sigmoid().squeeze(1)
 
 
-def shared_output(parts: LayerModules, x_TM: Tensor) -> Tensor:
+def shared_output(modules: LayerModules, x_TM: Tensor) -> Tensor:
     """Returns (T, M): the output of the shared expert, called as a module, times its factor.
 
     Raises ValueError if the module returns another shape.
     """
-    module = parts.shared_module
+    module = modules.shared_module
     assert module is not None
     output_TM: Tensor = module(x_TM)
     if not isinstance(output_TM, Tensor) or output_TM.shape != x_TM.shape:
@@ -279,4 +279,4 @@ def shared_output(parts: LayerModules, x_TM: Tensor) -> Tensor:
         raise ValueError(
             f"shared_expert ({type(module).__name__}) returned {shape}; it must return {tuple(x_TM.shape)}"
         )
-    return output_TM * shared_weight(parts, x_TM).unsqueeze(1).to(output_TM.dtype)
+    return output_TM * shared_weight(modules, x_TM).unsqueeze(1).to(output_TM.dtype)

@@ -43,60 +43,60 @@ from pmoe.schedule.restore import KEEP, Restore
 from pmoe.warn import warn_once
 
 
-def layer_refusal(parts: LayerModules) -> str | None:
+def layer_refusal(modules: LayerModules) -> str | None:
     """Returns why fused kernels never take a call of this layer; None if they may take some.
 
     The answer is the same on every rank.
     """
-    if parts.spec.fused == "auto" and parts.ranks.size == 1:
+    if modules.options.fused == "auto" and modules.ranks.size == 1:
         return "nothing travels on one rank"
-    return parts.refusal("persistent" if is_persistent(parts) else "fused")
+    return modules.refusal("persistent" if is_persistent(modules) else "fused")
 
 
-def is_persistent(parts: LayerModules) -> bool:
+def is_persistent(modules: LayerModules) -> bool:
     """Returns whether a layer asks for FlashDMoE's persistent kernel instead of COMET's kernels."""
-    return parts.spec.fused == "persistent"
+    return modules.options.fused == "persistent"
 
 
-def stacked(parts: LayerModules) -> StackedExperts:
+def stacked(modules: LayerModules) -> StackedExperts:
     """Returns the experts of a layer that kernels take: they take only stacked ones."""
-    assert isinstance(parts.experts, StackedExperts)
-    return parts.experts
+    assert isinstance(modules.experts, StackedExperts)
+    return modules.experts
 
 
-def fused_pair(parts: LayerModules) -> Restore | None:
+def fused_pair(modules: LayerModules) -> Restore | None:
     """Returns the restore pair of fused calls: the first possible pair that does not offload.
 
     None if all possible pairs offload, which the kernels cannot do.
     """
-    return next((pair for pair in parts.pairs if not pair.offloads), None)
+    return next((pair for pair in modules.pairs if not pair.offloads), None)
 
 
-def may_fuse(parts: LayerModules, device: torch.device, dtype: torch.dtype) -> bool:
+def may_fuse(modules: LayerModules, device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether fused kernels may take a call, before its row counts are known. Warns if not.
 
     device, dtype: of the rows that reach the experts.
 
     The answer is the same on every rank.
     """
-    if not parts.spec.fused:
+    if not modules.options.fused:
         return False
-    why = layer_refusal(parts)
-    if why is None and parts.ranks.size == 1:
-        _, d_model, d_hidden = stacked(parts).shapes()["w2"]
+    why = layer_refusal(modules)
+    if why is None and modules.ranks.size == 1:
+        _, d_model, d_hidden = stacked(modules).shapes()["w2"]
         why = fused_steps.refusal(device, dtype, d_model=d_model, d_hidden=d_hidden)
     if why is not None:
-        _warn_unfused(parts, why)
+        _warn_unfused(modules, why)
     return why is None
 
 
-def _warn_unfused(parts: LayerModules, why: str) -> None:
+def _warn_unfused(modules: LayerModules, why: str) -> None:
     """Warns that a call is not fused. With fused="auto" there is no warning.
 
     `warn_once` compares texts up to the first colon. So a reason with numbers behind a colon warns only once.
     """
-    if parts.spec.fused != "auto":
-        warn_once(f"fused ({parts.spec.fused!r}) falls back to the unfused layer because {why}")
+    if modules.options.fused != "auto":
+        warn_once(f"fused ({modules.options.fused!r}) falls back to the unfused layer because {why}")
 
 
 class _PromisedLogits(Logits):
@@ -122,19 +122,19 @@ def defer_routing(call: Call, x_TM: Tensor) -> DeferredRouting | None:
     Two kinds of calls need values before the launch: a call that a checkpoint may run again, because it is
     recognised by its routing, and a call of a gate with hooks, because these must see the routing.
     """
-    parts = call.parts
-    spec = call.parts.spec
-    gate = call.parts.gate
-    features = parts.features - {Feature.RANKS, Feature.CAPACITY, Feature.PADDED}
-    is_taken = is_persistent(parts) and refused("one rank's counts", features) is None
-    is_taken &= spec.num_experts <= MOST_EXPERTS and spec.top_k <= MOST_CHOICES
+    modules = call.modules
+    options = call.modules.options
+    gate = call.modules.gate
+    features = modules.features - {Feature.RANKS, Feature.CAPACITY, Feature.PADDED}
+    is_taken = is_persistent(modules) and refused("one rank's counts", features) is None
+    is_taken &= options.num_experts <= MOST_EXPERTS and options.top_k <= MOST_CHOICES
     is_taken &= not is_watched(gate)
     if not is_taken or x_TM.dtype == torch.float64 or call.replay.is_replay or may_run_again(call.layer):
         return None
     gate = cast(TopKGate, gate)
-    dtype = cast_dtype(parts, x_TM) or x_TM.dtype
+    dtype = cast_dtype(modules, x_TM) or x_TM.dtype
     is_narrow = dtype == x_TM.dtype == gate.weight.dtype != torch.float32
-    if not is_narrow or spec.num_experts % 2 or memory_misfit(dense={"gate": gate.weight}) is not None:
+    if not is_narrow or options.num_experts % 2 or memory_misfit(dense={"gate": gate.weight}) is not None:
         with torch.autocast(x_TM.device.type, enabled=False):
             return one_rank.route_tokens(gate, x_TM, route.promise)
     logits_TE = _PromisedLogits.apply(x_TM, gate.weight)  # type: ignore[no-untyped-call]
@@ -143,7 +143,10 @@ def defer_routing(call: Call, x_TM: Tensor) -> DeferredRouting | None:
 
 
 def kernels_runner(
-    parts: LayerModules, steps: Steps, chosen: RoutingInput, journey: Callable[[], FusedRouting] | None = None
+    modules: LayerModules,
+    steps: Steps,
+    chosen: RoutingInput,
+    journey: Callable[[], FusedRouting] | None = None,
 ) -> KernelsRunner:
     """Returns the runner of a call by fused kernels.
 
@@ -151,15 +154,15 @@ def kernels_runner(
     chosen: the routing, for the persistent kernel.
     journey: makes the routing in the form that COMET's kernels take. The persistent kernel does without.
     """
-    restore = fused_pair(parts) or KEEP  # None only without a backward pass, which restores nothing
-    passes: dict[str, Any] = {"steps": steps, "activation": stacked(parts).activation, "restore": restore}
-    if is_persistent(parts):
+    restore = fused_pair(modules) or KEEP  # None only without a backward pass, which restores nothing
+    passes: dict[str, Any] = {"steps": steps, "activation": stacked(modules).activation, "restore": restore}
+    if is_persistent(modules):
         return PersistentRunner(chosen=chosen, **passes)
     assert journey is not None
     return FusedRunner(journey=journey(), **passes)
 
 
-def find_steps(parts: LayerModules, inputs: Inputs, counts: RankCounts) -> Steps | None:
+def find_steps(modules: LayerModules, inputs: Inputs, counts: RankCounts) -> Steps | None:
     """Returns the operators of the fused kernels for a call; None if they do not take it.
 
     Warns of the reason, except with fused="auto". Collective the first time for a device, dtype and sizes.
@@ -167,27 +170,27 @@ def find_steps(parts: LayerModules, inputs: Inputs, counts: RankCounts) -> Steps
     counts: the row counts of the call.
     """
     if counts.max_rows is None:
-        gate_name = type(parts.gate).__name__
-        top_k = parts.spec.top_k
+        gate_name = type(modules.gate).__name__
+        top_k = modules.options.top_k
         reason = f"the gate ({gate_name}) does not give every token top_k ({top_k}) rows"
-    elif counts.needs_grad and fused_pair(parts) is None:
-        reason = f"memory_reuse ({parts.spec.restore}) offloads"
+    elif counts.needs_grad and fused_pair(modules) is None:
+        reason = f"memory_reuse ({modules.options.restore}) offloads"
     else:
         device = inputs.x_TM.device
         dtype = inputs.x_TM.dtype
-        request = make_request(parts, device, dtype, counts.max_tokens, counts.max_rows, counts.needs_grad)
-        if parts.spec.fused == "auto" and not fused_steps.is_faster(request):
+        request = make_request(modules, device, dtype, counts.max_tokens, counts.max_rows, counts.needs_grad)
+        if modules.options.fused == "auto" and not fused_steps.is_faster(request):
             return None
         steps = fused_steps.steps_for(request)
         if not isinstance(steps, str):
             return steps
         reason = steps
-    _warn_unfused(parts, reason)
+    _warn_unfused(modules, reason)
     return None
 
 
 def make_request(
-    parts: LayerModules,
+    modules: LayerModules,
     device: torch.device,
     dtype: torch.dtype,
     max_tokens: int,
@@ -201,24 +204,24 @@ def make_request(
     max_rows: the largest number of rows that any rank receives.
     needs_grad: whether a backward pass may follow.
     """
-    spec = parts.spec
+    options = modules.options
     # A gate that decides itself which rows it keeps need not respect the capacity of the layer.
     own = {Feature.OWN_GATE, Feature.EXTERNAL_ROUTING, Feature.KEEPS_ITSELF}
-    drops = spec.pad_to_capacity or not own & parts.features
+    drops = options.pad_to_capacity or not own & modules.features
     return fused_steps.Request(
-        ranks=parts.ranks,
+        ranks=modules.ranks,
         device=device,
         dtype=dtype,
-        d_model=spec.d_model,
-        d_hidden=stacked(parts).num_hidden,
-        activation=stacked(parts).activation,
-        experts=parts.experts.num_local_experts,
-        top_k=spec.top_k,
+        d_model=options.d_model,
+        d_hidden=stacked(modules).num_hidden,
+        activation=stacked(modules).activation,
+        experts=modules.experts.num_local_experts,
+        top_k=options.top_k,
         max_tokens=max_tokens,
         max_rows=max_rows,
         needs_grad=needs_grad,
-        slack=spec.slack,
-        is_persistent=is_persistent(parts),
-        capacity_factor=spec.capacity_factor if is_persistent(parts) and drops else None,
-        sends_again=(fused_pair(parts) or KEEP).dispatched == "communicate",
+        slack=options.slack,
+        is_persistent=is_persistent(modules),
+        capacity_factor=options.capacity_factor if is_persistent(modules) and drops else None,
+        sends_again=(fused_pair(modules) or KEEP).dispatched == "communicate",
     )

@@ -37,14 +37,14 @@ class FusedCounts(ExactCounts):
 
     def kernels_may_take_it(self) -> bool:
         """Returns whether fused kernels may take the call (`may_fuse`)."""
-        return may_fuse(self.call.parts, self.routed.x_TM.device, self.routed.dtype)
+        return may_fuse(self.call.modules, self.routed.x_TM.device, self.routed.dtype)
 
     def sort_early(self) -> None:
         """Sorts the rows while the counts travel, as the kernels or the chunks need them.
 
         The persistent kernel sorts them itself. In a checkpoint's second pass no counts travel.
         """
-        if self.fuses and not is_persistent(self.call.parts):
+        if self.fuses and not is_persistent(self.call.modules):
             self._sort_for_kernels()
         elif not (self.fuses or self.call.replay.is_replay):
             super().sort_early()
@@ -53,31 +53,31 @@ class FusedCounts(ExactCounts):
         """Returns the kept slots sorted by expert, as COMET's kernels take them. Sorts once for a call."""
         if self._sorted is None:
             orders = self.orders
-            num_experts = self.call.parts.spec.num_experts
+            num_experts = self.call.modules.options.num_experts
             self._sorted = fused.sort(orders.expert_TK, orders.keep_TK, num_experts)
         return self._sorted
 
-    def agree(self, parts: LayerModules, inputs: Inputs) -> AgreedChoice:
+    def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
         """Waits for the counts and chooses what computes the call (`CountsSource.agree`)."""
-        own_parts = self.call.parts
-        self.orders.modules = parts
+        own_modules = self.call.modules
+        self.orders.modules = modules
         counts = self.finish_exchange()
-        steps = find_steps(own_parts, inputs, counts) if self.fuses else None
-        if steps is not None and not (own_parts.spec.fused == "forward" and counts.needs_grad):
+        steps = find_steps(own_modules, inputs, counts) if self.fuses else None
+        if steps is not None and not (own_modules.options.fused == "forward" and counts.needs_grad):
             return AgreedChoice(counts=counts, steps=steps)
-        restore = None if steps is None else fused_pair(own_parts)
-        choice = choose(own_parts, counts, inputs, self.orders, restore)
+        restore = None if steps is None else fused_pair(own_modules)
+        choice = choose(own_modules, counts, inputs, self.orders, restore)
         return AgreedChoice(counts=counts, steps=steps, choice=choice)
 
-    def decision(self, parts: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
+    def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Builds the decision to run by kernels, by the pipeline engine, or by both."""
         if agreed.steps is None:
-            return super().decision(parts, inputs, agreed)
+            return super().decision(modules, inputs, agreed)
         assert agreed.counts is not None
-        self.orders.modules = parts
+        self.orders.modules = modules
         counts = agreed.counts
         chosen = RoutingInput(expert_TK=self.orders.expert_TK, keep_TK=self.orders.keep_TK)
-        by_kernels = kernels_runner(self.call.parts, agreed.steps, chosen, lambda: self._journey(counts))
+        by_kernels = kernels_runner(self.call.modules, agreed.steps, chosen, lambda: self._journey(counts))
         runner: Runner = by_kernels
         plan = None
         if agreed.choice is not None:  # the pipeline engine computes the backward pass
@@ -99,15 +99,15 @@ class FusedCounts(ExactCounts):
 
         shared: the exchanged row counts.
         """
-        parts = self.call.parts
+        modules = self.call.modules
         expert_TK = self.orders.expert_TK
         rows = self._sort_for_kernels()
         return FusedRouting(
-            rank=parts.ranks.rank,
+            rank=modules.ranks.rank,
             expert_TK=expert_TK.int(),
             position_TK=rows.position.view_as(expert_TK),
             slot_S=rows.slot[: int(shared.send.sum())],
-            send_WE=self.orders.count(parts.num_bins).sum(0).view(shared.recv.shape[1:]).int(),
+            send_WE=self.orders.count(modules.num_bins).sum(0).view(shared.recv.shape[1:]).int(),
             recv_WE=shared.recv_device.sum(0).int(),
             num_received=int(shared.recv.sum()),
         )

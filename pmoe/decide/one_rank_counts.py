@@ -55,16 +55,16 @@ class OneRankCounts:
         agreed: with the operators of the fused kernels, or without for the kernels of one rank.
         """
         self.call = call
-        parts = call.parts
+        modules = call.modules
         self._agreed = agreed
         self._routes, self._promise = call.replay.route(x_TM, lambda: _routes(call, x_TM, agreed))
         routes = self._routes
-        check_num_experts(parts, routes.counts_nE.shape[-1])
+        check_num_experts(modules, routes.counts_nE.shape[-1])
         routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux)
         self.routed = RoutedBatch(
             x=x, x_TM=x_TM, gated=CheckedRouting(routing=routing), autocast=autocast_dtype(x)
         )
-        self._needs_grad = parts.asks_for_gradients(x, *parts.gate.parameters())
+        self._needs_grad = modules.asks_for_gradients(x, *modules.gate.parameters())
 
     @staticmethod
     def of(call: Call) -> OneRankCounts | None:
@@ -72,12 +72,12 @@ class OneRankCounts:
 
         The host then needs the row counts, so another source must provide them.
         """
-        parts = call.parts
+        modules = call.modules
         replay = call.replay
-        if is_watched(parts.gate):
+        if is_watched(modules.gate):
             return None
         x = apply_start_callbacks(call)
-        x_TM = x.reshape(-1, parts.spec.d_model)
+        x_TM = x.reshape(-1, modules.options.d_model)
         if replay.is_replay:
             agreed: AgreedChoice | None = replay.once(lambda: None)
             if agreed is None or agreed.counts is not None or agreed.choice is not None:
@@ -87,13 +87,13 @@ class OneRankCounts:
                 agreed = _kernels(call, x_TM)
         return None if agreed is None else OneRankCounts(call, x, x_TM, agreed)
 
-    def agree(self, parts: LayerModules, inputs: Inputs) -> AgreedChoice:
+    def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
         """Returns what is known since the construction: there is no other rank to agree with."""
         return self._agreed
 
-    def decision(self, parts: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
+    def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Builds the decision to run by the kernels of one rank, or by fused kernels."""
-        own_parts = self.call.parts
+        own_modules = self.call.modules
         routes = self._routes
         counts_E = routes.counts_nE[0].view(1, 1, -1)
         counts = RankCounts(
@@ -103,17 +103,17 @@ class OneRankCounts:
             max_tokens=self.routed.num_tokens,
             needs_grad=self._needs_grad,
         )
-        runner: Runner = OneRankRunner(routes, stacked(own_parts).activation)
+        runner: Runner = OneRankRunner(routes, stacked(own_modules).activation)
         if agreed.steps is not None:
             chosen = RoutingInput(expert_TK=routes.expert_TK, promise=self._promise)
-            runner = kernels_runner(own_parts, agreed.steps, chosen, self._journey)
+            runner = kernels_runner(own_modules, agreed.steps, chosen, self._journey)
         return Decision(
             call=self.call,
             routed=self.routed,
             inputs=inputs,
             runner=runner,
             counts=HostRowCounts(counts, counts.max_tokens),
-            restore=None if agreed.steps is None else fused_pair(own_parts),
+            restore=None if agreed.steps is None else fused_pair(own_modules),
         )
 
     def _journey(self) -> FusedRouting:
@@ -135,33 +135,33 @@ def _kernels(call: Call, x_TM: Tensor) -> AgreedChoice | None:
 
     ``steps`` of the result are the operators of the fused kernels, or None for the kernels of one rank.
     """
-    parts = call.parts
+    modules = call.modules
     dtype = autocast_dtype(x_TM) or x_TM.dtype
-    if not may_fuse(parts, x_TM.device, dtype):
-        return AgreedChoice() if kernels_refusal(parts, x_TM) is None else None
-    needs_grad = parts.asks_for_gradients(x_TM, *parts.gate.parameters())
-    if parts.refusal("one rank's counts") is not None or fused_pair(parts) is None:
+    if not may_fuse(modules, x_TM.device, dtype):
+        return AgreedChoice() if kernels_refusal(modules, x_TM) is None else None
+    needs_grad = modules.asks_for_gradients(x_TM, *modules.gate.parameters())
+    if modules.refusal("one rank's counts") is not None or fused_pair(modules) is None:
         return None
-    if parts.spec.fused == "forward" and needs_grad:
+    if modules.options.fused == "forward" and needs_grad:
         return None  # the pipeline engine computes the backward pass, and needs the counts on the host
     count = x_TM.shape[0]
-    request = make_request(parts, x_TM.device, dtype, count, count * parts.spec.top_k, needs_grad)
+    request = make_request(modules, x_TM.device, dtype, count, count * modules.options.top_k, needs_grad)
     steps = fused_steps.steps_for(request)
     return None if isinstance(steps, str) else AgreedChoice(steps=steps)
 
 
-def kernels_refusal(parts: LayerModules, x_TM: Tensor) -> str | None:
+def kernels_refusal(modules: LayerModules, x_TM: Tensor) -> str | None:
     """Returns why the kernels of `pmoe.runners.one_rank` do not compute a call; None if they do.
 
     x_TM: (T, M), the rows of the input.
     """
-    return parts.refusal("one rank") or one_rank.kernel_refusal(
-        cast(TopKGate, parts.gate),
-        stacked(parts),
+    return modules.refusal("one rank") or one_rank.kernel_refusal(
+        cast(TopKGate, modules.gate),
+        stacked(modules),
         x_TM,
         autocast_dtype(x_TM) or x_TM.dtype,
-        ranks=parts.ranks,
-        needs_grad=parts.asks_for_gradients(x_TM, *parts.gate.parameters()),
+        ranks=modules.ranks,
+        needs_grad=modules.asks_for_gradients(x_TM, *modules.gate.parameters()),
     )
 
 
@@ -173,7 +173,7 @@ def _routes(call: Call, x_TM: Tensor, agreed: AgreedChoice) -> tuple[Routes, Def
     if agreed.steps is not None and (promise := defer_routing(call, x_TM)) is not None:
         return promise.routes, promise
     with torch.autocast(x_TM.device.type, enabled=False):
-        routes = one_rank.route_tokens(cast(TopKGate, call.parts.gate), x_TM, route)
+        routes = one_rank.route_tokens(cast(TopKGate, call.modules.gate), x_TM, route)
     if may_run_again(call.layer):
         from pmoe.checkpointing.routing_check import refuse_changed_routing
 

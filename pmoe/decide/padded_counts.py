@@ -40,13 +40,13 @@ from pmoe.kernels.route import DeferredRouting
 from pmoe.ordering.sorted import Tokens
 
 
-def kind_of(parts: LayerModules, x_TM: Tensor, dtype: torch.dtype) -> PaddedCallKey:
+def kind_of(modules: LayerModules, x_TM: Tensor, dtype: torch.dtype) -> PaddedCallKey:
     """Returns the kind of a padded call. Calls of one kind are compared once on CUDA.
 
     x_TM: (T, M), the rows.
     dtype: of the rows that reach the experts.
     """
-    needs_grad = parts.asks_for_gradients(x_TM, *parts.gate.parameters())
+    needs_grad = modules.asks_for_gradients(x_TM, *modules.gate.parameters())
     return PaddedCallKey(num_tokens=x_TM.shape[0], needs_grad=needs_grad, dtype=dtype)
 
 
@@ -63,41 +63,41 @@ class PaddedCounts:
     def __init__(self, call: Call) -> None:
         """Routes the call. If the persistent launch chooses the experts, the routing has no values yet."""
         self.call = call
-        parts = call.parts
+        modules = call.modules
         self._promise: DeferredRouting | None = None
         self._padded_rows: tuple[SortedSlots, Tensor] | None = None
         self.routed = route_batch(call, self._ask_gate)
         expert_TK = self.routed.routing.expert
         self._device = self.routed.x_TM.device
-        self._kind = kind_of(parts, self.routed.x_TM, self.routed.dtype)
-        self._splits = splits_of(parts, self._kind.num_tokens, top_k=expert_TK.shape[1])
+        self._kind = kind_of(modules, self.routed.x_TM, self.routed.dtype)
+        self._splits = splits_of(modules, self._kind.num_tokens, top_k=expert_TK.shape[1])
 
     def _ask_gate(self, call: Call, x_TM: Tensor) -> CheckedRouting:
         """Returns the gate's routing, or tensors that the persistent launch will fill (`defer_routing`)."""
-        if may_fuse(call.parts, x_TM.device, cast_dtype(call.parts, x_TM) or x_TM.dtype):
+        if may_fuse(call.modules, x_TM.device, cast_dtype(call.modules, x_TM) or x_TM.dtype):
             self._promise = defer_routing(call, x_TM)
         if self._promise is None:
             return run_gate(call, x_TM)
         weight_TK, expert_TK, *_, l_aux = self._promise.routes
         return CheckedRouting(routing=Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux))
 
-    def agree(self, parts: LayerModules, inputs: Inputs) -> AgreedChoice:
+    def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
         """Compares the ranks' calls, then chooses the persistent kernel, or n and the restore pair."""
-        own_parts = self.call.parts
+        own_modules = self.call.modules
         _compare(self.call, self.routed, self._kind)
-        if may_fuse(own_parts, self._device, self.routed.dtype):
+        if may_fuse(own_modules, self._device, self.routed.dtype):
             cells = replace(self._host_counts, max_tokens=self._kind.num_tokens, max_rows=0)
-            steps = find_steps(own_parts, inputs, cells)
+            steps = find_steps(own_modules, inputs, cells)
             if steps is not None:
                 return AgreedChoice(steps=steps)
-        orders, _ = self._padded(parts)
-        return AgreedChoice(choice=choose(own_parts, self._device_counts, inputs, orders))
+        orders, _ = self._padded(modules)
+        return AgreedChoice(choice=choose(own_modules, self._device_counts, inputs, orders))
 
-    def decision(self, parts: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
+    def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Builds the decision to run in chunks of padded rows, or by the persistent kernel."""
         if agreed.choice is None:
             return self._by_kernels(inputs, agreed)
-        orders, kept_E = self._padded(parts)
+        orders, kept_E = self._padded(modules)
         counts = self._device_counts
         totals = HostRowCounts(counts.on_host(), self._kind.num_tokens, kept_E)
         plan = orders.plan(counts, agreed.choice)
@@ -114,7 +114,7 @@ class PaddedCounts:
             capacity=splits.capacity,
             counts_A=kept_E,
         )
-        runner = kernels_runner(self.call.parts, agreed.steps, chosen)
+        runner = kernels_runner(self.call.modules, agreed.steps, chosen)
         return Decision(
             call=self.call,
             routed=self.routed,
@@ -141,10 +141,10 @@ class PaddedCounts:
         """
         splits = self._splits
         max_tokens = -(-splits.num_rows // self.routed.routing.expert.shape[1])
-        num_ranks = self.call.parts.ranks.size
+        num_ranks = self.call.modules.ranks.size
         return splits.counts(num_ranks, device, max_tokens=max_tokens, needs_grad=self._kind.needs_grad)
 
-    def _padded(self, parts: LayerModules) -> tuple[SortedSlots, Tensor]:
+    def _padded(self, modules: LayerModules) -> tuple[SortedSlots, Tensor]:
         """Returns the padded rows as slots that can be sorted, and the number of kept rows by expert, (E,).
 
         Both are made of the routing, once for a call. A deferred routing is computed for it, because no
@@ -154,7 +154,7 @@ class PaddedCounts:
             if self._promise is not None:
                 self._promise.keep()
             splits = self._splits
-            orders = SortedSlots(parts, splits.expert_of_rows(self._device), None, Tokens(splits.num_rows))
+            orders = SortedSlots(modules, splits.expert_of_rows(self._device), None, Tokens(splits.num_rows))
             orders.padding, kept_E = make_padding(self.routed.routing.expert.long(), splits)
             self._padded_rows = (orders, kept_E)
         return self._padded_rows
@@ -165,8 +165,8 @@ def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
 
     Raises ValueError on every rank if the ranks' calls differ, and FaultError if any rank reports a fault.
     """
-    parts = call.parts
-    known_kinds = parts.known.padded_kinds
+    modules = call.modules
+    known_kinds = modules.cache.padded_kinds
     device = routed.x_TM.device
     is_again = routed.gated.is_again
     compares = compares_always(device)
@@ -175,14 +175,19 @@ def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
         raise routed.failure
     if kind in known_kinds and not (compares or is_again):
         return
-    if parts.ranks.size > 1 or is_again:
+    if modules.ranks.size > 1 or is_again:
 
         def begin(fault: Tensor | Fault) -> CountsExchange:
             return kind.exchange(
-                parts.grid, parts.spec.num_experts, device, fault, parts.traffic, training=call.layer.training
+                modules.grid,
+                modules.options.num_experts,
+                device,
+                fault,
+                modules.traffic,
+                training=call.layer.training,
             )
 
-        check_same_calls(LoadedExchange(parts, routed, begin).finish())
+        check_same_calls(LoadedExchange(modules, routed, begin).finish())
     if len(known_kinds) >= 256:  # all ranks know the same kinds, so they forget them at the same call
         known_kinds.clear()
     known_kinds.add(kind)

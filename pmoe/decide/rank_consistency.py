@@ -23,7 +23,7 @@ from pmoe.experts.wrapper_checks import COPIED, check_wrapped, sampled
 from pmoe.warn import warn_once
 
 
-def check_same_options(parts: LayerModules) -> None:
+def check_same_options(modules: LayerModules) -> None:
     """Begins a call of several ranks. Compares the layer among them if that is due.
 
     It is due at the first call of a layer, at the next call after its options were set, and at the next call
@@ -31,22 +31,22 @@ def check_same_options(parts: LayerModules) -> None:
 
     Raises ValueError on every rank if options differ, or if a wrapper of another library manages the experts.
     """
-    known = parts.known
+    cache = modules.cache
     changed = ""
-    if known.differed is not None and known.compared != parts.given:
-        changed = changed_options(known.words, parts)
-    enter_call(parts.ranks, changed)
-    check_wrapped(parts.experts, set(parts.ranks.members))
-    if known.differed is None or changed:
+    if cache.differed is not None and cache.compared != modules.compared_options:
+        changed = changed_options(cache.words, modules)
+    enter_call(modules.ranks, changed)
+    check_wrapped(modules.experts, set(modules.ranks.members))
+    if cache.differed is None or changed:
         # A library that hooks or wraps the experts may keep them on the meta device until it fetches them.
-        if not is_fetched(parts):
-            check_not_meta(parts.like)
+        if not is_fetched(modules):
+            check_not_meta(modules.reference_parameter)
         with hidden_from_checkpoints():
-            known.differed = compare_options(parts)
-        known.words = options_in_words(parts)
+            cache.differed = compare_options(modules)
+        cache.words = options_in_words(modules)
 
 
-def compare_options(parts: LayerModules) -> bool:
+def compare_options(modules: LayerModules) -> bool:
     """Compares a layer among its ranks. Returns whether the ranks hold different experts. Collective.
 
     One reduction compares digests of these on all ranks:
@@ -61,20 +61,20 @@ def compare_options(parts: LayerModules) -> bool:
 
     All ranks raise the same errors and issue the same warnings.
     """
-    options = options_in_words(parts)
-    dense = dense_values(parts)
-    like = parts.like
-    experts = parts.experts
+    options = options_in_words(modules)
+    dense = dense_values(modules)
+    like = modules.reference_parameter
+    experts = modules.experts
     device = torch.device("cpu") if like is None else like.device
     built = experts.built
     current = sampled(experts)
     digests = [float(digest([value])) for value in (*options.values(), *dense.values(), built, current)]
     flags = [float(built == current), float(experts.was_loaded)]
     *are_equal, were_same, are_same, all_changed_or_none, all_loaded_or_none = same(
-        parts.ranks, device, [*digests, *flags], stage="comparing the layer's options"
+        modules.ranks, device, [*digests, *flags], stage="comparing the layer's options"
     )
     if experts.was_loaded or not all_loaded_or_none:
-        check_loaded(parts)
+        check_loaded(modules)
     # The experts differed at construction, and are the same on all ranks now. On some rank they are as they
     # were built, and on others they have changed: so those were overwritten by copies of that rank's experts.
     elif are_same and not (were_same or all_changed_or_none):
@@ -83,36 +83,36 @@ def compare_options(parts: LayerModules) -> bool:
         name for name, is_same in zip(options, are_equal[: len(options)], strict=True) if not is_same
     ]
     if unequal_options:
-        raise ValueError(_options_that_differ(parts, unequal_options, options[unequal_options[0]]))
+        raise ValueError(_options_that_differ(modules, unequal_options, options[unequal_options[0]]))
     unequal_parts = [
         name for name, is_same in zip(dense, are_equal[len(options) :], strict=True) if not is_same
     ]
     # A warning only: some programs call a layer once before they load or broadcast its values.
     if unequal_parts:
-        warn_once(_values_that_differ(parts, unequal_parts[0]))
+        warn_once(_values_that_differ(modules, unequal_parts[0]))
     experts.are_equal = are_same
     return not are_same
 
 
-def _options_that_differ(parts: LayerModules, names: list[str], mine: str) -> str:
+def _options_that_differ(modules: LayerModules, names: list[str], mine: str) -> str:
     """Returns the error for options that differ among ranks. Collective.
 
     names: the options.
     mine: this rank's value of the first one.
     """
-    values_of_ranks = gathered(parts.ranks, mine, stage="showing the layer's options")
+    values_of_ranks = gathered(modules.ranks, mine, stage="showing the layer's options")
     values = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values_of_ranks))
     also = f" (and so do {', '.join(names[1:])})" if names[1:] else ""
     return f"{names[0]} must be the same on every rank of a MoELayer, and differs{also}: {values}"
 
 
-def _values_that_differ(parts: LayerModules, part: str) -> str:
+def _values_that_differ(modules: LayerModules, part: str) -> str:
     """Returns the warning for a dense part whose values differ among ranks. Collective.
 
     It names the first tensor that differs, and the ranks that have the same values of it.
     """
-    own_digests = {name: fingerprint({name: tensor}) for name, tensor in dense_tensors(parts, part).items()}
-    digests_of_ranks = gathered(parts.ranks, own_digests, stage="showing values that differ")
+    own_digests = {name: fingerprint({name: tensor}) for name, tensor in dense_tensors(modules, part).items()}
+    digests_of_ranks = gathered(modules.ranks, own_digests, stage="showing values that differ")
     names = dict.fromkeys(name for digests in digests_of_ranks for name in digests)
     name = next(name for name in names if len({digests.get(name) for digests in digests_of_ranks}) > 1)
     holders = dict[str | None, list[str]]()
@@ -122,7 +122,7 @@ def _values_that_differ(parts: LayerModules, part: str) -> str:
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" for ranks in holders.values()
     )
     return (
-        f"{parts.ranks.layer or 'a MoELayer'}, whose values of {name} must be the same on every rank: they "
+        f"{modules.ranks.layer or 'a MoELayer'}, whose values of {name} must be the same on every rank: they "
         f"differ (ranks with equal values: {equal_ranks}). If they stay different, each rank trains a model "
         f"of its own. {SAME_VALUES}"
     )

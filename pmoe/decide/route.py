@@ -32,16 +32,16 @@ def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None
     error. It then takes part in the exchange of row counts, which reports its fault to the other ranks. A
     checkpoint's second pass has no exchange, so it raises at once, too.
     """
-    parts = call.parts
+    modules = call.modules
     try:
         x = apply_start_callbacks(call)
-        x_TM = x.reshape(-1, parts.spec.d_model)
+        x_TM = x.reshape(-1, modules.options.d_model)
         gated = call.replay.route(x_TM, lambda: (ask or run_gate)(call, x_TM))
     except Exception as error:
-        if parts.ranks.size == 1 or call.replay.is_replay:
+        if modules.ranks.size == 1 or call.replay.is_replay:
             raise
-        return _nothing_routed(parts, error)
-    return RoutedBatch(x=x, x_TM=x_TM, gated=gated, autocast=cast_dtype(parts, x_TM))
+        return _nothing_routed(modules, error)
+    return RoutedBatch(x=x, x_TM=x_TM, gated=gated, autocast=cast_dtype(modules, x_TM))
 
 
 def apply_start_callbacks(call: Call) -> Tensor:
@@ -52,15 +52,15 @@ def apply_start_callbacks(call: Call) -> Tensor:
     Raises what `check_input` raises, and FaultError if one of several ranks' callbacks fails.
     """
     x = call.x if call.mask is None else _tokens_of(call)
-    for callback in call.parts.callbacks:
+    for callback in call.modules.callbacks:
         try:
             x = callback.before_moe_start(x)
         except Exception as error:
-            if call.parts.ranks.size == 1:
+            if call.modules.ranks.size == 1:
                 raise
             name = type(callback).__name__
             raise FaultError(Fault.CALLBACK, f"callback {name}.before_moe_start: {error}") from error
-    check_input(call.parts, x)
+    check_input(call.modules, x)
     return x
 
 
@@ -68,7 +68,7 @@ def _tokens_of(call: Call) -> Tensor:
     """Returns the rows (N, M) of the input that are tokens. Raises FaultError if the mask does not fit it."""
     x = call.x
     mask = call.mask
-    check_input(call.parts, x)
+    check_input(call.modules, x)
     if not isinstance(mask, Tensor) or mask.shape != x.shape[:-1] or mask.device != x.device:
         raise FaultError(
             Fault.SHAPE,
@@ -94,18 +94,18 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     - logits that are not finite, unless ``check_finite`` is False;
     - routing that differs from the first run, if a checkpoint runs these tokens again.
     """
-    parts = call.parts
-    spec = call.parts.spec
+    modules = call.modules
+    options = call.modules.options
     routing = _routing(call, x_TM)
     fault: Tensor | Fault = Fault.NONE
-    if not parts.trusts_gate:
+    if not modules.trusts_gate:
         from pmoe.decide.custom_gate import check_routing, clamped_with_fault
 
-        check_routing(parts, routing, x_TM)
-        routing, fault = clamped_with_fault(routing, x_TM, spec.num_experts)
+        check_routing(modules, routing, x_TM)
+        routing, fault = clamped_with_fault(routing, x_TM, options.num_experts)
     # By default the logits are checked if an exchange of row counts reports faults anyway. Padded calls may
     # have no exchange.
-    checks = not spec.pad_to_capacity if spec.check_finite is None else spec.check_finite
+    checks = not options.pad_to_capacity if options.check_finite is None else options.check_finite
     if checks and routing.logits is not None and not is_shape_run():
         # Arithmetic instead of torch.where: a number that becomes a tensor is a copy to the device, for which
         # the host waits.
@@ -123,27 +123,27 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
         expert=routing.expert,
         weight=routing.weight,
         l_aux=routing.l_aux,
-        keep=_kept(parts, routing, x_TM),
+        keep=_kept(modules, routing, x_TM),
         token=routing.token,
         mix=routing.mix,
     )
     return CheckedRouting(routing=checked_routing, fault=fault, is_again=has_changed is not None)
 
 
-def _kept(parts: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | None:
+def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | None:
     """Returns which slots are kept, (T, K) bool: those within the capacity; None keeps all.
 
     A gate that decides itself what is kept is obeyed. Padded calls drop rows later, when they pad them.
     """
-    spec = parts.spec
-    decides = bool(getattr(parts.router, "decides_capacity", False))
+    options = modules.options
+    decides = bool(getattr(modules.router, "decides_capacity", False))
     if routing.keep is not None or routing.token is not None or decides:
         return routing.keep
-    if spec.capacity_factor is None or spec.pad_to_capacity:
+    if options.capacity_factor is None or options.pad_to_capacity:
         return None
     top_k = routing.expert.shape[1]
-    capacity = expert_capacity(spec.capacity_factor, x_TM.shape[0], top_k, spec.num_experts)
-    used_E = torch.zeros(spec.num_experts, dtype=torch.int64, device=x_TM.device)
+    capacity = expert_capacity(options.capacity_factor, x_TM.shape[0], top_k, options.num_experts)
+    used_E = torch.zeros(options.num_experts, dtype=torch.int64, device=x_TM.device)
     return within_capacity(routing.expert, capacity, used_E)[0]
 
 
@@ -152,10 +152,10 @@ def _routing(call: Call, x_TM: Tensor) -> Routing:
 
     Raises ValueError if it needs ids that are missing, or if it scores another number of experts.
     """
-    gate = call.parts.gate
+    gate = call.modules.gate
     ids = call.token_ids
     arguments = [x_TM]
-    if getattr(call.parts.router, "needs_token_ids", False):
+    if getattr(call.modules.router, "needs_token_ids", False):
         if call.mask is not None and isinstance(ids, Tensor) and ids.shape == call.mask.shape:
             ids = ids[call.mask.bool()]
         if not isinstance(ids, Tensor) or ids.numel() != x_TM.shape[0]:
@@ -166,58 +166,62 @@ def _routing(call: Call, x_TM: Tensor) -> Routing:
             )
         arguments.append(ids.reshape(-1))
     routing: Routing = gate(*arguments)
-    if call.parts.trusts_gate:
-        check_num_experts(call.parts, None if routing.logits is None else routing.logits.shape[-1])
+    if call.modules.trusts_gate:
+        check_num_experts(call.modules, None if routing.logits is None else routing.logits.shape[-1])
     return routing
 
 
-def check_num_experts(parts: LayerModules, num_scores: int | None) -> None:
+def check_num_experts(modules: LayerModules, num_scores: int | None) -> None:
     """Raises ValueError if the gate scores more or fewer experts than the layer has.
 
     That happens if a tool has replaced the parameters of the gate.
 
     num_scores: the number of scores of each token; None if the gate gives none.
     """
-    num_experts = parts.spec.num_experts
+    num_experts = modules.options.num_experts
     if num_scores not in (None, num_experts):
         raise ValueError(
-            f"gate ({type(parts.gate).__name__}) scores {num_scores} experts, but the layer has num_experts "
-            f"({num_experts}). For more or fewer experts, build another MoELayer with that num_experts and "
-            "copy the weights into it (docs/weights.md)"
+            f"gate ({type(modules.gate).__name__}) scores {num_scores} experts, but the layer has "
+            f"num_experts ({num_experts}). For more or fewer experts, build another MoELayer with that "
+            "num_experts and copy the weights into it (docs/weights.md)"
         )
 
 
-def _nothing_routed(parts: LayerModules, error: Exception) -> RoutedBatch:
+def _nothing_routed(modules: LayerModules, error: Exception) -> RoutedBatch:
     """Returns a batch of no tokens, with the error and its fault, for a rank that could not route its own."""
-    like = torch.empty(0) if parts.like is None or parts.like.is_meta else parts.like
+    like = (
+        torch.empty(0)
+        if modules.reference_parameter is None or modules.reference_parameter.is_meta
+        else modules.reference_parameter
+    )
     routing = Routing(
-        expert=torch.empty(0, parts.spec.top_k, dtype=torch.int64, device=like.device),
-        weight=like.new_empty(0, parts.spec.top_k),
+        expert=torch.empty(0, modules.options.top_k, dtype=torch.int64, device=like.device),
+        weight=like.new_empty(0, modules.options.top_k),
         l_aux=like.new_zeros(()),
     )
     fault = error.fault if isinstance(error, FaultError) else Fault.OTHER
-    x_TM = like.new_empty(0, parts.spec.d_model)
+    x_TM = like.new_empty(0, modules.options.d_model)
     gated = CheckedRouting(routing=routing, fault=fault)
-    return RoutedBatch(x=x_TM, x_TM=x_TM, gated=gated, autocast=cast_dtype(parts, x_TM), failure=error)
+    return RoutedBatch(x=x_TM, x_TM=x_TM, gated=gated, autocast=cast_dtype(modules, x_TM), failure=error)
 
 
-def is_fetched(parts: LayerModules) -> bool:
+def is_fetched(modules: LayerModules) -> bool:
     """Returns whether a library may fetch the experts' parameters when their modules are called.
 
     The offloading of accelerate does so by hooks. Until then it keeps the parameters on the meta device.
     """
-    return any(map(is_watched, parts.experts_module.modules()))
+    return any(map(is_watched, modules.experts_module.modules()))
 
 
-def check_input(parts: LayerModules, x: Tensor) -> None:
+def check_input(modules: LayerModules, x: Tensor) -> None:
     """Checks kind, shape, device and dtype of the input.
 
     x: (..., M); it must be on the device of the parameters, and have their dtype unless it is cast.
 
     Raises TypeError if x is no tensor, and otherwise FaultError, which is a ValueError.
     """
-    d_model = parts.spec.d_model
-    like = parts.like
+    d_model = modules.options.d_model
+    like = modules.reference_parameter
     if not isinstance(x, Tensor):
         raise TypeError(f"x ({type(x).__name__}) must be a torch.Tensor of shape (..., {d_model})")
     is_plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested
@@ -227,7 +231,7 @@ def check_input(parts: LayerModules, x: Tensor) -> None:
         raise FaultError(
             Fault.SHAPE, f"x of shape {tuple(x.shape)} must end in d_model ({d_model}): (..., d_model)"
         )
-    if like is not None and x.device != like.device and not (like.is_meta and is_fetched(parts)):
+    if like is not None and x.device != like.device and not (like.is_meta and is_fetched(modules)):
         cure = ": call layer.to_empty(device=...) and layer.reset_parameters() first" if like.is_meta else ""
         raise FaultError(
             Fault.DEVICE, f"x on {x.device} must be where the layer's parameters are ({like.device}){cure}"
@@ -235,7 +239,7 @@ def check_input(parts: LayerModules, x: Tensor) -> None:
     if not x.is_floating_point():
         cure = ": pass x.dequantize()" if x.is_quantized else ": pass x.real" if x.is_complex() else ""
         raise FaultError(Fault.DTYPE, f"x of dtype {x.dtype} must be of a floating-point type{cure}")
-    if like is not None and cast_dtype(parts, x) is None and x.dtype != like.dtype:
+    if like is not None and cast_dtype(modules, x) is None and x.dtype != like.dtype:
         raise FaultError(
             Fault.DTYPE,
             f"x of dtype {x.dtype} must be of the layer's dtype ({like.dtype}): cast x, or call the layer "
@@ -253,7 +257,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(x.device.type)
 
 
-def cast_dtype(parts: LayerModules, x: Tensor) -> torch.dtype | None:
+def cast_dtype(modules: LayerModules, x: Tensor) -> torch.dtype | None:
     """Returns the dtype to which rows and parameters are cast for the experts; None if nothing is cast.
 
     It is autocast's dtype, or else the dtype of x if FSDP's mixed precision has cast x and the gate to 16
@@ -262,8 +266,8 @@ def cast_dtype(parts: LayerModules, x: Tensor) -> torch.dtype | None:
     autocast = autocast_dtype(x)
     if autocast is not None or x.dtype not in (torch.bfloat16, torch.float16):
         return autocast
-    gate_parameter = next(parts.gate.parameters(), None)
-    like = parts.like
+    gate_parameter = next(modules.gate.parameters(), None)
+    like = modules.reference_parameter
     is_cast = (
         gate_parameter is not None
         and like is not None

@@ -16,18 +16,18 @@ def counts_source(call: Call) -> CountsSource:
         FusedCounts     fused kernels are wanted: ranks exchange counts
         ExactCounts     otherwise: ranks exchange counts
     """
-    parts = call.parts
-    if parts.may_run_on_one_rank:
+    modules = call.modules
+    if modules.may_run_on_one_rank:
         from pmoe.decide.one_rank_counts import OneRankCounts
 
         source = OneRankCounts.of(call)
         if source is not None:
             return source
-    if parts.spec.pad_to_capacity:
+    if modules.options.pad_to_capacity:
         from pmoe.decide.padded_counts import PaddedCounts
 
         return PaddedCounts(call)
-    if parts.spec.fused:
+    if modules.options.fused:
         from pmoe.decide.fused_counts import FusedCounts
 
         return FusedCounts(call)

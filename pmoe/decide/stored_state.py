@@ -62,13 +62,13 @@ class ExpertPlace:
     @staticmethod
     def of(grid: Grid, num_experts: int) -> ExpertPlace:
         """Returns this rank's place. num_experts: of all ranks."""
-        local = num_experts // grid.across.size
+        local = num_experts // grid.ep.size
         return ExpertPlace(
-            first_expert=grid.across.rank * local,
+            first_expert=grid.ep.rank * local,
             num_local_experts=local,
             num_experts=num_experts,
-            shard=grid.inside.rank,
-            num_shards=grid.inside.size,
+            shard=grid.esp.rank,
+            num_shards=grid.esp.size,
             rank=grid.all.rank,
             num_ranks=grid.all.size,
         )
@@ -255,15 +255,15 @@ def _is_own(value: Any, parameter: Tensor) -> bool:
 # ---- the next call
 
 
-def check_loaded(parts: LayerModules) -> None:
+def check_loaded(modules: LayerModules) -> None:
     """Compares the ranks' experts after any rank has loaded some. Collective over the layer's ranks.
 
     Raises ValueError on all ranks if two ranks hold the same values, unless a rank has set
     ``experts.may_be_equal``, because they are equal on purpose. The comparison resets that flag.
     """
-    experts = parts.experts
+    experts = modules.experts
     own = fingerprint(dict(experts.named_parameters())), experts.may_be_equal
-    of_ranks = gathered(parts.ranks, own, stage="comparing experts that were loaded")
+    of_ranks = gathered(modules.ranks, own, stage="comparing experts that were loaded")
     holders = dict[str, list[int]]()
     for rank, (digest, _) in enumerate(of_ranks):
         holders.setdefault(digest, []).append(rank)
@@ -278,4 +278,4 @@ def check_loaded(parts: LayerModules) -> None:
     experts.was_loaded = False
     experts.may_be_equal = False
     experts.are_equal = len(holders) == 1
-    parts.known.differed = not experts.are_equal
+    modules.cache.differed = not experts.are_equal

@@ -103,15 +103,15 @@ def _number(layer: MoELayer) -> int:
 
 def _refusal(layer: MoELayer) -> str | None:
     """Returns why a layer cannot be captured; None if it can be."""
-    copies = getattr(layer.parts.experts.reduce, "copies", None)
+    copies = getattr(layer.layer_modules.experts.reduce, "copies", None)
     if copies is not None and copies.size > 1:
         return "its experts have copies on other ranks, with which pmoe.parallelize sums gradients"
-    parts = layer.parts
-    if parts.shared_expert is not None and parts.shared_expert.are_modules:
+    modules = layer.layer_modules
+    if modules.shared_expert is not None and modules.shared_expert.are_modules:
         return "its shared_expert is your own module; a graph takes those that MoELayer builds"
     for name, experts, module in (
-        ("experts", parts.experts, parts.experts_module),
-        ("shared_expert", parts.shared_expert, parts.shared_module),
+        ("experts", modules.experts, modules.experts_module),
+        ("shared_expert", modules.shared_expert, modules.shared_module),
     ):
         if experts is None or module is None:
             continue
@@ -119,9 +119,9 @@ def _refusal(layer: MoELayer) -> str | None:
             return f"{name} ({type(module).__name__}) must have no hooks and no wrapper in a graph"
     # The table comes before the parameters: experts that are modules have none by the names of operands, and
     # are refused as modules.
-    if (reason := parts.refusal("whole graph")) is not None:
+    if (reason := modules.refusal("whole graph")) is not None:
         return reason
-    for name, experts in (("experts", parts.experts), ("shared_expert", parts.shared_expert)):
+    for name, experts in (("experts", modules.experts), ("shared_expert", modules.shared_expert)):
         if experts is None:
             continue
         if not all(operand in experts._parameters for operand in experts.operand_names):
@@ -153,7 +153,7 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
     """
     autocast = autocast_dtype(x)
     own_parameters: list[Any] = [layer.experts._parameters[name] for name in layer.experts.operand_names]
-    if layer.parts.experts.is_parallelized:
+    if layer.layer_modules.experts.is_parallelized:
         own_parameters = [each.to_local() for each in own_parameters]
     if x.shape[-1] != layer.d_model or (autocast is None and x.dtype != own_parameters[0].dtype):
         return _eager(layer, x, token_ids)  # raises the error, in the words of a call without a graph

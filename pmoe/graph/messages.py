@@ -18,32 +18,32 @@ from torch import Tensor
 
 from pmoe.comm.counts import CountsExchange, RankCounts, without_own
 from pmoe.comm.failures import at_stage, check_whole
-from pmoe.graph.operators import parts_of
+from pmoe.graph.operators import modules_of
 
 # ---- the exchange of counts
 
 
 def start_counts(counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int) -> CountsExchange:
     """Starts the exchange of row counts. Arguments are those of `exchange_counts`."""
-    parts = parts_of(layer)
-    check_whole(parts.ranks)
+    modules = modules_of(layer)
+    check_whole(modules.ranks)
     return CountsExchange(
-        parts.grid,
+        modules.grid,
         counts[:-1].unsqueeze(0),
-        num_tokens=slot.shape[0] // parts.spec.top_k,
+        num_tokens=slot.shape[0] // modules.options.top_k,
         fault=counts[-1],
         needs_grad=True,
         training=True,
         dtype=dtype,
-        traffic=parts.traffic,
-        bypass_local=parts.stages.local,
+        traffic=modules.traffic,
+        bypass_local=modules.stages.local,
     )
 
 
 def wait_counts(exchange: CountsExchange, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Waits for the row counts, and returns the results of `exchange_counts`. The host waits here."""
     counts: RankCounts = exchange.finish()
-    rank = parts_of(layer).ranks.rank
+    rank = modules_of(layer).ranks.rank
     own_1E = counts.send[0, rank : rank + 1].clone()
     tokens_W = exchange.tokens_W.long()
     return without_own(counts.send, rank)[0], without_own(counts.recv, rank)[0], own_1E, tokens_W
@@ -74,7 +74,7 @@ def exchange_counts(
 
 @exchange_counts.register_fake
 def _(counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int) -> tuple[Tensor, ...]:
-    ranks = parts_of(layer).ranks.size
+    ranks = modules_of(layer).ranks.size
     experts = (counts.shape[0] - 1) // ranks
     sizes = ((ranks, experts), (ranks, experts), (1, experts), (ranks,))
     return tuple(torch.empty(size, dtype=torch.int64, device="cpu") for size in sizes)
@@ -116,10 +116,10 @@ class Exchanging:
         returns: bool,
         layer: int,
     ) -> None:
-        parts = parts_of(layer)
-        self._ranks = parts.ranks
+        modules = modules_of(layer)
+        self._ranks = modules.ranks
         self._stage = f"{'combine' if returns else 'dispatch'} (layer {layer})"
-        way = parts.combine if returns else parts.dispatch
+        way = modules.combine if returns else modules.dispatch
         send, recv = send_WE.sum(1).tolist(), recv_WE.sum(1).tolist()
         self._by_expert = None if returns else recv_WE
         # Between two ranks there is only one other rank, so both orders are the same.

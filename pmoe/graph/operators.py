@@ -46,10 +46,10 @@ def number_of(layer: nn.Module) -> int:
     return NUMBERS[layer]
 
 
-def parts_of(layer: int) -> LayerModules:
+def modules_of(layer: int) -> LayerModules:
     """Returns the modules and options of the layer with this number."""
-    parts: LayerModules = LAYERS[layer].parts  # type: ignore[assignment]
-    return parts
+    modules: LayerModules = LAYERS[layer].layer_modules  # type: ignore[assignment]
+    return modules
 
 
 # ---- order
@@ -80,12 +80,12 @@ def order(
         counts    (E + 1,) int64, kept rows of each expert; behind them 0 or the code of a `Fault`
         used_E    (E,) with these rows added, for the next part of the batch (Lancet, section 2.3)
     """
-    parts = parts_of(layer)
+    modules = modules_of(layer)
     used_E = used_E.clone()
     if capacity >= 0 and keep_TK is None:
         keep_TK, used_E = within_capacity(expert_TK, capacity, used_E)
-    num_experts = parts.spec.num_experts
-    rows = sort_rows(expert_TK, keep_TK, 1, num_experts, parts.staying, 1)
+    num_experts = modules.options.num_experts
+    rows = sort_rows(expert_TK, keep_TK, 1, num_experts, modules.staying, 1)
     counts_E = count_rows(expert_TK, keep_TK, 1, num_experts)[0]
     fault = counts_E.new_zeros(1)
     if logits is not None and not is_shape_run():
@@ -210,7 +210,7 @@ def experts(
     layer: the layer's number.
     """
     expert_rows = ExpertRows(rows, _groups(counts_RE, rows), parameters)
-    out, hidden = parts_of(layer).experts.compute(expert_rows, weight_N)
+    out, hidden = modules_of(layer).experts.compute(expert_rows, weight_N)
     assert hidden is not None
     return out, hidden.tensors[0]
 
@@ -241,7 +241,7 @@ def experts_input_gradient(
     The three tensors are the gradient of T_M, the activated hidden, and ``grad`` times the routing weight.
     """
     expert_rows = ExpertRows(rows, _groups(counts_RE, rows), parameters)
-    out, grad_weight_N, (_, grad_hidden, active, grad_out) = parts_of(layer).experts.input_gradient(
+    out, grad_weight_N, (_, grad_hidden, active, grad_out) = modules_of(layer).experts.input_gradient(
         grad.clone(), expert_rows, weight_N, Hidden(tensors=[hidden])
     )
     return out, grad_weight_N, grad_hidden, active, grad_out
@@ -271,7 +271,7 @@ def experts_weight_gradient(
 
     Under `pmoe.parallelize` the gradients are then scaled and reduced as it says.
     """
-    layer_experts = parts_of(layer).experts
+    layer_experts = modules_of(layer).experts
     sums = [GradientSum(each, len(rows)) for each in parameters]
     for block in zip(rows, grad_hidden, active, grad_out, counts_RE, strict=True):
         *pending, counts = block

@@ -39,7 +39,7 @@ from pmoe.graph.lower import (
     merge_weight_gradients,
     name_all,
 )
-from pmoe.graph.operators import LAYERS, parts_of
+from pmoe.graph.operators import LAYERS, modules_of
 from pmoe.graph.options import Options
 from pmoe.graph.plan import GraphSplit, RangePlan, backward_axes
 from pmoe.graph.ranges import PartCosts, lags, solve, whole_ranges
@@ -161,7 +161,7 @@ class GraphRunner:
         # MoELayer.forward, which compares options and refuses wrappers, does not run in a graph.
         if program.key[0] != "backward":
             for layer in program.key[1]:
-                check_ranks(parts_of(layer))
+                check_ranks(modules_of(layer))
         if self._run is None:
             if ranks is not None and not program.is_agreed:
                 program.steps += 1

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from pmoe.graph.axes import IRREGULAR, SUM
 from pmoe.graph.lower import is_result, label, merge_weight_gradients
-from pmoe.graph.operators import parts_of
+from pmoe.graph.operators import modules_of
 from pmoe.graph.ranges import Range, stages, turns
 
 aten: Any = torch.ops.aten
@@ -117,7 +117,7 @@ def order_of_part(
     # This part's rows up to the end of each expert's block; the differences are its rows of each expert.
     rows_before = F.pad(is_in_part.cumsum(0), (1, 0))[ends]
     travel_E, stay_E = F.pad(rows_before, (1, 0)).diff().split([send_WE.numel(), own_1E.numel()])
-    travel_E.view_as(send_WE)[parts_of(layer).ranks.rank] += stay_E
+    travel_E.view_as(send_WE)[modules_of(layer).ranks.rank] += stay_E
     # The last count is 0, no fault: the forward pass has checked the routing.
     return slots_of_part, position, F.pad(travel_E, (0, 1))
 

@@ -293,7 +293,7 @@ def _tensors(layer: MoELayer, ran: RunReport) -> dict[str, int]:
     num_rows = int(counts.recv.sum())
     token_bytes = ran.num_tokens * layer.d_model * element_size
     row_bytes = num_rows * layer.d_model * element_size
-    columns = layer.parts.experts.columns(ran.device.type).hidden
+    columns = layer.layer_modules.experts.columns(ran.device.type).hidden
     hidden = {"T_M": num_rows * columns * element_size} if columns else {}
     return {"T_I": token_bytes, "T_DI": row_bytes, **hidden, "T_DO": row_bytes, "T_O": token_bytes}
 
@@ -347,15 +347,15 @@ def _marks(layer: MoELayer) -> list[int]:
     Ranks compare them by their sums and sums of squares, so they are short: squares must be exact in float64.
     A mark is 0, and the values are not read, if a comparison could show nothing.
     """
-    parts = layer.parts
-    texts = [sampled(parts.experts) if parts.known.differed else ""]
-    texts += dense_values(parts).values() if _is_spread(layer) else ["" for _ in DENSE]
+    modules = layer.layer_modules
+    texts = [sampled(modules.experts) if modules.cache.differed else ""]
+    texts += dense_values(modules).values() if _is_spread(layer) else ["" for _ in DENSE]
     return [int(text[:5] or "0", 16) for text in texts]
 
 
 def _is_spread(layer: MoELayer) -> bool:
     """Returns whether the layer is one layer on several ranks. Else each rank may have a model of its own."""
-    return layer.ranks.size > 1 or layer.parts.experts.is_parallelized
+    return layer.ranks.size > 1 or layer.layer_modules.experts.is_parallelized
 
 
 def _warn_of_values(
@@ -363,8 +363,8 @@ def _warn_of_values(
 ) -> None:
     """Warns if experts are equal that must differ, or dense parts differ that must be equal."""
     name = name or "model"  # a layer that is looked at by itself
-    known = layer.parts.known
-    if experts_are_same and known.differed and set(layer.ranks.members) <= set(ranks.members):
+    cache = layer.layer_modules.cache
+    if experts_are_same and cache.differed and set(layer.ranks.members) <= set(ranks.members):
         warn_once(f"{name}: {COPIED}")
     differ = [part for part, is_same in zip(DENSE, dense_are_same, strict=True) if not is_same]
     if differ:

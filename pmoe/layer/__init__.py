@@ -6,6 +6,7 @@
     shapes_only       calls without values: on the meta device, or with fake tensors
     predict_memory    predicts the bytes of a call
     reshard           spreads a layer over other ranks, and draws its parameters again
+    old_attributes    the old names of a layer's attributes
 
 The letters are those of `pmoe.call`.
 """

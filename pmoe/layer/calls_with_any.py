@@ -59,8 +59,8 @@ def _call(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:
         return _distributed(layer, x, *of_tokens)
     if type(x).__name__ == "AsyncCollectiveTensor":
         return _call(layer, _Waited.apply(x), *of_tokens)  # type: ignore[no-untyped-call]
-    if has_no_values(layer.parts, x):
-        y, layer.last = computed_shapes(layer.parts, x)
+    if has_no_values(layer.layer_modules, x):
+        y, layer.last = computed_shapes(layer.layer_modules, x)
         return y
     if type(x) in PLAIN:
         return layer._forward_plain(x, *of_tokens)

@@ -52,39 +52,40 @@ def check_arguments(
         check_kind(Callback, "pmoe.Callback objects", callbacks=callback)
 
 
-def check_together(parts: LayerModules, shared_expert: int | nn.Module | None) -> None:
+def check_together(modules: LayerModules, shared_expert: int | nn.Module | None) -> None:
     """Raises ValueError if options contradict each other or the modules.
 
     shared_expert: the argument, for errors.
     """
-    spec = parts.spec
-    pair = parts.spec.restore
-    has_two_degrees = spec.pipeline_backward not in (None, spec.fixed_degree)
-    if has_two_degrees and (parts.hooks is not None or spec.send_once):
-        cause = "callbacks see chunks" if parts.hooks is not None else "rows travel once (send_once=True)"
+    options = modules.options
+    pair = modules.options.restore
+    has_two_degrees = options.pipeline_backward not in (None, options.fixed_degree)
+    if has_two_degrees and (modules.hooks is not None or options.send_once):
+        cause = "callbacks see chunks" if modules.hooks is not None else "rows travel once (send_once=True)"
         raise ValueError(
-            f"pipeline_backward ({spec.pipeline_backward}) must be pipeline ({spec.pipeline}) or None if "
-            f"{cause}"
+            f"pipeline_backward ({options.pipeline_backward}) must be pipeline ({options.pipeline}) or None "
+            f"if {cause}"
         )
-    if parts.shared_gate is not None and parts.shared_expert is None:
+    if modules.shared_gate is not None and modules.shared_expert is None:
         raise ValueError("shared_gate (True) must be False without a shared_expert")
-    if parts.shared_expert is not None and getattr(parts.router, "mixes_tokens", False):
+    if modules.shared_expert is not None and getattr(modules.router, "mixes_tokens", False):
         raise ValueError(f"shared_expert ({shared_expert}) must be None with SoftMoE, which mixes tokens")
     if isinstance(pair, Restore) and pair.offloads:
         from pmoe.engine.variants.offload import check_host_memory
 
-        check_host_memory(pair, torch.empty(0).device if parts.like is None else parts.like.device)
-    if spec.memory_budget is not None:
+        reference = modules.reference_parameter
+        check_host_memory(pair, torch.empty(0).device if reference is None else reference.device)
+    if options.memory_budget is not None:
         from pmoe.layer.predict_memory import check_budget
 
-        check_budget(parts)
-    if spec.pad_to_capacity and (reason := parts.refusal("padded counts")) is not None:
+        check_budget(modules)
+    if options.pad_to_capacity and (reason := modules.refusal("padded counts")) is not None:
         raise ValueError(f"pad_to_capacity (True) must be False where {reason}")
     recomputes = pair is True or (pair and pair.hidden == "recompute")
-    if spec.splits_backward and not recomputes and parts.experts.are_modules:
+    if options.splits_backward and not recomputes and modules.experts.are_modules:
         raise ValueError(
-            f"pipeline_backward ({spec.pipeline_backward}) must be at most pipeline ({spec.pipeline}) if "
-            "experts are modules and their hidden is kept or offloaded, because a saved graph cannot be "
+            f"pipeline_backward ({options.pipeline_backward}) must be at most pipeline ({options.pipeline}) "
+            "if experts are modules and their hidden is kept or offloaded, because a saved graph cannot be "
             "split: "
             'use memory_reuse="S3" or "S4", which recompute it'
         )
@@ -104,38 +105,40 @@ def set_option(layer: MoELayer, name: str, value: object) -> None:
         raise AttributeError(
             f"{name} ({value!r}) must be set in layer.switches: layer.switches = Switches({name}={value!r})"
         )
-    spec_before = layer.spec
-    spec = replace(spec_before, **{name: value})  # type: ignore[arg-type]
-    if name in SIZES and spec != spec_before:
-        raise ValueError(f"{name} ({value!r}) must stay {getattr(spec_before, name)}, as the layer was built")
-    layer.spec = spec
+    options_before = layer.options
+    options = replace(options_before, **{name: value})  # type: ignore[arg-type]
+    if name in SIZES and options != options_before:
+        raise ValueError(
+            f"{name} ({value!r}) must stay {getattr(options_before, name)}, as the layer was built"
+        )
+    layer.options = options
     try:
-        check_together(layer.parts, layer.shared_expert)
+        check_together(layer.layer_modules, layer.shared_expert)
     except ValueError:
-        layer.spec = spec_before
+        layer.options = options_before
         raise
 
 
 def make_layer_gate(
-    spec: LayerOptions,
+    options: LayerOptions,
     gate: GateName | nn.Module,
     normalize_gate: bool | None,
     z_loss_weight: float,
-    options: dict[str, Any],
+    factory_options: dict[str, Any],
 ) -> nn.Module:
     """Returns the gate of a layer: makes the one of that name, or checks a user's module.
 
     gate, normalize_gate, z_loss_weight: arguments of `pmoe.MoELayer`.
-    options: device and dtype of the parameters.
+    factory_options: device and dtype of the parameters.
 
     Raises TypeError or ValueError for arguments that do not fit together.
     """
-    capacity_factor = spec.capacity_factor
+    capacity_factor = options.capacity_factor
     check_flag("normalize_gate", normalize_gate, or_none=True)
     if isinstance(gate, str):
         gate_options = {"normalize": normalize_gate, "z_loss_weight": z_loss_weight or None}
-        sizes = (spec.d_model, spec.num_experts, spec.top_k)
-        made_gate = make_gate(gate, sizes, capacity_factor, gate_options, options)
+        sizes = (options.d_model, options.num_experts, options.top_k)
+        made_gate = make_gate(gate, sizes, capacity_factor, gate_options, factory_options)
         if made_gate.mixes_tokens and capacity_factor is not None:
             raise ValueError(f"capacity_factor ({capacity_factor}) must be None: SoftMoE drops nothing")
         return made_gate
@@ -150,23 +153,23 @@ def make_experts(
     expert: ExpertName | nn.Module | Callable[..., nn.Module],
     activation: ActivationName,
     bias: bool,
-    options: dict[str, Any],
+    factory_options: dict[str, Any],
 ) -> Experts:
     """Returns this rank's experts: makes those of that name, or wraps a user's modules.
 
     Their values depend on the seed and on their numbers among all experts, but not on the number of ranks.
 
     expert, activation, bias: arguments of `pmoe.MoELayer`.
-    options: device and dtype of the parameters.
+    factory_options: device and dtype of the parameters.
     """
     sizes = (layer.d_model, layer.d_hidden, layer.num_local_experts)
     if isinstance(expert, str):
-        stacked = make_stacked(expert, *sizes, activation, bias, shard=layer.shard, **options)
+        stacked = make_stacked(expert, *sizes, activation, bias, shard=layer.shard, **factory_options)
         initialise(stacked, first_expert=layer.first_expert)
         return stacked
     from pmoe.experts.modules import given_experts
 
-    return given_experts(expert, sizes, layer.shard, layer.first_expert, options)
+    return given_experts(expert, sizes, layer.shard, layer.first_expert, factory_options)
 
 
 def make_grid(
@@ -217,13 +220,13 @@ def check_fit(num_experts: int, d_hidden: int, grid: Grid, across: str) -> None:
 
     across: the name of the ranks that share the experts, for errors.
     """
-    if num_experts % grid.across.size:
-        size = grid.across.size
+    if num_experts % grid.ep.size:
+        size = grid.ep.size
         advice = "" if num_experts > size else '; split fewer by a mesh with "esp"'
         raise ValueError(
             f"num_experts ({num_experts}) must be divisible by the size of {across} ({size}){advice}"
         )
-    if d_hidden % grid.inside.size:
+    if d_hidden % grid.esp.size:
         raise ValueError(
-            f'd_hidden ({d_hidden}) must be divisible by the size of the mesh\'s "esp" ({grid.inside.size})'
+            f'd_hidden ({d_hidden}) must be divisible by the size of the mesh\'s "esp" ({grid.esp.size})'
         )

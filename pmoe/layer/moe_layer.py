@@ -29,6 +29,7 @@ from pmoe.experts import ActivationName, ExpertName
 from pmoe.experts.base import Experts, Shard
 from pmoe.gates import GateName
 from pmoe.layer import construct
+from pmoe.layer.old_attributes import OldAttributes, with_new_names
 from pmoe.ordering import Order, OrderName, make_order
 from pmoe.planner.degree import SolveName
 from pmoe.schedule.restore import Restore, StrategyName
@@ -57,7 +58,7 @@ def _breaks_graphs(forward: F) -> F:
     return cast(F, excluded)
 
 
-class MoELayer(nn.Module):
+class MoELayer(OldAttributes, nn.Module):
     """A Mixture-of-Experts layer: experts are spread over ranks, tokens travel in micro-batches.
 
     The gate sends each token to top_k experts. The token's output is the sum of theirs, each times its
@@ -130,7 +131,7 @@ class MoELayer(nn.Module):
     experts: Experts
     shared_gate: nn.Linear | None
     grid: Grid
-    known: LayerCache
+    cache: LayerCache
 
     d_model: int = option("d_model")
     d_hidden: int = option("d_hidden")
@@ -148,10 +149,10 @@ class MoELayer(nn.Module):
     check_finite: bool | None = option("check_finite")
     switches: Switches = option("switches")
 
-    spec: LayerOptions
+    options: LayerOptions
     last: LastCall
     """The record of the last call."""
-    _parts: LayerModules | None
+    _layer_modules: LayerModules | None
 
     def __init__(
         self,
@@ -189,7 +190,7 @@ class MoELayer(nn.Module):
         check_finite: bool | None = None,
     ) -> None:
         super().__init__()
-        self.spec = LayerOptions(
+        self.options = LayerOptions(
             d_model=d_model,
             d_hidden=d_hidden,
             num_experts=num_experts,
@@ -209,14 +210,14 @@ class MoELayer(nn.Module):
         self.grid = construct.make_grid(group, mesh, device)
         construct.check_fit(num_experts, d_hidden, self.grid, "group" if mesh is None else 'the mesh\'s "ep"')
         self.last = LastCall()
-        self.known = LayerCache()
+        self.cache = LayerCache()
         self.traffic = Traffic()
         self.gradients: Any = None  # set by `pmoe.GradientReducer`
         self.order = make_order(order)
         if isinstance(dispatch, str) and dispatch == "auto":
             from pmoe.choose.dispatch import fastest_dispatch
 
-            dispatch = fastest_dispatch(self.spec, self.grid, nodes, device, dtype)
+            dispatch = fastest_dispatch(self.options, self.grid, nodes, device, dtype)
         self.dispatch, self.combine = make_exchanges(dispatch, combine, nodes)
         self.scalars = FlatAllToAll()
         self._bind_to_ranks()
@@ -224,12 +225,14 @@ class MoELayer(nn.Module):
         self.callback_modules = nn.ModuleList(
             callback for callback in callbacks if isinstance(callback, nn.Module)
         )
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.gate = construct.make_layer_gate(self.spec, gate, normalize_gate, z_loss_weight, options)
+        factory_options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.gate = construct.make_layer_gate(
+            self.options, gate, normalize_gate, z_loss_weight, factory_options
+        )
         # A gate that the layer made itself is trusted: its routing is not checked. The tuple hides it from
         # nn.Module, which would register the gate as a second submodule.
         self._trusted_gates = (self.gate,) if isinstance(gate, str) else ()
-        self.experts = construct.make_experts(self, expert, activation, bias, options)
+        self.experts = construct.make_experts(self, expert, activation, bias, factory_options)
         self.experts.mark_parameters()
         self.experts.note_operands()
         self.shared_expert: Experts | None = None
@@ -238,34 +241,34 @@ class MoELayer(nn.Module):
 
             kind = expert if isinstance(expert, str) else "ffn"
             self.shared_expert = shared_experts(
-                shared_expert, kind, self.d_model, activation, bias, self.num_experts, options
+                shared_expert, kind, self.d_model, activation, bias, self.num_experts, factory_options
             )
         if self.shared_expert is not None:
             self.shared_expert.note_operands()
-        self.shared_gate = SharedGate(d_model, 1, bias=False, **options) if shared_gate else None
-        construct.check_together(self.parts, shared_expert)
+        self.shared_gate = SharedGate(d_model, 1, bias=False, **factory_options) if shared_gate else None
+        construct.check_together(self.layer_modules, shared_expert)
         if self.ranks.size > 1:
             from pmoe.experts.wrapper_checks import sampled
 
             self.experts.built = sampled(self.experts)
 
     @property
-    def parts(self) -> LayerModules:
+    def layer_modules(self) -> LayerModules:
         """The modules and options of the layer, with all that follows from them. Cached until one changes."""
-        parts = self._parts
-        modules = self._modules
+        modules = self._layer_modules
+        children = self._modules
         # Some tools write modules directly into _modules. __setattr__, which clears the cache, misses that.
         if (
-            parts is None
-            or parts.experts_module is not modules.get("experts")
-            or parts.gate is not modules.get("gate")
-            or parts.shared_module is not modules.get("shared_expert")
-            or parts.shared_gate is not modules.get("shared_gate")
+            modules is None
+            or modules.experts_module is not children.get("experts")
+            or modules.gate is not children.get("gate")
+            or modules.shared_module is not children.get("shared_expert")
+            or modules.shared_gate is not children.get("shared_gate")
         ):
-            parts = self._parts = self._make_parts()
-        return parts
+            modules = self._layer_modules = self._make_layer_modules()
+        return modules
 
-    def _make_parts(self) -> LayerModules:
+    def _make_layer_modules(self) -> LayerModules:
         """Returns the modules of the layer as they are now, with the experts and gate inside of wrappers."""
         shared_expert = None
         if self.shared_expert is not None:
@@ -283,7 +286,7 @@ class MoELayer(nn.Module):
             callbacks=self.callbacks,
             gradients=self.gradients,
             traffic=self.traffic,
-            spec=self.spec,
+            options=self.options,
             gate=self.gate,
             router=gate_inside(self.gate),
             trusts_gate=any(self.gate is gate for gate in self._trusted_gates),
@@ -291,17 +294,18 @@ class MoELayer(nn.Module):
             shared_module=self.shared_expert,
             shared_gate=self.shared_gate,
             callback_modules=self.callback_modules,
-            known=self.known,
+            cache=self.cache,
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute. An option goes into a new, checked `spec`, and a new module clears `parts`."""
+        """Sets an attribute. An option goes into new, checked `options`, and a new module clears
+        `layer_modules`."""
         if name in LayerOptions.__dataclass_fields__ or name in Switches.__dataclass_fields__:
             construct.set_option(self, name, value)
             return
         super().__setattr__(name, value)
         if name in LayerModules.__dataclass_fields__:
-            self.__dict__["_parts"] = None
+            self.__dict__["_layer_modules"] = None
 
     @property
     def ranks(self) -> Ranks:
@@ -311,22 +315,22 @@ class MoELayer(nn.Module):
     @property
     def num_local_experts(self) -> int:
         """The number of experts that this rank holds."""
-        return self.num_experts // self.grid.across.size
+        return self.num_experts // self.grid.ep.size
 
     @property
     def first_expert(self) -> int:
         """The number, among all experts, of this rank's first expert."""
-        return self.grid.across.rank * self.num_local_experts
+        return self.grid.ep.rank * self.num_local_experts
 
     @property
     def shard(self) -> Shard:
         """The part of every expert's hidden columns that this rank holds."""
-        return Shard(self.grid.inside.rank, self.grid.inside.size)
+        return Shard(self.grid.esp.rank, self.grid.esp.size)
 
     def _bind_to_ranks(self) -> None:
         """Gives the all-to-alls their ranks, and the counter of the bytes that they send."""
         for exchange in (self.dispatch, self.combine, self.scalars):
-            exchange.bind(self.grid.across, self.traffic)
+            exchange.bind(self.grid.ep, self.traffic)
 
     # On this method, not on one that it calls: torch.compile would then compile this method as a frame of its
     # own, with a graph break of its own.
@@ -358,7 +362,7 @@ class MoELayer(nn.Module):
         self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """Computes `forward` for a plain tensor with values, (..., d_model). Refuses other kinds."""
-        call = begin_call(self, self.parts, x, token_ids, mask)
+        call = begin_call(self, self.layer_modules, x, token_ids, mask)
         decision, y_TM = ExpertsCall(counts_source(call))()
         self.last = LastCall.of(decision)
         return shaped_output(decision, y_TM)
@@ -377,7 +381,7 @@ class MoELayer(nn.Module):
         backward pass. To free them without a backward pass, set ``layer.l_aux = None``. Then, and before the
         first call, the loss is a zero without a graph, on the device of the parameters.
         """
-        return self.parts.no_loss() if self.last.l_aux is None else self.last.l_aux
+        return self.layer_modules.no_loss() if self.last.l_aux is None else self.last.l_aux
 
     @l_aux.setter
     def l_aux(self, value: Tensor | None) -> None:
@@ -414,7 +418,7 @@ class MoELayer(nn.Module):
     @property
     def restore(self) -> Restore | bool:
         """The restore pair; False without `memory_reuse`, True if the layer chooses the pair itself."""
-        return self.spec.restore
+        return self.options.restore
 
     def check_spread(self, mesh: DeviceMesh) -> None:
         """Checks whether `spread` can spread the layer over ``mesh``. Changes nothing.
@@ -423,7 +427,7 @@ class MoELayer(nn.Module):
         """
         from pmoe.layer import reshard
 
-        reshard.check_spread(self.parts, mesh)
+        reshard.check_spread(self.layer_modules, mesh)
 
     def spread(self, mesh: DeviceMesh) -> None:
         """Spreads the experts over ``mesh``. Every rank must have built this layer with all experts.
@@ -438,11 +442,11 @@ class MoELayer(nn.Module):
         self.check_spread(mesh)
         self.grid = construct.make_grid(None, mesh)
         self._bind_to_ranks()
-        self.parts.experts.keep(
+        self.layer_modules.experts.keep(
             slice(self.first_expert, self.first_expert + self.num_local_experts), self.shard
         )
         self.last = LastCall()
-        self.known = LayerCache()
+        self.cache = LayerCache()
         self.experts.was_loaded = False  # by one rank, which had all
         stored_state.watch(self.experts, self.grid, self.num_experts)
 
@@ -457,7 +461,7 @@ class MoELayer(nn.Module):
         """
         from pmoe.layer import reshard
 
-        reshard.reset_parameters(self.parts)
+        reshard.reset_parameters(self.layer_modules)
 
     def save_degrees(self, path: str | Path) -> None:
         """Writes the degrees that pipeline=True has found for layers like this one into a JSON file.
@@ -466,8 +470,8 @@ class MoELayer(nn.Module):
         """
         from pmoe.choose import search
 
-        key = search.key_of(self.parts)
-        search.save_degrees(search.held(self.parts.ranks, key).tables, path, key)
+        key = search.key_of(self.layer_modules)
+        search.save_degrees(search.held(self.layer_modules.ranks, key).tables, path, key)
 
     def load_degrees(self, path: str | Path) -> None:
         """Loads the degrees that `save_degrees` wrote. All ranks take those of rank 0's file.
@@ -477,7 +481,7 @@ class MoELayer(nn.Module):
         """
         from pmoe.choose import search
 
-        search.learned_degrees(self.parts, "" if path is None else path)
+        search.learned_degrees(self.layer_modules, "" if path is None else path)
 
     def predict_memory(
         self,
@@ -509,14 +513,23 @@ class MoELayer(nn.Module):
         from pmoe.layer import predict_memory
 
         return predict_memory.predict_memory(
-            self.parts, num_tokens, row_counts, pipeline, pipeline_backward, memory_reuse
+            self.layer_modules, num_tokens, row_counts, pipeline, pipeline_backward, memory_reuse
         )
 
     def __getstate__(self) -> dict[str, Any]:
         # The loss is attached to a graph, which can be neither copied nor pickled. What ranks agreed on is
         # left out too, because a copy may be used with other ranks.
         last = replace(self.last, l_aux=None)
-        return {**self.__dict__, "last": last, "gradients": None, "known": LayerCache(), "_parts": None}
+        return {
+            **self.__dict__,
+            "last": last,
+            "gradients": None,
+            "cache": LayerCache(),
+            "_layer_modules": None,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(with_new_names(state))  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         reuse = "" if self.restore is False else f"memory_reuse={self.restore}, "

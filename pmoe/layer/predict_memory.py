@@ -27,7 +27,7 @@ USERS_OWN = {
 
 
 def predict_memory(
-    parts: LayerModules,
+    modules: LayerModules,
     num_tokens: int,
     row_counts: RankCounts | None,
     pipeline: int | None,
@@ -40,64 +40,64 @@ def predict_memory(
             check_count(**{name: value})
     check_int(0, num_tokens=num_tokens)
     check_kind((RankCounts, type(None)), "None or what layer.row_counts holds", row_counts=row_counts)
-    check_predictable(parts)
+    check_predictable(modules)
     num_tokens, pipeline, pipeline_backward = map(plain_int, (num_tokens, pipeline, pipeline_backward))
-    choices = _ways(parts, pipeline, pipeline_backward, memory_reuse)
-    rotates = parts.spec.rotates or memory_reuse is not None
-    sizes = replace(memory_shape(parts), rotates=rotates)
-    call = rows_of_call(parts, num_tokens)
-    memory_of = {choice: _of_way(parts, sizes, call, row_counts, choice) for choice in choices}
+    choices = _ways(modules, pipeline, pipeline_backward, memory_reuse)
+    rotates = modules.options.rotates or memory_reuse is not None
+    sizes = replace(memory_shape(modules), rotates=rotates)
+    call = rows_of_call(modules, num_tokens)
+    memory_of = {choice: _of_way(modules, sizes, call, row_counts, choice) for choice in choices}
     arguments = (row_counts, pipeline, pipeline_backward, memory_reuse)
-    if (budget := parts.spec.budget) is not None and all(argument is None for argument in arguments):
+    if (budget := modules.options.budget) is not None and all(argument is None for argument in arguments):
         priced = [
             PricedChoice(**vars(choice), seconds=0.0, memory=memory) for choice, memory in memory_of.items()
         ]
         within_budget(priced, budget)  # raises ValueError if no choice stays within the budget
         memory_of = {choice: memory for choice, memory in memory_of.items() if memory.promised <= budget}
     largest = max(memory_of.values(), key=lambda memory: memory.peak)
-    return replace(largest, unknown=unknown(parts), candidates=memory_of if len(memory_of) > 1 else {})
+    return replace(largest, unknown=unknown(modules), candidates=memory_of if len(memory_of) > 1 else {})
 
 
-def check_predictable(parts: LayerModules) -> None:
+def check_predictable(modules: LayerModules) -> None:
     """Raises ValueError for a layer whose memory is not predicted.
 
     That is a layer with a feature whose memory is unknown, or with fused kernels, which hold rows in a heap
     of their own.
     """
-    reason = parts.refusal("memory")
-    if reason is None and parts.spec.fused:
+    reason = modules.refusal("memory")
+    if reason is None and modules.options.fused:
         from pmoe.decide.fused_choice import fused_pair, layer_refusal
 
-        if layer_refusal(parts) is None and fused_pair(parts) is not None:
-            reason = f"kernels are fused (fused={parts.spec.fused!r})"
+        if layer_refusal(modules) is None and fused_pair(modules) is not None:
+            reason = f"kernels are fused (fused={modules.options.fused!r})"
     if reason is not None:
         raise ValueError(f"predict_memory must not be called where {reason}: its memory is not predicted")
 
 
-def check_budget(parts: LayerModules) -> None:
+def check_budget(modules: LayerModules) -> None:
     """Raises ValueError for a layer that cannot keep a memory budget: part of its memory is unknown."""
-    reason = parts.refusal("memory budget")
-    like = parts.like
-    if reason is None and not parts.experts.columns("cpu" if like is None else like.device.type).hidden:
-        reason = f"experts ({type(parts.experts).__name__}) do not say what they save"
+    reason = modules.refusal("memory budget")
+    like = modules.reference_parameter
+    if reason is None and not modules.experts.columns("cpu" if like is None else like.device.type).hidden:
+        reason = f"experts ({type(modules.experts).__name__}) do not say what they save"
     if reason is not None:
         raise ValueError(
-            f"memory_budget ({parts.spec.memory_budget!r}) must be left out where {reason}: its memory is "
-            "not predicted"
+            f"memory_budget ({modules.options.memory_budget!r}) must be left out where {reason}: its memory "
+            "is not predicted"
         )
 
 
-def unknown(parts: LayerModules) -> tuple[str, ...]:
+def unknown(modules: LayerModules) -> tuple[str, ...]:
     """Returns notes about the parts of a layer's memory that are not counted, because they are a user's."""
-    notes = [note for feature, note in USERS_OWN.items() if feature in parts.features]
-    shared = parts.shared_expert
+    notes = [note for feature, note in USERS_OWN.items() if feature in modules.features]
+    shared = modules.shared_expert
     if shared is not None and not shared.columns("cpu").hidden:
         notes.append("the shared expert is a user's module: what it saves is not counted")
     return tuple(notes)
 
 
 def _ways(
-    parts: LayerModules,
+    modules: LayerModules,
     pipeline: int | None,
     pipeline_backward: int | None,
     memory_reuse: StrategyName | Restore | None,
@@ -108,23 +108,23 @@ def _ways(
 
     Raises ValueError if memory_reuse names no pair.
     """
-    spec = parts.spec
-    pairs = parts.pairs
+    options = modules.options
+    pairs = modules.pairs
     if memory_reuse is not None:
         pair = parse_restore(memory_reuse)
         if not isinstance(pair, Restore):
             raise ValueError(f"memory_reuse ({memory_reuse!r}) must be None, one of S1 to S4 or a Restore")
         pairs = (pair,)
-    n = pipeline or spec.fixed_degree
-    forward = spec.degrees if n is None else (n,)
-    n_backward = pipeline_backward or spec.pipeline_backward
-    has_two_degrees = spec.pipeline == SOLVE and spec.rotates and n is None and n_backward is None
-    degrees = [(n, m) for n in forward for m in (spec.degrees if has_two_degrees else (n_backward or n,))]
+    n = pipeline or options.fixed_degree
+    forward = options.degrees if n is None else (n,)
+    n_backward = pipeline_backward or options.pipeline_backward
+    has_two_degrees = options.pipeline == SOLVE and options.rotates and n is None and n_backward is None
+    degrees = [(n, m) for n in forward for m in (options.degrees if has_two_degrees else (n_backward or n,))]
     return all_choices(degrees, pairs)
 
 
 def _of_way(
-    parts: LayerModules, sizes: LayerSizes, call: CallRows, counts: RankCounts | None, way: Choice
+    modules: LayerModules, sizes: LayerSizes, call: CallRows, counts: RankCounts | None, way: Choice
 ) -> PredictedMemory:
     """Returns the predicted memory of one choice: for these row counts, or a bound for any routing.
 
@@ -132,13 +132,13 @@ def _of_way(
     """
     sizes = replace(sizes, rotates=sizes.rotates or way.rearranged)
     if counts is None:
-        return bound(sizes, call, way, parts.spec.slack, parts.num_bins)
+        return bound(sizes, call, way, modules.options.slack, modules.num_bins)
     bins = counts.send.shape[0]
     degrees = (way.forward, way.backward)
     if any(bins % n for n in degrees):
         raise ValueError(f"pipeline {degrees} must divide the {bins} bins of row_counts")
     cut = [n << counts.depth.get(n, 0) for n in degrees]  # skewed routing was cut into more chunks
-    rank = parts.ranks.rank
-    place = parts.grid.inside.rank
+    rank = modules.ranks.rank
+    place = modules.grid.esp.rank
     forward, backward = (counted_rows(sizes, counts, rank, n, place) for n in cut)
     return predict(sizes, call, forward, backward, way.restore, rearranged=cut[0] != cut[1])

@@ -17,62 +17,62 @@ from pmoe.gates.base import Gate
 from pmoe.layer.construct import check_fit
 
 
-def check_spread(parts: LayerModules, mesh: DeviceMesh) -> None:
+def check_spread(modules: LayerModules, mesh: DeviceMesh) -> None:
     """Checks whether a layer can be spread over a mesh.
 
     Raises ValueError or TypeError with the reason if it cannot.
     """
     dimensions_of(mesh)
-    spec = parts.spec
-    like = parts.like
-    num_held = parts.experts.num_local_experts
+    options = modules.options
+    like = modules.reference_parameter
+    num_held = modules.experts.num_local_experts
     is_meta = like is not None and like.is_meta
-    if parts.ranks.size > 1 and not is_meta:
+    if modules.ranks.size > 1 and not is_meta:
         raise ValueError(
-            f"a layer built over {parts.ranks.size} ranks must not be spread over other ranks: this rank has "
-            f"only {num_held} of {spec.num_experts} experts. Build it with mesh={mesh}, or "
+            f"a layer built over {modules.ranks.size} ranks must not be spread over other ranks: this rank "
+            f"has only {num_held} of {options.num_experts} experts. Build it with mesh={mesh}, or "
             "for one rank (before init_process_group, or with a group of one rank)"
         )
-    if parts.gradients is not None:
+    if modules.gradients is not None:
         raise ValueError("a layer must be spread before a GradientReducer is built for it")
-    check_own_parameters(parts.experts, parts.experts.hidden_dims() or ())
-    if not parts.experts.are_modules and parts.experts.hidden_dims() is None:
+    check_own_parameters(modules.experts, modules.experts.hidden_dims() or ())
+    if not modules.experts.are_modules and modules.experts.hidden_dims() is None:
         raise TypeError(
-            f"experts ({type(parts.experts).__name__}) must be stacked or modules to be spread over ranks"
+            f"experts ({type(modules.experts).__name__}) must be stacked or modules to be spread over ranks"
         )
     grid = grid_of_mesh(mesh)
-    check_fit(spec.num_experts, spec.d_hidden, grid, 'the mesh\'s "ep"')
-    if parts.experts.are_modules and grid.is_sharded:
+    check_fit(options.num_experts, options.d_hidden, grid, 'the mesh\'s "ep"')
+    if modules.experts.are_modules and grid.is_sharded:
         raise ValueError(
             'experts (modules) must not be split over "esp": pmoe cannot split the hidden columns of a module'
         )
-    if parts.experts.are_modules and parts.ranks.size > 1:
+    if modules.experts.are_modules and modules.ranks.size > 1:
         raise ValueError(
             "experts (modules) can be spread only if this rank has all of them, even on the meta device"
         )
-    if spec.pad_to_capacity and grid.is_sharded:
+    if options.pad_to_capacity and grid.is_sharded:
         raise ValueError('pad_to_capacity (True) must be False if experts are split over "esp"')
 
 
-def reset_parameters(parts: LayerModules) -> None:
+def reset_parameters(modules: LayerModules) -> None:
     """Draws new values for all parameters of a layer, as `pmoe.MoELayer.reset_parameters` describes."""
-    first_expert = parts.grid.across.rank * parts.experts.num_local_experts
-    if isinstance(parts.gate, Gate):
-        parts.gate.reset_parameters()
+    first_expert = modules.grid.ep.rank * modules.experts.num_local_experts
+    if isinstance(modules.gate, Gate):
+        modules.gate.reset_parameters()
     else:
-        reset_modules(parts.gate)
+        reset_modules(modules.gate)
     for experts, first_number in (
-        (parts.experts, first_expert),
-        (parts.shared_expert, parts.spec.num_experts),
+        (modules.experts, first_expert),
+        (modules.shared_expert, modules.options.num_experts),
     ):
         if isinstance(experts, StackedExperts):
             initialise(experts, first_expert=first_number)
         elif experts is not None and experts.are_modules:
             resets = [functools.partial(reset_modules, module) for module in experts.as_modules()]
             seeded(lambda i: resets[i](), first_expert=first_number, count=len(resets))  # noqa: B023
-    if parts.shared_gate is not None:
-        reset_modules(parts.shared_gate)
-    parts.experts.built = sampled(parts.experts) if parts.ranks.size > 1 else ""
+    if modules.shared_gate is not None:
+        reset_modules(modules.shared_gate)
+    modules.experts.built = sampled(modules.experts) if modules.ranks.size > 1 else ""
 
 
 def reset_modules(module: nn.Module) -> None:

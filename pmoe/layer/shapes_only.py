@@ -29,16 +29,16 @@ from pmoe.decide.route import cast_dtype, check_input
 from pmoe.gates.base import at_least_float32
 
 
-def has_no_values(parts: LayerModules, x: Tensor) -> bool:
+def has_no_values(modules: LayerModules, x: Tensor) -> bool:
     """Returns whether a call with x (..., M) computes shapes only."""
-    like = parts.like
+    like = modules.reference_parameter
     if x.is_meta:
         return like is None or like.is_meta
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return mode is not None or isinstance(x, FakeTensor) or isinstance(like, FakeTensor)
 
 
-def computed_shapes(parts: LayerModules, x: Tensor) -> tuple[Tensor, LastCall]:
+def computed_shapes(modules: LayerModules, x: Tensor) -> tuple[Tensor, LastCall]:
     """Returns the output of the layer without values, (..., M), and the record of the call.
 
     Both are connected to the graphs of x, of the parameters, and of a router outside of the layer, so that
@@ -48,19 +48,19 @@ def computed_shapes(parts: LayerModules, x: Tensor) -> tuple[Tensor, LastCall]:
 
     Raises what a real call raises for a wrong shape, dtype or device.
     """
-    for callback in parts.callbacks:
+    for callback in modules.callbacks:
         x = callback.before_moe_start(x)
-    check_input(parts, x)
+    check_input(modules, x)
     operands: list[Tensor] = []
-    for module in (parts.experts, parts.gate, parts.shared_expert, parts.shared_gate):
+    for module in (modules.experts, modules.gate, modules.shared_expert, modules.shared_gate):
         operands += () if module is None else module.parameters()
-    operands += () if parts.hooks is None else parts.hooks.parameters
+    operands += () if modules.hooks is None else modules.hooks.parameters
     # A router outside of the layer gets a gradient, too.
-    if getattr(parts.gate, "has_external_routing", False):
-        operands.append(parts.gate(x).weight)
-    l_aux = _shape_like(x.new_empty(()), at_least_float32(x[:0]).dtype, x, *parts.gate.parameters())
-    y = _shape_like(x, cast_dtype(parts, x) or x.dtype, x, *operands)
-    for callback in parts.callbacks:
+    if getattr(modules.gate, "has_external_routing", False):
+        operands.append(modules.gate(x).weight)
+    l_aux = _shape_like(x.new_empty(()), at_least_float32(x[:0]).dtype, x, *modules.gate.parameters())
+    y = _shape_like(x, cast_dtype(modules, x) or x.dtype, x, *operands)
+    for callback in modules.callbacks:
         y = callback.before_moe_end(y)
     return y, LastCall(l_aux=l_aux)
 

@@ -74,7 +74,7 @@ def plan_ways(
     place: dict[str, Any] = {"num_ranks": rates.num_ranks, "device_type": rates.device_type}
     dtype = str(layer["dtype"]).removeprefix("torch.")
     for dispatch, esp in candidate_ways(rates, layer) if among is None else among:
-        sizes = sizes_from_options(**layer, **place, inside=esp)
+        sizes = sizes_from_options(**layer, **place, esp_size=esp)
         if isinstance(rates, Profile):
             profile = rates
         else:
@@ -112,7 +112,7 @@ def sensitivity(cluster: Cluster, ways: Sequence[Advice], **options: Any) -> Ite
     first = ways[0]
     chosen = ways[0].decision
     near = [way for way in ways if (1 - OFF) * way.decision.seconds <= chosen.seconds]
-    options["among"] = [(way.dispatch, way.sizes.inside) for way in near]
+    options["among"] = [(way.dispatch, way.sizes.esp_size) for way in near]
     if options.get("budget") is None:  # without a budget only S1 to S4 are chosen
         options["pairs"] = tuple(STRATEGIES.values())
     unused = {"inside": cluster.ranks_per_machine, "outside": cluster.machines}  # a link among 1 is not used

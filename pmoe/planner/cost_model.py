@@ -215,12 +215,12 @@ def _both_passes(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: 
             restore,
             direction,
             profile,
-            b=num_tokens * sizes.top_k * sizes.inside,
+            b=num_tokens * sizes.top_k * sizes.esp_size,
             M=sizes.d_model,
             H=sizes.columns.scratch,
             element_size=sizes.element_size,
             swiglu=sizes.columns.hidden > sizes.columns.scratch,
-            travelling=across / sizes.inside,  # b counts rows once they are gathered
+            travelling=across / sizes.esp_size,  # b counts rows once they are gathered
         )
         for direction in get_args(PassDirection)
     ]

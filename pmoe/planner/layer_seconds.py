@@ -24,16 +24,16 @@ def even_task_costs(sizes: LayerSizes, profile: Profile, num_tokens: int, n: int
     num_tokens: of this rank, evenly routed.
     """
     rows = num_tokens * sizes.top_k / n
-    crossing = (sizes.num_across - 1) / sizes.num_across  # what a rank sends to itself crosses no link
+    crossing = (sizes.ep_size - 1) / sizes.ep_size  # what a rank sends to itself crosses no link
     travelling = crossing if sizes.bypass_local else 1.0  # of a rank's rows, those in S and R tasks
-    shared = profile.sharing(sizes.inside)(rows * (sizes.inside - 1) * sizes.d_model * sizes.element_size)
-    local = _costs_of_rows(sizes, profile, rows * (1 - travelling) * sizes.inside)
+    shared = profile.sharing(sizes.esp_size)(rows * (sizes.esp_size - 1) * sizes.d_model * sizes.element_size)
+    local = _costs_of_rows(sizes, profile, rows * (1 - travelling) * sizes.esp_size)
     return {
         Kind.DISPATCH: profile.message(rows * crossing * sizes.d_model * sizes.element_size),
         Kind.ALL_GATHER: shared,
         Kind.REDUCE_SCATTER: shared,
         Kind.WEIGHTS: profile.message(n * (rows * travelling) * sizes.weight_size),
-        **_costs_of_rows(sizes, profile, rows * travelling * sizes.inside),
+        **_costs_of_rows(sizes, profile, rows * travelling * sizes.esp_size),
         **{LOCAL_TWIN[kind]: seconds for kind, seconds in local.items()},
     }
 
@@ -45,7 +45,7 @@ def _costs_of_rows(sizes: LayerSizes, profile: Profile, rows: float) -> dict[Kin
     """
     hidden, active, size = sizes.columns.hidden, sizes.columns.scratch, sizes.element_size
     of_row = sizes.d_model * (hidden + active)
-    weights = sizes.d_model * sizes.num_experts / sizes.num_across
+    weights = sizes.d_model * sizes.num_experts / sizes.ep_size
     return {
         Kind.COMPUTE: profile.products(rows * of_row, weights * (hidden + active)),
         Kind.WGRAD: profile.compute(rows * of_row),

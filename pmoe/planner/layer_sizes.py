@@ -51,7 +51,7 @@ class LayerSizes:
     gate_scores: number of tensors that the gate saves for backward, each with one score per token and
         expert.
     cast_from: under autocast, bytes of an element of the tokens and parameters before the cast; else 0.
-    inside: number of ranks that each expert is split over.
+    esp_size: number of ranks that each expert is split over.
     rotates: whether buffers rotate through ring slots.
     relays: in a hierarchical exchange, the number of ranks of a node; a rank passes on rows for so many. 0
         if each row travels straight to its rank.
@@ -73,7 +73,7 @@ class LayerSizes:
     has_drops: bool = False
     gate_scores: int = 1
     cast_from: int = 0
-    inside: int = 1
+    esp_size: int = 1
     rotates: bool = True
     shared_columns: HiddenColumns = HiddenColumns()
     shared_parameters: int = 0
@@ -86,13 +86,13 @@ class LayerSizes:
         return CallRows(tokens=num_tokens, inner=num_tokens, slots=slots, choices=self.top_k)
 
     @property
-    def num_across(self) -> int:
+    def ep_size(self) -> int:
         """Number of ranks that the experts are distributed over.
 
-        Each expert's hidden columns are split over the ``inside`` ranks of a group: num_ranks = num_across
+        Each expert's hidden columns are split over the ``inside`` ranks of a group: num_ranks = ep_size
         * inside.
         """
-        return self.num_ranks // self.inside
+        return self.num_ranks // self.esp_size
 
     @property
     def travels(self) -> bool:
@@ -105,12 +105,12 @@ class LayerSizes:
 
         It is 0 if a rank's own rows are sent like all others, or if experts are split over ranks.
         """
-        return 1 / self.num_ranks if self.bypass_local and self.inside == 1 else 0.0
+        return 1 / self.num_ranks if self.bypass_local and self.esp_size == 1 else 0.0
 
     @property
     def stages(self) -> Stages:
         """Stages that the layer's schedules have."""
-        return Stages(local=self.bypass_local, remote=self.travels, sharded=self.inside > 1)
+        return Stages(local=self.bypass_local, remote=self.travels, sharded=self.esp_size > 1)
 
 
 # ---- sizes from options, without building a layer: for `pmoe plan` and `pmoe memory`
@@ -131,7 +131,7 @@ def sizes_from_options(
     *,
     top_k: int = 1,
     num_ranks: int = 1,
-    inside: int = 1,
+    esp_size: int = 1,
     expert: ExpertName = "ffn",
     bias: bool = True,
     dtype: torch.dtype = torch.float32,
@@ -142,15 +142,15 @@ def sizes_from_options(
     Args:
         d_model, d_hidden, num_experts, top_k, expert, bias, dtype: the layer's arguments of these names.
         num_ranks: number of ranks that the layer's experts are on.
-        inside: number of ranks that each expert is split over. It divides num_ranks.
+        esp_size: number of ranks that each expert is split over. It divides num_ranks.
         device_type: "cpu" or "cuda". Experts hold more columns for each row on "cuda".
 
-    Raises ValueError if top_k is above num_experts, or if num_ranks / inside does not divide num_experts.
+    Raises ValueError if top_k is above num_experts, or if num_ranks / esp_size does not divide num_experts.
     """
-    across = num_ranks // inside
-    check_fits(num_experts, top_k, across)
-    placement: dict[str, Any] = {"shard": Shard(0, inside), "device": "meta", "dtype": dtype}
-    experts = make_stacked(expert, d_model, d_hidden, num_experts // across, "gelu", bias, **placement)
+    ep_size = num_ranks // esp_size
+    check_fits(num_experts, top_k, ep_size)
+    placement: dict[str, Any] = {"shard": Shard(0, esp_size), "device": "meta", "dtype": dtype}
+    experts = make_stacked(expert, d_model, d_hidden, num_experts // ep_size, "gelu", bias, **placement)
     return LayerSizes(
         d_model=d_model,
         num_experts=num_experts,
@@ -161,6 +161,6 @@ def sizes_from_options(
         weight_size=max(4, dtype.itemsize),
         expert_parameters=sum(parameter.numel() for parameter in experts.parameters()),
         gate_parameters=num_experts * d_model,
-        bypass_local=inside == 1,
-        inside=inside,
+        bypass_local=esp_size == 1,
+        esp_size=esp_size,
     )

@@ -221,7 +221,7 @@ def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, held: 
     if sizes.columns.staged:
         unit = max(unit, _largest_weight(sizes) * sizes.element_size)  # a weight's gradient is staged, too
     elif sizes.element_size < WIDE:  # one expert's narrow gradient exists before it is added to the wide sum
-        num_local = sizes.num_experts // sizes.num_across
+        num_local = sizes.num_experts // sizes.ep_size
         unit = max(unit, sizes.expert_parameters // num_local * sizes.element_size)
     return largest + weights + unit + _whole_rows(sizes, call, backward)
 
@@ -448,7 +448,7 @@ def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> Pa
         shapes = (buffers.shape(f"{name}.{chunk}") for name in names)
         return sum(rows * columns for rows, columns in shapes) * sizes.element_size
 
-    sharded = sizes.inside > 1
+    sharded = sizes.esp_size > 1
     start = ["send", "T_DI" if direction == "forward" else "dT_DO"] + ["arrived", "copies"] * sharded
     # The engine makes the buffers of collectives, and the home rows of all chunks, before the first task.
     home = sum(rows.extent.send) + sum(rows.extent.local) + sizes.has_drops

@@ -64,7 +64,7 @@ def bound(
     """
     degrees = (choice.forward, choice.backward)
     bins = num_bins(degrees, sizes.num_ranks, sizes.num_experts) if bins is None else bins
-    limit = functools.partial(slot_rows, slack, sizes.top_k * sizes.inside, call.tokens)
+    limit = functools.partial(slot_rows, slack, sizes.top_k * sizes.esp_size, call.tokens)
     forward, backward = (worst_rows(sizes, call, n, bins, limit(n)) for n in degrees)
     return predict(sizes, call, forward, backward, choice.restore, rearranged=choice.rearranged)
 
@@ -141,7 +141,7 @@ class Advice:
     def way(self) -> dict[str, Any]:
         """The decision by the names of a layer's options, and the predicted seconds of a step."""
         choice = self.decision
-        place = {"dispatch": self.dispatch, "esp": self.sizes.inside}
+        place = {"dispatch": self.dispatch, "esp": self.sizes.esp_size}
         return {**place, "n": choice.forward, "restore": str(choice.restore), "seconds": choice.seconds}
 
     @property
@@ -153,7 +153,7 @@ class Advice:
     def even_bytes(self) -> int:
         """Promised bytes if routing is even, so that a rank receives as many rows as it sends."""
         sizes = self.sizes
-        even = replace(sizes, num_ranks=sizes.inside, bypass_local=sizes.num_ranks == 1)
+        even = replace(sizes, num_ranks=sizes.esp_size, bypass_local=sizes.num_ranks == 1)
         return bound(even, even.call(self.num_tokens), self.decision, self.slack).promised
 
 

@@ -48,7 +48,7 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
     n: number of chunks. It divides the number of bins of ``counts``.
     inside_rank: this rank's place among the ranks that share its experts.
     """
-    own = slice(inside_rank * sizes.num_across, (inside_rank + 1) * sizes.num_across)
+    own = slice(inside_rank * sizes.ep_size, (inside_rank + 1) * sizes.ep_size)
     counts = counts.joined(n)
     is_merged = counts.sent_once is not None
     recv = counts.recv
@@ -64,7 +64,7 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
         )
         if is_merged:
             home = [a + b + 1 for a, b in zip(leaving.sum(1).tolist(), local, strict=True)]
-    apart = sizes.inside > 1 or is_merged
+    apart = sizes.esp_size > 1 or is_merged
     extent = ChunkRows(
         send=tuple(leaving.sum(1).tolist()),
         received=tuple(recv.sum((1, 2)).tolist()),
@@ -73,7 +73,7 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
         regrouped=tuple(is_merged or sources > 1 for sources in (coming > 0).sum(1).tolist()),
         arrived=tuple(coming[:, own].sum(1).tolist()) if apart else None,
         gathered=tuple(coming.sum(1).tolist()) if apart else None,
-        inside=sizes.inside,
+        esp_size=sizes.esp_size,
     )
     return PassRows(
         extent=extent,
@@ -112,16 +112,16 @@ def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: 
         # has at most two slots, so they use all of them.
         chunks = max(n, 3) if sources else n
     local = own if sizes.bypass_local else 0
-    apart = sizes.inside > 1 or sizes.merges
+    apart = sizes.esp_size > 1 or sizes.merges
     extent = ChunkRows(
         send=(own * sizes.travels,) * chunks,
         received=(received,) * chunks,
         local=(local,) * chunks,
         home=(own + (sizes.has_drops or sizes.merges),) * chunks,
         regrouped=(sources > 1 or sizes.merges,) * chunks,
-        arrived=(min(received, sizes.num_across * own),) * chunks if apart else None,
+        arrived=(min(received, sizes.ep_size * own),) * chunks if apart else None,
         gathered=(received,) * chunks if apart else None,
-        inside=sizes.inside,
+        esp_size=sizes.esp_size,
     )
     return PassRows(
         extent=extent,

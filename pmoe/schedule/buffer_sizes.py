@@ -47,7 +47,7 @@ class ChunkRows:
     regrouped: whether received rows must be sorted by expert.
     arrived: rows that S brings; None if they are those received.
     gathered: rows that AG brings; None if they are those received.
-    inside: the number of ranks that share each expert; not a sequence.
+    esp_size: the number of ranks that share each expert; not a sequence.
     """
 
     send: Sequence[int]
@@ -57,7 +57,7 @@ class ChunkRows:
     regrouped: Sequence[bool]
     arrived: Sequence[int] | None = None
     gathered: Sequence[int] | None = None
-    inside: int = 1
+    esp_size: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,10 +138,10 @@ class BufferSizes:
         name: "arrived" or "leaving"; "copies", from which AG sends; or "parts", which RS sums.
         """
         arrived = self.extent.arrived or self.extent.received
-        inside = self.extent.inside
+        esp_size = self.extent.esp_size
         if name == "copies":
-            inside = inside if inside > 2 else 0
-        return [rows * inside for rows in arrived] if name in ("copies", "parts") else arrived
+            esp_size = esp_size if esp_size > 2 else 0
+        return [rows * esp_size for rows in arrived] if name in ("copies", "parts") else arrived
 
     @property
     def _restores_by_link(self) -> bool:

@@ -62,7 +62,7 @@ class Names:
         for name, layer in model.named_modules():
             if isinstance(layer, MoELayer):
                 _check_names_differ(name, layer)
-                if isinstance(layer.parts.experts, ModuleExperts):
+                if isinstance(layer.layer_modules.experts, ModuleExperts):
                     prefix = _unwrapped(model, f"{name}.experts.local".lstrip(".")) + "."
                     self._first_experts[prefix] = layer.first_expert
         self._by_parameter: dict[Tensor, str] = {
@@ -295,9 +295,9 @@ def _in_boxes(tensor: Tensor) -> Tensor:
 
 def _check_names_differ(name: str, layer: MoELayer) -> None:
     """Raises ValueError if the layer's experts have the same names on all ranks and are not DTensors."""
-    if layer.ranks.size == 1 or isinstance(layer.parts.experts, ModuleExperts):
+    if layer.ranks.size == 1 or isinstance(layer.layer_modules.experts, ModuleExperts):
         return
-    if not layer.parts.experts.is_parallelized or layer.parts.experts.hidden_dims() is None:
+    if not layer.layer_modules.experts.is_parallelized or layer.layer_modules.experts.hidden_dims() is None:
         kind = type(layer.experts).__name__
         raise ValueError(
             f"{name or 'model'} (of {layer.ranks}, experts {kind}) must hold its experts as DTensors or "

@@ -93,18 +93,20 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
     with all_fail_together(copies, stage=stage), all_fail_together(grid.all, stage=stage):
         layers = _checked_layers(model, reduce, inner, grid)
     for name, layer in layers:
-        if layer.parts.experts.is_parallelized:
+        if layer.layer_modules.experts.is_parallelized:
             continue
         if not _is_over(layer, grid):
             layer.spread(inner)
         layer.ranks.layer = name
         layer.ranks.takes_default = False  # DTensors stay on the mesh's groups
-        _take_first(layer.parts.experts, copies, grid.inside)
-        _lay_out(layer.parts.experts, mesh)
-        layer.parts.experts.is_parallelized = True
+        _take_first(layer.layer_modules.experts, copies, grid.esp)
+        _lay_out(layer.layer_modules.experts, mesh)
+        layer.layer_modules.experts.is_parallelized = True
         if reduce:
-            names = tuple(own for own, _ in layer.parts.experts.named_parameters())
-            layer.parts.experts.reduce = MeanOverRanks(mesh.size(), copies.of_layer(name), layer.ranks, names)
+            names = tuple(own for own, _ in layer.layer_modules.experts.named_parameters())
+            layer.layer_modules.experts.reduce = MeanOverRanks(
+                mesh.size(), copies.of_layer(name), layer.ranks, names
+            )
     _mark_experts(model)
     for module in model.modules():
         _leave_to_experts(module)
@@ -287,14 +289,14 @@ def _experts_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def _check_layer(layer: MoELayer, inner: DeviceMesh, grid: Grid) -> None:
     """Raises ValueError or TypeError if `parallelize` cannot take the layer."""
     coordinates = dict(zip(inner.mesh_dim_names or (), inner.get_coordinate() or (), strict=True))
-    for name, ranks in ((ACROSS, grid.across), (INSIDE, grid.inside)):
+    for name, ranks in ((ACROSS, grid.ep), (INSIDE, grid.esp)):
         # A process group sorts its ranks, a DTensor does not: with another order, parts would be swapped.
         if coordinates.get(name, 0) != ranks.rank:
             raise ValueError(f'mesh (ranks {inner.mesh.tolist()}) must be in ascending order along "{name}"')
-    if not layer.parts.experts.is_parallelized:
-        check_own_parameters(layer.parts.experts, layer.parts.experts.hidden_dims() or ())
+    if not layer.layer_modules.experts.is_parallelized:
+        check_own_parameters(layer.layer_modules.experts, layer.layer_modules.experts.hidden_dims() or ())
     if not _is_over(layer, grid):
-        if layer.parts.experts.is_parallelized:
+        if layer.layer_modules.experts.is_parallelized:
             raise ValueError("a layer that is parallelized already must not be parallelized over other ranks")
         layer.check_spread(inner)
 
@@ -305,7 +307,7 @@ def _check_wrappers(model: nn.Module) -> None:
         if WRAPPERS.isdisjoint(kind.__name__ for kind in type(module).__mro__):
             continue
         layers = (part for part in module.modules() if isinstance(part, MoELayer))
-        if not all(layer.parts.experts.is_parallelized for layer in layers):
+        if not all(layer.layer_modules.experts.is_parallelized for layer in layers):
             raise ValueError(
                 f"{name or 'model'} (a {type(module).__name__}) must be wrapped after pmoe.parallelize"
             )
@@ -313,7 +315,7 @@ def _check_wrappers(model: nn.Module) -> None:
 
 def _is_over(layer: MoELayer, grid: Grid) -> bool:
     """Returns whether the layer is spread over the ranks of ``grid``."""
-    pairs = ((layer.grid.across, grid.across), (layer.grid.inside, grid.inside))
+    pairs = ((layer.grid.ep, grid.ep), (layer.grid.esp, grid.esp))
     return all(own.size == wanted.size == 1 or own.members == wanted.members for own, wanted in pairs)
 
 
@@ -381,7 +383,7 @@ def _mark_experts(model: nn.Module) -> None:
     Parametrizations and adapters add parameters.
     """
     for layer in model.modules():
-        if isinstance(layer, MoELayer) and layer.parts.experts.is_parallelized:
+        if isinstance(layer, MoELayer) and layer.layer_modules.experts.is_parallelized:
             for parameter in layer.experts.parameters():
                 parameter.allreduce = False  # type: ignore[attr-defined]
 

@@ -197,13 +197,13 @@ def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
     """
     rows = next(layer.experts.parameters())
     operations = operations_of(layer.grid, rows.device, rows.dtype)
-    shape = memory_shape(layer.parts)
+    shape = memory_shape(layer.layer_modules)
     costs = layer_costs(shape, operations, layer.max_tokens, rows.device.type).backward()
     restore = layer.restore if isinstance(layer.restore, Restore) else None
     way = ScheduleOptions(
         direction="backward", one_lane=layer.switches.one_lane, restore=restore, stays=shape.stays
     )
-    fixed = layer.pipeline_backward or layer.spec.fixed_degree
+    fixed = layer.pipeline_backward or layer.options.fixed_degree
     return simulated_degrees(costs, way, DEGREES if fixed is None else (fixed,))
 
 

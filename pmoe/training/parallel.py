@@ -279,13 +279,13 @@ def _check_layers(model: nn.Module, meshes: Meshes) -> None:
     for name, layer in model.named_modules():
         if not isinstance(layer, MoELayer):
             continue
-        sizes = (layer.grid.across.size, layer.grid.inside.size)
+        sizes = (layer.grid.ep.size, layer.grid.esp.size)
         if sizes != wanted_sizes:
             raise ValueError(
                 f"{name or 'model'} (a MoELayer of ep {sizes[0]}, esp {sizes[1]}) must be built with "
                 f"mesh=meshes.experts (ep {wanted_sizes[0]}, esp {wanted_sizes[1]})"
             )
-        if layer.parts.experts.reduce is not None:
+        if layer.layer_modules.experts.reduce is not None:
             raise ValueError(
                 f"{name or 'model'} (parallelized) reduces its experts' gradients in backward: use "
                 "pmoe.parallelize(..., reduce=False) to have them reduced here"

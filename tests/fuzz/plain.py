@@ -57,7 +57,7 @@ def own_part(layer: pmoe.MoELayer, kind: str, whole: Weights) -> Weights:
     rows = torch.cat([columns, layer.d_hidden + columns]) if kind == "swiglu" else columns
     split = {"w1": (1, rows), "b1": (1, rows), "w2": (2, columns)}
     own = {n: v.index_select(*split[n]) if n in split else v for n, v in own.items()}
-    if not layer.parts.experts.are_modules:
+    if not layer.layer_modules.experts.are_modules:
         return {f"experts.{name}": value for name, value in own.items()}
     names = MODULE_NAMES["normed" if kind == "normed" else "mlp"]
     return {
@@ -78,7 +78,7 @@ class PlainLayer(nn.Module):
             setattr(self, name, copy.deepcopy(getattr(layer, name)))
         self.whole = nn.ParameterDict(whole)
         # Modules have an activation of their own, the shared expert beside them the layer's.
-        self.of_experts = (kind, "gelu" if layer.parts.experts.are_modules else activation)
+        self.of_experts = (kind, "gelu" if layer.layer_modules.experts.are_modules else activation)
         self.of_shared = ("swiglu" if kind == "swiglu" else "ffn", activation)
         self.treated: dict[str, Callable[[Tensor], Tensor]] = {}  # of `whole`: what was done to a parameter
         self.factor = 1.0  # by which a hook of the experts multiplies what they return

@@ -251,7 +251,7 @@ def built(case: Case, world: int) -> tuple[Model, Model]:
     layer = switched_layer(**options)
     kind, bias = case.options.get("expert", "ffn"), case.options.get("bias", True)
     layer.to(dtype)
-    whole = whole_experts(layer, kind, bias or layer.parts.experts.are_modules)
+    whole = whole_experts(layer, kind, bias or layer.layer_modules.experts.are_modules)
     with torch.no_grad():
         whole = {name: value.to(dtype).double() for name, value in whole.items()}
         experts = own_part(layer, kind, whole)

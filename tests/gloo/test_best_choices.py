@@ -165,7 +165,11 @@ def chosen_job(
     ):
         layer = build(top_k=1, slack=SLACK, **options)
         ran = step(layer, rank)
-    return (ran.forward, ran.backward, ran.restore), memory_shape(layer.parts), layer.parts.num_bins
+    return (
+        (ran.forward, ran.backward, ran.restore),
+        memory_shape(layer.layer_modules),
+        layer.layer_modules.num_bins,
+    )
 
 
 def lanes_of(compute: float, message: float, copy: float, alpha: float = 0.0) -> dict[str, LineCost]:
@@ -204,8 +208,8 @@ def contradicted_job(rank: int, world: int, times: float) -> list[str]:
     def tried(batch: Any, choices: Any) -> Any:
         (each,) = choices  # with dear copies S4 alone is worth a trial
         rows = batch.counts.recv.sum() / COUNT  # evenly routed or not
-        [most] = largest(batch.parts.ranks, torch.device("cpu"), [float(rows)], stage="a test")
-        sizes = memory_shape(batch.parts)
+        [most] = largest(batch.modules.ranks, torch.device("cpu"), [float(rows)], stage="a test")
+        sizes = memory_shape(batch.modules)
         seconds = step_seconds(sizes, profile(**lanes), COUNT, each)
         return [(0.0, times * most * seconds)]
 

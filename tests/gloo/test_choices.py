@@ -86,7 +86,7 @@ def search_job(rank: int, world: int, counts: tuple[int, ...], options: dict[str
         step(layer, counts[rank], rank)
     with counted_collectives() as other_layer:
         step(build(pipeline=True, top_k=1, **options), counts[rank], rank)
-    [table] = searched.learned_degrees(layer.parts).tables.values()
+    [table] = searched.learned_degrees(layer.layer_modules).tables.values()
     degrees = table.lookup(max(counts))
     return {
         "degrees": degrees,

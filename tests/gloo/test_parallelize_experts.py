@@ -236,7 +236,9 @@ def plain_tools(rank: int, world: int) -> list[Any]:
             pmoe.parallelize(layer, mesh)
         layer(torch.ones(3, 8)).sum().backward()
         memory = layer.predict_memory(16)
-        answers.append([memory, repr(layer), searched.key_of(layer.parts), memory_shape(layer.parts)])
+        answers.append(
+            [memory, repr(layer), searched.key_of(layer.layer_modules), memory_shape(layer.layer_modules)]
+        )
     dense = pmoe.GradientReducer(pmoe.parallelize(build(mesh["ep"]), mesh))
     answers.append(any(".experts." in name for name in dense.names))
     dense.remove()

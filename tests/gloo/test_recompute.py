@@ -183,7 +183,7 @@ def search_job(rank: int, world: int) -> list[Any]:
     """Trials of pipeline=True run both passes several times: none of them is a call of the layer."""
     block = Block(pipeline=True, memory_reuse="S4", top_k=1)
     block.drop.p = 0.0
-    known = searched.learned_degrees(block.layer.parts)
+    known = searched.learned_degrees(block.layer.layer_modules)
     x = tokens(2100 - rank, rank).requires_grad_()
     y, _ = checkpoint(block, x, **FROZEN)
     found = known.table(block.layer.restore, x.dtype).lookup(2100)
@@ -212,7 +212,7 @@ def solve_job(rank: int, world: int, operations: Operations, context: dict[str, 
         got, *_ = step(block, lambda x: checkpoint(block, x, use_reentrant=False, **context), x)
         expected, *_ = step(block, block, x)
     assert_same(got, expected)
-    return bool(block.layer.known.choosers)
+    return bool(block.layer.cache.choosers)
 
 
 @pytest.mark.parametrize("context", [{}, {"context_fn": pmoe.checkpoint_contexts}], ids=["plain", "frozen"])
@@ -328,7 +328,7 @@ def selective_job(rank: int, world: int, options: dict[str, Any], count: int) ->
     block, x = Block(**options), tokens(count - (0 if padded else rank), rank)
     got = step(block, lambda x: checkpoint(block, x, **selective(saving_products)), x)[0]
     assert_same(got, step(block, block, x)[0], told=options)
-    tables = searched.learned_degrees(block.layer.parts).tables.values()
+    tables = searched.learned_degrees(block.layer.layer_modules).tables.values()
     found = any(table.lookup(count) is not None for table in tables)
     torch.manual_seed(rank)
     y, _ = checkpoint(block, x.requires_grad_(), preserve_rng_state=False, **selective(saving_nothing))

@@ -25,7 +25,7 @@ EXPERTS = (
         breaks="experts are computed without a call of their module",
         file="pmoe/decide/experts_call.py",
         old="            y_TM: Tensor = call_experts(x_TM, run=self._run)\n",
-        new="            y_TM: Tensor = self._run(call.parts.experts, x_TM)\n",
+        new="            y_TM: Tensor = self._run(call.modules.experts, x_TM)\n",
         tests="tests/unit/test_called.py",
     ),
     Plant(

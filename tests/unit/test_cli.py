@@ -108,7 +108,7 @@ def test_the_paper_example_prints_eq_1_to_6(capsys: pytest.CaptureFixture[str]) 
 def test_a_shape_from_sizes_is_that_of_the_layer(expert: str, bias: bool, dtype: torch.dtype) -> None:
     layer = MoELayer(16, 64, 8, 2, expert=expert, bias=bias, dtype=dtype, memory_reuse=True)
     assert sizes_from_options(16, 64, 8, top_k=2, expert=expert, bias=bias, dtype=dtype) == memory_shape(
-        layer.parts
+        layer.layer_modules
     )
 
 

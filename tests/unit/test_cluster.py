@@ -171,7 +171,7 @@ def test_gathering_inside_a_machine_costs_what_its_own_link_does(tmp_path: Path)
     layer = layer_of(64, 256, 8)
     ways = {each: plan_ways(each, layer, 1024, among=[("flat", 2)])[0] for each in (cluster, slow)}
     sizes = ways[slow].sizes
-    assert (sizes.num_across, sizes.columns.hidden, sizes.bypass_local) == (2, 128, False)
+    assert (sizes.ep_size, sizes.columns.hidden, sizes.bypass_local) == (2, 128, False)
     assert (
         ways[slow].decision.seconds - ways[cluster].decision.seconds > 4 * 1024 * 64 * 4
     )  # AG and RS of both passes

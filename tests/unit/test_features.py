@@ -63,7 +63,7 @@ def wrong_prediction(features: Features) -> Iterator[str]:
     if isinstance(layer, list):
         yield from layer
         return
-    asked = {*layer.parts.features}
+    asked = {*layer.layer_modules.features}
     takers = {"fused": Feature.FUSED, "persistent": Feature.PERSISTENT}
     may_fuse = Feature.OFFLOADS not in asked and any(
         feature in asked and refused(taker, asked) is None for taker, feature in takers.items()

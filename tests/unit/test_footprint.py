@@ -171,7 +171,7 @@ def test_what_the_layer_chooses_later_is_predicted_for_every_choice(
     assert found.peak == max(each.peak for each in found.candidates.values())
     for way, each in found.candidates.items():
         if way.forward == way.backward:
-            reuse = way.restore if layer.spec.rotates else False
+            reuse = way.restore if layer.options.rotates else False
             alone = build(pipeline=way.forward, memory_reuse=reuse).predict_memory(TOKENS)
             assert each.peak == alone.peak and not alone.candidates
 

@@ -351,9 +351,9 @@ def test_switches_and_the_pair_are_set_on_a_built_layer() -> None:
     assert lanes_waited_for() == 2  # computing, and what travels to this rank itself
     layer.switches = Switches()
     assert layer.switches.bypass_local and lanes_waited_for() == 1
-    assert not layer.parts.sequential
+    assert not layer.layer_modules.sequential
     layer.switches = Switches(sequential=True, one_lane=True)
-    assert layer.parts.sequential and layer.parts.stages.one_lane
+    assert layer.layer_modules.sequential and layer.layer_modules.stages.one_lane
     layer.memory_reuse = "S4"
     layer(x)
     assert layer.ran is not None and layer.ran.restore == layer.restore == pmoe.Restore(
@@ -372,7 +372,7 @@ def test_switches_set_after_a_call_are_those_of_a_layer_that_had_them_before() -
     assert late.predict_memory(TOKENS) == first.predict_memory(TOKENS)
     assert late.predict_memory(TOKENS) != build(pipeline=2, memory_reuse="S4").predict_memory(TOKENS)
     assert late.ran == first.ran and late.row_counts.depth == first.row_counts.depth
-    assert late.parts.stages == first.parts.stages
+    assert late.layer_modules.stages == first.layer_modules.stages
 
 
 def test_switches_have_one_place() -> None:

@@ -29,13 +29,13 @@ class PicksSome(nn.Module):
 
 def key(**options: Any) -> dict[str, Any]:
     given = {"d_model": 16, "d_hidden": 32, "num_experts": 8, "top_k": 2, "pipeline": True, **options}
-    return key_of(pmoe.MoELayer(**given).parts)
+    return key_of(pmoe.MoELayer(**given).layer_modules)
 
 
 def key_with(change: Callable[[pmoe.MoELayer], None]) -> dict[str, Any]:
     layer = pmoe.MoELayer(16, 32, 8, top_k=2, pipeline=True)
     change(layer)
-    return key_of(layer.parts)
+    return key_of(layer.layer_modules)
 
 
 def ranks_of(size: int) -> Ranks:

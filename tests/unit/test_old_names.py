@@ -44,3 +44,11 @@ def test_a_layer_that_was_pickled_before_the_renaming_loads_and_computes() -> No
     x = torch.randn(5, 8)
     assert torch.equal(layer(x), fresh(x))
     assert layer.ran == fresh.ran
+
+
+def test_the_old_names_of_a_layers_attributes_work_and_say_the_new_ones() -> None:
+    layer = pmoe.MoELayer(8, 16, 4)
+    with pytest.warns(DeprecationWarning, match=r"MoELayer\.parts is called MoELayer\.layer_modules now"):
+        assert layer.parts is layer.layer_modules
+    with pytest.warns(DeprecationWarning, match=r"MoELayer\.spec is called MoELayer\.options now"):
+        assert layer.spec is layer.options

@@ -267,7 +267,7 @@ def test_copies_have_agreed_on_nothing() -> None:
     layer = padded()
     layer(tokens())
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert layer.known.padded_kinds and not other.known.padded_kinds
+        assert layer.cache.padded_kinds and not other.cache.padded_kinds
         assert torch.equal(other(tokens()), layer(tokens()))
     assert "pad_to_capacity=True" in repr(layer) and "pad_to_capacity" not in repr(make())
 
@@ -276,7 +276,7 @@ def test_so_many_kinds_are_remembered_at_most() -> None:
     layer = padded()
     for num_tokens in range(1, 400):
         layer(tokens()[:1].expand(num_tokens, -1))
-    assert 0 < len(layer.known.padded_kinds) <= 256
+    assert 0 < len(layer.cache.padded_kinds) <= 256
 
 
 # ---- what it cannot be combined with

@@ -288,8 +288,8 @@ def _by_place(come: Sequence[int], grid: Grid) -> tuple[tuple[int, ...], tuple[i
         rank inside the node.
     Returns the (P,) counts of this rank's own block, and the (L,) sums of the blocks; () without sharding.
     """
-    width = grid.across.size
-    own_start = grid.inside.rank * width
+    width = grid.ep.size
+    own_start = grid.esp.rank * width
     gathered = (sum(come[start : start + width]) for start in range(0, len(come), width))
     return tuple(come[own_start : own_start + width]), tuple(gathered) if grid.is_sharded else ()
 

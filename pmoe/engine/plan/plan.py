@@ -168,13 +168,13 @@ class PassPlan:
         """
         chunks = self.chunks
         n = len(self.chunks)
-        inside = len(self.chunks[0].gathered)
+        esp_size = len(self.chunks[0].gathered)
         by_chunk = len(self.pieces) in (0, n)
-        apart = inside > 0 or self.once is not None
+        apart = esp_size > 0 or self.once is not None
         return ChunkRows(
             arrived=[chunk.num_arrived for chunk in chunks] if apart else None,
             gathered=[chunk.num_gathered for chunk in chunks] if apart else None,
-            inside=inside,
+            esp_size=esp_size,
             send=[chunk.num_sent for chunk in chunks],
             received=[chunk.received.num_rows for chunk in chunks],
             local=[piece.groups.num_rows for piece in self.pieces] or [0] * n,
@@ -253,13 +253,13 @@ class PassModules(abc.ABC):
     @functools.cached_property
     def num_experts(self) -> int:
         """E, the number of experts of all ranks."""
-        return self.grid.across.size * self.experts.num_local_experts
+        return self.grid.ep.size * self.experts.num_local_experts
 
     @functools.cached_property
     def staying(self) -> range:
         """The global numbers of this rank's experts if its rows for them do not travel; else empty."""
         count = self.experts.num_local_experts
-        first_expert = self.grid.across.rank * count
+        first_expert = self.grid.ep.rank * count
         return range(first_expert, first_expert + count * self.stages.local)
 
 

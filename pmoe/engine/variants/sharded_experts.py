@@ -31,7 +31,7 @@ class _Sharded(Pass):
     @functools.cached_property
     def sharing(self) -> ShardCollectives:
         """The collectives inside the node."""
-        return ShardCollectives(self.plan.modules.grid.inside, self.plan.modules.traffic)
+        return ShardCollectives(self.plan.modules.grid.esp, self.plan.modules.traffic)
 
     def make_buffers(self, i: int) -> None:
         super().make_buffers(i)
@@ -92,7 +92,7 @@ class ShardedBackward(_Sharded, Backward):
         super().__init__(plan, grad_TM, saved)
         own_rows = sum(self.journey.recv)
         self.grad_weight_leaving = self.grad_weight_rows.new_empty(own_rows)
-        self.grad_weight_parts = self.grad_weight_rows.new_empty(own_rows * self.sharing.inside.size)
+        self.grad_weight_parts = self.grad_weight_rows.new_empty(own_rows * self.sharing.esp.size)
 
     def all_gather_again(self, i: int) -> None:
         """Runs AGI of chunk i: gathers T_DI that was sent again."""

@@ -1,0 +1,45 @@
+"""Attributes of `MoELayer` under their old names, kept for one release."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pmoe.call.modules import LayerModules
+    from pmoe.call.options import LayerOptions
+
+NEW_NAMES = {"parts": "layer_modules", "spec": "options", "known": "cache", "_parts": "_layer_modules"}
+
+
+class OldAttributes:
+    """The old names of a layer's attributes: reading one warns, and returns the attribute of the new name."""
+
+    options: LayerOptions
+
+    @property
+    def layer_modules(self) -> LayerModules:
+        """The attribute that ``parts`` was: `MoELayer` defines it."""
+        raise NotImplementedError
+
+    @property
+    def parts(self) -> LayerModules:
+        """The old name of ``layer_modules``."""
+        _warn("parts")
+        return self.layer_modules
+
+    @property
+    def spec(self) -> LayerOptions:
+        """The old name of ``options``."""
+        _warn("spec")
+        return self.options
+
+
+def with_new_names(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the attributes of a pickled layer under their new names."""
+    return {NEW_NAMES.get(name, name): value for name, value in state.items()}
+
+
+def _warn(old: str) -> None:
+    message = f"MoELayer.{old} is called MoELayer.{NEW_NAMES[old]} now: the old name goes with pmoe 0.2"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)

@@ -142,7 +142,7 @@ class Fused:
             dtype=torch.bfloat16,
             device=DEVICE,
         )
-        self.launcher, self.journeys = self.virtual.launcher, self.virtual.journeys(routes)
+        self.launcher, self.fused_routings = self.virtual.launcher, self.virtual.fused_routings(routes)
         nothing: list[Tensor | None] = [None] * num_ranks
         self.given = FusedParameters(
             w1=scenario.w1.chunk(num_ranks),
@@ -165,13 +165,13 @@ class Fused:
     def dispatch(self) -> None:
         given, scenario = self.given, self.scenario
         _, self.active = launches.dispatch_hidden(
-            self.launcher, self.journeys, scenario.x_TM, scenario.weight_TK, given.w1, given.b1,
+            self.launcher, self.fused_routings, scenario.x_TM, scenario.weight_TK, given.w1, given.b1,
             activation="swiglu", keep=True,
         )  # fmt: skip
 
     def combine(self) -> Tensor:
         return launches.product_combine(
-            self.launcher, self.journeys, self.active, self.given.w2, self.given.b2
+            self.launcher, self.fused_routings, self.active, self.given.w2, self.given.b2
         )
 
     def pair(self, dispatch: Division, combine: Division) -> Callable[[], list[Callable[[], object]]]:

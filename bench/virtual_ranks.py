@@ -116,7 +116,7 @@ class VirtualRanks:
         for heap in self.heaps:
             heap.check()
 
-    def journeys(self, routes: Routes) -> list[FusedRouting]:
+    def fused_routings(self, routes: Routes) -> list[FusedRouting]:
         """Returns the journeys of a routing with one chunk a rank; see `journeys_of`."""
         return journeys_of(routes, self.shape, range(self.shape.num_ranks))
 
@@ -124,7 +124,7 @@ class VirtualRanks:
         self,
         x_TM: Tensor,
         weight_TK: Tensor,
-        journeys: Sequence[FusedRouting],
+        fused_routings: Sequence[FusedRouting],
         given: FusedParameters,
         *,
         keep: bool = True,
@@ -132,7 +132,7 @@ class VirtualRanks:
         """Returns T_O (T, M), and T_M by rank if it is kept. It makes two launches."""
         hidden, active = launches.dispatch_hidden(
             self.launcher,
-            journeys,
+            fused_routings,
             x_TM,
             weight_TK,
             given.w1,
@@ -140,13 +140,13 @@ class VirtualRanks:
             activation=given.activation,
             keep=keep,
         )
-        return launches.product_combine(self.launcher, journeys, active, given.w2, given.b2), hidden
+        return launches.product_combine(self.launcher, fused_routings, active, given.w2, given.b2), hidden
 
     def backward(
         self,
         grad_TM: Tensor,
         weight_TK: Tensor,
-        journeys: Sequence[FusedRouting],
+        fused_routings: Sequence[FusedRouting],
         given: FusedParameters,
         hidden: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
@@ -156,7 +156,7 @@ class VirtualRanks:
         """
         of_hidden, active, dots = launches.dispatch_hidden_gradient(
             self.launcher,
-            journeys,
+            fused_routings,
             grad_TM,
             weight_TK,
             given.w2,
@@ -164,7 +164,7 @@ class VirtualRanks:
             hidden,
             activation=given.activation,
         )
-        of_x, of_weight = launches.gradient_combine(self.launcher, journeys, of_hidden, given.w1, dots)
+        of_x, of_weight = launches.gradient_combine(self.launcher, fused_routings, of_hidden, given.w1, dots)
         return of_x, of_weight, of_hidden, active
 
 

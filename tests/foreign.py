@@ -25,7 +25,7 @@ import torch
 
 import pmoe
 from pmoe.choose import search as searched
-from pmoe.choose.search import kept_path, load_degrees, save_degrees
+from pmoe.choose.search import load_degrees, save_degrees, stored_path
 from pmoe.cli import main
 from pmoe.cli.cluster import load_cluster
 from pmoe.comm.ranks import Ranks
@@ -209,7 +209,7 @@ CACHED = {"device": "cpu", "num_ranks": 1, "backend": "none", "versions": {"torc
 
 def made_degrees(folder: Path) -> Path:
     with mock.patch.dict(os.environ, {"PMOE_CACHE": str(folder)}):
-        path = kept_path(CACHED)
+        path = stored_path(CACHED)
     table = GranularityTable()
     for tokens, n in ((100, 1), (400, 2), (900, 4)):
         table.points[tokens] = PassDegrees(n, n)

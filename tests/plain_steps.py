@@ -55,17 +55,21 @@ class _Arrived:
 
 
 class PlainSteps(Steps):
-    """See `pmoe.kernels.comet.Steps`. traffic: counts what is sent. experts: of a rank, for `journey`."""
+    """See `pmoe.kernels.comet.Steps`.
+
+    traffic: counts what is sent.
+    experts: the number of a rank's experts, for `fused_routing`.
+    """
 
     def __init__(self, ranks: Ranks, traffic: Traffic | None = None, experts: int = 0) -> None:
         self._experts, self._ranks, self._exchange = experts, ranks, FlatAllToAll()
         self._exchange.bind(ranks, Traffic() if traffic is None else traffic)
         self._arrived: _Arrived | None = None
 
-    def journey(self, chosen: RoutingInput) -> FusedRouting:
+    def fused_routing(self, chosen: RoutingInput) -> FusedRouting:
         """Collective: ranks tell each other how many rows come."""
-        if chosen.promise is not None:
-            chosen.promise.keep()
+        if chosen.deferred is not None:
+            chosen.deferred.keep()
         expert_TK, keep_TK, ranks = chosen.expert_TK.long(), chosen.keep_TK, self._ranks
         num_experts = self._experts * ranks.size
         if chosen.capacity is not None:
@@ -89,28 +93,28 @@ class PlainSteps(Steps):
             num_received=int(recv_WE.sum()),
         )
 
-    def dispatch(self, journey: FusedRouting, x_TM: Tensor, weight_TK: Tensor) -> None:
-        self._dispatch(journey, x_TM, weight_TK)
+    def dispatch(self, fused_routing: FusedRouting, x_TM: Tensor, weight_TK: Tensor) -> None:
+        self._dispatch(fused_routing, x_TM, weight_TK)
 
-    def _dispatch(self, journey: FusedRouting, x_TM: Tensor, weight_TK: Tensor) -> _Arrived:
+    def _dispatch(self, fused_routing: FusedRouting, x_TM: Tensor, weight_TK: Tensor) -> _Arrived:
         if self._arrived is not None:
             self._arrived.spoil()
-        slot_S = journey.slot_S.long()
-        num_ranks, num_experts = journey.recv_WE.shape
+        slot_S = fused_routing.slot_S.long()
+        num_ranks, num_experts = fused_routing.recv_WE.shape
         # By expert, then by source from this rank upwards.
-        nearness_W = (torch.arange(num_ranks, device=x_TM.device) - journey.rank) % num_ranks
+        nearness_W = (torch.arange(num_ranks, device=x_TM.device) - fused_routing.rank) % num_ranks
         expert_E = torch.arange(num_experts, device=x_TM.device)
-        order_N = _by_row(expert_E * num_ranks + nearness_W.unsqueeze(1), journey.recv_WE).argsort(
+        order_N = _by_row(expert_E * num_ranks + nearness_W.unsqueeze(1), fused_routing.recv_WE).argsort(
             stable=True
         )
-        source_N = _by_row(torch.arange(num_ranks, device=x_TM.device), journey.recv_WE.sum(1))
+        source_N = _by_row(torch.arange(num_ranks, device=x_TM.device), fused_routing.recv_WE.sum(1))
         wide = torch.promote_types(x_TM.dtype, torch.float32)
         leaving = (
-            x_TM.index_select(0, slot_S // journey.top_k),
+            x_TM.index_select(0, slot_S // fused_routing.top_k),
             weight_TK.reshape(-1).index_select(0, slot_S).to(wide),
             slot_S,
         )
-        sent, come = journey.send_WE.sum(1).tolist(), journey.recv_WE.sum(1).tolist()
+        sent, come = fused_routing.send_WE.sum(1).tolist(), fused_routing.recv_WE.sum(1).tolist()
         rows_NM, weight_N, slot_N = (self._sent(each, sent, come)[order_N] for each in leaving)
         self._arrived = _Arrived(
             rows_NM=rows_NM, weight_N=weight_N, source_N=source_N[order_N], slot_N=slot_N, order_N=order_N
@@ -121,15 +125,15 @@ class PlainSteps(Steps):
         """Nothing is shared with later rounds."""
         return contextlib.nullcontext()
 
-    def rows(self, journey: FusedRouting) -> Tensor:
+    def rows(self, fused_routing: FusedRouting) -> Tensor:
         return self._last.rows_NM
 
-    def row_weight(self, journey: FusedRouting) -> Tensor:
+    def row_weight(self, fused_routing: FusedRouting) -> Tensor:
         return self._last.weight_N
 
     def dispatch_hidden(
         self,
-        journey: FusedRouting,
+        fused_routing: FusedRouting,
         x_TM: Tensor,
         weight_TK: Tensor,
         w1: Tensor,
@@ -138,18 +142,22 @@ class PlainSteps(Steps):
         activation: str,
         keep: bool,
     ) -> tuple[Tensor | None, Tensor]:
-        rows_NM = self._dispatch(journey, x_TM, weight_TK).rows_NM
-        return grouped_gemm.hidden(rows_NM, w1, journey.ends_E, activation=activation, bias_EG=b1, keep=keep)
+        rows_NM = self._dispatch(fused_routing, x_TM, weight_TK).rows_NM
+        return grouped_gemm.hidden(
+            rows_NM, w1, fused_routing.ends_E, activation=activation, bias_EG=b1, keep=keep
+        )
 
     def product_combine(
-        self, journey: FusedRouting, active_NH: Tensor, w2: Tensor, b2: Tensor | None
+        self, fused_routing: FusedRouting, active_NH: Tensor, w2: Tensor, b2: Tensor | None
     ) -> Tensor:
-        out_NM = grouped_gemm.product(active_NH, w2, journey.ends_E, bias_EO=b2, scale=self._last.weight_N)
-        return self._combine(journey, out_NM)
+        out_NM = grouped_gemm.product(
+            active_NH, w2, fused_routing.ends_E, bias_EO=b2, scale=self._last.weight_N
+        )
+        return self._combine(fused_routing, out_NM)
 
     def dispatch_hidden_gradient(
         self,
-        journey: FusedRouting,
+        fused_routing: FusedRouting,
         grad_TM: Tensor,
         weight_TK: Tensor,
         w2: Tensor,
@@ -158,30 +166,32 @@ class PlainSteps(Steps):
         *,
         activation: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        arrived = self._dispatch(journey, grad_TM, weight_TK)
+        arrived = self._dispatch(fused_routing, grad_TM, weight_TK)
         rows_NM = arrived.rows_NM
         grad_hidden_NG, active_NH, dot_N = grouped_gemm.hidden_gradient(
-            rows_NM, w2, hidden_NG, arrived.weight_N, journey.ends_E,
+            rows_NM, w2, hidden_NG, arrived.weight_N, fused_routing.ends_E,
             activation=activation, weighs_active=True,
         )  # fmt: skip
         parts = [dot_N]
         if b2 is not None:
             experts_E = torch.arange(b2.shape[0], device=b2.device)
-            b2_NM = b2.index_select(0, _by_row(experts_E, journey.recv_WE.sum(0)))
+            b2_NM = b2.index_select(0, _by_row(experts_E, fused_routing.recv_WE.sum(0)))
             parts.append((rows_NM.to(dot_N.dtype) * b2_NM.to(dot_N.dtype)).sum(1))
         return grad_hidden_NG, active_NH, torch.stack(parts)
 
     def gradient_combine(
-        self, journey: FusedRouting, grad_hidden_NG: Tensor, w1: Tensor, dots_PN: Tensor
+        self, fused_routing: FusedRouting, grad_hidden_NG: Tensor, w1: Tensor, dots_PN: Tensor
     ) -> tuple[Tensor, Tensor]:
         dot_N = dots_PN[0]
         for part_N in dots_PN[1:]:
             dot_N = dot_N + part_N
-        sent, come = journey.send_WE.sum(1).tolist(), journey.recv_WE.sum(1).tolist()
+        sent, come = fused_routing.send_WE.sum(1).tolist(), fused_routing.recv_WE.sum(1).tolist()
         dot_S = self._sent(self._in_source_order(dot_N), come, sent)
-        of_weight = dot_S.new_zeros(journey.expert_TK.numel()).index_copy_(0, journey.slot_S.long(), dot_S)
-        of_rows_NM = grouped_gemm.input_gradient(grad_hidden_NG, w1, journey.ends_E)
-        return self._combine(journey, of_rows_NM), of_weight.view(journey.expert_TK.shape)
+        of_weight = dot_S.new_zeros(fused_routing.expert_TK.numel()).index_copy_(
+            0, fused_routing.slot_S.long(), dot_S
+        )
+        of_rows_NM = grouped_gemm.input_gradient(grad_hidden_NG, w1, fused_routing.ends_E)
+        return self._combine(fused_routing, of_rows_NM), of_weight.view(fused_routing.expert_TK.shape)
 
     @property
     def _last(self) -> _Arrived:
@@ -199,9 +209,9 @@ class PlainSteps(Steps):
     def _in_source_order(self, per_row: Tensor) -> Tensor:
         return torch.empty_like(per_row).index_copy_(0, self._last.order_N, per_row)
 
-    def _combine(self, journey: FusedRouting, rows_NM: Tensor) -> Tensor:
+    def _combine(self, fused_routing: FusedRouting, rows_NM: Tensor) -> Tensor:
         """(T, M): what the rows of each token add up to, on its rank."""
-        last, top_k = self._last, journey.top_k
+        last, top_k = self._last, fused_routing.top_k
         wide = torch.promote_types(rows_NM.dtype, torch.float32)
         # Here: rows by source and slot, so that those of a token follow each other, choices ascending.
         key_N = last.source_N * 2**32 + last.slot_N
@@ -213,13 +223,13 @@ class PlainSteps(Steps):
         for nth in range(top_k):
             of = nth_N == nth
             sums_UM[sum_N[of]] += rows_NM[order_N[of]].to(wide)
-        leave = torch.bincount(token_U // 2**32, minlength=len(journey.recv_WE)).tolist()
+        leave = torch.bincount(token_U // 2**32, minlength=len(fused_routing.recv_WE)).tolist()
         # There: a sum for each rank that any kept choice of the token is on, at the first of them.
-        rank_TK = journey.expert_TK.long() // journey.recv_WE.shape[1]
-        _, carries_TK = carriers(rank_TK, journey.position_TK >= 0)
+        rank_TK = fused_routing.expert_TK.long() // fused_routing.recv_WE.shape[1]
+        _, carries_TK = carriers(rank_TK, fused_routing.position_TK >= 0)
         slot_V = carries_TK.view(-1).nonzero().squeeze(1)
         rank_V = rank_TK.view(-1)[slot_V]
-        come = torch.bincount(rank_V, minlength=len(journey.recv_WE)).tolist()
+        come = torch.bincount(rank_V, minlength=len(fused_routing.recv_WE)).tolist()
         home_VM = self._sent(sums_UM.to(rows_NM.dtype), leave, come)
         place_V = torch.empty_like(slot_V)
         place_V[rank_V.argsort(stable=True)] = torch.arange(slot_V.shape[0], device=slot_V.device)
@@ -242,7 +252,7 @@ class PlainPasses(FusedRunner):
 
 def plain_passes(*, steps: PlainSteps, chosen: RoutingInput, **options: Any) -> PlainPasses:
     """Takes the place of `pmoe.runners.fused.PersistentRunner`, by `PlainSteps`. Ranks tell their counts."""
-    return PlainPasses(steps=steps, journey=steps.journey(chosen), **options)
+    return PlainPasses(steps=steps, fused_routing=steps.fused_routing(chosen), **options)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """The trial search for n (MPipeMoE, Algorithm 1): the degrees of ``pipeline=True``.
 
-Layers with equal keys (`key_of`) on one process group share their results. If $PMOE_CACHE is set, rank 0
-also keeps them in a file for later runs.
+Layers with equal keys (`key_of_degrees`) on one process group share their results. If $PMOE_CACHE is set,
+rank 0 also keeps them in a file for later runs.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def learned_degrees(modules: LayerModules, path: str | Path | None = None) -> Le
     choosers = modules.cache.choosers
     name = _name(modules)
     if path is not None or name not in choosers:
-        choosers[name] = load_learned(modules.ranks, key_of(modules), modules.options.degrees, path)
+        choosers[name] = load_learned(modules.ranks, key_of_degrees(modules), modules.options.degrees, path)
     learned: LearnedDegrees = choosers[name]
     return learned
 
@@ -128,7 +128,7 @@ def _name(modules: LayerModules) -> tuple[object, ...]:
     return ("trials", modules.options)
 
 
-def key_of(modules: LayerModules) -> dict[str, Any]:
+def key_of_degrees(modules: LayerModules) -> dict[str, Any]:
     """Returns everything that changes the seconds of a layer's trials, as values that JSON can hold.
 
     Layers with equal keys share their results. Two things are not in the key, because each key has a table
@@ -160,7 +160,7 @@ Tables = dict[str, GranularityTable]
 """Tables by restore pair and dtype of the rows, both in one text (`LearnedDegrees.table`)."""
 
 
-def kept_path(key: Mapping[str, Any]) -> Path | None:
+def stored_path(key: Mapping[str, Any]) -> Path | None:
     """Returns the file in $PMOE_CACHE that keeps the results of a key between runs.
 
     None if $PMOE_CACHE is not set.
@@ -180,7 +180,7 @@ def kept_path(key: Mapping[str, Any]) -> Path | None:
 def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Mapping[str, Any]) -> None:
     """Writes the tables and their key to a file, completely or not at all. Empty tables are left out.
 
-    key: says for which device, ranks and options the degrees hold (`key_of`).
+    key: says for which device, ranks and options the degrees hold (`key_of_degrees`).
 
     Raises OSError if the file cannot be written, and TypeError if JSON cannot hold the key.
     """
@@ -235,7 +235,7 @@ def _check_key(found: Any, here: Mapping[str, Any]) -> None:
 class LearnedDegrees:
     """Results of trials for layers of one key on one group. All ranks of the group hold equal tables.
 
-    key      everything that changes the seconds of trials (`key_of`)
+    key      everything that changes the seconds of trials (`key_of_degrees`)
     tables   degrees by number of tokens, for each restore pair and dtype of the rows
     path     file in which rank 0 keeps the tables between runs; None on other ranks, and if $PMOE_CACHE is
              not set
@@ -261,7 +261,7 @@ class LearnedDegrees:
                 warn_once(f"what trials found could not be kept, and will be measured again: {error}")
 
 
-_learnt: dict[tuple[str, str], LearnedDegrees] = {}  # by name of the group and key as JSON
+_LEARNED: dict[tuple[str, str], LearnedDegrees] = {}  # by name of the group and key as JSON
 
 
 def load_learned(
@@ -270,10 +270,10 @@ def load_learned(
     """Returns rank 0's results for layers of this key, the same on every rank. Collective.
 
     ranks: group of the layer.
-    key: key of the layer (`key_of`). Rank 0's key counts on every rank.
+    key: key of the layer (`key_of_degrees`). Rank 0's key counts on every rank.
     candidates: numbers of chunks that a file may hold.
     path: file to load. None takes the results that rank 0's process has, or else those of the key's own
-        file (`kept_path`).
+        file (`stored_path`).
 
     Raises on every rank what `load_degrees` raises for ``path`` on rank 0. Warns about a key's own file that
     cannot be used. The next trials replace it.
@@ -282,31 +282,31 @@ def load_learned(
     sent: tuple[Mapping[str, Any], Tables | Exception] = (key, {})
     if ranks.rank == 0:
         try:
-            own = held(ranks, key, kept_path(key))
+            own = learned_in_this_process(ranks, key, stored_path(key))
             if path is not None:
                 sent = (key, load_degrees(path, key, candidates))
             else:
-                sent = (key, own.tables or _kept(own.path, key, candidates))
+                sent = (key, own.tables or _stored_tables(own.path, key, candidates))
         except Exception as error:
             # Any error is sent, also a warning that was made an error, because all ranks wait for rank 0.
             sent = (key, error)
     key, tables = from_first(ranks, sent, stage="sharing what trials found")
     if isinstance(tables, Exception):
         raise tables
-    learned = held(ranks, key)
+    learned = learned_in_this_process(ranks, key)
     learned.tables = tables  # other layers hold the same object and get the tables too
     return learned
 
 
-def held(ranks: Ranks, key: Mapping[str, Any], path: Path | None = None) -> LearnedDegrees:
+def learned_in_this_process(ranks: Ranks, key: Mapping[str, Any], path: Path | None = None) -> LearnedDegrees:
     """Returns this process's results for layers of this key; empty ones the first time. Not collective.
 
     path: file of new results. Results that exist keep theirs.
     """
-    return _learnt.setdefault((ranks.name, json.dumps(key, sort_keys=True)), LearnedDegrees(key, path=path))
+    return _LEARNED.setdefault((ranks.name, json.dumps(key, sort_keys=True)), LearnedDegrees(key, path=path))
 
 
-def _kept(path: Path | None, key: Mapping[str, Any], candidates: Sequence[int]) -> Tables:
+def _stored_tables(path: Path | None, key: Mapping[str, Any], candidates: Sequence[int]) -> Tables:
     """Returns the tables of the key's own file; none if there is no file or it cannot be used.
 
     Warns about a file that cannot be used.

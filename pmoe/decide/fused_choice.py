@@ -136,30 +136,33 @@ def defer_routing(call: Call, x_TM: Tensor) -> DeferredRouting | None:
     is_narrow = dtype == x_TM.dtype == gate.weight.dtype != torch.float32
     if not is_narrow or options.num_experts % 2 or memory_misfit(dense={"gate": gate.weight}) is not None:
         with torch.autocast(x_TM.device.type, enabled=False):
-            return one_rank.route_tokens(gate, x_TM, route.promise)
+            return one_rank.route_tokens(gate, x_TM, route.deferred_routing)
     logits_TE = _PromisedLogits.apply(x_TM, gate.weight)  # type: ignore[no-untyped-call]
-    promise = route.promise(logits_TE, gate.top_k, normalize=gate.normalize, z_loss_weight=gate.z_loss_weight)
-    return promise._replace(product=(x_TM.detach(), gate.weight.detach()))
+    deferred = route.deferred_routing(
+        logits_TE, gate.top_k, normalize=gate.normalize, z_loss_weight=gate.z_loss_weight
+    )
+    return deferred._replace(product=(x_TM.detach(), gate.weight.detach()))
 
 
 def kernels_runner(
     modules: LayerModules,
     steps: Steps,
     chosen: RoutingInput,
-    journey: Callable[[], FusedRouting] | None = None,
+    fused_routing: Callable[[], FusedRouting] | None = None,
 ) -> KernelsRunner:
     """Returns the runner of a call by fused kernels.
 
     steps: the operators of the kernels.
     chosen: the routing, for the persistent kernel.
-    journey: makes the routing in the form that COMET's kernels take. The persistent kernel does without.
+    fused_routing: makes the routing in the form that COMET's kernels take. The persistent kernel does
+        without.
     """
     restore = fused_pair(modules) or KEEP  # None only without a backward pass, which restores nothing
     passes: dict[str, Any] = {"steps": steps, "activation": stacked(modules).activation, "restore": restore}
     if is_persistent(modules):
         return PersistentRunner(chosen=chosen, **passes)
-    assert journey is not None
-    return FusedRunner(journey=journey(), **passes)
+    assert fused_routing is not None
+    return FusedRunner(fused_routing=fused_routing(), **passes)
 
 
 def find_steps(modules: LayerModules, inputs: Inputs, counts: RankCounts) -> Steps | None:

@@ -57,7 +57,7 @@ class OneRankCounts:
         self.call = call
         modules = call.modules
         self._agreed = agreed
-        self._routes, self._promise = call.replay.route(x_TM, lambda: _routes(call, x_TM, agreed))
+        self._routes, self._deferred = call.replay.route(x_TM, lambda: _routes(call, x_TM, agreed))
         routes = self._routes
         check_num_experts(modules, routes.counts_nE.shape[-1])
         routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux)
@@ -105,7 +105,7 @@ class OneRankCounts:
         )
         runner: Runner = OneRankRunner(routes, stacked(own_modules).activation)
         if agreed.steps is not None:
-            chosen = RoutingInput(expert_TK=routes.expert_TK, promise=self._promise)
+            chosen = RoutingInput(expert_TK=routes.expert_TK, deferred=self._deferred)
             runner = kernels_runner(own_modules, agreed.steps, chosen, self._journey)
         return Decision(
             call=self.call,
@@ -170,8 +170,8 @@ def _routes(call: Call, x_TM: Tensor, agreed: AgreedChoice) -> tuple[Routes, Def
 
     Without a promise, the gate's product and the routing are computed now.
     """
-    if agreed.steps is not None and (promise := defer_routing(call, x_TM)) is not None:
-        return promise.routes, promise
+    if agreed.steps is not None and (deferred := defer_routing(call, x_TM)) is not None:
+        return deferred.routes, deferred
     with torch.autocast(x_TM.device.type, enabled=False):
         routes = one_rank.route_tokens(cast(TopKGate, call.modules.gate), x_TM, route)
     if may_run_again(call.layer):

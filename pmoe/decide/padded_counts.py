@@ -64,7 +64,7 @@ class PaddedCounts:
         """Routes the call. If the persistent launch chooses the experts, the routing has no values yet."""
         self.call = call
         modules = call.modules
-        self._promise: DeferredRouting | None = None
+        self._deferred: DeferredRouting | None = None
         self._padded_rows: tuple[SortedSlots, Tensor] | None = None
         self.routed = route_batch(call, self._ask_gate)
         expert_TK = self.routed.routing.expert
@@ -75,10 +75,10 @@ class PaddedCounts:
     def _ask_gate(self, call: Call, x_TM: Tensor) -> CheckedRouting:
         """Returns the gate's routing, or tensors that the persistent launch will fill (`defer_routing`)."""
         if may_fuse(call.modules, x_TM.device, cast_dtype(call.modules, x_TM) or x_TM.dtype):
-            self._promise = defer_routing(call, x_TM)
-        if self._promise is None:
+            self._deferred = defer_routing(call, x_TM)
+        if self._deferred is None:
             return run_gate(call, x_TM)
-        weight_TK, expert_TK, *_, l_aux = self._promise.routes
+        weight_TK, expert_TK, *_, l_aux = self._deferred.routes
         return CheckedRouting(routing=Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux))
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
@@ -110,7 +110,7 @@ class PaddedCounts:
         kept_E = torch.empty(splits.num_experts, dtype=torch.int32, device=self._device)
         chosen = RoutingInput(
             expert_TK=self.routed.routing.expert,
-            promise=self._promise,
+            deferred=self._deferred,
             capacity=splits.capacity,
             counts_A=kept_E,
         )
@@ -151,8 +151,8 @@ class PaddedCounts:
         persistent launch will compute it.
         """
         if self._padded_rows is None:
-            if self._promise is not None:
-                self._promise.keep()
+            if self._deferred is not None:
+                self._deferred.keep()
             splits = self._splits
             orders = SortedSlots(modules, splits.expert_of_rows(self._device), None, Tokens(splits.num_rows))
             orders.padding, kept_E = make_padding(self.routed.routing.expert.long(), splits)

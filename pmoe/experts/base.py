@@ -308,7 +308,7 @@ class Experts(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def compute(
-        self, given: ExpertRows, weight_N: Tensor, *, keep: bool = True
+        self, expert_rows: ExpertRows, weight_N: Tensor, *, keep: bool = True
     ) -> tuple[Tensor, Hidden | None]:
         """Returns T_DO (N, M), the experts' output times weight_N, and the hidden (T_M) for backward.
 
@@ -330,7 +330,7 @@ class Experts(nn.Module, abc.ABC):
         return True
 
     @abc.abstractmethod
-    def recompute(self, given: ExpertRows, recipe: Any) -> Hidden:
+    def recompute(self, expert_rows: ExpertRows, recipe: Any) -> Hidden:
         """Returns T_M computed again from T_DI.
 
         recipe: what `recipe` returned before forward's compute; None if forward had no rows.
@@ -348,7 +348,7 @@ class Experts(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def input_gradient(
-        self, grad_NM: Tensor, given: ExpertRows, weight_N: Tensor, hidden: Hidden
+        self, grad_NM: Tensor, expert_rows: ExpertRows, weight_N: Tensor, hidden: Hidden
     ) -> tuple[Tensor, Tensor, Any]:
         """Returns the gradients of rows (N, M) and of weight (N,), and what `weight_gradient` needs.
 

@@ -128,11 +128,11 @@ class ModuleExperts(Experts):
         return self._run(0, x)
 
     def compute(
-        self, given: ExpertRows, weight_N: Tensor, *, keep: bool = True
+        self, expert_rows: ExpertRows, weight_N: Tensor, *, keep: bool = True
     ) -> tuple[Tensor, Hidden | None]:
-        rows_NM = given.rows_NM
-        groups = given.groups
-        out = torch.empty_like(rows_NM) if given.out is None else given.out
+        rows_NM = expert_rows.rows_NM
+        groups = expert_rows.groups
+        out = torch.empty_like(rows_NM) if expert_rows.out is None else expert_rows.out
         if not keep:
             for expert, at in groups.slices():
                 out[at] = self._run(expert, rows_NM[at]) * weight_N[at].unsqueeze(1)
@@ -174,7 +174,7 @@ class ModuleExperts(Experts):
         )
         return same_on_device and torch.equal(recipe.random, present.random)
 
-    def recompute(self, given: ExpertRows, recipe: Recipe | None) -> Hidden:
+    def recompute(self, expert_rows: ExpertRows, recipe: Recipe | None) -> Hidden:
         """Returns T_M of the rows (N, M): each module is run again with the random state of ``recipe``.
 
         Raises RuntimeError if a gradient needs a buffer that was changed in place since forward, unless the
@@ -187,7 +187,7 @@ class ModuleExperts(Experts):
         buffers = () if recipe is None else recipe.buffers
         changed = [(buffer, buffer._version) for buffer, version in buffers if buffer._version != version]
         with contextlib.nullcontext() if recipe is None else recipe.followed(), self._same_buffers():
-            for graph, _ in self._graphs(given.rows_NM, given.groups):
+            for graph, _ in self._graphs(expert_rows.rows_NM, expert_rows.groups):
                 for buffer, version in changed:
                     if buffer._version == version and graph.shelf.has_saved(buffer):
                         raise changed_in_place(buffer)
@@ -249,9 +249,9 @@ class ModuleExperts(Experts):
         return output
 
     def input_gradient(
-        self, grad_NM: Tensor, given: ExpertRows, weight_N: Tensor, hidden: Hidden
+        self, grad_NM: Tensor, expert_rows: ExpertRows, weight_N: Tensor, hidden: Hidden
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        out = torch.empty_like(grad_NM) if given.out is None else given.out
+        out = torch.empty_like(grad_NM) if expert_rows.out is None else expert_rows.out
         grad_weight_N = torch.empty_like(weight_N)
         parameters = list(self.parameters())
         totals: list[Tensor | None] = [None] * len(parameters)
@@ -260,7 +260,7 @@ class ModuleExperts(Experts):
             at = graph.at
             shelf = graph.shelf
             shelf.tensors = list(itertools.islice(saved_tensors, graph.num_tensors))
-            shelf.rows = given.rows_NM[at]
+            shelf.rows = expert_rows.rows_NM[at]
             output = shelf.get(graph.saved_output)
             grad_weight_N[at] = row_dot(output, grad_NM[at].to(output.dtype)).to(grad_weight_N.dtype)
             if graph.output is None:

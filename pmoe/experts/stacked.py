@@ -270,21 +270,21 @@ class StackedExperts(Experts):
         return self.hidden_factor == 1 or device_type == "cpu"
 
     def compute(
-        self, given: ExpertRows, weight_N: Tensor, *, keep: bool = True
+        self, expert_rows: ExpertRows, weight_N: Tensor, *, keep: bool = True
     ) -> tuple[Tensor, Hidden | None]:
-        rows_NM = given.rows_NM
-        groups = given.groups
+        rows_NM = expert_rows.rows_NM
+        groups = expert_rows.groups
         num_hidden = self.num_hidden
-        w1, w2, b1, b2 = self.weights(given.parameters)
+        w1, w2, b1, b2 = self.weights(expert_rows.parameters)
         in_place = not keep and self._activates_in_place(rows_NM.device.type)
         # One launch of pmoe's kernels computes T_M and the activated hidden. It needs no memory for a T_M
         # that is not kept.
         fused = self._fused("forward", rows_NM, w1, groups, b1)
-        hidden_NG = given.new("T_M", w1.shape[1]) if keep or in_place or fused is None else None
+        hidden_NG = expert_rows.new("T_M", w1.shape[1]) if keep or in_place or fused is None else None
         if in_place and hidden_NG is not None:
             active_NH = _first(hidden_NG, num_hidden, 1)
         else:
-            active_NH = given.new("active", num_hidden)
+            active_NH = expert_rows.new("active", num_hidden)
         if fused is not None:
             grouped_gemm.hidden(
                 rows_NM, w1, groups.ends_E, activation=fused, bias_EG=b1,
@@ -296,7 +296,7 @@ class StackedExperts(Experts):
             self.activate(hidden_NG, active_NH)
         if not keep:
             hidden_NG = None  # frees it before T_DO is allocated
-        out = given.new("T_DO", w2.shape[1]) if given.out is None else given.out
+        out = expert_rows.new("T_DO", w2.shape[1]) if expert_rows.out is None else expert_rows.out
         expert_product(active_NH, w2, groups, None if self.shard.index else b2, out=out, scale_N=weight_N)
         return out, None if hidden_NG is None else Hidden(tensors=[hidden_NG])
 
@@ -311,10 +311,10 @@ class StackedExperts(Experts):
         fits = not rows.is_cuda or grouped_gemm.layout_problem(rows.dtype, hidden=width) is None
         return fused if fits else None
 
-    def recompute(self, given: ExpertRows, recipe: Any) -> Hidden:
-        w1, _, b1, _ = self.weights(given.parameters)
-        hidden_NG = given.new("T_M", w1.shape[1])
-        expert_product(given.rows_NM, w1, given.groups, b1, out=hidden_NG)
+    def recompute(self, expert_rows: ExpertRows, recipe: Any) -> Hidden:
+        w1, _, b1, _ = self.weights(expert_rows.parameters)
+        hidden_NG = expert_rows.new("T_M", w1.shape[1])
+        expert_product(expert_rows.rows_NM, w1, expert_rows.groups, b1, out=hidden_NG)
         return Hidden(tensors=[hidden_NG], expendable=True)
 
     def join(
@@ -330,21 +330,21 @@ class StackedExperts(Experts):
         return Hidden(tensors=[hidden_NG], expendable=True)
 
     def input_gradient(
-        self, grad_NM: Tensor, given: ExpertRows, weight_N: Tensor, hidden: Hidden
+        self, grad_NM: Tensor, expert_rows: ExpertRows, weight_N: Tensor, hidden: Hidden
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Returns the gradients of rows (N, M) and weight (N,), and what `weight_gradient` needs.
 
         If T_M is expendable, the activated hidden overwrites it block by block. A chunk then needs only two
         buffers of T_M's size: T_M itself and dT_M.
         """
-        groups = given.groups
+        groups = expert_rows.groups
         (hidden_NG,) = hidden.tensors
-        w1, w2, _, b2 = self.weights(given.parameters)
+        w1, w2, _, b2 = self.weights(expert_rows.parameters)
         num_rows = grad_NM.shape[0]
         num_hidden = w2.shape[2]
-        grad_hidden_NG = given.new("dT_M", w1.shape[1])
+        grad_hidden_NG = expert_rows.new("dT_M", w1.shape[1])
         in_place = hidden.expendable and self._activates_in_place(grad_NM.device.type)
-        active_NH = _first(hidden_NG, num_hidden, 1) if in_place else given.new("active", num_hidden)
+        active_NH = _first(hidden_NG, num_hidden, 1) if in_place else expert_rows.new("active", num_hidden)
         scale_N1 = weight_N.unsqueeze(1)
         fused = self._fused("input", grad_NM, w2, groups)
         if fused is not None:
@@ -360,7 +360,7 @@ class StackedExperts(Experts):
             grad_weight_N = torch.empty_like(weight_N)
             rows = self._scratch_rows(grad_NM.device.type)
             if in_place:
-                scratch = given.new("scratch", num_hidden, min(rows, num_rows))
+                scratch = expert_rows.new("scratch", num_hidden, min(rows, num_rows))
             row_tensors = (hidden_NG, active_NH, grad_hidden_NG, grad_active_NH, grad_weight_N, scale_N1)
             # A block at a time, so that its rows stay in the cache. grad_bH is the first columns of grad_bG:
             # it comes in as the gradient of the activated hidden, and grad_bG leaves as that of T_M.
@@ -370,7 +370,7 @@ class StackedExperts(Experts):
                 block_bH = _first(scratch, hidden_bG.shape[0], 0) if in_place else active_bH
                 self.activate(hidden_bG, block_bH)
                 grad_weight_b.copy_(
-                    row_dot(block_bH, grad_bH, given.new("products", num_hidden, grad_bH.shape[0]))
+                    row_dot(block_bH, grad_bH, expert_rows.new("products", num_hidden, grad_bH.shape[0]))
                 )
                 grad_bH.mul_(scale_b1)
                 self.activation_gradient(grad_bG, hidden_bG)
@@ -379,9 +379,9 @@ class StackedExperts(Experts):
         if b2 is not None and not self.shard.index:
             for expert, (grad, grad_weight) in groups.parts(grad_NM, grad_weight_N):
                 grad_weight.add_((grad @ b2[expert]).to(grad_weight.dtype))
-        out = given.new("dT_DI", w1.shape[2]) if given.out is None else given.out
+        out = expert_rows.new("dT_DI", w1.shape[2]) if expert_rows.out is None else expert_rows.out
         expert_input_gradient(grad_hidden_NG, w1, groups, out=out)
-        return out, grad_weight_N, (given.rows_NM, grad_hidden_NG, active_NH, grad_NM.mul_(scale_N1))
+        return out, grad_weight_N, (expert_rows.rows_NM, grad_hidden_NG, active_NH, grad_NM.mul_(scale_N1))
 
     def weight_gradient(
         self, pending: tuple[Tensor, ...], groups: RowGroups, sums: Sequence[GradientSum | None]

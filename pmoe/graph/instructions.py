@@ -77,13 +77,15 @@ def users_of(instructions: Iterable[Instruction]) -> dict[str, list[str]]:
     return users
 
 
-def peak_bytes(instructions: Sequence[Instruction], kept: Iterable[str], given: Mapping[str, int]) -> int:
+def peak_bytes(
+    instructions: Sequence[Instruction], kept: Iterable[str], input_bytes: Mapping[str, int]
+) -> int:
     """Returns the largest number of bytes that live at one time, if instructions run in this order.
 
     A result lives until the last instruction that holds it has ended.
 
     kept: names of results and inputs that live to the end, because the graph returns them.
-    given: bytes of the graph's inputs, by name.
+    input_bytes: bytes of the graph's inputs, by name.
     """
     last_use = {
         name: index
@@ -91,7 +93,7 @@ def peak_bytes(instructions: Sequence[Instruction], kept: Iterable[str], given: 
         for name in (instruction.name, *instruction.holds)
     }
     last_use.update(dict.fromkeys(kept, len(instructions)))
-    live_bytes = dict(given)
+    live_bytes = dict(input_bytes)
     num_bytes = peak = sum(live_bytes.values())
     for index, instruction in enumerate(instructions):
         live_bytes[instruction.name] = instruction.num_bytes

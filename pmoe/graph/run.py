@@ -279,7 +279,7 @@ class GraphRunner:
         if self.options.weight_gradients and self.ranks is not None:
             assigned = weight_gradients.assign(before)
             orders.append(weight_gradients.placed(before, assigned))
-            orders.append(weight_gradients.listed(before, limit=limit, kept=kept, given=input_bytes))
+            orders.append(weight_gradients.listed(before, limit=limit, kept=kept, input_bytes=input_bytes))
         fitting = [order for order in orders if peak_bytes(order, kept, input_bytes) <= limit]
         fastest = min(fitting or orders[:1], key=total_seconds)
         return before, fastest, peak_bytes(fastest, kept, input_bytes), limit

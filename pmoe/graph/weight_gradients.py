@@ -125,18 +125,18 @@ def listed(
     *,
     limit: float = float("inf"),
     kept: Collection[str] = (),
-    given: Mapping[str, int] | None = None,
+    input_bytes: Mapping[str, int] | None = None,
 ) -> list[Instruction]:
     """Returns the instructions in an order that is found by simulating both lanes.
 
     limit: bytes. While more are held, weight gradients that free memory run first.
-    kept, given: as in `peak_bytes`.
+    kept, input_bytes: as in `peak_bytes`.
 
     All-to-alls keep their order, because it must be the same on every rank. The compute lane runs the first
     instruction of the sequence that is ready. If all of them wait for an all-to-all, it runs the weight
     gradient whose time fits the gap best.
     """
-    return _List(instructions, limit, kept, given or {}).run()
+    return _List(instructions, limit, kept, input_bytes or {}).run()
 
 
 class _List:
@@ -163,7 +163,7 @@ class _List:
     """
 
     def __init__(
-        self, instructions: Listing, limit: float, kept: Collection[str], given: Mapping[str, int]
+        self, instructions: Listing, limit: float, kept: Collection[str], input_bytes: Mapping[str, int]
     ) -> None:
         self.by_name = {instruction.name: instruction for instruction in instructions}
         assert len(self.by_name) == len(instructions), "names must be distinct"
@@ -174,11 +174,11 @@ class _List:
         self.uses = Counter(name for instruction in instructions for name in set(instruction.holds))
         self.uses.update(kept)
         self.num_bytes = {
-            **given,
+            **input_bytes,
             **{instruction.name: instruction.num_bytes for instruction in instructions},
         }
         self.limit = limit
-        self.held = sum(given.values())
+        self.held = sum(input_bytes.values())
         self.messages = [
             instruction.name for instruction in reversed(instructions) if instruction.communicates
         ]

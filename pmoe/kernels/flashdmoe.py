@@ -63,14 +63,14 @@ class RoutingInput:
     """The experts that a gate chose for a rank's tokens, from which the launch computes where rows go.
 
     expert_TK: (T, K) int64 or int32, numbers among the experts of all ranks.
-    promise: if given, the launch itself chooses and writes these routes, of which expert_TK is one.
+    deferred: if given, the launch itself chooses and writes these routes, of which expert_TK is one.
     keep_TK: (T, K) bool, which slots are not dropped; None keeps all.
     capacity: rows kept for each expert, in token order. None is C, which the caller must know to be enough.
     counts_A: (A,) int32, memory for the result "send_counts"; None allocates it.
     """
 
     expert_TK: Tensor
-    promise: DeferredRouting | None = None
+    deferred: DeferredRouting | None = None
     keep_TK: Tensor | None = None
     capacity: int | None = None
     counts_A: Tensor | None = None
@@ -121,11 +121,11 @@ def pass_tensors(
 
 
 def forward_tensors(
-    heap: Heap, given: RankTensors, chosen: RoutingInput, *, keeps_input: bool, keeps_hidden: bool
+    heap: Heap, arguments: RankTensors, chosen: RoutingInput, *, keeps_input: bool, keeps_hidden: bool
 ) -> RankTensors:
     """Returns the tensors of a forward pass: those of `pass_tensors`, and those that the launch writes.
 
-    given: the result of `pass_tensors`.
+    arguments: the result of `pass_tensors`.
     chosen: the experts of each token.
     keeps_input, keeps_hidden: whether backward needs T_DI and T_M.
 
@@ -140,31 +140,35 @@ def forward_tensors(
 
     "home" and "offset" are None unless the heap is a pool.
     """
-    _, wide, d_model = given["w1"].shape
+    _, wide, d_model = arguments["w1"].shape
     expert_TK = chosen.expert_TK
     keep_TK = chosen.keep_TK
     shape = heap.shape
     cells = shape.num_ranks * shape.experts
     check_tensor(
-        "expert", expert_TK, dtypes=[torch.int64, torch.int32], device=given["source"].device, contiguous=True
+        "expert",
+        expert_TK,
+        dtypes=[torch.int64, torch.int32],
+        device=arguments["source"].device,
+        contiguous=True,
     )
     if keep_TK is not None:
         check_tensor("keep", keep_TK, shape=expert_TK.shape, dtypes=[torch.bool], contiguous=True)
     is_wide = expert_TK.dtype == torch.int64
     row_TK = torch.empty_like(expert_TK, dtype=torch.int32)
-    if chosen.promise is not None:
-        logits_TE, routes, options, product = chosen.promise
+    if chosen.deferred is not None:
+        logits_TE, routes, options, product = chosen.deferred
         check_tensor("logits", logits_TE, shape=("T", cells), dtypes=[torch.float32], contiguous=True)
         routing_tensors = {"logits": logits_TE, "weight": routes.weight_TK, "all_counts": routes.counts_nE}
-        given = given | routing_tensors | {"chooses": 1, "l_aux": routes.l_aux, **options}
+        arguments = arguments | routing_tensors | {"chooses": 1, "l_aux": routes.l_aux, **options}
         if product is not None:
             weight_EM = product[1]
-            source_TM = given["source"]
+            source_TM = arguments["source"]
             kind: dict[str, Any] = {"dtypes": [source_TM.dtype], "device": source_TM.device}
             check_tensor("gate", weight_EM, shape=(cells, d_model), **kind)
             check_memory(dense={"gate": weight_EM})
-            given["gate_weight"] = weight_EM
-    return given | {
+            arguments["gate_weight"] = weight_EM
+    return arguments | {
         "routes": 1,
         "chosen": expert_TK if is_wide else None,
         "keep": keep_TK,
@@ -172,20 +176,20 @@ def forward_tensors(
         "send_counts": row_TK.new_empty(cells) if chosen.counts_A is None else chosen.counts_A,
         "expert": torch.empty_like(row_TK) if is_wide else expert_TK,
         "row": row_TK,
-        "slot": row_TK.new_empty(given["active"].shape[:2]),
+        "slot": row_TK.new_empty(arguments["active"].shape[:2]),
         "home": row_TK.new_empty(cells) if shape.is_pool else None,
         "offset": row_TK.new_empty(cells) if shape.is_pool else None,
-        "input": _by_cell(given, d_model) if keeps_input else None,
-        "hidden": _by_cell(given, wide) if keeps_hidden else None,
+        "input": _by_cell(arguments, d_model) if keeps_input else None,
+        "hidden": _by_cell(arguments, wide) if keeps_hidden else None,
     }
 
 
 def backward_tensors(
-    given: RankTensors, places: RankTensors, *, kept: Sequence[Tensor | None], needs: Sequence[bool]
+    arguments: RankTensors, places: RankTensors, *, kept: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> RankTensors:
     """Returns the tensors of a backward pass: those of `pass_tensors`, and those that the launch writes.
 
-    given: the result of `pass_tensors`.
+    arguments: the result of `pass_tensors`.
     places: `PLACES` of forward.
     kept: forward's T_DI and T_M. Without T_DI the kernel sends "again"; without T_M it recomputes it.
     needs: which of w1, w2, b1 and b2 need a gradient.
@@ -195,26 +199,28 @@ def backward_tensors(
 
     All gradients repeat to the bit.
     """
-    _, capacity, width = given["active"].shape
+    _, capacity, width = arguments["active"].shape
     missing = capacity - places["slot"].shape[1]
     if missing:  # since forward a larger batch has replaced the heap by one with larger cells
         kept = [None if tensor is None else F.pad(tensor, (0, 0, 0, missing)) for tensor in kept]
         places = places | {"slot": F.pad(places["slot"], (0, missing))}
     input_PCM, hidden_PCG = kept
-    hopper = extension.path(given["w1"].device)[0] == "sm_90a"
-    wide = given["w1"].shape[1]
+    hopper = extension.path(arguments["w1"].device)[0] == "sm_90a"
+    wide = arguments["w1"].shape[1]
     parts = extension.module().row_dot_parts(hopper, width)
     for name, need in zip(("w1", "w2", "b1", "b2"), needs, strict=True):
-        given[f"of_{name}"] = torch.empty_like(given[name]) if need and given[name] is not None else None
+        arguments[f"of_{name}"] = (
+            torch.empty_like(arguments[name]) if need and arguments[name] is not None else None
+        )
     return {
-        **given,
+        **arguments,
         **{name: places[name] for name in PLACES},
         "input": input_PCM,
         "hidden": hidden_PCG,
-        "recomputed": _by_cell(given, wide) if hidden_PCG is None else None,
-        "gradient": _by_cell(given, wide),
-        "dots": _by_cell(given, parts, torch.float32),  # as many numbers; the kernel writes (parts, P C)
-        "weight_gradient": torch.empty_like(given["weight"]),
+        "recomputed": _by_cell(arguments, wide) if hidden_PCG is None else None,
+        "gradient": _by_cell(arguments, wide),
+        "dots": _by_cell(arguments, parts, torch.float32),  # as many numbers; the kernel writes (parts, P C)
+        "weight_gradient": torch.empty_like(arguments["weight"]),
     }
 
 
@@ -251,7 +257,7 @@ def launch_pass(
     )
 
 
-def _by_cell(given: RankTensors, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+def _by_cell(arguments: RankTensors, columns: int, dtype: torch.dtype | None = None) -> Tensor:
     """Returns uninitialised memory (P, C, columns)."""
-    active_PCH: Tensor = given["active"]
+    active_PCH: Tensor = arguments["active"]
     return active_PCH.new_empty(*active_PCH.shape[:2], columns, dtype=dtype)

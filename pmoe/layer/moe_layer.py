@@ -470,8 +470,8 @@ class MoELayer(OldAttributes, nn.Module):
         """
         from pmoe.choose import search
 
-        key = search.key_of(self.layer_modules)
-        search.save_degrees(search.held(self.layer_modules.ranks, key).tables, path, key)
+        key = search.key_of_degrees(self.layer_modules)
+        search.save_degrees(search.learned_in_this_process(self.layer_modules.ranks, key).tables, path, key)
 
     def load_degrees(self, path: str | Path) -> None:
         """Loads the degrees that `save_degrees` wrote. All ranks take those of rank 0's file.

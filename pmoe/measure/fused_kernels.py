@@ -110,11 +110,11 @@ def time_division(
     try:
         launcher = Launcher(heaps, lambda kernel, direction: division)
         routes = even_routes(ranks * tokens, top_k, num_experts, ranks, device)
-        journeys = journeys_of(routes, sizes, [heap.rank for heap in heaps])
+        fused_routings = journeys_of(routes, sizes, [heap.rank for heap in heaps])
         w1 = matrices(kernel.d_hidden * (1 + kernel.gated), kernel.d_model)
         w2 = matrices(kernel.d_model, kernel.d_hidden)
         x_TM = random(ranks * tokens, kernel.d_model)
-        launch_before, timed = _launches(kernel, launcher, journeys, w1, w2, x_TM, routes.weight_TK)
+        launch_before, timed = _launches(kernel, launcher, fused_routings, w1, w2, x_TM, routes.weight_TK)
 
         def run() -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
             launch_before()
@@ -130,7 +130,7 @@ def time_division(
 def _launches(
     kernel: FusedKernelSizes,
     launcher: Launcher,
-    journeys: Sequence[FusedRouting],
+    fused_routings: Sequence[FusedRouting],
     w1: Sequence[Tensor],
     w2: Sequence[Tensor],
     x_TM: Tensor,
@@ -145,20 +145,28 @@ def _launches(
     act = "swiglu" if kernel.gated else "gelu"
     no_bias = [None] * len(w1)
     hidden = partial(
-        launches.dispatch_hidden, launcher, journeys, x_TM, weight_TK, w1, no_bias, activation=act, keep=True
+        launches.dispatch_hidden,
+        launcher,
+        fused_routings,
+        x_TM,
+        weight_TK,
+        w1,
+        no_bias,
+        activation=act,
+        keep=True,
     )
     kept, active = hidden()
     assert kept is not None
     gradient = partial(
-        launches.dispatch_hidden_gradient, launcher, journeys, x_TM, weight_TK, w2, no_bias, kept,
+        launches.dispatch_hidden_gradient, launcher, fused_routings, x_TM, weight_TK, w2, no_bias, kept,
         activation=act,
     )  # fmt: skip
     if kernel.kernel == "dispatch":
         return (lambda: None), (hidden if kernel.direction == "forward" else gradient)
     if kernel.direction == "forward":
-        return hidden, partial(launches.product_combine, launcher, journeys, active, w2, no_bias)
+        return hidden, partial(launches.product_combine, launcher, fused_routings, active, w2, no_bias)
     of_hidden, _, dots = gradient()
-    return gradient, partial(launches.gradient_combine, launcher, journeys, of_hidden, w1, dots)
+    return gradient, partial(launches.gradient_combine, launcher, fused_routings, of_hidden, w1, dots)
 
 
 def _agree_among(ranks: Ranks, device: torch.device) -> Agree:

@@ -125,59 +125,67 @@ class KernelsRunner(abc.ABC):
 class FusedRunner(KernelsRunner):
     """A runner that computes both passes by COMET's kernels.
 
-    journey: where the rows of this rank's tokens go, and which rows arrive.
+    fused_routing: where the rows of this rank's tokens go, and which rows arrive.
     """
 
-    journey: FusedRouting
+    fused_routing: FusedRouting
     name: ClassVar[Path] = "fused"
 
     def _output(self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool) -> KernelsOutput:
         steps = self.steps
-        journey = self.journey
+        fused_routing = self.fused_routing
         activation = self.activation
         w1, w2, b1, b2 = split_parameters(inputs.parameters)
         hidden_NG, active_NH = steps.dispatch_hidden(
-            journey, dense(inputs.x_TM), inputs.weight_TK, w1, b1, activation=activation, keep=keeps_hidden
+            fused_routing,
+            dense(inputs.x_TM),
+            inputs.weight_TK,
+            w1,
+            b1,
+            activation=activation,
+            keep=keeps_hidden,
         )
-        rows_NM = steps.rows(journey).clone() if keeps_rows else None
-        return steps.product_combine(journey, active_NH, w2, b2), [hidden_NG, rows_NM]
+        rows_NM = steps.rows(fused_routing).clone() if keeps_rows else None
+        return steps.product_combine(fused_routing, active_NH, w2, b2), [hidden_NG, rows_NM]
 
     def _gradients(self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor) -> KernelsGradients:
         x_TM, weight_TK, w1, w2, b1, b2, hidden_NG, rows_NM = tensors
         tensors.clear()
         steps = self.steps
-        journey = self.journey
-        ends_E = self.journey.ends_E
+        fused_routing = self.fused_routing
+        ends_E = self.fused_routing.ends_E
         activation = self.activation
         needs_w1, needs_w2, needs_b1, needs_b2 = (*needs, False, False)[:4]
         if hidden_NG is None and rows_NM is not None:
             hidden_NG = grouped_gemm.product(rows_NM, w1, ends_E, bias_EO=b1)
         elif hidden_NG is None:
             hidden_NG, _ = steps.dispatch_hidden(
-                journey, dense(x_TM), weight_TK, w1, b1, activation=activation, keep=True
+                fused_routing, dense(x_TM), weight_TK, w1, b1, activation=activation, keep=True
             )
-            rows_NM = steps.rows(journey).clone()  # a copy: the gradients arrive in the same memory
+            rows_NM = steps.rows(fused_routing).clone()  # a copy: the gradients arrive in the same memory
         # Products for parameters' gradients come as soon as their operands can be freed after them. They have
         # no communication to hide: the kernels hide it themselves.
         of_w1 = of_w2 = of_b1 = of_b2 = None
         grad_hidden_NG, active_NH, dots_PN = steps.dispatch_hidden_gradient(
-            journey, dense(grad_TM), weight_TK, w2, b2, hidden_NG, activation=activation
+            fused_routing, dense(grad_TM), weight_TK, w2, b2, hidden_NG, activation=activation
         )
         del hidden_NG
         if needs_w2:
-            of_w2 = grouped_gemm.weight_gradient(steps.rows(journey), active_NH, ends_E)
+            of_w2 = grouped_gemm.weight_gradient(steps.rows(fused_routing), active_NH, ends_E)
         del active_NH
         if needs_b2:
-            of_b2 = grouped_gemm.sum_by_expert(steps.rows(journey), ends_E, steps.row_weight(journey))
+            of_b2 = grouped_gemm.sum_by_expert(
+                steps.rows(fused_routing), ends_E, steps.row_weight(fused_routing)
+            )
         if rows_NM is None:
-            steps.dispatch(journey, dense(x_TM), weight_TK)
-            rows_NM = steps.rows(journey)
+            steps.dispatch(fused_routing, dense(x_TM), weight_TK)
+            rows_NM = steps.rows(fused_routing)
         if needs_w1:
             of_w1 = grouped_gemm.weight_gradient(grad_hidden_NG, rows_NM, ends_E)
         del rows_NM
         if needs_b1:
             of_b1 = grouped_gemm.sum_by_expert(grad_hidden_NG, ends_E)
-        of_x, of_weight = steps.gradient_combine(journey, grad_hidden_NG, w1, dots_PN)
+        of_x, of_weight = steps.gradient_combine(fused_routing, grad_hidden_NG, w1, dots_PN)
         return of_x, of_weight.to(weight_TK.dtype), of_w1, of_w2, of_b1, of_b2
 
 
@@ -266,24 +274,24 @@ class FusedForwardRunner:
         plan = self.plan
         cut = self.plan.forward
         steps = self.fused.steps
-        journey = self.fused.journey
+        fused_routing = self.fused.fused_routing
         activation = self.fused.activation
         w1, w2, b1, b2 = split_parameters(inputs.parameters)
         weight_TK = inputs.weight_TK
         keeps_hidden = plan.restore.hidden == "keep"
         hidden_NG, active_NH = steps.dispatch_hidden(
-            journey, dense(inputs.x_TM), weight_TK, w1, b1, activation=activation, keep=keeps_hidden
+            fused_routing, dense(inputs.x_TM), weight_TK, w1, b1, activation=activation, keep=keeps_hidden
         )
         n = len(cut.chunks)
         m = len(cut.pieces)
-        num_rows = journey.num_received
+        num_rows = fused_routing.num_received
         index_N = unit_index(
-            self.recv_FWE.unflatten(0, (n, -1)).sum(1), journey.rank, num_pieces=m, num_rows=num_rows
+            self.recv_FWE.unflatten(0, (n, -1)).sum(1), fused_routing.rank, num_pieces=m, num_rows=num_rows
         )
         received = [chunk.received.num_rows for chunk in cut.chunks]
         units: dict[Unit, int] = {(i, ""): rows for i, rows in enumerate(received)}
         units |= {(j, "_L"): piece.groups.num_rows for j, piece in enumerate(cut.pieces)}
-        rows_NM = steps.rows(journey) if plan.restore.dispatched == "keep" else None
+        rows_NM = steps.rows(fused_routing) if plan.restore.dispatched == "keep" else None
         left = ForwardState(inputs=inputs)
         for unit, unit_rows in zip(units, index_N.split(list(units.values())), strict=True):
             kept = left.kept[unit] = SavedUnit()
@@ -291,9 +299,9 @@ class FusedForwardRunner:
             if hidden_NG is not None:
                 kept.hidden = Hidden(tensors=[hidden_NG.index_select(0, unit_rows)])
         if cut.weights is not None:
-            weight_N = steps.row_weight(journey).to(weight_TK.dtype)
+            weight_N = steps.row_weight(fused_routing).to(weight_TK.dtype)
             left.weight_received = weight_N.index_select(0, index_N[: sum(received)])
-        return steps.product_combine(journey, active_NH, w2, b2), left
+        return steps.product_combine(fused_routing, active_NH, w2, b2), left
 
 
 def unit_index(recv_nWE: Tensor, rank: int, *, num_pieces: int, num_rows: int) -> Tensor:

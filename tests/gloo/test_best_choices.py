@@ -76,7 +76,7 @@ def tried_job(
         clock.passed("backward", len(plan.backward.chunks))
         return back(plan, *args)
 
-    searched._learnt.clear()
+    searched._LEARNED.clear()
     with (
         mock.patch.dict(os.environ, PMOE_CACHE=""),  # no file of an earlier run answers
         mock.patch.object(trials, "clock_of", lambda *_: lambda: clock.now),
@@ -85,7 +85,7 @@ def tried_job(
     ):
         layer = build(pipeline=True, top_k=1, slack=SLACK, **options)
         found = [step(layer, rank) for _ in range(3)]
-    searched._learnt.clear()
+    searched._LEARNED.clear()
     return [(ran.forward, ran.backward) for ran in found]
 
 

@@ -207,7 +207,7 @@ def order_job(rank: int, world: int, expert_TK: list[list[int]]) -> list[float]:
     expert = of_rank_0 if rank == 0 else of_rank_0[:0]
     flat, rows = expert.view(-1), torch.bincount(of_rank_0.view(-1), minlength=4).view(2, 2)
     slot = flat.argsort(stable=True)
-    journey = FusedRouting(
+    fused_routing = FusedRouting(
         rank=rank,
         expert_TK=expert.int(),
         position_TK=slot.argsort().view(-1, 3).int(),
@@ -217,10 +217,10 @@ def order_job(rank: int, world: int, expert_TK: list[list[int]]) -> list[float]:
         num_received=int(rows[rank].sum()),
     )
     steps = PlainSteps(Ranks())
-    steps.dispatch(journey, torch.ones(expert.shape[0], 1), torch.ones(expert.shape))
+    steps.dispatch(fused_routing, torch.ones(expert.shape[0], 1), torch.ones(expert.shape))
     w1 = torch.tensor([1.0 if rank == 0 else small, small]).view(2, 1, 1)
-    grad, dots = torch.ones(journey.num_received, 1), torch.zeros(1, journey.num_received)
-    y_TM, _ = steps.gradient_combine(journey, grad, w1, dots)
+    grad, dots = torch.ones(fused_routing.num_received, 1), torch.zeros(1, fused_routing.num_received)
+    y_TM, _ = steps.gradient_combine(fused_routing, grad, w1, dots)
     return ((y_TM.flatten() - 1) / small).tolist()
 
 

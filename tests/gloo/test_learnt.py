@@ -19,7 +19,7 @@ from tests.pool import ranks
 
 def run_job(rank: int, world: int, folders: tuple[str, ...], counts: tuple[int, ...]) -> dict[str, Any]:
     """One run: a new process knows nothing. folders: $PMOE_CACHE of each rank, "" for none."""
-    searched._learnt.clear()
+    searched._LEARNED.clear()
     GIVEN.clear()
     told = listen()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
@@ -138,7 +138,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None
 
 def apart_job(rank: int, world: int) -> list[int]:
     """n of a layer that knows, of one like it, and of three that are not."""
-    searched._learnt.clear()
+    searched._LEARNED.clear()
     layers = [
         build(pipeline=True, **{"top_k": 1, **options})
         for options in ({}, {}, {"activation": "relu"}, {"send_once": True, "top_k": 2}, {"slack": 2.0})

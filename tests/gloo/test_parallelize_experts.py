@@ -237,7 +237,12 @@ def plain_tools(rank: int, world: int) -> list[Any]:
         layer(torch.ones(3, 8)).sum().backward()
         memory = layer.predict_memory(16)
         answers.append(
-            [memory, repr(layer), searched.key_of(layer.layer_modules), memory_shape(layer.layer_modules)]
+            [
+                memory,
+                repr(layer),
+                searched.key_of_degrees(layer.layer_modules),
+                memory_shape(layer.layer_modules),
+            ]
         )
     dense = pmoe.GradientReducer(pmoe.parallelize(build(mesh["ep"]), mesh))
     answers.append(any(".experts." in name for name in dense.names))

@@ -173,7 +173,7 @@ class World:
     def max_sent(self) -> int:
         return max(self.case.tokens) * self.case.top_k
 
-    def journeys(self) -> list[FusedRouting]:
+    def fused_routings(self) -> list[FusedRouting]:
         """Of all ranks, on the device."""
         case = self.case
         expert, position, slot, counts = (
@@ -370,13 +370,13 @@ class Player:
         *,
         division: Division | None = None,
         make: Callable[..., Launcher] = Launcher,
-        journeys: Sequence[FusedRouting] | None = None,
+        fused_routings: Sequence[FusedRouting] | None = None,
     ) -> None:
         taken = division or world.case.division
         self.world, self.heaps = world, heaps
         self.launcher = make(heaps, lambda kernel, direction: taken)
         here = [heap.rank for heap in heaps]
-        self.journeys = [(journeys or world.journeys())[rank] for rank in here]
+        self.fused_routings = [(fused_routings or world.fused_routings())[rank] for rank in here]
         every = world.parameters()
         self.given = FusedParameters(
             activation=every.activation,
@@ -400,31 +400,31 @@ class Player:
     def forward(self) -> Forward:
         self.poison()
         hidden, active = launches.dispatch_hidden(
-            self.launcher, self.journeys, self.x_TM, self.weight_TK, self.given.w1, self.given.b1,
+            self.launcher, self.fused_routings, self.x_TM, self.weight_TK, self.given.w1, self.given.b1,
             activation=self.given.activation, keep=True,
         )  # fmt: skip
         assert hidden is not None
         rows, weights = self.arrived()
-        y = launches.product_combine(self.launcher, self.journeys, active, self.given.w2, self.given.b2)
+        y = launches.product_combine(self.launcher, self.fused_routings, active, self.given.w2, self.given.b2)
         return Forward(rows=rows, weights=weights, hidden=hidden, active=active, y=y)
 
     def backward(self, hidden: Sequence[Tensor], *, again: bool = True) -> Backward:
         """again: tokens' rows are dispatched once more in between, as where T_DI is not kept."""
         self.poison()
         of_hidden, weighted, dots = launches.dispatch_hidden_gradient(
-            self.launcher, self.journeys, self.grad_TM, self.weight_TK, self.given.w2, self.given.b2, hidden,
-            activation=self.given.activation,
+            self.launcher, self.fused_routings, self.grad_TM, self.weight_TK, self.given.w2, self.given.b2,
+            hidden, activation=self.given.activation,
         )  # fmt: skip
         rows, weights = self.arrived()
         if again:
             self.poison()
-            launches.dispatch(self.launcher, self.journeys, self.x_TM, self.weight_TK)
+            launches.dispatch(self.launcher, self.fused_routings, self.x_TM, self.weight_TK)
             for heap, found, own in zip(self.heaps, *self.arrived(), strict=True):
                 assert torch.equal(found, self.world.of_rows(heap.rank, self.world.x_TM)), "sent again"
                 wanted = self.world.weight_TK.reshape(-1)[self.world.received[heap.rank]]
                 assert torch.equal(own, wanted), "sent again"
         of_x, of_weight = launches.gradient_combine(
-            self.launcher, self.journeys, of_hidden, self.given.w1, dots
+            self.launcher, self.fused_routings, of_hidden, self.given.w1, dots
         )
         return Backward(
             rows=rows, weights=weights, of_hidden=of_hidden, weighted=weighted, of_x=of_x, of_weight=of_weight

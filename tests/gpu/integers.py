@@ -29,7 +29,7 @@ class Turn:
     grad_TM: Tensor
     weight_TK: Tensor
     routes: Routes
-    journeys: list[FusedRouting]
+    fused_routings: list[FusedRouting]
     y: Tensor
     of_x: Tensor
     of_weight: Tensor
@@ -91,7 +91,7 @@ class Integers:
             torch.randint(3, (self.tokens, self.top_k), generator=self.random, device=DEVICE)
         ]
         return Turn(
-            x.bfloat16(), grad.bfloat16(), weight_TK, routes, self.virtual.journeys(routes),
+            x.bfloat16(), grad.bfloat16(), weight_TK, routes, self.virtual.fused_routings(routes),
             *self.defined(x, grad, weight_TK, routes.expert_TK.long()),
         )  # fmt: skip
 
@@ -135,11 +135,11 @@ class Integers:
     def play(self, turn: Turn) -> Tensor:
         """Whether anything of a round came out wrong, (), on the device. The host waits for nothing."""
         self.fill()
-        y, hidden = self.virtual.forward(turn.x_TM, turn.weight_TK, turn.journeys, self.given)
+        y, hidden = self.virtual.forward(turn.x_TM, turn.weight_TK, turn.fused_routings, self.given)
         assert hidden is not None
         self.fill()
         of_x, of_weight, _, _ = self.virtual.backward(
-            turn.grad_TM, turn.weight_TK, turn.journeys, self.given, hidden
+            turn.grad_TM, turn.weight_TK, turn.fused_routings, self.given, hidden
         )
         wrong = [
             (found != wanted).any()

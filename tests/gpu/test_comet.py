@@ -154,9 +154,9 @@ def test_ranks_are_routed_by_one_launch(random: torch.Generator, top_k: int, num
         num_ranks, case.experts, rows=world.max_received, home_rows=world.max_sent, d_model=case.d_model,
         dtype=case.dtype, device=DEVICE,
     )  # fmt: skip
-    journeys = owner.journeys(routes)
+    fused_routings = owner.fused_routings(routes)
     owner.close()
-    with virtual(case, world, journeys=journeys) as player:
+    with virtual(case, world, fused_routings=fused_routings) as player:
         forward = player.forward()
         world.check_forward(forward)
         world.check_backward(player.backward(forward.hidden), forward.hidden)
@@ -177,9 +177,9 @@ def test_dropped_rows_as_routes_of_tells_them(random: torch.Generator, num_ranks
         num_ranks, case.experts, rows=world.max_received, home_rows=world.max_sent, d_model=case.d_model,
         dtype=case.dtype, device=DEVICE,
     )  # fmt: skip
-    journeys = owner.journeys(routes)
+    fused_routings = owner.fused_routings(routes)
     owner.close()
-    with virtual(case, world, journeys=journeys) as player:
+    with virtual(case, world, fused_routings=fused_routings) as player:
         forward = player.forward()
         world.check_forward(forward)
         world.check_backward(player.backward(forward.hidden), forward.hidden)
@@ -235,8 +235,8 @@ def test_without_t_m_the_activated_hidden_is_the_same(random: torch.Generator) -
         forward = player.forward()
         player.poison()
         hidden, active = launches.dispatch_hidden(
-            player.launcher, player.journeys, player.x_TM, player.weight_TK, player.given.w1, player.given.b1,
-            activation=case.activation, keep=False,
+            player.launcher, player.fused_routings, player.x_TM, player.weight_TK, player.given.w1,
+            player.given.b1, activation=case.activation, keep=False,
         )  # fmt: skip
         player.check()
         assert hidden is None
@@ -257,11 +257,11 @@ def test_operands_that_do_not_fit_are_a_value_error_before_any_launch(
         x, weight, given = player.x_TM, player.weight_TK, player.given
 
         def dispatch(x: torch.Tensor = x, weight: torch.Tensor = weight) -> None:
-            launches.dispatch(player.launcher, player.journeys, x, weight)
+            launches.dispatch(player.launcher, player.fused_routings, x, weight)
 
         def hidden(w1: list[torch.Tensor]) -> None:
             launches.dispatch_hidden(
-                player.launcher, player.journeys, x, weight, w1, given.b1, activation="gelu", keep=True
+                player.launcher, player.fused_routings, x, weight, w1, given.b1, activation="gelu", keep=True
             )
 
         for call, told in (
@@ -290,9 +290,11 @@ def test_rows_that_a_heap_cannot_hold_are_a_value_error(random: torch.Generator)
             2, case.experts, rows=rows, home_rows=home_rows, d_model=case.d_model, dtype=case.dtype,
             device=DEVICE,
         )  # fmt: skip
-        journeys = world.journeys()
+        fused_routings = world.fused_routings()
         with pytest.raises(ValueError, match=told):
-            launches.dispatch(owner.launcher, journeys, world.x_TM.to(DEVICE), world.weight_TK.to(DEVICE))
+            launches.dispatch(
+                owner.launcher, fused_routings, world.x_TM.to(DEVICE), world.weight_TK.to(DEVICE)
+            )
         owner.close()
 
 
@@ -313,7 +315,7 @@ def test_a_forward_pass_of_virtual_ranks_is_six_kernels_at_most(path: str) -> No
     def forward() -> torch.Tensor:
         logits = router_logits(x, gate)
         routes = route.route(logits, top_k, normalize=True, num_chunks=num_ranks)
-        return owner.forward(x, routes.weight_TK, owner.journeys(routes), given)[0]
+        return owner.forward(x, routes.weight_TK, owner.fused_routings(routes), given)[0]
 
     for _ in range(2):
         forward()

@@ -144,18 +144,22 @@ def on_streams(world: Integers, rounds: int) -> list[int]:
     results = []
     for turn in turns:
         for rank, (own, stream) in enumerate(zip(ranks, streams, strict=True)):
-            journey, w1, w2 = [turn.journeys[rank]], given.w1[rank : rank + 1], given.w2[rank : rank + 1]
+            fused_routing, w1, w2 = (
+                [turn.fused_routings[rank]],
+                given.w1[rank : rank + 1],
+                given.w2[rank : rank + 1],
+            )
             with torch.cuda.stream(stream):
                 hidden, active = launches.dispatch_hidden(
-                    own, journey, turn.x_TM, turn.weight_TK, w1, [None], activation="relu", keep=True
+                    own, fused_routing, turn.x_TM, turn.weight_TK, w1, [None], activation="relu", keep=True
                 )
-                y = launches.product_combine(own, journey, active, w2, [None])
+                y = launches.product_combine(own, fused_routing, active, w2, [None])
                 assert hidden is not None
                 of_hidden, _, dots = launches.dispatch_hidden_gradient(
-                    own, journey, turn.grad_TM, turn.weight_TK, w2, [None], hidden, activation="relu"
+                    own, fused_routing, turn.grad_TM, turn.weight_TK, w2, [None], hidden, activation="relu"
                 )
-                of_x, of_weight = launches.gradient_combine(own, journey, of_hidden, w1, dots)
-            results.append((turn, journey[0], y, of_x, of_weight))
+                of_x, of_weight = launches.gradient_combine(own, fused_routing, of_hidden, w1, dots)
+            results.append((turn, fused_routing[0], y, of_x, of_weight))
     world.virtual.check()
     wrong = set()
     for at, (turn, home, *found) in enumerate(results):
@@ -205,10 +209,10 @@ def test_a_rank_that_never_sends_is_named_and_a_new_heap_serves(
         with pytest.raises(HeapError, match="rank 0 waited 0.5 s in vain for rank [1-3]: the (grant|arrival)"
                            ) as failed:  # fmt: skip
             _, active = launches.dispatch_hidden(
-                own, turn.journeys[:1], turn.x_TM, turn.weight_TK, given.w1[:1], [None], activation="relu",
-                keep=False,
+                own, turn.fused_routings[:1], turn.x_TM, turn.weight_TK, given.w1[:1], [None],
+                activation="relu", keep=False,
             )  # fmt: skip
-            launches.product_combine(own, turn.journeys[:1], active, given.w2[:1], [None])
+            launches.product_combine(own, turn.fused_routings[:1], active, given.w2[:1], [None])
             world.virtual.check()
         assert f", in round {1 + 2 * rounds}. " in str(failed.value)  # two dispatches a turn
         with pytest.raises(HeapError, match="make a new heap"):
@@ -223,11 +227,11 @@ def test_a_rank_that_never_returns_its_sums_is_named(monkeypatch: pytest.MonkeyP
     with integers(2) as world:
         turn, given = world.turn(1), world.given
         _, active = launches.dispatch_hidden(
-            world.virtual.launcher, turn.journeys, turn.x_TM, turn.weight_TK, given.w1, given.b1,
+            world.virtual.launcher, turn.fused_routings, turn.x_TM, turn.weight_TK, given.w1, given.b1,
             activation="relu", keep=False,
         )  # fmt: skip
         world.virtual.check()
-        launches.product_combine(alone(world), turn.journeys[:1], active[:1], given.w2[:1], [None])
+        launches.product_combine(alone(world), turn.fused_routings[:1], active[:1], given.w2[:1], [None])
         with pytest.raises(HeapError, match=r"rank 1: the return of column chunk \d") as failed:
             world.virtual.check()
         assert ", in round 1. " in str(failed.value)
@@ -246,8 +250,8 @@ def test_whoever_waits_for_a_rank_that_has_failed_fails_too(monkeypatch: pytest.
                 [world.virtual.heaps[rank]], lambda kernel, direction: world.virtual.division
             )
             launches.dispatch_hidden(
-                own, turn.journeys[rank : rank + 1], turn.x_TM, turn.weight_TK, given.w1[rank : rank + 1],
-                [None], activation="relu", keep=False,
+                own, turn.fused_routings[rank : rank + 1], turn.x_TM, turn.weight_TK,
+                given.w1[rank : rank + 1], [None], activation="relu", keep=False,
             )  # fmt: skip
         for heap, peer in itertools.zip_longest(world.virtual.heaps, (1, 0)):
             with pytest.raises(HeapError, match=f"in vain for rank {peer}: the (grant|arrival)"):

@@ -110,8 +110,8 @@ RANKS = (
         name="shards-swapped",
         breaks="of two ranks inside a node each takes the other's rows for its own",
         file="pmoe/comm/expert_sharding.py",
-        old="            own, received = (second, first) if inside.rank else (first, second)\n",
-        new="            own, received = (first, second) if inside.rank else (second, first)\n",
+        old="            own, received = (second, first) if esp.rank else (first, second)\n",
+        new="            own, received = (first, second) if esp.rank else (second, first)\n",
         tests="tests/gloo/test_flexible.py -k sharded_experts_equal",
     ),
     Plant(

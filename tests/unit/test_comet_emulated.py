@@ -148,10 +148,10 @@ def test_virtual_ranks_equal_the_definition_round_after_round(kernels: Path, num
             weight = torch.rand(tokens, top_k, generator=generator)
             x = torch.randn(tokens, d_model, generator=generator).to(BF16)
             dy = torch.randn(tokens, d_model, generator=generator).to(BF16)
-            journeys = world.journeys(routes)
-            y, hidden = world.forward(x, weight, journeys, given)
+            fused_routings = world.fused_routings(routes)
+            y, hidden = world.forward(x, weight, fused_routings, given)
             assert hidden is not None
-            of_x, of_weight, _, _ = world.backward(dy, weight, journeys, given, hidden)
+            of_x, of_weight, _, _ = world.backward(dy, weight, fused_routings, given, hidden)
             wanted = defined(x, weight, dy, choice, keep, given)
             for name, found, exact in zip(
                 ["y", "of_x", "of_weight"], (y, of_x, of_weight), wanted, strict=True

@@ -19,7 +19,7 @@ from torch import Tensor
 import pmoe
 from pmoe.gates.logits import router_loss
 from pmoe.kernels.extension import load
-from pmoe.kernels.route import Routes, operators, promise, reference, refusal, route
+from pmoe.kernels.route import Routes, deferred_routing, operators, reference, refusal, route
 from pmoe.kernels.route.operators import route_backward
 from pmoe.kernels.route.reference import ROUNDS, check_logits_memory
 from pmoe.ordering.sorted import chunk_bounds, count_rows, sort_rows
@@ -207,17 +207,17 @@ def test_the_operations_keep_the_rules_of_torch(num_tokens: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("normalize, z_loss_weight", [(True, 0.25), (False, 0.0)])
-def test_a_promise_that_is_kept_has_the_routes_and_the_gradient_of_route(
+def test_a_deferred_routing_that_is_kept_has_the_routes_and_the_gradient_of_route(
     normalize: bool, z_loss_weight: float
 ) -> None:
     found = []
-    for is_promise in (True, False):
+    for is_deferred in (True, False):
         logits = draw_logits(33, 6, dtype=torch.float32).requires_grad_()
         options: dict[str, Any] = {"normalize": normalize, "z_loss_weight": z_loss_weight}
-        promised = promise(logits, 2, **options) if is_promise else None
-        routes = route(logits, 2, **options) if promised is None else promised.routes
-        if promised is not None:
-            promised.keep()
+        deferred = deferred_routing(logits, 2, **options) if is_deferred else None
+        routes = route(logits, 2, **options) if deferred is None else deferred.routes
+        if deferred is not None:
+            deferred.keep()
         ((routes.weight_TK * torch.arange(66.0).view(33, 2)).sum() + 3 * routes.l_aux).backward()
         assert logits.grad is not None
         found.append((*(each.detach() for each in routes), logits.grad))

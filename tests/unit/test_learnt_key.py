@@ -13,7 +13,7 @@ from torch import nn
 
 import pmoe
 from pmoe.call.options import LayerOptions, Switches
-from pmoe.choose.search import key_of
+from pmoe.choose.search import key_of_degrees
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
 from pmoe.measure import bench
@@ -29,13 +29,13 @@ class PicksSome(nn.Module):
 
 def key(**options: Any) -> dict[str, Any]:
     given = {"d_model": 16, "d_hidden": 32, "num_experts": 8, "top_k": 2, "pipeline": True, **options}
-    return key_of(pmoe.MoELayer(**given).layer_modules)
+    return key_of_degrees(pmoe.MoELayer(**given).layer_modules)
 
 
 def key_with(change: Callable[[pmoe.MoELayer], None]) -> dict[str, Any]:
     layer = pmoe.MoELayer(16, 32, 8, top_k=2, pipeline=True)
     change(layer)
-    return key_of(layer.layer_modules)
+    return key_of_degrees(layer.layer_modules)
 
 
 def ranks_of(size: int) -> Ranks:

@@ -93,7 +93,7 @@ class Backward(Pass):
             self.weight_of_chunk = split_by_chunk(received, self.cut)
             # One tensor, unless experts are sharded: `sharded` replaces the first.
             self.grad_weight_leaving = self.grad_weight_gathered = torch.empty_like(self.grad_weight_rows)
-            self.grad_weight_home = weight.new_empty(self.journey.slot.shape[0])
+            self.grad_weight_home = weight.new_empty(self.weight_message.slot.shape[0])
 
     def run(self) -> list[Tensor | None]:
         """Runs all tasks and returns the gradients of ``inputs.all``; None for operands without one."""
@@ -104,7 +104,7 @@ class Backward(Pass):
         if gradients is not None:
             gradients.ends()
         if self.cut.weights is not None:
-            self.grad_weight[self.journey.slot] = self.grad_weight_home
+            self.grad_weight[self.weight_message.slot] = self.grad_weight_home
         grad_weight_TK = self.grad_weight.view_as(self.saved.inputs.weight_TK)
         grads: list[Tensor | None] = [self.result_TM, grad_weight_TK, self.grad_shared_weight]
         for sums in (self.sums, self.shared_sums):
@@ -202,7 +202,7 @@ class Backward(Pass):
 
         Runs after the last chunk, as a part of its task on the compute lane.
         """
-        regroup = self.journey.regroup
+        regroup = self.weight_message.regroup
         if regroup is None:
             self.grad_weight_gathered.copy_(self.grad_weight_rows)
         else:
@@ -211,7 +211,10 @@ class Backward(Pass):
     def weights(self, _: int) -> dist.Work | None:
         """Runs P: sends the gradients of routing weights of all chunks back to the ranks of their tokens."""
         return self.plan.modules.scalars.exchange(
-            self.grad_weight_leaving, self.journey.recv, self.grad_weight_home, self.journey.send
+            self.grad_weight_leaving,
+            self.weight_message.recv,
+            self.grad_weight_home,
+            self.weight_message.send,
         )
 
     def wgrad(self, i: int, at: str = "") -> None:

@@ -261,7 +261,7 @@ class Pass:
                 self.home[-1].zero_()  # a dropped slot adds this row to its token
 
     @property
-    def journey(self) -> WeightMessage:
+    def weight_message(self) -> WeightMessage:
         """The message of routing weights. Only for passes in which rows travel."""
         assert self.cut.weights is not None
         return self.cut.weights

@@ -65,7 +65,7 @@ class Forward(Pass):
 
     def make_scalars(self) -> None:
         """Makes the messages of one number a row. The first carries the routing weights."""
-        self.scalars.append(self.scalar(self.weight.index_select(0, self.journey.slot)))
+        self.scalars.append(self.scalar(self.weight.index_select(0, self.weight_message.slot)))
 
     def scalar(self, sent: Tensor) -> Scalars:
         """Returns memory for a message that sends the numbers ``sent`` (S,)."""
@@ -83,9 +83,9 @@ class Forward(Pass):
 
     def send_scalars(self, of_rows: Scalars) -> dist.Work | None:
         """Starts one message of one number a row."""
-        journey = self.journey
+        weight_message = self.weight_message
         exchange = self.plan.modules.scalars.exchange
-        return exchange(of_rows.sent, journey.send, of_rows.own, journey.recv)
+        return exchange(of_rows.sent, weight_message.send, of_rows.own, weight_message.recv)
 
     def local(self, j: int) -> None:
         """Runs L: computes piece j, whose rows stay on this rank."""
@@ -108,7 +108,7 @@ class Forward(Pass):
     def sorted_weights(self) -> Tensor:
         """Returns the routing weights of the received rows, (N,), by chunk and in expert order."""
         arrived = self.scalars[0].arrived
-        regroup = self.journey.regroup
+        regroup = self.weight_message.regroup
         return arrived if regroup is None else arrived.index_select(0, regroup)
 
     def _compute(self, unit: Unit, rows_NM: Tensor, weight_N: Tensor, out_NM: Tensor) -> None:

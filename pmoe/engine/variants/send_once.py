@@ -145,7 +145,7 @@ class OnceForward(_Once, Forward):
         """Returns the routing weights in expert order. Sets `regroup` too, from the numbers that arrived."""
         assert self.cut.once is not None
         row = self.cut.once.base + self.number.arrived
-        regroup = self.journey.regroup
+        regroup = self.weight_message.regroup
         row = row if regroup is None else row.index_select(0, regroup)
         self.regroup = self.left.regroup = split_by_chunk(row, self.cut)
         return super().sorted_weights()

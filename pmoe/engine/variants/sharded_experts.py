@@ -70,14 +70,16 @@ class ShardedForward(_Sharded, Forward):
     """A forward pass with sharded experts, which gathers routing weights inside the node too."""
 
     def scalar(self, sent: Tensor) -> Scalars:
-        own_rows = sum(self.journey.recv)
+        own_rows = sum(self.weight_message.recv)
         copies = sent.new_empty(self.sharing.copies(own_rows))
         return Scalars(sent, sent.new_empty(own_rows), sent.new_empty(self.cut.num_received), copies)
 
     def share_weights(self, _: int) -> None:
         """Runs PG: gathers the routing weights of all chunks inside the node."""
         for scalars in self.scalars:
-            self.sharing.all_gather(scalars.own, scalars.arrived, self.journey.gathered, scalars.copies)
+            self.sharing.all_gather(
+                scalars.own, scalars.arrived, self.weight_message.gathered, scalars.copies
+            )
 
 
 class ShardedBackward(_Sharded, Backward):
@@ -90,7 +92,7 @@ class ShardedBackward(_Sharded, Backward):
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: ForwardState) -> None:
         super().__init__(plan, grad_TM, saved)
-        own_rows = sum(self.journey.recv)
+        own_rows = sum(self.weight_message.recv)
         self.grad_weight_leaving = self.grad_weight_rows.new_empty(own_rows)
         self.grad_weight_parts = self.grad_weight_rows.new_empty(own_rows * self.sharing.esp.size)
 
@@ -105,4 +107,4 @@ class ShardedBackward(_Sharded, Backward):
         """
         leaving = self.grad_weight_leaving
         parts = self.grad_weight_parts
-        self.sharing.reduce_scatter(self.grad_weight_gathered, leaving, self.journey.gathered, parts)
+        self.sharing.reduce_scatter(self.grad_weight_gathered, leaving, self.weight_message.gathered, parts)

@@ -50,24 +50,24 @@ class Steps:
             self._made.heaps[0].give_up(f"{type(error).__name__}: {error}")
             raise
 
-    def dispatch(self, journey: FusedRouting, x_TM: Tensor, weight_TK: Tensor) -> None:
+    def dispatch(self, fused_routing: FusedRouting, x_TM: Tensor, weight_TK: Tensor) -> None:
         """Sends rows and routing weights to the ranks that compute them.
 
         There `rows` and `row_weight` return them.
         """
-        launches.dispatch(self.launcher, [journey], x_TM, float_weights(weight_TK))
+        launches.dispatch(self.launcher, [fused_routing], x_TM, float_weights(weight_TK))
 
-    def rows(self, journey: FusedRouting) -> Tensor:
+    def rows(self, fused_routing: FusedRouting) -> Tensor:
         """Returns the rows that the last dispatch brought here, (N, M). Valid until the next combine."""
-        return self.launcher.heaps[0].rows(journey.num_received)
+        return self.launcher.heaps[0].rows(fused_routing.num_received)
 
-    def row_weight(self, journey: FusedRouting) -> Tensor:
+    def row_weight(self, fused_routing: FusedRouting) -> Tensor:
         """Returns the routing weights of these rows, (N,) float32. Valid until the next combine."""
-        return self.launcher.heaps[0].row_weight(journey.num_received)
+        return self.launcher.heaps[0].row_weight(fused_routing.num_received)
 
     def dispatch_hidden(
         self,
-        journey: FusedRouting,
+        fused_routing: FusedRouting,
         x_TM: Tensor,
         weight_TK: Tensor,
         w1: Tensor,
@@ -76,18 +76,18 @@ class Steps:
     ) -> tuple[Tensor | None, Tensor]:
         """Returns T_M (N, G), or None unless ``keep`` is set in options, and the activated hidden (N, H)."""
         hidden, active = launches.dispatch_hidden(
-            self.launcher, [journey], x_TM, float_weights(weight_TK), [w1], [b1], **options
+            self.launcher, [fused_routing], x_TM, float_weights(weight_TK), [w1], [b1], **options
         )
         return (None if hidden is None else hidden[0]), active[0]
 
     def product_combine(
-        self, journey: FusedRouting, active_NH: Tensor, w2: Tensor, b2: Tensor | None
+        self, fused_routing: FusedRouting, active_NH: Tensor, w2: Tensor, b2: Tensor | None
     ) -> Tensor:
         """Returns T_O (T, M) from the activated hidden (N, H)."""
-        return launches.product_combine(self.launcher, [journey], [active_NH], [w2], [b2])
+        return launches.product_combine(self.launcher, [fused_routing], [active_NH], [w2], [b2])
 
     def dispatch_hidden_gradient(
-        self, journey: FusedRouting, grad_TM: Tensor, weight_TK: Tensor, *of_rank: Any, **options: Any
+        self, fused_routing: FusedRouting, grad_TM: Tensor, weight_TK: Tensor, *of_rank: Any, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns dT_M (N, G), the activated hidden (N, H) and parts of the weights' gradients (P, N).
 
@@ -95,7 +95,7 @@ class Steps:
         """
         grad_hidden, active, dots = launches.dispatch_hidden_gradient(
             self.launcher,
-            [journey],
+            [fused_routing],
             grad_TM,
             float_weights(weight_TK),
             *([tensor] for tensor in of_rank),
@@ -104,10 +104,10 @@ class Steps:
         return grad_hidden[0], active[0], dots[0]
 
     def gradient_combine(
-        self, journey: FusedRouting, grad_hidden_NG: Tensor, w1: Tensor, dots_PN: Tensor
+        self, fused_routing: FusedRouting, grad_hidden_NG: Tensor, w1: Tensor, dots_PN: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns dT_I (T, M) and the gradients of the routing weights (T, K)."""
-        return launches.gradient_combine(self.launcher, [journey], [grad_hidden_NG], [w1], [dots_PN])
+        return launches.gradient_combine(self.launcher, [fused_routing], [grad_hidden_NG], [w1], [dots_PN])
 
 
 def float_weights(weight_TK: Tensor) -> Tensor:

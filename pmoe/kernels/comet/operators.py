@@ -67,36 +67,38 @@ class FusedRouting:
         return self.recv_WE.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-def journey_fields(heap: Heap, journey: FusedRouting) -> dict[str, int]:
+def routing_fields(heap: Heap, fused_routing: FusedRouting) -> dict[str, int]:
     """Returns the fields that say where rows go. Raises ValueError if the heap has too few rows."""
     shape = heap.shape
-    if journey.num_received > shape.rows:
+    if fused_routing.num_received > shape.rows:
         raise ValueError(
-            f"num_received ({journey.num_received}) must be at most the heap's {shape.rows} rows"
+            f"num_received ({fused_routing.num_received}) must be at most the heap's {shape.rows} rows"
         )
-    sent = journey.slot_S.shape[0]
-    if journey.num_tokens is not None:
-        sent = min(sent, journey.num_tokens * journey.top_k)
+    sent = fused_routing.slot_S.shape[0]
+    if fused_routing.num_tokens is not None:
+        sent = min(sent, fused_routing.num_tokens * fused_routing.top_k)
     if sent > shape.home_rows:
         raise ValueError(
             f"rows that may be sent ({sent}) must be at most the heap's home_rows ({shape.home_rows})"
         )
-    check_tensor("send_WE", journey.send_WE, shape=(shape.num_ranks, shape.experts))
+    check_tensor("send_WE", fused_routing.send_WE, shape=(shape.num_ranks, shape.experts))
     for name in ("expert_TK", "position_TK", "slot_S", "send_WE"):
-        check_tensor(name, getattr(journey, name), dtypes=[torch.int32], device=heap.device, contiguous=True)
-    recv_WE = journey.recv_WE
+        check_tensor(
+            name, getattr(fused_routing, name), dtypes=[torch.int32], device=heap.device, contiguous=True
+        )
+    recv_WE = fused_routing.recv_WE
     check_tensor("recv_WE", recv_WE, dtypes=[torch.int32], device=heap.device)
     if recv_WE.stride(1) != 1:
         raise ValueError(f"recv_WE of strides {recv_WE.stride()} must have a column stride of 1")
     return {
-        "send_counts": journey.send_WE.data_ptr(),
+        "send_counts": fused_routing.send_WE.data_ptr(),
         "recv_counts": recv_WE.data_ptr(),
         "recv_stride": recv_WE.stride(0),
-        "expert": journey.expert_TK.data_ptr(),
-        "position": journey.position_TK.data_ptr(),
-        "slot": journey.slot_S.data_ptr(),
-        "first_row": journey.first_row,
-        "top_k": journey.top_k,
+        "expert": fused_routing.expert_TK.data_ptr(),
+        "position": fused_routing.position_TK.data_ptr(),
+        "slot": fused_routing.slot_S.data_ptr(),
+        "first_row": fused_routing.first_row,
+        "top_k": fused_routing.top_k,
         "computes": 1,
     }
 
@@ -115,14 +117,14 @@ def check_tokens(heap: Heap, expert_TK: Tensor, source_TM: Tensor, weight_TK: Te
 
 
 def dispatch_fields(
-    heap: Heap, journey: FusedRouting, source_TM: Tensor, weight_TK: Tensor
+    heap: Heap, fused_routing: FusedRouting, source_TM: Tensor, weight_TK: Tensor
 ) -> dict[str, int]:
     """Returns the fields of a launch that dispatches: rows of tokens leave, and arrive as the product's A."""
-    check_tokens(heap, journey.expert_TK, source_TM, weight_TK)
+    check_tokens(heap, fused_routing.expert_TK, source_TM, weight_TK)
     shape = heap.shape
     places = shape.places
     return {
-        **journey_fields(heap, journey),
+        **routing_fields(heap, fused_routing),
         "source": source_TM.data_ptr(),
         "source_stride": shape.row_bytes,
         "weight": weight_TK.data_ptr(),
@@ -134,7 +136,7 @@ def dispatch_fields(
     }
 
 
-def combine_fields(heap: Heap, journey: FusedRouting, a: Tensor, result_TM: Tensor) -> dict[str, int]:
+def combine_fields(heap: Heap, fused_routing: FusedRouting, a: Tensor, result_TM: Tensor) -> dict[str, int]:
     """Returns the fields of a launch that combines.
 
     a: (rows, columns), the first operand of the product, whose result is written where dispatched rows lay.
@@ -144,7 +146,7 @@ def combine_fields(heap: Heap, journey: FusedRouting, a: Tensor, result_TM: Tens
     check_tensor("rows", a, dtypes=[shape.dtype], device=heap.device)
     check_memory(dense={"rows": a, "result": result_TM})
     return {
-        **journey_fields(heap, journey),
+        **routing_fields(heap, fused_routing),
         **at(a=a),
         "a_rows": a.shape[0],
         "rows": a.shape[0],
@@ -155,8 +157,10 @@ def combine_fields(heap: Heap, journey: FusedRouting, a: Tensor, result_TM: Tens
         "columns": shape.d_model,
         "result": result_TM.data_ptr(),
         "result_stride": shape.row_bytes,
-        "first_token": journey.first_token,
-        "tokens": journey.expert_TK.shape[0] if journey.num_tokens is None else journey.num_tokens,
+        "first_token": fused_routing.first_token,
+        "tokens": fused_routing.expert_TK.shape[0]
+        if fused_routing.num_tokens is None
+        else fused_routing.num_tokens,
     }
 
 
@@ -181,18 +185,20 @@ def check_expert_weight(
 # ---- launches
 
 
-def dispatch(launcher: Launcher, journeys: Sequence[FusedRouting], x_TM: Tensor, weight_TK: Tensor) -> None:
+def dispatch(
+    launcher: Launcher, fused_routings: Sequence[FusedRouting], x_TM: Tensor, weight_TK: Tensor
+) -> None:
     """Sends rows, (T, M), and their routing weights, (T, K), to the ranks that compute them."""
     fields = [
-        {**dispatch_fields(heap, journey, x_TM, weight_TK), "computes": 0}
-        for heap, journey in zip(launcher.heaps, journeys, strict=True)
+        {**dispatch_fields(heap, fused_routing, x_TM, weight_TK), "computes": 0}
+        for heap, fused_routing in zip(launcher.heaps, fused_routings, strict=True)
     ]
     launcher.launch("dispatch", "forward", fields, epilogue=HIDDEN, activation=ACTIVATIONS["relu"])
 
 
 def dispatch_hidden(
     launcher: Launcher,
-    journeys: Sequence[FusedRouting],
+    fused_routings: Sequence[FusedRouting],
     x_TM: Tensor,
     weight_TK: Tensor,
     w1: Sequence[Tensor],
@@ -212,18 +218,18 @@ def dispatch_hidden(
     fields = []
     hidden = []
     active = []
-    for heap, journey, weight_EGM, bias in zip(launcher.heaps, journeys, w1, b1, strict=True):
+    for heap, fused_routing, weight_EGM, bias in zip(launcher.heaps, fused_routings, w1, b1, strict=True):
         _, num_hidden, _ = check_expert_weight("w1", weight_EGM, bias, heap, columns=2)
         width = num_hidden // 2 if activation == "swiglu" else num_hidden
-        active.append(x_TM.new_empty(journey.num_received, width))
+        active.append(x_TM.new_empty(fused_routing.num_received, width))
         if keep:
-            hidden.append(x_TM.new_empty(journey.num_received, num_hidden))
+            hidden.append(x_TM.new_empty(fused_routing.num_received, num_hidden))
         fields.append(
             {
-                **dispatch_fields(heap, journey, x_TM, weight_TK),
+                **dispatch_fields(heap, fused_routing, x_TM, weight_TK),
                 "b": weight_EGM.data_ptr(),
                 "n": num_hidden,
-                "rows": journey.num_received,
+                "rows": fused_routing.num_received,
                 "bias": address(bias),
                 **at(d=hidden[-1] if keep else None, active=active[-1]),
             }
@@ -234,7 +240,7 @@ def dispatch_hidden(
 
 def product_combine(
     launcher: Launcher,
-    journeys: Sequence[FusedRouting],
+    fused_routings: Sequence[FusedRouting],
     active: Sequence[Tensor],
     w2: Sequence[Tensor],
     b2: Sequence[Tensor | None],
@@ -249,14 +255,14 @@ def product_combine(
     bit.
     """
     fields = []
-    result_TM = active[0].new_empty(journeys[0].expert_TK.shape[0], launcher.heaps[0].shape.d_model)
-    by_rank = zip(launcher.heaps, journeys, active, w2, b2, strict=True)
-    for heap, journey, active_NH, weight_EMH, bias in by_rank:
+    result_TM = active[0].new_empty(fused_routings[0].expert_TK.shape[0], launcher.heaps[0].shape.d_model)
+    by_rank = zip(launcher.heaps, fused_routings, active, w2, b2, strict=True)
+    for heap, fused_routing, active_NH, weight_EMH, bias in by_rank:
         _, _, width = check_expert_weight("w2", weight_EMH, bias, heap, columns=1)
         check_tensor("active", active_NH, shape=("rows", width))
         fields.append(
             {
-                **combine_fields(heap, journey, active_NH, result_TM),
+                **combine_fields(heap, fused_routing, active_NH, result_TM),
                 "b": weight_EMH.data_ptr(),
                 "bias": address(bias),
                 "row_weight": heap.base + heap.shape.places["weights"],
@@ -268,7 +274,7 @@ def product_combine(
 
 def dispatch_hidden_gradient(
     launcher: Launcher,
-    journeys: Sequence[FusedRouting],
+    fused_routings: Sequence[FusedRouting],
     grad_TM: Tensor,
     weight_TK: Tensor,
     w2: Sequence[Tensor],
@@ -294,8 +300,8 @@ def dispatch_hidden_gradient(
     grad_hidden = []
     active = []
     dots = []
-    by_rank = zip(launcher.heaps, journeys, w2, hidden, b2, strict=True)
-    for heap, journey, weight_EMH, hidden_NG, bias in by_rank:
+    by_rank = zip(launcher.heaps, fused_routings, w2, hidden, b2, strict=True)
+    for heap, fused_routing, weight_EMH, hidden_NG, bias in by_rank:
         _, _, width = check_expert_weight("w2", weight_EMH, None, heap, columns=1)
         check_memory(dense={"hidden": hidden_NG})
         num_rows = hidden_NG.shape[0]
@@ -305,7 +311,7 @@ def dispatch_hidden_gradient(
         dots.append(hidden_NG.new_empty(parts + (bias is not None), num_rows, dtype=torch.float32))
         fields.append(
             {
-                **dispatch_fields(heap, journey, grad_TM, weight_TK),
+                **dispatch_fields(heap, fused_routing, grad_TM, weight_TK),
                 "b": weight_EMH.data_ptr(),
                 "n": width,
                 "rows": num_rows,
@@ -316,9 +322,9 @@ def dispatch_hidden_gradient(
         )
     kind = ACTIVATIONS[activation]
     launcher.launch("dispatch", "backward", fields, epilogue=HIDDEN_GRADIENT, activation=kind)
-    for heap, journey, bias, dots_PN in zip(launcher.heaps, journeys, b2, dots, strict=True):
+    for heap, fused_routing, bias, dots_PN in zip(launcher.heaps, fused_routings, b2, dots, strict=True):
         if bias is not None:
-            dots_PN[-1] = _dots_with_bias(heap.rows(dots_PN.shape[1]), bias, journey.ends_E)
+            dots_PN[-1] = _dots_with_bias(heap.rows(dots_PN.shape[1]), bias, fused_routing.ends_E)
     return grad_hidden, active, dots
 
 
@@ -335,7 +341,7 @@ def _dots_with_bias(rows_NM: Tensor, bias_EM: Tensor, ends_E: Tensor) -> Tensor:
 
 def gradient_combine(
     launcher: Launcher,
-    journeys: Sequence[FusedRouting],
+    fused_routings: Sequence[FusedRouting],
     of_hidden: Sequence[Tensor],
     w1: Sequence[Tensor],
     dots: Sequence[Tensor],
@@ -349,16 +355,16 @@ def gradient_combine(
     dots: parts of the weights' gradients of each rank, (P, N).
     """
     fields = []
-    num_tokens, top_k = journeys[0].expert_TK.shape
+    num_tokens, top_k = fused_routings[0].expert_TK.shape
     result_TM = of_hidden[0].new_empty(num_tokens, launcher.heaps[0].shape.d_model)
     grad_weight_TK = of_hidden[0].new_empty(num_tokens, top_k, dtype=torch.float32)
-    by_rank = zip(launcher.heaps, journeys, of_hidden, w1, dots, strict=True)
-    for heap, journey, grad_NG, weight_EGM, dots_PN in by_rank:
+    by_rank = zip(launcher.heaps, fused_routings, of_hidden, w1, dots, strict=True)
+    for heap, fused_routing, grad_NG, weight_EGM, dots_PN in by_rank:
         _, width, _ = check_expert_weight("w1", weight_EGM, None, heap, columns=2)
         check_tensor("gradient of the hidden", grad_NG, shape=("rows", width))
         fields.append(
             {
-                **combine_fields(heap, journey, grad_NG, result_TM),
+                **combine_fields(heap, fused_routing, grad_NG, result_TM),
                 "b": weight_EGM.data_ptr(),
                 "row_dots": dots_PN.data_ptr(),
                 "dot_parts": dots_PN.shape[0],

@@ -8,7 +8,7 @@ device.
 Letters: T tokens, K choices, E experts, N = T*K slots, n chunks.
 """
 
-from pmoe.kernels.route.operators import DeferredRouting, promise, refusal, route
+from pmoe.kernels.route.operators import DeferredRouting, deferred_routing, refusal, route
 from pmoe.kernels.route.reference import Routes, top_indices
 
-__all__ = ["DeferredRouting", "Routes", "promise", "refusal", "route", "top_indices"]
+__all__ = ["DeferredRouting", "Routes", "deferred_routing", "refusal", "route", "top_indices"]

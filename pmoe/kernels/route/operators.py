@@ -48,7 +48,8 @@ def route(
 class DeferredRouting(NamedTuple):
     """Routes that have their autograd graph but no values yet. A later launch writes the values.
 
-    The caller of `promise` passes it to a launch that writes weight, expert, counts and l_aux by address.
+    The caller of `deferred_routing` passes it to a launch, which writes weight, expert, counts and l_aux by
+    address.
     Nothing may read these before. If there is no such launch, `keep` writes all routes.
 
     logits_TE: (T, E), the logits; without values too if ``product`` is given.
@@ -72,7 +73,9 @@ class DeferredRouting(NamedTuple):
             promised.data.copy_(computed)
 
 
-def promise(logits_TE: Tensor, top_k: int, *, normalize: bool, z_loss_weight: float) -> DeferredRouting:
+def deferred_routing(
+    logits_TE: Tensor, top_k: int, *, normalize: bool, z_loss_weight: float
+) -> DeferredRouting:
     """Returns routes that nothing has computed yet; the arguments are those of `route`."""
     routes = Routes(*torch.ops.pmoe.route(logits_TE, top_k, normalize, 1, z_loss_weight, writes=False))
     # Users' schedules may set these to numpy numbers. The launch takes Python's.

@@ -225,7 +225,7 @@ def in_fields(tables: Any) -> object:
 def kept_degrees(path: Path) -> object:
     """As a layer with pipeline=True finds them."""
     with (
-        mock.patch.object(searched, "_learnt", {}),
+        mock.patch.object(searched, "_LEARNED", {}),
         mock.patch.dict(os.environ, {"PMOE_CACHE": str(path.parent)}),
     ):
         return in_fields(searched.load_learned(Ranks(None), CACHED, DEGREES).tables)

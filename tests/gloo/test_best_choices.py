@@ -248,7 +248,7 @@ def test_no_trial_is_made_where_a_host_is_full() -> None:
     """One that offloads would fail on that rank alone."""
     batch: Any = SimpleNamespace(
         trials_allowed=True,
-        parts=SimpleNamespace(gradients=None),
+        modules=SimpleNamespace(gradients=None),
         counts=SimpleNamespace(host_shortage=True),
     )
     assert chosen._tried(batch, []) is None

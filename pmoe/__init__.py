@@ -45,9 +45,9 @@ _LATER = {
     "save_checkpoint": "pmoe.training.checkpoint",
     "stats": "pmoe.integrations.statistics",
 }
-"""Public names and their modules, which load when the name is first used.
+"""Public names and their modules. A module is imported when one of its names is first used.
 
-Not every model needs them, and some are slow to import.
+Not every model needs these modules, and some are slow to import.
 """
 
 # The list is written out, not derived from _LATER, because type checkers read it without running the file.
@@ -81,12 +81,12 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Imports the module of a name in `_LATER`, and returns the name's value."""
+        """Returns the value of a public name in `_LATER`, after importing its module."""
         if name not in _LATER:
             raise AttributeError(f"module 'pmoe' has no attribute {name!r}")
         return getattr(importlib.import_module(_LATER[name]), name)
 
 
 def __dir__() -> list[str]:
-    """Returns the module's names, those that load later included."""
+    """Returns the module's names, including those in `_LATER` that were not imported yet."""
     return sorted({*globals(), *_LATER})

@@ -1,6 +1,6 @@
-"""Checks of arguments. A check raises TypeError or ValueError with the name, the value and the rule.
+"""Checks of arguments. A check raises TypeError or ValueError with the argument's name, value and rule.
 
-Most checks take arguments by keyword: the keyword is the name in the error.
+Most checks take arguments by keyword: the keyword is the name that the error shows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 MOST = 2**31 - 1
-"""The largest count that `check_count` accepts, for anything that is counted. More can only be a mistake."""
+"""The largest count that `check_count` accepts. A larger number can only be a mistake."""
 
 
 def check_number(**values: object) -> None:
@@ -29,19 +29,19 @@ def check_number(**values: object) -> None:
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Returns whether a value is an integer, also of another library such as numpy. A bool is not."""
+    """Returns whether a value is an integer, also one of another library such as numpy. A bool is not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def plain_int(value: Any) -> Any:
-    """Returns an integer of any library as an int, and any other value unchanged."""
+    """Returns an integer of any library (numpy's, for example) as an int, and other values unchanged."""
     return int(value) if is_int(value) else value
 
 
 def check_int(least: int | None = None, **values: object) -> None:
     """Raises TypeError unless each value is an integer.
 
-    least: if it is not None, raises ValueError unless least <= value < 2**63.
+    least: if it is not None, ValueError is raised unless least <= value < 2**63.
     """
     for name, value in values.items():
         rule = f"{name} ({shown(value)}) must be an int{'' if least is None else f' of at least {least}'}"
@@ -52,14 +52,17 @@ def check_int(least: int | None = None, **values: object) -> None:
 
 
 def check_flag(name: str, flag: object, *, or_none: bool = False) -> None:
-    """Raises TypeError unless a flag is True or False, or None if ``or_none``."""
+    """Raises TypeError unless a flag is True or False. None is accepted, too, if ``or_none``.
+
+    name: the argument's name, for the error.
+    """
     if not isinstance(flag, bool) and not (or_none and flag is None):
         allowed = "None, True or False" if or_none else "True or False"
         raise TypeError(f"{name} ({flag!r}) must be {allowed}")
 
 
 def check_count(**counts: int) -> None:
-    """Raises TypeError unless each value is an int, ValueError unless it is between 1 and `MOST`."""
+    """Raises TypeError unless each value is an int, and ValueError unless it is between 1 and `MOST`."""
     for name, count in counts.items():
         check_int(**{name: count})
         if not 1 <= count <= MOST:
@@ -67,7 +70,7 @@ def check_count(**counts: int) -> None:
 
 
 def check_not_negative(**values: float) -> None:
-    """Raises TypeError unless each value is a number, ValueError unless 0 <= value < 2**63."""
+    """Raises TypeError unless each value is a number, and ValueError unless 0 <= value < 2**63."""
     for name, value in values.items():
         check_number(**{name: value})
         if not 0 <= value < 2**63:
@@ -75,7 +78,7 @@ def check_not_negative(**values: float) -> None:
 
 
 def check_positive(**values: float | None) -> None:
-    """Raises TypeError unless each value is None or a number, ValueError unless 0 < value < 2**63."""
+    """Raises TypeError unless each value is None or a number, and ValueError unless 0 < value < 2**63."""
     for name, value in values.items():
         if value is None:
             continue
@@ -85,15 +88,17 @@ def check_positive(**values: float | None) -> None:
 
 
 def shown(value: object) -> str:
-    """Returns a value as messages show it: its repr, or the name of its type if the repr is long."""
+    """Returns a value as error messages show it: its repr, or the name of its type if the repr is long."""
     text = repr(value)
     return text if len(text) <= 80 and "\n" not in text else type(value).__name__
 
 
 def list_of(name: str, values: Any) -> list[Any]:
-    """Returns an iterable as a list. Raises TypeError for other values, strings and scalar tensors.
+    """Returns the elements of an iterable as a list.
 
     name: the argument's name, for the error.
+
+    Raises TypeError for a value that is no iterable, and also for strings and scalar tensors.
     """
     if (
         isinstance(values, Iterable)
@@ -107,6 +112,7 @@ def list_of(name: str, values: Any) -> list[Any]:
 def check_kind(kind: type | tuple[type, ...], told: str, **values: object) -> None:
     """Raises TypeError unless each value is an instance of ``kind``.
 
+    kind: a type or several types, as for isinstance.
     told: ``kind`` in words, for the error.
     """
     for name, value in values.items():
@@ -115,7 +121,7 @@ def check_kind(kind: type | tuple[type, ...], told: str, **values: object) -> No
 
 
 def check_path(**paths: object) -> None:
-    """Raises TypeError unless each value is a string or a path, ValueError if it cannot be a file's name."""
+    """Raises TypeError unless each value is a string or a path, ValueError unless it can name a file."""
     check_kind((str, os.PathLike), "a path", **paths)
     for name, path in paths.items():
         if str(path) == "" or "\0" in str(path):
@@ -128,9 +134,9 @@ def check_module(**modules: object) -> None:
 
 
 def check_tensors(dims: int | None, /, **tensors: Any) -> None:
-    """Raises TypeError unless each value is a dense real tensor.
+    """Raises TypeError unless each value is a tensor that is neither sparse nor complex.
 
-    dims: if it is not None, raises ValueError unless the tensor has this number of dimensions.
+    dims: if it is not None, ValueError is raised unless the tensor has this number of dimensions.
     """
     for name, value in tensors.items():
         if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_complex():
@@ -140,7 +146,10 @@ def check_tensors(dims: int | None, /, **tensors: Any) -> None:
 
 
 def check_place(device: Any, dtype: object) -> torch.device:
-    """Returns the device on which tensors are made, with its index. None means torch's default.
+    """Checks the arguments ``device`` and ``dtype``, and returns the device, with its index.
+
+    device: None means torch's default device.
+    dtype: None means torch's default.
 
     Raises TypeError or ValueError if no floating-point tensor can be made on ``device`` or with ``dtype``.
     """
@@ -155,6 +164,9 @@ def check_place(device: Any, dtype: object) -> torch.device:
 
 
 def check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raises ValueError unless ``value`` is one of ``allowed``. name: the argument's name."""
+    """Raises ValueError unless ``value`` is one of the strings ``allowed``.
+
+    name: the argument's name, for the error.
+    """
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} ({value!r}) must be one of {', '.join(allowed)}")

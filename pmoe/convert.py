@@ -2,7 +2,7 @@
 
 `to_pmoe` reads another system's layer, `from_pmoe` writes one. Names, stacking and the order of axes change;
 values do not. A `Layout` describes where a system keeps the tensors of a layer; all layouts are in
-layouts.json. docs/weights.md says where each was read, and what it was tested on.
+layouts.json. For each layout, docs/weights.md gives the source and the tests.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ AXES = {
 }  # fmt: skip
 """The axes of each of pmoe's tensors, dimension by dimension; "fH" is one dimension of size f * H.
 
-    E  experts in all            M  d_model
-    X  experts in a state dict   H  d_hidden
-    S  shared experts: 1         h  hidden columns of the shared expert
+    E  experts of all ranks         M  d_model
+    X  experts in a state dict      H  d_hidden
+    S  shared experts: 1            h  hidden columns of the shared expert
     f  2 if experts are gated (rows of the gate, then rows of the other factor), 1 otherwise
 """
 
@@ -38,16 +38,20 @@ AXES = {
 class Layout:
     """Names and shapes of the tensors of one MoE layer in another system.
 
-    names: for each of pmoe's names, the system's. {e} stands for an expert's number, if every expert has its
-        own tensor. Two names, separated by a space, are the gate's rows and the other factor's rows.
-    axes: for each of pmoe's names, the dimensions, if they are not those of `AXES`. Behind "|" the order in
-        which the values lie in memory, if it is not that of the dimensions.
+    The letters of axes are those of `AXES`: X experts in a state dict, M = d_model, H = d_hidden, f = 2 for
+    gated experts and else 1.
+
+    names: the system's name of a tensor, by pmoe's name. {e} stands for an expert's number, if every expert
+        has its own tensor. Two names, separated by a space, are those of the gate's rows and of the other
+        factor's rows.
+    axes: the axes of a tensor's dimensions, by pmoe's name, if they are not those of `AXES`. If the values
+        lie in memory in another order, "|" and this order of axes follow.
     gated: whether experts are gated; None if both occur.
     local: whether each rank numbers its experts from 0.
-    count: name of a tensor that holds E; "" if there is none.
+    count: name of a tensor that holds the number of experts of all ranks; "" if there is none.
 
     Example, pmoe's "experts.w1" (X, fH, M): Mixtral has two tensors (H, M) for each expert. gpt-oss has one
-    for all experts, "X M Hf": in-features first, columns of the gate and of the other factor in turn.
+    tensor for all experts, "X M Hf": in-features first, columns of the gate and of the other factor in turn.
     """
 
     names: Mapping[str, str]
@@ -57,18 +61,25 @@ class Layout:
     count: str = ""
 
     def keys(self, name: str, experts: Iterable[int]) -> list[str]:
-        """Returns the system's names of the tensors that together are one of pmoe's.
+        """Returns the system's names of the tensors that together make up one of pmoe's tensors.
 
-        name: pmoe's name. experts: the numbers that {e} takes.
+        name: pmoe's name.
+        experts: the numbers of the experts, which replace {e} in the system's names.
+
+        Example, Mixtral's "experts.w1" for experts 0 and 1: four names, "w1" of both experts, then "w3" of
+        both.
         """
         numbers = [*experts] if "{e}" in self.names[name] else [0]
         return [part.replace("{e}", str(e)) for part in self.names[name].split() for e in numbers]
 
     def order(self, name: str) -> tuple[str, list[str]]:
-        """Returns the axes of the tensors of `keys`, stacked, and the dimensions of each of them.
+        """Returns how to read the tensors that make up one of pmoe's: (axes of all together, axes of each).
 
-        The axes are in the order in which the values lie in memory. Those spread over several tensors
-        come first: f over two names, X over experts.
+        The first result lists one letter for each axis (see `AXES`), in the order in which the values lie in
+        memory if the tensors are stacked. Axes over which the values are spread as several tensors come
+        first: f over two names, X over experts. The second result has the dimensions of each tensor.
+
+        name: pmoe's name.
 
         Example: "experts.w1" of Mixtral -> ("fXHM", ["H", "M"]), of gpt-oss -> ("XMHf", ["X", "M", "Hf"]).
         """
@@ -85,7 +96,11 @@ class Layout:
 
 
 def _sizes_of(axes: Iterable[str], sizes: Mapping[str, int]) -> list[int]:
-    """Returns the size of each dimension; that of "fH" is the product of the sizes of f and H."""
+    """Returns the size of each dimension; the size of "fH" is the product of the sizes of f and H.
+
+    axes: the letters of each dimension.
+    sizes: the size of each letter.
+    """
     return [math.prod(sizes[axis] for axis in dimension) for dimension in axes]
 
 
@@ -114,12 +129,12 @@ LAYOUTS: Mapping[LayoutName, Layout] = {name: Layout(**fields) for name, fields 
 """All layouts that pmoe knows, by name."""
 
 Place = tuple[Layout, str, str]
-"""A layout with its name in messages, and the prefix of the layer's tensors in a state dict."""
+"""A layout, its name in messages, and the prefix of the layer's tensors in a state dict."""
 PMOE: Place = Layout(names={name: name for name in AXES}), "pmoe's layout", ""
-"""pmoe's own state dict as a layout, without a prefix."""
+"""The layout of pmoe's own state dicts, without a prefix."""
 
 Found = tuple[dict[str, Tensor], list[int], dict[str, int]]
-"""A layer as pmoe has it: its tensors by name, the numbers of its X experts, the size of each axis."""
+"""A layer in pmoe's layout: its tensors by name, the numbers of its experts, the size of each axis."""
 
 
 # ---- the two directions
@@ -139,16 +154,16 @@ def to_pmoe(
     Args:
         state: the other system's state dict. Tensors whose names do not begin with ``prefix`` are ignored.
         layout: a key of `LAYOUTS`.
-        prefix: of the layer's names in its model, for example "model.layers.0.mlp.".
-        experts: the numbers of the X experts that the result has, out of E; None for all. ``state`` holds
+        prefix: beginning of the names of the layer's tensors in its model, for example "model.layers.0.mlp.".
+        experts: the numbers of the X experts that the result has, out of all E; None for all. ``state`` holds
             either these alone, as the state dict of one rank does, or all E. In "megatron-grouped" and
             "tutel-llama" it must hold these alone.
         names: replacements in the layout's names, because DeepSpeed's experts are modules of your own:
             {"dense_h_to_4h": "fc1", "dense_4h_to_h": "fc2"}, for example.
 
-    Returns ``gate.weight`` (E, M), ``experts.w1`` (X, H, M) or, if experts are gated, (X, 2H, M),
-    ``experts.w2`` (X, M, H), and if ``state`` has them biases, the router's bias and a shared expert. They
-    share no memory with ``state``.
+    With M = d_model and H = d_hidden, the result has ``gate.weight`` (E, M), ``experts.w1`` (X, H, M) or, if
+    experts are gated, (X, 2H, M), ``experts.w2`` (X, M, H), and if ``state`` has them biases, the router's
+    bias and a shared expert. They share no memory with ``state``.
 
     Raises ValueError if a tensor is missing, has no place in the layout, or does not fit the others in shape,
     dtype or device; the message names the tensor, its shape and the rule. Raises TypeError for a value that
@@ -169,11 +184,13 @@ def from_pmoe(
     """Returns another system's state dict with the weights of a `MoELayer`, bit for bit.
 
     Args:
-        state: the state dict of a `MoELayer`: ``gate.weight`` (E, M) and so on.
+        state: the state dict of a `MoELayer`: ``gate.weight`` (E, M) for E experts and M = d_model, and so
+            on.
         layout: a key of `LAYOUTS`.
         prefix: put in front of the layout's names.
-        experts: as in `to_pmoe`: the numbers of the experts that the result has.
-        names: as in `to_pmoe`.
+        experts: the numbers of the experts that the result has; None for all. ``state`` holds either these
+            alone, as the state dict of one rank does, or all.
+        names: replacements in the layout's names, as in {"dense_h_to_4h": "fc1"}.
 
     The result shares no memory with ``state``. Raises the errors of `to_pmoe`, and ValueError if the layout
     has no place for one of the layer's tensors.
@@ -183,7 +200,12 @@ def from_pmoe(
 
 
 def _place(layout: LayoutName, prefix: str, names: Mapping[str, str] | None) -> Place:
-    """Checks the arguments of `to_pmoe`, and returns the layout with names replaced."""
+    """Checks the arguments ``layout``, ``prefix`` and ``names``, and returns them as one record.
+
+    In the names of the record's layout, each text that is a key of ``names`` is replaced by its value.
+
+    Raises TypeError or ValueError for wrong arguments.
+    """
     check_one_of("layout", layout, tuple(LAYOUTS))
     check_kind(str, "a text", prefix=prefix)
     check_kind((Mapping, type(None)), "None or a dict of texts", names=names)
@@ -202,12 +224,17 @@ def _place(layout: LayoutName, prefix: str, names: Mapping[str, str] | None) -> 
 
 
 def _read(state: Mapping[str, Any], experts: Iterable[int] | None, place: Place) -> Found:
-    """Returns the layer of a state dict in the layout of ``place``.
+    """Reads the tensors of a layer from a state dict, and returns them in pmoe's layout.
 
-    1. The router's shape gives E and M, and the tensors' names give the experts.
+    1. The router's shape gives E (experts of all ranks) and d_model, and the tensors' names give the experts.
     2. Every tensor that is needed must be there, and no other.
     3. w2 gives the hidden size; then all shapes, dtypes and devices are known, and are checked.
     4. Only then are tensors stacked and permuted.
+
+    experts: the numbers of the experts in the result; None for all.
+    place: the state dict's layout, the layout's name for errors, and the prefix of names.
+
+    Raises ValueError or TypeError if tensors are missing, too many or do not fit.
     """
     layout, layout_in_words, prefix = place
     check_kind(Mapping, "a state dict", state=state)
@@ -269,7 +296,9 @@ def _read(state: Mapping[str, Any], experts: Iterable[int] | None, place: Place)
 
 
 def _numbers(experts: Iterable[int] | None, num_experts: int) -> list[int]:
-    """Returns the numbers of the experts in the result.
+    """Returns the numbers of the experts in the result; all numbers if ``experts`` is None.
+
+    num_experts: E, the number of experts of all ranks.
 
     Raises ValueError if they are not different numbers from 0 to E - 1, and TypeError if one is no integer.
     """
@@ -282,10 +311,12 @@ def _numbers(experts: Iterable[int] | None, num_experts: int) -> list[int]:
 
 
 def _has_all(held: Mapping[str, Tensor], layout: Layout, num_experts: int) -> bool:
-    """Returns whether a state dict holds all E experts, or only those that are asked for.
+    """Returns whether a state dict holds all experts, or only those that the caller asked for.
 
-    False for a layout in which experts are neither a dimension nor tensors of their own: there the state dict
-    does not show it.
+    False for a layout in which a tensor's shape and name do not show the experts.
+
+    held: the state dict, without a prefix.
+    num_experts: number of experts of all ranks.
     """
     keys = layout.keys("experts.w2", range(num_experts))
     _, dims = layout.order("experts.w2")
@@ -295,7 +326,14 @@ def _has_all(held: Mapping[str, Tensor], layout: Layout, num_experts: int) -> bo
 
 
 def _written(read: Found, place: Place) -> dict[str, Tensor]:
-    """Returns a layer in the layout of ``place``. Raises ValueError if that has no place for a tensor."""
+    """Returns the state dict of a layer in the layout of ``place``.
+
+    read: the layer in pmoe's layout: its tensors, the numbers of its experts, the size of each axis.
+    place: the layout, its name for errors, and the prefix of names.
+
+    Raises ValueError if the layout has no place for a tensor, or if it is for gated experts only and these
+    are not gated, or the reverse.
+    """
     tensors, experts, sizes = read
     layout, layout_in_words, prefix = place
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Text: tables as pmoe prints them, and numbers of bytes as users write them."""
+"""Texts: tables as pmoe prints them, and numbers of bytes as users write them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-"""Bytes of each unit that `parse_bytes` accepts, in capital letters."""
+"""Number of bytes of each unit that `parse_bytes` accepts, by the unit's name in capital letters."""
 
 
 def table(rows: Iterable[Sequence[str]], left: Container[int] = (0,)) -> str:
@@ -17,8 +17,8 @@ def table(rows: Iterable[Sequence[str]], left: Container[int] = (0,)) -> str:
 
     Two spaces separate columns. Lines have no spaces at their end.
 
-    rows: cells of each row, the header first. Missing cells at the end of a row are empty.
-    left: numbers of the columns that are aligned to the left; the others are aligned to the right.
+    rows: the cells of each row, the header first. Missing cells at the end of a row are empty.
+    left: indices of the columns that are aligned to the left; the others are aligned to the right.
 
     Example: [["name", "ms"], ["a", "12.5"]] -> "name    ms" and "a     12.5".
     """
@@ -30,7 +30,7 @@ def table(rows: Iterable[Sequence[str]], left: Container[int] = (0,)) -> str:
 
 
 def parse_bytes(name: str, value: int | str) -> int:
-    """Returns a number of bytes. Accepts an int, or a text such as "2000", "2GiB" or "1.5 GB".
+    """Returns a number of bytes, which is an int or a text such as "2000", "2GiB" or "1.5 GB".
 
     name: the argument's name, for errors.
 

@@ -1,4 +1,4 @@
-"""Messages that pmoe prints unasked: warnings, once in a process, and a log of its choices."""
+"""Messages that pmoe prints unasked: warnings, each once in a process, and a log of its choices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _OnStderr(logging.Handler):
 
 
 log: logging.Logger = logging.getLogger("pmoe")
-"""The log of pmoe, which is shown on stderr by default.
+"""The logger of pmoe, which shows its messages on stderr by default.
 
 `logging.getLogger("pmoe").setLevel(logging.WARNING)` turns it off.
 """
@@ -28,13 +28,14 @@ if log.level == logging.NOTSET:
     log.setLevel(logging.INFO)
 
 GIVEN: set[str] = set()
-"""Beginnings of the warnings that were issued. If it is cleared, they are issued again."""
+"""Beginnings of the warnings that this process has issued. Clear it to have them issued again."""
 
 
 def warn_once(message: str, category: type[Warning] = UserWarning, *, for_each_reason: bool = False) -> None:
     """Issues a warning, unless this process has issued one with the same text up to the first colon.
 
-    for_each_reason: whether the whole text must be the same, because the text after the colon is a reason.
+    for_each_reason: compare the whole text instead. The text after the colon is then a reason, and each
+        reason is worth a warning.
     """
     start = message if for_each_reason else message.partition(":")[0]
     if start not in GIVEN:
@@ -43,6 +44,9 @@ def warn_once(message: str, category: type[Warning] = UserWarning, *, for_each_r
 
 
 def warn_of_old_name(old: str, new: str) -> None:
-    """Warns where the module ``old`` is imported that it is called ``new`` now. Called by the old module."""
+    """Warns that a module has a new name. The module with the old name calls it when it is imported.
+
+    old, new: dotted names of the module.
+    """
     message = f"{old} is called {new} now: the old name goes with pmoe 0.2"
     warnings.warn(message, DeprecationWarning, stacklevel=3)

@@ -1,13 +1,14 @@
 """The records of a call: the layer's options and modules, the call's arguments, its routing, its decision.
 
-The modules with the main records, in the order in which a call makes these:
+The modules with the main records, in the order in which a call makes them:
 
     options     the arguments of the layer, each checked once
-    modules     the modules of the layer and their place among the ranks
+    modules     the modules of the layer and its place among the ranks
     call        Call: the arguments of one call
     routed      the tokens of the call with their routing
-    decision    Decision: how the call will be run; LastCall: what the layer keeps of it afterwards
+    decision    Decision: how the call will be run; LastCall: what the layer keeps of the call afterwards
 
-Letters of `pmoe.call`, `pmoe.choose`, `pmoe.decide` and `pmoe.layer`: T tokens of this rank, K choices a
-token, E experts of the group, F bins of row counts, N rows, M = d_model.
+Letters of `pmoe.call`, `pmoe.choose`, `pmoe.decide` and `pmoe.layer`: T tokens of this rank, K choices of a
+token, E experts of all ranks, N rows, M = d_model, and F bins, which are equal ranges of a rank's tokens by
+which rows are counted.
 """

@@ -1,4 +1,4 @@
-"""The record of one call of a layer, before anything is decided about it."""
+"""The record of one call of a layer, before it is decided how the call will be run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from pmoe.checkpointing.replay import Replay
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """The arguments of one call, and the modules that it uses.
+    """The arguments of one call of a layer, and the modules that the call uses.
 
-    layer       the module that was called
-    modules     its modules
-    scheduled   the modules that the schedule computes. The shared expert is among them, unless it is called
-                as a module (`LayerModules.calls_shared_expert`)
-    x           (..., M), the input. It is not checked yet: a rank reports a wrong input with its row counts
-    token_ids   (...) int64, or None
+    layer       the layer that was called
+    parts       its modules and options
+    scheduled   parts, without the shared expert if that is called as a module instead of being computed
+                by a task of the schedule (`LayerModules.calls_shared_expert`)
+    x           (..., M), the input, M = d_model. It is not checked yet: a rank reports a wrong input to
+                the other ranks together with its row counts
+    token_ids   (...) int64, the ids by which some gates route tokens; or None
     mask        (...) bool, True where x has a token; None if all rows are tokens. It is not checked yet
-    replay      decides, or repeats what the first pass of a checkpoint has decided
+    replay      makes the decisions of the call. In the second pass of activation checkpointing, it
+                repeats those of the first pass
     """
 
     layer: nn.Module

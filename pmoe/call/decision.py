@@ -1,8 +1,8 @@
-"""The records of a decided call: how it will be run, and what the layer keeps of it afterwards.
+"""The records of how a call will be run, and of what the layer keeps of the call afterwards.
 
 CountsSource.agree        the ranks communicate, and the host may wait      -> AgreedChoice
 CountsSource.decision     no communication, no waiting                      -> Decision
-the runner                moves rows and multiplies; decides nothing
+Decision.runner           sends rows and multiplies; decides nothing
 LastCall.of               what `layer.ran`, `layer.row_counts` and statistics show afterwards
 """
 
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 
 class LastRowCounts(Protocol):
-    """An interface to the row counts of a layer's last call. Reading them may wait for the device.
+    """The interface of the row counts of a layer's last call. Reading them may wait for the device.
 
     max_tokens   the largest number of tokens of any rank
-    rows()       the counts of the rows that travelled, padding included, on the host
-    kept_E()     (E,) int64 on the host: this rank's rows for each expert that were not dropped
+    rows()       the counts of the rows that were sent, padding included, on the host
+    kept_E()     (E,) int64 on the host: for each of the E experts of all ranks, this rank's rows that
+                 were not dropped
     """
 
     @property
@@ -44,12 +45,13 @@ class LastRowCounts(Protocol):
 
 @dataclass(frozen=True)
 class HostRowCounts:
-    """The row counts of a decided call. Implements `LastRowCounts`.
+    """The row counts of one call, for those who ask the layer after the call. Implements `LastRowCounts`.
 
-    shared          counts of the rows that travel, padding included. If the kernels of one rank sort the
-                    rows, they are on the device, and each replay of a CUDA graph changes them
+    shared          counts of the rows that are sent, padding included. If the kernels of one rank sort the
+                    rows, these counts are on the device, and each replay of a CUDA graph changes them
     max_tokens      the largest number of tokens of any rank
-    kept_device_E   (E,) on the device: rows that are not padding; None if there is no padding
+    kept_device_E   (E,) on the device: for each of the E experts of all ranks, this rank's rows that are
+                    not padding; None if there is no padding
     """
 
     shared: RankCounts
@@ -70,11 +72,12 @@ class HostRowCounts:
 class AgreedChoice:
     """The numbers and operators on which all ranks agreed for a call.
 
-    counts   row counts of the call; None if the host does not need them
-    choice   n of both passes and the restore pair; None if no pass is cut into chunks
-    steps    the operators of the fused kernels; None if these compute neither pass
+        counts   row counts of the call; None if the host does not need them
+        choice   the numbers of chunks of both passes and the restore pair; None if neither pass is in chunks
+        steps    the operators of the fused kernels; None if fused kernels compute neither pass
 
-    The second pass of a checkpoint takes over only this record and the routing. It decides nothing else.
+    The second pass of activation checkpointing takes this record and the routing from the first pass. All
+    else follows from the two.
     """
 
     counts: RankCounts | None = None
@@ -83,42 +86,57 @@ class AgreedChoice:
 
 
 class CountsSource(Protocol):
-    """An interface to what provides the row counts of one call. Constructing it routes the call's tokens.
+    """The interface of an object that provides the row counts of one call.
 
-    call     the call
-    routed   its tokens with their routing
+    Building the object routes the tokens of the call.
 
-    Arguments of the methods:
+        call     the call
+        routed   its tokens with their routing
 
-    modules  the modules that the schedule computes. Their experts may not be those of ``call.modules``: a
-             wrapper of the experts may call another module than the first that it holds
-    inputs   the rows and parameters of the call
+    Arguments of both methods:
+
+        parts    the modules that the schedule computes. Their experts may not be those of ``call.parts``,
+                 because a wrapper of the experts may call another module than the first one that it holds
+        inputs   the rows and parameters of the call
     """
 
     call: Call
     routed: RoutedBatch
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-        """Finds the numbers of the decision, together with all ranks.
+        """Returns the numbers on which all ranks must agree before it can be decided how the call is run.
 
-        The second pass of a checkpoint does not call it.
+        They are the row counts, the numbers of chunks and the restore pair. May start collectives, and the
+        host may wait. It is not called in the second pass of activation checkpointing, which uses the numbers
+        of the first pass.
+
+        parts: the modules that the schedule computes.
+        inputs: the rows and parameters of the call.
         """
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
-        """Builds the decision from these numbers. Starts no collective, and the host does not wait."""
+        """Returns the decision of the call, which follows from the agreed numbers without communication.
+
+        Starts no collective, and the host does not wait.
+
+        parts: the modules that the schedule computes.
+        inputs: the rows and parameters of the call.
+        agreed: the result of `agree`, perhaps from the first pass of activation checkpointing.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """A decided call: everything that running it needs.
+    """The way in which one call will be run: everything that is needed to run it.
 
     call      the call
     routed    its tokens with their routing
-    inputs    the rows and parameters, cast as the experts take them
-    runner    computes T_O of ``inputs``, and their gradients
-    counts    row counts, for questions after the call
-    plan      the chunks of both passes; None if no pass is cut into chunks
-    restore   the restore pair, if buffers rotate or kernels are fused; else None
+    inputs    the rows and parameters, cast to the dtype in which the experts compute
+    runner    the object that computes the experts' output (T_O) from ``inputs``, and their gradients
+    counts    row counts, for those who ask the layer after the call
+    plan      the chunks of both passes; None if neither pass is cut into chunks
+    restore   the restore pair, if chunks take turns in ring slots or kernels are fused; else None. It says
+              how backward gets the experts' input and hidden activation
     """
 
     call: Call
@@ -131,7 +149,7 @@ class Decision:
 
     @property
     def needs_grad(self) -> bool:
-        """Whether a backward pass may follow, on any rank."""
+        """Whether a backward pass may follow on any rank."""
         return self.counts.shared.needs_grad
 
 
@@ -142,16 +160,17 @@ class Decision:
 class RunReport:
     """The record of how a call was run, after all choices and fallbacks.
 
-    path         the runner that computed it
-    num_tokens   number of this rank's tokens
-    num_slots    number of (token, choice) slots of this rank, dropped ones included; None if the gate gives
-                 only rows that it keeps, or mixes tokens
-    dtype        of the rows that reached the experts
-    device       of the rows
-    forward      n of the forward pass, which may be larger than the chosen n under skewed routing; None if
-                 the pass was not cut into chunks
-    backward     n of the backward pass; None if it is not cut into chunks, or if there is none
-    restore      the restore pair; None if buffers do not rotate, or if there is no backward pass
+        path         the kind of runner that computed the call (`pmoe.engine.autograd.Path`)
+        num_tokens   number of this rank's tokens
+        num_slots    number of (token, choice) pairs of this rank, dropped ones included; None if the gate
+                     returns only pairs that it keeps, or mixes tokens
+        dtype        dtype of the rows that reached the experts
+        device       device of the rows
+        forward      number of chunks of the forward pass, which may be larger than the chosen number under
+                     skewed routing; None if the pass was not cut into chunks
+        backward     number of chunks of the backward pass; None if it is not cut, or if there is none
+        restore      the restore pair: how backward gets the experts' input and hidden activation; None if
+                     chunks do not take turns in ring slots, or if there is no backward pass
 
     All fields but num_tokens and num_slots are the same on every rank.
     """
@@ -170,7 +189,7 @@ class RunReport:
 class LastCall:
     """The record that a layer keeps of its last call. All fields are None before the first call.
 
-    l_aux    scalar, the auxiliary loss, on the graph of the call
+    l_aux    scalar, the auxiliary loss, on the autograd graph of the call
     counts   its row counts
     ran      how it was run
     """
@@ -181,7 +200,7 @@ class LastCall:
 
     @staticmethod
     def of(decision: Decision) -> LastCall:
-        """Returns the record of a call that was run by ``decision``."""
+        """Returns the record of a call that was run as ``decision`` says."""
         routed = decision.routed
         plan = decision.plan
         needs_grad = decision.needs_grad

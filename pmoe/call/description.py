@@ -1,4 +1,4 @@
-"""The options of a layer as texts: ranks compare them, and trials store their results under them."""
+"""The options of a layer as texts. Ranks compare the texts, and trials store their results under them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ PLAIN = (bool, int, float, str, torch.dtype)
 """The types of the attributes that describe a module. Attributes of other types are left out."""
 
 NO_SETTINGS = ("training", "is_parallelized", "built", "was_loaded", "may_be_equal", "are_equal")
-"""The attributes of these types that are left out, because they change neither results nor times."""
+"""The attributes that are left out, because they change neither results nor times."""
 
 
 def options_in_words(modules: LayerModules, *, of_users: bool = False) -> dict[str, str]:
     """Returns the options of a layer, and the classes and settings of its modules, as texts by name.
 
-    of_users: whether settings of classes outside pmoe are included. Ranks may differ in these, so ranks that
-        are compared leave them out.
+    Ranks compare these texts, because all ranks must have built the same layer.
+
+    of_users: whether to include settings of classes outside pmoe. Ranks may differ in such settings, so the
+        texts that ranks compare leave them out.
     """
     option_texts = {field.name: getattr(modules.options, field.name) for field in fields(modules.options)}
     others = {
@@ -38,7 +40,8 @@ def _described(module: object, of_users: bool) -> str:
 
     The text holds no addresses and nothing random, so equal modules have equal texts in all processes.
 
-    of_users: as in `options_in_words`.
+    of_users: whether to include attributes and dtypes of classes outside pmoe. If not, the text is only the
+        name of such a class.
 
     Example: "TopKGate(normalize=True, top_k=2, weight=torch.float32, z_loss_weight=0.0)"
     """

@@ -1,6 +1,6 @@
-"""The features that a layer asks for, and the reasons why parts of pmoe refuse it.
+"""The features that a layer asks for, and the reasons why parts of pmoe refuse the layer.
 
-`pmoe.runners.features.SUPPORTED` is the table of who supports which features.
+`pmoe.runners.features.SUPPORTED` is the table of which part supports which features.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ A subclass in another module may compute something else, so the kernels refuse i
 
 
 def refusal_of(modules: LayerModules, taker: str) -> str | None:
-    """Returns why a runner, a source of counts or a prediction does not support a layer; None if it does.
+    """Returns why a part of pmoe refuses a layer: a text about a feature that the part does not support.
 
-    taker: its name in `pmoe.runners.features.SUPPORTED`.
+    Returns None if the part supports all features of the layer.
+
+    taker: the part's name in `pmoe.runners.features.SUPPORTED`. A part is a runner, which computes calls; a
+        source of row counts; or a prediction of times or memory.
     """
     feature = refused(taker, modules.features)
     if feature is None:
@@ -38,14 +41,14 @@ def refusal_of(modules: LayerModules, taker: str) -> str | None:
 
 
 def features_of(modules: LayerModules) -> frozenset[Feature]:
-    """Returns the features that a layer asks for beyond a layer with default options."""
+    """Returns the features of a layer that a layer with default options does not have."""
     options = modules.options
     gate = modules.gate
     switches = modules.options.switches
     routes_outside = bool(getattr(modules.router, "has_external_routing", False))
     picks_tokens = bool(getattr(modules.router, "picks_tokens", False))
-    # torch gives a parametrized module a class of its own. It computes what its former class says, with other
-    # values of its parameters, so that class counts.
+    # torch gives a parametrized module a class of its own. The module still computes as its former class,
+    # only with other values of its parameters, so the former class counts.
     gate_kind, experts_kind = (type_before_parametrizations(module) for module in (gate, modules.experts))
     in_steps = modules.dispatch.in_steps or modules.combine.in_steps
     is_flat = {type(modules.dispatch), type(modules.combine)} == {FlatAllToAll}

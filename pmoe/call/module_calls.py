@@ -30,9 +30,9 @@ In this order: two kinds of PEFT's wrappers, torch.compile, checkpoint_wrapper, 
 
 
 class SharedGate(nn.Linear):
-    """The gate of the shared expert: returns a score (T, 1) for each token, in float32 or wider.
+    """The gate of the shared expert: returns one score for each token, (T, 1), in float32 or wider.
 
-    A ``torch.nn.Linear`` of d_model inputs, one output and no bias, so tools that look for Linears find it.
+    A ``torch.nn.Linear`` with d_model inputs, one output and no bias, so tools that look for Linears find it.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -44,8 +44,9 @@ class SharedGate(nn.Linear):
 def is_watched(module: nn.Module) -> bool:
     """Returns whether a call of a module does more than its class says: it has hooks, or a replaced forward.
 
-    Hooks for all modules count too (``torch.nn.modules.module.register_module_forward_hook``). accelerate's
-    offloading replaces ``module.forward``.
+    Hooks that are registered for all modules count too
+    (``torch.nn.modules.module.register_module_forward_hook``). An example of a replaced ``module.forward`` is
+    accelerate's offloading.
     """
     attributes = vars(module)
     has_hooks = any(attributes.get(kind) for kind in HOOKS)
@@ -53,7 +54,7 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def experts_inside(name: str, module: nn.Module) -> Experts:
-    """Returns ``module`` if it is `Experts`, or else the first `Experts` inside it.
+    """Returns the `Experts` of a layer's attribute: ``module``, or the first `Experts` inside a wrapper.
 
     name: the layer's attribute, for errors.
 
@@ -73,9 +74,9 @@ def experts_inside(name: str, module: nn.Module) -> Experts:
 
 
 def gate_inside(gate: nn.Module) -> nn.Module:
-    """Returns the `pmoe.Gate` inside a wrapper, or the module itself if there is none.
+    """Returns the `pmoe.Gate` inside a wrapper; ``gate`` itself if there is none.
 
-    The layer reads the options of the gate from the result.
+    The layer calls the wrapper, and reads the options of the gate from the result.
     """
     module: object = gate
     while isinstance(module, nn.Module):
@@ -88,16 +89,17 @@ def gate_inside(gate: nn.Module) -> nn.Module:
 def _submodule(module: nn.Module, name: str) -> nn.Module | None:
     """Returns the submodule that is registered under ``name``; None if there is none.
 
-    It does not use getattr, because a wrapper may forward attributes to the module inside.
+    It reads ``_modules`` and does not use getattr, because a wrapper may forward attributes to its module.
     """
     return cast("dict[str, nn.Module | None]", vars(module).get("_modules", {})).get(name)
 
 
 def without_compilation(module: nn.Module) -> Callable[..., Tensor]:
-    """Returns the function that calls the experts. It avoids a compilation of the experts alone.
+    """Returns the function that calls the experts uncompiled, even if a user has compiled them alone.
 
     In each call the host decides how the experts compute the rows, so a compiled graph would fit only one
-    call. A user may have compiled them with ``torch.compile(layer.experts)`` or ``layer.experts.compile()``.
+    call. A user may have compiled the experts with ``torch.compile(layer.experts)`` or
+    ``layer.experts.compile()``.
     """
     attributes = vars(module)
     if "_orig_mod" in attributes["_modules"] and not any(attributes.get(kind) for kind in HOOKS):
@@ -116,10 +118,10 @@ def check_callbacks(callbacks: Iterable[object], modules: Iterable[nn.Module]) -
     """Checks that callbacks which are modules were not replaced, and warns of hooks on them.
 
     A layer calls the methods of its callbacks, never the callbacks themselves. So a hook on a callback does
-    not run, and a wrapper that replaces one is not called.
+    not run, and a wrapper that replaces a callback is not called.
 
     callbacks: all callbacks of the layer.
-    modules: its ``callback_modules``, which are the callbacks that are modules.
+    modules: the layer's ``callback_modules``: in the same order, those callbacks that are modules.
 
     Raises ValueError if ``modules`` has another module in the place of a callback.
     """

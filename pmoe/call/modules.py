@@ -1,4 +1,4 @@
-"""The modules of a layer, its place among the ranks, and all that follows from these and its options."""
+"""The modules of a layer, its place among the ranks, and values that follow from these and its options."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class LayerCache:
-    """The facts that a layer has agreed on and learned in its calls. They outlive changes of its options.
+    """Facts that a layer has found out in its calls. They stay valid when its options change.
 
     differed       whether the ranks held different experts when they last compared them; None before
-    compared       `LayerModules.compared_options` at the last call. It holds no modules, because it would
-                   keep replaced ones alive
-    words          the options as texts, when ranks last compared them
-    padded_kinds   the kinds of padded calls that ranks have compared
-    choosers       objects that choose n and the restore pair, and results of choices and measurements. The
-                   key of each holds everything that it depends on
+    compared       `LayerModules.given` at the last call. It holds no modules, because it would keep replaced
+                   modules alive
+    words          the layer's options as texts, when ranks last compared them
+    padded_kinds   the kinds of calls with padded rows that ranks have compared
+    choosers       objects that choose the number of chunks and the restore pair, and results of choices and
+                   measurements. Each key holds everything on which its value depends
     """
 
     differed: bool | None = None
@@ -47,7 +47,7 @@ class LayerCache:
     choosers: dict[Any, Any] = field(default_factory=dict)
 
     def forget_ranks(self) -> None:
-        """Makes the ranks compare again, because a new process group has taken the place of the old one."""
+        """Makes the ranks compare experts and padded calls again, because they have a new process group."""
         self.differed = None
         self.padded_kinds.clear()
 
@@ -65,10 +65,12 @@ class LayerModules(PassModules):
         shared_module     shared_expert   the shared expert; None if there is none
         shared_gate       -               scales the shared expert's output; None if nothing does
 
-    options            the options of the layer
-    trusts_gate        whether the layer itself made the gate. Only a user's gate is checked in each call
-    callback_modules   the callbacks that are modules
-    cache              what the layer has learned in its calls
+    The other fields:
+
+        spec               the options of the layer
+        trusts_gate        whether the layer itself made the gate. Only a user's gate is checked in each call
+        callback_modules   the callbacks that are modules
+        known              what the layer has found out in its calls
     """
 
     options: LayerOptions
@@ -83,21 +85,27 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def without_shared_expert(self) -> LayerModules:
-        """The same without the shared expert, for calls that call it as a module."""
+        """A copy of this record without the shared expert.
+
+        It is for calls that call the shared expert as a module instead of computing it in the schedule.
+        """
         return replace(self, shared_expert=None)
 
     @property
     def scheduled(self) -> LayerModules:
-        """The modules that the schedule computes: without the shared expert if it is called as a module."""
+        """The modules that tasks of the schedule compute.
+
+        A shared expert that is called as a module is not among them.
+        """
         return self.without_shared_expert if self.calls_shared_expert else self
 
     @property
     def calls_shared_expert(self) -> bool:
         """Whether the shared expert is called as a module, instead of computed by a task of the schedule.
 
-        It is called if it or the experts have hooks or a wrapper: its own hooks must run, and hooks of the
-        experts must not see its part of the sum. Not cached, because hooks may come between calls. Ranks may
-        differ, because no message depends on it.
+        It is called if it or the experts have hooks or a wrapper. Its own hooks must run, and hooks of the
+        experts must not see the shared expert's part of the sum. The property is not cached, because hooks
+        may come between calls. Ranks may differ in it, because no message depends on it.
         """
         modules = (self.experts_module, self.shared_module)
         is_wrapped = self.shared_module is not self.shared_expert or self.experts_module is not self.experts
@@ -105,7 +113,10 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def compared_options(self) -> tuple[object, ...]:
-        """The options, and the classes of the modules. If they change between calls, ranks compare again."""
+        """The layer's options and the classes of its modules.
+
+        If they change between two calls, the ranks compare their options again.
+        """
         modules = (self.experts, self.gate, self.shared_expert, self.order, self.dispatch, self.combine)
         kinds = tuple(type(module) for module in modules)
         return (self.options, *kinds, self.hooks is None, self.gradients is None)
@@ -126,7 +137,10 @@ class LayerModules(PassModules):
         return None if reference is None else local_part(reference)
 
     def no_loss(self) -> Tensor:
-        """Returns the value of l_aux before any call: zero, a scalar in float32 or wider, as gates return."""
+        """Returns the value of l_aux before any call: zero, a scalar.
+
+        Its dtype is float32, or float64 if the parameters have it, as gates return l_aux.
+        """
         like = self.reference_parameter
         if like is None:
             return torch.zeros(())
@@ -134,10 +148,10 @@ class LayerModules(PassModules):
         return torch.zeros((), dtype=dtype, device=like.device)
 
     def asks_for_gradients(self, *tensors: Tensor) -> bool:
-        """Returns whether a call wants gradients: of these tensors, or of parameters that a runner takes.
+        """Returns whether a call wants gradients of any of its tensors or parameters.
 
         tensors: of any shape; the rows, and the routing weights or the parameters of the gate. Parameters of
-            experts are looked up here.
+            experts and callbacks are looked up here.
         """
         if not torch.is_grad_enabled():
             return False
@@ -149,9 +163,13 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def stages(self) -> Stages:
-        """The stages of every call. They follow from the options, so they are the same on every rank."""
-        # Rows for experts on their own rank are computed without being sent. But all rows must be sent, if an
-        # expert is split over ranks, if callbacks see the rows that arrive, or if a token is sent only once.
+        """The optional stages of the layer, from which its schedules are built (`Stages`).
+
+        They follow from the options, so they are the same on every rank.
+        """
+        # Rows for experts on this rank are computed without being sent. But all rows must be sent if an
+        # expert is split over ranks, if callbacks see the rows that arrive, or if a token is sent only once
+        # to a rank.
         options = self.options
         is_sharded = self.grid.is_sharded
         has_hooks = self.hooks is not None
@@ -168,19 +186,20 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def rotates(self) -> bool:
-        """Whether buffers rotate through ring slots (`LayerOptions.rotates`)."""
+        """Whether chunks take turns in a few buffers (ring slots), instead of having memory of their own."""
         return self.options.rotates
 
     @functools.cached_property
     def sequential(self) -> bool:
-        """Whether every task waits for the task before it (`Switches.sequential`)."""
+        """Whether every task waits for the task before it: the baseline of overlap measurements."""
         return self.options.switches.sequential
 
     @functools.cached_property
     def num_bins(self) -> int:
-        """F, the number of bins in which row counts are exchanged.
+        """F, the number of bins in which row counts are exchanged: equal ranges of a rank's tokens.
 
-        With ring slots, bins are finer than chunks: skewed routing may need more chunks than were chosen.
+        A chunk is a run of neighbouring bins. If chunks take turns in ring slots, bins are finer than chunks,
+        because skewed routing may need more chunks than were chosen.
         """
         if not self.options.rotates:
             return math.lcm(*self.options.degrees)
@@ -188,10 +207,11 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def pairs(self) -> tuple[Restore, ...]:
-        """The restore pairs to choose from.
+        """The restore pairs to choose from: how backward may get the experts' input and hidden activation.
 
         If backward has more chunks than forward and the experts are modules, only pairs that recompute the
-        hidden: a module's saved graph belongs to a whole chunk of forward, and cannot be split.
+        hidden activation are left. A module's saved graph belongs to a whole chunk of forward, and cannot be
+        split.
         """
         pairs = self.options.pairs
         if len(pairs) > 1 and self.options.splits_backward and self.experts.are_modules:
@@ -200,20 +220,26 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def may_run_on_one_rank(self) -> bool:
-        """Whether the layer allows the kernels of one rank. The tensors of a call are checked later."""
+        """Whether the layer allows the kernels that run all stages on a single rank.
+
+        The tensors of a call are checked later.
+        """
         if self.ranks.size > 1 or (self.options.rotates and not self.options.fused):
-            return False  # the table says the same, but most layers need not compute their features for it
+            return False  # `refusal` says the same, but would first compute the features of the layer
         takers = ("one rank", "one rank's counts") if self.options.fused else ("one rank",)
         return any(self.refusal(taker) is None for taker in takers)
 
     @functools.cached_property
     def features(self) -> frozenset[Feature]:
-        """The features that the layer asks for beyond a layer with default options."""
+        """The features of the layer that a layer with default options does not have."""
         return features_of(self)
 
     def refusal(self, taker: str) -> str | None:
-        """Returns why a runner, a source of counts or a prediction refuses this layer; None if it does not.
+        """Returns why a part of pmoe refuses this layer: a text about a feature that it does not support.
 
-        taker: its name in `pmoe.runners.features.SUPPORTED`.
+        Returns None if the part supports all features of the layer.
+
+        taker: the part's name in `pmoe.runners.features.SUPPORTED`. A part is a runner, which computes calls;
+            a source of row counts; or a prediction of times or memory.
         """
         return refusal_of(self, taker)

@@ -1,4 +1,4 @@
-"""The options of a layer: each is checked once, and everything that follows from them is computed here."""
+"""The options of a layer: each is checked once, and all values that follow from them are computed here."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ FusedName = Literal["forward", "persistent", "auto"]
 class Switches:
     """Switches by which a benchmark or a test turns parts of a layer off, to measure what they are worth.
 
-    bypass_local: whether rows whose expert is on this rank are computed without being sent. False sends them
-        by the all-to-all, too.
+    bypass_local: whether rows stay on this rank, without being sent, if their expert is on it. False sends
+        them by the all-to-all, too.
     sequential: whether every task waits for the task before it: the baseline of overlap measurements.
-    one_lane: whether collectives inside a node and between nodes wait for each other: the baseline of FSMoE.
+    one_lane: whether collectives inside a node and between nodes wait for each other: the baseline that FSMoE
+        is measured against.
 
-    All ranks must set the same. Raises TypeError for a value that is not True or False.
+    All ranks must set the same switches. Raises TypeError for a value that is not True or False.
 
     Example: layer.switches = Switches(sequential=True).
     """
@@ -92,36 +93,43 @@ class LayerOptions:
 
     @property
     def restore(self) -> Restore | bool:
-        """``memory_reuse`` as a restore pair; False if buffers do not rotate for it, True if pmoe chooses."""
+        """``memory_reuse`` as a restore pair; False if memory is not reused, True if pmoe chooses the pair.
+
+        A restore pair says how backward gets the experts' input and hidden activation.
+        """
         assert not isinstance(self.memory_reuse, str)
         return self.memory_reuse
 
     @functools.cached_property
     def budget(self) -> int | None:
-        """``memory_budget`` in bytes; None if there is none."""
+        """``memory_budget`` in bytes; None if there is no budget."""
         if self.memory_budget is None:
             return None
         return parse_bytes("memory_budget", self.memory_budget)
 
     @functools.cached_property
     def fixed_degree(self) -> int | None:
-        """n of the forward pass, if ``pipeline`` fixes it; None if it is chosen for each size of batch."""
+        """The number of chunks of the forward pass, if ``pipeline`` fixes it; else None.
+
+        None means that the number is chosen for each size of batch.
+        """
         if self.pipeline is True or isinstance(self.pipeline, str):
             return None
         return int(self.pipeline) or 1
 
     @functools.cached_property
     def rotates(self) -> bool:
-        """Whether chunks share buffers in ring slots, instead of each having memory of its own.
+        """Whether chunks take turns in a few buffers (ring slots), instead of each having memory of its own.
 
-        They do with ``memory_reuse``, under a memory budget, and if backward has another n than forward.
+        They do with ``memory_reuse``, under a memory budget, and if backward has another number of chunks
+        than forward.
         """
         has_two_degrees = self.pipeline_backward not in (None, self.fixed_degree)
         return self.memory_reuse is not False or has_two_degrees or self.memory_budget is not None
 
     @functools.cached_property
     def degrees(self) -> tuple[int, ...]:
-        """The numbers of chunks that may be chosen, for either pass."""
+        """All numbers of chunks that may be chosen for forward or backward."""
         forward = DEGREES if self.fixed_degree is None else (self.fixed_degree,)
         backward = () if self.pipeline_backward is None else (self.pipeline_backward,)
         return tuple(dict.fromkeys((*forward, *backward)))
@@ -133,7 +141,10 @@ class LayerOptions:
 
     @functools.cached_property
     def pairs(self) -> tuple[Restore, ...]:
-        """The restore pairs to choose from. Experts that are modules exclude some: `LayerModules.pairs`."""
+        """The restore pairs to choose from: how backward may get the experts' input and hidden activation.
+
+        Experts that are modules exclude some of them (`LayerModules.pairs`).
+        """
         if isinstance(self.memory_reuse, Restore):
             return (self.memory_reuse,)
         if not self.memory_reuse:
@@ -142,13 +153,16 @@ class LayerOptions:
 
 
 class _HasSpec(Protocol):
-    """An object with options, which is a `pmoe.MoELayer`."""
+    """An object with options, namely a `pmoe.MoELayer`."""
 
     options: LayerOptions
 
 
 def option(name: str) -> Any:
-    """Returns a property that reads an option from the ``options`` of a layer. `MoELayer` sets it itself."""
+    """Returns a property of a layer that reads the option of this name from the layer's ``spec``.
+
+    The property has no setter, because ``MoELayer.__setattr__`` stores new values.
+    """
 
     def read(layer: _HasSpec) -> Any:
         return getattr(layer.options, name)

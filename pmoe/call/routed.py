@@ -1,4 +1,4 @@
-"""The records of a routed call: the checked routing, and the tokens with it."""
+"""The records of a routed call: the checked routing, and the tokens with their routing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from pmoe.gates.base import Routing
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedRouting:
-    """The checked routing of a call. A checkpoint keeps this record for its second pass.
+    """The checked routing of a call. Activation checkpointing keeps this record for its second pass.
 
-    routing    the routing. ``keep`` is True for slots within the capacity, of the layer or of the gate
-    fault      a `Fault`, or its number as an int64 scalar on the device if it was found there
-    is_again   whether a checkpoint has routed the same tokens before
+    routing    the gate's routing. ``keep`` is True for the choices within the capacity
+    fault      the `Fault` of this rank's input or routing, such as NaN in the gate's logits; or its number as
+               an int64 scalar, if it was found on the device
+    is_again   whether activation checkpointing has routed the same tokens before
     """
 
     routing: Routing
@@ -31,10 +32,11 @@ class RoutedBatch:
     """The tokens of this rank with their routing.
 
     x          (..., M), the input of the layer after the callbacks' ``before_moe_start``
-    x_TM       (T, M), its rows
+    x_TM       (T, M), the rows of x, one for each of T tokens
     gated      the checked routing
-    autocast   dtype to which rows and parameters are cast (`pmoe.decide.route.cast_dtype`); None if to none
-    failure    the error behind the fault, if it was found on the host; else None
+    autocast   dtype to which rows and parameters are cast (`pmoe.decide.route.cast_dtype`); None if they
+               are not cast
+    failure    the error for the fault in ``gated``, if it was found on the host; else None
     """
 
     x: Tensor

@@ -1,8 +1,8 @@
-"""Detects the run by which torch.distributed.pipelining learns the shapes of its stages.
+"""Detects the run in which torch.distributed.pipelining finds out the shapes of its stages.
 
 At its first step a stage runs its module, forward and backward, on tensors that were allocated and never
-written (`torch.empty`). This garbage may hold NaN and must not raise an error, so a layer does not check
-values in that run. Shapes, row counts and collectives are as in any call.
+written (`torch.empty`). Their values may be NaN, which must not raise an error, so a layer does not check
+values in this run. Shapes, row counts and collectives are as in any call.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 
 STAGE = "torch.distributed.pipelining.stage"
 INFERENCE = {"_forward_metadata_inference", "_shape_inference"}
-"""Methods of torch's stages that run modules on garbage: in torch 2.13, and in earlier releases."""
+"""Methods of torch's stages that run modules on unwritten tensors: in torch 2.13, and in earlier releases."""
 
 
 def is_shape_run() -> bool:
-    """Returns whether the values of the input may be garbage.
+    """Returns whether the layer may be running on unwritten tensors, so that values must not be checked.
 
-    This costs one look into a dictionary. If torch's pipelining is loaded, it also searches the call stack.
+    The check looks into a dictionary. If torch's pipelining is loaded, it also searches the call stack.
     """
     if STAGE not in sys.modules:
         return False
     if torch._C._current_graph_task_id() != -1:
-        # This is the second pass of a checkpoint. It may run in a thread without the caller's frames, so they
-        # do not tell. Its first pass was checked already, or it ran on garbage.
+        # This is the second pass of a checkpoint. It may run in a thread without the caller's frames, so the
+        # search below would miss them. The values were checked in the first pass, or they were unwritten.
         return True
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -19,7 +19,9 @@ from pmoe.schedule.buffer_sizes import HiddenColumns
 
 
 def splits_of(modules: LayerModules, num_tokens: int, top_k: int) -> PaddedRowCounts:
-    """Returns how the rows of a rank with ``num_tokens`` tokens are padded.
+    """Returns how many padded rows a rank with ``num_tokens`` tokens sends under pad_to_capacity=True.
+
+    Every expert gets ``capacity`` rows of the rank, with zeros for those that are missing.
 
     top_k: the number of choices of each token.
     """
@@ -34,7 +36,10 @@ def splits_of(modules: LayerModules, num_tokens: int, top_k: int) -> PaddedRowCo
 
 
 def rows_of_call(modules: LayerModules, num_tokens: int) -> CallRows:
-    """Returns how many rows a call with ``num_tokens`` tokens has on this rank, for any routing."""
+    """Returns the numbers of rows of a call with ``num_tokens`` tokens on this rank.
+
+    They follow from the layer's options alone, so they hold for any routing.
+    """
     options = modules.options
     top_k = modules.options.top_k
     slots = num_tokens * top_k
@@ -52,7 +57,8 @@ def rows_of_call(modules: LayerModules, num_tokens: int) -> CallRows:
 def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerSizes:
     """Returns the sizes of a layer from which its memory and times are predicted.
 
-    rows_TM: (T, M), rows whose dtype and device count; None counts those of the parameters.
+    rows_TM: (T, M), rows of a call, from which the dtype and the device are taken; None takes them from the
+        parameters.
     """
     options = modules.options
     parameter = modules.reference_parameter
@@ -63,7 +69,7 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
     row_size = 4 if like is None else like.element_size()
     parameter_size = row_size if parameter is None else parameter.element_size()
     columns = modules.experts.columns(device_type)
-    if not columns.hidden:  # modules do not say how wide their hidden is
+    if not columns.hidden:  # experts that are modules do not say how wide their hidden activation is
         columns = HiddenColumns(hidden=options.d_hidden, scratch=options.d_hidden)
     return LayerSizes(
         d_model=options.d_model,
@@ -91,5 +97,5 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
 
 
 def _elements_of(experts: Experts) -> int:
-    """Returns the number of parameter elements that this rank holds of experts."""
+    """Returns the number of elements of the experts' parameters that this rank holds."""
     return sum(local_part(parameter).numel() for parameter in experts.parameters())

@@ -1,4 +1,4 @@
-"""The kinds of tensors that a layer accepts as its input, and the refusals of other kinds."""
+"""The kinds of tensors that a layer accepts as its input, and the reasons why it refuses other kinds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 PLAIN = (Tensor, nn.Parameter)
-"""The classes of tensors that change no operation."""
+"""The classes of tensors that leave all operators as they are."""
 
 NO_DISPATCH: tuple[object, ...] = (Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
 """The values of a class's ``__torch_dispatch__`` that leave operators as they are."""
@@ -33,7 +33,8 @@ def is_dtensor(x: object) -> bool:
 def refused_kind(x: Tensor, d_model: int) -> str | None:
     """Returns why a layer refuses a tensor of this kind, and what to pass instead; None if it accepts it.
 
-    x: of any shape. Its dtype, shape and device are not checked.
+    x: of any shape. Only the class, the layout and DTensor placements are checked; dtype, shape and device
+        are not.
     """
     name = f"x (a {type(x).__name__})"
     if x.layout is torch.jagged:

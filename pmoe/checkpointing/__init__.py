@@ -1,1 +1,1 @@
-"""Activation checkpointing around a layer: the second pass repeats the decisions of the first."""
+"""Activation checkpointing around MoE layers: the recomputation repeats the decisions of the forward pass."""

@@ -1,13 +1,16 @@
-"""Activation checkpointing that replays the first pass's decisions: `pmoe.checkpoint_contexts`.
+"""Activation checkpoints that recompute MoE layers with the same routing: `pmoe.checkpoint_contexts`.
 
-The first pass records the decisions of each call of a layer: the routing, the agreed row counts, n, the
-restore pair, the runner. The second pass takes them over, in the same order, so nothing is decided twice:
+A checkpoint runs a function in the forward pass (the first pass) without saving its tensors, and runs it
+again in backward (the second pass). In the first pass, each call of a layer records what was decided for it:
+the routing, the row counts, the number of chunks n, the restore pair and the choice of kernels. In the second
+pass, the i-th call of a layer reads the i-th record, so nothing is decided twice:
 
     first pass    _First          a call of a layer gets a _Recording; its _Call is appended to _First.calls
     second pass   _RunningAgain   the i-th call of a layer gets a _Replaying of _First.calls[i]
 
-The gate does not run again, so its graph of the first pass is the one through which gradients go. That graph
-must not keep the layer's input, or the checkpoint would save no memory: see `Ticket`.
+The gate runs in the first pass only, so gradients go through the autograd graph that it made in the first
+pass. This graph must not hold the layer's input, or the checkpoint would save no memory. `Ticket` says how
+the graph does without it.
 """
 
 from __future__ import annotations
@@ -34,33 +37,38 @@ V = TypeVar("V")
 def checkpoint_contexts(
     policy: Callable[..., Any] | list[Any] | None = None,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Returns the two contexts of an activation checkpoint in which MoE layers keep their routing.
+    """Returns the contexts of an activation checkpoint that recomputes MoE layers with the same routing.
 
-    It is the ``context_fn`` of `torch.utils.checkpoint.checkpoint`. In the second pass every token is routed
-    as in the first one; no row counts are exchanged and nothing is chosen.
+    Pass this function as ``context_fn`` of `torch.utils.checkpoint.checkpoint`:
 
         y = checkpoint(block, x, use_reentrant=False, context_fn=pmoe.checkpoint_contexts)
 
+    In the recomputation every token goes to the same experts as in the forward pass. The ranks exchange no
+    row counts, and the number of chunks and the restore pair stay the same. Without these contexts, dropout
+    or noise before the gate could change the routing, and gradients would belong to another output.
+
     Pass the function itself, not its result: each checkpoint needs contexts of its own.
 
-    policy: which operators around the layers are not run again: a function or a list of operators, as torch's
-        ``create_selective_checkpoint_contexts`` takes it. A layer always runs again as a whole.
+    policy: operators outside of the layers whose results are saved instead of recomputed: a function or a
+        list of operators, as torch's ``create_selective_checkpoint_contexts`` takes it. MoE layers are always
+        recomputed as a whole.
 
         context_fn=functools.partial(pmoe.checkpoint_contexts, [torch.ops.aten.mm.default])
 
-    Gradients are those without the checkpoint, even if the block or its gates draw random numbers. Forward
-    hooks of a gate, and anything that a gate counts, see one pass only.
+    Gradients equal those without the checkpoint, even if the block or its gates draw random numbers. The gate
+    runs in the forward pass only, so its forward hooks are called once.
 
-    Between the passes each call of a layer keeps its indices, weights and counts, and the tensors that its
-    gate saves. pmoe's gates save nothing wider than the logits. A gate of your own that widens the tokens, by
-    ``x.float()`` say, keeps the wide ones.
+    From the forward pass to the recomputation, each call of a layer holds its expert indices, routing weights
+    and row counts, and the tensors that its gate saves for backward. pmoe's gates save nothing wider than the
+    logits. A gate of your own that copies the tokens to a wider dtype, for example by ``x.float()``, makes
+    autograd save that copy.
 
-    A router outside of the layer (`pmoe.gates.ExternalGate`) is run again and must return the same routing.
+    A router outside of the layer (`pmoe.gates.ExternalGate`) is recomputed and must return the same routing.
     Nothing checks that.
 
-    Raises RuntimeError in the second pass if the checkpointed function calls other layers, in another order
-    or with another number of tokens, or goes backward through a layer itself. Raises torch's errors for a
-    policy that torch does not take.
+    Raises RuntimeError in the recomputation if the checkpointed function calls other layers than before, in
+    another order or with another number of tokens, or if it calls `torch.autograd.grad` through a layer.
+    Raises torch's errors for a policy that torch does not take.
     """
     first = _First()
     second = _Second(first)
@@ -71,7 +79,10 @@ def checkpoint_contexts(
 
 
 class _Both(AbstractContextManager[None]):
-    """Two contexts as one, the outer entered first. It may be entered any number of times."""
+    """Two context managers combined into one that enters ``outer`` first and leaves it last.
+
+    It may be entered any number of times, because a retained graph may be recomputed several times.
+    """
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
         self._contexts = outer, inner
@@ -88,9 +99,12 @@ class _Both(AbstractContextManager[None]):
 
 
 def _find(layer: nn.Module) -> Replay | None:
-    """Returns the `Replay` of a call that begins now; None if no checkpoint of this kind is around it.
+    """Returns the object that records or repeats the decisions of a call of ``layer`` that begins now.
 
-    Raises RuntimeError in a second pass that calls other layers than the first one did.
+    None if the innermost checkpoint around the call does not use `checkpoint_contexts`, or if there is no
+    checkpoint.
+
+    Raises RuntimeError in a recomputation that calls other layers than the forward pass did.
     """
     contexts = _contexts.get()
     if not contexts or _in_another_checkpoint(contexts[-1].hooks):
@@ -99,8 +113,8 @@ def _find(layer: nn.Module) -> Replay | None:
     call: _Call | None = None
     if isinstance(contexts[0], _RunningAgain):
         call = contexts[0].next(layer)
-    # With checkpoints inside of one that runs again, the call both replays a record of the outer one and is
-    # a new record for the inner ones.
+    # A recomputed function may open checkpoints of its own. A call in them repeats a record of the outer
+    # checkpoint, and this record is also stored for the recomputations of the inner ones.
     replay = _Recording(_Call(layer)) if call is None else _Replaying(call)
     for context in firsts:
         context.calls.append(replay.call)
@@ -112,14 +126,14 @@ REPLAY_FINDERS.append(_find)
 
 @dataclass
 class _Call:
-    """The record of one call of a layer in the first pass.
+    """The record of one layer call in a checkpoint's forward pass, from which the recomputation repeats it.
 
     layer: the layer that was called.
-    decided: the value of `Replay.once`; None if it raised an error.
-    routing: the value of `Replay.route`, without its graph; None if it raised an error.
-    tokens: (number of tokens, dtype of the rows); None until the gate has run.
-    tickets: how often the gate's graph saved the layer's input (`Ticket`).
-    random: the states of the random number generators before and after the gate; None if it drew nothing.
+    decided: the value that `Replay.once` returned: what the ranks agreed on. None if it raised an error.
+    routing: the value that `Replay.route` returned, detached from its graph. None if it raised an error.
+    tokens: (number of tokens, dtype of the layer's input); None until the gate has run.
+    tickets: how many times the gate's graph saved the layer's input or a view of it.
+    random: the states of the random number generators (before, after) the gate ran; None if it drew nothing.
     """
 
     layer: nn.Module
@@ -131,7 +145,7 @@ class _Call:
 
 
 class _Recording(Replay):
-    """A call in a first pass: decides, and records its decisions in ``call``."""
+    """The `Replay` of a call in a forward pass: makes the decisions and stores them in ``call``."""
 
     def __init__(self, call: _Call) -> None:
         self.call = call
@@ -146,7 +160,8 @@ class _Recording(Replay):
         packing = Packing(x_TM)
         with saved_tensors_hooks(packing.pack, unpack):
             routing = decide()
-        # Autograd keeps packing as long as the graph: it must not keep tickets and their nodes alive.
+        # Autograd holds `packing` as long as the gate's graph, so `packing` must not keep the tickets and
+        # their nodes alive.
         tickets, packing.tickets = packing.tickets, []
         for ticket in tickets:
             ticket.holder = hold(x_TM)
@@ -154,8 +169,8 @@ class _Recording(Replay):
         call.random = None if _same(before, after) else (before, after)
         call.tokens = (x_TM.shape[0], x_TM.dtype)
         call.tickets = len(tickets)
-        # Without the graph, which would make a cycle: its saved tensors lead to the checkpoint, and that to
-        # this record.
+        # Detached, because the graph would make a reference cycle: its saved tensors refer to the checkpoint,
+        # and the checkpoint refers to this record.
         call.routing = map_tensors(
             routing, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad)
         )
@@ -163,7 +178,7 @@ class _Recording(Replay):
 
 
 class _Replaying(Replay):
-    """A call in a second pass: returns the decisions recorded in ``call``."""
+    """The `Replay` of a call in a recomputation: returns the decisions that are stored in ``call``."""
 
     is_replay = True
 
@@ -182,11 +197,12 @@ class _Replaying(Replay):
                 f"dtype in recomputation as in the forward pass ({call.tokens})"
             )
         # The first pass saved x_TM once for each ticket. The checkpoint matches the saved tensors of the two
-        # passes by their order, so this pass saves it as often, in the same place.
+        # passes by their order, so this pass saves x_TM as many times, at the same point of the order.
         for _ in range(call.tickets):
             hold(x_TM)
-        # Operations after the gate must draw the same random numbers as before, though the gate draws none
-        # now. If the generators are not as they were before the gate, the checkpoint did not restore them
+        # Operations after the gate must draw the same random numbers as in the forward pass, but the gate
+        # does not run now and draws none. So the generators are set to the states that they had after the
+        # gate. If they do not have the states from before the gate now, the checkpoint did not restore them
         # (preserve_rng_state=False), and they are left alone.
         if call.random is not None and _same(_random_states(x_TM.device), call.random[0]):
             _set_random_states(call.random[1], x_TM.device)
@@ -195,20 +211,21 @@ class _Replaying(Replay):
 
 
 _contexts: ContextVar[tuple[_First | _RunningAgain, ...]] = ContextVar("checkpoints", default=())
-"""The passes that this thread is inside of, the innermost last.
+"""The checkpoint passes in which this thread is now, the outermost first.
 
-A second pass is always the first entry: it begins as if nothing were around it. Only first passes of
-checkpoints inside of it follow.
+A recomputation is always the first entry, because it replaces the entries of all passes around it. Any
+further entries are forward passes of checkpoints that the recomputed function itself opens.
 """
 
 
 class _First(AbstractContextManager[None]):
-    """The context of a first pass, which records its calls in order.
+    """The context of a checkpoint's forward pass. It collects a record of each call of a layer.
 
-    is_inside: whether saved-tensor hooks were active around the checkpoint, maybe those of another one.
-    calls: the records of calls of layers, in order.
-    hooks: the checkpoint's own saved-tensor hooks while the pass runs.
-    has_begun, is_complete: whether the pass was entered, and left.
+    is_inside: whether the forward pass itself runs under other saved-tensor hooks, perhaps those of an outer
+        checkpoint.
+    calls: the records, in the order of the calls.
+    hooks: the saved-tensor hooks of this checkpoint while the pass runs; otherwise None.
+    has_begun, is_complete: whether the context was entered, and whether it was left.
     """
 
     def __init__(self) -> None:
@@ -231,11 +248,15 @@ class _First(AbstractContextManager[None]):
     def __exit__(self, *_: object) -> None:
         _contexts.set(tuple(context for context in _contexts.get() if context is not self))
         self.is_complete = True
-        self.hooks = None  # hooks may refer to this object: a cycle
+        self.hooks = None  # the hooks may refer to this object, which would make a reference cycle
 
 
 class _Second(AbstractContextManager[None]):
-    """The context of second passes. Entered for each: a retained graph may go backward several times."""
+    """The context of a checkpoint's recomputation: calls of layers repeat their calls in the forward pass.
+
+    A retained graph may go backward several times. Each time this context is entered again, and the calls of
+    the forward pass are repeated from the first one on.
+    """
 
     def __init__(self, first: _First) -> None:
         self._first = first
@@ -252,9 +273,9 @@ class _Second(AbstractContextManager[None]):
 
 
 class _RunningAgain:
-    """One second pass: hands out the records of the first pass in order.
+    """The state of one recomputation: the records of the forward pass, and which of them comes next.
 
-    hooks: the checkpoint's own saved-tensor hooks.
+    hooks: the checkpoint's own saved-tensor hooks during this pass.
     """
 
     def __init__(self, first: _First) -> None:
@@ -264,11 +285,13 @@ class _RunningAgain:
         self._before: dict[nn.Module, Any] = {}
 
     def next(self, layer: nn.Module) -> _Call | None:
-        """Returns the record of the next call, which must be one of ``layer``.
+        """Returns the record of the next layer call in the forward pass, which must be a call of ``layer``.
 
-        None if the first pass has not come to that call yet, because backward runs in the middle of it.
+        Returns None if there is no record yet because the forward pass still runs: a backward pass in the
+        middle of it can start a recomputation.
 
-        Raises RuntimeError if the first pass called another layer, or none, at this place.
+        Raises RuntimeError if the next recorded call is of another layer or raised an error, or if no call is
+        left.
         """
         calls = self._first.calls
         position = self._position
@@ -294,21 +317,28 @@ class _RunningAgain:
         return calls[position]
 
     def put_back(self) -> None:
-        """Gives each layer the ``last`` call back that it had before this pass."""
+        """Resets ``layer.last``, the report of a layer's last call, to its value before this recomputation.
+
+        Otherwise statistics would show a recomputed call as the last one.
+        """
         for layer, last in self._before.items():
             layer.last = last
 
 
 def routing_is_kept() -> bool:
-    """Whether the innermost checkpoint records the routing and no other may run the call again."""
+    """Whether the present call is in a forward pass whose recomputation is sure to repeat its routing.
+
+    True if the innermost checkpoint uses `checkpoint_contexts`, and no other saved-tensor hooks are active
+    around or inside of that checkpoint. The routing then needs no comparison with that of the recomputation.
+    """
     last = next(reversed(_contexts.get()), None)
     return isinstance(last, _First) and not last.is_inside and not _in_another_checkpoint(last.hooks)
 
 
 def _in_another_checkpoint(own: SavedHooks | None) -> bool:
-    """Whether another checkpoint further in saves tensors now; it has its own second pass.
+    """Whether the innermost saved-tensor hooks belong to another checkpoint, with its own recomputation.
 
-    own: the hooks of the checkpoint that asks.
+    own: the (pack, unpack) hooks of the checkpoint with `checkpoint_contexts`; None if it has none now.
     """
     top = top_hooks()
     if top is None or (own is not None and top[0] is own[0]):
@@ -317,7 +347,10 @@ def _in_another_checkpoint(own: SavedHooks | None) -> bool:
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
-    """Returns the states of the random number generators from which a gate on ``device`` may draw."""
+    """Returns the states of the random number generators from which a gate on ``device`` may draw.
+
+    The CPU's state comes first. A CUDA device's state follows, unless a CUDA graph is being captured.
+    """
     states = [torch.get_rng_state()]
     if device.type == "cuda" and not is_captured(device):
         states.append(torch.cuda.get_rng_state(device))
@@ -325,34 +358,36 @@ def _random_states(device: torch.device) -> list[Tensor]:
 
 
 def _set_random_states(states: Sequence[Tensor], device: torch.device) -> None:
-    """Restores states that `_random_states` returned."""
+    """Sets the random number generators of the CPU and of ``device`` to states from `_random_states`."""
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state, device)
 
 
 def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether two lists of tensors have equal values."""
+    """Whether two lists have as many tensors, with equal values."""
     return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
-# ---- The gate's graph lives from the first pass to backward, but the layer's input must not live so long.
-# Wherever the gate saves the input, its graph gets a `Ticket` instead:
+# ---- The gate's graph is in memory from the first pass to backward, but the layer's input x must not be.
+# Wherever the gate would save x for its backward, its graph saves a `Ticket` instead:
 #
-#     first pass    gate(x)    graph saves ticket     ticket.holder = a node that saves x
-#                              the node saves x through the checkpoint's hooks, which drop it
-#     backward      graph asks ticket.tensor()        reads the node's saved tensor
-#                              the checkpoint's hooks run the second pass, which makes x again
+#     first pass    gate(x)           its graph saves a ticket; ticket.holder is a node that saves x through
+#                                     the checkpoint's hooks, and these drop x
+#     backward      ticket.tensor()   reads the node's saved tensor; the checkpoint's hooks then run the
+#                                     second pass, which computes x again
 
 
 class Ticket:
-    """A placeholder in the gate's graph for the layer's input or a view of it.
+    """A placeholder that the gate's graph saves instead of the layer's input or a view of the input.
 
-    size, stride: those of the saved tensor.
-    input_stride: the stride of the layer's input.
-    offset: elements from the start of the input to the start of the saved tensor.
-    holder: an autograd node, whose saved tensor is the input. The checkpoint's hooks dropped it and make it
-        again when it is read.
+    A ticket occupies no device memory. In backward it gets the input from ``holder``, whose saved tensor the
+    checkpoint drops and recomputes.
+
+    size, stride: size and stride of the tensor that the graph wanted to save.
+    input_stride: stride of the layer's input.
+    offset: number of elements from the start of the input to the start of that tensor.
+    holder: an autograd node that saved the layer's input through the checkpoint's saved-tensor hooks.
     """
 
     size: torch.Size
@@ -368,10 +403,13 @@ class Ticket:
         self.holder: Any = None
 
     def tensor(self) -> Tensor:
-        """Returns the saved tensor, a view of the input that the second pass made."""
+        """Returns the tensor that the ticket replaces: a view of the layer's input from the recomputation.
+
+        Reading the holder's saved tensor starts the recomputation, if it has not run yet.
+        """
         x_TM: Tensor
         (x_TM,) = self.holder.saved_tensors
-        if x_TM.stride() != self.input_stride:  # hooks of others, of save_on_cpu say, may change the stride
+        if x_TM.stride() != self.input_stride:  # other hooks, such as save_on_cpu's, may change the stride
             x_TM = torch.empty_strided(
                 x_TM.size(), self.input_stride, dtype=x_TM.dtype, device=x_TM.device
             ).copy_(x_TM)
@@ -379,11 +417,12 @@ class Ticket:
 
 
 class Packing:
-    """The saved-tensor hook of a gate's graph: replaces the input x_TM (T, M) and its views by tickets.
+    """A saved-tensor hook for the gate's graph. It saves tickets in place of the layer's input and its views.
 
-    It keeps no reference to x_TM, because autograd keeps `pack` as long as the graph.
+    The constructor takes the input x_TM (T, M): T tokens, M = d_model. The object holds no reference to x_TM,
+    because autograd holds `pack` as long as the graph.
 
-    tickets: those made so far.
+    tickets: the tickets that were made so far.
     """
 
     def __init__(self, x_TM: Tensor) -> None:
@@ -393,16 +432,24 @@ class Packing:
         self.tickets: list[Ticket] = []
 
     def pack(self, tensor: Tensor) -> Ticket | tuple[Tensor, int]:
-        """Returns a ticket for the input or a view of it; any other tensor with its version."""
-        # Without a check of the number of tokens: a rank without tokens must run again as the others do.
+        """Returns what autograd saves for ``tensor``: a ticket if it shares memory with the layer's input.
+
+        Any other tensor is returned detached, with its version number. `unpack` compares the number to detect
+        changes in place.
+        """
+        # An input without tokens gets a ticket too: its rank must recompute, because the other ranks do and
+        # communicate with it.
         if tensor.dtype == self._dtype and tensor.untyped_storage()._cdata == self._storage:
             self.tickets.append(Ticket(tensor, *self._layout))
             return self.tickets[-1]
-        return tensor.detach(), tensor._version  # detached: a result of the graph would keep the graph alive
+        return tensor.detach(), tensor._version  # detached, because a result would keep its graph alive
 
 
 def unpack(packed: Ticket | tuple[Tensor, int]) -> Tensor:
-    """Returns the tensor that `Packing.pack` packed. Raises RuntimeError if it was changed in place since."""
+    """Returns the tensor for which `Packing.pack` returned ``packed``.
+
+    Raises RuntimeError if a tensor was changed in place after it was packed.
+    """
     if isinstance(packed, Ticket):
         return packed.tensor()
     tensor, version = packed
@@ -415,7 +462,10 @@ def unpack(packed: Ticket | tuple[Tensor, int]) -> Tensor:
 
 
 class _Hold(torch.autograd.Function):
-    """A node that saves a tensor. Nothing is computed from it, so its backward never runs."""
+    """An autograd function that saves a tensor and computes nothing, so its backward never runs.
+
+    Its node gives a checkpoint a saved tensor to drop and to recompute.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x_TM: Tensor) -> Tensor:
@@ -424,15 +474,19 @@ class _Hold(torch.autograd.Function):
 
 
 def hold(x_TM: Tensor) -> Any:
-    """Returns an autograd node that has saved x_TM (T, M) through the saved-tensor hooks active now."""
+    """Returns an autograd node that has saved x_TM, the layer's input (T, M): T tokens, M = d_model.
+
+    The tensor is saved through the saved-tensor hooks that are active now, such as a checkpoint's.
+    """
     empty: Tensor = _Hold.apply(make_anchor(x_TM), x_TM.detach())  # type: ignore[no-untyped-call]
     return empty.grad_fn
 
 
 class _TakeOver(torch.autograd.Function):
-    """A node that returns a tensor of the first pass, so that it requires a gradient in the second.
+    """An autograd function that returns a tensor of the recorded routing with requires_grad=True.
 
-    Its backward raises RuntimeError: the gradient belongs to the first pass's graph.
+    It is for the recomputation, in which the gate does not run. Its backward raises RuntimeError, because
+    gradients must go through the graph that the gate made in the forward pass.
     """
 
     @staticmethod
@@ -449,7 +503,13 @@ class _TakeOver(torch.autograd.Function):
 
 
 def replayed_tensor(tensor: Tensor, x_TM: Tensor) -> Tensor:
-    """Returns a tensor of the first pass, without its graph, that requires a gradient as it did then."""
+    """Returns ``tensor``, a part of the forward pass's routing, for use in the recomputation.
+
+    tensor: detached from its graph, with the requires_grad that it had in the forward pass.
+    x_TM: (T, M), the layer's input in the recomputation: T tokens, M = d_model.
+
+    The result has the same values and requires_grad. It is plainly detached if gradients are disabled now.
+    """
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor.detach()
     taken: Tensor = _TakeOver.apply(make_anchor(x_TM), x_TM, tensor.detach())  # type: ignore[no-untyped-call]
@@ -457,7 +517,10 @@ def replayed_tensor(tensor: Tensor, x_TM: Tensor) -> Tensor:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Returns a nest of dataclasses and tuples with ``change`` applied to each tensor in it."""
+    """Returns ``value`` with each tensor replaced by ``change(tensor)``.
+
+    value: a tensor, or dataclasses and tuples nested in any way. Other values in them stay as they are.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -1,16 +1,17 @@
-"""Activation checkpointing as a layer's call sees it: a first pass, or a second pass that repeats it.
+"""The decisions of one layer call under activation checkpointing: made in the first pass, then repeated.
 
-A checkpoint drops the tensors that a forward pass saves, and runs that pass again when backward needs them.
-In the second pass a gate may route tokens differently, because of dropout before it, of noise in it, or of
-one rounding. Then gradients would belong to another output. So a second pass replays the decision of the
-first one if the checkpoint uses `pmoe.checkpoint_contexts` (`pmoe.checkpointing.contexts`):
+A checkpoint drops the tensors that a forward pass (the first pass) saves, and runs that pass again when
+backward needs them (the second pass). In the second pass a gate could route tokens differently, because of
+dropout, of noise in the gate, or of a single rounding. Gradients would then belong to another output. If the
+checkpoint uses `pmoe.checkpoint_contexts` (`pmoe.checkpointing.contexts`), the second pass therefore repeats
+the decisions of the first one:
 
-                  gate                      exchange of counts, choices    rows and products
-    first pass    runs; `route` records     run; `once` records            run
-    second pass   replayed by `route`       replayed by `once`             run again
+                  gate                    row counts and choices         rows and products
+    first pass    runs, `route` records   exchanged, `once` records      run
+    second pass   `route` returns it      `once` returns them            run again
 
-Under any other checkpoint everything runs again. `pmoe.checkpointing.routing_check` then notices if the
-routing changed.
+Under any other checkpoint everything runs again, and `pmoe.checkpointing.routing_check` detects a routing
+that changed.
 """
 
 from __future__ import annotations
@@ -29,51 +30,61 @@ V = TypeVar("V")
 
 
 class Replay:
-    """The decisions of one call: made now, recorded, or replayed. This class makes them and records nothing.
+    """The decisions of one layer call. Subclasses record them, or return those of an earlier pass.
 
-    `replay_of` finds the object for a call.
+    This base class is for calls outside of `pmoe.checkpoint_contexts`: it makes each decision and records
+    nothing. `replay_of` returns the object for a call.
     """
 
     is_replay = False
-    """Whether the call is a second pass, whose decisions are those of the first."""
+    """Whether the call is in a recomputation that repeats the decisions of the forward pass."""
 
     def once(self, decide: Callable[[], V]) -> V:
-        """Returns decide(), or in a second pass the value that decide() returned in the first.
+        """Returns decide(), or in a recomputation the value that decide() returned in the forward pass.
 
-        The caller hides it from checkpoints, because decide() runs in one of the two passes only.
+        decide: agrees with the other ranks on the row counts, the number of chunks and the restore pair.
+
+        The caller must wrap this call in `hidden_from_checkpoints`. decide() runs in one of the two passes
+        only, and a checkpoint would notice the difference.
         """
         return decide()
 
     def route(self, x_TM: Tensor, decide: Callable[[], V]) -> V:
-        """Returns decide(), or in a second pass its value of the first, for tensors on the gate's graph.
+        """Returns the routing: decide(), or in a recomputation what decide() returned in the forward pass.
 
-        x_TM: (T, M), the layer's input rows.
-        decide: runs the gate. Returns tensors in any nest of dataclasses and tuples.
+        x_TM: (T, M), the layer's input: T tokens, M = d_model.
+        decide: runs the gate. Returns tensors, in dataclasses and tuples nested in any way.
 
-        In a second pass the tensors require gradients as before, but have no graph: gradients go through the
-        gate's graph of the first pass.
+        Unlike values of `once`, tensors of the routing may need gradients. In a recomputation they have the
+        same requires_grad as in the forward pass but no graph: gradients go through the gate's graph of the
+        forward pass.
         """
         return decide()
 
 
 REPLAY_FINDERS: list[Callable[[nn.Module], Replay | None]] = []
-"""Functions that return the `Replay` of a call, or None if no checkpoint that they know is active.
+"""Functions that return a `Replay` for a call of a layer, or None outside of their checkpoints.
 
-`pmoe.checkpointing.contexts` adds its own when it is imported.
+`pmoe.checkpointing.contexts` appends its function when it is imported.
 """
 
 
 def replay_of(layer: nn.Module) -> Replay:
-    """Returns the `Replay` of the call of ``layer`` that begins now. Called once a call, at its start."""
+    """Returns the `Replay` of the call of ``layer`` that begins now.
+
+    Must be called exactly once for each call, at its start, because it records the call or takes the next
+    record.
+    """
     replays = (find(layer) for find in REPLAY_FINDERS)
     return next((replay for replay in replays if replay is not None), Replay())
 
 
 def hidden_from_checkpoints() -> AbstractContextManager[None]:
-    """Returns a context that hides operations, and the tensors that they save, from checkpoints.
+    """Returns a context whose operations and saved tensors no checkpoint sees.
 
-    Checkpoints count both and expect the same in the two passes. Measuring, choosing and comparing happen in
-    one of them only.
+    A checkpoint counts saved tensors, and a selective checkpoint also operators. Both raise errors if the
+    counts of the two passes differ. Inside this context, code may run in only one of the passes, such as
+    measurements, choices and comparisons.
     """
     is_plain = top_hooks() is None and not torch._C._len_torch_dispatch_stack()
     return nullcontext() if is_plain else _hidden()
@@ -81,7 +92,7 @@ def hidden_from_checkpoints() -> AbstractContextManager[None]:
 
 @contextmanager
 def _hidden() -> Iterator[None]:
-    """Hides the block: no selective checkpoint's mode, and no checkpoint's hooks for saved tensors."""
+    """Turns off checkpoints for the block: selective ones' dispatch modes, and all saved-tensor hooks."""
     with ExitStack() as hidden:
         hidden.enter_context(hidden_from_selective_checkpoints())
         if top_hooks() is not None:
@@ -94,17 +105,20 @@ SavedHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def top_hooks() -> SavedHooks | None:
-    """Returns the hooks that pack and unpack the tensors that autograd saves now; None if none are active."""
+    """Returns the (pack, unpack) hooks that autograd uses for saved tensors now; None if none are active."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def may_run_again(layer: nn.Module) -> bool:
-    """Whether a checkpoint may be active: the present call may be run again, or may be the second run.
+    """Whether an activation checkpoint may be around this call, in a forward pass or in a recomputation.
 
-               gradients   inside backward   and
-    first run  yes         no                saved tensors go through hooks
-               no          no                training mode, as with use_reentrant=True
-    second     yes         yes               saved tensors go through hooks, or training mode
+    It may return True without a checkpoint. Inside of a checkpoint it returns False only in eval mode with
+    use_reentrant=True. It returns True in these cases:
+
+                    gradients   inside backward   and
+    forward pass    enabled     no                saved-tensor hooks are active
+                    disabled    no                training mode (a checkpoint with use_reentrant=True)
+    recomputation   enabled     yes               saved-tensor hooks are active, or training mode
     """
     is_in_backward = torch._C._current_graph_task_id() != -1
     has_grad = torch.is_grad_enabled()

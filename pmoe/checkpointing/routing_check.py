@@ -1,8 +1,8 @@
-"""Detects routing that changed when a checkpoint ran a layer again, by comparing hashes.
+"""Detects routing that changed when an activation checkpoint recomputed a layer, by comparing hashes.
 
-Only for checkpoints that do not keep the routing (`pmoe.checkpointing.contexts`). If tokens were routed
-differently the second time, gradients would belong to another output. Each first run leaves a hash of 8
-bytes; a second run must have the hash of some first run.
+It checks checkpoints that do not use `pmoe.checkpoint_contexts`, which repeats the routing by itself. If
+tokens were routed differently in the recomputation, gradients would belong to another output. Each call that
+may be recomputed stores a hash of 8 bytes. The hash of a recomputed call must equal one of these.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from pmoe.engine.lanes.run import is_captured
 from pmoe.gates.hash import hashed
 
 REMEMBERED = 4096
-"""Number of calls of a layer that have a hash. A checkpoint that runs again after more calls than these would
-be reported as changed, although it is not."""
+"""Largest number of calls of a layer whose hashes are stored.
+
+If more calls come between a call and its recomputation, its hash is gone and the routing is reported as
+changed, although it is not.
+"""
 
 REMEMBERED_AT_FIRST = 128
-"""Number of hashes for which there is memory at first; it doubles up to `REMEMBERED`."""
+"""Number of hashes for which memory is allocated at first. It is doubled when full, up to `REMEMBERED`."""
 
 
 class _Remembered:
-    """The hashes of a layer's routing in its last calls that may be run again.
+    """The hashes of a layer's routing in its last calls that may be recomputed.
 
-    hashes: (capacity,) int64 on the device; the oldest is overwritten first.
-    num_tokens: the number of tokens of each of these calls, on the host.
+    hashes: (capacity,) int64 on the device. When it is full, a new hash overwrites the oldest one.
+    num_tokens: number of tokens of each of these calls, on the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,7 +43,11 @@ class _Remembered:
         self._next = 0
 
     def add(self, num_tokens: int, hash_: Tensor) -> None:
-        """Stores the hash (an int64 scalar on the device) of a first run."""
+        """Stores the hash of a call that may be recomputed.
+
+        num_tokens: number of tokens of the call.
+        hash_: an int64 scalar on the device.
+        """
         length = self.hashes.shape[0]
         if self._next == length and length < REMEMBERED:
             self.hashes = torch.cat([self.hashes, torch.zeros_like(self.hashes)])
@@ -54,21 +61,23 @@ _remembered: weakref.WeakKeyDictionary[nn.Module, _Remembered] = weakref.WeakKey
 
 
 def changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor | None) -> Tensor | None:
-    """Whether a second run of ``layer`` routes differently from every first run, found without waiting.
+    """Compares the routing of a recomputed call of ``layer`` with the routing of its earlier calls.
 
-    num_tokens: T.
-    routing: the tensors of the routing; None for those that a gate does not return.
-    Returns an int64 scalar where these tensors are, 1 if the routing changed, else 0. None if the call is not
-    a second run.
+    num_tokens: number of tokens of the call.
+    routing: the tensors of the routing; None in place of those that a gate does not return.
 
-    Called only if `pmoe.checkpointing.replay.may_run_again`. Then:
+    Returns an int64 scalar on the routing's device: 1 if no earlier call had the same routing, else 0.
+    Nothing waits for the device. Returns None if the call is not a recomputation. A call outside of backward
+    also stores the hash of its routing, except in inference mode, while a CUDA graph is captured, or if the
+    only checkpoint around the call repeats the routing anyway.
 
-    - a first run is a call outside of backward, unless its routing is kept for the only checkpoint around it;
-    - a second run is a call inside of backward, in training mode, with as many tokens as some first run. So a
-      layer that a hook calls inside of backward with new tokens is mistaken for a second run only if some
-      first run had as many.
+    Must only be called if `pmoe.checkpointing.replay.may_run_again` is True. A call is then a recomputation
+    if it runs inside of backward, in training mode, with as many tokens as some earlier call. So a layer that
+    a hook calls inside of backward with new tokens is mistaken for a recomputation if an earlier call had as
+    many.
 
-    In eval mode a checkpoint with use_reentrant=True leaves no trace of its first run, and nothing is found.
+    In eval mode nothing is detected, because a checkpoint with use_reentrant=True then leaves no sign of its
+    forward pass.
     """
     is_in_backward = torch._C._current_graph_task_id() != -1
     has_grad = torch.is_grad_enabled()
@@ -91,9 +100,13 @@ def changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor | None) 
 
 
 def refuse_changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor | None) -> None:
-    """Raises FaultError if `changed_routing` is 1. Waits for the device, but only in a second run.
+    """Raises FaultError if a recomputed call of ``layer`` routes differently from the forward pass.
 
-    For a single rank, which has no exchange of counts in which a fault would travel.
+    num_tokens, routing: the arguments of `changed_routing`.
+
+    In a recomputation the host waits for the device; in other calls it does not. This function is for layers
+    on a single rank. On several ranks, the exchange of row counts carries the error, so that all ranks raise
+    it.
     """
     changed = changed_routing(layer, num_tokens, *routing)
     with hidden_from_checkpoints():
@@ -104,7 +117,13 @@ def refuse_changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor |
 
 @torch.no_grad()
 def _hash(num_tokens: int, routing: Sequence[Tensor | None]) -> Tensor:
-    """Returns an int64 scalar, the hash of the routing. It depends on the place of each number."""
+    """Returns the hash of a routing as an int64 scalar.
+
+    num_tokens: number of tokens, which changes the hash too.
+    routing: the tensors of the routing, or None; at least one is a tensor.
+
+    Each number is hashed together with its position, so that a permutation of the tokens gives another hash.
+    """
     total: Tensor | None = None
     for i, tensor in enumerate(routing):
         if tensor is not None:

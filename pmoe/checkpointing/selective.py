@@ -1,13 +1,15 @@
-"""Hides a layer's call from selective activation checkpointing, so that it runs again as a whole.
+"""Makes selective activation checkpoints recompute an MoE layer as a whole.
 
 `torch.utils.checkpoint.create_selective_checkpoint_contexts` puts a dispatch mode around each pass. The mode
-of the first pass stores the results of some operators; that of the second returns them and runs nothing:
+of the first pass stores the results of some operators. The mode of the second pass returns the stored results
+and does not run these operators. A layer's call turns both modes off:
 
-    first pass    x @ w -> stored     layer(x): hidden       y @ v -> stored
-    second pass   x @ w <- stored     layer(x): runs again   y @ v <- stored
+    first pass    x @ w -> stored     layer(x): modes off           y @ v -> stored
+    second pass   x @ w <- stored     layer(x): all operators run   y @ v <- stored
 
-Inside of a layer that would break. Operators write into buffers by ``out=`` and in place, so a stored tensor
-would be overwritten. And a collective that one rank does not run again would leave the other ranks waiting.
+With the modes on, two things would break inside of a layer. Its operators write into buffers in place and by
+``out=``, so stored results would be overwritten. And if one rank did not run a collective again, the other
+ranks would wait for it for ever.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
-"""torch's dispatch modes of a selective checkpoint, of its first and of its second pass."""
+"""Dispatch modes of torch's selective checkpoints: the forward pass's mode, and the recomputation's."""
 
 
 @contextmanager
 def hidden_from_selective_checkpoints() -> Iterator[None]:
-    """Hides operators of the block from the dispatch modes of selective checkpoints.
+    """Turns off selective checkpoints' dispatch modes inside the block, so that they see no operator of it.
 
-    Other modes (counters of flops, fake tensors, loggers) still see them, in the same order. Saved tensors
-    still go through the checkpoint's hooks, which are not dispatch modes.
+    Other dispatch modes (counters of flops, fake tensors, loggers) stay on, in the same order. Saved tensors
+    still go through a checkpoint's saved-tensor hooks, which are not dispatch modes.
     """
     stack = _get_current_dispatch_mode_stack()  # the outermost first
     is_selective = [isinstance(mode, SELECTIVE) for mode in stack]

@@ -1,10 +1,14 @@
-"""The choice of n of both passes and of the restore pair, if the options leave it open.
+"""Chooses the numbers of chunks of both passes and the restore pair, if the options leave them open.
 
-choose        `choose`: what the options fix, or else what open_choice returns
-open_choice   by a memory budget, or the pair by a cost model and then n by search or solve
-search        n by trials (MPipeMoE, Algorithm 1), and the tables that remember it
-solve         n by FSMoE's solver
-trials        measures both passes of a batch
-slots         the limits of ring slots and host memory, which travel with the row counts
-dispatch      the all-to-all of dispatch="auto", which is chosen when a layer is built
+A chunk is a micro-batch, n the number of chunks. The restore pair says what becomes of the dispatched input
+T_DI and of the hidden activation T_M between forward and backward: kept, offloaded to the host, or made
+again.
+
+    choose        `choose`: takes what the options fix; asks open_choice for the rest
+    open_choice   by a memory budget; or the pair by a cost model, then n by search or solve
+    search        n by trials (MPipeMoE, Algorithm 1), and the tables that store their results
+    solve         n by FSMoE's solver
+    trials        measures both passes of a batch for several choices
+    slots         limits for received rows, which ranks compare when they exchange row counts
+    dispatch      the all-to-all of dispatch="auto", chosen when a layer is built
 """

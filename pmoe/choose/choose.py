@@ -1,4 +1,7 @@
-"""The choice of a call: n of both passes and the restore pair, from numbers that all ranks share."""
+"""The choice of a call: the number of chunks (micro-batches) of both passes, and the restore pair.
+
+The choice follows from numbers that all ranks share, so all ranks choose the same.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,18 @@ def choose(
     orders: SortedSlots,
     restore: Restore | None = None,
 ) -> Choice:
-    """Returns n of both passes and the restore pair. Collective if something is measured.
+    """Returns the numbers of chunks of both passes and the restore pair. Collective if it measures.
 
-    modules: the modules of the layer.
-    counts: the exchanged row counts.
+    The restore pair says what becomes of the dispatched input T_DI and of the hidden activation T_M between
+    forward and backward: kept, offloaded to the host, or made again. If the options fix the numbers of chunks
+    (micro-batches) and the pair, nothing is chosen or tried. Otherwise `pmoe.choose.open_choice.choose_among`
+    chooses. On a GPU, the kernels for the experts' products are measured first, if that was not done before.
+
+    parts: the modules and options of the layer.
+    counts: the row counts, after the ranks have exchanged them.
     inputs: the rows and parameters of the call, with which trials run.
-    orders: the slots of the call, from which the plans of trials are made.
-    restore: the pair, if it is chosen already; None lets the options decide.
-
-    If the options fix both, nothing is measured. Otherwise see `pmoe.choose.open_choice.choose_among`.
+    orders: the routing of the call, from which plans for trials are made.
+    restore: the pair, if the caller has chosen it; None if the options decide.
     """
     options = modules.options
     n = options.fixed_degree
@@ -36,7 +42,7 @@ def choose(
         from pmoe.choose import open_choice
         from pmoe.choose.trials import TrialBatch
 
-        with inputs.autocast_for(modules.experts):  # as the experts will compute
+        with inputs.autocast_for(modules.experts):  # trials compute in the dtype that the call will use
             open_choice.measure_products_of(modules, counts, inputs)
             if is_open:
                 return open_choice.choose_among(TrialBatch(modules, counts, inputs, orders), restore)

@@ -17,11 +17,12 @@ from pmoe.planner.profile import Profile
 from pmoe.warn import log
 
 TOKENS = 4096
-"""Tokens of a rank for which the choice is made, in 4 chunks if n is not fixed. `pmoe plan` takes any
-number."""
+"""Tokens of a rank for which the choice is made, in 4 chunks unless the options fix another number.
+
+`pmoe plan` compares all-to-alls for any number of tokens."""
 
 ONLY_FLAT = ("memory_budget", "pad_to_capacity", "fused")
-"""Options that need the flat all-to-all."""
+"""Options that need the flat all-to-all, which sends each row straight to its rank."""
 
 
 def fastest_dispatch(
@@ -29,10 +30,19 @@ def fastest_dispatch(
 ) -> ExchangeName:
     """Returns the name of the fastest all-to-all, the same on every rank. Collective.
 
-    Ranks compare their nodes, and rank 0 chooses by its stored profile. The choice is "flat" if there are no
-    two levels of links, or no profile. The log gives the reason.
+    Ranks compare on which nodes they are. Rank 0 then chooses by its stored profile, and the reason is
+    logged. "flat" (each row travels straight to its rank) is taken in these cases:
 
-    Raises ValueError or TypeError on every rank for wrong ``nodes``.
+    - there is one node, or each node has one rank, or nodes have different numbers of ranks;
+    - another option needs it (`ONLY_FLAT`);
+    - no stored profile has the speeds between nodes and inside them.
+
+    spec: the options of the layer.
+    grid: the ranks of the layer.
+    nodes: the layer's argument ``nodes``, which says on which node each rank is.
+    device, dtype: of the rows.
+
+    Raises ValueError or TypeError on every rank if ``nodes`` is wrong.
     """
     topology = find_topology(grid.ep, nodes)
     like = torch.empty(0, device=device, dtype=dtype)
@@ -46,7 +56,13 @@ def fastest_dispatch(
 def _by_profile(
     spec: LayerOptions, grid: Grid, topology: Topology, like: torch.Tensor
 ) -> tuple[ExchangeName, str]:
-    """Returns the name of the all-to-all, and the reason."""
+    """Returns the name of the fastest all-to-all by this rank's stored profile, and the reason.
+
+    spec: the options of the layer.
+    grid: the ranks of the layer.
+    topology: the node of each rank.
+    like: an empty tensor with device and dtype of the rows.
+    """
     if topology.is_level:
         return NAMES[0], "no machine has several ranks beside other machines"
     if len(set(map(len, topology.members))) > 1:

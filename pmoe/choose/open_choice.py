@@ -1,10 +1,12 @@
-"""The choice of n and the restore pair if the options leave it open.
+"""Chooses the number of chunks n and the restore pair if the options leave them open.
 
-With a memory budget, both are chosen together: the fastest n and pair that stay within it for any routing.
-Without one, the pair comes first, then n:
+A chunk is a micro-batch. The restore pair says whether the dispatched rows (T_DI) and the experts' hidden
+activation (T_M) are kept, offloaded or made again for backward. With a memory budget, n and the pair are
+chosen together: the fastest choice with which memory stays within the budget for any routing. Without a
+budget, the pair is chosen first, then n:
 
-    pair   fixed by ``memory_reuse``, or with True the cheapest by MPipeMoE's Eq. 10
-    n      fixed by ``pipeline``, with True found by trials, with "solve" by FSMoE's solver
+    pair   fixed by ``memory_reuse``; if this is True, the cheapest by MPipeMoE's Eq. 10
+    n      fixed by ``pipeline``; if this is True, found by trials; if "solve", by FSMoE's solver
 """
 
 from __future__ import annotations
@@ -31,18 +33,26 @@ from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 WRONG = 2.0
-"""A profile is wrong if a step takes this many times the seconds that it predicts, or less than the
-reciprocal."""
+"""Largest factor between the measured and the predicted seconds of a step, either way.
+
+Beyond it, the profile from which the seconds were predicted is wrong."""
 
 HOST_SECONDS = 2e-3
-"""Seconds that the host may add to a step."""
+"""Seconds that the work of the host may add to a predicted step."""
 
 _compared: set[str] = set()
-"""The times at which profiles were measured that were compared with a step already."""
+"""Profiles that were compared with a measured step already, by the time when they were made."""
 
 
 def measure_products_of(modules: LayerModules, counts: RankCounts, inputs: Inputs) -> None:
-    """Measures the ways to compute the experts' products, if that was not done before. Collective then."""
+    """Measures which kernels compute the experts' products fastest, if that was not done before.
+
+    Collective if something is measured. Nothing is measured on the CPU, where there is only one way.
+
+    parts: the modules and options of the layer.
+    counts: the row counts, after the ranks have exchanged them.
+    inputs: the rows and parameters of the call.
+    """
     device = inputs.x_TM.device
     dtype = inputs.x_TM.dtype
     if device.type != "cuda":  # on the CPU there is one way only
@@ -54,10 +64,15 @@ def measure_products_of(modules: LayerModules, counts: RankCounts, inputs: Input
 
 
 def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
-    """Returns n of both passes and the restore pair, chosen as the module's docstring says. Collective.
+    """Returns the number of chunks of both passes and the restore pair. Collective.
+
+    The restore pair says whether the dispatched rows and the hidden activation are kept, offloaded or made
+    again for backward. With a memory budget, this function returns the fastest choice within the budget.
+    Otherwise it chooses the pair first, by a cost model, and then the numbers of chunks, by trials or by
+    FSMoE's solver.
 
     batch: the routed batch, on which trials run.
-    restore: the pair, if it is chosen already; None lets this function choose it.
+    restore: the pair, if the caller has chosen it; None if this function chooses it.
     """
     modules = batch.modules
     options = modules.options
@@ -84,7 +99,10 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
 
 
 def _chooser_of(batch: TrialBatch) -> Chooser:
-    """Returns the layer's chooser for these options and this type of rows. It remembers its choices."""
+    """Returns the object that chooses by predicted costs for a layer's options and dtype of rows.
+
+    Its earlier choices are stored in it, so the same choice is not made twice.
+    """
     modules = batch.modules
     options = modules.options
     new_chooser = Chooser(
@@ -96,14 +114,22 @@ def _chooser_of(batch: TrialBatch) -> Chooser:
 
 
 def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
-    """Returns the measured seconds of choices; None if this layer or batch allows no trials."""
+    """Returns the measured seconds of both passes with each choice; None if trials must not run.
+
+    Trials must not run if `TrialBatch.trials_allowed` forbids them, if the backward pass also reduces other
+    layers' gradients, or if a rank lacks host memory: a choice that offloads would fail there.
+    """
     if not batch.trials_allowed or batch.modules.gradients is not None or batch.counts.host_shortage:
-        return None  # with a full host, a choice that offloads would fail on that rank alone
+        return None  # on a rank with too little host memory, a choice that offloads would fail
     return measure_trials(batch, choices)
 
 
 def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
-    """Returns the choice. Rank 0 warns once for each profile that a real step contradicts. Collective."""
+    """Compares the predicted and the measured time of a step with this choice, and returns the choice.
+
+    The prediction uses a profile, the measured rates of this machine. If prediction and step are far apart,
+    rank 0 warns that the profile may be wrong, once for each profile. Collective.
+    """
     counts = batch.counts
     x_TM = batch.inputs.x_TM
     ranks = batch.modules.ranks
@@ -113,7 +139,8 @@ def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
     _compared.add(profile.when)
     seconds = step_seconds(batch.sizes, profile, counts.max_tokens, choice)
     [rows] = largest(ranks, x_TM.device, [float(counts.recv.sum())], stage="comparing a profile with a step")
-    seconds *= rows / (batch.rows * batch.modules.grid.esp.size)  # of the fullest rank
+    # The prediction is for even routing; the measured step waits for the rank that receives most rows.
+    seconds *= rows / (batch.rows * batch.modules.grid.esp.size)
     took = sum(measured[0])
     if ranks.rank == 0 and not seconds / WRONG <= took <= WRONG * seconds + HOST_SECONDS:
         warn_once(
@@ -124,9 +151,13 @@ def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
 
 
 def _cheapest_pair(batch: TrialBatch) -> Restore:
-    """Returns the cheapest pair by MPipeMoE's Eq. 10, on measured rates."""
+    """Returns the restore pair with the fewest seconds by MPipeMoE's Eq. 10, on measured rates.
+
+    The restore pair says whether the dispatched rows and the hidden activation are kept, offloaded or made
+    again for backward.
+    """
     options = batch.modules.options
-    n = options.fixed_degree or 2  # 2 if n is chosen after the pair
+    n = options.fixed_degree or 2  # n is chosen after the pair, which is compared for two chunks
     n_backward = options.pipeline_backward or n
 
     def tried(pairs: Sequence[Restore]) -> Measured:
@@ -136,9 +167,13 @@ def _cheapest_pair(batch: TrialBatch) -> Restore:
 
 
 def _within_budget(batch: TrialBatch) -> Choice:
-    """Returns the fastest n and pair whose bytes stay within the budget for any routing.
+    """Returns the fastest n and restore pair with which memory stays within the budget for any routing.
 
-    Raises ValueError on every rank if there is none. It names the smallest budget that would do.
+    n is the number of chunks. The restore pair says whether the dispatched rows and the hidden activation are
+    kept, offloaded or made again for backward.
+
+    Raises ValueError on every rank if no choice is within the budget. The message names the smallest budget
+    that would do.
     """
     options = batch.modules.options
     counts = batch.counts

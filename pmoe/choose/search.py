@@ -1,7 +1,7 @@
-"""The trial search for n (MPipeMoE, Algorithm 1): the degrees of ``pipeline=True``.
+"""The search by trials for the number of chunks n (MPipeMoE, Algorithm 1), used by ``pipeline=True``.
 
-Layers with equal keys (`key_of_degrees`) on one process group share their results. If $PMOE_CACHE is set,
-rank 0 also keeps them in a file for later runs.
+Layers on one process group that agree in everything that changes their seconds (`key_of`) share their
+results. If $PMOE_CACHE is set, rank 0 also keeps the results in a file for later runs.
 """
 
 from __future__ import annotations
@@ -32,13 +32,18 @@ from pmoe.warn import log, warn_once
 
 
 def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
-    """Returns n of both passes for this batch: recorded, measured by trials, or given by a rule.
+    """Returns the number of chunks n of both passes for this batch: known, measured by trials, or by a rule.
 
-    1. The table of earlier trials, if one of its ranges holds the number of tokens.
-    2. New trials, if `TrialBatch.trials_allowed`. They are recorded, and kept in the file.
-    3. `adaptive_degree`, the same n for both passes.
+    1. If earlier trials give the answer for this number of tokens, that answer is returned.
+    2. Otherwise new trials run, if they are allowed (`TrialBatch.trials_allowed`). Their result is recorded,
+       and kept in a file.
+    3. Otherwise `adaptive_degree` gives n from the number of rows, the same for both passes.
 
-    Collective if it runs trials, and the first time for a layer that allows them.
+    batch: the routed batch, on which trials run.
+    restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
+        or made again for backward.
+
+    Collective if trials run, and the first time for a layer that allows them.
     """
     modules = batch.modules
     options = batch.modules.options
@@ -61,16 +66,17 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
 def search(
     known: GranularityTable, batch: TrialBatch, restore: Restore, candidates: Sequence[int], *, apart: bool
 ) -> PassDegrees:
-    """Returns the fastest degrees by trials on this batch, and records them. Collective.
+    """Finds the fastest numbers of chunks by trials on this batch, records and returns them. Collective.
 
-    First each n of ``candidates`` runs in both passes. If forward is then fastest with another n than
-    backward, and ``apart`` is true, one more trial combines the two.
+    First each n of ``candidates`` runs in both passes. If forward is fastest with another n than backward,
+    and ``apart`` is true, one more trial runs forward and backward each with its own fastest n.
 
-        known        table that records the degrees, for the tokens of the rank that has most
-        batch        routed batch that the trials run on
-        restore      restore pair of all trials
-        candidates   numbers of chunks to try
-        apart        whether forward and backward may have different n
+    known: the table in which the result is recorded, for the tokens of the rank that has most.
+    batch: the routed batch, on which the trials run.
+    restore: the restore pair of all trials: whether dispatched rows and hidden activation are kept, offloaded
+        or made again for backward.
+    candidates: the numbers of chunks to try.
+    apart: whether forward and backward may have different n.
     """
     max_tokens = batch.counts.max_tokens
     seconds = dict[PassDegrees, tuple[float, float]]()  # (forward, backward)
@@ -101,16 +107,21 @@ def search(
     return best
 
 
-# ---- results shared by layers of one key
+# ---- results of trials, shared by layers with equal keys
 
 
 def learned_degrees(modules: LayerModules, path: str | Path | None = None) -> LearnedDegrees:
-    """Returns the results of trials for layers with this layer's key on this group.
+    """Returns the results of trials that hold for this layer: the fastest number of chunks by tokens.
 
-    path: file that replaces the results (`pmoe.MoELayer.load_degrees`). None uses those that this process
-        has, or else those of the key's own file.
+    Layers on one process group share the results if they have the same `key_of`, which holds everything that
+    changes the seconds.
 
-    Collective with a ``path``, and the first time without one. Raises as `load_learned` does.
+    parts: the modules and options of the layer.
+    path: a file with results that replace the present ones (`pmoe.MoELayer.load_degrees`). None takes the
+        results that this process has, or else those of the file in $PMOE_CACHE.
+
+    Collective with a ``path``, and the first time without one. Raises OSError or ValueError on every rank if
+    rank 0 cannot use ``path``.
     """
     choosers = modules.cache.choosers
     name = _name(modules)
@@ -121,9 +132,9 @@ def learned_degrees(modules: LayerModules, path: str | Path | None = None) -> Le
 
 
 def _name(modules: LayerModules) -> tuple[object, ...]:
-    """Returns the key of the results in the layer's `LayerCache.choosers`.
+    """Returns the key under which a layer stores the results of its trials in `LayerCache.choosers`.
 
-    It holds the options, because a layer's options may change. A layer's modules do not.
+    The key contains the options, because a layer's options may change while its cache stays.
     """
     return ("trials", modules.options)
 
@@ -131,8 +142,9 @@ def _name(modules: LayerModules) -> tuple[object, ...]:
 def key_of_degrees(modules: LayerModules) -> dict[str, Any]:
     """Returns everything that changes the seconds of a layer's trials, as values that JSON can hold.
 
-    Layers with equal keys share their results. Two things are not in the key, because each key has a table
-    for each of them: the restore pair and the dtype of the rows (`LearnedDegrees.table`).
+    Layers with equal keys share the results of trials. The restore pair and the dtype of the rows also change
+    the seconds, but are not in the key: each key has a table of results for each of them
+    (`LearnedDegrees.table`).
     """
     reference = torch.empty(0) if modules.reference_parameter is None else modules.reference_parameter
     options = options_in_words(modules, of_users=True)
@@ -153,17 +165,18 @@ def key_of_degrees(modules: LayerModules) -> dict[str, Any]:
 FORMAT = 2
 """Version of the file's format. Files of other versions are refused.
 
-Since version 2 the key holds everything that changes the seconds, and a file has several tables.
-"""
+Version 1 held one table, and its key did not hold everything that changes the seconds."""
 
 Tables = dict[str, GranularityTable]
-"""Tables by restore pair and dtype of the rows, both in one text (`LearnedDegrees.table`)."""
+"""Type of the tables of results, by a text that names the restore pair and the dtype of the rows."""
 
 
 def stored_path(key: Mapping[str, Any]) -> Path | None:
-    """Returns the file in $PMOE_CACHE that keeps the results of a key between runs.
+    """Returns the file in $PMOE_CACHE that keeps the results of trials with this key between runs.
 
-    None if $PMOE_CACHE is not set.
+    key: everything that changes the seconds of trials (`key_of`).
+
+    Returns None if $PMOE_CACHE is not set.
     """
     if not os.environ.get("PMOE_CACHE"):
         return None
@@ -178,9 +191,12 @@ def stored_path(key: Mapping[str, Any]) -> Path | None:
 
 
 def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Mapping[str, Any]) -> None:
-    """Writes the tables and their key to a file, completely or not at all. Empty tables are left out.
+    """Writes results of trials and their key to a file, completely or not at all. Leaves out empty tables.
 
-    key: says for which device, ranks and options the degrees hold (`key_of_degrees`).
+    tables: for each restore pair and dtype of rows, the fastest number of chunks by tokens.
+    path: the file.
+    key: everything that changes the seconds of trials, such as the device, the ranks and the options
+        (`key_of`). `load_degrees` refuses the file for a layer with another key.
 
     Raises OSError if the file cannot be written, and TypeError if JSON cannot hold the key.
     """
@@ -190,9 +206,11 @@ def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Ma
 
 
 def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[int] | None = None) -> Tables:
-    """Returns the tables that `save_degrees` wrote to ``path`` with an equal key.
+    """Returns the results of trials that `save_degrees` wrote to ``path``, if the file has the same key.
 
-    candidates: numbers of chunks that the tables may hold; None allows all.
+    path: the file.
+    key: everything that changes the seconds of trials (`key_of`).
+    candidates: numbers of chunks that the tables may contain; None allows all.
 
     Raises OSError if the file cannot be read. Raises ValueError, which names the path, for a file without
     tables, of another format, with another key, or with other numbers of chunks.
@@ -220,8 +238,8 @@ def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[in
 def _check_key(found: Any, here: Mapping[str, Any]) -> None:
     """Raises ValueError if the key of a file is not this layer's. The message has the first two differences.
 
-    found: key in the file.
-    here: key of this layer.
+    found: the key in the file: everything that changes the seconds of trials (`key_of`).
+    here: the key of this layer.
     """
     if not isinstance(found, dict):
         raise ValueError(f"key ({found!r}) must be an object")
@@ -233,12 +251,14 @@ def _check_key(found: Any, here: Mapping[str, Any]) -> None:
 
 @dataclass
 class LearnedDegrees:
-    """Results of trials for layers of one key on one group. All ranks of the group hold equal tables.
+    """Results of trials: the fastest number of chunks n by number of tokens.
 
-    key      everything that changes the seconds of trials (`key_of_degrees`)
-    tables   degrees by number of tokens, for each restore pair and dtype of the rows
-    path     file in which rank 0 keeps the tables between runs; None on other ranks, and if $PMOE_CACHE is
-             not set
+    Layers of one process group with equal keys share one object. All ranks of the group hold equal tables.
+
+    key: everything that changes the seconds of trials (`key_of`).
+    tables: for each restore pair and dtype of the rows, the fastest n of both passes by number of tokens.
+    path: the file in which rank 0 keeps the tables between runs; None on other ranks, and if $PMOE_CACHE is
+        not set.
     """
 
     key: Mapping[str, Any]
@@ -246,13 +266,17 @@ class LearnedDegrees:
     path: Path | None = None
 
     def table(self, restore: Restore, dtype: torch.dtype) -> GranularityTable:
-        """Returns the table of calls with this restore pair and rows of this dtype; a new one at first."""
+        """Returns the table with the fastest number of chunks by number of tokens, at first an empty one.
+
+        There is one table for each restore pair (whether dispatched rows and hidden activation are kept,
+        offloaded or made again for backward) and dtype of the rows.
+        """
         return self.tables.setdefault(f"{restore}, {dtype}", GranularityTable())
 
     def keep(self) -> None:
-        """Writes the tables to ``path``, if there is one. Warns if they cannot be written.
+        """Writes the tables to the file, if there is one. Warns if they cannot be written.
 
-        It does not raise OSError, because that would stop rank 0 while the other ranks go on.
+        An OSError is not raised, because it would stop rank 0 while the other ranks go on.
         """
         if self.path is not None:
             try:
@@ -267,18 +291,18 @@ _LEARNED: dict[tuple[str, str], LearnedDegrees] = {}  # by name of the group and
 def load_learned(
     ranks: Ranks, key: Mapping[str, Any], candidates: Sequence[int], path: str | Path | None = None
 ) -> LearnedDegrees:
-    """Returns rank 0's results for layers of this key, the same on every rank. Collective.
+    """Returns rank 0's results of trials for layers with this key, the same on every rank. Collective.
 
-    ranks: group of the layer.
-    key: key of the layer (`key_of_degrees`). Rank 0's key counts on every rank.
-    candidates: numbers of chunks that a file may hold.
-    path: file to load. None takes the results that rank 0's process has, or else those of the key's own
-        file (`stored_path`).
+    ranks: the process group of the layer.
+    key: everything that changes the seconds of trials (`key_of`). Every rank uses the key of rank 0.
+    candidates: numbers of chunks that a file may contain.
+    path: the file to load. None takes the results that rank 0's process has, or else those of the file in
+        $PMOE_CACHE (`kept_path`).
 
-    Raises on every rank what `load_degrees` raises for ``path`` on rank 0. Warns about a key's own file that
-    cannot be used. The next trials replace it.
+    Raises OSError or ValueError on every rank if rank 0 cannot use ``path`` (`load_degrees`). If the file in
+    $PMOE_CACHE cannot be used, only warns: the next trials replace it.
     """
-    # Rank 0's key is sent too, because keys may differ by rank: they hold settings of users' modules.
+    # Rank 0's key is sent too, because keys hold settings of users' modules, which may differ between ranks.
     sent: tuple[Mapping[str, Any], Tables | Exception] = (key, {})
     if ranks.rank == 0:
         try:
@@ -299,17 +323,26 @@ def load_learned(
 
 
 def learned_in_this_process(ranks: Ranks, key: Mapping[str, Any], path: Path | None = None) -> LearnedDegrees:
-    """Returns this process's results for layers of this key; empty ones the first time. Not collective.
+    """Returns the results of trials that this process has for layers with this key; empty ones at first.
 
-    path: file of new results. Results that exist keep theirs.
+    ranks: the process group of the layer.
+    key: everything that changes the seconds of trials (`key_of`).
+    path: the file in which new results will be kept. If the process has results already, their file stays the
+        same.
+
+    Not collective.
     """
     return _LEARNED.setdefault((ranks.name, json.dumps(key, sort_keys=True)), LearnedDegrees(key, path=path))
 
 
 def _stored_tables(path: Path | None, key: Mapping[str, Any], candidates: Sequence[int]) -> Tables:
-    """Returns the tables of the key's own file; none if there is no file or it cannot be used.
+    """Returns the results of trials in a file; an empty dict if there is none or the file cannot be used.
 
     Warns about a file that cannot be used.
+
+    path: the file, or None.
+    key: everything that changes the seconds of trials (`key_of`). A file with another key is not used.
+    candidates: numbers of chunks that the file may contain.
     """
     about = "what trials found before is not used, and measured again"
     return {} if path is None else read_or_default({}, about, lambda: load_degrees(path, key, candidates))

@@ -1,4 +1,8 @@
-"""The room for received rows: the limits that travel with the row counts, and a pair for a full host."""
+"""Limits for received rows, which ranks compare when they exchange row counts.
+
+Chunks (micro-batches) share a few buffers, the ring slots. A ring slot has room for a fixed number of rows,
+and the host has room for a limited number of offloaded rows.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,16 @@ from pmoe.warn import warn_once
 
 
 def requested_slots(modules: LayerModules, routed: RoutedBatch) -> Slots | None:
-    """Returns the limits about which ranks ask together with the row counts; None if no buffer rotates.
+    """Returns the limits for received rows that are compared in the exchange of row counts.
 
-    The answers are the depth to which each n must be cut so that no ring slot overflows, and whether the host
-    has room for an offloaded T_DI.
+    The comparison answers two questions: into how many more chunks the batch must be cut so that each chunk
+    fits into a ring slot on every rank, and whether the host memory of every rank has room for an offloaded
+    T_DI (the dispatched rows). Chunks are micro-batches; ring slots are the buffers that they share.
+
+    parts: the modules and options of the layer.
+    routed: the batch after the gate.
+
+    Returns None if the layer's chunks share no buffers: then there are no limits.
     """
     options = modules.options
     x_TM = routed.x_TM
@@ -23,7 +33,8 @@ def requested_slots(modules: LayerModules, routed: RoutedBatch) -> Slots | None:
         return None
     host_rows = None
     if any(pair.dispatched == "offload" for pair in modules.pairs):
-        # The rows of a chunk that travel, and those that stay, each start on an aligned address.
+        # In each bin (the smallest possible chunk), rows that travel and rows that stay each begin on an
+        # aligned address, so up to two alignments are lost.
         free = pool(x_TM.device).host.free_bytes - 2 * modules.num_bins * ALIGNMENT
         host_rows = max(free, 0) // (options.d_model * x_TM.element_size())
     return Slots(
@@ -36,7 +47,15 @@ def requested_slots(modules: LayerModules, routed: RoutedBatch) -> Slots | None:
 
 
 def without_host_offload(restore: Restore, counts: RankCounts) -> Restore:
-    """Returns the pair, or one that sends T_DI again in place of offloading it if a rank's host is full."""
+    """Returns the restore pair, changed if it would offload dispatched rows and a host lacks memory.
+
+    The restore pair says whether the dispatched rows (T_DI) and the hidden activation (T_M) are kept,
+    offloaded or made again for backward. If any rank lacks host memory for T_DI, all ranks send T_DI again in
+    backward instead.
+
+    restore: the restore pair.
+    counts: the row counts, which also say whether any rank lacks host memory.
+    """
     if not counts.host_shortage or restore.dispatched != "offload":
         return restore
     if counts.needs_grad:  # without a backward pass nothing is offloaded

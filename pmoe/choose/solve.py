@@ -1,14 +1,14 @@
-"""FSMoE's solver (Section 4) for the degrees of ``pipeline="solve"``, on costs of this machine.
+"""FSMoE's solver (Section 4) for the numbers of chunks of ``pipeline="solve"``, on measured costs.
 
-The costs are measured. They assume evenly routed tokens, a part of which stays on its rank. They are
-seconds of
+The costs are measured on this machine, for evenly routed tokens. A part of the tokens stays on its rank. The
+costs are seconds of
 
 - the all-to-all among nodes;
 - the all-gather and the reduce-scatter inside a node;
-- the experts: their products, or a user's modules, which are timed as black boxes (Section 3.2).
+- the experts: their products. If experts are a user's modules, whole modules are timed (Section 3.2).
 
-Letters: B tokens of the rank that has most, K choices, P ranks across nodes, L ranks inside a node,
-M = d_model.
+Letters: B tokens of the rank that has most, K choices of a token, P ranks across nodes, L ranks inside a
+node, M = d_model.
 """
 
 from __future__ import annotations
@@ -35,21 +35,25 @@ from pmoe.schedule.restore import Restore
 from pmoe.warn import log
 
 BLACK_BOX_ROWS = (64, 256, 1024)
-"""Numbers of rows for which an expert that is a user's module is timed."""
+"""Numbers of rows with which an expert is timed if it is a user's module."""
 
 TRIED = (1, 8)
-"""Two numbers of chunks that are tried: their difference in seconds gives the cost of a chunk."""
+"""Two numbers of chunks for trials. The difference of their seconds gives the fixed cost of a chunk."""
 
 HALVINGS = 24
-"""Steps of the bisection for the cost of a chunk (`with_chunk_cost`)."""
+"""Steps of the bisection that finds the fixed cost of a chunk (`with_chunk_cost`)."""
 
 _operations: dict[tuple[str, str, torch.device, torch.dtype], Operations] = {}
 
 
 def operations_of(grid: Grid, device: torch.device, dtype: torch.dtype) -> Operations:
-    """Returns FSMoE's cost lines of this device and these groups, stored or measured.
+    """Returns the measured costs of FSMoE's operations, as lines alpha + beta * size, for these ranks.
 
-    Collective the first time.
+    The operations are products and collectives. Their costs are read from a stored profile, or measured.
+    Collective the first time for these ranks, device and dtype.
+
+    grid: the ranks of the layer, across nodes and inside a node.
+    device, dtype: of the rows.
     """
     key = (grid.all.name, f"{grid.ep.name} {grid.esp.size}", device, dtype)
     if key not in _operations:
@@ -66,17 +70,20 @@ def layer_costs(
     device_type: str,
     expert: LineCost | None = None,
 ) -> LayerCosts:
-    """Returns the seconds of each stage of a forward pass, as lines over the fraction that a chunk has.
+    """Returns the seconds of each stage of a forward pass as lines alpha + beta * fraction.
+
+    The fraction is a chunk's share of the batch. The whole batch has these sizes, for B tokens of a rank, K
+    choices of a token, P ranks across nodes, L ranks inside a node and M = d_model:
 
         all-to-all                  B K (P - 1) / P * M elements
         all-gather, reduce-scatter  B K (L - 1) * M elements
         experts                     B K L rows
 
     shape: sizes of the layer.
-    operations: measured lines.
-    num_tokens: B, tokens of each rank.
+    operations: measured costs of single operations.
+    num_tokens: B.
     device_type: "cpu" or "cuda".
-    expert: seconds of one expert by its number of rows, if it is a black box; else None.
+    expert: seconds of one expert by its number of rows, if it is a user's module; None for pmoe's experts.
     """
     esp_size = shape.esp_size
     ep_size = shape.ep_size
@@ -104,11 +111,15 @@ def layer_costs(
 
 
 def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) -> PassDegrees:
-    """Returns n of both passes for the rank that has most tokens. The layer remembers the answer.
+    """Returns the number of chunks n of both passes with the fewest predicted seconds.
 
-    batch: routed batch. All ranks share the numbers that the answer depends on, so all get the same n.
-    restore: restore pair of the call.
-    tried: measures both passes for some numbers of chunks; returns None if the layer allows no trials.
+    n is chosen for the number of tokens of the rank that has most. The layer remembers the answer.
+
+    batch: the routed batch. The answer depends only on numbers that all ranks share, so all get the same n.
+    restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
+        or made again for backward.
+    tried: function that measures both passes for some numbers of chunks. It returns None if trials must not
+        run.
 
     Collective the first time.
     """
@@ -130,12 +141,15 @@ def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) 
 
 
 def _solved(batch: TrialBatch, restore: Restore | None, t_gar: float, tried: TriedBy[int]) -> PassDegrees:
-    """Returns the degrees with the fewest simulated seconds, from the measured costs of the machine.
+    """Returns the numbers of chunks n with the fewest simulated seconds, from measured costs.
 
-    restore: restore pair; None if buffers do not rotate. Both passes then have the same chunks, so one n is
-        chosen for the sum of their seconds.
-    t_gar: seconds of other layers' gradients in the backward pass.
-    tried: as in `degrees_by_solver`.
+    batch: the routed batch.
+    restore: the restore pair (whether dispatched rows and hidden activation are kept, offloaded or made again
+        for backward); None if chunks share no buffers. Without shared buffers both passes have the same
+        chunks, so one n is chosen for the sum of their seconds.
+    t_gar: seconds of the all-reduce of other layers' gradients, which runs inside the backward pass.
+    tried: function that measures both passes for some numbers of chunks. It returns None if trials must not
+        run.
     """
     modules = batch.modules
     x_TM = batch.inputs.x_TM
@@ -169,9 +183,11 @@ def _solved(batch: TrialBatch, restore: Restore | None, t_gar: float, tried: Tri
 
 
 def _black_box_of(batch: TrialBatch) -> tuple[LineCost | None, LineCost | None]:
-    """Returns the seconds of one expert by its rows, (forward, backward), if experts are users' modules.
+    """Returns the seconds of an expert's forward and backward pass if it is a user's module.
 
-    (None, None) for other experts. Measured once for each layer and dtype of the rows; collective then.
+    The seconds of each pass are a line over the expert's number of rows, alpha + beta * rows. Returns (None,
+    None) if the experts are pmoe's own. Measured once for each layer and dtype of the rows. Collective if it
+    measures.
     """
     modules = batch.modules
     rows_TM = batch.inputs.x_TM
@@ -184,15 +200,18 @@ def _black_box_of(batch: TrialBatch) -> tuple[LineCost | None, LineCost | None]:
 
 
 def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float) -> LayerCosts:
-    """Returns the costs with a fixed cost of each chunk, fitted to trials.
+    """Returns the costs of a pass with a fixed cost added to each chunk, so that they agree with trials.
+
+    The fixed cost is chosen so that the predicted seconds satisfy
 
         seconds of many chunks - seconds of few chunks = measured          (few, many = TRIED)
 
-    The fixed cost stands for launches of small kernels and for the host's work. It is added to the experts'
-    alpha. The paper's model has no such term. Without it, more chunks always look better on a fast link.
+    It stands for launches of small kernels and for work of the host, and is added to the experts' alpha. The
+    paper's model has no such term. Without it, more chunks always look better on a fast link.
 
-    costs: costs of one pass. They are returned as they are if they already differ by ``measured`` or more.
-    options: schedule of this pass.
+    costs: costs of one pass. If they already predict a difference of ``measured`` or more, they are returned
+        unchanged.
+    options: the schedule of this pass.
     measured: measured difference in seconds. It may be negative.
     """
     few, many = TRIED
@@ -217,13 +236,15 @@ def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float
 
 
 def black_box(module: nn.Module, rows_TM: Tensor, grid: Grid) -> tuple[LineCost, LineCost]:
-    """Returns the seconds of an expert's forward and backward pass as lines over its number of rows.
+    """Measures a user's expert. Returns the seconds of its forward and backward pass as lines over its rows.
 
-    Each alpha and each beta is the largest of any rank, so all ranks return the same lines. Collective.
+    A line is alpha + beta * rows. Each alpha and each beta is the largest of any rank, so all ranks return
+    the same lines. Collective.
 
     module: the expert.
-    rows_TM: (T, M) rows of the layer. Only their width, dtype and device are used.
-    grid: ranks that agree.
+    rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
+        used.
+    grid: the ranks that agree.
     """
 
     def make(count: int) -> Tensor:

@@ -1,6 +1,8 @@
-"""Trials: measured seconds of both passes on the batch at hand, for some choices of n and the pair.
+"""Trials: measure the seconds of both passes on a real batch, for several choices.
 
-A trial runs the plan that the layer itself would make. Nothing of it is left when it ends.
+A choice is a number of chunks (micro-batches) for each pass and a restore pair, which says whether the
+dispatched rows and the hidden activation are kept, offloaded or made again for backward. A trial runs the
+plan that the layer itself would make with the choice. Nothing in the layer changes.
 """
 
 from __future__ import annotations
@@ -26,37 +28,38 @@ from pmoe.planner.profile import Profile
 from pmoe.runners.pipeline import PipelineRunner
 
 MIN_ROWS = 1024
-"""The smallest number of rows of a chunk for which finer overlap hides more than smaller products cost.
+"""Smallest number of rows of a chunk. With fewer, small products cost more than better overlap saves.
 
-bench/bench_overlap.py: with 4096 rows of a rank, n = 2 to 4 is best.
-"""
+bench/bench_overlap.py: with 4096 rows of a rank, 2 to 4 chunks are best."""
 
 REPEATS = 3
 """Timed runs of each choice."""
 
 CLOSE = 1.15
-"""Choices that take at most this many times the fastest one's seconds are run again."""
+"""Choices that take at most this many times the fastest choice's seconds are timed again."""
 
 MORE = 7
-"""Further timed runs of choices that are close to the fastest."""
+"""Timed runs of each choice that is close to the fastest, after the first ones."""
 
 
 def adaptive_degree(max_rows: int, num_ranks: int) -> int:
-    """Returns n by a rule: the largest that leaves MIN_ROWS rows a chunk; 1 if nothing travels.
+    """Returns a number of chunks by a rule: the largest with at least MIN_ROWS rows in each chunk.
 
-    max_rows: the largest T * K of any rank, so that all ranks get the same n.
+    max_rows: number of rows (tokens times choices) of the rank that has most, so that all ranks get the same
+        result. Too few rows for two chunks give 1.
+    num_ranks: number of ranks. With one rank no rows travel, and 1 is returned.
     """
     return 1 if num_ranks == 1 else max(n for n in DEGREES if n == 1 or max_rows >= n * MIN_ROWS)
 
 
 @dataclass(frozen=True)
 class TrialBatch:
-    """A routed batch whose row counts are known: all that a trial needs.
+    """A batch after gating and the exchange of row counts: all that a trial needs.
 
-    modules: the modules of the layer.
-    counts: the exchanged row counts.
+    parts: the modules and options of the layer.
+    counts: the row counts, after the ranks have exchanged them.
     inputs: the rows and parameters of the call.
-    orders: its slots, from which plans are made.
+    orders: the routing of the call, from which plans are made.
     """
 
     modules: LayerModules
@@ -66,7 +69,7 @@ class TrialBatch:
 
     @property
     def rows(self) -> int:
-        """The largest T * K of any rank."""
+        """Number of rows (tokens times choices) of the rank that has most."""
         return self.counts.max_tokens * self.modules.options.top_k
 
     @property
@@ -75,14 +78,20 @@ class TrialBatch:
         return memory_shape(self.modules, self.inputs.x_TM)
 
     def profile(self) -> Profile:
-        """Returns the profile of this device and group. Collective the first time."""
+        """Returns the profile of this device and group: measured rates of products and messages.
+
+        Collective the first time.
+        """
         return profile_of(self.modules.ranks, self.inputs.x_TM.device, self.inputs.x_TM.dtype)
 
     @property
     def trials_allowed(self) -> bool:
-        """Whether trials are worth their time, and leave no trace.
+        """Whether trials may run: they are worth their time, and change nothing in the model.
 
-        They would leave one in modules, which may count the rows that they compute, and in callbacks.
+        They are worth their time if rows travel, gradients are wanted, and there are enough rows for two
+        chunks. They would change something if experts are a user's modules, which may count the rows that
+        they compute, or if there are callbacks. No trials run if all tasks run one after the other
+        (``sequential``).
         """
         modules = self.modules
         shared = modules.shared_expert
@@ -91,16 +100,22 @@ class TrialBatch:
         return is_worth_it and not (are_modules or modules.hooks is not None or modules.sequential)
 
     def runner(self, choice: Choice) -> Runner:
-        """Returns the runner of this batch with a choice."""
+        """Returns the runner that computes this batch with the given numbers of chunks and restore pair."""
         return PipelineRunner(self.orders.plan(self.counts, choice))
 
 
 def measure_trials(batch: TrialBatch, choices: Sequence[Choice]) -> list[tuple[float, float]]:
-    """Returns the median seconds of forward and of backward with each choice. Collective.
+    """Returns the median seconds of forward and backward with each choice. Collective.
 
-    Each choice runs one untimed step, then all run in turns. Choices close to the fastest run again, because
-    two equal steps on a CPU differ by a tenth. All ranks take the slowest rank's medians, so all run the same
-    choices again. The bytes that trials send do not count as traffic of the model.
+    1. Each choice runs one step that is not timed.
+    2. All choices run in turns and are timed.
+    3. Choices close to the fastest are timed again, because two equal steps on a CPU may differ by a tenth.
+
+    Each median is the largest of any rank, so all ranks time the same choices again. The bytes that trials
+    send do not count as traffic of the model.
+
+    batch: the routed batch.
+    choices: the numbers of chunks and restore pairs to try.
     """
     ranks = batch.modules.ranks
     device = batch.inputs.x_TM.device
@@ -123,7 +138,14 @@ def measure_trials(batch: TrialBatch, choices: Sequence[Choice]) -> list[tuple[f
 
 @torch.no_grad()
 def _run_both(runner: Runner, inputs: Inputs, now: Callable[[], float]) -> tuple[float, float]:
-    """Runs both passes, with T_O as its own gradient, and returns the seconds of each."""
+    """Runs both passes once, and returns the seconds of each.
+
+    The output T_O serves as its own gradient in backward.
+
+    runner: computes both passes.
+    inputs: the rows and parameters of the call.
+    now: a clock in seconds.
+    """
     start = now()
     y_TM, saved = runner.forward(inputs, keep=True)
     middle = now()

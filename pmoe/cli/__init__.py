@@ -31,17 +31,19 @@ COMMANDS: Mapping[str, ModuleType] = {
     "kernels": kernels,
     "report": report,
 }
-"""Modules of the subcommands by name.
+"""The module of each subcommand, by its name.
 
-Each has ABOUT, its help; ``add_arguments(parser)``; and ``run_command(args)``, which returns its `Output`,
-or None on ranks that print nothing.
+Each module has ABOUT, a help text; ``add_arguments(parser)``; and ``run_command(args)``, which returns an
+`Output`, or None on ranks that print nothing.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code.
+    """Runs the command ``pmoe``, prints its output and returns the exit code 0.
 
-    Raises SystemExit(2), after a message, for bad arguments.
+    argv: the arguments; None takes those of the command line.
+
+    Prints a message and raises SystemExit(2) for wrong arguments.
     """
     with _quiet_on_closed_pipe():
         args = build_parser().parse_args(argv)
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the whole command, with one subparser for each of COMMANDS."""
+    """Returns the parser of the whole command, with a subparser for each subcommand."""
     parser = argparse.ArgumentParser(
         prog="pmoe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -71,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _quiet_on_closed_pipe() -> Iterator[None]:
-    """Ends the command without a message if the reader of stdout closed the pipe (`pmoe ... | head`)."""
+    """Ends the block without an error if the reader of stdout closed the pipe, as in ``pmoe plan | head``."""
     try:
         try:
             yield

@@ -1,4 +1,4 @@
-"""Types of command-line arguments, and checks that refuse wrong values."""
+"""Converters for command-line arguments, and checks that refuse wrong values."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def at_least_1(kind: type[Number], name: str, text: str) -> Number:
-    """Converts text to a number from 1 to MOST.
+    """Converts text to a number from 1 to MOST, for argparse.
 
-    kind: int or float.
-    name: of the kind of number, for the message.
+    kind: int or float, the type of the number.
+    name: what the error calls the number, such as "whole number".
 
     Raises ArgumentTypeError for any other text.
     """
@@ -44,7 +44,10 @@ slack: Callable[[str], float] = partial(at_least_1, float, "number")
 
 
 def byte_count(text: str) -> int:
-    """Converts text such as "2GiB" or "500 MB" to a number of bytes."""
+    """Converts text such as "2GiB" or "500 MB" to a number of bytes, for argparse.
+
+    Raises ArgumentTypeError for any other text.
+    """
     try:
         return parse_bytes("value", text)
     except ValueError as error:
@@ -52,7 +55,13 @@ def byte_count(text: str) -> int:
 
 
 def restore_pair(text: str) -> Restore:
-    """Converts a name of the paper, "S1" to "S4", or a pair such as "keep/recompute" to a restore pair."""
+    """Converts text to a restore pair, for argparse: how the dispatched rows (T_DI) and the hidden activation
+    (T_M) get from forward to backward.
+
+    text: a name from the MPipeMoE paper, "S1" to "S4", or a pair such as "keep/recompute".
+
+    Raises ArgumentTypeError for any other text.
+    """
     pairs = STRATEGIES | {str(pair): pair for pair in ALL_PAIRS}
     if text not in pairs:
         raise argparse.ArgumentTypeError(
@@ -62,11 +71,11 @@ def restore_pair(text: str) -> Restore:
 
 
 def parse_device(text: str, *, must_exist: bool) -> torch.device:
-    """Converts text to a device.
+    """Converts text, such as "cpu" or "cuda:1", to a device.
 
-    must_exist: whether torch must see the device.
+    must_exist: whether a CUDA device must be present on this machine.
 
-    Raises ValueError unless it is a CPU or a CUDA device, and if it must exist and does not.
+    Raises ValueError if it is neither a CPU nor a CUDA device, or is not present although it must be.
     """
     try:
         device = torch.device(text)
@@ -80,9 +89,10 @@ def parse_device(text: str, *, must_exist: bool) -> torch.device:
 
 
 def refuse_options(args: argparse.Namespace, names: Sequence[str], rule: str) -> None:
-    """Raises ValueError for the first of these options that was passed.
+    """Raises ValueError for the first option in ``names`` that was given on the command line.
 
-    rule: the rest of the message, after the option's name.
+    names: names of attributes of ``args``.
+    rule: the message after the option's name, such as "needs --kernels".
     """
     for name in names:
         if getattr(args, name) not in (None, False):
@@ -91,7 +101,11 @@ def refuse_options(args: argparse.Namespace, names: Sequence[str], rule: str) ->
 
 @contextmanager
 def refused_as(rule: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turns errors of the block into a ValueError that states the rule first, and then the error."""
+    """Turns errors of the block into a ValueError, which `pmoe` prints as a message about wrong arguments.
+
+    rule: the beginning of the message; the text of the error follows.
+    errors: the classes of errors to turn into a ValueError.
+    """
     try:
         yield
     except errors as error:

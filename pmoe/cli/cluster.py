@@ -1,4 +1,4 @@
-"""Reads the file of `pmoe plan --cluster`, which describes machines that one does not have."""
+"""Reads the TOML file of ``pmoe plan --cluster``, which describes machines that you do not have."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ else:
 
 
 def load_cluster(path: Path, profile: Profile | None) -> Cluster:
-    """Returns the cluster that a file describes.
+    """Returns the cluster that a TOML file describes.
 
-    profile: was measured on a part of the machines. It fills in what the file leaves out.
+    path: the file.
+    profile: measurements from some of the machines, which fill in what the file leaves out; None without any.
 
-    Raises ValueError, naming the file, if it cannot be read; if a key is missing, unknown or has a wrong
-    value; and if the profile is of other machines.
+    Raises ValueError, naming the file, if the file cannot be read, if a key is missing, unknown or has a
+    wrong value, or if the profile is not from such machines.
     """
     with refused_as(f"--cluster ({path}) must be a file to read", OSError, ValueError):
         text = path.read_bytes()
@@ -35,7 +36,8 @@ def load_cluster(path: Path, profile: Profile | None) -> Cluster:
         measured = {} if profile is None else fields_of(profile)
         fields = {"interference": vars(Interference()), "measured": ""} | measured | said
         links = ("inside", "outside")
-        # With 1 machine, or 1 rank per machine, one of the links is not used: it may be left out.
+        # With 1 machine, the link between machines is not used; with 1 rank per machine, the link inside a
+        # machine is not. The file may leave out a link that is not used.
         for number, (link, unused) in {"machines": links, "ranks_per_machine": links[::-1]}.items():
             if fields.get(number) == 1 and link in fields:
                 fields.setdefault(unused, fields[link])
@@ -48,6 +50,9 @@ def load_cluster(path: Path, profile: Profile | None) -> Cluster:
 
 
 def _keys(fields: Mapping[str, Any]) -> set[str]:
-    """Returns all keys. Those of a table have its name in front, such as "copy.alpha_seconds"."""
+    """Returns all keys of a parsed file.
+
+    A key of a table has the name of the table in front, such as "copy.alpha_seconds".
+    """
     tables = {name: table for name, table in fields.items() if isinstance(table, dict)}
     return {*fields, *(f"{name}.{key}" for name, table in tables.items() for key in table)}

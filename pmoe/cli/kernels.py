@@ -1,4 +1,4 @@
-"""`pmoe kernels`: prints which CUDA kernels were built, and which run on each device."""
+"""`pmoe kernels`: prints which of pmoe's CUDA kernels were built, and which of them run on each device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ ABOUT = "print which CUDA kernels were built, which run on each device, and why 
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds nothing: the command has no arguments of its own."""
+    """Adds no arguments, because this command has none of its own."""
 
 
 def run_command(args: argparse.Namespace) -> Output:
-    """Returns a report. A missing extension or device is a line of the report, and no error."""
+    """Returns which kernels were built and which run on each device.
+
+    If the compiled extension or a CUDA device is missing, the output says so, and the command does not fail.
+    """
     report = status()
     return Output(asdict(report), [str(report)])

@@ -1,4 +1,4 @@
-"""The processes of a command: one, or all that torchrun started."""
+"""The processes that run a command: a single one, or all that torchrun started."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ def world_size() -> int:
 
 
 def own_device(text: str) -> torch.device:
-    """Returns the device of this process. It must exist; see `parse_device`.
+    """Returns the device of this process.
 
-    "cuda" without a number is the device of this process on its node.
+    text: the option --device. "cuda" without a number is the GPU with this process's number on its node.
+
+    Raises ValueError if the device is not present.
     """
     if text == "cuda":
         text = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
@@ -30,9 +32,11 @@ def own_device(text: str) -> torch.device:
 
 @contextmanager
 def all_ranks(device: torch.device) -> Iterator[Ranks]:
-    """Yields the ranks of all processes.
+    """Yields the ranks of all processes, so that the block can run collectives.
 
-    It makes a process group if there is none, and ends it with the block.
+    It makes a process group if there is none, and destroys that group after the block.
+
+    device: the device of this process. It decides between NCCL and gloo.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -47,10 +51,14 @@ def all_ranks(device: torch.device) -> Iterator[Ranks]:
 
 
 def split_by_node(ranks: Ranks, size: int | None) -> tuple[Ranks | None, Ranks | None]:
-    """Returns (ranks across nodes, ranks inside this node), or (None, None) if all are on one node.
-    Collective.
+    """Returns two groups of ranks: one rank of each node, and all ranks of this rank's node. Collective.
 
-    size: number of consecutive ranks that form a node. None takes torchrun's number.
+    The first group has the ranks with this rank's position on their nodes. Returns (None, None) if all ranks
+    are on one node.
+
+    ranks: all ranks.
+    size: number of consecutive ranks that form a node. None takes the number of processes that torchrun
+        started on a node.
 
     Raises ValueError if ``size`` does not divide the number of ranks.
     """

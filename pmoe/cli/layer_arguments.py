@@ -1,4 +1,4 @@
-"""Arguments that describe one layer, for `pmoe memory` and `pmoe plan`."""
+"""The command-line arguments that describe one MoE layer, for `pmoe memory` and `pmoe plan`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from pmoe.experts import STACKED
 from pmoe.planner.layer_sizes import LayerSizes, sizes_from_options
 
 NAMES = ("d_model", "d_hidden", "num_experts", "tokens", "ranks", "top_k", "expert", "bias", "dtype")
-"""Names of the arguments that describe the layer, its ranks and its tokens."""
+"""Names of the arguments that describe the layer, its ranks and its tokens, without the slack."""
 SLACK = 1.25
 
 
 def add_layer_sizes(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments NAMES, and the slack of ring slots."""
+    """Adds the arguments that describe a layer to a command: those in `NAMES`, and --slack.
+
+    Chunks share buffers; the slack says how many times the rows of evenly routed tokens a buffer can hold.
+    """
     add = command.add_argument_group("the layer").add_argument
     add("--d-model", type=whole_number, required=True, metavar="M")
     add("--d-hidden", type=whole_number, required=True, metavar="H")
@@ -31,28 +34,39 @@ def add_layer_sizes(command: argparse.ArgumentParser) -> None:
 
 
 def layer_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the values of NAMES, for JSON."""
+    """Returns the values of the arguments in `NAMES` by name, for the JSON output."""
     return {name: getattr(args, name) for name in NAMES}
 
 
 def constructor_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments of `MoELayer`."""
+    """Returns the arguments with which `pmoe.MoELayer` would build the described layer, by name."""
     options = layer_fields(args) | {"dtype": DTYPES[args.dtype]}
     return {name: value for name, value in options.items() if name not in ("tokens", "ranks")}
 
 
 def layer_shape(args: argparse.Namespace, device_type: str) -> LayerSizes:
-    """Returns the sizes of the layer. Raises ValueError for sizes that no layer has."""
+    """Returns the sizes of the described layer, which predictions need.
+
+    device_type: "cpu" or "cuda", the device for which bytes are counted.
+
+    Raises ValueError for sizes that no layer can have.
+    """
     return sizes_from_options(**constructor_arguments(args), num_ranks=args.ranks, device_type=device_type)
 
 
 def python_line(args: argparse.Namespace, **options: Any) -> str:
-    """Returns the Python code that builds the layer, to copy. Options that are None are left out."""
+    """Returns Python code that builds the described layer, so that a user can copy it.
+
+    options: further arguments of `pmoe.MoELayer`. Those that are None are left out of the code.
+    """
     arguments = constructor_arguments(args) | options | {"slack": None if args.slack == SLACK else args.slack}
     listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items() if value is not None)
     return f"pmoe.MoELayer({listed})".replace("=Restore(", "=pmoe.Restore(")
 
 
 def describe_layer(args: argparse.Namespace, device_type: str) -> str:
-    """Returns one line about the layer, its ranks and tokens, and the device whose buffers are counted."""
+    """Returns a line of text about the layer, the number of ranks and tokens, and the device.
+
+    device_type: "cpu" or "cuda", the device for which bytes are counted.
+    """
     return f"{python_line(args)}, {plural(args.ranks, 'rank')}, {args.tokens} tokens a rank, on {device_type}"

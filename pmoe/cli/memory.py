@@ -1,4 +1,4 @@
-"""`pmoe memory`: the bytes of a layer by the paper's equations, as predicted, and as measured."""
+"""`pmoe memory`: prints the bytes that a layer takes: predicted, measured, and by MPipeMoE's equations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pmoe.text import table
 
 ABOUT = "print a layer's bytes: by the paper's equations, predicted, measured"
 TOTALS = ("saved", "temporary", "gradients", "host", "peak", "promised")
-"""Fields of `PredictedMemory` in the first table."""
+"""Fields of `PredictedMemory` that the first table shows, one column each."""
 EQUATIONS = {
     "model_states": ("Eq. 1", "4 (E M + 2 H M)"),
     "activations": ("Eq. 2", "4 B M + B H"),
@@ -41,7 +41,10 @@ EQUATIONS = {
     "saved": ("Eq. 5", "2 B (2 M (n - 2) / n + H (n - 1) / n)"),
     "saving_ratio": ("Eq. 6", "saved / (model states + activations + buffers, pipelined)"),
 }
-"""MPipeMoE's equations by the names that `theory` gives them: (number, formula)."""
+"""MPipeMoE's equations, (number, formula), by the names of the numbers that `theory` returns.
+
+B tokens of a rank, M = d_model, H = d_hidden, E experts, n chunks.
+"""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -61,7 +64,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> Output:
-    """Returns the predicted bytes of each restore pair, with --measure also the measured ones."""
+    """Returns predicted bytes for each restore pair, or with --theory the values of MPipeMoE's equations.
+
+    A restore pair says how the dispatched rows (T_DI) and the hidden activation (T_M) get from the forward to
+    the backward pass. With --measure, a step with each pair is also run and measured.
+    """
     if args.theory:
         return _theory(args)
     try:
@@ -91,9 +98,13 @@ def run_command(args: argparse.Namespace) -> Output:
 
 
 def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> dict[str, Any]:
-    """Returns the bytes of one real step, and those predicted for its rows.
+    """Runs one training step with a restore pair. Returns measured bytes, and predicted ones for comparison.
 
-    A step with few tokens runs before it. Its input and the gradient exist before and are not counted.
+    pair: how the dispatched rows (T_DI) and the hidden activation (T_M) get from the forward to the backward
+        pass.
+
+    The prediction is for the row counts of this step. A step with few tokens runs first, as a warm-up. The
+    layer's input and the gradient of its output are allocated before the step and are not counted.
     """
     layer = MoELayer(
         **constructor_arguments(args),
@@ -125,7 +136,13 @@ def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> 
 def _lines(
     args: argparse.Namespace, rows: Mapping[Restore, Mapping[str, Any]], device: torch.device
 ) -> Iterator[str]:
-    """Yields the tables: totals by pair, tensors by pair, and measured bytes if there are any."""
+    """Yields the lines of the output: the layer, and two tables, or three with --measure.
+
+    Each table has one line for each restore pair. They show totals, bytes of each tensor, and measured bytes.
+
+    rows: the bytes of each restore pair, as in the JSON output.
+    device: the device on which bytes were measured.
+    """
 
     def by_pair(header: Sequence[str], cells: Callable[[Mapping[str, Any]], Sequence[str]]) -> str:
         return table([["pair", *header], *([pair_name(pair), *cells(row)] for pair, row in rows.items())])
@@ -144,7 +161,7 @@ def _lines(
 
 
 def _measured_cells(row: Mapping[str, Any]) -> list[str]:
-    """Returns the cells of a pair's measured and predicted bytes."""
+    """Returns the measured and predicted bytes of a restore pair as cells of a table, in MiB."""
     measured, predicted = row["measured"], row["predicted"]
     ratio = f"{predicted['peak'] / measured['peak']:.4f}"
     hosts = mib(measured["host"]), mib(predicted["host"])
@@ -152,7 +169,7 @@ def _measured_cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _theory(args: argparse.Namespace) -> Output:
-    """Returns the table of MPipeMoE's Eq. 1-6."""
+    """Returns the values of MPipeMoE's Eq. 1-6 for the described layer, in elements."""
     sizes = {"B": args.tokens, "M": args.d_model, "H": args.d_hidden, "E": args.num_experts, "n": args.n}
     numbers = theory(**sizes)
     rows = [("", "", "formula", "elements")]

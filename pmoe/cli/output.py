@@ -1,4 +1,4 @@
-"""Output of a command: one JSON object, or lines of text with numbers in their units."""
+"""The output of a command: text, or one JSON object; and functions that format numbers for the text."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pmoe.schedule.restore import Restore
 
 
 class Output(NamedTuple):
-    """A command's result in two forms.
+    """The result of a command in two forms.
 
-    fields: printed as a JSON object with --json.
-    lines: printed as text otherwise.
+    fields: the JSON object that --json prints.
+    lines: the lines of text that are printed without --json.
     """
 
     fields: Mapping[str, Any]
@@ -20,7 +20,7 @@ class Output(NamedTuple):
 
 
 def plural(number: int, name: str) -> str:
-    """Returns a number and a noun.
+    """Returns a number with a noun, in the plural unless the number is 1.
 
     Example: 1, "rank" -> "1 rank"; 2, "rank" -> "2 ranks".
     """
@@ -28,7 +28,7 @@ def plural(number: int, name: str) -> str:
 
 
 def mib(num_bytes: int) -> str:
-    """Returns a number of bytes in MiB.
+    """Returns a number of bytes as text in MiB, without the unit.
 
     Example: 3 * 2**19 -> "1.50".
     """
@@ -36,7 +36,9 @@ def mib(num_bytes: int) -> str:
 
 
 def ms(seconds: float) -> str:
-    """Returns seconds in milliseconds, with one decimal from 0.1 s on and three below.
+    """Returns a time as text in milliseconds, without the unit.
+
+    seconds: the time. From 0.1 seconds on, the text has one decimal, otherwise three.
 
     Example: 0.00125 -> "1.250"; 0.125 -> "125.0".
     """
@@ -44,7 +46,7 @@ def ms(seconds: float) -> str:
 
 
 def pair_name(pair: Restore) -> str:
-    """Returns a restore pair with the paper's name, if it has one.
+    """Returns a restore pair as text, with its name in the MPipeMoE paper if it has one.
 
     Example: "communicate/recompute S4".
     """
@@ -52,9 +54,10 @@ def pair_name(pair: Restore) -> str:
 
 
 def by_key(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns the cells of a table whose columns are the keys; the first row is the header.
+    """Returns the cells of a table with one column for each key. Its first row is the header.
 
-    The last word of a key says its unit: seconds are shown in ms, bytes in MiB, a change in percent.
+    rows: mappings with the same keys. The last word of a key decides how its values are shown: seconds in ms,
+        bytes in MiB, a relative change in percent.
 
     Example: [{"n": 2, "even_bytes": 2**20}] -> [["n", "even MiB"], ["2", "1.00"]].
     """

@@ -1,4 +1,12 @@
-"""`pmoe plan`: how to run a layer, by a stored profile or on machines that a file describes."""
+"""`pmoe plan`: chooses how to run a layer, from a measured profile or from a described cluster.
+
+The choice is n, the number of chunks (micro-batches), and the restore pair, which says how the dispatched
+rows (T_DI) and the hidden activation (T_M) get from the forward to the backward pass. For a described cluster
+it is also the all-to-all, and the number of ranks that share each expert (the ESP degree). Nothing runs: all
+times and bytes are predicted.
+
+In the code a "way" is an all-to-all and an ESP degree, with the best n and restore pair for them (`Advice`).
+"""
 
 from __future__ import annotations
 
@@ -39,8 +47,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> Output:
-    """Returns the advice for a layer: candidates, decision, and for a cluster also sensitivity."""
-    layer.layer_shape(args, "cpu")  # raises for bad sizes before any file is read
+    """Returns the best n (number of chunks) and restore pair for a layer, and a table of all candidates.
+
+    A restore pair says how the dispatched rows (T_DI) and the hidden activation (T_M) get from the forward to
+    the backward pass. For a described cluster, the output also compares all-to-alls and ESP degrees (numbers
+    of ranks that share each expert), and says how the choice would change if a rate of the cluster were lower
+    or higher.
+    """
+    layer.layer_shape(args, "cpu")  # called for its error about wrong sizes, before any file is read
     path, rates = _rates(args)
     options = {"layer": layer.constructor_arguments(args), "num_tokens": args.tokens}
     options |= {"budget": args.budget, "slack": args.slack}
@@ -68,9 +82,12 @@ def run_command(args: argparse.Namespace) -> Output:
 
 
 def _rates(args: argparse.Namespace) -> tuple[Path, Profile | Cluster]:
-    """Returns the file of a profile or a cluster, and its content.
+    """Returns the file that holds the rates, and the rates: a measured profile or a described cluster.
 
-    With a cluster --ranks may be left out: it takes the cluster's number.
+    Without --profile and --cluster, it is the stored profile for this dtype and number of ranks. With
+    --cluster, ``args.ranks`` becomes the cluster's number of ranks if --ranks was not given.
+
+    Raises ValueError if --ranks is not the number of ranks of the profile or cluster.
     """
     if args.profile is None and args.cluster is None:
         return find_profile(args.folder, num_ranks=args.ranks, dtype=args.dtype)
@@ -87,7 +104,10 @@ def _rates(args: argparse.Namespace) -> tuple[Path, Profile | Cluster]:
 
 
 def _named_profile(args: argparse.Namespace) -> Profile:
-    """Returns the profile of --profile. Raises ValueError if it cannot be used or is of another dtype."""
+    """Returns the profile in the file --profile.
+
+    Raises ValueError if the file cannot be read, holds no valid profile, or one of another dtype.
+    """
     path = args.profile
     with (
         refused_as(f"--profile ({path}) must be a file to read", OSError),
@@ -100,7 +120,10 @@ def _named_profile(args: argparse.Namespace) -> Profile:
 
 
 def _python(args: argparse.Namespace, way: Advice) -> str:
-    """Returns the Python code that builds the layer, to copy."""
+    """Returns the Python code that builds the layer with the chosen options, so that a user can copy it.
+
+    way: the chosen all-to-all, ESP degree (number of ranks that share each expert), n and restore pair.
+    """
     profile = way.profile
     esp = way.sizes.esp_size
     restore = way.decision.restore
@@ -115,7 +138,14 @@ def _python(args: argparse.Namespace, way: Advice) -> str:
 
 
 def _tables(way: Advice, fields: Mapping[str, Any]) -> Iterator[tuple[list[list[str]], int | None]]:
-    """Yields (cells of a table, its header first; index of the highlighted row below the header, or None)."""
+    """Yields the tables of the output: for each, its cells, and which row to highlight.
+
+    The first row of cells is the header. The index of the highlighted row counts from below the header; None
+    highlights no row.
+
+    way: the chosen all-to-all and ESP degree, with its candidates.
+    fields: the JSON output.
+    """
     if fields["sensitivity"]:
         yield by_key(fields["ways"]), 0
         yield by_key(fields["sensitivity"]), None
@@ -123,7 +153,11 @@ def _tables(way: Advice, fields: Mapping[str, Any]) -> Iterator[tuple[list[list[
 
 
 def _lines(args: argparse.Namespace, way: Advice, fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the layer, the rates, the tables, the decision, and the Python code."""
+    """Yields the lines of the output: the layer, the profile, the tables, the decision, and Python code.
+
+    way: the chosen all-to-all and ESP degree, with the decision about n and the restore pair.
+    fields: the JSON output.
+    """
     yield layer.describe_layer(args, fields["device"])
     yield f"rates: {fields['profile']['path']}\n  {way.profile}\n"
     for rows, marked in _tables(way, fields):
@@ -135,13 +169,25 @@ def _lines(args: argparse.Namespace, way: Advice, fields: Mapping[str, Any]) -> 
 
 
 def _conclusions(way: Advice) -> list[str]:
-    """Returns the decision, its reason, and the fastest candidate if that is another one."""
+    """Returns lines of text: the decision, its reason, and the fastest candidate.
+
+    The fastest candidate is left out if it is the decision. It is another one if it exceeds the budget, or if
+    the decision was made by the paper's Eq. 10.
+
+    way: the chosen all-to-all and ESP degree, with its candidates.
+    """
     lines = [f"decision: {way.decision}", way.why]
     return lines + [f"fastest of all: {way.fastest}"] * (way.fastest is not way.decision)
 
 
 def _write_page(args: argparse.Namespace, way: Advice, fields: Mapping[str, Any]) -> None:
-    """Writes the page of --html."""
+    """Writes the HTML page of --html: the output with pictures.
+
+    way: the chosen all-to-all and ESP degree, with its candidates.
+    fields: the JSON output.
+
+    Raises ValueError if matplotlib is not installed or the file cannot be written.
+    """
     path = args.html
     with refused_as(f"--html ({path}) needs matplotlib: install it, or leave the option out", ImportError):
         pictures = _pictures(way, args.budget)
@@ -157,7 +203,11 @@ def _write_page(args: argparse.Namespace, way: Advice, fields: Mapping[str, Any]
 
 
 def time_over_memory(advice: Advice, budget: int | None) -> Figure:
-    """Draws every candidate's time over its bytes. Needs matplotlib."""
+    """Draws a figure with one point for each candidate: its time over its bytes. Needs matplotlib.
+
+    advice: the candidates and the decision.
+    budget: limit of bytes, drawn as a line; None for none.
+    """
     points = [
         Point(
             group=pair_name(candidate.restore),
@@ -173,7 +223,13 @@ def time_over_memory(advice: Advice, budget: int | None) -> Figure:
 
 
 def _pictures(way: Advice, budget: int | None) -> list[str]:
-    """Returns the page's two pictures: time over memory, and the schedule of the decision."""
+    """Returns the two pictures of the page as HTML.
+
+    The first shows each candidate's time over its bytes, the second when each task of the decision would run.
+
+    way: the chosen all-to-all and ESP degree, with its candidates.
+    budget: limit of bytes; None for none.
+    """
     name = f"n={way.decision.forward}, {pair_name(way.decision.restore)}"
     bars = {name: step_bars(way.sizes, way.profile, way.num_tokens, way.decision)}
     points = time_over_memory(way, budget)
@@ -185,13 +241,24 @@ def _pictures(way: Advice, budget: int | None) -> list[str]:
 
 
 def _way_fields(way: Advice) -> dict[str, Any]:
-    """Returns the fields of one all-to-all and ESP degree."""
+    """Returns a row of the table that compares all-to-alls and ESP degrees, as values by column name.
+
+    An ESP degree is the number of ranks that share each expert. The row has the best n (number of chunks) and
+    restore pair, predicted seconds and bytes.
+
+    way: the predictions for one all-to-all and ESP degree.
+    """
     num_bytes = {"even_bytes": way.even_bytes, "promised_bytes": way.decision.memory.promised}
     return {**way.way, "exposed_seconds": way.exposed_seconds, **num_bytes}
 
 
 def _candidate_fields(each: PricedChoice, advice: Advice, budget: int | None) -> dict[str, Any]:
-    """Returns the fields of one n and restore pair."""
+    """Returns a row of the table of candidates, as values by column name.
+
+    each: the candidate: n (number of chunks) and restore pair, with predicted seconds and bytes.
+    advice: the advice to which the candidate belongs.
+    budget: limit of bytes; None for none.
+    """
     return {
         "restore": str(each.restore),
         "strategy": each.restore.strategy,

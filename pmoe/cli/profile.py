@@ -1,4 +1,7 @@
-"""`pmoe profile`: measures the rates of this machine, or of this group of ranks, and stores them."""
+"""`pmoe profile`: measures how fast this machine, or a group of ranks, computes, communicates and copies.
+
+The result, a profile, is stored in a file. `pmoe plan` and layers predict times from it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> Output | None:
-    """Measures and stores a profile. Under torchrun every rank takes part; rank 0 stores and prints."""
+    """Measures a profile, stores it in a file, and returns its tables.
+
+    Under torchrun every rank must run this. Rank 0 stores and prints, and the other ranks return None.
+    """
     if args.kernels:
         return profile_kernels.run_command(args)
     refuse_options(args, profile_kernels.OPTIONS, "needs --kernels")
@@ -63,7 +69,14 @@ def run_command(args: argparse.Namespace) -> Output | None:
 
 
 def _lines(profile: Profile, operations: Operations, path: Path) -> Iterator[str]:
-    """Yields the tables of a profile."""
+    """Yields the text of the output: tables of rates, of linear fits, and of slowdowns.
+
+    A linear fit gives the seconds of an operation as alpha + beta * size (FSMoE's performance models).
+    Slowdowns are those of compute, communication and copies that run at the same time.
+
+    operations: the linear fits.
+    path: the file in which the profile is stored.
+    """
     yield str(profile)
     yield f"measured in {profile.seconds + operations.seconds:.1f} s\n"
     yield table(_rate_rows(profile), left=range(2))
@@ -80,7 +93,10 @@ def _lines(profile: Profile, operations: Operations, path: Path) -> Iterator[str
 
 
 def _rate_rows(profile: Profile) -> Iterator[Sequence[str]]:
-    """Yields the rows of the rates table: the rate of each kind of work, and the fixed time of a task."""
+    """Yields the rows of a table with the rate of each kind of work: computing, communicating and copying.
+
+    The last column is the fixed time that a task of this kind takes, in microseconds.
+    """
     sent = ("GB sent to others / s", *_cells(profile.message, 1e9))
     yield "work", "unit", "rate", "and a task, us"
     yield "compute", "G multiply-adds / s", *_cells(profile.compute, 1e9)
@@ -90,10 +106,15 @@ def _rate_rows(profile: Profile) -> Iterator[Sequence[str]]:
 
 
 def _operation_rows(found: Operations) -> Iterator[Sequence[str]]:
-    """Yields the rows of FSMoE's lines."""
+    """Yields the rows of a table of linear fits, seconds = alpha + beta * size, one for each operation.
+
+    These are FSMoE's performance models.
+
+    found: the fits.
+    """
     yield "operation", "unit", "1 / beta", "alpha, us", "r^2", "sizes"
     for name, fit, unit, scale in (
-        ("GEMM", found.gemm, "TFLOP / s", 0.5e12),  # two floating-point operations a multiply-add
+        ("GEMM", found.gemm, "TFLOP / s", 0.5e12),  # a multiply-add is two floating-point operations
         ("all-to-all", found.all_to_all, "GB sent to others / s", 1e9),
         ("all-gather", found.all_gather, "GB sent to others / s", 1e9),
         ("reduce-scatter", found.reduce_scatter, "GB sent to others / s", 1e9),
@@ -106,15 +127,22 @@ def _operation_rows(found: Operations) -> Iterator[Sequence[str]]:
 
 
 def _cells(line: LineCost, scale: float) -> tuple[str, str]:
-    """Returns the rate in units of ``scale`` per second, and alpha in microseconds."""
+    """Returns two cells of a table: the rate 1 / beta, and alpha in microseconds.
+
+    line: seconds = alpha + beta * size.
+    scale: number of units of ``size`` in the unit that is shown, such as 1e9 for GB.
+    """
     rate = f"{1 / line.beta_seconds / scale:.4g}" if line.beta_seconds else "-"
     return rate, f"{line.alpha_seconds * 1e6:.3g}"
 
 
 def _interference_rows(found: Interference, travels: bool) -> Iterator[Sequence[str]]:
-    """Yields the rows of the interference table: rows are the slowed work, columns the work beside it.
+    """Yields the rows of a table of relative speeds: how fast work runs while other work runs beside it.
 
-    travels: whether messages were measured.
+    A row is for the work that is slowed down, a column for the work that runs at the same time.
+
+    found: the measured speeds, relative to running alone.
+    travels: whether there are several ranks, so that messages were measured.
     """
     yield "speed of", "beside compute", "beside communicate", "beside copies", "beside all"
     yield "compute", "", _speed(found.sigma_comm, travels), _speed(found.sigma_mem), _speed(found.sigma_all)
@@ -124,5 +152,5 @@ def _interference_rows(found: Interference, travels: bool) -> Iterator[Sequence[
 
 
 def _speed(relative: float, known: bool = True) -> str:
-    """Returns a relative speed, or "-" if it was not measured."""
+    """Returns a relative speed as text with two decimals; "-" if it was not measured."""
     return f"{relative:.2f}" if known else "-"

@@ -1,4 +1,9 @@
-"""`pmoe profile --kernels`: measures how many thread blocks of the fused kernels should communicate."""
+"""`pmoe profile --kernels`: measures how many thread blocks of pmoe's fused kernels should communicate.
+
+A fused kernel multiplies rows and moves them between ranks at the same time: n_c of its thread blocks
+communicate, the others compute. This split is called a division. The fastest one depends on the layer's
+sizes, and is stored in a table that layers look up.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +45,10 @@ LAYER: dict[str, Any] = {
     "tokens": (1024, 4096, 16384),
     "expert": "swiglu",
 }
-"""The layer that is measured by default: Mixtral 8x7B, from COMET's Table 2."""
+"""The layer to measure if no options are given: that of Mixtral 8x7B, from COMET's Table 2."""
 
 OPTIONS = ("show", *LAYER, "virtual_ranks")
-"""Options that need --kernels."""
+"""Options of `pmoe profile` that are allowed only together with --kernels."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -64,7 +69,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> Output | None:
-    """Fills the table of divisions. Under torchrun every rank takes part; rank 0 stores and prints."""
+    """Measures the fastest division of each fused kernel, stores the table, and returns it as output.
+
+    A division says how many thread blocks of a kernel communicate while the others compute. Under torchrun
+    every rank must run this. Rank 0 stores and prints, and the other ranks return None. With --show nothing
+    is measured.
+    """
     refuse_options(args, ("quick", "full", "inside", "out"), "must not be given with --kernels")
     if args.show:
         divisions = load_divisions(args.folder)
@@ -80,7 +90,11 @@ def run_command(args: argparse.Namespace) -> Output | None:
 
 
 def _fused_device(args: argparse.Namespace) -> torch.device:
-    """Returns the device whose kernels are measured. Raises ValueError if it has no fused kernels."""
+    """Returns the CUDA device on which the fused kernels are measured.
+
+    Raises ValueError if the device has no fused kernels. Also raises ValueError if torchrun started several
+    processes and --virtual-ranks is given, which stands for ranks inside a single process.
+    """
     virtual = args.virtual_ranks
     world = world_size()
     if virtual is not None and world > 1:
@@ -95,7 +109,14 @@ def _fused_device(args: argparse.Namespace) -> torch.device:
 def _measured(
     args: argparse.Namespace, ranks: Ranks, device: torch.device
 ) -> tuple[DivisionTable, Path | None]:
-    """Returns the measured table, and the file in which rank 0 has stored it. Collective."""
+    """Measures the fused kernels. Returns the table of divisions, and the file in which rank 0 has stored it.
+
+    A division says how many thread blocks of a kernel communicate while the others compute. With several
+    processes, whole layers are timed, too. Collective: every rank must call this function. The file is None
+    on other ranks.
+
+    Raises ValueError if no kernel could be measured.
+    """
     layer = {name: getattr(args, name) or default for name, default in LAYER.items()}
     layer |= {"device": device, "dtype": DTYPES[args.dtype or "bfloat16"]}
     all_tokens = layer.pop("tokens")
@@ -108,14 +129,20 @@ def _measured(
     if not divisions.entries:
         raise ValueError("no fused kernel could be measured: see the warnings above")
     path = _save(divisions, ranks, args.folder)
-    if virtual is None and ranks.size > 1:  # layers are timed with the divisions that were just stored
+    if virtual is None and ranks.size > 1:  # timed only now, because the layers use the stored divisions
         divisions = DivisionTable(divisions.entries, _time_layers(layer, sizes, ranks))
         path = _save(divisions, ranks, args.folder)
     return divisions, path
 
 
 def _save(found: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | None:
-    """Stores the table on rank 0, and returns its file there; None on other ranks. Collective."""
+    """Stores a table of divisions on rank 0, and makes this process read it from there. Collective.
+
+    Returns the file; None on other ranks.
+
+    found: the table: how many thread blocks of each fused kernel communicate.
+    folder: the folder to store it in; None takes the default.
+    """
     rule = f"--folder ({cache_folder(folder)}) must be a folder to write"
     with all_fail_together(ranks, stage="storing division points"), refused_as(rule, OSError):
         path = save_divisions(found, folder) if ranks.rank == 0 else None
@@ -126,9 +153,12 @@ def _save(found: DivisionTable, ranks: Ranks, folder: Path | None) -> Path | Non
 def _time_layers(
     layer: Mapping[str, Any], sizes: Mapping[int, FusedLayerSizes], ranks: Ranks
 ) -> dict[FusedLayerSizes, LayerSeconds]:
-    """Returns the times of the fused and the chunked layer by sizes.
+    """Returns measured times of a layer with fused kernels and of the same layer in chunks, for each size.
 
-    Sizes for which the fused layer falls back to another path are left out.
+    layer: arguments of `pmoe.MoELayer`.
+    sizes: sizes of the layer, by number of tokens of a rank.
+
+    Sizes for which the layer cannot use its fused kernels are left out, with a message on stderr.
     """
     times = {}
     for tokens, layer_sizes in sizes.items():
@@ -141,7 +171,7 @@ def _time_layers(
         assert fused.ran is not None
         if fused.ran.path == "fused":
             times[layer_sizes] = time_layers(fused, chunked, x_TM, ranks)
-        else:  # the layer has warned of the reason, but only once for each reason
+        else:  # the layer itself warns about a reason only once
             print(
                 f"pmoe: no layer times for {layer_sizes}: it ran on path {fused.ran.path!r}, not fused",
                 file=sys.stderr,
@@ -150,7 +180,10 @@ def _time_layers(
 
 
 def _lines(found: DivisionTable, folder: Path) -> Iterator[str]:
-    """Yields the tables of what is stored in a folder."""
+    """Yields the lines that --show prints: the tables of measurements that are stored in a folder.
+
+    found: the stored measurements.
+    """
     if not (found.entries or found.layers):
         yield f"no measurements of fused kernels in {folder}"
         return
@@ -163,9 +196,13 @@ def _lines(found: DivisionTable, folder: Path) -> Iterator[str]:
 
 
 def _divisions(found: DivisionTable) -> str:
-    """Returns a table of the fastest division of each kernel.
+    """Returns a table of the fastest division of each fused kernel, as text, with its time.
 
-    It also has the time of the division that the rule gives, if that was measured.
+    A division says how many thread blocks communicate (n_c), and how many columns the combine kernel sends at
+    a time (T_N). The table also has the time of the division that would be used without measurements, if it
+    was measured.
+
+    found: the measurements.
     """
     lines = ["thread blocks that communicate (n_c), columns of a chunk (T_N), and ms of the kernel"]
     header = ("kernel", "n_c", "T_N", "ms", "ms by rule", "measured")
@@ -176,7 +213,10 @@ def _divisions(found: DivisionTable) -> str:
 
 
 def _division_cells(entry: Entry) -> Sequence[str]:
-    """Returns the cells of one kernel."""
+    """Returns the cells of one kernel in the table of `_divisions`.
+
+    entry: the kernel's measurements.
+    """
     shape = entry.sizes
     division = entry.division
     by_rule = entry.seconds.get(rule(entry.sizes))
@@ -191,7 +231,10 @@ def _division_cells(entry: Entry) -> Sequence[str]:
 
 
 def _layer_rows(layers: Mapping[FusedLayerSizes, LayerSeconds]) -> Iterator[Sequence[str]]:
-    """Yields the rows of the table of layer times."""
+    """Yields the rows of a table of layer times, in milliseconds: with fused kernels, and in chunks.
+
+    layers: measured times by the sizes of a layer.
+    """
     yield "", "fused", "chunked", "fused, both", "chunked, both", "measured"
     for sizes in sorted(layers, key=str):
         times = layers[sizes]

@@ -1,4 +1,4 @@
-"""`pmoe report`: writes one page about a training run."""
+"""`pmoe report`: writes one HTML page about a training run, from the files of `StatsWriter`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> Output:
-    """Writes the page and returns its path with a summary."""
+    """Writes the page, and returns its path with a summary of the run.
+
+    Raises ValueError if the run cannot be read, the page cannot be written, or matplotlib is not installed.
+    """
     from pmoe.integrations.report.history import summary
     from pmoe.integrations.report.page import run_page
     from pmoe.integrations.run_folder import read_run
@@ -32,7 +35,8 @@ def run_command(args: argparse.Namespace) -> Output:
     except ImportError as error:
         raise ValueError(str(error)) from None
     with refused_as(f"--out ({out}) must be a file to write", OSError):
-        out.write_text(page, encoding="utf-8", errors="backslashreplace")  # names of files
+        # The page may hold names of files that are not valid text.
+        out.write_text(page, encoding="utf-8", errors="backslashreplace")
     numbers = summary(run)
     layers = plural(numbers["layers"], "MoE layer")
     return Output({"path": str(out), **numbers}, [f"{numbers['steps']:,} steps, {layers}\nwrote {out}"])

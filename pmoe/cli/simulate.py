@@ -1,4 +1,4 @@
-"""`pmoe simulate`: an experiment of a paper, or large models on many ranks, from stated task costs."""
+"""`pmoe simulate`: simulates a paper's experiment, or large models on many ranks, from assumed task costs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOLD = {
     "lancet": "Lancet's section 7: a step of GPT-2 by system",
     "scale": "a step of three models on 8 to 4,096 ranks, and where they stop scaling",
 }
-"""Descriptions of the experiments, for the help."""
+"""The name and a description of each experiment, for the help."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -42,7 +42,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> Output:
-    """Runs an experiment and returns its tables, or prints its assumptions."""
+    """Returns the tables of a simulated experiment, or with --assumptions the assumptions behind them.
+
+    With --draw, it also writes a picture. Raises ValueError for options that do not belong to the experiment.
+    """
     name = args.experiment
     picture = args.draw
     if name != "fsmoe-table5" and args.contention is not None:
@@ -68,9 +71,10 @@ def run_command(args: argparse.Namespace) -> Output:
 
 
 def _lines(name: str, found: Simulation) -> Iterator[str]:
-    """Yields each table under its title, and then the reasons for the numbers.
+    """Yields the lines of the output: each table under its title, and then explanations of the numbers.
 
-    Titles and reasons are sections of papers/assumptions.md.
+    name: the experiment. Its titles and explanations are sections of papers/assumptions.md.
+    found: the rows of each table.
     """
     titles = assumptions(f"{name}, tables")
     for key, rows in found.items():
@@ -83,13 +87,17 @@ def _lines(name: str, found: Simulation) -> Iterator[str]:
 
 
 def _models() -> dict[str, ScaledModel]:
-    """Returns the models of scale.toml by name."""
+    """Returns the models of the experiment "scale", by name, from the file scale.toml."""
     stated = tomllib.loads(Path(__file__).with_name("scale.toml").read_text(encoding="utf-8"))
     return {name: ScaledModel(**fields) for name, fields in stated.items()}
 
 
 def _scale() -> Simulation:
-    """Returns the tables of weak and strong scaling, and the rows where each ends."""
+    """Returns the tables of the experiment "scale": a training step on 8 to 4,096 ranks.
+
+    With weak scaling each rank has as many tokens on any number of ranks; with strong scaling the whole batch
+    stays the same. Two further tables list the number of ranks at which each model stops scaling.
+    """
     rates = load_cluster(Path(__file__).with_name("scale_cluster.toml"), None)
     simulation = dict[str, Any]()
     for name, strong in (("weak", False), ("strong", True)):
@@ -107,6 +115,9 @@ TABLES: Mapping[str, Callable[..., Simulation]] = {
     "lancet": lancet_figures.tables,
     "scale": _scale,
 }
-"""Functions that return the tables of each experiment."""
+"""Functions that return the tables of each experiment, by the experiment's name.
+
+A table is a list of rows, and a row maps column names to values.
+"""
 FIGURES = {"comet": comet_figures.beside_figure}
-"""Functions that draw an experiment."""
+"""Functions that draw an experiment as a matplotlib figure, by the experiment's name."""

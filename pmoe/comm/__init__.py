@@ -2,7 +2,16 @@
 
 Each kind of all-to-all has a file of its own.
 
-Letters of this folder: N rows, W ranks, F bins of rows, M columns, A nodes, L ranks of a node.
+Letters that the files of this folder use in shapes:
+
+    N   rows
+    M   columns of a row, d_model
+    W   ranks that share the layer's experts
+    L   ranks that share each expert: each holds a part of its hidden columns; 1 unless experts are sharded
+    P   ranks among which rows are dispatched, W / L
+    F   bins: equal ranges of a rank's tokens, by which rows are counted. A chunk (micro-batch) is a run of
+        neighbouring bins
+    A   nodes
 """
 
 from __future__ import annotations
@@ -20,7 +29,7 @@ __all__ = ["Combine", "Dispatch", "Exchange", "Traffic", "make_exchanges"]
 ExchangeName = Literal["flat", "hierarchical_1d", "hierarchical_2d"]
 """Names that MoELayer's arguments ``dispatch`` and ``combine`` accept.
 
-Both also accept modules, and ``dispatch`` accepts "auto".
+Both arguments also accept modules, and ``dispatch`` also accepts "auto".
 """
 
 NAMES: tuple[ExchangeName, ...] = get_args(ExchangeName)
@@ -35,8 +44,10 @@ def make_exchanges(
 
     Args:
         dispatch: name of an exchange, or a module, which is returned as it is.
-        combine: the same. None takes the name in ``dispatch``, or "flat" if ``dispatch`` is a module.
-        nodes: which ranks share a node, for exchanges made by name: see `pmoe.comm.topology.Nodes`.
+        combine: name of an exchange, or a module, which is returned as it is. None takes the name in
+            ``dispatch``, or "flat" if ``dispatch`` is a module.
+        nodes: which ranks share a node: the number of ranks on each node, an id of its node for each rank, or
+            None for the number in LOCAL_WORLD_SIZE. Only hierarchical exchanges made by name use it.
 
     Raises ValueError for an unknown name, and TypeError for a value that is neither a name nor a module.
     """
@@ -57,7 +68,10 @@ def make_exchanges(
 def _exchange_by(
     name: ExchangeName, nodes: int | Sequence[int] | None
 ) -> FlatAllToAll | HierarchicalExchange:
-    """Returns a new exchange of this name. The hierarchical ones are imported only if they are used."""
+    """Returns a new exchange (a kind of all-to-all) of the given name.
+
+    nodes: which ranks share a node (`pmoe.comm.topology.Nodes`). Only hierarchical exchanges use it.
+    """
     if name == "flat":
         return FlatAllToAll()
     from pmoe.comm.hierarchical_1d import HierarchicalAllToAll1D

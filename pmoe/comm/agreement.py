@@ -1,6 +1,7 @@
 """Agreement among ranks: collectives that give every rank the same numbers or values.
 
-All ranks must call them equally often, in the same order, and with the same number of values.
+All ranks must call these functions equally often, in the same order, and with equally many values, because
+each call is a collective.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from pmoe.comm.ranks import Ranks
 T = TypeVar("T")
 
 Agree = Callable[[Sequence[float]], list[float]]
-"""Type of `largest` with its ranks bound: it returns the maximum of each value over all ranks.
+"""The type of a function that returns the maximum of each of its values over all ranks.
 
-Collective. Values travel as float64, so they come back exactly.
+It is `largest` with the ranks, the device and the stage already given. A collective. Values are sent as
+float64, so they come back exactly.
 """
 
 
 def digest(parts: Iterable[str]) -> int:
-    """Returns 48 bits of a hash of texts. Ranks compare this number instead of the texts.
+    """Returns 48 bits of a hash of texts, as a number. Ranks compare this number instead of the texts.
 
-    Numbers are compared as float64 (`same`), which holds 48 bits exactly.
+    It has 48 bits because ranks compare numbers as float64 (`same`), which holds integers of 48 bits exactly.
     """
     return int.from_bytes(hashlib.sha256("\n".join(parts).encode()).digest()[:6], "big")
 
@@ -36,10 +38,10 @@ def digest(parts: Iterable[str]) -> int:
 def largest(ranks: Ranks, device: torch.device, values: Sequence[float], *, stage: str) -> list[float]:
     """Returns the maximum of each value over all ranks.
 
-    Costs one all-reduce of ``len(values)`` float64 numbers on ``device``, and the host waits for its result.
-    It is also a barrier: no rank returns before all ranks have called it.
+    Costs one all-reduce of ``len(values)`` float64 numbers on ``device``, and the host waits for the result.
+    The call is also a barrier: no rank returns before all ranks have called.
 
-    stage: a name of this collective, for errors.
+    stage: what the values are for, in words of an error message.
 
     Example: ranks with (1, 5) and (3, 4) -> [3, 5].
     """
@@ -52,9 +54,12 @@ def largest(ranks: Ranks, device: torch.device, values: Sequence[float], *, stag
 
 
 def same(ranks: Ranks, device: torch.device, values: Sequence[float], *, stage: str) -> list[bool]:
-    """Returns, for each value, whether all ranks have the same one.
+    """Returns a bool for each value: True if the value is equal on all ranks.
 
-    All ranks have the same v if max(v) == -max(-v), so this costs one `largest` of twice as many numbers.
+    Costs one all-reduce of ``2 * len(values)`` numbers, because a value v is equal on all ranks if max(v) ==
+    -max(-v).
+
+    stage: what the values are for, in words of an error message.
 
     Example: ranks with (1, 5) and (3, 5) -> [False, True].
     """
@@ -65,9 +70,10 @@ def same(ranks: Ranks, device: torch.device, values: Sequence[float], *, stage: 
 
 
 def gathered(ranks: Ranks, value: T, *, stage: str) -> list[T]:
-    """Returns the values of all ranks, in order of rank.
+    """Returns the values of all ranks, in order of rank. A collective.
 
-    value: anything that can be pickled. Its size may differ between ranks.
+    value: this rank's value: anything that can be pickled. Its size may differ between ranks.
+    stage: what the values are for, in words of an error message.
     """
     if ranks.size == 1:
         return [value]
@@ -78,9 +84,10 @@ def gathered(ranks: Ranks, value: T, *, stage: str) -> list[T]:
 
 
 def from_first(ranks: Ranks, value: T, *, stage: str) -> T:
-    """Returns the value of rank 0 of the group, on every rank.
+    """Returns, on every rank, the value that rank 0 of the group has. A collective.
 
     value: anything that can be pickled. The values of the other ranks are ignored.
+    stage: what the value is for, in words of an error message.
     """
     values = [value]
     if ranks.size > 1:
@@ -91,11 +98,16 @@ def from_first(ranks: Ranks, value: T, *, stage: str) -> T:
 
 @contextlib.contextmanager
 def all_fail_together(ranks: Ranks, *, stage: str) -> Iterator[None]:
-    """Raises on every rank if the block raises on any rank. Collective.
+    """Raises on every rank if the block raises on any rank. A collective at the end of the block.
 
-    The failed rank raises its own error. The others raise one with its text and the number of the failed
-    rank: a TypeError, ValueError, ImportError, OSError or an error of its class if it was one, else a
-    RuntimeError.
+    The failed rank raises its own error. Every other rank raises an error with the number of the failed rank
+    and the text of its error. The class of this second error is
+
+    - TypeError, ValueError or ImportError if the first error is an instance of one of these;
+    - the class of the first error if that is a kind of OSError;
+    - RuntimeError otherwise.
+
+    stage: what the block does, in words of an error message.
     """
     failed: Exception | None = None
     try:

@@ -1,4 +1,4 @@
-"""Interfaces of the exchanges that carry rows (`Dispatch`, `Combine`), and the flat all-to-all."""
+"""Interfaces of the all-to-alls that carry rows (`Dispatch`, `Combine`), and the flat all-to-all."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from pmoe.comm.group_record import collectives
 from pmoe.comm.ranks import Ranks
 
 RowCounts = Sequence[int]
-"""Numbers of rows that go to each rank, or come from each; or the numbers of `Exchange.relay_counts`."""
+"""Numbers of rows that go to each rank, or that come from each rank.
+
+It is also the type of the numbers of rows that a rank passes on for others (`Exchange.relay_counts`).
+"""
 
 
 @dataclass(kw_only=True)
 class Traffic:
     """Bytes that this rank has sent to other ranks, by kind. Rows that stay on the rank are not counted.
 
-    counts: row counts, and the numbers that ranks agree on with them.
-    rows: token rows, those between nodes and those inside a node.
-    scalars: tensors with one number for each row, such as routing weights.
-    inside: the part of ``rows`` and ``scalars`` that did not leave the node. Only exchanges that know the
-        nodes count it: hierarchical all-to-alls, and the collectives of sharded experts.
+    counts: bytes of row counts, and of the numbers that ranks reduce together with the counts.
+    rows: bytes of token rows, between nodes and inside a node.
+    scalars: bytes of tensors with one number for each row, such as routing weights.
+    inside: the bytes among ``rows`` and ``scalars`` that went to ranks of the same node. Only exchanges that
+        know the nodes count them: hierarchical all-to-alls, and the collectives of sharded experts.
     """
 
     counts: int = 0
@@ -35,16 +38,19 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds: counts + rows + scalars. ``inside`` is part of the latter two."""
+        """Bytes of all kinds: counts + rows + scalars.
+
+        ``inside`` is not added, because ``rows`` and ``scalars`` have its bytes already.
+        """
         return self.counts + self.rows + self.scalars
 
     def add(self, like: Tensor, num_rows: int, *, inside: bool = False) -> None:
-        """Adds ``num_rows`` rows of the width and dtype of ``like``.
+        """Adds the bytes of ``num_rows`` rows that were sent to other ranks.
 
         Args:
-            like: (N, M) for token rows, (N,) for scalars.
+            like: a tensor of the rows' dtype and width: (N, M) for token rows of M columns, (N,) for scalars.
             num_rows: number of rows that were sent to other ranks.
-            inside: whether they stayed inside the node.
+            inside: whether all of these ranks are on this rank's node.
         """
         sent = num_rows * like.element_size()
         if like.dim() == 1:
@@ -56,43 +62,56 @@ class Traffic:
 
 
 class Exchange(abc.ABC):
-    """An irregular all-to-all: each rank sends each rank a number of rows, which may be zero.
+    """An irregular all-to-all: each rank sends every rank a number of rows of its own, which may be zero.
 
-    Subclass `Dispatch`, `Combine` or both. They have the same methods; the class says for which direction a
-    layer may use the module.
+    Subclass `Dispatch` for rows that go to experts, `Combine` for results that come back, or both. The two
+    have the same methods; the class says in which direction a layer may use the module.
 
-    Every rank must call each method equally often and in the same order.
+    Every rank must call each method equally often and in the same order, because methods start collectives.
+
+    ranks: the ranks that exchange rows. `bind` sets them.
+    traffic: the counter of sent bytes. `bind` sets it.
     """
 
     ranks: Ranks
     traffic: Traffic
 
     in_steps = False
-    """Whether `exchange` waits for one collective before it starts the next.
+    """Whether `exchange` runs several collectives, each of which needs the result of the collective before.
 
-    If it does, the engine runs it in a thread on the CPU, and each call of the layer uses `relay_counts`.
+    If so, the engine runs `exchange` in a thread of its own on the CPU, and calls `relay_counts` in each call
+    of the layer.
     """
 
     def bind(self, ranks: Ranks, traffic: Traffic) -> None:
-        """Stores the layer's ranks and its byte counts. Subclasses make their process groups in it.
+        """Stores the ranks among which rows are exchanged, and the counter of sent bytes.
 
-        It is called once on every rank, when the layer is built.
+        The layer calls it on every rank when it is built. Subclasses that need process groups of their own
+        make them in this method.
+
+        traffic: where `exchange` counts the bytes that it sends.
         """
         self.ranks = ranks
         self.traffic = traffic
 
     def relay_counts(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor | None:
-        """Returns the numbers of other ranks' rows that this rank passes on, (F, X) int64; None for none.
+        """Returns how many rows this rank will pass on for other ranks, (F, X) int64.
 
-        An exchange in several steps sends rows by way of other ranks. Those must know how many rows to
-        expect. X is up to the exchange. The numbers add up over bins as rows do, because the numbers of a
-        chunk are the sums over its bins.
+        The result is None if the rank passes on none. An exchange in several steps sends rows by way of other
+        ranks. These ranks must know how many rows to expect, so such an exchange overrides this method and
+        sends them the numbers.
 
-        A collective. It is called after the exchange of counts, before the host reads any count.
+        Rows are counted in F bins, which are equal ranges of a rank's tokens. X is up to the exchange. A
+        chunk (micro-batch) is a run of neighbouring bins, so its numbers are sums over its bins. `exchange`
+        gets the X sums of its chunk as the argument ``relayed``.
+
+        A collective. It is called after the exchange of row counts and before the host reads any count, so
+        all tensors are on the rows' device.
 
         Args:
-            send_FW: (F, W) int64 on the rows' device, the rows of each bin that this rank has for each rank.
-            recv_FW: (F, W) int64 on the rows' device, the rows of each bin that each rank has for this one.
+            send_FW: (F, W) int64, for each bin the number of rows that this rank has for each of the W ranks
+                among which rows are exchanged.
+            recv_FW: (F, W) int64, for each bin the number of rows that each of these ranks has for this rank.
         """
         return None
 
@@ -100,31 +119,32 @@ class Exchange(abc.ABC):
     def exchange(
         self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts = ()
     ) -> dist.Work | None:
-        """Sends a block of ``rows`` to every rank, and receives a block of ``out`` from every rank.
+        """Sends every rank a block of ``rows``, and writes the block that every rank sent into ``out``.
 
         Args:
-            rows: contiguous (N,) or (N, M), of any dtype. The block for rank 0 comes first, then that for
-                rank 1, and so on.
+            rows: contiguous (N,) or (N, M), of any dtype. The block for rank 0 comes first, then the block
+                for rank 1, and so on.
             send_rows: send_rows[r] is the number of rows for rank r.
-            out: contiguous, of the same width and dtype. Blocks of received rows, in order of rank.
+            out: contiguous, of the width and dtype of ``rows``. Takes the received blocks in order of rank.
             recv_rows: recv_rows[r] is the number of rows from rank r.
-            relayed: the X numbers of `relay_counts` for these rows.
+            relayed: the numbers that `relay_counts` returned for these rows; () if it returned None.
 
-        Returns a Work whose wait() ends the exchange, or None if it has ended already.
+        Returns a Work: ``out`` may be read after its wait(). Returns None if the exchange has ended already.
         """
 
 
 class Dispatch(Exchange):
     """Carries rows to the ranks of their experts.
 
-    In forward the rows are tokens. In backward they are gradients of the tokens' results.
+    In forward the rows are tokens. In backward they are rows of the gradient of the layer's output.
     """
 
 
 class Combine(Exchange):
     """Carries rows from the ranks of the experts back to the ranks of their tokens.
 
-    In forward the rows are the experts' results. In backward they are gradients of the dispatched rows.
+    In forward the rows are the experts' results. In backward they are gradients of the rows that were
+    dispatched in forward.
     """
 
 
@@ -134,8 +154,8 @@ class Combine(Exchange):
 class FlatAllToAll(Dispatch, Combine):
     """Sends all rows straight to their ranks in one collective. It serves as dispatch and as combine.
 
-    A rank must expect exactly the rows that its peers send; otherwise the backend may abort the process. So
-    numbers of rows must come from the exchange of counts (`pmoe.comm.counts`).
+    ``recv_rows`` must have exactly the numbers of rows that the other ranks send; otherwise the backend may
+    abort the process. The layer takes these numbers from the exchange of row counts (`pmoe.comm.counts`).
     """
 
     def exchange(
@@ -151,9 +171,14 @@ class FlatAllToAll(Dispatch, Combine):
 def all_to_all(
     rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, group: dist.ProcessGroup
 ) -> dist.Work:
-    """Starts one irregular all-to-all, with the arguments of `Exchange.exchange`, and returns its Work.
+    """Starts one irregular all-to-all and returns its Work. ``out`` may be read after its wait().
 
-    float8 rows travel as bytes, because not every backend knows their dtype.
+    rows: contiguous (N,) or (N, M). The block for rank 0 of the group comes first, then the block for rank 1,
+        and so on.
+    send_rows, recv_rows: the number of rows for each rank of the group, and from each rank.
+    out: contiguous, of the width and dtype of ``rows``. Takes the received blocks in order of rank.
+
+    float8 rows are sent as bytes, because not every backend knows their dtype.
     """
     if rows.is_floating_point() and rows.element_size() == 1:
         rows = rows.view(torch.uint8)

@@ -1,21 +1,29 @@
-"""Exchange of row counts: the only communication before any row travels.
+"""Exchange of row counts: the only communication before any row is sent.
 
-1. One all-to-all sends each rank the counts that concern it, with a header about the sender (`HEADER`).
-   Rows are counted in F bins. F is a multiple of every number of chunks that may be needed, so joining
-   neighbouring bins gives the counts of n chunks:
+1. One all-to-all sends each rank the counts that concern it, with a header about the sender (`HEADER`). The
+   tokens of a rank are cut into F equal ranges, the bins, and rows are counted by bin. F is a multiple of
+   every number of chunks (micro-batches) that may be needed. So sums over neighbouring bins give the counts
+   of n chunks:
 
        F = 8 bins     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |
        n = 4 chunks   |   0   |   1   |   2   |   3   |
        n = 2 chunks   |       0       |       1       |
 
-2. One max-reduction of a few numbers follows in two cases. If chunks use slots of fixed size, all ranks must
-   cut their batches finely enough for the fullest slot of any rank. If one buffer must hold all rows of a
-   rank, all ranks must know the largest number of rows that any rank receives.
+2. One max-reduction of a few numbers follows in two cases. If chunks take turns in buffers of fixed size
+   (ring slots), all ranks must cut their batches finely enough for the fullest slot of any rank. If one
+   buffer must hold all rows of a rank, all ranks must know the largest number of rows that any rank receives.
 
 No rank ever holds the counts of all pairs of ranks.
 
-Letters: W ranks, P of them across nodes, F bins, n chunks, K choices, E_local experts a rank, X counts for a
-rank: one for each of its experts, and one more where tokens are sent once.
+Letters:
+
+    W         ranks that share the layer's experts
+    P         ranks among which rows are dispatched: W, or W / L if L ranks share each expert
+    F, n      bins and chunks
+    K         choices of a token
+    E_local   experts of a rank
+    X         counts for one rank in one bin: one for each of its experts, and one more if a token is sent
+              only once to a rank that holds several of its experts (send_once)
 """
 
 from __future__ import annotations
@@ -40,9 +48,11 @@ from pmoe.warn import warn_once
 
 
 class Fault(enum.IntEnum):
-    """A fault that one rank alone may have. Its number travels with the counts, so all ranks raise together.
+    """A fault of one rank. Its number is sent with the row counts, so that all ranks raise an error together.
 
-    text: describes the faulty rank in the errors of the other ranks.
+    Without the number, the other ranks would wait for rows that the faulty rank never sends.
+
+    text: what is wrong on the faulty rank, as the errors of the other ranks say it after "rank 3: ".
     """
 
     text: str
@@ -74,7 +84,10 @@ class Fault(enum.IntEnum):
 
 
 class FaultError(ValueError):
-    """A ValueError that carries the `Fault` whose number the other ranks receive."""
+    """The ValueError for a fault of one rank.
+
+    fault: the `Fault`. Its number is sent to the other ranks with the row counts.
+    """
 
     def __init__(self, fault: Fault, message: str) -> None:
         super().__init__(message)
@@ -85,28 +98,33 @@ class FaultError(ValueError):
 class RankCounts:
     """Row counts of one call, as one rank knows them after the exchange. Dropped rows are not counted.
 
-    Of this rank, int64, on the host unless the name says otherwise:
+    All counts are int64. F is the number of bins, which are equal ranges of a rank's tokens; after `joined`
+    it is the number of chunks. P ranks are those to which this rank may send, and W are all ranks of the
+    layer. W is P unless several ranks share each expert. Each rank has E_local experts.
 
-        send             (F, P, E_local) rows of this rank for the experts of each rank
-        recv             (F, W, E_local) rows of each rank for this rank's experts, sources in the order of
-                         `Grid.by_arrival`; W is P unless experts are sharded
+    Of this rank, on the host unless the name says otherwise:
+
+        send             (F, P, E_local) rows that this rank has for each expert of each rank
+        recv             (F, W, E_local) rows that each rank has for each expert of this rank. The W ranks are
+                         in the order of `Grid.by_arrival`
         recv_device      recv, on the rows' device
-        sent_once        (F, P) rows that travel to each rank, if a token travels only once to a rank that
-                         holds several of its experts (`pmoe.engine.variants.send_once`); None if it travels
-                         for each
-        received_once    (F, W) rows that arrive from each rank, in the same case; else None
+        sent_once        (F, P) rows that are sent to each rank, if a token is sent only once to a rank that
+                         holds several of its experts (`pmoe.engine.variants.send_once`); else None
+        received_once    (F, W) rows that arrive from each rank, if tokens are sent only once; else None
         received_once_device  received_once, on the rows' device
-        relayed          (F, X) numbers of `Exchange.relay_counts`, for dispatch and for combine; or None
+        relayed          for dispatch and for combine: (F, X) numbers of rows that this rank passes on for
+                         other ranks (`Exchange.relay_counts`); None if it passes on none
 
-    The same on every rank, so a decision taken from them is too:
+    The same on every rank, so decisions that follow from them are the same too:
 
         max_tokens       largest number of tokens of any rank
         needs_grad       whether any rank wants gradients
-        depth            depth[n]: how often n must be doubled until no chunk brings any rank more rows than
-                         `slot_rows`, or until the bins allow no finer cut
+        depth            depth[n]: how often n chunks must be doubled until no chunk brings any rank more rows
+                         than a ring slot holds (`slot_rows`), or until the bins allow no finer cut
         host_shortage    whether any rank lacks host memory for the rows that it receives
-        max_rows         largest number of rows that any rank receives, rows that stay included; None if not
-                         asked for, or if some rank has other rows than one for each choice of its tokens
+        max_rows         largest number of rows that any rank receives, rows from itself included; None if
+                         not asked for, or if some rank does not have exactly one row for each choice of its
+                         tokens
     """
 
     send: Tensor
@@ -124,20 +142,30 @@ class RankCounts:
 
     @property
     def sent_rows(self) -> Tensor:
-        """Rows that go to each rank, this rank included, (F, P)."""
+        """The number of rows that go to each rank, this rank included: (F, P).
+
+        There are F bins, which are equal ranges of the rank's tokens, and P ranks to which this rank may
+        send.
+        """
         return self.send.sum(2) if self.sent_once is None else self.sent_once
 
     @property
     def received_rows(self) -> Tensor:
-        """Rows that come from each rank, this rank included, (F, W)."""
+        """The number of rows that come from each rank, this rank included: (F, W).
+
+        There are F bins, which are equal ranges of a rank's tokens, and W ranks.
+        """
         return self.recv.sum(2) if self.received_once is None else self.received_once
 
     def on_host(self) -> RankCounts:
-        """Returns the same counts with the host's tensors also in place of the device's."""
+        """Returns a copy without device memory: its ``..._device`` fields hold the host's tensors, too."""
         return replace(self, recv_device=self.recv, received_once_device=self.received_once)
 
     def travelling(self, rank: int) -> RankCounts:
-        """The counts of rows that leave ``rank``, this rank: rows between it and itself count as 0."""
+        """Returns the counts of the rows that leave this rank or come to it: rows to itself count as 0.
+
+        rank: this rank, and so the index of its own rows among the P and W ranks.
+        """
 
         def cleared(counts: Tensor | None) -> Tensor | None:
             return None if counts is None else without_own(counts, rank)
@@ -153,19 +181,28 @@ class RankCounts:
         )
 
     def joined(self, n: int) -> RankCounts:
-        """Returns the counts of the same rows in n chunks, each of F / n neighbouring bins; n divides F."""
+        """Returns the counts of the same rows for n chunks instead of F bins.
+
+        Bins are equal ranges of a rank's tokens. Each chunk is a run of F / n neighbouring bins, and its
+        counts are sums over these bins. n must divide F.
+        """
         if n == self.send.shape[0]:
             return self
 
         def join(value: Any) -> Any:
             return value.unflatten(0, (n, -1)).sum(1) if isinstance(value, Tensor) else value
 
-        by_chunk = {name: join(value) for name, value in vars(self).items()}  # each tensor is by bin
+        # The first axis of each tensor is that of the bins.
+        by_chunk = {name: join(value) for name, value in vars(self).items()}
         return RankCounts(**{**by_chunk, "relayed": tuple(map(join, self.relayed))})
 
 
 def without_own(counts: Tensor, rank: int) -> Tensor:
-    """Returns a copy of counts (n, W, ...) in which ``rank`` has no rows for itself."""
+    """Returns a copy of ``counts`` in which the rows from this rank to itself count as 0.
+
+    counts: (n, W, ...), for each of n bins or chunks the counts of W ranks.
+    rank: this rank.
+    """
     counts = counts.clone()
     counts[:, rank] = 0
     return counts
@@ -173,14 +210,17 @@ def without_own(counts: Tensor, rank: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """Limits of received rows: how many a ring slot holds, and for how many there is host memory.
+    """Limits of the rows that a rank receives: the rows that a ring slot holds, and the free host memory.
 
-    slack      slot_rows = ceil(slack * max_tokens * top_k / n); 1 holds evenly routed rows
-    top_k      rows that a rank receives for each of its tokens if routing is even: K, times the number
-               of ranks that share an expert
-    degrees    the numbers of chunks n for which `RankCounts.depth` is wanted
-    own_rank   rows from this rank stay and are not counted; None counts all rows
-    host_rows  number of received rows for which this rank has host memory; None checks nothing
+    A ring slot is a buffer of fixed size in which chunks take turns.
+
+        slack      a slot holds ceil(slack * max_tokens * top_k / n) rows (`slot_rows`). With slack = 1 these
+                   are the rows of one of n chunks under even routing
+        top_k      rows that a rank receives for each of its tokens under even routing: the choices of a
+                   token, times the number of ranks that share an expert
+        degrees    the numbers of chunks n for which `RankCounts.depth` is wanted
+        own_rank   this rank, if rows from it to itself are not sent and so are not counted; None counts all
+        host_rows  number of received rows for which this rank has host memory; None checks nothing
     """
 
     slack: float
@@ -190,13 +230,20 @@ class Slots:
     host_rows: int | None = None
 
     def depths(self, recv_FWE: Tensor, max_tokens: Tensor) -> list[Tensor]:
-        """Returns for each degree how often this rank needs it doubled, as scalars on the device.
+        """Returns, for each n in ``degrees``, how often n must be doubled for this rank, as device scalars.
 
-        recv_FWE: (F, W, E_local) int64 on the device. max_tokens: int64 scalar there.
+        Each doubling halves the chunks. n is doubled until no chunk brings this rank more rows than a ring
+        slot holds, a buffer of fixed size; or until 2 n does not divide the number of bins F. Bins are equal
+        ranges of a rank's tokens, by which rows are counted.
+
+        recv_FWE: (F, W, E_local) int64 on the device: the rows in each bin from each of W ranks for each
+            expert.
+        max_tokens: int64 scalar on the device, the largest number of tokens of any rank.
         """
         by_source = recv_FWE.sum(2)
         rows_F = by_source.sum(1) if self.own_rank is None else by_source.sum(1) - by_source[:, self.own_rank]
-        largest: dict[int, Tensor] = {}  # rows of the largest of n chunks: degrees have cuttings in common
+        # Rows of the largest of n chunks. Kept, because doubling one degree may give another degree.
+        largest: dict[int, Tensor] = {}
         depths = []
         for n in self.degrees:
             # In float64, as `slot_rows` does on the host. float32 would round large numbers of tokens.
@@ -214,11 +261,12 @@ class Slots:
 
 
 def slot_rows(slack: float, top_k: int, max_tokens: int, n: int) -> int:
-    """Returns ceil(slack * max_tokens * K / n), the number of rows that a slot holds.
+    """Returns the number of rows that a ring slot holds: ceil(slack * max_tokens * top_k / n).
 
-    `Slots.depths` computes the same number on the device.
+    It is ``slack`` times the rows that one of n chunks brings a rank under even routing. `Slots.depths`
+    computes the same number on the device.
 
-    Example: slack 1.25, K = 2, 1000 tokens in 4 chunks -> 625.
+    Example: slack 1.25, top_k 2, 1000 tokens in 4 chunks -> 625.
     """
     return math.ceil(max_tokens * (slack * top_k / n))
 
@@ -226,9 +274,12 @@ def slot_rows(slack: float, top_k: int, max_tokens: int, n: int) -> int:
 def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int) -> int:
     """Returns F = lcm(degrees) * 2**k, the number of bins in which rows are counted.
 
-    k grows until F >= lcm(degrees) * num_ranks: then even a batch whose rows all go to one rank can be cut
-    into chunks that fit. It stops earlier where F would exceed `MAX_BINS`, or F * num_experts `MAX_COUNTS`,
-    so that the counts stay a small message.
+    Bins are equal ranges of a rank's tokens, and a chunk is a run of bins. Finer bins allow finer chunks. k
+    grows until F >= lcm(degrees) * num_ranks. Then even a batch that sends all rows to one rank can be cut
+    into chunks that fit into buffers of fixed size (ring slots). k stops earlier where F would exceed
+    `MAX_BINS`, or F * num_experts `MAX_COUNTS`, so that the message of counts stays small.
+
+    degrees: the numbers of chunks that may be chosen.
 
     Example: degrees (4, 2) on 3 ranks -> 16.
     """
@@ -241,10 +292,11 @@ def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int) -> int:
 
 
 MAX_BINS, MAX_COUNTS = 256, 2**16
-"""Upper bounds of F and of F * E; lcm(degrees) alone may exceed them.
+"""Upper bounds of the number of bins F, and of F * E counts for E experts; lcm(degrees) alone may exceed
+them.
 
-2**16 counts of four bytes are 256 KiB from a rank to all others, on thousands of ranks. That is less than a
-hundredth of 4,096 rows of 4,096 columns in two bytes each.
+2**16 counts of four bytes are 256 KiB from a rank to all others, even among thousands of ranks. That is less
+than a hundredth of 4,096 rows of 4,096 columns in two bytes each.
 """
 
 HEADER = 4
@@ -252,31 +304,35 @@ HEADER = 4
 
     tokens       number of its tokens
     fault        number of its `Fault`
-    mode         sum of the bits TRAINING, ... and of LIFE times the life of its group (`GroupRecord.life`)
-    type, layer  sum of the place of the rows' dtype in TYPES and of LAYER times the layer's `Ranks.number`
+    mode         bits such as TRAINING, plus LIFE times the life of its process group (`GroupRecord.life`)
+    type, layer  index of the rows' dtype in TYPES, plus LAYER times the layer's number (`Ranks.number`)
 """
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes by their number in a header. All other dtypes have the number len(TYPES)."""
+"""The dtypes that have a number in a header: their index. All other dtypes have the number len(TYPES)."""
 
 LIFE = 8
 LAYER = 8
-"""Factors in a header. They leave three bits below for the mode's flags, and for the number of a dtype."""
+"""Factors in a header. A factor of 8 leaves the lowest three bits for the flags of the mode or the dtype."""
 
 
 TRAINING, GRAD_ENABLED, IN_BACKWARD, WANTS_GRADIENTS = 1, 2, 4, 1 << 30
-"""Bits of a mode.
+"""Bits of a header's mode.
 
 WANTS_GRADIENTS implies GRAD_ENABLED. It is the highest bit, so the maximum of all ranks' modes shows whether
-any rank has it. IN_BACKWARD is set in the second pass of activation checkpointing.
+any rank has set it. IN_BACKWARD is set in the second pass of activation checkpointing, which runs inside a
+backward pass.
 """
 
 
 def mode_of_call(*, needs_grad: bool, training: bool) -> int:
-    """Returns the mode of a call that begins now.
+    """Returns the bits that describe a call which begins now: TRAINING, GRAD_ENABLED and others.
+
+    Ranks send the bits in front of their row counts and compare them, because all ranks must make the same
+    kind of call.
 
     needs_grad: whether this rank wants gradients of the call.
-    training: whether its layer is in training mode.
+    training: whether the layer is in training mode on this rank.
     """
     mode = TRAINING if training else 0
     if needs_grad:
@@ -289,16 +345,18 @@ def mode_of_call(*, needs_grad: bool, training: bool) -> int:
 
 
 class CountsExchange:
-    """An exchange of row counts, under way from its construction to `finish`.
+    """One exchange of row counts. It begins when the object is built and ends with `finish`.
 
     The caller may work in between, such as sort rows. `finish` holds the only host synchronisation of a
     layer's forward pass.
 
-    The message to each rank is int32:
+    The message to each rank is int32. A rank's tokens are cut into F equal ranges, the bins. For each bin the
+    message has X counts: the rows for each expert of the receiving rank, and one more number if a token is
+    sent only once to a rank that holds several of its experts.
 
         header (HEADER)  |  bin 0: X counts  |  bin 1: X counts  |  ...  |  bin F - 1: X counts
 
-    tokens_W: (W,) numbers of tokens of all ranks, valid after `finish`.
+    tokens_W: (W,) the number of tokens of each of W ranks, valid after `finish`.
     """
 
     tokens_W: Tensor
@@ -323,20 +381,23 @@ class CountsExchange:
     ) -> None:
         """Starts the exchange. A collective.
 
-        counts_FE: (F, E) int64 on the rows' device, this rank's kept rows for each expert of all ranks.
+        grid: the ranks of the layer.
+        counts_FE: (F, E) int64 on the rows' device: this rank's rows in each of F bins for each expert of all
+            ranks. Dropped rows are not counted.
         num_tokens: number of this rank's tokens.
-        fault: a `Fault`, or its number as an int64 scalar on the rows' device.
+        fault: this rank's `Fault`, or its number as an int64 scalar on the rows' device.
         needs_grad: whether this rank wants gradients.
         training: whether the layer is in training mode.
-        dtype: of the rows that will travel.
+        dtype: dtype of the rows that will be sent.
         traffic: where the bytes of the exchange are counted.
-        slots: limits to be checked; None checks nothing. None on all ranks or on none.
-        once_FP: (F, P) int64 on the rows' device, see `RankCounts.sent_once`; or None.
-        exchanges: dispatch and combine, if they may relay rows; else ().
-        bypass_local: whether rows between a rank and itself stay where they are.
+        slots: limits to be checked; None checks nothing. It must be None on all ranks or on none.
+        once_FP: (F, P) int64 on the rows' device: rows for each of P ranks, if a token is sent only once to a
+            rank (`RankCounts.sent_once`); else None.
+        exchanges: dispatch and combine, in case they send rows by way of other ranks; else ().
+        bypass_local: whether rows from a rank to itself are not sent.
         asks_max_rows: whether `RankCounts.max_rows` is wanted; the same on all ranks.
-        one_row_a_choice: whether this rank has one row for each choice of its tokens; else all ranks get
-            None for max_rows.
+        one_row_a_choice: whether this rank has exactly one row for each choice of its tokens. If some rank
+            has not, `RankCounts.max_rows` is None on all ranks.
         """
         counts_FPX = counts_FE.unflatten(1, (grid.ep.size, -1))
         self._counted_once = once_FP is not None
@@ -380,7 +441,7 @@ class CountsExchange:
                 )
 
     def finish(self) -> RankCounts:
-        """Waits for the counts and returns them.
+        """Waits for the counts of the other ranks, and returns the row counts of the call.
 
         Raises FaultError on every rank if any rank has a fault, or if ranks make different calls.
         """
@@ -433,18 +494,30 @@ class CountsExchange:
         )
 
     def _split(self, counts_FRX: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Splits counts (F, R, X) of R ranks: (F, R, E_local) rows by expert, and (F, R) rows sent once.
+        """Splits off the last of X counts for each rank: the number of rows that are sent only once.
 
-        The latter are None if a token travels for each of its experts.
+        counts_FRX: (F, R, X) counts of F bins (equal ranges of a rank's tokens) and R ranks. There are
+            E_local counts of rows for each expert. One more count follows if a token is sent only once to a
+            rank that holds several of its experts.
+
+        Returns (F, R, E_local) rows for each expert, and (F, R) rows that are sent only once; None if a token
+        is sent for each of its experts.
         """
         if not self._counted_once:
             return counts_FRX, None
         return counts_FRX[..., :-1], counts_FRX[..., -1]
 
     def _relay(self, device_FWX: Tensor) -> list[Tensor]:
-        """Returns the numbers of `Exchange.relay_counts` for dispatch and for combine, on the device.
+        """Returns how many rows this rank passes on for other ranks, on the device.
 
-        Returns [] if neither passes rows on. device_FWX: (F, W, X) received counts, by arrival.
+        Hierarchical exchanges send rows by way of other ranks, and these must know how many rows will arrive.
+        The result has two int64 tensors (F, X), for dispatch and for combine. They have X numbers for each of
+        F bins (equal ranges of a rank's tokens), as `Exchange.relay_counts` returned them; X is 0 if the
+        exchange passes on nothing. The result is [] if neither dispatch nor combine runs in several steps.
+
+        device_FWX: (F, W, X) the counts that this rank received from W ranks, in the order of
+            `Grid.by_arrival`: in each bin, the rows for each expert of this rank, and the last count that
+            `_split` describes.
         """
         if not any(exchange.in_steps for exchange in self._exchanges):
             return []
@@ -459,13 +532,21 @@ class CountsExchange:
         return [send_FP.new_empty(send_FP.shape[0], 0) if counts is None else counts for counts in relayed]
 
     def _agree(self, recv_FWE: Tensor) -> Tensor:
-        """Returns the maximum over all ranks of each of these numbers, on the device:
+        """Returns these numbers on the device, each as its maximum over all ranks:
 
-            place   0 .. 3    4               5               6            7, 8, ...
+            index   0 .. 3    4               5               6            7, 8, ...
             number  header    host shortage   rows received   irregular    depth of each degree
 
+        host shortage: 1 if host memory lacks for the received rows.
+        irregular: 1 if a rank does not have exactly one row for each choice of its tokens.
+        depth: how often each number of chunks must be doubled (`Slots.depths`).
+
         Every rank has received all headers, so their maximum needs no communication. The other numbers follow
-        from the counts, so they need a reduction after them; without slots and `max_rows` they stay 0.
+        from the counts, so a reduction must come after the counts; it is left out if neither `Slots` nor
+        `RankCounts.max_rows` is asked for, and the numbers are 0.
+
+        recv_FWE: (F, W, E_local) int64: the rows in each of F bins from each of W ranks for each expert of
+            this rank.
         """
         header = self._received[:, :HEADER].amax(0)
         slots = self._slots
@@ -487,21 +568,27 @@ class CountsExchange:
         return agreed
 
 
-# ---- ranks that make different calls: every rank has all headers, so all of them raise the same
+# ---- ranks that make different calls: every rank has all headers, so all ranks raise the same error
 
 
 def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) -> None:
     """Raises FaultError, on every rank, if the ranks do not make the same call.
 
-    Only warns if some ranks are in training mode and others are not.
+    Each rank has sent a header in front of its row counts. Only warns if some ranks are in training mode and
+    others are not. Also sets this rank's `GroupRecord.life` to the largest of all ranks.
 
-    modes: the mode of each rank, from its header.
-    kinds: the last number of each rank's header (type, layer).
+    modes: the third number of each rank's header: bits such as TRAINING, and the life of its group.
+    kinds: the fourth number of each rank's header: the rows' dtype and the layer's number.
     """
     ranks.standing.life = max(mode % WANTS_GRADIENTS // LIFE for mode in modes)  # now equal on all ranks
 
     def with_and_without(flag: int) -> tuple[str, str]:
-        """Returns in words the ranks whose mode has the flag, and the other ranks; "" for no ranks."""
+        """Returns two texts for messages: the ranks that have set the flag, and those that have not.
+
+        Each is "" if there are no such ranks.
+
+        flag: a bit of the modes, such as TRAINING.
+        """
         having = [rank for rank, mode in enumerate(modes) if mode & flag]
         lacking = [rank for rank in range(len(modes)) if rank not in having]
         return ranks_in_words(having), ranks_in_words(lacking)
@@ -550,7 +637,7 @@ def _by_rank(values: Sequence[str]) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Returns ranks as words of a message; "" for none. It lists eight, and counts the others.
+    """Returns a list of ranks as a text for messages; "" for no ranks. It names eight and counts the rest.
 
     Example: (0, 2, 3) -> "ranks 0, 2, 3"; (1,) -> "rank 1".
     """

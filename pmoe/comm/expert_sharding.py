@@ -1,8 +1,8 @@
-"""All-gather and reduce-scatter of irregular numbers of rows, among a node's ranks that share experts.
+"""All-gather and reduce-scatter of irregular numbers of rows among the ranks that share experts.
 
 FSMoE, section 2.2, calls them ESP-AllGather and ESP-ReduceScatter. Each is one irregular all-to-all here,
-because no backend has uneven all-gathers and reduce-scatters. A rank sends no more bytes than the best ring
-would.
+because no backend has all-gathers and reduce-scatters of different numbers of rows. A rank sends no more
+bytes than in the best ring algorithm.
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ from pmoe.comm.ranks import Ranks
 
 
 class ShardCollectives:
-    """The collectives of the ranks ``inside`` a node, each of which holds a part of the same experts.
+    """The all-gather and the reduce-scatter of rows among the L ranks of a node that share experts.
 
-    On the CPU a call returns when it has ended. On a GPU the current stream waits for it.
+    Each of these ranks holds a part of the hidden columns of the same experts, so each computes a partial
+    result for the rows of all L ranks.
 
+    On the CPU a call returns when the collective has ended. On a GPU the current stream waits for the
+    collective, and the host does not.
+
+    inside: the L ranks.
     traffic: where the bytes of the collectives are counted.
     """
 
@@ -33,19 +38,20 @@ class ShardCollectives:
         self.traffic = traffic
 
     def copies(self, own_rows: int) -> int:
-        """Returns how many rows of scratch memory `all_gather` needs, if this rank has ``own_rows`` rows.
+        """Returns how many rows of scratch memory `all_gather` needs to send ``own_rows`` rows.
 
-        It sends from one copy of its rows for each rank. To a single peer it sends the rows themselves.
+        `all_gather` runs as an all-to-all, which sends one copy of the rows to each rank. With two ranks the
+        number is 0, because the only peer gets the rows themselves.
         """
         return own_rows * self.esp.size if self.esp.size > 2 else 0
 
     def all_gather(self, rows: Tensor, out: Tensor, counts: Sequence[int], copies: Tensor) -> None:
-        """Writes the rows of all ranks inside into ``out``, in order of rank.
+        """Writes the rows of all L ranks that share experts into ``out``, in order of rank.
 
         rows: (N, M) or (N,), this rank's rows.
         out: (sum(counts), M) or (sum(counts),).
         counts: counts[r] is the number of rows of rank r.
-        copies: scratch memory of the size that the method `copies` returns.
+        copies: scratch memory for the number of rows that the method `copies` returns for N rows.
         """
         esp = self.esp
         send = [rows.shape[0]] * esp.size
@@ -62,13 +68,16 @@ class ShardCollectives:
             self._exchange(copies, send, out, recv)
 
     def reduce_scatter(self, rows: Tensor, out: Tensor, counts: Sequence[int], parts: Tensor) -> None:
-        """Writes into ``out`` the sum of all ranks' partial results for the rows of this rank.
+        """Sums the partial results of L ranks, and writes the sum for this rank's own rows into ``out``.
+
+        The sum is taken in order of rank and rounded once.
 
         rows: (sum(counts), M) or (sum(counts),), this rank's partial results for the rows of all ranks, in
             order of rank.
-        out: counts[own rank] rows. The sum is taken in order of rank and rounded once.
+        out: (counts[own rank], M) or (counts[own rank],).
         counts: counts[r] is the number of rows of rank r.
-        parts: scratch memory, as large as ``out`` for each of the L ranks.
+        parts: scratch memory for L times the elements of ``out``, into which the ranks send their partial
+            results.
         """
         own = counts[self.esp.rank]
         self._exchange(rows, list(counts), parts, [own] * self.esp.size)

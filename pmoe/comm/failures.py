@@ -1,16 +1,19 @@
 """Failure reports: a rank that fails publishes its error, so that its peers stop waiting for it.
 
-Reports are written to the default group's store. A rank that waits on the CPU for a collective looks there
-every `LOOK_AFTER`, and raises `PeerError` if it finds a report that concerns it:
+Reports are written to the default group's store. A rank that waits on the CPU for a collective reads the
+store every `LOOK_AFTER`, and raises `PeerError` if it finds a report that concerns it:
 
-    rank 0   collective: waits ... looks into the store: raises PeerError with rank 1's error
-    rank 1   raises an error: writes it into the store, and never comes to the collective
+    rank 0   collective: waits ... reads the store: raises PeerError with rank 1's error
+    rank 1   raises an error: writes it into the store, and never starts the collective
 
-On a GPU the host does not wait for collectives, so nothing looks.
+On a GPU the host does not wait for collectives, so nobody reads the reports.
 
-This file also has the wait for a collective (`wait_for`), contexts that publish the failure of their block
-(`at_stage`, `publishing_failures`), and the beginning of a call and of its backward pass, which a rank that
-has left a pass is refused (`check_whole`).
+This file also has
+
+- `wait_for`, which waits for a collective;
+- `at_stage` and `publishing_failures`, contexts that publish an error of their block;
+- `enter_call` and `backward_pass`, with which a call and its backward pass begin. They raise an error on a
+  rank that has left an earlier pass in the middle (`check_whole`).
 """
 
 from __future__ import annotations
@@ -33,34 +36,38 @@ from pmoe.comm.ranks import Ranks
 from pmoe.warn import warn_once
 
 FAILED = "pmoe/failed"
-"""Beginning of all keys of failure reports. LIFE is `GroupRecord.life`, RANK a global rank:
+"""Beginning of all keys of failure reports.
+
+LIFE is `GroupRecord.life`, RANK a global rank, and GROUP the name of a process group:
 
     pmoe/failed/LIFE              set when any rank has failed; while it is missing, no other key is read
     pmoe/failed/LIFE/RANK         three lines: the name of the group that the rank left, its
-                                  `GroupRecord.left_at`,
-                                  and its error; empty when the rank has gone on
-    pmoe/failed/LIFE/RANK/GROUP   two lines: `GroupRecord.left_at` and the error with which the rank left that
-                                  group; it stays
+                                  `GroupRecord.left_at`, and its error; empty after the rank has gone on
+    pmoe/failed/LIFE/RANK/GROUP   two lines: `GroupRecord.left_at`, and the error with which the rank left
+                                  that group; it is never emptied
 """
 
 LOOK_AFTER = datetime.timedelta(seconds=0.5)
-"""How long this rank waits for a collective before it looks for peers that failed, and between looks."""
+"""How long a rank waits for a collective before it reads the failure reports, and between two readings."""
 
 failure_published: threading.Event = threading.Event()
-"""Set when this rank publishes a failure. Its next call over a group that is whole clears it."""
+"""Set when this rank publishes a failure. Cleared by its next call that `enter_call` accepts."""
 
 
 class PeerError(RuntimeError):
-    """Raised by a rank that waits for a peer which has published its failure."""
+    """The error of a rank that stops waiting because a peer has published a failure, which it quotes."""
 
 
 def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = True) -> None:
-    """Records that this rank leaves a pass over ``ranks`` in the middle, and publishes the failure.
+    """Records that this rank leaves a forward or backward pass before its end, and publishes the error.
 
-    Only the first error by which it leaves the group is recorded.
+    The other ranks would otherwise wait for the collectives that this rank does not start any more. If the
+    rank has left the group before, the record keeps the first error.
 
-    stage: where it leaves, in words; "" if the error's own text says so.
-    by_itself: whether the error is this rank's own, not caused by a peer or a collective.
+    error: the error with which the rank leaves.
+    ranks: the group whose collectives the pass uses.
+    stage: what the rank did when it failed, in words; "" if the error's own text says so.
+    by_itself: whether the error is this rank's own. False if a peer or a failed collective caused it.
     """
     from torch.utils.checkpoint import _StopRecomputationError
 
@@ -78,11 +85,13 @@ def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = T
 
 
 def tell(standing: GroupRecord) -> None:
-    """Publishes the error with which this rank has left a pass over a group.
+    """Publishes in the store the error with which this rank has left a pass over a group.
 
-    The store holds it under two keys (`FAILED`). The one with the group's name stays, because ranks that wait
-    in that group wait in vain until it is destroyed. The other one is for ranks that wait for this rank in
-    any group; this rank's next call empties it.
+    The error is stored under two keys (`FAILED`). Under the key with the group's name it stays, because ranks
+    that wait in that group wait in vain until the group is destroyed. The other key is for ranks that wait
+    for this rank in any other group; this rank's next call empties it.
+
+    standing: this rank's record of the group.
     """
     rank = dist.get_rank()
     text = standing.left_with[:4000]
@@ -97,7 +106,11 @@ def tell(standing: GroupRecord) -> None:
 
 
 def publish_outside_pass(error: BaseException) -> None:
-    """Publishes an error outside of any pass. The rank leaves no group; its next call empties the report."""
+    """Publishes an error raised outside of any forward or backward pass, such as one of load_state_dict.
+
+    Peers that wait for this rank then raise it too. This rank has left no collective undone, so its next call
+    withdraws the report.
+    """
     world = dist.group.WORLD
     if world is None:
         return
@@ -110,17 +123,23 @@ def publish_outside_pass(error: BaseException) -> None:
 
 
 PATIENCE_SECONDS = 3.0
-"""How long a rank waits for its peers to report where they left. A peer that waits leaves in a second."""
+"""How long a rank waits for its peers to report where they left a pass.
+
+A peer that waits for a collective leaves after about a second, because it reads the reports every
+`LOOK_AFTER`.
+"""
 
 
 def settle(ranks: Ranks) -> bool:
-    """Returns whether all ranks left the last pass by errors of their own, after the same collectives.
+    """Returns whether a group may be used again, after this rank has left a pass over it in the middle.
 
-    If so, they are in step, and the group is whole again: this rank's record of leaving is cleared. Each rank
-    reads in the store where the others left, for at most `PATIENCE_SECONDS`.
+    It may if all ranks left that pass by errors of their own and after the same collectives: then no rank
+    waits for a collective that another rank did not start. The function reads in the store where the other
+    ranks left, for at most `PATIENCE_SECONDS`. If the result is True, it clears this rank's record of
+    leaving.
 
-    A rank that gets False must call `tell` again. That publishes an empty place, so that the others see that
-    they are not in step and stop waiting.
+    After False, the caller must call `tell` again. It then publishes an empty `GroupRecord.left_at`, from
+    which the other ranks see that the group cannot be used, and stop waiting.
     """
     group = ranks.group
     standing = ranks.standing
@@ -131,7 +150,7 @@ def settle(ranks: Ranks) -> bool:
     while standing.left_at:
         values = [store.get(key).decode() if store.check([key]) else "" for key in keys]
         places = [value.partition("\n")[0] for value in values if value]
-        # Reports stay in the store. A rank whose place is still that of the last time has not left again.
+        # Reports stay in the store. A rank with the place of the last time has not left again since.
         new_places = [place for place in places if not place or place != standing.settled_at]
         if new_places == [standing.left_at] * ranks.size:
             standing.settled_at = standing.left_at
@@ -144,13 +163,14 @@ def settle(ranks: Ranks) -> bool:
 
 
 _to_take_back: set[str] = set()
-"""Keys of this rank's reports that its next call empties."""
+"""Keys of the store under which this rank has published errors, and which its next call empties."""
 
 
 def withdraw_failures() -> None:
-    """Empties this rank's reports, when it goes on in a whole group.
+    """Empties this rank's reports of failures in the store, because the rank goes on with another call.
 
-    A report for the ranks that wait in a group that this rank has left stays.
+    It leaves the reports about groups that this rank left in the middle of a pass: ranks that still wait in
+    such a group wait in vain (`tell`).
     """
     failure_published.clear()
     if dist.is_initialized():
@@ -167,9 +187,11 @@ def _any_failed(standing: GroupRecord) -> str:
 
 
 def _write(values: dict[str, str]) -> None:
-    """Writes values into the store, in their order. Returns after 2 seconds at the latest.
+    """Writes values into the store, in the order of the dict. Returns after 2 seconds at the latest.
 
-    The store may be on a rank that has stopped, and never answer.
+    The limit is needed because the store may be on a rank that has stopped, and then it never answers.
+
+    values: the text for each key.
     """
     store = dist.distributed_c10d._get_default_store()
 
@@ -189,7 +211,10 @@ def _write(values: dict[str, str]) -> None:
 def wait_for(work: dist.Work, group: dist.ProcessGroup | None, on_gpu: bool = False) -> None:
     """Waits for a collective. On a GPU the current stream waits, and the host does not.
 
-    On the CPU it raises PeerError if a rank of the group has published a failure meanwhile.
+    On the CPU it raises PeerError if a rank of the group publishes a failure in the meantime.
+
+    group: the group in which failures matter; None has no peers.
+    on_gpu: whether the tensors of the collective are on a GPU.
     """
     if group is None or on_gpu or not hasattr(work, "is_completed"):
         work.wait()
@@ -201,15 +226,22 @@ def wait_for(work: dist.Work, group: dist.ProcessGroup | None, on_gpu: bool = Fa
 
 
 def reduce_to_largest(values: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Replaces each value by its maximum over the ranks of the group. Collective; waits as `wait_for`."""
+    """Replaces each value by its maximum over the ranks of the group. A collective.
+
+    On a GPU the host does not wait for the result. On the CPU the call raises PeerError if a rank of the
+    group publishes a failure in the meantime.
+
+    values: a tensor of any shape, which is overwritten.
+    """
     collectives.begun += 1
     wait_for(dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True), group, values.is_cuda)
 
 
 def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
-    """Goes on with `wait_for` on the CPU, and looks in between for reports of failures.
+    """Waits for a collective on the CPU, and checks in between whether peers have published a failure.
 
-    Raises PeerError if there is one. A thread looks, because the store may not answer.
+    Raises PeerError if a published failure shows that the collective will not end. A thread reads the store,
+    because the store may never answer.
     """
     reports = list[str]()
     looker = None
@@ -227,13 +259,24 @@ def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
 
 
 def _look(group: dist.ProcessGroup, told: list[str]) -> None:
-    """Adds to ``told`` the reports, and else the meetings, that show that a collective will not end."""
+    """Adds to ``told`` the reasons, as texts, why a collective of the group will not end.
+
+    The reasons are failures that ranks of the group have published. If there are none, they are peers that
+    wait in a meeting to which this rank will not come (`pmoe.comm.meeting`).
+    """
     with contextlib.suppress(RuntimeError):
         told += failures(group) or left_out(record_of_group(group), group.rank(), range(group.size()))
 
 
 def failures(group: dist.ProcessGroup) -> list[str]:
-    """Returns published errors of a group's ranks because of which waiting in the group is in vain."""
+    """Returns the published errors because of which waiting for a collective of the group is in vain.
+
+    Three kinds of errors of the group's ranks are returned:
+
+    - a rank has left this group in the middle of a pass, and not all ranks left it at the same place;
+    - a rank has left another group that this rank has not left;
+    - a rank failed outside of any pass (`publish_outside_pass`).
+    """
     store = dist.distributed_c10d._get_default_store()
     standing = record_of_group(group)
     if not store.check([_any_failed(standing)]):
@@ -245,7 +288,7 @@ def failures(group: dist.ProcessGroup) -> list[str]:
     texts = []
     known_here = names_of_left_groups() - {standing.name}
     for rank in dist.get_process_group_ranks(group):
-        # The rank has left this group, and not in step with all others (`settle`).
+        # The rank has left this group, and not all ranks left it at the same place (`settle`).
         place, _, in_group = value_of(f"{_key(standing, rank)}/{standing.name}").partition("\n")
         if in_group and not (place and place == standing.settled_at):
             texts.append(in_group)
@@ -261,11 +304,11 @@ def failures(group: dist.ProcessGroup) -> list[str]:
 
 
 def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None]:
-    """Adds the stage and this rank to errors of collectives in the block, and publishes every failure.
+    """Returns a context that publishes errors of its block, and adds the stage to those of collectives.
 
-    A RuntimeError is taken for a collective's: a peer has died or did not come in time. It is raised again
-    with the stage. Other errors are this rank's own and pass unchanged. Both are published for the peers, who
-    may wait for this rank (`leave`).
+    A RuntimeError of the block is taken for an error of a collective: a peer has died or did not come in
+    time. It is raised again with the stage in its text. Other errors are this rank's own and are raised
+    unchanged. Errors of both kinds are published for the peers, which may wait for this rank (`leave`).
 
     stage: what the block does, in words.
     """
@@ -290,12 +333,13 @@ def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
 
 
 def publishing_failures(ranks: Ranks, stage: str) -> contextlib.AbstractContextManager[None]:
-    """Publishes an error of the block, by which this rank leaves a pass in the middle.
+    """Returns a context that publishes an error of its block: this rank then leaves a pass in the middle.
 
     It is for errors that one rank alone may raise (users' code, a failed allocation) while its peers wait for
-    it. Errors that all ranks raise together must not be published.
+    it. Errors that all ranks raise together must not be published: no rank waits, and a report would end the
+    next call of the peers.
 
-    stage: what the block does, in words, for the message of this rank's next call.
+    stage: what the block does, in words. The error of this rank's next call has it.
     """
     return contextlib.nullcontext() if ranks.size == 1 else _telling(ranks, stage)
 
@@ -313,16 +357,18 @@ def _telling(ranks: Ranks, stage: str) -> Iterator[None]:
 
 
 _first_calls = itertools.count(1)
-"""The number of the next layer without a name."""
+"""Counts the layers that have got a name from `enter_call`."""
 
 
 def enter_call(ranks: Ranks, changed: str = "") -> None:
-    """Begins a call: checks the group, meets the peers if their calls may differ, names the layer.
+    """Begins a call of a layer: checks the group, and waits for the peers if their calls may differ.
 
-    A layer without a name gets "MoELayer N", if N - 1 layers of this process were named before.
+    It also names the layer. A layer without a name gets the name "MoELayer N" if N - 1 layers of this process
+    got such a name before.
 
-    changed: the options that were changed since the last call, in words; "" for none. If there are any,
-        all ranks meet (`pmoe.comm.meeting`).
+    ranks: the ranks of the layer.
+    changed: the options that were changed since the layer's last call, in words; "" for none. If options were
+        changed, all ranks wait for each other (`pmoe.comm.meeting`).
 
     Raises RuntimeError, also on the peers, if this rank has left a pass of the group in the middle.
     """
@@ -339,7 +385,11 @@ def enter_call(ranks: Ranks, changed: str = "") -> None:
 
 
 def _warn_alone(ranks: Ranks) -> None:
-    """Warns at the first call of a layer of one rank, if torch.distributed knows other ranks by now."""
+    """Warns at the first call of a layer of one rank, if torch.distributed has more ranks by now.
+
+    The layer was then built before init_process_group, and so holds all experts on this rank, which may be an
+    oversight.
+    """
     ranks.by_default = False
     is_initialized = dist.is_available() and dist.is_initialized()
     if ranks.group is None and is_initialized and dist.get_world_size() > 1:
@@ -352,10 +402,11 @@ def _warn_alone(ranks: Ranks) -> None:
 
 
 def check_whole(ranks: Ranks) -> None:
-    """Raises RuntimeError, and publishes the failure, if this rank has left a pass in the middle.
+    """Raises RuntimeError if this rank has left an earlier pass over the group in the middle.
 
-    It does not raise if all ranks left the pass after the same collectives. To find that out, it may wait
-    some seconds.
+    The collectives of the next pass would be paired with other collectives of the peers. The failure is
+    published, so that the peers raise too. It does not raise if all ranks left that pass by errors of their
+    own and after the same collectives; to find that out, it may wait some seconds (`settle`).
     """
     if ranks.size == 1 or not ranks.standing.left:
         return
@@ -377,7 +428,12 @@ def check_whole(ranks: Ranks) -> None:
 
 
 def backward_pass(ranks: Ranks, number: int) -> contextlib.AbstractContextManager[None]:
-    """Returns a context for the backward pass of a call. number: as `Ranks.expect_backward` returned it.
+    """Returns a context for the backward pass of a call, which records that this pass is running.
+
+    A peer that skips the backward pass is detected by that record (`pmoe.comm.meeting`).
+
+    ranks: the ranks of the layer.
+    number: the number of the call, which `Ranks.expect_backward` has returned in forward; 0 for none.
 
     Raises RuntimeError if this rank has left a pass of the group in the middle.
     """
@@ -388,12 +444,13 @@ def backward_pass(ranks: Ranks, number: int) -> contextlib.AbstractContextManage
 
 
 def meet(ranks: Ranks, why: str) -> None:
-    """Waits until all ranks have come to the same call (`pmoe.comm.meeting`).
+    """Waits until all ranks of the group have come to the same call of a layer (`pmoe.comm.meeting`).
 
-    why: as in `Meeting`.
+    why: why this rank waits, as the end of a sentence that begins with "rank 3". Errors of the peers quote
+        it.
 
-    Raises RuntimeError if a peer has failed or publishes that it will not come, and after the group's
-    timeout.
+    Raises RuntimeError if a peer has published a failure, or after the group's timeout. A peer that runs
+    another pass instead finds this rank's entry in the store, and publishes a failure.
     """
     group = ranks.group
     assert group is not None

@@ -1,7 +1,7 @@
 """The grid of a layer's W = P * L ranks (FSMoE).
 
-Experts are spread over P ranks across nodes (EP), and the hidden columns of each expert are split over L
-ranks inside a node (ESP).
+Experts are spread over P ranks across nodes (expert parallel, EP). The hidden columns of each expert are
+split over L ranks inside a node (expert-sharding parallel, ESP).
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from pmoe.comm.ranks import Ranks
 
 @dataclass(frozen=True)
 class Grid:
-    """The W = P * L ranks of a layer, and the two groups in which this rank is.
+    """The W = P * L ranks of a layer, and the two process groups of which this rank is a member.
 
-    all: the W ranks, which exchange row counts.
-    ep: the P ranks that hold the same part of other experts (expert parallel). Rows are dispatched among
-        them.
-    esp: the L ranks that hold the other parts of the same experts (expert-sharding parallel). Rows are
-        gathered among them.
-    order: (W,), the rank in ``all`` of each place of the grid, line by line. Gathered rows lie in this order.
+    all: the W ranks. They exchange row counts.
+    across: the P ranks that hold the same columns of different experts. Rows are dispatched among them.
+    inside: the L ranks that hold different columns of the same experts. Rows are gathered among them.
+    order: (W,), the number in ``all`` of the rank at each place of the grid, line by line. After the
+        gathering, rows lie in this order of their source ranks.
 
-    Example: P = 3, L = 2, and a rank's place in ``order`` is esp.rank * P + ep.rank:
+    Example: P = 3, L = 2. The place of a rank in ``order`` is inside.rank * P + across.rank:
 
-        esp 0       order[0]   order[1]   order[2]
-        esp 1       order[3]   order[4]   order[5]
-                    ep 0       ep 1       ep 2
+        inside 0    order[0]   order[1]   order[2]
+        inside 1    order[3]   order[4]   order[5]
+                    across 0   across 1   across 2
     """
 
     all: Ranks
@@ -43,7 +42,7 @@ class Grid:
 
     @staticmethod
     def of_group(group: dist.ProcessGroup | Ranks | None) -> Grid:
-        """Returns the grid of a group whose experts are not sharded: all ranks across, this one inside."""
+        """Returns the grid of a group without sharded experts: P is the size of the group, and L is 1."""
         ranks = group if isinstance(group, Ranks) else Ranks(group)
         return Grid(ranks, ranks, Ranks.single(), tuple(range(ranks.size)))
 
@@ -53,9 +52,12 @@ class Grid:
         return self.esp.size > 1
 
     def to_owners(self, counts_FPX: Tensor) -> Tensor:
-        """Repeats counts for P places (F, P, X) as counts for W ranks (F, W, X).
+        """Turns counts for P ranks into counts for the W = P * L ranks that hold the same experts.
 
-        All L ranks at a place hold a part of the same experts, so all of them get the place's counts.
+        counts_FPX: (F, P, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of the P
+            ranks across the nodes.
+
+        Returns (F, W, X). L ranks hold parts of the same experts, so all L of them get the same counts.
         """
         if not self.is_sharded:
             return counts_FPX
@@ -64,15 +66,27 @@ class Grid:
         return counts_FPX.index_select(1, _index(places, counts_FPX.device))
 
     def by_arrival(self, recv_FWX: Tensor) -> Tensor:
-        """Reorders counts (F, W, X): from the order of ranks to the order in which gathered rows lie."""
+        """Reorders the source ranks of counts into the order in which their rows lie after the gathering.
+
+        Rows are gathered from the L ranks that share experts.
+
+        recv_FWX: (F, W, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of W
+            source ranks, in order of rank.
+
+        Returns (F, W, X), with the ranks in the order of ``order``.
+        """
         if not self.is_sharded:
             return recv_FWX
         return recv_FWX.index_select(1, _index(self.order, recv_FWX.device))
 
     def of_own_place(self, arrival_FWX: Tensor) -> Tensor:
-        """Returns the part (F, P, X) of `by_arrival` that is dispatched to this rank itself.
+        """Returns the counts of the P ranks that dispatch rows directly to this rank.
 
-        The rest (F, W - P, X) is dispatched to the other ranks inside, and gathered from them.
+        arrival_FWX: (F, W, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of W
+            source ranks, in the order that `by_arrival` returns.
+
+        Returns (F, P, X). The rows of the W - P other ranks are dispatched to the other ranks inside the
+        node, which share this rank's experts, and are gathered from them.
         """
         start = self.esp.rank * self.ep.size
         return arrival_FWX[:, start : start + self.ep.size]
@@ -83,9 +97,12 @@ class Grid:
         self.__dict__.update({old_names.get(name, name): value for name, value in state.items()})
 
     def reconnect(self) -> bool:
-        """Takes the default group again after unpickling, or after it was destroyed: see `Ranks.reconnect`.
+        """Takes the default process group if the group was lost by pickling or destroyed (`Ranks.reconnect`).
 
-        Raises ValueError if the grid is of a mesh, which pickling loses: the layer must be built again.
+        Returns whether a new group replaces a destroyed one.
+
+        Raises ValueError if the grid comes from a device mesh, which pickling loses: the layer must be built
+        again. Raises RuntimeError or ValueError if no group can take the place of the old one.
         """
         if self.is_sharded and self.all.group is None:
             raise ValueError(
@@ -96,9 +113,13 @@ class Grid:
 
 @functools.lru_cache(maxsize=64)
 def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns places as a tensor. Cached, because each copy to a GPU would be a synchronisation."""
+    """Returns places as an int64 tensor on a device.
+
+    Tensors are cached, because each copy from the host to a GPU would be a synchronisation.
+    """
     return torch.tensor(places, device=device)
 
 
-# Layers that were pickled before this file existed look for the class there; an import would be a circle.
+# Layers that were pickled before this file existed look for `Grid` in pmoe.comm.ranks. An import of this file
+# there would be a circle.
 vars(old_place)["Grid"] = Grid

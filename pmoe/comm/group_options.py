@@ -1,4 +1,4 @@
-"""Options of a process group: its backend and its timeout, for groups that are made like it."""
+"""Options of a process group, its backend and its timeout, which new groups take from an existing one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch.distributed as dist
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Returns the timeout of a group's collectives, for groups made like it; None if it cannot be read.
+    """Returns the timeout of a group's collectives; None if it cannot be read.
 
-    Without it a new group would get torch's default.
+    It is for new groups, which would otherwise get torch's default timeout instead of the user's.
     """
     timeout: timedelta | None = getattr(backend_options(group), "_timeout", None)
     return timeout
 
 
 def share_timeout(group: dist.ProcessGroup, others: Iterable[dist.ProcessGroup]) -> None:
-    """Gives other groups the timeout of ``group``, if it can be read."""
+    """Sets the timeout of ``others`` to that of ``group``. Does nothing if that timeout cannot be read."""
     timeout = timeout_of(group)
     if timeout is not None:
         for other in others:
@@ -36,10 +36,10 @@ def backend_options(group: dist.ProcessGroup) -> Any:
 
 
 def options_like(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Returns arguments of torch.distributed.new_group: the backend and the timeout of ``group``.
+    """Returns arguments of torch.distributed.new_group for a group like ``group``: its backend and timeout.
 
-    If the group does not have all processes, use_local_synchronization is set, because the others do not take
-    part.
+    If ``group`` does not have all processes, use_local_synchronization is set: only members call new_group
+    then.
     """
     options: dict[str, Any] = {"backend": dist.get_backend(group), "timeout": timeout_of(group)}
     some = dist.get_world_size(group) < dist.get_world_size()

@@ -1,4 +1,4 @@
-"""This rank's record of a process group: who uses it, and whether its collectives still match.
+"""This rank's record of a process group: which calls used it, and whether its collectives still match.
 
 Nothing in this file waits for another rank. Layers that share a group share its `GroupRecord`.
 """
@@ -16,29 +16,31 @@ import torch.distributed as dist
 
 @dataclass(eq=False)
 class GroupRecord:
-    """One process group, as this rank knows it.
+    """A process group, as this rank knows it.
 
-    A group is whole while its collectives match on all ranks. A rank that leaves a pass in the middle (by an
-    error) leaves collectives undone for which its peers wait.
+    A group is whole while its collectives match on all ranks. A rank that leaves a forward or backward pass
+    in the middle, by an error, leaves collectives undone for which its peers wait.
 
     name: the group's name, the same on all its ranks.
-    life: the number of the default group to which it belongs, counted over this job. torchrun's store
-        outlives a group that is destroyed and made again under the same name. This number in the keys of the
-        store separates new groups from old ones.
+    life: the number of the default group under which the group was made, counted over this job. torchrun's
+        store outlives a group that is destroyed and made again under the same name. This number in the keys
+        of the store separates a new group from an old one.
     left: why this rank left a pass in the middle; "" while the group is whole.
-    left_with: the error text that peers get.
-    left_at: `place` when this rank left by an error of its own; "" when an error of a peer or of a collective
-        was the cause. Ranks that all left by errors of their own, at the same place, are in step.
-    settled_at: `left_at` of the last time that all ranks left in step.
+    left_with: the text of that error, as peers get it.
+    left_at: `place` at the moment when this rank left by an error of its own; "" if a peer or a collective
+        caused the error. If all ranks left by errors of their own at the same place, the group can be used
+        again.
+    settled_at: `left_at` of the last time that all ranks left at the same place.
     num_layers: how many layers have exchanged row counts over the group. Equal on all of its ranks.
     exchanges: how many exchanges of row counts this rank has begun. A call has the number of its exchange.
     begun_before: `Collectives.begun` when the last exchange began.
-    open_calls: numbers of the calls, on the CPU, whose backward pass may follow and has not begun. Only the
-        last `MOST_OPEN` are kept, because some calls never have a backward pass. A dict serves as an ordered
-        set.
-    backward_of: the number of the call whose backward pass is running; 0 if none is.
+    open_calls: numbers of the calls, on the CPU, for which a backward pass may come and has not begun. Only
+        the last `MOST_OPEN` are kept, because some calls never have a backward pass. A dict serves as an
+        ordered set.
+    backward_of: the number of the call that has its backward pass running; 0 if there is none.
     backward_of_layer: the name of that call's layer.
-    meetings: how many meetings this rank has come to (`pmoe.comm.meeting`).
+    meetings: how many meetings this rank has come to: waits for all ranks before a call
+        (`pmoe.comm.meeting`).
     last_meeting: the number of the call that followed the last meeting.
     """
 
@@ -58,18 +60,21 @@ class GroupRecord:
     last_meeting: int = 0
 
     def place(self) -> str:
-        """Returns where this rank is among the collectives of its layers. Ranks in step get the same text."""
+        """Returns, as a text, how many collectives this rank has begun, and in which pass it is.
+
+        Ranks that have begun the same collectives get the same text.
+        """
         return f"{self.exchanges} {collectives.begun - self.begun_before} {self.backward_of}"
 
     def open_call(self, number: int) -> None:
-        """Records that a backward pass may follow the call of this number."""
+        """Records that the call with this number may have a backward pass later."""
         self.open_calls[number] = None
         if len(self.open_calls) > MOST_OPEN:
             del self.open_calls[next(iter(self.open_calls))]
 
     @contextlib.contextmanager
     def backward_pass(self, number: int, layer: str) -> Iterator[None]:
-        """Records that the block is the backward pass of a call.
+        """Records, while the block runs, that it is the backward pass of a call.
 
         number: the call's number; 0 if `open_call` has not recorded the call.
         layer: the name of the call's layer.
@@ -85,7 +90,7 @@ class GroupRecord:
 
 
 class Collectives:
-    """Counter of the collectives that this process's layers have begun, over all groups."""
+    """Counter of the collectives that the layers of this process have begun, over all groups."""
 
     begun = 0
 
@@ -93,13 +98,16 @@ class Collectives:
 collectives: Collectives = Collectives()
 
 MOST_OPEN = 1024
-"""The largest number of `GroupRecord.open_calls`."""
+"""The most call numbers that `GroupRecord.open_calls` keeps."""
 
 _standings: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupRecord] = weakref.WeakKeyDictionary()
 
 
 def record_of_group(group: dist.ProcessGroup) -> GroupRecord:
-    """Returns this rank's record of a group that torch.distributed knows. The first request makes it."""
+    """Returns this rank's record of a process group. The first call for a group makes the record.
+
+    group: a group that torch.distributed knows (`is_known`).
+    """
     standing = _standings.get(group)
     if standing is None:
         standing = GroupRecord(name=str(group.group_name), life=_life())
@@ -108,12 +116,12 @@ def record_of_group(group: dist.ProcessGroup) -> GroupRecord:
 
 
 def is_known(group: dist.ProcessGroup) -> bool:
-    """Returns whether torch.distributed still knows a group. It does not after destroy_process_group."""
+    """Returns whether torch.distributed knows a group: False after destroy_process_group has destroyed it."""
     return group in dist.distributed_c10d._world.pg_map
 
 
 def names_of_left_groups() -> set[str]:
-    """Returns the names of the groups that this rank has left in the middle of a pass."""
+    """Returns the names of the groups in which an error made this rank leave a pass before its end."""
     return {standing.name for standing in _standings.values() if standing.left}
 
 
@@ -121,14 +129,14 @@ _lives: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDicti
 """The life (`GroupRecord.life`) of each default group."""
 
 MOST_LIVES = 1 << 10
-"""Lives are counted modulo this number, because they travel in a few bits of a header."""
+"""Lives are counted modulo this number, because a header of row counts has few bits for them."""
 
 
 def _life() -> int:
-    """Returns the number of default groups with which this rank has used layers, the present one included.
+    """Counts the default process groups with which this rank has used layers, the present one included.
 
-    It is counted in the default group's store, which is asked once for each default group. 0 if there is no
-    default group, no store, or no answer within 5 seconds.
+    The count is in the default group's store, which is asked once for each default group. The result is 0 if
+    there is no default group, no store, or no answer within 5 seconds.
     """
     world = dist.group.WORLD
     if world is None:

@@ -1,4 +1,4 @@
-"""Base class of both hierarchical all-to-alls: steps inside a node and across nodes, and row orders."""
+"""The base class of the two hierarchical all-to-alls, which send rows in steps inside and across nodes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ class HierarchicalExchange(Dispatch, Combine):
     """An irregular all-to-all in several collectives, which sends rows by way of other ranks of a node.
 
     The result equals that of `pmoe.comm.base.FlatAllToAll`, bit by bit. If all ranks are on one node, or each
-    is on a node of its own, there is one level only, and one flat collective does all.
+    rank is on a node of its own, a single flat collective sends all rows.
 
     - It has process groups of its own, so another thread may use the layer's group at the same time.
-    - Between steps, rows are in memory that torch allocates: up to two copies of the rows that a rank relays.
-    - `relay_counts` must get the counts of the rows that will travel.
+    - Between the collectives, rows are in memory that torch allocates: up to two copies of the rows that a
+      rank passes on for others.
+    - `exchange` needs the numbers that `relay_counts` returned for the same rows.
 
-    nodes: which ranks share a node, see `pmoe.comm.topology.Nodes`.
+    nodes: which ranks share a node (`pmoe.comm.topology.Nodes`): the number of ranks on each node, an id of
+        its node for each rank, or None for the number in LOCAL_WORLD_SIZE.
+    topology: the nodes of the ranks. `bind` sets it.
     """
 
     in_steps = True
@@ -36,7 +39,10 @@ class HierarchicalExchange(Dispatch, Combine):
     def bind(self, ranks: Ranks, traffic: Traffic) -> None:
         """Finds the nodes of the ranks and makes the process groups. A collective.
 
-        Raises ValueError or TypeError on every rank, before any group is made.
+        traffic: where the bytes that are sent are counted.
+
+        Raises ValueError or TypeError on every rank, before any group is made, if ``nodes`` is invalid or the
+        exchange cannot work with these nodes.
         """
         super().bind(ranks, traffic)
         self.topology = find_topology(ranks, self._nodes)
@@ -45,13 +51,17 @@ class HierarchicalExchange(Dispatch, Combine):
             self.connect()
 
     def check_topology(self) -> None:
-        """Raises ValueError if the exchange cannot work with these nodes."""
+        """Raises ValueError if the exchange cannot work with the nodes of its ranks.
+
+        Subclasses override it.
+        """
 
     def connect(self) -> NodeGroups:
-        """Returns the process groups; makes them at the first call, which is a collective.
+        """Returns this rank's process groups inside its node and across nodes.
 
-        They are looked up each time and not stored here, so that layers can be copied and pickled. An
-        unpickled layer makes its groups at its first exchange of counts.
+        The first call makes the groups, and is a collective. The groups are looked up each time and not
+        stored in this object, so that layers can be copied and pickled. An unpickled layer makes its groups
+        at its first exchange of row counts.
         """
         assert self.ranks.group is not None
         return connect(self.ranks.group, self.topology)
@@ -64,20 +74,37 @@ class HierarchicalExchange(Dispatch, Combine):
 
     @abc.abstractmethod
     def relay(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor:
-        """Returns the numbers of `relay_counts`, (F, X). It is called only if there are two levels."""
+        """Returns how many rows this rank will pass on for others, (F, X) int64 (`Exchange.relay_counts`).
+
+        A collective, called only if there are several nodes and a node has several ranks. X is up to the
+        subclass.
+
+        send_FW, recv_FW: (F, W) int64, for each of F bins (equal ranges of a rank's tokens) the numbers of
+            rows to and from each of W ranks.
+        """
 
     @abc.abstractmethod
     def carry(
         self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts
     ) -> None:
-        """Does the work of `exchange`. It is called only if there are two levels."""
+        """Exchanges rows in several collectives, for `exchange`.
+
+        It is called only if there are several nodes and a node has several ranks. The arguments are those of
+        `exchange`:
+
+        rows, out: contiguous (N,) or (N, M), blocks of rows for each rank and from each rank, in order of
+            rank.
+        send_rows, recv_rows: the number of rows for each rank, and from each rank.
+        relayed: the X numbers that `relay` returned for these rows.
+        """
 
     def exchange(
         self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts = ()
     ) -> None:
-        """Exchanges rows (N,) or (N, M) as `Exchange.exchange` does, and returns when all steps have ended.
+        """Sends rows (N,) or (N, M) to all ranks in several collectives, as `Exchange.exchange` describes.
 
-        On CUDA the current stream waits for the steps, and the host does not.
+        Returns after the last collective. On a GPU the current stream waits for the collectives, and the host
+        does not.
         """
         if rows.is_floating_point() and rows.element_size() == 1:
             rows = rows.view(torch.uint8)  # not every operator knows float8
@@ -93,7 +120,10 @@ class HierarchicalExchange(Dispatch, Combine):
             self.carry(rows, send_rows, out, recv_rows, relayed)
 
     def peers(self, across: bool) -> tuple[int, ...]:
-        """Returns the ranks of this rank's process group, across nodes or inside its node, in group order."""
+        """Returns the ranks of one of this rank's two process groups, in group order.
+
+        across: True for the group across nodes, False for the group inside the node.
+        """
         return (self.topology.across if across else self.topology.inside)(self.ranks.rank)
 
     def step(
@@ -108,9 +138,11 @@ class HierarchicalExchange(Dispatch, Combine):
     ) -> Tensor:
         """Runs one collective, inside the node or across nodes, and returns the received rows.
 
-        send_rows, recv_rows: a number for each rank of `peers`.
-        out: takes the received rows; None allocates memory for them.
-        are_counts: whether ``rows`` holds counts. The caller then adds them to the traffic.
+        rows: (N,) or (N, M), blocks of rows for the ranks of the process group, in group order.
+        send_rows, recv_rows: the number of rows for each rank of the process group, and from each.
+        out: takes the received rows, in group order; None allocates memory for them.
+        across: True for the process group across nodes, False for the group inside the node.
+        are_counts: whether ``rows`` holds row counts. The caller then adds their bytes to the traffic.
         """
         if not are_counts:
             own = self.peers(across).index(self.ranks.rank)
@@ -134,12 +166,17 @@ class HierarchicalExchange(Dispatch, Combine):
         *,
         across: bool,
     ) -> None:
-        """Runs the last step, after which ``out`` holds the rows from all ranks, in order of rank.
+        """Runs the last collective of an exchange, and puts received rows into ``out`` in order of rank.
 
-        send_rows: a number for each rank of `peers`.
-        recv_rows: a number for each of the W ranks.
-        sources: the W ranks, in the order in which their rows arrive. Each peer delivers the rows of equally
-            many consecutive ranks of this list.
+        Rows arrive in the order of ``sources`` and are copied into ``out`` in order of rank. If both orders
+        are the same, the collective writes straight into ``out``.
+
+        rows: (N,) or (N, M), blocks of rows for the ranks of the process group, in group order.
+        send_rows: the number of rows for each rank of the process group.
+        recv_rows: the number of rows that come from each of the W ranks among which rows are exchanged.
+        sources: the W ranks, in the order in which their rows arrive. Each rank of the process group delivers
+            the rows of equally many consecutive ranks of this list.
+        across: True for the process group across nodes, False for the group inside the node.
         """
         sizes = [recv_rows[rank] for rank in sources]
         order = sorted(range(len(sources)), key=sources.__getitem__)
@@ -152,13 +189,13 @@ class HierarchicalExchange(Dispatch, Combine):
 
 
 def in_order(rows: Tensor, sizes: Sequence[int], order: Sequence[int], out: Tensor | None = None) -> Tensor:
-    """Returns ``rows``, which are consecutive blocks, with the blocks in another order.
+    """Returns ``rows`` with its blocks in another order. A block is a run of consecutive rows.
 
     sizes: the number of rows of each block.
-    order: the number of each block, in the new order.
+    order: the index of each block, in the new order.
     out: takes the result; None allocates memory for it.
 
-    Makes one copy. If nothing moves it makes none and returns ``rows``; ``out`` is not written then.
+    Makes one copy. If no row moves, it makes none and returns ``rows``; ``out`` is not written then.
 
     Example: rows a bb c with sizes (1, 2, 1) in order (1, 0, 2) -> bb a c.
     """
@@ -169,6 +206,9 @@ def in_order(rows: Tensor, sizes: Sequence[int], order: Sequence[int], out: Tens
 
 
 def _nothing_moves(sizes: Sequence[int], order: Sequence[int]) -> bool:
-    """Returns whether all rows stay where they are. Empty blocks may change places."""
+    """Returns whether no row moves if blocks of these sizes are put in this order.
+
+    It is True also if only empty blocks move.
+    """
     filled = [block for block in order if sizes[block]]
     return filled == sorted(filled)

@@ -4,11 +4,11 @@ It is HetuMoE's hierarchical all-to-all (Nie et al., arXiv 2203.14685), which FS
 Between two nodes there is one message, as large as it can be. The price is two more trips inside each node,
 and memory on the leader for the rows of its whole node.
 
-Node a has the ranks (a, i); its leader is (a, 0):
+Rank (a, i) is the i-th rank of node a, and (a, 0) is the leader of node a:
 
     step 1, inside:  (a, i) -> (a, 0)            all rows
-    step 2, across:  (a, 0) -> (b, 0)            rows for each (b, k), by k, then by i
-    step 3, inside:  (b, 0) -> (b, k)            rows for (b, k), by source
+    step 2, across:  (a, 0) -> (b, 0)            rows for each (b, k), sorted by k, then by i
+    step 3, inside:  (b, 0) -> (b, k)            rows for (b, k), sorted by source rank
 """
 
 from __future__ import annotations
@@ -25,13 +25,22 @@ from pmoe.comm.hierarchical import HierarchicalExchange, in_order
 class HierarchicalAllToAll1D(HierarchicalExchange):
     """Sends all rows by way of the leader of their node and the leader of the destination's node.
 
-    nodes: see `pmoe.comm.topology.Nodes`. They may have different numbers of ranks.
+    The leader is the first rank of a node. Nodes may have different numbers of ranks.
+
+    nodes: which ranks share a node (`pmoe.comm.topology.Nodes`).
     """
 
     def relay(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor:
-        """Gathers the counts of the node's L ranks at the leader: (F, L * 2 * W) there, (F, 0) elsewhere.
+        """Gathers the row counts of the node's L ranks at its leader, which passes on all of their rows.
 
-        of rank (a, 0): W rows for each rank | W rows from each rank | of rank (a, 1): ...
+        send_FW, recv_FW: (F, W) int64, for each of F bins (equal ranges of a rank's tokens) the numbers of
+            rows to and from each of W ranks.
+
+        Returns (F, L * 2 * W) on the leader (a, 0), whose columns are, rank by rank of the node:
+
+            rows of (a, 0) for W ranks | rows of W ranks for (a, 0) | rows of (a, 1) for W ranks | ...
+
+        Returns (F, 0) on all other ranks, which pass on nothing.
         """
         num_bins = send_FW.shape[0]
         counts = torch.cat([send_FW, recv_FW], dim=1)
@@ -43,7 +52,7 @@ class HierarchicalAllToAll1D(HierarchicalExchange):
 
     @property
     def _leads(self) -> bool:
-        """Whether this rank is the leader of its node."""
+        """Whether this rank is the leader of its node, which is the first rank of the node."""
         return self.topology.place(self.ranks.rank) == 0
 
     @property
@@ -52,7 +61,7 @@ class HierarchicalAllToAll1D(HierarchicalExchange):
         return len(self.topology.inside(self.ranks.rank))
 
     def _to_leader(self, rows: int) -> list[int]:
-        """Returns a number for each rank of the node: ``rows`` for the leader, 0 for the others."""
+        """Returns a number of rows for each rank of this node: ``rows`` for its leader, else 0."""
         return [rows] + [0] * (self._local - 1)
 
     def carry(
@@ -77,10 +86,13 @@ class HierarchicalAllToAll1D(HierarchicalExchange):
     def _among_leaders(
         self, rows: Tensor, to_rank: Sequence[Sequence[int]], from_rank: Sequence[Sequence[int]]
     ) -> Tensor:
-        """Exchanges the rows of a leader's node with the other leaders (step 2).
+        """Sends the rows of this leader's node to the leaders of their destinations' nodes (step 2).
 
-        rows: by source in the node, then by destination. to_rank[i][r]: rows of the node's rank i for rank r.
-        from_rank[k][r]: rows of rank r for the node's rank k. Returns rows by destination k, then by source.
+        rows: the rows of the node, sorted by source rank, then by destination rank.
+        to_rank: to_rank[i][r] is the number of rows that the i-th rank of the node has for rank r.
+        from_rank: from_rank[k][r] is the number of rows that rank r has for the k-th rank of the node.
+
+        Returns the rows that come for the node, sorted by destination rank in the node, then by source rank.
         """
         size = self.ranks.size
         places = range(len(to_rank))

@@ -1,15 +1,15 @@
 """2D hierarchical all-to-all: first inside each node, then across nodes among ranks at equal places.
 
 It is Tutel's 2DH all-to-all (Hwang et al., arXiv 2206.03382), also that of DeepSpeed-MoE (Rajbhandari et al.,
-arXiv 2201.05596). FSMoE, section 3.1, offers it beside the flat one.
+arXiv 2201.05596). FSMoE, section 3.1, offers it beside the flat all-to-all.
 
-Between nodes there are L times fewer messages, each about L times larger. The price is one more trip inside
-the node. All ranks do the same work; none is a leader.
+With L ranks on each node, there are L times fewer messages between nodes, each about L times larger. The
+price is one more trip inside the node. All ranks do the same work; none is a leader.
 
 Rank (a, j) is at place j of node a:
 
-    step 1, inside:  (a, i) -> (a, j)   rows of (a, i) for (b, j), by node b
-    step 2, across:  (a, j) -> (b, j)   rows of (a, i) for (b, j), by place i
+    step 1, inside:  (a, i) -> (a, j)   rows of (a, i) for (b, j), sorted by node b
+    step 2, across:  (a, j) -> (b, j)   rows of (a, i) for (b, j), sorted by place i
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from pmoe.comm.hierarchical import HierarchicalExchange, in_order
 class HierarchicalAllToAll2D(HierarchicalExchange):
     """Sends rows by way of the rank of their own node that has the same place as their destination.
 
-    Every node must have the same number of the group's ranks.
+    A rank's place is its number among the ranks of its node. Every node must have the same number of the
+    group's ranks.
 
-    nodes: see `pmoe.comm.topology.Nodes`.
+    nodes: which ranks share a node (`pmoe.comm.topology.Nodes`).
     """
 
     def check_topology(self) -> None:
@@ -38,9 +39,12 @@ class HierarchicalAllToAll2D(HierarchicalExchange):
             )
 
     def relay(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor:
-        """Returns (F, L * A), the rows that this rank (a, j) gets in step 1: by place i, then by node b.
+        """Returns how many rows each rank of this node sends to this rank, to be passed on: (F, L * A).
 
-        Number i * A + b counts the rows of (a, i) for (b, j).
+        There are F bins (equal ranges of a rank's tokens), L ranks on each node and A nodes. This rank is (a,
+        j), the j-th rank of node a. Column i * A + b counts the rows that rank (a, i) has for rank (b, j).
+
+        send_FW, recv_FW: (F, W) int64, for each bin the numbers of rows to and from each of W ranks.
         """
         sent_WF = torch.stack([send_FW[:, rank] for rank in self._destinations()])
         nodes = self.topology.num_nodes
@@ -50,7 +54,7 @@ class HierarchicalAllToAll2D(HierarchicalExchange):
         return got_WF.t().contiguous()
 
     def _destinations(self) -> list[int]:
-        """Returns all ranks, by place, then by node."""
+        """Returns all ranks in the order of their rows in step 1: by place in the node, then by node."""
         return [rank for ranks in zip(*self.topology.members, strict=True) for rank in ranks]
 
     def carry(

@@ -1,20 +1,22 @@
-"""Meetings: ranks wait for each other in their store before a call that not all of them may make.
+"""Meetings: before some calls, a rank waits in the store until all ranks of the group have come to that call.
 
-A rank may skip the backward pass of a layer's last call and call that layer again. Its row counts would then
-be paired with rows of that backward pass, which its peers run. A meeting finds this out:
+A rank may skip the backward pass of a layer's last call and call the layer again, while its peers run that
+backward pass. The rank's row counts would then be paired with rows of the peers' backward pass. A meeting
+before the call detects this:
 
-- If all ranks do the same, then before each call the backward pass of the layer's last call has run on all
-  of them or on none. A rank comes to a meeting only if it has not run it. So all ranks come, or none.
-- If a peer runs that backward pass while a rank waits in a meeting, the waiting rank has skipped it:
+- A rank comes to a meeting only if the backward pass of the layer's last call has not run on it. If all ranks
+  do the same, that pass has run on all of them or on none, so all ranks come to the meeting, or none.
+- If a peer runs that backward pass while a rank waits in a meeting, the waiting rank has skipped the pass:
 
-      rank 0   call 1   backward of call 1: waits for rows        looks in the store: both raise
+      rank 0   call 1   backward of call 1: waits for rows        reads the store: both raise
       rank 1   call 1   call 2: waits in the meeting before it
 
-A rank whose options were changed since its last call comes to a meeting too, because messages of other sizes
-would abort the processes of its peers. If all ranks have changed their options, all come.
+A rank also comes to a meeting if its options were changed since its last call, because messages of other
+sizes would abort the processes of its peers. If all ranks have changed their options, all come.
 
 A call has the number of its exchange of row counts. The exchange is a collective, so all ranks have the same
-number. Passes on a GPU are not recorded (`Ranks.expect_backward`), so no meeting is held for them.
+number. Passes on a GPU are not recorded (`Ranks.expect_backward`), so no meeting is held for a backward pass
+there.
 """
 
 from __future__ import annotations
@@ -32,24 +34,24 @@ CURE = (
     "every rank must call backward on the same outputs of the layer as the other ranks; a rank whose loss "
     "does not need the output y adds 0 * y.sum() to its loss"
 )
-"""The end of messages about ranks that differ in their backward passes: what all ranks must do."""
+"""The end of messages about ranks that run different backward passes: what all ranks must do."""
 
 
 IS_OPEN = f"has not run the backward pass of a layer's last call, which has run on other ranks: {CURE}"
-"""The argument ``why`` of a `Meeting` before which a backward pass has not run."""
+"""The argument ``why`` of a `Meeting` that is held because a backward pass has not run."""
 
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1e-4, 0.05
-"""Pauses between two looks into the store.
+"""The first and the longest pause between two readings of the store.
 
-They are short at first, because a peer may be nearly there. They grow, so that waiting for a late one costs
+Pauses are short at first, because a peer may come soon. They grow, so that waiting for a late peer costs
 little.
 """
 
 
 class Meeting:
-    """One rank's part in the meeting before its next call.
+    """One rank's part in a meeting: the wait, before its next call, until all ranks of the group have come.
 
-    Its keys in the store are below pmoe/meet/LIFE/GROUP:
+    Its keys in the store are below pmoe/meet/LIFE/GROUP (`GroupRecord.life` and the group's name):
 
         NUMBER        how many ranks have come to the meeting of that number
         NUMBER/all    set when all have come
@@ -57,8 +59,8 @@ class Meeting:
         waiting/RANK  of a rank that waits, three lines: the call's number, `GroupRecord.open_calls`, why;
                       empty again when the rank goes on
 
-    why: the rest of a sentence that begins with "rank RANK". It says why the rank waits, and what all ranks
-        must do.
+    standing: this rank's record of the group.
+    why: why this rank waits and what all ranks must do, as the end of a sentence that begins with "rank 3".
     is_complete: whether this rank is the last one to come. Otherwise `has_all` waits for the others.
     """
 
@@ -87,7 +89,7 @@ class Meeting:
             self._store.delete_key(self._key_of_all(number))
 
     def has_all(self, wait_for: timedelta) -> bool:
-        """Returns whether all ranks have come. Waits for them at most ``wait_for``."""
+        """Returns whether all ranks have come to the meeting. Waits for them, but at most ``wait_for``."""
         end = time.monotonic() + wait_for.total_seconds()
         pause = FIRST_PAUSE_SECONDS
         keys = [self._key_of_all(self._number)]
@@ -99,7 +101,10 @@ class Meeting:
         return True
 
     def publish(self) -> None:
-        """Writes into the store before which call this rank waits, and why. Peers look there."""
+        """Writes into the store the call before which this rank waits, and why.
+
+        Peers read it with `left_out`.
+        """
         if not self._is_published:
             numbers = ",".join(map(str, self._standing.open_calls))
             self._store.set(f"{self._folder}/waiting/{self._rank}", f"{self._call}\n{numbers}\n{self._why}")
@@ -107,7 +112,7 @@ class Meeting:
             self._is_published = True
 
     def leave(self) -> None:
-        """Ends this rank's part in the meeting. To be called after all ranks have come."""
+        """Ends this rank's part in the meeting, after all ranks have come."""
         self._standing.last_meeting = self._call
         if self._is_published:
             self._store.set(f"{self._folder}/waiting/{self._rank}", "")
@@ -116,9 +121,12 @@ class Meeting:
 def left_out(standing: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[str]:
     """Returns a sentence about each peer that waits in a meeting to which this rank will not come.
 
-    Each sentence proves that the peer and this rank do different things.
+    Each sentence proves that the peer and this rank do different things: this rank runs a backward pass that
+    the peer has skipped, or has already made the call for which the peer waits.
 
-    own_rank, ranks: ranks in the group.
+    standing: this rank's record of the group.
+    own_rank: this rank's number in the group.
+    ranks: the numbers in the group of the ranks to look at.
     """
     store = dist.distributed_c10d._get_default_store()
     folder = _folder(standing)

@@ -12,19 +12,22 @@ from pmoe.comm.group_record import GroupRecord, collectives, is_known, record_of
 
 
 class Ranks:
-    """One rank's place in its expert-parallel group. A single rank has no group and does not communicate.
+    """The ranks that share a layer's experts, as one of them sees them: a process group, or one rank alone.
 
-    Copies share the group. Pickling leaves the group out; `reconnect` then takes the default group.
+    A single rank has no group and does not communicate. Copies share the group. Pickling leaves the group
+    out; `reconnect` then takes the default group.
 
     group: None takes the default group if torch.distributed is initialised, else there is a single rank.
     size, rank: the number of ranks in the group, and this rank's number in it.
     layer: the name, in errors, of the layer that owns this object; "" before the layer's first call.
-    takes_default: whether the group is the default one. A new default group may then take its place.
+    takes_default: whether the group is the default one. If it is destroyed, a new default group may take its
+        place.
     by_default: whether the user passed no group or mesh. A layer of one rank may then be an oversight, so its
         first call warns if there are other ranks.
     number: the layer's number among the group's layers, from its first exchange of row counts on; 0 before.
     call: the number of the layer's last exchange of row counts, among all exchanges over the group.
-    open_call: the number of the last call whose backward pass may follow (`GroupRecord.open_calls`).
+    open_call: the number of the layer's last call for which a backward pass may come
+        (`GroupRecord.open_calls`).
 
     Raises ValueError if this rank is not in ``group``, or if ``group`` was destroyed.
     """
@@ -64,7 +67,7 @@ class Ranks:
 
     @staticmethod
     def single() -> Ranks:
-        """Returns a single rank without a group, also if torch.distributed is initialised."""
+        """Returns a single rank without a group, even if torch.distributed is initialised."""
         ranks = Ranks.__new__(Ranks)
         ranks.group = None
         ranks.size = 1
@@ -86,12 +89,15 @@ class Ranks:
 
     @property
     def name(self) -> str:
-        """A text for each group of this process, the same on all ranks of the group; "" without a group."""
+        """A text that identifies the group, the same on all of its ranks; "" without a group."""
         return "" if self.group is None else f"{self.group.group_name} {self.members}"
 
     @property
     def standing(self) -> GroupRecord:
-        """This rank's record of the group. There must be a group."""
+        """This rank's record of the group: the calls that have used it, and the errors that ended a pass.
+
+        A single rank has no group and no record.
+        """
         if self._standing is None:
             assert self.group is not None
             self._standing = record_of_group(self.group)
@@ -102,8 +108,8 @@ class Ranks:
 
         Returns whether the new group replaces a destroyed one.
 
-        Raises RuntimeError if the group was destroyed and no other can replace it, and ValueError if the
-        default group has another size, or this rank another place in it, than before.
+        Raises RuntimeError if the group was destroyed and no other can replace it. Raises ValueError if the
+        default group has another size than the old group, or if this rank has another number in it.
         """
         if self.size == 1 or (self.group is not None and is_known(self.group)):
             return False  # one rank alone needs no group
@@ -128,7 +134,7 @@ class Ranks:
         return was_destroyed
 
     def _refuse_destroyed(self) -> NoReturn:
-        """Raises RuntimeError, which says what to do after the group was destroyed."""
+        """Raises the RuntimeError for a group that was destroyed. Its text says what the user can do."""
         assert self.group is not None
         cure = "build the model again on groups that exist, and load its checkpoint (pmoe.load_checkpoint)"
         if self.takes_default:
@@ -140,18 +146,23 @@ class Ranks:
         )
 
     def count_exchange(self) -> None:
-        """Gives a number to the exchange of row counts that begins now, and so to the layer's call."""
+        """Counts the exchange of row counts that begins now.
+
+        Its number is also the number of the layer's call.
+        """
         self.standing.exchanges += 1
         self.standing.begun_before = collectives.begun
         self.call = self.standing.exchanges
 
     def expect_backward(self, device: torch.device) -> int:
-        """Records that a backward pass may follow this forward pass.
+        """Records that the layer's current call may have a backward pass later. Returns the call's number.
 
-        Returns the number for `pmoe.comm.failures.backward_pass`.
+        The backward pass gives the number to `pmoe.comm.failures.backward_pass`.
 
         Records nothing and returns 0 for a single rank, for passes on a GPU, and for the second pass of
         activation checkpointing, which runs inside a backward pass.
+
+        device: the device of the rows.
         """
         if self.size == 1 or device.type != "cpu" or torch._C._current_graph_task_id() != -1:
             return 0
@@ -160,9 +171,10 @@ class Ranks:
         return self.call
 
     def take_number(self) -> None:
-        """Numbers the layer, after its first exchange of row counts.
+        """Gives the layer its number among the layers of the group, after its first exchange of row counts.
 
-        All ranks take part in the same exchange, so they give the layer the same number.
+        All ranks take part in the same exchange, so they give the layer the same number. Ranks compare it in
+        later exchanges, to find out if one of them calls another layer.
         """
         self.standing.num_layers += 1
         self.number = self.standing.num_layers

@@ -22,19 +22,25 @@ from pmoe.comm.ranks import Ranks
 
 
 ACROSS, INSIDE = "ep", "esp"
-"""Names of a mesh's dimensions: across nodes, and inside a node."""
+"""Names of a mesh's dimensions: "ep" across nodes, over which experts are spread, and "esp" inside a node."""
 
 
 def dimensions_of(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Returns the names of a mesh's dimensions; () if they have none. Raises TypeError for another type."""
+    """Returns the names of a mesh's dimensions; () if the dimensions have no names.
+
+    Raises TypeError if ``mesh`` is not a DeviceMesh.
+    """
     check_kind(DeviceMesh, "a torch.distributed.device_mesh.DeviceMesh", mesh=mesh)
     return mesh.mesh_dim_names or ()
 
 
 def grid_of_mesh(mesh: DeviceMesh) -> Grid:
-    """Returns the grid of a mesh with the dimensions "ep" and "esp", in either order, or with one of them.
+    """Returns the grid of ranks that a mesh describes.
 
-    Raises ValueError for other dimensions, and TypeError for another type than a mesh.
+    mesh: with the dimensions "ep", over which experts are spread, and "esp", over which each expert is split.
+        They may come in either order, and one may be missing.
+
+    Raises ValueError for other dimensions, and TypeError if ``mesh`` is not a DeviceMesh.
     """
     names = dimensions_of(mesh)
     if not names or not set(names) <= {ACROSS, INSIDE}:
@@ -74,9 +80,9 @@ Nodes = int | Sequence[Hashable] | None
 class Topology:
     """The nodes of a group's ranks. Ranks are numbered as in the group, nodes by their first rank.
 
-    members: the ranks of each node, in the order of their places in it. Places follow the global ranks, as
-        torch orders the ranks of a new process group.
-    global_ranks: the global rank of each rank.
+    members: the ranks of each node. A rank's index among them is its place in the node. Places follow the
+        global ranks, because torch orders the ranks of a new process group by them.
+    global_ranks: the global rank of each rank of the group.
     origin: the argument or variable from which the topology was made, with its value, for errors.
 
     Example: nodes [0, 1, 0, 1] -> members ((0, 2), (1, 3)); rank 3 is at place 1 of node 1.
@@ -88,7 +94,12 @@ class Topology:
 
     @staticmethod
     def of_nodes(ids: Sequence[Hashable], global_ranks: Sequence[int], origin: str = "nodes") -> Topology:
-        """Returns the topology of ranks, given an id of each rank's node."""
+        """Returns the topology of ranks that have these nodes.
+
+        ids: for each rank of the group, an id of its node. Ranks with equal ids share a node.
+        global_ranks: for each rank of the group, its global rank.
+        origin: the source of the ids, for errors.
+        """
         members: dict[Hashable, list[int]] = {}
         for rank, node in enumerate(ids):
             members.setdefault(node, []).append(rank)
@@ -107,39 +118,43 @@ class Topology:
 
     @property
     def is_level(self) -> bool:
-        """Whether there is only one level: a single node, or a single rank on each node."""
+        """Whether there is only one node, or only one rank on each node, so that one collective does all."""
         return self.num_nodes == 1 or self.max_local == 1
 
     @cached_property
     def _where(self) -> dict[int, tuple[int, int]]:
-        """The node of each rank, and its place in that node."""
+        """The number of each rank's node, and the rank's place in that node."""
         return {r: (a, i) for a, ranks in enumerate(self.members) for i, r in enumerate(ranks)}
 
     def node(self, rank: int) -> int:
-        """Returns the number of the rank's node."""
+        """Returns the number of the node that a rank is on."""
         return self._where[rank][0]
 
     def place(self, rank: int) -> int:
-        """Returns the rank's place in its node, from 0."""
+        """Returns the index of a rank among the ranks of its node, from 0."""
         return self._where[rank][1]
 
     def inside(self, rank: int) -> tuple[int, ...]:
-        """Returns the ranks of the rank's node, in the order of their process group."""
+        """Returns all ranks on the node of ``rank``, in the order of their process group."""
         return self.members[self.node(rank)]
 
     def across(self, rank: int) -> tuple[int, ...]:
-        """Returns the ranks at the rank's place in all nodes that have it, in process group order."""
+        """Returns the ranks that have the same place in their nodes as ``rank``, in group order.
+
+        A node with too few ranks has none at this place.
+        """
         place = self.place(rank)
         ranks = (node[place] for node in self.members if place < len(node))
         return tuple(sorted(ranks, key=self.global_ranks.__getitem__))
 
 
 def find_topology(ranks: Ranks, nodes: Nodes = None) -> Topology:
-    """Returns the topology of ``ranks``. A collective if there are several, which compares their arguments.
+    """Returns the topology of ``ranks``. With several ranks it is a collective that compares ``nodes``.
 
-    nodes: see `Nodes`.
+    nodes: which ranks share a node (`Nodes`): the number of ranks on each node, an id of its node for each
+        rank, or None for the number in LOCAL_WORLD_SIZE.
 
-    Raises ValueError or TypeError, on every rank, if the arguments differ between ranks or are invalid.
+    Raises ValueError or TypeError, on every rank, if ``nodes`` differs between ranks or is invalid.
     """
     name = LOCAL_WORLD_SIZE if nodes is None else "nodes"
     origin = f"{name} ({os.environ.get(LOCAL_WORLD_SIZE) if nodes is None else nodes!r})"
@@ -152,7 +167,13 @@ def find_topology(ranks: Ranks, nodes: Nodes = None) -> Topology:
 
 
 def node_ids(nodes: Nodes, global_ranks: Sequence[int]) -> list[Hashable]:
-    """Returns an id of each rank's node. Raises ValueError or TypeError for invalid ``nodes``."""
+    """Returns for each rank of a group an id of its node. Ranks with equal ids share a node.
+
+    nodes: the user's argument (`Nodes`).
+    global_ranks: the global rank of each rank of the group.
+
+    Raises ValueError or TypeError if ``nodes`` is invalid.
+    """
     if nodes is None:
         text = os.environ.get(LOCAL_WORLD_SIZE)
         if text is None:
@@ -177,10 +198,10 @@ def node_ids(nodes: Nodes, global_ranks: Sequence[int]) -> list[Hashable]:
 
 
 class NodeGroups(NamedTuple):
-    """One rank's process groups of a topology.
+    """One rank's two process groups of a topology.
 
-    inside: the ranks of its node. None, on every rank, if no node has several ranks.
-    across: the ranks at its place in all nodes. None, on every rank, if there is one node.
+    inside: the ranks of its node. None on every rank, if no node has several ranks.
+    across: the ranks that have the same place in their nodes. None on every rank, if there is one node.
     """
 
     inside: dist.ProcessGroup | None
@@ -189,21 +210,26 @@ class NodeGroups(NamedTuple):
 
 _node_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Topology, NodeGroups]]
 _node_groups = weakref.WeakKeyDictionary()
-"""Node groups by the layer's group. All layers of a group share them, for dispatch and for combine."""
+"""For each group of a layer, the process groups inside and across its nodes.
+
+Layers of the group share them.
+"""
 
 
 def connect(group: dist.ProcessGroup, topology: Topology) -> NodeGroups:
-    """Returns the node groups of this rank. The first call makes them and is a collective of ``group``.
+    """Returns this rank's process groups inside its node and across nodes.
 
-    - If ``group`` has all processes, each process makes all groups, in one order, as torch asks for.
-    - If it has some of them, its members make only their own groups (use_local_synchronization). Torch then
-      names a group after its ranks and the number of groups in which the process is. Ranks with different
-      numbers would hang (pytorch issue 173608).
+    The first call for a topology makes them, and is a collective of ``group``.
+
+    - If ``group`` has all processes, each process makes all groups in one order, because torch requires it.
+    - If ``group`` has only some of the processes, its members make only their own groups
+      (use_local_synchronization). Torch then names a group after its ranks and the number of groups that the
+      process is in. Ranks with different numbers would hang (pytorch issue 173608).
 
     The groups stay until torch.distributed is shut down: a second group of the same name would find the keys
     of the first one in the store.
 
-    Raises ValueError, on every rank of the group, if the numbers of groups differ.
+    Raises ValueError, on every rank of ``group``, if the processes are in different numbers of groups.
     """
     known = _node_groups.setdefault(group, {})
     if topology not in known:
@@ -220,9 +246,10 @@ def connect(group: dist.ProcessGroup, topology: Topology) -> NodeGroups:
 def _make_groups(
     members: Sequence[Sequence[int]], topology: Topology, options: dict[str, Any]
 ) -> dist.ProcessGroup:
-    """Makes process groups, and returns the one in which this process is.
+    """Makes process groups, and returns the one that this process is in.
 
-    members: the ranks of each group.
+    members: for each new group, its ranks, numbered as in ``topology``.
+    options: arguments of torch.distributed.new_group.
     """
     own_rank = dist.get_rank()
     own_group = None
@@ -237,7 +264,10 @@ def _make_groups(
 
 
 def _check_number_of_groups(ranks: Ranks) -> None:
-    """Raises ValueError, on every rank, unless all processes are in equally many process groups."""
+    """Raises ValueError, on every rank, unless all processes are in equally many process groups.
+
+    A new group of some processes has this number in its name, so torch would hang with different numbers.
+    """
     known = len(dist.distributed_c10d._world.pg_names)
     numbers = gathered(ranks, known, stage="comparing the numbers of process groups")
     if len(set(numbers)) > 1:

@@ -1,12 +1,16 @@
-"""The engine: runs the schedules of a layer's forward and backward pass on the lanes of a device.
+"""The engine: runs the tasks of a layer's forward and backward pass on the lanes of a device.
 
-    autograd    the one autograd Function, which holds both passes; the interface `Runner`
-    plan/       the rows of each chunk: records, how they are made, unequal chunks, the hooks of callbacks
-    passes/     the buffers and messages of a pass, and the method of each kind of task, forward and backward
-    variants/   features that only some layers have, each in front of both passes
-    lanes/      tasks side by side: on the CPU, in threads, on CUDA streams; the record of when each ran
-    buffers/    the memory of a pass: ring slots on the device, and host memory
+A schedule lists the tasks of a pass, for example "send chunk 0". A lane runs its tasks one after another: a
+CUDA stream, or a thread on the CPU. Several lanes run side by side.
 
-Letters of these files: T tokens, K choices, N rows, E experts, W ranks, P of them across nodes, L inside one
-node, n chunks, M = d_model.
+    autograd    the one autograd Function, which contains both passes; the interface `Runner`
+    plan/       which rows each chunk (micro-batch) sends, receives and computes
+    passes/     the buffers of a pass, and a method for each kind of task, forward and backward
+    variants/   features that only some layers have, each as subclasses of the two passes
+    lanes/      the lanes on the CPU and on a GPU, and the recorder of when each task ran
+    buffers/    the memory of a pass: reused device memory, and host memory for offloaded tensors
+
+Letters in these files: T tokens of a rank, K experts per token, N rows that a rank's experts receive, E
+experts, n chunks, M = d_model. The W ranks of a layer are P * L: experts are distributed over P ranks, and
+each expert is split over L ranks of a node (L = 1 unless experts are sharded).
 """

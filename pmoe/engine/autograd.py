@@ -1,6 +1,7 @@
-"""The one autograd Function of pmoe's layers, which holds a whole pass.
+"""The autograd Function of pmoe's layers: one node of autograd's graph stands for the whole computation.
 
-Autograd sees a single node, so the order of tasks in backward is that of the schedule and not autograd's.
+So the backward pass is one node too, and its tasks run in the order of pmoe's schedule. With a node for each
+operation, autograd would choose the order.
 """
 
 from __future__ import annotations
@@ -17,30 +18,33 @@ from pmoe.comm.ranks import Ranks
 from pmoe.engine.passes.base import Inputs
 
 Path = Literal["pipeline", "one rank", "fused", "fused forward", "persistent", "whole graph"]
-"""The way in which a call was computed:
+"""The implementation that computed a call:
 
-    pipeline        by the engine, in chunks
-    one rank        by the kernels of a single rank
-    fused           by COMET's kernels in both passes
-    fused forward   by COMET's kernels in forward, by the engine in backward
-    persistent      by one kernel a pass (FlashDMoE)
-    whole graph     as part of the graph of torch.compile(model, backend="pmoe")
+    pipeline        pmoe's engine, in chunks (micro-batches)
+    one rank        kernels for layers on a single rank
+    fused           COMET's fused CUDA kernels in both passes
+    fused forward   COMET's fused CUDA kernels in forward, the engine in backward
+    persistent      one persistent CUDA kernel for each pass (FlashDMoE)
+    whole graph     a part of the graph that torch.compile(model, backend="pmoe") compiled
 """
 
 BackwardFunction = Callable[[list[Any], Sequence[bool], Tensor], list[Tensor | None]]
-"""backward(saved tensors, wanted, gradient of T_O) -> the gradients of ``Inputs.all``, or None.
+"""Signature of a backward pass: backward(saved, wanted, grad_TM) -> gradients.
 
-wanted: for each of ``Inputs.all``, whether its gradient is wanted.
-The function may empty the list of saved tensors to free them early: nothing else holds them.
+saved: the tensors that the forward pass saved. The function may empty this list while it runs, so that their
+    memory is freed early.
+wanted: a bool for each tensor of `Inputs.all`: whether its gradient is needed.
+grad_TM: (T, M), the gradient of the layer's output.
+gradients: the gradient of each tensor of `Inputs.all`, or None.
 """
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The result of a forward pass for autograd.
+    """Everything that autograd needs to run the backward pass of a call.
 
-    tensors: the tensors that autograd saves.
-    backward: the function that computes gradients from them.
+    tensors: the tensors for ``ctx.save_for_backward``; an entry may be None.
+    backward: the function that computes the gradients from these tensors.
     """
 
     tensors: list[Tensor | None]
@@ -48,22 +52,26 @@ class Saved:
 
 
 class Runner(Protocol):
-    """The interface of everything that computes a decided call (`pmoe.runners`).
+    """The interface of everything that can compute a layer's call: the engine, fused kernels and others.
 
-    name: the value of `RunReport.path` for its calls.
+    The implementations are in `pmoe.runners`.
+
+    name: the implementation's name, which `RunReport.path` shows to users.
     """
 
     name: ClassVar[Path]
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
-        """Returns T_O (T, M), and the state for backward; None in its place unless ``keep``.
+        """Returns the layer's output T_O (T, M), and the state for the backward pass.
 
-        Runs without autograd.
+        keep: whether a backward pass may follow. If False, no tensors are kept and the state is None.
+
+        The caller has turned autograd off: operations of the pass record no graph.
         """
 
 
 class _Experts(torch.autograd.Function):
-    """The node of autograd's graph that stands for all experts of a call."""
+    """The autograd Function of one call: its node stands for dispatch, experts and combine."""
 
     @staticmethod
     def forward(
@@ -91,7 +99,9 @@ class _Experts(torch.autograd.Function):
     def _gradients(ctx: Any, grad_TM: Tensor) -> tuple[Tensor | None, ...]:
         tensors = list(ctx.saved_tensors)
         for check in {getattr(node, "check_unchanged", None) for node, _ in ctx.next_functions}:
-            if check is not None:  # of DTensors: autograd saved their local parts, which show no change
+            # DTensor experts bring this check. Autograd saved their local tensors, and the version counters
+            # of these do not show that a DTensor was changed in place after forward.
+            if check is not None:
                 check()
         wanted = ctx.needs_input_grad[NOT_DIFFERENTIATED:]
         if ctx.inputs.compare is not None:
@@ -101,14 +111,15 @@ class _Experts(torch.autograd.Function):
 
 
 NOT_DIFFERENTIATED = 4
-"""Number of arguments of ``_Experts.forward`` before the tensors: runner, inputs, ranks, anchor."""
+"""Number of arguments of ``_Experts.forward`` that get no gradient: runner, inputs, ranks and anchor."""
 
 
 def run_experts(runner: Runner, inputs: Inputs, ranks: Ranks, *, needs_grad: bool) -> Tensor:
-    """Returns T_O (T, M) of the tokens. With ``needs_grad`` its graph is one node with a whole backward pass.
+    """Runs the experts of a call: returns the layer's output T_O (T, M).
 
-    needs_grad: must be the same on every rank. If one rank differentiates, all ranks take part in backward,
-        even a rank on which no input needs a gradient.
+    needs_grad: whether any rank needs gradients of the call; the same on every rank. If True, the output's
+        graph is one node, whose backward runs the whole backward pass. Backward communicates, so all ranks
+        must run it, even a rank on which no input needs a gradient.
     """
     if needs_grad and torch.is_grad_enabled():
         without_tensors = inputs.like([None] * len(inputs.all))
@@ -121,8 +132,11 @@ def run_experts(runner: Runner, inputs: Inputs, ranks: Ranks, *, needs_grad: boo
 
 
 def make_anchor(like: Tensor) -> Tensor:
-    """Returns an empty leaf (0,) that needs a gradient, which makes autograd run this rank's backward.
+    """Returns an empty tensor (0,) that requires a gradient, as one more input of the autograd Function.
 
-    Without it, a rank on which no input needs a gradient would skip backward, and its peers would hang.
+    With this input, autograd runs the backward pass even on a rank where no other input requires a gradient.
+    If that rank skipped its backward pass, the other ranks would wait for its messages forever.
+
+    like: a tensor on the device of the result.
     """
     return torch.empty(0, device=like.device, requires_grad=True)

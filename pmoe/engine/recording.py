@@ -1,4 +1,4 @@
-"""The old name of `pmoe.engine.lanes.recorder`, kept for one release."""
+"""The old name of `pmoe.engine.lanes.recorder`: importing it works for one more release, with a warning."""
 
 from pmoe.engine.lanes.recorder import Journal, recording
 from pmoe.planner.timeline import Span

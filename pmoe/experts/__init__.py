@@ -1,17 +1,20 @@
 """Experts: the networks that compute the routed rows, as grouped matrix products.
 
-    base             `Experts`, the interface between the engine and any kind of experts
-    stacked          `StackedExperts`, two-layer experts with one tensor for all experts' weights
+    base             `Experts`, the interface between the engine and every class of experts
+    stacked          `StackedExperts`: two-layer experts; one tensor holds a weight of all experts of a rank
     ffn              feed-forward experts, and the nonlinearities
     swiglu           gated experts
     modules          experts that are a user's own modules
-    expert_autograd  the autograd graphs of such modules, kept from forward to backward
-    operands         the tensors with which a call computes
-    dtensor_layout   parameters on a device mesh
-    products         grouped products: rows sorted by expert times that expert's matrix
+    expert_autograd  the autograd graphs of a user's modules, kept from forward to backward
+    operands         reads the values that a call computes with: parameters, also pruned or parametrized
+    dtensor_layout   expert parameters that are DTensors on a device mesh
+    products         grouped products: each expert's rows times that expert's matrix
+    marks            attributes of expert parameters that other tools read
+    values           tells tensors that hold numbers from meta and fake tensors
     wrapper_checks   refuses data-parallel wrappers around experts
 
-Letters of this folder: N rows, E experts of this rank, M = d_model, H = d_hidden, G = H or 2H rows of w1.
+Letters of this folder: N rows, E experts of this rank, M = d_model, H = d_hidden, and G columns of T_M, the
+hidden activation before the nonlinearity: H, or 2H for gated experts.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from pmoe.experts.values import has_values
 __all__ = ["Experts", "FFNExperts", "Shard", "StackedExperts"]
 
 ExpertName = Literal["ffn", "swiglu"]
-"""Names that MoELayer's argument ``expert`` takes: experts that the layer builds itself."""
+"""Names that MoELayer's argument ``expert`` accepts. The layer builds these experts itself."""
 
 STACKED: tuple[ExpertName, ...] = get_args(ExpertName)
 
@@ -46,9 +49,18 @@ def make_stacked(
     bias: bool,
     **options: Any,
 ) -> StackedExperts:
-    """Builds uninitialised experts by the name of their kind.
+    """Builds feed-forward or SwiGLU experts, with parameters that have no values yet.
 
-    Raises ValueError for a name that is not in `STACKED`.
+    One tensor holds a parameter of all experts ("stacked"); its dimension 0 counts the experts of this rank.
+
+    kind: "ffn" or "swiglu".
+    d_model, d_hidden: columns of a row, and of an expert's hidden activation.
+    num_local_experts: number of experts of this rank.
+    activation: nonlinearity of "ffn" experts; "swiglu" has its own.
+    bias: whether the experts have biases.
+    options: further arguments of the experts' class: shard, device and dtype.
+
+    Raises ValueError for any other ``kind``.
     """
     sizes = (d_model, d_hidden, num_local_experts)
     if kind == "ffn":
@@ -61,23 +73,28 @@ def make_stacked(
 
 
 def initialise(experts: StackedExperts, *, first_expert: int) -> None:
-    """Fills the stacked parameters with random values; does nothing on the meta device.
+    """Draws random values for the parameters of all local experts, in place; none on the meta device.
 
-    first_expert: global number of local expert 0, so that local expert i has the number first_expert + i.
+    experts: experts whose parameters are stacked: dimension 0 of each tensor counts the experts.
+    first_expert: number of local expert 0 among the experts of all ranks. It enters the random seed, so an
+        expert's values do not depend on the number of ranks (`seeded`).
     """
     count = 0 if next(experts.parameters()).is_meta else experts.num_local_experts
     seeded(experts.initialise_expert, first_expert=first_expert, count=count)
 
 
 def seeded(draw: Callable[[int], T], *, first_expert: int, count: int) -> list[T]:
-    """Returns [draw(0), ..., draw(count - 1)], each drawn under a seed of its global expert's number.
+    """Calls draw(i) for each local expert i under a random seed of its own, and returns the results.
 
-    first_expert: global number of local expert 0; draw(i) runs under seed + first_expert + i.
+    draw: a function that builds local expert i, or fills its parameters, with random values.
+    first_expert: number of local expert 0 among the experts of all ranks.
     count: number of local experts.
 
-    An expert's values therefore do not depend on the number of ranks. Every rank draws exactly one number
-    from the CPU's default generator. So ranks that build a model under one seed stay in step, however many
-    experts each has.
+    The seed of local expert i is s + first_expert + i, where s is a number drawn from the CPU's default
+    generator. So an expert's values do not depend on the number of ranks.
+
+    Drawing s is the only lasting change of the generators. So ranks that build a model under one seed
+    continue with equal generators, even if they hold different numbers of experts.
     """
     # device="cpu" because under `with torch.device("meta")` the number would have no value.
     drawn_seed = torch.randint(2**62, (), device="cpu")

@@ -1,15 +1,17 @@
-"""`Experts`, the interface between the engine's two passes and any kind of experts.
+"""`Experts`, the interface between the engine's two passes and every class of experts.
 
-Rows come sorted by expert. A chunk goes through these methods:
+Rows come sorted by expert. In these methods, T_DI are the rows that the rank's experts received, T_M is their
+hidden activation before the nonlinearity, and T_DO is the experts' output. A chunk (one micro-batch) goes
+through these methods:
 
-    forward    compute          rows (T_DI) -> results (T_DO), and what backward needs (T_M)
-    backward   recompute        T_M once more, if forward did not keep it
-               join             T_M rearranged, if backward has other chunks than forward
-               input_gradient   the gradient of the rows, which the rank that owns the tokens waits for
-               weight_gradient  the gradients of the parameters, which no other rank waits for
+    forward    compute          T_DI -> T_DO, and what backward needs (T_M)
+    backward   recompute        T_DI -> T_M, if forward did not keep T_M
+               join             T_M of forward's chunks -> T_M of a backward chunk, if the chunks differ
+               input_gradient   gradient of T_DO -> gradient of T_DI, which the tokens' ranks wait for
+               weight_gradient  adds the gradients of the parameters, which no other rank waits for
 
-weight_gradient is a task of its own, so that the engine can run it while gradients travel (Lancet, section 4:
-weight-gradient scheduling).
+weight_gradient is a task of its own, so that the engine can run it while the gradients of rows travel to
+other ranks (Lancet, section 4: weight-gradient scheduling).
 """
 
 from __future__ import annotations
@@ -31,34 +33,44 @@ if TYPE_CHECKING:
     from pmoe.experts.dtensor_layout import Reduce
 
 Allocate = Callable[[str, int, int], Tensor]
-"""A function (name, rows, columns) that returns uninitialised memory (rows, columns).
+"""A function (name, rows, columns) that returns uninitialised memory of shape (rows, columns).
 
-Its dtype is that of the rows. The name says what the memory is for: "T_M", "active", "dT_M", "T_DO", "dT_DI",
-"scratch" or "products". The pass that calls the experts decides where it lies: in a ring slot, or in newly
-allocated memory.
+The memory has the dtype of the rows. The name says what the memory is for: "T_M" and "dT_M" (hidden
+activation before the nonlinearity, and its gradient), "active" (hidden activation after it), "T_DO" (output),
+"dT_DI" (gradient of the rows), "scratch" or "products" (temporaries).
+
+The engine's pass that calls the experts provides this function. It returns a part of a ring slot (a buffer
+that chunks use in turn), or newly allocated memory.
 """
 
 RestOfCall = Callable[[Any, Tensor], Tensor]
-"""A function (experts, rows (T, M)) that runs the rest of a layer's call: it returns (T, M)."""
+"""A function (experts, rows) -> output that computes a layer's call with the experts of all ranks.
+
+rows and output are (T, M), one row for each token. The function dispatches the rows, computes and combines.
+"""
 
 Runs = Sequence[tuple[slice, slice]]
-"""Pairs (slice of a forward chunk, slice of a backward chunk): the same rows in both passes."""
+"""Pairs (slice of a forward chunk's rows, slice of a backward chunk's rows) that hold the same rows."""
 
 
 def fresh(like: Tensor) -> Allocate:
-    """Returns an `Allocate` that makes new memory at every call, of the dtype and device of ``like``."""
+    """Returns an `Allocate` that makes new memory at every call, of the dtype and device of ``like``.
+
+    like: a tensor of any shape.
+    """
     return lambda name, rows, columns: like.new_empty(rows, columns)
 
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """The rows of one chunk, and the parameters and memory that experts compute them with.
+    """The rows of one chunk (micro-batch), and the parameters and memory that experts compute them with.
 
-    rows_NM: (N, M), T_DI, sorted by expert.
+    rows_NM: (N, M), the N rows that the experts received for this chunk (T_DI), sorted by expert.
     groups: where each expert's rows begin and end.
-    parameters: the tensors that `Experts.operands` returned. Under autocast they are cast copies, and the
-        autograd function must name them as its inputs.
-    space: gives memory by name, rows and columns; None allocates new memory.
+    parameters: the tensors that `Experts.operands` returned, of any shape, or under autocast copies of them
+        in autocast's dtype. The engine passes them in, because gradients reach the parameters only through
+        inputs of the layer's autograd function.
+    space: gives uninitialised memory by name, rows and columns; None allocates new memory.
     out: (N, M), memory for the result; None takes it from ``space``.
     """
 
@@ -69,20 +81,26 @@ class ExpertRows:
     out: Tensor | None = None
 
     def new(self, name: str, columns: int, num_rows: int | None = None) -> Tensor:
-        """Returns uninitialised memory (num_rows, columns) for the use ``name``; num_rows None is N."""
+        """Returns uninitialised memory of shape (num_rows, columns) from ``space``.
+
+        name: what the memory is for; see `Allocate`.
+        num_rows: None is N, the number of rows of the chunk.
+        """
         space = fresh(self.rows_NM) if self.space is None else self.space
         return space(name, self.rows_NM.shape[0] if num_rows is None else num_rows, columns)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hidden:
-    """T_M in the form that the experts choose: what `Experts.input_gradient` needs beside the rows.
+    """The tensors that experts save in forward for a chunk's backward, beside the rows: usually T_M.
 
-    tensors: the caller keeps them until backward, or copies them to the host. Those that it keeps are saved
-        in the autograd context of the whole layer. So activation checkpointing and offloading hooks see them
-        there, and backward frees them.
-    graph: everything that is not a tensor.
-    expendable: True if input_gradient may overwrite the tensors.
+    T_M is the hidden activation before the nonlinearity. Each class of experts decides what it saves.
+
+    tensors: of any shape. The engine keeps them until backward, or copies them to the host. Those that it
+        keeps are saved in the autograd context of the whole layer, where activation checkpointing and
+        offloading hooks see them, and where backward frees them.
+    graph: everything that is not a tensor, such as autograd graphs of a user's modules.
+    expendable: True if `Experts.input_gradient` may overwrite the tensors.
     """
 
     tensors: Sequence[Tensor]
@@ -92,10 +110,11 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Shard:
-    """One of ``count`` equal parts of every expert's hidden columns; ``index`` says which.
+    """One of ``count`` equal parts of every expert's hidden columns, numbered ``index``.
 
-    Raises TypeError if index or count is no int, ValueError if count is below 1 or index not in 0 .. count -
-    1.
+    If experts are split over the ranks of a node, each of these ranks holds one part.
+
+    Raises TypeError if index or count is no int, ValueError unless 0 <= index < count.
     """
 
     index: int = 0
@@ -108,7 +127,12 @@ class Shard:
             raise ValueError(f"index ({self.index}) must be at least 0 and below count ({self.count})")
 
     def of(self, columns: int) -> slice:
-        """Returns the slice of this part among ``columns`` columns."""
+        """Returns the slice of the hidden columns that belong to this part.
+
+        columns: number of hidden columns of a whole expert.
+
+        Example: Shard(1, 2).of(6) -> slice(3, 6).
+        """
         width = columns // self.count
         return slice(self.index * width, (self.index + 1) * width)
 
@@ -117,44 +141,64 @@ WHOLE = Shard()
 
 
 class Experts(nn.Module, abc.ABC):
-    """The E_local experts of one rank. Subclass it for another kind of experts.
+    """The experts of one rank, E_local of them. Subclass it to give a layer another class of experts.
 
-    The methods of a pass compute one chunk of N rows of M = d_model columns (`ExpertRows`). Their argument
-    weight_N is (N,): the routing weight of each row.
+    The methods of a pass compute one chunk (micro-batch) of N rows with M = d_model columns. Their arguments:
+
+    given: the chunk's rows, with the parameters and memory to compute with (`ExpertRows`).
+    weight_N: (N,), the routing weight of each row.
     """
 
     num_local_experts: int
     shard = WHOLE
-    """The part of every expert's hidden columns that this rank holds."""
+    """The part of every expert's hidden columns that this rank holds. By default it holds all columns."""
     is_parallel = True
-    """False for shared experts: every rank holds the same ones, as it does any dense layer."""
+    """Whether ranks hold different experts. False for shared experts, of which every rank has a copy."""
     are_modules = False
-    """True if each expert is a module of its own, which decides itself which tensors it saves."""
+    """Whether each expert is a user's own module, so that autograd decides which tensors are saved."""
     runs_under_autocast = False
-    """True if `compute` runs in the caller's autocast state (user modules). Otherwise the engine casts the
-    operands and turns autocast off.
+    """Whether `compute` runs in the caller's autocast state, as a user's modules do.
+
+    Otherwise the engine casts the parameters itself and turns autocast off.
     """
     is_parallelized = False
-    """True if `pmoe.parallelize` laid the parameters out on a mesh: stacked ones are DTensors."""
+    """Whether `pmoe.parallelize` has laid the parameters out on a device mesh.
+
+    Parameters that are one tensor for all experts of the rank are then DTensors.
+    """
     built = ""
-    """Digest of the values at construction. The layer's first call compares it among ranks."""
+    """Digest of the parameters' values at construction; "" if there is none.
+
+    The layer's first call compares it among the ranks, to notice experts that were overwritten since.
+    """
     place: Any = None
-    """A `pmoe.decide.stored_state.ExpertPlace`: which of all experts these are. State dicts record it."""
+    """Record of which of all experts this rank holds, for state dicts; None before a layer has the experts.
+
+    It is a `pmoe.decide.stored_state.ExpertPlace`. With it, a rank refuses to load another rank's experts.
+    """
     was_loaded = False
-    """True if values were loaded that may belong to another rank. The next call then compares the ranks."""
+    """Whether load_state_dict has put in values that may be another rank's experts.
+
+    The next call then checks that the ranks' experts differ.
+    """
     may_be_equal = False
-    """Users set it to True if all ranks' experts are equal on purpose. The next comparison resets it."""
+    """Set it to True before a call if all ranks' experts are equal on purpose (after upcycling, for example).
+
+    It permits equal experts in the next check after a state dict was loaded; that check sets it to False
+    again.
+    """
     are_equal = False
-    """True if all ranks' experts were equal at the last comparison, or were copied from one network."""
+    """Whether all ranks' experts were equal when last compared, or were copied from one dense network."""
     reduce: Reduce | None = None
-    """Reduces the parameters' gradients at the end of each backward pass; None if nothing does.
-    `pmoe.parallelize` sets it.
+    """Reduces the parameters' gradients at the end of each backward pass; None reduces nothing.
+
+    `pmoe.parallelize` sets it to a function that averages gradients over ranks.
     """
     operand_names: tuple[str, ...] = ()
-    """The names of the values that `operands` reads, in the order in which methods take them.
+    """The attribute names of the values that `operands` returns, such as "w1", in the order of its result.
 
-    A layer notes them when it is built. Later pruning or parametrizations change neither their number nor
-    order.
+    They are set when a layer is built. Later pruning or parametrizations change neither their number nor
+    their order.
     """
 
     def __init__(self) -> None:
@@ -166,13 +210,14 @@ class Experts(nn.Module, abc.ABC):
     def mark_parameters(self) -> None:
         """Marks the parameters that data-parallel wrappers must leave alone: ``allreduce = False``.
 
-        A shard's b2 gets ``num_copies`` too: it is whole, with the same gradient, on that many ranks. Shared
-        experts get no marks, because every rank has the same.
+        If each expert's hidden columns are split over ranks, the bias b2 also gets ``num_copies``, the number
+        of these ranks: each of them holds the whole b2, with the same gradient. Shared experts get no marks,
+        because they are the same on every rank and belong to the dense part.
 
         Copying, unpickling, to_empty and load_state_dict(assign=True) make new Parameter objects, which have
-        no marks. The experts call this after each of them.
+        no marks. The experts call this method after each of these.
 
-        Raises ValueError if a parameter of parallelized experts is not a DTensor any more.
+        Raises ValueError if `pmoe.parallelize` made a parameter a DTensor and it is a plain tensor now.
         """
         for name, parameter in self.named_parameters() if self.is_parallel else ():
             parameter.allreduce = False  # type: ignore[attr-defined]
@@ -190,12 +235,14 @@ class Experts(nn.Module, abc.ABC):
         return []
 
     def hidden_dims(self) -> Mapping[str, int | None] | None:
-        """Returns by parameter name the dimension that shards split; None for one that they hold whole.
+        """Returns, by parameter name, the dimension that is split if hidden columns are split over ranks.
 
-        Dimension 0 of each parameter counts the experts.
+        The dimension is None for a parameter that every rank holds whole. Dimension 0 of each parameter
+        counts the experts.
 
-        The default returns None in place of a mapping: the parameters are not stacks. `pmoe.parallelize` then
-        leaves them as they are, and the experts cannot be split.
+        This default returns None in place of a mapping, which says that dimension 0 does not count the
+        experts. `pmoe.parallelize` then leaves the parameters as they are, and the hidden columns cannot be
+        split.
         """
         return None
 
@@ -203,11 +250,12 @@ class Experts(nn.Module, abc.ABC):
         """Drops all experts but a range of them, and all hidden columns but those of ``shard``.
 
         experts: the local experts that stay.
-        shard: the part of their hidden columns that stays. These experts must be whole, or on the meta
-            device.
+        shard: the part of their hidden columns that stays. Before the call, the experts must have all
+            columns, or be on the meta device.
 
-        The parameters become new Parameter objects. Raises TypeError if `hidden_dims` does not say what to
-        split.
+        The parameters become new Parameter objects.
+
+        Raises TypeError if the class of experts cannot be split: this default always does.
         """
         raise TypeError(
             f"experts ({type(self).__name__}) must be stacked or modules to be spread over ranks, or "
@@ -215,15 +263,17 @@ class Experts(nn.Module, abc.ABC):
         )
 
     def forward(self, x: Tensor, *, run: RestOfCall | None = None) -> Tensor:
-        """Maps rows (T, M) to results (T, M). `MoELayer` calls it so that this module's hooks run.
+        """Maps rows (T, M), one for each token, to the experts' output (T, M).
 
-        run: computes the rows with the experts of all ranks. A layer passes it. Without it these experts must
-            be one, such as a layer's shared expert, which then computes every row.
+        `MoELayer` calls its experts through this method, so that hooks on the experts run.
+
+        run: computes the call with the experts of all ranks; a layer passes it. Without ``run`` there must be
+            a single expert, such as a layer's shared expert, which computes every row.
 
         Forward pre-hooks run before any parameter is read. So the call computes with the parameters that the
         hooks leave behind: pruned ones, for example, or ones that were fetched from another device.
 
-        Raises ValueError without ``run`` if there are several experts.
+        Raises ValueError if there are several experts and no ``run``.
         """
         if run is not None:
             return run(self, x)
@@ -239,9 +289,9 @@ class Experts(nn.Module, abc.ABC):
         def __call__(self, x: Tensor, *, run: RestOfCall | None = None) -> Tensor: ...
 
     def compute_alone(self, x: Tensor) -> Tensor:
-        """Computes every row (T, M) with the only expert, in operations that autograd differentiates.
+        """Computes every row (T, M) with the only expert, by operations that autograd differentiates.
 
-        Raises TypeError unless a subclass implements it.
+        Raises TypeError in this default. A class that is used for shared experts with hooks implements it.
         """
         raise TypeError(
             f"shared_expert ({type(self).__name__}) has hooks or is in a wrapper, so it is computed by "
@@ -249,16 +299,21 @@ class Experts(nn.Module, abc.ABC):
         )
 
     def note_operands(self) -> None:
-        """Sets `operand_names` to the names of the present values. A layer calls it when it is built."""
+        """Sets `operand_names` to the names of the values that the parameters stand for now.
+
+        A layer calls it when the layer is built.
+        """
         self.operand_names = tuple(value_names(self))
 
     def operands(self) -> list[Tensor]:
-        """Returns the plain tensors that a call computes with: this rank's part of each, (E_local, ...).
+        """Returns this rank's part of each parameter value, (E_local, ...), as the tensors to compute with.
 
-        Each value is read once, by its name, together with its autograd graph. So gradients travel back
-        through ``reduce`` to the parameters that the value was computed from.
+        E_local is the number of this rank's experts. A value is what an attribute such as ``w1`` gives: the
+        parameter, or a pruned, parametrized or dequantised tensor. Each attribute is read once, together with
+        its autograd graph, so that gradients flow back to the parameters that the value was computed from. If
+        `pmoe.parallelize` set ``reduce``, they pass through it.
 
-        Raises ValueError if a value is missing or has another size.
+        Raises ValueError if a value is missing or has another size than the experts need.
         """
         names = self.operand_names or tuple(value_names(self))
         values = [self._value_of(name) for name in names]
@@ -272,7 +327,9 @@ class Experts(nn.Module, abc.ABC):
     def check_operands(self, values: Sequence[Tensor]) -> None:
         """Raises ValueError if a tool has replaced values by tensors of other sizes, types or devices.
 
-        values: those of `operands`, this rank's part of each, (E_local, ...).
+        This default checks nothing.
+
+        values: the result of `operands`: this rank's part of each value, (E_local, ...) for E_local experts.
         """
 
     def _value_of(self, name: str) -> Tensor:
@@ -286,7 +343,7 @@ class Experts(nn.Module, abc.ABC):
         return read_value(self, name)
 
     def asks_for_gradients(self) -> bool:
-        """Returns whether a parameter, or a tensor that replaced one, requires a gradient."""
+        """Returns whether a parameter of the experts, or a tensor that replaced one, requires a gradient."""
         if any(parameter.requires_grad for parameter in self.parameters()):
             return True
         attributes = vars(self)
@@ -303,46 +360,66 @@ class Experts(nn.Module, abc.ABC):
         return self
 
     def columns(self, device_type: str) -> HiddenColumns:
-        """Returns the widths of the buffers that these experts request from `Allocate`; 0 for none."""
+        """Returns how many columns each buffer has that these experts request from `Allocate`.
+
+        The engine sizes its buffers by these numbers, and the memory model predicts bytes from them. This
+        default has 0 everywhere: the class does not say what it needs, so its memory cannot be predicted.
+
+        device_type: "cpu" or "cuda", because some buffers are needed on one of them only.
+        """
         return HiddenColumns()
 
     @abc.abstractmethod
     def compute(
         self, expert_rows: ExpertRows, weight_N: Tensor, *, keep: bool = True
     ) -> tuple[Tensor, Hidden | None]:
-        """Returns T_DO (N, M), the experts' output times weight_N, and the hidden (T_M) for backward.
+        """Computes a chunk's N rows. Returns the output T_DO (N, M), and what backward needs (T_M).
 
-        keep: False returns None in place of the hidden.
+        The output is already multiplied by weight_N.
+
+        given: the chunk's rows, with the parameters and memory to compute with.
+        weight_N: (N,), the routing weight of each row.
+        keep: False returns None in place of the hidden activation T_M.
         """
 
     def recipe(self, device: torch.device) -> Any:
-        """Returns what `recompute` needs to repeat the `compute` that follows: a random state, for example.
+        """Returns the state that `recompute` needs to repeat the next `compute`, such as the random state.
 
-        The engine calls it before each compute whose T_M it may have to compute again.
+        The engine calls it before each `compute` whose hidden activation (T_M) may be computed again. This
+        default returns None: the result of `compute` depends on its arguments only.
         """
         return None
 
     def is_repeatable(self, recipe: Any) -> bool:
-        """Returns whether `recompute` may take the rows in other chunks than the `compute` before it did.
+        """Returns whether `recompute` may cut the rows into other chunks than the `compute` just done.
 
-        recipe: what `recipe` returned before that compute.
+        The engine asks right after `compute`, if forward and backward have different chunks. The answer is
+        False if `compute` drew random numbers, because in other chunks the same numbers would go to other
+        rows.
+
+        recipe: the result of `recipe` before that `compute`.
         """
         return True
 
     @abc.abstractmethod
     def recompute(self, expert_rows: ExpertRows, recipe: Any) -> Hidden:
-        """Returns T_M computed again from T_DI.
+        """Computes the hidden activation T_M of a chunk's rows (T_DI) again, in backward.
 
-        recipe: what `recipe` returned before forward's compute; None if forward had no rows.
+        given: the chunk's rows, with the parameters and memory to compute with.
+        recipe: the result of `recipe` before forward's `compute`; None if the rank had no rows in forward.
         """
 
     @abc.abstractmethod
     def join(
         self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate | None = None
     ) -> Hidden:
-        """Returns the hidden (T_M) of a backward chunk of ``num_rows`` rows, taken from forward's chunks.
+        """Returns the hidden activation (T_M) of one backward chunk, assembled from forward's chunks.
 
-        parts: the hidden of each forward chunk that has rows of it, and which rows these are.
+        Used if the two passes cut the batch into different chunks.
+
+        parts: for each forward chunk with rows of this backward chunk: its hidden activation, and the pairs
+            (slice of the forward chunk's rows, slice of the backward chunk's rows) to copy.
+        num_rows: number of rows of the backward chunk.
         space: gives memory for the result; None allocates it.
         """
 
@@ -350,18 +427,23 @@ class Experts(nn.Module, abc.ABC):
     def input_gradient(
         self, grad_NM: Tensor, expert_rows: ExpertRows, weight_N: Tensor, hidden: Hidden
     ) -> tuple[Tensor, Tensor, Any]:
-        """Returns the gradients of rows (N, M) and of weight (N,), and what `weight_gradient` needs.
+        """Computes a chunk's gradients of the rows (N, M) and of the routing weights (N,), N rows.
 
-        grad_NM: (N, M), the gradient of T_DO. It may be overwritten. Its memory must live until
-            `weight_gradient` has run.
+        Returns both, and as a third result the tensors that `weight_gradient` needs.
+
+        grad_NM: (N, M), the gradient of the output T_DO. It may be overwritten. The third result may refer to
+            it, so its memory must stay as it is until `weight_gradient` has run.
+        given: the chunk's rows, with the parameters and memory to compute with.
+        weight_N: (N,), the routing weight of each row.
         hidden: the result of `compute`, `recompute` or `join`.
         """
 
     @abc.abstractmethod
     def weight_gradient(self, pending: Any, groups: RowGroups, sums: Sequence[GradientSum | None]) -> None:
-        """Adds the gradients of the parameters to ``sums``.
+        """Adds a chunk's gradients of the parameters to ``sums``.
 
         pending: the third result of `input_gradient`.
+        groups: where each expert's rows begin and end.
         sums: one for each parameter, of the same shape; None for a parameter that needs no gradient.
         """
 
@@ -371,9 +453,12 @@ def _mark_loaded(experts: Experts, _: object) -> None:
 
 
 def row_dot(a_NX: Tensor, b_NX: Tensor, product_NX: Tensor | None = None) -> Tensor:
-    """Returns the inner product of each row of a with the same row of b: (N,), in float32 or wider.
+    """Returns the inner product of each row of a with the same row of b, (N,) for N rows.
 
-    product_NX: memory for the products of the elements; None allocates it.
+    It is summed in float32 or a wider dtype.
+
+    a_NX, b_NX: (N, X), with any number X of columns.
+    product_NX: (N, X), memory for the products of the elements; None allocates it.
     """
     narrow = a_NX.dtype in (torch.bfloat16, torch.float16)
     product_NX = torch.mul(a_NX, b_NX, out=product_NX)

@@ -1,10 +1,12 @@
-"""Experts' parameters that were replaced, or laid out on a device mesh by `pmoe.parallelize`.
+"""Expert parameters as DTensors on a device mesh, made by `pmoe.parallelize`.
 
 From a parameter to the tensor that a call computes with:
 
     parameter        a DTensor over the ranks of the mesh
-    `local_values`   redistributes values whose placements differ from the parameter's
-    `Local`          gives this rank's part; its backward reduces the gradients of all parameters together
+    `local_values`   redistributes a value, if its placements differ from the parameter's
+    `Local`          takes this rank's part; its backward reduces the gradients of all parameters together
+
+`replace_parameter` puts a new Parameter in a module, and makes optimizers that hold the old one raise.
 """
 
 from __future__ import annotations
@@ -25,14 +27,17 @@ from pmoe.experts.marks import is_expert
 from pmoe.experts.operands import local_part
 
 Reduce = Callable[[Sequence[Tensor]], None]
-"""Reduces this rank's parts of gradients in place: a collective, in the same order on every rank."""
+"""A function that reduces gradients in place: this rank's parts, of any shape.
+
+It is a collective, called with the same parameters in the same order on every rank.
+"""
 
 
 def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
     """Replaces a module's parameter ``name`` by a new Parameter that holds ``value``.
 
-    An optimizer that still has the old one would train a parameter that no model uses. Its next step
-    therefore raises ValueError.
+    An optimizer that was made before still has the old parameter, and would train it without any effect on
+    the model. The optimizer's next step therefore raises ValueError.
     """
     old = module.get_parameter(name)
     setattr(module, name, nn.Parameter(value, requires_grad=old.requires_grad))
@@ -42,13 +47,19 @@ def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Registers two hooks on the steps of all optimizers of this process, once."""
+    """Registers two hooks on the steps of all optimizers of this process; later calls do nothing.
+
+    The first hook raises if an optimizer has a replaced parameter. The second one marks DTensors as changed.
+    """
     register_optimizer_step_pre_hook(_check_optimizer)
     register_optimizer_step_post_hook(_count_versions)
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raises ValueError if the optimizer has a parameter that `replace_parameter` has replaced."""
+    """Raises ValueError if the optimizer has a parameter that `replace_parameter` has replaced.
+
+    It is a hook that runs before each step of an optimizer.
+    """
     for parameter in (tensor for group in optimizer.param_groups for tensor in group["params"]):
         if hasattr(parameter, "is_replaced"):
             raise ValueError(
@@ -59,10 +70,11 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _count_versions(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raises the versions of the DTensors that an optimizer step has changed.
+    """Increments the version counters of the experts' DTensors that an optimizer step has changed.
 
-    With foreach=True or fused=True a step writes to the local parts and leaves the DTensors' versions as they
-    were. `_check_unchanged` would then miss a step between forward and backward.
+    It is a hook that runs after each step. With foreach=True or fused=True a step writes to the local tensors
+    and does not increment the DTensors' counters. Without this hook, `_check_unchanged` would not notice a
+    step between forward and backward.
     """
     for parameter in (tensor for group in optimizer.param_groups for tensor in group["params"]):
         if is_expert(parameter) and hasattr(parameter, "to_local") and parameter.grad is not None:
@@ -75,15 +87,18 @@ def local_values(
     names: Sequence[str],
     values: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Returns this rank's part of each value of experts that `pmoe.parallelize` has laid out.
+    """Returns this rank's part of each value of experts that `pmoe.parallelize` has made DTensors.
 
-    placements, reduce: as `pmoe.experts.base.Experts` has them.
-    names: the operands' names. values: DTensors, or plain tensors that are on no mesh.
+    placements: the DTensor placements by name of the value, as `pmoe.parallelize` chose them. Names that are
+        not in it belong to values that remain plain tensors.
+    reduce: reduces the gradients of all values in backward; None reduces nothing.
+    names: the values' names.
+    values: DTensors or plain tensors, of any shape, in the order of ``names``.
 
-    A parametrization computes a value from DTensors, and the value's placements may differ from the
-    parameter's. It is then redistributed to the parameter's placements, which may need a collective.
+    A parametrization computes a value from DTensors, and the result may have other placements than the
+    parameter. The value is then redistributed to the parameter's placements, which may need a collective.
 
-    Raises ValueError for a plain tensor in the place of a DTensor.
+    Raises ValueError for a plain tensor if ``placements`` has its name.
     """
     laid_out = []
     for name, value in zip(names, values, strict=True):
@@ -100,10 +115,10 @@ def local_values(
 
 
 class Local(torch.autograd.Function):
-    """Gives this rank's part of each parameter, in an autograd function of its own.
+    """Takes this rank's part of each parameter, in one autograd function for all of them.
 
-    Its backward runs once the gradients of all parameters are complete. So they are reduced together, in the
-    same order on every rank, before they are added to earlier backward passes' gradients.
+    Its backward runs once the gradients of all parameters are complete. So they are reduced together and in
+    the same order on every rank, before they are added to the gradients of earlier backward passes.
     """
 
     @staticmethod
@@ -140,9 +155,10 @@ class Local(torch.autograd.Function):
 def _check_unchanged(before: list[tuple[Tensor, int]]) -> None:
     """Raises RuntimeError if a DTensor was changed in place since forward.
 
-    before: each DTensor with its version in forward. The backward pass that uses the values calls this.
+    Autograd saves the local tensor, whose version counter does not show such a change. So the backward pass
+    that uses the local tensor calls this function.
 
-    Autograd saves the local tensor. That one has a version of its own, which does not show the change.
+    before: each DTensor, of any shape, with its version counter in forward.
     """
     for parameter, version in before:
         if parameter._version != version:
@@ -150,7 +166,11 @@ def _check_unchanged(before: list[tuple[Tensor, int]]) -> None:
 
 
 def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
-    """Returns this rank's part of a gradient as a DTensor with the mesh and placements of its parameter."""
+    """Returns this rank's part of a gradient as a DTensor with the mesh and placements of its parameter.
+
+    gradient: of any shape.
+    like: the parameter. If it is no DTensor, the gradient is returned unchanged.
+    """
     from torch.distributed.tensor import DTensor
 
     if not isinstance(like, DTensor):

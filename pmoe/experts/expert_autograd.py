@@ -1,9 +1,10 @@
 """The autograd graph of one expert that is a user's module, kept from forward to backward.
 
-Forward records the graph (`record`). The tensors that autograd saves for it are taken out and handed to the
-caller, who keeps them or copies them to the host. Backward puts them back and differentiates (`gradients`):
+Forward records the graph (`record`). The tensors that autograd saves for the graph are taken out of it and
+handed to the caller, who keeps them or copies them to the host. Backward puts them back and differentiates
+(`gradients`). A `SavedTensorSlots` (the "shelf") holds the tensors while the graph is in use:
 
-    forward    Shelf.open -> put, put, ... -> seal -> close     close returns the tensors
+    forward    shelf.open -> put, put, ... -> seal -> close     close returns the tensors
     backward   shelf.tensors = ..., shelf.rows = ... -> get, get, ... -> close
 """
 
@@ -20,10 +21,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 @dataclass(frozen=True)
 class _InRows:
-    """A saved tensor that is a view of the rows that entered the graph.
+    """Stands for a tensor that autograd saved and that is a view of the expert's input rows.
+
+    The view is not stored. It is made again from the rows, which the caller restores for backward.
 
     size, stride: of the view, in elements.
-    offset: elements from the rows' first element to the view's.
+    offset: elements from the rows' first element to the view's first one.
     """
 
     size: tuple[int, ...]
@@ -33,7 +36,11 @@ class _InRows:
 
 @dataclass(frozen=True)
 class _Own:
-    """A saved parameter or buffer, which stays where it is. version: its version when it was saved."""
+    """Stands for a parameter or buffer that autograd saved. It is not copied or moved.
+
+    tensor: the parameter or buffer, or a view of it, of any shape.
+    version: its version counter when it was saved.
+    """
 
     tensor: Tensor
     version: int
@@ -41,19 +48,22 @@ class _Own:
 
 @dataclass
 class SavedTensorSlots:
-    """The tensors that autograd saved for one expert's graph; `put` and `get` are its saved-tensor hooks.
+    """The shelf of one expert's graph: holds the tensors that autograd saves for the graph.
+
+    `put` and `get` are the graph's saved-tensor hooks. All tensors may have any shape.
 
     own_storages: addresses of the storages of the modules' parameters and buffers.
     own: the parameters and buffers that were saved.
-    checks_own: whether `get` raises if one of these changed after it was saved. It is False if other
-        saved-tensor hooks are active, such as a checkpoint's: torch's own layers check nothing under them
-        either.
-    rows: the rows that entered the graph; None while the shelf is closed.
-    tensors: the other saved tensors; empty while the shelf is closed.
-    rows_changed: whether the expert changed the rows in place.
+    checks_own: whether `get` raises if a tensor in ``own`` changed after it was saved. It is False if other
+        saved-tensor hooks are active, such as a checkpoint's, because autograd does not check versions under
+        such hooks either.
+    rows: the expert's input rows; None between forward and backward.
+    tensors: the other saved tensors; empty between forward and backward.
+    rows_changed: whether the expert changed its input rows in place.
 
-    The graph refers to its shelf through the hooks. A reference back to the graph would be a cycle through
-    autograd, which Python's garbage collector does not see, and neither would ever be freed.
+    The graph refers to its shelf through the hooks. The shelf must not refer to the graph: that would be a
+    cycle through autograd, which Python's garbage collector does not see, so that neither would ever be
+    freed.
     """
 
     own_storages: frozenset[int]
@@ -68,14 +78,17 @@ class SavedTensorSlots:
     _changed: frozenset[int] = frozenset()
 
     def open(self, rows_NM: Tensor) -> None:
-        """Begins a recording with these rows."""
+        """Begins the recording of a graph.
+
+        rows_NM: (N, M), the expert's N input rows.
+        """
         self.rows = rows_NM
         self._rows_version = rows_NM._version
 
     def seal(self) -> None:
-        """Ends a recording: notes which saved tensors the expert changed after they were saved.
+        """Ends the recording: notes which saved tensors the expert changed in place after they were saved.
 
-        Their gradients would be wrong, so `get` raises for them.
+        Gradients computed from such tensors would be wrong, so `get` raises for them.
         """
         assert self.rows is not None
         new_versions = [tensor._version for tensor in self.tensors]
@@ -85,7 +98,7 @@ class SavedTensorSlots:
         self.rows_changed = self.rows._version != self._rows_version
 
     def close(self) -> list[Tensor]:
-        """Returns the saved tensors and forgets them: they belong to the caller from now on."""
+        """Returns the saved tensors, of any shape, and forgets them: from now on the caller keeps them."""
         tensors = self.tensors
         self.tensors = []
         self.rows = None
@@ -93,16 +106,19 @@ class SavedTensorSlots:
         return tensors
 
     def has_saved(self, own: Tensor) -> bool:
-        """Returns whether the graph needs this parameter or buffer, or a view of it."""
+        """Returns whether autograd saved this parameter or buffer, or a view of it, for the graph.
+
+        own: the parameter or buffer, of any shape.
+        """
         address = own.untyped_storage().data_ptr()
         return any(saved.tensor.untyped_storage().data_ptr() == address for saved in self.own)
 
     def put(self, tensor: Tensor) -> int | _InRows | _Own:
-        """Stores one tensor that autograd saves, and returns the key under which `get` finds it:
+        """Stores one tensor that autograd saves, of any shape. Returns the key under which `get` finds it.
 
         `_Own`      a parameter or buffer, or a view of one: it is not activation memory
-        `_InRows`   a view of the rows: the caller restores T_DI by itself
-        int         anything else: its index in ``tensors``
+        `_InRows`   a view of the input rows: the caller restores the rows (T_DI) itself
+        int         any other tensor: its index in ``tensors``
         """
         rows = self.rows
         assert rows is not None
@@ -112,8 +128,8 @@ class SavedTensorSlots:
             self.own.append(_Own(tensor.detach(), tensor._version))
             return self.own[-1]
         if tensor.numel() and storage == rows.untyped_storage().data_ptr():
-            # The caller restores T_DI as it entered. What the expert changed in place, or reads under another
-            # dtype, would be lost, so it is copied.
+            # The caller restores T_DI as it was when it entered. A tensor that the expert changed in place,
+            # or reads under another dtype, would be lost, so it is copied.
             if tensor._version != self._rows_version or tensor.dtype != rows.dtype:
                 return self._keep(tensor.detach().clone())
             return _InRows(
@@ -127,15 +143,15 @@ class SavedTensorSlots:
         return self._known[key]
 
     def _keep(self, tensor: Tensor) -> int:
-        """Adds a tensor to ``tensors`` and returns its index."""
+        """Appends a tensor to ``tensors``, notes its version counter, and returns its index."""
         self.tensors.append(tensor)
         self._versions.append(tensor._version)
         return len(self.tensors) - 1
 
     def get(self, key: int | _InRows | _Own) -> Tensor:
-        """Returns the tensor that `put` stored under this key.
+        """Returns the tensor, of any shape, that `put` stored under this key.
 
-        Raises RuntimeError if it was changed in place after it was saved.
+        Raises RuntimeError if it was changed in place after it was saved, because gradients would be wrong.
         """
         if isinstance(key, _Own):
             if self.checks_own and key.tensor._version != key.version:
@@ -154,7 +170,12 @@ class SavedTensorSlots:
 
 
 def changed_in_place(tensor: Tensor) -> RuntimeError:
-    """Returns the error that autograd raises if a tensor that torch's own layers saved was changed."""
+    """Returns the error for a parameter or buffer that was changed between forward and backward.
+
+    The text begins as autograd's own error for a saved tensor that was changed.
+
+    tensor: the parameter or buffer, of any shape.
+    """
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"a parameter or buffer of shape {tuple(tensor.shape)} was changed between a layer's forward pass "
@@ -163,20 +184,21 @@ def changed_in_place(tensor: Tensor) -> RuntimeError:
 
 
 def saves_plainly() -> bool:
-    """Returns whether no saved-tensor hooks are active: only then does autograd check versions."""
+    """Returns whether no saved-tensor hooks are active. Autograd checks versions only if there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """The graph of one expert's part of a chunk, without the tensors that it saved.
+    """The autograd graph of one expert's rows of a chunk (micro-batch), without the tensors that it saved.
 
-    at: which rows of the chunk.
-    shelf: where the graph finds its saved tensors.
-    num_tensors: number of tensors that the shelf held.
-    rows: the rows' edge in the graph, from which their gradient is read.
-    output: the output's edge; None if nothing in the graph needs a gradient.
-    saved_output: the shelf's key of the output (T_DO); -1 if it was not saved.
+    at: the slice of the chunk's rows that the expert computed.
+    shelf: holds the saved tensors while the graph is recorded or differentiated.
+    num_tensors: number of tensors that the shelf held after the recording.
+    rows: the autograd edge of the input rows, at which their gradient is read.
+    output: the autograd edge of the output, where differentiation starts; None if nothing in the graph needs
+        a gradient.
+    saved_output: the shelf's key of the output (T_DO); -1 if the output was not saved.
     """
 
     at: slice
@@ -190,7 +212,7 @@ class Graph:
 class _Enter(torch.autograd.Function):
     """Starts a graph with rows that the graph does not hold. A leaf tensor would be held until backward.
 
-    anchor: an empty tensor that requires a gradient, so that everything computed from the rows does.
+    anchor: an empty tensor that requires a gradient, so that everything computed from the rows requires one.
     """
 
     @staticmethod
@@ -207,13 +229,17 @@ class _Enter(torch.autograd.Function):
 def record(
     run: Callable[[Tensor], Tensor], rows: Tensor, at: slice, shelf: SavedTensorSlots, own_rows: bool = False
 ) -> tuple[Graph, Tensor]:
-    """Returns the graph of run(rows), its shelf still filled, and the output, detached.
+    """Runs one expert on its rows and records the autograd graph.
 
-    run: one expert.
-    rows: its rows of the chunk. at: which rows these are.
+    Returns the graph and the detached output. The shelf then holds the tensors that autograd saved.
+
+    run: the expert, or another function of rows, such as a user's callback.
+    rows: (rows, columns), the rows of the chunk that ``run`` gets.
+    at: the slice of the chunk that these rows are.
     shelf: an empty shelf, which the recording fills.
-    own_rows: True also keeps views of ``rows`` on the shelf, and leaves the output off it. With False the
-        caller must set ``shelf.rows`` again before backward.
+    own_rows: with False, views of ``rows`` are not stored, and the caller must set ``shelf.rows`` before
+        backward; the output is stored on the shelf. With True, views of ``rows`` are stored on the shelf like
+        any other tensor, and the output is not.
     """
     anchor = torch.empty(0, device=rows.device, requires_grad=True)
     shelf.checks_own = saves_plainly()
@@ -236,11 +262,13 @@ def record(
 
 
 def gradients(graph: Graph, wanted: Sequence[Tensor], grad_output: Tensor) -> Sequence[Tensor | None]:
-    """Returns the gradients of the rows and of each of ``wanted``; None for frozen or unused ones.
+    """Returns the gradients of a graph's input rows and of each of ``wanted``.
 
-    graph: its shelf must be filled, and stays filled.
-    wanted: the parameters.
-    grad_output: the gradient of the output, of the same shape.
+    The gradient is None for a tensor that requires none, or that the graph does not use.
+
+    graph: its shelf must hold the saved tensors. They stay there.
+    wanted: the parameters, of any shape.
+    grad_output: the gradient of the graph's output, of the same shape.
     """
     assert graph.output is not None
     # The graph is retained because a user may run backward again. It is freed with the autograd context.

@@ -1,7 +1,7 @@
-"""Feed-forward experts: act(x w1^T + b1) w2^T + b2. Also the nonlinearities and their gradients in place.
+"""Feed-forward experts, act(x w1^T + b1) w2^T + b2. Also the nonlinearities and their gradients in place.
 
-Only the value before the nonlinearity (T_M) is kept for backward. Everything else is computed again, element
-by element.
+For backward, only T_M = x w1^T + b1 is kept, the value before the nonlinearity. The value after it is
+computed again, which costs no matrix product.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ def _gelu_gradient_(grad: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _of_few_shapes(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Splits rows into blocks of few different sizes on the CPU: powers of two, and one of under 16.
+    """Splits rows into blocks of powers of two and one rest, so that oneDNN sees few different shapes.
 
-    oneDNN compiles a gelu for each shape and keeps it. Row counts differ from call to call, so without the
-    blocks its memory would grow with every call.
+    oneDNN compiles a gelu for each shape on the CPU and keeps it. Row counts differ from call to call, so
+    without the split the memory of these kernels would grow with every call. On CUDA nothing is split.
+
+    tensors: of the same number of rows, (rows, ...). The rest has fewer than 16 rows.
 
     Example: 100 rows -> blocks of 64, 32 and 4 rows.
     """
@@ -48,10 +50,11 @@ def _of_few_shapes(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
-    """One nonlinearity and its gradient. Both write into memory that the caller gives.
+    """One nonlinearity and its gradient, both of which write into the caller's memory.
 
-    value: value(hidden, out) writes the activated hidden to ``out``, which may be ``hidden`` itself.
-    gradient_: gradient_(grad, hidden) overwrites the gradient of the activated hidden with that of hidden.
+    value: value(hidden, out) writes the activated ``hidden`` to ``out``, which may be ``hidden`` itself.
+    gradient_: gradient_(grad, hidden) receives the gradient of the activated hidden, and overwrites it with
+        the gradient of ``hidden``, the value before the nonlinearity.
     """
 
     value: Callable[[Tensor, Tensor], Tensor]
@@ -59,7 +62,7 @@ class Activation:
 
 
 ActivationName = Literal["relu", "gelu", "silu"]
-"""Names that MoELayer's argument ``activation`` takes: the keys of `ACTIVATIONS`."""
+"""Names that MoELayer's argument ``activation`` accepts: the keys of `ACTIVATIONS`."""
 
 ACTIVATIONS: dict[str, Activation] = {
     "relu": Activation(
@@ -76,16 +79,20 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def find_activation(name: str) -> Activation:
-    """Returns the `Activation` of a name. Raises ValueError, with the known names, for any other name."""
+    """Returns the nonlinearity called ``name``.
+
+    Raises ValueError, with the known names, for any other name.
+    """
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"activation ({name!r}) must be one of {', '.join(sorted(ACTIVATIONS))}")
     return ACTIVATIONS[name]
 
 
 class FFNExperts(StackedExperts):
-    """E_local feed-forward experts, act(x w1^T + b1) w2^T + b2, with relu, gelu (exact) or silu.
+    """Feed-forward experts of one rank: act(x w1^T + b1) w2^T + b2 with relu, gelu (exact) or silu.
 
-    T_M is (N, H).
+    One tensor holds a weight of all E_local experts. T_M, the hidden activation before the nonlinearity, is
+    (N, H) for N rows and H hidden columns.
     """
 
     hidden_factor = 1

@@ -1,11 +1,15 @@
-"""Marks on experts' parameters, which other tools read.
+"""Marks: attributes that pmoe sets on experts' parameters, and that other tools read.
 
-``allreduce = False`` tells data-parallel wrappers to leave a parameter alone (`is_expert`).
+``allreduce = False`` makes data-parallel wrappers leave a parameter alone, because ranks hold different
+experts.
 
-``stacked = True`` is for tools that tell matrices from vectors by the number of dimensions:
+``stacked = True`` says that dimension 0 of a parameter counts experts. Optimizers that distinguish matrices
+from vectors by the number of dimensions need it:
 
-w1, w2  (E, out, in)   three dimensions, and each slice is one matrix
-b1, b2  (E, columns)   two dimensions, and each slice is one bias, not a matrix
+w1, w2  (E, out, in)   three dimensions; for each expert one matrix
+b1, b2  (E, columns)   two dimensions; for each expert one bias, which is a vector and no matrix
+
+E is the number of this rank's experts, out and in are the features of a matrix.
 """
 
 from __future__ import annotations
@@ -15,13 +19,13 @@ import re
 from torch import Tensor, nn
 
 STACKED = re.compile(r"(parametrizations\.)?(w1|w2|b1|b2)(_orig|\..*)?")
-"""Matches names of stacked parameters: plain ("w1"), pruned ("w1_orig") or parametrized ones."""
+"""Matches the names of parameters that hold all experts: "w1", pruned ("w1_orig") or parametrized ones."""
 
 
 def mark_stacked(experts: nn.Module) -> None:
-    """Sets ``stacked = True`` on stacked parameters, whose dimension 0 counts the experts.
+    """Sets ``stacked = True`` on the experts' parameters whose dimension 0 counts experts: w1, w2, b1, b2.
 
-    Must be called again after new Parameter objects were made (see `Experts.mark_parameters`).
+    It must be called again whenever tools make new Parameter objects, because these have no marks.
     """
     for name, parameter in experts.named_parameters():
         if STACKED.fullmatch(name):
@@ -29,22 +33,29 @@ def mark_stacked(experts: nn.Module) -> None:
 
 
 def is_stacked(parameter: Tensor) -> bool:
-    """Returns whether dimension 0 of a parameter counts experts (`mark_stacked`)."""
+    """Returns whether dimension 0 of a parameter counts experts, as `mark_stacked` has marked it.
+
+    parameter: of any shape.
+    """
     return bool(getattr(parameter, "stacked", False))
 
 
 def num_dims(parameter: Tensor) -> int:
-    """Returns the number of dimensions of a parameter, of one expert's slice if it is stacked.
+    """Returns the number of dimensions that a parameter has for a single expert.
 
-    A matrix has 2, a bias 1.
+    Dimension 0 is not counted if it counts experts. So a matrix has 2 and a bias has 1.
+
+    parameter: of any shape.
     """
     return parameter.ndim - is_stacked(parameter)
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Returns whether data-parallel wrappers must leave a parameter alone (`Experts.mark_parameters`).
+    """Returns whether data-parallel wrappers must leave a parameter alone, because it belongs to experts.
 
-    DistributedDataParallel does so after ``_set_params_and_buffers_to_ignore_for_model(model, names)`` with
-    the names of these parameters.
+    Ranks hold different experts. To make DistributedDataParallel leave these parameters alone, pass their
+    names to ``_set_params_and_buffers_to_ignore_for_model(model, names)`` before the model is wrapped.
+
+    parameter: of any shape.
     """
     return not getattr(parameter, "allreduce", True)

@@ -1,12 +1,16 @@
 """Experts that are a user's own modules, one instance for each local expert.
 
-Forward keeps the autograd graph of each expert's part of a chunk. Backward differentiates it for parameters
-and rows together, so these experts have no separate weight-gradient task.
+Forward keeps the autograd graph of each expert's rows of a chunk (micro-batch). Backward differentiates the
+graph for parameters and rows together, so weight gradients are no separate computation here.
 
-Their hidden (T_M) is the set of tensors that the graphs saved, T_DO included. The tensors are not kept in the
-graphs but handed to the caller, who keeps or offloads them (`Hidden.tensors`). Activation checkpointing would
-otherwise meet them graph by graph and run the whole layer again for each graph, on each rank a different
-number of times. Two kinds of tensors are left out: parameters, and T_DI, which the caller restores by itself.
+Other experts save T_M, the hidden activation, for backward. Here the tensors that autograd saved take its
+place; the experts' output (T_DO) is among them. Two kinds of tensors are left out: parameters, and views of
+the received rows (T_DI), because the engine restores the rows itself.
+
+The saved tensors are not kept in the graphs. They are handed to the engine, which keeps or offloads them
+(`Hidden.tensors`). If they stayed in the graphs, activation checkpointing would find them graph by graph, and
+would run the whole layer again for each graph: on each rank a different number of times, so that collectives
+would not match.
 """
 
 from __future__ import annotations
@@ -40,10 +44,13 @@ from pmoe.experts.products import GradientSum, RowGroups
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The random state and autocast settings that a chunk was computed under.
+    """The random state and autocast settings under which a chunk was computed, to compute it again.
 
-    random: state of the CPU's default generator. device_random: that of the CUDA device's; None on the CPU.
-    buffers: the experts' buffers with their versions before the compute; empty if nothing checks versions.
+    random: state of the CPU's default generator.
+    device_random: state of the CUDA device's generator; None on the CPU.
+    autocast, autocast_dtype: whether autocast was on for the device type, and its dtype.
+    buffers: the experts' buffers with their version counters before the chunk was computed; empty if nothing
+        checks versions.
     """
 
     device: torch.device
@@ -55,7 +62,10 @@ class Recipe:
 
     @staticmethod
     def here(device: torch.device) -> Recipe:
-        """Returns the settings that hold now, for rows on ``device``. Its buffers are empty."""
+        """Returns the random state and autocast settings of this moment, for rows on ``device``.
+
+        Its ``buffers`` are empty.
+        """
         return Recipe(
             device=device,
             random=torch.get_rng_state(),
@@ -66,7 +76,7 @@ class Recipe:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Runs the block under these settings and restores the present ones afterwards."""
+        """Runs the block under the recorded state and settings, and restores the present ones afterwards."""
         devices = [] if self.device_random is None else [self.device]
         with torch.random.fork_rng(devices=devices):
             torch.set_rng_state(self.random)
@@ -77,7 +87,7 @@ class Recipe:
 
 
 class ModuleExperts(Experts):
-    """Experts that are any modules that map rows (rows, d_model) to (rows, d_model).
+    """Experts that are a user's modules. Each maps rows (rows, d_model) to an output of the same shape.
 
     The number of rows varies from call to call and is at least 1: an expert without rows is not called.
     """
@@ -106,9 +116,10 @@ class ModuleExperts(Experts):
     def operands(self) -> list[Tensor]:
         """Returns the modules' parameters, each of any shape.
 
-        A module reads its own values when it is called.
+        The modules themselves do not compute with these tensors: each reads its own parameters when it is
+        called.
 
-        Raises ValueError if the number of modules is not the one that the layer was built with.
+        Raises ValueError if the number of modules has changed since the layer was built.
         """
         if len(self.local) != self.num_local_experts:
             raise ValueError(
@@ -146,7 +157,10 @@ class ModuleExperts(Experts):
         return out, Hidden(tensors=tensors, graph=graphs)
 
     def _graphs(self, rows_NM: Tensor, groups: RowGroups) -> Iterator[tuple[Graph, Tensor]]:
-        """Yields each expert's graph, its shelf still filled, and its output."""
+        """Runs each expert that has rows, and yields its autograd graph and its output.
+
+        The graph's shelf still holds the saved tensors when the pair is yielded; the caller takes them.
+        """
         own_storages = frozenset(
             tensor.untyped_storage().data_ptr()
             for tensor in itertools.chain(self.parameters(), self.buffers())
@@ -155,7 +169,8 @@ class ModuleExperts(Experts):
             shelf = SavedTensorSlots(own_storages)
             graph, output = record(functools.partial(self._run, expert), rows_NM[at], at, shelf)
             if shelf.rows_changed:
-                # The graph's rows have a version counter of their own (`_Enter`); the engine looks at this.
+                # The graph's rows have a version counter of their own (`_Enter`). The engine reads that of
+                # rows_NM.
                 increment_version(rows_NM)
             yield graph, output
 
@@ -175,7 +190,12 @@ class ModuleExperts(Experts):
         return same_on_device and torch.equal(recipe.random, present.random)
 
     def recompute(self, expert_rows: ExpertRows, recipe: Recipe | None) -> Hidden:
-        """Returns T_M of the rows (N, M): each module is run again with the random state of ``recipe``.
+        """Runs each module again on its rows, and returns the tensors that autograd saves.
+
+        They take the place of the hidden activation (T_M) of other experts.
+
+        given: the chunk's rows (N, M), N of them, and the memory to compute with.
+        recipe: the random state and autocast settings of forward; None if the rank had no rows in forward.
 
         Raises RuntimeError if a gradient needs a buffer that was changed in place since forward, unless the
         experts change it themselves.
@@ -197,7 +217,11 @@ class ModuleExperts(Experts):
 
     @contextlib.contextmanager
     def _same_buffers(self) -> Iterator[None]:
-        """Restores all buffers after the block, because forward has already counted these rows in them."""
+        """Restores all buffers after the block.
+
+        Forward has already counted these rows in running statistics. Computing them again would count them
+        twice.
+        """
         saved_buffers = [
             (module._buffers, name, buffer, buffer._version, buffer.clone())
             for module in self.local.modules()
@@ -218,9 +242,14 @@ class ModuleExperts(Experts):
     def join(
         self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate | None = None
     ) -> Hidden:
-        """Returns the graphs and tensors of several forward chunks as those of one backward chunk.
+        """Returns the graphs and saved tensors of several forward chunks as those of one backward chunk.
 
         A graph cannot be split, so every backward chunk consists of whole forward chunks.
+
+        parts: for each forward chunk: its graphs and tensors, and the pairs (slice of its rows, slice of the
+            backward chunk's rows).
+        num_rows: number of rows of the backward chunk.
+        space: not used, because nothing is copied.
         """
         graphs = list[Graph]()
         tensors = list[Tensor]()
@@ -236,7 +265,10 @@ class ModuleExperts(Experts):
         return Hidden(tensors=tensors, graph=graphs)
 
     def _run(self, expert: int, rows_NM: Tensor) -> Tensor:
-        """Runs one expert. Raises TypeError or ValueError if its output is no tensor of its rows' shape."""
+        """Runs one expert on its N rows, (N, M), and returns its output.
+
+        Raises TypeError or ValueError if the output is no tensor of the rows' shape.
+        """
         output = self.local[expert](rows_NM)
         name = type(self.local[expert]).__name__
         if not isinstance(output, Tensor):
@@ -286,10 +318,11 @@ class ModuleExperts(Experts):
 
 
 def build_modules(build: Callable[..., nn.Module], d_model: int, d_hidden: int) -> Callable[[], nn.Module]:
-    """Returns a function that builds one expert.
+    """Returns a function without arguments that builds one expert, made from the user's ``build``.
 
-    It calls build(d_model, d_hidden) if ``build`` takes two arguments, else build().
-    Raises ValueError if ``build`` takes neither.
+    It calls build(d_model, d_hidden) if ``build`` accepts two arguments, else build().
+
+    Raises ValueError if ``build`` can be called in neither way.
     """
     try:
         signature = inspect.signature(build)
@@ -319,16 +352,17 @@ def given_experts(
     first_expert: int,
     options: dict[str, Any],
 ) -> Experts:
-    """Returns the experts that MoELayer's argument ``expert`` stands for.
+    """Returns the experts that MoELayer's argument ``expert`` stands for, if it is no name.
 
-    expert: `Experts`, a ModuleList of this rank's experts, or a callable that builds one expert.
+    expert: a `pmoe.experts.Experts`, a ModuleList of this rank's experts, or a callable that builds one
+        expert.
     sizes: d_model, d_hidden, and the number of this rank's experts.
     shard: the part of the hidden columns that this rank must hold.
-    first_expert: global number of local expert 0.
-    options: device and dtype of the built modules; None leaves them.
+    first_expert: number of local expert 0 among the experts of all ranks, for random seeds.
+    options: device and dtype of the built modules; with None the modules stay as they were built.
 
-    Raises ValueError if there are more or fewer than this rank's experts, or if they hold another shard.
-    Raises TypeError if ``expert`` is of another kind.
+    Raises ValueError if ``expert`` holds more or fewer than this rank's experts, or other hidden columns.
+    Raises TypeError if ``expert`` is anything else.
     """
     d_model, d_hidden, local = sizes
     if isinstance(expert, Experts | nn.ModuleList):
@@ -376,12 +410,13 @@ def shared_experts(
 ) -> Experts:
     """Returns the shared expert, which is the same on every rank and computes every row.
 
-    shared: its hidden width, or a module.
-    kind, activation, bias: the kind of expert that a width makes.
-    first_expert: a number that no routed expert has, so that its random seed is its own.
-    options: device and dtype.
+    shared: number of its hidden columns, or a module.
+    kind, activation, bias: "ffn" or "swiglu", the nonlinearity, and whether it has biases. Used only if
+        ``shared`` is a number.
+    first_expert: a number that no routed expert has, so that the shared expert's random seed is its own.
+    options: device and dtype. A module stays as it is.
 
-    Raises ValueError for a width below 1, TypeError if ``shared`` is neither an int nor a module.
+    Raises ValueError for fewer than one column, TypeError if ``shared`` is neither an int nor a module.
     """
     experts: Experts
     if isinstance(shared, nn.Module):

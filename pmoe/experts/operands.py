@@ -1,8 +1,8 @@
-"""The operands of experts: the values that a call computes with, read when the call begins.
+"""The values that a call computes with: weights and biases of experts, read when the call begins.
 
-They are read by attribute name and not from the list of parameters, because ``experts.w1`` may be computed
-from parameters (weight_norm, LoRA, fake quantisation, pruning), quantised, or replaced by another tool's
-tensor.
+They are read by attribute name and not from the list of parameters, because an attribute such as
+``experts.w1`` may be computed from parameters (weight_norm, LoRA, fake quantisation, pruning), quantised, or
+replaced by another tool's tensor. The names of parameters and of the values that they stand for:
 
     named_parameters()                                   value_names()
     w2, parametrizations.w1.original0, ....original1     w2, w1
@@ -18,20 +18,27 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 DERIVED = ("_orig", "_g", "_v")
-"""Endings of parameter names from which a forward pre-hook computes the value.
+"""Endings of the names of parameters from which a forward pre-hook computes a value.
 
 "_orig" belongs to pruning and to the older spectral_norm, "_g" and "_v" to the older weight_norm.
 """
 
 
 def value_names(module: nn.Module) -> list[str]:
-    """Returns the dotted names of the values that the parameters stand for, in the parameters' order."""
+    """Returns the dotted attribute names of the values that a module computes with, such as "w1".
+
+    They are in the order of the parameters. Several parameters may stand for one value, for example those of
+    a parametrization.
+    """
     names = dict.fromkeys(_value_name(module, name) for name, _ in module.named_parameters())
     return list(names)
 
 
 def _value_name(module: nn.Module, name: str) -> str:
-    """Returns the name of the value that the parameter ``name`` stands for; see the table above."""
+    """Returns the attribute name of the value that the parameter ``name`` stands for.
+
+    Example: "parametrizations.w1.original0" -> "w1", and of a pruned module "w1_orig" -> "w1".
+    """
     path, _, attribute = name.rpartition(".")
     owner, marker, parametrized = f".{path}".partition(".parametrizations.")
     if marker:  # ".inner.parametrizations.w1" holds the parameters behind inner.w1
@@ -44,9 +51,9 @@ def _value_name(module: nn.Module, name: str) -> str:
 
 
 def has_value(module: nn.Module, name: str) -> bool:
-    """Returns whether reading ``module.name`` would give a tensor.
+    """Returns whether the attribute ``name`` of a module is a tensor, or would be computed as one.
 
-    The attribute itself is not read, because a parametrization may have side effects.
+    The attribute itself is not read, because computing a parametrization may have side effects.
     """
     places = (module._parameters, module._buffers, vars(module))
     if any(place.get(name) is not None for place in places):
@@ -55,9 +62,11 @@ def has_value(module: nn.Module, name: str) -> bool:
 
 
 def read_value(module: nn.Module, name: str) -> Tensor:
-    """Returns the present value of ``module.name`` together with its autograd graph.
+    """Returns the present value of a module's attribute ``name``, of any shape, with its autograd graph.
 
-    Raises ValueError if it is not a tensor, or is one that `dense_value` cannot convert.
+    A sparse or quantised value is converted to a dense one.
+
+    Raises ValueError if the value is not a tensor, or is of a tensor subclass that cannot be converted.
     """
     value: object = module
     for part in name.split("."):
@@ -71,9 +80,13 @@ def read_value(module: nn.Module, name: str) -> Tensor:
 
 
 def dense_value(value: Tensor, name: str) -> Tensor:
-    """Returns the numbers of a tensor as a plain tensor or DTensor.
+    """Returns the numbers of a tensor, of any shape, as a plain dense tensor or a DTensor.
 
-    name: how errors call the value. Raises ValueError for a tensor subclass that offers no conversion.
+    Sparse and quantised tensors are converted.
+
+    name: the value's name in errors.
+
+    Raises ValueError for a tensor subclass that offers no conversion.
     """
     kind = type(value)
     if value.layout is not torch.strided:
@@ -96,7 +109,13 @@ def dense_value(value: Tensor, name: str) -> Tensor:
 
 
 def check_own_parameters(experts: nn.Module, names: Iterable[str]) -> None:
-    """Raises ValueError if a value is not a plain parameter: only those can be split over ranks."""
+    """Raises ValueError if a value is pruned, parametrized or replaced, and so is no parameter itself.
+
+    Only plain parameters can be split over ranks.
+
+    experts: the experts, a module.
+    names: attribute names of the values to check.
+    """
     for name in names:
         path, _, attribute = name.rpartition(".")
         if attribute not in experts.get_submodule(path)._parameters:
@@ -107,7 +126,10 @@ def check_own_parameters(experts: nn.Module, names: Iterable[str]) -> None:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's memory of a DTensor, or the tensor itself if it is none; both without a graph."""
+    """Returns this rank's local tensor of a DTensor, without an autograd graph. Shapes may be any.
+
+    A tensor that is not a DTensor is returned as it is.
+    """
     # Asks for the method and not isinstance: DTensor's module is slow to import and rarely needed.
     to_local = getattr(tensor, "to_local", None)
     if to_local is None:

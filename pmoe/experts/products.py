@@ -1,10 +1,10 @@
-"""Grouped matrix products: rows sorted by expert times that expert's matrix.
+"""Grouped matrix products: the rows of each expert, sorted by expert, times that expert's matrix.
 
 On CUDA `pmoe.kernels.registry` picks for each product one of three implementations: pmoe's own kernels, one
-launch of `torch.nn.functional.grouped_mm`, or a loop over the experts. On the CPU it is always the loop. All
-take the same `RowGroups`. An expert without rows costs nothing.
+launch of `torch.nn.functional.grouped_mm`, or a loop over the experts. On the CPU it is the loop, unless an
+implementation is forced. All take the same `RowGroups`. An expert without rows costs nothing.
 
-Letters: I in-features, O out-features.
+Letters: N rows, E experts of this rank, I input features and O output features of an expert's matrix.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pmoe.kernels.registry import GROUPED_MM, LOOP, PMOE, PRODUCTS, Form, Produc
 
 @dataclass(frozen=True, kw_only=True)
 class RowGroups:
-    """Row counts of N consecutive rows, which are grouped by local expert.
+    """Row counts of N consecutive rows that are sorted by local expert.
 
-    counts: (E,) numbers on the host.
-    ends: (E,) int32 on the device, the running sum of counts, which kernels read; None on the CPU.
+    counts: E numbers on the host: the rows of each of the rank's E experts.
+    ends: (E,) int32 on the rows' device, the running sum of counts, which CUDA kernels read; None on the CPU.
 
     Example: counts (2, 0, 3), ends [2, 2, 5]: expert 0 has rows 0 and 1, expert 2 has rows 2 to 4.
     """
@@ -36,16 +36,16 @@ class RowGroups:
 
     @functools.cached_property
     def num_rows(self) -> int:
-        """N, the sum of counts."""
+        """N, the number of all rows."""
         return sum(self.counts)
 
     @functools.cached_property
     def ends_E(self) -> Tensor:
-        """``ends``, computed from counts if there is none."""
+        """The running sum of counts, (E,) int32 for E experts. Computed on the CPU if ``ends`` is None."""
         return torch.tensor(self.counts).cumsum(0).int() if self.ends is None else self.ends
 
     def slices(self) -> Iterator[tuple[int, slice]]:
-        """Yields (expert, slice of its rows) for each expert that has rows."""
+        """Yields (expert, slice of the expert's rows) for each expert that has rows."""
         start = 0
         for expert, count in enumerate(self.counts):
             if count:
@@ -54,11 +54,13 @@ class RowGroups:
 
     @functools.cached_property
     def with_rows(self) -> list[int]:
-        """The numbers of the experts that have rows."""
+        """The numbers of the local experts that have rows."""
         return [expert for expert, count in enumerate(self.counts) if count]
 
     def parts(self, *rows: Tensor) -> Iterable[tuple[int, tuple[Tensor, ...]]]:
-        """Yields (expert, its rows of each tensor) for each expert that has rows.
+        """Splits tensors by expert. Yields (expert, its rows of each tensor) for each expert with rows.
+
+        rows: tensors of (N, ...), for N rows in all.
 
         Each tensor is split by one operation, or by none if a single expert has all rows. Indexing expert by
         expert would keep the host busy while the GPU waits for the next product.
@@ -80,9 +82,16 @@ def choice(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> str:
-    """Returns the implementation for a product: PMOE, GROUPED_MM or LOOP.
+    """Returns the implementation that computes a product: PMOE, GROUPED_MM or LOOP.
 
-    form, first, second, bias, out: see `ProductOperands`.
+    form: "forward" for rows times the experts' matrices, "input" for the gradient of the rows, "weight" for
+        the gradient of the matrices.
+    first, second: the two factors. With N rows, E experts, I input and O output features, they are rows (N,
+        I) and matrices (E, O, I) for "forward", gradient (N, O) and matrices for "input", gradient (N, O) and
+        rows (N, I) for "weight".
+    groups: where each expert's rows begin and end.
+    bias: (E, O), or None.
+    out: memory for the result; None if the implementation allocates it.
     """
     if not (groups.num_rows and _asks(first)):
         return LOOP
@@ -91,7 +100,10 @@ def choice(
 
 
 def _asks(rows: Tensor) -> bool:
-    """Returns whether to ask the registry: on the CPU a loop is as fast as any, and writes in place."""
+    """Returns whether the registry chooses the implementation; if not, the loop is used.
+
+    On the CPU the loop is as fast as any implementation, and writes its result in place.
+    """
     return rows.is_cuda or PRODUCTS.forced is not None
 
 
@@ -106,10 +118,13 @@ def expert_product(
 ) -> Tensor:
     """Returns (rows @ weight[e]^T + bias[e]) * scale for the rows of each expert e: (N, O).
 
-    rows_NI, weight_EOI, bias_EO: the operands.
+    rows_NI: (N, I), N rows of I input features, sorted by expert.
+    weight_EOI: (E, O, I), a matrix for each of E experts, with O output features.
+    groups: where each expert's rows begin and end.
+    bias_EO: (E, O); None adds nothing.
     out: (N, O), memory for the result; None allocates it.
     scale_N: (N,), a factor for each row; None is 1.
-    way: PMOE, GROUPED_MM or LOOP; None asks `choice`.
+    way: the implementation, PMOE, GROUPED_MM or LOOP; None lets `choice` pick it.
     """
     way = choice("forward", rows_NI, weight_EOI, groups, bias_EO, out) if way is None else way
     if way == PMOE:
@@ -131,7 +146,10 @@ def expert_product(
 
 
 def scale_of(weight_N: Tensor, rows: Tensor) -> Tensor:
-    """Returns (N,) routing weights as kernels read them: contiguous, in float32 or wider."""
+    """Returns the N rows' routing weights, (N,), in the form that kernels read.
+
+    The result is contiguous and in float32, or in the dtype of ``rows`` if that is wider.
+    """
     return weight_N.to(torch.promote_types(rows.dtype, torch.float32)).contiguous()
 
 
@@ -142,7 +160,14 @@ def expert_input_gradient(
     out: Tensor | None = None,
     way: str | None = None,
 ) -> Tensor:
-    """Returns grad @ weight[e] for the rows of each expert e: (N, I). way: as in `expert_product`."""
+    """Returns grad @ weight[e] for the rows of each expert e: the gradient of the rows, (N, I).
+
+    grad_NO: (N, O), the gradient of N results of O output features, sorted by expert.
+    weight_EOI: (E, O, I), a matrix for each of E experts, with I input features.
+    groups: where each expert's rows begin and end.
+    out: (N, I), memory for the result; None allocates it.
+    way: the implementation, PMOE, GROUPED_MM or LOOP; None lets `choice` pick it.
+    """
     way = choice("input", grad_NO, weight_EOI, groups, None, out) if way is None else way
     if way == PMOE:
         return grouped_gemm.input_gradient(grad_NO, weight_EOI, groups.ends_E, out=out)
@@ -150,13 +175,17 @@ def expert_input_gradient(
 
 
 class GradientSum:
-    """The gradient of one stacked parameter, summed over chunks in the order of their tasks.
+    """Sums the gradient of one parameter over chunks, in the order in which they are computed.
 
-    contributions: how many additions will follow. If there are several, a parameter narrower than float32 is
-        summed in float32 and rounded once.
+    The parameter holds one weight of all E experts of the rank: (E, ...).
 
-    The first contribution overwrites the memory. So nothing is set to zero first, unless an expert has no
-    rows.
+    parameter: the parameter. The sum has its shape.
+    contributions: number of additions that will follow. If there are several, a parameter narrower than
+        float32 is summed in float32 and rounded once.
+    total: the sum so far, of the parameter's shape.
+
+    The first addition overwrites uninitialised memory. So ``total`` need not be set to zero first, unless an
+    expert has no rows.
     """
 
     total: Tensor
@@ -173,7 +202,13 @@ class GradientSum:
         self._first = True
 
     def add_weight(self, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups, way: str | None = None) -> None:
-        """Adds grad[rows of e]^T @ rows[rows of e] to total[e]. way: as in `expert_product`."""
+        """Adds the weights' gradient of some rows: for each expert e, grad[of e]^T @ rows[of e] to total[e].
+
+        grad_NO: (N, O), the gradient of N results of O output features, sorted by expert.
+        rows_NI: (N, I), the rows of I input features that the results were computed from.
+        groups: where each expert's rows begin and end.
+        way: the implementation, PMOE, GROUPED_MM or LOOP; None lets `choice` pick it.
+        """
         way = choice("weight", grad_NO, rows_NI, groups, None, self.total) if way is None else way
         # pmoe's kernel writes the parameter's dtype, but adds in float32 only.
         if way == PMOE and (self._first or self.total.dtype == torch.float32):
@@ -196,7 +231,11 @@ class GradientSum:
         self._first = False
 
     def add_bias(self, grad_NO: Tensor, groups: RowGroups) -> None:
-        """Adds to total[e] the sum of grad over the rows of e."""
+        """Adds the gradient of the biases: for each expert e, the sum of grad over the rows of e to total[e].
+
+        grad_NO: (N, O), the gradient of N results of O output features, sorted by expert.
+        groups: where each expert's rows begin and end.
+        """
         if grad_NO.element_size() == 2 and _asks(grad_NO):
             # A product with ones sums in a fixed order, unlike atomic adds, so the result repeats to the bit.
             # 8 columns are the least that kernels take: 16 bytes a row.
@@ -216,7 +255,7 @@ class GradientSum:
         self._first = False
 
     def add(self, contribution: Tensor) -> None:
-        """Adds a contribution of the parameter's shape to total."""
+        """Adds a tensor of the parameter's shape to the sum."""
         if self._first:
             self.total.copy_(contribution)
         else:
@@ -224,14 +263,20 @@ class GradientSum:
         self._first = False
 
     def result(self) -> Tensor:
-        """Returns the sum in the parameter's dtype; zeros if nothing was added."""
+        """Returns the sum, of the parameter's shape, in the parameter's dtype; zeros if nothing was added."""
         if self._first:
             self.total.zero_()
         return self.total.to(self._dtype)
 
 
 def _weight_gradient(way: str, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups) -> Tensor:
-    """Returns grad[rows of e]^T @ rows[rows of e] for each expert e: (E, O, I), by one launch."""
+    """Returns grad[rows of e]^T @ rows[rows of e] for each expert e, (E, O, I), from one kernel launch.
+
+    way: PMOE for pmoe's kernel, anything else for torch's grouped_mm.
+    grad_NO: (N, O), the gradient of N results of O output features, sorted by expert.
+    rows_NI: (N, I), the rows of I input features.
+    groups: where each of the E experts' rows begin and end.
+    """
     if way == PMOE:
         return grouped_gemm.weight_gradient(grad_NO, rows_NI, groups.ends_E)
     products = F.grouped_mm(grad_NO.t(), rows_NI, offs=groups.ends_E)

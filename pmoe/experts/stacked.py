@@ -1,4 +1,4 @@
-"""Two-layer experts over stacked weights: the code that feed-forward and SwiGLU experts share."""
+"""Two-layer experts with one tensor for the weights of all experts: what FFN and SwiGLU experts share."""
 
 from __future__ import annotations
 
@@ -31,37 +31,43 @@ from pmoe.schedule.buffer_sizes import HiddenColumns
 V = TypeVar("V")
 
 OPERANDS = ("w1", "w2", "b1", "b2")
-"""Names of the operands in the order in which kernels take them. There are both biases or none."""
+"""Names of the weights and biases, in the order in which kernels take them. There are both biases or none."""
 
 SCRATCH_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
-"""Bytes of one block of rows in `input_gradient`, by device type.
+"""Bytes of one block of rows that `input_gradient` processes at a time, by device type.
 
-On the CPU a block fits into a core's cache. On a GPU it is large, because there few launches matter more.
+On the CPU a block fits into a core's cache. On a GPU a block is large, because a small number of launches
+matters more than the cache.
 """
 
 
 class StackedExperts(Experts):
-    """Two-layer experts whose weights are stacked: one tensor for all experts of the rank.
+    """Two-layer experts whose weights are stacked: one tensor holds a weight of all experts of the rank.
 
-    w1: (E, G, M). Out-features come before in-features, as in `torch.nn.Linear`.
+    For E experts of this rank, N rows, M = d_model, H hidden columns, and G columns of T_M, the hidden
+    activation before the nonlinearity (G = H, or 2H for gated experts):
+
+    w1: (E, G, M). Output features come before input features, as in `torch.nn.Linear`.
     w2: (E, M, H).
     b1: (E, G); None without bias.
     b2: (E, M); None without bias.
 
-    A subclass says how T_M (N, G) becomes the activated hidden (N, H): `activate` and `activation_gradient`.
+    A subclass defines how T_M (N, G) becomes the activated hidden (N, H): `activate` and
+    `activation_gradient`.
 
-    T_DO is never saved. If dy is the gradient of a row of T_DO, the gradient of its routing weight is
+    The output T_DO is never saved. If dy is the gradient of a row of T_DO, the gradient of the row's routing
+    weight is
 
         <activated hidden, dy w2[e]> + <dy, b2[e]>
 
-    If experts are sharded (FSMoE's ESP), H counts the hidden columns of this rank's shard; gated experts have
-    these columns of both halves. T_DO and the gradients of rows and routing weights are then partial sums,
-    which the engine adds up over the shards. b2 is whole on every shard. Only shard 0 adds it, and its
-    gradient is the same on all shards.
+    If each expert's hidden columns are split over ranks (FSMoE's ESP), H counts the columns of this rank. A
+    gated expert's rank has the same columns of both halves of w1. T_DO and the gradients of rows and routing
+    weights are then partial sums, which the engine adds up over these ranks. Each of the ranks holds the
+    whole b2 and gets the same gradient for it, but only the first one adds b2 to the output.
     """
 
     hidden_factor: int
-    """G / H: 1 for feed-forward experts, 2 for gated ones."""
+    """Rows of w1 for each hidden column: 1 for feed-forward experts, 2 for gated ones."""
     activation: str
     """The nonlinearity's name in `pmoe.kernels.grouped_gemm`, if it is one of pmoe's own."""
     num_local_experts: int
@@ -74,7 +80,10 @@ class StackedExperts(Experts):
 
     @property
     def fused_activation(self) -> str | None:
-        """``activation``, or None if a subclass outside pmoe has a nonlinearity of its own."""
+        """Name of the nonlinearity, if pmoe's kernels can compute it.
+
+        None if a subclass outside pmoe has a nonlinearity of its own.
+        """
         methods = (type(self).activate, type(self).activation_gradient)
         are_ours = all(getattr(method, "__module__", "").startswith("pmoe.experts.") for method in methods)
         return self.activation if are_ours else None
@@ -121,7 +130,7 @@ class StackedExperts(Experts):
 
     @property
     def num_hidden(self) -> int:
-        """H, the number of hidden columns of this shard."""
+        """H, the number of each expert's hidden columns that this rank holds."""
         return self.all_hidden // self.shard.count
 
     def shapes(self) -> dict[str, tuple[int, int, int]]:
@@ -152,11 +161,13 @@ class StackedExperts(Experts):
         return super().operands()
 
     def check_operands(self, values: Sequence[Tensor]) -> None:
-        """Raises ValueError if a value has another size, dtype or device than these experts.
+        """Raises ValueError if a weight or bias has another size, dtype or device than these experts.
 
         Another tool may have replaced a parameter since the layer was built.
 
-        values: those of `operands`: w1 (E_local, G, M), w2 (E_local, M, H), b1 (E_local, G), b2 (E_local, M).
+        values: the result of `operands`: w1 (E_local, G, M), w2 (E_local, M, H), b1 (E_local, G), b2
+            (E_local, M). E_local is the number of this rank's experts, H their hidden columns, and G is H, or
+            2H for gated experts.
         """
         reference = values[0]
         num_experts = self.num_local_experts
@@ -201,9 +212,12 @@ class StackedExperts(Experts):
 
     @torch.no_grad()
     def initialise_expert(self, local_expert: int) -> None:
-        """Draws one expert's parameters from the CPU's generator, with the bounds of `torch.nn.Linear`.
+        """Draws one expert's parameters from the CPU's generator, within the bounds of `torch.nn.Linear`.
 
-        A shard draws the whole expert and takes its columns, so values do not depend on the number of shards.
+        A rank that holds a part of the hidden columns draws the whole expert and takes its columns. So the
+        values do not depend on the number of ranks that share the columns.
+
+        local_expert: the expert's number on this rank.
         """
         d_model = self.d_model
         columns = self.shard.of(self.all_hidden)
@@ -224,16 +238,20 @@ class StackedExperts(Experts):
 
     @abc.abstractmethod
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
-        """Writes the activated hidden to active_NH, (N, H).
+        """Applies the nonlinearity to N rows: writes the activated hidden, H columns, to active_NH.
 
-        hidden_NG: T_M, (N, H), or (N, 2H) for gated experts. active_NH may be its first H columns.
+        hidden_NG: (N, H), or (N, 2H) for gated experts: T_M, the hidden activation before the nonlinearity.
+        active_NH: (N, H), the result's memory. It may be the first H columns of hidden_NG.
         """
 
     @abc.abstractmethod
     def activation_gradient(self, grad_NG: Tensor, hidden_NG: Tensor) -> None:
-        """Overwrites the gradient of the activated hidden in grad_NG with the gradient of T_M.
+        """Turns the gradient of the activated hidden into the gradient of T_M, in place in grad_NG.
 
-        grad_NG: (N, H), or (N, 2H) for gated experts, whose incoming gradient lies in the first H columns.
+        T_M is the hidden activation before the nonlinearity, of N rows and H columns.
+
+        grad_NG: (N, H), or (N, 2H) for gated experts. The gradient of the activated hidden comes in its first
+            H columns.
         hidden_NG: T_M, of the same shape.
         """
 
@@ -257,15 +275,18 @@ class StackedExperts(Experts):
         return (next(self.parameters()) if parameter is None else parameter).element_size()
 
     def _scratch_rows(self, device_type: str) -> int:
-        """Returns the number of rows of a block in `input_gradient`: what fits SCRATCH_BYTES, at least 16."""
+        """Returns the number of rows of a block in `input_gradient`.
+
+        A block takes at most `SCRATCH_BYTES`, but has at least 16 rows.
+        """
         row_bytes = self.num_hidden * self.element_size
         return max(SCRATCH_BYTES.get(device_type, SCRATCH_BYTES["cuda"]) // row_bytes, 16)
 
     def _activates_in_place(self, device_type: str) -> bool:
-        """Returns whether the activated hidden may take the place of T_M's first H columns.
+        """Returns whether the activated hidden may overwrite the first H columns of T_M, H being its width.
 
-        A gated T_M has 2H columns. Its first H then lie with gaps between the rows, which one-launch grouped
-        products refuse.
+        T_M, the hidden activation before the nonlinearity, has 2H columns for gated experts. Its first H
+        columns then lie with gaps between the rows, which the CUDA kernels of grouped products refuse.
         """
         return self.hidden_factor == 1 or device_type == "cpu"
 
@@ -303,7 +324,13 @@ class StackedExperts(Experts):
     def _fused(
         self, form: Form, rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None = None
     ) -> str | None:
-        """Returns the activation that pmoe's kernel fuses with this product; None if it fuses none."""
+        """Returns the nonlinearity that pmoe's kernel computes together with this product; None if it cannot.
+
+        form: "forward" for rows times w1, "input" for the gradient of the output times w2.
+        rows, weight: the two factors: (N, ...) for N rows, and a matrix for each of the rank's experts.
+        groups: where each expert's rows begin and end.
+        bias: of the product, for each expert; None if there is none.
+        """
         fused = self.fused_activation
         if fused is None or choice(form, rows, weight, groups, bias) != PMOE:
             return None
@@ -332,10 +359,18 @@ class StackedExperts(Experts):
     def input_gradient(
         self, grad_NM: Tensor, expert_rows: ExpertRows, weight_N: Tensor, hidden: Hidden
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Returns the gradients of rows (N, M) and weight (N,), and what `weight_gradient` needs.
+        """Computes a chunk's gradients of the rows (N, M) and of the routing weights (N,), N rows.
 
-        If T_M is expendable, the activated hidden overwrites it block by block. A chunk then needs only two
-        buffers of T_M's size: T_M itself and dT_M.
+        Returns both, and as a third result the tensors that `weight_gradient` needs.
+
+        If T_M (the hidden activation before the nonlinearity) may be overwritten, the activated hidden
+        overwrites it block by block. A chunk then needs only two buffers of T_M's size: T_M itself and its
+        gradient dT_M.
+
+        grad_NM: (N, M), the gradient of the output. It is overwritten.
+        given: the chunk's rows, with the parameters and memory to compute with.
+        weight_N: (N,), the routing weight of each row.
+        hidden: T_M, and whether it may be overwritten.
         """
         groups = expert_rows.groups
         (hidden_NG,) = hidden.tensors
@@ -363,7 +398,7 @@ class StackedExperts(Experts):
                 scratch = expert_rows.new("scratch", num_hidden, min(rows, num_rows))
             row_tensors = (hidden_NG, active_NH, grad_hidden_NG, grad_active_NH, grad_weight_N, scale_N1)
             # A block at a time, so that its rows stay in the cache. grad_bH is the first columns of grad_bG:
-            # it comes in as the gradient of the activated hidden, and grad_bG leaves as that of T_M.
+            # it comes in as the gradient of the activated hidden, and grad_bG leaves as the gradient of T_M.
             for hidden_bG, active_bH, grad_bG, grad_bH, grad_weight_b, scale_b1 in _blocks(
                 rows, *row_tensors
             ):
@@ -398,7 +433,11 @@ class StackedExperts(Experts):
             b2.add_bias(grad_out_NM, groups)
 
     def weights(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Returns (w1, w2, b1, b2) of the tensors of `operands`, out-features first: (E, O, I)."""
+        """Returns (w1, w2, b1, b2) from the result of `operands`; None for missing biases.
+
+        The weights are (E, O, I): E experts, O output features, I input features. A subclass that stores them
+        in another way overrides this method.
+        """
         return split_parameters(parameters)
 
     def extra_repr(self) -> str:
@@ -407,19 +446,19 @@ class StackedExperts(Experts):
 
 
 def _first(tensor: Tensor, count: int, dim: int) -> Tensor:
-    """Returns the first ``count`` entries of dimension ``dim``."""
+    """Returns the first ``count`` entries of a tensor along dimension ``dim``, as a view."""
     return tensor if tensor.shape[dim] == count else tensor.narrow(dim, 0, count)
 
 
 def _blocks(size: int, *rows: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Yields blocks of at most ``size`` rows of each tensor."""
+    """Yields blocks of at most ``size`` rows: each time a tuple with the same rows of every tensor."""
     if 0 < rows[0].shape[0] <= size:
         return [rows]
     return zip(*(tensor.split(size) for tensor in rows), strict=True) if rows[0].shape[0] else ()
 
 
 def split_parameters(values: Sequence[V]) -> tuple[V, V, V | None, V | None]:
-    """Returns (w1, w2, b1, b2) of values in the order of OPERANDS; None for biases that are missing."""
+    """Returns (w1, w2, b1, b2) from values in this order; None for biases that are missing."""
     w1, w2, *biases = values
     b1, b2 = biases or (None, None)
     return w1, w2, b1, b2
@@ -427,9 +466,14 @@ def split_parameters(values: Sequence[V]) -> tuple[V, V, V | None, V | None]:
 
 @torch.no_grad()
 def keep_part(stacked: StackedExperts, experts: slice, shard: Shard) -> None:
-    """Keeps a range of stacked experts and one shard of their hidden columns; see `Experts.keep`.
+    """Keeps a range of the experts and one part of their hidden columns; drops all other values.
 
-    A gated w1 holds two halves, gate and up. A shard takes the same columns of both (H = 6, shard 1 of 3):
+    stacked: the experts, with all hidden columns. One tensor holds a weight of all of them.
+    experts: the local experts to keep.
+    shard: the part of the hidden columns to keep.
+
+    A gated w1 holds two halves, gate and up. The part takes the same columns of both halves. Example for 6
+    hidden columns, part 1 of 3:
 
         rows of w1    gate 0 1 2 3 4 5 | up 0 1 2 3 4 5
         kept               . . x x . . |    . . x x . .

@@ -1,4 +1,4 @@
-"""SwiGLU experts (arXiv 2002.05202): (silu(x wg^T) * (x wu^T)) w2^T with w1 = [wg; wu]."""
+"""SwiGLU experts (arXiv 2002.05202): (silu(x wg^T) * (x wu^T)) w2^T, where w1 = [wg; wu]."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pmoe.experts.stacked import StackedExperts
 
 
 class SwiGLUExperts(StackedExperts):
-    """E_local gated experts: (silu(x wg^T) * (x wu^T)) w2^T.
+    """Gated experts of one rank: (silu(x wg^T) * (x wu^T)) w2^T.
 
-    T_M is (N, 2H): the H columns of the gate, x wg^T, then the H columns of x wu^T.
+    One tensor holds a weight of all E_local experts. T_M, the hidden activation before the nonlinearity, is
+    (N, 2H) for N rows and H hidden columns: x wg^T (the gate), then x wu^T.
     """
 
     hidden_factor = 2

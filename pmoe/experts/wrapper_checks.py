@@ -2,7 +2,7 @@
 
 Each rank holds different experts. A data-parallel wrapper that manages them broadcasts one rank's experts to
 all, or treats the ranks' experts as shards of one tensor. The model would still train, and the result would
-be wrong. So this is an error, and it shows the line to add.
+be wrong. So such a wrapper is an error, whose message shows the line to add.
 """
 
 from __future__ import annotations
@@ -27,28 +27,32 @@ RIGHT = {
     FSDP2: f"pmoe.parallelize(model, mesh), then {FSDP2}(..., ignored_params={OWN})",
     FSDP1: f"pmoe.parallelize(model, mesh), then {FSDP1}(model, ignored_states={OWN})",
 }
-"""How a model must be wrapped instead, by the name of the wrapper."""
+"""The right way to wrap a model, as a line for error messages, by the name of the wrapper."""
 
 COPIED = (
     "experts must differ from rank to rank, but all ranks have those of one: they were copied by "
     f"dist.broadcast, an optimizer or a wrapper. Exclude {OWN} from it, or build the model again and wrap it "
     f"by {RIGHT[DDP]}"
 )
-"""The error for experts that are the same on all ranks although they were built to differ."""
+"""The error for experts that are equal on all ranks although they were built to differ."""
 
 
 def check_wrapped(experts: Experts, own: set[int]) -> None:
-    """Raises ValueError on every rank if a wrapper over several of the layer's ranks has experts.
+    """Raises ValueError on every rank if a data-parallel wrapper would mix different ranks' experts.
 
-    own: the global numbers of the layer's ranks.
+    own: the global ranks over which the layer's experts are spread.
 
-    A wrapper may span ranks that hold the same experts, one in each of several groups with such a layer. But
-    it must not have experts of a parallelized model, whose gradients are averaged already.
+    A wrapper is refused if it spans more than one of these ranks, because they hold different experts. It may
+    span ranks of several such groups, one of each, because these hold the same experts. The ranks of the
+    older FSDP cannot be read; it is refused if the layer's ranks are all ranks.
+
+    Experts of a model that `pmoe.parallelize` has changed may be in no wrapper, because their gradients are
+    averaged already.
     """
     parameter = next(experts.parameters(), None)
     ddp = DistributedDataParallel._get_active_ddp_module()
     if parameter is not None and is_expert(parameter) and ddp is None:
-        return  # FSDP puts new parameters in their place, which have no mark
+        return  # FSDP does not manage a parameter with a mark: it puts in new parameters, which have none
     for wrapper, ranks in _wrappers(experts):
         mixes = len(ranks & own) > 1 if ranks else len(own) == dist.get_world_size()
         if mixes or experts.is_parallelized:
@@ -59,9 +63,9 @@ def check_wrapped(experts: Experts, own: set[int]) -> None:
 
 
 def _wrappers(experts: Experts) -> Iterator[tuple[str, set[int]]]:
-    """Yields each wrapper that manages parameters of these experts, and its ranks as global numbers.
+    """Yields each data-parallel wrapper that manages parameters of these experts: (name, its global ranks).
 
-    The ranks of the older FSDP are unknown: they are given as an empty set, and there are several.
+    For the older FSDP the set is empty, because its ranks cannot be read.
     """
     parameters = {id(each) for each in experts.parameters()}
     modules = set(experts.modules())
@@ -82,7 +86,10 @@ def _wrappers(experts: Experts) -> Iterator[tuple[str, set[int]]]:
 
 @torch.no_grad()
 def sampled(experts: Experts) -> str:
-    """Returns a digest of the first 8 values of each parameter, as bfloat16; "" on the meta device."""
+    """Returns a digest of the first 8 values of each parameter, as bfloat16; "" on the meta device.
+
+    Ranks compare the digests to notice equal experts.
+    """
     local_tensors = [local_part(tensor) for tensor in experts.parameters()]
     if not all(map(has_values, local_tensors)):
         return ""

@@ -1,13 +1,16 @@
-"""Gates decide to which experts each token goes, and with what weight.
+"""Gates decide to which experts each token goes, and with which routing weights.
 
-Each gate has a file of its own, which is loaded at the gate's first use. Unless a gate says otherwise:
+Each gate is in a file of its own, which is imported when the gate is first used. Unless a gate's docstring
+says otherwise:
 
 - It computes in float32, or in float64 if the tokens are float64.
-- Its ``partition`` is "tokens", because it routes each token independently of the others.
-- It leaves capacity to the layer.
+- Its ``partition`` is "tokens": it routes each token independently of the others, so a batch may be routed in
+  parts.
+- It does not drop choices. The layer does, if it has a capacity factor.
 - It raises ValueError for top_k outside 1..num_experts, sizes below 1 and a negative z_loss_weight.
 
-Letters of this folder: T tokens of this rank, K choices a token, E experts of the whole group, M = d_model.
+Letters in this folder: T tokens of this rank, K choices of a token (top_k), E experts of all ranks, M =
+d_model.
 """
 
 from __future__ import annotations
@@ -47,7 +50,10 @@ GateName = Literal[
     "hash",
     "random",
 ]
-"""Names that MoELayer's argument ``gate`` accepts: the keys of `GATES`. It also accepts a module."""
+"""Names of gates, which MoELayer's argument ``gate`` accepts; the keys of `GATES`.
+
+The argument also accepts a module.
+"""
 
 _CLASSES: dict[GateName, str] = {
     "topk": "TopKGate",
@@ -62,12 +68,12 @@ _CLASSES: dict[GateName, str] = {
     "hash": "HashGate",
     "random": "RandomGate",
 }
-"""Class names by the name that MoELayer's ``gate`` accepts, which is also the name of the gate's file."""
+"""Class of each gate name. The gate's name is also the name of its file."""
 _FILES: dict[str, str] = {name: file for file, name in _CLASSES.items()} | {"ExternalGate": "external"}
-"""File names by class name."""
+"""File of each gate class, without ".py"."""
 
 GATES: Mapping[GateName, type[Gate]]
-"""Gate classes by name. The first use of this mapping loads all of them."""
+"""Gate classes by name. Its first use imports all of them."""
 
 # A literal list instead of one computed from _FILES, because type checkers read it without running the file.
 __all__ = [
@@ -93,7 +99,10 @@ __all__ = [
 
 
 def _load(name: str) -> type[Gate]:
-    """Returns the gate class of this name, from its file."""
+    """Imports a gate's file and returns the class.
+
+    name: name of the class.
+    """
     gate: type[Gate] = getattr(importlib.import_module(f"pmoe.gates.{_FILES[name]}"), name)
     return gate
 
@@ -115,15 +124,16 @@ def make_gate(
     given: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> Gate:
-    """Returns a new gate.
+    """Returns a new gate for the arguments of MoELayer.
 
-    name: of the gate.
+    name: name of the gate.
     sizes: d_model, num_experts and top_k.
-    capacity_factor: for gates that decide capacity themselves.
-    given: options that the user may have set, by name; None counts as not set.
-    options: options that all gates have.
+    capacity_factor: passed on to gates that apply the capacity themselves (`Gate.decides_capacity`).
+    given: options that only some gates have, by name. None means that the user did not set the option.
+    options: options that all gates have, by name.
 
-    Raises ValueError for an unknown name, and for an option that is set and that this gate does not have.
+    Raises ValueError for an unknown name, and for an option in ``given`` that is set although this gate does
+    not have it.
     """
     if name not in _CLASSES:
         raise ValueError(f"gate ({name!r}) must be a module or one of {', '.join(sorted(_CLASSES))}")

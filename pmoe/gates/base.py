@@ -1,6 +1,6 @@
-"""The base class of gates, and `Routing`, which every gate returns for a rank's tokens.
+"""The base class of gates, and `Routing`, the result of a gate.
 
-Letters: S rows of the routing; S is T unless a gate says otherwise.
+Letters: S rows of a `Routing`, which are the T tokens unless a gate says otherwise.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from pmoe.arguments import check_count, check_flag, check_int, check_not_negativ
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """Weights of rows that are mixtures of tokens, as in SoftMoE. x are tokens, y are experts' outputs.
+    """Weights of a routing whose rows are mixtures of tokens, as in SoftMoE.
+
+    There are T tokens x_t, and S rows with an expert's output y_s each.
 
     dispatch: (T, S), row s is sum_t dispatch[t, s] x_t.
     combine: (T, S), the result of token t is sum_s combine[t, s] y_s.
 
-    Both carry gradients.
+    Both tensors may need gradients.
     """
 
     dispatch: Tensor
@@ -33,17 +35,20 @@ class Mix:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """A gate's decision: to which experts each token of this rank goes, and with what weight.
+    """The result of a gate: to which experts each token of this rank goes, and with which weights.
 
-    expert: (S, K) int64, global indices of experts, distinct within a row. S is T and row s is of token s,
-        unless ``token`` or ``mix`` is set.
-    weight: (S, K) float32 or float64, the factor of each expert's output. It carries the gate's gradient.
-    l_aux: scalar, the auxiliary loss of this rank's tokens. It carries a gradient if the gate learns.
-    logits: the gate's scores, of any shape, or None. They are read only to check that they are finite.
-    keep: (S, K) bool, the choices that the gate itself keeps within capacity. None leaves capacity to the
-        layer.
-    token: (S,) int64 ascending, the token of each row, if tokens go to different numbers of experts.
-    mix: the weights of the mixtures, if rows are mixtures of tokens.
+    It has S rows with K experts each. Without ``token`` and ``mix``, row s is token s, and S is T, the number
+    of tokens.
+
+    expert: (S, K) int64, global indices of experts, distinct within a row.
+    weight: (S, K) float32 or float64, factor of each expert's output. The gate's gradient flows through it.
+    l_aux: scalar, the auxiliary loss for this rank's tokens. It has a gradient if the gate has parameters.
+    logits: the gate's scores, of any shape, or None. They are only used to check that the scores are finite.
+    keep: (S, K) bool, False for choices that the gate drops because their expert has reached its capacity.
+        None means that the gate drops nothing; the layer does if it has a capacity factor.
+    token: (S,) int64 ascending, the token of each row, for gates that give tokens different numbers of
+        experts.
+    mix: weights of the mixtures, for gates whose rows are mixtures of tokens.
     """
 
     expert: Tensor
@@ -60,16 +65,16 @@ PartitionName = Literal["tokens", "none"]
 
 
 class KeptType:
-    """A descriptor for a buffer of a gate that keeps its dtype when the module is cast.
+    """A descriptor for a buffer of a gate that must keep its dtype when the module is cast.
 
-    It is for values that a narrower dtype would spoil, such as a sum of small steps:
+    It is meant for values that would lose too much in a narrower dtype, such as a sum of many small steps:
 
         class MyGate(pmoe.Gate):
-            steps = KeptType(torch.float32)  # beside the usual register_buffer("steps", ...)
+            steps = KeptType(torch.float32)  # in addition to register_buffer("steps", ...)
 
-    - ``.to(torch.bfloat16)`` and other casts leave the buffer's values as they are (`Gate._apply`).
-    - If another tensor takes the buffer's place (load_state_dict with assign=True, accelerate's
-      set_module_tensor_to_device), it is cast to the kept dtype when the attribute is read next.
+    - ``.to(torch.bfloat16)`` and other casts change neither dtype nor values of the buffer (`Gate._apply`).
+    - If another tensor replaces the buffer (load_state_dict with assign=True, or accelerate's
+      set_module_tensor_to_device), the new tensor is cast to the dtype when the attribute is next read.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -106,55 +111,61 @@ def _kept(gate: nn.Module) -> list[str]:
 
 
 class Gate(nn.Module, abc.ABC):
-    """A module that maps a rank's tokens to a `Routing`.
+    """Base class of gates: modules that map the tokens of a rank to a `Routing`.
 
-    Subclass it, or pass any module that returns a `Routing`.
+    MoELayer also accepts any other module that returns a `Routing`.
 
-    A gate routes the rank's whole batch at once, before the batch is cut into chunks. So the number of chunks
-    cannot change the routing.
+    A gate routes the rank's whole batch in one call, before the batch is divided into chunks (micro-batches).
+    So the number of chunks cannot change the routing.
     """
 
     partition: PartitionName = "tokens"
     """Whether the gate routes a part of a batch as it routes the same tokens within the whole batch.
 
-    "tokens": it does. Capacity, if there is one, is passed from part to part.
-    "none": it does not, so it needs the whole batch.
+    "tokens": it does. If there is a capacity, the rows that each expert already has are passed from part to
+    part.
+    "none": it does not, so it must be called with the whole batch.
 
-    This is about eval mode: a gate that draws noise in training draws other noise for a part.
+    The value describes eval mode: a gate that adds noise in training draws other noise for a part in either
+    case.
     """
 
     needs_token_ids = False
-    """Whether forward takes a second argument, the tokens' ids (T,) int64."""
+    """Whether forward takes the tokens' ids, (T,) int64, as second argument."""
 
     decides_capacity = False
-    """Whether the gate itself decides which rows are kept. Its constructor then takes capacity_factor."""
+    """Whether the gate itself applies the capacity factor, which its constructor then takes.
+
+    The layer drops nothing after such a gate.
+    """
 
     picks_tokens = False
-    """Whether rows are something else than the top_k choices of each token.
+    """Whether the rows of the routing are not the tokens, each with its top_k experts.
 
     True if experts pick tokens, or if rows are mixtures of tokens.
     """
 
     mixes_tokens = False
-    """Whether rows are mixtures of tokens (`Routing.mix`)."""
+    """Whether the rows of the routing are mixtures of tokens, so that it has `Routing.mix`."""
 
     has_external_routing = False
-    """Whether the routing comes from outside the layer."""
+    """Whether the routing is computed outside the layer and passed to the gate."""
 
     saved_scores = 1
-    """How many numbers autograd keeps until backward, for each pair of token and expert."""
+    """Numbers that autograd saves for backward, for each pair of token and expert. It predicts memory."""
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Gate:
-        """Moves or casts the module as torch does, except that `KeptType` buffers keep dtype and values.
+        """Moves or casts the module as torch.nn.Module does, but buffers with `KeptType` are never cast.
 
-        The old tensors are put back, because casting to a narrow dtype and back would round their values.
+        After torch has cast such a buffer, its old values are restored, because casting to a narrow dtype and
+        back would round them.
         """
         before = {name: getattr(self, name) for name in _kept(self)}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in before.items():
             new = self._buffers[name]
             if old is not None and new is not None and new.dtype != old.dtype:
-                # From the meta device (to_empty) there are no values to keep.
+                # A tensor on the meta device has no values to restore (to_empty moves from there).
                 source = new if old.is_meta else old
                 self._buffers[name] = source.to(device=new.device, dtype=old.dtype)
         return self
@@ -162,26 +173,29 @@ class Gate(nn.Module, abc.ABC):
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
         super()._load_from_state_dict(*args, **options)
         for name in _kept(self):
-            getattr(self, name)  # casts the tensor that load_state_dict(assign=True) has put here
+            getattr(self, name)  # reading casts a tensor that load_state_dict(assign=True) has just stored
 
     def _save_to_state_dict(self, *args: Any, **options: Any) -> None:
         for name in _kept(self):
-            getattr(self, name)  # casts a tensor that was put here and has not been read yet
+            getattr(self, name)  # reading casts a tensor that was stored but never read
         super()._save_to_state_dict(*args, **options)
 
     def num_rows(self, num_tokens: int) -> int:
-        """Returns S for this number of tokens. Memory is predicted by it if the gate `picks_tokens`."""
+        """Returns S, the number of rows of the routing for this number of tokens.
+
+        It is used to predict memory if the gate `picks_tokens`.
+        """
         return num_tokens
 
     def reset_parameters(self) -> None:
-        """Initialises parameters and buffers again, as the constructor does.
+        """Initialises parameters and buffers as the constructor does.
 
-        A gate that was built on the meta device needs it after ``to_empty``. Override it in a gate that has
-        parameters or buffers.
+        After a gate was built on the meta device and moved with ``to_empty``, call this to set its values. A
+        gate with parameters or buffers must override it.
         """
 
     def extra_repr(self) -> str:
-        """Returns the plain attributes and the shapes of the parameters, by name, for repr."""
+        """Returns the gate's options and the shapes of its parameters, for repr."""
         plain = {name: value for name, value in vars(self).items() if isinstance(value, int | float | str)}
         del plain["training"]
         shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters(recurse=False)}
@@ -191,7 +205,8 @@ class Gate(nn.Module, abc.ABC):
     def forward(self, x_TM: Tensor, *args: Any, **kwargs: Any) -> Routing:
         """Routes the tokens x_TM (T, d_model). T may be 0.
 
-        A gate that `needs_token_ids` gets token_ids_T (T,) int64 as second argument; others get none.
+        If the gate `needs_token_ids`, the tokens' ids (T,) int64 are the second argument; other gates take no
+        other argument.
         """
 
     if TYPE_CHECKING:  # torch's __call__ has no signature, so type checkers get that of forward
@@ -200,18 +215,21 @@ class Gate(nn.Module, abc.ABC):
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Returns a tensor in float32, or unchanged if it is float64.
+    """Returns a tensor of any shape as float32, or unchanged if it is float64.
 
-    Routing is computed in it, because rounding in a narrower dtype would decide near ties.
+    Gates compute in this dtype, because a narrower one would round nearly equal scores to equal ones.
     """
     return x if x.dtype == torch.float64 else x.float()
 
 
-# ---- checks of constructors, and the base class of gates that choose by the logits of one parameter
+# ---- checks for constructors, and the base class of gates with a single router weight
 
 
 def check_sizes(d_model: int, num_experts: int, top_k: int) -> None:
-    """Raises TypeError unless all are ints, ValueError unless positive and top_k at most num_experts."""
+    """Raises TypeError unless all sizes are ints, and ValueError unless 1 <= top_k <= num_experts.
+
+    It also raises ValueError unless d_model and num_experts are at least 1.
+    """
     check_count(d_model=d_model, num_experts=num_experts)
     check_int(top_k=top_k)
     if not 1 <= top_k <= num_experts:
@@ -219,22 +237,24 @@ def check_sizes(d_model: int, num_experts: int, top_k: int) -> None:
 
 
 def draw_router_weight(weight: nn.Parameter) -> None:
-    """Draws a weight uniformly within +-1 / sqrt(columns), as `torch.nn.Linear` does."""
+    """Initialises a weight uniformly within +-1 / sqrt(number of columns), like torch.nn.Linear."""
     bound = 1 / math.sqrt(weight.shape[1])
     nn.init.uniform_(weight, -bound, bound)
 
 
 def scaled(weight_TK: Tensor) -> Tensor:
-    """Returns the weights (T, K), each token's divided by their sum."""
+    """Returns the weights (T, K) of T tokens, each token's K weights divided by their sum."""
     return weight_TK / weight_TK.sum(-1, keepdim=True)
 
 
 class TopKRouter(Gate):
-    """Base class of gates whose logits are x weight^T, with a parameter weight (E, M).
+    """Base class of gates with a single weight (E, M): the logits of a token x are x weight^T.
+
+    E is the number of experts, M = d_model.
 
     Args:
-        normalize: whether a token's weights are divided by their sum. None means what the gate's papers do
-            (`normalizes`).
+        normalize: whether a token's weights are divided by their sum. None means what the papers of the gate
+            do (`normalizes`).
         z_loss_weight: factor of `router_z_loss` in the auxiliary loss.
 
     Raises ValueError and TypeError for invalid options.
@@ -245,9 +265,10 @@ class TopKRouter(Gate):
     normalize: bool
 
     normalizes = True
-    """Whether normalize=None means that several weights of a token are divided by their sum.
+    """Whether normalize=None means that a token's weights are divided by their sum if top_k is above 1.
 
-    A single weight is not, because it would be the constant 1, and the gate would not learn from the task.
+    With top_k = 1 they are not divided: the weight would be the constant 1, and the gate would get no
+    gradient from the task.
     """
 
     def __init__(
@@ -275,10 +296,10 @@ class TopKRouter(Gate):
         self.make_parameters(weight)
 
     def check_options(self, top_k: int, normalize: bool | None) -> None:
-        """Raises ValueError for options that a subclass does not support."""
+        """Raises ValueError for options that a subclass does not support. The base class supports all."""
 
     def make_parameters(self, weight: nn.Parameter) -> None:
-        """Stores the router's weight (E, M). A subclass makes its own parameters like it."""
+        """Stores the router's weight (E, M). Subclasses override it to add parameters of their own."""
         self.weight = weight
 
     def reset_parameters(self) -> None:

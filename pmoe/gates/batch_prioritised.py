@@ -1,6 +1,7 @@
 """Batch Prioritised Routing of V-MoE (arXiv 2106.05974, section 4, Algorithm 2).
 
-Capacity goes to the tokens with the largest routing weights, not to the first tokens of the batch.
+If more tokens choose an expert than its capacity allows, it keeps the tokens with the largest routing
+weights, and not the first tokens of the batch.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ from pmoe.gates.topk import TopKGate
 
 
 class BatchPrioritisedGate(TopKGate):
-    """Routes as `TopKGate`, and drops the choices of tokens with low priority.
+    """Routes as `TopKGate` does, and drops the choices of tokens with low priority.
 
-    Each expert keeps C = ceil(capacity_factor * T * K / E) choices, in this order: first choices before
-    second ones; among those, by the token's priority, from the highest; among equals, from the lowest token.
-    A token's priority is its largest probability before normalisation.
+    The priority of a token is the largest of its probabilities before they are normalised. Each expert keeps
+    the first C = ceil(capacity_factor * T * K / E) choices that fell on it, for T tokens with K choices of E
+    experts. All first choices of tokens come before all second choices, and so on. Among first choices (and
+    among second choices, ...), tokens with a higher priority come first, and tokens with equal priority in
+    the order of the batch.
 
     Args:
-        capacity_factor: scales C; None keeps all choices.
+        capacity_factor: determines C; None keeps all choices.
         normalize: as in `TopKGate`; False is usual with this gate.
 
-    In the routing, ``keep`` (T, K) marks the kept choices; it is None if all are kept. The weights of kept
-    choices do not change, and l_aux counts choices before drops. The layer drops nothing more.
+    In the routing, ``keep`` (T, K) is True for choices that are kept; it is None if capacity_factor is None.
+    Dropping does not change the weights of kept choices, and l_aux also counts dropped choices. The layer
+    drops nothing else.
 
-    partition is "none", because tokens compete for capacity within the batch.
+    partition is "none" (the gate needs the whole batch), because the tokens of a batch compete for capacity.
 
     Raises ValueError for a capacity_factor that is not positive.
     """
@@ -70,9 +74,14 @@ class BatchPrioritisedGate(TopKGate):
 
 
 def keep_by_priority(expert_TK: Tensor, priority_T: Tensor, capacity: int, num_experts: int) -> Tensor:
-    """Returns which choices are kept, (T, K) bool: the first ``capacity`` of each expert (Algorithm 2).
+    """Returns which choices are kept, (T, K) bool: the first ``capacity`` choices of each expert (Algorithm
+    2).
 
-    They are ordered by choice (the k of (T, K)), then by priority from the highest, then by token.
+    Choices are ordered by k (first choices before second ones), then by priority from the highest, then by
+    token.
+
+    expert_TK: (T, K) int64, the K choices of T tokens.
+    priority_T: (T,), each token's priority.
     """
     order_T = priority_T.argsort(descending=True, stable=True)
     queue = expert_TK[order_T].t().reshape(-1)  # (K * T): all first choices come before the second ones

@@ -1,4 +1,4 @@
-"""Expert capacity: how many rows an expert takes from this rank, and which of them are kept."""
+"""Expert capacity: the most rows that an expert takes from this rank, and which choices are kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 def expert_capacity(factor: float, num_tokens: int, top_k: int, num_experts: int) -> int:
-    """Returns ceil(factor * T * K / E), the number of rows that each expert takes from this rank.
+    """Returns ceil(factor * T * K / E), the most rows that each of E experts takes from this rank.
+
+    factor: the capacity factor. num_tokens is T, top_k is K, num_experts is E.
 
     Example: (1.25, 16, 2, 8) -> 5.
     """
@@ -17,14 +19,15 @@ def expert_capacity(factor: float, num_tokens: int, top_k: int, num_experts: int
 
 
 def within_capacity(expert_TK: Tensor, capacity: int, used_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Keeps the first ``capacity`` rows of each expert, in token order.
+    """Keeps the first ``capacity`` choices of each expert in token order, and drops the others.
 
-    expert_TK: (T, K) int64, or of any other shape.
-    used_E: (E,) int64, rows that each expert got from earlier parts of the batch.
+    expert_TK: (T, K) int64, the K choices of T tokens; other shapes are allowed.
+    capacity: the most choices of each expert for the whole batch.
+    used_E: (E,) int64, for each of E experts, how many choices it got from earlier parts of the batch.
 
-    Returns (keep, used): keep is bool in the shape of expert_TK. used is used_E plus the rows of this part,
-    for the next part. With it, a batch that is gated in parts drops the same rows as if it were gated whole
-    (Lancet, section 2.3: capacity passed between partitions).
+    Returns (keep, used): keep is True for kept choices, bool in the shape of expert_TK. used is used_E plus
+    the choices in this part, to be passed with the next part. So a batch that is routed in parts drops the
+    same choices as if it were routed whole (Lancet, section 2.3).
     """
     flat = expert_TK.reshape(-1)
     order = flat.argsort(stable=True)

@@ -1,8 +1,8 @@
-"""The gate of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): sigmoid scores and a bias for balance.
+"""The gate of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): sigmoid scores and a bias that balances load.
 
-The bias is updated from the experts' load, not by gradients of a loss.
+The bias of each expert is updated from the number of choices that fell on it, not by a gradient.
 
-Letters: G groups of experts, B sequences.
+Letters: G groups of experts, X experts of a group, B sequences.
 """
 
 from __future__ import annotations
@@ -22,35 +22,39 @@ from pmoe.kernels.route import top_indices
 
 
 class DeepSeekGate(TopKRouter):
-    """Chooses the top_k largest sigmoid(x . w_e) + b_e. Ties go to the lowest expert index.
+    """Chooses the top_k experts with the largest sigmoid(x . w_e) + b_e. Ties go to the lowest expert index.
 
-    The weights are the sigmoids of the chosen experts, without b, divided by their sum and multiplied by
-    ``routed_scaling`` (Eq. 13-16).
+    The weights are the sigmoids of the chosen experts without b_e, divided by their sum and multiplied by
+    ``routed_scaling`` (Eq. 13-16). There are E experts.
 
-    weight: parameter (E, M), the rows w_e.
-    bias: buffer (E,) float32, the b_e. The state dict has it. It stays float32 if the module is cast.
-    load: buffer (E,) int64, the number of choices of each expert since the last `update_bias`, in training
-        mode and before any drops. The state dict does not have it.
+    weight: parameter (E, M), the rows w_e. M = d_model.
+    bias: buffer (E,) float32, the b_e, part of the state dict. It stays float32 if the module is cast.
+    load: buffer (E,) int64, how often each expert was chosen in training mode since the last `update_bias`,
+        including choices that the layer drops. It is not part of the state dict.
 
     Args:
-        num_groups, top_groups: the experts form ``num_groups`` groups of equally many neighbours. A token
-            goes only to its ``top_groups`` best groups, by the sum of the two best biased scores in each.
+        num_groups, top_groups: neighbouring experts form ``num_groups`` groups of equal size. A token only
+            goes to experts of its ``top_groups`` best groups. The score of a group is the sum of its two
+            largest sigmoid(x . w_e) + b_e.
         routed_scaling: the sum of a token's weights; 2.5 is usual with this gate.
-        update_speed: gamma, the step by which one `update_bias` moves each bias.
-        sequence_length: number of consecutive rows of x that form a sequence. The last one may be shorter.
-            None takes the whole batch as one sequence.
-        normalize: False does not divide the sigmoids by their sum; None means top_k > 1, as in `TopKGate`.
+        update_speed: gamma, by which `update_bias` increases or decreases each bias.
+        sequence_length: number of consecutive tokens in x that form a sequence. The last sequence may be
+            shorter. None means that the whole batch is one sequence.
+        normalize: False does not divide the sigmoids by their sum. None means True if top_k is above 1, as in
+            `TopKGate`.
         z_loss_weight: factor of `router_z_loss` in the auxiliary loss.
 
-    The auxiliary loss is the complementary sequence-wise loss (Eq. 17-20) without its factor alpha, averaged
-    over sequences (`sequence_balance_loss`). It counts the top_k choices without bias and groups. It is 1 for
-    an even load, like the losses of other gates. A usual alpha is 0.0001.
+    The auxiliary loss is the complementary sequence-wise balance loss (Eq. 17-20) without its factor alpha,
+    averaged over sequences (`sequence_balance_loss`). It counts the top_k experts that would be chosen
+    without bias and groups. Like the losses of other gates it is 1 if all experts are chosen equally often.
+    0.0001 is a usual alpha.
 
-    Call `update_bias` once in each optimizer step. Activation checkpointing counts each choice twice, except
-    under `pmoe.checkpoint_contexts`. That does no harm if it holds for all forwards between two updates.
+    Call `update_bias` once in each optimizer step. Activation checkpointing runs forward twice, and so counts
+    each choice twice, except under `pmoe.checkpoint_contexts`. This does no harm if it is so for all forward
+    passes between two updates.
 
-    `torch.nn.parallel.DistributedDataParallel` must have broadcast_buffers=False. Otherwise it overwrites the
-    loads of all ranks with those of rank 0.
+    `torch.nn.parallel.DistributedDataParallel` must have broadcast_buffers=False. Otherwise it overwrites
+    ``load`` on all ranks with that of rank 0.
 
     Raises ValueError for top_k above the number of experts in top_groups groups, num_groups that does not
     divide num_experts, top_groups above num_groups, a routed_scaling that is not positive, or a negative
@@ -128,13 +132,15 @@ class DeepSeekGate(TopKRouter):
 
     @torch.no_grad()
     def update_bias(self, group: dist.ProcessGroup | None = None) -> None:
-        """Updates bias += update_speed * sign(mean load - load), and sets the load to 0. Collective.
+        """Adds update_speed * sign(mean load - load) to each expert's bias, then sets the load to 0.
 
-        group: the ranks whose loads are added. None means the default group, or this rank alone if
+        An expert that was chosen less often than the mean gets a higher bias, and so more tokens. Collective.
+
+        group: the ranks whose loads are added up first. None means the default group, or this rank alone if
             torch.distributed is not initialised.
 
-        All ranks of the group add the same numbers to their bias, so it stays equal on all of them. Costs one
-        all-reduce of E numbers, and no host synchronisation.
+        All ranks of the group change the bias by the same numbers, so it stays equal on all of them. The cost
+        is one all-reduce of a number for each expert. The host does not wait for the device.
         """
         check_kind((dist.ProcessGroup, type(None)), "None or a process group", group=group)
         if dist.is_available() and dist.is_initialized():
@@ -144,7 +150,10 @@ class DeepSeekGate(TopKRouter):
         self.load.zero_()
 
     def _biased(self, score_TE: Tensor) -> Tensor:
-        """Returns score + bias (T, E), which is negative infinity outside a token's best groups."""
+        """Returns score + bias, (T, E), for T tokens and E experts.
+
+        It is negative infinity for experts outside a token's best groups.
+        """
         biased_TE = score_TE + self.bias
         if self.top_groups == self.num_groups:
             return biased_TE
@@ -158,14 +167,15 @@ class DeepSeekGate(TopKRouter):
 
 
 def sequence_balance_loss(share_TE: Tensor, expert_TK: Tensor, sequence_length: int | None = None) -> Tensor:
-    """Returns the mean over sequences of E * sum_e f_e P_e (Eq. 17-20, alpha = 1), a scalar.
+    """Returns the mean over sequences of E * sum_e f_e P_e, a scalar (Eq. 17-20 with alpha = 1).
 
-    f_e is the share of a sequence's choices that fell on expert e, and P_e the mean of share_TE over the
-    sequence. The loss is 1 for an even load. Without tokens it is 0, and still carries a gradient.
+    For E experts, f_e is the share of a sequence's choices that fell on expert e, and P_e the mean of
+    share_TE[:, e] over the sequence. The loss is 1 if all experts are chosen equally often. Without tokens it
+    is 0, and still has a gradient (of zeros).
 
-    share_TE: (T, E), each token's scores divided by their sum.
-    expert_TK: (T, K) int64, the choices.
-    sequence_length: number of tokens of a sequence; None takes all tokens as one.
+    share_TE: (T, E), the scores of T tokens, each token's divided by their sum.
+    expert_TK: (T, K) int64, the K choices of each token.
+    sequence_length: number of tokens of a sequence; None means that all tokens are one sequence.
     """
     num_tokens, num_experts = share_TE.shape
     top_k = expert_TK.shape[1]
@@ -183,7 +193,10 @@ def sequence_balance_loss(share_TE: Tensor, expert_TK: Tensor, sequence_length: 
 
 
 def _check_groups(num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
-    """Raises TypeError or ValueError unless ``top_groups`` groups have top_k experts or more."""
+    """Raises TypeError or ValueError unless ``top_groups`` groups together have at least top_k experts.
+
+    num_groups must divide num_experts, and be at least top_groups.
+    """
     check_count(num_groups=num_groups, top_groups=top_groups)
     if num_experts % num_groups:
         raise ValueError(f"num_groups ({num_groups}) must divide num_experts ({num_experts})")

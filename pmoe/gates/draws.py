@@ -1,4 +1,4 @@
-"""Base class of gates that draw experts at random or by a hash, without scores."""
+"""Base class of gates that draw experts at random or by a hash, and compute no scores."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pmoe.gates.base import Gate, Routing, at_least_float32, check_sizes
 
 
 class DrawnGate(Gate):
-    """Gives each token K distinct experts with the weight 1 / K each.
+    """Gives each token K = top_k distinct experts, with the weight 1 / K each.
 
-    It has no parameters. ``device`` and ``dtype`` are accepted as by any gate, and have no effect.
+    It has no parameters. ``device`` and ``dtype`` have no effect; they are accepted because all gates accept
+    them.
 
-    Weights (T, K) are float32, or float64 if the tokens are float64, and need no gradient. l_aux is the
-    constant 0, because the gate has nothing to learn.
+    The weights (T, K) of T tokens are float32, or float64 if the tokens are float64, without a gradient.
+    l_aux is the constant 0, because there are no parameters to train.
     """
 
     num_experts: int
@@ -37,21 +38,25 @@ class DrawnGate(Gate):
         self.top_k = int(top_k)
 
     def routed(self, x_TM: Tensor, draw_TK: Tensor) -> Routing:
-        """Returns the routing of tokens x_TM (T, M), by independent draws (T, K) int64: see `distinct`."""
+        """Returns the routing of the tokens x_TM (T, M), with the experts that `distinct` makes from draw_TK.
+
+        draw_TK: (T, K) int64, K independent random numbers for each token.
+        """
         weight_TK = at_least_float32(x_TM.new_full(draw_TK.shape, 1.0)) / self.top_k
         expert_TK = distinct(draw_TK, self.num_experts)
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=weight_TK.new_zeros(()))
 
 
 def distinct(draw_TK: Tensor, num_experts: int) -> Tensor:
-    """Returns K distinct experts for each token, (T, K) int64, from K independent draws.
+    """Returns K distinct experts for each token, (T, K) int64, from K independent random numbers.
 
-    draw_TK: (T, K) int64, uniform, not negative and much larger than E.
+    draw_TK: (T, K) int64, uniformly distributed, not negative and much larger than num_experts.
 
-    By Floyd's sampling every set of K experts is equally likely. The order of a token's experts is not
-    uniform, and means nothing.
+    Choice k of a token is draw k modulo E - K + k + 1, for E = num_experts. If an earlier choice of the token
+    is the same expert, it is expert E - K + k instead (Floyd's sampling). So all sets of K experts are
+    equally likely. The order of a token's experts is not uniformly distributed, and has no meaning.
 
-    Example: E = 3, draws 7, 8 -> 7 mod 2 = 1, 8 mod 3 = 2.
+    Example: num_experts = 3, draws 7, 8 -> 7 mod 2 = 1, 8 mod 3 = 2.
     """
     top_k = draw_TK.shape[1]
     chosen_TK = torch.empty_like(draw_TK)

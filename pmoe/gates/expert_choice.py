@@ -1,6 +1,6 @@
 """Expert choice (arXiv 2202.09368, section 3.2): each expert takes the tokens with its highest scores.
 
-Letters: K = top_k, the mean number of experts of a token, C tokens of an expert, S = E * C rows.
+Letters: K = top_k, the mean number of experts of a token, C tokens of each expert, S = E * C rows.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from pmoe.gates.capacity import expert_capacity
 from pmoe.gates.logits import router_logits
 
 NormalizedOver = Literal["experts", "tokens"]
-"""Values of the argument normalize_over of `ExpertChoiceGate`."""
+"""Values of `ExpertChoiceGate`'s argument normalize_over."""
 
 
 class ExpertChoiceGate(Gate):
-    """Each expert takes its C best tokens of this rank. Ties go to the lowest token.
+    """Each of E experts takes its C best tokens of this rank. Ties go to the lowest token index.
 
-    C = min(T, ceil(capacity_factor * T * top_k / E)). A token gets any number of experts, or none. Every
-    expert has the same load, so l_aux is 0 and the layer drops nothing more.
+    C = min(T, ceil(capacity_factor * T * top_k / E)) for T tokens. A token may get any number of experts, or
+    none. Because all experts get the same number of tokens, l_aux is 0 and the layer drops nothing.
 
-    weight: parameter (E, M).
+    weight: parameter (E, M). M = d_model.
 
     Args:
-        top_k: the mean number of experts of a token (the paper's c).
-        capacity_factor: scales C; None means 1.
+        top_k: the mean number of experts of a token (c in the paper).
+        capacity_factor: determines C; None means 1.
         normalize_over: "experts": scores are a softmax over the experts, for each token. Each expert takes
-            the tokens with the largest scores, which are also the weights (2202.09368, Eq. 2-3). "tokens":
-            Softmax(KeepTopK((x Wg)^T, C)) as in FSMoE (section 2.1). Each expert takes the tokens with the
-            largest products, and the weights are a softmax over these tokens; with C = 1 that is the
+            the tokens with its largest scores, and these scores are the weights (2202.09368, Eq. 2-3).
+            "tokens": Softmax(KeepTopK((x Wg)^T, C)) as in FSMoE (section 2.1). Each expert takes the tokens
+            with its largest logits. The weights are a softmax over these tokens; with C = 1 that is the
             constant 1.
 
-    The routing has a row for each pair of an expert and a token that it took, ordered by token, then by
-    expert: ``token`` (S,), ``expert`` (S, 1), ``weight`` (S, 1). The shapes depend on T only.
+    The routing has S = E * C rows, one for each pair of an expert and a token that it took, in the order of
+    tokens, then of experts: ``token`` (S,), ``expert`` (S, 1), ``weight`` (S, 1). Shapes depend on T only.
 
-    partition is "none", because tokens compete within the batch. A token also competes with later tokens of
-    its own sequence.
+    partition is "none" (the gate needs the whole batch), because the tokens of a batch compete for each
+    expert. A token also competes with later tokens of its own sequence.
 
     Raises ValueError for a capacity_factor that is not positive, and for an unknown normalize_over.
     """
@@ -83,7 +83,7 @@ class ExpertChoiceGate(Gate):
         return self.weight.shape[0] * self.rows_an_expert(num_tokens)
 
     def rows_an_expert(self, num_tokens: int) -> int:
-        """Returns C, the number of tokens that an expert takes."""
+        """Returns C, the number of tokens that each expert takes from a batch of num_tokens."""
         factor = 1.0 if self.capacity_factor is None else self.capacity_factor
         capacity = expert_capacity(factor, num_tokens, self.top_k, self.weight.shape[0])
         return min(num_tokens, capacity)
@@ -99,24 +99,27 @@ class ExpertChoiceGate(Gate):
             else:
                 chosen_TE = best_tokens(logits_TE, rows)
                 score_TE = logits_TE.masked_fill(~chosen_TE, -math.inf).softmax(0)
-            # Pairs as t * E + e, ascending. Their number is known, so nonzero_static can be used: nonzero
-            # would wait for the GPU to count them.
+            # The chosen pairs as indices t * E + e, ascending. Their number is known, so nonzero_static can
+            # be used. nonzero would make the host wait until the GPU has counted them.
             place_S = torch.nonzero_static(chosen_TE.reshape(-1), size=rows * num_experts).squeeze(1)
             weight_S1 = score_TE.reshape(-1).index_select(0, place_S).unsqueeze(1)
         return Routing(
             expert=(place_S % num_experts).unsqueeze(1),
             weight=weight_S1,
-            l_aux=logits_TE[:0].sum(),  # 0 that carries a gradient, also if logits are not finite
+            l_aux=logits_TE[:0].sum(),  # 0 with a gradient of zeros, even if logits are not finite
             logits=logits_TE,
             token=place_S // num_experts,
         )
 
 
 def best_tokens(score_TE: Tensor, rows: int) -> Tensor:
-    """Returns (T, E) bool, True for the ``rows`` largest scores of each expert. Ties go to the lowest token.
+    """Returns which tokens each expert takes, (T, E) bool: those with its ``rows`` largest scores.
 
-    It finds the smallest score that is taken, takes all scores above it, and then the first ones equal to it.
-    So the result does not depend on how topk orders equal scores. NaN counts as infinity.
+    score_TE: (T, E), scores of T tokens for E experts. Ties go to the lowest token index. NaN counts as
+        infinity.
+
+    For each expert it takes all scores above the smallest that must be taken, then the first ones equal to
+    that. So the result does not depend on the order of equal scores in torch.topk, which is not defined.
     """
     if rows == 0:
         return torch.zeros_like(score_TE, dtype=torch.bool)

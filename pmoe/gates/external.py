@@ -1,4 +1,4 @@
-"""A gate for models with a router of their own: each call's routing comes from outside the layer."""
+"""A gate for models that have a router of their own, whose routing is passed to the layer at each call."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pmoe.gates.base import Gate, PartitionName, Routing
 
 
 class ExternalGate(Gate):
-    """A gate that returns the routing that its user has set. Call the layer inside a `routing` block:
+    """A gate that returns a routing which its user has set. Call the layer inside a `routing` block:
 
         with gate.routing(expert_TK, weight_TK):
             y = layer(x)
 
-    It has no parameters. Its l_aux is 0, because the model computes its router's losses itself. Gradients
-    flow through weight_TK (T, K) to the model's router.
+    It has no parameters. Its l_aux is 0, because the model computes the losses of its router itself.
+    Gradients flow through weight_TK (T, K), for T tokens with K experts each, to the model's router.
     """
 
     partition: PartitionName = "none"
@@ -31,14 +31,15 @@ class ExternalGate(Gate):
 
     @contextlib.contextmanager
     def routing(self, expert_TK: Tensor, weight_TK: Tensor, keep_TK: Tensor | None = None) -> Iterator[None]:
-        """A block in which calls of the layer use this routing: see `Routing` for the three tensors.
+        """Returns a with-block in which the layer uses the given routing.
 
-        The layer checks them, on every rank.
+        The layer checks the three tensors when it is called, on every rank. `Routing` describes them.
 
         Args:
-            expert_TK: (T, K) int64. Choices that keep_TK drops may name any of the E experts.
-            weight_TK: (T, K) float32 or float64.
-            keep_TK: (T, K) bool, the choices to be kept; None keeps all.
+            expert_TK: (T, K) int64, global indices of the K experts of T tokens. Choices that keep_TK drops
+                may have any valid index.
+            weight_TK: (T, K) float32 or float64, factors of the experts' outputs.
+            keep_TK: (T, K) bool, False for choices that are dropped; None keeps all.
         """
         zero = torch.zeros((), device=getattr(weight_TK, "device", None))
         self._given = Routing(expert=expert_TK, weight=weight_TK, l_aux=zero, keep=keep_TK)
@@ -48,7 +49,10 @@ class ExternalGate(Gate):
             self._given = None
 
     def forward(self, x_TM: Tensor) -> Routing:
-        """Returns the routing of the block, for tokens x_TM (T, M). Raises RuntimeError outside a block."""
+        """Returns the routing of the surrounding `routing` block, for the tokens x_TM (T, M).
+
+        Raises RuntimeError outside a block.
+        """
         if self._given is None:
             raise RuntimeError(
                 "a layer with an ExternalGate must be called inside "

@@ -1,4 +1,4 @@
-"""The gate of Hash Layers (arXiv 2106.04426, section 3): a token's id alone decides its experts."""
+"""The gate of Hash Layers (arXiv 2106.04426, section 3): a token's experts depend on its id only."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ INCREMENT, FIRST, SECOND = 0x9E3779B97F4A7C15 - WORD, 0xBF58476D1CE4E5B9 - WORD,
 
 
 class HashGate(DrawnGate):
-    """Draws the experts of a token from its id, by a fixed pseudo-random function of (id, seed).
+    """Draws the experts of a token from its id, with a fixed pseudo-random function of (id, seed).
 
-    This is random hashing (section 3.1), for top_k experts of a token instead of one. Weights are 1 / top_k
-    and l_aux is 0, as `DrawnGate` says.
+    This is random hashing (section 3.1), but for top_k experts of a token instead of one. The weights are 1 /
+    top_k and l_aux is 0, as in `DrawnGate`.
 
-    - Ids may be any int64, also negative ones. The gate needs no vocabulary size.
+    - Ids may be any int64, also negative. The gate needs no vocabulary size.
     - An id has the same experts on every rank and device, with every version of Python and torch, in training
       and in eval mode.
-    - How even the load is depends on how often each id occurs.
+    - How evenly the experts are used depends on how often each id occurs.
 
     Args:
-        seed: any int. Give the layers of a model different seeds; otherwise all of them group ids in the same
-            way. The state dict does not have it.
+        seed: any int. Give the layers of a model different seeds; with equal seeds, ids that share an expert
+            in one layer share one in all. It is not part of the state dict.
 
-    Raises ValueError at the call if token_ids_T is not (T,) int64 on the tokens' device.
+    Raises ValueError at the call if token_ids_T is not (T,) int64 on the device of the T tokens.
     """
 
     seed: int
@@ -52,7 +52,12 @@ class HashGate(DrawnGate):
         self.seed = int(seed)
 
     def forward(self, x_TM: Tensor, token_ids_T: Tensor) -> Routing:
-        """Routes tokens x_TM (T, M) by their ids token_ids_T (T,) int64. Raises ValueError for other ids."""
+        """Routes the tokens x_TM (T, M) by their ids.
+
+        token_ids_T: (T,) int64, on the same device.
+
+        Raises ValueError if the ids have another type, shape or device.
+        """
         if not isinstance(token_ids_T, Tensor):
             raise ValueError(
                 f"token_ids ({type(token_ids_T).__name__}) must be a torch.Tensor of dtype int64"
@@ -64,7 +69,12 @@ class HashGate(DrawnGate):
 
 
 def hashed(id_T: Tensor, seed: int, draws: int) -> Tensor:
-    """Returns (T, draws) int64 with 63 pseudo-random bits each: SplitMix64, started from seed and id."""
+    """Returns pseudo-random numbers for each id, (T, draws) int64, each with 63 random bits.
+
+    They come from SplitMix64, started from seed and id.
+
+    id_T: (T,) int64.
+    """
     first = (seed + INCREMENT + WORD // 2) % WORD - WORD // 2  # wrapped around to int64
     state_T = _mixed(id_T ^ _mixed(torch.tensor(first, device="cpu")))
     step = torch.arange(1, draws + 1, device=id_T.device) * INCREMENT
@@ -72,12 +82,18 @@ def hashed(id_T: Tensor, seed: int, draws: int) -> Tensor:
 
 
 def _mixed(word: Tensor) -> Tensor:
-    """Returns 64-bit words mixed as SplitMix64 does. Products and sums of int64 wrap around, as it needs."""
+    """Returns 64-bit words, each with its bits mixed as SplitMix64 does.
+
+    SplitMix64 needs products and sums modulo 2**64. Those of int64 tensors are, because they wrap around.
+    """
     word = (word ^ _shifted(word, 30)) * FIRST
     word = (word ^ _shifted(word, 27)) * SECOND
     return word ^ _shifted(word, 31)
 
 
 def _shifted(word: Tensor, bits: int) -> Tensor:
-    """Returns words shifted right, filled with zeros. The >> of int64 would fill with the sign bit."""
+    """Returns 64-bit words shifted right, with zeros shifted in.
+
+    The operator >> of int64 would shift in copies of the sign bit.
+    """
     return (word >> bits) & ((WORD - 1) >> bits)

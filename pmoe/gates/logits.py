@@ -1,4 +1,4 @@
-"""Scores of a router in float32 or wider, also for narrower tokens, and its auxiliary losses."""
+"""A router's logits, computed in float32 or wider also for narrower tokens, and auxiliary losses."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from torch.nn import functional as F
 from pmoe.arguments import check_tensors
 
 BLOCK_ROWS = 4096
-"""The number of tokens that are cast to float32 at a time."""
+"""Number of tokens that are cast to float32 at a time, to save memory."""
 
 
 def router_logits(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
-    """Returns x weight^T (T, E), computed in float32, or in float64 if the tokens are float64.
+    """Returns x weight^T, (T, E), computed in float32, or in float64 if the tokens are float64.
 
-    Tokens of a narrower dtype are saved for backward as they are (`Logits`). Autograd would keep a float32
-    copy of them, twice as large as all else that the layer saves of them.
+    x_TM: (T, M), T tokens of M = d_model columns.
+    weight_EM: (E, M), the router's weight for E experts.
+
+    Tokens of a narrower dtype are saved for backward in their own dtype (`Logits`). Autograd would save a
+    float32 copy, which is twice as large as everything else that the layer saves of the tokens.
     """
     if x_TM.dtype in (torch.float32, torch.float64):
         return F.linear(x_TM, weight_EM.to(x_TM.dtype))
@@ -30,13 +33,17 @@ def router_logits(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
 
 
 class Logits(torch.autograd.Function):
-    """x weight^T in float32 for narrower tokens x_TM, with only the narrow tokens saved for backward."""
+    """The autograd function x weight^T, in float32 for tokens of a narrower dtype.
+
+    Only the tokens in their own dtype are saved for backward, not a float32 copy.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TM: Tensor, weight_EM: Tensor) -> Tensor:
         ctx.save_for_backward(x_TM, weight_EM)
         if x_TM.is_cuda and x_TM.dtype == weight_EM.dtype:
-            # Products of narrow numbers are exact in float32, and are summed in it: one launch, no copies.
+            # float32 holds products of narrow numbers exactly, and sums are float32 too. So a single launch
+            # computes what a product of float32 copies would.
             return torch.mm(x_TM, weight_EM.t(), out_dtype=torch.float32)
         wide_EM = weight_EM.float()
         logits_TE = x_TM.new_empty(x_TM.shape[0], weight_EM.shape[0], dtype=torch.float32)
@@ -49,8 +56,8 @@ class Logits(torch.autograd.Function):
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor]:
         x_TM, weight_EM = ctx.saved_tensors
         if x_TM.is_cuda and x_TM.dtype == weight_EM.dtype == torch.bfloat16:
-            # The gradient as a sum of two bfloat16 tensors, so that products run in bfloat16 and are summed
-            # in float32. At most 2^-17 of an element is lost.
+            # The gradient is written as a sum of two bfloat16 tensors, so that the products take bfloat16 and
+            # are summed in float32. The two tensors differ from an element by at most 2^-17 of it.
             upper_TE = grad_TE.bfloat16()
             halves = torch.cat([upper_TE, (grad_TE - upper_TE).bfloat16()], 1)
             upper_EM, lower_EM = torch.mm(halves.t(), x_TM, out_dtype=torch.float32).chunk(2)
@@ -69,13 +76,13 @@ class Logits(torch.autograd.Function):
 def load_balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
     """Returns the load-balance loss E * sum_e f_e * P_e, a scalar (Switch Transformer, Eq. 4).
 
-    f_e is the share of the T * K choices that fell on expert e, before any drops. P_e is the mean probability
-    of e; only P_e carries a gradient. The loss is 1 for an even load, and E if one expert gets everything.
-    Without tokens it is 0, and still carries a gradient.
+    For E experts, f_e is the share of the T * K choices that fell on expert e, before any drops. P_e is the
+    mean probability of e. Only P_e has a gradient. The loss is 1 if all experts are chosen equally often, and
+    E if all choices fall on one expert. Without tokens it is 0, and still has a gradient (of zeros).
 
     Args:
-        probability_TE: (T, E), each token's probabilities.
-        expert_TK: (T, K) int64, the choices.
+        probability_TE: (T, E), for each of T tokens the probabilities of the experts.
+        expert_TK: (T, K) int64, the K choices of each token.
 
     Raises ValueError or TypeError for tensors of another shape or dtype.
     """
@@ -95,15 +102,19 @@ def _load_balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
 
 
 def router_loss(probability_TE: Tensor, expert_TK: Tensor, logits_TE: Tensor, z_loss_weight: float) -> Tensor:
-    """Returns `load_balance_loss` + z_loss_weight * `router_z_loss`, a scalar."""
+    """Returns `load_balance_loss` + z_loss_weight * `router_z_loss`, a scalar: a gate's auxiliary loss.
+
+    probability_TE, logits_TE: (T, E), for T tokens and E experts.
+    expert_TK: (T, K) int64, the K choices of each token.
+    """
     balance = _load_balance_loss(probability_TE, expert_TK)
     return balance + z_loss_weight * router_z_loss(logits_TE) if z_loss_weight else balance
 
 
 def router_z_loss(logits_TE: Tensor) -> Tensor:
-    """Returns the z-loss mean_t logsumexp(logits_t)^2, a scalar (ST-MoE, Eq. 5). It keeps logits small.
+    """Returns the z-loss mean_t logsumexp(logits_t)^2, a scalar (ST-MoE, Eq. 5), which keeps logits small.
 
-    logits_TE is (T, E). Without tokens the loss is 0.
+    logits_TE: (T, E), for T tokens and E experts. Without tokens the loss is 0.
 
     Raises ValueError or TypeError for tensors of another shape.
     """

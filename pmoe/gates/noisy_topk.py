@@ -1,6 +1,6 @@
 """The noisy top-k gate of Shazeer et al. (arXiv 1701.06538, Eq. 3-5).
 
-FSMoE (section 2.1) lists it as GShard's gate.
+FSMoE (section 2.1) calls it GShard's gate.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from pmoe.kernels.route import top_indices
 
 
 class NoisyTopKGate(TopKRouter):
-    """Chooses the top_k largest noisy logits H. Ties go to the lowest expert index.
+    """Chooses the top_k experts with the largest noisy logits H. Ties go to the lowest expert index.
 
-    H = x weight^T + N(0, 1) * softplus(x noise_weight^T). The weights are Softmax(KeepTopK(H, k)), a softmax
-    over the k largest. There is noise in training mode only.
+    H = x weight^T + N(0, 1) * softplus(x noise_weight^T), where N(0, 1) is drawn for each token and expert,
+    in training mode only. The weights are Softmax(KeepTopK(H, top_k)), a softmax over the top_k largest.
 
-    weight: parameter (E, M).
-    noise_weight: parameter (E, M). It starts at 0, as is usual: then the noise of each token and expert has
-        the standard deviation softplus(0) = 0.69.
+    weight: parameter (E, M), for E experts. M = d_model.
+    noise_weight: parameter (E, M). It starts at 0, as is usual. The standard deviation of the noise is then
+        softplus(0) = 0.69 for each token and expert.
 
     Args:
         normalize: True is the papers' formula. False takes the weights from a softmax of H over all experts.
-            None means top_k > 1, as in `TopKGate`.
+            None means True if top_k is above 1, as in `TopKGate`.
 
-    The auxiliary loss is `load_balance_loss` on the softmax of H with its noise, + z_loss_weight *
-    `router_z_loss` of H. So the size of the noise also gets a gradient from the balance, as by the importance
-    loss of 1701.06538.
+    The auxiliary loss is `load_balance_loss` on the softmax of H, with its noise, + z_loss_weight *
+    `router_z_loss` of H. So the balance loss also trains noise_weight, as the importance loss of 1701.06538
+    does.
 
-    The noise comes from torch's default generator of the tokens' device. A seed repeats it, and so does
-    activation checkpointing.
+    The noise comes from torch's default generator of the tokens' device. So a seed makes it repeatable, and
+    activation checkpointing repeats it.
     """
 
     noise_weight: nn.Parameter
@@ -63,7 +63,7 @@ class NoisyTopKGate(TopKRouter):
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
 
     def _logits(self, x_TM: Tensor) -> Tensor:
-        """Returns H (T, E), with noise in training mode."""
+        """Returns the logits H (T, E) of T tokens for E experts, with noise in training mode."""
         if not self.training:
             return router_logits(x_TM, self.weight)
         both_XM = torch.cat([self.weight, self.noise_weight])  # one product reads the tokens once

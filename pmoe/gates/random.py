@@ -1,4 +1,4 @@
-"""The random gate: a baseline that any learned gate should beat."""
+"""The random gate: a baseline that any trained gate should beat."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from pmoe.gates.base import PartitionName, Routing
 from pmoe.gates.draws import DrawnGate
 
 BOUND = 1 << 62
-"""Upper bound of the draws, so large that their remainders are as good as uniform."""
+"""Upper bound of the random numbers. It is so large that their remainders are practically uniform."""
 
 
 class RandomGate(DrawnGate):
-    """Draws K distinct experts for each token at each call, in training and in eval mode.
+    """Draws K = top_k distinct experts for each token at each call, in training and in eval mode.
 
-    Every set of K experts is equally likely. Weights are 1 / K and l_aux is 0, as `DrawnGate` says.
+    All sets of K experts are equally likely. The weights are 1 / K and l_aux is 0, as in `DrawnGate`.
 
-    The draws come from torch's default generator of the tokens' device. `torch.manual_seed` repeats them, and
-    so does activation checkpointing, which restores the generator's state. Each rank uses its own generator;
-    ranks need not agree.
+    The random numbers come from torch's default generator of the tokens' device. So `torch.manual_seed` makes
+    them repeatable, and activation checkpointing repeats them, because it restores the generator's state.
+    Ranks draw independently of each other.
 
-    partition is "none", because a part of the batch gets other draws than within the whole batch.
+    partition is "none" (the gate needs the whole batch), because a part of it would draw other numbers than
+    the whole batch.
     """
 
     partition: PartitionName = "none"

@@ -1,6 +1,7 @@
-"""The sigmoid gate of BASE layers (arXiv 2103.16716) and StableMoE (arXiv 2204.08396), sections 3.1.
+"""The sigmoid gate of BASE layers (arXiv 2103.16716) and StableMoE (arXiv 2204.08396).
 
-The weight of an expert does not depend on the scores of the other experts.
+Both papers describe it in section 3.1. The weight of an expert does not depend on the scores of other
+experts.
 """
 
 from __future__ import annotations
@@ -15,24 +16,28 @@ from pmoe.kernels.route import top_indices
 
 
 def sigmoid_shares(logits_TE: Tensor) -> Tensor:
-    """Returns sigmoid(l_e) / sum_j sigmoid(l_j) (..., E), also if all sigmoids underflow in the dtype."""
+    """Returns the sigmoid of each logit, divided by the sum over experts: (..., E), like the logits.
+
+    It is also correct if all sigmoids are so small that they would be rounded to 0.
+    """
     return F.logsigmoid(logits_TE).softmax(-1)
 
 
 class SigmoidGate(TopKRouter):
-    """Chooses the top_k largest x . w_e, with the weights sigmoid(x . w_e) (FSMoE, section 2.1).
+    """Chooses the top_k experts with the largest x . w_e, with the weights sigmoid(x . w_e).
 
-    Ties go to the lowest expert index. Experts are chosen by the product and not by its sigmoid, because
-    sigmoids of large products are equal after rounding.
+    This is FSMoE's formula (section 2.1). Ties go to the lowest expert index. Experts are compared by x . w_e
+    and not by its sigmoid, because the sigmoids of large numbers are all rounded to 1.
 
-    weight: parameter (E, M), the rows w_e.
+    weight: parameter (E, M), the rows w_e of E experts. M = d_model.
 
     Args:
         normalize: True divides a token's weights by their sum; None means False, as in the papers.
 
-    The auxiliary loss is `load_balance_loss` + z_loss_weight * `router_z_loss`. Its probabilities are a
-    token's sigmoids divided by their sum; with the sigmoids themselves, the loss would fall if all of them
-    shrink. BASE balances by assigning the whole batch instead, which pmoe does not do.
+    The auxiliary loss is `load_balance_loss` + z_loss_weight * `router_z_loss`. As probabilities, the balance
+    loss takes a token's sigmoids divided by their sum. With the sigmoids themselves, training could lower the
+    loss by shrinking all of them. BASE instead assigns the whole batch so that all experts get equally many
+    tokens, which pmoe does not do.
     """
 
     normalizes = False

@@ -1,6 +1,6 @@
 """The gate of SoftMoE (arXiv 2308.00951, sections 2.1 and 2.3): experts get mixtures of all tokens.
 
-Letters: P slots of an expert, S = E * P rows.
+Letters: P slots of an expert, S = E * P slots. A slot is a mixture of tokens, which its expert gets as a row.
 """
 
 from __future__ import annotations
@@ -19,25 +19,30 @@ SHORTEST = 1e-6
 
 
 class SoftGate(Gate):
-    """Gives each slot of an expert a mixture of all tokens, and each token a mixture of all results.
+    """Gives each expert mixtures of all tokens, and each token a mixture of all experts' results.
 
-    logits (T, S) = scale * unit(x) unit(phi)^T, where unit divides each row by its length. dispatch is their
-    softmax over tokens, and combine their softmax over slots (Eq. 1-3 and section 2.3).
+    There are T tokens, and S slots: P for each of E experts. A slot is a mixture of tokens, which its expert
+    gets as a row.
 
-    weight: parameter (E, P, M), the paper's phi, with out-features before in-features.
+    logits (T, S) = scale * unit(x) unit(phi)^T, where unit divides each row by its length. The weights of
+    tokens in a slot are the softmax of logits over tokens. The weights of slots in a token's result are the
+    softmax of logits over slots (Eq. 1-3 and section 2.3).
+
+    weight: parameter (E, P, M), phi in the paper, with M = d_model as last dimension.
     scale: scalar parameter, which starts at 1.
 
     Args:
         top_k: is checked and has no other effect, because every token goes to all experts.
-        slots_per_expert: P; None means 1. T / E is usual: then there are equally many slots and tokens.
+        slots_per_expert: P; None means 1. T / E is usual; then there are as many slots as tokens.
 
-    The routing has S rows. Row s goes to expert s // P, has weight 1, and is mixed by ``mix``. Nothing is
-    dropped, capacity has no effect, and l_aux is 0 because the load is always even. A token that is zero has
-    equal weights for all slots.
+    The routing has S rows. Row s goes to expert s // P with weight 1, and ``mix`` has the weights of tokens
+    in it. Nothing is dropped and capacity has no effect. l_aux is 0, because all experts always get P rows. A
+    token of zeros has equal weights for all slots.
 
-    partition is "none", because a slot mixes all tokens of the rank's batch: of all sequences, also later
-    tokens. So causal language models cannot use this gate. The paper's models mix within one image. To do the
-    same, call the layer with one image at a time.
+    partition is "none" (the gate needs the whole batch), because each slot mixes all tokens of the rank's
+    batch: tokens of all sequences, and later tokens with earlier ones. So causal language models cannot use
+    this gate. The paper's models mix the tokens of one image; to do the same, call the layer with one image
+    at a time.
 
     Raises ValueError for slots_per_expert below 1.
     """
@@ -81,7 +86,7 @@ class SoftGate(Gate):
         return Routing(
             expert=slot_S1 // self.weight.shape[1],
             weight=logits_TS.new_ones(num_slots, 1),
-            l_aux=logits_TS[:0].sum(),  # 0 that carries a gradient, also if logits are not finite
+            l_aux=logits_TS[:0].sum(),  # 0 with a gradient of zeros, even if logits are not finite
             logits=logits_TS,
             mix=mix,
         )
@@ -94,9 +99,10 @@ class SoftGate(Gate):
         return self.weight.shape[0] * self.weight.shape[1]
 
     def _logits(self, x_TM: Tensor) -> Tensor:
-        """Returns the logits (T, S).
+        """Returns the logits of T tokens for S slots, (T, S).
 
-        It divides the products (T, S) by the lengths, because they are smaller than the tokens (T, M).
+        The products (T, S) are divided by the lengths of tokens and of phi's rows. This reads less memory
+        than to divide the tokens (T, M) before, if S is below M.
         """
         phi_SM = self.weight.flatten(0, 1)
         product_TS = router_logits(x_TM, phi_SM)
@@ -107,8 +113,8 @@ class SoftGate(Gate):
 def inverse_length(vectors: Tensor) -> Tensor:
     """Returns 1 / length of each row of vectors (..., M), as (..., 1), in float32 or wider.
 
-    It is 0, without a gradient, for rows shorter than `SHORTEST`. Dividing by a length of 0 would make the
-    row NaN, and a small constant added to the length would make gradients huge.
+    For rows shorter than `SHORTEST` it is 0, without a gradient. Dividing by a length of 0 would give NaN,
+    and adding a small constant to the length would make gradients huge.
     """
     wide = torch.promote_types(vectors.dtype, torch.float32)
     length = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True, dtype=wide)

@@ -6,9 +6,10 @@ from pmoe.gates.topk import TopKGate
 
 
 class SwitchGate(TopKGate):
-    """Chooses each token's most probable expert, with its softmax probability as weight.
+    """Chooses the most probable expert of each token, with its softmax probability as weight.
 
-    It is `TopKGate` with top_k = 1 and without normalisation, with a parameter weight (E, M).
+    It is `TopKGate` with top_k = 1 and without normalisation. Its parameter weight is (E, M), for E experts
+    and M = d_model.
 
     Raises ValueError for another top_k, or for normalize=True.
     """

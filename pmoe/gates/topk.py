@@ -11,16 +11,17 @@ from pmoe.kernels.route import top_indices
 
 
 class TopKGate(TopKRouter):
-    """Chooses the top_k largest logits x weight^T. The weights are their softmax over all experts.
+    """Chooses the top_k experts with the largest logits x weight^T, with softmax probabilities as weights.
 
-    Ties go to the lowest expert index. Experts are chosen by logits and not by probabilities, because
-    rounding may make probabilities equal.
+    The softmax is over all experts. Ties go to the lowest expert index. Experts are compared by logits and
+    not by probabilities, because different logits may have the same probability after rounding.
 
-    weight: parameter (E, M).
+    weight: parameter (E, M), for E experts. M = d_model.
 
     Args:
-        normalize: whether a token's weights are divided by their sum. None means top_k > 1: a single weight
-            would be the constant 1, and the gate would not learn from the task.
+        normalize: whether a token's weights are divided by their sum. None means True if top_k is above 1.
+            With top_k = 1 the weight would be the constant 1, and the gate would get no gradient from the
+            task.
 
     The auxiliary loss is `load_balance_loss` + z_loss_weight * `router_z_loss`.
     """

@@ -1,4 +1,4 @@
-"""The gate of X-MoE (arXiv 2204.09179, section 3): scores are cosines on a low-dimensional sphere.
+"""The gate of X-MoE (arXiv 2204.09179, section 3): scores are cosines in a space of few dimensions.
 
 With cosines, training does not pull tokens towards the embeddings of their experts.
 
@@ -27,16 +27,17 @@ from pmoe.gates.soft import inverse_length
 from pmoe.kernels.route import top_indices
 
 ScoreName = Literal["softmax", "sigmoid"]
-"""Functions by which `XMoEGate` makes weights from cosines."""
+"""Functions by which `XMoEGate` computes weights from cosines."""
 
 TEMPERATURES: dict[ScoreName, float] = {"softmax": 0.3, "sigmoid": 0.07}
-"""Initial temperature for each score. These are the usual values, not checked against the paper."""
+"""Initial temperature for each score. These are usual values; they were not checked against the paper."""
 
 
 class XMoEGate(Gate):
-    """Chooses the top_k largest cosines s_e = cos(projection x, w_e). Ties go to the lowest expert index.
+    """Chooses the top_k experts with the largest cosines s_e = cos(projection x, w_e).
 
-    The weights are softmax(s / temperature) or sigmoid(s / temperature).
+    Ties go to the lowest expert index. The weights are softmax(s / temperature) or sigmoid(s / temperature).
+    There are E experts, tokens x have M = d_model columns, and their projections have P = d_proj.
 
     projection: parameter (P, M).
     weight: parameter (E, P), the experts' embeddings w_e.
@@ -48,12 +49,12 @@ class XMoEGate(Gate):
             is 1 or -1, and nothing gets a gradient.
         score: "softmax" or "sigmoid".
         temperature: the initial temperature. None means the usual 0.3 for softmax, and 0.07 for sigmoid.
-        normalize: whether a token's weights are divided by their sum. None means top_k > 1 for softmax, as in
-            `TopKGate`, and False for sigmoid, as in `SigmoidGate`.
+        normalize: whether a token's weights are divided by their sum. None means True for softmax if top_k is
+            above 1, as in `TopKGate`, and False for sigmoid, as in `SigmoidGate`.
 
-    The auxiliary loss is `load_balance_loss` on softmax(s / t) + z_loss_weight * `router_z_loss` of
-    s / temperature. t is the initial temperature, a constant: otherwise a rising temperature would hide an
-    uneven load from the loss.
+    The auxiliary loss is `load_balance_loss` on softmax(s / initial temperature) + z_loss_weight *
+    `router_z_loss` of s / temperature. The balance loss takes the initial temperature, a constant, because
+    otherwise training could lower the loss by raising the temperature.
 
     A token whose projection is zero has cosine 0 with every expert, and no gradient.
 
@@ -125,7 +126,9 @@ class XMoEGate(Gate):
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
 
     def _cosine(self, x_TM: Tensor) -> Tensor:
-        """Returns the cosines (T, E). Rounding may put them slightly outside -1..1."""
+        """Returns the cosines of T tokens with E experts, (T, E). Rounding may put them slightly outside
+        -1..1.
+        """
         projected_TP = router_logits(x_TM, self.projection)
         embedding_EP = self.weight.to(projected_TP.dtype)
         unit_EP = embedding_EP * inverse_length(embedding_EP)

@@ -1,21 +1,26 @@
 """The backend "pmoe" of torch.compile: overlaps all-to-alls with the computation of a whole model.
 
-It is Lancet (paper 004) on the FX graphs of torch.compile. A graph passes through these files:
+It implements Lancet (paper 004) on the FX graphs that torch.compile traces. The batch of a graph is cut into
+parts, so that the rows of one part travel between ranks while another part is computed. Gradients of weights,
+for which no all-to-all waits, are computed while rows travel. A graph passes through these files:
 
-    capture           traces a MoELayer as operators (`operators`, `messages`) that passes can cut and move
+    capture           traces a MoELayer as operators (`operators`, `messages`) that can be cut and moved
     backend           receives the traced graph from torch.compile
     axes              finds along which dimension each tensor can be cut into parts of the batch
-    cost              measures the time and the memory of each operator
+    cost              measures the seconds and the bytes of each operator
     ranges            chooses which instructions are cut, and into how many parts (Lancet, section 5)
-    parts, plan       cut the graph accordingly
+    plan, split_batch cut the graph at the chosen instructions
     weight_gradients  moves weight gradients beside all-to-alls (Lancet, section 4)
     lower             makes the module that runs: it starts all-to-alls early and waits for them late
-    run               does all this in the first steps, agreed among ranks, then runs the result
+    run               runs all these steps in the first training steps, agreed among ranks
     explain           reports what was chosen
 
-Letters of this folder: T tokens, K choices, S = T * K slots, N rows, E experts, E_local experts of a rank,
-W ranks, R rows of a table of counts (W for rows that travelled, 1 for rows that stayed), k parts,
-M = d_model.
+The files work on an instruction list (`instructions`): one entry for each operator call of the graph.
+
+Letters of this folder: T tokens of a rank, K choices of a token, S = T * K slots (a slot is one choice of one
+token), N rows (a row is a token's vector for one expert), E experts of all ranks, E_local experts of one
+rank, W ranks, R lines of a table of row counts (W for rows that travelled, one for each sender; 1 for rows
+that stayed on their rank), k parts of the batch, M = d_model.
 """
 
 from pmoe.graph.explain import Explanation, explain

@@ -1,16 +1,18 @@
 """Partition axes (Lancet, section 5.2): the dimension along which each tensor of a graph is cut.
 
-Each operator has a rule. It lists combinations of axes, of the inputs and of the result, for which the
-operator on part p of its inputs gives part p of its result. For the product y = x @ w they are:
+A graph is cut into k parts of the batch. An operator can be cut if it can run on part p of its inputs and so
+give part p of its result. Each operator has a rule that lists the axes for which this holds. For the product
+y = x @ w they are:
 
     axis of x     axis of w     axis of y
     0 (rows)      None          0
     None          1 (columns)   1
     1             0             SUM: each part gives a tensor of the whole shape, and y is their sum
 
-`infer` follows the rules through a graph; a tensor has one axis. A user's operator gets its rule by
-``RULES[torch.ops.my.op.default] = rule``. An operator is not cut if it has no rule, or if no combination
-of its rule fits the axes of its inputs. It then ends a range.
+`infer` applies the rules to the nodes of a graph in order. It gives each tensor one axis, although its users
+may prefer different ones. A user's operator gets its rule by ``RULES[torch.ops.my.op.default] = rule``. An
+operator runs once on the whole batch if it has no rule, or if its rule does not allow the axes that its
+inputs have.
 """
 
 from __future__ import annotations
@@ -30,21 +32,25 @@ aten: Any = torch.ops.aten
 moe: Any = torch.ops.pmoe_graph
 
 IRREGULAR = "irregular"
-"""The axis of routed rows: a part has as many rows as the routing gives it (the paper's A_irr)."""
+"""The axis of routed rows: each part has as many rows as the gate routes in it (the paper's A_irr)."""
 
 SUM = "sum"
-"""The axis of parameters' gradients: each part gives a tensor of the whole shape, and these are added."""
+"""The axis of a parameter's gradient: each part gives a tensor of the whole shape, and all are added."""
 
 Axis = int | str | None
-"""The axis of a tensor: a dimension, `IRREGULAR`, `SUM`, or None if every part takes the whole tensor."""
+"""Type of a tensor's axis, along which the tensor is cut into parts of the batch.
+
+It is a dimension, `IRREGULAR`, `SUM`, or None if every part uses the whole tensor."""
 
 
 @dataclass(frozen=True)
 class Combination:
-    """Axes of an operator's inputs and of its result that belong together.
+    """Axes of an operator's inputs and result with which the operator can run on parts of the batch.
 
-    inputs: the axis of each tensor among the arguments, in order.
-    result: the axis of the result; a tuple with one axis for each result if there are several.
+    inputs: the axis of each tensor among the operator's arguments, in order.
+    result: the axis of the result. An operator with several results has a tuple with one axis for each.
+
+    Example: the product x @ w, cut along the rows of x, is ``Combination((0, None), 0)``.
     """
 
     inputs: tuple[Axis, ...]
@@ -52,14 +58,17 @@ class Combination:
 
 
 Rule = Callable[[fx.Node], Iterable[Combination]]
-"""A function from a node to its combinations, by its shapes and arguments. The first that fits holds."""
+"""Type of a rule: a function from a call of an operator to the axes with which that call can be cut.
+
+The rule may read the shapes and arguments of the call. If several combinations suit the axes of the inputs,
+the first is taken."""
 
 RULES: dict[object, Rule] = {}
-"""The rule of each operator. Pointwise operators need none: they are recognised by their tag."""
+"""The rule of each operator. Pointwise operators need no entry: torch marks them with a tag."""
 
 
 def rule_of(*targets: object) -> Callable[[Rule], Rule]:
-    """Returns a decorator that enters a rule in `RULES` for these operators."""
+    """Returns a decorator that stores a rule in `RULES` for each of the operators ``targets``."""
 
     def add(rule: Rule) -> Rule:
         RULES.update(dict.fromkeys(targets, rule))
@@ -69,26 +78,38 @@ def rule_of(*targets: object) -> Callable[[Rule], Rule]:
 
 
 def tensors(node: fx.Node) -> list[fx.Node]:
-    """Returns the tensors among a node's arguments, in order; one that is passed twice is listed twice."""
+    """Returns the nodes of all tensors among a node's arguments, in order.
+
+    A tensor that is passed twice is listed twice. Numbers, such as sizes, are left out.
+    """
     nodes: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), lambda source: nodes.append(source) or source)  # type: ignore[func-returns-value]
     return [source for source in nodes if not _is_number(source)]
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Returns whether the node's value is a number, such as a size, and no tensor."""
+    """Returns whether a node computes a number, such as a tensor's size, instead of a tensor."""
     return isinstance(node.meta.get("val"), NUMBERS)
 
 
 def infer(
     graph: fx.Graph, cut: Mapping[fx.Node, Axis], free: Iterable[fx.Node] = ()
 ) -> tuple[dict[fx.Node, Any], dict[fx.Node, str]]:
-    """Returns the axis of each node, and for each node that cannot be cut the reason.
+    """Returns the axis along which each node of the graph is cut, and why some nodes cannot be cut.
 
-    cut: the axes of the graph's inputs. Inputs that it leaves out, such as parameters, are whole.
-    free: inputs without a known axis. Each takes the axis that its first user asks for.
+    An axis is the dimension along which a tensor is cut into parts of the batch.
 
-    The result of an operator that cannot be cut is whole, but may be cut behind it: a new range begins there.
+    cut: the axes of inputs of the graph. Inputs that it leaves out, such as parameters, are not cut: each
+        part uses them whole.
+    free: inputs of which no axis is known. Each gets the axis that the first operator on it needs.
+
+    Returns (axes, refused)
+
+        axes      the axis of each node; None if all parts use the node's whole result
+        refused   for each node that cannot be cut, the reason
+
+    A node that cannot be cut runs once, on the whole batch. Its result can be cut again for the nodes behind
+    it.
     """
     inference = _Inference(cut, free)
     for node in graph.nodes:
@@ -99,9 +120,15 @@ def infer(
 def follow(
     body: Iterable[fx.Node], cut: Mapping[fx.Node, Axis], free: Iterable[fx.Node] = ()
 ) -> dict[fx.Node, Any]:
-    """Returns the axes of the instructions ``body``, all of which must be cut, and of their inputs.
+    """Returns the axes of the instructions ``body`` and of their inputs, if the whole body can be cut.
 
-    cut, free: as in `infer`, for tensors that are computed before the body.
+    An axis is the dimension along which a tensor is cut into parts of the batch.
+
+    body: calls of a graph, in order.
+    cut: axes of tensors that are computed before the body. Tensors that it leaves out are not cut: each part
+        uses them whole.
+    free: tensors from before the body of which no axis is known. Each gets the axis that the first operator
+        on it needs.
 
     Raises RefusedError if an instruction cannot be cut.
     """
@@ -114,20 +141,21 @@ def follow(
 
 
 class RefusedError(Exception):
-    """An instruction cannot be cut as its inputs are."""
+    """An operator cannot run on parts of the batch, because of its kind or of the axes of its inputs."""
 
 
 class _Inference:
-    """The axes of a graph's nodes, found one node after the other.
+    """Finds the axes of a graph's nodes, one node after the other, and stores them.
 
-    axes: the axis of each node; for a node with several results a tuple.
+    axes: the axis of each node so far; a tuple for a node with several results.
     refused: the reason for each node that cannot be cut.
 
-    A tensor is free while its axis is open: it keeps the first that an operator asks for. Free are
+    A tensor is called free while its axis is undecided. The first operator that needs a certain axis of a
+    free tensor decides it. These tensors are free:
 
     - inputs that the caller names,
     - results of operators that could not be cut, and of operators that take no tensor,
-    - results of operators on whole tensors, some of which are free.
+    - results of operators on tensors that are not cut, if one of these tensors is free.
     """
 
     def __init__(self, cut: Mapping[fx.Node, Axis], free: Iterable[fx.Node]) -> None:
@@ -137,7 +165,11 @@ class _Inference:
         self.refused: dict[fx.Node, str] = {}
 
     def add(self, node: fx.Node) -> None:
-        """Stores the node's axis. A node that cannot be cut is stored with the reason, and becomes free."""
+        """Finds and stores the axis of a node. All nodes that the node reads must have been added before.
+
+        If the node cannot be cut, the reason is stored in ``refused``, and the axis of its result is open
+        again for the next operators.
+        """
         if node.op != "call_function":
             self.axes[node] = self._cut.get(node)
             return
@@ -149,10 +181,10 @@ class _Inference:
             self._free.add(node)
 
     def _behind(self, node: fx.Node) -> Any:
-        """Returns the axis along which the result of an operator that cannot be cut is cut behind it.
+        """Returns an axis along which later operators can cut the result of an operator that is not cut.
 
-        It is the axis of the first input that is cut along a dimension, if the result has that input's shape;
-        None otherwise.
+        A result with the shape of the operator's first input that is cut along a dimension gets that
+        dimension, others None. Several results give a tuple of axes.
         """
         source = next((tensor for tensor in tensors(node) if isinstance(self.axes[tensor], int)), None)
         if source is None:
@@ -165,7 +197,12 @@ class _Inference:
         return tuple(axes) if isinstance(results, (tuple, list)) else axes[0]
 
     def axis(self, node: fx.Node) -> Any:
-        """Returns the axis of a node's result; a tuple for several. Raises RefusedError if it is not cut."""
+        """Returns the axis along which a node's result is cut; a tuple for several results.
+
+        The axis follows from the axes of the node's inputs and the rule of its operator. Each input with an
+        undecided axis (a free one) gets the axis that the chosen combination of the rule needs. Raises
+        RefusedError if the node cannot be cut.
+        """
         inputs = tensors(node)
         axes = self.axes
         if _is_number(node):
@@ -178,8 +215,9 @@ class _Inference:
             axis_of_source = axes[inputs[0]]
             index = _number(node, 1)
             return axis_of_source[index] if isinstance(axis_of_source, tuple) else axis_of_source
-        # An operator on whole tensors is computed once, whole. Not `order`, whose inputs may be free: its
-        # results could not be cut into those of parts, so its rule must cut the inputs, or refuse.
+        # If no input is cut, the operator runs once, on the whole batch. `order` is excepted, because the
+        # sorted slots of the whole batch could not be cut into the sorted slots of its parts: either its rule
+        # cuts its inputs, which may be free, or it cannot be cut.
         if all(axes[source] is None for source in inputs) and node.target is not moe.order.default:
             if not self._free.isdisjoint(inputs):
                 self._free.add(node)
@@ -193,16 +231,16 @@ class _Inference:
         raise RefusedError(f"{node.target} cannot be cut along {[axes[source] for source in inputs]}")
 
     def _rule(self, node: fx.Node) -> Rule:
-        """Returns the rule of a node's operator. Raises RefusedError if it has none."""
+        """Returns the rule of a node's operator. Raises RefusedError if the operator has none."""
         rule = RULES.get(node.target) or (_pointwise if _is_pointwise(node.target) else None)
         if rule is None:
             raise RefusedError(f"{node.target} has no rule")
         return rule
 
     def _fits(self, node: fx.Node, axis: Axis) -> bool:
-        """Returns whether a tensor has this axis, or is free to take it.
+        """Returns whether a tensor already has this axis, or is free to get it.
 
-        A free tensor cannot become a `SUM`: it exists whole, not as summands.
+        No free tensor can get the axis `SUM`: it exists as one whole tensor, not as summands.
         """
         known = self.axes[node]
         return known == axis or (known is None and node in self._free and axis != SUM)
@@ -212,31 +250,32 @@ class _Inference:
 
 
 def shape(node: fx.Node) -> tuple[int, ...]:
-    """Returns the shape of a node's tensor. Sizes may be symbols."""
+    """Returns the shape of the tensor that a node computes. A size may be a symbol of the trace."""
     value: Tensor = node.meta["val"]
     return tuple(value.shape)
 
 
 def _dims(node: fx.Node) -> range:
-    """Returns the dimensions of a node's tensor, from 0."""
+    """Returns the numbers of the dimensions of a node's tensor, from 0."""
     return range(len(shape(node)))
 
 
 def _number(node: fx.Node, place: int, default: Any = None) -> Any:
-    """Returns the argument at position ``place``, or ``default`` if the call has fewer."""
+    """Returns the argument of a call at position ``place``, or ``default`` if there are fewer arguments."""
     return node.args[place] if len(node.args) > place else default
 
 
 def _argument(node: fx.Node, name: str) -> Any:
-    """Returns an operator's argument by its name: the value in the call, or the schema's default."""
+    """Returns the argument ``name`` of a call, or its default in the operator's schema."""
     schema = node.target._schema  # type: ignore[union-attr]
     index, argument = next((index, each) for index, each in enumerate(schema.arguments) if each.name == name)
     return node.args[index] if index < len(node.args) else node.kwargs.get(name, argument.default_value)
 
 
 def _alike(node: fx.Node, but: Iterable[int]) -> Iterator[Combination]:
-    """Yields combinations that cut all tensors and all results along the same dimension.
+    """Yields, for each dimension, the combination that cuts all tensors and results along this dimension.
 
+    node: the call of the operator.
     but: dimensions that are left out, because the operator works along them. They may be negative.
     """
     first, *_ = inputs = tensors(node)
@@ -249,22 +288,24 @@ def _alike(node: fx.Node, but: Iterable[int]) -> Iterator[Combination]:
             yield Combination((dim,) * len(inputs), result)
 
 
-# ---- rules. Each is for the operators that its decorator names
+# ---- rules: the ways to cut each operator. The decorator of a rule names its operators
 
 
 def _is_pointwise(target: object) -> bool:
-    """Returns whether torch says that an operator is pointwise. One that draws random numbers does not count.
+    """Returns whether torch marks an operator as pointwise and it draws no random numbers.
 
-    A dropout in parts would draw other numbers than the dropout of the whole batch.
+    An operator that draws random numbers cannot be cut: a dropout in parts would draw other numbers than the
+    dropout of the whole batch.
     """
     tags = target.tags if isinstance(target, torch._ops.OpOverload) else []
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _pointwise(node: fx.Node) -> Iterator[Combination]:
-    """Yields combinations of an operator that broadcasts its inputs.
+    """Yields the ways to cut a pointwise operator into parts: along each dimension of its result.
 
-    An input that is broadcast along the dimension, because it has size 1 there or lacks it, stays whole.
+    The operator broadcasts its inputs. An input that lacks the dimension, or has size 1 there, is used whole
+    by all parts.
     """
     operands = tensors(node)
     if any(isinstance(shape(each)[0] if shape(each) else 1, torch.SymInt) for each in operands):
@@ -283,7 +324,10 @@ def _pointwise(node: fx.Node) -> Iterator[Combination]:
     aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default, aten.copy.default
 )
 def _copied(node: fx.Node) -> Iterator[Combination]:
-    """Yields combinations of an operator that copies or converts. Copies of summands are summands."""
+    """Yields the ways to cut a copy or conversion into parts: along each dimension, or as summands.
+
+    The sum of copied summands (`SUM`) is the copy of the sum.
+    """
     yield from _pointwise(node)
     yield Combination((SUM,), SUM)
 
@@ -295,13 +339,16 @@ ALWAYS: dict[object, list[Combination]] = {
     moe.pack.default: [Combination((0, *(IRREGULAR,) * 4), (IRREGULAR,) * 2)],
     moe.join.default: [Combination((IRREGULAR,) * 6, 0)],
 }
-"""Combinations of operators whose combinations do not depend on shapes or arguments."""
+"""Ways to cut operators for which neither shapes nor arguments matter."""
 RULES.update({target: lambda _, found=found: found for target, found in ALWAYS.items()})  # type: ignore[misc]
 
 
 @rule_of(aten.addmm.default)
 def _addmm(node: fx.Node) -> Iterator[Combination]:
-    """Yields rows or columns of the product. Not a sum: each part would add the bias."""
+    """Yields the ways to cut bias + x @ w into parts: along the rows or the columns of the product.
+
+    The product cannot be cut into summands, because each part would add the bias again.
+    """
     bias = len(shape(tensors(node)[0]))
     yield Combination((0 if bias == 2 else None, 0, None), 0)
     yield Combination((bias - 1, None, 1), 1)
@@ -309,7 +356,10 @@ def _addmm(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(aten.native_layer_norm.default, aten._fused_rms_norm.default)
 def _norm(node: fx.Node) -> Iterator[Combination]:
-    """Yields the dimensions before those that are normalized. Weight and bias stay whole."""
+    """Yields the ways to cut a layer norm or RMS norm into parts: along dimensions that are not normalized.
+
+    All parts use the whole weight and bias. The normalized dimensions are the last ones.
+    """
     operands = tensors(node)
     normalized = len(_number(node, 1))
     for dim in range(len(shape(operands[0])) - normalized):
@@ -318,7 +368,10 @@ def _norm(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default)
 def _norm_backward(node: fx.Node) -> Iterator[Combination]:
-    """Yields the dimensions before those that are normalized. Gradients of weight and bias are sums."""
+    """Yields the ways to cut the gradient of a norm into parts: along each dimension that is not normalized.
+
+    Each part gives summands (`SUM`) of the gradients of weight and bias.
+    """
     operands = tensors(node)
     normalized = len(_number(node, 2))
     rank = len(shape(operands[0]))
@@ -331,7 +384,10 @@ def _norm_backward(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(aten.embedding.default)
 def _embedding(node: fx.Node) -> Iterator[Combination]:
-    """Yields the dimensions of the indices. The table stays whole."""
+    """Yields the ways to cut an embedding into parts: along each dimension of its indices.
+
+    All parts use the whole table.
+    """
     for dim in _dims(tensors(node)[1]):
         yield Combination((None, dim), dim)
 
@@ -342,9 +398,11 @@ def _embedding(node: fx.Node) -> Iterator[Combination]:
     aten._scaled_dot_product_efficient_attention.default,
 )
 def _attention(node: fx.Node) -> Iterator[Combination]:
-    """Yields sequences and heads, if there are only queries, keys and values, and no dropout.
+    """Yields the ways to cut attention into parts: along the sequences or the heads.
 
-    The first two results are the output and the logarithms of sums; the others hold random states.
+    Yields nothing with dropout, whose random numbers depend on the cut, or with other tensors than queries,
+    keys and values, such as a mask. The first two results, the output and the logsumexp of each query, are
+    cut. The others hold states of random numbers.
     """
     dropout = _number(node, 3, 0.0)
     if len(tensors(node)) == 3 and isinstance(dropout, float) and dropout == 0.0:
@@ -359,10 +417,10 @@ def _attention(node: fx.Node) -> Iterator[Combination]:
     aten._scaled_dot_product_efficient_attention_backward.default,
 )
 def _attention_backward(node: fx.Node) -> Iterator[Combination]:
-    """Yields sequences, if there is no dropout.
+    """Yields the one way to cut the gradient of attention into parts: along the sequences; none with dropout.
 
-    The first six tensors are cut: the output's gradient, queries, keys, values, the output, and the
-    logarithms of its sums. The two that may follow belong to dropout and stay whole.
+    Six tensors are cut: the output's gradient, queries, keys, values, the output, and the logsumexp of each
+    query. Two more tensors may follow. They belong to dropout, and all parts use them whole.
     """
     count = len(tensors(node))
     if _argument(node, "dropout_p") == 0.0 and count in (6, 8):
@@ -378,7 +436,10 @@ def _attention_backward(node: fx.Node) -> Iterator[Combination]:
     *(aten.split.Tensor, aten.split_with_sizes.default, aten.cat.default),
 )
 def _along(node: fx.Node) -> Iterator[Combination]:
-    """Yields every dimension but the one along which the operator works."""
+    """Yields the ways to cut an operator that works along one dimension: along each other dimension.
+
+    Examples of these operators are softmax, sort, cumsum and gather.
+    """
     yield from _alike(node, [_argument(node, "dim")])
 
 
@@ -387,7 +448,11 @@ def _along(node: fx.Node) -> Iterator[Combination]:
     aten.argmax.default,
 )
 def _reduce(node: fx.Node) -> Iterator[Combination]:
-    """Yields the dimensions that are kept. A sum may also be cut along one that it removes, as a `SUM`."""
+    """Yields the ways to cut a reduction into parts: along each dimension that it does not reduce.
+
+    A sum can also be cut along a dimension that it reduces. Each part then gives a summand (`SUM`) of the
+    result.
+    """
     rank = len(shape(tensors(node)[0]))
     dims = _argument(node, "dim")
     listed = [dims] if isinstance(dims, int) else dims
@@ -403,10 +468,13 @@ def _reduce(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 def _view(node: fx.Node) -> Iterator[Combination]:
-    """Yields pairs of a dimension of the source and one of the result whose parts are the same elements.
+    """Yields the ways to cut a view into parts: pairs of a dimension of the source and one of the result.
 
-    They are a pair if the sizes before them have the same product: for (4, 6) viewed as (2, 2, 6), 0 and 0,
-    1 and 2. A dimension of size 1 has no parts. ``expand`` keeps every dimension that it does not expand.
+    Cutting the source along the first must give the same elements as cutting the result along the second.
+    That holds if the products of the sizes before both dimensions are equal. For (4, 6) viewed as (2, 2, 6)
+    the pairs are (0, 0) and (1, 2). A dimension of size 1 cannot be cut. ``expand`` keeps every dimension
+    that it does not expand. Other views also accept summands (`SUM`): the sum of viewed summands is the view
+    of the sum.
     """
     source, result = shape(tensors(node)[0]), shape(node)
     if node.target is aten.expand.default:
@@ -426,7 +494,7 @@ def _view(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(aten.new_zeros.default)
 def _new(node: fx.Node) -> Iterator[Combination]:
-    """Yields the dimensions whose size the new tensor shares with its source."""
+    """Yields the ways to cut a ``new_zeros`` into parts: along each dimension as large as in its source."""
     for dim, sizes in enumerate(zip(shape(tensors(node)[0]), shape(node), strict=False)):
         if sizes[0] == sizes[1]:
             yield Combination((dim,), dim)
@@ -434,7 +502,11 @@ def _new(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(aten.permute.default, aten.transpose.int, aten.t.default)
 def _permute(node: fx.Node) -> Iterator[Combination]:
-    """Yields every dimension, with its place in the result."""
+    """Yields the ways to cut a permutation into parts: along each dimension, or as summands.
+
+    Each dimension comes with its position in the result. The sum of permuted summands (`SUM`) is the permuted
+    sum.
+    """
     rank = len(shape(node))
     order = list(range(rank))
     if node.target is aten.permute.default:
@@ -452,7 +524,10 @@ def _permute(node: fx.Node) -> Iterator[Combination]:
     aten.select_backward.default,
 )
 def _one_more_or_less(node: fx.Node) -> Iterator[Combination]:
-    """Yields every dimension but the one that the operator inserts or removes; those behind it shift by 1."""
+    """Yields the ways to cut an operator that inserts or removes a dimension: along each other dimension.
+
+    The number of a dimension behind the inserted or removed one differs by 1 between source and result.
+    """
     operands = tensors(node)
     before, after = len(shape(operands[0])), len(shape(node))
     changed = _argument(node, "dim") % max(before, after)
@@ -462,15 +537,15 @@ def _one_more_or_less(node: fx.Node) -> Iterator[Combination]:
             yield Combination((dim,) * len(operands), moved)
 
 
-# ---- a layer's operators: tokens are cut with the batch, and the rows that they are routed as are irregular
+# ---- operators of a MoELayer: tokens are cut along the batch; rows, which experts get, are IRREGULAR
 
 
 @rule_of(moe.order.default)
 def _order(node: fx.Node) -> Iterator[Combination]:
-    """Yields a cut of the gate's results along the tokens.
+    """Yields the one way to cut `order`, which sorts a layer's rows by expert, into parts: along the tokens.
 
-    The last input and the last result, the rows that each expert was given so far, stay whole: each part
-    passes them to the next.
+    The last input and the last result stay whole: they count the rows that each expert got in earlier parts.
+    Each part passes them to the next, so that all parts together respect the capacity.
     """
     operands = tensors(node)
     yield Combination((*(0 for _ in operands[:-1]), None), (IRREGULAR,) * 3 + (None,))
@@ -478,20 +553,32 @@ def _order(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(moe.exchange.default)
 def _rows(node: fx.Node) -> Iterator[Combination]:
-    """Yields one combination: rows and counts are irregular, and so are the rows that come."""
+    """Yields the one way to cut an all-to-all into parts: each part sends its own rows.
+
+    How many rows a part sends and receives follows from the routing. Rows and row counts therefore have the
+    axis `IRREGULAR`.
+    """
     yield Combination((IRREGULAR,) * len(tensors(node)), IRREGULAR)
 
 
 @rule_of(moe.experts.default)
 def _experts(node: fx.Node) -> Iterator[Combination]:
-    """Yields one combination: rows, weights and counts are irregular, parameters stay whole."""
+    """Yields the one way to cut the experts' computation into parts: each part has its own rows.
+
+    How many rows a part has follows from the routing. Rows, routing weights and row counts therefore have the
+    axis `IRREGULAR`. All parts use the whole parameters.
+    """
     parameters: Sequence[object] = node.args[3]  # type: ignore[assignment]
     yield Combination((*(IRREGULAR,) * 3, *(None for _ in parameters)), (IRREGULAR, IRREGULAR))
 
 
 @rule_of(moe.experts_input_gradient.default, moe.experts_weight_gradient.default)
 def _experts_gradient(node: fx.Node) -> Iterator[Combination]:
-    """Yields one combination: rows are irregular, parameters stay whole, and their gradients are sums."""
+    """Yields the one way to cut the experts' gradients into parts: each part has its own rows (`IRREGULAR`).
+
+    All parts use the whole parameters. Each part gives its own rows' gradients, and summands (`SUM`) of the
+    parameters' gradients.
+    """
     parameters: Sequence[object] = node.args[5]  # type: ignore[assignment]
     rows = len(tensors(node)) - len(parameters)
     result = SUM if node.target is moe.experts_weight_gradient.default else IRREGULAR

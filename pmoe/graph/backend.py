@@ -1,6 +1,6 @@
-"""The backend of ``torch.compile(model, backend="pmoe")``: Lancet's passes on a whole graph.
+"""The backend of ``torch.compile(model, backend="pmoe")``: applies Lancet's passes to a whole graph.
 
-PyTorch finds it by its name, through the entry point "torch_dynamo_backends" in setup.py.
+PyTorch finds the backend by its name, through the entry point "torch_dynamo_backends" in setup.py.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compiles one graph, and returns the function that runs it.
+    """Compiles one graph for `torch.compile`, and returns the function that runs it.
 
-    example_inputs: the graph's inputs; `batch_inputs` finds those that hold the batch.
-    options: as in `Options`.
-    mode: must be None.
+    example_inputs: the inputs of the graph, as the traced call had them.
+    options: the options of `torch.compile`, by name (`pmoe.graph.options.Options`).
+    mode: must be None, because this backend has no modes.
 
-    Raises ValueError for a mode, which only Inductor has.
+    Raises ValueError for another mode or a bad value of an option, and TypeError for an option of a wrong
+    type.
     """
     if mode is not None:
         raise ValueError(f'mode ({mode!r}) must be left out: the backend "pmoe" has options, but no modes')
@@ -46,7 +47,10 @@ def backend(
     cuttings: dict[str, GraphSplit] = {}
 
     def compiler(direction: str) -> Any:
-        """Returns a compiler of graphs of one direction: "forward", "backward" or "inference"."""
+        """Returns the function with which AOTAutograd compiles the graphs of one direction.
+
+        direction: "forward", "backward" or "inference".
+        """
         return lambda graph, _inputs: GraphRunner(graph, direction, checked_options, batch, is_tiny, cuttings)
 
     compiled: Callable[..., Any] = aot_module_simplified(
@@ -61,9 +65,10 @@ def backend(
 
 
 def batch_inputs(inputs: Sequence[Any]) -> list[int]:
-    """Returns the positions of the inputs that hold the batch, along their first dimension.
+    """Returns the positions of the inputs of a graph that hold the batch, along their first dimension.
 
-    These are tensors that are no parameters or buffers, and as long as the first of them.
+    The first tensor that is neither a parameter nor a buffer gives the length of the batch. All other such
+    tensors with the same length hold the batch too.
     """
     tensor_positions = [
         position
@@ -79,7 +84,7 @@ def batch_inputs(inputs: Sequence[Any]) -> list[int]:
 
 @functools.cache
 def prepare() -> None:
-    """Sets options of torch._dynamo, and makes layers capturable. Runs once, when this module is imported.
+    """Sets options of torch._dynamo, and makes MoELayers traceable. Runs once, when this module is imported.
 
     capture_dynamic_output_shape_ops   on: numbers of rows, known only at run time, do not break the graph
     optimize_ddp                       off: DDP must not cut graphs between layers that communicate

@@ -1,7 +1,8 @@
-"""Capture of layers: MoELayer.forward is traced as operators of the graph for the backend "pmoe".
+"""Captures MoELayers in graphs: traces `MoELayer.forward` as operators that the backend "pmoe" can move.
 
 The operators are those of `pmoe.graph.operators` and `pmoe.graph.messages`. For any other backend, and for a
-layer that cannot be captured, the graph breaks at the layer, which then runs as without a backend.
+layer that cannot be captured, torch.compile breaks the graph at the layer. The layer then runs as it does
+without torch.compile.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ from pmoe.layer import MoELayer
 from pmoe.warn import warn_once
 
 BACKENDS: list[Any] = []
-"""Backends, as `torch.compile` receives them, for which layers are captured."""
+"""Backend functions for which layers are captured, as `torch.compile` receives them."""
 
 
 @dataclass(frozen=True)
 class CapturedCounts:
-    """Row counts of a captured call, on the host, as `LastCall` keeps them.
+    """Row counts of a call that ran inside a graph, on the host. `LastCall` keeps them for statistics.
 
-    send_WE: (W, E_local) int64, rows that this rank sent to each rank's experts; none to itself.
-    recv_WE: (W, E_local) int64, rows that came from each rank; none from itself.
-    own_1E: (1, E_local) int64, rows that stayed on this rank.
+    Shapes use W ranks, and E_local experts of one rank.
+
+    send_WE: (W, E_local) int64, rows that this rank sent to each rank's experts; 0 to itself.
+    recv_WE: (W, E_local) int64, rows that came from each rank for this rank's experts; 0 from itself.
+    own_1E: (1, E_local) int64, rows that stayed on this rank, for each of its experts.
     tokens_W: (W,) int64, tokens of each rank.
-    rank: this rank.
+    rank: the number of this rank.
     """
 
     send_WE: Tensor
@@ -46,11 +49,14 @@ class CapturedCounts:
 
     @property
     def max_tokens(self) -> int:
-        """The largest number of tokens of any rank."""
+        """The number of tokens of the rank that has most tokens."""
         return int(self.tokens_W.max())
 
     def rows(self) -> RankCounts:
-        """Returns the counts as a call without a graph has them: rows that stay are among those sent."""
+        """Returns the counts in the form that a layer outside a graph keeps, for code that reads both.
+
+        In this form, rows that stay on their rank count as rows that the rank sends to itself.
+        """
         send_WE, recv_WE = self.send_WE.clone(), self.recv_WE.clone()
         send_WE[self.rank] = recv_WE[self.rank] = self.own_1E[0]
         recv_1WE = recv_WE.unsqueeze(0)
@@ -60,25 +66,29 @@ class CapturedCounts:
         )  # fmt: skip
 
     def kept_E(self) -> Tensor:
-        """Returns (E,) int64, this rank's kept rows for each expert."""
+        """Returns (E,) int64, this rank's rows for each expert of all ranks, without dropped rows."""
         return self.rows().send.flatten()
 
 
 def install(backend: Any) -> None:
-    """Replaces `MoELayer.forward` by one that is traced as `_captured` if ``backend`` compiles it."""
+    """Replaces `MoELayer.forward` by a function that ``backend`` can trace.
+
+    Traced for ``backend``, the function becomes the operators of `_captured`. In all other cases it runs the
+    original forward pass.
+    """
     BACKENDS.append(backend)
     _forward.__doc__ = _eager.__doc__
     MoELayer.forward = _forward  # type: ignore[assignment, method-assign]
 
 
 _eager = MoELayer.forward
-"""The layer's own forward, which runs wherever a call is not captured."""
+"""The original `MoELayer.forward`, which runs if a call is not captured in a graph."""
 
 
 def _forward(
     layer: MoELayer, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    # The docstring of MoELayer.forward takes this place, see `install`.
+    # `install` copies the docstring of MoELayer.forward to this function.
     if torch.compiler.is_dynamo_compiling() and mask is None:  # torch.export may trace without Dynamo
         number = _number(layer)
         if number >= 0:
@@ -90,7 +100,8 @@ def _forward(
 def _number(layer: MoELayer) -> int:
     """Returns the number that stands for the layer in the graph; -1 if the graph must break at the layer.
 
-    Dynamo calls it while it traces and takes the result as a constant. Warns once for each reason of a break.
+    Dynamo runs this function while it traces, and puts its result into the graph as a constant. Warns once
+    for each reason why a layer cannot be captured.
     """
     if not _is_traced_for_us():
         return -1
@@ -102,7 +113,7 @@ def _number(layer: MoELayer) -> int:
 
 
 def _refusal(layer: MoELayer) -> str | None:
-    """Returns why a layer cannot be captured; None if it can be."""
+    """Returns the reason why a layer cannot be captured in a graph; None if it can be."""
     copies = getattr(layer.layer_modules.experts.reduce, "copies", None)
     if copies is not None and copies.size > 1:
         return "its experts have copies on other ranks, with which pmoe.parallelize sums gradients"
@@ -117,8 +128,8 @@ def _refusal(layer: MoELayer) -> str | None:
             continue
         if module is not experts or is_watched(module):
             return f"{name} ({type(module).__name__}) must have no hooks and no wrapper in a graph"
-    # The table comes before the parameters: experts that are modules have none by the names of operands, and
-    # are refused as modules.
+    # The table of features is asked before the parameters are checked. Experts that are modules have no
+    # parameters with the names of operands; the table refuses them with the right reason.
     if (reason := modules.refusal("whole graph")) is not None:
         return reason
     for name, experts in (("experts", modules.experts), ("shared_expert", modules.shared_expert)):
@@ -133,9 +144,10 @@ def _refusal(layer: MoELayer) -> str | None:
 
 
 def _is_traced_for_us() -> bool:
-    """Returns whether the graph that Dynamo traces at this moment is for one of `BACKENDS`.
+    """Returns whether Dynamo traces at this moment, and for one of the `BACKENDS`.
 
-    torch.compile wraps the backend several times; the wrappers keep what they wrap in two attributes.
+    torch.compile wraps a backend several times. Each wrapper keeps the wrapped function in one of two
+    attributes.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -146,17 +158,25 @@ def _is_traced_for_us() -> bool:
 
 
 def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None) -> Tensor:
-    """Computes a layer by exact row counts, through operators that passes can cut and move.
+    """Computes a layer by the operators of this package, which the backend can cut and move in the graph.
 
-    The order is that of a call without a graph: gate, order, exchange of counts, dispatch, experts, combine.
-    Rows that stay on this rank have an experts operator of their own, which waits for no all-to-all.
+    The stages are those of a layer outside a graph: gate, order, exchange of row counts, dispatch, experts,
+    combine. Rows that stay on this rank have an experts operator of their own, because they need not wait for
+    the dispatch.
+
+    layer: the layer.
+    number: the number that stands for the layer in the graph (`pmoe.graph.operators.number_of`).
+    x: (..., d_model), the layer's input.
+    token_ids: the ids of the tokens, for gates that route by them; else None.
+
+    Returns the layer's output, in the shape of x.
     """
     autocast = autocast_dtype(x)
     own_parameters: list[Any] = [layer.experts._parameters[name] for name in layer.experts.operand_names]
     if layer.layer_modules.experts.is_parallelized:
         own_parameters = [each.to_local() for each in own_parameters]
     if x.shape[-1] != layer.d_model or (autocast is None and x.dtype != own_parameters[0].dtype):
-        return _eager(layer, x, token_ids)  # raises the error, in the words of a call without a graph
+        return _eager(layer, x, token_ids)  # raises the same error as a call outside a graph
     x_TM = x.reshape(-1, layer.d_model)
     tokens = x_TM.shape[0]
     ranks = layer.ranks.size
@@ -200,13 +220,13 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
 
 
 def _shared(layer: MoELayer, x_TM: Tensor, rows: Tensor) -> Tensor:
-    """Returns the shared expert's output for every token, (T, M).
+    """Returns the output of the shared expert, which computes every token: (T, M), T tokens, M = d_model.
 
-    It is computed by operators of PyTorch, for which all passes have rules already. If the shared expert has
-    a gate, the output is multiplied by its weight.
+    It is computed by operators of PyTorch, which the backend can cut already. If the shared expert has a
+    gate, the output is multiplied by the gate's weight.
 
     x_TM: (T, M), the tokens as the gate reads them.
-    rows: (T, M), the same in the dtype of the experts.
+    rows: (T, M), the same tokens, cast to the dtype in which experts compute.
     """
     expert: Any = layer.shared_expert
     dtype = rows.dtype

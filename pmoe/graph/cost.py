@@ -1,10 +1,11 @@
 """Costs of a graph's operators (Lancet, sections 3 and 6), measured in the first step that runs them.
 
-Computation is timed on the tensors of that step. The seconds are stored in a file by operator, shapes and
-dtypes, so that the next run only reads them.
+Operators that compute are timed on the tensors of that step. Their seconds are stored in a file by operator,
+shapes and dtypes, so that the next run only reads them.
 
-All-to-alls are not timed in a step, because ranks wait for each other there. Their seconds follow from their
-bytes, by the group's profile (`pmoe profile`) and one long message: seconds = alpha + beta * bytes.
+All-to-alls are not timed in a step, because ranks wait for each other in them. Their seconds are computed
+from their bytes: alpha + beta * bytes. alpha comes from the profile of the process group (`pmoe profile`),
+beta from one long message (`link_of`).
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ from pmoe.measure.timing import clock_of
 from pmoe.planner.costs import LineCost
 
 REPEATS = 3
-"""Number of timings of an operator, of which the smallest counts."""
+"""Number of times that an operator is timed. The smallest time counts."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one node of a graph, or of one input.
+    """Cost of one operator call of a graph, or of one input of the graph.
 
-    seconds: time on the device; for an all-to-all, on the link. 0 for an input.
-    num_bytes: memory that the node allocates for its result. 0 if the result is a view.
-    view_of: label of the node or input whose memory the result is a view of; None if it is no view.
+    seconds: time on the device; for an all-to-all, time on the link. 0 for an input.
+    num_bytes: bytes that the call allocates for its result; 0 if the result is a view. For an input, its
+        bytes.
+    view_of: if the result is a view, the `label` of the call or input that owns the memory; else None.
     """
 
     seconds: float
@@ -49,10 +51,13 @@ class Cost:
 
 
 class Costs:
-    """Measured seconds of operators on a type of device, with those that earlier runs stored.
+    """Measured seconds of operators on one type of device, kept in a file between runs.
 
-    seconds: by `signature`. The file lies in the cache folder ($PMOE_CACHE), one for each type of device,
-        version of torch and number of threads. A damaged file is not used, with a warning, and written over.
+    The file lies in the cache folder ($PMOE_CACHE). There is one for each type of device, version of torch
+    and number of threads. If the file is damaged, a warning says so, nothing is read, and the next `save`
+    replaces it.
+
+    seconds: seconds of each operator call, by its `signature`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,32 +68,35 @@ class Costs:
         )
 
     def _kept(self) -> dict[str, float]:
-        """Reads the stored seconds. Raises OSError or ValueError if the file cannot be used."""
+        """Returns the seconds in the file. Raises OSError or ValueError if the file cannot be used."""
         remedy = "they are measured again, and the file is replaced"
         return load_json(
             self._path, lambda fields: typed(dict[str, float], fields.get("seconds"), "seconds"), remedy
         )
 
     def save(self) -> None:
-        """Stores the seconds. Does nothing if the folder cannot be written: the next run measures again."""
+        """Writes the seconds to the file. If the folder is not writable, nothing is kept for the next run."""
         with contextlib.suppress(OSError):
             save_json(self._path, {"seconds": self.seconds})
 
 
 @functools.cache
 def costs_of(device: torch.device) -> Costs:
-    """Returns the device's costs, the same object at every call."""
+    """Returns the measured costs of a device. Calls for the same device return the same object."""
     return Costs(device)
 
 
 def signature(node: fx.Node, args: object, kwargs: object) -> str:
-    """Returns the operator's name with its arguments, each tensor as its shape and dtype.
+    """Returns the text by which an operator's seconds are stored: its name and arguments.
 
-    args, kwargs: the node's arguments as values.
+    Each tensor among the arguments is given as its shape and dtype.
+
+    node: the call of the operator in the graph.
+    args, kwargs: the arguments of the call, as values.
     """
 
     def shown(value: Any) -> Any:
-        """Returns a tensor's shape and dtype as text; other values as they are."""
+        """Returns a tensor's shape and dtype as text; other values unchanged."""
         return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else value
 
     arguments: Any = (args, kwargs)
@@ -96,26 +104,29 @@ def signature(node: fx.Node, args: object, kwargs: object) -> str:
 
 
 class Profiled(fx.Interpreter):
-    """Runs a graph once, node by node in its order, and measures the cost of each node.
+    """Runs a graph once, call by call in its order, and measures the cost of each call.
 
-    found: the cost of each node and input, by `label`.
+    found: the cost of each call and of each input, by its `label`.
     """
 
     def __init__(self, module: fx.GraphModule, costs: Costs, link: Callable[[float], float]) -> None:
-        """Takes the graph and the seconds that are known already.
+        """Takes the graph and the seconds that are already known.
 
-        costs: known seconds; new ones are added.
-        link: seconds of an all-to-all, by the bytes that this rank sends or receives, whichever is more.
+        module: the graph.
+        costs: known seconds of operators. Newly measured ones are added to it.
+        link: function from the bytes of an all-to-all to its seconds. The bytes are those that this rank
+            sends or those that it receives, whichever are more.
         """
         super().__init__(module)
         self.found: dict[str, Cost] = {}
         self._costs = costs
         self._link = link
-        # For each tensor of a node's result, the label of what it is a view of; None if its memory is new.
+        # For each tensor of a node's result that is a view, the label of the node that owns the memory; None
+        # for a tensor with memory of its own.
         self._bases: dict[fx.Node, list[str | None]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        """Runs one node, stores its cost in `found`, and returns its result."""
+        """Runs one node of the graph, stores its cost in ``found``, and returns its result."""
         for each in n.all_input_nodes:
             if each not in self._bases:  # an input of the graph
                 value = self.env[each]
@@ -149,7 +160,10 @@ class Profiled(fx.Interpreter):
     def _timed(self, node: fx.Node, run: functools.partial[Any], name: str) -> tuple[float, Any]:
         """Runs an operator, and returns its seconds and its result.
 
-        name: its `signature`. Seconds that are known are not measured again; the operator runs once then.
+        node: the call of the operator.
+        run: runs the operator on its arguments.
+        name: the operator's `signature`. If the seconds of this signature are already known, the operator
+            runs only once and they are returned.
         """
         known_seconds = self._costs.seconds
         times = 1 if name in known_seconds or not _may_repeat(node) else REPEATS
@@ -165,7 +179,10 @@ class Profiled(fx.Interpreter):
 
 
 def _may_repeat(node: fx.Node) -> bool:
-    """Returns whether an operator may run twice: it writes to no argument and draws no random number."""
+    """Returns whether running an operator several times does no harm, so that it can be timed.
+
+    It must not write to its arguments, and it must not draw random numbers.
+    """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True
@@ -173,25 +190,26 @@ def _may_repeat(node: fx.Node) -> bool:
 
 
 def _bytes(value: object) -> int:
-    """Returns the bytes of all tensors in a value."""
+    """Returns the bytes of all tensors in a value, which may be a tensor or a nested list, tuple or dict."""
     return sum(each.nbytes for each in _find_tensors(value))
 
 
 def _memory(tensor: Tensor) -> int:
-    """Returns a number that identifies a tensor's memory while it lives.
+    """Returns a number that identifies the memory of a tensor, to find out which tensors share memory.
 
-    It is the memory's address, or for a tensor without memory the tensor's own id.
+    It is the address of the memory. A tensor without memory returns its own id.
     """
     return tensor.untyped_storage().data_ptr() or id(tensor)
 
 
 def link_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Callable[[float], float]:
-    """Returns the function from an all-to-all's bytes to its seconds: alpha + beta * bytes; 0 on one rank.
+    """Returns a function from the bytes of an all-to-all to its predicted seconds, alpha + beta * bytes.
 
-    alpha is the profile's. beta comes from one message of about `LONG_SECONDS`. The messages of a profile
-    take milliseconds: an interruption of one would change beta, and so the seconds of every long message.
+    On one rank the function returns 0. Otherwise alpha comes from the profile of the group, and beta is
+    measured by one message of about `LONG_SECONDS`. The messages of a profile take only milliseconds, so one
+    interruption would change beta, and with it the predicted seconds of every long message.
 
-    Collective at the first call with these ranks, device and dtype; the result is kept in `LINKS`.
+    Collective at the first call with these ranks, device and dtype. Later calls return the same result.
     """
     if ranks.size == 1:
         return lambda num_bytes: 0.0
@@ -208,26 +226,27 @@ def link_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Callable[
 
 
 LONG_SECONDS = 0.1
-"""Seconds that the long message of `link_of` should take."""
+"""Seconds that the long message which `link_of` measures should take."""
 
 LINKS: dict[tuple[str, torch.device, torch.dtype], LineCost] = {}
-"""Measured costs of messages, by name of the group, device and dtype."""
+"""Measured costs of all-to-alls, by name of the group, device and dtype (`link_of`)."""
 
 
 def instructions_of(module: fx.GraphModule, costs: Mapping[str, Cost]) -> list[Instruction]:
-    """Returns the graph's calls as instructions, in the graph's order.
+    """Returns the operator calls of a graph as a list of instructions with costs, in the graph's order.
 
-    costs: by `label`. A node that is not among them costs nothing.
+    costs: the measured cost of each call and input, by its `label`. Calls without an entry cost nothing.
     """
     nothing = Cost(0.0, 0)
 
     def owner(name: str) -> str:
-        """Returns the label of the node or input whose memory a result lies in."""
+        """Returns the label of the call or input that owns the memory of a result."""
         return costs.get(name, nothing).view_of or name
 
     instructions = []
     for node in calls_of(module):
-        # A node that takes one result of an all-to-all is part of it (`is_result`): wait for the all-to-all.
+        # A node that takes one result out of those of an all-to-all (`is_result`) is no instruction of its
+        # own: its users wait for the all-to-all.
         needs: list[Any] = [each.args[0] if is_result(each) else each for each in node.all_input_nodes]
         cost = costs.get(label(node), nothing)
         instructions.append(

@@ -1,4 +1,8 @@
-"""Report of the passes on a model: ranges, moved weight gradients, predicted and measured seconds."""
+"""A report of what the backend "pmoe" did to a model: `explain` makes it, `Explanation` holds it.
+
+It shows which instructions were cut into parts, which weight gradients were moved, and the predicted and
+measured seconds.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +29,27 @@ from pmoe.planner.timeline import Span, draw
 from pmoe.text import table
 
 STEPS = 8
-"""Number of passes that `explain` runs. The first ones measure and agree; the last three are timed."""
+"""Number of training steps that `explain` runs. The first measure and agree; the last three are timed."""
 
 
 class PassSeconds:
-    """A stopwatch: runs a program's passes in place of the program (`Program.watch`), and times them.
+    """A stopwatch that runs and times the passes of a program (`pmoe.graph.run.Program`).
 
-    found: seconds of each pass.
+    Stored in `Program.watch`, it is called for each pass and runs the pass itself.
+
+    found: the seconds of each pass so far.
     """
 
     def __init__(self) -> None:
         self.found: list[float] = []
 
     def __call__(self, module: fx.GraphModule, boxed: list[Any]) -> Sequence[Any]:
-        """Runs one pass and returns its results. boxed: the module's arguments, which it empties."""
+        """Runs and times one pass. Returns the results of the pass.
+
+        module: the graph.
+        boxed: the arguments of the graph, in a list that the pass empties, so that each can be freed after
+            its last use.
+        """
         clock = clock_like(boxed)
         begin = clock()
         results: Sequence[Any] = module.forward(boxed)
@@ -47,7 +58,7 @@ class PassSeconds:
 
 
 def clock_like(values: Sequence[Any]) -> Callable[[], float]:
-    """Returns a clock that waits for the devices of the tensors among ``values`` before it is read."""
+    """Returns a clock in seconds. Reading it waits for the devices of the tensors among ``values``."""
     return clock_of(*(each.device for each in values if isinstance(each, Tensor)))
 
 
@@ -55,8 +66,8 @@ def clock_like(values: Sequence[Any]) -> Callable[[], float]:
 class Explanation:
     """Report of what the backend "pmoe" decided for a model. ``print`` shows it as text.
 
-    programs: by direction ("forward", "backward" or "inference"), the program.
-    measured: by direction, the median seconds of a pass.
+    programs: what was decided for the graph of each direction: "forward", "backward" or "inference".
+    measured: the median seconds of a pass in each direction.
     """
 
     programs: Mapping[str, Program]
@@ -66,7 +77,7 @@ class Explanation:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        """Yields the report: a table of seconds, then the ranges and the moved weight gradients."""
+        """Yields the report as text: a table of seconds, then what was cut, then moved weight gradients."""
         rows = [["pass", "predicted ms", "measured ms", "exposed ms", "as traced ms", "exposed as traced ms"]]
         for direction, program in self.programs.items():
             before = program.before
@@ -85,9 +96,11 @@ class Explanation:
                 yield f"{direction}: beside {name}: {count} instructions that only weight gradients wait for"
 
     def draw(self, path: str | Path | IO[bytes]) -> None:
-        """Writes the predicted timelines of each pass, as traced and as run, as a PNG. Needs matplotlib.
+        """Draws the predicted timeline of each pass, as traced and as it runs, into a PNG file.
 
-        path: where to write; or an open binary file.
+        path: the file; or an open binary file.
+
+        Needs matplotlib.
         """
         panels = {}
         for direction, program in self.programs.items():
@@ -98,16 +111,17 @@ class Explanation:
 
 
 def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None = None) -> Explanation:
-    """Compiles ``model`` with the backend "pmoe", runs `STEPS` passes, and reports what was decided.
+    """Compiles ``model`` with the backend "pmoe", runs `STEPS` steps, and reports what the backend decided.
 
     model: a module with at least one `MoELayer` among several ranks.
     example: the arguments of a call of the model.
-    options: as in `Options`.
+    options: the options of ``torch.compile``, by name (`pmoe.graph.options.Options`).
 
-    A pass goes forward. If parameters need gradients it also goes backward, from the mean of the squared
-    first result; the parameters' own ``grad`` does not change. Every rank must call it.
+    A step is a forward pass. If parameters need gradients, a backward pass follows, from the mean of the
+    squared first result. The parameters' own ``grad`` does not change. Every rank must call `explain`.
 
-    Raises ValueError if the model has no captured layer that communicates, or for a bad option.
+    Raises ValueError if the model has no layer that was captured and communicates. Raises ValueError or
+    TypeError for a bad option.
     """
     check_module(model=model)
     Options.of(options)
@@ -136,11 +150,14 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
 
 
 def _moved(program: Program) -> Counter[str]:
-    """Returns, for each all-to-all, how many weight gradients were moved to between it and the next one."""
+    """Counts, for each all-to-all, the weight gradients that were moved to run between it and the next.
+
+    Weight gradients that were moved before the first all-to-all count under the name "".
+    """
     free = weight_gradients(program.before)
 
     def behind(order: list[Instruction]) -> dict[str, str]:
-        """Returns the last all-to-all before each instruction, by name; "" if there is none."""
+        """Returns for each instruction, by name, the last all-to-all before it; "" if there is none."""
         last_message = ""
         message_before = {}
         for instruction in order:
@@ -155,11 +172,12 @@ def _moved(program: Program) -> Counter[str]:
 
 
 def bars_of(direction: str, ran: Sequence[Simulated[Instruction]], free: Collection[str]) -> list[Span]:
-    """Returns a simulated pass as bars for `pmoe.planner.timeline.draw`.
+    """Returns the predicted timeline of a pass as bars for `pmoe.planner.timeline.draw`.
 
-    direction: of the pass.
-    ran: instructions with start and end, in seconds. Those that take no time get no bar.
-    free: names of the instructions that no all-to-all waits for; they get a colour of their own.
+    direction: "forward", "backward" or "inference".
+    ran: instructions with their predicted start and end, in seconds. An instruction that takes no time gets
+        no bar.
+    free: names of the instructions for which no all-to-all waits. They get a colour of their own.
     """
     return [
         Span(
@@ -177,7 +195,14 @@ def bars_of(direction: str, ran: Sequence[Simulated[Instruction]], free: Collect
 
 
 def _kind(each: Instruction, free: Collection[str]) -> str:
-    """Returns the kind of an instruction's bar, a key of the timeline's legend."""
+    """Returns the kind of an instruction's bar in the timeline, which gives the bar its colour.
+
+    The kind is "message" for an all-to-all, "experts" or "dense" for other instructions, with "free " in
+    front if no all-to-all waits for the instruction.
+
+    each: the instruction.
+    free: names of the instructions for which no all-to-all waits.
+    """
     if each.communicates:
         return "message"
     name = "experts" if each.name.startswith("experts") else "dense"

@@ -1,11 +1,12 @@
-"""A graph as the passes see it: a sequence of instructions on two lanes, without tensors.
+"""A graph as a list of instructions without tensors, which predicts the time and memory of a pass.
 
     compute      | attention, gate |        other work        | needs the rows |
     communicate                    | all-to-all of rows       |
 
-An all-to-all is one instruction of the lane "communicate". The lane "compute" goes on beside it, in the order
-of the sequence, until an instruction needs the result of the all-to-all (Lancet, section 5.3). Times are
-predicted by `pmoe.planner.simulator.simulate`.
+Each instruction runs on one of two lanes (queues): an all-to-all on "communicate", all others on "compute".
+The instructions of the compute lane run in the order of the list. While an all-to-all runs, the compute lane
+goes on, until an instruction needs the result of the all-to-all (Lancet, section 5.3).
+`pmoe.planner.simulator.simulate` predicts when each instruction runs.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ COMPUTE, COMMUNICATE = "compute", "communicate"
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """One operator call of a graph.
+    """One operator call of a graph, with its cost.
 
-    name: its `label`.
-    waits: names of the instructions whose results it takes.
-    holds: names of the instructions and inputs of the graph whose memory it reads; instead of a view, the
-        owner of the view's memory.
-    seconds: its time, alone on its lane.
-    lane: `COMPUTE` or `COMMUNICATE`.
-    num_bytes: memory that it allocates for its result.
+    name: the call's name, which is equal in graphs of the same operators (`pmoe.graph.lower.label`).
+    waits: names of the instructions of which this one reads a result.
+    holds: names of the instructions, and inputs of the graph, of which this one reads memory. If it reads a
+        view, the owner of the view's memory is named.
+    seconds: its predicted time, if nothing else runs on its lane.
+    lane: the queue on which it runs, `COMPUTE` or `COMMUNICATE`.
+    num_bytes: bytes that it allocates for its result.
     is_counts: whether it is an exchange of row counts.
     """
 
@@ -42,33 +43,36 @@ class Instruction:
 
     @property
     def communicates(self) -> bool:
-        """Whether it is an all-to-all."""
+        """Whether the instruction is an all-to-all, of rows or of row counts."""
         return self.lane == COMMUNICATE
 
     @property
     def ends_stage(self) -> bool:
-        """Whether it ends a stage of a pipeline (`pmoe.graph.ranges.stages`): an all-to-all of rows does."""
+        """Whether the instruction ends a stage of a pipeline over parts of the batch.
+
+        An all-to-all of rows ends one, an exchange of row counts does not (`pmoe.graph.ranges.stages`).
+        """
         return self.communicates and not self.is_counts
 
 
 def timeline(instructions: Iterable[Instruction]) -> list[Simulated[Instruction]]:
-    """Returns each instruction with its predicted start and end, in seconds."""
+    """Returns each instruction with its predicted start and end, in seconds from the start of the pass."""
     return simulate(instructions, lambda each: each.seconds)
 
 
 def total_seconds(instructions: Iterable[Instruction]) -> float:
-    """Returns the predicted end of the last instruction; 0 for none."""
+    """Returns the predicted seconds until the last instruction ends; 0 if there are no instructions."""
     return max((each.end for each in timeline(instructions)), default=0.0)
 
 
 def exposed_seconds(instructions: Sequence[Instruction]) -> float:
-    """Returns the seconds in which nothing is computed, until the last instruction of either lane ends."""
+    """Returns the predicted seconds of a pass in which nothing is computed, only communicated."""
     busy = sum(each.seconds for each in instructions if not each.communicates)
     return total_seconds(instructions) - busy
 
 
 def users_of(instructions: Iterable[Instruction]) -> dict[str, list[str]]:
-    """Returns, for each instruction, the names of those that wait for it."""
+    """Returns for each instruction, by name, the names of the instructions that wait for it."""
     users: dict[str, list[str]] = {}
     for instruction in instructions:
         users.setdefault(instruction.name, [])
@@ -80,12 +84,13 @@ def users_of(instructions: Iterable[Instruction]) -> dict[str, list[str]]:
 def peak_bytes(
     instructions: Sequence[Instruction], kept: Iterable[str], input_bytes: Mapping[str, int]
 ) -> int:
-    """Returns the largest number of bytes that live at one time, if instructions run in this order.
+    """Returns the largest number of bytes that a pass holds at one time, if it runs in this order.
 
-    A result lives until the last instruction that holds it has ended.
+    A result is held until the last instruction that reads its memory has ended.
 
-    kept: names of results and inputs that live to the end, because the graph returns them.
-    input_bytes: bytes of the graph's inputs, by name.
+    instructions: the pass, in order.
+    kept: names of results and inputs that are held to the end, because the graph returns them.
+    given: bytes of each input of the graph, by name.
     """
     last_use = {
         name: index

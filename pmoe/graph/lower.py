@@ -1,14 +1,14 @@
-"""Turns a graph and a chosen order into the module that runs; all-to-alls become a start and a wait.
+"""Turns a graph with a chosen order into the module that runs. Each all-to-all becomes a start and a wait.
 
-    order of instructions     what runs
+    order of instructions     code that runs
     exchange (dispatch)       start of the exchange
     weight gradient           weight gradient        while rows travel
     experts                   wait for the exchange
                               experts
 
-The start takes the operator's place. The wait comes before the first instruction that takes the result.
-Operators of a layer become plain calls of their Python functions, which saves the cost of torch's dispatcher.
-Values, including inputs, are freed after their last use, as autograd does.
+The start stands where the operator stood. The wait stands before the first instruction that reads the result.
+A MoELayer's operators are called as plain Python functions, which saves the cost of torch's dispatcher. Each
+value, inputs included, is freed after its last use, as autograd does.
 """
 
 from __future__ import annotations
@@ -32,29 +32,34 @@ STARTS: dict[object, tuple[Callable[..., Any], Callable[..., Any]]] = {
     OPS.exchange.default: (messages.Exchanging, messages.Exchanging.wait),
     OPS.exchange_counts.default: (messages.start_counts, messages.wait_counts),
 }
-"""The functions that start and that wait for each operator that communicates."""
+"""The two functions of each operator that communicates: one starts it, one waits for it."""
 
 CALLS: dict[object, Callable[..., Any]] = {
     getattr(OPS, name).default: getattr(operators, name)._init_fn
     for name in ("order", "pack", "join", "experts", "experts_input_gradient", "experts_weight_gradient")
 }
-"""The plain Python function of each operator of a layer that computes."""
+"""The plain Python function of each MoELayer operator that computes."""
 
 
 def has_shape(value: object, shape: tuple[int, ...]) -> bool:
-    """Returns whether a value is a tensor that has this shape for any row counts, which may be symbols."""
+    """Returns whether ``value`` is a tensor that has this shape for all values of the symbols in its sizes.
+
+    A size that depends on row counts is a symbol when a graph is traced.
+    """
     return isinstance(value, Tensor) and statically_known_true(sym_eq(tuple(value.shape), shape))
 
 
 def communicates(node: fx.Node) -> bool:
-    """Returns whether a node is an all-to-all, of rows or of counts."""
+    """Returns whether a node is an all-to-all, of rows or of row counts."""
     return node.op == "call_function" and node.target in STARTS
 
 
 def label(node: fx.Node) -> str:
-    """Returns the node's name in plans: the same in graphs of the same operators for other shapes.
+    """Returns a node's name in decisions that ranks share: equal in graphs of the same operators.
 
-    `name_all` gives the names. A call without one, such as the computation of a size, is marked as unnamed.
+    Node names of torch differ between graphs for different shapes; these names, which `name_all` gives, do
+    not. A call without one, such as the computation of a size, returns its name in torch with the mark
+    "unnamed".
     """
     unnamed = f"{node.name}, unnamed" if node.op == "call_function" else node.name
     name: str = node.meta.get("label", unnamed)
@@ -64,8 +69,8 @@ def label(node: fx.Node) -> str:
 def name_all(graph: fx.Graph) -> None:
     """Labels each call by its operator and a running number: "mm_0", "mm_1", "experts_0".
 
-    Nodes that compute a size are left out. Only graphs of changing shapes have them, and their numbers would
-    shift the others.
+    Calls that compute a size get no label. Only graphs for changing shapes have such calls, and labelling
+    them would shift the numbers of the others.
     """
     counts: Counter[str] = Counter()
     for node in graph.nodes:
@@ -76,26 +81,33 @@ def name_all(graph: fx.Graph) -> None:
 
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-"""Types of values that are numbers, known when the graph is traced or symbols."""
+"""Types of numbers: plain numbers, and symbols for numbers that are not known when the graph is traced."""
 
 
 def is_result(node: fx.Node) -> bool:
-    """Returns whether a node takes one result out of those of an all-to-all. It runs right after the wait."""
+    """Returns whether a node takes one result out of the results of an all-to-all.
+
+    A node of this kind is part of the all-to-all and runs directly after the wait.
+    """
     source: Any = node.args[0] if node.target is operator.getitem else None
     return source is not None and communicates(source)
 
 
 def calls_of(module: fx.GraphModule) -> list[fx.Node]:
-    """Returns the module's calls in order, without nodes of `is_result`, which belong to the all-to-all."""
+    """Returns the calls of a graph in order.
+
+    Nodes that take one result out of those of an all-to-all (`is_result`) are left out, because they run as
+    part of the all-to-all.
+    """
     return [node for node in module.graph.nodes if node.op == "call_function" and not is_result(node)]
 
 
 def merge_weight_gradients(graph: fx.Graph) -> None:
-    """Merges the weight gradients of a layer's blocks of rows into one instruction, which adds in place.
+    """Merges the `experts_weight_gradient` calls of each layer into one, which adds gradients in place.
 
-    A graph has one `experts_weight_gradient` for each block (rows that stayed, rows that came; once for each
-    part), and an addition for each parameter. Two blocks are merged only if their gradients have no other use
-    than this addition.
+    A graph has one such call for each block of rows: for rows that stayed on their rank and for rows that
+    travelled, once for each part of the batch. An addition for each parameter follows. Two calls are merged
+    only if their results are used by this addition and nothing else.
     """
     nodes_of_layer: dict[int, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=OPS.experts_weight_gradient.default):
@@ -120,9 +132,12 @@ def merge_weight_gradients(graph: fx.Graph) -> None:
 
 
 def _sums(first: fx.Node, second: fx.Node) -> dict[int, fx.Node] | None:
-    """Returns, for each parameter's position, the node that adds the gradients of two blocks.
+    """Returns, for the position of each parameter, the node that adds its gradients of two calls.
 
-    None if a gradient has another user, or the two blocks have gradients of different parameters.
+    first, second: two calls of `experts_weight_gradient`.
+
+    Returns None if a gradient has another user than the addition, or if the calls have gradients of different
+    parameters. The calls can then not be merged.
     """
     sums: dict[int, fx.Node] = {}
     for block in (first, second):
@@ -137,11 +152,15 @@ def _sums(first: fx.Node, second: fx.Node) -> dict[int, fx.Node] | None:
 
 
 def lowered(module: fx.GraphModule, order: Sequence[fx.Node]) -> fx.GraphModule:
-    """Returns a module that runs the calls of ``module`` in the given order.
+    """Returns a module that runs the calls of ``module`` in another order, and splits each all-to-all.
 
-    order: the nodes of `calls_of`, in any order in which each stands behind its inputs.
+    An all-to-all becomes a start and a wait, so that other calls can run between them.
 
-    The new module takes its arguments in one list, which it empties, so that they can be freed early.
+    order: the calls of the graph (`calls_of`) in the new order, each behind the calls of which it reads a
+        result.
+
+    The new module takes its arguments in one list and empties the list, so that each argument can be freed
+    after its last use.
     """
     graph = fx.Graph()
     new = {}
@@ -151,7 +170,11 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node]) -> fx.GraphModule:
     started: dict[fx.Node, fx.Node] = {}
 
     def value(node: fx.Node) -> fx.Node:
-        """Returns the new node of a result. The first use of an all-to-all's result makes its wait."""
+        """Returns the node of the new graph that computes the value of a node of the old graph.
+
+        If the value is the result of an all-to-all that has only been started, the wait for it is added here,
+        directly before its first reader.
+        """
         if node not in new:
             if node in started:
                 wait = STARTS[node.target][1]
@@ -184,9 +207,13 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node]) -> fx.GraphModule:
 
 
 def failed_at(module: fx.GraphModule, error: BaseException) -> str:
-    """Returns the label of the instruction in which a lowered module raised an error, with its layer.
+    """Returns the label of the call that raised an error, and the number of its layer if it belongs to one.
 
-    The traceback holds a line of the module's generated code, which begins with the name of a node.
+    The traceback of the error holds a line of the module's generated code. That line begins with the name of
+    a node.
+
+    module: a module that `lowered` returned.
+    error: the error that it raised.
     """
     nodes = {node.name: node for node in module.graph.nodes}
     for frame, line in traceback.walk_tb(error.__traceback__):

@@ -1,11 +1,11 @@
-"""All-to-alls of a layer as functional ``torch.library`` operators, each with a start and a wait.
+"""All-to-alls of a MoELayer as functional ``torch.library`` operators, each with a start and a wait.
 
 Together they are Lancet's irregular all-to-all (section 6, Fig. 10):
 
-    exchange_counts   tells every rank how many rows it will receive
-    exchange_rows     carries the rows; its gradient is the same exchange in the other direction
+    exchange_counts   every rank gets the numbers of rows that it will receive
+    exchange_rows     sends the rows; its gradient is the same exchange in the other direction
 
-In a graph each is one operator. `pmoe.graph.lower` replaces it by its start and its wait.
+When a graph is traced, each is one operator. `pmoe.graph.lower` replaces it by its start and its wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from pmoe.graph.operators import modules_of
 
 
 def start_counts(counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int) -> CountsExchange:
-    """Starts the exchange of row counts. Arguments are those of `exchange_counts`."""
+    """Starts the exchange of row counts, without waiting for it. Returns the exchange, for `wait_counts`.
+
+    counts: (E + 1,), this rank's rows for each of E experts, then the code of a fault in its routing.
+    slot: (S,), the sorted slots (a slot is one choice of one token). Only their number is read.
+    dtype: of the rows that will travel.
+    layer: the number that stands for the layer (`number_of`).
+    """
     modules = modules_of(layer)
     check_whole(modules.ranks)
     return CountsExchange(
@@ -41,7 +47,11 @@ def start_counts(counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int) -
 
 
 def wait_counts(exchange: CountsExchange, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Waits for the row counts, and returns the results of `exchange_counts`. The host waits here."""
+    """Waits until the row counts have arrived on the host. Returns the four results of `exchange_counts`.
+
+    exchange: the exchange that `start_counts` began.
+    layer: the number that stands for the layer (`number_of`).
+    """
     counts: RankCounts = exchange.finish()
     rank = modules_of(layer).ranks.rank
     own_1E = counts.send[0, rank : rank + 1].clone()
@@ -55,15 +65,20 @@ def exchange_counts(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Exchanges row counts among the ranks; returns four int64 tensors on the host.
 
-    counts: (E + 1,), kept rows of each expert with a fault behind them, as `order` returns them.
-    slot: (S,), as `order` returns it; only its length counts.
+    Shapes use E experts of all ranks, E_local experts of one rank, W ranks and S slots (a slot is one choice
+    of one token).
+
+    counts: (E + 1,), this rank's rows for each expert, then the code of a fault in its routing, as `order`
+        returns them.
+    slot: (S,), the sorted slots, as `order` returns them. Only the length is read: it gives the number of
+        tokens.
     dtype: of the rows that will travel.
-    layer: the layer's number.
+    layer: the number that stands for the layer (`number_of`).
 
     Returns
 
-        send_WE   (W, E_local) rows that this rank sends to each rank's experts; none to itself
-        recv_WE   (W, E_local) rows that come from each rank; none from itself
+        send_WE   (W, E_local) rows that this rank sends to each rank's experts; 0 to itself
+        recv_WE   (W, E_local) rows that come from each rank; 0 from itself
         own_1E    (1, E_local) rows that stay on this rank
         tokens_W  (W,) tokens of each rank
 
@@ -84,11 +99,15 @@ def _(counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int) -> tuple[Ten
 
 
 def regrouped(rows: Sequence[Tensor], counts_WE: Tensor, *, back: bool) -> list[Tensor]:
-    """Returns rows in the order (expert, rank) that came in the order (rank, expert).
+    """Sorts rows that came in the order (rank, expert) into the order (expert, rank), or back.
+
+    Shapes use N rows, W ranks and E_local experts of one rank.
 
     rows: tensors (N, ...), all in the same order.
-    counts_WE: (W, E_local), rows of each rank and expert.
-    back: the other direction, from (expert, rank) to (rank, expert).
+    counts_WE: (W, E_local), number of rows of each rank and expert.
+    back: sorts from (expert, rank) to (rank, expert) instead.
+
+    Returns the sorted tensors.
     """
     ranks, experts = counts_WE.shape
     expert_of_row = torch.arange(experts).repeat(ranks).repeat_interleave(counts_WE.flatten())
@@ -100,9 +119,20 @@ def regrouped(rows: Sequence[Tensor], counts_WE: Tensor, *, back: bool) -> list[
 
 
 class Exchanging:
-    """An all-to-all of rows that has begun. Arguments are those of `exchange_rows`.
+    """An all-to-all of rows under way. The constructor starts it, `wait` returns the rows that arrived.
 
-    out: the rows that arrive, one tensor for each that is sent; complete after `wait`.
+    The operator `exchange_rows` is both in one, with the same arguments:
+
+    rows: the tensors to send, (N, ...) each for N rows.
+    send_WE, recv_WE: (W, E_local) int64 on the host, rows to and from each of W ranks, for each of E_local
+        experts of a rank.
+    num_out: not read.
+    returns: True for a combine, False for a dispatch.
+    layer: the number that stands for the layer (`number_of`).
+
+    Attribute
+
+    out: the rows that arrive, one tensor for each tensor that is sent. Complete only after `wait`.
     """
 
     out: list[Tensor]
@@ -122,7 +152,8 @@ class Exchanging:
         way = modules.combine if returns else modules.dispatch
         send, recv = send_WE.sum(1).tolist(), recv_WE.sum(1).tolist()
         self._by_expert = None if returns else recv_WE
-        # Between two ranks there is only one other rank, so both orders are the same.
+        # With two ranks all rows come from the one other rank, so the orders (rank, expert) and (expert,
+        # rank) are the same.
         if returns and len(send_WE) > 2:
             rows = regrouped(rows, send_WE, back=True)
         self._rows = [each.contiguous() for each in rows]  # kept alive until they have been sent
@@ -133,7 +164,13 @@ class Exchanging:
             ]
 
     def wait(self, layer: int) -> list[Tensor]:
-        """Waits for the rows and returns them. On the way out they are sorted by expert."""
+        """Waits until the rows have arrived, and returns them.
+
+        Dispatched rows arrive sorted by (rank, expert), and are sorted by (expert, rank) before they are
+        returned.
+
+        layer: not read; the operator that `pmoe.graph.lower` puts into the graph has this argument.
+        """
         with at_stage(self._stage, self._ranks):
             for work in self._works:
                 if work is not None:
@@ -150,14 +187,17 @@ def exchange_rows(
 ) -> list[Tensor]:
     """Sends rows to other ranks, and returns the rows that come from them: one all-to-all for each tensor.
 
-    rows: tensors (N, ...), N = the sum of send_WE. On the way out (dispatch) they lie by (rank, expert), on
-        the way home (combine) by (expert, rank).
-    send_WE, recv_WE: (W, E_local) int64 on the host, rows to and from each rank.
-    num_out: rows that come, if the graph knows their number; used by the trace alone.
-    returns: whether it is the way home.
-    layer: the layer's number.
+    Shapes use N rows, W ranks and E_local experts of one rank. The exchange is a layer's dispatch or its
+    combine:
 
-    Rows that come on the way out lie by (expert, rank), those that come home by (rank, expert).
+        dispatch   sends rows sorted by (rank, expert), returns rows sorted by (expert, rank)
+        combine    sends rows sorted by (expert, rank), returns rows sorted by (rank, expert)
+
+    rows: tensors (N, ...), in the same order. N is the sum of send_WE.
+    send_WE, recv_WE: (W, E_local) int64 on the host, rows to and from each rank.
+    num_out: number of rows that come, if the graph knows it when it is traced; else None. The run ignores it.
+    returns: whether this is the combine.
+    layer: the number that stands for the layer (`number_of`).
     """
     return Exchanging(rows, send_WE, recv_WE, num_out, returns, layer).wait(layer)
 
@@ -175,7 +215,7 @@ def _exchange_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _exchange_backward(ctx: Any, grads: list[Tensor]) -> Any:
-    """Returns the gradients' exchange: the same rows in the other direction."""
+    """Returns the gradients of sent rows: the gradients of the received rows, sent back to the senders."""
     send_WE, recv_WE = ctx.saved_tensors
     back = exchange_rows(grads, recv_WE, send_WE, ctx.num_rows, not ctx.returns, ctx.layer)
     return back, None, None, None, None, None

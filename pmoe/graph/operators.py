@@ -1,14 +1,14 @@
-"""Stages of a layer as functional ``torch.library`` operators, which the passes cut and move.
+"""Stages of a MoELayer as functional ``torch.library`` operators, which the backend can cut and move.
 
-    order                      sorts the T * K slots of a rank by expert
-    pack                       copies tokens to rows, those that travel and those that stay
+    order                      sorts the T * K slots of a rank by expert (a slot is one choice of one token)
+    pack                       copies tokens to rows: rows that travel, and rows that stay on this rank
     experts                    computes the rows
     join                       sums the rows of each token
     experts_input_gradient     gradient of the rows, for which the owners of the tokens wait
     experts_weight_gradient    gradient of the parameters, for which no all-to-all waits (Lancet, section 4)
 
-`pack` and `join` are each other's gradient. All-to-alls are in `pmoe.graph.messages`. Numbers of rows are
-exact: in the graph they are sizes that are known only when it runs.
+The gradient of `pack` is `join`, and the other way round. All-to-alls are in `pmoe.graph.messages`. Rows are
+not padded: their number is a size that is known only when the graph runs.
 """
 
 from __future__ import annotations
@@ -30,16 +30,19 @@ from pmoe.gates.capacity import within_capacity
 from pmoe.ordering.sorted import count_rows, sort_rows
 
 NUMBERS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-"""The number of each captured layer."""
+"""The number of each captured layer, by which operators name the layer (`number_of`)."""
 
 LAYERS: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-"""The layer of each number."""
+"""The captured layer of each number, the reverse of `NUMBERS`."""
 
 _NEXT = itertools.count()
 
 
 def number_of(layer: nn.Module) -> int:
-    """Returns the number that stands for a layer among an operator's arguments, which cannot be modules."""
+    """Returns the number by which operators name a layer. A module cannot be an operator's argument.
+
+    A layer gets its number at the first call.
+    """
     if layer not in NUMBERS:
         NUMBERS[layer] = next(_NEXT)
         LAYERS[NUMBERS[layer]] = layer
@@ -47,7 +50,10 @@ def number_of(layer: nn.Module) -> int:
 
 
 def modules_of(layer: int) -> LayerModules:
-    """Returns the modules and options of the layer with this number."""
+    """Returns the modules and options of a layer.
+
+    layer: the number that stands for the layer (`number_of`).
+    """
     modules: LayerModules = LAYERS[layer].layer_modules  # type: ignore[assignment]
     return modules
 
@@ -64,21 +70,24 @@ def order(
     capacity: int,
     layer: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sorts the slots of a rank by expert, and drops those beyond the capacity.
+    """Sorts a rank's slots by expert, and drops the slots beyond the experts' capacity.
+
+    A slot is one choice of one token. Shapes use T tokens, K choices, S = T * K slots and E experts of all
+    ranks.
 
     expert_TK: (T, K) int64, the expert of each slot.
     keep_TK: (T, K) bool, slots that the gate keeps; None if it keeps all.
-    logits: the router's, which are checked to be finite; None checks nothing.
-    used_E: (E,) int64, rows that earlier parts of the batch gave each expert.
-    capacity: rows of an expert at most; -1 for no limit. Ignored if the gate gives keep_TK.
-    layer: the layer's number.
+    logits: the router's logits, of any shape, which are checked to be finite; None checks nothing.
+    used_E: (E,) int64, rows that each expert got in earlier parts of the batch.
+    capacity: largest number of rows of an expert; -1 for no limit. Ignored if keep_TK is not None.
+    layer: the number that stands for the layer (`number_of`).
 
     Returns
 
-        slot      (S,) slots in sorted order: | travel, by expert | stay, by expert | dropped |
-        position  (S,) its inverse: where the row of each slot stands
-        counts    (E + 1,) int64, kept rows of each expert; behind them 0 or the code of a `Fault`
-        used_E    (E,) with these rows added, for the next part of the batch (Lancet, section 2.3)
+        slot      (S,) slots in sorted order: | rows travel, by expert | rows stay, by expert | dropped |
+        position  (S,) the inverse: the position of each slot in that order
+        counts    (E + 1,) int64, rows of each expert without dropped ones; then 0, or the code of a `Fault`
+        used_E    (E,) used_E plus the rows of this part, for the next part of the batch (Lancet, section 2.3)
     """
     modules = modules_of(layer)
     used_E = used_E.clone()
@@ -106,12 +115,17 @@ def _(expert_TK: Tensor, keep_TK: Any, logits: Any, used_E: Tensor, *_: Any) -> 
 def pack(
     values: Tensor, slot: Tensor, position: Tensor, send_WE: Tensor, own_1E: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    """Copies values to rows; returns the rows that travel and the rows that stay, (N, ...) each.
+    """Copies each token to the rows that its experts get. Returns rows that travel and rows that stay.
 
-    values: (S / top_k, ...), one value for every ``top_k`` slots: a token with its K choices, or, with
-        top_k = 1, a slot.
-    slot, position: (S,), as `order` returns them.
-    send_WE, own_1E: as `exchange_counts` returns them.
+    Rows travel to other ranks, or stay on this rank if their expert is on it. Both results are (N, ...) for a
+    number of rows N. A slot is one choice of one token, S their number, W the number of ranks. With top_k = 1
+    the function copies one value for each slot, such as a routing weight.
+
+    values: (S / top_k, ...), one value for every ``top_k`` slots.
+    slot, position: (S,), the sorted slots and the inverse, as `order` returns them.
+    send_WE, own_1E: (W, E_local) and (1, E_local), numbers of rows that travel and that stay, for each of the
+        E_local experts of a rank (`exchange_counts`).
+    top_k: number of slots that share a value.
     """
     travel, stay = int(send_WE.sum()), int(own_1E.sum())
     source = slot[: travel + stay]
@@ -133,7 +147,7 @@ def _pack_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _pack_backward(ctx: Any, travel: Tensor, stay: Tensor) -> Any:
-    """Returns the gradient of a value: the sum of its rows' gradients."""
+    """Returns the gradient of each value: the sum of the gradients of the rows that are its copies."""
     grad = join(travel, stay, *ctx.saved_tensors, ctx.top_k, ctx.num_values)
     return grad, None, None, None, None, None
 
@@ -152,12 +166,17 @@ def join(
     top_k: int,
     num_values: int,
 ) -> Tensor:
-    """Returns (num_values, ...): for each value the sum of its slots' rows, the reverse of `pack`.
+    """Returns for each token the sum of its rows, (num_values, ...). It reverses `pack`.
 
-    travelled, stayed: (N, ...) each, rows that came home and rows that never left. Dropped slots have no
-        rows and count as zeros.
-    slot, position, send_WE, own_1E, top_k: as in `pack`.
-    num_values: S / top_k, which the trace cannot derive.
+    A slot is one choice of one token, S their number. N is a number of rows.
+
+    travelled, stayed: (N, ...) each, rows that came back from other ranks, and rows that never left this
+        rank. A dropped slot has no row and counts as zeros.
+    slot, position: (S,), the sorted slots and the inverse, as `order` returns them.
+    send_WE, own_1E: row counts, (W, E_local) and (1, E_local) for W ranks and E_local experts of a rank. They
+        are needed only in backward.
+    top_k: number of slots of each value.
+    num_values: S / top_k, which tracing cannot derive from the other arguments.
     """
     rows = [travelled, stayed]
     kept = travelled.shape[0] + stayed.shape[0]
@@ -179,7 +198,7 @@ def _join_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _join_backward(ctx: Any, grad: Tensor) -> Any:
-    """Returns the gradients of the rows: each is a copy of its value's gradient."""
+    """Returns the gradients of the rows: each row gets a copy of the gradient of its value."""
     travelled, stayed = pack(grad, *ctx.saved_tensors, ctx.top_k)
     return travelled, stayed, None, None, None, None, None, None
 
@@ -191,7 +210,11 @@ join.register_autograd(_join_backward, setup_context=_join_setup)
 
 
 def _groups(counts_RE: Tensor, rows: Tensor) -> RowGroups:
-    """Returns where each expert's rows begin and end. counts_RE: (R, E_local), on the host."""
+    """Returns where the rows of each expert begin and end among rows that are sorted by expert.
+
+    counts_RE: (R, E_local) on the host, rows of each of R senders for each of E_local experts.
+    rows: (N, ...), the sorted rows, of which only the device is read.
+    """
     counts_E = counts_RE.sum(0)
     ends = counts_E.cumsum(0).int().to(rows.device, non_blocking=True) if rows.is_cuda else None
     return RowGroups(counts=tuple(counts_E.tolist()), ends=ends)
@@ -201,13 +224,15 @@ def _groups(counts_RE: Tensor, rows: Tensor) -> RowGroups:
 def experts(
     rows: Tensor, weight_N: Tensor, counts_RE: Tensor, parameters: Sequence[Tensor], layer: int
 ) -> tuple[Tensor, Tensor]:
-    """Computes rows that are sorted by expert; returns T_DO (N, M) and T_M, which backward needs.
+    """Computes rows with their experts. Returns the outputs T_DO (N, M), and T_M, which backward needs.
 
-    rows: (N, M), T_DI.
-    weight_N: (N,), the routing weight of each row, which multiplies the output.
-    counts_RE: (R, E_local), rows of each sender and expert.
-    parameters: as `Experts.operands` gives them.
-    layer: the layer's number.
+    N is the number of rows, M = d_model. T_M is the hidden activation of the experts before the nonlinearity.
+
+    rows: (N, M), the dispatched input T_DI, sorted by expert.
+    weight_N: (N,), the routing weight of each row, by which its output is multiplied.
+    counts_RE: (R, E_local), rows of each of R senders for each of E_local experts.
+    parameters: the experts' parameters, in the order of `Experts.operands`.
+    layer: the number that stands for the layer (`number_of`).
     """
     expert_rows = ExpertRows(rows, _groups(counts_RE, rows), parameters)
     out, hidden = modules_of(layer).experts.compute(expert_rows, weight_N)
@@ -232,13 +257,16 @@ def experts_input_gradient(
     parameters: Sequence[Tensor],
     layer: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of rows and weight_N, and three tensors for `experts_weight_gradient`.
+    """Returns the gradients of the experts' input rows and routing weights, and three tensors for later.
 
-    grad: (N, M), the gradient of T_DO.
-    rows, weight_N, counts_RE, parameters, layer: as in `experts`.
-    hidden: T_M, as `experts` returned it.
+    N is the number of rows, M = d_model.
 
-    The three tensors are the gradient of T_M, the activated hidden, and ``grad`` times the routing weight.
+    grad: (N, M), the gradient of the experts' output T_DO.
+    rows, weight_N, counts_RE, parameters, layer: the arguments of `experts` in the forward pass.
+    hidden: the hidden activation T_M, which `experts` returned.
+
+    `experts_weight_gradient` needs the three tensors: the gradient of T_M, the activated T_M, and ``grad``
+    times the routing weight.
     """
     expert_rows = ExpertRows(rows, _groups(counts_RE, rows), parameters)
     out, grad_weight_N, (_, grad_hidden, active, grad_out) = modules_of(layer).experts.input_gradient(
@@ -264,12 +292,18 @@ def experts_weight_gradient(
     parameters: Sequence[Tensor],
     layer: int,
 ) -> list[Tensor]:
-    """Returns the parameters' gradients, summed over blocks of rows.
+    """Returns the gradients of the experts' parameters, each summed over several blocks of rows.
 
-    rows, grad_hidden, active, grad_out, counts_RE: one tensor for each block, as `experts` took and
-        `experts_input_gradient` returned them.
+    A block holds rows of one call of `experts`, (N, ...) for N rows. Rows that stayed on their rank and rows
+    that travelled are different blocks.
 
-    Under `pmoe.parallelize` the gradients are then scaled and reduced as it says.
+    rows, counts_RE: for each block, the arguments of `experts`.
+    grad_hidden, active, grad_out: for each block, the last three results of `experts_input_gradient`.
+    parameters: the experts' parameters, in the order of `Experts.operands`.
+    layer: the number that stands for the layer (`number_of`).
+
+    If `pmoe.parallelize` gave the layer a reduction over data-parallel ranks, the gradients are scaled and
+    reduced by it.
     """
     layer_experts = modules_of(layer).experts
     sums = [GradientSum(each, len(rows)) for each in parameters]
@@ -293,7 +327,11 @@ def _experts_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _experts_backward(ctx: Any, grad: Tensor, _hidden: Tensor) -> Any:
-    """Returns the gradients, by two operators: the second can be moved to where an all-to-all runs."""
+    """Returns the gradients of `experts`. Two operators compute them, so that the second can run later.
+
+    The gradients of the rows are needed at once, because they travel back. The gradients of the parameters
+    can be computed while another all-to-all runs.
+    """
     rows, weight_N, hidden, counts_RE, *parameters = ctx.saved_tensors
     grad_rows, grad_weight_N, *pending = experts_input_gradient(
         grad, rows, weight_N, hidden, counts_RE, parameters, ctx.layer

@@ -10,17 +10,20 @@ from pmoe.arguments import check_count, check_flag, check_kind
 from pmoe.text import parse_bytes
 
 SLACK = 1.05
-"""The default memory limit of another order, as a multiple of the graph's peak memory as traced."""
+"""The default memory limit, as a multiple of the peak memory of the graph in the order of its trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the backend.
+    """Options of the backend "pmoe" of torch.compile.
 
-    parts: the largest number of parts that a range is cut into; 1 cuts nothing.
-    weight_gradients: whether weight gradients are moved beside all-to-alls.
-    memory_limit: bytes, or a string such as "2GiB", that inputs and results of a pass may take at one time.
-        None allows `SLACK` times what they take in the order in which they were traced.
+    parts: the largest number of parts into which the batch is cut, so that all-to-alls of one part run while
+        another is computed; 1 cuts nothing.
+    weight_gradients: whether gradients of weights are moved to where all-to-alls run.
+    memory_limit: bytes, or a string such as "2GiB", that the inputs and results of a pass may take at one
+        time. None allows `SLACK` times the bytes that they take in the order of the trace.
+
+    Raises ValueError or TypeError for a bad value.
     """
 
     parts: int = 8
@@ -35,9 +38,9 @@ class Options:
 
     @staticmethod
     def of(options: Mapping[str, Any] | None) -> Options:
-        """Returns the options of a dict, with defaults for the others.
+        """Returns the options that a dict holds by name, with defaults for those that it leaves out.
 
-        Raises TypeError or ValueError, naming option, value and rule.
+        Raises TypeError or ValueError, which names the option, its value and the rule.
         """
         known = [each.name for each in fields(Options)]
         check_kind((Mapping, type(None)), f"a dict of {', '.join(known)}", options=options)
@@ -47,7 +50,11 @@ class Options:
         return Options(**(options or {}))
 
     def limit(self, traced: int) -> float:
-        """Returns the memory limit in bytes. traced: bytes that the graph takes as traced, always allowed."""
+        """Returns the memory limit in bytes, at least ``traced``.
+
+        traced: peak bytes of the graph in the order of its trace. They are always allowed, because no other
+            order may need less.
+        """
         memory_limit = self.memory_limit
         return (
             SLACK * traced if memory_limit is None else max(parse_bytes("memory_limit", memory_limit), traced)

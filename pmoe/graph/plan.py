@@ -1,11 +1,13 @@
 """The ranges that ranks agreed on for a program, and how each graph of the program is cut accordingly.
 
-Ranges are found on the first graph of rank 0. Other graphs of the program, for other shapes, may differ:
+A range is a run of consecutive instructions (operator calls) that is cut into parts of the batch. A program
+is all graphs of some layers in one direction, forward or backward; graphs for other input shapes belong to
+the same program. Ranges are chosen on the first graph of rank 0. Each graph is compared with that graph:
 
     the same instructions, several sequences    the ranges are cut as they are
-    other instructions, or 0 or 1 sequence      each layer of a range is cut alone, by its tokens
+    other instructions, or 0 or 1 sequence      each layer of a range is cut by itself, along its tokens
 
-Both give every layer the same number of parts, so that all ranks send the same messages in the same order.
+In both cases each layer has the same number of parts, so all ranks send the same messages in the same order.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from pmoe.graph.split_batch import cut, routes
 
 @dataclass(frozen=True)
 class RangePlan:
-    """Ranges of a graph that are cut.
+    """The runs of consecutive instructions (ranges) of a graph that are cut into parts of the batch.
 
-    names: the instructions of the graph on which the ranges were found, by name, in order.
-    ranges: in order; none if nothing is cut.
-    seconds: predicted for the graph with these ranges cut.
+    names: the names of all instructions of the graph on which the ranges were chosen, in order.
+    ranges: the ranges, in order; () if nothing is cut.
+    seconds: predicted seconds of that graph with these ranges cut.
     """
 
     names: tuple[str, ...] = ()
@@ -38,10 +40,11 @@ class RangePlan:
     seconds: float = 0.0
 
     def ranges_of_layers(self) -> list[Range | None]:
-        """Returns the range of each layer, in order; None for a layer that is not cut."""
+        """Returns for each MoELayer, in order, the range that holds it; None for a layer that is not cut."""
         ranges = list[Range | None]()
         current = None
-        # A layer begins with `order`; in backward, which has none, by packing the output's gradient.
+        # A layer begins with `order`. A backward graph has no `order`. Its layers begin with `pack`, which
+        # packs the gradient of the layer's output.
         opens = "order_" if "order_0" in self.names else "pack_"
         begins = {range_.first: range_ for range_ in self.ranges}
         for name in self.names:
@@ -53,11 +56,11 @@ class RangePlan:
 
 
 class GraphSplit:
-    """A graph with all that is needed to cut it.
+    """A graph with all that is needed to cut it into parts of the batch.
 
-    size: the number of sequences as the graph has it, as text: a number or a symbol.
-    calls: the calls of the graph, in order.
-    names: their labels.
+    size: the number of sequences in the batch, as text: a number, or a symbol of the trace.
+    calls: the operator calls of the graph, in order.
+    names: their names, equal in graphs of the same operators (`pmoe.graph.lower.label`).
     """
 
     size: str
@@ -65,10 +68,13 @@ class GraphSplit:
     names: tuple[str, ...]
 
     def __init__(self, module: fx.GraphModule, cut: Mapping[fx.Node, Axis], sequences: object) -> None:
-        """Finds the axes of all nodes, and moves nodes so that ranges can be as long as possible.
+        """Finds along which dimension each tensor can be cut, and moves calls that would split a range.
 
-        cut: the axes of the graph's inputs.
-        sequences: number of sequences in the batch, a number or a symbol.
+        A range is a run of consecutive calls that is cut into parts of the batch.
+
+        module: the graph. The order of its calls may change.
+        cut: the axes of the graph's inputs: the dimension along which each is cut.
+        sequences: number of sequences in the batch, a number or a symbol of the trace.
         """
         self._module = module
         self.size = f"{sequences}"
@@ -87,9 +93,10 @@ class GraphSplit:
         self.names = tuple(map(label, self.calls))
 
     def _gather(self) -> None:
-        """Moves nodes that stand among a layer's instructions without belonging to it behind the layer.
+        """Moves calls that stand among a layer's calls, but do not belong to the layer, behind the layer.
 
-        The layer can then be cut by its tokens, because all of its instructions work on routed rows.
+        Used for backward graphs in which no input holds the batch. Each layer can then be cut along its
+        tokens, because all calls that remain between its first and its last work on rows.
         """
         for route in self._routes:
             nodes = list(self._module.graph.nodes)
@@ -106,9 +113,11 @@ class GraphSplit:
                     (source if is_result_of else route.last).append(node)
 
     def saved(self) -> dict[str, int]:
-        """Returns the axes of the graph's results that are cut along a dimension, by name and by shape.
+        """Returns the dimensions along which results of the graph are cut, by name and by shape.
 
-        The shape is for gradients: a result and its gradient share the shape, but not the name.
+        The backward graph looks up its inputs here. A tensor that was saved for backward is found by the name
+        of the result. The gradient of a result has another name, and is found by the shape of the result, as
+        text. Results that are not cut along a dimension are left out.
         """
         axes: dict[str, int] = {}
         for node in self._module.graph.output_node().all_input_nodes if self.sequences > 1 else ():
@@ -119,17 +128,17 @@ class GraphSplit:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences in the batch; 0 if no input holds the batch."""
+        """Number of sequences in the batch; 0 if the first dimension of no input is the batch."""
         return int(self._batch.meta["val"].shape[0]) if self._batch else 0
 
     def cuttable(self, instructions: Sequence[Instruction]) -> Cuttable:
-        """Returns where ranges of the graph may end, and which instructions can be cut.
+        """Returns where ranges of the graph may end, and which instructions can be cut into parts.
 
-        instructions: those of the graph, with their costs.
+        instructions: the instructions of the graph, with their costs.
 
-        A range does not end between routed rows and their last user, because the range behind it could not
-        cut them into parts again. Nor does it end between an operator with several results and the nodes that
-        take these: only single tensors are joined.
+        A range must not end between rows and the last call that reads them, because the next range could not
+        find out which rows belong to which part. It must not end between a call with several results and the
+        nodes that take one of them, because only single tensors can be joined.
         """
         place_of = {node: at for at, node in enumerate(self.calls)}
         ends = [True] * (len(self.calls) + 1)
@@ -141,7 +150,11 @@ class GraphSplit:
         return Cuttable(instructions, ends, [node not in self._refused for node in self.calls])
 
     def cut(self, plan: RangePlan) -> fx.GraphModule:
-        """Returns the module with the plan's ranges in parts."""
+        """Returns the graph with the ranges of ``plan`` cut into parts of the batch.
+
+        If this graph is not the one on which the ranges were chosen, each layer is cut by itself (see the
+        module's docstring).
+        """
         if not plan.ranges:
             return self._module
         if self.names == plan.names and self._batch and self.sequences > 1:
@@ -159,7 +172,7 @@ class GraphSplit:
         return cut(self._module, ranges, axes)
 
     def _layers(self) -> list[tuple[int, int]]:
-        """Returns the places of each layer's first and last instruction among `calls`."""
+        """Returns for each MoELayer the positions of its first and last instruction in ``calls``."""
         place_of = {node: at for at, node in enumerate(self.calls)}
         if self._routes:
             return [(place_of[each.pack], place_of[each.last]) for each in self._routes]
@@ -169,11 +182,17 @@ class GraphSplit:
 
 
 NUM_SOURCES: dict[Any, int] = {OPS.order.default: 3, OPS.pack.default: 1}
-"""How many of an operator's first arguments have one row for each token, or each slot."""
+"""Number of an operator's first arguments with one entry for each token, or each choice of a token."""
 
 
 def _tokens(body: Sequence[fx.Node]) -> Mapping[fx.Node, Axis]:
-    """Returns the inputs of a layer's body that are cut by tokens, along dimension 0."""
+    """Returns the tensors from outside a layer that have one row for each token, each with axis 0.
+
+    Rows for each choice of a token count too. The axis is the dimension along which a tensor is cut into
+    parts of the batch.
+
+    body: the calls of the layer.
+    """
     inside = set(body)
     axes = dict[fx.Node, Axis]()
     for node in body:
@@ -186,10 +205,13 @@ def _tokens(body: Sequence[fx.Node]) -> Mapping[fx.Node, Axis]:
 
 
 def backward_axes(forward: GraphSplit, graph: fx.Graph) -> dict[fx.Node, Axis]:
-    """Returns the axes of a backward graph's inputs, from those of the forward graph's results.
+    """Returns the axes of a backward graph's inputs: the dimensions along which they are cut into parts.
 
-    A saved tensor has the name of the forward result. The gradient of a result ("tangents_...") has another
-    name and is found by its shape.
+    They are the axes of the forward graph's results. A tensor saved for backward is found by its name. The
+    gradient of a result ("tangents_...") has another name than the result, and is found by its shape.
+
+    forward: the forward graph.
+    graph: the backward graph.
     """
     saved = forward.saved()
     axes = dict[fx.Node, Axis]()
@@ -201,16 +223,18 @@ def backward_axes(forward: GraphSplit, graph: fx.Graph) -> dict[fx.Node, Axis]:
 
 
 def _text(node: fx.Node) -> str:
-    """Returns the shape of a node's tensor as text; "" if it has none."""
+    """Returns the shape of a node's tensor as text; "" if the node has no tensor."""
     value = node.meta.get("val")
     return f"{tuple(value.shape)}" if isinstance(value, Tensor) else ""
 
 
 def _put_last(graph: fx.Graph, refused: Mapping[fx.Node, str]) -> None:
-    """Moves instructions that cannot be cut to the end of the graph, if no all-to-all waits for them.
+    """Moves calls that cannot be cut to the end of the graph, if no all-to-all waits for them.
 
-    Instructions that follow from them move too. An auxiliary loss, for example, needs the whole batch; in the
+    Calls that read their results move too. An auxiliary loss, for example, needs the whole batch; in the
     middle of the graph it would end a range.
+
+    refused: the calls that cannot be cut, with reasons.
     """
     needed = set[fx.Node]()
     moved = set[fx.Node]()

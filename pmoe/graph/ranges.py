@@ -1,9 +1,12 @@
-"""Choice of the ranges that are cut, and of their parts: Lancet's dynamic programme (section 5.1).
+"""Chooses which instructions are cut into parts of the batch: Lancet's dynamic programme (section 5.1).
+
+A range is a run of consecutive instructions (operator calls) that is cut into k parts of the batch and runs
+as a pipeline. Instructions are first joined to groups of about equal time. The best ranges follow from
 
     T(n) = min over i < n and k of T(i) + P(i + 1, n, k)
 
-T(n) is the predicted end of the first n groups of instructions, whose last range begins behind group i.
-P is the time of that range in k parts, as a pipeline of its stages (section 5.3); k = 1 is not cut.
+T(n) is the predicted time of the first n groups, if their last range begins behind group i. P is the
+predicted time of that range in k parts, as a pipeline of its stages (section 5.3). k = 1 leaves it uncut.
 """
 
 from __future__ import annotations
@@ -19,14 +22,20 @@ from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction, total_sec
 T = TypeVar("T")
 
 GROUPS_A_LAYER = 5
-"""Number of groups of instructions for each layer (the paper's, section 7)."""
+"""Number of groups into which the instructions are joined, for each MoELayer (the paper's, section 7)."""
 LONGEST = 2 * GROUPS_A_LAYER
 """Largest number of groups in a range."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """A range: the instructions from ``first`` to ``last``, by name, in k parts. lag: as in `turns`."""
+    """A run of consecutive instructions that is cut into k parts of the batch.
+
+    first, last: names of its first and last instruction.
+    k: number of parts.
+    lag: by how many parts a layer's second stage (experts, combine) is behind its first (gate, dispatch); see
+        `turns`.
+    """
 
     first: str
     last: str
@@ -36,10 +45,10 @@ class Range:
 
 @dataclass(frozen=True)
 class PartCosts:
-    """Costs of instructions in k parts, for one k, by the instruction's name.
+    """Costs of instructions that are cut into k parts of the batch, for one k, by the instruction's name.
 
     part: seconds of one part, on average.
-    join: seconds of joining the parts, which a result that is needed outside the range costs.
+    join: seconds for joining the parts of a result, which is needed if the result is read outside the range.
     """
 
     part: Mapping[str, float]
@@ -48,9 +57,10 @@ class PartCosts:
 
 @dataclass(frozen=True)
 class Cuttable:
-    """A graph's instructions, with where they may be cut.
+    """The instructions of a graph, and where they may be cut into parts of the batch.
 
-    ends: for each place before an instruction, and for the end of the graph, whether a range may end there.
+    ends: whether a range may end before instruction i, for each i; one more entry stands for the end of the
+        graph.
     can: for each instruction, whether it can be cut into parts.
     """
 
@@ -60,10 +70,13 @@ class Cuttable:
 
 
 def stages(body: Iterable[T], ends_stage: Callable[[T], bool]) -> list[list[T]]:
-    """Splits a range into stages: instructions that compute, and the all-to-alls of rows behind them.
+    """Splits a range into the stages of a pipeline: computation, followed by all-to-alls of rows.
 
-    ends_stage: whether an instruction is an all-to-all of rows. An exchange of counts ends no stage: the
-        first part's rows would wait until the gates of all parts are computed.
+    body: the instructions of the range, a run of consecutive instructions.
+    ends_stage: whether an instruction is an all-to-all of rows.
+
+    If an exchange of row counts ended a stage too, the gates of all parts would run before the rows of the
+    first part are sent.
     """
     result = list[list[T]]()
     ended = True
@@ -77,13 +90,17 @@ def stages(body: Iterable[T], ends_stage: Callable[[T], bool]) -> list[list[T]]:
 
 
 def turns(num_stages: int, k: int, lag: int) -> list[tuple[int, int]]:
-    """Returns (stage, part) in the order in which they run.
+    """Returns the order in which a pipeline runs the stages of each part of the batch: pairs (stage, part).
 
-    lag: by how many parts the second stage of a layer is behind the first. With k it is behind all parts of
-        the first, which is the paper's order.
+    A MoELayer has two stages: up to its dispatch, and up to its combine. Its two stages run in turns.
+    Different layers do not, so that a rank whose graph can only be cut layer by layer sends its messages in
+    the same order.
 
-    A layer has two stages, up to its dispatch and up to its combine. They take turns; layers do not, so that
-    a rank that can only cut single layers sends the same messages in the same order.
+    num_stages: number of stages of the pipeline.
+    k: number of parts.
+    lag: the second stage of part p runs after the first stage of part p + lag. With lag = k it runs after the
+        first stage of all parts, which is the paper's order.
+
     Example: (2, 3, 1) -> (0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (1, 2).
     """
     every = itertools.product(range(num_stages), range(k))
@@ -91,19 +108,28 @@ def turns(num_stages: int, k: int, lag: int) -> list[tuple[int, int]]:
 
 
 def lags(k: int) -> list[int]:
-    """Returns the lags that are tried, of which either may be faster.
+    """Returns the values of ``lag`` that are tried for a pipeline over k parts of the batch.
 
-    1: combines leave as early as they can. k: no dispatch waits for a combine.
+    ``lag`` is the number of parts by which a layer's second stage is behind its first (`turns`). Either value
+    may be faster:
+
+        1   combines start as early as possible
+        k   no dispatch waits behind a combine
     """
     return sorted({1, k})
 
 
 def pipelined(body: Sequence[Instruction], k: int, lag: int, costs: PartCosts) -> list[Instruction]:
-    """Returns a range as a pipeline: one task for each run of instructions on one lane, of each part.
+    """Returns the tasks of a range that runs as a pipeline over k parts of the batch, in their order.
 
-    body: the range's instructions. lag: as in `turns`. costs: for this k.
+    A range is a run of consecutive instructions. Each task stands for consecutive instructions of one stage
+    that use the same lane (computation or communication), for one part. Stages and parts run in the order of
+    `turns`. A task waits only for tasks of its own part.
 
-    Stages and parts are in the order of `turns`. A part's all-to-all waits only for the rows that it sends.
+    body: the instructions of the range.
+    k: number of parts.
+    lag: by how many parts a layer's second stage is behind its first (`turns`).
+    costs: costs of the instructions in k parts.
     """
     tasks = list[Instruction]()
     by_stage = list[list[Any]]()
@@ -128,8 +154,15 @@ def pipelined(body: Sequence[Instruction], k: int, lag: int, costs: PartCosts) -
 def pipeline_seconds(
     body: Sequence[Instruction], k: int, lag: int, costs: PartCosts, users: Mapping[str, Sequence[str]]
 ) -> float:
-    """Returns P, in seconds: the end of the pipeline, plus the joining of results that others need.
+    """Returns the predicted seconds of a range in k parts (P of Lancet's dynamic programme).
 
+    A range is a run of consecutive instructions. Its seconds are the time of a pipeline over the parts, plus
+    the time for joining the parts of results that are read outside the range.
+
+    body: the instructions of the range.
+    k: number of parts; 1 leaves the range uncut.
+    lag: by how many parts a layer's second stage is behind its first (`turns`).
+    costs: costs of the instructions in k parts.
     users: for each instruction of the graph, the names of those that wait for it.
     """
     if k == 1:
@@ -140,7 +173,13 @@ def pipeline_seconds(
 
 
 def alone(body: Sequence[Instruction], costs: PartCosts) -> list[Instruction]:
-    """Returns the instructions without the waits for others before them, with the seconds of one part."""
+    """Returns the instructions of an uncut range as if nothing ran before them, to predict their time.
+
+    Waits for instructions outside the range are left out.
+
+    body: the range, a run of consecutive instructions.
+    costs: the seconds that each instruction gets.
+    """
     inside = {each.name for each in body}
     return [
         replace(
@@ -153,9 +192,12 @@ def alone(body: Sequence[Instruction], costs: PartCosts) -> list[Instruction]:
 
 
 def solve(graph: Cuttable, costs: Mapping[int, PartCosts]) -> tuple[float, list[Range]]:
-    """Returns the predicted seconds of the graph, and the ranges that are cut, in order.
+    """Returns the predicted seconds of the fastest cut of a graph, and its ranges in order.
 
-    costs: by k. k = 1 must be among them.
+    A range is a run of consecutive instructions that is cut into parts of the batch.
+
+    graph: the instructions, and where they may be cut.
+    costs: costs of the instructions for each number of parts. It must have an entry for 1, uncut.
     """
     instructions = graph.instructions
     users = users_of(instructions)
@@ -186,13 +228,17 @@ def solve(graph: Cuttable, costs: Mapping[int, PartCosts]) -> tuple[float, list[
 
 
 def _groups(graph: Cuttable, seconds: Mapping[str, float]) -> list[int]:
-    """Returns where groups begin, and the end of the graph. Groups take about equal times.
+    """Joins instructions to groups of about equal time. Returns where each group begins, and the end.
 
-    seconds: of each instruction, by name. A group ends at the first allowed place at which it is as long as
-        the whole computation over the number of groups, `GROUPS_A_LAYER` for each layer.
+    A group ends at the first allowed position at which it takes its share of the time of all computation.
+    There are `GROUPS_A_LAYER` groups for each MoELayer.
+
+    graph: the instructions, and where a group may end.
+    seconds: of each instruction, by name.
     """
     instructions = graph.instructions
-    layers = max(sum(instruction.communicates for instruction in instructions) // 3, 1)  # counts, rows, rows
+    # A layer has three all-to-alls: row counts, dispatch and combine.
+    layers = max(sum(instruction.communicates for instruction in instructions) // 3, 1)
     compute_seconds = sum(instruction.seconds for instruction in instructions if not instruction.communicates)
     group_seconds = compute_seconds / (layers * GROUPS_A_LAYER)
     ends = [0]
@@ -206,7 +252,11 @@ def _groups(graph: Cuttable, seconds: Mapping[str, float]) -> list[int]:
 
 
 def whole_ranges(graph: Cuttable, k: int) -> list[Range]:
-    """Returns the longest ranges that can be cut, in k parts. The costs of parts are measured on them."""
+    """Returns the longest ranges that can be cut, each in k parts of the batch.
+
+    What parts cost is measured on them. A range is a run of consecutive instructions that holds at least one
+    all-to-all.
+    """
     instructions = graph.instructions
     ranges = list[Range]()
     for is_cuttable, stretch in itertools.groupby(range(len(instructions)), graph.can.__getitem__):

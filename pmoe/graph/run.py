@@ -1,7 +1,7 @@
-"""A compiled graph at run time: measured in its first steps, then run in the best predicted order.
+"""Runs a compiled graph: measures it in the first training steps, then runs it in the best predicted order.
 
-Graphs of the same layers and direction are one program, for all shapes. Its first steps are the same steps
-on every rank, so ranks agree there. A rank that compiles again later, for other shapes, does so alone.
+Graphs of the same layers and direction form one program, for all input shapes. A range is a run of
+consecutive operator calls that is cut into parts of the batch.
 
     step   runs                                       ranks agree before it on
     1      the graph in k parts, for each k, then     the same operators; the largest number of parts
@@ -9,8 +9,10 @@ on every rank, so ranks agree there. A rank that compiles again later, for other
     2      the graph with its ranges cut              the ranges (rank 0's)
     3      the graph in its final order               the costs (rank 0's), from which the order follows
 
-Step 2 is left out if no range is cut. Steps 1 and 2 measure what operators cost. Costs differ from rank to
-rank; orders must not, so rank 0's count.
+Step 2 is left out if no range is cut. Steps 1 and 2 measure what operators cost. Measured costs differ
+between ranks, but all ranks must run operators in the same order, so all use the costs of rank 0. All ranks
+are in the same one of these steps, so they can agree. Later, a rank may compile a graph for other shapes
+without the others.
 """
 
 from __future__ import annotations
@@ -45,25 +47,25 @@ from pmoe.graph.plan import GraphSplit, RangePlan, backward_axes
 from pmoe.graph.ranges import PartCosts, lags, solve, whole_ranges
 
 CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default)
-"""Operators by which tracing checks that numbers of rows are not negative. They are removed."""
+"""Operators by which tracing checks that row counts are not negative. They are removed from graphs."""
 
 Key = tuple[str, tuple[int, ...]]
-"""The identity of a program: its direction and the numbers of its layers that communicate, in order."""
+"""Type of a program's key: its direction, and the numbers of its layers that communicate, in order."""
 
 
 @dataclass
 class Program:
-    """State of all graphs of some layers and one direction.
+    """State that all graphs of the same layers and direction share.
 
-    key: its direction and layers.
-    steps: steps that have begun on this rank; not counted once `is_agreed`.
-    plan: the ranges that are cut.
-    costs: of the graph with these ranges cut, by `label`.
-    is_agreed: whether plan and costs are rank 0's on all ranks, so that the order can follow.
+    key: the direction, and the numbers of the layers that communicate.
+    steps: number of training steps that have begun on this rank, until `is_agreed`.
+    plan: the runs of consecutive instructions (ranges) that are cut into parts of the batch.
+    costs: costs of the graph with these ranges cut, by the `label` of each call.
+    is_agreed: whether all ranks have rank 0's plan and costs, from which the order of the calls follows.
     limit: memory limit of a backward graph in bytes; 0 before it is known, and for other directions.
-    before: instructions in the order of the trace, with the ranges cut.
-    instructions: the same in the order in which they run.
-    watch: runs a pass in place of the program, for `explain`; None otherwise.
+    before: the instructions with the ranges cut, in the order of the trace.
+    instructions: the same instructions, in the order in which they run.
+    watch: a function that runs a pass in place of the program, so that `explain` can time it; else None.
     """
 
     key: Key
@@ -78,20 +80,20 @@ class Program:
 
 
 PROGRAMS: dict[Key, Program] = {}
-"""All programs of this process."""
+"""All programs of this process, by their keys."""
 
 PARTS = (2, 3, 4, 6, 8)
 BACKWARD_PARTS = (2, 4)
-"""Numbers of parts that are tried, forward (`PARTS`) and backward."""
+"""Numbers of parts that are tried, in forward graphs (`PARTS`) and in backward graphs."""
 
 
 class GraphRunner:
-    """The function that AOTAutograd calls for one graph.
+    """The function that AOTAutograd calls to run one graph.
 
     module: the graph, with its weight gradients merged and its calls labelled.
-    options: the backend's.
-    program: the program of which this is a graph.
-    cutting: the graph's axes and how to cut it.
+    options: the options of the backend.
+    program: the state that this graph shares with other graphs of the same layers and direction.
+    cutting: the graph with the dimension along which each tensor is cut into parts of the batch.
     """
 
     module: fx.GraphModule
@@ -110,12 +112,16 @@ class GraphRunner:
         is_tiny: bool,
         cuttings: dict[str, GraphSplit],
     ) -> None:
-        """Prepares a graph: removes checks, merges weight gradients, labels its calls and finds its axes.
+        """Prepares a graph: removes checks, merges weight gradients, labels calls, finds where it can be cut.
 
+        module: the graph.
         direction: "forward", "backward" or "inference".
-        batch: positions of the forward inputs that hold the batch, along their first dimension.
-        is_tiny: whether the batch has 0 or 1 sequence; such graphs are traced with other operators.
-        cuttings: by direction, of the graphs that were compiled together. This graph's is added.
+        options: the options of the backend.
+        batch: positions of the inputs of a forward graph that hold the batch, along their first dimension.
+        is_tiny: whether the batch has 0 or 1 sequence. Graphs of so small batches are traced with other
+            operators.
+        cuttings: for each direction, where the graph that was compiled together with this one can be cut. A
+            backward graph reads the forward graph's entry, and each graph adds its own.
         """
         for node in reversed(list(module.graph.nodes)):
             if node.target in CHECKS:
@@ -144,21 +150,23 @@ class GraphRunner:
 
     @property
     def ranks(self) -> Ranks | None:
-        """The ranks of the first layer that communicates; None if there is none."""
+        """The ranks of the first layer that communicates; None if no layer does."""
         layer = next(iter(self.program.key[1]), None)
         return None if layer is None else LAYERS[layer].ranks  # type: ignore[return-value]
 
     def __call__(self, boxed: list[Any]) -> Sequence[Any]:
-        """Runs the graph and returns its results. boxed: its arguments, in a list that the run empties.
+        """Runs the graph and returns its results.
 
-        Raises ValueError on every rank if ranks run different graphs. An error in the graph is raised again
-        with rank, instruction and layer.
+        boxed: the arguments, in a list that the run empties, so that each can be freed after its last use.
+
+        Raises ValueError on every rank if ranks run different graphs. An error in the graph is raised again,
+        with rank, operator call and layer in the message.
         """
         ranks = self.ranks
         program = self.program
         if ranks is not None and not program.steps:
             check_same_graphs(ranks, self.module, self._is_tiny, program.key)
-        # MoELayer.forward, which compares options and refuses wrappers, does not run in a graph.
+        # MoELayer.forward compares options among ranks and refuses wrappers, but does not run in a graph.
         if program.key[0] != "backward":
             for layer in program.key[1]:
                 check_ranks(modules_of(layer))
@@ -182,10 +190,10 @@ class GraphRunner:
             raise type(error)(f"pmoe: rank {rank} failed in {where}: {error}") from error
 
     def _first_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any]:
-        """Measures the graph in parts and as traced, chooses the plan on rank 0, and returns the results.
+        """Measures the graph in parts and as traced, and returns the results. Rank 0 chooses what is cut.
 
-        Forward, the ranges are those of `solve`, from the costs of parts. Backward, the whole graph is cut or
-        nothing is: the fastest of the plans that were measured is taken, if it fits into memory.
+        In a forward graph, `solve` chooses from the measured costs of parts. In a backward graph, either all
+        that can be cut is cut, or nothing: the fastest way that was measured and fits into memory is chosen.
         """
         program = self.program
         stage = "agreeing on the parts of a graph"
@@ -222,10 +230,10 @@ class GraphRunner:
         return results
 
     def _next_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any] | None:
-        """Takes rank 0's plan in step 2, and rank 0's costs after it.
+        """Takes rank 0's choice of what is cut in step 2, and rank 0's costs in the last step.
 
-        Returns the results if the step measures the graph with its ranges cut. Otherwise returns None: all is
-        agreed, and the graph can run in its final order.
+        Returns the results if the step measures the graph with its ranges cut. Otherwise returns None: ranks
+        agree on everything, and the graph can run in its final order.
         """
         program = self.program
         if program.steps == 2:
@@ -242,7 +250,11 @@ class GraphRunner:
     def _profiled(
         self, ranks: Ranks, module: fx.GraphModule, boxed: list[Any]
     ) -> tuple[dict[str, Cost], Sequence[Any]]:
-        """Runs a module node by node; returns the cost of each node and the results."""
+        """Runs a module call by call. Returns the cost of each call by its label, and the results.
+
+        module: the graph, possibly in parts.
+        boxed: its arguments, in a list that the run empties.
+        """
         tensor = next(each for each in boxed if isinstance(each, Tensor) and each.is_floating_point())
         self._costs = costs_of(tensor.device)
         profiled = Profiled(module, self._costs, link_of(ranks, tensor.device, tensor.dtype))
@@ -251,7 +263,7 @@ class GraphRunner:
         return profiled.found, results
 
     def _ordered(self, module: fx.GraphModule) -> list[fx.Node]:
-        """Returns the nodes in the order that is predicted to be the fastest within the memory limit."""
+        """Returns the calls of a module in the order of least predicted time within the memory limit."""
         program = self.program
         program.before, program.instructions, *_ = self._fastest(module, program.costs)
         by_name = {label(node): node for node in calls_of(module)}
@@ -260,12 +272,16 @@ class GraphRunner:
     def _fastest(
         self, module: fx.GraphModule, costs: dict[str, Cost]
     ) -> tuple[list[Instruction], list[Instruction], int, float]:
-        """Returns the fastest of several orders of a module whose peak memory is within the limit.
+        """Finds the fastest predicted order of a module's calls with a peak memory within the limit.
+
+        Orders that move weight gradients beside all-to-alls are compared with the module's own order.
+
+        costs: the cost of each call and input, by label.
 
         Returns
 
             the instructions in the module's order
-            the same in the fastest order; the module's own if no order fits
+            the same in the fastest order; in the module's own if no order is within the limit
             the peak bytes of that order
             the limit in bytes
         """
@@ -286,7 +302,11 @@ class GraphRunner:
 
 
 def _by_origin(module: fx.GraphModule, costs: dict[str, Cost]) -> PartCosts:
-    """Returns the measured costs of a module in parts, by the label of the node that was cut."""
+    """Returns the measured costs of parts, by the label of the call that was cut.
+
+    module: a graph in parts. The node of each part holds the label of the call in meta["origin"].
+    costs: the measured cost of each node, by its own label.
+    """
     part: dict[str, list[float]] = {}
     join: dict[str, float] = {}
     for node in module.graph.nodes:
@@ -301,10 +321,12 @@ def _by_origin(module: fx.GraphModule, costs: dict[str, Cost]) -> PartCosts:
 
 
 def check_same_graphs(ranks: Ranks, module: fx.GraphModule, is_tiny: bool, key: Key) -> None:
-    """Raises ValueError on every rank if ranks run different operators; it names the first that differs.
+    """Raises ValueError on every rank if ranks run different operators; names the first that differs.
 
-    is_tiny: whether this rank's batch has 0 or 1 sequence. Its graph has other operators than those of larger
-        batches, so that only its all-to-alls are compared.
+    module: this rank's graph.
+    is_tiny: whether this rank's batch has 0 or 1 sequence. Its graph then has other operators than those of
+        larger batches, so only its all-to-alls are compared.
+    key: the direction of the graph and its layers.
 
     Collective: one reduction of a digest, and one gathering of the operators if the digests differ.
     """

@@ -1,15 +1,17 @@
 """Cuts ranges of a graph into parts of the batch, in the order of Lancet's pipeline (section 5.3).
 
-Part p of k holds the p-th of k nearly equal runs of sequences. Inside a range, the instructions between two
-all-to-alls of rows are a stage. Stages and parts take turns (`pmoe.graph.ranges.turns`): with k = 2 and
-stages A (attention, gate), E (experts) and F (what follows),
+A range is a run of consecutive operator calls. Part p of k holds the p-th of k nearly equal runs of
+sequences. Inside a range, each all-to-all of rows ends a stage. Each stage runs once for each part;
+`pmoe.graph.ranges.turns` gives the order. With k = 2 and the stages A (attention, gate), E (experts) and F
+(what follows), it is
 
     compute        A0   A1   E0   E1   F0   F1
     communicate        S0   S1   R0   R1            S dispatch, R combine
 
-Each part's all-to-all starts as soon as the rows that it sends are computed. A part passes to the next how
-much of every expert's capacity it has used (section 2.3), so that parts drop the rows that the whole batch
-would drop. Tensors that are needed outside the range, for example by backward, are joined at its end.
+The all-to-all of a part starts as soon as the rows that it sends are computed. Each part passes to the next
+how much of every expert's capacity it has used (section 2.3), so that all parts together drop the rows that
+the whole batch would drop. Tensors that are read outside the range, for example by backward, are joined at
+its end.
 """
 
 from __future__ import annotations
@@ -32,22 +34,27 @@ from pmoe.graph.ranges import Range, stages, turns
 aten: Any = torch.ops.aten
 moe: Any = torch.ops.pmoe_graph
 SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
-"""Operators whose second argument is the result's sizes, of which one may be -1."""
+"""Operators with the sizes of the result as their second argument; one size may be -1."""
 
 MADE = (aten.select_backward.default, aten.slice_backward.default, aten.new_zeros.default)
-"""Operators whose second argument is the result's sizes, all of which must be given."""
+"""Operators with the sizes of the result as their second argument; none may be -1."""
 
 VIEWS = (
     *(aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default),
     *(aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.detach.default),
 )
-"""Operators whose result is a view of their first input."""
+"""Operators that return a view of their first input."""
 
 
 def bounds(size: int, sequences: int, part: int, k: int) -> tuple[int, int]:
-    """Returns where a part begins and ends along a dimension of ``size``, a multiple of ``sequences``.
+    """Returns where a part of the batch begins and ends along one dimension of a tensor.
 
-    part: from 0 to k - 1.
+    Each part has whole sequences.
+
+    size: length of the dimension, a multiple of ``sequences``.
+    sequences: number of sequences in the batch.
+    part: number of the part, from 0 to k - 1.
+    k: number of parts.
 
     Example: 24 rows of 3 sequences in 2 parts -> (0, 8) and (8, 24).
     """
@@ -56,18 +63,28 @@ def bounds(size: int, sequences: int, part: int, k: int) -> tuple[int, int]:
 
 
 def part_of_batch(tensor: Tensor, dim: int, sequences: int, part: int, k: int) -> Tensor:
-    """Returns a view of one part of a tensor of the whole batch, along ``dim``; see `bounds`."""
+    """Returns a view of one part of a tensor that holds the whole batch, (...) of any shape.
+
+    dim: the dimension along which the tensor is cut.
+    sequences: number of sequences in the batch.
+    part: number of the part, from 0 to k - 1.
+    k: number of parts.
+    """
     begin, end = bounds(tensor.shape[dim], sequences, part, k)
     return tensor.narrow(dim, begin, end - begin)
 
 
 def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: bool) -> Tensor:
-    """Joins the rows of all parts in the order that the rows of the whole batch would have.
+    """Joins the rows of all parts of the batch, in the order that the rows of the whole batch would have.
 
-    rows: k tensors (N, ...), each by (sender, expert), or, with ``by_expert``, by (expert, sender).
-    counts_RE: k tensors (R, E_local) on the host, rows of each sender and expert in the part.
+    Shapes use k parts, N rows, R senders and E_local experts of one rank.
 
-    Rows of one sender and expert lie in the order of the parts. Example with 1 sender, 2 experts and 2 parts:
+    rows: for each part a tensor (N, ...), sorted by (sender, expert); with ``by_expert`` by (expert, sender).
+    counts_RE: for each part (R, E_local) on the host, its number of rows from each sender for each expert.
+    by_expert: whether rows are sorted by expert first.
+
+    The rows of one sender and expert lie in the order of the parts. Example with 1 sender, 2 experts and 2
+    parts:
 
         part 0         a0 b0       (a rows of expert 0, b rows of expert 1)
         part 1         a1 b1
@@ -75,7 +92,7 @@ def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: 
     """
     if len(counts_RE[0]) == 1 and counts_RE[0].shape[1] == 1:
         return torch.cat(list(rows))
-    keys = []  # each row's place: block of (sender, expert) first, then part
+    keys = []  # sort key of each row: its block of (sender, expert) first, then its part
     for part, counts in enumerate(counts_RE):
         blocks = torch.arange(counts.numel()) * len(rows) + part
         keys.append(blocks.repeat_interleave((counts.t() if by_expert else counts).flatten()))
@@ -84,10 +101,14 @@ def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: 
 
 
 def rows_of_part(rows: Tensor, counts_kRE: Sequence[Tensor], part: int) -> Tensor:
-    """Returns the rows of one part of the whole batch's rows: the reverse of `joined_rows` by expert.
+    """Returns the rows of one part of the batch from the rows of the whole batch.
 
-    rows: (N, ...), by (expert, sender).
-    counts_kRE: k tensors (R, E_local) on the host, rows of each sender and expert in each part.
+    It reverses `joined_rows` with rows sorted by expert. Shapes use N rows, R senders and E_local experts of
+    one rank.
+
+    rows: (N, ...), rows of the whole batch, sorted by (expert, sender).
+    counts_kRE: for each part (R, E_local) on the host, its number of rows from each sender for each expert.
+    part: number of the part.
     """
     counts_ERk = torch.stack(list(counts_kRE), 2).transpose(0, 1)
     part_N = torch.arange(len(counts_kRE)).expand_as(counts_ERk).flatten()
@@ -98,14 +119,20 @@ def rows_of_part(rows: Tensor, counts_kRE: Sequence[Tensor], part: int) -> Tenso
 def order_of_part(
     slot: Tensor, send_WE: Tensor, own_1E: Tensor, layer: int, sequences: int, part: int, k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (slot, position, counts) of one part, as `order` does, from the order of the whole batch.
+    """Returns the sorted slots of one part of the batch, from the sorted slots of the whole batch.
 
-    slot: (S,), the slots of the whole batch in sorted order.
-    send_WE, own_1E: the row counts of the whole batch, as `exchange_counts` returns them.
-    layer: the layer's number.
-    sequences, part, k: as in `bounds`. A part is a run of slots: those of its tokens.
+    A slot is one choice of one token. Backward needs this function, because only the order of the whole batch
+    is saved in forward. Shapes use S slots, W ranks and E_local experts of one rank.
 
-    Backward needs it: the order of the whole batch is saved from the forward pass, that of a part is not.
+    slot: (S,), the sorted slots of the whole batch.
+    send_WE, own_1E: (W, E_local) and (1, E_local), numbers of rows of the whole batch that travel to each
+        rank's experts and that stay on this rank (`exchange_counts`).
+    layer: the number that stands for the layer (`number_of`).
+    sequences: number of sequences or tokens in the batch.
+    part: number of the part, from 0 to k - 1. It has the slots of its tokens.
+    k: number of parts.
+
+    Returns (slot, position, counts) of the part, as `order` would return them.
     """
     begin, end = bounds(slot.shape[0], sequences, part, k)
     is_in_part = (slot >= begin) & (slot < end)
@@ -125,27 +152,33 @@ def order_of_part(
 def cut(
     module: fx.GraphModule, ranges: Mapping[Range, fx.Node], axes: Mapping[fx.Node, Any]
 ) -> fx.GraphModule:
-    """Returns the module with these ranges cut into parts.
+    """Returns the module with these ranges cut into parts of the batch.
 
-    ranges: each range with the tensor whose first dimension is its batch: sequences, or tokens.
-    axes: the axis of each node, as `infer` finds them.
+    A range is a run of consecutive operator calls.
 
-    In the new graph, a part of a node has that node's `label` in meta["origin"]. A node that joins the parts
-    has it in meta["joins"].
+    ranges: each range, with a tensor whose first dimension is the length of the batch in sequences or tokens.
+    axes: for each node, the dimension along which it is cut (`pmoe.graph.axes.infer`).
+
+    In the new graph, each part of a call holds the call's `label` in meta["origin"]. A node that joins the
+    parts of a call holds the label in meta["joins"].
     """
     return _Cutter(module, axes).run(ranges)
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """A layer in a backward graph: its instructions from `pack` to the last `join`.
+    """The calls of one MoELayer in a backward graph, from `pack` to the last `join`.
 
-    pack: packs the gradients of the layer's output, which then travel.
-    last: sums the gradients of the layer's input.
-    layer: the layer's number.
-    kept: tensors saved by the forward pass, of the whole batch, by name. `ORDER` has the names of those that
-        hold no rows. Rows, routing weights and T_M are "own 1", "own 2" and "own 3" for rows that stayed, and
-        "recv 1", "recv 2" and "recv 3" for rows that came; "own" and "recv" are the counts by which they lie.
+    pack: packs the gradients of the layer's output into rows, which then travel to the experts.
+    last: sums the gradients of the rows of each token: the gradient of the layer's input.
+    layer: the number that stands for the layer (`number_of`).
+    kept: tensors of the whole batch that the forward pass saved, by name:
+
+        names in `ORDER`             the sorted slots and the row counts
+        "own 1", "own 2", "own 3"    rows, routing weights and T_M of rows that stayed on this rank
+        "recv 1", "recv 2", "recv 3" the same of rows that came from other ranks
+
+    T_M is the hidden activation of the experts. The counts "own" and "recv" give the numbers of these rows.
     """
 
     pack: fx.Node
@@ -155,10 +188,11 @@ class Route:
 
 
 def routes(graph: fx.Graph) -> list[Route]:
-    """Returns the routes of a backward graph's layers, in order; none for a forward graph.
+    """Finds the MoELayers of a backward graph, in order. Returns [] for a forward graph.
 
-    In a backward graph the order of the slots is an input. If that does not hold for one layer, or if its
-    gradients do not travel, the result is empty: then no layer can be cut.
+    Layers can be cut into parts only if the sorted slots (a slot is one choice of one token) are an input of
+    the graph, and gradients of rows travel. If this does not hold for every layer, the result is [] too, and
+    no layer is cut.
     """
     found_routes = []
     joins = graph.find_nodes(op="call_function", target=moe.join.default)
@@ -180,17 +214,23 @@ def routes(graph: fx.Graph) -> list[Route]:
 
 
 ORDER = ("slot", "position", "send", "own", "recv")
-"""Names in `Route.kept` of the order of the slots and of the row counts; all others are rows."""
+"""Names in `Route.kept` of the sorted slots and of the row counts. All other names are those of rows."""
 
 
 class _Cutter:
-    """Builds the graph in parts, node by node.
+    """Builds a graph with ranges cut into parts of the batch, node by node.
 
+    A range is a run of consecutive operator calls.
+
+    module: the old graph.
+    axes: for each node of the old graph, the dimension along which it is cut.
     graph: the new graph.
-    whole: for a node of the old graph, the node of the new one with the value of the whole batch.
-    sequences: node or number, the length of the batch in the range that is being cut.
-    kept: for a saved tensor of a route, the route and the tensor's name in `Route.kept`.
-    routed: for each route, one dict for each part: its order, counts and rows, by the same names.
+    whole: for a node of the old graph, the node of the new graph with its value for the whole batch.
+    sequences: length of the batch in the range that is cut now: a number, or a node of the new graph.
+    kept: for a tensor that forward saved for a layer, the layer's `Route` and the tensor's name in
+        `Route.kept`.
+    routed: for each layer's `Route`, one dict for each part: the sorted slots, row counts and rows of this
+        part, by the names of `Route.kept`.
     """
 
     def __init__(self, module: fx.GraphModule, axes: Mapping[fx.Node, Any]) -> None:
@@ -203,7 +243,11 @@ class _Cutter:
         self.routed: dict[Route, list[dict[str, fx.Node]]] = {}
 
     def run(self, ranges: Mapping[Range, fx.Node]) -> fx.GraphModule:
-        """Copies the graph in its order, ranges in parts. Arguments and result are those of `cut`."""
+        """Copies the old graph in its order, with ranges cut into parts. Returns the new module.
+
+        ranges: each range (run of consecutive calls) to be cut, with a tensor whose first dimension is the
+            length of the batch.
+        """
         calls = [node for node in self.module.graph.nodes if node.op == "call_function"]
         place_of = {label(node): index for index, node in enumerate(calls)}
         begins = {place_of[each.first]: each for each in ranges}
@@ -233,21 +277,30 @@ class _Cutter:
         return fx.GraphModule(self.module, self.graph)
 
     def _size_of(self, batch: fx.Node, route: Route | None = None) -> Any:
-        """Returns the length of the batch: a number, or a node that computes it when the graph runs."""
+        """Returns the length of the batch: a number, or a node that computes it when the graph runs.
+
+        batch: a tensor of the old graph from whose first dimension the length is read.
+        route: the layer for which the length is needed before any call of the layer; else None.
+        """
         size = batch.meta["val"].shape[0]
         if isinstance(size, int):
             return size
-        # The orders of parts are computed before everything else (`_route`), so the batch may not exist yet.
-        # The slots do: tokens = slots / top_k.
+        # The sorted slots of all parts are computed before everything else (`_route`), so ``batch`` may not
+        # be computed yet. The slots of the whole batch are an input: tokens = slots / top_k.
         if route is not None and batch is route.pack.args[0]:
             slots = self._call(aten.sym_size.int, self.whole[route.kept["slot"]], 0)
             return self._call(operator.floordiv, slots, route.pack.args[5])
         return self._call(aten.sym_size.int, self.whole[batch], 0)
 
     def _route(self, route: Route, batch: fx.Node, k: int) -> None:
-        """Computes the order and the row counts of every part of a route, before any rows of the pass travel.
+        """Adds the calls that compute a layer's sorted slots and row counts for every part.
 
-        Later, an exchange of counts would queue behind rows on the link, and the host would wait for both.
+        A slot is one choice of one token. The calls come before all others of the graph: if row counts were
+        exchanged later, they would queue behind rows that travel, and the host would wait for both.
+
+        route: the layer.
+        batch: the tensor from whose first dimension the length of the batch is read.
+        k: number of parts.
         """
         slot, _, send, own, _ = (self.whole[route.kept[name]] for name in ORDER)
         self.kept |= {node: (route, name) for name, node in route.kept.items()}
@@ -258,7 +311,7 @@ class _Cutter:
         for part in range(k):
 
             def call(what: str, target: Any, *args: Any, part: int = part) -> fx.Node:
-                """Adds a call that is labelled by the route's pack, ``what`` and the part."""
+                """Adds a call to the new graph. Its label names the layer, ``what`` and the part."""
                 return self._call(target, *args, name=f"{label(route.pack)}, {what} of part {part}")
 
             order = call("order", order_of_part, slot, send, own, route.layer, size, part, k)
@@ -268,7 +321,13 @@ class _Cutter:
             parts.append(dict(zip(ORDER, (slot_p, position_p, send_p, own_p, recv_p), strict=True)))
 
     def _routed(self, node: fx.Node, part: int) -> fx.Node:
-        """Returns one part of a tensor that a route has saved from the forward pass."""
+        """Returns the node with one part's rows of a tensor that forward saved for a layer.
+
+        If the new graph has no such node, the call that selects the rows is added.
+
+        node: the saved tensor, a node of the old graph.
+        part: number of the part.
+        """
         route, kind = self.kept[node]
         whole = self.whole[node]
         parts = self.routed[route]
@@ -279,20 +338,33 @@ class _Cutter:
         return parts[part][kind]
 
     def _call(self, target: Callable[..., Any], *args: Any, name: str = "") -> fx.Node:
-        """Adds a call to the new graph. name: its `label`, if it needs one."""
+        """Adds a call to the new graph, and returns its node.
+
+        name: the `label` of the call; "" for none.
+        """
         call = self.graph.call_function(target, args)
         if name:
             call.meta["label"] = name
         return call
 
     def _copy(self, node: fx.Node, value: Callable[[fx.Node], fx.Node], part: str = "") -> fx.Node:
-        """Copies a node to the new graph. value: gives the new node of each input. part: ends the label."""
+        """Copies a node of the old graph to the new graph, and returns the copy.
+
+        node: the node of the old graph.
+        value: function that returns the node of the new graph for an input of the old node.
+        part: text that is added to the copy's label.
+        """
         copied = self.graph.node_copy(node, value)
         copied.meta = {**node.meta, "origin": label(node), "label": label(node) + part}
         return copied
 
     def _cut(self, body: Sequence[fx.Node], k: int, lag: int) -> None:
-        """Adds one range in k parts, in the order of `turns`, and joins the results that others need."""
+        """Adds one range in k parts to the new graph, and joins results that are read outside the range.
+
+        body: the calls of the range, in order.
+        k: number of parts.
+        lag: by how many parts a layer's second stage is behind its first (`pmoe.graph.ranges.turns`).
+        """
         parts: list[dict[fx.Node, fx.Node]] = [{} for _ in range(k)]
         inside = set[fx.Node]()
         for node in body:
@@ -313,11 +385,20 @@ class _Cutter:
                 self.whole[node].meta |= {"joins": label(node), "label": f"{label(node)}, joined"}
 
     def _emit(self, node: fx.Node, part: int, k: int, parts: Sequence[dict[fx.Node, fx.Node]]) -> None:
-        """Adds one part of a node, and enters it in ``parts``: by part, the new nodes of the old ones."""
+        """Adds one part of a call to the new graph.
+
+        node: the call, a node of the old graph.
+        part: number of the part.
+        k: number of parts.
+        parts: for each part, the new node of each old one. The added node is entered.
+        """
         new_nodes = parts[part]
 
         def value(each: fx.Node) -> fx.Node:
-            """Returns this part of an input; an input from outside the range is cut at its first use."""
+            """Returns the node with this part of an input of the call.
+
+            An input from outside the range is cut at its first use.
+            """
             if each not in new_nodes:
                 axis = self.axes.get(each)
                 whole = self.whole[each]
@@ -330,7 +411,9 @@ class _Cutter:
             return new_nodes[each]
 
         used_E = None
-        if node.target is moe.order.default and part:  # takes the capacity that the part before has used
+        if (
+            node.target is moe.order.default and part
+        ):  # reads how many rows each expert has from earlier parts
             used_E = self._call(operator.getitem, parts[part - 1][node], 3)
         copied = self._copy(node, value, f", part {part}")
         axis = self.axes[node]
@@ -349,19 +432,25 @@ class _Cutter:
             copied.args = (*copied.args[:3], used_E, *copied.args[4:])
         new_nodes[node] = copied
 
-    # ---- values of the whole batch, from its parts
+    # ---- joins the parts of a tensor to its value for the whole batch
 
     def _join(self, node: fx.Node, parts: Sequence[Mapping[fx.Node, fx.Node]]) -> fx.Node:
-        """Returns the node's value for the whole batch. How parts are joined follows from the node's axis:
+        """Returns a node with a call's value for the whole batch, joined from its parts.
 
-        a dimension   concatenated
-        SUM           added
-        None          the same in all parts: the first is taken
-        IRREGULAR     rows are put in the order of the whole batch, counts added, an order computed again
+        How parts are joined depends on the axis along which the call was cut:
+
+            a dimension   concatenated
+            SUM           added
+            None          the same in all parts: the first is taken
+            IRREGULAR     rows are sorted in the order of the whole batch, row counts are added, and sorted
+                          slots are computed again for the whole batch
+
+        node: the call, a node of the old graph.
+        parts: for each part, the new node of each old one.
         """
         values = [part[node] for part in parts]
         axis = self.axes[node]
-        # Views of one tensor share its joined copy: each joined by itself would need memory of its own.
+        # Join the tensor that is viewed, and view the result. Joining each view would take memory for each.
         if (isinstance(axis, int) or axis == SUM) and node.target in VIEWS:
             source = node.all_input_nodes[0]
             if source not in self.whole:
@@ -385,7 +474,12 @@ class _Cutter:
         return self._call(joined_rows, values, [part[counts] for part in parts], by_expert)
 
     def _order(self, node: fx.Node, place: int, parts: Sequence[Mapping[fx.Node, fx.Node]]) -> fx.Node:
-        """Returns a result of `order` for the whole batch. place: which of its results."""
+        """Returns a node with one result of the operator `order` for the whole batch.
+
+        node: the call of `order`, a node of the old graph.
+        place: position of the result among the results of `order`.
+        parts: for each part, the new node of each old one.
+        """
         if place == 3:  # used_E: the last part has counted all before it
             return self._call(operator.getitem, parts[-1][node], 3)
         if node not in self.whole:  # sorts the whole batch once more
@@ -397,7 +491,14 @@ class _Cutter:
 
 
 def _maker(node: fx.Node, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, int]:
-    """Returns the layer's operator from which an irregular tensor comes, and the position of its result."""
+    """Returns the layer's operator from which an irregular tensor comes, and which of its results it is.
+
+    An irregular tensor holds rows, row counts or slots, whose number in a part depends on the routing.
+    Operators such as pointwise ones may lie between the layer's operator and the tensor.
+
+    node: the tensor.
+    axes: for each node, the dimension along which it is cut.
+    """
     place = 0
     while node.target not in MAKERS:
         if node.target is operator.getitem:
@@ -409,9 +510,13 @@ def _maker(node: fx.Node, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, int]:
 
 
 def _layout(node: fx.Node, place: int, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, bool]:
-    """Returns the node of the counts of an operator's rows, and whether they lie by (expert, sender).
+    """Returns the node with the row counts of some rows, and whether the rows are sorted by expert.
 
-    node, place: the operator and the position of its result, as `_maker` returns them.
+    The rows are sorted by (expert, sender), True, or by (sender, expert), False.
+
+    node: the operator that makes the rows (`_maker`).
+    place: position of the rows among its results.
+    axes: for each node, the dimension along which it is cut.
     """
     args: Any = node.args
     if node.target is moe.pack.default:
@@ -424,4 +529,4 @@ def _layout(node: fx.Node, place: int, axes: Mapping[fx.Node, Any]) -> tuple[fx.
 MAKERS = frozenset(
     getattr(moe, name).default for name in ("order", "exchange_counts", "pack", "exchange", "experts")
 )
-"""Operators of a layer that make irregular tensors."""
+"""Operators of a MoELayer that make tensors whose length in a part depends on the routing."""

@@ -5,11 +5,12 @@
     moved        compute      | dX2 | dW2 |      | dX1 | dW1 |
                  communicate        | all-to-all |
 
-In this file a weight gradient is every instruction that no all-to-all waits for. It may run at any time after
-its inputs. Beside an all-to-all it costs no time, because the compute lane would wait there.
+In this file, every instruction (operator call) that no all-to-all waits for counts as a weight gradient. It
+may run at any time after its inputs. While an all-to-all runs it costs no time, because nothing else could be
+computed then.
 
-The list schedule (`listed`) beats Lancet's pass (`assign`, `placed`). `pmoe.graph.run` predicts both, and
-takes the faster order that fits into memory.
+The list schedule (`listed`) beats Lancet's pass (`assign`, `placed`). `pmoe.graph.run` predicts the time of
+both, and takes the faster order that fits into memory.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from graphlib import TopologicalSorter
 from pmoe.graph.instructions import Instruction
 
 Listing = Sequence[Instruction]
-"""The instructions of a pass, in order."""
+"""Type of the instructions of a pass, in order."""
 
 
 def weight_gradients(instructions: Listing) -> set[str]:
-    """Returns the names of the instructions from which no path leads to an all-to-all."""
+    """Returns the names of the instructions from which no path leads to an all-to-all.
+
+    They need not run before any all-to-all, so they can be moved to where one runs. Most of them are
+    gradients of weights.
+    """
     needed: set[str] = set()
     for each in reversed(instructions):
         if each.communicates or each.name in needed:
@@ -35,10 +40,14 @@ def weight_gradients(instructions: Listing) -> set[str]:
 
 
 def labels(instructions: Listing) -> dict[str, set[str]]:
-    """Returns, for each all-to-all, the weight gradients that can run beside it (Lancet, section 4.1).
+    """Returns, for each all-to-all, the names of the weight gradients that can run beside it.
 
-    They are independent of the all-to-all: no path leads from one to the other. All other instructions that
-    they wait for stand before it.
+    A weight gradient is any instruction that no all-to-all waits for. As in Lancet, section 4.1, it can run
+    beside an all-to-all if it does not wait for it, directly or through others, and if all instructions for
+    which it waits stand before the all-to-all. Weight gradients among those may stand anywhere, because they
+    can be moved too.
+
+    instructions: the pass, in order.
     """
     free = weight_gradients(instructions)
     place_of = {each.name: at for at, each in enumerate(instructions)}
@@ -62,10 +71,13 @@ def labels(instructions: Listing) -> dict[str, set[str]]:
 
 
 def assign(instructions: Listing) -> dict[str, str]:
-    """Returns the all-to-all of each weight gradient that is moved (Lancet, Algorithm 1).
+    """Assigns weight gradients to all-to-alls beside which they run (Lancet, Algorithm 1).
 
-    All-to-alls choose in their order. Each takes the weight gradient whose seconds are closest to its own
-    seconds that are not hidden yet, until it is hidden or none is left.
+    A weight gradient is any instruction that no all-to-all waits for. The all-to-alls choose in their order.
+    Each takes the weight gradient whose seconds are closest to its own seconds, subtracts them from its own,
+    and repeats this with the seconds that remain, until no seconds or no weight gradients are left.
+
+    Returns for each assigned weight gradient, by name, the name of its all-to-all.
     """
     seconds = {each.name: each.seconds for each in instructions}
     assigned: dict[str, str] = {}
@@ -81,12 +93,15 @@ def assign(instructions: Listing) -> dict[str, str]:
 
 
 def placed(instructions: Listing, assigned: Mapping[str, str]) -> list[Instruction]:
-    """Returns the sequence with each assigned weight gradient right behind its all-to-all.
+    """Returns the instructions with each assigned weight gradient directly behind its all-to-all.
 
-    assigned: as `assign` returns it.
+    A weight gradient is any instruction that no all-to-all waits for.
 
-    Weight gradients that it waits for move with it, in front of it. All others stay where they are, or follow
-    the assigned one that they wait for.
+    instructions: the pass, in order.
+    assigned: for each weight gradient that moves, by name, the name of its all-to-all.
+
+    Weight gradients for which an assigned one waits move with it, ahead of it. Weight gradients that wait for
+    an assigned one follow it. All other instructions keep their order.
     """
     by_name = {each.name: each for each in instructions}
     free = weight_gradients(instructions)
@@ -96,7 +111,7 @@ def placed(instructions: Listing, assigned: Mapping[str, str]) -> list[Instructi
     order: dict[str, Instruction] = {}
 
     def take(name: str) -> None:
-        """Adds an instruction, after the weight gradients that it waits for."""
+        """Adds an instruction to the result, after the weight gradients that it waits for."""
         if name in order:
             return
         for needed in by_name[name].waits:
@@ -108,7 +123,7 @@ def placed(instructions: Listing, assigned: Mapping[str, str]) -> list[Instructi
         if each.name in assigned:
             continue
         if each.name in free and any(name in assigned and name not in order for name in each.waits):
-            continue  # it follows what it waits for
+            continue  # added later, because it waits for an assigned weight gradient that has not run
         take(each.name)
         for name in behind.get(each.name, ()):
             take(name)
@@ -117,7 +132,7 @@ def placed(instructions: Listing, assigned: Mapping[str, str]) -> list[Instructi
     return list(order.values())
 
 
-# ---- a list schedule: runs whatever is ready, and weight gradients while nothing else is
+# ---- a list schedule: runs instructions as soon as they are ready, weight gradients if no other is ready
 
 
 def listed(
@@ -127,38 +142,43 @@ def listed(
     kept: Collection[str] = (),
     input_bytes: Mapping[str, int] | None = None,
 ) -> list[Instruction]:
-    """Returns the instructions in an order that is found by simulating both lanes.
+    """Returns the instructions in the order of a list schedule, found by simulating both lanes.
 
-    limit: bytes. While more are held, weight gradients that free memory run first.
-    kept, input_bytes: as in `peak_bytes`.
+    A lane is a queue of instructions: all-to-alls run on one, all others on the compute lane. All-to-alls
+    keep their order, because it must be the same on every rank. The compute lane always runs the first
+    instruction that is ready. If all wait for an all-to-all, it runs the weight gradient (an instruction that
+    no all-to-all waits for) that fits the gap best.
 
-    All-to-alls keep their order, because it must be the same on every rank. The compute lane runs the first
-    instruction of the sequence that is ready. If all of them wait for an all-to-all, it runs the weight
-    gradient whose time fits the gap best.
+    instructions: the pass, in order.
+    limit: bytes. While results take more, weight gradients that free memory run first.
+    kept: names of results and inputs that the graph returns, so that their memory is not freed.
+    given: bytes of each input of the graph, by name.
     """
     return _List(instructions, limit, kept, input_bytes or {}).run()
 
 
 class _List:
-    """The state of the simulation behind `listed`.
+    """The simulation behind `listed`, and its state.
 
-        by_name      the instructions
-        place        their places in the sequence
-        free         names of the weight gradients
+        by_name      the instructions by name
+        place        the position of each instruction in the given order
+        free         names of the weight gradients: instructions that no all-to-all waits for
         sorter       counts what each instruction still waits for
-        ready        names of instructions whose inputs have been scheduled
-        uses         how many instructions still read each memory, the caller of the graph included
+        ready        names of instructions whose inputs have all been scheduled
+        uses         for each memory, how many instructions still read it, the caller of the graph included
         num_bytes    bytes of each memory
+        limit        while more bytes are held, weight gradients that free memory run first
         held         bytes that are held now
         messages     names of the all-to-alls that are left, the next one last
         now          time of the compute lane, in seconds
-        link_free    when the communicate lane is free
-        end          the end of each scheduled instruction
+        link_free    when the communicate lane is free, in seconds
+        end          when each scheduled instruction ends, in seconds
+        order        the scheduled instructions, in the order found
 
-    Ready instructions that compute are in one of three places:
+    Ready instructions that compute are in one of three collections:
 
-        chain   can begin
-        later   wait for an all-to-all that runs
+        chain   can begin, and are no weight gradients
+        later   wait for an all-to-all that still runs
         pool    can begin, and are weight gradients
     """
 
@@ -191,7 +211,7 @@ class _List:
         self.order: list[Instruction] = []  # the result
 
     def run(self) -> list[Instruction]:
-        """Schedules one instruction at a time, and returns all of them in that order."""
+        """Schedules one instruction after the other, and returns all of them in the order found."""
         self.sorter.prepare()
         self._release()
         while len(self.order) < len(self.by_name):
@@ -208,10 +228,11 @@ class _List:
         return self.order
 
     def _fill(self) -> None:
-        """Fills a gap, in which everything else waits for an all-to-all.
+        """Fills a gap, in which all computation waits for an all-to-all, with a weight gradient.
 
-        Takes the weight gradient whose time is closest to the gap. One longer than twice the gap is not
-        taken: it would delay the others by more than the gap. If none is left, time passes.
+        Takes the weight gradient whose time is closest to the gap. Any that takes more than twice the gap is
+        left out, because it would delay other instructions by more than the gap. If none remains, the time
+        goes on to the end of the gap.
         """
         until = min(self.later[0][0] if self.later else float("inf"), self._message_begins())
         gap = until - self.now
@@ -224,24 +245,35 @@ class _List:
             self.now = until
 
     def _begin(self, name: str) -> float:
-        """Returns when an instruction's inputs are complete."""
+        """Returns when all inputs of an instruction are complete, in seconds."""
         return max((self.end[each] for each in self.by_name[name].waits), default=0.0)
 
     def _message_begins(self) -> float:
-        """Returns when the next all-to-all has all rows that it sends; infinity while that is not known."""
+        """Returns when the next all-to-all has all rows that it sends, in seconds.
+
+        Infinity if no all-to-all is left, or if some of these rows have not been scheduled.
+        """
         if not self.messages or self.messages[-1] not in self.ready:
             return float("inf")
         return self._begin(self.messages[-1])
 
     def _offer(self, place: int, name: str) -> None:
-        """Puts an instruction that can begin now where `run` finds it."""
+        """Puts an instruction that can begin now into ``pool`` (weight gradients) or ``chain`` (others).
+
+        place: the instruction's position in the given order.
+        name: its name.
+        """
         if name in self.free:
             self.pool.add(name)
         else:
             heapq.heappush(self.chain, (place, name))
 
     def _release(self) -> None:
-        """Puts instructions whose inputs have all been scheduled into ``chain``, ``later`` or ``pool``."""
+        """Looks for instructions whose inputs have all been scheduled, and puts them where `run` finds them.
+
+        Computations that can begin now go to ``chain``, or to ``pool`` if they are weight gradients.
+        Computations that wait for a running all-to-all go to ``later``. All-to-alls stay in ``messages``.
+        """
         for name in self.sorter.get_ready():
             self.ready.add(name)
             begin = self._begin(name)
@@ -254,7 +286,10 @@ class _List:
                 heapq.heappush(self.later, (begin, place, name))
 
     def _take(self, name: str) -> None:
-        """Schedules an instruction: moves the time of its lane, and frees memory that nobody reads again."""
+        """Schedules an instruction: moves the time of its lane on, and frees memory that it reads last.
+
+        A lane is a queue of instructions: one for all-to-alls, one for computation.
+        """
         instruction = self.by_name[name]
         self.order.append(instruction)
         self.pool.discard(name)
@@ -269,10 +304,10 @@ class _List:
         self._release()
 
     def _freed(self, name: str) -> int:
-        """Returns the bytes of memory of which an instruction is the last reader."""
+        """Returns how many bytes can be freed after an instruction, because no later one reads them."""
         holds = set(self.by_name[name].holds)
         return sum(self.num_bytes.get(each, 0) for each in holds if self.uses[each] == 1)
 
     def _freeing(self) -> bool:
-        """Returns whether a weight gradient that can begin frees more bytes than it allocates."""
+        """Returns whether a weight gradient that can begin now frees more bytes than it allocates."""
         return any(self._freed(name) > self.by_name[name].num_bytes for name in self.pool)

@@ -1,1 +1,1 @@
-"""pmoe in other libraries and tools. Each module imports its library only when it is used."""
+"""pmoe in other libraries and tools. A library is imported only by the modules that are for it."""

@@ -1,12 +1,13 @@
-"""`StatsWriter` logs a training run: `pmoe.stats` and a script's own numbers, as CSV files and for
-TensorBoard.
+"""`StatsWriter`: logs a training run to a folder, as CSV files and, if asked, as TensorBoard event files.
+
+It logs numbers of the training script, such as losses, and `pmoe.stats` of the model's MoE layers:
 
     with StatsWriter("runs/1", model, every=50, settings=vars(arguments)) as writer:
         for step in range(1, steps + 1):
             loss = train_step()
             writer.step(step, loss=loss)
 
-`pmoe report RUN_DIR` makes a page of the files.
+``pmoe report runs/1`` then makes an HTML page of the files.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ if TYPE_CHECKING:
 RATIOS = ("drop_rate", "imbalance", "rank_imbalance")
 DEGREES = ("n_forward", "n_backward")
 SECONDS = ("communication_seconds", "exposed_seconds")
-"""Fields of `LayerStats` that are shown as curves in TensorBoard."""
+"""Names of the `LayerStats` fields that TensorBoard shows as one curve for each layer.
+
+RATIOS are shares and imbalances, DEGREES numbers of chunks, SECONDS times.
+"""
 
 
 class Board:
-    """Writes TensorBoard event files to ``folder``.
+    """Writes scalars and statistics of layers as TensorBoard event files to ``folder``.
 
     The first `show` makes the folder. Raises ImportError if tensorboard is not installed.
     """
@@ -60,11 +64,15 @@ class Board:
         self._writer: SummaryWriter | None = None
 
     def show(self, scalars: Sequence[files.Row], step: int, found: Stats | None) -> None:
-        """Adds scalars and the statistics of a step.
+        """Writes the scalars of one or more steps, and the layers' statistics of the newest step.
 
-        found: the statistics of ``step``, or None.
+        scalars: rows with the attributes step, name and value.
+        step: the step of the statistics.
+        found: the statistics; None if there are none for this step.
 
-        The first call also makes TensorBoard hide what an earlier run wrote from its first step on.
+        Does nothing without scalars. On the first call, TensorBoard is also told to hide what an earlier run
+        wrote for the step of the first scalar and later steps, because a continued run writes these steps a
+        second time.
         """
         if not scalars:
             return
@@ -77,13 +85,13 @@ class Board:
         self._writer.flush()
 
     def close(self) -> None:
-        """Closes the event file, if there is one."""
+        """Closes the event file, if one was opened."""
         if self._writer is not None:
             self._writer.close()
 
 
 def _show_layer(writer: SummaryWriter, step: int, layer: LayerStats) -> None:
-    """Adds one layer's numbers, and a histogram of its rows by expert."""
+    """Writes one layer's statistics as scalars, and its numbers of rows by expert as a histogram."""
     numbers = {name: getattr(layer, name) for name in (*RATIOS, *DEGREES, *SECONDS)}
     numbers["predicted_peak_bytes"] = None if layer.predicted is None else layer.predicted.peak
     for name, value in numbers.items():
@@ -94,34 +102,40 @@ def _show_layer(writer: SummaryWriter, step: int, layer: LayerStats) -> None:
 
 
 class StatsWriter:
-    """Writes a training run to ``run_dir``: scalars of every step, and statistics of layers every few steps.
+    """Logs a training run to ``run_dir``: scalars of every step, and now and then statistics of MoE layers.
 
-    Every rank makes a writer and calls `step` after each training step. Rank 0 of ``group`` writes the files.
+    Every rank must construct a writer and call `step` after each training step. Rank 0 of ``group`` writes
+    the files.
 
-    - Statistics are those of all ranks of the group: one all-reduce every ``every`` steps.
-    - Scalars are those of rank 0. Reduce them first if the values of other ranks matter.
-    - A scalar that is a tensor is read only when statistics are due, so that no step waits for the device.
-    - If a step calls a layer several times, only the last call is logged.
+    - Statistics cover the tokens of all ranks of the group. They take one all-reduce every ``every`` steps.
+    - Scalars are the values of rank 0. Reduce them yourself if the values of other ranks matter.
+    - A scalar that is a tensor is read only at steps with statistics, so that other steps do not wait for the
+      device.
+    - If a training step calls a layer several times, only the last call is logged.
 
-    A folder that has data is continued. If the run goes on from an earlier step, the later lines hold. A
-    folder has one writer at a time: a second one raises until the first is closed or its process ends.
+    If the folder already has data, the run is continued. If it continues from an earlier step, the new lines
+    replace the old ones of the same and later steps. A folder can have one writer at a time. A second writer
+    raises an error until the first one is closed or its process has ended.
 
-    During training, a file that cannot be written (such as on a full disk) does not stop the run: rank 0
-    warns, and the lines are written the next time. A crash loses the lines since the last statistics.
+    During training, a file that cannot be written (a full disk, for example) does not stop the run: rank 0
+    warns, and writes the lines at the next step with statistics. If the process crashes, the lines since the
+    last step with statistics are lost.
 
     Args:
         run_dir: the folder. It is made if it does not exist.
-        model: the model whose MoE layers are logged.
-        every: number of steps from one set of statistics to the next. The first step has statistics too.
+        model: the model with the MoE layers.
+        every: write statistics at each step that this number divides, and at the first step.
         tensorboard: also write event files to ``run_dir``/tensorboard.
-        exposed: record the passes of each step with statistics, except the first. The log then says how long
-            computation waited for communication. Recording slows these steps a little.
-        settings: settings of the run for the report: plain data, such as ``vars(arguments)``.
-        group: the ranks that train the model. None is the default group.
+        exposed: also measure how long computation waited for communication. For this, the times of tasks
+            are recorded during the steps that have statistics, except the first one. Recording makes these
+            steps a little slower.
+        settings: settings of the run, which the report shows: plain data, such as ``vars(arguments)``.
+        group: the ranks that train the model; None is the default group.
 
-    Raises on every rank: OSError or ValueError if the folder cannot be written, holds other files of these
-    names or has another writer; TypeError if an argument has another type or settings are not plain data;
-    ImportError if tensorboard is True and the package is not installed.
+    Errors are raised on every rank: OSError or ValueError if the folder cannot be written, holds other files
+    with the names of the writer's files, or has another writer; TypeError if an argument has another type or
+    the settings are not plain data; ImportError if tensorboard is True and the package is not installed.
+
     """
 
     writes: bool
@@ -168,7 +182,10 @@ class StatsWriter:
             self._claim = self._claim.pop_all()
 
     def _open(self, tensorboard: bool) -> None:
-        """Makes the folder and its files, and prepares those of an earlier run. Only on rank 0."""
+        """Makes the folder, locks it for this writer, and prepares its files. Called on rank 0 only.
+
+        A line that an earlier run left incomplete is cut off, and this start of the run is added to run.json.
+        """
         if tensorboard:
             self._board = Board(self.folder / "tensorboard")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -178,14 +195,19 @@ class StatsWriter:
         files.add_session(self.folder / files.RUN, self._session)
 
     def step(self, step: int, **scalars: float | Tensor) -> Stats | None:
-        """Keeps the scalars (tensors of one element, any shape). Writes all lines if statistics are due.
+        """Stores the scalars of a training step. At steps with statistics, also writes all stored lines.
 
-        Call it after each training step, with ascending steps. Collective if statistics are due.
+        Call it on every rank after each training step, with ascending step numbers. Steps with statistics are
+        the first step and those that ``every`` divides. At these it is a collective: every rank must take
+        part.
 
-        Returns the statistics of all ranks, on every rank; None if none were due.
+        step: number of the step, at least 0.
+        scalars: numbers by name; a tensor must have one element and may have any shape.
 
-        Raises TypeError or ValueError if a step does not ascend, a scalar is not a number, or a name is not
-        printable.
+        Returns the statistics, which cover all ranks, on every rank; None at other steps.
+
+        Raises TypeError or ValueError if the step number does not ascend, a scalar is not a number, or a name
+        is not printable.
         """
         check_int(0, step=step)
         if self._last is not None and step <= self._last:
@@ -201,7 +223,7 @@ class StatsWriter:
             statistics = stats(self._model, all_ranks=True, group=self._group, journal=self._journal)
             self._journal = None
             if self.writes:
-                if is_first:  # described now, not at the start: a model's first call may make layers
+                if is_first:  # not in __init__, because a model's first call may make layers
                     self._described = {**self._session, "layers": _describe(self._model)}
                 self._add_statistics(step, statistics)
                 self._write("are written the next time", statistics)
@@ -210,23 +232,29 @@ class StatsWriter:
         return statistics
 
     def note(self, **scalars: float | Tensor) -> None:
-        """Adds scalars, such as those of a validation, to the last step (tensors of one element, any shape).
+        """Adds scalars to the step of the last call of `step`, for example the results of a validation.
 
-        Not collective: any rank may call it. Raises ValueError before the first step. Also raises the errors
-        of `step` about scalars.
+        scalars: as in `step`: numbers by name; a tensor must have one element and may have any shape.
+
+        Not a collective: a single rank may call it. Raises ValueError before the first step, and TypeError or
+        ValueError if a scalar is not a number or a name is not printable.
         """
         if self._last is None:
             raise ValueError("note must be called after a step")
         self._add(self._last, scalars)
 
     def _add(self, step: int, scalars: Mapping[str, float | Tensor]) -> None:
-        """Checks the scalars on every rank. Keeps them on the rank that writes."""
+        """Checks the scalars of a step on every rank, and stores them on the rank that writes files."""
         checked = [(step, name, _number(name, value)) for name, value in scalars.items()]
         if self.writes:
             self._scalars += checked
 
     def _add_statistics(self, step: int, found: Stats) -> None:
-        """Keeps the rows of all layers, the time, and the peaks of the pools. Only on rank 0."""
+        """Stores the lines that rank 0 will write for a step with statistics.
+
+        found: the statistics. Each layer makes a row of layers.csv. The time and the peaks of the memory
+            pools (`pmoe.pool`) are stored as scalars.
+        """
         self._rows += [files.layer_row(step, each) for each in found.layers]
         self._scalars.append((step, files.TIME, time.time()))
         if found.pools:
@@ -235,10 +263,10 @@ class StatsWriter:
             self._scalars += [(step, files.POOL_PEAK, device), (step, files.HOST_POOL_PEAK, host)]
 
     def _write(self, otherwise: str, found: Stats | None = None) -> None:
-        """Writes all lines that wait.
+        """Writes all stored lines to the files, and to TensorBoard if there is a board.
 
-        otherwise: end of the warning, see `_stops_nothing`.
-        found: the last step's statistics, for TensorBoard.
+        otherwise: what happens to the lines if they cannot be written, in words, for the warning.
+        found: the statistics of the last step, for TensorBoard; None if there are none.
         """
         with self._stops_nothing(otherwise):
             if self._described is not None:
@@ -254,9 +282,12 @@ class StatsWriter:
 
     @contextlib.contextmanager
     def _stops_nothing(self, otherwise: str) -> Iterator[None]:
-        """Turns an OSError into a warning: an error on this rank alone would leave the other ranks waiting.
+        """Turns an OSError of the block into a warning.
 
-        otherwise: what happens to the lines, for the warning.
+        Only rank 0 writes files. An error on rank 0 alone would leave the other ranks waiting in a
+        collective.
+
+        otherwise: what happens to the lines that cannot be written, in words, for the warning.
         """
         try:
             yield
@@ -265,7 +296,10 @@ class StatsWriter:
             warnings.warn(message, RuntimeWarning, stacklevel=5)
 
     def close(self) -> None:
-        """Writes the lines that wait, and frees the folder for another writer. Not collective."""
+        """Writes all stored lines and unlocks the folder, so that another writer can use it.
+
+        Not a collective: a single rank may call it.
+        """
         self._recording.close()
         self._journal = None
         if self.writes:
@@ -283,11 +317,16 @@ class StatsWriter:
 
 
 def _number(name: str, value: object) -> float | Tensor:
-    """Returns a scalar as a float, or as a detached copy of its tensor.
+    """Returns a checked scalar: numbers as floats, tensors as detached copies.
 
-    Reading a tensor would wait for its device.
+    A tensor's value is not read, because that would wait for its device.
+
+    name: name of the scalar, for the errors.
+    value: a number, or a tensor with one element and any shape.
+
+    Raises ValueError if the name is not printable, and TypeError if the value is not one real number.
     """
-    if not name.isprintable():  # one line, and text that can be encoded
+    if not name.isprintable():  # so that it stays on one line of the file, and can be encoded
         raise ValueError(f"a scalar's name ({name!r}) must be printable")
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool or value.is_meta:
@@ -303,7 +342,10 @@ def _number(name: str, value: object) -> float | Tensor:
 
 
 def _session(model: nn.Module, settings: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
-    """Returns the description of this start of the run: its time, machine, versions and settings."""
+    """Returns the entry of run.json for this start of the run: time, ranks, device, versions and settings.
+
+    The number of the model's parameters is that of this rank.
+    """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     on_cuda = device.type == "cuda"
     return {
@@ -323,7 +365,7 @@ def _session(model: nn.Module, settings: Mapping[str, Any], num_ranks: int) -> d
 
 
 def _describe(model: nn.Module) -> list[dict[str, Any]]:
-    """Returns the sizes and options with which each layer was built."""
+    """Returns the sizes and options of each MoE layer of a model, as they were given to its constructor."""
     sizes = ("d_model", "d_hidden", "num_experts", "top_k")
     options = ("capacity_factor", "pipeline", "pipeline_backward", "memory_budget", "fused")
     return [

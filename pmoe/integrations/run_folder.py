@@ -1,12 +1,13 @@
-"""Files of a training run, which `StatsWriter` writes and `pmoe report` reads.
+"""The files of a training run, which `StatsWriter` writes and `pmoe report` reads.
 
-    run.json      one entry each time that training started or went on: machine, versions, settings, layers
-    scalars.csv   step, name, value: losses, other numbers of the script, and the pools' peaks
-    layers.csv    one row for each layer and logged step: `pmoe.stats` in columns
+    run.json      one session for each time that training was started or continued: machine, versions,
+                  settings, layers
+    scalars.csv   step, name, value: losses, other numbers of the script, and peaks of memory pools
+    layers.csv    one row for each layer and each step with statistics: the fields of `pmoe.stats`
 
-Lines are only appended, by one writer at a time (`claim`). A run that goes on from an earlier step writes
-steps a second time. Then the later lines hold: readers drop the older lines of that step and of all later
-steps.
+Lines of the CSV files are only appended, by one writer at a time (`claim`). A run that continues from an
+earlier step writes the steps after it a second time. Readers then use the newer lines: when the step number
+goes back to s, they drop all older lines of step s and later steps.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pmoe.integrations.statistics import LayerStats
 from pmoe.measure.store import load_json, save_json
 
 Row = SimpleNamespace
-"""One line of a CSV file. Each column is an attribute."""
+"""A line of a CSV file, with one attribute for each column."""
 
 RUN, SCALARS, LAYERS = "run.json", "scalars.csv", "layers.csv"
 
@@ -37,18 +38,21 @@ PASSES = ("forward", "backward")
 TIMES = ("seconds", "communication", "exposed")
 
 Parse = Callable[[str], Any]
-"""Function that makes a value of a cell's text."""
+"""A function from a cell's text to its value."""
 
 
 def _whole(cell: str) -> int:
-    """Returns the integer. Raises ValueError if it needs more than 64 bits, which numpy cannot hold."""
+    """Returns a cell's text as an int.
+
+    Raises ValueError if it is not an integer or needs more than 64 bits, which numpy cannot hold.
+    """
     if abs(value := int(cell)) >= 2**63:
         raise ValueError(f"{cell[:20]}... is too large")
     return value
 
 
 def _or_none(parse: Parse) -> Parse:
-    """Returns a parser that makes None of an empty cell."""
+    """Returns a parser that returns None for an empty cell, and otherwise what ``parse`` returns."""
     return lambda cell: parse(cell) if cell else None
 
 
@@ -67,15 +71,20 @@ COLUMNS: Mapping[str, Mapping[str, Parse]] = {
         "tokens_per_expert": lambda cell: tuple(map(_whole, cell.split())),
     },
 }
-"""Columns of each file, with the parser of their cells.
+"""The columns of each CSV file, by file name: a parser of the cells for each column name.
 
-Columns of layers.csv have the meaning of the same fields in `LayerStats`. Columns ``*_bytes``, by tensor and
-predicted, are rank 0's.
+Columns of layers.csv have the meaning of the `LayerStats` fields with the same names. Columns that end in
+``_bytes`` are those of rank 0: the sizes of its tensors, and its predicted memory.
 """
 
 
 def layer_row(step: int, each: LayerStats) -> Row:
-    """Returns the row of one layer at one step. Seconds and ratios are rounded to six digits."""
+    """Returns the row of layers.csv for one layer at one step.
+
+    each: the statistics of the layer.
+
+    Seconds and ratios are rounded to six digits.
+    """
     values = {name: getattr(each, name) for name in COLUMNS[LAYERS] if hasattr(each, name)}
     for direction in PASSES:
         times = getattr(each, direction)
@@ -93,17 +102,21 @@ def layer_row(step: int, each: LayerStats) -> Row:
 FORMAT = 1
 
 TIME, POOL_PEAK, HOST_POOL_PEAK = "pmoe/time", "pmoe/pool_peak_bytes", "pmoe/host_pool_peak_bytes"
-"""Names of the scalars that the writer adds.
+"""Names of the scalars that `StatsWriter` adds by itself.
 
-pmoe/time: seconds since 1970.
-pmoe/pool_peak_bytes: largest bytes of the pools of rank 0's devices, summed over devices.
-pmoe/host_pool_peak_bytes: the same of their memory on the host.
+pmoe/time: the time of the step, in seconds since 1970.
+pmoe/pool_peak_bytes: largest number of bytes in the memory pools of rank 0 so far, summed over its devices.
+pmoe/host_pool_peak_bytes: the same for the pools of host memory, which hold offloaded tensors.
 """
 
 
 @dataclass
 class Curve:
-    """A scalar over the run: steps in ascending order, and their values."""
+    """The values of one scalar over the run.
+
+    steps: the steps at which it was logged, ascending.
+    values: its value at each of these steps.
+    """
 
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -111,10 +124,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Run:
-    """All data of a run's folder.
+    """The content of a run's folder.
 
-    sessions: entries of run.json, oldest first.
-    scalars: curve of each scalar, by name.
+    sessions: entries of run.json, oldest first: one for each time that training was started or continued.
+    scalars: the curve of each scalar, by name.
     rows: rows of layers.csv, by ascending step.
     """
 
@@ -131,8 +144,10 @@ _claims: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
 
 
 def _leave_claims() -> None:
-    """Closes the claims in a forked process: a data loader's worker must not hold the folder of a run that
-    died.
+    """Closes the locked files of all writers in a forked process.
+
+    A forked process, such as a data loader's worker, inherits the lock of a run's folder. If it kept the lock
+    after the training process has died, no new writer could open the folder.
     """
     for file in _claims:
         file.close()
@@ -142,10 +157,10 @@ os.register_at_fork(after_in_child=_leave_claims)
 
 
 def claim(folder: Path) -> BinaryIO:
-    """Makes the caller the only writer of the folder, until the file is closed or its process ends.
+    """Locks the folder for one writer, until the returned file is closed or the process ends.
 
-    Raises ValueError if the folder has a writer. Writers on other machines are seen only if the file system
-    shares its locks.
+    Raises ValueError if another writer has locked it. A writer on another machine is noticed only if the file
+    system shares its locks between machines.
     """
     file = open(folder / SCALARS, "ab")  # noqa: SIM115
     try:
@@ -156,21 +171,23 @@ def claim(folder: Path) -> BinaryIO:
             f"run_dir ({folder}) must have one writer at a time, and another StatsWriter has it: close that "
             "one, or write to another folder"
         ) from None
-    except OSError:  # a file system without locks: the folder is used without protection
+    except OSError:  # the file system has no locks, so another writer cannot be noticed
         pass
     _claims.add(file)
     return file
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:
-    """Adds rows to a CSV file and waits until they are on the disk. A new file gets its header first.
+    """Appends rows to a CSV file and waits until they are on the disk. A new file gets a header line first.
 
-    If that fails (such as on a full disk), the file is cut back to its old length and OSError is raised.
+    path: the file. Its name says which columns it has (`COLUMNS`).
+
+    Raises OSError if this fails, for example on a full disk. The file is then cut back to its old length.
     """
     columns = COLUMNS[path.name]
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
-    # Unbuffered: after a failed write, closing the file would write a buffer's bytes once more.
+    # Unbuffered, because closing a buffered file after a failed write would write its buffer once more.
     with open(path, "ab", buffering=0) as file:
         old_length = file.tell()
         if not old_length:
@@ -193,7 +210,7 @@ def append(path: Path, rows: Iterable[Row]) -> None:
 def mend(path: Path) -> None:
     """Prepares a CSV file of an earlier run for `append`: cuts off a last line that a crash left incomplete.
 
-    Raises ValueError if the file has other columns.
+    Does nothing if there is no such file. Raises ValueError if the file has other columns.
     """
     if not path.exists():
         return
@@ -208,9 +225,11 @@ def mend(path: Path) -> None:
 
 
 def add_session(path: Path, session: Mapping[str, Any], *, instead: bool = False) -> None:
-    """Adds a session to run.json, or replaces the newest one if ``instead`` is True.
+    """Adds a session to run.json, and writes the whole file again.
 
-    Writes the whole file again.
+    path: the file run.json.
+    session: data about a start of training: machine, versions, settings, layers.
+    instead: replace the newest session in the file, to which details were added, instead of adding another.
     """
     sessions = read_sessions(path)
     kept = sessions[:-1] if instead else sessions
@@ -221,10 +240,10 @@ def add_session(path: Path, session: Mapping[str, Any], *, instead: bool = False
 
 
 def read_run(folder: Path) -> Run:
-    """Reads all files of a folder.
+    """Reads all files of a run's folder.
 
-    Raises ValueError, with the folder, if it holds no data; with file and line, if a line is broken or was
-    written by another version of pmoe.
+    Raises ValueError if the folder holds no data, or if a line cannot be parsed or was written by another
+    version of pmoe. The message names the folder, or the file and the line.
     """
     rule = f"must hold {SCALARS} or {LAYERS}, which pmoe.integrations.logging.StatsWriter writes"
     if not folder.is_dir():
@@ -242,12 +261,17 @@ def read_run(folder: Path) -> Run:
 
 
 def read_sessions(path: Path) -> list[dict[str, Any]]:
-    """Returns the sessions in run.json, oldest first. Empty if there is no such file."""
+    """Returns the sessions in run.json, oldest first. Returns an empty list if there is no such file."""
     return load_json(path, _sessions_from, "remove it to read the rest") if os.path.lexists(path) else []
 
 
 def _sessions_from(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the sessions in the content of run.json. Raises ValueError if the content is something else."""
+    """Returns the sessions from the parsed content of run.json.
+
+    found: the content.
+
+    Raises ValueError if the content is not that of a run.json, or has another format number.
+    """
     sessions = found.get("sessions")
     if not isinstance(sessions, list) or not all(map(_is_session, sessions)):
         raise ValueError("must hold the sessions of a run, as StatsWriter writes them")
@@ -258,16 +282,19 @@ def _sessions_from(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_session(found: Any) -> bool:
-    """Returns whether the parts of a session that the report uses have the right types."""
+    """Returns whether a value from run.json has the types that the report needs of a session."""
     layers = found.get("layers") or [] if isinstance(found, dict) else None
     parts = () if layers is None else (found.get("versions") or {}, found.get("settings") or {})
     return isinstance(layers, list) and all(isinstance(part, dict) for part in (*parts, *layers))
 
 
 def _in_force(rows: Iterable[Row]) -> list[Row]:
-    """Returns the rows by ascending step.
+    """Returns the rows that count, by ascending step.
 
-    Where the step goes back, the older rows of that step and of all later steps are left out.
+    rows: the rows in the order of the file.
+
+    When the step number goes back to s, because a run continued from an earlier step, older rows of step s
+    and later steps are left out.
     """
     kept: list[Row] = []
     for row in rows:
@@ -278,7 +305,11 @@ def _in_force(rows: Iterable[Row]) -> list[Row]:
 
 
 def _read(path: Path) -> Iterator[Row]:
-    """Yields the complete lines of a CSV file as rows. Yields nothing if there is no such file."""
+    """Yields the lines of a CSV file as rows, without a last line that is incomplete.
+
+    Yields nothing if there is no such file. Raises ValueError, with file and line, if a line cannot be
+    parsed.
+    """
     if not os.path.lexists(path):
         return
     try:

@@ -1,10 +1,13 @@
-"""`stats`: what the MoE layers of a model did in their last step.
+"""`pmoe.stats`: reports what the MoE layers of a model did in their last forward and backward pass.
 
-It only reads what layers keep anyway; nothing is measured for it, and on CUDA nothing waits for the device
-until `stats` is called. The time that computation waited for communication is known only for steps within
-`pmoe.recording`.
+It reads what layers store after each call in any case, so no step takes longer for it. On CUDA nothing waits
+for the device until `stats` is called. How long computation waited for communication is known only for steps
+inside a ``with pmoe.recording()`` block.
 
-Letters: T tokens, K choices, N rows, E experts, W ranks, M = d_model.
+Letters in this file: T tokens of a rank, K experts that each token chooses, N rows (copies of tokens) that a
+rank's experts compute, E experts of all ranks, M = d_model. Tensors have the names of the MPipeMoE paper: T_I
+is the layer's input, T_DI the rows that the experts received, T_M their hidden activation, T_DO their output,
+T_O the layer's output.
 """
 
 from __future__ import annotations
@@ -34,41 +37,45 @@ from pmoe.warn import warn_once
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStats:
-    """Statistics of one layer's last forward pass, and the recorded times of both passes.
+    """Statistics of one MoE layer's last forward pass, and the recorded times of both passes.
 
-    The defaults are the values before the first call.
+    The defaults are the values before the layer's first call. A row is a copy of a token for one of its
+    chosen experts.
 
     Attributes:
         name: name of the layer in ``named_modules``.
-        tokens_per_expert: (E,) number of rows that each of all experts keeps, of this rank's tokens or of all
-            ranks'.
-        num_slots: number of rows before any were dropped. None if the gate names only rows that it keeps
-            (expert choice, SoftMoE).
-        drop_rate: dropped rows / num_slots, from 0 to 1.
-        imbalance: rows of the busiest expert / mean rows of all experts. 1 is even. None without rows.
-        rank_imbalance: rows of the busiest rank / mean rows of the ranks that experts are spread over. None
-            unless statistics are those of all ranks. Example: tokens_per_expert (4, 2, 2, 0) has imbalance 2,
-            and on two ranks rank_imbalance 1.5.
+        tokens_per_expert: (E,) for each of all E experts, the number of rows routed to it and not dropped.
+            Counts the rows of this rank's tokens, or those of all ranks.
+        num_slots: number of rows before any were dropped: tokens * top_k. None for gates in which experts
+            choose or mix tokens (expert choice, SoftMoE).
+        drop_rate: number of dropped rows / num_slots, from 0 to 1. None if num_slots is None.
+        imbalance: rows of the busiest expert / mean rows of an expert. 1 is an even load. None if there are
+            no rows.
+        rank_imbalance: rows that the experts of the busiest rank get / mean of this number over the ranks.
+            None if the statistics cover a single rank. Example: tokens_per_expert (4, 2, 2, 0) has imbalance
+            2; on two ranks with two experts each, rank_imbalance is 1.5.
         path: the code that computed the call:
 
             - "not run": there was no call yet;
             - "pipeline": the pipeline engine, in chunks;
-            - "one rank": the kernels of one rank;
-            - "fused": COMET's kernels in both passes; "fused forward": in the forward pass only;
-            - "persistent": FlashDMoE's kernels, one a pass;
+            - "one rank": the kernels for layers on a single rank;
+            - "fused": COMET's fused kernels in both passes; "fused forward": in the forward pass only;
+            - "persistent": FlashDMoE's kernels, one for each pass;
             - "whole graph": a compiled graph of the whole model.
-        n_forward, n_backward: number of chunks of each pass. None if the pass was not cut into chunks, or if
-            there was none.
-        restore: fates of T_DI and T_M between the passes, such as "communicate/recompute". None if buffers do
-            not rotate (the pipeline then keeps both), or without a backward pass.
-        tensors: bytes of T_I, T_DI, T_M, T_DO and T_O of this rank, from row counts and dtypes. Each is the
-            size of the whole tensor, also if only parts of it exist at a time. T_M is missing if experts are
-            modules.
-        predicted: bytes of this rank in both passes for the rows that it had (`MoELayer.predict_memory`).
-            None if they cannot be predicted.
-        unpredicted: why not, or what the prediction does not count.
-        forward, backward: seconds of the last recorded pass in each direction, of this rank, or means over
-            all ranks. None if none was recorded.
+        n_forward, n_backward: number of chunks (micro-batches) of each pass. None if the pass was not cut
+            into chunks, or did not run.
+        restore: how the dispatched rows T_DI and the hidden activation T_M get from the forward to the
+            backward pass, such as "communicate/recompute". None if both stayed in memory because chunks do
+            not share buffers, or if there is no backward pass.
+        tensors: bytes of this rank's tensors by name, from row counts and dtypes: the input T_I, the
+            dispatched rows T_DI, the hidden activation T_M, the experts' output T_DO and the layer's output
+            T_O. Each is the size of the whole tensor, even if only some chunks of it are in memory at a time.
+            T_M is missing if the experts are a user's modules.
+        predicted: predicted memory of this rank for both passes, in bytes, with the rows that it really had
+            (`MoELayer.predict_memory`). None if no prediction is possible.
+        unpredicted: why there is no prediction, or what the prediction leaves out, in words.
+        forward, backward: seconds of the last recorded pass in each direction: this rank's, or the mean over
+            all ranks. None if no pass was recorded.
     """
 
     name: str
@@ -89,7 +96,7 @@ class LayerStats:
 
     @property
     def exposed_seconds(self) -> float | None:
-        """Seconds of both passes in which something travels and nothing is computed.
+        """Seconds of both passes in which the layer communicates but computes nothing.
 
         None if no pass was recorded.
         """
@@ -98,18 +105,19 @@ class LayerStats:
 
     @property
     def communication_seconds(self) -> float | None:
-        """Seconds of both passes in which something travels. None if no pass was recorded."""
+        """Seconds of both passes in which the layer communicates; None if no pass was recorded."""
         seconds = [times.communication for times in (self.forward, self.backward) if times is not None]
         return sum(seconds) if seconds else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolStats:
-    """Bytes of the memory that all layers on a device share, as `pmoe.pool` counts them.
+    """Bytes of the memory pool that all layers on one device share (`pmoe.pool`).
 
     device: name of the device.
-    device_bytes, device_peak_bytes: ring slots on the device, now and at most.
-    host_bytes, host_peak_bytes: memory on the host for what is offloaded, now and at most.
+    device_bytes, device_peak_bytes: bytes of buffers that chunks share on the device: in use now, and at most
+        so far.
+    host_bytes, host_peak_bytes: bytes of host memory for offloaded tensors: in use now, and at most so far.
     """
 
     device: str
@@ -124,9 +132,11 @@ HEADER = ("layer", "path", "n", "pair", "rows", "dropped", "max / mean", "of ran
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Statistics of all MoE layers of a model, in the model's order. ``str`` makes a table of them.
+    """Statistics of all MoE layers of a model. ``str()`` makes a table of them.
 
-    num_ranks: number of ranks whose tokens are counted. 1 is this rank alone.
+    layers: one entry for each layer, in the model's order.
+    pools: one entry for each device on which a layer has run.
+    num_ranks: number of ranks whose tokens are counted; 1 for this rank only.
     """
 
     layers: tuple[LayerStats, ...]
@@ -134,7 +144,7 @@ class Stats:
     num_ranks: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain data, for JSON."""
+        """Returns all statistics as dicts, tuples, strings and numbers, which can be written as JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -172,24 +182,26 @@ def stats(
     group: dist.ProcessGroup | None = None,
     journal: Journal | None = None,
 ) -> Stats:
-    """Returns what every `MoELayer` of ``model`` did in its last forward pass.
+    """Returns what every `MoELayer` of ``model`` did in its last forward and backward pass.
 
     Args:
-        model: the model, or one layer.
-        all_ranks: sum rows over all ranks of ``group``, and take the means of recorded seconds. This is one
-            all-reduce, so every rank of the group must call it, with the same layers. Sizes and predicted
-            bytes stay this rank's. It also warns about two mistakes: the ranks' experts have become equal
-            since the first call (by a loop of `dist.broadcast`, or by an optimizer); or the ranks have
-            different values of a gate, a shared expert, its gate or a callback, which must be the same on all
-            ranks.
-        group: the ranks to sum over, if all_ranks is True. None is the default group.
-        journal: the journal of ``with pmoe.recording() as journal``, around the step. It gives the seconds.
+        model: the model, or a single layer.
+        all_ranks: sum row counts over all ranks of ``group``, and average recorded seconds over them. This is
+            one all-reduce, so every rank of the group must call this function, with the same layers. Sizes
+            and predicted bytes stay this rank's. Rank 0 also warns about two mistakes: all ranks have the
+            same experts, although the experts differed in an earlier call (a loop of `dist.broadcast` or an
+            optimizer has copied them); or a gate, shared expert or callback has different values on different
+            ranks, although all ranks must have the same.
+        group: the ranks to sum over, if all_ranks is True; None is the default group.
+        journal: the journal of a block ``with pmoe.recording() as journal`` around the step. Without it, no
+            seconds are reported.
 
-    On CUDA it waits for row counts that are still on the device (after the kernels of one rank). With
-    all_ranks it also waits for the values of layers that are spread over ranks, and for the sum.
+    On CUDA this function waits for row counts that are still on the device (after a call by the kernels for a
+    single rank). With all_ranks it also waits for the result of the all-reduce, and for the experts' values
+    if the layer is spread over several ranks.
 
     Raises TypeError if an argument has another type, ValueError for a group without all_ranks, RuntimeError
-    if a peer is missing.
+    if another rank does not answer.
     """
     check_module(model=model)
     check_flag("all_ranks", all_ranks)
@@ -206,11 +218,15 @@ def stats(
 
 
 finders: list[Callable[[nn.Module], Mapping[str, MoELayer]]] = []
-"""Functions that name the layers of a model that are not its submodules. Integrations add theirs."""
+"""Functions from a model to those of its MoE layers, by name, that are not submodules of it.
+
+Integrations append a function here. transformers' experts modules, for example, are run by layers outside of
+the model.
+"""
 
 
 def layers_of(model: nn.Module) -> dict[str, MoELayer]:
-    """Returns the MoE layers of a model by name, its submodules first."""
+    """Returns the MoE layers of a model by name: its submodules, then the layers of `finders`."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
     for finder in finders:
         layers |= finder(model)
@@ -218,7 +234,10 @@ def layers_of(model: nn.Module) -> dict[str, MoELayer]:
 
 
 def imbalance(rows: Sequence[int]) -> float | None:
-    """Returns the largest number over the mean of all; None if all are 0. Example: (3, 1, 0, 0) -> 3."""
+    """Returns the largest number divided by the mean of all numbers; None if all are 0.
+
+    Example: (3, 1, 0, 0) -> 3.
+    """
     total = sum(rows)
     return max(rows) * len(rows) / total if total else None
 
@@ -228,6 +247,9 @@ def imbalance(rows: Sequence[int]) -> float | None:
 
 def _of_layer(name: str, layer: MoELayer, journal: Journal | None) -> LayerStats:
     """Returns the statistics of one layer on this rank.
+
+    name: name of the layer in the model.
+    journal: the recorded times of tasks; None if nothing was recorded.
 
     On CUDA it waits for row counts that are still on the device.
     """
@@ -255,7 +277,12 @@ def _of_layer(name: str, layer: MoELayer, journal: Journal | None) -> LayerStats
 
 
 def _predicted(layer: MoELayer, ran: RunReport) -> tuple[PredictedMemory | None, str]:
-    """Returns (predicted bytes, what they do not count), or (None, why they are not predicted)."""
+    """Returns the predicted memory of the last call's two passes, and a text about what it leaves out.
+
+    Returns None and a text with the reason if no prediction is possible.
+
+    ran: how the last call was run.
+    """
     if ran.path != "pipeline":
         return None, f"memory of the path {ran.path!r} is not predicted"
     if ran.backward is None:
@@ -265,7 +292,7 @@ def _predicted(layer: MoELayer, ran: RunReport) -> tuple[PredictedMemory | None,
     try:
         predicted = layer.predict_memory(
             ran.num_tokens,
-            replace(counts, depth={}),  # the chunks are those that were cut
+            replace(counts, depth={}),  # do not cut chunks any finer than they were cut in the call
             pipeline=ran.forward,
             pipeline_backward=ran.backward,
             memory_reuse=ran.restore,
@@ -276,16 +303,20 @@ def _predicted(layer: MoELayer, ran: RunReport) -> tuple[PredictedMemory | None,
 
 
 def _drop_rate(kept: int, num_slots: int | None) -> float | None:
-    """Returns the share of slots that were dropped; None if the number of slots is not known."""
+    """Returns the share of rows that were dropped.
+
+    kept: number of rows that were not dropped.
+    num_slots: number of rows before any were dropped; None gives None, because the share is then unknown.
+    """
     if num_slots is None:
         return None
     return 1 - kept / num_slots if num_slots else 0.0
 
 
 def _tensors(layer: MoELayer, ran: RunReport) -> dict[str, int]:
-    """Returns the bytes of this rank's tensors.
+    """Returns the bytes of T_I, T_DI, T_M, T_DO and T_O on this rank, by name (see `LayerStats`).
 
-    N is the number of rows that its experts computed, own tokens included.
+    ran: how the last call was run.
     """
     counts = layer.row_counts
     element_size = ran.dtype.itemsize
@@ -299,7 +330,7 @@ def _tensors(layer: MoELayer, ran: RunReport) -> dict[str, int]:
 
 
 def _of_pool(device: str) -> PoolStats:
-    """Returns the bytes of a device's pool."""
+    """Returns how many bytes the memory pool of a device has in use now, and had at most."""
     memory_pool = pool(device)
     return PoolStats(
         device=device,
@@ -314,11 +345,14 @@ def _of_pool(device: str) -> PoolStats:
 
 
 def _over_ranks(found: Sequence[LayerStats], layers: Sequence[MoELayer], ranks: Ranks) -> list[LayerStats]:
-    """Sums all numbers of all layers over the ranks, in one all-reduce.
+    """Returns the statistics of all layers, summed or averaged over the ranks. One all-reduce.
 
-    The numbers are float64, which is exact for integers up to 2**53. On rank 0 it warns about layers whose
-    experts differed at the first call and are now equal on all ranks, and about dense parts whose values
-    differ.
+    found: this rank's statistics of each layer.
+    layers: the layers, in the same order.
+
+    The numbers are summed as float64, which is exact for integers up to 2**53. The same all-reduce compares
+    the values of parameters. If experts differed between ranks in an earlier call and are now the same on
+    all, rank 0 warns; and so it does if parameters differ that must be the same on all ranks.
     """
     numbers = [_numbers(each) for each in found]
     marks = [_marks(each) for each in layers]
@@ -342,10 +376,14 @@ def _over_ranks(found: Sequence[LayerStats], layers: Sequence[MoELayer], ranks: 
 
 
 def _marks(layer: MoELayer) -> list[int]:
-    """Returns 20 bits of a digest of the experts' values, and of each part of `DENSE`.
+    """Returns short digests of parameter values, by which ranks find out whether their values are equal.
 
-    Ranks compare them by their sums and sums of squares, so they are short: squares must be exact in float64.
-    A mark is 0, and the values are not read, if a comparison could show nothing.
+    The first digest is for the experts. The others are for the parts in `DENSE`, which must be the same on
+    all ranks: gate, shared expert, its gate, and callbacks.
+
+    A digest has 20 bits, because ranks compare digests by their sums and sums of squares, and the squares
+    must be exact in float64. It is 0, and the values are not read, if a comparison could not show a mistake:
+    the experts of different ranks may be the same anyway, or each rank has a layer of its own.
     """
     modules = layer.layer_modules
     texts = [sampled(modules.experts) if modules.cache.differed else ""]
@@ -354,15 +392,28 @@ def _marks(layer: MoELayer) -> list[int]:
 
 
 def _is_spread(layer: MoELayer) -> bool:
-    """Returns whether the layer is one layer on several ranks. Else each rank may have a model of its own."""
+    """Returns whether all ranks together form one layer, so that its gate must be the same on each of them.
+
+    False if the layer is on a single rank and was not parallelized: then each rank may have a model of its
+    own.
+    """
     return layer.ranks.size > 1 or layer.layer_modules.experts.is_parallelized
 
 
 def _warn_of_values(
     name: str, layer: MoELayer, ranks: Ranks, experts_are_same: bool, dense_are_same: Sequence[bool]
 ) -> None:
-    """Warns if experts are equal that must differ, or dense parts differ that must be equal."""
-    name = name or "model"  # a layer that is looked at by itself
+    """Warns about experts that are the same on all ranks, and about other parts that differ between ranks.
+
+    name: name of the layer, "" if the model is the layer itself.
+    ranks: the ranks that were compared.
+    experts_are_same: whether all ranks have the same experts.
+    dense_are_same: for each part in `DENSE`, whether all ranks have the same values.
+
+    There is no warning about experts if they never differed, or if the layer has ranks that were not
+    compared.
+    """
+    name = name or "model"  # a layer that is itself the model has the name ""
     cache = layer.layer_modules.cache
     if experts_are_same and cache.differed and set(layer.ranks.members) <= set(ranks.members):
         warn_once(f"{name}: {COPIED}")
@@ -375,9 +426,13 @@ def _warn_of_values(
 
 
 def _numbers(each: LayerStats) -> list[float]:
-    """Returns the numbers of a layer that are summed over ranks.
+    """Returns the numbers of one layer that are summed over ranks, in a fixed order.
 
-    They are num_slots, then for each pass (1 if it was recorded, 3 kinds of seconds), then rows by expert.
+    1   num_slots
+    4   forward pass: 1 if it was recorded; seconds of the pass, of its communication, and of
+        communication without computation at the same time. All four are 0 if it was not recorded
+    4   backward pass: the same
+    E   rows of each of the E experts
     """
     numbers: list[float] = [each.num_slots or 0]
     for seen in (each.forward, each.backward):
@@ -386,7 +441,13 @@ def _numbers(each: LayerStats) -> list[float]:
 
 
 def _with_numbers(each: LayerStats, num_local: int, numbers: Sequence[float]) -> LayerStats:
-    """Returns a layer's statistics with the sums over all ranks. They are in the order of `_numbers`."""
+    """Returns a layer's statistics with the row counts and times of all ranks.
+
+    each: the statistics of this rank.
+    num_local: number of experts of a rank.
+    numbers: sums over all ranks: num_slots, four numbers about each pass, and rows by expert, as `_numbers`
+        orders them.
+    """
     num_slots = None if each.num_slots is None else round(numbers[0])
     rows_E = tuple(round(rows) for rows in numbers[9:])
     by_rank = [sum(rows_E[first : first + num_local]) for first in range(0, len(rows_E), num_local)]
@@ -404,7 +465,11 @@ def _with_numbers(each: LayerStats, num_local: int, numbers: Sequence[float]) ->
 
 
 def _mean(sums: Sequence[float]) -> Overlap | None:
-    """Returns the mean seconds of the ranks that recorded the pass; None if no rank did."""
+    """Returns the mean seconds of a pass over the ranks that recorded it; None if no rank did.
+
+    sums: the number of ranks that recorded the pass, and sums over these ranks: seconds of the pass, of its
+        communication, and of communication without computation at the same time.
+    """
     num, seconds, communication, exposed = sums
     if not num:
         return None
@@ -412,5 +477,8 @@ def _mean(sums: Sequence[float]) -> Overlap | None:
 
 
 def _number(value: float | None, form: str, scale: float = 1.0) -> str:
-    """Returns a number as text, or "-" for None."""
+    """Returns ``value * scale`` as text in the format ``form``, or "-" if the value is None.
+
+    Example: _number(0.25, "{:.1%}") -> "25.0%".
+    """
     return "-" if value is None else form.format(value * scale)

@@ -1,15 +1,15 @@
-"""Python functions over the CUDA kernels in cuda/. They import without the extension that holds the kernels.
+"""Python functions that call pmoe's CUDA kernels (cuda/). Importing them needs no compiled extension.
 
-    extension      loads pmoe._cuda, and finds out what each device can run
-    registry       chooses which kernel computes a grouped product
-    grouped_gemm   grouped products
-    permute        moves rows to their experts and back
-    route          routing: softmax, top-k, counts, places in sorted order
-    comet          COMET's fused kernels
-    flashdmoe      one persistent kernel for a whole pass
-    heap           memory that other ranks write into while comet or flashdmoe runs
+    extension      loads the compiled extension `pmoe._cuda`, and finds out which kernels each device can run
+    registry       chooses what computes a grouped product: pmoe's kernels, PyTorch's grouped_mm, or a loop
+    grouped_gemm   grouped products: rows sorted by expert, each times the weight matrix of its expert
+    permute        copies tokens into the order of their experts, and sums the results of each token
+    route          routing: softmax, top-k, rows of each expert, position of each row in the order of experts
+    comet          COMET's fused kernels: dispatch + product, product + combine
+    flashdmoe      FlashDMoE's kernels, which compute a whole forward or backward pass in one launch
+    heap           device memory that other ranks write into while kernels of comet or flashdmoe run
 
-`status` returns which kernels were built, which of them each device can run, and why not.
+`status` returns which kernels were built, which of them each device can run, and why it cannot run others.
 """
 
 from pmoe.kernels.extension import status

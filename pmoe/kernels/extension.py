@@ -1,18 +1,18 @@
-"""``pmoe._cuda``, the extension with the CUDA kernels: loads it, and finds what each device can run.
+"""Loads the compiled extension `pmoe._cuda`, and finds out which CUDA kernels each device can run.
 
-What a device can run is read from the kernel as the driver loaded it, and never derived from the compute
-capability alone. A loaded kernel has two versions (90 means 9.0). They tell code that nvcc compiled from code
-that the driver compiled from PTX:
+A kernel may be compiled for a device by nvcc, or by the driver from PTX (nvcc's portable intermediate code).
+The compute capability does not say which of the two was used. So the driver is asked (cudaFuncGetAttributes).
+For each kernel it gives two versions, of the binary code and of the PTX (90 means 9.0):
 
-    binary  PTX
-    80      80   the sm_80 code, on 8.x
-    90      90   the sm_90a code: setup.py compiles no other code for 9.0
-    90      80   compiled by the driver from PTX, on 9.0 (CUDA_FORCE_PTX_JIT=1, or built without sm_90a)
-    100     80   the same, on Blackwell, where no sm_90a code runs
+    binary  PTX   code that the device runs
+    80      80    nvcc's sm_80 code, on compute capability 8.x
+    90      90    nvcc's sm_90a code (setup.py compiles no other code for 9.0)
+    90      80    compiled from PTX, on 9.0 (if CUDA_FORCE_PTX_JIT=1, or if the extension has no sm_90a code)
+    100     80    compiled from PTX, on Blackwell, which cannot run sm_90a code
 
-All kernels are compiled for the same architectures, so the versions of one kernel (PROBE) stand for all. The
-other kernels are loaded when they are first launched. On a device that takes the PTX, loading all of them
-would compile all of them, which takes minutes.
+All kernels are compiled for the same architectures, so the versions of a single kernel (`PROBE`) hold for
+all. The other kernels are loaded at their first launch: if the driver had to compile all of them from PTX at
+once, that would take minutes.
 """
 
 from __future__ import annotations
@@ -43,17 +43,20 @@ HOW_TO_BUILD = (
 
 
 def load() -> ModuleType | None:
-    """Returns the extension, or None if it cannot be loaded (`why_missing` says why). Does not start CUDA."""
+    """Returns the extension module, or None if it cannot be loaded (`why_missing` gives the reason).
+
+    It does not start CUDA.
+    """
     return _load()[0]
 
 
 def why_missing() -> str | None:
-    """Returns why the extension is not loaded; None if it is."""
+    """Returns why the extension cannot be loaded; None if it can."""
     return _load()[1]
 
 
 def module() -> Any:
-    """Returns the extension. The caller must know that it is loaded."""
+    """Returns the extension module, for callers that have already checked that it can be loaded."""
     loaded = load()
     assert loaded is not None, "the extension is not loaded: ask refusal() before a launch"
     return loaded
@@ -61,7 +64,7 @@ def module() -> Any:
 
 @cache
 def _load() -> tuple[ModuleType | None, str | None]:
-    """Returns (the extension, None), or (None, why it cannot be loaded)."""
+    """Tries to import the extension. Returns (extension module, None), or (None, why it cannot be loaded)."""
     try:
         return importlib.import_module(NAME), None
     except ImportError as error:
@@ -75,7 +78,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
 
 
 def binary_of(binary_version: int, ptx_version: int) -> str:
-    """Returns what a loaded kernel is, from the two versions that cudaFuncGetAttributes gives.
+    """Returns a name for the code of a loaded kernel, from the two versions that the driver reports.
 
     Example: (80, 80) -> "sm_80"; (90, 90) -> "sm_90a"; (90, 80) and (100, 80) -> "PTX of compute_80, compiled
     by the driver".
@@ -86,9 +89,10 @@ def binary_of(binary_version: int, ptx_version: int) -> str:
 
 
 def hopper_refusal(binary_version: int, ptx_version: int, capability: tuple[int, int]) -> str | None:
-    """Returns why a kernel that needs sm_90a code cannot run as it was loaded; None if it can.
+    """Returns why a kernel that needs sm_90a code cannot run with the code that was loaded; None if it can.
 
-    The versions alone decide. The compute capability only chooses the words of the reason.
+    binary_version, ptx_version: versions of the loaded code, as the driver reports them. They alone decide.
+    capability: the device's compute capability, (major, minor). It only chooses the words of the reason.
     """
     if binary_version == ptx_version == 90:
         return None
@@ -101,12 +105,15 @@ def hopper_refusal(binary_version: int, ptx_version: int, capability: tuple[int,
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedKernel:
-    """A kernel as the driver loaded it on one device.
+    """Properties of a kernel after the driver has loaded it on one device.
 
-    runs: "sm_90a", "sm_80" or "PTX of compute_80, compiled by the driver"; see `binary_of`.
-    refusal: why it cannot run on this device; None if it can.
-    threads: of a block. registers, local_bytes: of a thread.
-    shared_bytes, dynamic_shared_bytes: of a block.
+    name: the kernel's name.
+    runs: the code that was loaded: "sm_90a", "sm_80" or "PTX of compute_80, compiled by the driver".
+    refusal: why the kernel cannot run on this device; None if it can.
+    binary_version, ptx_version: versions of the loaded code, as the driver reports them; 90 means 9.0.
+    threads: threads of a block.
+    registers, local_bytes: registers and bytes of local memory of a thread.
+    shared_bytes, dynamic_shared_bytes: static and dynamic shared memory of a block.
     """
 
     name: str
@@ -123,11 +130,13 @@ class LoadedKernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A CUDA device that torch sees, and the kernels that were loaded on it.
+    """A CUDA device that torch sees, with those kernels of pmoe that were asked about.
 
-    capability: (9, 0) is 9.0.
-    kernels: all of them, or PROBE alone.
-    reason: why there are no kernels; None if there are.
+    index, name: torch's index and name of the device.
+    capability: its compute capability; (9, 0) means 9.0.
+    kernels: the properties of all kernels, or of `PROBE` alone if only that one was asked about; empty if
+        loading failed.
+    reason: why ``kernels`` is empty; None if it is not.
     """
 
     index: int
@@ -139,14 +148,18 @@ class Device:
 
 @cache
 def on_device(index: int) -> Device:
-    """Returns the device with PROBE as its only kernel. Asks the driver once for each device."""
+    """Returns a CUDA device with the properties of a single kernel, `PROBE`.
+
+    It stands for all kernels, because they are compiled for the same architectures. The driver is asked once
+    for each device; the result is cached.
+    """
     return ask_device(index, PROBE)
 
 
 def path(device: torch.device) -> tuple[str | None, str | None]:
-    """Returns (which code of the kernels a device runs, None), or (None, why it runs none).
+    """Returns which kernel code a device runs, ("sm_90a" or "sm_80", None), or (None, why it runs none).
 
-    The code is "sm_90a" or "sm_80"; the latter also stands for code that the driver compiled from PTX.
+    "sm_80" also stands for code that the driver compiled from PTX.
     """
     if device.type != "cuda":
         return None, f"device {device.type}: the kernels are for CUDA"
@@ -159,9 +172,11 @@ def path(device: torch.device) -> tuple[str | None, str | None]:
 
 
 def ask_device(index: int, only: str = "") -> Device:
-    """Returns a device with all its kernels, or with the one that ``only`` names.
+    """Loads kernels on a CUDA device and returns the device with the properties of these kernels.
 
-    A device that fails is returned without kernels, and its reason says why.
+    only: name of the only kernel to load; "" loads all kernels.
+
+    If the device fails, it is returned without kernels, and its ``reason`` says why. Nothing is raised.
     """
     capability = torch.cuda.get_device_capability(index)
     module, reason = _load()
@@ -184,9 +199,10 @@ def ask_device(index: int, only: str = "") -> Device:
 
 
 def nvshmem_library() -> str | None:
-    """Returns the path of NVSHMEM's host library; None if it is not found. Opens nothing.
+    """Returns the path of NVSHMEM's host library; None if it is not found. The library is not opened.
 
-    Looks in $NVSHMEM_HOME, or else in the package nvidia-nvshmem-cu12 or nvidia-nvshmem-cu13.
+    The search looks in $NVSHMEM_HOME if that is set, otherwise in the Python packages nvidia-nvshmem-cu12 and
+    nvidia-nvshmem-cu13.
     """
     if home := os.environ.get("NVSHMEM_HOME"):
         places = [Path(home)]
@@ -201,21 +217,25 @@ def nvshmem_library() -> str | None:
     return None
 
 
-# ---- names of a device and of the build of its kernels; measurements and heaps record them
+# ---- the name of a device, and the kernel code that is loaded on it
 
 
 @cache
 def device_name(device: torch.device) -> str:
-    """Returns the name by which measurements know a device. Example: "NVIDIA H200"; "cpu"."""
+    """Returns the device name under which measured times are stored.
+
+    Example: "NVIDIA H200" for a CUDA device, "cpu" for the CPU.
+    """
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The code that the driver loads of the kernels on a device; both versions are 0 if it loads none.
+    """The code of pmoe's kernels that the driver loaded on a device. It must be the same on all ranks.
 
-    binary_version, ptx_version: see `pmoe.kernels.extension`.
-    capability: 10 times the compute capability; 90 is 9.0.
+    binary_version, ptx_version: versions of the binary code and of the PTX, as the driver reports them; 90
+        means 9.0. Both are 0 if no kernel could be loaded.
+    capability: 10 times the device's compute capability; 90 means 9.0.
     """
 
     binary_version: int
@@ -229,7 +249,7 @@ class Architecture:
 
 
 def loaded_architecture(device: torch.device) -> Architecture:
-    """Returns the architecture of the code that a CUDA device has loaded."""
+    """Loads one kernel (`PROBE`) on a CUDA device and returns the versions of its code."""
     probed = ask_device(device.index or 0, PROBE)
     binary, ptx = next(((kernel.binary_version, kernel.ptx_version) for kernel in probed.kernels), (0, 0))
     major, minor = probed.capability
@@ -241,16 +261,18 @@ def loaded_architecture(device: torch.device) -> Architecture:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The CUDA kernels of this installation. ``str()`` gives a page to read.
+    """The CUDA kernels of this installation, as `status` returns them. ``str()`` gives a readable page.
 
-    built: whether the extension is loaded.
-    reason: why it is not built or cannot be imported; None if it is loaded.
-    archs: what it was compiled for, for example "sm_80, sm_90a, ptx80".
-    nvcc: the compiler's version.
-    kernels: the names of all kernels.
-    devices: the CUDA devices that torch sees, each with its kernels.
-    no_devices: why there are no devices; None if there are.
-    nvshmem: the version of NVSHMEM and where its library is; None if it is not built in.
+    built: whether the extension could be loaded.
+    reason: why it could not be loaded; None if it could.
+    archs: the architectures that it was compiled for, such as "sm_80, sm_90a, ptx80"; None without the
+        extension.
+    nvcc: the version of the compiler; None without the extension.
+    kernels: names of all kernels.
+    devices: the CUDA devices that torch sees, each with the properties of its kernels.
+    no_devices: why ``devices`` is empty; None if it is not.
+    nvshmem: the NVSHMEM version that the extension was built with, and the path of NVSHMEM's library; None if
+        it was built without NVSHMEM.
     """
 
     built: bool
@@ -282,9 +304,9 @@ class Status:
 
 
 def _by_operation(kernels: tuple[str, ...]) -> list[str]:
-    """Returns the operations with the number of their kernels.
+    """Groups kernel names by operation, and returns each operation with the number of its kernels.
 
-    Example: "route.8", "route.16", "permute" -> "permute", "route (2)".
+    Example: ("route.8", "route.16", "permute") -> ["permute", "route (2)"].
     """
     variant = re.compile(r"\.(sm_\w+|bf16|fp16|fp32|\d+)(\.|$)")
     count = collections.Counter(variant.split(name, maxsplit=1)[0] for name in kernels)
@@ -292,7 +314,10 @@ def _by_operation(kernels: tuple[str, ...]) -> list[str]:
 
 
 def _kernel_lines(kernels: tuple[LoadedKernel, ...]) -> list[str]:
-    """Returns a table of kernels as lines: threads, registers, bytes, and what runs."""
+    """Returns the lines of a table of kernels: their threads, registers, bytes, and the code that runs.
+
+    If a kernel cannot run, the last column has the reason.
+    """
     if not kernels:
         return []
     rows = [["kernel", "threads", "registers", "shared bytes", "local bytes", "runs"]]
@@ -305,9 +330,9 @@ def _kernel_lines(kernels: tuple[LoadedKernel, ...]) -> list[str]:
 
 
 def status() -> Status:
-    """Returns which kernels this installation has, and what runs of them on every device that torch sees.
+    """Returns which kernels this installation has, and which of them each CUDA device can run.
 
-    Starts CUDA on these devices. Failures are part of the answer; nothing is raised.
+    It starts CUDA on all devices that torch sees. Failures are reported in the result, never raised.
     """
     module = load()
     devices: tuple[Device, ...] = ()
@@ -332,7 +357,10 @@ def status() -> Status:
 
 
 def _nvshmem(module: ModuleType | None) -> str | None:
-    """Returns the version of NVSHMEM and the state of its library; None if it is not built in."""
+    """Returns a text about NVSHMEM: the version that the extension was built with, and its library's path.
+
+    It is None if the extension is missing or was built without NVSHMEM.
+    """
     version = getattr(module, "NVSHMEM", None)
     if version is None:
         return None

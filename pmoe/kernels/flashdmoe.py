@@ -1,22 +1,25 @@
-"""FlashDMoE's persistent kernels: one launch computes a pass of the layer, from the gate to combine.
+"""FlashDMoE's persistent kernels: one launch computes a whole pass of the layer, from gate to combine.
 
-The blocks of a launch are actors. One block schedules tasks and receives what arrives. All others are
-processors: they score, choose experts, place rows, send, multiply and sum, tile by tile. The kernels are in
-cuda/flashdmoe (thesis, chapters 4 and 5; the backward pass is pmoe's own).
+Each thread block of a launch has a role. One block schedules tasks and watches for data from other ranks. All
+other blocks are processors: tile by tile they compute the gate's scores, choose experts, assign positions to
+rows, send rows, multiply them, and sum results. The kernels are in cuda/flashdmoe (thesis, chapters 4 and 5;
+the backward pass is pmoe's own).
 
-The rows that one rank sends to one expert lie in a cell of C rows on the expert's rank (layout L, section
-5.3):
+Rows are written into the symmetric heap (`pmoe.kernels.heap`) of their expert's rank. The memory for the rows
+that one rank sends to one expert is called a cell (section 5.3):
 
-    with a capacity   Every cell has C rows of its own. A cell that is not full is padded in place: the
-                      missing rows neither travel nor are computed (section 5.4).
-    without           All cells of a rank share one pool of C rows. Each cell begins at the offset that
-                      the rank has granted to the sender.
+    with a capacity      Every cell has room for C rows. If fewer arrive, the rest of the cell stays unused:
+                         missing rows are neither sent nor computed (section 5.4).
+    without a capacity   All cells of a rank lie in one pool of C rows. Each cell begins at an offset that the
+                         receiving rank chooses, once it knows how many rows the sender has.
 
-Tensors by cell therefore have the shape (P, C, columns): P = A cells, or P = 1 for the pool. Rows that hold
-no token's row are undefined.
+Therefore tensors with a row for each row in the cells have the shape (P, C, columns). With a capacity P is A,
+the number of cells of a rank; with a pool P is 1. Rows of such a tensor in which no token's row lies are
+undefined.
 
-Letters: T tokens of this rank, K choices, W ranks, E experts of a rank, A = W E cells, P = A, or 1 for a
-pool, C rows of a cell or a pool, M = d_model, H = d_hidden, G = H or 2H rows of w1.
+Letters: T tokens of this rank, K choices of a token, W ranks, E experts of one rank, A = W * E cells of a
+rank, P = A or 1 (pool), C rows of a cell or of the pool, M = d_model, H = d_hidden, G = columns of the hidden
+activation before the nonlinearity: H, or 2H for SwiGLU.
 """
 
 from __future__ import annotations
@@ -40,33 +43,38 @@ from pmoe.kernels.route import DeferredRouting
 from pmoe.schedule.tasks import PassDirection
 
 TILE_ROWS = 128
-"""Rows of a tile; kTileRows of cuda/flashdmoe."""
+"""Rows of a tile of a product: kTileRows of cuda/flashdmoe."""
 
 MOST_EXPERTS, MOST_CHOICES = 256, 32
-"""The most experts of all ranks, and choices of a token, if the launch makes the gate's choice.
+"""Limits if the launch itself chooses experts: the most experts of all ranks, the most choices of a token.
 
-These are kMostChosen of cuda/flashdmoe and kMostChoices of cuda/route.
+They equal kMostChosen of cuda/flashdmoe and kMostChoices of cuda/route.
 """
 
 RankTensors = dict[str, Any]
-"""One rank's part of a launch: tensors, None or numbers, by their names in cuda/flashdmoe/bind.cpp."""
+"""One rank's arguments of a launch: tensors, None or numbers, by their names in cuda/flashdmoe/bind.cpp."""
 
 PLACES = ("send_counts", "expert", "row", "slot", "home", "offset")
-"""Names of the tensors that say where rows lie. Forward writes them, backward reads them."""
+"""Names of the tensors that say where rows lie in the heaps. Forward writes them, and backward reads them."""
 
 Parameters = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""w1, w2, b1 and b2 of a rank's experts."""
+"""The parameters w1, w2, b1 and b2 of one rank's experts. b1 and b2 may be None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingInput:
-    """The experts that a gate chose for a rank's tokens, from which the launch computes where rows go.
+    """The experts of a rank's tokens, or how to choose them. The launch computes from it where rows go.
 
-    expert_TK: (T, K) int64 or int32, numbers among the experts of all ranks.
-    deferred: if given, the launch itself chooses and writes these routes, of which expert_TK is one.
-    keep_TK: (T, K) bool, which slots are not dropped; None keeps all.
-    capacity: rows kept for each expert, in token order. None is C, which the caller must know to be enough.
-    counts_A: (A,) int32, memory for the result "send_counts"; None allocates it.
+    T tokens, K choices of a token. A is the number of experts of all ranks.
+
+    expert_TK: (T, K) int64 or int32, global indices of experts.
+    promise: if it is not None, the launch itself chooses the experts and writes them into ``promise.routes``,
+        to which expert_TK then belongs.
+    keep_TK: (T, K) bool, False for choices that are dropped; None keeps all.
+    capacity: the most rows of this rank that each expert keeps, the first ones in token order. None means as
+        many as the heap has room for; the caller must have checked that this is enough.
+    counts_A: (A,) int32, memory into which the launch writes this rank's number of rows for each expert; None
+        allocates it.
     """
 
     expert_TK: Tensor
@@ -85,19 +93,28 @@ def pass_tensors(
     activation: str,
     again_TM: Tensor | None = None,
 ) -> RankTensors:
-    """Returns the tensors that both passes need, except those that say where rows lie.
+    """Returns the arguments that forward and backward launches have in common, after checking them.
 
+    There are T tokens of M = d_model columns, each with K choices of an expert. A cell is the part of a
+    rank's symmetric heap for the rows that one rank sends to one expert.
+
+    heap: this rank's symmetric heap.
     expert_TK: (T, K), the experts of the tokens.
-    source_TM: (T, M), T_I in forward, the gradient of T_O in backward.
+    source_TM: (T, M), rows that the launch sends: the layer's input in forward, the output's gradient in
+        backward.
     weight_TK: (T, K), the routing weights.
-    again_TM: (T, M), T_I if backward sends it again; else None.
+    parameters: the experts' parameters.
+    activation: name of the experts' nonlinearity.
+    again_TM: (T, M), the layer's input, if a backward launch must send it a second time; else None.
 
-    The launch writes two of them:
+    Among the result are two new tensors that the launch fills:
 
-        result   (T, M)      T_O, or the gradient of T_I
-        active   (P, C, H)   the activated hidden
+        result   (T, M)      the layer's output in forward, the input's gradient in backward
+        active   (P, C, H)   activation after the nonlinearity: H = d_hidden columns for C rows in P cells
 
-    Raises ValueError, naming the tensor, for operands that the kernels would read wrongly.
+    If the cells of a rank share one pool of C rows, P is 1.
+
+    Raises ValueError, naming the tensor, if the kernels could not read an operand correctly.
     """
     shape = heap.shape
     weight_TK = float_weights(weight_TK)
@@ -123,22 +140,29 @@ def pass_tensors(
 def forward_tensors(
     heap: Heap, arguments: RankTensors, chosen: RoutingInput, *, keeps_input: bool, keeps_hidden: bool
 ) -> RankTensors:
-    """Returns the tensors of a forward pass: those of `pass_tensors`, and those that the launch writes.
+    """Returns the arguments of a forward launch: ``given`` and new tensors that the launch fills.
 
-    arguments: the result of `pass_tensors`.
+    heap: this rank's symmetric heap.
+    given: the result of `pass_tensors`.
     chosen: the experts of each token.
-    keeps_input, keeps_hidden: whether backward needs T_DI and T_M.
+    keeps_input, keeps_hidden: whether backward needs the dispatched input (T_DI) and the hidden activation
+        before the nonlinearity (T_M).
 
-        input         (P, C, M)     T_DI; None unless kept
-        hidden        (P, C, G)     T_M; None unless kept
-        send_counts   (A,) int32    this rank's rows for each expert of all ranks
-        expert        (T, K) int32  the expert of each slot
-        row           (T, K) int32  which of its expert's rows a slot is; -1 if it was dropped
-        slot          (P, C) int32  the slot of each of these rows
-        home          (A,) int32    pool: where this rank's rows for each expert begin; "row" includes it
-        offset        (A,) int32    pool: where the rows that arrive begin, by source rank and expert
+    A slot is one of the T * K (token, choice) pairs. A cell is the part of a rank's heap for the rows that
+    one rank sends to one expert. There are A experts of all ranks. The new tensors, by name:
 
-    "home" and "offset" are None unless the heap is a pool.
+        input         (P, C, M)     dispatched input, for C rows in P cells; None unless it is kept
+        hidden        (P, C, G)     G columns before the nonlinearity; None unless it is kept
+        send_counts   (A,) int32    number of this rank's rows for each expert
+        expert        (T, K) int32  expert of each slot
+        row           (T, K) int32  index of the slot's row among the rows for its expert; -1 if dropped
+        slot          (P, C) int32  slot of each row; the inverse of "row"
+        home          (A,) int32    for each expert, the offset of its results in this rank's pool
+        offset        (A,) int32    by source rank and expert, the offset of arriving rows in this rank's pool
+
+    Without a capacity all cells of a rank lie in one pool of C rows, and P is 1. With a capacity there is no
+    pool, "home" and "offset" are None, and each of the P = A cells has C rows of its own. With a pool "row"
+    includes the offset "home".
     """
     _, wide, d_model = arguments["w1"].shape
     expert_TK = chosen.expert_TK
@@ -187,21 +211,26 @@ def forward_tensors(
 def backward_tensors(
     arguments: RankTensors, places: RankTensors, *, kept: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> RankTensors:
-    """Returns the tensors of a backward pass: those of `pass_tensors`, and those that the launch writes.
+    """Returns the arguments of a backward launch, with new tensors that the launch fills.
 
-    arguments: the result of `pass_tensors`.
-    places: `PLACES` of forward.
-    kept: forward's T_DI and T_M. Without T_DI the kernel sends "again"; without T_M it recomputes it.
-    needs: which of w1, w2, b1 and b2 need a gradient.
+    given: the result of `pass_tensors`.
+    places: the tensors of forward that `PLACES` names, by name.
+    kept: two tensors of forward, or None for those that were not kept: the dispatched input (T_DI) and the
+        hidden activation before the nonlinearity (T_M). Without the first, the launch sends the layer's input
+        again. Without the second, it computes the hidden activation again.
+    needs: which of w1, w2, b1 and b2 need a gradient, four bools.
 
-        weight_gradient    (T, K) float32   gradient of the routing weights; 0 for dropped slots
-        of_w1, of_w2, of_b1, of_b2          gradients of the parameters; None for those that need none
+    The result contains ``given``, the tensors of forward, and new tensors for the results:
 
-    All gradients repeat to the bit.
+        weight_gradient              (T, K) float32   for T tokens with K choices each: gradient of the
+                                                      routing weights; 0 for dropped choices
+        of_w1, of_w2, of_b1, of_b2                    gradients of the parameters; None if not needed
+
+    The gradients are the same bits in each run.
     """
     _, capacity, width = arguments["active"].shape
     missing = capacity - places["slot"].shape[1]
-    if missing:  # since forward a larger batch has replaced the heap by one with larger cells
+    if missing:  # after forward, a larger batch made a heap with larger cells: pad forward's tensors
         kept = [None if tensor is None else F.pad(tensor, (0, 0, 0, missing)) for tensor in kept]
         places = places | {"slot": F.pad(places["slot"], (0, missing))}
     input_PCM, hidden_PCG = kept
@@ -219,7 +248,7 @@ def backward_tensors(
         "hidden": hidden_PCG,
         "recomputed": _by_cell(arguments, wide) if hidden_PCG is None else None,
         "gradient": _by_cell(arguments, wide),
-        "dots": _by_cell(arguments, parts, torch.float32),  # as many numbers; the kernel writes (parts, P C)
+        "dots": _by_cell(arguments, parts, torch.float32),  # same size, but the kernel writes (parts, P * C)
         "weight_gradient": torch.empty_like(arguments["weight"]),
     }
 
@@ -227,11 +256,15 @@ def backward_tensors(
 def launch_pass(
     launcher: Launcher, direction: PassDirection, activation: str, ranks: Sequence[RankTensors]
 ) -> None:
-    """Launches one pass for all ranks of this process.
+    """Launches one forward or backward pass for all ranks of this process.
 
-    ranks: the tensors of each rank, from `forward_tensors` or `backward_tensors`.
+    launcher: has the symmetric heaps of these ranks.
+    direction: which pass.
+    activation: name of the experts' nonlinearity.
+    ranks: for each rank the result of `forward_tensors` or `backward_tensors`.
 
-    The launch makes progress if at least two blocks of each rank run at a time.
+    At least two blocks of each rank must run at the same time. Otherwise the launch could not finish, because
+    the block that schedules waits for the blocks that compute.
 
     Raises HeapError for a broken heap.
     """
@@ -258,6 +291,13 @@ def launch_pass(
 
 
 def _by_cell(arguments: RankTensors, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns uninitialised memory (P, C, columns)."""
+    """Returns uninitialised memory for ``columns`` numbers of each row in the heap's cells.
+
+    A cell is the part of a rank's heap for the rows that one rank sends to one expert. The shape is (P, C,
+    columns), for P cells of C rows each.
+
+    given: the result of `pass_tensors`, from which P and C are taken.
+    dtype: None means the dtype of the rows.
+    """
     active_PCH: Tensor = arguments["active"]
     return active_PCH.new_empty(*active_PCH.shape[:2], columns, dtype=dtype)

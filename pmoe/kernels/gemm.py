@@ -1,4 +1,7 @@
-"""Constants and checks that grouped and fused products share: dtypes, nonlinearities, codes of cuda/."""
+"""Constants and checks that grouped products and fused products share.
+
+The integer codes are those of enums in cuda/, to which launches pass them.
+"""
 
 from __future__ import annotations
 
@@ -7,45 +10,57 @@ import torch
 from pmoe.kernels.extension import path
 
 ACTIVATIONS = {"relu": 1, "gelu": 2, "silu": 3, "swiglu": 4}
-"""Codes of the nonlinearities, as in cuda/common/activation.h.
+"""Code of each nonlinearity, as in cuda/common/activation.h.
 
-"swiglu" takes hidden columns in two halves: silu(first) * second.
+"swiglu" splits the hidden columns into two halves and computes silu(first half) * second half.
 """
 
 ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}
-"""Codes of the dtypes that the kernels take: `Element` of cuda/grouped_gemm/launch.h."""
+"""Code of each dtype that the products take: `Element` of cuda/grouped_gemm/launch.h."""
 
 FORWARD, INPUT, WEIGHT = 0, 1, 2
-"""`Form` of cuda/grouped_gemm/problem.h."""
+"""Codes of the products rows W^T, its gradient of rows, and its gradient of W.
+
+They are `Form` of cuda/grouped_gemm/problem.h.
+"""
 
 PLAIN, HIDDEN, HIDDEN_GRADIENT = 0, 1, 2
-"""`Epilogue` of cuda/grouped_gemm/problem.h."""
+"""Codes of what a kernel computes after a product: `Epilogue` of cuda/grouped_gemm/problem.h.
+
+PLAIN adds a bias and scales. HIDDEN also applies the nonlinearity. HIDDEN_GRADIENT applies its derivative.
+"""
 
 SPARE = 16
-"""Multiprocessors that products leave free for NCCL beside them: NCCL's blocks need whole ones.
+"""Number of multiprocessors that products leave to NCCL. Each block of NCCL needs a whole one.
 
-On an H200 whose NCCL took 16, a product took 1.07 times its time alone with this, and 1.84 times without
-(bench_beside).
+Measured on an H200 (bench_beside) while another kernel held 16 multiprocessors, as NCCL's collectives do:
+with this value a product took 1.07 times as long as without the other kernel. With no multiprocessor left
+free it took 1.84 times as long.
 """
 
 
 def activation_code(activation: str) -> int:
-    """Returns the code of a nonlinearity. Raises ValueError for a name that is not in ACTIVATIONS."""
+    """Returns the code of a nonlinearity. Raises ValueError for a name that is not in `ACTIVATIONS`."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation ({activation!r}) must be one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[activation]
 
 
 def refusal(device: torch.device, dtype: torch.dtype, **columns: int) -> str | None:
-    """Returns why the kernels would not compute a product on this device; None if they would.
+    """Returns why pmoe's kernels cannot compute a product on this device with this dtype; None if they can.
 
-    columns: numbers of columns by name, which errors mention.
+    columns: sizes that must be multiples of 8, by the name that the reason mentions, such as
+        in_features=1024.
     """
     return path(device)[1] or layout_problem(dtype, **columns)
 
 
 def layout_problem(dtype: torch.dtype, **columns: int) -> str | None:
-    """Returns why operands of this dtype and these columns do not fit the kernels; None if they do."""
+    """Returns why pmoe's kernels do not take operands of this dtype or with these sizes; None if they do.
+
+    columns: sizes that must be multiples of 8, by the name that the reason mentions, such as
+        in_features=1024.
+    """
     if dtype not in ELEMENTS:
         return f"dtype {dtype}: the kernels take bfloat16 and float16"
     for name, count in columns.items():

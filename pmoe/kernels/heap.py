@@ -1,11 +1,12 @@
-"""The symmetric heap: memory of the same layout on every rank, which peers write into while kernels run.
+"""The symmetric heap: device memory that has the same layout on all ranks, and that all can write into.
 
-`pmoe.comm.heap.providers` makes heaps. Addresses are integers. The memory does not come from torch's pool,
-because another process can only open whole allocations of CUDA's.
+Fused kernels send rows by writing them straight into the heap of the rank that computes them.
+`pmoe.comm.heap.providers` makes heaps. Addresses are integers. The memory is allocated by CUDA itself and not
+by torch's caching allocator, because another process can open only whole CUDA allocations.
 
-A kernel that waits for a peer gives up after a time limit. It reports what it waited for into memory that the
-host reads, and ends (`Heap.check`). The heap is broken then, and every rank must make a new one. The process
-goes on.
+If a kernel waits for another rank longer than a time limit, it gives up: it writes a report of what it waited
+for into memory that the host can read, and ends. `Heap.check` raises that report as an error. The heap is
+then unusable and every rank must make a new one, but the process can go on.
 
 Letters: W ranks, E experts of a rank, M = d_model.
 """
@@ -29,50 +30,69 @@ from pmoe.kernels import extension
 
 
 class DeviceMemory:
-    """Allocates a heap's memory with CUDA, and opens other processes' memory with CUDA IPC.
+    """Allocates a symmetric heap's memory with CUDA, and opens other processes' memory with CUDA IPC.
 
-    The processes must be on the same device, or on devices that can reach each other's memory. Each method
-    raises RuntimeError with a sentence if it fails.
+    The processes must use the same device, or devices that can read and write each other's memory. A method
+    that fails raises RuntimeError with a readable reason.
     """
 
     collective = False
-    """Whether allocate and free are collectives: either all ranks call them, or none does."""
+    """Whether `allocate` and `free` are collectives, which all ranks must call together."""
 
     def allocate(self, device: torch.device, num_bytes: int) -> int:
-        """Returns the address of new memory that holds zeros."""
+        """Allocates memory on the device, filled with zeros, and returns its address.
+
+        If memory is short, it frees the unused memory of torch's caching allocator and tries once more.
+        """
         try:
             return self._allocate(device, num_bytes)
         except RuntimeError:
             with torch.cuda.device(device):
-                torch.cuda.empty_cache()  # torch's pool may hold the missing memory unused
+                torch.cuda.empty_cache()  # torch's caching allocator may hold unused memory
             return self._allocate(device, num_bytes)
 
     def _allocate(self, device: torch.device, num_bytes: int) -> int:
         return int(loaded_extension().heap_allocate(device.index, num_bytes))
 
     def free(self, device: torch.device, base: int) -> None:
-        """Gives memory back that `allocate` returned."""
+        """Frees memory that `allocate` returned.
+
+        base: the address of that memory.
+        """
         loaded_extension().heap_free(device.index, base)
 
     def handle(self, device: torch.device, base: int) -> bytes:
-        """Returns the handle with which another process of the node opens this memory."""
+        """Returns a CUDA IPC handle with which another process of the node can open memory of this process.
+
+        base: the address of that memory.
+        """
         return bytes(loaded_extension().heap_handle(device.index, base))
 
     def open(self, device: torch.device, handle: bytes) -> int:
-        """Returns the address at which this process sees another process's memory."""
+        """Opens memory of another process, and returns the address that it has in this process.
+
+        handle: the result of `handle` in the other process.
+        """
         return int(loaded_extension().heap_open(device.index, handle))
 
     def close(self, device: torch.device, peer: int) -> None:
-        """Closes memory of a peer that `open` opened."""
+        """Closes memory of another process.
+
+        peer: the address that `open` returned.
+        """
         loaded_extension().heap_close(device.index, peer)
 
     def place(self, device: torch.device) -> tuple[str, str]:
-        """Returns the code that the driver loaded on the device (`Architecture`), and this node's name."""
+        """Returns two texts, from which ranks find out if they can share a heap.
+
+        The first is the kernel code that the driver loaded on the device (`Architecture`); all ranks must
+        have the same. The second is `host_name`, which is the same for all ranks of a node.
+        """
         return str(extension.loaded_architecture(device)), host_name()
 
 
 def loaded_extension() -> Any:
-    """Returns the extension. Raises RuntimeError, with the reason, if it is not loaded."""
+    """Returns the extension module. Raises RuntimeError, with the reason, if it cannot be loaded."""
     module = extension.load()
     if module is None:
         raise RuntimeError(f"a symmetric heap needs pmoe._cuda: {extension.why_missing()}")
@@ -80,15 +100,16 @@ def loaded_extension() -> Any:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits on the host until a CUDA device has finished; does nothing for other devices."""
+    """Blocks the host until all work on a CUDA device has finished. It does nothing for other devices."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def host_name() -> str:
-    """Returns a text that tells this node from others: the boot id of its kernel, or else the host name.
+    """Returns a text that is the same for all processes of a node and different on other nodes.
 
-    A host name is not enough: two nodes may have the same, and containers on one node have several.
+    It is the boot id of the node's Linux kernel, or the host name if there is none. A host name is not
+    reliable: two nodes may have the same, and containers on one node have several.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -100,11 +121,14 @@ def host_name() -> str:
 def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns a contiguous tensor over existing memory, without a copy.
 
-    address: where its first element lies.
+    address: the address of the tensor's first element.
+    shape, dtype, device: of the tensor.
 
-    The memory must outlive the tensor: the tensor does not keep it alive.
+    The tensor does not keep the memory alive: the memory must not be freed while the tensor is in use.
 
-    Example: tensor_at(base + 4096, (n, 64), torch.bfloat16, device) begins 4096 bytes behind base.
+    Raises RuntimeError if the memory is not on the device.
+
+    Example: tensor_at(base + 4096, (n, 64), torch.bfloat16, device) begins 4096 bytes after the address base.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes == 0:
@@ -119,7 +143,7 @@ def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: 
     return flat.view(dtype).view(shape)
 
 
-# ---- size and regions of a heap, asked of the extension: cuda/comet/layout.h defines them
+# ---- sizes of a heap, and its regions, whose offsets come from layout.h of cuda/comet and cuda/flashdmoe
 
 
 ROW_ALIGNMENT_BYTES = 16
@@ -127,20 +151,25 @@ ROW_ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class HeapShape:
-    """The sizes of a heap. All ranks must use the same.
+    """The sizes that determine the layout of a symmetric heap. All ranks must use the same.
 
-    num_ranks: W.
-    experts: E, of one rank.
-    rows: the most rows that may arrive at a rank.
-    home_rows: the most rows that a rank may send; their results come home into as many rows.
-    d_model, dtype: of a row.
-    d_hidden: 0 for COMET's kernels. H for the persistent kernel (`pmoe.kernels.flashdmoe`), whose heap is its
-        layout L, its flags, and the state that its actors keep between rounds. rows is then C, the rows of a
-        cell, in whole tiles, home_rows is the most tokens of a rank, and the inbox is the first cell of L.
-    sends_again: whether backward may send T_DI again, which takes a round of its own.
-    is_pool: whether all cells of a rank share C rows, of which each cell takes whole tiles.
+    num_ranks: number of ranks.
+    experts: number of experts of one rank.
+    rows: the most rows that a rank can receive. For FlashDMoE's kernels it is the capacity C of one cell,
+        rounded up to whole tiles; a cell is the memory for the rows that one rank sends to one expert.
+    home_rows: the most rows that a rank can send to experts, whose results are written back into its heap.
+        For FlashDMoE's kernels it is the most tokens of a rank.
+    d_model, dtype: number of columns and dtype of a row.
+    d_hidden: the experts' hidden size for FlashDMoE's kernels (`pmoe.kernels.flashdmoe`), whose heap also
+        holds the state that these kernels keep from one round to the next; 0 for COMET's kernels
+        (`pmoe.kernels.comet`).
+    sends_again: whether backward may dispatch the layer's input once more (T_DI), for which the heap needs
+        room beside the gradients. For FlashDMoE's kernels only.
+    is_pool: whether all cells of a rank share ``rows`` rows, from which each cell takes whole tiles, instead
+        of having ``rows`` rows each. For FlashDMoE's kernels only.
 
-    Raises ValueError if a row is not a multiple of 16 bytes. `Launcher` refuses too many ranks or experts.
+    Raises ValueError if a row is not a multiple of 16 bytes. Numbers of ranks or experts that the kernels
+    cannot take are refused later, by `pmoe.kernels.comet.launcher.Launcher`.
     """
 
     num_ranks: int
@@ -162,14 +191,15 @@ class HeapShape:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
+        """Bytes of one row: d_model * bytes of an element."""
         return self.d_model * self.dtype.itemsize
 
     @property
     def places(self) -> Mapping[str, int]:
-        """Byte offsets of the heap's regions, by their names in layout.h; "bytes" is the whole size.
+        """Byte offsets of a heap's regions, by their names in layout.h of cuda/comet or cuda/flashdmoe.
 
-        Raises RuntimeError without the extension.
+        "bytes" is the size of the whole heap. Raises RuntimeError without the extension, which computes the
+        layout.
         """
         cell = (self.d_hidden, self.sends_again, self.is_pool) if self.d_hidden else ()
         return _places(self.num_ranks, self.experts, self.rows, self.home_rows, self.row_bytes, *cell)
@@ -180,9 +210,9 @@ class HeapShape:
         return self.places["bytes"]
 
     def holds(self, other: HeapShape) -> bool:
-        """Returns whether a heap of this shape can serve calls of another shape.
+        """Returns whether a heap of this shape can be used for calls that ask for the shape ``other``.
 
-        It can if all sizes are equal, except that it may have more rows and home_rows.
+        It can if this shape has at least as many rows and home_rows, and all other sizes are equal.
         """
         same = replace(other, rows=self.rows, home_rows=self.home_rows) == self
         return same and other.rows <= self.rows and other.home_rows <= self.home_rows
@@ -192,7 +222,10 @@ class HeapShape:
 def _places(
     ranks: int, experts: int, rows: int, home_rows: int, row_bytes: int, *cell: int
 ) -> dict[str, int]:
-    """Returns the byte offsets of a heap's regions. The extension computes them once for each shape."""
+    """Returns the byte offsets of a heap's regions by name. The extension computes them once for each shape.
+
+    cell: () for COMET's kernels; (d_hidden, sends_again, is_pool) for FlashDMoE's.
+    """
     module = loaded_extension()
     layout = module.flashdmoe_layout if cell else module.comet_layout
     return dict(layout(ranks, experts, rows, home_rows, row_bytes, *cell))
@@ -202,7 +235,7 @@ def _places(
 
 
 WAIT_SECONDS = "PMOE_WAIT_SECONDS"
-"""The environment variable that limits how long a kernel waits for a peer."""
+"""Name of the environment variable that limits how many seconds a kernel waits for another rank."""
 
 
 WAITS = (
@@ -223,15 +256,20 @@ PERSISTENT_WAITS = (
     "rank {peer}: the offsets of rank {rank}'s rows for its experts",
     "rank {rank} itself: room for the rows of rank {peer}",
 )
-"""Texts of `Wait` of cuda/peers/watch.h: WAITS for COMET's kernels, this for the persistent kernel."""
+"""Descriptions of what a kernel can wait for, indexed by the code `Wait` of cuda/peers/watch.h.
+
+`WAITS` are those of COMET's kernels, `PERSISTENT_WAITS` those of FlashDMoE's.
+"""
 
 
 def awaited(report: Sequence[int], waits: Sequence[str] = WAITS) -> str:
-    """Returns the text of a kernel's report: what the rank waited for until its time limit.
+    """Returns a sentence about what a kernel waited for until its time limit.
 
-    report: `Report` of cuda/peers/watch.h as numbers.
+    report: the numbers of the kernel's report, in the order of `Report` in cuda/peers/watch.h.
+    waits: `WAITS` or `PERSISTENT_WAITS`.
 
-    Example: "rank 1: the arrival of piece 2 of its rows for expert 3 of rank 0, in round 7"
+    Example: "rank 1: the arrival of piece 2 of its rows for expert 3 of rank 0, in round 7". A piece is 16
+    rows that are sent together.
     """
     wait, peer, expert, part, epoch, rank = report[:6]
     what = waits[wait].format(peer=peer, expert=expert, part=part, rank=rank)
@@ -239,16 +277,17 @@ def awaited(report: Sequence[int], waits: Sequence[str] = WAITS) -> str:
 
 
 class HeapError(RuntimeError):
-    """The error for a wait that reached its time limit, and for use of a broken or closed heap."""
+    """The error for a kernel that waited too long for another rank, or for use of a broken or closed heap."""
 
 
 # ---- one rank's heap: its rounds, its tensors, and how it fails and closes
 
 
 MAX_EPOCHS = 2**31 - 1
-"""The most rounds of a heap.
+"""Largest round number of a heap, which is a signed 32-bit number.
 
-Beyond it a flag that was never raised would count as raised (cuda/peers/protocol.h).
+Flags hold round numbers that are compared as signed differences (cuda/peers/protocol.h). After this round a
+flag that was never raised would count as raised.
 """
 
 REPORT_WORDS = 8
@@ -258,23 +297,25 @@ MAKE_ANEW = "make a new heap on every rank (pmoe.comm.heap.close_heaps drops the
 
 @dataclass(eq=False, kw_only=True)
 class Heap:
-    """One rank's heap, and the addresses at which this rank sees the heaps of all ranks.
+    """One rank's symmetric heap, and the addresses at which this process sees the heaps of all ranks.
 
-    A round is one launch that dispatches, with the launches behind it that use its rows. All ranks count
-    the same rounds: a flag in the heap holds the number of the last round in which it was raised.
+    A round is one launch that dispatches rows, and the later launches that use these rows. Rounds are
+    numbered from 1, the same on all ranks. A flag in the heap holds the number of the last round in which it
+    was raised, so flags need no reset.
 
-    shape: the heap's sizes.
+    shape: the sizes of the heap.
     rank: this rank.
-    device: where the memory is.
-    base: the heap's address.
-    peer_addresses: addresses of all ranks' heaps, as this rank sees them.
-    peers: (W,) int64, the same addresses on the device.
-    bound_seconds: how long a kernel may wait for a peer.
-    release: gives the memory back; None after it was called.
-    epoch: number of the last round that began; the first is 1.
-    report: (8,) int32, a `Report` of cuda/peers/watch.h, in memory that host and device reach.
+    device: the device of the memory.
+    base: address of this rank's heap.
+    peer_addresses: address of each rank's heap, as this process sees it.
+    peers: (W,) int64, the same addresses for all W ranks, on the device.
+    bound_seconds: the most seconds that a kernel may wait for another rank.
+    release: function that frees the memory; None after `close`.
+    epoch: number of the last round that began; 0 before the first.
+    report: (8,) int32, what a kernel of this rank waited for too long (`Report` of cuda/peers/watch.h), zeros
+        if none did. It is in host memory that the device can write.
 
-    Use of a broken or closed heap raises HeapError.
+    Methods raise HeapError if the heap is broken or closed.
     """
 
     shape: HeapShape
@@ -302,18 +343,21 @@ class Heap:
 
     @property
     def bound_nanoseconds(self) -> int:
-        """Returns the nanoseconds that a kernel may wait for a peer."""
+        """The most nanoseconds that a kernel may wait for another rank."""
         return round(self.bound_seconds * 1e9)
 
     @property
     def counters(self) -> int:
-        """Address of `Counters`. Its first word says that this rank has failed."""
+        """Address of the heap's counters. The first counter is not 0 if a wait of this rank has timed out."""
         return self.base + self.shape.places["counters"]
 
     def next_epoch(self) -> int:
-        """Begins a round and returns its number. Called for one launch on every rank.
+        """Begins a round and returns its number. All ranks must call it for the same launch.
 
-        Raises HeapError as `raise_if_failed` does, and after the last possible round.
+        A round is one launch that dispatches rows, and the later launches that use these rows.
+
+        Raises HeapError if the heap is broken or closed, if a kernel of an earlier launch waited too long, or
+        if the heap has had its last possible round (`MAX_EPOCHS`).
         """
         self.raise_if_failed()
         if self.epoch + 1 >= MAX_EPOCHS:
@@ -323,30 +367,43 @@ class Heap:
         return self.epoch
 
     def give_up(self, why: str) -> None:
-        """Makes the heap unusable because this rank left a round before its end.
+        """Makes the heap unusable, because this rank left a round before its end.
 
-        A peer's flags of a later round would otherwise be taken for those of this round.
+        A round is one launch that dispatches rows, and the later launches that use these rows. If this rank
+        began another round instead, the other ranks would take its flags of that round for flags of the round
+        that it left.
+
+        why: the reason, for the error of later calls.
         """
         if self._unusable is None:
             self._unusable = f"this heap of rank {self.rank} was given up in round {self.epoch}: {why}"
 
     def rows(self, count: int) -> Tensor:
-        """Returns the first rows of the inbox, (count, M): the memory itself. Later rounds overwrite it."""
+        """Returns the first ``count`` rows that arrived in the heap, (count, M), without a copy. M = d_model.
+
+        The next dispatch overwrites them.
+        """
         return self._first(self._inbox, count)
 
     def row_weight(self, count: int) -> Tensor:
-        """Returns the routing weights of these rows, (count,) float32: the memory itself."""
+        """Returns the routing weights of the first ``count`` arrived rows, (count,) float32, without a copy.
+
+        The next dispatch overwrites them.
+        """
         return self._first(self._weights, count)
 
     def _first(self, of_rows: Tensor, count: int) -> Tensor:
-        """Returns the first ``count`` rows of a tensor of the heap. Raises ValueError if it has fewer."""
+        """Returns the first ``count`` rows of a tensor in the heap.
+
+        Raises ValueError if the heap has fewer rows.
+        """
         self.check_usable()
         if not 0 <= count <= self.shape.rows:
             raise ValueError(f"count ({count}) must be from 0 to the heap's {self.shape.rows} rows")
         return of_rows[:count]
 
     def check_usable(self) -> None:
-        """Raises HeapError if the heap is broken or closed."""
+        """Raises HeapError if this heap was already found to be broken, or is closed."""
         if self._unusable is not None:
             remedy = MAKE_ANEW if self._process_stays else "this process must end"
             raise HeapError(f"pmoe: {self._unusable}; {remedy}")
@@ -354,7 +411,8 @@ class Heap:
     def raise_if_failed(self) -> None:
         """Raises HeapError if a kernel of an earlier launch has already reported that it waited too long.
 
-        Called before each launch. It does not wait for the device.
+        It is called before each launch. It does not wait for kernels that still run: their reports are found
+        later.
         """
         self.check_usable()
         if self._words[0] == 0:  # the kernel writes this word last, so a report is complete or absent
@@ -369,7 +427,10 @@ class Heap:
         )
 
     def check(self) -> None:
-        """Waits for the device, and raises HeapError if any kernel waited too long or the device is lost."""
+        """Waits until the device is idle, and raises HeapError if any kernel has waited too long.
+
+        It also raises HeapError if the device has failed. This process cannot use the device any more then.
+        """
         self.check_usable()
         try:
             synchronize(self.device)
@@ -383,13 +444,13 @@ class Heap:
         self.raise_if_failed()
 
     def close(self) -> None:
-        """Gives the memory back after the device has finished. Later calls do nothing.
+        """Waits until the device is idle, and frees the heap's memory. Further calls of `close` do nothing.
 
-        Tensors on the memory must not be used any more. For heaps of several processes this is a collective,
-        for broken heaps too.
+        Tensors in the heap's memory must not be used any more. If several processes share heaps, `close` is a
+        collective, also for broken heaps.
 
-        Raises RuntimeError if a peer does not come. The memory then stays allocated, because the peer may
-        still use it.
+        Raises RuntimeError if another rank does not call it. The memory then stays allocated, because kernels
+        of that rank may still use it.
         """
         release = self.release
         self.release = None
@@ -401,4 +462,4 @@ class Heap:
 
 
 open_heaps: set[Heap] = set()
-"""Heaps that are not closed. The set keeps them alive, because kernels may still write into their reports."""
+"""All heaps that are not closed. The set keeps them alive, because kernels may still write their reports."""

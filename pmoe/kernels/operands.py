@@ -1,7 +1,8 @@
-"""Checks on the operands of launches: shape, dtype, device, and how the numbers lie in memory.
+"""Checks on the tensors that kernels read and write: shape, dtype, device, strides and alignment.
 
-Each check raises ValueError with the operand's name, its value and the rule. Kernels read and write 16 bytes
-at a time. So addresses, the bytes of a row and the distance of two rows must be multiples of 16 bytes.
+Each check raises ValueError with the tensor's name, its value and the rule. Kernels read and write 16 bytes
+at a time. Therefore addresses, the bytes of a row, and the distance from one row to the next must be
+multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 VECTOR_BYTES = 16
 
 MAX_ROWS = 2**31 - 1
-"""The most rows of an operand, because kernels store positions of rows as int32."""
+"""The most rows of a tensor, because kernels store positions of rows as int32."""
 
 
 def check_tensor(
@@ -26,12 +27,13 @@ def check_tensor(
     device: torch.device | None = None,
     contiguous: bool = False,
 ) -> None:
-    """Raises ValueError unless a tensor has the required properties; None and False require nothing.
+    """Raises ValueError unless a tensor has the required properties. None and False require nothing.
 
-    shape: sizes. A letter stands for any size: ("T", 8) takes (3, 8) and (0, 8).
+    name: the tensor's name, for the error.
+    shape: the required sizes. A string stands for any size: ("T", 8) allows (3, 8) and (0, 8).
     dtypes: the dtypes that are allowed.
-    device: where the tensor must be.
-    contiguous: whether it must be contiguous.
+    device: the device on which the tensor must be.
+    contiguous: whether the tensor must be contiguous.
     """
     if shape is not None and not _fits(tensor.shape, shape):
         raise ValueError(f"{name} of shape {tuple(tensor.shape)} must have the shape {_listed(shape)}")
@@ -44,13 +46,16 @@ def check_tensor(
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
-    """Raises ValueError unless a tensor's dtype is a floating-point type."""
+    """Raises ValueError unless a tensor's dtype is a floating-point type. The error has the tensor's name."""
     if not tensor.is_floating_point():
         raise ValueError(f"{name} of dtype {tensor.dtype} must be of a floating-point type")
 
 
 def check_memory(**operands: Mapping[str, Tensor | None]) -> None:
-    """Raises ValueError if the kernels would read an operand wrongly; see `memory_misfit`."""
+    """Raises ValueError if kernels could not read the strides or the address of a tensor.
+
+    operands: ``rows`` and ``dense``, tensors by name, with the rules of `memory_misfit`.
+    """
     if (why := memory_misfit(**operands)) is not None:
         raise ValueError(why)
 
@@ -58,12 +63,13 @@ def check_memory(**operands: Mapping[str, Tensor | None]) -> None:
 def memory_misfit(
     *, rows: Mapping[str, Tensor | None] | None = None, dense: Mapping[str, Tensor | None] | None = None
 ) -> str | None:
-    """Returns why the kernels would read one of these operands wrongly; None if all are right.
+    """Returns why kernels could not read the strides or the address of a tensor; None if they can read all.
 
-    rows: operands (rows, columns) by name. Their rows may lie apart.
-    dense: operands by name that must be contiguous.
+    rows: tensors (rows, columns) by name. There may be gaps between rows, but not between columns.
+    dense: tensors by name that must be contiguous.
 
-    All must begin at a multiple of 16 bytes. An operand without elements always fits.
+    The address of each tensor must be a multiple of 16 bytes. Tensors without elements and None are not
+    checked.
     """
     reasons = [_misplaced_rows(name, tensor) for name, tensor in (rows or {}).items() if tensor is not None]
     reasons += [
@@ -78,10 +84,10 @@ def memory_misfit(
 
 
 def strides_fit(rows: Tensor) -> bool:
-    """Returns whether kernels can read these rows (rows, columns), judged by the strides.
+    """Returns whether kernels can read a tensor (rows, columns) with its strides.
 
-    Columns must be adjacent. Rows must not overlap, and must lie a multiple of 16 bytes apart. The stride of
-    a dimension of size 1 or 0 does not matter.
+    The column stride must be 1. Rows must not overlap, and the row stride must be a multiple of 16 bytes. The
+    stride of a dimension of size 0 or 1 does not matter.
     """
     columns_fit = rows.shape[1] <= 1 or rows.stride(1) == 1
     stride = rows.stride(0)
@@ -90,7 +96,10 @@ def strides_fit(rows: Tensor) -> bool:
 
 
 def _misplaced_rows(name: str, rows: Tensor) -> str | None:
-    """Returns why kernels cannot read these rows; None if they can."""
+    """Returns why kernels cannot read a tensor (rows, columns) with its strides; None if they can.
+
+    name: the tensor's name, for the reason.
+    """
     if not rows.numel() or strides_fit(rows):
         return None
     return (
@@ -101,25 +110,25 @@ def _misplaced_rows(name: str, rows: Tensor) -> str | None:
 
 
 def _gap(name: str, tensor: Tensor) -> str | None:
-    """Returns the error for a tensor that is not contiguous; None if it is."""
+    """Returns the error message for a tensor that is not contiguous; None if it is contiguous."""
     if tensor.is_contiguous():
         return None
     return f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} must be contiguous"
 
 
 def _fits(sizes: Sequence[int], wanted: Sequence[int | str]) -> bool:
-    """Returns whether sizes match a required shape, in which letters stand for any size."""
+    """Returns whether the sizes of a tensor match the wanted sizes, in which a string stands for any size."""
     return len(sizes) == len(wanted) and all(
         isinstance(size, str) or size == have for have, size in zip(sizes, wanted, strict=True)
     )
 
 
 def _listed(shape: Sequence[int | str]) -> str:
-    """Returns a required shape as text. Example: ("T", 8) -> "(T, 8)"."""
+    """Returns a wanted shape as text. Example: ("T", 8) -> "(T, 8)"."""
     return f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
 
 
-# ---- the numbers that a launch takes
+# ---- addresses and strides of tensors, which launches take as integers
 
 
 def address(tensor: Tensor | None) -> int:
@@ -128,9 +137,12 @@ def address(tensor: Tensor | None) -> int:
 
 
 def at(**rows: Tensor | None) -> dict[str, int]:
-    """Returns the address and the row stride of each operand, under its name and its name with "_stride".
+    """Returns the address and the row stride of each tensor, as a launch takes them.
 
-    Both are 0 for None. Example: at(a=rows) -> {"a": address, "a_stride": elements}.
+    The address has the tensor's name as key; the row stride, in elements, has the name with "_stride". Both
+    are 0 for None.
+
+    Example: at(a=rows) -> {"a": address, "a_stride": elements}.
     """
     fields = {}
     for name, tensor in rows.items():
@@ -140,13 +152,13 @@ def at(**rows: Tensor | None) -> dict[str, int]:
 
 
 def row_stride(rows: Tensor) -> int:
-    """Returns the elements from one row to the next.
+    """Returns the number of elements from one row of a tensor (rows, columns) to the next.
 
-    With fewer than two rows the stride says nothing, so it is the number of columns.
+    If there are fewer than two rows, it is the number of columns: torch may report any stride then.
     """
     return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
 
 
 def cuda_index(device: torch.device) -> int:
-    """Returns the index of a CUDA device; that of the current device if ``device`` has none."""
+    """Returns the index of a CUDA device, or the index of the current device if ``device`` has none."""
     return torch.cuda.current_device() if device.index is None else device.index

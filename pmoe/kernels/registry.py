@@ -1,17 +1,19 @@
-"""Chooses which implementation computes a product: pmoe's own kernels, or a plain one.
+"""Chooses which implementation computes a grouped product: pmoe's own kernels or a plain one.
 
-The first candidate is the challenger. The others are the plain implementations, in the order of preference.
-Each candidate says why it would refuse a request; those that do not refuse are willing. The rule:
+Each implementation is a candidate. It returns reasons to refuse a product, or none: then it is called
+willing. The first candidate (pmoe's kernels) is called the challenger, because it must prove to be faster.
+The other candidates are called plain, and are listed in order of preference. The first rule that applies
+chooses:
 
-    forced by name          the candidate that `Registry.forcing` names
-    measured                the faster of the challenger and the first willing plain one
-    not measured            the first willing plain one: a kernel is used only after it was checked and timed
-    in deterministic mode   the same, so that no measurement changes which kernel runs
+    a user forces a candidate   that candidate (`Registry.forcing`)
+    deterministic mode is on    the first willing plain candidate, so that measurements do not change results
+    times were measured         the faster of the challenger and the first willing plain candidate
+    nothing was measured        the first willing plain candidate, because kernels are checked when measured
 
-The registry itself measures nothing. `pmoe.measure.product_choices` does, and also checks that the
-challenger's results are right.
+This module measures nothing. `pmoe.measure.product_choices` measures times, and also checks that the
+challenger computes correctly.
 
-PMOE_LOG_KERNELS=1 logs each choice once for each request, with the logger "pmoe".
+PMOE_LOG_KERNELS=1 logs each choice once for each kind of product, with the logger "pmoe".
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from pmoe.kernels.operands import memory_misfit
 from pmoe.warn import log, warn_once
 
 Form = Literal["forward", "input", "weight"]
-"""Which product: rows times each expert's matrix, the gradient of those rows, or that of the matrices."""
+"""One of three products: rows times each expert's weights, gradient of the rows, gradient of the weights."""
 
 
 def bucket(rows: int) -> int:
-    """Returns the smallest power of two that is at least ``rows``.
+    """Returns the smallest power of two that is at least ``rows``, so that similar sizes share a choice.
 
     Example: 1000 -> 1024, 1024 -> 1024, 0 -> 1.
     """
@@ -44,11 +46,17 @@ def bucket(rows: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductRequest:
-    """A kind of product: its form, sizes and device. Choices are stored by it.
+    """A grouped product that is to be computed: form, sizes and device. Choices are stored by request.
 
-    device: not compared; devices of one name count as the same.
-    device_name: "" stands for the device's own name.
-    rows: the `bucket` of the number given, so that similar batches share a choice.
+    form: which of the three products.
+    device: the device that computes. It is not compared: devices of the same name share a choice.
+    device_name: name of the device; "" is replaced by torch's name for the device.
+    dtype: dtype of the operands.
+    experts: number of experts.
+    rows: number of rows of all experts together. It is rounded up to a power of two, so that batches of
+        similar size share a choice.
+    in_features, out_features: columns and rows of each expert's weight matrix.
+    bias: whether a bias is added.
     """
 
     form: Form
@@ -80,16 +88,18 @@ class ProductRequest:
 
 
 class ProductOperands(NamedTuple):
-    """The tensors of one product.
+    """The tensors of one grouped product, with N rows, E experts, I in-features and O out-features.
 
         form      first         second             result
         forward   rows (N, I)   weight (E, O, I)   (N, O)
         input     grad (N, O)   weight (E, O, I)   (N, I)
         weight    grad (N, O)   rows (N, I)        (E, O, I)
 
+    form: which of the three products.
+    first, second: the operands, as in the table.
     experts: E.
     bias: (E, O), or None.
-    out: memory for the result; None if the implementation allocates it.
+    out: memory for the result; None lets the implementation allocate it.
     """
 
     form: Form
@@ -101,7 +111,7 @@ class ProductOperands(NamedTuple):
 
     @property
     def request(self) -> ProductRequest:
-        """The kind of product that these operands are."""
+        """The form, sizes, dtype and device of this product, by which the registry stores choices."""
         if self.form == "weight":
             num_out, num_in = self.first.shape[1], self.second.shape[1]
         else:
@@ -120,12 +130,12 @@ class ProductOperands(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ProductCandidate:
-    """One implementation of the products.
+    """One implementation of the grouped products.
 
-    name: as choices and logs call it.
-    reasons: returns why it would refuse a request on the request's device; an empty list if it would not.
-    misfit: returns why it would refuse these operands of a request that it takes (strides, alignment); else
-        None.
+    name: its name in choices and logs.
+    reasons: function that returns why the implementation refuses a request; an empty list if it does not.
+    layout_problem: function that returns why the implementation cannot read the strides or addresses of given
+        operands; None if it can.
     """
 
     name: str
@@ -135,11 +145,11 @@ class ProductCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredChoice:
-    """The faster of the two candidates that were timed.
+    """The faster of the two candidates that were timed for a request.
 
-    choice: its name.
-    seconds: by candidate, on the slowest rank.
-    when: ISO 8601, UTC.
+    choice: name of the faster candidate.
+    seconds: measured seconds of each candidate by name, on the slowest rank.
+    when: time of the measurement in UTC, as ISO 8601.
     """
 
     choice: str
@@ -148,9 +158,14 @@ class MeasuredChoice:
 
 
 class Registry:
-    """The candidates in the order of preference, the choices among them, and the reasons.
+    """Candidates that compute grouped products, the choices among them, and the reasons for these choices.
 
-    The first candidate is the challenger. The last one must refuse nothing.
+    candidates: in the order of preference. The first is the challenger, which is used only if it was measured
+        to be faster. The last must refuse nothing.
+    challenger: name of the first candidate.
+    forced: the candidate that `forcing` names at present; None outside such a block.
+    measured: measured choices by request.
+    faults: results of checks of the challenger.
     """
 
     candidates: tuple[ProductCandidate, ...]
@@ -162,7 +177,7 @@ class Registry:
         self.forced: ProductCandidate | None = None
         self.measured: dict[ProductRequest, MeasuredChoice] = {}
         self.faults: dict[Any, str | None] = {}
-        """What the challenger computed wrongly, by the case that was checked; None if it was right."""
+        """By checked case, what the first candidate computed wrongly; None if all was right."""
         self._named = {candidate.name: candidate for candidate in candidates}
         self._distrusted: dict[tuple[str, torch.dtype], str] = {}
         self._unmeasured: dict[ProductRequest, str] = {}
@@ -171,18 +186,21 @@ class Registry:
     # ---- results of measurements
 
     def learn(self, request: ProductRequest, found: MeasuredChoice) -> None:
-        """Stores a measured choice. The rule takes it from now on."""
+        """Stores a measured choice. From now on `choose` follows it."""
         self.measured[request] = found
         self._ranked.pop((request, False), None)
 
     def learn_failure(self, request: ProductRequest, why: str) -> None:
-        """Stores why a measurement failed. From now on the request counts as not measured."""
+        """Stores why the measurement of a request failed. From now on the request counts as not measured."""
         self.measured.pop(request, None)
         self._unmeasured[request] = why
         self._ranked.pop((request, False), None)
 
     def distrust(self, request: ProductRequest, why: str) -> None:
-        """Makes the challenger refuse all requests of this request's device name and dtype."""
+        """Makes pmoe's kernels refuse all requests with this request's device name and dtype.
+
+        why: what the kernels computed wrongly. The reason is shown in warnings and logs.
+        """
         self._distrusted[request.device_name, request.dtype] = why
         self._ranked.clear()
 
@@ -191,10 +209,12 @@ class Registry:
     def choose(self, request: ProductRequest, operands: Any = None) -> str:
         """Returns the name of the candidate that computes a product.
 
-        operands: the product's tensors. If they do not fit the candidate that the rule names, the next
-            willing one is tried. None checks the request alone.
+        request: the product's form, sizes, dtype and device.
+        operands: the product's tensors. If the chosen candidate cannot read their memory, the next candidate
+            that does not refuse is tried. None skips this check.
 
-        Warns once for each reason for which the challenger is passed over on CUDA.
+        If the first candidate (pmoe's kernels) cannot be used on a CUDA device, it warns once for each
+        reason.
         """
         if self.forced is not None:
             fits = operands is None or self.forced.layout_problem(operands) is None
@@ -209,9 +229,12 @@ class Registry:
 
     @contextmanager
     def forcing(self, name: str) -> Iterator[None]:
-        """Makes every choice in the block ``name``, on any device and thread. Nothing need be measured.
+        """Makes `choose` return the candidate ``name`` inside a with-block, for all devices and threads.
 
-        Operands that do not fit it go to the last candidate. Raises ValueError for an unknown name.
+        No measurement is needed. If the candidate cannot read a product's operands, `choose` returns the last
+        candidate.
+
+        Raises ValueError for an unknown name.
         """
         if name not in self._named:
             raise ValueError(f"name ({name!r}) must be one of {', '.join(self._named)}")
@@ -223,38 +246,50 @@ class Registry:
             self.forced = outer
 
     def competing(self, request: ProductRequest) -> tuple[str, str] | None:
-        """Returns the challenger and the plain candidate to time against it; None if there are no two."""
+        """Returns two candidates to time: pmoe's kernels and the first other one that does not refuse.
+
+        Both are names. Returns None if pmoe's kernels refuse the request.
+        """
         willing = self._willing(request)
         return (willing[0], willing[1]) if len(willing) > 1 and willing[0] == self.challenger else None
 
     def _rank(self, request: ProductRequest) -> tuple[ProductCandidate, ...]:
-        """Returns the willing candidates, the rule's choice first. The result is stored until it changes."""
+        """Returns the candidates that do not refuse a request, in the order in which `choose` tries them.
+
+        The result is cached until a new measurement or a failed check may change it.
+        """
         key = (request, torch.are_deterministic_algorithms_enabled())
         ranked = self._ranked.get(key)
         if ranked is None:
             willing = self._willing(request)
             first, _ = self._first(request, willing)
-            # If operands do not fit the first, plain candidates follow in the order of preference. The
-            # challenger never comes second: it would be used without having won a measurement.
+            # If the first candidate cannot read the operands, plain candidates are tried in the order of
+            # preference. The challenger is not among them, because it must win a measurement before it is
+            # used.
             names = [first, *(name for name in willing if name not in (first, self.challenger))]
             ranked = self._ranked[key] = tuple(self._named[name] for name in names)
             self._warn_of_fallback(self.candidates[0], request, self._refusals(request)[self.challenger])
             if os.environ.get("PMOE_LOG_KERNELS", "") not in ("", "0"):
-                log.warning("%s", self.explain(request))  # warning: users who asked for it must see it
+                log.warning("%s", self.explain(request))  # warnings show without configured logging
         return ranked
 
     def _refusals(self, request: ProductRequest) -> dict[str, list[str]]:
-        """Returns by candidate the reasons why it refuses a request."""
+        """Returns each candidate's reasons to refuse a request, by the candidate's name. [] means that it
+        does not.
+        """
         refusals = {candidate.name: candidate.reasons(request) for candidate in self.candidates}
         why = self._distrusted.get((request.device_name, request.dtype))
         return refusals if why is None else {**refusals, self.challenger: [*refusals[self.challenger], why]}
 
     def _willing(self, request: ProductRequest) -> list[str]:
-        """Returns the names of the candidates that do not refuse a request."""
+        """Returns the names of the candidates that do not refuse a request, in the order of preference."""
         return [name for name, reasons in self._refusals(request).items() if not reasons]
 
     def _first(self, request: ProductRequest, willing: Sequence[str]) -> tuple[str, str]:
-        """Returns the rule's choice and why: (name, reason)."""
+        """Returns (name of the best candidate for a request, why it is the best).
+
+        willing: names of the candidates that do not refuse the request, in the order of preference.
+        """
         plain = next(name for name in willing if name != self.challenger)
         if self.challenger not in willing:
             return plain, f"{self.challenger} refuses"
@@ -267,7 +302,9 @@ class Registry:
         return plain, self._unmeasured.get(request, "not measured, and only a measured kernel replaces it")
 
     def explain(self, request: ProductRequest) -> str:
-        """Returns a choice as text: the request, each candidate's refusal or time, the choice and why.
+        """Returns a text that explains the choice for a request: each candidate's time or reason to refuse.
+
+        "willing" means that a candidate does not refuse, but was not timed.
 
         forward bfloat16 experts=8 rows=4096 in=1024 out=4096 on NVIDIA H200
           pmoe        0.104 ms
@@ -293,7 +330,10 @@ class Registry:
     def _warn_of_fallback(
         self, candidate: ProductCandidate, request: ProductRequest, reasons: Iterable[str]
     ) -> None:
-        """Warns once for each reason for which the challenger is passed over on CUDA."""
+        """Warns, once for each reason, that pmoe's kernels cannot be used on a CUDA device.
+
+        It does nothing for other candidates and other devices.
+        """
         if candidate is self.candidates[0] and request.device.type == "cuda":
             for reason in reasons:
                 message = f"products are computed without {candidate.name}'s kernels: {reason}"
@@ -309,14 +349,14 @@ BIAS = "bias: grouped_mm has none, and adding it afterwards rounds twice"
 
 
 def _pmoe_reasons(request: ProductRequest) -> list[str]:
-    """Returns why pmoe's kernels would refuse a request."""
+    """Returns why pmoe's kernels refuse a request; an empty list if they do not."""
     columns = {"in_features": request.in_features, "out_features": request.out_features}
     why = grouped_gemm.refusal(request.device, request.dtype, **columns)
     return [] if why is None else [why]
 
 
 def _pmoe_misfit(operands: ProductOperands) -> str | None:
-    """Returns why pmoe's kernels would refuse these operands; None if they take them."""
+    """Returns why pmoe's kernels cannot read the strides or addresses of these operands; None if they can."""
     if not operands.first.is_cuda:
         return None  # on the CPU the reference takes any strides
     first, second = _named(operands)
@@ -327,7 +367,7 @@ def _pmoe_misfit(operands: ProductOperands) -> str | None:
 
 
 def _grouped_mm_reasons(request: ProductRequest) -> list[str]:
-    """Returns why one launch of grouped_mm would not compute a request."""
+    """Returns why PyTorch's grouped_mm refuses a request, or would not compute it in one launch."""
     device = request.device
     if device.type != "cuda":
         return [f"device {device.type}: a loop is as fast there and writes in place"]
@@ -344,7 +384,7 @@ def _grouped_mm_reasons(request: ProductRequest) -> list[str]:
     if request.experts >= 1024:
         reasons.append(f"{request.experts} experts: grouped_mm takes fewer than 1024")
     columns = {"in_features": request.in_features}
-    if request.form != "forward":  # forward's out_features are the result's columns, which torch pads
+    if request.form != "forward":  # in forward, out_features are columns of the result, which torch pads
         columns["out_features"] = request.out_features
     for name, count in columns.items():
         if count * request.dtype.itemsize % 16:
@@ -353,14 +393,17 @@ def _grouped_mm_reasons(request: ProductRequest) -> list[str]:
 
 
 def _grouped_mm_misfit(operands: ProductOperands) -> str | None:
-    """Returns why grouped_mm would refuse these operands; None if it takes them."""
+    """Returns why PyTorch's grouped_mm cannot read these operands; None if it can."""
     if operands.bias is not None:
         return BIAS
     return memory_misfit(dense=dict(_named(operands))) if operands.first.is_cuda else None
 
 
 def _named(operands: ProductOperands) -> tuple[tuple[str, Tensor], tuple[str, Tensor]]:
-    """Returns the first and the second operand with their names."""
+    """Returns the two operands of a product, each with its name: (("rows", tensor), ("weight", tensor)).
+
+    The names are "grad" and "weight" for the form "input", "grad" and "rows" for the form "weight".
+    """
     first, second = {"forward": ("rows", "weight"), "input": ("grad", "weight"), "weight": ("grad", "rows")}[
         operands.form
     ]
@@ -374,7 +417,8 @@ PRODUCTS = Registry(
         ProductCandidate(name=LOOP, reasons=lambda request: []),
     ]
 )
-"""The choices of this process, for all layers. `pmoe.measure.products` has them measured.
+"""The implementations of grouped products, and the choices of this process, which all layers share.
 
-On the CPU the loop is as fast as any kernel, and writes in place.
+`pmoe.measure.product_choices` measures them. On the CPU the loop is as fast as any kernel, and it writes into
+given memory.
 """

@@ -1,16 +1,16 @@
 """Calls with inputs that are not plain tensors or have no values, and calls under dispatch modes.
 
-The layer runs on a plain tensor that is made from the input. The result gets the kind of the input:
+The layer runs on a plain tensor that is made from the input x. The result gets the type of x:
 
-    kind                        the layer's tokens             the result
+    input x                     the layer's tokens             the result
     jagged nested tensor        its values                     jagged, with the same offsets
     DTensor                     this rank's part               a DTensor with the same placements
     subclass, own functions     the tensor without its class   as the class makes it (``__torch_function__``)
     AsyncCollectiveTensor       the tensor, after a wait       plain
     meta, fake                  none                           a shape only (`pmoe.layer.shapes_only`)
 
-`pmoe.call.tensor_kinds.refused_kind` refuses other kinds. The refusal travels with the row counts, so every
-rank raises.
+`pmoe.call.tensor_kinds.refused_kind` refuses other types. A rank that refuses its input tells the others in
+the exchange of row counts, so that every rank raises.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 
 
 def call_with_any(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:
-    """Computes `MoELayer.forward` for any kind of tensor. Returns the kind of x.
+    """Computes a layer's forward for an input of any tensor type. The result has the type of x.
 
-    x: (..., d_model), the input.
-    of_tokens: (...), the other arguments with one value for each token: ids and mask. Each is plain, or of
-        the kind of x.
+    layer: the `MoELayer`.
+    x: (..., d_model), the input: one row for each token.
+    of_tokens: (...), further arguments with one value for each token: ids and mask. Each is a plain tensor,
+        or of the type of x.
 
     Raises what `MoELayer.forward` raises, and RuntimeError if make_fx or torch.export traces the call.
     """
@@ -50,7 +51,11 @@ def call_with_any(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tens
 
 
 def _call(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:
-    """Calls the layer by the kind of x. A kind may hold another one, so this may call itself."""
+    """Calls the layer in the way that the type of x needs. One type may wrap another: then it calls itself.
+
+    x: (..., d_model), the input.
+    of_tokens: (...), further arguments with one value for each token.
+    """
     if not isinstance(x, Tensor) or refused_kind(x, layer.d_model) is not None:
         return layer._forward_plain(x, *of_tokens)  # raises the refusal, on every rank
     if is_jagged(x):
@@ -68,7 +73,11 @@ def _call(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tensor:
 
 
 def _jagged(layer: MoELayer, x: Any, *of_tokens: Tensor | None) -> Tensor:
-    """Calls the layer with the values of a jagged nested tensor, and returns one with the same offsets."""
+    """Calls the layer with the values of a jagged nested tensor, and returns one with the same offsets.
+
+    x: the jagged nested tensor, its last dimension d_model.
+    of_tokens: ids and mask, each a plain tensor of all values or a jagged nested tensor.
+    """
     values = x.values()
     y = _call(layer, values, *map(_values, of_tokens))
     if not isinstance(y, Tensor) or y.shape[:-1] != values.shape[:-1]:
@@ -87,7 +96,11 @@ def _values(of_tokens: Any) -> Tensor | None:
 
 
 def _distributed(layer: MoELayer, x: Any, *of_tokens: Tensor | None) -> Tensor:
-    """Calls the layer with this rank's part of a DTensor, and returns one with the same placements."""
+    """Calls the layer with this rank's part of a DTensor, and returns one with the same placements.
+
+    x: the DTensor, (..., d_model).
+    of_tokens: ids and mask, (...): each this rank's part, or a DTensor.
+    """
     local = x.to_local()
     y = _call(layer, local, *map(_local, of_tokens))
     if not isinstance(y, Tensor) or y.shape[:-1] != local.shape[:-1]:
@@ -106,7 +119,11 @@ def _local(of_tokens: Any) -> Tensor | None:
 
 
 def _as_function(x: Tensor, layer: MoELayer, *of_tokens: Tensor | None) -> Tensor:
-    """Makes the call as one of torch's functions, so that x's class handles it (``__torch_function__``)."""
+    """Makes the call as one of torch's functions, so that x's class handles it (``__torch_function__``).
+
+    x: (..., d_model), of a tensor subclass, or a plain tensor, on which the layer is called.
+    of_tokens: (...), further arguments with one value for each token.
+    """
     if has_torch_function_unary(x):
         y: Tensor = handle_torch_function(_as_function, (x,), x, layer, *of_tokens)
         return y
@@ -115,7 +132,7 @@ def _as_function(x: Tensor, layer: MoELayer, *of_tokens: Tensor | None) -> Tenso
 
 
 class _Waited(torch.autograd.Function):
-    """The result of a collective that may still be running: waits for it, and returns a plain tensor."""
+    """Waits for a collective that may still be computing x, and returns x as a plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:

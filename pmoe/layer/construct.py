@@ -40,7 +40,10 @@ def check_arguments(
     shared_gate: bool,
     z_loss_weight: float,
 ) -> None:
-    """Raises ValueError or TypeError for wrong arguments of `pmoe.MoELayer` outside `LayerOptions`."""
+    """Raises ValueError or TypeError for wrong arguments of `pmoe.MoELayer`.
+
+    It checks those arguments that `LayerOptions` does not hold and check itself.
+    """
     check_not_negative(z_loss_weight=z_loss_weight)
     find_activation(activation)
     check_place(device, dtype)
@@ -53,9 +56,10 @@ def check_arguments(
 
 
 def check_together(modules: LayerModules, shared_expert: int | nn.Module | None) -> None:
-    """Raises ValueError if options contradict each other or the modules.
+    """Raises ValueError if a layer's options contradict each other or the layer's modules.
 
-    shared_expert: the argument, for errors.
+    parts: the layer's modules and options.
+    shared_expert: MoELayer's argument ``shared_expert``, for errors.
     """
     options = modules.options
     pair = modules.options.restore
@@ -74,6 +78,7 @@ def check_together(modules: LayerModules, shared_expert: int | nn.Module | None)
         from pmoe.engine.variants.offload import check_host_memory
 
         reference = modules.reference_parameter
+
         check_host_memory(pair, torch.empty(0).device if reference is None else reference.device)
     if options.memory_budget is not None:
         from pmoe.layer.predict_memory import check_budget
@@ -98,8 +103,9 @@ SIZES = ("d_model", "d_hidden", "num_experts", "top_k")
 def set_option(layer: MoELayer, name: str, value: object) -> None:
     """Sets an option of a built layer.
 
-    Raises what building a layer with it would raise, and changes nothing then. Raises AttributeError if
-    ``name`` is a switch, which is set through ``layer.switches``.
+    Raises the error that building a layer with this option would raise. Raises AttributeError if ``name`` is
+    a switch (a field of `Switches`), which is set through ``layer.switches``. After an error nothing has
+    changed.
     """
     if name in Switches.__dataclass_fields__:
         raise AttributeError(
@@ -128,8 +134,9 @@ def make_layer_gate(
 ) -> nn.Module:
     """Returns the gate of a layer: makes the one of that name, or checks a user's module.
 
+    spec: the layer's options.
     gate, normalize_gate, z_loss_weight: arguments of `pmoe.MoELayer`.
-    factory_options: device and dtype of the parameters.
+    options: device and dtype of the parameters.
 
     Raises TypeError or ValueError for arguments that do not fit together.
     """
@@ -155,12 +162,13 @@ def make_experts(
     bias: bool,
     factory_options: dict[str, Any],
 ) -> Experts:
-    """Returns this rank's experts: makes those of that name, or wraps a user's modules.
+    """Returns this rank's experts: makes "ffn" or "swiglu" experts, or wraps a user's modules.
 
-    Their values depend on the seed and on their numbers among all experts, but not on the number of ranks.
+    Their random values depend on the seed and on their numbers among all experts, but not on the number of
+    ranks.
 
     expert, activation, bias: arguments of `pmoe.MoELayer`.
-    factory_options: device and dtype of the parameters.
+    options: device and dtype of the parameters.
     """
     sizes = (layer.d_model, layer.d_hidden, layer.num_local_experts)
     if isinstance(expert, str):
@@ -179,10 +187,10 @@ def make_grid(
 ) -> Grid:
     """Returns the ranks of a layer, from its argument ``group`` or ``mesh``.
 
-    device: that of its parameters.
+    device: device of the layer's parameters.
 
     Warns if a launcher has started several processes, but torch.distributed is not initialised: the layer
-    then belongs to this process alone.
+    then runs on this process alone.
 
     Raises ValueError if both arguments are given.
     """
@@ -200,7 +208,7 @@ def make_grid(
 
 
 def _warn_of_other_processes() -> None:
-    """Warns if this process is one of several, for a layer that is built for one rank by default.
+    """Warns if a layer is built for one rank, although a launcher has started several processes.
 
     Not called for layers on the meta device. They have no values yet, and are spread when they get some.
     """
@@ -216,9 +224,11 @@ def _warn_of_other_processes() -> None:
 
 
 def check_fit(num_experts: int, d_hidden: int, grid: Grid, across: str) -> None:
-    """Raises ValueError if the ranks cannot share the experts, or their hidden columns, evenly.
+    """Raises ValueError if experts or their hidden columns cannot be divided evenly among the ranks.
 
-    across: the name of the ranks that share the experts, for errors.
+    grid: the ranks. Experts are divided among ``grid.across``, each expert's hidden columns among
+        ``grid.inside``.
+    across: name of the ranks that share the experts, for errors.
     """
     if num_experts % grid.ep.size:
         size = grid.ep.size

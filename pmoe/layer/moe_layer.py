@@ -48,7 +48,7 @@ NO_GRAPH = (
 
 
 def _breaks_graphs(forward: F) -> F:
-    """Returns ``forward`` excluded from torch.compile, with `NO_GRAPH` as the reason.
+    """Excludes ``forward`` from torch.compile, with `NO_GRAPH` as the reason that torch reports.
 
     torch.compiler.disable does the same, but it imports the compiler, which is slow.
     """
@@ -59,11 +59,11 @@ def _breaks_graphs(forward: F) -> F:
 
 
 class MoELayer(OldAttributes, nn.Module):
-    """A Mixture-of-Experts layer: experts are spread over ranks, tokens travel in micro-batches.
+    """A Mixture-of-Experts layer: experts are spread over ranks, tokens are sent to them in micro-batches.
 
-    The gate sends each token to top_k experts. The token's output is the sum of theirs, each times its
-    routing weight. Rank r of W holds the experts [r * E / W, (r + 1) * E / W). All-to-alls carry rows between
-    ranks while experts compute (MPipeMoE, section III.B). docs/choosing.md says which options to use when.
+    The gate sends each token to top_k experts. The token's output is the sum of these experts' outputs, each
+    times its routing weight. Of W ranks, rank r holds the experts [r * E / W, (r + 1) * E / W). All-to-alls
+    carry rows between ranks while experts compute (MPipeMoE, section III.B). See docs/choosing.md.
 
     Args:
         d_model: M, the columns of input and output.
@@ -73,19 +73,19 @@ class MoELayer(OldAttributes, nn.Module):
         device, dtype: those of the parameters.
 
         expert: "ffn", "swiglu", a callable that builds one expert, a ModuleList of this rank's experts, or a
-            `pmoe.experts.Experts`. An expert that is a module maps (N, M) to (N, M).
+            `pmoe.experts.Experts`. An expert that is a module maps N rows, (N, M), to (N, M).
         activation: the nonlinearity of "ffn": "relu", "gelu" (exact) or "silu".
         bias: whether "ffn" and "swiglu" experts have b1 and b2.
-        shared_expert: an expert for all tokens: its width, or a module that maps (T, M) to (T, M).
+        shared_expert: an expert for all T tokens: its width, or a module that maps (T, M) to (T, M).
         shared_gate: whether sigmoid(shared_gate(x)) scales the output of the shared expert.
 
         gate: a name in `pmoe.gates.GATES`, or a module that maps (T, M) to a `pmoe.Routing`.
         normalize_gate: whether a token's weights are divided by their sum; None is the gate's default.
         z_loss_weight: the factor of the router z-loss in l_aux.
         capacity_factor: each rank keeps its first ceil(factor * T * K / E) rows per expert; None keeps all.
-        pad_to_capacity: sends every expert exactly its capacity of rows, so the host waits for nothing.
+        pad_to_capacity: pads the rows of every expert to the capacity, so the host waits for no row counts.
         check_finite: raises on every rank if gate logits of any rank are not finite. False does not check;
-            None checks unless the host would wait for the check alone.
+            None checks unless the host would wait only for this check.
 
         pipeline: n, the number of micro-batches; False is 1. True finds n by trials (MPipeMoE, Algorithm 1);
             "solve" computes it from measured costs (FSMoE, Algorithm 1).
@@ -93,19 +93,20 @@ class MoELayer(OldAttributes, nn.Module):
         fused: True computes both passes by COMET's fused kernels, "forward" only forward, "auto" both if that
             was measured to be faster. "persistent" computes each pass by one kernel of FlashDMoE.
 
-        memory_reuse: False keeps T_DI and T_M of all micro-batches for backward. "S1" to "S4" or a
-            `pmoe.Restore` free and restore them; True takes the cheapest of S1 to S4 by Eq. 10.
+        memory_reuse: False keeps received rows (T_DI) and hidden activations (T_M) for backward. "S1" to "S4"
+            or a `pmoe.Restore` free and restore them; True takes the cheapest of S1 to S4 (by Eq. 10).
         memory_budget: the most bytes that any routing may take, such as "2GiB". If pipeline or memory_reuse
-            is True, the layer takes the fastest n or restore pair within the budget.
-        slack: a ring slot holds ceil(slack * T * K / n) rows. More skewed routing is cut more finely.
+            is True, the layer takes the fastest n or memory_reuse within the budget.
+        slack: buffers that chunks share hold ceil(slack * T * K / n) rows. Skewed routing gets more chunks.
 
         group: the process group; None is the default group, and `Ranks.single()` one rank.
-        mesh: a device mesh "ep" x "esp" in place of group. "esp" splits each expert's hidden columns.
-        dispatch: "flat", "hierarchical_1d", "hierarchical_2d", "auto" (by the profile), or a `pmoe.Dispatch`.
-        combine: the all-to-all of the way back, or a `pmoe.Combine`; None is the same as dispatch.
-        nodes: for hierarchical ones: ranks in a node, or the node of each rank; None: LOCAL_WORLD_SIZE.
+        mesh: a device mesh ("ep", "esp") in place of group. "esp" splits each expert's hidden columns.
+        dispatch: the all-to-all to experts: "flat", "hierarchical_1d", "hierarchical_2d", "auto" (which takes
+            the fastest of them), or a `pmoe.Dispatch`.
+        combine: the all-to-all of the results, named as dispatch, or a `pmoe.Combine`; None is as dispatch.
+        nodes: if hierarchical, ranks in a node, or the node of each rank; None reads LOCAL_WORLD_SIZE.
         send_once: sends a token only once to a rank that holds several of its top_k experts.
-        order: "sorted", "einsum" (GShard's, a slow reference), or a `pmoe.Order`.
+        order: how rows are sorted: "sorted", "einsum" (GShard's, a slow reference), or a `pmoe.Order`.
         callbacks: `pmoe.Callback` objects, which may replace rows at six points of a call.
 
     Options such as ``layer.pipeline`` may be set on a built layer, the same on all ranks; the four sizes may
@@ -254,7 +255,10 @@ class MoELayer(OldAttributes, nn.Module):
 
     @property
     def layer_modules(self) -> LayerModules:
-        """The modules and options of the layer, with all that follows from them. Cached until one changes."""
+        """The layer's modules and options, with all that follows from them.
+
+        The record is cached until a module or an option changes.
+        """
         modules = self._layer_modules
         children = self._modules
         # Some tools write modules directly into _modules. __setattr__, which clears the cache, misses that.
@@ -269,7 +273,10 @@ class MoELayer(OldAttributes, nn.Module):
         return modules
 
     def _make_layer_modules(self) -> LayerModules:
-        """Returns the modules of the layer as they are now, with the experts and gate inside of wrappers."""
+        """Collects the layer's modules and options as they are now.
+
+        If a library has wrapped the experts or the gate, the modules inside of the wrappers are listed, too.
+        """
         shared_expert = None
         if self.shared_expert is not None:
             shared_expert = experts_inside("shared_expert", self.shared_expert)
@@ -298,8 +305,10 @@ class MoELayer(OldAttributes, nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute. An option goes into new, checked `options`, and a new module clears
-        `layer_modules`."""
+        """Sets an attribute. Options are checked, and a new module makes `parts` be collected again.
+
+        An option, such as ``layer.pipeline``, is stored in a new `spec`.
+        """
         if name in LayerOptions.__dataclass_fields__ or name in Switches.__dataclass_fields__:
             construct.set_option(self, name, value)
             return
@@ -309,7 +318,7 @@ class MoELayer(OldAttributes, nn.Module):
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that share the experts."""
+        """The ranks that share the layer's experts."""
         return self.grid.all
 
     @property
@@ -328,29 +337,29 @@ class MoELayer(OldAttributes, nn.Module):
         return Shard(self.grid.esp.rank, self.grid.esp.size)
 
     def _bind_to_ranks(self) -> None:
-        """Gives the all-to-alls their ranks, and the counter of the bytes that they send."""
+        """Gives the all-to-alls the ranks to send to, and the counter of the bytes that they send."""
         for exchange in (self.dispatch, self.combine, self.scalars):
             exchange.bind(self.grid.ep, self.traffic)
 
-    # On this method, not on one that it calls: torch.compile would then compile this method as a frame of its
-    # own, with a graph break of its own.
+    # The decorator is on this method and not on one that it calls, because torch.compile would then compile
+    # this method as a frame of its own, with a graph break of its own.
     @_breaks_graphs
     def forward(self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Maps x (..., d_model) to the same shape, in x's dtype, or in autocast's dtype under autocast.
 
         x: (..., d_model), the tokens. Ranks may have different numbers of tokens, or none.
         token_ids: (...) int64, for gates that route by them (`pmoe.Gate.needs_token_ids`).
-        mask: (...) bool or integer, True or not 0 where x has a token. Padding is not routed: it takes no
-            capacity, counts in no loss or statistic, and its output is zero. The output of the N tokens is
-            ``layer(x[mask])``; callbacks see only their rows, (N, d_model).
+        mask: (...) bool or integer, True or not 0 where x has a token. The other rows are padding: they are
+            not routed, take no capacity, count in no loss or statistic, and their output is zero. The output
+            of the N tokens is ``layer(x[mask])``; callbacks see only the tokens' rows, (N, d_model).
 
-        Raises ValueError on every rank, before any row travels, if any rank's input has another last
+        Raises ValueError on every rank, before any row is sent, if any rank's input has another last
         dimension, dtype or device than the layer, or if any rank's gate fails. Raises RuntimeError that names
-        the stage and the rank, if a peer does not come. While a CUDA graph is captured, raises RuntimeError
-        before any launch if the graph cannot hold the call.
+        the stage and the rank, if another rank does not take part in the call. While a CUDA graph is
+        captured, raises RuntimeError before any launch if the graph cannot hold the call.
 
-        Under activation checkpointing, `pmoe.checkpoint_contexts` keeps the routing for the second pass.
-        Without it, all ranks raise ValueError if the second pass routes any token differently.
+        Under activation checkpointing, `pmoe.checkpoint_contexts` keeps the routing for the second forward
+        pass. Without it, all ranks raise ValueError if the second pass routes any token differently.
         """
         if type(x) is not Tensor or x.is_meta or torch._C._len_torch_dispatch_stack():
             from pmoe.layer.calls_with_any import call_with_any
@@ -361,7 +370,10 @@ class MoELayer(OldAttributes, nn.Module):
     def _forward_plain(
         self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Computes `forward` for a plain tensor with values, (..., d_model). Refuses other kinds."""
+        """Computes `forward` for a plain tensor with values, x (..., d_model). Refuses other types.
+
+        token_ids, mask: (...), one value for each token, or None.
+        """
         call = begin_call(self, self.layer_modules, x, token_ids, mask)
         decision, y_TM = ExpertsCall(counts_source(call))()
         self.last = LastCall.of(decision)
@@ -375,10 +387,10 @@ class MoELayer(OldAttributes, nn.Module):
 
     @property
     def l_aux(self) -> Tensor:
-        """The auxiliary loss of the last call, a scalar on the graph of the call.
+        """The auxiliary loss of the last call, a scalar that is connected to the autograd graph of the call.
 
-        It keeps that graph alive until the next call, with all tensors that earlier layers saved for a
-        backward pass. To free them without a backward pass, set ``layer.l_aux = None``. Then, and before the
+        The layer keeps this graph alive until its next call, with all tensors that earlier layers saved for
+        backward. To free them without a backward pass, set ``layer.l_aux = None``. After that, and before the
         first call, the loss is a zero without a graph, on the device of the parameters.
         """
         return self.layer_modules.no_loss() if self.last.l_aux is None else self.last.l_aux
@@ -389,7 +401,10 @@ class MoELayer(OldAttributes, nn.Module):
 
     @property
     def ran(self) -> RunReport | None:
-        """The record of how the last call was run; None before the first call."""
+        """Record of how the last call was run: number of chunks, what was kept for backward, and so on.
+
+        None before the first call.
+        """
         return self.last.ran
 
     @property
@@ -401,15 +416,16 @@ class MoELayer(OldAttributes, nn.Module):
     def row_counts(self) -> RankCounts | None:
         """The row counts of the last call, on the host, for `predict_memory`; None before the first call.
 
-        Reading them may wait for the device.
+        Reading them may make the host wait for the device.
         """
         return None if self.last.counts is None else self.last.counts.rows()
 
     @property
     def tokens_per_expert(self) -> Tensor:
-        """(E,) int64 on the CPU: this rank's rows for each expert in the last call, without dropped rows.
+        """(E,) int64 on the CPU: this rank's rows for each of all E experts in the last call.
 
-        Zeros before the first call. Reading it may wait for the device.
+        Dropped rows are not counted. Zeros before the first call. Reading it may make the host wait for the
+        device.
         """
         if self.last.counts is None:
             return torch.zeros(self.num_experts, dtype=torch.int64, device="cpu")
@@ -417,11 +433,14 @@ class MoELayer(OldAttributes, nn.Module):
 
     @property
     def restore(self) -> Restore | bool:
-        """The restore pair; False without `memory_reuse`, True if the layer chooses the pair itself."""
+        """The restore pair: what becomes of received rows (T_DI) and hidden activations (T_M) until backward.
+
+        False without `memory_reuse`: both are kept. True if the layer chooses the pair itself.
+        """
         return self.options.restore
 
     def check_spread(self, mesh: DeviceMesh) -> None:
-        """Checks whether `spread` can spread the layer over ``mesh``. Changes nothing.
+        """Checks whether `spread` can spread the layer's experts over ``mesh``. Changes nothing.
 
         Raises ValueError or TypeError with the reason if it cannot.
         """
@@ -452,7 +471,7 @@ class MoELayer(OldAttributes, nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws new values for the parameters: the values that building the layer under this seed would give.
+        """Draws new random values for the parameters: those of a layer built under this seed.
 
         A layer from the meta device needs this after ``to_empty``. Every rank must call it, under one seed.
 
@@ -464,7 +483,7 @@ class MoELayer(OldAttributes, nn.Module):
         reshard.reset_parameters(self.layer_modules)
 
     def save_degrees(self, path: str | Path) -> None:
-        """Writes the degrees that pipeline=True has found for layers like this one into a JSON file.
+        """Writes the numbers of chunks that pipeline=True has found for layers like this one to a JSON file.
 
         Raises OSError if the file cannot be written.
         """
@@ -474,9 +493,9 @@ class MoELayer(OldAttributes, nn.Module):
         search.save_degrees(search.learned_in_this_process(self.layer_modules.ranks, key).tables, path, key)
 
     def load_degrees(self, path: str | Path) -> None:
-        """Loads the degrees that `save_degrees` wrote. All ranks take those of rank 0's file.
+        """Loads the numbers of chunks that `save_degrees` wrote. All ranks take those of rank 0's file.
 
-        Every rank must call it. Raises on every rank ValueError if rank 0's file is corrupt or belongs to
+        Every rank must call it. On every rank it raises ValueError if rank 0's file is corrupt or belongs to
         another layer, and OSError if it cannot be read.
         """
         from pmoe.choose import search
@@ -492,22 +511,25 @@ class MoELayer(OldAttributes, nn.Module):
         pipeline_backward: int | None = None,
         memory_reuse: StrategyName | Restore | None = None,
     ) -> PredictedMemory:
-        """Predicts the bytes that one forward and backward pass take on this rank.
+        """Predicts the bytes that one forward and one backward pass take on this rank.
 
         num_tokens: the number of this rank's tokens; without row_counts, the largest number of any rank.
-        row_counts: the row counts of a batch. `row_counts` of the layer are those of the last call. Without
-            them, the result is an upper bound for any routing.
-        pipeline, pipeline_backward, memory_reuse: used in place of the layer's own options; None uses these.
+        row_counts: the row counts of a batch. After a call, ``layer.row_counts`` are those of that call.
+            Without them, the result is an upper bound for any routing.
+        pipeline, pipeline_backward, memory_reuse: used in place of the layer's own options of these names;
+            None uses the layer's own.
 
-        Returns a `pmoe.planner.memory.PredictedMemory`. If the layer itself chooses n or the pair, it is that
-        of the choice with the largest peak, and its ``candidates`` hold all choices; under a memory budget,
-        all that stay within it. Its ``unknown`` names the user's own modules that are not counted. Rows are
-        assumed to have the dtype of the parameters, also under autocast.
+        Returns a `pmoe.planner.memory.PredictedMemory`. If the layer itself chooses the number of chunks n,
+        or what is kept for backward, the result is that of the choice with the largest peak, and its
+        ``candidates`` hold all choices; under a memory budget, all that stay within it. Its ``unknown`` names
+        the user's own modules that are not counted. Rows are assumed to have the dtype of the parameters,
+        also under autocast.
 
-        Raises ValueError or TypeError for arguments that are no such numbers, and ValueError
+        Raises ValueError or TypeError for arguments that are not of the types above or out of range, and
+        ValueError
 
-        - if n does not divide the bins of row_counts;
-        - if no choice stays within the budget, with the smallest budget that is possible;
+        - if n does not divide the number of parts of the batch (bins) in which row_counts are counted;
+        - if no choice stays within the budget; the message has the smallest budget that is possible;
         - if the layer has options whose memory is not predicted, such as fused kernels.
         """
         from pmoe.layer import predict_memory
@@ -529,7 +551,7 @@ class MoELayer(OldAttributes, nn.Module):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(with_new_names(state))  # type: ignore[no-untyped-call]
+        super().__setstate__(with_new_names(state))
 
     def extra_repr(self) -> str:
         reuse = "" if self.restore is False else f"memory_reuse={self.restore}, "

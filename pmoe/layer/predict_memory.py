@@ -1,4 +1,4 @@
-"""The prediction of the bytes of a call, and checks whether a layer's memory can be predicted."""
+"""Predicts the bytes of a call, and checks whether a layer's memory can be predicted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ USERS_OWN = {
     Feature.OWN_EXCHANGE: "dispatch or combine is a user's: what it allocates is not counted",
     Feature.MODULE_EXPERTS: "experts are a user's modules: counted as feed-forward experts of width d_hidden",
 }
-"""The notes about modules of a user, whose memory pmoe cannot know, by the feature that brings them."""
+"""Notes about modules of a user, whose memory pmoe cannot know, by the feature that stands for them."""
 
 
 def predict_memory(
@@ -34,7 +34,21 @@ def predict_memory(
     pipeline_backward: int | None,
     memory_reuse: StrategyName | Restore | None,
 ) -> PredictedMemory:
-    """Returns the result of `pmoe.MoELayer.predict_memory`, which describes the arguments and errors."""
+    """Predicts the bytes that one forward and one backward pass of a layer take on this rank.
+
+    `pmoe.MoELayer.predict_memory` is the method for users and lists the errors.
+
+    parts: the layer's modules and options.
+    num_tokens: number of this rank's tokens; without row_counts, the largest number of any rank.
+    row_counts: row counts of a batch; None predicts an upper bound for any routing.
+    pipeline, pipeline_backward: number of chunks (micro-batches) of forward and of backward; None takes the
+        layer's own.
+    memory_reuse: what becomes of the tensors between the passes, "S1" to "S4" or a Restore; None takes the
+        layer's own.
+
+    If the layer itself chooses among several of these, the result is for the choice with the largest peak,
+    and its ``candidates`` hold all choices.
+    """
     for name, value in (("pipeline", pipeline), ("pipeline_backward", pipeline_backward)):
         if value is not None:
             check_count(**{name: value})
@@ -59,10 +73,12 @@ def predict_memory(
 
 
 def check_predictable(modules: LayerModules) -> None:
-    """Raises ValueError for a layer whose memory is not predicted.
+    """Raises ValueError for a layer whose memory cannot be predicted.
 
-    That is a layer with a feature whose memory is unknown, or with fused kernels, which hold rows in a heap
-    of their own.
+    Either a feature of the layer takes unknown memory, or the layer uses fused kernels, which allocate memory
+    of their own for rows.
+
+    parts: the layer's modules and options.
     """
     reason = modules.refusal("memory")
     if reason is None and modules.options.fused:
@@ -75,7 +91,10 @@ def check_predictable(modules: LayerModules) -> None:
 
 
 def check_budget(modules: LayerModules) -> None:
-    """Raises ValueError for a layer that cannot keep a memory budget: part of its memory is unknown."""
+    """Raises ValueError if a layer cannot keep a memory budget, because part of its memory is unknown.
+
+    parts: the layer's modules and options.
+    """
     reason = modules.refusal("memory budget")
     like = modules.reference_parameter
     if reason is None and not modules.experts.columns("cpu" if like is None else like.device.type).hidden:
@@ -88,7 +107,10 @@ def check_budget(modules: LayerModules) -> None:
 
 
 def unknown(modules: LayerModules) -> tuple[str, ...]:
-    """Returns notes about the parts of a layer's memory that are not counted, because they are a user's."""
+    """Returns notes about memory that a prediction does not count, because the modules are a user's own.
+
+    parts: the layer's modules and options.
+    """
     notes = [note for feature, note in USERS_OWN.items() if feature in modules.features]
     shared = modules.shared_expert
     if shared is not None and not shared.columns("cpu").hidden:
@@ -102,9 +124,15 @@ def _ways(
     pipeline_backward: int | None,
     memory_reuse: StrategyName | Restore | None,
 ) -> list[Choice]:
-    """Returns the choices of n and the pair that the layer may take; one if it leaves nothing to choose.
+    """Returns the choices that the layer has: numbers of chunks of both passes, and a restore pair.
 
-    pipeline, pipeline_backward, memory_reuse: as in `predict_memory`.
+    A restore pair says what becomes of T_DI (received rows) and T_M (hidden activations) between the passes.
+    There is one choice if the layer leaves nothing open.
+
+    parts: the layer's modules and options.
+    pipeline, pipeline_backward: number of chunks of forward and of backward; None takes what the layer's
+        options allow.
+    memory_reuse: the restore pair, "S1" to "S4" or a Restore; None takes what the layer's options allow.
 
     Raises ValueError if memory_reuse names no pair.
     """
@@ -126,9 +154,16 @@ def _ways(
 def _of_way(
     modules: LayerModules, sizes: LayerSizes, call: CallRows, counts: RankCounts | None, way: Choice
 ) -> PredictedMemory:
-    """Returns the predicted memory of one choice: for these row counts, or a bound for any routing.
+    """Predicts the memory of one choice: the numbers of chunks, and what is kept for backward.
 
-    Raises ValueError if n does not divide the bins of the row counts.
+    parts: the layer's modules and options.
+    sizes: sizes of the layer.
+    call: numbers of the call's tokens and rows that do not depend on routing.
+    counts: row counts of a batch; None predicts an upper bound for any routing.
+    way: the choice.
+
+    Raises ValueError if a number of chunks does not divide the number of bins of ``counts``: the parts of the
+    batch in which rows were counted.
     """
     sizes = replace(sizes, rotates=sizes.rotates or way.rearranged)
     if counts is None:

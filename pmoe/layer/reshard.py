@@ -1,4 +1,4 @@
-"""Later changes of a layer's parameters: spreading it over other ranks, and drawing its values again."""
+"""Later changes of a layer's parameters: spreads them over other ranks, or draws new random values."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from pmoe.layer.construct import check_fit
 
 
 def check_spread(modules: LayerModules, mesh: DeviceMesh) -> None:
-    """Checks whether a layer can be spread over a mesh.
+    """Raises ValueError or TypeError, with the reason, if a layer cannot be spread over a mesh.
 
-    Raises ValueError or TypeError with the reason if it cannot.
+    parts: the layer's modules and options.
+    mesh: a device mesh with "ep" (experts) and perhaps "esp" (each expert's hidden columns).
     """
     dimensions_of(mesh)
     options = modules.options
@@ -55,7 +56,13 @@ def check_spread(modules: LayerModules, mesh: DeviceMesh) -> None:
 
 
 def reset_parameters(modules: LayerModules) -> None:
-    """Draws new values for all parameters of a layer, as `pmoe.MoELayer.reset_parameters` describes."""
+    """Draws new random values for all parameters of a layer.
+
+    The values are those that building the layer under the same seed would give. Every rank must call it,
+    under one seed.
+
+    parts: the layer's modules and options.
+    """
     first_expert = modules.grid.ep.rank * modules.experts.num_local_experts
     if isinstance(modules.gate, Gate):
         modules.gate.reset_parameters()
@@ -76,7 +83,7 @@ def reset_parameters(modules: LayerModules) -> None:
 
 
 def reset_modules(module: nn.Module) -> None:
-    """Calls ``reset_parameters`` of a module and of each submodule that has it."""
+    """Calls ``reset_parameters`` of a module and of each submodule, if they have such a method."""
     for part in module.modules():
         reset = getattr(part, "reset_parameters", None)
         if reset is not None:

@@ -2,7 +2,7 @@
 
 The output has the shape, dtype, device and requires_grad that a real call would give, and gradients have the
 right shapes. No row is routed, nothing is sent and the host reads nothing, so this works with any options and
-any number of ranks. Which calls have no values depends on the layer's parameters and on the input:
+any number of ranks. Whether a call has no values depends on the layer's parameters and on the input:
 
     parameters   input x   the call
     meta         meta      shapes only
@@ -30,7 +30,11 @@ from pmoe.gates.base import at_least_float32
 
 
 def has_no_values(modules: LayerModules, x: Tensor) -> bool:
-    """Returns whether a call with x (..., M) computes shapes only."""
+    """Returns whether a call computes shapes only, because the input or the parameters hold no numbers.
+
+    parts: the layer's modules and options.
+    x: (..., M), the input.
+    """
     like = modules.reference_parameter
     if x.is_meta:
         return like is None or like.is_meta
@@ -41,9 +45,11 @@ def has_no_values(modules: LayerModules, x: Tensor) -> bool:
 def computed_shapes(modules: LayerModules, x: Tensor) -> tuple[Tensor, LastCall]:
     """Returns the output of the layer without values, (..., M), and the record of the call.
 
-    Both are connected to the graphs of x, of the parameters, and of a router outside of the layer, so that
-    backward gives all of them gradients. The record holds only l_aux, a scalar.
+    The record holds only the auxiliary loss, a scalar. Output and loss are connected to the autograd graphs
+    of x, of the parameters, and of a router outside of the layer, so that backward gives all of them
+    gradients.
 
+    parts: the layer's modules and options.
     x: (..., M), the input.
 
     Raises what a real call raises for a wrong shape, dtype or device.
@@ -66,13 +72,17 @@ def computed_shapes(modules: LayerModules, x: Tensor) -> tuple[Tensor, LastCall]
 
 
 def _shape_like(like: Tensor, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
-    """Returns an empty tensor with the shape of ``like``, connected to the graphs of ``tensors``."""
+    """Returns a tensor without values, of the shape of ``like``. Backward gives ``tensors`` gradients.
+
+    like, tensors: of any shape.
+    dtype: of the result.
+    """
     shaped: Tensor = _Shape.apply(like, dtype, *tensors)  # type: ignore[no-untyped-call]
     return shaped
 
 
 class _Shape(torch.autograd.Function):
-    """An empty tensor whose backward gives each of the given tensors a gradient of zeros."""
+    """Makes a tensor without values from others. Its backward gives each of them a gradient of zeros."""
 
     @staticmethod
     def forward(ctx: Any, like: Tensor, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
@@ -86,9 +96,10 @@ class _Shape(torch.autograd.Function):
 
 
 def _zeros_of(tensor: Tensor, grad: Tensor) -> Tensor:
-    """Returns zeros with the shape of ``tensor`` and of the kind of ``grad``: fake, or on the meta device.
+    """Returns a gradient of the shape of ``tensor`` without numbers: on the meta device or fake.
 
-    So no optimizer can mistake them for a real gradient.
+    grad: a tensor on the meta device or fake; the result is of the same sort. So no optimizer can mistake it
+        for a real gradient.
     """
     if hasattr(tensor, "to_local"):  # a DTensor, whose gradient must be a DTensor
         return torch.zeros_like(tensor)

@@ -1,6 +1,9 @@
-"""Ordering: arranges routed rows for dispatch, and sums each token's rows after combine.
+"""Ordering: copies tokens into rows in the order of dispatch, and sums each token's rows after combine.
 
-Letters: T tokens, N rows, S slots of K choices, M = d_model.
+`sorted` also computes that order and the number of rows of each expert.
+
+Letters: T tokens, N rows, S entries with K rows each (S = T unless tokens have different numbers of rows), M
+= d_model.
 """
 
 from __future__ import annotations
@@ -13,11 +16,11 @@ from pmoe.ordering.sorted import SortedOrder
 __all__ = ["Order", "SortedOrder", "make_order"]
 
 OrderName = Literal["sorted", "einsum"]
-"""Names that MoELayer's argument ``order`` accepts. It also accepts a module."""
+"""Names of orderings, which MoELayer's argument ``order`` accepts. It also accepts an `Order`."""
 
 
 def make_order(order: str | Order) -> Order:
-    """Returns the module for MoELayer's argument ``order``, which is a name or a module.
+    """Returns the `Order` for MoELayer's argument ``order``, which is a name or an `Order`.
 
     Raises ValueError for an unknown name, and TypeError for a value that is neither.
     """

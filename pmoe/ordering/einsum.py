@@ -1,6 +1,6 @@
-"""GShard's ordering: products with matrices of zeros and ones.
+"""GShard's ordering, by products with matrices of zeros and ones.
 
-It is the readable reference for `SortedOrder`, and costs T times as much.
+It is a readable reference for `SortedOrder`. It takes T times as many operations, for T tokens.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from pmoe.ordering.base import Order
 
 
 class EinsumOrder(Order):
-    """Multiplies by matrices of zeros and ones (GShard, arXiv 2006.16668, section 3.2).
+    """Copies and sums rows by products with matrices of zeros and ones (arXiv 2006.16668, section 3.2).
 
-    Rows are dispatch x, and results are dispatch^T y, where dispatch (N, T) has a 1 at each row's token.
-    A NaN or an infinity of one token reaches all rows of its chunk, because 0 times it is NaN.
+    For N rows of T tokens, the matrix dispatch (N, T) has a single 1 in each row, in the column of the row's
+    token. The rows are then dispatch x, for tokens x (T, M). The tokens' results are dispatch^T y, for the
+    rows' results y (N, M).
+
+    If an element of a token is NaN or infinite, its column becomes NaN in all rows of the chunk, because 0
+    times NaN or infinity is NaN.
     """
 
     def order(self, tokens_TM: Tensor, token_N: Tensor, out: Tensor) -> None:
@@ -24,7 +28,7 @@ class EinsumOrder(Order):
 
     def restore(self, rows_NM: Tensor, row_SK: Tensor, out: Tensor, token_S: Tensor | None = None) -> None:
         chosen_SN = _one_hot(row_SK, rows_NM.shape[0]).sum(1)
-        # Rows of other chunks may not have arrived yet. They may hold NaN, and 0 times NaN is not 0.
+        # The memory for rows of other chunks, which may not have arrived yet, may hold NaN; 0 * NaN is not 0.
         rows_NM = rows_NM.where(chosen_SN.sum(0).unsqueeze(1) > 0, 0)
         combine_SN = chosen_SN.to(rows_NM.dtype)
         if token_S is not None:
@@ -33,5 +37,8 @@ class EinsumOrder(Order):
 
 
 def _one_hot(index: Tensor, count: int) -> Tensor:
-    """Returns index (...) as bool (..., count), True at each index. torch's one_hot refuses count = 0."""
+    """Returns a bool tensor (..., count) whose element [i, c] is True if index[i] is c.
+
+    index: (...), integers below count. torch.nn.functional.one_hot is not used, because it refuses count = 0.
+    """
     return index.unsqueeze(-1) == torch.arange(count, device=index.device)

@@ -1,19 +1,23 @@
-"""The sorted ordering: sorts a rank's rows by chunk and expert.
+"""The sorted ordering: sorts a rank's rows by chunk (micro-batch), then by expert.
 
-A slot is one of the T * K (token, choice) pairs. A chunk holds the slots of a range of tokens. Its rows that
-travel are one contiguous block, sorted by expert and so by destination rank.
+A slot is one of the T * K (token, choice) pairs, and each slot has a row. A chunk has the slots of a range of
+consecutive tokens. Those of its rows that are sent to other ranks are one contiguous block, sorted by expert.
+Because each rank has consecutive experts, the block is also sorted by destination rank.
 
-Rows whose expert is on this rank stay. They can be cut more coarsely, because nothing has to arrive before
-they are computed: a piece holds those of one chunk or of several. With a piece for each chunk, a piece
-follows its chunk, so that all rows of a chunk are one block. With fewer pieces, they follow all chunks:
+Rows whose expert is on this rank are not sent. They need not be divided into as many parts as there are
+chunks, because they do not have to wait for other rows to arrive. Each of the m parts, called a piece, has
+the local rows of one chunk or of several consecutive chunks. If there are as many pieces as chunks, each
+piece follows the rows of its chunk that are sent, so that all rows of a chunk are contiguous. If there are
+fewer, all pieces follow the last chunk. Dropped slots come last:
 
-    n = 2, m = 2    chunk 0 travels | piece 0 stays | chunk 1 travels | piece 1 stays | dropped slots
-    n = 3, m = 2    chunk 0 travels | chunk 1 travels | chunk 2 travels | piece 0 | piece 1 | dropped slots
+    n = 2 chunks, m = 2 pieces   chunk 0 sent | piece 0 | chunk 1 sent | piece 1 | dropped
+    n = 3 chunks, m = 2 pieces   chunk 0 sent | chunk 1 sent | chunk 2 sent | piece 0 | piece 1 | dropped
 
-The last m - 1 pieces are of one chunk each, the first is of all other chunks: see
-`pmoe.schedule.tasks.piece_of`.
+The last m - 1 pieces have one chunk each, and the first piece has all other chunks
+(`pmoe.schedule.tasks.piece_of`).
 
-Letters: T tokens, K choices, E experts, n chunks, m pieces.
+Letters: T tokens, K choices of a token, E experts of all ranks, n chunks, m pieces, S slots if tokens have
+different numbers of them.
 """
 
 from __future__ import annotations
@@ -28,10 +32,11 @@ from pmoe.ordering.base import Order
 
 
 def chunk_bounds(num_tokens: int, n: int) -> list[int]:
-    """Returns the bounds of n chunks of T tokens: floor(i * T / n) for i = 0 .. n.
+    """Returns the bounds at which T tokens are divided into n chunks: floor(i * T / n) for i = 0 .. n.
 
-    Chunk i has the tokens from bound i up to bound i + 1. Sizes differ by at most one, and some chunks are
-    empty if T < n. The bounds of 2 n, 3 n, ... chunks include those of n chunks.
+    Chunk i has the tokens from bound i up to but not including bound i + 1. Sizes differ by at most one; if T
+    < n some chunks are empty. The bounds of 2 n, 3 n, ... chunks include those of n chunks, so a chunk can be
+    divided further.
 
     Example: (10, 4) -> [0, 2, 5, 7, 10].
     """
@@ -40,10 +45,10 @@ def chunk_bounds(num_tokens: int, n: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class SortedRows:
-    """A permutation of the T * K slots, and its inverse.
+    """The sorted order of the T * K slots, and its inverse. A slot is a (token, choice) pair.
 
     slot: (T * K,) int64, the slots in sorted order, dropped ones last.
-    position: (T * K,) int64, the place of each slot in that order.
+    position: (T * K,) int64, index of each slot in ``slot``.
     """
 
     slot: Tensor
@@ -52,11 +57,12 @@ class SortedRows:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a call's slots.
+    """Number of tokens, and which token each slot belongs to. A slot is a (token, choice) pair.
 
     count: T, the number of tokens.
-    of_slot: (S,) int64 ascending, the token of each slot, if tokens have different numbers of slots (K is 1
-        then). None if each token has K slots.
+    of_slot: (S,) int64 ascending, the token of each of S slots, for gates that give tokens different numbers
+        of experts. The routing then has one choice in each row (K = 1). None means that each token has K
+        slots.
     """
 
     count: int
@@ -66,13 +72,16 @@ class Tokens:
 def count_rows(
     expert_TK: Tensor, keep_TK: Tensor | None, n: int, num_experts: int, tokens: Tokens | None = None
 ) -> Tensor:
-    """Returns the number of kept slots of each chunk and expert, (n, E) int64. The host does not wait.
+    """Returns the number of rows of each chunk for each expert, (n, E) int64. Dropped choices have no row.
 
-    expert_TK: (T, K) int64, global expert indices.
-    keep_TK: (T, K) bool, slots that are kept; None keeps all.
-    n: number of chunks.
-    num_experts: E, experts of all ranks.
-    tokens: None if each token has K slots.
+    The result is on the device, and the host does not wait for it.
+
+    expert_TK: (T, K) int64, global expert indices of the K choices of T tokens.
+    keep_TK: (T, K) bool, False for choices that are dropped; None keeps all.
+    n: number of chunks, which are ranges of consecutive tokens.
+    num_experts: E, the number of experts of all ranks.
+    tokens: the token of each row of expert_TK, if tokens have different numbers of experts; None if row t is
+        token t.
     """
     key = expert_TK.reshape(-1)
     chunk = _chunks(expert_TK, n, tokens)
@@ -94,13 +103,20 @@ def sort_rows(
     m: int,
     tokens: Tokens | None = None,
 ) -> SortedRows:
-    """Sorts the slots by (chunk, expert), those that stay by (piece, expert), dropped ones last.
+    """Sorts the T * K slots in the order of their rows: by chunk, then by expert; dropped slots last.
 
-    Slots with the same sort key stay in token order.
+    A slot is a (token, choice) pair. Slots whose expert is on this rank are sorted by piece (a group of
+    chunks), then by expert. The module's docstring shows the order of chunks and pieces. Slots of the same
+    expert stay in token order.
 
-    expert_TK, keep_TK, n, num_experts, tokens: as in `count_rows`.
-    local: the experts whose rows stay on this rank; empty if all rows travel.
-    m: number of pieces.
+    expert_TK: (T, K) int64, global expert indices of the K choices of T tokens.
+    keep_TK: (T, K) bool, False for choices that are dropped; None keeps all.
+    n: number of chunks, which are ranges of consecutive tokens.
+    num_experts: E, the number of experts of all ranks.
+    local: the experts whose rows are not sent, because they are on this rank; empty if all rows are sent.
+    m: number of pieces into which the rows of local experts are divided.
+    tokens: the token of each row of expert_TK, if tokens have different numbers of experts; None if row t is
+        token t.
     """
     expert = expert_TK.reshape(-1)
     chunk = _chunks(expert_TK, n, tokens)
@@ -110,7 +126,7 @@ def sort_rows(
         if m == n:
             block = stays.long() if chunk is None else 2 * chunk + stays
         elif chunk is not None:
-            block = torch.where(stays, n + (chunk - (n - m)).clamp(min=0), chunk)  # `piece_of`
+            block = torch.where(stays, n + (chunk - (n - m)).clamp(min=0), chunk)  # as `piece_of` does
     key = expert if block is None else block * num_experts + expert
     if keep_TK is not None:
         key = torch.where(keep_TK.reshape(-1), key, 2 * (n + m) * num_experts)
@@ -121,7 +137,13 @@ def sort_rows(
 
 
 def _chunks(expert_TK: Tensor, n: int, tokens: Tokens | None) -> Tensor | None:
-    """Returns the chunk of each slot, (T * K,) int64; None if there is only one chunk."""
+    """Returns the chunk of each (token, choice) pair, (T * K,) int64; None if there is only one chunk.
+
+    expert_TK: (T, K), of which only the shape is used, for T tokens with K choices each.
+    n: number of chunks.
+    tokens: the token of each row of expert_TK, if tokens have different numbers of experts; None if row t is
+        token t.
+    """
     if n == 1:
         return None
     # Token t is in chunk floor(((t + 1) * n - 1) / T), the inverse of `chunk_bounds`.
@@ -135,7 +157,7 @@ def _chunks(expert_TK: Tensor, n: int, tokens: Tokens | None) -> Tensor | None:
 
 
 class SortedOrder(Order):
-    """Copies rows by an index, and sums them by an index. It computes what `EinsumOrder` defines."""
+    """Copies and sums rows with index_select. It computes the same as the readable `EinsumOrder`."""
 
     def order(self, tokens_TM: Tensor, token_N: Tensor, out: Tensor) -> None:
         torch.index_select(tokens_TM, 0, token_N, out=out)
@@ -144,8 +166,8 @@ class SortedOrder(Order):
         if token_S is not None and not rows_NM.shape[0]:
             out.zero_()
         elif token_S is not None:
-            # A bag for each token, whose rows are summed in order. index_add_ takes four times as long on a
-            # CPU, and on a GPU it adds in any order.
+            # embedding_bag sums the rows of each token in order. index_add_ would take four times as long on
+            # a CPU, and would add in any order on a GPU.
             first_T = torch.searchsorted(token_S, torch.arange(out.shape[0], device=token_S.device))
             out.copy_(F.embedding_bag(row_SK.view(-1), rows_NM, first_T, mode="sum"))
         elif row_SK.shape[1] == 1:

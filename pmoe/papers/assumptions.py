@@ -10,14 +10,18 @@ from typing import Any
 
 
 def assumptions(experiment: str) -> Mapping[str, str]:
-    """Returns the assumptions of an experiment of `pmoe simulate`: texts by name."""
+    """Returns the assumptions of an experiment, each a text by its name.
+
+    experiment: name of the experiment in `pmoe simulate`, such as "comet".
+    """
     return section(files(__package__).joinpath("assumptions.md").read_text(encoding="utf-8"), experiment)
 
 
 def section(page: str, title: str) -> Mapping[str, str]:
-    """Returns the texts of one section of a Markdown page by name.
+    """Returns the texts below one heading of a Markdown page, by name.
 
-    The section's heading is "# title". Each text has a heading "## name".
+    page: text of the page.
+    title: the heading is "# title". Each text below it has a heading "## name".
     """
     body = page.partition(f"\n# {title}\n")[2].partition("\n# ")[0]
     blocks = (block.partition("\n") for block in body.strip().split("\n\n"))
@@ -25,12 +29,18 @@ def section(page: str, title: str) -> Mapping[str, str]:
 
 
 def wrapped(texts: Mapping[str, str]) -> Iterator[str]:
-    """Yields each name with its text beside it, wrapped to 110 columns."""
+    """Yields the lines of a two-column list, names beside texts, wrapped to 110 characters.
+
+    texts: texts by name.
+    """
     width = max(map(len, texts)) + 2
     for name, text in texts.items():
         yield textwrap.fill(text, 110, initial_indent=name.ljust(width), subsequent_indent=" " * width)
 
 
 def printed(name: str) -> Any:
-    """Returns the numbers of a paper's table or figure, as the paper prints them."""
+    """Returns the numbers of a paper's table or figure, as the paper prints them.
+
+    name: key in printed.json, such as "comet table 3".
+    """
     return json.loads(files(__package__).joinpath("printed.json").read_text(encoding="utf-8"))[name]

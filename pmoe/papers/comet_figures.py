@@ -1,12 +1,13 @@
-"""COMET's Table 3, the moves of n_c in its Fig. 8, and its fused layer beside a chunked one.
+"""COMET's Table 3, the best n_c of its Fig. 8, and its fused layer beside a layer in chunks, simulated.
 
-They follow from a model, which simulates how long a fused kernel takes and how many of its blocks should
-communicate (section 3.2.2). The machine's numbers are for this reproduction only; no layer uses them.
-Everything that the paper leaves open is in ASSUMPTIONS. Nothing is fitted to the paper. The output says
-where the model disagrees with it.
+A fused kernel has 132 thread blocks, of which n_c communicate and all others compute (section 3.2.2). A model
+in this file simulates how long a kernel takes, and so which n_c is best. The machine's numbers are for this
+reproduction only: no layer of pmoe uses them. Everything that the paper leaves open is in ASSUMPTIONS.
+Nothing is fitted to the paper. The output says where the model disagrees with the paper.
 
 Letters are the paper's (Table 1): M tokens of all ranks, N width of a token (pmoe's d_model), K width of an
-expert's hidden layer (d_hidden), W = TP * EP ranks; n_c communicating blocks, T_N columns of a chunk.
+expert's hidden layer (d_hidden), W = TP * EP ranks (tensor and expert parallel); n_c communicating blocks,
+T_N columns of a chunk. Layer 0 is dispatch and the first product, layer 1 the second product and combine.
 """
 
 from __future__ import annotations
@@ -49,9 +50,13 @@ if TYPE_CHECKING:
 def fused_run(
     layer: Arriving | Returning, device: DeviceRates, n_c: int, chunk_columns: int = TILE_COLUMNS
 ) -> list[Simulated[FusedTask]]:
-    """Simulates a fused kernel.
+    """Simulates a fused kernel, and returns its tasks with their start and end.
 
-    chunk_columns: T_N, for layer 1 only.
+    layer: work of one rank in COMET's layer 0 (`Arriving`: dispatch and first product) or layer 1
+        (`Returning`: second product and combine).
+    device: rates of the device.
+    n_c: number of thread blocks that communicate.
+    chunk_columns: T_N, the columns after which layer 1 sends; not used for layer 0.
     """
     if isinstance(layer, Arriving):
         tasks = fused_dispatch_tasks(layer, device, n_c)
@@ -63,12 +68,16 @@ def fused_run(
 def best_division(
     layer: Arriving | Returning, device: DeviceRates, *, chunks: Sequence[int] | None = None
 ) -> tuple[Division, float]:
-    """Returns the fastest division of a kernel, and its seconds.
+    """Returns the fastest division of a kernel's thread blocks by simulation, and the kernel's seconds.
 
-    It simulates all candidates, where COMET profiles them (section 3.2.2): n_c, and for layer 1 also T_N.
-    Of equals it takes the smallest n_c, then the fewest chunks. Candidates are simulated in the order of
-    `min_seconds`. The search ends when that lower bound exceeds the best result.
+    A division is n_c, the number of communicating blocks, and for layer 1 also T_N, the columns after which
+    sums are sent. COMET measures all candidates (section 3.2.2). This function simulates them, in the order
+    of their lower bounds (`min_seconds`), until a bound exceeds the best result. Of equally fast divisions it
+    takes the smallest n_c, then the largest T_N.
 
+    layer: work of one rank in COMET's layer 0 (`Arriving`: dispatch and first product) or layer 1
+        (`Returning`: second product and combine).
+    device: rates of the device.
     chunks: values of T_N to choose from, for layer 1; by default those of pmoe's own sweep.
     """
     if isinstance(layer, Arriving):
@@ -91,10 +100,16 @@ def best_division(
 def min_seconds(
     layer: Arriving | Returning, device: DeviceRates, n_c: int, chunk_columns: int = TILE_COLUMNS
 ) -> float:
-    """Returns a lower bound of the simulated seconds of a division.
+    """Returns a lower bound of the simulated seconds of a kernel with a division of its thread blocks.
 
-    It is the largest of three: the work of the computing blocks, of the communicating blocks, and of the
-    link, each with what must come before or after it.
+    The bound is the largest of three times: the work of the computing blocks, of the communicating blocks,
+    and of the link, each with the work that must come before or after.
+
+    layer: work of one rank in COMET's layer 0 (`Arriving`: dispatch and first product) or layer 1
+        (`Returning`: second product and combine).
+    device: rates of the device.
+    n_c: number of communicating blocks.
+    chunk_columns: T_N, the columns after which layer 1 sends; not used for layer 0.
     """
     tile = device.tile_seconds(layer.reduction)
 
@@ -127,10 +142,10 @@ def min_seconds(
 
 
 _RESOLUTION = 200
-"""Steps in time of the bars."""
+"""Number of equal parts into which the time of a kernel is cut for drawing."""
 
 _LEVELS = 25
-"""Steps in height of the bars."""
+"""Number of equal parts into which the height of a lane is cut for drawing."""
 
 
 def busy_bars(
@@ -138,13 +153,17 @@ def busy_bars(
     lanes: Mapping[str, tuple[str | tuple[str, ...], int]],
     origin: float = 0.0,
 ) -> list[Span]:
-    """Returns a fused kernel as bars on few lanes.
+    """Returns a simulated fused kernel as bars of a timeline with few lanes.
 
-    A bar's height is the fraction of the blocks that work on a level or a chunk. Time is cut into 200
-    steps. Neighbouring steps of the same height, to 1/25 of the lane, become one bar.
+    A kernel has too many thread blocks to draw each. So one lane stands for many blocks, and the height of a
+    bar is the fraction of them that work on rows of the same source rank (layer 0), or on the same chunk of
+    columns (layer 1). Time is cut into 200 steps. Neighbouring steps with the same height, rounded to 1/25 of
+    the lane, become one bar.
 
-    lanes: by name, (how the names of its blocks' lanes begin, number of its blocks).
-    origin: start of the kernel, in seconds.
+    run: tasks of the kernel with their start and end.
+    lanes: for each drawn lane, by name: (first letters of the names of its blocks' lanes, number of its
+        blocks).
+    origin: seconds from the start of the drawing to the start of the kernel.
     """
     marks = np.linspace(0.0, makespan(run), _RESOLUTION + 1)
     drawn: list[Span] = []
@@ -177,11 +196,11 @@ def busy_bars(
 
 
 ASSUMPTIONS = assumptions("comet")
-"""Assumptions that the figures need, because the paper does not say or says it in several ways.
+"""Assumptions, by name, where the paper says nothing or says something in several ways.
 
-They were written before the first simulation, but after an estimate by hand, with blocks of 27 GB/s (about
-half), that gave n_c = 23 for TP = 8. Afterwards the order of sums and of tiles that are not full was made
-that of cuda/comet.
+They were written before the first simulation, but after an estimate by hand that gave n_c = 23 for TP = 8.
+The estimate had blocks of 27 GB/s, about half the assumed rate. After the first simulation the order of sums,
+and that of tiles that are not full, was changed to the order in cuda/comet.
 """
 
 H800 = DeviceRates(
@@ -203,9 +222,9 @@ RANKS = 8
 
 
 def table3() -> list[dict[str, Any]]:
-    """Returns the cells of Table 3: the bytes of the shared communication buffer.
+    """Returns Table 3: the bytes of the shared communication buffer, for each model and number of tokens.
 
-    computed_bytes: by section 5.5's formula, M N elements of two bytes.
+    computed_bytes: by section 5.5's formula, M N elements of two bytes each.
     paper_bytes: as the paper prints them. Its MB are 2^20 bytes.
     """
     return [
@@ -224,19 +243,25 @@ def table3() -> list[dict[str, Any]]:
 
 @functools.cache
 def figure8() -> list[dict[str, Any]]:
-    """Returns the cases of Fig. 8, for layer 1.
+    """Returns the cases of Fig. 8 for COMET's layer 1: the fastest number of communicating blocks (n_c).
 
+    tp, tokens       ranks of a tensor-parallel (TP) group; M, the tokens of all ranks
     paper            the paper's best n_c. Its text gives three of the four.
-    model, seconds   the model's best n_c, and how long the kernel then takes
-    paper_seconds    how long it takes with the paper's n_c
-    half_rate        the model's n_c if communicating blocks are half as fast
-    per_group        the model's n_c if M are the tokens of a TP group
+    model, seconds   the simulated best n_c, and the kernel's seconds with it
+    paper_seconds    the kernel's simulated seconds with the paper's n_c
+    half_rate        the simulated best n_c if communicating blocks are half as fast
+    per_group        the simulated best n_c if M counts the tokens of one TP group, not of all ranks
     """
     return [_case(*case) for case in printed("comet figure 8")]
 
 
 def _case(tp: int, tokens: int, paper: int | None) -> dict[str, Any]:
-    """Returns one case of Fig. 8."""
+    """Returns one case of Fig. 8, with the fields that `figure8` lists.
+
+    tp: ranks of a tensor-parallel group.
+    tokens: M, tokens of all ranks.
+    paper: the best n_c (number of communicating blocks) that the paper gives; None if it gives none.
+    """
     slower = replace(
         H800, block_local_bytes=H800.block_local_bytes / 2, block_peer_bytes=H800.block_peer_bytes / 2
     )
@@ -255,18 +280,28 @@ def _case(tp: int, tokens: int, paper: int | None) -> dict[str, Any]:
 
 
 def _mixtral(tokens: int, tp: int) -> tuple[Arriving, Returning]:
-    """Returns both layers of Mixtral 8x7B on 8 ranks."""
+    """Returns COMET's layers 0 and 1 of Mixtral 8x7B, for one of 8 ranks.
+
+    tokens: M, tokens of all ranks.
+    tp: ranks of a tensor-parallel group.
+    """
     return even_layer(MODELS["Mixtral 8x7B"], tokens, ep=RANKS // tp, tp=tp)
 
 
-@functools.cache  # with TP = 8 both readings of M are the same layer
+@functools.cache  # with TP = 8 the layer is the same for both meanings of M
 def _at_one_tile(layer: Returning, device: DeviceRates) -> tuple[Division, float]:
-    """Returns the best division if a chunk is one tile wide."""
+    """Returns layer 1's best division of thread blocks, and its seconds, if each tile of columns is sent."""
     return best_division(layer, device, chunks=[TILE_COLUMNS])
 
 
 def moves(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the two moves of n_c that the paper reports, and whether the model's n_c moves the same way."""
+    """Returns how n_c changes with M and with TP, in the paper and in the model.
+
+    n_c is the best number of communicating blocks, M the number of tokens, TP the size of a tensor-parallel
+    group. The paper reports two changes. The field "same way" says whether n_c grows, or shrinks, in both.
+
+    cases: the result of `figure8`.
+    """
     of = {(case["tp"], case["tokens"]): (case["paper"], case["model"]) for case in cases}
     rows = []
     for move, start, end in (
@@ -283,13 +318,20 @@ def moves(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 # ---- the fused layer beside the chunked one
 
 DRAWN_TOKENS = 16384
-"""M of the layer that is drawn: Fig. 11's, Mixtral 8x7B with EP = 8 and TP = 1."""
+"""M (tokens of all ranks) of the layer that is drawn: Fig. 11's, Mixtral 8x7B with EP = 8 and TP = 1."""
 
 
 def chunked_run(
     arriving: Arriving, returning: Returning, device: DeviceRates, n: int
 ) -> list[Simulated[Task]]:
-    """Simulates pmoe's forward schedule in n chunks, with the chunked layer's costs by ASSUMPTIONS."""
+    """Simulates a forward pass of pmoe in n chunks, for comparison with fused kernels.
+
+    The schedule is pmoe's own. The costs of its tasks are those of "chunked layer" in ASSUMPTIONS.
+
+    arriving, returning: layers 0 and 1 of one rank.
+    device: rates of the device.
+    n: number of chunks.
+    """
     local_rows_E = arriving.rows_WE[0]
     peer_rows_E = tuple(map(sum, zip(*arriving.rows_WE[1:], strict=True)))
     remote = sum(peer_rows_E) > 0
@@ -300,7 +342,12 @@ def chunked_run(
     out_bytes = returning.columns * returning.element_size
 
     def products(rows_E: Sequence[int]) -> float:
-        """Seconds of both grouped products, in whole waves of tiles."""
+        """Returns the seconds of the experts' two grouped products, rounded up to whole waves of tiles.
+
+        In a wave every block computes one tile.
+
+        rows_E: number of rows of each expert.
+        """
         return sum(
             math.ceil(row_tiles(rows_E) * math.ceil(layer.columns / TILE_COLUMNS) / device.blocks)
             * device.tile_seconds(layer.reduction)
@@ -330,15 +377,16 @@ def chunked_run(
 
 
 def _rows_of_chunk(rows: int, chunk: int, n: int) -> int:
-    """Returns how many of ``rows`` rows are in a chunk."""
+    """Returns how many of ``rows`` rows are in a chunk, if n chunks share them as evenly as possible."""
     return rows * (chunk + 1) // n - rows * chunk // n
 
 
 @functools.cache
 def beside() -> list[dict[str, Any]]:
-    """Returns Mixtral's layer with EP = 8 in several ways, with the seconds of each.
+    """Returns the simulated seconds of Mixtral's layer with EP = 8, as fused kernels and in chunks.
 
-    The ways are two fused kernels one after the other, each at its best division, and 1, 2, 4 and 8 chunks.
+    The first row has two fused kernels, one after the other, each with its best division of thread blocks.
+    The others have 1, 2, 4 and 8 chunks.
     """
     arriving, returning = _mixtral(DRAWN_TOKENS, tp=1)
     first, first_seconds = best_division(arriving, H800)
@@ -357,18 +405,23 @@ def beside() -> list[dict[str, Any]]:
 
 
 def tables() -> dict[str, list[dict[str, Any]]]:
-    """Returns the tables that `pmoe simulate comet` prints."""
+    """Returns the tables that `pmoe simulate comet` prints, by name."""
     return {"table3": table3(), "figure8": figure8(), "moves": moves(figure8()), "beside": beside()}
 
 
 def fused_bars(run: Sequence[Simulated[FusedTask]], n_c: int, origin: float = 0.0) -> list[Span]:
-    """Returns a fused kernel with n_c communicating blocks as bars that begin at ``origin`` seconds."""
+    """Returns a simulated fused kernel as bars of a timeline.
+
+    run: tasks of the kernel with their start and end.
+    n_c: number of communicating blocks.
+    origin: seconds from the start of the drawing to the start of the kernel.
+    """
     lanes = zip(FUSED_LANES, (("link", 1), ("comm ", n_c), ("block ", H800.blocks - n_c)), strict=False)
     return busy_bars(run, dict(lanes), origin)
 
 
 def panels() -> dict[str, list[Span]]:
-    """Returns the panels of the drawing: the fused layer, and n = 2 and the best n of `beside`."""
+    """Returns the timelines to draw, by title: the fused layer, 2 chunks, and the best number of chunks."""
     arriving, returning = _mixtral(DRAWN_TOKENS, tp=1)
     fused, *chunked = beside()
     first, second, columns = fused["layer 0 blocks"], fused["layer 1 blocks"], fused["layer 1 columns"]
@@ -382,6 +435,6 @@ def panels() -> dict[str, list[Span]]:
 
 
 def beside_figure() -> Figure:
-    """Draws `panels`. Needs matplotlib."""
+    """Returns a figure with the timelines of the fused layer and of the layer in chunks. Needs matplotlib."""
     title = f"Mixtral 8x7B, EP = 8, M = {DRAWN_TOKENS}: a rank of 8 H800, simulated"
     return drawing(panels(), title)

@@ -1,34 +1,37 @@
-"""COMET's fused kernels as tasks of blocks and links, for the simulator.
+"""COMET's fused kernels as lists of tasks of thread blocks and links, for the simulator.
 
-See section 3.1. Layer 0 is dispatch and product. Layer 1 is product, the sum of each token's rows, and
-combine.
+See section 3.1. The paper's layer 0 is dispatch and the first product. Its layer 1 is the second product, the
+sum of each token's rows, and combine.
 
-All ranks are assumed to do the same at the same time. What rank + l sends to this rank arrives when what
-this rank sends to rank - l arrives there. So one rank stands for all, and one lane for both directions of
-its link.
+All ranks are assumed to do the same at the same time. Rows from rank + level arrive at this rank when the
+rows of this rank arrive at rank - level. So one rank stands for all, and one lane for both directions of its
+link.
 
-Blocks and links are lanes; tiles of a product and pieces of rows are tasks. A rank has B persistent blocks:
-n_c communicate, and G = B - n_c compute. Computing block b takes the tiles b, b + G, b + 2 G, ... of
-one list. In cuda/comet each warp of a communicating block takes a piece; here a block takes one piece after
-another, at the rate of the whole block.
+A lane runs its tasks one after another. Each thread block is a lane, and so is the link. A task is a tile of
+a product or a piece of rows. A rank has B persistent blocks: n_c communicate, and G = B - n_c compute.
+Computing block b takes the tiles b, b + G, b + 2 G, ... of one list. In cuda/comet each warp of a
+communicating block takes a piece of its own. In this model a block takes one piece after another, at the rate
+of the whole block.
 
-Layer 0: an expert's rows lie by the level of their source: this rank's own rows (level 0) first, then those
-of rank + 1, rank + 2, ... Communicating blocks write pieces level by level (to this rank, to rank - 1,
-...), so that every rank receives level 1, 2, ... in order. A tile starts when its pieces have arrived.
+Layer 0: the level of a row is the distance of its source rank. This rank's own rows have level 0, those of
+rank + 1 level 1, and so on. An expert's rows lie in the order of levels. Communicating blocks write pieces
+level by level (to this rank, to rank - 1, ...), so that every rank receives level 1, 2, ... in order. A tile
+starts when its pieces have arrived.
 
     computing blocks      . L L L C1 C1 C1 C2 C2 ...     tiles by the level that completes their rows
     communicating blocks  S0 S1 S1 S2 S2 S3 ...
     link                  . . S1 S1 S2 S2 ...
 
-Layer 1: tiles go by chunks of T_N columns. When a chunk is computed, the communicating blocks sum the rows
-that each token has on this rank, and write the sums to the tokens' owners (to this rank, to rank + 1, ...).
-The owner adds the sums of all ranks for chunk c - 1 after it has sent chunk c (section 3.1.2, Fig. 6).
+Layer 1: the columns of the result are cut into chunks of T_N columns, and tiles go chunk by chunk. When a
+chunk is computed, the communicating blocks sum the rows that each token has on this rank, and write the sums
+to the ranks that own the tokens (to this rank, to rank + 1, ...). The owner adds the sums of all ranks for
+chunk c - 1 after it has sent chunk c (section 3.1.2, Fig. 6).
 
     computing blocks      E0 E0 E1 E1 E2 E2
     communicating blocks  .  .  R0 .  R1 O0 R2 O1 O2
 
-Letters: T tokens of this rank, W ranks (levels), E experts of a rank, n_c communicating blocks, T_N columns
-of a chunk.
+Letters: T tokens of this rank, W ranks (so many levels), E experts of a rank, B blocks, n_c communicating
+blocks, T_N columns of a chunk.
 """
 
 from __future__ import annotations
@@ -49,13 +52,13 @@ TILE_COLUMNS = COLUMNS
 class DeviceRates:
     """Rates of a rank's device. Any rate may be infinite.
 
-    blocks: persistent blocks, one for each multiprocessor.
+    blocks: persistent thread blocks of a kernel, one for each multiprocessor.
     block_flops: floating-point operations per second of a computing block.
     block_local_bytes: bytes per second that a communicating block reads or writes in its own rank's memory.
-        It reads and writes one after the other, so a local copy runs at half this rate.
-    block_peer_bytes: bytes per second that a communicating block writes to a peer's memory.
+        The block reads and writes one after the other, so a local copy runs at half this rate.
+    block_peer_bytes: bytes per second that a communicating block writes to the memory of another rank.
     link_bytes: bytes per second that all blocks of a rank together send.
-    signal_seconds: from the last write until the block that waits for it sees the signal.
+    signal_seconds: seconds from the last write until the block that waits for it sees the signal.
     """
 
     blocks: int
@@ -66,20 +69,22 @@ class DeviceRates:
     signal_seconds: float
 
     def tile_seconds(self, reduction: int) -> float:
-        """Returns the seconds of a tile. A tile that is not full costs the same.
+        """Returns the seconds in which a computing block multiplies one tile. A tile that is not full costs
+        the same.
 
-        reduction: elements that each product of the tile sums over.
+        reduction: elements over which the product sums (K of an M x N x K product).
         """
         return 2 * TILE_ROWS * TILE_COLUMNS * reduction / self.block_flops
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arriving:
-    """Layer 0 of a rank: rows arrive, and are multiplied.
+    """COMET's layer 0 on one rank: rows arrive, and are multiplied by the experts' first weights.
 
-    rows_WE: rows_WE[level][expert] rows arrive from rank + level for each expert of this rank. The same
-        number leaves for rank - level.
-    reduction: elements of a row (M).
+    rows_WE: numbers of rows by level and expert. The level is the distance of the source:
+        rows_WE[level][expert] rows arrive from rank + level for an expert of this rank. The same number
+        leaves for rank - level.
+    reduction: elements of a row (d_model).
     columns: columns of the product.
     element_size: bytes of an element.
     """
@@ -96,20 +101,20 @@ class Arriving:
 
     @property
     def rows_E(self) -> tuple[int, ...]:
-        """Rows of each expert, from all levels."""
+        """Number of rows of each expert, from all source ranks."""
         return tuple(map(sum, zip(*self.rows_WE, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Returning:
-    """Layer 1 of a rank: rows are multiplied, summed by token, and sent back.
+    """COMET's layer 1 on one rank: rows are multiplied, summed by token, and sent back.
 
-    rows_E: rows of each expert of this rank.
-    partials_W: partials_W[level] tokens of rank + level have rows here, so that many sums go there. The
-        same number comes from rank - level.
-    tokens: T, tokens of this rank.
-    reduction: elements of a row before the product (H).
-    columns: columns of the product (M).
+    rows_E: number of rows of each expert of this rank.
+    partials_W: by level, the distance of the token's owner: partials_W[level] tokens of rank + level have
+        rows on this rank, so that many sums are sent there. The same number comes from rank - level.
+    tokens: tokens that this rank owns.
+    reduction: elements of a row before the product (d_hidden).
+    columns: columns of the product (d_model).
     element_size: bytes of an element.
     """
 
@@ -122,12 +127,12 @@ class Returning:
 
 
 class Model(NamedTuple):
-    """A row of COMET's Table 2.
+    """Sizes of a model in COMET's Table 2.
 
     E: experts.
     topk: experts of a token.
-    N: columns of a row.
-    K: columns of a hidden layer.
+    N: columns of a row (d_model).
+    K: columns of a hidden layer (d_hidden).
     """
 
     E: int
@@ -137,19 +142,24 @@ class Model(NamedTuple):
 
 
 def even_layer(model: Model, tokens: int, *, ep: int, tp: int = 1) -> tuple[Arriving, Returning]:
-    """Returns both layers of a rank under even routing, for ep * tp ranks.
+    """Returns layers 0 and 1 of one rank under even routing, for ep * tp ranks.
 
-    The ranks of a TP group hold the same experts, with 1 / tp of the hidden units each. So every row goes
-    to all tp of them. Each sums what its units make of a token's rows, and sends the sum to the token's
-    owner. The expected number of tokens with rows on a rank is used: a token's experts are equally likely
-    to be any.
+    The tp ranks of a tensor-parallel (TP) group hold the same experts, with 1 / tp of the hidden units each.
+    So every row goes to all tp ranks of the group. Each rank sums what its hidden units make of a token's
+    rows, and sends the sum to the rank that owns the token.
 
-    tokens: of all ranks, divided evenly among them.
+    The number of tokens that have rows on a rank is the expected number, if a token's experts are equally
+    likely to be any.
+
+    model: sizes of the layer.
+    tokens: tokens of all ranks, divided evenly among them.
+    ep: number of groups that the experts are distributed over.
+    tp: number of ranks of a group.
     """
     ranks = ep * tp
     own_tokens = tokens // ranks
     local_experts = model.E // ep
-    # Whole numbers of rows. Their running sums are the exact shares rounded down.
+    # Experts get whole numbers of rows, whose running sums are the exact shares rounded down.
     ends = [own_tokens * model.topk * e // model.E for e in range(local_experts + 1)]
     rows_E = tuple(end - start for start, end in itertools.pairwise(ends))
     chance = 1 - math.comb(model.E - local_experts, model.topk) / math.comb(model.E, model.topk)
@@ -170,23 +180,23 @@ def even_layer(model: Model, tokens: int, *, ep: int, tp: int = 1) -> tuple[Arri
 BAND = 16
 """Row tiles of a band.
 
-All tiles of a band are computed before those of the next, so that its rows stay in the cache.
+All tiles of a band are computed before those of the next band, so that the band's rows stay in the cache.
 """
 PIECE_ROWS = 16
-"""Rows of a piece. They are signalled together."""
+"""Rows of a piece. Rows of one piece are signalled together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedTask:
-    """A task of a fused kernel.
+    """A task of a fused kernel, which one of the simulated thread blocks or the link runs.
 
-    name: unique in a launch.
-    lane: "block 17" computes, "comm 3" communicates, "link" sends. A signal and the end of a chunk have
-        lanes of their own, because they delay only the tasks that wait for them.
-    waits: names of tasks.
-    kind: a key of `pmoe.planner.timeline.LEGEND`.
-    part: its level or its chunk.
-    seconds: of the task alone.
+    name: unique in a launch of the kernel.
+    lane: "block 17" computes, "comm 3" communicates, "link" sends. Signals and ends of chunks have lanes of
+        their own, because they delay only the tasks that wait for them.
+    waits: names of the tasks that must end before this task starts.
+    kind: a key of `pmoe.planner.timeline.LEGEND`, which gives the task's colour and meaning.
+    part: distance of the source rank (its "level") in layer 0; number of the chunk of columns in layer 1.
+    seconds: seconds of the task if it runs alone.
     """
 
     name: str
@@ -198,25 +208,45 @@ class FusedTask:
 
 
 class Launch:
-    """Collects the tasks of one launch."""
+    """Collects the tasks of one launch of a fused kernel.
+
+    device: rates of the device.
+    n_c: number of communicating blocks.
+    """
 
     def __init__(self, device: DeviceRates, n_c: int) -> None:
         self.tasks: list[FusedTask] = []
         self._device = device
-        self._on_link: list[list[str]] = [
-            [] for _ in range(n_c)
-        ]  # by block, the link tasks that it has caused
+        self._on_link: list[list[str]] = [[] for _ in range(n_c)]  # for each block, its tasks on the link
 
     def add(
         self, name: str, lane: str, kind: str, part: int, seconds: float, waits: Iterable[str] = ()
     ) -> str:
-        """Adds a task, and returns its name."""
+        """Adds a task, and returns its name.
+
+        name: unique in the launch.
+        lane: thread block or link that runs the task.
+        kind: key of the timeline's legend.
+        part: distance of the source rank, or number of the chunk of columns.
+        seconds: seconds of the task if it runs alone.
+        waits: names of the tasks that must end before it starts.
+        """
         step = FusedTask(name=name, lane=lane, waits=tuple(waits), kind=kind, part=part, seconds=seconds)
         self.tasks.append(step)
         return name
 
     def meet(self, name: str, kind: str, part: int, seconds: float, waits: Iterable[str]) -> str:
-        """Adds a task that several others wait for. It has a lane of its own, so it delays nothing else."""
+        """Adds a task that starts when all of ``waits`` have ended, and returns its name.
+
+        Several tasks can then wait for its end, instead of for each of ``waits``. The task has a lane of its
+        own, so it delays no other tasks.
+
+        name: unique in the launch.
+        kind: key of the timeline's legend.
+        part: distance of the source rank, or number of the chunk of columns.
+        seconds: seconds of the task, such as those of a signal.
+        waits: names of tasks.
+        """
         return self.add(name, name, kind, part, seconds, waits)
 
     def write(
@@ -231,13 +261,21 @@ class Launch:
         write_bytes: float,
         waits: Iterable[str] = (),
     ) -> str:
-        """Adds the read and the write of a communicating block.
+        """Adds the tasks with which a communicating block reads rows, and writes them to a rank's memory.
 
-        Returns the name of the task with whose end all bytes have arrived.
+        The block reads in its own rank's memory. What it writes to another rank then passes the link, after
+        the bytes that other blocks sent before. The block starts only when all but the last of its earlier
+        writes have passed the link, so that few bytes are on the way.
 
-        The block reads in its own rank's memory and writes to the rank at ``level``. Bytes for a peer then
-        pass the link, after those that other blocks sent before. A block starts nothing before its last
-        write but one has passed the link, so that little is in flight.
+        Returns the name of the task that ends when all bytes have arrived.
+
+        name: name of the first task.
+        block: number of the communicating block.
+        level: distance of the rank to which the block writes; 0 is its own rank.
+        kind: key of the timeline's legend.
+        part: distance of the rank, or number of the chunk of columns.
+        read_bytes, write_bytes: bytes to read and to write.
+        waits: names of the tasks that must end before the block starts.
         """
         device = self._device
         sent = self._on_link[block]
@@ -255,11 +293,11 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """A tile of a product.
+    """A tile (128 rows x 256 columns) of the product in COMET's layer 0.
 
-    level: of the source that completes its rows.
-    expert: of this rank.
-    row, column: place among the expert's tiles.
+    level: the tile's rows are complete when those of rank + level have arrived.
+    expert: number of the expert on this rank.
+    row, column: position among the expert's tiles, counted in tiles.
     """
 
     level: int
@@ -269,15 +307,16 @@ class Tile:
 
 
 def tile_order(layer: Arriving) -> list[Tile]:
-    """Returns layer 0's tiles in the order in which blocks take them (section 3.1.2 and Fig. 5).
+    """Returns layer 0's tiles in the order in which computing blocks take them (section 3.1.2 and Fig. 5).
 
-    The order is by level, so that tiles which need no other rank come first. Within a level it is by
-    expert, then by bands of 16 row tiles, and within a band column by column. An expert's last tile, if not
-    full, goes with the last level, as in cuda/comet/order.h.
+    Tiles are ordered by level, the distance of the rank whose rows complete the tile. So tiles whose rows all
+    come from this rank are first. Within a level they are ordered by expert, then by bands of 16 row tiles,
+    and within a band column by column. If the last row tile of an expert is not full, it comes with the last
+    level, as in cuda/comet/order.h.
     """
     column_tiles = math.ceil(layer.columns / TILE_COLUMNS)
     arrived = [0] * len(layer.rows_E)
-    complete = [0] * len(layer.rows_E)  # row tiles of each expert
+    complete = [0] * len(layer.rows_E)  # row tiles of each expert in ``order``
     order = []
     for level, rows_E in enumerate(layer.rows_WE):
         last = level + 1 == len(layer.rows_WE)
@@ -295,7 +334,14 @@ def tile_order(layer: Arriving) -> list[Tile]:
 
 
 def fused_dispatch_tasks(layer: Arriving, device: DeviceRates, n_c: int) -> list[FusedTask]:
-    """Returns the tasks of layer 0. The ``n_c`` communicating blocks take pieces in turn."""
+    """Returns the tasks of COMET's layer 0: rows are sent in pieces, and tiles of the product wait for them.
+
+    The communicating blocks take pieces of 16 rows in turn.
+
+    layer: numbers and sizes of the rows.
+    device: rates of the device.
+    n_c: number of communicating blocks.
+    """
     kernel = Launch(device, n_c)
     landed: dict[tuple[int, int], list[str]] = {}  # (expert, row tile) -> writes that bring its rows
     piece = itertools.count()
@@ -327,16 +373,19 @@ def fused_dispatch_tasks(layer: Arriving, device: DeviceRates, n_c: int) -> list
 def fused_combine_tasks(
     layer: Returning, device: DeviceRates, n_c: int, chunk_columns: int
 ) -> list[FusedTask]:
-    """Returns the tasks of layer 1 (section 3.1.2, Fig. 6).
+    """Returns the tasks of COMET's layer 1: tiles of the product, writes of sums, final sums of each token.
 
-    Sums leave in pieces of 16, which the communicating blocks take in turn, those for this rank first. The
-    tokens of this rank are divided among the blocks one by one.
+    See section 3.1.2 and Fig. 6. Sums leave in pieces of 16 rows, which the communicating blocks take in
+    turn, those for this rank first. The final sums of this rank's tokens are divided among the communicating
+    blocks, token by token.
 
     Work that a block does without waiting in between is one task: its tiles of a chunk, and its pieces for
-    one rank. This loses no time of a computing block, but these pieces pass the link together.
+    one rank. No computing block loses time by this, but these pieces pass the link together.
 
+    layer: numbers and sizes of the rows.
+    device: rates of the device.
     n_c: number of communicating blocks.
-    chunk_columns: T_N, the columns of a chunk.
+    chunk_columns: T_N, the columns of a chunk, after which sums are sent.
     """
     kernel = Launch(device, n_c)
     computing = device.blocks - n_c
@@ -383,9 +432,15 @@ def fused_combine_tasks(
 
 
 def dealt(counts: Sequence[int], blocks: int, height: int) -> list[list[int]]:
-    """Returns, for each count, the part of each block, if blocks take pieces of ``height`` in turn.
+    """Returns how many rows of each count every block gets, if blocks take pieces of rows in turn.
 
-    The turn of each count continues after the block at which the count before ended.
+    The next count continues with the block after the one that got the last piece.
+
+    counts: numbers of rows.
+    blocks: number of blocks.
+    height: rows of a piece.
+
+    Example: counts [3, 1], 2 blocks, height 1 -> [[2, 1], [0, 1]].
     """
     dealt = [[0] * blocks for _ in counts]
     turn = itertools.cycle(range(blocks))
@@ -396,10 +451,17 @@ def dealt(counts: Sequence[int], blocks: int, height: int) -> list[list[int]]:
 
 
 def chunk_widths(layer: Returning, chunk_columns: int) -> list[int]:
-    """Returns the columns of each chunk."""
+    """Returns the number of columns of each chunk of the result. The last chunk may be narrower.
+
+    layer: COMET's layer 1. Its result has ``layer.columns`` columns.
+    chunk_columns: columns of a chunk (T_N).
+    """
     return [min(chunk_columns, layer.columns - begin) for begin in range(0, layer.columns, chunk_columns)]
 
 
 def row_tiles(rows_E: Sequence[int]) -> int:
-    """Returns the row tiles of all experts. No tile has rows of two experts."""
+    """Returns the number of row tiles of all experts together. No tile has rows of two experts.
+
+    rows_E: number of rows of each expert.
+    """
     return sum(math.ceil(rows / TILE_ROWS) for rows in rows_E)

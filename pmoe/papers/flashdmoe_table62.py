@@ -1,6 +1,6 @@
-"""FlashDMoE's Table 6.2: Size(L), the bytes of its symmetric tensor.
+"""FlashDMoE's Table 6.2: Size(L), the bytes of the tensor in which all ranks receive each other's rows.
 
-See sections 5.3 and 6.8 of the thesis.
+The tensor is symmetric: it has the same address on all ranks. See sections 5.3 and 6.8 of the thesis.
 """
 
 from __future__ import annotations
@@ -13,22 +13,26 @@ from pmoe.papers.assumptions import printed
 
 
 def symmetric_bytes(ranks: int, experts: int, capacity: int, row_bytes: int) -> int:
-    """Returns Size(L) of P x R x B x E x C x H (section 5.3), with R = 2 rounds and B = 2 buffers.
+    """Returns Size(L), the bytes of a tensor of shape (P, R, B, E, C, H) (section 5.3).
+
+    R = 2 rounds (dispatch and combine) and B = 2 buffers (outgoing and incoming).
 
     ranks: P.
-    experts: E, of one rank.
-    capacity: EC, rows for an expert. C is EC rounded up to whole tiles of 128 rows.
+    experts: E, experts of one rank.
+    capacity: EC, the rows that one rank may send to one expert. C is EC rounded up to whole tiles of 128
+        rows.
     row_bytes: bytes of a row of H elements.
 
-    Example: 8, 2, 256, 4096 -> 64 MiB.
+    Example: 8 ranks, 2 experts, capacity 256, 4096 bytes -> 64 MiB.
     """
     return ranks * 2 * 2 * experts * math.ceil(capacity / TILE_ROWS) * TILE_ROWS * row_bytes
 
 
 def table62() -> list[dict[str, Any]]:
-    """Returns the lines of Table 6.2 in MB (2^20 bytes), computed and as the paper prints them.
+    """Returns the rows of Table 6.2 in MB (2^20 bytes), computed and as the paper prints them.
 
-    rest: the paper's bookkeeping less a hidden activation.
+    The column "rest" is the memory that the paper prints as bookkeeping, minus a hidden activation, which we
+    guess is its main part.
     """
     rows = []
     for thousands, experts, paper, bookkeeping in printed("flashdmoe table 6.2"):

@@ -1,9 +1,10 @@
 """FSMoE's Table 5 on the simulator: 1,458 layers, five systems, one testbed (Section 6.3, Testbed B).
 
-The layers are those of Table 4. Their costs are those of Fig. 5 and ASSUMPTIONS, chosen before any result
-was seen. The cluster's numbers are the paper's, for this reproduction only; no layer uses them.
+The layers are those of Table 4. Their costs are those of Fig. 5 and ASSUMPTIONS, chosen before any result was
+seen. The cluster's numbers are the paper's, for this reproduction only: no layer of pmoe uses them.
 
-Letters: B samples, L tokens a sample, M = d_model, H = d_hidden, f capacity factor, n chunks.
+Letters: B samples, L tokens of a sample, M = d_model, H = d_hidden, f capacity factor, n chunks. MP is model
+parallelism: the GPUs of a node split attention and experts.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from pmoe.planner.simulator import makespan, simulate_slowed, task_seconds
 from pmoe.schedule.tasks import Kind, Lane, PassDirection, Stages, finished, make_task
 
 ASSUMPTIONS = assumptions("fsmoe-table5")
-"""Assumptions that Table 5 needs, because the paper does not say or says it in several ways."""
+"""Assumptions, by name, where the paper says nothing or says something in several ways."""
 
 MS = 1e-3
 GEMM, ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = (
     LineCost(alpha * MS, beta * MS) for alpha, beta in printed("fsmoe figure 5").values()
 )
-"""Costs of Fig. 5: GEMM by floating-point operations, the others by bytes."""
+"""Costs of Fig. 5 as lines: GEMM by floating-point operations, collectives by bytes."""
 
 NODES = 8
 GPUS = 4  # of a node
@@ -45,11 +46,11 @@ ELEMENT_SIZE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfiguration:
-    """A configuration of Table 4: attention and an MoE layer.
+    """One of the layers of Table 4: attention and an MoE layer, with their sizes.
 
-    B: samples.
+    B: samples of a batch.
     heads: attention heads.
-    L: tokens a sample.
+    L: tokens of a sample.
     M, H: d_model and d_hidden.
     f: capacity factor; None for the paper's '*', which drops no token.
     ffn: "simple" or "Mixtral".
@@ -65,22 +66,26 @@ class LayerConfiguration:
 
     @property
     def tokens(self) -> int:
-        """Tokens of an MP group."""
+        """Tokens of a model-parallel group, which is a node."""
         return self.B * self.L
 
     @property
     def rows(self) -> float:
-        """Rows that a node's experts receive."""
+        """Rows that a node's experts receive, for all experts of the node together."""
         return TOP_K * (1.0 if self.f is None else self.f) * self.tokens
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients that the nodes all-reduce: attention's and the gate's."""
+        """Bytes of gradients of attention and the gate on one GPU, which the nodes all-reduce."""
         return ELEMENT_SIZE * (4 * self.M * self.M // GPUS + NODES * self.M)
 
 
 class Attention(NamedTuple):
-    """Forward seconds of the dense part: its products, and its two collectives inside the node."""
+    """Seconds of the dense part (attention) in forward.
+
+    compute: of its matrix products.
+    all_gather, reduce_scatter: of its two collectives inside the node.
+    """
 
     compute: float
     all_gather: float
@@ -100,7 +105,7 @@ def table4() -> list[LayerConfiguration]:
 
 
 def moe_costs(layer: LayerConfiguration) -> LayerCosts:
-    """Returns the costs of the MoE part's forward pass."""
+    """Returns the costs of the stages of the MoE layer's forward pass, by the lines of Fig. 5."""
     bytes_of_node = layer.rows * layer.M * ELEMENT_SIZE
     products = 3 if layer.ffn == "Mixtral" else 2
     line = LineCost(products * GEMM.alpha_seconds, products * GEMM.beta_seconds)
@@ -113,7 +118,10 @@ def moe_costs(layer: LayerConfiguration) -> LayerCosts:
 
 
 def attention(layer: LayerConfiguration) -> Attention:
-    """Returns the seconds of the dense part's forward pass. Backward computes twice as long."""
+    """Returns the seconds of attention's forward pass, by the lines of Fig. 5.
+
+    Backward computes twice as long, and sends the same bytes.
+    """
     share = layer.M // GPUS
     products = (
         2 * layer.tokens * layer.M * 3 * share,  # queries, keys, values
@@ -126,22 +134,26 @@ def attention(layer: LayerConfiguration) -> Attention:
 
 
 all_reduce_of: Callable[[float], float] = functools.partial(all_reduce_seconds, ALL_REDUCE)
-"""Seconds of an all-reduce of a GPU's gradients over the nodes, by bytes."""
+"""Seconds of an all-reduce of one GPU's gradients among the nodes, by bytes."""
 
 
 # ---- Table 2: measured and modelled operations
 
 
 MEASURED: Mapping[str, Mapping[str, float]] = printed("fsmoe table 2")
-"""Measured milliseconds of Table 2, Testbed B. Three of its four attention times are missing in our text."""
+"""Measured milliseconds of Table 2, Testbed B, by "model direction" and operation.
+
+Three of the four attention times of the table are missing in our text of the paper.
+"""
 
 MODELS = {name: LayerConfiguration(**row) for name, row in printed("fsmoe models").items()}
 
 
 def table2() -> list[dict[str, Any]]:
-    """Returns Table 2's operations: seconds in one pass of a model's layer, measured and by ASSUMPTIONS.
+    """Returns Table 2's operations in one pass of a model's layer: measured and modelled seconds.
 
-    Those of attention and of its collectives are included.
+    The paper measured, and ASSUMPTIONS give the model. One row for each model, direction and operation.
+    Operations of attention are included.
     """
     return [
         {
@@ -157,7 +169,10 @@ def table2() -> list[dict[str, Any]]:
 
 
 def _modelled(layer: LayerConfiguration, backward: bool) -> dict[str, float]:
-    """Returns the modelled seconds of each operation."""
+    """Returns the modelled seconds of each operation of Table 2 in one pass of a layer.
+
+    backward: whether the pass is backward.
+    """
     costs, dense = moe_costs(layer), attention(layer)
     a2a, ag, rs, exp = (costs.backward() if backward else costs).chunk(1)
     return {
@@ -176,19 +191,19 @@ CONTENTION = 1.25
 DEGREES = range(1, MAX_DEGREE + 1)
 
 PAPER: Mapping[str, float] = printed("fsmoe table 5")
-"""Speed-ups that Table 5 prints for Testbed B. It has no row for DeepSpeed-MoE."""
+"""Speed-ups over Tutel that Table 5 prints for Testbed B, by system. It has no row for DeepSpeed-MoE."""
 PAPER_DIFFERING = 912
-"""Number of the 1,458 layers whose best forward and backward degrees differ (Section 2.3)."""
+"""Layers of the 1,458 with different best numbers of chunks in forward and backward (Section 2.3)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SystemPlan:
-    """The way in which a system runs one layer.
+    """Decisions of a system about one layer: the chunks of each pass, and when gradients are all-reduced.
 
-    one_lane: whether all communication is on one lane.
-    forward, backward: degrees; 0 runs one task after another.
-    moe_bytes, dense_bytes, end_bytes: gradients that are all-reduced beside experts, beside attention, and
-        at the end.
+    one_lane: whether collectives inside the node and between nodes wait for each other.
+    forward, backward: number of chunks of each pass; 0 runs one task after another, without overlap.
+    moe_bytes, dense_bytes, end_bytes: bytes of gradients that are all-reduced beside the experts, beside
+        attention, and after the pass.
     """
 
     one_lane: bool
@@ -201,7 +216,10 @@ class SystemPlan:
 
 @functools.cache
 def plans(layer: LayerConfiguration) -> dict[str, SystemPlan]:
-    """Returns each system's plan. Plans assume that lanes do not slow each other."""
+    """Returns the decisions of each system for a layer, by the system's name.
+
+    The systems decide as if lanes did not slow each other, because their planners measure each lane alone.
+    """
     costs = moe_costs(layer)
     total = layer.gradient_bytes
     dense = attention(layer)
@@ -238,9 +256,11 @@ def plans(layer: LayerConfiguration) -> dict[str, SystemPlan]:
 
 @functools.cache
 def plan_seconds(layer: LayerConfiguration, plan: SystemPlan, contention: float = 1.0) -> float:
-    """Returns the seconds of attention and MoE, forward and backward, with the plan's gradients.
+    """Returns the seconds of one layer, attention and MoE, forward and backward, with a system's decisions.
 
-    contention: how many times as long both kinds of communication take while both run.
+    plan: the decisions.
+    contention: factor on the seconds of a collective between nodes and one inside the node while both run. 1
+        means that they do not slow each other.
     """
     costs, dense = moe_costs(layer), attention(layer)
     end = all_reduce_of(plan.end_bytes)
@@ -257,14 +277,21 @@ def plan_seconds(layer: LayerConfiguration, plan: SystemPlan, contention: float 
 
 
 def _papers_schedule(direction: PassDirection, one_lane: bool) -> ScheduleOptions:
-    """Returns the options of the paper's schedule, in which the experts' backward is one task."""
+    """Returns the options of the paper's schedule, in which the experts' backward is one task.
+
+    one_lane: whether collectives inside the node and between nodes wait for each other.
+    """
     return ScheduleOptions(direction=direction, one_lane=one_lane, wgrad_share=0.0)
 
 
 @functools.cache
 @functools.cache
 def _best_degrees(costs: LayerCosts, one_lane: bool) -> tuple[int, tuple[DegreeSeconds, ...]]:
-    """Returns the best degree of forward, and the seconds of backward by degree."""
+    """Returns the best number of chunks in forward, and the seconds of backward for each number of chunks.
+
+    costs: seconds of the stages of the forward pass.
+    one_lane: whether collectives inside the node and between nodes wait for each other.
+    """
     options = _papers_schedule("forward", one_lane)
     forward = min(DEGREES, key=lambda n: pass_seconds(costs, n, options))
     return forward, simulated_degrees(costs.backward(), _papers_schedule("backward", one_lane), DEGREES)
@@ -272,17 +299,27 @@ def _best_degrees(costs: LayerCosts, one_lane: bool) -> tuple[int, tuple[DegreeS
 
 @functools.cache
 def _pass(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float, contention: float) -> float:
-    """Returns the seconds of a pass under contention."""
+    """Returns the simulated seconds of a pass of an MoE layer in n chunks, under contention.
+
+    costs: seconds of the stages of this pass.
+    options: direction and form of the schedule.
+    t_gar: seconds of an all-reduce of gradients in this pass.
+    contention: factor on the seconds of collectives between nodes and inside the node while both run.
+    """
     seconds = stage_seconds(costs, n, options, t_gar)
     return makespan(simulate_slowed(options.schedule(n).tasks, seconds, _contended_speeds(contention)))
 
 
 @functools.cache
 def _dense_backward(dense: Attention, t_ar: float, one_lane: bool, contention: float) -> float:
-    """Returns the seconds of attention's backward beside an all-reduce of t_ar seconds.
+    """Returns the simulated seconds of attention's backward beside an all-reduce of t_ar seconds.
 
-    Attention gathers, computes, and reduce-scatters, one after another. On one lane the all-reduce runs
-    beside the computing only.
+    Attention gathers, computes, and reduce-scatters, one after another. If collectives share one lane, the
+    all-reduce runs beside the computation only.
+
+    dense: seconds of attention in forward.
+    one_lane: whether collectives inside the node and between nodes share one lane.
+    contention: factor on the seconds of collectives between nodes and inside the node while both run.
     """
     tasks = [
         make_task(Kind.ALL_GATHER, -1, ["dT"], ["gathered"]),
@@ -303,7 +340,11 @@ def _dense_backward(dense: Attention, t_ar: float, one_lane: bool, contention: f
 
 
 def _contended_speeds(contention: float) -> Callable[[frozenset[str]], Mapping[str, float]]:
-    """Returns the speeds of lanes: both communication lanes slow each other (see ASSUMPTIONS)."""
+    """Returns a function that gives the speeds of lanes, by the set of busy lanes, for `simulate_slowed`.
+
+    While the lane between nodes and the lane inside the node are both busy, each has speed 1 / contention.
+    All other lanes always have speed 1 (see ASSUMPTIONS).
+    """
     lanes = (Lane.COMMUNICATE, Lane.INTRA_NODE)
     both: Mapping[str, float] = dict.fromkeys(lanes, 1 / contention)
     return lambda busy: both if busy.issuperset(lanes) else {}
@@ -314,9 +355,10 @@ def _contended_speeds(contention: float) -> Callable[[frozenset[str]], Mapping[s
 
 @functools.cache
 def planned() -> list[tuple[LayerConfiguration, Mapping[str, SystemPlan]]]:
-    """Returns Table 4's layers, each with the plan of every system.
+    """Returns Table 4's layers, each with the decisions of every system by name.
 
-    The number of heads changes no cost, so only a third of the layers is simulated.
+    All layers have one attention head: the number of heads changes no cost. So two thirds of the layers are
+    equal to others, and their cached results are used again.
     """
     return [
         (layer, plans(layer)) for layer in (replace(configuration, heads=1) for configuration in table4())
@@ -324,12 +366,14 @@ def planned() -> list[tuple[LayerConfiguration, Mapping[str, SystemPlan]]]:
 
 
 def speed_ups(contention: float) -> list[dict[str, Any]]:
-    """Returns the rows of Table 5 under one contention: speed-ups over Tutel of each system.
+    """Returns the rows of Table 5 for one contention: the speed-up of each system over Tutel.
 
-    mean, smallest, largest: over the layers.
-    paper: the paper's mean.
+        C                        the contention
+        mean, smallest, largest  over the layers
+        paper                    the mean that the paper prints; None for DeepSpeed-MoE
 
-    contention: at least 1, which stands for ideal lanes.
+    contention: factor, at least 1, on the seconds of collectives between nodes and inside the node while both
+        run. 1 means that they do not slow each other.
     """
     seconds = {
         name: [plan_seconds(layer, plan[name], contention) for layer, plan in planned()]
@@ -344,9 +388,12 @@ def speed_ups(contention: float) -> list[dict[str, Any]]:
 
 
 def best_degrees() -> dict[str, int]:
-    """Returns for how many layers the best degrees of both passes differ.
+    """Returns for how many layers the best numbers of chunks in forward and in backward differ.
 
-    Once with the gradients that FSMoE's backward carries, and once without any.
+    layers             number of all layers
+    differing          with the gradients that FSMoE all-reduces during backward
+    without gradients  without any gradients
+    paper              the number that the paper prints
     """
     degrees_of_layers = [_best_degrees(moe_costs(layer), False) for layer, _ in planned()]
     return {
@@ -361,6 +408,10 @@ def best_degrees() -> dict[str, int]:
 
 
 def tables(contention: float = CONTENTION) -> dict[str, list[dict[str, Any]]]:
-    """Returns the tables that `pmoe simulate fsmoe-table5` prints."""
+    """Returns the tables that `pmoe simulate fsmoe-table5` prints, by name.
+
+    contention: factor on the seconds of collectives between nodes and inside the node while both run. The
+        first table also has the results for 1.
+    """
     systems = [*speed_ups(1.0), *speed_ups(contention)]
     return {"systems": systems, "degrees": [best_degrees()], "table2": table2()}

@@ -1,9 +1,10 @@
 """Lancet's evaluation (section 7), simulated from stated costs of operators.
 
-It shows the gain of Lancet's two passes. The models are GPT-2 with a Switch layer in every other block and
-two experts a GPU, on two clusters. The cost of an operator follows from its products and bytes at stated
-rates. The passes are pmoe's own (`pmoe.graph`). Tutel's pipeline is written in this file. `ASSUMPTIONS`
-were fixed before the first run. Nothing was fitted to the paper.
+The results show the gain of Lancet's two passes over a training graph. The models are GPT-2 with a Switch
+layer in every other block and two experts on each GPU, on two clusters. The cost of an operator follows from
+its floating-point operations and bytes, at stated rates. The passes are pmoe's own (`pmoe.graph`). Tutel's
+pipeline is written in this file. `ASSUMPTIONS` were fixed before the first run. Nothing was fitted to the
+paper.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pmoe.graph.weight_gradients import listed
 from pmoe.papers.assumptions import assumptions, printed
 
 ASSUMPTIONS = assumptions("lancet")
-"""Assumptions, because section 7 leaves them open."""
+"""Assumptions that the evaluation needs, because section 7 leaves them open; texts by name."""
 
 
 class GPUCluster(NamedTuple):
@@ -28,7 +29,7 @@ class GPUCluster(NamedTuple):
 
     flops: half-precision operations per second of a GPU.
     memory: bytes per second of a GPU's memory.
-    nic: bytes per second between nodes, for a node.
+    nic: bytes per second that a node sends to other nodes, through all its network cards together.
     """
 
     name: str
@@ -40,15 +41,15 @@ class GPUCluster(NamedTuple):
 class GPTModel(NamedTuple):
     """A GPT-2 model of the evaluation.
 
-    blocks: transformer blocks.
+    blocks: number of transformer blocks.
     columns: d_model.
-    sequences: sequences a GPU, by cluster.
+    sequences: number of sequences on each GPU, by name of the cluster.
     """
 
     name: str
     blocks: int
     columns: int
-    sequences: Mapping[str, int]  # a GPU, by cluster
+    sequences: Mapping[str, int]
 
 
 A100 = GPUCluster("A100", 312e12, 2.0e12, 50e9)
@@ -63,7 +64,7 @@ WORDS = 50_257
 """Words of the vocabulary."""
 
 LAUNCH = 5e-6
-"""Seconds of a launch, a part of each operator's."""
+"""Seconds to launch a kernel, which each operator that computes takes in addition."""
 
 MESSAGE = 20e-6
 """Seconds of an all-to-all of no bytes."""
@@ -72,16 +73,16 @@ NUMBERS = (16, 32, 64)
 """Numbers of GPUs."""
 
 PARTS = (1, 2, 3, 4, 6, 8)
-"""Numbers of parts that a range may be cut into."""
+"""Numbers of parts into which a range of operators may be cut."""
 
 
 class Operator(NamedTuple):
-    """An operator of the forward pass.
+    """An operator of the forward pass, with its amount of work.
 
-    flops: of its product over all rows; 0 without one.
-    moved: bytes that it reads and writes, if it is not a product.
-    sent: bytes of an all-to-all.
-    has_weight: whether the product is with a weight.
+    flops: floating-point operations, if it is a matrix product; otherwise 0.
+    moved: bytes that it reads and writes, if it computes something else.
+    sent: bytes that it sends, if it is an all-to-all.
+    has_weight: for a matrix product, whether one side is a weight, which then has a gradient of its own.
     """
 
     name: str
@@ -92,7 +93,10 @@ class Operator(NamedTuple):
 
 
 def forward_work(model: GPTModel, sequences: int) -> Iterator[Operator]:
-    """Yields the operators of a forward pass, block by block."""
+    """Yields the operators of a forward pass of a model, block by block.
+
+    sequences: number of sequences of a GPU.
+    """
     rows = sequences * TOKENS
     m = model.columns
     row_bytes = 2.0 * rows * m
@@ -121,7 +125,13 @@ def forward_work(model: GPTModel, sequences: int) -> Iterator[Operator]:
 
 
 def seconds_on(cluster: GPUCluster, gpus: int, rows: int, work: Operator, k: int = 1) -> float:
-    """Returns the seconds of one of k parts of an operator."""
+    """Returns the seconds of one of k equal parts of an operator.
+
+    gpus: number of GPUs of all nodes.
+    rows: number of rows (tokens) that the whole operator works on. Products of few rows are slower.
+    work: the operator.
+    k: number of parts; 1 gives the whole operator.
+    """
     if work.sent:
         return MESSAGE + work.sent / k * (gpus - 8) / gpus * 8 / (0.8 * cluster.nic)
     share = rows / k / (rows / k + 512)
@@ -130,7 +140,11 @@ def seconds_on(cluster: GPUCluster, gpus: int, rows: int, work: Operator, k: int
 
 
 def forward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[Instruction]:
-    """Returns the instructions of the forward pass. Each waits for the one before."""
+    """Returns the instructions of the forward pass. Each waits for the instruction before it.
+
+    works: operators of the forward pass, in order.
+    seconds: returns the seconds of an operator.
+    """
     return [
         Instruction(
             name=work.name,
@@ -145,7 +159,11 @@ def forward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[In
 def backward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[Instruction]:
     """Returns the instructions of the backward pass.
 
-    A product has two gradients of its own size. No instruction waits for that of its weight.
+    A matrix product has two gradients, each as much work as the product itself. No instruction waits for the
+    gradient of a weight.
+
+    works: operators of the forward pass, in order.
+    seconds: returns the seconds of an operator.
     """
     instructions = list[Instruction]()
     waits = tuple[str, ...]()
@@ -168,7 +186,7 @@ def backward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[I
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Seconds of a step, and those of them in which nothing is computed (exposed)."""
+    """Seconds of a step, and its exposed seconds, in which nothing is computed."""
 
     seconds: float
     exposed: float
@@ -178,12 +196,20 @@ class SimulatedStep:
 
 
 def one_after_the_other(instructions: Sequence[Instruction]) -> SimulatedStep:
-    """Returns the step in which instructions run in list order on their lanes."""
+    """Returns the seconds of instructions that each lane (computing, communicating) runs in list order."""
     return SimulatedStep(total_seconds(instructions), exposed_seconds(instructions))
 
 
 def in_ranges(works: Sequence[Operator], seconds: Callable[..., float], sequences: int) -> SimulatedStep:
-    """Returns the forward pass with the ranges that Lancet's dynamic programme cuts."""
+    """Returns the seconds of a forward pass that Lancet's dynamic programme has cut.
+
+    The programme cuts ranges of operators into parts, so that all-to-alls of one part run beside the
+    computation of another.
+
+    works: operators of the forward pass, in order.
+    seconds: returns the seconds of a part of an operator, given the number of parts.
+    sequences: number of sequences of a GPU, which is also the largest number of parts.
+    """
     instructions = forward(works, seconds)
     inside = False
     ends = [True]
@@ -208,9 +234,14 @@ def in_ranges(works: Sequence[Operator], seconds: Callable[..., float], sequence
 def in_layers(
     instructions: Sequence[Instruction], works: Sequence[Operator], seconds: Callable[..., float], k: int
 ) -> SimulatedStep:
-    """Returns the step of Tutel's pipeline.
+    """Returns the seconds of a pass with Tutel's pipeline.
 
-    The all-to-alls and experts of each layer run in k parts, everything else in one.
+    The all-to-alls and experts of each MoE layer run in k parts, everything else in one.
+
+    instructions: of the pass, in order.
+    works: operators of the forward pass.
+    seconds: returns the seconds of a part of an operator, given the number of parts.
+    k: number of parts.
     """
     shares = {work.name: seconds(work, k) / seconds(work) for work in works}
     step = SimulatedStep(0.0, 0.0)
@@ -232,7 +263,13 @@ def in_layers(
 
 
 def lancet_systems(model: GPTModel, cluster: GPUCluster, gpus: int) -> dict[str, SimulatedStep]:
-    """Returns the step of each system."""
+    """Returns the seconds of a training step of each system, by the system's name.
+
+    Lancet has two passes over a training graph. "weight gradients" only moves weight gradients beside
+    all-to-alls, "ranges" only cuts ranges of operators into parts, "Lancet" does both.
+
+    gpus: number of GPUs of all nodes.
+    """
     sequences = model.sequences[cluster.name]
     seconds = functools.partial(seconds_on, cluster, gpus, sequences * TOKENS)
     works = list(forward_work(model, sequences))
@@ -254,9 +291,10 @@ def lancet_systems(model: GPTModel, cluster: GPUCluster, gpus: int) -> dict[str,
 
 
 def section7() -> list[dict[str, Any]]:
-    """Returns a row for each model, cluster and number of GPUs.
+    """Returns the results of section 7: a row for each model, cluster and number of GPUs.
 
-    It has the milliseconds of each system, and how many times as fast Lancet is.
+    A row has the milliseconds of each system, how many times as fast as others Lancet is, and how much less
+    of its communication is exposed.
     """
     rows = []
     for model, cluster, gpus in itertools.product((SMALL, LARGE), (A100, V100), NUMBERS):
@@ -278,13 +316,13 @@ def section7() -> list[dict[str, Any]]:
 
 
 PAPER: Mapping[str, str] = printed("lancet")
-"""Gains that the paper reports."""
+"""Gains that the paper reports, in words, by name of a field of `section7`."""
 
 
 def tables() -> dict[str, list[dict[str, Any]]]:
-    """Returns the tables that `pmoe simulate lancet` prints.
+    """Returns the tables that `pmoe simulate lancet` prints, by name.
 
-    most: the largest gains, beside the paper's.
+    "section7" has all results, "most" the largest gains beside those of the paper.
     """
     rows = section7()
     gains = [{"gain": name, "most": max(row[name] for row in rows), "paper": PAPER[name]} for name in PAPER]

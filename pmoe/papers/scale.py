@@ -1,8 +1,8 @@
 """Simulated training steps of large models on many ranks, from stated rates and real schedules.
 
-In every all-to-all all ranks wait for the slowest one. So one rank is simulated: the one with the most
-popular experts, which in every layer has most rows to send, to receive and to multiply. `pmoe simulate
-scale --assumptions` prints all assumptions.
+In every all-to-all all ranks wait for the slowest one. So only one rank is simulated: the rank with the most
+popular experts, which in every layer has most rows to send, to receive and to multiply. `pmoe simulate scale
+--assumptions` prints all assumptions.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from pmoe.schedule.ring_buffers import rotating
 from pmoe.schedule.tasks import Kind, PassDirection, Stages
 
 DEGREES = (1, 4, 8)
-"""Numbers of chunks n to choose from."""
+"""Numbers of chunks (n) to choose from."""
 
 TOKENS = 8192
-"""Tokens of a rank in weak scaling, and the most that it has in one pass."""
+"""Tokens of a rank in weak scaling, and the most that a rank has in one forward and backward pass."""
 
 BATCH = 4_194_304
 """Tokens of all ranks together in strong scaling."""
@@ -40,7 +40,7 @@ BATCH = 4_194_304
 S4 = STRATEGIES["S4"]
 
 SLACK = 1.25
-"""Rows of a ring slot, over the balanced share."""
+"""Number of rows of a ring slot (a reused buffer), over the number under even routing."""
 
 ELEMENT = 2
 """Bytes of an element: bfloat16."""
@@ -49,16 +49,18 @@ OPTIMIZER = 12
 """Bytes of optimizer state for each parameter."""
 
 LIMITS = ("all-to-alls", "gradients", "launches")
-"""Costs that may limit scaling. Each is left out in turn (`ScaledStep.free`) to see what it costs."""
+"""Costs that may limit scaling. Each is set to 0 in turn (`ScaledStep.free`), to see how much it adds to a
+step.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledModel:
-    """A model with ``layers`` MoE layers.
+    """Sizes of a language model with MoE layers.
 
     layer: arguments of `sizes_from_options`, for each MoE layer.
     layers: number of MoE layers.
-    dense: parameters outside of routed experts.
+    dense: number of parameters outside of routed experts.
     dense_products: multiply-adds of one token outside of routed experts.
     """
 
@@ -72,13 +74,13 @@ class ScaledModel:
 class ScaledStep:
     """A training step to simulate.
 
-    model: the model.
-    rates: rates of the rank that all others wait for, with all machines.
+    model: sizes of the model.
+    rates: the cluster, with the rates of the simulated rank. All others wait for this rank.
     tokens: tokens of a rank in one forward and backward pass.
     n: number of chunks of each pass.
-    passes: number of forward and backward passes in a step.
-    skew: an expert's popularity is exp(skew z), with z normally distributed.
-    free: one of LIMITS, which then takes no time; "" for none.
+    passes: number of forward and backward passes in a step, whose gradients are summed.
+    skew: an expert's popularity is exp(skew z), with z normally distributed. 0 is even routing.
+    free: the one of LIMITS that takes no time; "" for none.
     """
 
     model: ScaledModel
@@ -91,21 +93,27 @@ class ScaledStep:
 
     @cached_property
     def sizes(self) -> LayerSizes:
-        """Sizes of one MoE layer. Its experts are on as many ranks as there are experts, or on all ranks."""
+        """Sizes of one MoE layer. Its experts are on as many ranks as there are experts, or on all if these
+        are fewer.
+        """
         sharing = min(self.rates.num_ranks, self.model.layer["num_experts"])
         place: dict[str, Any] = {"num_ranks": sharing, "device_type": "cuda", "dtype": torch.bfloat16}
         return sizes_from_options(**self.model.layer, **place)
 
     @cached_property
     def busiest_tokens(self) -> int:
-        """Tokens of each rank that, evenly routed, would bring it as many rows as the busiest rank gets."""
+        """Tokens of each rank with which even routing gives every rank the busiest rank's number of rows.
+
+        The simulation assumes even routing. With this number of tokens it covers the busiest rank under
+        skewed routing, too.
+        """
         z = np.random.default_rng(0).standard_normal(self.sizes.num_experts)
         shares = np.exp(self.skew * z).reshape(self.sizes.num_ranks, -1).sum(1)
         return math.ceil(self.tokens * self.sizes.num_ranks * float(shares.max() / shares.sum()))
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of all passes. The last one carries the gradients."""
+        """Seconds of all passes of the step. The last pass also all-reduces the gradients."""
         rates = self.rates
         sharing = self.sizes.num_ranks
         if self.free == "launches":
@@ -133,10 +141,10 @@ class ScaledStep:
         return of_pass(gradients) + (self.passes - 1) * of_pass(0.0)
 
     def _gradient_seconds(self) -> float:
-        """Returns the seconds of one layer's gradient all-reduces.
+        """Returns the seconds of all-reducing the gradients of one layer.
 
-        Dense gradients go through rings inside machines and between them, those of experts among their
-        replicas.
+        Dense gradients are reduced by ring all-reduces, inside machines and between machines. Gradients of
+        experts are reduced among the ranks that hold the same experts.
         """
 
         def ring(num_bytes: float, ranks: int, link: LineCost) -> float:
@@ -154,8 +162,8 @@ class ScaledStep:
     def peak_bytes(self) -> int:
         """Peak bytes of the busiest rank.
 
-        They are parameters, gradients, its part of the optimizer's state, saved bytes of all layers, and
-        what one layer's passes add. It counts as many rows sent as received.
+        These are parameters, gradients, the rank's part of the optimizer's state, saved tensors of all
+        layers, and what the passes of one layer add. The rank is assumed to send as many rows as it receives.
         """
         layers = self.model.layers
         ranks = self.rates.num_ranks
@@ -173,8 +181,8 @@ class ScaledStep:
 def slowed(step: ScaledStep, link: str, times: float) -> ScaledStep:
     """Returns the step with one rate slower.
 
-    link: name of a line of its rates, such as "compute" or "outside".
-    times: factor on its seconds.
+    link: name of a cost of the cluster, such as "compute" or "outside" (the link between machines).
+    times: factor on the seconds of this cost.
     """
     line: LineCost = getattr(step.rates, link)
     slower: Any = {link: LineCost(times * line.alpha_seconds, times * line.beta_seconds)}
@@ -182,10 +190,14 @@ def slowed(step: ScaledStep, link: str, times: float) -> ScaledStep:
 
 
 def scaling(models: Mapping[str, ScaledModel], rates: Cluster, *, strong: bool) -> list[dict[str, Any]]:
-    """Returns a row for each model and each of 1 to 512 machines, in powers of two.
+    """Returns the scaling of models: a row for each model and each of 1, 2, 4, ..., 512 machines.
 
-    strong: whether the batch stays the same (`BATCH`) for all numbers of machines; otherwise each rank has
-        `TOKENS` tokens. The "columns" of the assumptions explain the fields.
+    The text "columns" in assumptions.md explains the fields of a row.
+
+    models: models by name.
+    rates: the cluster. Its number of machines is replaced.
+    strong: True keeps the batch the same (`BATCH` tokens) for all numbers of machines. False gives each rank
+        `TOKENS` tokens.
     """
     rows = []
     for (name, model), i in itertools.product(models.items(), range(10)):
@@ -220,10 +232,14 @@ def scaling(models: Mapping[str, ScaledModel], rates: Cluster, *, strong: bool) 
 
 
 def scaling_ends(rows: Sequence[Mapping[str, Any]], *, strong: bool) -> dict[str, Mapping[str, Any]]:
-    """Returns, by model, the first row at which scaling has ended, for models where it does.
+    """Returns where scaling ends: for each model the first row with too little throughput.
 
-    With strong scaling it ends where twice the machines give less than 1.5 times the throughput, otherwise
-    where a model has less than half of linear speedup.
+    Strong scaling ends where twice the machines give less than 1.5 times the throughput. Weak scaling ends
+    where the throughput is less than half of linear speedup. Models for which scaling does not end are
+    missing.
+
+    rows: the result of `scaling`.
+    strong: whether the batch stays the same for all numbers of machines.
     """
     ends: dict[str, Mapping[str, Any]] = {}
     for previous, row in itertools.pairwise(rows):

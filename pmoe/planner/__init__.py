@@ -1,19 +1,22 @@
 """The planner: predicts a layer's seconds and bytes, and chooses n and the restore pair. It only computes.
 
-It measures nothing and runs nothing: its inputs are schedules (`pmoe.schedule`), sizes, and rates that were
-measured before (`pmoe.planner.profile`). Files, in the order in which a choice is made:
+n is the number of chunks (micro-batches) of a pass. The restore pair says what happens to two large tensors
+between forward and backward: T_DI (the rows that a rank's experts received) and T_M (their hidden
+activations) are each kept, offloaded to the host, or made again.
 
-    layer_sizes, pass_rows                 sizes of a layer, rows of a pass
+Nothing is measured or run in this folder. Its inputs are schedules (`pmoe.schedule`), sizes, and rates that
+were measured before (`pmoe.planner.profile`). Files, in the order in which a choice is made:
+
+    layer_sizes, rows_per_pass             sizes of a layer, numbers of rows in a pass
     costs, profile, cluster                seconds of a message, a product, a copy
     simulator, layer_seconds, cost_model   seconds of a pass
-    memory, theory                         bytes of a pass
-    candidates, ways                       what to choose
+    memory                                 bytes of a pass
+    priced_choices, cluster_candidates     the choices that exist, and the best of them
     degree, degree_search, granularity     the pipeline degree n
-    gradient_partition                     where gradients of other layers are all-reduced
-    division                               thread blocks of the fused kernels
+    gradient_partition                     when gradients of other layers are all-reduced
+    block_split                            which thread blocks of the fused kernels communicate
     timeline, drawing                      pictures
-    scale                                  large models on many ranks
 
-Letters: those of `pmoe.engine`, and B tokens of the rank that has most, m pieces of the rows that stay on
-    their rank, H columns of T_M, t_gar seconds of the all-reduce of other layers' gradients.
+Letters: those of `pmoe.engine`, and B tokens of the rank that has most, m pieces into which the rows that
+stay on their rank are cut, H columns of T_M, t_gar seconds of the all-reduce of other layers' gradients.
 """

@@ -1,8 +1,8 @@
-"""Division of the thread blocks of a layer's fused kernels, and the sizes that it depends on.
+"""Split of a fused kernel's thread blocks between communication and computation, and how it is chosen.
 
-In a fused kernel n_c thread blocks communicate while the others compute (COMET, Section 3.2.2). COMET
-compiles a kernel for each division. Here the division is an argument of one kernel, and this file chooses it
-from measurements.
+In a fused kernel n_c thread blocks communicate while the others compute (COMET, Section 3.2.2). `Division`
+records n_c, and how many columns are sent at a time. COMET compiles a kernel for each division. In pmoe the
+division is an argument of one kernel, and this file chooses it from measurements.
 """
 
 from __future__ import annotations
@@ -21,39 +21,40 @@ from pmoe.kernels.registry import bucket
 from pmoe.schedule.tasks import PassDirection
 
 KERNELS: tuple[FusedKernel, ...] = get_args(FusedKernel)
-"""Kernels that have a division."""
+"""Names of the fused kernels, which all have a division."""
 DIRECTIONS: tuple[PassDirection, ...] = get_args(PassDirection)
 
 RULE_PART = 12
-"""Number of blocks of which one communicates, if nothing was measured: 11 of 132 do.
+"""One of so many blocks communicates if nothing was measured: 11 of 132 do.
 
-This is a guess. COMET found 18 to 46 best with tensor parallelism (Figure 8).
+This is a guess. COMET found 18 to 46 of 132 best with tensor parallelism (Figure 8).
 """
 
 BLOCK_COUNTS = (1, 2, 4, 6, 8, 12, 16, 20, 26, 32, 40, 46)
-"""Values of n_c that a sweep tries first."""
+"""Numbers of communicating blocks (n_c) that a sweep tries first."""
 BLOCK_STEP = 6
-"""Distance of the further values of n_c in a sweep. The more blocks communicate, the less one more matters.
+"""Distance of the further values of n_c that a sweep tries.
+
+The distance may be large: the more blocks communicate, the less one more changes.
 """
 
 CHUNKS = (256, 512, 1024)
-"""Chunk columns that a sweep of the combining kernel tries, beside all columns at once."""
+"""Numbers of columns that the combining kernel sends at a time in a sweep, beside all columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedLayerSizes:
-    """Sizes of a layer on one rank, as far as its fused kernels depend on them.
+    """Sizes of a layer on one rank, as far as the speed of its fused kernels depends on them.
 
-    device_name: as CUDA names it.
+    device_name: CUDA's name of the device.
     num_blocks: multiprocessors of the device. Each runs one thread block.
-    num_ranks: W.
+    num_ranks: number of ranks that share the layer's experts.
     experts: number of experts of this rank.
     rows: number of rows that this rank receives, rounded to a power of two.
-    d_model, d_hidden: M and H.
-    gated: whether experts are SwiGLU, whose w1 has 2 d_hidden rows.
-    dtype: as torch names it, such as "bfloat16".
-    virtual: whether the ranks share one device, so that rows travel through its own memory and over no
-        link.
+    d_model, d_hidden: columns of a token, and of a hidden activation.
+    gated: whether experts are SwiGLU, whose first weight (w1) has 2 d_hidden rows.
+    dtype: torch's name of the rows' dtype, such as "bfloat16".
+    virtual: whether the ranks share one device, so that rows cross no link.
 
     Raises ValueError for sizes that no layer has.
     """
@@ -103,9 +104,10 @@ class FusedLayerSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class FusedKernelSizes(FusedLayerSizes):
-    """Sizes of one fused kernel of a layer.
+    """Sizes of a layer, and which of its fused kernels is meant: measurements are stored by this key.
 
-    kernel: "dispatch" receives rows and multiplies them; "combine" multiplies, and sends the sums back.
+    kernel: "dispatch" receives rows and multiplies them; "combine" multiplies rows, and sends the sums of
+        each token back.
     direction: "forward", or "backward" for the gradients.
     """
 
@@ -117,24 +119,27 @@ class FusedKernelSizes(FusedLayerSizes):
 
 
 def sizes_of(sizes: FusedLayerSizes) -> FusedLayerSizes:
-    """Returns the sizes of the layer that a kernel belongs to. They are equal for all kernels of a layer."""
+    """Returns the sizes of a kernel's layer, without the kernel's name and direction.
+
+    All kernels of a layer give equal results.
+    """
     return FusedLayerSizes(**{field.name: getattr(sizes, field.name) for field in fields(FusedLayerSizes)})
 
 
 def kernel_sizes(layer: FusedLayerSizes, kernel: FusedKernel, direction: PassDirection) -> FusedKernelSizes:
-    """Returns the sizes of one kernel of a layer."""
+    """Returns the key of one kernel of a layer: the layer's sizes with the kernel's name and direction."""
     return FusedKernelSizes(kernel=kernel, direction=direction, **vars(layer))
 
 
 def all_kernel_sizes(layer: FusedLayerSizes) -> list[FusedKernelSizes]:
-    """Returns the sizes of all fused kernels of a layer: dispatch and combine, each forward and backward."""
+    """Returns the keys of all fused kernels of a layer: dispatch and combine, each forward and backward."""
     return [kernel_sizes(layer, kernel, way) for kernel in KERNELS for way in DIRECTIONS]
 
 
 def rule(sizes: FusedKernelSizes) -> Division:
-    """Returns the division without any measurement: 1 / RULE_PART of the blocks, chunks of 512 columns.
+    """Returns the division of thread blocks to use if nothing was measured: one of 12 blocks communicates.
 
-    At least one block communicates.
+    At least one block communicates. The combining kernel sends its results after every 512 columns.
     """
     return clamped(Division(max(1, sizes.num_blocks // RULE_PART), RULE_COLUMNS), sizes)
 
@@ -142,7 +147,10 @@ def rule(sizes: FusedKernelSizes) -> Division:
 def clamped(division: Division, sizes: FusedKernelSizes) -> Division:
     """Returns the nearest division that the kernel accepts.
 
-    At least one block must compute, and a chunk must have no more columns than the result.
+    At least one block must compute, and the columns sent at a time must not exceed those of the result.
+
+    division: number of communicating blocks, and columns sent at a time.
+    sizes: sizes of the kernel.
     """
     return Division(
         n_c=min(division.n_c, sizes.num_blocks - 1),
@@ -151,29 +159,33 @@ def clamped(division: Division, sizes: FusedKernelSizes) -> Division:
 
 
 def all_columns(d_model: int) -> int:
-    """Returns the columns of a chunk that holds all columns of a row.
+    """Returns the chunk width that covers a whole row: d_model rounded up to a multiple of 256.
 
-    Example: 1000 -> 1024.
+    Kernels send chunks of columns, which must be multiples of 256 wide. Example: 1000 -> 1024.
     """
     return COLUMNS * math.ceil(d_model / COLUMNS)
 
 
 def chunk_candidates(d_model: int) -> list[int]:
-    """Returns the chunk columns that a sweep of a combining kernel tries: `CHUNKS`, and all columns."""
+    """Returns the numbers of columns that a sweep of the combining kernel tries to send at a time.
+
+    These numbers are those of `CHUNKS`, and all columns.
+    """
     all_of_row = all_columns(d_model)
     return sorted({min(columns, all_of_row) for columns in CHUNKS} | {all_of_row})
 
 
 def candidates(num_blocks: int, d_model: int | None = None) -> list[Division]:
-    """Returns the divisions that a sweep tries.
+    """Returns the divisions of a kernel's thread blocks that a sweep measures to find the fastest.
 
-    n_c is 1, or one of `BLOCK_COUNTS` and further ones `BLOCK_STEP` apart that are below half of the
-    blocks.
+    n_c, the number of communicating blocks, takes the values of `BLOCK_COUNTS`, and above the largest of them
+    every `BLOCK_STEP`-th number. Only 1 and values below half of the blocks are tried.
 
     num_blocks: thread blocks of the kernel.
-    d_model: given for a combining kernel, whose sweep tries every n_c with each of `chunk_candidates`.
+    d_model: columns of a token, for the combining kernel: every n_c is tried with each of `chunk_candidates`.
+        None for the dispatching kernel, which does not use the number of columns.
 
-    Example: 8 blocks, 1024 columns -> n_c 1, 2, each with chunks of 256, 512, 1024.
+    Example: 8 blocks, 1024 columns -> n_c 1, 2, each with 256, 512 and 1024 columns sent at a time.
     """
     counts = [*BLOCK_COUNTS, *range(BLOCK_COUNTS[-1] + BLOCK_STEP, num_blocks, BLOCK_STEP)]
     chunks = [RULE_COLUMNS] if d_model is None else chunk_candidates(d_model)
@@ -182,11 +194,11 @@ def candidates(num_blocks: int, d_model: int | None = None) -> list[Division]:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Measurements of one kernel.
+    """Measurements of one fused kernel.
 
-    sizes: of the kernel.
-    division: the fastest.
-    seconds: of each division that was tried, on the slowest rank.
+    sizes: sizes of its layer, name and direction.
+    division: the fastest division of thread blocks that was tried.
+    seconds: of the kernel on the slowest rank, for each division that was tried.
     when: time of the measurement, ISO 8601, UTC.
     """
 
@@ -198,7 +210,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Measured seconds of a whole layer on the slowest rank, fused and as a pipeline of chunks.
+    """Measured seconds of a whole layer on the slowest rank, with fused kernels and as pipelined chunks.
 
     fused_forward, chunked_forward: a forward pass in inference.
     fused_step, chunked_step: a forward and a backward pass.
@@ -212,7 +224,10 @@ class LayerSeconds:
     when: str
 
     def fused_is_faster(self, *, training: bool) -> bool:
-        """Whether the fused layer is faster, in a training step or in inference."""
+        """Whether the layer with fused kernels was faster than the pipeline of chunks.
+
+        training: True compares a forward and a backward pass, False a forward pass in inference.
+        """
         if training:
             return self.fused_step < self.chunked_step
         return self.fused_forward < self.chunked_forward
@@ -220,27 +235,28 @@ class LayerSeconds:
 
 @dataclass(frozen=True)
 class DivisionTable:
-    """Measurements of any devices: COMET's metadata.
+    """All stored measurements of fused kernels, on any devices. COMET calls them metadata.
 
-    entries: by kernel.
-    layers: by layer.
+    entries: measurements of single kernels.
+    layers: measured seconds of whole layers, fused and in chunks.
     """
 
     entries: Mapping[FusedKernelSizes, Entry] = field(default_factory=dict)
     layers: Mapping[FusedLayerSizes, LayerSeconds] = field(default_factory=dict)
 
     def find(self, kernel: FusedKernelSizes) -> tuple[Division, str]:
-        """Returns the division to take, and the reason in words.
+        """Returns the division of thread blocks that a kernel should use, and the reason in words.
 
-        It is the first of these that exists:
+        The division is the first of these that exists:
 
         1. measured: the fastest division of exactly this kernel.
-        2. nearest: the fastest of the nearest sizes (`distance`) for the same kernel, direction and dtype.
-           Measurements made elsewhere (on another device, number of blocks, or kind of ranks) count only if
-           there are none from here. Their n_c is scaled by the ratio of the numbers of blocks.
+        2. nearest: the fastest division of the nearest sizes (`distance`) for the same kernel, direction and
+           dtype. Measurements with another device, number of blocks, or virtual ranks count only if there are
+           no others. Their number of communicating blocks (n_c) is scaled by the ratio of the numbers of
+           blocks.
         3. rule: the division of `rule`.
 
-        n_c is in 1 .. num_blocks - 1, and a chunk has no more columns than d_model needs.
+        The division leaves at least one block to compute, and sends at most all columns at a time.
         """
         exact = self.entries.get(kernel)
         if exact is not None:
@@ -265,10 +281,11 @@ class DivisionTable:
         return clamped(division, kernel), why
 
     def find_layer_times(self, sizes: FusedLayerSizes) -> LayerSeconds | None:
-        """Returns the times of a layer of exactly these sizes, or of twice or half as many rows; else None.
+        """Returns the measured seconds of a layer of these sizes, or of half or twice as many rows; else
+        None.
 
-        If both were measured, the times for more rows count, because they favour fusion less (COMET,
-        Section 5.3).
+        Exact sizes come first, then twice the rows, because more rows favour fusion less (COMET, Section
+        5.3).
         """
         for rows in (sizes.rows, 2 * sizes.rows, sizes.rows // 2):
             times = self.layers.get(replace(sizes, rows=rows)) if rows else None
@@ -281,24 +298,32 @@ class DivisionTable:
 
 
 def distance(one: FusedLayerSizes, other: FusedLayerSizes) -> float:
-    """Returns the distance of two sizes: the sum of |log2 of the ratio| over five of them.
+    """Returns how different two sizes are: the sum of |log2 of the ratio| over five of their numbers.
 
-    It is 1 larger if only one of them is gated, because w1 then has twice as many rows.
+    The numbers are rows, d_model, d_hidden, experts and ranks. The distance is 1 larger if only one of the
+    two is gated, because w1 then has twice as many rows.
 
     Example: twice the rows and a quarter of the experts -> 3.
     """
     names = ("rows", "d_model", "d_hidden", "experts", "num_ranks")
     ratios = (abs(math.log2(getattr(one, name) / getattr(other, name))) for name in names)
-    # Rounded, so that equal distances are equal numbers and the texts decide (`_apart`).
+    # Rounded, so that equal distances are equal numbers, and `_apart` orders them by text.
     return round(sum(ratios) + (one.gated != other.gated), 9)
 
 
 def _elsewhere(one: FusedLayerSizes, other: FusedLayerSizes) -> bool:
-    """Whether two sizes are of different devices, numbers of blocks, or kinds of ranks."""
+    """Whether two measurements are of different devices, numbers of blocks, or kinds of ranks.
+
+    Ranks are of two kinds: each has a device of its own, or all share one ("virtual").
+    """
     places = ((sizes.device_name, sizes.num_blocks, sizes.virtual) for sizes in (one, other))
     return len(set(places)) > 1
 
 
 def _apart(entry: FusedKernelSizes, wanted: FusedKernelSizes) -> tuple[bool, float, str]:
-    """Returns the sort key of entries by distance. The text decides among equals, so all ranks agree."""
+    """Returns a sort key of stored measurements: those with sizes nearest to the wanted sizes come first.
+
+    Measurements on the same device come before all others. The text of the sizes decides among equally near
+    ones, so that all ranks agree.
+    """
     return _elsewhere(entry, wanted), distance(entry, wanted), str(entry)

@@ -1,13 +1,13 @@
 """A described cluster: predicts, from a few numbers, the profile of machines that one does not have.
 
-The model of a link (Hockney): a message to one peer takes alpha + beta * bytes. A rank's messages on one
-link follow each other, as in a pairwise exchange (Thakur, Rabenseifner and Gropp, 2005). Its link inside
-the machine and its link to other machines work at the same time. A collective ends when its busiest rank
-has finished.
+The model of a link is Hockney's: a message to one peer takes alpha + beta * bytes. A rank's messages on one
+link follow each other, as in a pairwise exchange (Thakur, Rabenseifner and Gropp, 2005). Each rank has two
+links, one to ranks of its machine ("inside") and one to other machines ("outside"), which work at the same
+time. A collective ends when its busiest rank has finished.
 
-Letters: A machines with L ranks each, W = A L; R bytes of rows that a rank has for all ranks, the same
-number for each. If the ESP ranks of a machine share each expert, L counts one rank for each of these
-groups.
+Letters: A machines with L ranks each, W = A L ranks; R bytes of the rows that a rank sends, split evenly over
+all W ranks (its own included). If several ranks of a machine share each expert (expert-sharding parallelism,
+ESP), each such group of ranks counts as one rank in L.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from pmoe.planner.profile import FORMAT, Operations, Profile, Versions
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Equal machines with the same number of ranks.
+    """Equal machines with the same number of ranks each, described by the rates of their devices and links.
 
-    machines: A.
-    ranks_per_machine: L.
+    machines: number of machines (A).
+    ranks_per_machine: number of ranks of each machine (L).
     device_type: "cpu" or "cuda".
-    memory_bytes: memory of a rank's device.
-    compute: seconds of a product by multiply-adds.
-    copy: seconds of a copy between device and host by bytes, in either direction.
-    inside: seconds of a message by bytes, to one peer in the same machine.
-    outside: seconds of a message by bytes, to one peer in another machine.
-    interference: how much the lanes of a rank slow each other.
+    memory_bytes: bytes of memory of a rank's device.
+    compute: seconds of a matrix product, by its number of multiply-adds.
+    copy: seconds of a copy between device and host, by its bytes; the same in both directions.
+    inside: seconds of a message to one peer in the same machine, by its bytes.
+    outside: seconds of a message to one peer in another machine, by its bytes.
+    interference: speeds of computation, communication and copies while they run at the same time.
     measured: what the numbers were measured on, in words; "" if nothing was measured.
 
     Raises ValueError, naming the field, for counts below 1 and a memory that is not positive.
@@ -59,14 +59,14 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks of all machines, W = A L."""
+        """Number of ranks of all machines together."""
         return self.machines * self.ranks_per_machine
 
     def check_part(self, profile: Profile) -> None:
-        """Raises ValueError if a profile was not measured on a part of such a cluster.
+        """Raises ValueError if a profile cannot have been measured on a part of this cluster.
 
-        Its kind of device must be the same, and it must have no more machines and no more ranks per
-        machine.
+        A profile of a part has the cluster's device type, at most as many machines, and at most as many ranks
+        per machine.
         """
         measured = (profile.device_type, profile.num_nodes, -(-profile.num_ranks // profile.num_nodes))
         described = (self.device_type, self.machines, self.ranks_per_machine)
@@ -79,9 +79,9 @@ class Cluster:
             )
 
     def check_holds(self, num_bytes: int) -> None:
-        """Raises ValueError if a rank's experts exceed the memory of its device.
+        """Raises ValueError if one rank's experts do not fit into the memory of its device.
 
-        num_bytes: bytes of a rank's experts.
+        num_bytes: bytes of the parameters of a rank's experts.
         """
         if num_bytes > self.memory_bytes:
             min_ranks = math.ceil(num_bytes * self.num_ranks / self.memory_bytes)
@@ -91,14 +91,15 @@ class Cluster:
             )
 
     def profile(self, dispatch: ExchangeName, esp: int, dtype: str) -> Profile:
-        """Returns the profile that `pmoe profile` might measure on these ranks.
+        """Returns the profile that `pmoe profile` would probably measure on these machines.
 
-        The ``esp`` ranks that share an expert gather and sum rows by one message to each of the others.
+        Each all-gather or reduce-scatter among the ``esp`` ranks that share an expert is modelled as one
+        message to each other rank of the group.
 
         Args:
-            dispatch: the all-to-all of the profile's messages.
+            dispatch: the all-to-all that the profile's messages are for.
             esp: number of ranks of a machine that share each expert.
-            dtype: as torch names it, such as "bfloat16".
+            dtype: torch's name of the rows' dtype, such as "bfloat16".
         """
         message = message_line(dispatch, self.machines, self.ranks_per_machine // esp, vars(self))
         shared = LineCost((esp - 1) * self.inside.alpha_seconds, self.inside.beta_seconds)
@@ -127,21 +128,28 @@ class Cluster:
 
 
 def legs(dispatch: ExchangeName, machines: int, local: int) -> list[dict[str, tuple[int, float]]]:
-    """Returns the collectives that an all-to-all consists of, one after another.
+    """Returns the collectives that an all-to-all consists of, in order: one after another, each a dict.
 
-    Each is a dict: link -> (messages, their bytes / R), of the rank that sends or receives most.
+    A dict maps each link that a collective uses ("inside" a machine, or "outside" between machines) to two
+    numbers of the busiest rank: how many messages it sends or receives on the link, and how many bytes these
+    have together, as a fraction of R. Letters: A machines of L ranks each, W = A L ranks; R bytes of all rows
+    of a rank, split evenly over the W ranks.
 
         flat               each rank sends R / W to each of the L - 1 other ranks of its machine,
-                           and to each of the W - L ranks of other machines
-        hierarchical_2d    1. each rank sends R / L to each other rank of its machine: the rows for that
-                              rank's place in all machines
-                           2. it sends L R / W to the rank at its own place in each other machine
-        hierarchical_1d    1. each rank of a machine sends its leader all rows but those for itself
-                           2. the leader sends L L R / W to each other leader
-                           3. the leader sends each rank of its machine that rank's rows
+                               and to each of the W - L ranks of other machines
+        hierarchical_2d    1. each rank sends R / L to each other rank of its machine. Local rank i
+                                  receives the rows for the local ranks i of all machines
+                               2. it sends L R / W to the rank with its own local rank in each other machine
+        hierarchical_1d    one rank of each machine is its leader
+                               1. each rank sends the leader of its machine all rows except those for itself
+                               2. the leader sends L L R / W to each other leader
+                               3. the leader sends each rank of its machine that rank's rows
 
+    dispatch: name of the all-to-all.
     machines: A.
     local: L.
+
+    Example: flat, 2 machines of 2 ranks -> one dict, {"inside": (1, 1/4), "outside": (2, 2/4)}.
     """
     ranks = machines * local
     mates = local - 1  # other ranks of the machine
@@ -157,14 +165,16 @@ def legs(dispatch: ExchangeName, machines: int, local: int) -> list[dict[str, tu
 def message_line(
     dispatch: ExchangeName, machines: int, local: int, links: Mapping[str, LineCost]
 ) -> LineCost:
-    """Returns the seconds of one all-to-all, by the bytes that a rank has for other ranks, R (W - 1) / W.
+    """Returns the seconds of one all-to-all as a line, by the bytes that a rank has for other ranks.
 
-    The slower of the two links counts, for alpha and for beta separately, because both work at the same
-    time. This is exact if the same link is slower in both; otherwise it is at most twice the real time.
+    Both links work at the same time, so each collective takes the larger alpha and the larger beta of its
+    links. This is exact if the same link is slower in both. Otherwise the result is at most twice the real
+    time.
 
-    machines: A.
-    local: L.
-    links: the costs of the links "inside" and "outside".
+    dispatch: name of the all-to-all. `legs` lists its collectives.
+    machines: number of machines.
+    local: number of ranks of each machine.
+    links: seconds of one message by bytes, of the links "inside" a machine and "outside" between machines.
     """
     alpha = beta = 0.0
     for leg in legs(dispatch, machines, local):
@@ -175,15 +185,18 @@ def message_line(
 
 
 def links_of(profile: Profile) -> dict[str, LineCost]:
-    """Returns the cost of a message to one peer, on each link that a profile of a part shows.
+    """Returns the cost of one message to one peer, for each link whose cost a measured profile shows.
+
+    The link "inside" connects the ranks of a machine, and "outside" connects machines.
 
         ranks of the profile              link       measured by
-        all in one machine                inside     its messages
-        each in a machine of its own      outside    its messages
+        all in one machine                inside     the profile's all-to-alls
+        each in a machine of its own      outside    the profile's all-to-alls
         several in several machines       outside    FSMoE's all-to-all, among one rank of each machine
-                                          inside     FSMoE's all-gather, inside a machine
+                                              inside     FSMoE's all-gather, inside a machine
 
-    A measured alpha is that of messages to all peers, so it is divided by their number.
+    In the last case the result is empty if the profile has no FSMoE lines (`Operations`) for these groups. A
+    measured alpha is that of messages to all peers, so it is divided by the number of peers.
     """
     ranks = profile.num_ranks
     nodes = profile.num_nodes
@@ -203,9 +216,10 @@ def links_of(profile: Profile) -> dict[str, LineCost]:
 
 
 def fields_of(profile: Profile) -> dict[str, Any]:
-    """Returns the fields of a `Cluster` that a profile of a part of it shows.
+    """Returns the fields of a `Cluster` that are known from a profile of some of its machines.
 
-    They have the form that `dataclasses.asdict` gives them.
+    Other fields, such as the number of machines, are missing. Values have the form that `dataclasses.asdict`
+    gives them: a line is a dict.
     """
     costs: dict[str, Any] = {"compute": profile.compute, "copy": profile.slower_copy}
     costs["interference"] = profile.interference

@@ -1,6 +1,8 @@
-"""Ways to run a layer on given machines: the all-to-all, the ESP degree, n and the restore pair.
+"""The options for a layer on given machines: the all-to-all, the ESP degree, n and the restore pair.
 
-The machines are those of a measured profile, or a described cluster that one does not have.
+The ESP degree (expert-sharding parallelism) is the number of ranks of a machine that share each expert; n is
+the number of chunks. The machines are those of a measured profile, or of a described cluster that one does
+not have.
 """
 
 from __future__ import annotations
@@ -18,17 +20,21 @@ from pmoe.planner.profile import Profile
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 
 OFF = 0.2
-"""Relative error of each rate in `sensitivity`."""
+"""Fraction by which `sensitivity` lowers and raises each rate."""
 
 
 def candidate_ways(rates: Profile | Cluster, layer: Mapping[str, Any]) -> list[tuple[ExchangeName, int]]:
-    """Returns the pairs of an all-to-all and an ESP degree that the layer can use on these machines.
+    """Returns the combinations of an all-to-all and an ESP degree that the layer can use on these machines.
 
-    An ESP degree is the number of ranks of a machine that share each expert. It divides the ranks of a
-    machine and H, and num_experts is a multiple of ranks / ESP. A profile measured only the flat all-to-all
-    without ESP.
+    The ESP degree (expert-sharding parallelism) is the number of ranks of a machine that share each expert.
+    The degree must divide d_hidden and the ranks of a machine, and num_experts must be a multiple of ranks /
+    ESP degree.
 
-    Raises ValueError if a cluster has no such degree for these experts.
+    rates: a measured profile, or a described cluster. A profile has only the cost of the flat all-to-all
+        without ESP, so there is only this combination.
+    layer: keyword arguments of `sizes_from_options`, such as d_model and num_experts.
+
+    Raises ValueError if no ESP degree suits these experts on a cluster.
     """
     if isinstance(rates, Profile):
         return [(NAMES[0], 1)]
@@ -57,17 +63,24 @@ def plan_ways(
     slack: float = 1.25,
     pairs: Sequence[Restore] = ALL_PAIRS,
 ) -> list[Advice]:
-    """Returns the advice for each all-to-all and ESP degree, the fastest first. Only those within the budget.
+    """Returns the best n and restore pair for each all-to-all and ESP degree, the fastest first.
+
+    The ESP degree is the number of ranks of a machine that share each expert. Combinations of an all-to-all
+    and an ESP degree are left out if no choice for them stays within the budget.
 
     Args:
         rates: a measured profile, or a described cluster.
-        layer: arguments of `sizes_from_options`.
+        layer: keyword arguments of `sizes_from_options`, such as d_model and num_experts.
         num_tokens: tokens of each rank.
-        among: (all-to-all, ESP degree) pairs to look at; `candidate_ways` by default.
-        budget, slack, pairs: as in `advise`.
+        among: combinations (all-to-all, ESP degree) to compare; by default all that `candidate_ways` returns.
+        budget: bytes that must be enough for any routing, or None.
+        slack: rows that a ring slot (a reused buffer) holds, as a multiple of a chunk's rows under even
+            routing.
+        pairs: restore pairs to choose from. A pair says what is kept, offloaded or made again between the
+            passes.
 
-    Raises ValueError as `candidate_ways` and `advise` do, and if a rank's experts exceed the memory of the
-    cluster's ranks.
+    Raises ValueError if there is no combination, if no choice of any combination stays within the budget, or
+    if a rank's experts exceed the memory of the cluster's ranks.
     """
     advice: list[Advice] = []
     refused: list[ValueError] = []
@@ -87,26 +100,30 @@ def plan_ways(
         except ValueError as error:
             refused.append(error)
     if not advice:
-        raise refused[0]  # the first way needs least memory: the others relay rows, or gather them
+        raise refused[0]  # the first combination needs least memory: the others relay rows, or gather them
     return sorted(advice, key=lambda way: way.decision.seconds)
 
 
 def sensitivity(cluster: Cluster, ways: Sequence[Advice], **options: Any) -> Iterator[dict[str, Any]]:
-    """Yields how the answer changes if one rate of the cluster is lower or higher by `OFF`.
+    """Yields how the best choice changes if one rate of the cluster is 20 % (`OFF`) lower or higher.
 
-    Fields of each answer:
+    Each result is a dict for one changed rate:
 
-        rate            "compute", "copy", "inside" or "outside"
+        rate            "compute", "copy", "inside" (the link inside a machine) or "outside"
         times           factor on that rate
-        dispatch, esp, n, restore, seconds   the best way then
-        change          relative change of the best way's seconds
-        first_seconds   seconds then of the way that is best now
+        dispatch        all-to-all of the best choice with the changed rate
+        esp             ESP degree of that choice: number of ranks that share each expert
+        n, restore      number of chunks, and restore pair, of that choice
+        seconds         seconds of a step with that choice
+        change          relative change of the best choice's seconds
+        first_seconds   seconds, with the changed rate, of the choice that is best with the true rates
 
-    With a rate that is x times as high no step takes longer, and none takes less than 1 / x of its seconds.
-    So a way that takes more than 1 / (1 - OFF) times the fastest way's seconds stays slower, and is left
-    out.
+    If a rate becomes x times as high (x > 1), no step takes longer, and none takes less than 1 / x of its
+    seconds. So a combination of all-to-all and ESP degree that takes more than 1 / (1 - OFF) times the
+    seconds of the fastest stays slower, and is left out.
 
-    ways: what `plan_ways` returned for the cluster.
+    cluster: the described machines.
+    ways: the result of `plan_ways` for the cluster.
     options: the other arguments of `plan_ways`.
     """
     first = ways[0]
@@ -115,7 +132,8 @@ def sensitivity(cluster: Cluster, ways: Sequence[Advice], **options: Any) -> Ite
     options["among"] = [(way.dispatch, way.sizes.esp_size) for way in near]
     if options.get("budget") is None:  # without a budget only S1 to S4 are chosen
         options["pairs"] = tuple(STRATEGIES.values())
-    unused = {"inside": cluster.ranks_per_machine, "outside": cluster.machines}  # a link among 1 is not used
+    # A link is not used if a machine has only 1 rank, or the cluster only 1 machine.
+    unused = {"inside": cluster.ranks_per_machine, "outside": cluster.machines}
     for name in ("compute", "copy", "inside", "outside"):
         for times in (1 - OFF, 1 + OFF) if unused.get(name) != 1 else ():
             line = getattr(cluster, name)

@@ -2,13 +2,16 @@
 
     seconds of a pass = max over lanes of (units of work / rate of the lane)        Eq. 10
 
-Table II gives the units of work of each lane, Eq. 7-9 the size of a unit. A lane is slower while other
-lanes are busy (Section II.C). The sum of forward and backward ranks the pairs.
+A lane is a queue of tasks of one sort: computation, communication, or copies. A restore pair says how T_DI
+(rows that experts received) and T_M (their hidden activations) are restored for backward.
 
-Eq. 10 describes a pipeline in its steady state. It leaves out how a pipeline fills and empties, and the
-part of a task's seconds that does not depend on its size. The simulator includes both.
+Table II gives the units of work of each lane, Eq. 7-9 the size of a unit. A lane is slower while other lanes
+are busy (Section II.C). The pairs are compared by the sum of forward and backward.
 
-b rows that the experts of a rank receive, M = d_model, H = d_hidden.
+Eq. 10 describes a pipeline in its steady state. It leaves out how a pipeline fills and empties, and the part
+of a task's seconds that does not depend on its size. The simulator includes both.
+
+Letters: b rows that the experts of a rank receive, M = d_model, H = d_hidden.
 """
 
 from __future__ import annotations
@@ -27,14 +30,14 @@ if TYPE_CHECKING:
 
 
 COMPUTE, COMMUNICATE, COPY = "compute", "communicate", "copy"
-"""The three kinds of work that slow each other."""
+"""The three sorts of work that slow each other when they run at the same time."""
 
 LANES_OF: Mapping[str, tuple[Lane, ...]] = {
     COMPUTE: (Lane.COMPUTE,),
     COMMUNICATE: (Lane.COMMUNICATE, Lane.INTRA_NODE),
     COPY: (Lane.COPY_OUT, Lane.COPY_IN),
 }
-"""Lanes of a schedule that do each kind of work."""
+"""Lanes of a schedule that do each sort of work."""
 
 FACTORS = {
     "mu_comp": (COMMUNICATE, (COMPUTE, COMMUNICATE)),
@@ -47,15 +50,15 @@ FACTORS = {
     "eta_comp": (COPY, (COMPUTE, COPY)),
     "eta_all": (COPY, (COMPUTE, COMMUNICATE, COPY)),
 }
-"""Fig. 3: for each field of `Interference`, (the work that is slowed, all work in progress then)."""
+"""Fig. 3: maps each field of `Interference` to (the work that is slowed, all work in progress)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interference:
-    """Speeds of lanes while other lanes are busy, relative to running alone: above 0, at most 1.
+    """Speeds of computation, communication and copies while several of them run: above 0, at most 1.
 
-    See MPipeMoE, Section II.C and Fig. 3. The prefix names the work that is slowed, the suffix what runs
-    beside it:
+    1 is the speed of work that runs alone (MPipeMoE, Section II.C and Fig. 3). The prefix of a field names
+    the work that is slowed, the suffix names the work that runs at the same time:
 
         mu      communication        comm   communication
         sigma   computation          comp   computation
@@ -82,9 +85,10 @@ class Interference:
                 raise ValueError(f"{field.name} ({speed}) must be over 0 and at most 1")
 
     def speeds(self, busy: Collection[str]) -> dict[str, float]:
-        """Returns the speed of each lane while the lanes in ``busy`` work.
+        """Returns the speed of each lane while several lanes are busy.
 
-        Both communication lanes count as one kind of work, and so do copies in both directions.
+        busy: names of the lanes that work. The lanes between nodes and inside a node count together as
+            communication. Copies in both directions count together, too.
         """
         works = tuple(work for work, lanes in LANES_OF.items() if any(lane in busy for lane in lanes))
         speed_of = {
@@ -102,17 +106,21 @@ LaneSeconds = tuple[float, float, float]
 def workload(
     restore: Restore, direction: PassDirection, *, hidden_per_model: float = 4.0, swiglu: bool = False
 ) -> tuple[float, float, float]:
-    """Returns the row [q1, q2, q3] of Table II: units of compute, of all-to-all, and of copies (Eq. 7-9).
+    """Returns a row [q1, q2, q3] of MPipeMoE's Table II: units of work of computing, all-to-alls and copies.
 
         compute       forward has 2 products; backward has 4, and 1 more if it recomputes T_M
         all-to-all    2 in each pass; 1 more in backward if it sends T_DI again
-        copies        in each pass 1 if T_DI is offloaded, and C / M if T_M is, which has C columns
+        copies        in each pass 1 if T_DI is offloaded, and C / M if T_M (C columns) is
 
-    hidden_per_model: H / M, 4 in the paper's table.
-    swiglu: whether experts are gated. Their first product counts 2 units, and T_M has C = 2 H columns
-        instead of H.
+    restore: whether T_DI (rows that experts received, M columns) and T_M (hidden activations) are kept,
+        offloaded or made again.
+    direction: "forward" or "backward".
+    hidden_per_model: H / M, d_hidden over d_model, 4 in the paper's table.
+    swiglu: whether experts are gated. Their first product counts 2 units, and T_M has C = 2 H columns instead
+        of H.
 
-    Example: S4 -> [2, 2, 0] forward, [5, 3, 0] backward.
+    Eq. 7-9 define the units. Example: S4 (sends T_DI again, recomputes T_M) -> [2, 2, 0] forward, [5, 3, 0]
+    backward.
     """
     first = 2.0 if swiglu else 1.0  # units of the first product; also the columns of T_M over H
     second = 1.0
@@ -142,20 +150,29 @@ def lane_seconds(
     swiglu: bool = False,
     travelling: float = 1.0,
 ) -> LaneSeconds:
-    """Returns the seconds of b rows on each lane if it runs alone: the terms of Eq. 10.
+    """Returns how many seconds each lane works for b rows, if it runs alone: the terms of Eq. 10.
 
         compute        q1 b H M                           * beta of a product (per multiply-add)
         communicate    q2 b M element_size * travelling   * beta of a message (per byte)
         copy           q3 b M element_size                * beta of the slower copy direction (per byte)
 
-    q1, q2, q3 are those of `workload`. The betas are the slopes of the profile's lines. alpha is left out,
-    because tasks are assumed to be large. `slowest_lane` applies sigma, mu and eta.
+    q1, q2 and q3, each lane's units of work, are those of `workload`. The betas are the slopes of the
+    profile's lines. Their alpha, the fixed time of a task, is left out, because tasks are assumed to be
+    large. `slowest_lane` adds how lanes slow each other.
 
-    The paper's short form (alpha, beta) drops the volumes, although the volume of compute is H times that
-    of the other lanes. This function keeps them.
+    The paper's short form of the equation leaves out the sizes of the units, although a unit of compute is H
+    times as large as those of the other lanes. This function keeps them.
 
-    travelling: fraction of the b rows that change rank. The paper has 1; even routing over W ranks gives (W
-        - 1) / W. On one rank it is 0: sending T_DI again is then a local gather, which counts as free.
+    restore: whether experts' inputs (T_DI) and hidden activations (T_M) are kept, offloaded or made again
+        between the passes.
+    direction: "forward" or "backward".
+    profile: measured rates.
+    b: rows that the rank's experts receive.
+    M, H: d_model and d_hidden.
+    element_size: bytes of an element of the rows.
+    swiglu: whether experts are gated, so that their first product is twice as large.
+    travelling: fraction of the b rows that change rank. The paper has 1; even routing over W ranks gives (W -
+        1) / W. On one rank it is 0: sending T_DI again is then a local gather, which counts as free.
     """
     q1, q2, q3 = workload(restore, direction, hidden_per_model=H / M, swiglu=swiglu)
     num_bytes = b * M * element_size
@@ -169,11 +186,12 @@ def lane_seconds(
 def slowest_lane(alone: LaneSeconds, interference: Interference) -> float:
     """Returns the seconds until the slowest lane has finished, if all lanes start together (Eq. 10).
 
-    The paper divides a lane's seconds by its sigma, mu or eta for the whole pass (and prints mu for eta in
-    the third term). Here lanes slow each other only while they are busy, so a short copy does not slow what
-    runs after it.
+    alone: seconds of each lane if it runs alone, from `lane_seconds`.
+    interference: speeds of lanes while several are busy.
 
-    alone: seconds of each lane, from `lane_seconds`.
+    MPipeMoE divides a lane's seconds by its sigma, mu or eta (speeds beside other lanes) for the whole pass,
+    and prints mu for eta in the third term. In this function lanes slow each other only while they are busy,
+    so a short copy does not slow what runs after the copy.
     """
     lanes = {Lane.COMPUTE: Kind.COMPUTE, Lane.COMMUNICATE: Kind.DISPATCH, Lane.COPY_OUT: Kind.COPY_ROWS_OUT}
     tasks = [Task(kind=kind, chunk=-1, lane=lane, reads=(), writes=()) for lane, kind in lanes.items()]
@@ -185,9 +203,13 @@ def slowest_lane(alone: LaneSeconds, interference: Interference) -> float:
 
 
 def eq10_seconds(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: Restore) -> float:
-    """Returns the seconds of a forward and a backward pass by Eq. 10.
+    """Returns the seconds of a forward and a backward pass by MPipeMoE's Eq. 10.
 
-    num_tokens: of this rank, evenly routed.
+    sizes: sizes of the layer.
+    profile: measured rates.
+    num_tokens: tokens of this rank, evenly routed.
+    restore: whether experts' inputs (T_DI) and hidden activations (T_M) are kept, offloaded or made again
+        between the passes.
     """
     passes = _both_passes(sizes, profile, num_tokens, restore)
     return sum(slowest_lane(alone, profile.interference) for alone in passes)
@@ -196,11 +218,15 @@ def eq10_seconds(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: 
 def cheapest_pair(
     sizes: LayerSizes, profile: Profile, num_tokens: int, pairs: Iterable[Restore]
 ) -> tuple[Restore, dict[Restore, float]]:
-    """Returns the pair that takes least time by Eq. 10, and the seconds of every pair.
+    """Returns the restore pair that takes least time by MPipeMoE's Eq. 10, and the seconds of every pair.
 
-    Many pairs are equal, because only the slowest lane counts. Of equals it takes the pair with the least
-    work on all lanes together, since work on the other lanes still costs time while the pipeline fills and
-    empties. Of those it takes the first in ``pairs``, so ranks that share all numbers take the same pair.
+    A restore pair says what is kept, offloaded or made again between the passes. Many pairs take equally
+    long, because only the slowest lane counts. Among these the pair with the least work on all lanes together
+    is taken, since work on the other lanes still costs time while the pipeline fills and empties. If pairs
+    are still equal, the first in ``pairs`` is taken, so ranks that share all numbers take the same pair.
+
+    num_tokens: tokens of this rank, evenly routed.
+    pairs: restore pairs to choose from.
     """
     seconds = {pair: eq10_seconds(sizes, profile, num_tokens, pair) for pair in pairs}
     work = {pair: sum(map(sum, _both_passes(sizes, profile, num_tokens, pair))) for pair in seconds}
@@ -208,7 +234,10 @@ def cheapest_pair(
 
 
 def _both_passes(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: Restore) -> list[LaneSeconds]:
-    """Returns the seconds of each lane alone, for forward and for backward."""
+    """Returns how many seconds each lane works if it runs alone, for the forward and the backward pass.
+
+    num_tokens: tokens of this rank, evenly routed.
+    """
     across = (sizes.num_ranks - 1) / sizes.num_ranks if sizes.bypass_local else float(sizes.travels)
     return [
         lane_seconds(
@@ -220,7 +249,7 @@ def _both_passes(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: 
             H=sizes.columns.scratch,
             element_size=sizes.element_size,
             swiglu=sizes.columns.hidden > sizes.columns.scratch,
-            travelling=across / sizes.esp_size,  # b counts rows once they are gathered
+            travelling=across / sizes.esp_size,  # b counts rows after the all-gather
         )
         for direction in get_args(PassDirection)
     ]

@@ -1,10 +1,11 @@
-"""Costs of tasks as straight lines: seconds = alpha + beta * size. The lines are fitted to measurements.
+"""Costs of tasks as straight lines, seconds = alpha + beta * size, which are fitted to measurements.
 
-The size is a number of rows or multiply-adds for a product, and a number of bytes for a message or a copy.
-alpha is the time that a task takes even if its size is 0.
+The size of a product (a matrix multiplication) is its number of rows or of multiply-adds. The size of a
+message or a copy is its number of bytes. alpha is the time of a task of size 0.
 
-Letters (FSMoE's): r chunks; a2a one of the layer's two all-to-alls, ag all-gather, rs reduce-scatter, exp
-experts; t_gar seconds of the all-reduce of other layers' gradients.
+The second half of the file has the costs of layers with sharded experts, by FSMoE's equations. Letters
+(FSMoE's): r chunks; a2a one of the layer's two all-to-alls, ag all-gather, rs reduce-scatter, exp experts;
+t_gar seconds of the all-reduce of other layers' gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class LineCost:
-    """A straight line: seconds = max(0, alpha_seconds + beta_seconds * size)."""
+    """A cost as a straight line: seconds = max(0, alpha_seconds + beta_seconds * size).
+
+    alpha_seconds: fixed seconds of a task, also if its size is 0.
+    beta_seconds: seconds for each unit of size, such as a byte or a multiply-add.
+    """
 
     alpha_seconds: float
     beta_seconds: float
@@ -27,7 +32,9 @@ class LineCost:
         return max(0.0, self.alpha_seconds + self.beta_seconds * size)
 
     def shared(self, size: float) -> LineCost:
-        """Returns the seconds as a line over the fraction of an amount of work, whose whole is ``size``.
+        """Returns the same cost as a function of the fraction of a work that is done, from 0 to 1.
+
+        size: size of the whole work, in the unit of this line.
 
         Example: alpha 1, beta 2, size 10 -> alpha 1, beta 20: half of the work takes 1 + 20 / 2 = 11 s.
         """
@@ -36,10 +43,10 @@ class LineCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A line fitted to measurements, and how well it describes them.
+    """A line fitted to measurements, and how well the line describes them.
 
     line: the line that `fit` or `from_zero` found.
-    r_squared: from 0 to 1; see `fit`.
+    r_squared: coefficient of determination, from 0 to 1. 1 means that all measurements lie on the line.
     num_sizes: number of distinct sizes that were measured.
     """
 
@@ -52,22 +59,23 @@ class Fit:
 
 
 FREE = Fit(line=LineCost(0.0, 0.0), r_squared=1.0, num_sizes=0)
-"""Cost of work that does not take place: 0 seconds for any size."""
+"""Cost of work that does not take place, such as messages of a single rank: 0 seconds for any size."""
 
 
 def fit(samples: Iterable[tuple[float, float]], *, relative: bool = False) -> Fit:
-    """Returns the line with alpha >= 0 and beta >= 0 that is nearest to (size, seconds), by least squares.
+    """Returns the line with alpha >= 0 and beta >= 0 that fits measurements best, by least squares.
 
-    The median counts if a size was measured several times, so an interruption does not move the line. A
-    line that would start below zero goes through the origin instead; a line that would fall is flat, at the
-    mean.
+    If a size was measured several times, only the median of its seconds is used, so that an interruption does
+    not move the line. Where least squares would give a negative alpha, the result goes through the origin.
+    Where they would give a negative beta, the result is flat, at the mean.
 
         r_squared = max(0, 1 - sum (seconds - line(size))^2 / sum (seconds - mean)^2)
 
-    It is 1 if all seconds are equal.
+    r_squared is 1 if all seconds are equal, where the formula has no value.
 
+    samples: (size, seconds) of each measurement.
     relative: whether to minimize errors relative to the seconds. Small sizes, which determine alpha, then
-        count as much as large ones.
+        count as much as large sizes.
 
     Example: sizes 0, 1, 2 and seconds 1, 3, 4 -> alpha 7/6, beta 3/2, r_squared 27/28.
     """
@@ -80,9 +88,9 @@ def fit(samples: Iterable[tuple[float, float]], *, relative: bool = False) -> Fi
 
 
 def from_zero(samples: Mapping[float, float]) -> Fit:
-    """Returns the line through (0, 0) and the largest size.
+    """Returns the line through (0, 0) and the measurement of the largest size.
 
-    samples: seconds by size.
+    samples: measured seconds by size.
     """
     largest = max(samples)
     line = LineCost(0.0, samples[largest] / largest)
@@ -93,10 +101,13 @@ def from_zero(samples: Mapping[float, float]) -> Fit:
 
 
 def _nearest(points: Mapping[float, float], relative: bool) -> LineCost:
-    """Returns the nearest line by non-negative least squares.
+    """Returns the line that is nearest to points, by least squares with alpha >= 0 and beta >= 0.
 
-    Sizes and seconds are divided by their maxima first: sizes of 1e9 beside a constant column of 1 would
-    make the system ill-conditioned.
+    points: seconds by size.
+    relative: whether to minimize errors relative to the seconds.
+
+    Sizes and seconds are divided by their maxima first: sizes of 1e9 beside a constant column of 1 would make
+    the system ill-conditioned.
     """
     from scipy.optimize import nnls  # not needed to import pmoe
 
@@ -109,7 +120,10 @@ def _nearest(points: Mapping[float, float], relative: bool) -> LineCost:
 
 
 def _r_squared(line: LineCost, points: Mapping[float, float]) -> float:
-    """Returns the coefficient of determination, from 0 to 1; see `fit`."""
+    """Returns the coefficient of determination of a line, from 0 to 1. `fit` has the formula.
+
+    points: seconds by size, which the line describes.
+    """
     mean = statistics.fmean(points.values())
     about_mean = math.fsum((seconds - mean) ** 2 for seconds in points.values())
     errors = math.fsum((seconds - line(size)) ** 2 for size, seconds in points.items())
@@ -123,12 +137,15 @@ def _r_squared(line: LineCost, points: Mapping[float, float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
-    """Seconds of each stage of one pass, as lines over the fraction of the rank's rows that a chunk has.
+    """Costs of the stages of one pass of a layer with sharded experts (FSMoE, Eq. 1).
 
-    a2a: one of the two all-to-alls.
-    ag: the all-gather inside the node.
-    rs: the reduce-scatter inside the node.
-    exp: the experts.
+    Experts are sharded if the ranks of a node split each expert's hidden columns. Each cost is a line over a
+    fraction, the share of the rank's rows that a chunk has: 1 / r in a pass of r equal chunks.
+
+    a2a: one of the two all-to-alls, dispatch or combine.
+    ag: the all-gather of rows among the ranks of a node, before the experts.
+    rs: the reduce-scatter of results among the ranks of a node, after the experts.
+    exp: the experts' products.
     """
 
     a2a: LineCost
@@ -137,24 +154,34 @@ class LayerCosts:
     exp: LineCost
 
     def chunk(self, r: float) -> tuple[float, float, float, float]:
-        """Returns the seconds (a2a, ag, rs, exp) of one of r chunks: alpha + beta / r each (Eq. 1)."""
+        """Returns the seconds (a2a, ag, rs, exp) of one chunk if the pass has r chunks: alpha + beta / r
+        each.
+        """
         lines = (self.a2a, self.ag, self.rs, self.exp)
         a2a, ag, rs, exp = (line.alpha_seconds + line.beta_seconds / r for line in lines)
         return a2a, ag, rs, exp
 
     def backward(self) -> LayerCosts:
-        """Returns the costs of the backward pass, given those of the forward pass: exp doubles (Section 4.4).
+        """Returns the costs of the backward pass from those of the forward pass (self): exp doubles.
 
-        The paper doubles alpha, beta and n. Read literally that is four times; its Table 2 measures twice.
+        See Section 4.4 of FSMoE. The paper says to double alpha, beta and the size n. Read literally, experts
+        would take four times as long. The paper's Table 2 measures twice as long, so only alpha and beta are
+        doubled here.
         """
         return replace(self, exp=LineCost(2 * self.exp.alpha_seconds, 2 * self.exp.beta_seconds))
 
 
 class DegreeSeconds(NamedTuple):
-    """Seconds of a backward pass in ``degree`` chunks: max(alone, beside + t_gar).
+    """Seconds of a backward pass in ``degree`` chunks, by the seconds of an all-reduce that runs meanwhile.
 
-    alone: seconds without gradients of other layers.
-    beside: seconds of the longest path that includes the task of these gradients, without that task.
+        seconds = max(alone, beside + t_gar)
+
+    t_gar is how long the all-reduce of other layers' gradients takes.
+
+    degree: number of chunks.
+    alone: seconds of the pass without an all-reduce.
+    beside: length in seconds of the longest path through the schedule that includes the all-reduce, without
+        the all-reduce itself.
     """
 
     degree: int
@@ -162,7 +189,7 @@ class DegreeSeconds(NamedTuple):
     beside: float
 
     def seconds(self, t_gar: float) -> float:
-        """Returns the seconds of the pass if it carries ``t_gar`` seconds of gradients."""
+        """Returns the seconds of the pass if an all-reduce of ``t_gar`` seconds runs meanwhile."""
         return max(self.alone, self.beside + t_gar)
 
 
@@ -171,11 +198,14 @@ class DegreeSeconds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class GeneralizedLayer:
-    """Backward pass of an MoE layer and of the dense part up to the next MoE layer.
+    """Backward pass of one MoE layer and of the dense layers that lie between it and the next MoE layer.
 
-    degrees: seconds of the MoE part for each degree; see `pmoe.planner.degree_search.simulated_degrees`.
-    dense_seconds: seconds of the dense part. An all-reduce may run beside it.
-    gradient_bytes: gradients that this layer makes. They are ready when its backward pass has ended.
+    FSMoE calls the two together a generalized layer (Section 5.1). All-reduces of gradients are spread over
+    the backward passes of a model's generalized layers.
+
+    degrees: seconds of the MoE part for each number of chunks, from `simulated_degrees`.
+    dense_seconds: seconds of the dense part. An all-reduce may run beside the dense part.
+    gradient_bytes: bytes of the gradients that this layer makes, ready when its backward pass has ended.
     """
 
     degrees: tuple[DegreeSeconds, ...]
@@ -183,27 +213,36 @@ class GeneralizedLayer:
     gradient_bytes: int
 
     def best(self, t_gar: float) -> DegreeSeconds:
-        """Returns the fastest degree for ``t_gar`` seconds of gradients; of equals the lowest.
+        """Returns the element of ``degrees`` that is fastest if an all-reduce runs beside the MoE part.
 
-        This is the value of Algorithm 1 that Eq. 5 uses.
+        Each element has the seconds of one number of chunks (degree). Of equally fast elements it takes the
+        one with the lowest degree. The result is the value of FSMoE's Algorithm 1 that Eq. 5 uses.
+
+        t_gar: seconds of the all-reduce.
         """
         return min(self.degrees, key=lambda option: (option.seconds(t_gar), option.degree))
 
     @property
     def hidden_seconds(self) -> float:
-        """The largest t_gar that does not make the MoE part slower (t_olp,moe)."""
+        """Seconds of the longest all-reduce that can run beside the MoE part without making it slower.
+
+        The paper's name is t_olp,moe.
+        """
         shortest = self.best(0.0).alone
         return max(option.alone - option.beside for option in self.degrees if option.alone <= shortest)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The gradients of earlier layers that one layer carries, and the best degree of its MoE part then.
+    """All-reduces that run during one layer's backward pass, and the best number of chunks beside them.
 
-    moe_bytes: gradients that are all-reduced beside the MoE part.
-    dense_bytes: gradients that are all-reduced beside the dense part.
+    The reduced gradients are those of layers whose backward pass has ended. Each layer has an MoE part and a
+    dense part.
+
+    moe_bytes: bytes of gradients that are all-reduced beside the MoE part.
+    dense_bytes: bytes of gradients that are all-reduced beside the dense part.
     t_gar: seconds of the all-reduce of moe_bytes.
-    degree: number of chunks of the MoE part.
+    degree: the fastest number of chunks of the MoE part beside that all-reduce.
     """
 
     moe_bytes: int
@@ -213,14 +252,21 @@ class Share:
 
 
 def all_reduce_seconds(all_reduce: LineCost, num_bytes: int) -> float:
-    """Returns the seconds of an all-reduce (t_ar, Section 5.1); 0 for 0 bytes, because no message is sent."""
+    """Returns the seconds of an all-reduce; 0 for 0 bytes, because no message is sent.
+
+    FSMoE calls the result t_ar (Section 5.1).
+
+    all_reduce: seconds of an all-reduce by bytes, as a line.
+    num_bytes: bytes of the reduced tensor.
+    """
     return all_reduce(num_bytes) if num_bytes else 0.0
 
 
 def bytes_within(all_reduce: LineCost, seconds: float) -> int:
-    """Returns the most bytes that an all-reduce can send in ``seconds``; 0 if alpha alone takes longer.
+    """Returns the most bytes that an all-reduce can reduce in ``seconds``, rounded down.
 
-    It is the inverse of t_ar, rounded down to whole bytes.
+    all_reduce: seconds of an all-reduce by bytes, as a line. The result is 0 if its alpha, the fixed time, is
+        longer than ``seconds``.
     """
     seconds_left = seconds - all_reduce.alpha_seconds
     if seconds_left <= 0:

@@ -10,17 +10,18 @@ from pmoe.arguments import MOST
 from pmoe.schedule.restore import Restore
 
 DEGREES = (1, 2, 4, 8, 16)
-"""Degrees that pipeline=True chooses from. Each divides the next."""
+"""Numbers of chunks that pipeline=True chooses from. Each divides the next."""
 
 SolveName = Literal["solve"]
 SOLVE: SolveName = "solve"
-"""Value of the argument ``pipeline`` that asks FSMoE's solver for the degrees."""
+"""Value of the argument ``pipeline`` with which FSMoE's solver chooses the numbers of chunks."""
 
 
 def check_pipeline(pipeline: bool | int | str) -> None:
-    """Checks the argument ``pipeline``.
+    """Checks a layer's argument ``pipeline``, the number of chunks n or how n is chosen.
 
-    Raises TypeError unless it is a bool, an int or "solve", and ValueError for an int below 1 or too large.
+    Raises TypeError unless ``pipeline`` is a bool, an int or "solve". Raises ValueError for an int below 1 or
+    above 2**31 - 1.
     """
     if isinstance(pipeline, str) and pipeline == SOLVE:
         return
@@ -31,10 +32,14 @@ def check_pipeline(pipeline: bool | int | str) -> None:
 
 
 def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) -> None:
-    """Checks the argument ``pipeline_backward`` beside ``pipeline``.
+    """Checks a layer's argument ``pipeline_backward``, the number of chunks of the backward pass.
 
-    Raises TypeError unless it is None or an int, and ValueError if neither degree divides the other, or if
-    ``pipeline`` chooses both.
+    pipeline: the argument of the same layer that gives the number of chunks of the forward pass.
+    pipeline_backward: None stands for as many chunks as in the forward pass.
+
+    Raises TypeError unless ``pipeline_backward`` is None or an int. Raises ValueError if neither number of
+    chunks divides the other, or if ``pipeline`` is True or "solve", which choose both numbers. One number
+    must divide the other so that a chunk of one pass consists of whole chunks of the other.
     """
     if pipeline_backward is None:
         return
@@ -54,10 +59,11 @@ def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The way in which a layer runs a batch: n of both passes, and the restore pair.
+    """The two decisions about how a layer runs a batch: the numbers of chunks, and the restore pair.
 
     forward, backward: number of chunks of each pass.
-    restore: what becomes of T_DI and T_M between the passes.
+    restore: what happens to the experts' inputs (T_DI) and hidden activations (T_M) between the passes: each
+        is kept, offloaded, or made again.
     """
 
     forward: int
@@ -66,10 +72,14 @@ class Choice:
 
     @property
     def rearranged(self) -> bool:
-        """Whether backward has other chunks than forward."""
+        """Whether the backward pass has another number of chunks than the forward pass."""
         return self.forward != self.backward
 
 
 def all_choices(degrees: Iterable[tuple[int, int]], pairs: Sequence[Restore]) -> list[Choice]:
-    """Returns every combination of (n forward, n backward) and restore pair."""
+    """Returns a choice for every combination of numbers of chunks and restore pair.
+
+    degrees: (chunks of forward, chunks of backward) of each option.
+    pairs: restore pairs. A pair says what is kept, offloaded or made again between the passes.
+    """
     return [Choice(forward=n, backward=m, restore=pair) for n, m in degrees for pair in pairs]

@@ -1,15 +1,19 @@
 """The solver for pipeline degrees of layers with sharded experts (FSMoE, Section 4).
 
-1. Algorithm 1 estimates a pass by formulas. Its schedule has three lanes: inter-node (all dispatches, then
-   other layers' gradients, then all combines), intra-node (all all-gathers before all reduce-scatters), and
-   the experts. Four formulas, one for each possible bottleneck, bound the time; the longest holds. The
-   degree with the shortest time wins.
+The degree is the number of chunks (micro-batches) of a pass. Experts are sharded if the ranks of a node split
+each expert's hidden columns.
+
+1. Algorithm 1 estimates the time of a pass by formulas. Its schedule has three lanes, queues that run side by
+   side: the link between nodes (all dispatches, then other layers' gradients, then all combines), the link
+   inside a node (all all-gathers before all reduce-scatters), and the experts. Four formulas, one for each
+   possible bottleneck, are lower bounds of the time. The largest is the estimate. The degree with the
+   smallest estimate wins.
 2. `best_degree` starts from that degree and improves it by simulating the schedule that the engine really
    runs.
 
-The longest formula is the exact length of Algorithm 1's schedule if all-gather and reduce-scatter take the
-same time, as the paper assumes. If not, it may be too short; and the engine's schedule differs from the
-paper's, for example in separate weight gradients. Hence step 2.
+The estimate is the exact length of Algorithm 1's schedule if all-gather and reduce-scatter take the same
+time, as the paper assumes. If not, it may be too short. Also, the engine's schedule differs from the paper's,
+for example in separate weight gradients. Hence step 2.
 
 Letters (FSMoE's): r or n chunks; a2a one of the layer's two all-to-alls, ag all-gather, rs reduce-scatter,
 exp experts; t_gar seconds of the all-reduce of other layers' gradients.
@@ -33,16 +37,20 @@ from pmoe.schedule.tasks import Kind, PassDirection, Schedule, Stages, Task, loc
 
 
 MAX_DEGREE = 16
-"""The largest degree that is searched by default."""
+"""The largest number of chunks that is searched by default."""
 
 
 def case_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> tuple[float, float, float, float]:
-    """Returns f1 to f4 of Section 4.2, the seconds of a pass by bottleneck.
+    """Returns f1 to f4 of FSMoE's Section 4.2: the seconds of a pass in r chunks, by possible bottleneck.
 
-    f1    the inter-node lane with its gradients
-    f2    the experts
-    f3    the all-to-alls
-    f4    the intra-node lane
+        f1    the link between nodes, which also carries gradients
+        f2    the experts
+        f3    the all-to-alls
+        f4    the link inside a node
+
+    costs: seconds of the layer's stages.
+    r: number of chunks.
+    t_gar: seconds of the all-reduce of other layers' gradients in this pass.
     """
     a2a, ag, rs, exp = costs.chunk(r)
     return (
@@ -54,22 +62,31 @@ def case_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> tuple[float
 
 
 def formula_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> float:
-    """Returns the longest of the four formulas for r chunks.
+    """Returns the estimated seconds of a pass in r chunks: the largest of FSMoE's formulas f1 to f4.
 
-    The paper's constraints Q1 to Q7 compare the formulas by pairs, with ag for (ag + rs) / 2. If ag and rs
-    are equal, the case that the constraints select is the longest formula.
+    The paper selects one formula by constraints Q1 to Q7. They compare the formulas by pairs, as if
+    all-gather (ag) and reduce-scatter (rs) both took (ag + rs) / 2. If ag and rs are equal, the selected
+    formula is the largest.
+
+    costs: seconds of the layer's stages.
+    t_gar: seconds of the all-reduce of other layers' gradients in this pass.
     """
     return max(case_seconds(costs, r, t_gar))
 
 
 def find_degree(costs: LayerCosts, t_gar: float = 0.0, max_degree: int = MAX_DEGREE) -> int:
-    """Algorithm 1: returns the degree that is fastest by the four formulas; of equals the lowest.
+    """Returns the number of chunks that is fastest by FSMoE's four formulas (Algorithm 1).
 
-    The paper minimizes each formula by SLSQP within its constraints, and rounds. A degree is a whole number
-    up to ``max_degree``, so here each is tried, which finds the same degree.
+    Of equally fast numbers it takes the lowest. The paper minimizes each formula by SLSQP within its
+    constraints, and rounds the result. Here every number up to ``max_degree`` is tried, which finds the same.
 
-    Example: experts of 8 s for any r, all else free -> degree 1. Experts of 8 s in all and two all-to-alls
-    of 4 s, no cost per chunk -> the largest degree.
+    costs: seconds of the layer's stages.
+    t_gar: seconds of the all-reduce of other layers' gradients in this pass.
+    max_degree: the largest number of chunks to try.
+
+    Examples: each chunk takes 8 s in the experts, even if it is small, and all else is free -> 1. All chunks
+    together take 8 s in the experts and 4 s in each of two all-to-alls, without a fixed cost for each chunk
+    -> max_degree.
     """
     return min(range(1, max_degree + 1), key=lambda r: formula_seconds(costs, r, t_gar))
 
@@ -82,13 +99,13 @@ class ScheduleOptions:
     """Options that select the schedule of a pass.
 
     direction: "forward" or "backward".
-    one_lane: whether collectives inside the node wait for those between nodes (FSMoE-No-IIO, Tutel).
-    wgrad_share: fraction of the experts' backward seconds that weight gradients take. The layer computes
-        them in tasks of their own. 0 gives the paper's schedule, in which the experts' backward is one
-        task.
-    restore: the restore pair, if the layer's buffers rotate; else None. Copies to the host and back count
-        as free.
-    stays: fraction of the rows that stay on their rank. They are computed while others travel.
+    one_lane: whether collectives inside the node and between nodes share one lane, so that they wait for each
+        other (FSMoE-No-IIO, Tutel).
+    wgrad_share: fraction of the experts' backward seconds that weight gradients take. The layer computes them
+        in tasks of their own. 0 gives the paper's schedule, in which the experts' backward is one task.
+    restore: what happens to T_DI and T_M between the passes, if the layer has ring slots (reused buffers);
+        else None. Copies from and to the host count as free.
+    stays: fraction of the rows that stay on their rank. They are computed while other rows travel.
     """
 
     direction: PassDirection
@@ -114,7 +131,11 @@ def stage_seconds(
 ) -> Callable[[Task], float]:
     """Returns a function that gives the seconds of each task of a pass in n chunks.
 
-    Tasks that the paper's model has no term for take no time: arranging rows, sending routing weights, and
+    costs: seconds of the layer's stages.
+    options: direction and form of the schedule.
+    t_gar: seconds of the all-reduce of other layers' gradients in this pass.
+
+    Tasks for which the paper's model has no term take no time: arranging rows, sending routing weights, and
     summing the returned rows.
     """
     a2a, ag, rs, _ = costs.chunk(n)
@@ -122,8 +143,8 @@ def stage_seconds(
     alpha, whole = costs.exp.alpha_seconds, costs.exp.beta_seconds
     remote = alpha + whole * (1 - options.stays) / n
     pieces = n if options.restore is not None else local_pieces(n, local=True, remote=True)
-    # The first piece of local rows has the rows that the others leave. Each of the others has those of one
-    # chunk.
+    # Rows that stay are cut into pieces. Every piece but the first has the rows of one chunk; the first has
+    # all others.
     first = alpha + whole * options.stays * (1 - (pieces - 1) / n)
     other = alpha + whole * options.stays / n
 
@@ -146,7 +167,10 @@ def stage_seconds(
 def pass_seconds(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float = 0.0) -> float:
     """Returns the simulated seconds of a pass in n chunks.
 
-    t_gar: seconds of other layers' gradients in a backward pass; 0 in a forward pass, which carries none.
+    costs: seconds of the layer's stages.
+    options: direction and form of the schedule.
+    t_gar: seconds of the all-reduce of other layers' gradients in a backward pass; 0 in a forward pass, which
+        has none.
     """
     return makespan(simulate(options.schedule(n).tasks, stage_seconds(costs, n, options, t_gar)))
 
@@ -154,14 +178,19 @@ def pass_seconds(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: flo
 def simulated_degrees(
     costs: LayerCosts, options: ScheduleOptions, degrees: Sequence[int]
 ) -> tuple[DegreeSeconds, ...]:
-    """Returns the simulated seconds of each degree as a function of t_gar, from two simulations each.
+    """Returns the seconds of a pass for each number of chunks, by the length of an all-reduce meanwhile.
 
-    The gradients are one task. The longest path either includes it or not, so
+    The all-reduce of other layers' gradients takes t_gar seconds and is one task. The longest path through
+    the schedule either includes this task or does not, so
 
         seconds = max(alone, beside + t_gar)
 
-    The first simulation has t_gar = 0 and gives ``alone``. The second has t_gar = 2 * alone, long enough
-    for the task to be on the longest path, and gives ``beside``.
+    Two simulations for each number of chunks are enough. The first has t_gar = 0 and gives ``alone``. The
+    second has t_gar = 2 * alone, long enough for the task to be on the longest path, and gives ``beside``.
+
+    costs: seconds of the layer's stages.
+    options: direction and form of the schedule.
+    degrees: numbers of chunks.
     """
     degree_seconds = []
     for n in degrees:
@@ -176,12 +205,18 @@ def best_degree(
     t_gar: float = 0.0,
     degrees: Sequence[int] = range(1, MAX_DEGREE + 1),
 ) -> int:
-    """Returns the best degree by simulation: starts from Algorithm 1's, moves to neighbours while faster.
+    """Returns the number of chunks that is fastest by simulation of the engine's schedule.
 
-    degrees: allowed degrees, in rising order. If Algorithm 1's own degree is not among them, the search
-        starts from the faster of the allowed degrees below and above it.
+    The search starts from the result of FSMoE's Algorithm 1 (`find_degree`), and moves to a neighbour as long
+    as that is faster.
 
-    All ranks that share the costs find the same degree.
+    costs: seconds of the layer's stages.
+    options: direction and form of the schedule.
+    t_gar: seconds of the all-reduce of other layers' gradients in this pass.
+    degrees: allowed numbers of chunks, in rising order. If Algorithm 1's result is not among them, the search
+        starts from the nearest allowed number below or above it, whichever is faster.
+
+    All ranks with the same costs find the same number.
     """
     seconds_at = functools.cache(lambda at: pass_seconds(costs, degrees[at], options, t_gar))
     start = find_degree(costs, t_gar, degrees[-1])

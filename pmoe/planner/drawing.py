@@ -1,7 +1,7 @@
 """Pages and pictures: HTML pages made by jinja2 from `page.html`, and matplotlib figures for them.
 
-A page is one file that loads nothing from outside. Its pictures take their colours from the page, so they
-fit light and dark screens.
+A page is a single file that loads nothing else. Its pictures take their colours from the page's CSS
+variables, so they suit both light and dark screens.
 """
 
 from __future__ import annotations
@@ -22,23 +22,29 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 THEME: Mapping[str, tuple[str, str]] = PICTURES["theme"]
-"""CSS variables of a page: name -> (colour on light screens, colour on dark ones). c0 to c8 are for series.
+"""CSS variables of a page: name -> (colour on light screens, colour on dark screens).
+
+c0 to c8 are the colours of series in a plot.
 """
 
 SERIES = [name for name in THEME if name.startswith("c")]
 LIGHT = {name: light for name, (light, _) in THEME.items()}
-"""Colours of light screens. `inline_svg` replaces them by the theme's variables."""
+"""Colours of light screens, by name of the CSS variable. `inline_svg` replaces each colour by its variable.
+"""
 
 _ordered = map(str, sorted(ALL_PAIRS, key=lambda pair: pair.strategy or "others"))
 PAIRS = {pair: LIGHT[name] for pair, name in zip(_ordered, SERIES, strict=True)}
-"""Colour of each restore pair by its text, the same in every picture. S1 to S4 come first, then the others.
+"""Maps each restore pair's text, such as "keep/recompute", to its colour, the same in every picture.
+
+S1 to S4 have the first colours.
 """
 
 
 def part(kind: str, *args: Any, **options: Any) -> str:
-    """Returns a part of a page, as markup.
+    """Returns the HTML of one part of a page, such as a table.
 
-    kind: a macro of `page.html`. That file documents its arguments.
+    kind: name of a macro in `page.html`. That file documents the arguments of each macro.
+    args, options: arguments of the macro.
 
     Example: part("table", header=["n", "ms"], rows=[["1", "2.5"]]).
     """
@@ -48,7 +54,10 @@ def part(kind: str, *args: Any, **options: Any) -> str:
 
 @functools.cache
 def template(name: str = "planner/page.html") -> Template:
-    """Returns the template at a path below pmoe/."""
+    """Returns a jinja2 template.
+
+    name: path of the template below pmoe/.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -67,13 +76,14 @@ def template(name: str = "planner/page.html") -> Template:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A way to run a layer, as a point of `scatter_figure`.
+    """One marker of `scatter_figure`: a choice of n and restore pair, with its memory and time.
 
-    group: its restore pair, or another line of the legend.
+    group: text in the legend. Points of one group have one colour and are joined by a line. Usually the
+        restore pair.
     label: one or two letters on the marker.
-    mib: memory.
+    mib: memory in MiB.
     milliseconds: time of a step.
-    chosen: whether it is the choice, which is drawn larger.
+    chosen: whether this is the choice that was taken, which is drawn larger.
     """
 
     group: str
@@ -84,9 +94,11 @@ class Point:
 
 
 def scatter_figure(points: Sequence[Point], title: str, budget: int | None = None) -> Figure:
-    """Draws memory to the right and time upwards, with one line through the points of each group.
+    """Returns a scatter plot of time (upwards) over memory (to the right), with a line through each group.
 
-    budget: bytes, drawn as a vertical line.
+    points: the markers.
+    title: text above the plot.
+    budget: bytes, drawn as a vertical line; None draws no line.
 
     Needs matplotlib.
     """
@@ -125,7 +137,7 @@ def scatter_figure(points: Sequence[Point], title: str, budget: int | None = Non
 # ---- figures on a page
 
 VARIABLES = {colour: f"var(--{name})" for name, (colour, _) in THEME.items()} | {"#000000": "var(--ink)"}
-"""Maps each colour of a figure to the CSS variable that replaces it."""
+"""Maps each colour of a figure to the CSS variable that replaces the colour on a page."""
 
 ATTRIBUTE = re.compile(r' (id|style|d)="([^"]*)"')
 OF_A_CLIP_OR_MARKER = re.compile(r"[mp][0-9a-f]{10}")
@@ -133,18 +145,19 @@ NUMBERED = re.compile(r"[\w.]+_\d+")
 
 
 def inline_svg(figure: Figure, label: str) -> str:
-    """Returns a figure as an element of an HTML page. Its text stays text, in the page's font.
+    """Returns a figure as an SVG element for an HTML page. Its text stays text, in the page's font.
 
-    Colours of `THEME` and black become CSS variables of the page, so that dark pages have other colours.
-    The ``gid`` of a mark becomes its CSS class.
+    Colours of `THEME`, and black, become CSS variables, so that the page can change them for dark screens.
+    The ``gid`` of a matplotlib artist becomes the CSS class of its SVG element.
 
+    figure: a matplotlib figure.
     label: text for screen readers.
     """
     from matplotlib import rc_context
 
     file = io.StringIO()
     size = " ".join(f"{inches * 72:g}" for inches in figure.get_size_inches())
-    # The salt makes ids differ between figures of a page, and equal each time that the page is made.
+    # With this salt, ids differ between the figures of a page, but are the same each time the page is made.
     style: Any = {"svg.fonttype": "none", "text.parse_math": False, "svg.hashsalt": f"{label} {size}"}
     no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with rc_context(style):
@@ -156,9 +169,12 @@ def inline_svg(figure: Figure, label: str) -> str:
 
 
 def _on_a_page(attribute: re.Match[str]) -> str:
-    """Returns an attribute as the page needs it.
+    """Returns an SVG attribute of matplotlib's output as the page needs it.
 
-    The font's name and numbered ids are removed, numbers have two decimals, and colours are the page's.
+    Numbered ids are removed, and other ids become classes. Numbers in paths are cut to two decimals. In
+    styles, names of fonts are removed, and colours become CSS variables.
+
+    attribute: a match of `ATTRIBUTE`, which finds ids, styles and paths.
     """
     name, value = attribute.groups()
     if name == "id":

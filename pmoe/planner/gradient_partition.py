@@ -1,19 +1,19 @@
 """The gradient partition: places the all-reduce of data-parallel gradients in the backward pass.
 
-It is FSMoE's (Section 5). An all-reduce between nodes can hide beside the dense part of a layer, and beside
-experts while all-to-alls leave the inter-node lane idle.
+The method is FSMoE's (Section 5). An all-reduce between nodes can hide beside the dense part of a layer. It
+can also hide beside experts, while all-to-alls leave the link between nodes idle.
 
-- Step 1 fills all places where gradients cost nothing.
-- Step 2 (`evolve`) gives the rest to MoE parts, where a longer all-reduce may make another degree pay off,
-  or leaves it for the end.
+- Step 1 places gradients wherever they cost no time.
+- Step 2 (`evolve`) places some of the rest beside MoE parts, where a longer all-reduce may make another
+  number of chunks the fastest. What is left is all-reduced at the end.
 
     backward     | dense 0 | MoE 0 | dense 1 | MoE 1 | ... | end
-    may carry    | gradients that  | and those of    |     | all that
-                 | were ready      | layer 0         |     | is left
+    may carry    | gradients that  | also gradients  |     | all that
+                 | were ready      | of layer 0      |     | is left
 
-The paper's Eq. 4 drops a layer's own gradient, and the inverse of its line is negative below alpha. This
-file does what is meant: every byte is placed exactly once, in a layer whose backward comes after the
-gradient is made, or at the end; and the exposed seconds are minimized.
+The paper's Eq. 4 drops a layer's own gradient, and the inverse of its line is negative below alpha. This file
+does what the equation must mean. Every byte is placed exactly once, in a layer whose backward comes after the
+gradient is made, or at the end. The exposed seconds (all-reduce that nothing hides) are minimized.
 
 Layers are in the order of backward: the model's last layer comes first. Letters: D layers, S candidates.
 """
@@ -34,13 +34,15 @@ from pmoe.planner.costs import GeneralizedLayer, LineCost, Share, all_reduce_sec
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Places of all gradient bytes, and the predicted seconds that they add to the backward pass.
+    """Result of `partition`: when all gradients are all-reduced, and how many seconds that adds to backward.
 
-    shares: what each layer carries.
-    end_bytes: bytes that are all-reduced after backward.
-    plain_seconds: added seconds of a single all-reduce at the end.
-    filled_seconds: added seconds after step 1.
-    exposed_seconds: added seconds after step 2, never more than either of the above.
+    shares: bytes of gradients that are all-reduced during each layer's backward pass, in the order of
+        backward.
+    end_bytes: bytes that are all-reduced after the backward pass.
+    plain_seconds: added seconds of a single all-reduce at the end, for comparison.
+    filled_seconds: added seconds after step 1, which hides gradients only where they cost no time; for
+        comparison.
+    exposed_seconds: added seconds of this partition, never more than either of the two above.
     """
 
     shares: tuple[Share, ...]
@@ -51,23 +53,23 @@ class Partition:
 
 
 def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_bytes: int = 0) -> Partition:
-    """Returns the places of all gradients, by Section 5's two steps.
+    """Returns when to all-reduce all gradients, by the two steps of FSMoE's Section 5.
 
     Args:
         layers: in the order of backward.
         all_reduce: seconds of an all-reduce by bytes.
-        ready_bytes: gradients that are ready before the first layer's backward, such as those of the
-            model's head.
+        ready_bytes: bytes of gradients that are ready before the backward pass of the first layer in
+            ``layers``, such as those of the model's head.
 
     With dozens of layers it takes a tenth of a second.
 
-    Example: one layer, 1000 bytes ready, 1 s per byte, 300 s dense, no idle time beside its experts -> 300
+    Example: one layer, 1000 bytes ready, 1 s per byte, 300 s dense, no idle link beside its experts -> 300
     bytes beside the dense part, 700 at the end.
     """
     sources = (ready_bytes, *(layer.gradient_bytes for layer in layers))
     # Bytes that are ready when each layer's backward starts.
     ready_before = list(itertools.accumulate(sources))[:-1]
-    # Step 1 (Eq. 3, 4): each part takes, as early as possible, as many bytes as cost it nothing.
+    # Step 1 (Eq. 3, 4): each part takes, as early as possible, as many bytes as cost no time.
     dense = list[int]()
     moe = list[int]()
     spare = list[int]()
@@ -78,7 +80,8 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
         moe.append(min(ready - placed, bytes_within(all_reduce, layer.hidden_seconds)))
         placed += moe[-1]
         spare.append(ready - placed)
-    # Bytes that a layer takes are missing in all later layers: it may take only what each of them can spare.
+    # Bytes that a layer takes are missing in all later layers. So it may take only as many as each later
+    # layer can spare.
     rooms = [min(spare[at:]) for at in range(len(spare))]
     nothing = [0] * len(layers)
     filled = ExposedSeconds(layers, all_reduce, dense, moe, sum(sources))
@@ -107,11 +110,13 @@ GENERATIONS = 100
 
 @dataclass(frozen=True)
 class ExposedSeconds:
-    """Eq. 5: exposed seconds as a function of the bytes that each MoE part carries beyond step 1.
+    """FSMoE's Eq. 5: seconds that all-reduces add to backward, by the bytes that step 2 moves into MoE parts.
+
+    Step 1 has placed gradient bytes where they cost no time. Step 2 places "extra" bytes beside MoE parts.
 
     layers: in the order of backward.
     all_reduce: seconds of an all-reduce by bytes.
-    dense, moe: bytes that each dense part and each MoE part carries after step 1.
+    dense, moe: for each layer, the bytes that step 1 placed beside its dense part and beside its MoE part.
     total: bytes of all gradients.
     """
 
@@ -122,9 +127,9 @@ class ExposedSeconds:
     total: int
 
     def placed(self, extra: Sequence[int]) -> tuple[list[Share], int]:
-        """Returns what each layer carries, and the bytes that are left for the end.
+        """Returns the all-reduces during each layer's backward pass, and the bytes left for the end.
 
-        extra: bytes of each MoE part beyond step 1.
+        extra: for each layer, the bytes beside its MoE part in addition to those of step 1.
         """
         shares = []
         for layer, dense, moe, more in zip(self.layers, self.dense, self.moe, extra, strict=True):
@@ -134,23 +139,34 @@ class ExposedSeconds:
         left = self.left(extra)
         last = self.layers[-1]
         joined = all_reduce_seconds(self.all_reduce, self.dense[-1] + left) - last.dense_seconds
-        # The rest joins the message of the last dense part if that is faster. It cannot if the last layer
-        # makes gradients itself, because these are ready only later.
+        # The bytes that are left join the all-reduce beside the last dense part if that is faster. They
+        # cannot if the last layer makes gradients itself, because these are ready only after its backward.
         if not last.gradient_bytes and max(0.0, joined) < all_reduce_seconds(self.all_reduce, left):
             return [*shares[:-1], replace(shares[-1], dense_bytes=self.dense[-1] + left)], 0
         return shares, left
 
     def exposed(self, extra: Sequence[int]) -> float:
-        """Returns the seconds that gradients add to a backward pass."""
+        """Returns the seconds that the all-reduces of all gradients add to the backward pass.
+
+        extra: for each layer, the bytes beside its MoE part in addition to those of step 1.
+        """
         return float(self.of_candidates(np.array(extra, dtype=float)[:, None])[0])
 
     def left(self, extra: Sequence[int]) -> int:
-        """Returns the bytes that are left for the end."""
+        """Returns the bytes that are left for the end of the backward pass.
+
+        extra: for each layer, the bytes beside its MoE part in addition to those of step 1.
+        """
         return self.total - sum(self.dense) - sum(self.moe) - sum(extra)
 
     @functools.cached_property
     def of_candidates(self) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
-        """A function that evaluates many candidates at once: extra bytes (D, S) -> exposed seconds (S,)."""
+        """A function that evaluates S candidates at once: extra bytes (D, S) -> added seconds (S,).
+
+        A candidate is a column. It has, for each of D layers, the gradient bytes beside the layer's MoE part
+        in addition to those of step 1. The result is how many seconds the all-reduces add to the backward
+        pass.
+        """
         line = self.all_reduce
         last = self.layers[-1]
         alone_D = np.array([layer.best(0.0).alone for layer in self.layers])[:, None]
@@ -181,15 +197,18 @@ class ExposedSeconds:
 
 
 def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
-    """Returns the extra bytes of each MoE part, found by scipy's differential evolution as in the paper.
+    """Finds extra gradient bytes for each MoE part that add the fewest seconds, by differential evolution.
 
-    A candidate is a fraction between 0 and 1 for each layer, of the bytes that the layer may still take. So
-    every candidate is valid.
+    Extra bytes are all-reduced beside the MoE part of a layer in addition to those of step 1. The evolution
+    is scipy's; FSMoE uses the same method. A candidate has a fraction between 0 and 1 for each layer: how
+    much the layer takes of the bytes that it may still take. So every candidate is valid.
 
-    The function has steps and plateaus where another degree becomes best. An evolution comes near the end
-    of a plateau but does not hit it, so the ends of all plateaus are tried at last, layer by layer.
+    The added seconds have steps and plateaus, because another number of chunks becomes the fastest as bytes
+    grow. An evolution comes near the end of a plateau but does not hit it. So the ends of all plateaus are
+    tried at last, layer by layer (`_polished`).
 
-    rooms: the most extra bytes of each layer.
+    problem: computes the seconds that candidates add to the backward pass.
+    rooms: for each layer, the most extra bytes that it may take.
     """
     if not any(rooms):
         return [0] * len(rooms)
@@ -219,13 +238,23 @@ def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
 
 
 def _polished(problem: ExposedSeconds, rooms: Sequence[int], extra: list[int]) -> list[int]:
-    """Moves each layer in turn to the end of a plateau that helps most, until none helps."""
+    """Improves extra gradient bytes: each layer in turn takes the number of bytes that adds fewest seconds.
+
+    Extra bytes are all-reduced beside the MoE part of a layer in addition to those of step 1. The added
+    seconds have plateaus. For each layer the bytes at the end of every plateau are tried, and also none and
+    as many as possible. The turns repeat until none helps.
+
+    problem: computes the added seconds.
+    rooms: for each layer, the most extra bytes that it may take.
+    extra: the extra bytes of each layer to start from.
+    """
     seconds = problem.of_candidates
     best = problem.exposed(extra)
     for _ in range(len(rooms) + 1):
         best_before = best
         for at, layer in enumerate(problem.layers):
-            # With these bytes the gradients just reach the longest path of a degree: the end of its plateau.
+            # The end of the plateau of each number of chunks: the most bytes whose all-reduce does not yet
+            # make that pass longer.
             ends = (
                 bytes_within(problem.all_reduce, option.alone - option.beside) for option in layer.degrees
             )
@@ -244,9 +273,13 @@ def _polished(problem: ExposedSeconds, rooms: Sequence[int], extra: list[int]) -
 
 
 def _free(rooms: Sequence[int], extra: Sequence[int], at: int) -> int:
-    """Returns the most bytes that layer ``at`` may take beside those of all other layers.
+    """Returns the most extra gradient bytes that layer ``at`` may take if all other layers keep theirs.
 
-    No layer may take bytes that are not made yet.
+    Extra bytes are all-reduced beside the MoE part of a layer in addition to those of step 1. No layer may
+    take gradients that are not made yet, nor those that an earlier layer has taken.
+
+    rooms: for each layer, the most extra bytes that it may take if all others take none.
+    extra: extra bytes of all layers.
     """
     taken = list(itertools.accumulate([*extra[:at], 0, *extra[at + 1 :]]))
     return max(0, min(room - gone for room, gone in zip(rooms[at:], taken[at:], strict=True)))

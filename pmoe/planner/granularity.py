@@ -1,11 +1,12 @@
-"""The granularity search: remembers which degrees trials found fastest for a batch of B tokens.
+"""The granularity search: remembers which numbers of chunks trials found fastest for a batch of B tokens.
 
-It is MPipeMoE's Algorithm 1. A trial costs whole training steps, and B changes from step to step, so only
-few B can be measured. The paper assumes that n never falls as B grows. Two measurements with the same n
-then answer for every B between them. A layer looks B up in a `GranularityTable`, and runs trials only if no
-range holds it (the paper's searchBestGran, here `pmoe.choose.search.search`).
+It is MPipeMoE's Algorithm 1. A trial costs whole training steps, and B changes from step to step, so only a
+few values of B can be measured. The paper assumes that the best n never falls as B grows. If two values of B
+have the same best n, so has every B between them. A layer looks B up in a `GranularityTable`, and runs trials
+only if the table has no answer (the paper's searchBestGran, here `pmoe.choose.search.search`).
 
-B tokens of a batch. The paper searches for one n; here it is a pair of degrees, one for each pass.
+Letters: B tokens of a batch. The paper searches for one n, the number of chunks. This file has a pair of
+numbers, one for each pass.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ from sortedcontainers import SortedDict
 
 @dataclass(frozen=True, order=True)
 class PassDegrees:
-    """Number of micro-batches of the forward pass and of the backward pass.
+    """Number of micro-batches (chunks) of the forward pass and of the backward pass.
 
-    Ordered by (forward, backward). If neither falls as B grows, the pair does not fall either. Raises
-    ValueError for a degree below 1.
+    Pairs are ordered by forward, then by backward. Raises ValueError for a number below 1.
     """
 
     forward: int
@@ -34,20 +34,23 @@ class PassDegrees:
 
 
 class GranularityTable:
-    """Measured degrees by number of tokens B, as disjoint ranges of B with one pair of degrees each.
+    """Table of the fastest numbers of chunks, by B, the number of tokens of a batch.
 
-    Only measured points are stored, sorted by B. A range is a longest run of neighbouring points with the
-    same degrees. If the paper's assumption holds, these are the ranges that Algorithm 1's merging produces,
-    in whichever order the points came. If it does not hold, a merged range would cover points that have
-    other degrees. Here such a point splits the run, and the last measurement of a B counts.
+    Only measured values of B are stored, in rising order. Neighbouring values with the same fastest degrees
+    (numbers of chunks of forward and backward) form a range. Every B in a range has the degrees of the range.
 
-    Every rank holds its own table. The tables agree if all ranks record the same seconds.
+    If the paper's assumption holds (n never falls as B grows), these ranges are those that merging in
+    Algorithm 1 produces, in any order of measurements. If it does not hold, a merged range would cover
+    measured values that have other degrees. In this table such a value splits the range. If a B is measured
+    again, the new result replaces the old one.
+
+    Every rank has a table of its own. The tables agree if all ranks record the same seconds.
 
         record       100 -> 2    400 -> 2    900 -> 4
         ranges       100 .. 400: 2           900 .. 900: 4
         lookup       300 -> 2                500 -> None
 
-    Then recording 200 -> 4 gives the ranges 100: 2, 200: 4, 400: 2 and 900: 4.
+    If 200 -> 4 is recorded next, the ranges are 100: 2, 200: 4, 400: 2 and 900: 4.
     """
 
     points: Any
@@ -56,9 +59,10 @@ class GranularityTable:
         self.points = SortedDict()  # measured B -> PassDegrees
 
     def lookup(self, B: int) -> PassDegrees | None:
-        """Returns the degrees of the range that holds B, or None if a search is due.
+        """Returns the degrees (numbers of chunks) for a batch of B tokens; None if trials must find them.
 
-        Takes O(log k) for k measured points.
+        The degrees are those of the range of the table that holds B. Takes O(log k) time for k measured
+        values of B.
         """
         exact: PassDegrees | None = self.points.get(B)
         if exact is not None:
@@ -71,7 +75,10 @@ class GranularityTable:
         return below if below == above else None
 
     def record(self, B: int, seconds: Mapping[PassDegrees, float]) -> PassDegrees:
-        """Stores and returns the fastest degrees at B; of equals those with fewer chunks.
+        """Stores and returns the fastest degrees (numbers of chunks) for a batch of B tokens, by
+        measurements.
+
+        Of equally fast degrees it takes those with fewer chunks.
 
         seconds: measured seconds of a step by degrees.
         """
@@ -82,7 +89,7 @@ class GranularityTable:
         return fastest
 
     def to_fields(self) -> dict[str, Any]:
-        """Returns all measured points as JSON can hold them: [B, forward, backward] each."""
+        """Returns all measured values as data for JSON: {"points": [[B, forward, backward], ...]}."""
         return {"points": [[B, value.forward, value.backward] for B, value in self.points.items()]}
 
     @classmethod
@@ -98,7 +105,7 @@ class GranularityTable:
 
 
 def _count(value: object) -> int:
-    """Returns the value. Raises ValueError unless it is an int of at least 0."""
+    """Returns ``value`` if it is an int of at least 0. Raises ValueError otherwise."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} must be an int of at least 0")
     return value

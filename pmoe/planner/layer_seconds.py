@@ -1,6 +1,6 @@
 """Predicted seconds of a layer's passes, from its schedules and a measured profile.
 
-Tokens are evenly routed: every expert gets as many rows as every other.
+Tokens are assumed to be evenly routed: every expert gets equally many rows.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from pmoe.schedule.tasks import Kind, Task
 def even_task_costs(sizes: LayerSizes, profile: Profile, num_tokens: int, n: int) -> dict[Kind, float]:
     """Returns the seconds of each kind of task when it runs alone, in a pass of n chunks.
 
-    Products cost by their multiply-adds and by the weights that every chunk reads again. Messages and
-    copies cost by their bytes. Kinds that only move rows inside the device are left out: they cost nothing
-    here.
+    Costs of products grow with their multiply-adds, and with the weights, which every chunk reads again.
+    Costs of messages and copies grow with their bytes. Kinds of tasks that only move rows inside the device
+    are left out: they count as free.
 
-    num_tokens: of this rank, evenly routed.
+    sizes: sizes of the layer.
+    profile: measured rates.
+    num_tokens: tokens of this rank, evenly routed.
+    n: number of chunks of the pass.
     """
     rows = num_tokens * sizes.top_k / n
-    crossing = (sizes.ep_size - 1) / sizes.ep_size  # what a rank sends to itself crosses no link
-    travelling = crossing if sizes.bypass_local else 1.0  # of a rank's rows, those in S and R tasks
+    crossing = (sizes.ep_size - 1) / sizes.ep_size  # rows for the own rank cross no link
+    travelling = crossing if sizes.bypass_local else 1.0  # fraction of rows in S and R tasks
     shared = profile.sharing(sizes.esp_size)(rows * (sizes.esp_size - 1) * sizes.d_model * sizes.element_size)
     local = _costs_of_rows(sizes, profile, rows * (1 - travelling) * sizes.esp_size)
     return {
@@ -39,9 +42,11 @@ def even_task_costs(sizes: LayerSizes, profile: Profile, num_tokens: int, n: int
 
 
 def _costs_of_rows(sizes: LayerSizes, profile: Profile, rows: float) -> dict[Kind, float]:
-    """Returns the seconds of the kinds of tasks that compute or copy the experts' rows.
+    """Returns the seconds of tasks that compute experts' rows, or copy rows from or to the host, by kind.
 
-    rows: number of rows that one task multiplies.
+    sizes: sizes of the layer.
+    profile: measured rates.
+    rows: number of rows of one task.
     """
     hidden, active, size = sizes.columns.hidden, sizes.columns.scratch, sizes.element_size
     of_row = sizes.d_model * (hidden + active)
@@ -62,7 +67,13 @@ def simulated_step(
 ) -> dict[str, list[Simulated[Task]]]:
     """Returns the simulated tasks of both passes, by direction ("forward", "backward").
 
-    Lanes slow each other while they are busy, as the profile's interference says (MPipeMoE, Fig. 3).
+    Lanes (computation, communication, copies) slow each other while they are busy, by the factors that the
+    profile measured (MPipeMoE, Fig. 3).
+
+    sizes: sizes of the layer.
+    profile: measured rates.
+    num_tokens: tokens of this rank, evenly routed.
+    choice: number of chunks of each pass, and the restore pair (what is kept, offloaded or made again).
     """
     simulated = {}
     for direction, n in (("forward", choice.forward), ("backward", choice.backward)):
@@ -78,5 +89,9 @@ def simulated_step(
 
 
 def step_seconds(sizes: LayerSizes, profile: Profile, num_tokens: int, choice: Choice) -> float:
-    """Returns the seconds of a forward pass and the backward pass after it, by `simulated_step`."""
+    """Returns the simulated seconds of a forward pass and the backward pass after it.
+
+    num_tokens: tokens of this rank, evenly routed.
+    choice: number of chunks of each pass, and the restore pair (what is kept, offloaded or made again).
+    """
     return sum(map(makespan, simulated_step(sizes, profile, num_tokens, choice).values()))

@@ -1,4 +1,4 @@
-"""Sizes of a layer: the numbers that its predicted bytes and seconds depend on. All its ranks share them."""
+"""Sizes of a layer: the numbers that decide its predicted bytes and seconds. All its ranks share them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pmoe.schedule.tasks import Stages
 
 @dataclass(frozen=True, kw_only=True)
 class CallRows:
-    """Numbers of rows of one call on one rank.
+    """Numbers of tokens and rows of one call on one rank, before rows are sent.
 
     tokens: T, the rows of the layer's input.
-    inner: rows that the passes work on as if they were tokens. This is T, unless a capacity pads the rows
-        or the gate mixes tokens.
-    slots: pairs of such a row and an expert that it is sent to; T * K in a plain layer.
-    choices: the most slots that one such row can have.
-    spread: how those rows are made from the tokens, "padded" (to capacity) or "mixed" (weighted sums of
-        tokens, SoftMoE); "" if they are the tokens.
+    inner: number of input rows that the passes dispatch: the T tokens, or the rows that are made from them
+        (see ``spread``).
+    slots: number of pairs of an input row and an expert to which it is sent; T * K in a plain layer.
+    choices: the most experts to which one input row can be sent.
+    spread: how input rows are made from tokens: "padded" copies tokens to a fixed number of rows for each
+        expert (its capacity), "mixed" computes weighted sums of tokens (SoftMoE); "" if they are the tokens.
     """
 
     tokens: int
@@ -35,29 +35,29 @@ class CallRows:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """Sizes of one layer: numbers of elements, of ranks, and bytes per element.
+    """Sizes of one layer: numbers of elements and ranks, and bytes of an element.
 
-    d_model: M.
-    num_experts: E, on all ranks together.
-    top_k: K, the experts of a token.
-    num_ranks: W.
-    columns: what the experts hold for each row between their two products, in columns.
+    d_model: M, columns of a token.
+    num_experts: E, experts of all ranks together.
+    top_k: K, experts of a token.
+    num_ranks: W, ranks of the layer's process group.
+    columns: columns of the tensors that experts hold for each row between their two products.
     element_size: bytes of an element of the rows.
     weight_size: bytes of a routing weight.
     expert_parameters: elements of this rank's experts.
     gate_parameters: elements of the gate.
     bypass_local: whether rows for this rank's own experts stay on the rank and are not sent.
-    has_drops: whether some choices of a token may have no row.
-    gate_scores: number of tensors that the gate saves for backward, each with one score per token and
-        expert.
+    has_drops: whether some choices of a token may have no row, because its expert is full.
+    gate_scores: number of tensors that the gate saves for backward, each with one score per token and expert.
     cast_from: under autocast, bytes of an element of the tokens and parameters before the cast; else 0.
-    esp_size: number of ranks that each expert is split over.
-    rotates: whether buffers rotate through ring slots.
-    relays: in a hierarchical exchange, the number of ranks of a node; a rank passes on rows for so many. 0
-        if each row travels straight to its rank.
+    inside: number of ranks that each expert is split over.
+    rotates: whether buffers are ring slots: a few pieces of memory that chunks use in turn.
+    relays: ranks of a node, if a hierarchical all-to-all makes a rank pass on the rows of so many ranks; 0 if
+        each row travels straight to its rank.
     merges: whether a token is sent only once to a rank that holds several of its experts.
-    shared_columns: like ``columns``, for the shared expert, which every token goes to; 0 without one.
-    shared_parameters: elements of the shared expert; 0 without one.
+    shared_columns: like ``columns``, for the shared expert, which every token goes to; 0 without a shared
+        expert.
+    shared_parameters: elements of the shared expert; 0 without a shared expert.
     """
 
     d_model: int
@@ -81,35 +81,35 @@ class LayerSizes:
     merges: bool = False
 
     def call(self, num_tokens: int) -> CallRows:
-        """Returns the rows of a call with ``num_tokens`` tokens, each of which has top_k choices."""
+        """Returns the numbers of rows of a call with ``num_tokens`` tokens, each sent to top_k experts."""
         slots = num_tokens * self.top_k
         return CallRows(tokens=num_tokens, inner=num_tokens, slots=slots, choices=self.top_k)
 
     @property
     def ep_size(self) -> int:
-        """Number of ranks that the experts are distributed over.
+        """Number of groups of ranks that the experts are distributed over.
 
-        Each expert's hidden columns are split over the ``inside`` ranks of a group: num_ranks = ep_size
-        * inside.
+        The ``inside`` ranks of a group split the hidden columns of the group's experts: num_ranks =
+        num_across * inside.
         """
         return self.num_ranks // self.esp_size
 
     @property
     def travels(self) -> bool:
-        """Whether any rows are sent."""
+        """Whether any rows are sent to another rank, or through the all-to-all to the own rank."""
         return self.num_ranks > 1 or not self.bypass_local
 
     @property
     def stays(self) -> float:
         """Fraction of the rows that stay on their rank under even routing.
 
-        It is 0 if a rank's own rows are sent like all others, or if experts are split over ranks.
+        The fraction is 0 if a rank's own rows are sent like all others, or if experts are split over ranks.
         """
         return 1 / self.num_ranks if self.bypass_local and self.esp_size == 1 else 0.0
 
     @property
     def stages(self) -> Stages:
-        """Stages that the layer's schedules have."""
+        """Optional stages that the layer's schedules have, such as tasks for rows that stay."""
         return Stages(local=self.bypass_local, remote=self.travels, sharded=self.esp_size > 1)
 
 
@@ -137,15 +137,15 @@ def sizes_from_options(
     dtype: torch.dtype = torch.float32,
     device_type: str = "cpu",
 ) -> LayerSizes:
-    """Returns the sizes of ``MoELayer(d_model, d_hidden, num_experts, ...)`` without building it.
+    """Returns the sizes of ``MoELayer(d_model, d_hidden, num_experts, ...)`` without building the layer.
 
     Args:
         d_model, d_hidden, num_experts, top_k, expert, bias, dtype: the layer's arguments of these names.
         num_ranks: number of ranks that the layer's experts are on.
-        esp_size: number of ranks that each expert is split over. It divides num_ranks.
+        inside: number of ranks that each expert is split over. It divides num_ranks.
         device_type: "cpu" or "cuda". Experts hold more columns for each row on "cuda".
 
-    Raises ValueError if top_k is above num_experts, or if num_ranks / esp_size does not divide num_experts.
+    Raises ValueError if top_k is above num_experts, or if num_ranks / inside does not divide num_experts.
     """
     ep_size = num_ranks // esp_size
     check_fits(num_experts, top_k, ep_size)

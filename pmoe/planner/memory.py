@@ -2,12 +2,16 @@
 
 At any time a pass holds
 
-- its buffers. If buffers rotate, these are all ring slots of its schedule, with the sizes that the engine
-  allocates (`pmoe.schedule.buffer_sizes`). If not, each buffer counts while it lives.
-- what goes from forward to backward, and the result;
+- its buffers. If the layer has ring slots (buffers of fixed size that chunks use in turn), these are all
+  slots of its schedule, with the sizes that the engine allocates (`pmoe.schedule.buffer_sizes`). Otherwise
+  each buffer counts from when it is made until its last use.
+- tensors that are saved from forward to backward, and the pass's result;
 - small tensors with a few numbers for each row.
 
 Nothing is measured or fitted. tests/unit/test_memory_model.py derives MPipeMoE's Eq. 1-6 from the slots.
+
+Words: T_DI dispatched input, the rows that a rank's experts received; T_M hidden activation of the experts;
+    T_DO the experts' output; dX the gradient of X. A chunk is a micro-batch.
 """
 
 from __future__ import annotations
@@ -31,10 +35,10 @@ INDEX = 8
 """Bytes of an index (int64)."""
 
 SMALL = 4096
-"""Bytes of everything that is too small to name: scalars, counts, and what allocators add to them."""
+"""Bytes added for everything too small to be listed: scalars, counts, and what allocators round up."""
 
 WIDE = 4
-"""Bytes of a float32 element. Narrower numbers are summed in float32."""
+"""Bytes of a float32 element. Elements of fewer bytes are summed in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,7 @@ class PredictedMemory:
     The layer's input, its parameters and the incoming gradient belong to the caller and are not counted.
 
     - saved: held between the passes, the output included.
-    - temporary: the most that a pass holds beyond saved, without dx and the parameters' gradients.
+    - temporary: the most that a pass holds in addition to saved, without dx and the parameters' gradients.
     - gradients: the parameters' gradients.
     - host: offloaded to host memory.
     - peak: the most that the device holds at once, over both passes.
@@ -52,8 +56,8 @@ class PredictedMemory:
     - promised: the peak without the parameters' gradients. A memory budget limits this number.
     - is_bound: True if row counts were not given. All numbers are then upper bounds for any routing.
     - tensors: bytes by name of a tensor.
-    - unknown: what only the user can know and is not counted, in words.
-    - candidates: the bytes of each choice, if n or the restore pair is chosen at a call; the numbers above
+    - unknown: tensors of the user's own modules, which are not counted, in words.
+    - candidates: the bytes of each choice, if n or the restore pair is chosen at each call; the numbers above
       are then those of the choice with the largest peak. Otherwise empty.
     """
 
@@ -80,14 +84,15 @@ def predict(
     *,
     rearranged: bool = False,
 ) -> PredictedMemory:
-    """Predicts the bytes of a forward and a backward pass.
+    """Predicts the bytes of a forward and a backward pass of a layer.
 
     Args:
         sizes: sizes of the layer.
-        call: numbers of rows of the call.
-        forward, backward: rows of each pass, counted or at most.
-        restore: what becomes of T_DI and T_M between the passes.
-        rearranged: whether backward has other chunks than forward.
+        call: numbers of rows of the call, before they are sent.
+        forward, backward: numbers of rows of each pass, which were counted or are upper bounds.
+        restore: whether T_DI (rows that experts received) and T_M (their hidden activations) are kept,
+            offloaded, or made again between the passes.
+        rearranged: whether the backward pass has another number of chunks than the forward pass.
     """
     if not sizes.rotates:
         forward, backward = (in_pieces(sizes, rows) for rows in (forward, backward))
@@ -98,31 +103,31 @@ def predict(
     shared = call.tokens * sizes.element_size * sizes.shared_columns.hidden
     small = _saved_by_row(sizes, call, forward)
     small += rearranged * _plan_bytes(sizes, call, backward)
-    # Autocast makes narrow copies of the parameters and of the tokens, and a wide gradient of the tokens.
+    # Autocast makes copies of the parameters and tokens (in bfloat16, say), and a float32 gradient of tokens.
     parameters = sizes.expert_parameters + sizes.shared_parameters
     cast = (parameters * sizes.element_size + rows_T) * bool(sizes.cast_from)
     wide_dx = call.tokens * sizes.d_model * sizes.cast_from
-    # SoftMoE saves the experts' results, and also the mixed rows themselves if backward sends them again.
+    # SoftMoE saves the experts' results; if backward sends T_DI again, also the mixed rows that were sent.
     mixtures = inner_bytes * (1 + (restore.dispatched == "communicate")) * (call.spread == "mixed")
     saved = rows_T + sum(kept.values()) + shared + small + cast + mixtures
 
     forward_held = _held(sizes, rows=forward, direction="forward", restore=restore, rearranged=rearranged)
     backward_held = _held(sizes, rows=backward, direction="backward", restore=restore, rearranged=rearranged)
-    padded = call.spread == "padded"  # backward makes padded rows again if it sends them again
+    padded = call.spread == "padded"  # if backward sends padded rows again, it first makes them again
     forward_work = _forward_work(sizes, call, forward, backward, forward_held) + inner_bytes * (1 + padded)
     backward_work = _backward_work(sizes, call, backward, backward_held)
     backward_work += inner_bytes * (1 + (padded and restore.dispatched == "communicate"))
     expert_gradients = _expert_gradients(sizes, backward) + sizes.shared_parameters * sizes.element_size
 
-    # For padded or mixed rows the output is made after the pass, from its result: the pass does not hold it.
+    # With padded or mixed rows the pass does not hold the output, which is made from the pass's result later.
     in_forward = saved + forward_work - rows_T * bool(inner_bytes)
     forward_peak = max(in_forward, saved + inner_bytes + rows_T * sizes.top_k * (call.spread == "padded"))
     in_backward = saved + (inner_bytes or rows_T) + wide_dx + backward_work
     backward_peak = in_backward + expert_gradients
-    # The peak while the gate routes and rows are sorted, before any row moves: at most 5 tensors of scores,
-    # and 12 with an index for each slot.
+    # The peak while the gate routes and rows are sorted, before any row is sent: at most 5 tensors of scores,
+    # and 12 with an index for each (token, choice) slot.
     routing_peak = _scores(sizes, call) * 5 + call.slots * INDEX * 12 + _widened(sizes, call)
-    # The gate's backward holds 3 tensors like T_I; SoftMoE's holds one more, as it normalizes the tokens.
+    # The gate's backward holds 3 tensors as large as the input; SoftMoE's 4, because it normalizes tokens.
     gate_backward = (
         (4 if call.spread == "mixed" else 3) * rows_T + wide_dx + small + _gate_gradients(sizes, call)
     )
@@ -152,7 +157,14 @@ def predict(
 
 
 def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) -> tuple[dict[str, int], int]:
-    """Returns the bytes of T_DI and T_M that stay on the device, by name, and the offloaded bytes."""
+    """Returns the bytes that T_DI and T_M keep on the device between the passes, and their offloaded bytes.
+
+    T_DI are the experts' inputs, T_M their hidden activations. The first result is by name of the tensor: 0
+    for a tensor that is offloaded or made again. The second is the sum of both tensors.
+
+    forward: numbers of rows of the forward pass.
+    restore: whether each tensor is kept, offloaded, or made again.
+    """
     rows_bytes = (forward.received + forward.local) * sizes.element_size
     t_di, t_m = rows_bytes * sizes.d_model, rows_bytes * sizes.columns.hidden
     kept = {"T_DI": t_di * (restore.dispatched == "keep"), "T_M": t_m * (restore.hidden == "keep")}
@@ -162,7 +174,17 @@ def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) 
 def _held(
     sizes: LayerSizes, *, rows: PassRows, direction: str, restore: Restore, rearranged: bool
 ) -> PassBytes:
-    """Returns the bytes of a pass's buffers. With rings these are all slots, for the whole pass."""
+    """Returns the bytes that a pass's buffers hold at the four moments of `PassBytes`.
+
+    If the layer has ring slots (reused buffers of fixed size), these are always all slots. Otherwise a buffer
+    counts only while it is needed.
+
+    rows: numbers of rows of the pass.
+    direction: "forward" or "backward".
+    restore: whether experts' inputs (T_DI) and hidden activations (T_M) are kept, offloaded or made again
+        between the passes.
+    rearranged: whether the backward pass has another number of chunks than the forward pass.
+    """
     size = sizes.element_size
     buffers = BufferSizes(
         direction=direction,
@@ -179,17 +201,21 @@ def _held(
     return PassBytes(num_bytes, num_bytes, num_bytes, num_bytes)
 
 
-# ---- memory that a pass needs beside its buffers
+# ---- memory that a pass needs in addition to its buffers
 
 
 def _forward_work(
     sizes: LayerSizes, call: CallRows, forward: PassRows, backward: PassRows, held: PassBytes
 ) -> int:
-    """Returns the bytes that forward works with at its worst moment.
+    """Returns the most bytes that forward holds at once, without the tensors that it saves for backward.
 
-    It is the largest of four moments: the shared expert at the start, the experts, results before they
-    leave, and the sum of each token's rows. Routing weights and what `_unit_bytes` and `_whole_rows` count
-    come on top.
+    The result is the largest of four moments: the shared expert at the start, the experts, results before
+    they leave, and the sum of each token's rows. At every moment these are added: routing weights, small
+    tensors (`_unit_bytes`), and rows that are not cut into chunks (`_whole_rows`).
+
+    call: numbers of rows of the call.
+    forward, backward: numbers of rows of each pass.
+    held: bytes of forward's buffers at the four moments.
     """
     weights = 3 * (forward.received + forward.sent) * sizes.weight_size
     shared = call.tokens * sizes.element_size * sizes.shared_columns.scratch
@@ -203,10 +229,15 @@ def _forward_work(
 
 
 def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, held: PassBytes) -> int:
-    """Returns the bytes that backward works with, at the worst of the moments that `_forward_work` names.
+    """Returns the most bytes that backward holds at once, without saved tensors and parameters' gradients.
 
-    The gradient of a routing weight is an inner product over the hidden columns. The experts compute these
-    products for a block of rows at a time, in float32 at least.
+    The result is the largest of the four moments that `_forward_work` names, with gradients instead of
+    results. The gradient of a routing weight is an inner product over the hidden columns. The experts compute
+    these products for a block of rows at a time, in float32 at least.
+
+    call: numbers of rows of the call.
+    backward: numbers of rows of the pass.
+    held: bytes of backward's buffers at the four moments.
     """
     wide = sizes.element_size if sizes.element_size >= WIDE else 2 * WIDE
     products = _block_rows(sizes, backward) * sizes.columns.scratch * wide
@@ -219,7 +250,8 @@ def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, held: 
     weights = (3 * backward.received + 2 * call.slots) * sizes.weight_size
     unit = _unit_bytes(sizes, backward)
     if sizes.columns.staged:
-        unit = max(unit, _largest_weight(sizes) * sizes.element_size)  # a weight's gradient is staged, too
+        # A weight's gradient, too, is computed in other memory and then copied.
+        unit = max(unit, _largest_weight(sizes) * sizes.element_size)
     elif sizes.element_size < WIDE:  # one expert's narrow gradient exists before it is added to the wide sum
         num_local = sizes.num_experts // sizes.ep_size
         unit = max(unit, sizes.expert_parameters // num_local * sizes.element_size)
@@ -229,18 +261,21 @@ def _backward_work(sizes: LayerSizes, call: CallRows, backward: PassRows, held: 
 def _whole_rows(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
     """Returns the bytes of rows that are not cut into chunks.
 
-    These are the shared expert's results for all tokens, and two copies of the rows that this rank passes
-    on for others in one collective.
+    These are the shared expert's results for all tokens, and two copies of the rows of other ranks that this
+    rank passes on in a hierarchical all-to-all.
+
+    call: numbers of rows of the call.
+    rows: numbers of rows of the pass.
     """
     num_rows = call.tokens * bool(sizes.shared_parameters) + 2 * rows.relayed
     return num_rows * sizes.d_model * sizes.element_size
 
 
 def _shared_gradients(sizes: LayerSizes, call: CallRows) -> int:
-    """Returns the bytes of the shared expert's backward; 0 without one.
+    """Returns the bytes that the shared expert's backward holds; 0 without a shared expert.
 
-    It holds the incoming gradient, the gradient of T_M, the activated hidden, and products of a block of
-    rows.
+    These are the incoming gradient, the gradient of the hidden activation, the activated hidden, and products
+    of one block of rows.
     """
     if not sizes.shared_parameters:
         return 0
@@ -251,29 +286,40 @@ def _shared_gradients(sizes: LayerSizes, call: CallRows) -> int:
 
 
 def _block_rows(sizes: LayerSizes, backward: PassRows) -> int:
-    """Returns the rows of the largest block that the experts' backward works on at a time."""
+    """Returns the rows of the largest block that the experts' backward processes at a time.
+
+    backward: numbers of rows of the backward pass.
+    """
     return min(sizes.columns.scratch_rows, backward.largest_unit)
 
 
 def _graph(sizes: LayerSizes, backward: PassRows) -> int:
-    """Returns the bytes that autograd holds while it differentiates a block of rows."""
+    """Returns the bytes that autograd holds while it differentiates the experts for one block of rows.
+
+    backward: numbers of rows of the backward pass.
+    """
     return _block_rows(sizes, backward) * sizes.columns.graph * max(sizes.element_size, WIDE)
 
 
 def _one_choice_rows(sizes: LayerSizes, rows: PassRows) -> int:
-    """Returns the bytes of one choice's rows for the tokens of the largest chunk.
+    """Returns the bytes of the copy of a chunk's rows from which the rows of each token are summed.
 
-    They are 0 if each token has one choice.
+    The copy has the rows in the order of tokens. Chunks are summed one by one, so the largest chunk counts.
+    With top_k = 1 there is nothing to sum and no copy.
+
+    rows: numbers of rows of the pass.
     """
     return max(rows.extent.home, default=0) * sizes.d_model * sizes.element_size * (sizes.top_k > 1)
 
 
 def _unit_bytes(sizes: LayerSizes, rows: PassRows) -> int:
-    """Returns the bytes of small tensors for the largest product.
+    """Returns the bytes of small tensors that accompany the largest matrix product of a pass.
 
-    They are the routing weights of its rows, their gradients, indices, staged columns, and `SMALL`. If
-    narrow rows are multiplied with wide weights outside of a kernel, both sides are first copied to
-    float32.
+    These are the routing weights of its rows, their gradients, indices, results that are copied to their
+    place later, and `SMALL`. If bfloat16 or float16 rows are multiplied by float32 weights outside of a
+    kernel, both are first copied to float32.
+
+    rows: numbers of rows of the pass.
     """
     unit = rows.largest_unit
     num_bytes = unit * (4 * sizes.weight_size + INDEX + sizes.columns.staged * sizes.element_size) + SMALL
@@ -282,19 +328,25 @@ def _unit_bytes(sizes: LayerSizes, rows: PassRows) -> int:
 
 
 def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
-    """Returns the bytes of the experts' gradients while they are summed."""
+    """Returns the bytes of the gradients of the experts' parameters while a pass adds those of its chunks.
+
+    If there are several additions, the sums are float32, because narrower sums would lose bits.
+
+    backward: numbers of rows of the backward pass.
+    """
     additions = backward.num_chunks * (sizes.bypass_local + sizes.travels)
     narrow = sizes.expert_parameters * sizes.element_size
     if sizes.element_size >= WIDE or additions < 2:
         return narrow
-    # Several narrow additions would lose bits: sums are float32, and each weight's is rounded at the end.
+    # Several additions in bfloat16 would lose bits: the sums are float32, and each is rounded at the end.
     return sizes.expert_parameters * WIDE + _largest_weight(sizes) * sizes.element_size
 
 
 def _largest_weight(sizes: LayerSizes) -> int:
-    """Returns the elements of w1, the largest weight (gated experts have two of its size in it).
+    """Returns the number of elements of w1, the experts' largest weight on this rank.
 
-    The weights of modules are unknown: all parameters count as one.
+    The w1 of gated experts (SwiGLU) holds two matrices. If experts are the user's modules, their weights are
+    unknown, so all parameters count as one weight.
     """
     wide = sizes.columns.hidden
     width = sizes.columns.scratch
@@ -309,13 +361,16 @@ def _largest_weight(sizes: LayerSizes) -> int:
 
 
 def _saved_by_row(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
-    """Returns the bytes of small tensors that forward saves.
+    """Returns the bytes of small tensors, a few numbers for each row, that forward saves for backward.
 
-    They are the gate's scores, choices and weights, the plan (`_plan_bytes`), and routing weights that
-    arrived.
+    These are the gate's scores, choices and weights, the indices of rows (`_plan_bytes`), and the routing
+    weights that arrived from other ranks.
+
+    call: numbers of rows of the call.
+    rows: numbers of rows of the forward pass.
     """
     gate = _scores(sizes, call) * sizes.gate_scores
-    # With several choices the weights of a token are scaled to sum 1. Autograd saves them before and after.
+    # With several choices, the weights of a token are scaled to sum to 1. Autograd saves both versions.
     choices = call.slots * (INDEX + sizes.weight_size * (1 + (sizes.top_k > 1)))
     received = rows.received * sizes.weight_size
     shared = call.tokens * sizes.weight_size * bool(sizes.shared_parameters)
@@ -325,11 +380,15 @@ def _saved_by_row(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
 
 
 def _plan_bytes(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
-    """Returns the bytes of a plan's indices.
+    """Returns the bytes of the indices with which rows are gathered, sorted and summed.
 
-    It holds the place and the token of each row, and how received rows are regrouped.
+    These are the position and the token of each row, and the order in which received rows are sorted by
+    expert.
+
+    call: numbers of rows of the call.
+    rows: numbers of rows of the pass.
     """
-    # Experts pick tokens: the token of each slot is stored, and the place where it was picked.
+    # If experts choose tokens, two more indices are stored for each slot: its token, and its position.
     picked = call.choices > sizes.top_k
     order = call.slots * INDEX * (2 + (sizes.top_k > 1) + 2 * picked)
     order += call.slots * (INDEX + INDEX // 2) * rows.merged  # the sent row that carries each slot
@@ -338,7 +397,10 @@ def _plan_bytes(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
 
 
 def _gate_gradients(sizes: LayerSizes, call: CallRows) -> int:
-    """Returns the bytes of the gradients of routing weights and of two steps from them to the logits."""
+    """Returns the bytes of gradients between the routing weights and the gate's logits.
+
+    These are the gradients of the routing weights, and of two intermediate results.
+    """
     return (
         _scores(sizes, call) * 2 * bool(sizes.gate_scores)
         + call.slots * sizes.weight_size * 2
@@ -347,19 +409,19 @@ def _gate_gradients(sizes: LayerSizes, call: CallRows) -> int:
 
 
 def _scores(sizes: LayerSizes, call: CallRows) -> int:
-    """Returns the bytes of one score for each token and expert."""
+    """Returns the bytes of a tensor with one score for each token and expert."""
     return call.tokens * sizes.num_experts * sizes.weight_size
 
 
 def _widened(sizes: LayerSizes, call: CallRows) -> int:
-    """Returns the bytes of a block of narrow tokens that the gate copies to float32."""
+    """Returns the bytes of the tokens that the gate copies to float32 at a time; 0 if they are float32."""
     return min(call.tokens, BLOCK_ROWS) * sizes.d_model * WIDE * (sizes.element_size < WIDE)
 
 
-# ---- memory of a pass without rings
+# ---- memory of a pass without ring slots
 #
-# A buffer that a collective reads or writes lives until the pass ends. A buffer that the experts make for a
-# chunk lives until its last task:
+# A buffer that a collective reads or writes is held until the pass ends. A buffer that the experts make for a
+# chunk is held until the last task that uses it:
 #
 #     tasks of a chunk in backward     ... S1      C1                W1
 #     stay     (dT_DI)                             |================================> end of the pass
@@ -369,14 +431,17 @@ def _widened(sizes: LayerSizes, call: CallRows) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferLifetimes:
-    """Names of the buffers that a task makes, by how long they live.
+    """Names of the buffers that a kind of task makes, by how long they are needed.
 
-    stay: until the pass ends. The first is made when the experts start, or, if rows are sorted for the
-        experts, when they are done. The others exist only if experts are sharded, and are made when the
-        experts are done.
-    pending: until the weight gradient of the same chunk.
+    For passes without ring slots (reused buffers): each buffer has memory of its own while it is needed.
+
+    stay: until the pass ends, because a collective reads or writes them. The first of them is made when the
+        experts start; if received rows must be sorted by expert, when the experts are done. The others exist
+        only if experts are sharded over ranks, and are made when the experts are done.
+    pending: until the weight gradient of the same chunk is computed.
     brief: until the experts are done.
-    result: until the task ends.
+    result: until the task ends, after the experts: results in expert order, which must be sorted before they
+        leave.
     """
 
     stay: tuple[str, ...] = ()
@@ -401,9 +466,9 @@ MAKES: Mapping[str, Mapping[Kind, BufferLifetimes]] = {
         Kind.LOCAL: BufferLifetimes(pending=("dT_M_L", "active_L", "dT_DO_L")),
     },
 }
-"""Buffers that each kind of task makes, by direction. Kinds that are missing make none that count here."""
+"""Buffers that each kind of task makes, by direction. Other kinds make no buffers that count here."""
 ENDS = {Kind.WGRAD: Kind.COMPUTE, Kind.LOCAL_WGRAD: Kind.LOCAL}
-"""Maps a kind of task to the kind whose ``pending`` buffers end with it."""
+"""Maps a kind of task to the kind that made the ``pending`` buffers which the task uses last."""
 
 
 class PassBytes(NamedTuple):
@@ -422,9 +487,14 @@ class PassBytes(NamedTuple):
 
 
 def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
-    """Returns the same rows, with local rows by piece, as a pass without rings cuts them.
+    """Returns numbers of rows for a pass without ring slots, which joins the rows that stay on their rank.
 
-    Example: local rows (4, 4, 4) in 2 pieces -> (8, 4).
+    In such a pass, the rows that stay are cut into fewer pieces than there are chunks, because small products
+    are slow. The first piece has the rows of several chunks.
+
+    rows: numbers of rows of a pass, with the rows that stay by chunk.
+
+    Example: rows that stay (4, 4, 4) in 2 pieces -> (8, 4).
     """
     n = rows.num_chunks
     local = rows.extent.local
@@ -436,9 +506,13 @@ def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
 
 
 def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> PassBytes:
-    """Returns the bytes of the buffers of a pass without rings, by walking through its tasks.
+    """Returns the bytes that the buffers of a pass without ring slots hold at the moments of `PassBytes`.
 
-    rows: as `in_pieces` returns them.
+    In such a pass every buffer has memory of its own. The function goes through the tasks in order, and adds
+    and removes the buffers that each makes or uses last.
+
+    rows: numbers of rows of the pass, from `in_pieces`.
+    buffers: rows and columns of each buffer of the pass.
     """
     direction = buffers.direction
     n = rows.num_chunks
@@ -450,7 +524,7 @@ def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> Pa
 
     sharded = sizes.esp_size > 1
     start = ["send", "T_DI" if direction == "forward" else "dT_DO"] + ["arrived", "copies"] * sharded
-    # The engine makes the buffers of collectives, and the home rows of all chunks, before the first task.
+    # Before the first task, the engine makes the buffers of collectives, and those of results that come back.
     home = sum(rows.extent.send) + sum(rows.extent.local) + sizes.has_drops
     live = home * sizes.d_model * sizes.element_size + sum(num_bytes(start, i) for i in range(n))
     first = computing = leaving = live
@@ -467,7 +541,7 @@ def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> Pa
         if task_buffers.stay and rows.extent.regrouped[i]:
             early, late = (), (*early, *late)
         live += num_bytes(early, i)
-        # While the experts run they need everything made so far, and brief buffers and the result besides.
+        # While the experts run, the pass holds all buffers made so far, brief buffers, and the result.
         computing = max(
             computing, live + num_bytes(task_buffers.brief, i) + num_bytes(task_buffers.result, i)
         )

@@ -1,8 +1,8 @@
-"""Candidates: the ways to run a layer, with predicted seconds and bytes, and the choice among them.
+"""Candidates: choices of n and the restore pair with predicted seconds and bytes, and the best of them.
 
-Nothing runs here: sizes, schedules and a profile are enough. A layer asks for the fastest choice within its
-budget, with numbers that all its ranks share, so that all ranks choose the same. `pmoe plan` asks for
-advice.
+Nothing runs in this file: sizes, schedules and a profile (measured rates) are enough. A layer asks for the
+fastest choice within its memory budget. It uses only numbers that all its ranks share, so all ranks choose
+the same. `pmoe plan` asks for advice before anything runs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from pmoe.warn import log
 
 @dataclass(frozen=True, kw_only=True)
 class PricedChoice(Choice):
-    """A way to run a layer (n and restore pair), with its predicted price.
+    """A choice of n and the restore pair, with its predicted seconds and bytes.
 
-    seconds: of a forward and a backward pass, for evenly routed tokens.
+    The restore pair says what is kept, offloaded or made again between the passes.
+
+    seconds: seconds of a forward and a backward pass, if tokens are evenly routed; 0 if no profile was given.
     memory: bytes for the worst routing.
     """
 
@@ -55,12 +57,16 @@ class PricedChoice(Choice):
 def bound(
     sizes: LayerSizes, call: CallRows, choice: Choice, slack: float, bins: int | None = None
 ) -> PredictedMemory:
-    """Returns the most bytes that any routing needs.
+    """Returns an upper bound of a layer's bytes for one choice: no routing needs more memory.
 
     Args:
-        call: rows of the rank that has most tokens.
-        slack: a ring slot holds ceil(slack * T * K / n) rows. Chunks are cut finer until their rows fit.
-        bins: number of bins in which rows are counted. None takes the number for the degrees of ``choice``.
+        sizes: sizes of the layer.
+        call: numbers of rows of the rank with most tokens.
+        choice: number of chunks of each pass, and the restore pair (what is kept, offloaded or made again).
+        slack: a ring slot (a reused buffer of fixed size) holds ceil(slack * T * K / n) rows, for T tokens
+            with K experts each. Chunks are cut finer until their rows fit into a slot.
+        bins: number of equal parts of the batch in which rows are counted; chunks cannot be cut finer. None
+            takes the number that a layer with only this choice uses.
     """
     degrees = (choice.forward, choice.backward)
     bins = num_bins(degrees, sizes.num_ranks, sizes.num_experts) if bins is None else bins
@@ -80,8 +86,14 @@ def evaluate(
 ) -> list[PricedChoice]:
     """Returns every choice with its predicted seconds and bytes.
 
-    profile: rates of the machine. Without one all seconds are 0.
-    slack, bins: as in `bound`.
+    sizes: sizes of the layer.
+    num_tokens: tokens of the rank with most tokens.
+    choices: each has a number of chunks for each pass, and a restore pair (what is kept, offloaded or made
+        again).
+    profile: measured rates of the machine. With None all seconds are 0.
+    slack: rows that a ring slot (a reused buffer) holds, as a multiple of a chunk's rows under even routing.
+    bins: number of equal parts of the batch in which rows are counted; None for the number that suits each
+        choice.
     """
     return [
         PricedChoice(
@@ -94,11 +106,14 @@ def evaluate(
 
 
 def within_budget(candidates: Sequence[PricedChoice], budget: int) -> PricedChoice:
-    """Returns the fastest candidate within the budget; of equals that of fewest bytes.
+    """Returns the fastest candidate that stays within a memory budget for any routing.
 
-    budget: bytes. A candidate's promised bytes may be at most these.
+    Of equally fast candidates it takes the one with fewest bytes.
 
-    Raises ValueError, with the smallest budget that would do, if there is none.
+    budget: bytes. A candidate's upper bound (``memory.promised``) may be at most this number.
+
+    Raises ValueError if no candidate stays within the budget. The error names the smallest budget that would
+    be enough.
     """
     fitting = [candidate for candidate in candidates if candidate.memory.promised <= budget]
     if not fitting:
@@ -115,15 +130,21 @@ def within_budget(candidates: Sequence[PricedChoice], budget: int) -> PricedChoi
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """The advice of `pmoe plan`: the choice for a layer, and its alternatives.
+    """The advice of `pmoe plan` for one layer: the choice to take, the reason, and all alternatives.
 
-    sizes, profile, num_tokens, slack: the arguments of `advise`.
-    dispatch: the all-to-all that the profile's messages are for.
-    candidates: every n with every pair that was asked for.
-    eq10: seconds of a step by pair, by Eq. 10.
+    A choice is a number of chunks (n) and a restore pair (what is kept, offloaded or made again between the
+    passes).
+
+    sizes: sizes of the layer.
+    profile: rates of the machine.
+    num_tokens: tokens of each rank.
+    slack: rows that a ring slot (a reused buffer) holds, as a multiple of a chunk's rows under even routing.
+    dispatch: name of the all-to-all that the profile's message costs are for.
+    candidates: every n with every restore pair that was asked for.
+    eq10: seconds of a step by restore pair, by MPipeMoE's Eq. 10.
     decision: the candidate to take.
-    why: the reason, in words.
-    fastest: the fastest of all candidates, even if it exceeds the budget.
+    why: the reason for the decision, in words.
+    fastest: the fastest candidate, even if it exceeds the memory budget.
     """
 
     sizes: LayerSizes
@@ -139,19 +160,23 @@ class Advice:
 
     @property
     def way(self) -> dict[str, Any]:
-        """The decision by the names of a layer's options, and the predicted seconds of a step."""
+        """The decision as a dict: the names and values of a layer's options, and the predicted seconds of a
+        step.
+
+        Keys: dispatch, esp (number of ranks that share each expert), n, restore, seconds.
+        """
         choice = self.decision
         place = {"dispatch": self.dispatch, "esp": self.sizes.esp_size}
         return {**place, "n": choice.forward, "restore": str(choice.restore), "seconds": choice.seconds}
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds of a step in which something travels and nothing is computed."""
+        """Seconds of a step in which rows travel while nothing is computed."""
         return overlap(step_bars(self.sizes, self.profile, self.num_tokens, self.decision)).exposed
 
     @property
     def even_bytes(self) -> int:
-        """Promised bytes if routing is even, so that a rank receives as many rows as it sends."""
+        """Upper bound of the decision's bytes, if each rank receives as many rows as it sends."""
         sizes = self.sizes
         even = replace(sizes, num_ranks=sizes.esp_size, bypass_local=sizes.num_ranks == 1)
         return bound(even, even.call(self.num_tokens), self.decision, self.slack).promised
@@ -169,17 +194,22 @@ def advise(
 ) -> Advice:
     """Chooses n and the restore pair for a layer with ``num_tokens`` evenly routed tokens on each rank.
 
-    With a budget it takes the fastest candidate, by the simulator, that keeps to the budget for any
-    routing. Without one it takes the cheapest pair of S1 to S4 by Eq. 10, and the n for it with the least
-    simulated time.
+    n is the number of chunks. The restore pair says what is kept, offloaded or made again between the passes.
+    With a budget the fastest candidate is taken whose bytes stay within it for any routing; the simulator
+    predicts the seconds. Without a budget the restore pair comes first: the cheapest of MPipeMoE's four
+    pairs, S1 to S4, by the paper's Eq. 10. The n for this pair is the one with the least simulated time.
 
     Args:
+        sizes: sizes of the layer.
+        profile: rates of the machine.
+        num_tokens: tokens of each rank.
         budget: bytes, or None.
-        slack: as in `bound`.
-        pairs: pairs of the candidates. S1 to S4 must be among them if budget is None.
-        dispatch: name of the all-to-all that the profile's messages are for.
+        slack: rows that a ring slot (a reused buffer) holds, as a multiple of a chunk's rows under even
+            routing.
+        pairs: restore pairs of the candidates. S1 to S4 must be among them if budget is None.
+        dispatch: name of the all-to-all that the profile's message costs are for.
 
-    Raises ValueError, with the smallest budget that would do, if no candidate keeps to the budget.
+    Raises ValueError, with the smallest budget that would be enough, if no candidate stays within the budget.
     """
     choices = all_choices([(n, n) for n in DEGREES], pairs)
     candidates = evaluate(sizes, num_tokens, choices, profile=profile, slack=slack)
@@ -205,7 +235,13 @@ def advise(
 
 
 def step_bars(sizes: LayerSizes, profile: Profile, num_tokens: int, chosen: PricedChoice) -> list[Span]:
-    """Returns when each task of a step would run: the forward pass, and the backward pass right after it."""
+    """Returns the start and end of each task of a simulated step: the forward pass, then the backward pass.
+
+    The result can be drawn as a timeline.
+
+    num_tokens: tokens of each rank, evenly routed.
+    chosen: number of chunks of each pass, and the restore pair (what is kept, offloaded or made again).
+    """
     drawn: list[Span] = []
     origin = 0.0
     for direction, ran in simulated_step(sizes, profile, num_tokens, chosen).items():
@@ -221,28 +257,30 @@ T = TypeVar("T")
 PRICE = operator.attrgetter("seconds", "memory.promised")
 """Sort key of candidates: seconds, then bytes."""
 NEAR = 1.25
-"""Factor by which a pair may be slower than the cheapest by Eq. 10 and still be measured in trials.
+"""Largest ratio, to the cheapest pair's seconds by Eq. 10, at which trials still measure a restore pair.
 
-Eq. 10 knows only the slowest lane, so such a pair may really be faster.
+Eq. 10 takes only the slowest lane into account, so a pair that it finds slower may really be faster.
 """
 
 Measured = list[tuple[float, float]] | None
-"""Measured seconds of (forward, backward) for each choice, the same on every rank.
+"""Measured seconds (of forward, of backward) of each choice, the same on every rank.
 
 None if the layer allows no trials.
 """
 TriedBy = Callable[[Sequence[T]], Measured]
-"""Measures some choices by trials on the batch of the call."""
+"""A function that measures the given choices by trials on the batch of the call."""
 
 
 class Chooser:
-    """Chooses n and the restore pair for one layer, and remembers what it chose for how many tokens.
+    """Chooses n and the restore pair for one layer, and remembers its choices by number of tokens.
 
-    It uses only numbers that all ranks of the layer share, so all ranks choose the same.
+    All numbers that it uses are the same on all ranks of the layer, so all ranks choose the same.
 
-    pairs: restore pairs to choose from.
-    budget: bytes that must suffice for any routing, or None.
-    slack, bins: as in `bound`.
+    pairs: restore pairs to choose from. A pair says what is kept, offloaded or made again between the passes.
+    budget: bytes that must be enough for any routing, or None.
+    slack: rows that a ring slot (a reused buffer) holds, as a multiple of a chunk's rows under even routing.
+    bins: number of equal parts of the batch in which rows are counted; None for the number that suits each
+        choice.
     """
 
     pairs: tuple[Restore, ...]
@@ -263,13 +301,17 @@ class Chooser:
     def pair(
         self, sizes: LayerSizes, max_tokens: int, profile: Callable[[], Profile], tried: TriedBy[Restore]
     ) -> Restore:
-        """Returns the cheapest restore pair by Eq. 10. Trials decide among those that are about as cheap.
+        """Returns the cheapest restore pair by MPipeMoE's Eq. 10; trials decide among pairs about as cheap.
+
+        A restore pair says what is kept, offloaded or made again between the passes.
 
         Args:
-            max_tokens: tokens of the rank that has most.
-            profile: gives the machine's rates. It is called only if there is something to choose, as it may
-                have to measure.
-            tried: measures pairs.
+            sizes: sizes of the layer.
+            max_tokens: tokens of the rank with most tokens.
+            profile: returns the machine's rates. It is called only if there are several pairs and no choice
+                is remembered, because it may have to measure.
+            tried: measures the seconds of given pairs by trials; its result is None if trials are not
+                allowed.
         """
         if len(self.pairs) == 1 or max_tokens == 0:
             return self.pairs[0]
@@ -300,24 +342,30 @@ class Chooser:
         *,
         host_is_full: bool = False,
     ) -> Choice:
-        """Returns the fastest choice within the budget.
+        """Returns the fastest choice whose bytes stay within the memory budget for any routing.
 
         Args:
-            max_tokens: tokens of the rank that has most.
-            choices: to choose from.
-            profile: gives the machine's rates.
-            tried: measures a few choices.
-            host_is_full: excludes choices that offload T_DI. If all do, T_DI is sent again instead.
+            sizes: sizes of the layer.
+            max_tokens: tokens of the rank with most tokens.
+            choices: each has a number of chunks for each pass, and a restore pair (what is kept, offloaded or
+                made again).
+            profile: returns the machine's rates.
+            tried: measures the seconds of a few choices by trials; its result is None if trials are not
+                allowed.
+            host_is_full: excludes choices that offload T_DI (the rows that experts received) to the host. If
+                all choices do, T_DI is sent again in backward instead.
 
-        Raises ValueError, with the smallest budget that would do, if no choice keeps to the budget.
+        Raises ValueError, with the smallest budget that would be enough, if no choice stays within the
+        budget.
         """
         if host_is_full:
             choices = [candidate for candidate in choices if candidate.restore.dispatched != "offload"] or [
                 replace(candidate, restore=Restore("communicate", candidate.restore.hidden))
                 for candidate in choices
             ]
-        # A choice that fits more tokens fits fewer too. So numbers of tokens are rounded up, and few are ever
-        # decided on. If nothing fits the rounded number (None), the exact number may still fit.
+        # A choice that stays within the budget for more tokens also does for fewer. So the number of tokens
+        # is rounded up, and few numbers ever need a decision. If no choice is within the budget for the
+        # rounded number (None), one may be for the exact number.
         for tokens in (_rounded_up(max_tokens), max_tokens):
             case = (sizes, tokens, tuple(choices))
             if case not in self._known:
@@ -339,7 +387,16 @@ class Chooser:
         profile: Callable[[], Profile],
         tried: TriedBy[PricedChoice],
     ) -> Choice:
-        """Chooses for this number of tokens. Raises ValueError if nothing keeps to the budget."""
+        """Returns the fastest choice within the budget, for ``tokens`` tokens on the rank with most tokens.
+
+        Trials decide among the choices that `_worth_trying` selects, if trials are allowed; otherwise
+        predicted seconds do. Raises ValueError if no choice stays within the budget.
+
+        choices: each has a number of chunks for each pass, and a restore pair (what is kept, offloaded or
+            made again).
+        profile: returns the machine's rates.
+        tried: measures the seconds of a few choices by trials; its result is None if trials are not allowed.
+        """
         assert self.budget is not None
         rates = profile() if len(choices) > 1 else None
         candidates = evaluate(sizes, tokens, choices, profile=rates, slack=self.slack, bins=self.bins)
@@ -354,19 +411,20 @@ class Chooser:
 
 
 def _fastest_tried(few: Sequence[T], tried: TriedBy[T]) -> T | None:
-    """Returns the choice that was fastest in trials.
+    """Returns the choice that is fastest in trials; None for a single choice, or if trials are not allowed.
 
-    None if there is only one choice, or if the layer allows no trials.
+    few: the choices to compare.
+    tried: measures the seconds of these choices by trials; its result is None if trials are not allowed.
     """
     seconds = tried(few) if len(few) > 1 else None
     return None if seconds is None else few[min(range(len(few)), key=lambda at: sum(seconds[at]))]
 
 
 def _worth_trying(candidates: Iterable[PricedChoice]) -> list[PricedChoice]:
-    """Returns the candidates that trials should compare.
+    """Returns the few candidates that trials should compare, because each trial costs training steps.
 
-    They are the fastest of each number of chunks. If there is one number of chunks only, they are its three
-    fastest.
+    For each number of chunks this is the fastest candidate by predicted seconds. If all candidates have the
+    same numbers of chunks, the result has the three fastest.
     """
     ordered = sorted(candidates, key=PRICE)
     fastest_by_degrees: dict[tuple[int, int], PricedChoice] = {}
@@ -376,9 +434,9 @@ def _worth_trying(candidates: Iterable[PricedChoice]) -> list[PricedChoice]:
 
 
 def _rounded_up(tokens: int) -> int:
-    """Returns the number rounded up to three significant bits.
+    """Returns a number of tokens, rounded up to three significant binary digits.
 
-    Example: 1000 -> 1024, 1100 -> 1280.
+    Similar batches then share a decision. Example: 1000 -> 1024, 1100 -> 1280.
     """
     step = 1 << max(tokens.bit_length() - 3, 0)
     return -(-tokens // step) * step

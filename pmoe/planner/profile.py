@@ -1,6 +1,6 @@
-"""A profile: measured costs of a device and a group of ranks, and the identity of both.
+"""A profile: measured costs of a device and a group of ranks, and a record of what was measured.
 
-This file measures nothing and reads no file: `pmoe.measure.rates` and `pmoe.measure.profile` do.
+This file measures nothing and reads no file. `pmoe.measure.rates` measures, `pmoe.measure.profile` stores.
 """
 
 from __future__ import annotations
@@ -11,24 +11,26 @@ from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import Fit, LineCost
 
 FORMAT = 3
-"""Version of the stored fields. It rises with every change of a field's meaning.
+"""Version of the stored fields. It grows by 1 whenever the meaning of a field changes.
 
 2: `operations`. 3: nodes and link.
 """
 
 GOOD_FIT = 0.9
-"""Smallest r_squared of a line that describes its measurements well."""
+"""Smallest r_squared (coefficient of determination) of a line that describes its measurements well."""
 
 WIDTH = {"cpu": 512, "cuda": 4096}
 """Size of the measured weight by device type: products are measured with WIDTH x WIDTH elements."""
 
 
 def alphas(weights: float, device_type: str) -> float:
-    """Returns how many times alpha a product costs whose weight has ``weights`` elements; at least 1.
+    """Returns by what factor alpha, the fixed time of a product, grows with its weight; at least 1.
 
-    CPU     weights / WIDTH^2. alpha is the time to pack the weight, once a chunk: 0.04 ms for 512 x 512
-            elements of float32, 0.4 ms for 512 x 2048.
-    GPU     1. alpha is the launch, because a GPU reads weights while it computes.
+    weights: elements of the product's weight.
+
+        CPU     weights / WIDTH^2. alpha is the time to pack the weight for the product, once for each chunk:
+                0.04 ms for 512 x 512 elements of float32, 0.4 ms for 512 x 2048.
+        GPU     1. alpha is the launch of the kernel, because a GPU reads weights while it computes.
     """
     return max(1.0, weights / WIDTH["cpu"] ** 2) if device_type == "cpu" else 1.0
 
@@ -37,8 +39,8 @@ def alphas(weights: float, device_type: str) -> float:
 class Versions:
     """Versions of the software that a profile was measured with.
 
-    torch: as torch prints it.
-    cuda: of the CUDA that torch was built with; None without.
+    torch: torch.__version__.
+    cuda: version of CUDA that torch was built with; None without CUDA.
     file: `FORMAT` of the stored profile.
     """
 
@@ -49,16 +51,16 @@ class Versions:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Identity of a measurement: a profile is valid only if all of these are the same.
+    """Record of what a profile was measured on. A profile is used only where all fields are the same.
 
-    device: full name.
+    device: full name of the device.
     device_type: "cpu" or "cuda".
-    num_ranks: W.
-    backend: of torch.distributed, or "none" if num_ranks is 1.
-    dtype: as torch names it.
-    versions: of torch, CUDA and the format.
-    num_nodes: number of nodes that the ranks are on, by what the launcher says.
-    link: environment variables that select the link.
+    num_ranks: number of ranks of the measured group.
+    backend: backend of torch.distributed, or "none" if num_ranks is 1.
+    dtype: torch's name of the rows' dtype.
+    versions: versions of torch, CUDA and the stored fields.
+    num_nodes: number of nodes that the ranks are on, according to the launcher.
+    link: values of the environment variables that select the network.
     """
 
     device: str
@@ -71,9 +73,9 @@ class Identity:
     link: str = ""
 
     def difference(self, other: Identity) -> str:
-        """Returns the fields that differ, with both values. Versions are compared one by one.
+        """Returns in words the fields that differ from another identity, each with both values.
 
-        Example: "num_ranks 4, here 8".
+        Versions are compared one by one. Example: "num_ranks 4, here 8".
         """
         own_fields, other_fields = (
             asdict(identity) | asdict(identity.versions) for identity in (self, other)
@@ -90,18 +92,21 @@ class Identity:
 class Operations:
     """Lines of FSMoE's performance models (Eq. 1, Section 5.1): seconds of one operation by its size.
 
-    They are fitted by least squares over the sizes of Section 6.2, each with its r_squared.
+    Each line is fitted by least squares over the sizes of Section 6.2. Ranks form groups that share experts:
+    num_ranks = num_across * num_inside.
 
-    gemm: by multiply-adds of one product. An expert has several products.
+    num_across: number of groups. All-to-alls and all-reduces run among one rank of each group.
+    num_inside: number of ranks of a group, which split the hidden columns of each of their experts.
+    gemm: a matrix product, by multiply-adds. An expert has several products.
     all_to_all: by bytes that a rank sends to others, among num_across ranks, with equal splits.
-    all_gather, reduce_scatter: by bytes that a rank sends to others, among num_inside ranks. They are
-        num_inside - 1 times the bytes of its own rows, or of its own sum.
-    all_reduce: by bytes of the tensor that num_across ranks add up, as they do with gradients.
+    all_gather, reduce_scatter: by bytes that a rank sends to others, among num_inside ranks. These are
+        num_inside - 1 times the bytes of the rank's own rows, or of its own sum.
+    all_reduce: by bytes of a tensor that num_across ranks add up, as they do with gradients.
     seconds: how long the measurement took.
 
-    Among one rank nothing travels: the line is 0, and its num_sizes too.
+    If only one rank takes part in a collective, nothing is sent: the line is 0, and its num_sizes too.
 
-    Example: 4 ranks inside, 1 MB of rows on each -> the all-gather and the reduce-scatter have size 3e6.
+    Example: num_inside = 4, 1 MB of rows on each rank -> the all-gather and the reduce-scatter have size 3e6.
     """
 
     num_across: int
@@ -116,16 +121,16 @@ class Operations:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(Identity):
-    """Measured costs of a device and a group of ranks, with their `Identity`.
+    """Measured costs of a device and a group of ranks, with a record of what was measured (`Identity`).
 
-    compute: seconds of a product by multiply-adds.
-    message: seconds of an even all-to-all by bytes that a rank sends to others; 0 if num_ranks is 1.
-    copy_out: seconds of a copy from device to host by bytes.
-    copy_in: seconds of a copy from host to device by bytes.
-    interference: how much the lanes slow each other.
+    compute: seconds of a matrix product, by its number of multiply-adds.
+    message: seconds of an even all-to-all, by the bytes that a rank sends to others; 0 if num_ranks is 1.
+    copy_out: seconds of a copy from device to host, by its bytes.
+    copy_in: seconds of a copy from host to device, by its bytes.
+    interference: speeds of computation, communication and copies while they run at the same time.
     seconds: how long the measurement took.
-    when: its end, ISO 8601, UTC.
-    r_squared: the smallest of these lines.
+    when: time at which the measurement ended, ISO 8601, UTC.
+    r_squared: the smallest coefficient of determination of the fitted lines above.
     operations: FSMoE's lines, for one arrangement of the ranks in nodes; None until they are asked for.
     """
 
@@ -141,23 +146,23 @@ class Profile(Identity):
 
     @property
     def slower_copy(self) -> LineCost:
-        """The slower of the two copy directions, for models that have one number for copies."""
+        """The line of the slower copy direction, for models that have only one number for copies."""
         return max(self.copy_out, self.copy_in, key=lambda line: line.beta_seconds)
 
     def __str__(self) -> str:
-        """Returns the identity in words, and the time of the measurement."""
+        """Returns what was measured, in words, and the time of the measurement."""
         ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
         over = f" over {self.backend}" * (self.num_ranks > 1)
         return f"{self.device}, {ranks}{over}, {self.dtype}, measured {self.when}"
 
     @property
     def identity(self) -> Identity:
-        """The identity without the costs."""
+        """The record of what was measured, without the costs."""
         return Identity(**{field.name: getattr(self, field.name) for field in fields(Identity)})
 
     @property
     def doubt(self) -> str:
-        """A warning that choices may be wrong, if any line describes its measurements badly; otherwise ""."""
+        """A warning that choices may be wrong, if a line describes its measurements badly; otherwise ""."""
         operations = () if self.operations is None else vars(self.operations).values()
         worst_fit = min(
             [self.r_squared, *(operation.r_squared for operation in operations if isinstance(operation, Fit))]
@@ -170,18 +175,20 @@ class Profile(Identity):
         )
 
     def products(self, multiply_adds: float, weights: float) -> float:
-        """Returns the seconds of a task's products.
+        """Returns the seconds of a task that consists of matrix products.
 
-        multiply_adds: of all products.
-        weights: elements of their weights, which the task reads once.
+        multiply_adds: number of multiply-adds of all products together.
+        weights: number of elements of the weights of all products, which the task reads once.
         """
         alpha = self.compute.alpha_seconds * alphas(weights, self.device_type)
         return alpha + self.compute.beta_seconds * multiply_adds
 
     def sharing(self, inside: int) -> LineCost:
-        """Returns the line of the bytes that a rank sends to gather or sum rows among ``inside`` ranks.
+        """Returns the cost of an all-gather or a reduce-scatter, by the bytes that a rank sends.
 
-        It is FSMoE's all-gather if that was measured for as many ranks; otherwise the line of messages.
+        The result is FSMoE's measured all-gather if it has as many ranks, otherwise the cost of all-to-alls.
+
+        inside: number of ranks that share each expert, among which the collective runs.
         """
         operations = self.operations
         return (

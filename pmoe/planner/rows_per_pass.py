@@ -1,4 +1,4 @@
-"""Rows that a pass works on: counted rows of one call, or the most that any routing can bring."""
+"""Numbers of rows that one rank handles in a pass: counted for one call, or bounds for any routing."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from pmoe.schedule.buffer_sizes import ChunkRows
 
 @dataclass(frozen=True, kw_only=True)
 class PassRows:
-    """Rows of one pass on this rank.
+    """Numbers of rows that one rank sends, receives and keeps in one pass.
 
-    extent: rows of each chunk, by where they are.
-    received: rows from other ranks, of all chunks.
-    local: rows that stay on this rank, of all chunks.
-    sent: rows to other ranks, of all chunks.
-    exact: True if these rows were counted, False if they are upper bounds.
-    relayed: rows that this rank passes on for others, in the chunk that has most.
-    merged: whether a token is sent once to a rank that holds several of its experts.
+    extent: the same numbers chunk by chunk.
+    received: rows that arrive from other ranks, all chunks together.
+    local: rows whose expert is on this rank, which do not travel; all chunks together.
+    sent: rows that leave for other ranks, all chunks together.
+    exact: True if these numbers were counted, False if they are upper bounds.
+    relayed: rows of other ranks that this rank passes on in a hierarchical all-to-all, in the chunk with most
+        of them.
+    merged: whether a token travels only once to a rank that holds several of its experts.
     """
 
     extent: ChunkRows
@@ -38,15 +39,22 @@ class PassRows:
 
     @property
     def largest_unit(self) -> int:
-        """Rows of the largest product. Received chunks and pieces of local rows are multiplied one by one."""
+        """Rows of the largest matrix product of the pass.
+
+        Each received chunk, and each piece of the rows that stay, is multiplied separately. The result is the
+        largest of them.
+        """
         return max((*self.extent.received, *self.extent.local), default=0)
 
 
 def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, inside_rank: int = 0) -> PassRows:
-    """Returns the rows of rank ``rank`` in n chunks, from the row counts that ranks exchanged.
+    """Returns the numbers of rows of rank ``rank`` in n chunks, from the row counts that ranks exchanged.
 
-    n: number of chunks. It divides the number of bins of ``counts``.
-    inside_rank: this rank's place among the ranks that share its experts.
+    sizes: sizes of the layer.
+    counts: row counts by bin. Bins are equal parts of the batch, finer than chunks.
+    rank: number of this rank among all ranks of the layer.
+    n: number of chunks. It divides the number of bins, so that a chunk is a run of whole bins.
+    inside_rank: number of this rank among the ranks that share its experts.
     """
     own = slice(inside_rank * sizes.ep_size, (inside_rank + 1) * sizes.ep_size)
     counts = counts.joined(n)
@@ -54,7 +62,8 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
     recv = counts.recv
     leaving = counts.sent_rows
     coming = counts.received_rows
-    # One more row, of zeros, is read by slots without a row of their own: dropped ones, and merged ones.
+    # One more row, of zeros, stands for choices without a row of their own: dropped choices, and choices
+    # that share the row of another choice.
     home = [rows + (sizes.has_drops or is_merged) for rows in leaving.sum(1).tolist()]
     local = [0] * n
     if sizes.bypass_local:
@@ -94,22 +103,27 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
 
 
 def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: int) -> PassRows:
-    """Returns the most rows that any routing can bring a rank, if no rank has more tokens than this call.
+    """Returns upper bounds, for any routing, of the numbers of rows that a rank handles in one pass.
 
-    slot_rows: rows of a ring slot. Chunks are cut in two until no chunk brings more rows than a slot holds,
-        but never finer than the ``bins``. Without rings there are no slots, and chunks are not cut.
+    sizes: sizes of the layer.
+    call: numbers of rows of the rank with most tokens. No rank has more tokens.
+    n: number of chunks asked for.
+    bins: number of equal parts of the batch in which rows are counted. No chunk is smaller than such a part.
+    slot_rows: rows that a ring slot (a reused buffer of fixed size) holds. If a layer has ring slots, all
+        chunks are cut in two until no chunk brings more rows than a slot holds, or until a chunk is one of
+        the ``bins`` parts. Without ring slots chunks are not cut.
     """
     sources = sizes.num_ranks - 1 if sizes.bypass_local else sizes.num_ranks
     own = _most_of_chunk(call, n)
-    cuts = n  # the finest cut that the bins allow
+    cuts = n  # chunks of the finest cut that the bins allow
     while bins % (2 * cuts) == 0:
         cuts *= 2
     received = sources * own
     chunks = n
     if sizes.rotates:
         received = min(received, max(slot_rows, sources * _most_of_chunk(call, cuts)))
-        # A skewed batch of one or two chunks may be cut into more. Three stand for any larger number: a ring
-        # has at most two slots, so they use all of them.
+        # A skewed batch of one or two chunks may be cut into more. Three chunks need as much memory as any
+        # larger number, because a ring has at most two slots.
         chunks = max(n, 3) if sources else n
     local = own if sizes.bypass_local else 0
     apart = sizes.esp_size > 1 or sizes.merges
@@ -135,5 +149,8 @@ def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: 
 
 
 def _most_of_chunk(call: CallRows, n: int) -> int:
-    """Returns the most slots that one of n chunks of a rank's tokens may have."""
+    """Returns an upper bound of the rows that one chunk of a rank's tokens makes, if there are n chunks.
+
+    A token makes one row for each of its choices.
+    """
     return min(math.ceil(call.inner / n) * call.choices, call.slots)

@@ -1,7 +1,8 @@
-"""The simulator: predicts when each task of a schedule runs, from the seconds of the tasks.
+"""The simulator: predicts when each task of a schedule starts and ends, from the seconds of each task.
 
-It reads the same list of tasks as the engine, and assumes only what the engine guarantees: each lane runs
-its tasks one after another in list order, and a task starts when all tasks that it waits for have ended.
+The schedule is the list of tasks that the engine runs. The simulator assumes only what the engine guarantees.
+A lane is a queue, such as a CUDA stream: it runs its tasks one after another, in list order. A task starts
+when its lane is free and all tasks that it waits for have ended.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from pmoe.schedule.tasks import Kind, Task
 
 
 class Timed(Protocol):
-    """Interface of a task, as far as the simulator reads it."""
+    """Interface of a task, as far as the simulator reads it.
+
+    name: unique in a schedule.
+    lane: name of the lane that runs the task.
+    waits: names of the tasks that must end before this task starts.
+    """
 
     @property
     def name(self) -> str: ...
@@ -41,18 +47,23 @@ class Simulated(Generic[T]):
 
 
 def simulate(tasks: Iterable[T], seconds: Callable[[T], float]) -> list[Simulated[T]]:
-    """Returns the start and end of each task, in list order.
+    """Returns each task with its predicted start and end, in list order.
 
-    seconds: gives the seconds of a task that runs alone.
+    A lane is a queue, such as a CUDA stream: it runs one task at a time. A task starts when its lane is free
+    and the tasks that it waits for have ended.
 
-    Example: S (2 s, communicate), L (1 s, compute), C (3 s, compute, waits for S) -> C runs from 2 to 5.
+    tasks: in the order in which lanes run them. A task waits only for tasks before it in this order.
+    seconds: returns the seconds that a given task takes.
+
+    Example: S (2 s, on lane communicate), L (1 s, on lane compute), C (3 s, on lane compute, waits for S) ->
+    L runs from 0 to 1, and C from 2 to 5.
     """
     end_of: dict[str, float] = {}
     lane_free: dict[str, float] = {}
     done = []
     for task in tasks:
         start = lane_free.get(task.lane, 0.0)
-        for name in task.waits:  # a loop, because max() makes the simulation half as long again
+        for name in task.waits:  # a loop: with max() a simulation takes 1.5 times as long
             if end_of[name] > start:
                 start = end_of[name]
         end = start + seconds(task)
@@ -64,23 +75,25 @@ def simulate(tasks: Iterable[T], seconds: Callable[[T], float]) -> list[Simulate
 def simulate_slowed(
     tasks: Sequence[T], seconds: Callable[[T], float], speeds: Callable[[frozenset[str]], Mapping[str, float]]
 ) -> list[Simulated[T]]:
-    """Does what `simulate` does, for lanes that slow each other while they are busy.
+    """Returns each task with its start and end, for lanes that slow each other while they are busy.
 
-    Time advances from the end of one task to the end of the next. In between every busy lane works at a
-    constant speed, so a task that needs x seconds alone takes x / speed.
+    Two tasks that run at the same time share the device's memory and multiprocessors. Except for speeds, the
+    rules are those of `simulate`. Between the end of a task and the next end of any task, the same lanes are
+    busy, so every lane has a constant speed: a task that takes x seconds alone takes x / speed.
 
     Args:
-        seconds: gives the seconds of a task that runs alone.
-        speeds: gives, for a set of busy lanes, the speed of each, above 0. A lane that it leaves out has
-            speed 1. If all speeds are 1 the result is that of `simulate`.
+        tasks: in the order in which lanes run them.
+        seconds: returns the seconds that a given task takes if it runs alone.
+        speeds: returns the speed of each lane while a given set of lanes is busy. Speeds are above 0. A lane
+            that is missing has speed 1. If all speeds are 1, the result is that of `simulate`.
 
-    Example: S (2 s) and L (3 s) on two lanes, each at half speed beside the other -> S ends at 4, L at 5.
+    Example: S (2 s) and L (3 s) on two lanes, each at half speed while both are busy -> S ends at 4, L at 5.
     """
     speeds = functools.cache(speeds)
     waiting: dict[str, deque[T]] = {}
     for task in tasks:
         waiting.setdefault(task.lane, deque()).append(task)
-    running: dict[str, tuple[T, float]] = {}  # lane -> (its task, seconds left of it if it ran alone)
+    running: dict[str, tuple[T, float]] = {}  # lane -> (task that it runs, seconds left if alone)
     start: dict[str, float] = {}
     end: dict[str, float] = {}
     now = 0.0
@@ -90,7 +103,7 @@ def simulate_slowed(
                 task = queue.popleft()
                 start[task.name] = now
                 running[lane] = (task, seconds(task))
-        # A task of 0 seconds is in ``running`` until the end of this round, but its lane slows no other.
+        # A task of 0 seconds is in ``running`` until the end of this round, but must not slow other lanes.
         speed = speeds(frozenset(lane for lane, (_, left) in running.items() if left))
         step = min(left / speed.get(lane, 1.0) for lane, (_, left) in running.items())
         now += step
@@ -104,15 +117,16 @@ def simulate_slowed(
 
 
 def makespan(simulated: Iterable[Simulated[T]]) -> float:
-    """Returns the seconds from the start of the pass to the end of its last task."""
+    """Returns the seconds from the start of the pass to the end of its last task; 0 if there are no tasks."""
     return max((item.end for item in simulated), default=0.0)
 
 
-# ---- seconds of a task, from the costs of each kind of task
+# ---- seconds of a task, from costs by kind of task
 
 
 TaskCost = float | Callable[[Task], float]
-"""Seconds of every task of a kind, or a function of the task if its chunks differ."""
+"""Seconds of one kind of task: a number for all its tasks, or a function that returns those of a given task.
+"""
 
 COSTS_AS: Mapping[Kind, Kind] = {
     Kind.COMBINE: Kind.DISPATCH,
@@ -120,20 +134,22 @@ COSTS_AS: Mapping[Kind, Kind] = {
     Kind.ALL_GATHER_AGAIN: Kind.ALL_GATHER,
     Kind.SHARE_WEIGHTS: Kind.WEIGHTS,
 }
-"""Kinds that cost the same as another kind, unless a cost of their own is given."""
+"""Maps a kind of task to the kind that costs the same, for kinds that have no cost of their own."""
 
 LOCAL_TWIN: Mapping[Kind, Kind] = {Kind.COMPUTE: Kind.LOCAL} | {
     Kind[kind.name.removeprefix("LOCAL_")]: kind for kind in Kind if kind.name.startswith("LOCAL_")
 }
-"""Maps each kind that works on rows that travel to the kind that does the same with rows that stay."""
+"""Maps a kind of task on rows that travel to the kind that does the same work on rows that stay."""
 
 
 def task_seconds(costs: Mapping[Kind, TaskCost]) -> Callable[[Task], float]:
-    """Returns a function that gives the seconds of a task by its kind.
+    """Returns a function that gives the seconds of a task, looked up by the task's kind.
 
-    costs: by kind. A kind that is missing costs what `COSTS_AS` says, or else nothing.
+    costs: seconds by kind of task. A kind that is missing costs as much as the kind that `COSTS_AS` names for
+        it. If that kind is missing too, its tasks take 0 seconds.
 
-    Example: costs {DISPATCH: 2.0} -> S and R of any chunk take 2 s, all other tasks 0 s.
+    Example: costs {DISPATCH: 2.0} -> dispatches (S) and combines (R) of all chunks take 2 s each, all other
+    tasks 0 s.
     """
     cost_of = {kind: costs[model] for kind, model in COSTS_AS.items() if model in costs} | dict(costs)
 

@@ -1,4 +1,4 @@
-"""The timeline: draws when each task ran, measured above predicted."""
+"""The timeline: draws when each task of a pass ran, the measured times above the predicted times."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ON_COLOUR = "#101010"
-"""Colour of text on a coloured mark. It is dark on dark pages too."""
+"""Colour of text on a coloured bar. It stays dark on dark pages, because bars keep their colours."""
 
 TEXT_SIZE = 12.5
-"""Size of text in points, for drawings 10 inches wide.
+"""Size of text in points, for drawings that are 10 inches wide.
 
-It becomes at least 12 pixels in the documentation, and on phones, which scroll the drawing.
+In the documentation such text is at least 12 pixels high, also on phones, where one scrolls the drawing.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """The time in which one task ran.
+    """The time from start to end of one task, measured or predicted.
 
     direction: "forward" or "backward".
-    name: of the task.
-    kind, lane: a `Kind` and a `Lane` of a schedule's task, or their texts.
-    chunk: -1 if the task serves all chunks.
-    start, end: seconds, on a clock that all tasks of a journal share; in a drawing, since its start.
-    share, base: for lanes that stand for many thread blocks, some of which work on this task: the part of
-        the lane's height that the bar takes, and the part below it.
+    name: name of the task.
+    kind: what the task does: a `Kind` of a schedule's task, or its text.
+    chunk: number of the micro-batch; -1 if the task serves all chunks.
+    lane: the queue that ran the task, such as a CUDA stream: a `Lane` of a schedule, or its text.
+    start, end: seconds, on one clock for all tasks of a recording; in a drawing, from the drawing's start.
+    share, base: for a lane that stands for many thread blocks, some of which work on this task: the bar takes
+        the fraction ``share`` of the lane's height, above the fraction ``base``.
     """
 
     direction: str
@@ -51,10 +52,10 @@ class Span:
 
 
 def bars(spans: Iterable[Span]) -> list[Span]:
-    """Returns spans as bars from time 0. Each starts when its lane is free.
+    """Returns measured spans as bars of a drawing that starts at 0. A bar starts when its lane is free.
 
-    The span of a communication begins when it is issued. Until the message before it on the lane has ended,
-    it waits and sends nothing, so that time is cut off.
+    The span of a message begins when the message is issued. Until the message before it on the same lane has
+    ended, it sends nothing, so this waiting time is cut off.
     """
     spans = sorted(spans, key=lambda span: span.start)
     origin = min((span.start for span in spans), default=0.0)
@@ -68,7 +69,12 @@ def bars(spans: Iterable[Span]) -> list[Span]:
 
 
 def simulated_bars(direction: str, simulated: Iterable[Simulated[Task]], origin: float = 0.0) -> list[Span]:
-    """Returns a simulated pass as bars. It begins at ``origin`` seconds."""
+    """Returns the tasks of a simulated pass as bars of a drawing.
+
+    direction: "forward" or "backward".
+    simulated: the tasks with their start and end.
+    origin: seconds from the start of the drawing to the start of the pass.
+    """
     return [_bar(direction, item.task, origin + item.start, origin + item.end) for item in simulated]
 
 
@@ -82,13 +88,15 @@ def _bar(direction: str, task: Span | Task, start: float, end: float) -> Span:
 PICTURES: Mapping[str, Any] = json.loads(
     files("pmoe.planner").joinpath("pictures.json").read_text(encoding="utf-8")
 )
-"""Colours and words of pictures: "theme" for pages, "legend" for timelines."""
+"""Contents of pictures.json: the colours of pages ("theme"), and the colours and words of timelines
+("legend").
+"""
 
 LEGEND: Mapping[str, tuple[str, str]] = PICTURES["legend"]
 """Maps each kind of task to its colour and its meaning.
 
-The colours can be told apart without colour vision (after Paul Tol's schemes). The lane says whether a copy
-goes out or in.
+The colours can be told apart without colour vision (after Paul Tol's schemes). Copies out and copies in have
+the same colour, because they are on different lanes.
 """
 
 SHARED: Mapping[str, str] = (
@@ -96,29 +104,40 @@ SHARED: Mapping[str, str] = (
     | dict.fromkeys(("LDM", "HM", "LHM"), "DM")
     | dict.fromkeys(("HB", "HAI"), "HA")
 )
-"""Kinds that share the legend's entry of another kind."""
+"""Maps a kind of task to the kind that has its colour and its meaning in the legend."""
 
 LANES = ("communicate", "intra-node", "compute", "copy out", "copy in")
-"""Lanes from top to bottom. Those of copies are drawn only if they have tasks."""
+"""Lanes from top to bottom. The lanes of copies and of messages inside a node are drawn only if they have
+tasks.
+"""
 
 FUSED_LANES = ("link", "communicating blocks", "computing blocks", "subscriber", "scheduler", "processors")
-"""Lanes of fused kernels from top to bottom. The first three are COMET's.
+"""Lanes of fused kernels from top to bottom. The first three are those of COMET's kernels.
 
 `pmoe.papers.comet_figures.busy_bars` makes their bars.
 """
 
 
 def draw(path: str | Path | IO[bytes], panels: Mapping[str, Sequence[Span]], title: str) -> None:
-    """Writes `drawing` as a PNG. Needs matplotlib."""
+    """Draws timelines, one panel for each key, and writes them as a PNG. Needs matplotlib.
+
+    path: where to write the image.
+    panels: bars of each panel, by the panel's name.
+    title: text above the drawing.
+    """
     drawing(panels, title).savefig(path, dpi=130)
 
 
 def drawing(panels: Mapping[str, Sequence[Span]], title: str) -> Figure:
-    """Draws one panel for each key, with lanes as rows and one time axis for all. Needs matplotlib."""
+    """Returns a figure with one timeline below another, on one time axis. Needs matplotlib.
+
+    panels: bars of each timeline, by its name. Lanes are the rows of a timeline.
+    title: text above the figure.
+    """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    # A lane that stands for many blocks is higher, because its bars lie above each other.
+    # A lane that stands for many blocks is drawn higher, because it has several bars above each other.
     inches = [0.9 + (0.8 if _fused(spans) else 0.4) * len(_lanes(spans)) for spans in panels.values()]
     figure = Figure(figsize=(10, 1.6 + sum(inches)), layout="constrained")
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=inches)
@@ -150,13 +169,20 @@ def _lanes(content: Sequence[Span]) -> list[str]:
 
 
 def _draw_panel(axis: Axes, name: str, content: Sequence[Span], longest: float) -> None:
-    """Draws one panel: a bar for each span, and a dotted line where backward starts."""
+    """Draws one timeline: a bar for each span, and a dotted line where the backward pass starts.
+
+    axis: the part of the figure to draw on.
+    name: title of the timeline.
+    content: the spans.
+    longest: end in seconds of the figure's last span. Bars too short for their text, compared with it, have
+        none.
+    """
     lanes = _lanes(content)
     total = max((bar.end for bar in content), default=1.0)
     for bar in content:
         row = len(lanes) - 1 - lanes.index(bar.lane)
         width = bar.end - bar.start
-        # Bars of a fused kernel have many edges, so shades separate them and not lines.
+        # Bars of a fused kernel have many edges. Shades separate them, because lines would hide the bars.
         middle = row + 0.8 * (bar.base + bar.share / 2 - 0.5)
         axis.barh(
             middle,
@@ -186,18 +212,18 @@ def _draw_panel(axis: Axes, name: str, content: Sequence[Span], longest: float) 
 
 
 LINKS = (Lane.COMMUNICATE, Lane.INTRA_NODE)
-"""Lanes that communicate."""
+"""Lanes of messages: between nodes, and inside a node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Seconds of one pass, and how much of its communication is exposed.
+    """Seconds of one pass, and how much of its communication no computation hides.
 
-    seconds: from its first task to its last.
-    communication: seconds in which anything travels.
-    exposed: those of them in which the compute lane runs nothing.
+    seconds: from the start of the pass's first task to the end of its last task.
+    communication: seconds in which at least one message travels.
+    exposed: seconds in which a message travels while the compute lane is idle.
 
-    The exchange of row counts, which precedes a forward pass, is not included.
+    The exchange of row counts before a forward pass is not included.
     """
 
     seconds: float
@@ -206,9 +232,10 @@ class Overlap:
 
 
 def overlap(spans: Sequence[Span]) -> Overlap:
-    """Returns the overlap in the spans of one pass.
+    """Returns how much of the communication in the spans of one pass is hidden by computation.
 
-    Example: S from 0 to 3 s, C from 2 to 6 s, R from 5 to 8 s -> 8 seconds, communication 6, exposed 2 + 2.
+    Example: S (message) from 0 to 3 s, C (computation) from 2 to 6 s, R (message) from 5 to 8 s -> 8 seconds,
+    communication 6, exposed 2 + 2.
     """
     travel_times = [(span.start, span.end) for span in spans if span.lane in LINKS]
     compute_times = [(span.start, span.end) for span in spans if span.lane == Lane.COMPUTE]
@@ -222,7 +249,10 @@ def overlap(spans: Sequence[Span]) -> Overlap:
 
 
 def union_length(intervals: Iterable[tuple[float, float]]) -> float:
-    """Returns the length of the union of intervals."""
+    """Returns the total length that intervals cover, where overlaps count once.
+
+    intervals: (start, end) of each.
+    """
     joined: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:

@@ -1,7 +1,10 @@
-"""The runners, which compute decided calls. Each has the interface `pmoe.engine.autograd.Runner`.
+"""The runners, which compute a call once its routing, chunks and restore pair are decided.
 
-pipeline      both passes by the engine, in chunks
-fused         COMET's fused kernels or one persistent kernel a pass; fused_steps finds them
-one_rank      the kernels of a single rank
-features      the table of the features that each of them supports
+All have the interface `pmoe.engine.autograd.Runner`.
+
+    pipeline      both passes by the engine, in chunks (micro-batches)
+    fused         COMET's fused kernels, or one persistent kernel for each pass (FlashDMoE)
+    fused_steps   finds the fused kernels for a call, and the shared memory on which they run
+    one_rank      the kernels for a single rank
+    features      the table of the features that each runner supports
 """

@@ -1,7 +1,7 @@
 """The table of the features that each runner, each source of row counts and each prediction supports.
 
-A feature that an entry does not name is refused. So a new feature is refused everywhere until it is added to
-an entry.
+If an entry of the table does not name a feature, a layer with this feature is refused there. So a new feature
+is refused everywhere until it is added to an entry.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Iterable
 class Feature(str, enum.Enum):
     """A property of a layer that a layer with default options does not have.
 
-    The value is the text of its refusal, in which names in braces stand for the layer's options.
+    The value of a feature is the text that says why a layer is refused. Names in braces stand for values of
+    the layer's options.
     """
 
     RANKS = "rows travel between ranks"
@@ -49,7 +50,7 @@ class Feature(str, enum.Enum):
 
 
 F = Feature
-"""A short name for the tables below."""
+"""Short name of `Feature` for the tables below."""
 
 BY_FUSED_KERNELS = frozenset(
     {F.RANKS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE}
@@ -62,9 +63,9 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
     "pipeline": frozenset(Feature),
     "fused": BY_FUSED_KERNELS | {F.FUSED},
     "persistent": BY_FUSED_KERNELS | {F.PERSISTENT, F.PADDED},
-    # On one rank nothing travels, so the kind of exchange does not matter.
+    # On one rank no row travels, so the kind of exchange does not matter.
     "one rank": frozenset({F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.HIERARCHICAL, F.OWN_EXCHANGE, F.ONE_LANE}),
-    # A layer in the graph of torch.compile(model, backend="pmoe"), which chooses chunks itself.
+    # A layer in a graph of torch.compile(model, backend="pmoe"). The backend chooses chunks itself.
     "whole graph": frozenset(
         {F.RANKS, F.OWN_EXCHANGE, F.SHARED_EXPERT, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE}
         | {F.KEEPS_ITSELF, F.OTHER_GATE}
@@ -77,8 +78,8 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
     ),
     "one rank's counts": frozenset({F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.ROTATES, F.OFFLOADS, F.CHUNKS}),
     # ---- predictions, and calls in a CUDA graph
-    # A budget is a promise. It supports less than "memory" below, a prediction that may leave things out and
-    # says so.
+    # The bytes of a budget are guaranteed, so "memory budget" supports less than "memory" below: that
+    # prediction may leave memory out, and says so.
     "memory budget": frozenset(
         {F.RANKS, F.SHARDED, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS}
         | {F.BUDGET, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE}
@@ -90,16 +91,17 @@ SUPPORTED["memory"] = SUPPORTED["memory budget"] | (
     | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.MODULE_EXPERTS}
 )
 SUPPORTED["graph capture"] = SUPPORTED["padded counts"] - {F.GRADIENTS, F.OFFLOADS, F.PERSISTENT}
-"""The features that each runner, source of counts or prediction supports, by its name.
+"""The features that each runner, source of row counts or prediction supports, by its name.
 
-The pipeline runner supports all. It computes the calls that other runners refuse.
+The pipeline runner supports all features, because it computes the calls that other runners refuse.
 """
 
 
 def refused(taker: str, features: Iterable[Feature]) -> Feature | None:
-    """Returns the first feature that an entry of `SUPPORTED` does not support; None if it supports all.
+    """Returns the first of a layer's features that an entry of `SUPPORTED` lacks; None if it has all.
 
-    taker: a key of `SUPPORTED`.
+    taker: the key of the entry: the name of a runner, a source of row counts or a prediction.
+    features: the features of the layer.
     """
     requested = frozenset(features)
     supported = SUPPORTED[taker]

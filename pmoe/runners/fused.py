@@ -1,21 +1,24 @@
 """The runners that use fused kernels, in which communication is a part of the products.
 
-COMET (arXiv 2502.19811, sections 3.1 and 3.2) has two kernels a pass: dispatch + first product, and second
-product + combine; backward has the same two for gradients. FlashDMoE has one persistent kernel a pass.
+COMET (arXiv 2502.19811, sections 3.1 and 3.2) has two kernels for each pass: dispatch + first product, and
+second product + combine. Backward has the same two for gradients. FlashDMoE has one persistent kernel for
+each pass.
 
-The batch is not cut into chunks. Tiles of a product start as soon as their rows have arrived, and columns of
-a result leave as soon as they are computed. As in the engine, T_DO is not saved and the routing is never
-decided twice. The restore pair says how backward gets T_DI and T_M:
+The batch is not cut into chunks (micro-batches). Instead, tiles of a product start as soon as their rows have
+arrived, and columns of a result leave as soon as they are computed. As in the engine, the experts' output
+T_DO is not saved, and backward repeats no routing. The restore pair says how backward gets the dispatched
+input T_DI and the hidden activation T_M:
 
     T_DI  keep         forward copies the rows that arrived, because they lie in memory that all layers share
           communicate  backward dispatches them again
     T_M   keep         forward keeps it as the first kernel wrote it
           recompute    backward repeats the first product, from the kept T_DI or while T_DI is sent again
 
-The kernels are in cuda/comet and cuda/flashdmoe; tests may replace the steps (`pmoe.runners.fused_steps`).
+The kernels are in cuda/comet and cuda/flashdmoe. Tests may replace them (`pmoe.runners.fused_steps`).
 
-Letters: T tokens, K choices, N rows that arrive, W ranks, E experts of a rank, M = d_model, H = d_hidden,
-G = H or 2H rows of w1, n chunks, m pieces, S rows that leave.
+Letters: T tokens, K choices of a token, N rows that arrive, W ranks, E experts of a rank, M = d_model, H =
+d_hidden, G = H or 2H columns of the hidden activation (2H for SwiGLU), n chunks of rows that arrive, m pieces
+(the chunks of rows that stay on their rank), S rows that leave.
 """
 
 from __future__ import annotations
@@ -43,11 +46,14 @@ from pmoe.schedule.restore import Restore
 
 
 def sort(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> SortedRows:
-    """Returns the slots that a rank sends, sorted by expert of all ranks, then by token; all int32.
+    """Returns the slots of a rank in the order in which fused kernels send their rows; all int32.
 
-    expert_TK: (T, K) int64, the global expert of each slot.
+    A slot is one choice of one token. Slots are sorted by expert, then by token. The result also has the
+    position of each slot in this order; -1 for a dropped slot.
+
+    expert_TK: (T, K) int64 for T tokens and K choices, the expert of each slot among those of all ranks.
     keep_TK: (T, K) bool, whether the slot is kept; None keeps all.
-    The position of a dropped slot is -1.
+    num_experts: number of experts of all ranks.
     """
     rows = sort_rows(expert_TK, keep_TK, 1, num_experts, range(0, 0), 0)
     position = rows.position.int()
@@ -57,25 +63,29 @@ def sort(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> SortedR
 
 
 def dense(rows: Tensor) -> Tensor:
-    """Returns the rows as the kernels read them, contiguous and aligned to 16 bytes; a copy if needed."""
+    """Returns rows as the kernels read them, contiguous and aligned to 16 bytes; a copy if necessary.
+
+    rows: (T, M), T rows of M = d_model columns.
+    """
     rows = rows.contiguous()
     return rows if rows.data_ptr() % 16 == 0 else rows.clone()
 
 
 KernelsOutput = tuple[Tensor, list[Tensor | None]]
-"""(T_O, the tensors that autograd saves behind the parameters)."""
+"""Type of a forward pass's result: T_O, and the tensors that autograd saves after the parameters."""
 
 KernelsGradients = tuple[Tensor | None, ...]
-"""The gradients of x, weight, w1, w2, b1 and b2."""
+"""Type of the gradients of x, weight, w1, w2, b1 and b2."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsRunner(abc.ABC):
     """A runner that computes both passes by fused kernels.
 
-    steps: the kernels, on the heap that serves the call.
-    activation: as `pmoe.kernels.grouped_gemm` names it.
-    restore: a pair that offloads nothing.
+    steps: the kernels, with the memory shared among ranks on which they run for this call.
+    activation: name of the experts' nonlinearity in `pmoe.kernels.grouped_gemm`.
+    restore: the restore pair: whether the dispatched rows (T_DI) and the hidden activation (T_M) are kept or
+        made again for backward. The pair cannot offload them.
     """
 
     steps: Steps
@@ -95,29 +105,42 @@ class KernelsRunner(abc.ABC):
         return y_TM, Saved(tensors, self.for_backward()._backward)
 
     def for_backward(self) -> KernelsRunner:
-        """Returns the runner that is kept until backward, without the values that only forward reads."""
+        """Returns the runner that is kept until backward. It drops values that only forward reads."""
         return self
 
     def _backward(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
-        """Runs the backward pass. See `pmoe.engine.autograd.BackwardFunction`."""
+        """Runs the backward pass. Returns the gradient of each tensor of ``Inputs.all``; None if not wanted.
+
+        tensors: the tensors that forward saved; this function empties the list, to free each early.
+        wanted: for each tensor of ``Inputs.all``, whether its gradient is wanted.
+        grad_TM: (T, M), the gradient of the layer's output T_O for T tokens; M = d_model.
+        """
         with self.steps.all_or_give_up():
             of_x, of_weight, *of_parameters = self._gradients(tensors, wanted[3:], grad_TM)
         return [of_x, of_weight, None, *of_parameters[: len(wanted) - 3]]
 
     @abc.abstractmethod
     def _output(self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool) -> KernelsOutput:
-        """Computes forward. Returns T_O (T, M), and tensors to save: first T_M and T_DI, None if not kept."""
+        """Computes the forward pass. Returns T_O and the tensors to save for backward.
+
+        T_O, the layer's output, is (T, M) for T tokens with M = d_model columns. The first two saved tensors
+        are T_M and T_DI, or None for one that is not kept.
+
+        inputs: the tensors of the call.
+        keeps_hidden: whether T_M, the hidden activation, is kept.
+        keeps_rows: whether T_DI, the dispatched rows, is kept.
+        """
 
     @abc.abstractmethod
     def _gradients(self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor) -> KernelsGradients:
-        """Computes backward. Returns the gradients of the call's tensors.
+        """Computes the backward pass. Returns the gradients of x, weight, w1, w2, b1 and b2.
 
-        tensors: the saved tensors; this function empties the list, to free each after its last use.
+        tensors: the saved tensors. This function empties the list, to free each after its last use.
         needs: for each parameter, whether its gradient is wanted.
-        grad_TM: (T, M), the gradient of T_O.
+        grad_TM: (T, M), the gradient of the layer's output T_O for T tokens; M = d_model.
 
-        Without a wanted gradient a rank leaves out the product, but not the step that communicates: other
-        ranks may need theirs.
+        If a parameter's gradient is not wanted, its product is left out, but no step that communicates is:
+        other ranks may need the gradient, and all ranks must take the same steps.
         """
 
 
@@ -125,7 +148,7 @@ class KernelsRunner(abc.ABC):
 class FusedRunner(KernelsRunner):
     """A runner that computes both passes by COMET's kernels.
 
-    fused_routing: where the rows of this rank's tokens go, and which rows arrive.
+    journey: the destinations of the rows of this rank's tokens, and where rows arrive from.
     """
 
     fused_routing: FusedRouting
@@ -162,9 +185,11 @@ class FusedRunner(KernelsRunner):
             hidden_NG, _ = steps.dispatch_hidden(
                 fused_routing, dense(x_TM), weight_TK, w1, b1, activation=activation, keep=True
             )
-            rows_NM = steps.rows(fused_routing).clone()  # a copy: the gradients arrive in the same memory
-        # Products for parameters' gradients come as soon as their operands can be freed after them. They have
-        # no communication to hide: the kernels hide it themselves.
+            rows_NM = steps.rows(
+                fused_routing
+            ).clone()  # a copy, because gradients will arrive in the same memory
+        # Each product for a parameter's gradient runs as early as possible, so that its operands can be
+        # freed. It need not wait to hide communication, which the fused kernels hide themselves.
         of_w1 = of_w2 = of_b1 = of_b2 = None
         grad_hidden_NG, active_NH, dots_PN = steps.dispatch_hidden_gradient(
             fused_routing, dense(grad_TM), weight_TK, w2, b2, hidden_NG, activation=activation
@@ -193,11 +218,14 @@ class FusedRunner(KernelsRunner):
 class PersistentRunner(KernelsRunner):
     """A runner that computes each pass by one launch of a persistent kernel (`pmoe.kernels.flashdmoe`).
 
-    chosen: the gate's choice, or the promise that the launch makes it; None for backward.
+    chosen: the experts that the gate chose, or a request that the launch itself chooses them. None in
+        backward, which reads the choice that forward saved.
 
-    The kernel computes the places of rows, counts them and sends them while it runs. Whether they fit is
-    decided before, by the largest numbers of any rank: of its tokens, and of the rows that it receives. Both
-    come with the exchange of counts. T_DI and T_M are kept by cell of the heap.
+    While it runs, the kernel computes where rows go, counts them and sends them. Whether they fit into the
+    memory that ranks share (the heap) is decided before, from the largest number of tokens of any rank and
+    the largest number of rows that any rank receives. Both numbers come with the exchange of row counts. T_DI
+    (dispatched rows) and T_M (hidden activation) are kept in the layout of the heap: a cell for each pair of
+    source rank and expert.
     """
 
     chosen: RoutingInput | None
@@ -252,11 +280,13 @@ class PersistentRunner(KernelsRunner):
 
 @dataclass(frozen=True)
 class FusedForwardRunner:
-    """A runner that computes forward by COMET's kernels and backward by the engine.
+    """A runner that computes forward by COMET's kernels, and backward by the engine, in chunks.
 
-    fused: the runner whose steps compute forward.
-    plan: the plan of backward; its two passes have the same chunks.
-    recv_FWE: (bins, W, E) rows that arrive at this rank by bin, source rank and expert, on their device.
+    fused: the runner whose kernels compute forward.
+    plan: how the engine cuts the batch into chunks in backward. The kernels leave the state of a forward pass
+        with the same chunks.
+    recv_FWE: (F, W, E) on their device: rows that arrive in each of F bins, from each of W ranks, for each of
+        this rank's E experts. A bin is a range of tokens; each chunk joins several neighbouring bins.
     """
 
     fused: FusedRunner
@@ -270,7 +300,12 @@ class FusedForwardRunner:
         return y_TM, keep_for_backward(self.plan, left) if keep else None
 
     def _take_steps(self, inputs: Inputs) -> tuple[Tensor, ForwardState]:
-        """Returns T_O (T, M) from the kernels, and the state that the engine's forward would have left."""
+        """Computes forward by the kernels. Returns T_O, and the state that the engine needs for backward.
+
+        inputs: the tensors of the call.
+
+        T_O is (T, M) for T tokens with M = d_model columns.
+        """
         plan = self.plan
         cut = self.plan.forward
         steps = self.fused.steps
@@ -305,15 +340,21 @@ class FusedForwardRunner:
 
 
 def unit_index(recv_nWE: Tensor, rank: int, *, num_pieces: int, num_rows: int) -> Tensor:
-    """Returns the index (N,) that sorts the rows of a fused dispatch as the engine's units need them.
+    """Returns the index (N,) that sorts the rows of a fused dispatch into the order that the engine needs.
 
-    A fused dispatch brings rows by expert, then source rank from this rank on, then token. The engine wants
-    the received rows of each chunk by expert and source rank, then the rows that stay by piece and expert, in
-    token order. Without pieces, rows from this rank count as received.
+    N is the number of rows that reach the experts, including rows from this rank itself. The two orders are
 
-    recv_nWE: (n, W, E) rows that arrive by chunk, source rank and expert, on their device.
-    rank: this rank.
-    num_pieces: pieces of the rows that stay.
+        fused dispatch   by expert, then source rank (from this rank on), then token
+        engine           rows from other ranks, by chunk, expert and source rank; then rows from this rank,
+                         by piece, expert and token
+
+    A piece is a chunk of the rows that stay on their rank. Without pieces, rows from this rank are sorted
+    among the others.
+
+    recv_nWE: (n, W, E) on their device: rows that arrive in each of n chunks, from each of W ranks, for each
+        of E experts of this rank.
+    rank: the number of this rank.
+    num_pieces: number of pieces; 0 if rows from this rank are treated like all others.
     num_rows: N.
 
     Example: one expert, rank 0 of two, two chunks, two pieces, one row from each rank in each chunk:
@@ -331,8 +372,8 @@ def unit_index(recv_nWE: Tensor, rank: int, *, num_pieces: int, num_rows: int) -
     expert = along(ascending[:num_experts], 0)
     chunk = along(ascending[:n], 2)
     source = along((ascending[:num_ranks] + rank) % num_ranks, 1)
-    # The rows from one source for one expert in one chunk are a block in both orders. These are the places of
-    # the blocks in the order of units.
+    # The rows from one source for one expert in one chunk are a block in both orders. Sorting the blocks by
+    # the following numbers gives the engine's order.
     place_EWn = (chunk * num_experts + expert) * num_ranks + source
     if num_pieces:
         piece = (chunk - (n - num_pieces)).clamp(min=0)  # `pmoe.schedule.tasks.piece_of`

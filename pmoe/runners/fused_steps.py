@@ -1,4 +1,7 @@
-"""Finds the fused kernels for a call, COMET's or FlashDMoE's, and the heap on which they run."""
+"""Finds the fused kernels for a call, COMET's or FlashDMoE's, and the heap on which they run.
+
+A heap is memory of every rank to which all ranks of a group can write. Layers of the same sizes share one.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +28,25 @@ from pmoe.schedule.tasks import PassDirection
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The properties of a call that decide whether fused kernels compute it.
+    """The properties of a call that decide whether fused kernels can compute it.
 
-    All but ``device`` are the same on every rank.
+    All but ``device`` are the same on every rank. A heap is memory to which all ranks can write.
 
+    ranks: the ranks of the layer.
     device, dtype: of the rows.
-    d_model, d_hidden: M and H.
-    activation: as `pmoe.kernels.grouped_gemm` names it.
-    experts: experts of one rank.
-    top_k: K.
-    max_tokens: the largest number of tokens of any rank.
-    max_rows: the largest number of rows that any rank receives, if no capacity limits them.
+    d_model, d_hidden: columns of a token, and of an expert's hidden activation.
+    activation: name of the experts' nonlinearity in `pmoe.kernels.grouped_gemm`.
+    experts: number of experts of one rank.
+    top_k: number of experts of a token.
+    max_tokens: number of tokens of the rank that has most.
+    max_rows: number of rows that the rank with most rows receives. It may be 0 with a capacity factor, which
+        limits the rows itself.
     needs_grad: whether a backward pass may follow.
-    slack: the heap's rows, as a multiple of the rows that a rank gets if routing is balanced.
-    is_persistent: whether a persistent kernel is asked for.
-    capacity_factor: the capacity factor of a cell of the heap; None if an expert may get more rows.
-    sends_again: whether backward may send T_DI again, which takes a round of its own.
+    slack: size of the heap in rows, as a multiple of the rows that a rank receives if routing is balanced.
+    is_persistent: whether FlashDMoE's persistent kernel is asked for, and not COMET's.
+    capacity_factor: capacity factor that limits the rows of one source rank for one expert; None for no
+        limit.
+    sends_again: whether backward may send T_DI again, which takes one more exchange on the heap.
     """
 
     ranks: Ranks
@@ -64,24 +70,26 @@ _agreed: dict[tuple[object, ...], bool] = {}
 
 
 def refusal(device: torch.device, dtype: torch.dtype, *, d_model: int, d_hidden: int) -> str | None:
-    """Returns why the kernels do not take rows of this type and these sizes on this rank; None if they do.
+    """Returns why the kernels cannot compute rows of this dtype and these sizes on this rank.
 
-    Other ranks may refuse for reasons of their own.
+    Returns None if they can. Other ranks may refuse for reasons of their own, so the ranks still have to
+    agree (`steps_for`).
     """
     return _captures(device) or gemm.refusal(device, dtype, d_model=d_model, d_hidden=d_hidden)
 
 
 def _captures(device: torch.device) -> str | None:
-    """Returns why a call is not computed during the capture of a CUDA graph; None if none is captured."""
+    """Returns why a call cannot run while a CUDA graph is captured; None if none is captured."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is captured: each launch has a round number, which a replay would use again"
     return None
 
 
 def steps_for(request: Request) -> Steps | str:
-    """Returns the steps of a call, or the reason why none compute it. All ranks get steps, or none.
+    """Returns the fused kernels for a call, ready to run, or the reason why it cannot use any.
 
-    Collective the first time for a type and sizes, because the kernels may be missing on some rank.
+    Either all ranks get kernels or none does. Collective the first time for each dtype and sizes, because the
+    kernels may be missing on some ranks.
     """
     device = request.device
     dtype = request.dtype
@@ -92,7 +100,7 @@ def steps_for(request: Request) -> Steps | str:
     why = why or ranks_refusal(device, request.ranks.size, experts)
     why = why or loading_refusal(device, request.ranks.size)
     key = ("refused", request.ranks.name, device, dtype, request.d_model, request.d_hidden, experts)
-    if key not in _agreed:  # asked once a key, which is new on all ranks at the same time
+    if key not in _agreed:  # one agreement for each key: a key is new on all ranks at the same time
         refuses = [float(why is not None)]
         (is_any,) = largest(request.ranks, device, refuses, stage="agreeing on fused kernels")
         _agreed[key] = bool(is_any)
@@ -102,9 +110,10 @@ def steps_for(request: Request) -> Steps | str:
 
 
 def _kernel_steps(request: Request) -> Steps | str:
-    """Returns the steps on the heap that all layers of this kind share, or why there is no heap.
+    """Returns the kernels with the heap that all layers of these sizes share, or why there is no heap.
 
-    Refuses only for numbers that all ranks share, or for an error that all raise.
+    A heap is memory to which all ranks can write. This function refuses only for numbers that all ranks
+    share, or for an error that all ranks raise, so all ranks get the same answer.
     """
     ranks = request.ranks
     shape = heap_shape(request)
@@ -122,7 +131,7 @@ def _kernel_steps(request: Request) -> Steps | str:
 
 
 def _spans_nodes(request: Request) -> bool:
-    """Whether the ranks are on several nodes. Compared once for each group."""
+    """Whether the ranks are on several nodes. Collective the first time for each group of ranks."""
     ranks = request.ranks
     key = ("nodes", ranks.name)
     if key not in _agreed:
@@ -133,13 +142,20 @@ def _spans_nodes(request: Request) -> bool:
 
 
 def heap_shape(request: Request) -> HeapShape:
-    """Returns the shape of the heap that serves a call.
+    """Returns the shape of the heap that a call needs. A heap is memory to which all ranks can write.
 
-    Tokens are rounded up to steps of an eighth of a power of two, so that a heap is seldom replaced.
+    The number of tokens is rounded up to a multiple of an eighth of a power of two. So a heap is seldom
+    replaced by a larger one. The heap's rows on each rank are
 
-    A heap has room for the rows of the rank with the most tokens, times the slack, at most as many as all
-    ranks can send. A pool also has room for tiles that are not full, one a cell. With a capacity each cell
-    holds it, in whole tiles, unless that is more than all ranks can send.
+        COMET                      rows of the rank with most tokens, times the slack; at most as many rows as
+                                   all ranks can send to one rank
+        FlashDMoE, no capacity     the same number of rows in one pool, plus almost one tile for each pair of
+                                   source rank and expert, because the last tile of a pair may not be full
+        FlashDMoE with a capacity  a cell for each pair of source rank and expert, with room for the capacity
+                                   or for all tokens of a rank, if these are fewer, in whole tiles
+
+    If the capacity is so large that the cells would hold more rows than all ranks can send, a pool with room
+    for all these rows is used instead.
     """
     tokens = _tokens(request)
     room = _room(request)
@@ -152,7 +168,8 @@ def heap_shape(request: Request) -> HeapShape:
         return HeapShape(ranks, experts, room, tokens * top_k, d_model, dtype)
     cells = ranks * experts
     factor = request.capacity_factor
-    # Depends on the factor, not on numbers of rows: layers share the heap even if their tokens differ.
+    # Whether cells share a pool follows from the capacity factor, not from numbers of rows, so that layers
+    # share the heap even if their numbers of tokens differ.
     if is_pool := factor is None or factor * top_k > ranks * min(top_k, experts):
         rows = room + cells * (TILE_ROWS - 1)
     else:
@@ -164,13 +181,22 @@ def heap_shape(request: Request) -> HeapShape:
 
 
 def _tokens(request: Request) -> int:
-    """Returns the largest number of tokens, rounded up."""
+    """Returns the number of tokens of the rank that has most, rounded up.
+
+    The heap, memory to which all ranks can write, is made for this number. Rounding makes it seldom necessary
+    to replace the heap by a larger one.
+    """
     step = max(bucket(request.max_tokens) // 8, 16)
     return math.ceil(request.max_tokens / step) * step
 
 
 def _room(request: Request) -> int:
-    """Returns the rows that may arrive at a rank; with a capacity, all rows that can be sent to it."""
+    """Returns the number of rows that a rank's heap must hold. A heap is memory to which all ranks can write.
+
+    Without a capacity it is T * K * slack for the rank with most tokens T, but at most the number of rows
+    that all ranks can send to one rank. With a capacity it is always that number, because the capacity limits
+    rows anyway.
+    """
     tokens = _tokens(request)
     all_rows = tokens * min(request.top_k, request.experts) * request.ranks.size
     return (
@@ -181,14 +207,21 @@ def _room(request: Request) -> int:
 
 
 def _division(request: Request, kernel: FusedKernel, direction: PassDirection) -> Division:
-    """Returns how many blocks of a kernel communicate, as all ranks agreed."""
+    """Returns how a kernel's thread blocks are divided between communication and computation.
+
+    All ranks get the same division.
+
+    request: the call, from which the sizes are taken.
+    kernel: name of the fused kernel.
+    direction: "forward" or "backward".
+    """
     return agreed(request.ranks, kernel_sizes(layer_sizes_of(request), kernel, direction), request.device)
 
 
 def is_faster(request: Request) -> bool:
-    """Whether a layer of these sizes was measured to be faster fused than in chunks.
+    """Whether a layer of these sizes was measured to be faster with fused kernels than without them.
 
-    False if nothing was measured. The same on every rank; collective the first time for a size.
+    False if nothing was measured. All ranks get the same answer. Collective the first time for each size.
     """
     if request.device.type != "cuda":
         return False
@@ -198,7 +231,7 @@ def is_faster(request: Request) -> bool:
 
 
 def layer_sizes_of(request: Request) -> FusedLayerSizes:
-    """Returns the sizes of a call as the keys of the tables of measured divisions and layers."""
+    """Returns the sizes of a call in the form in which measured times of fused layers are stored."""
     return fused_layer_sizes(
         request.device,
         d_model=request.d_model,

@@ -1,13 +1,15 @@
-"""The runner for one rank, which computes a call in six launches without the host.
+"""The runner for a single rank, which computes a forward pass in six kernel launches without the host.
 
     gate's product, routing (2 launches), first product, second product, sum of each token's rows
 
-Nothing travels and nothing is cut, so no schedule runs. The first product loads tokens directly, so forward
-has no dispatched rows (T_DI); backward gathers them when it needs them and frees them at once. Between the
-passes the layer holds its input, T_M, the logits and 12 bytes a slot (expert, weight, place); the activated
-hidden and T_DO are not saved. The sizes of row groups never reach the host.
+No row travels, and the batch is not cut into chunks. The first product loads tokens directly, so forward has
+no dispatched rows (T_DI). Backward gathers them when it needs them, and frees them at once. Between the
+passes the layer holds its input, the hidden activation T_M, the logits, and 12 bytes for each choice of a
+token (expert, weight, position). The activated T_M and the experts' output T_DO are not saved. The numbers of
+rows of the experts stay on the device.
 
-Letters: T tokens, K choices, N = T*K rows, E experts, M = d_model, H = d_hidden, G = H or 2H rows of w1.
+Letters: T tokens, K choices, N = T*K rows, E experts, M = d_model, H = d_hidden, G = H or 2H columns of T_M
+(2H for SwiGLU).
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from pmoe.warn import warn_once
 V = TypeVar("V")
 
 _checked: dict[tuple[KernelCase, int, bool], str | None] = {}
-"""The result of `one_rank_mismatch` by its arguments."""
+"""Results of `one_rank_mismatch` by its arguments."""
 
 
 def kernel_refusal(
@@ -50,13 +52,16 @@ def kernel_refusal(
     ranks: Ranks,
     needs_grad: bool,
 ) -> str | None:
-    """Returns why the kernels do not compute a call's tokens; None if they do.
+    """Returns why the kernels for one rank do not compute a call; None if they do.
 
-    They may not support them, compute them wrongly, or be slower. The speed is measured the first time for a
-    number of tokens.
+    They may not support its tensors, compute wrong results on this device, or be slower than the engine. The
+    speed is measured the first time for each number of tokens.
 
-    x_TM: (T, M), the tokens.
+    gate: the gate, of which K, the number of choices, is read.
+    experts: the experts.
+    x_TM: (T, M), T tokens with M = d_model columns.
     dtype: of the rows that reach the experts.
+    ranks: the single rank of the layer.
     needs_grad: whether a backward pass may follow.
     """
     device = x_TM.device
@@ -79,9 +84,9 @@ def kernel_refusal(
 
 
 def _wrong_kernels(gate: TopKGate, case: KernelCase) -> str | None:
-    """Returns an error that these kernels make on this device, and warns of it; None if they make none.
+    """Returns the first error that the kernels make on this device, and warns of it; None if there is none.
 
-    Checked once. Not checked if a user forces these kernels by name.
+    The kernels are checked once for each case. They are not checked if the user forces them by name.
     """
     if PRODUCTS.forced is not None:
         return None
@@ -96,23 +101,33 @@ def _wrong_kernels(gate: TopKGate, case: KernelCase) -> str | None:
 
 
 def route_tokens(gate: TopKGate, x_TM: Tensor, by: Callable[..., V]) -> V:
-    """Computes the gate's logits and returns by(logits (T, E), ...), the routing. Autocast must be off."""
+    """Computes the gate's logits, and returns ``by(logits, K, options of the gate)``, which is the routing.
+
+    gate: the gate.
+    x_TM: (T, M), T tokens with M = d_model columns.
+    by: function that routes tokens by their logits (T, E), E experts: now, or later in a persistent kernel.
+
+    Autocast must be off, because it would compute the logits in a narrower dtype.
+    """
     logits_TE = router_logits(x_TM, gate.weight)
     return by(logits_TE, gate.top_k, normalize=gate.normalize, z_loss_weight=gate.z_loss_weight)
 
 
 def aligned_rows(rows_TM: Tensor) -> Tensor:
-    """Returns the rows (T, M) aligned as the kernels read them; a copy if they are not."""
+    """Returns the rows (T, M) aligned as the kernels read them; a copy if they are not.
+
+    rows_TM: (T, M), T tokens with M = d_model columns.
+    """
     is_aligned = not rows_TM.numel() or (strides_fit(rows_TM) and rows_TM.data_ptr() % VECTOR_BYTES == 0)
     return rows_TM if is_aligned else rows_TM.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
 class OneRankRunner:
-    """A runner that computes both passes of a call whose rows the routing kernel has sorted.
+    """A runner that computes both passes on one rank, after the routing kernel has sorted the rows.
 
-    routes: where each token goes, and the sorted rows.
-    activation: as `pmoe.kernels.grouped_gemm` names it.
+    routes: the experts and weights of each token, and the sorted order of the rows.
+    activation: name of the experts' nonlinearity in `pmoe.kernels.grouped_gemm`.
     """
 
     routes: Routes
@@ -138,27 +153,31 @@ class OneRankRunner:
             return y_TM, None
         expert_TK = routes.expert_TK if b2 is not None else None
         tensors = [x_TM, weight_TK, w1, w2, b2, hidden_NG, expert_TK, position_TK, ends_E]
-        # A function, not a method of this runner, which would keep slot_N until backward.
+        # `_backward` is a function, because a method would keep this runner, and so slot_N, until backward.
         return y_TM, Saved(tensors, functools.partial(_backward, self.activation))
 
 
 def _backward(
     activation: str, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor
 ) -> list[Tensor | None]:
-    """Computes the backward pass. See `pmoe.engine.autograd.BackwardFunction`.
+    """Computes the backward pass. Returns the gradient of each tensor of ``Inputs.all``; None if not wanted.
 
-    activation: as in `OneRankRunner`.
+    activation: name of the experts' nonlinearity in `pmoe.kernels.grouped_gemm`.
+    tensors: the tensors that forward saved. This function empties the list, to free each early.
+    wanted: for each tensor of ``Inputs.all``, whether its gradient is wanted.
+    grad_TM: (T, M), the gradient of the layer's output T_O for T tokens; M = d_model.
     """
     x_TM, weight_TK, w1, w2, b2, hidden_NG, expert_TK, position_TK, ends_E = tensors
     tensors.clear()
     needs_x, needs_weight, _, needs_w1, needs_w2, needs_b1, needs_b2 = (*wanted, False, False)[:7]
     num_rows = hidden_NG.shape[0]
-    # Gathers the rows first. That is one launch at the rate of memory each, and costs less than products that
-    # gather. Backward's memory peaks when of_rows_NM is made, unless there are far more rows than weights.
+    # The rows are gathered before the products. A gather is one launch at the speed of memory, and costs less
+    # than products that gather. The peak memory of backward is reached when of_rows_NM is made, unless there
+    # are far more rows than elements of weights.
     grad_NM = permute.permute(aligned_rows(grad_TM), position_TK, num_rows)
     scale_N = weight_TK.new_empty(num_rows).index_copy_(0, position_TK.view(-1).long(), weight_TK.view(-1))
-    # Products for parameters' gradients come as soon as their operands can be freed after them. There is no
-    # communication behind which they could hide.
+    # Each product for a parameter's gradient runs as early as possible, so that its operands can be freed.
+    # There is no communication that it could hide.
     grad_hidden_NG, active_NH, dot_N = grouped_gemm.hidden_gradient(
         grad_NM, w2, hidden_NG, scale_N, ends_E, activation=activation, weighs_active=True
     )
@@ -189,18 +208,23 @@ def _backward(
     return [of_x, of_weight, None, of_w1, of_w2, of_b1, of_b2][: len(wanted)]
 
 
-# ---- A check of the kernels: a small case beside the plain computation
+# ---- A check of the kernels: a small case is computed by the kernels and by PyTorch on the CPU
 
 
 NUM_TOKENS, NUM_EXPERTS = 75, 5
-"""Sizes of the small case."""
+"""Numbers of tokens and experts with which the kernels are checked."""
 NAMES = ("routing weights", "l_aux", "T_O", "d logits", "dT_I", "d w1", "d w2", "d b1", "d b2")
 
 
 def one_rank_mismatch(case: KernelCase, top_k: int, normalize: bool) -> str | None:
     """Returns the first result that the kernels compute wrongly, with its error; None if all are right.
 
-    Compares both passes of a small case with the same functions on the CPU, in the same type and in float64.
+    Compares both passes of a small case on the GPU with the same functions on the CPU, in the same dtype and
+    in float64.
+
+    case: the device, dtype and kind of experts.
+    top_k: number of experts of a token.
+    normalize: whether the gate divides a token's weights by their sum.
     """
     generator = torch.Generator().manual_seed(0)
     experts = max(NUM_EXPERTS, top_k)
@@ -225,10 +249,11 @@ def one_rank_mismatch(case: KernelCase, top_k: int, normalize: bool) -> str | No
 def _both_passes(
     top_k: int, normalize: bool, activation: str, logits_TE: Tensor, operands: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Returns the results and gradients of a small case, in the order of `NAMES`.
+    """Runs both passes of a small case, and returns its results and gradients in the order of `NAMES`.
 
-    logits_TE: (T, E), the gate's logits.
-    operands: x (T, M), the gradient of T_O (T, M), then w1, w2 and the biases, if there are any.
+    top_k, normalize, activation: the settings of the gate and the experts.
+    logits_TE: (T, E), the gate's logits for T tokens and E experts.
+    operands: x (T, M), the gradient of T_O (T, M), then w1, w2 and the biases, if there are any. M = d_model.
     """
     x_TM, grad_TM, *parameters = operands
     with torch.enable_grad():

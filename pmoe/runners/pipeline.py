@@ -1,7 +1,7 @@
 """The pipeline runner: both passes by the engine, in micro-batches (MPipeMoE, sections III.B, III.D).
 
-The class of a pass is put together for each call: the plain one (`Forward`, `Backward`) and, in front of it,
-a class for each feature that the layer has:
+The class that runs a pass is composed for each kind of layer. It inherits from the plain class (`Forward`,
+`Backward`) and, in front of it, from one class for each feature that the layer has:
 
     layer with memory_reuse="S1" and a shared expert
         forward   SharedExpertForward -> OffloadingForward -> Forward
@@ -28,7 +28,10 @@ from pmoe.experts.base import Hidden
 
 @dataclass(frozen=True)
 class PipelineRunner:
-    """Computes both passes of ``plan`` by the engine, each by its schedule."""
+    """A runner that computes both passes by the engine, in chunks (micro-batches).
+
+    plan: the chunks of both passes and the restore pair, from which each pass builds its schedule.
+    """
 
     name: ClassVar[Path] = "pipeline"
 
@@ -44,13 +47,19 @@ class PipelineRunner:
 
 
 Variant = tuple[type[Any], type[Any]]
-"""The classes of one feature for the forward and the backward pass. Each calls the next class by super()."""
+"""Type of the two classes of a feature, for the forward and the backward pass.
+
+A method of such a class calls the next class by super()."""
 
 
 def _variants(plan: Plan, *, moves: bool) -> list[Variant]:
-    """Returns the features of a pass, the outermost first. Only the files that are needed are imported.
+    """Returns the classes of the features that a pass needs; the first class's methods are called first.
 
-    moves: whether T_DI or T_M is copied to the host, or fetched from the place where forward kept it.
+    Imports only the files of these features.
+
+    plan: the plan of the call.
+    moves: whether the pass copies T_DI (dispatched rows) or T_M (hidden activation) to the host, or, in
+        backward, reads them from the host or regroups them.
     """
     modules = plan.modules
     variants: list[Variant] = []
@@ -83,7 +92,10 @@ def _variants(plan: Plan, *, moves: bool) -> list[Variant]:
 
 @functools.cache
 def _compose(classes: tuple[type[Any], ...]) -> type[Any]:
-    """Returns one class that inherits from ``classes``, the outermost first."""
+    """Returns one class that inherits from ``classes``. The methods of the first class are called first.
+
+    Calls with equal arguments return the same class.
+    """
     if len(classes) == 1:
         return classes[0]
 
@@ -96,8 +108,10 @@ def _compose(classes: tuple[type[Any], ...]) -> type[Any]:
 def keep_for_backward(plan: Plan, left: ForwardState) -> Saved:
     """Returns the state that autograd saves for the engine's backward pass.
 
-    left: the state of the forward pass. All its tensors go into one list, x_TM the first, and `_backward`
-        puts them back in the same order.
+    plan: the plan of the call.
+    left: the state of the forward pass. All its tensors go into one list, and `_backward` puts them back in
+        the same order. The first tensor, the input x_TM (T tokens, d_model columns), is left out if backward
+        does not read it.
     """
     tensors: list[Tensor | None] = []
     checked = _checked(plan, left.inputs)
@@ -110,11 +124,13 @@ def keep_for_backward(plan: Plan, left: ForwardState) -> Saved:
 
 
 def _checked(plan: Plan, inputs: Inputs) -> Inputs:
-    """Returns the inputs for autograd to save, which raises if one is changed in place before backward.
+    """Returns the inputs in the form in which autograd saves them, and checks them for changes in place.
 
-    A module's graph that is kept checks its own parameters, and only those that it needs
-    (`pmoe.experts.expert_autograd.SavedTensorSlots`). Autograd then gets them as ``.data``, which it does not
-    check. If modules run again in backward, all of their parameters are needed, and autograd checks them.
+    Autograd raises in backward if a saved tensor was changed in place. There is one exception: if experts are
+    a user's modules and the autograd graph of their forward pass is kept for backward, that graph checks the
+    parameters that it needs (`pmoe.experts.expert_autograd.SavedTensorSlots`). Autograd then saves the
+    parameters as ``.data``, which it does not check. If modules run again in backward, all of their
+    parameters are needed, and autograd checks them.
     """
     modules = plan.modules
     restore = plan.restore
@@ -133,10 +149,11 @@ def _backward(
 ) -> list[Tensor | None]:
     """Runs the engine's backward pass. Returns the gradients of ``Inputs.all``.
 
+    plan: the plan of the call.
     emptied: the state of the forward pass, without its tensors.
-    tensors: those tensors, in the order of `map_saved_tensors`.
-    wanted: for each of ``Inputs.all``, whether its gradient is wanted.
-    grad_TM: (T, M), the gradient of T_O.
+    tensors: the tensors of this state, in the order of `map_saved_tensors`.
+    wanted: for each tensor of ``Inputs.all``, whether its gradient is wanted.
+    grad_TM: (T, M), the gradient of the layer's output T_O for T tokens; M = d_model.
     """
     remaining = iter(tensors)
     saved = map_saved_tensors(emptied, lambda _: next(remaining))
@@ -149,10 +166,10 @@ def _backward(
 
 
 def map_saved_tensors(left: ForwardState, swap: Callable[[Any], Any]) -> ForwardState:
-    """Returns a copy of the state with swap(tensor) for each tensor in it.
+    """Returns a copy of the state of a forward pass with each tensor replaced by swap(tensor).
 
-    The order is fixed, and ``swap`` is also called for a tensor that is None. So one call takes all tensors
-    out, and a later one puts them back.
+    ``swap`` is called in a fixed order, also for a tensor that is None. So one call can take all tensors out,
+    and a later call can put them back.
     """
     inputs = left.inputs.like([swap(each) for each in left.inputs.all])
     swapped = ForwardState(inputs=inputs, weight_received=swap(left.weight_received))
@@ -165,6 +182,6 @@ def map_saved_tensors(left: ForwardState, swap: Callable[[Any], Any]) -> Forward
         swapped.kept[unit] = SavedUnit(rows_NM, hidden, kept.recipe)
     for point, each in left.passed.items():
         swapped.passed[point] = replace(each, tensors=tuple(map(swap, each.tensors)))
-    # The plan has no regroup for `pmoe.engine.variants.send_once`: it became known in forward.
+    # For `pmoe.engine.variants.send_once`, forward found ``regroup``, so the plan does not have it.
     swapped.regroup = [swap(each) for each in left.regroup]
     return swapped

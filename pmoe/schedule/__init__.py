@@ -1,11 +1,17 @@
 """Schedules as pure data, without torch: tasks, lanes, builders, ring slots and restore pairs.
 
-    tasks       `Task` and `Schedule`, the lanes, and the builder of task lists
-    straight    schedules in which every buffer has memory of its own
-    rings       schedules in which buffers take turns in ring slots
-    slots       the sizes of buffers and slots
-    restore     restore pairs: how backward gets T_DI and T_M
+    tasks              `Task` and `Schedule`, the lanes, and the builder of task lists
+    separate_buffers   schedules in which every buffer has memory of its own
+    ring_buffers       schedules in which buffers take turns in a few pieces of memory, the ring slots
+    buffer_sizes       the sizes of buffers and ring slots
+    restore            restore pairs: how backward gets T_DI and T_M
 
-Letters of this folder: n chunks, m pieces of the rows that stay, M = d_model, H = d_hidden; T_I, T_DI, T_M,
-T_DO, T_O as in MPipeMoE.
+Words and letters of this folder:
+
+    lane             a queue of tasks, which run one after another
+    T_I, T_O         the layer's input and output, on the rank of the tokens
+    T_DI, T_M, T_DO  the experts' input, hidden activation and output, on the rank of the experts
+    rows that stay   rows that are not sent, because their expert is on the token's own rank
+    n, m             number of chunks (micro-batches), and of pieces into which the rows that stay are cut
+    M, H             d_model and d_hidden
 """

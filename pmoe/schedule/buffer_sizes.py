@@ -1,7 +1,7 @@
 """The sizes of the buffers of a pass, and of the ring slots that hold them (MPipeMoE, section III.D).
 
-A slot is as large as the largest buffer that takes a turn in it. All slots of a pass lie in one piece of
-memory, each at a multiple of `ALIGNMENT` bytes.
+A ring slot is memory in which buffers of different chunks take turns. It is as large as the largest of these
+buffers. All slots of a pass lie in one allocation, each at a multiple of `ALIGNMENT` bytes.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Schedule
 
 ALIGNMENT = 256
-"""Bytes. Every slot starts at a multiple of it."""
+"""Bytes. Every ring slot starts at a multiple of this number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenColumns:
-    """Columns of the tensors that experts hold for a row between their products; 0 if experts do not say.
+    """Columns of the tensors that experts hold for each row between their products; 0 if they do not say.
+
+    The hidden activation before the nonlinearity is T_M; after the nonlinearity it is the activated hidden.
 
     hidden: columns of T_M and of its gradient.
-    active: columns of the activated hidden, if it has memory of its own in forward.
-    scratch: columns of the activated hidden.
-    scratch_rows: rows of a block that the experts process at a time.
+    active: columns of the activated hidden if T_M is not needed afterwards; 0 if it overwrites T_M then.
+    scratch: columns of the activated hidden if T_M must stay as it is.
+    scratch_rows: rows of a block. Backward computes some products for one block of rows at a time.
     staged: columns of the widest product that is computed in other memory and then copied to its place.
-    graph: columns of all tensors together that autograd holds while it differentiates a block, at most.
+    graph: the most columns, of all tensors together, that autograd holds while it differentiates a block.
     """
 
     hidden: int = 0
@@ -38,16 +40,19 @@ class HiddenColumns:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRows:
-    """Numbers of rows of one pass, one for each chunk.
+    """Numbers of rows of the buffers of one pass. Each sequence has one number for each chunk.
 
-    send: rows to other ranks.
-    received: rows that the experts compute, from other ranks.
-    local: rows that stay on this rank.
-    home: rows of the chunk's tokens, and one row for all dropped slots.
-    regrouped: whether received rows must be sorted by expert.
-    arrived: rows that S brings; None if they are those received.
-    gathered: rows that AG brings; None if they are those received.
-    esp_size: the number of ranks that share each expert; not a sequence.
+    send: rows that this rank sends to other ranks.
+    received: rows for this rank's experts that come from other ranks, each row counted once for each expert.
+    local: rows that stay on this rank, because their expert is on it.
+    home: rows of the buffer of results: those of the chunk's tokens, and one row of zeros for all dropped
+        choices.
+    regrouped: whether received rows must be sorted by expert before the experts compute them.
+    arrived: rows that the dispatch all-to-all brings; None if they are the received ones.
+    gathered: rows after the all-gather inside the node, if experts are sharded; None if they are the received
+        ones.
+    inside: the number of ranks that share each expert, one number for all chunks; below 2 if experts are not
+        sharded.
     """
 
     send: Sequence[int]
@@ -64,11 +69,23 @@ class ChunkRows:
 class BufferSizes:
     """The rows and columns of every buffer of a pass.
 
+    A buffer has a name and the number of a chunk, "T_M_L.3" say. In names, "d" marks a gradient, "_L" rows
+    that stay on this rank, "_sorted" rows sorted by expert, and "_again" rows of T_DI that backward sends
+    again:
+
+        send              rows that the dispatch all-to-all sends
+        T_DI, T_M, T_DO   the experts' input, hidden activation and output
+        active, scratch   the hidden activation after the nonlinearity, and a block of its rows
+        home              results that the combine all-to-all brings back
+        arrived, copies   with sharded experts: rows that dispatch brings, and copies for the all-gather
+        parts, leaving    with sharded experts: partial results of a node's ranks, and their sums
+
     direction: "forward" or "backward".
     extent: the numbers of rows by chunk.
-    d_model: M.
-    columns: the columns of the experts' tensors.
-    restore: the restore pair; None if nothing is kept.
+    d_model: columns of a token row.
+    columns: columns of the tensors inside the experts.
+    restore: the restore pair, which says what becomes of T_DI and T_M until backward; None if no backward
+        pass follows.
     rearranged: whether backward has other chunks than forward.
     """
 
@@ -81,22 +98,29 @@ class BufferSizes:
     _known: dict[str, tuple[Sequence[int], int]] = field(default_factory=dict, init=False, compare=False)
 
     def shape(self, buffer: str) -> tuple[int, int]:
-        """Returns (rows, columns) of a buffer; 0 rows for one that this pass or rank does not use.
+        """Returns (rows, columns) of the buffer of one chunk; 0 rows if this pass or rank does not use it.
 
-        Example: "T_M_L.3" -> (rows of chunk 3 that stay, H).
+        buffer: the name and the chunk. Example: "T_M_L.3", the hidden activation (T_M) of the rows of chunk 3
+            that stay on this rank (_L) -> (number of these rows, H).
         """
         name, _, chunk = buffer.rpartition(".")
         rows, columns = self.of(name)
         return rows[int(chunk)], columns
 
     def of(self, name: str) -> tuple[Sequence[int], int]:
-        """Returns the rows of each chunk's buffer of this name, and their columns."""
+        """Returns the rows of the buffer of this name for each chunk, and the columns of all of them.
+
+        name: a name without a chunk, such as "T_DI".
+        """
         if name not in self._known:
             self._known[name] = self._rows_and_columns(name)
         return self._known[name]
 
     def _rows_and_columns(self, name: str) -> tuple[Sequence[int], int]:
-        """Works out the result of `of`."""
+        """Computes the result of `of`: the rows of each chunk's buffer of this name, and the columns.
+
+        A buffer that this pass or rank does not use has 0 rows.
+        """
         extent = self.extent
         width = self.d_model
         stays = name.endswith("_L")
@@ -109,7 +133,7 @@ class BufferSizes:
             case "arrived" | "leaving" | "copies" | "parts":
                 return self._inside_rows(name), width
             case "home" | "dhome":
-                return (no_rows if stays else extent.home), width  # "home" holds the rows that stay too
+                return (no_rows if stays else extent.home), width  # "home" has room for "home_L", too
             case "T_M" | "dT_M":
                 return rows, self.columns.hidden
             case "active":
@@ -128,14 +152,23 @@ class BufferSizes:
 
     @property
     def keeps_what_arrives(self) -> bool:
-        """Whether this is forward and T_DI is kept. Then T_DI that arrives in expert order needs no slot."""
+        """Whether T_DI, the rows that experts receive, may stay in the memory in which it arrives.
+
+        It may in forward, if the restore pair keeps T_DI. If rows arrive in expert order, T_DI then has
+        memory of its own and needs no ring slot. If rows must be sorted, they arrive in a slot and the sorted
+        copy is kept.
+        """
         kept = self.restore is not None and self.restore.dispatched == "keep"
         return self.direction == "forward" and kept
 
     def _inside_rows(self, name: str) -> Sequence[int]:
-        """Returns the rows of each chunk's buffer between S and AG, or between RS and R.
+        """Returns the rows of each chunk's buffer that a collective inside the node reads or writes.
 
-        name: "arrived" or "leaving"; "copies", from which AG sends; or "parts", which RS sums.
+        Such buffers exist only if experts are sharded over the ranks of a node.
+
+        name: "arrived", the rows that dispatch brings; "copies", which the all-gather sends, one copy for
+            each rank; "parts", the partial results that the reduce-scatter receives from each rank; or
+            "leaving", their sums.
         """
         arrived = self.extent.arrived or self.extent.received
         esp_size = self.extent.esp_size
@@ -145,18 +178,29 @@ class BufferSizes:
 
     @property
     def _restores_by_link(self) -> bool:
-        """Whether a collective brings T_DI: in forward, and in backward if it is sent again."""
+        """Whether a collective brings T_DI, the rows that experts receive, in this pass.
+
+        It does in forward, and in backward if T_DI is sent again.
+        """
         sends_again = self.restore is not None and self.restore.dispatched == "communicate"
         return self.direction == "forward" or sends_again
 
     @property
     def _expendable(self) -> bool:
-        """Whether backward may overwrite T_M with the activated hidden."""
+        """Whether backward may overwrite T_M, the hidden activation, with its values after the nonlinearity.
+
+        It may if T_M is a copy in a ring slot, because T_M was offloaded, recomputed, or copied from other
+        chunks. A T_M that was kept from forward must not change.
+        """
         return self.restore is not None and (self.restore.hidden != "keep" or self.rearranged)
 
     @property
     def _active_columns(self) -> int:
-        """The columns of the buffer of the activated hidden."""
+        """The columns of the buffer "active", which holds hidden activations after the nonlinearity.
+
+        If these values may overwrite T_M, those before the nonlinearity, the experts may need no such buffer:
+        `HiddenColumns.active` says so.
+        """
         if self.direction == "forward":
             in_place = self.restore is None or self.restore.hidden == "recompute"
         else:
@@ -170,7 +214,10 @@ def aligned(num_bytes: int) -> int:
 
 
 def slot_elements(schedule: Schedule, sizes: BufferSizes) -> dict[str, int]:
-    """Returns the elements of each ring slot: those of the largest buffer that takes a turn in it."""
+    """Returns the number of elements of each ring slot, by the slot's name.
+
+    A ring slot is memory in which buffers take turns, so it is as large as the largest of these buffers.
+    """
     largest: dict[str, int] = {}
     for name, turns in schedule.turns.items():
         rows, columns = sizes.of(name)
@@ -180,7 +227,13 @@ def slot_elements(schedule: Schedule, sizes: BufferSizes) -> dict[str, int]:
 
 
 def arena_elements(slots: Mapping[str, int], element_size: int) -> tuple[dict[str, int], int]:
-    """Returns (elements from the start of each slot to the next, elements of all slots), each aligned."""
+    """Returns the number of elements that each ring slot takes in one allocation, and their sum.
+
+    Every slot starts at a multiple of `ALIGNMENT` bytes, so the numbers are rounded up.
+
+    slots: the elements of each slot, by the slot's name.
+    element_size: bytes of an element.
+    """
     step = max(ALIGNMENT // element_size, 1)
     spans = {slot: -(-elements // step) * step for slot, elements in slots.items()}
     return spans, sum(spans.values())

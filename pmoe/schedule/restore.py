@@ -1,10 +1,11 @@
 """Restore pairs: whether T_DI and T_M are kept, moved away or made again between forward and backward.
 
-T_DI is the dispatched input (N x M: the rows that a rank's experts received). T_M is the hidden activation
-(N x C, before the nonlinearity; C = H, or 2H for SwiGLU). A kept tensor stays in memory for all N rows. Any
-other tensor rotates through the slots of a ring, one slot a chunk, and backward restores it.
+T_DI is the dispatched input (N x M: the rows that a rank's experts received). T_M is the hidden activation (N
+x C, before the nonlinearity; C = H, or 2H for SwiGLU; M and H are d_model and d_hidden). A pair has one fate
+for each of the two: what becomes of the tensor between the passes. A kept tensor stays in memory for all N
+rows. Any other tensor takes turns, chunk by chunk, in one or two ring slots, and backward restores it.
 
-The price of each fate, for one row of T_DI and of T_M, with s bytes an element:
+The price of each fate, for one row of T_DI or T_M, with n chunks and s bytes an element:
 
     tensor  fate         device bytes saved  work added                           lane
     T_DI    keep         0                   none                                 none
@@ -14,12 +15,12 @@ The price of each fate, for one row of T_DI and of T_M, with s bytes an element:
             offload      C s (1 - 2/n)       C s bytes out, C s in; C s on host   copy out, copy in
             recompute    C s (1 - 1/n)       C M multiply-adds in backward        compute
 
-Recompute repeats the experts' first product, which reads T_DI, so T_DI is restored first. Copies out run in
+Recomputing repeats the experts' first product, which reads T_DI, so T_DI is restored first. Copies out run in
 forward, copies in during backward. On one rank a repeated dispatch is only a gather on the compute lane.
 
-A ring has one slot, or two if one is filled or emptied while the experts use the other. It never has more
-than N rows, so with n = 1 nothing is saved. A pair pays the sum of its two fates. The memory model gives the
-bytes of a whole layer, the cost model its seconds.
+A ring has one slot, or two if one slot is filled or emptied while the experts use the other. A ring never has
+more than N rows, so with n = 1 nothing is saved. A pair pays the sum of its two fates. The memory model gives
+the bytes of a whole layer, the cost model its seconds.
 """
 
 from __future__ import annotations
@@ -28,22 +29,29 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 DispatchedFate = Literal["keep", "offload", "communicate"]
-"""The fates of T_DI: it stays on the device, goes to the host and back, or is sent again in backward."""
+"""What becomes of T_DI until backward.
+
+It stays on the device, goes to the host and back, or is sent again.
+"""
 HiddenFate = Literal["keep", "offload", "recompute"]
-"""The fates of T_M: it stays on the device, goes to the host and back, or is recomputed in backward."""
+"""What becomes of T_M until backward. It stays on the device, goes to the host and back, or is recomputed."""
 
 StrategyName = Literal["S1", "S2", "S3", "S4"]
-"""MPipeMoE's names of four pairs (`STRATEGIES`). MoELayer takes them as its argument ``memory_reuse``."""
+"""MPipeMoE's names of four restore pairs (`STRATEGIES`).
+
+MoELayer's argument ``memory_reuse`` accepts them.
+"""
 
 
 @dataclass(frozen=True)
 class Restore:
-    """A restore pair: one fate for T_DI and one for T_M.
+    """A restore pair: how backward gets the experts' input (T_DI) and hidden activation (T_M) of forward.
 
-    dispatched: the fate of T_DI.
-    hidden: the fate of T_M.
+    dispatched: what becomes of T_DI: "keep" on the device, "offload" to the host, or "communicate", which
+        sends it again in backward.
+    hidden: what becomes of T_M: "keep", "offload", or "recompute" from T_DI in backward.
 
-    Raises ValueError for a fate that the tensor cannot have. str(pair) is "communicate/recompute", say.
+    Raises ValueError for another value. str(pair) is "communicate/recompute", say.
     """
 
     dispatched: DispatchedFate
@@ -67,7 +75,10 @@ class Restore:
 
     @property
     def offloads(self) -> bool:
-        """Whether a tensor is copied to the host, which needs copy lanes and host memory."""
+        """Whether the dispatched rows (T_DI) or the hidden activation (T_M) are copied to the host.
+
+        The schedule then has lanes for these copies, and the layer needs host memory.
+        """
         return "offload" in (self.dispatched, self.hidden)
 
 
@@ -85,15 +96,15 @@ KEEP = Restore("keep", "keep")
 ALL_PAIRS: tuple[Restore, ...] = tuple(
     Restore(dispatched, hidden) for dispatched in get_args(DispatchedFate) for hidden in get_args(HiddenFate)
 )
-"""All nine pairs, ordered by the fate of T_DI, then by that of T_M."""
+"""All nine restore pairs, ordered by what becomes of T_DI, then by what becomes of T_M."""
 
 
 def parse_restore(memory_reuse: bool | str | Restore) -> Restore | bool:
-    """Returns a layer's argument ``memory_reuse`` with "S1" to "S4" replaced by their pairs.
+    """Checks MoELayer's argument ``memory_reuse``, and replaces "S1" to "S4" by their restore pairs.
 
-    False (no reuse), True (the cost model chooses) and pairs are returned as they are.
+    False (no reuse), True (the cost model chooses) and restore pairs are returned as they are.
 
-    Raises ValueError for another word, TypeError for another type.
+    Raises ValueError for another text, TypeError for another type.
     Example: "S4" -> Restore("communicate", "recompute").
     """
     if isinstance(memory_reuse, (bool, Restore)):

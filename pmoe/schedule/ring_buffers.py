@@ -1,27 +1,29 @@
 """Schedules in which chunks take turns in ring slots (MPipeMoE, section III.D, Fig. 6 and Fig. 7b-e).
 
 A ring is a small number of memory slots for the buffers of one name, in which chunks take turns. With two
-slots, chunk 2 uses the slot of chunk 0 again:
+slots, chunk 2 uses the slot of chunk 0 after it:
 
     buffer   T_DI.0    T_DI.1    T_DI.2    T_DI.3
     slot     T_DI[0]   T_DI[1]   T_DI[0]   T_DI[1]
 
-T_DI and T_DO have two slots each. T_M has one, or two if it is offloaded. Gradients and the buffers that are
-sent have rings too. A slot is written again only after its last reader has ended: `link` makes tasks wait for
-slots as it does for buffers. Rows that stay are cut into n pieces, so that a chunk's rows are together.
+T_DI and T_DO, the experts' input and output, have two slots each. The hidden activation T_M has one, or two
+if it is offloaded. Gradients and the buffers that are sent have rings too. A slot is written again only after
+its last reader has ended: `link` makes tasks wait for slots as it does for buffers. The rows that stay on
+this rank, because their expert is on it, are cut into n pieces, so that a chunk's rows are together.
 
-If T_M is offloaded, rows that stay have a slot of their own for it. They alternate with rows that travel. If
-both shared two slots, rows that travel would always get the same one, and none of their copies could run
-beside their own computing.
+If T_M is offloaded, rows that stay have a slot of their own for T_M. In each chunk the experts compute rows
+that stay and rows that were sent, one after the other. If both kinds shared two slots, rows that were sent
+would always get the same slot, and none of their copies to the host could run beside their own computing.
 
-Forward with S3 (offload/recompute), n = 3, rows that travel and rows that stay (a column is no clock tick):
+Forward with S3 (T_DI offloaded, T_M recomputed), n = 3, rows that are sent and rows that stay. `Kind`
+explains the tasks. Columns show the order, not the time:
 
     communicate  . S0 P . S1 . . . R0 . S2 . . R1 . . R2
     compute      G0 . . G1 . L0 . C0 . G2 . L1 C1 . O0 C2 . O1 L2 O2
     copy out     . . . . . . LDI0 . DI0 . . LDI1 . DI1 . DI2 . . LDI2
 
 Backward goes from the last chunk to the first, so that the tensors written last are read first. Chunk i - 1
-is fetched (by H, or by sending it again) while chunk i computes.
+is copied from the host, or sent again, while chunk i is computed.
 """
 
 from __future__ import annotations
@@ -35,12 +37,18 @@ from pmoe.schedule.tasks import Kind, PassBuilder, Schedule, Stages, Task
 
 
 def _turns(tasks: Sequence[Task], sizes: Mapping[str, int], homes: Sequence[str]) -> dict[str, str]:
-    """Returns the ring slot of each buffer. Buffers take the slots of a ring in turn, as they are written.
+    """Returns the ring slot of each buffer, such as {"T_DI.2": "T_DI[0]"}.
+
+    A ring is a small number of memory slots for the buffers of one name, which has one buffer for each chunk.
+    Buffers take the slots of their ring in turn, in the order in which tasks write the buffers.
 
     tasks: the tasks of a pass, in order.
-    sizes: the number of slots of each ring. Buffers of a ring without slots have memory of their own. A
-        buffer's ring has the buffer's name, or that name without "_L" or "_again".
-    homes: the buffers of results at home, which take their slots first. Rows that stay are a part of them.
+    sizes: the number of slots of each ring, by the ring's name. The ring of buffer "T_M_L.3" is "T_M_L", or
+        "T_M" if there is no ring "T_M_L"; names with "_again" are shortened in the same way. Buffers without
+        a ring, or with a ring of 0 slots, get no slot.
+    homes: the buffers of returned results, in the order of chunks. They take their slots before all others.
+        "home_L.3" is the part of "home.3" for rows that stay on this rank, so the two must change slots
+        together.
     """
     used = Counter[str]()
     slots: dict[str, str] = {}
@@ -55,17 +63,21 @@ def _turns(tasks: Sequence[Task], sizes: Mapping[str, int], homes: Sequence[str]
 
 @functools.lru_cache(maxsize=256)
 def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Schedule:
-    """Returns the schedule of a forward pass with rings.
+    """Returns the schedule of a forward pass in n chunks, in which chunks take turns in ring slots.
 
-    restore: the fates of T_DI and T_M; None keeps neither, because no backward pass follows.
+    A ring slot is memory that several chunks use, one after another. The dispatch all-to-all of chunk i + 1
+    is issued before the combine all-to-all of chunk i (Fig. 7a), and the dispatch of chunk i + 2 after that
+    combine. So dispatched rows need two slots.
 
-    S of chunk i + 1 is issued before R of chunk i (Fig. 7a), and S of chunk i + 2 after it: T_DI has two
-    slots.
+    stages: the stages that the layer has.
+    restore: what becomes of the dispatched rows (T_DI) and of the hidden activation (T_M) until backward;
+        None keeps neither, because no backward pass follows.
     """
     tasks = PassBuilder("forward", n, stages)
     remote = stages.remote
     dispatched, hidden_fate = (None, None) if restore is None else (restore.dispatched, restore.hidden)
-    of_fate: dict[str | None, int] = {"keep": 0, "offload": 2}  # slots of a tensor by its fate; else one
+    # The number of ring slots of T_DI or T_M, by what becomes of the tensor; 1 for all other cases.
+    of_fate: dict[str | None, int] = {"keep": 0, "offload": 2}
     sizes = {
         **dict.fromkeys(("send", "arrived", "T_DI", "T_DO", "leaving"), 2),
         **dict.fromkeys(("T_DI_sorted", "T_DI_L"), of_fate.get(dispatched, 1)),
@@ -76,7 +88,14 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
     }
 
     def compute(i: int, at: str) -> None:
-        """Adds L or C of chunk i, and D, the copies of its T_DI and T_M to the host if they are offloaded."""
+        """Adds the task in which the experts compute one part of chunk i.
+
+        It also adds the copies to the host of the part's dispatched rows (T_DI) and hidden activation (T_M),
+        for each of the two that is offloaded.
+
+        at: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that
+            other ranks sent.
+        """
         rows = [f"T_DI_L.{i}"] if at else [f"T_DI.{i}", f"T_DI_sorted.{i}"]
         hidden = f"T_M{at}.{i}"
         active = f"active{at}.{i}"
@@ -118,14 +137,17 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
 
 @functools.lru_cache(maxsize=256)
 def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: bool = False) -> Schedule:
-    """Returns the schedule of a backward pass with rings, which restores T_DI and T_M.
+    """Returns the schedule of a backward pass in n chunks, in which chunks take turns in ring slots.
 
-    restore: the fates of T_DI and T_M.
-    rearranged: whether forward had another number of chunks. Tensors that it kept are then copied into slots,
-        chunk by chunk.
+    A ring slot is memory that several chunks use, one after another. The pass restores the dispatched rows
+    (T_DI) and the hidden activation (T_M) of forward, chunk by chunk. The tasks that compute a chunk's
+    gradients of parameters follow the chunk's other gradients at once, because they read slots that the next
+    chunk overwrites.
 
-    The gradients of parameters from a chunk follow it at once, because they need slots that the next chunk
-    takes.
+    stages: the stages that the layer has.
+    restore: what forward has done with T_DI and T_M: kept, offloaded, or left to be made again.
+    rearranged: whether forward had another number of chunks. Tensors that forward kept are then copied into
+        slots, chunk by chunk.
     """
     tasks = PassBuilder("backward", n, stages)
     remote = stages.remote
@@ -145,32 +167,53 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     units = _units(chunks, stages)
 
     def dispatch(i: int) -> None:
-        """Adds G and S of chunk i; before them GI and SI, if T_DI is sent again."""
+        """Adds the tasks that gather and send the output's gradient of chunk i to the experts.
+
+        If forward's dispatched rows (T_DI) are sent again, their tasks come first.
+        """
         if sends_again:
             tasks.dispatch(i, again=True)
         tasks.dispatch(i)
 
     def unpack(i: int) -> None:
-        """Adds HA and AG of chunk i in a hooked layer."""
+        """Adds the callbacks and the all-gather inside the node for the dispatched rows of chunk i.
+
+        They are tasks of their own only if experts are sharded and there are callbacks (`Stages.hooked`). If
+        forward's dispatched rows (T_DI) are sent again, the tasks for these rows come first.
+        """
         if sends_again:
             tasks.open(i, again=True)
         tasks.open(i)
 
     def fetch(i: int, at: str) -> None:
-        """Adds the copies from the host (H) of a unit's T_DI and T_M if forward offloaded them."""
+        """Adds the copies from the host of what forward has offloaded of chunk i.
+
+        This may be the dispatched rows (T_DI), the hidden activation (T_M), or both.
+
+        at: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that
+            other ranks sent.
+        """
         if dispatched == "offload":
             tasks.add(Kind.COPY_ROWS_IN.at(at), i, [f"host_T_DI{at}.{i}"], [f"T_DI{at}.{i}"])
         if hidden_fate == "offload":
             tasks.add(Kind.COPY_HIDDEN_IN.at(at), i, [f"host_T_M{at}.{i}"], [f"T_M{at}.{i}"])
 
     def compute(i: int, at: str) -> None:
-        """Adds M if T_M is recomputed, L or C, R, and the gradients of parameters (LW or W) of a unit."""
+        """Adds the backward tasks of the experts for one part of chunk i.
+
+        First the hidden activation (T_M) is recomputed, if the restore pair says so. Next the gradients of
+        the part's rows are computed, and sent back by the combine all-to-all if other ranks sent the rows.
+        Last come the gradients of parameters.
+
+        at: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that
+            other ranks sent.
+        """
         rows = [f"T_DI{at}.{i}"]
         hidden = f"T_M{at}.{i}"
         if not at and (sends_again or (dispatched == "keep" and not rearranged)):
             rows.append(f"T_DI_sorted.{i}")
-        # The unit's first task also writes T_DI in expert order, from kept chunks, from rows that arrived, or
-        # from T_I. `arranged` has the buffers that the next task writes for that reason.
+        # The first task of these rows also writes T_DI in expert order: from kept chunks, from rows that were
+        # sent again, or from T_I. `arranged` has the buffers that the next task writes for that reason.
         arranged = rows[-1:] if sends_again or (dispatched == "keep" and rearranged) else []
         if hidden_fate == "recompute":
             inputs = [buffer for buffer in rows if buffer not in arranged]
@@ -226,10 +269,16 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
 def rotating(
     direction: str, n: int, stages: Stages, *, restore: Restore | None, rearranged: bool = False
 ) -> Schedule:
-    """Returns the schedule of a forward or backward pass with rings.
+    """Returns the schedule of a forward or backward pass in which n chunks take turns in ring slots.
 
-    restore: as in `rotating_forward`; never None for a backward pass.
-    rearranged: as in `rotating_backward`; a forward pass does not depend on it.
+    A ring slot is memory that several chunks use, one after another.
+
+    direction: "forward" or "backward".
+    stages: the stages that the layer has.
+    restore: what becomes of the dispatched rows (T_DI) and of the hidden activation (T_M) between the passes.
+        None is for a forward pass that no backward pass follows.
+    rearranged: whether backward has another number of chunks than forward. It changes only backward's
+        schedule.
     """
     if direction == "forward":
         return rotating_forward(n, stages, restore=restore)
@@ -238,10 +287,13 @@ def rotating(
 
 
 def _units(chunks: Sequence[int], stages: Stages) -> list[tuple[int, str]]:
-    """Returns the order in which the experts compute: (chunk, "_L" for its rows that stay, else "").
+    """Returns the order in which the experts compute their rows, as (chunk, "_L") and (chunk, "") pairs.
 
-    Rows that stay come first, to fill the time until their chunk arrives. Those of the last chunk come last,
-    to fill the time while it returns.
+    (chunk, "_L") are the rows of a chunk that stay on this rank, because their expert is on it, and (chunk,
+    "") those that other ranks sent. Rows that stay come first, to fill the time until the chunk's other rows
+    arrive. In the last chunk they come last, to fill the time while the chunk's results are sent back.
+
+    chunks: the chunks, in the order of the pass.
     """
     units = []
     for i in chunks:

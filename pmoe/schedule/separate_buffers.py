@@ -1,6 +1,6 @@
-"""Schedules without rings: every buffer has memory of its own, so every S is issued first.
+"""Schedules in which every buffer has memory of its own, so that all dispatches are issued first.
 
-`pmoe.schedule.tasks` has pictures of them.
+`pmoe.schedule.tasks` has pictures of these schedules, and `Kind` explains the letters of tasks.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from pmoe.schedule.tasks import Kind, PassBuilder, Schedule, Stages, local_piece
 
 @functools.lru_cache(maxsize=64)
 def forward_schedule(n: int, stages: Stages) -> Schedule:
-    """Returns the schedule of a forward pass in n chunks.
+    """Returns the schedule of a forward pass in n chunks, in which every buffer has memory of its own.
 
-    Every S is issued first. All of T_DI is kept, so waiting would save no memory, and the link never idles
-    while an S remains.
+    The dispatch all-to-alls (S) of all chunks are issued first. All received rows are kept, so waiting would
+    save no memory, and the link never idles while an S remains.
 
-    Rows that stay fill the time until the first chunk arrives. They are one piece, because small products are
-    slow. Those of the last chunk are computed at the end, while the last R runs.
+    Rows that stay on this rank, because their expert is on it, fill the time until the first chunk arrives.
+    They are computed as one piece, because small products are slow. Only those of the last chunk are a piece
+    of their own, which is computed at the end, while the last combine all-to-all (R) runs.
+
+    stages: the stages that the layer has.
     """
     tasks = PassBuilder("forward", n, stages)
     local, remote = stages.local, stages.remote
@@ -27,7 +30,7 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
     early = m - 1 if remote and m > 1 else m
 
     def stay(pieces: range) -> None:
-        """Adds L of some pieces of the rows that stay."""
+        """Adds a task of the experts for each of these pieces of the rows that stay on this rank."""
         for j in pieces:
             writes = [f"T_DI_L.{j}", f"T_M_L.{j}", f"home_L.{j}"]
             tasks.add(Kind.LOCAL, j, [f"T_I_L.{j}", "weight"], writes)
@@ -49,13 +52,19 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
 
 @functools.lru_cache(maxsize=64)
 def backward_schedule(n: int, stages: Stages) -> Schedule:
-    """Returns the schedule of a backward pass in n chunks: S carries gradients of T_O, R those of T_DI.
+    """Returns the schedule of a backward pass in n chunks, in which every buffer has memory of its own.
 
-    Gradients of parameters are tasks of their own, which all add to one sum, in list order. Those from rows
-    that stay fill the time until the first gradients arrive. Those from received rows come one chunk late, so
-    that the last two fill the time while the last R runs. Their operands are held for two chunks at most.
+    The dispatch all-to-alls (S) carry gradients of the layer's output to the experts, and the combine
+    all-to-alls (R) carry gradients of the experts' input back.
 
-    Gradients of other layers (GAR) follow the last S (FSMoE, Fig. 3d).
+    Gradients of parameters are tasks of their own, which all add to one sum, in list order. The tasks for
+    rows that stay on this rank fill the time until the first gradients arrive. The tasks for received rows
+    come one chunk late, so that the last two fill the time while the last R runs. The tensors that they read
+    are held for at most two chunks.
+
+    The reduction of other layers' gradients (GAR), if there is one, follows the last S (FSMoE, Fig. 3d).
+
+    stages: the stages that the layer has.
     """
     tasks = PassBuilder("backward", n, stages)
     local, remote = stages.local, stages.remote
@@ -63,7 +72,7 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
     chunks = range(n if remote else 0)
 
     def add_weight_gradients(i: int) -> None:
-        """Adds W of chunk i."""
+        """Adds the task that computes the gradients of parameters from chunk i's received rows."""
         tasks.add(Kind.WGRAD, i, [f"pending.{i}", "dw"], ["dw"])
 
     for i in chunks:
@@ -87,10 +96,14 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
 
 
 def _through_experts(tasks: PassBuilder, i: int, reads: list[str], writes: list[str]) -> None:
-    """Adds C of chunk i, then RS and R.
+    """Adds the task of the experts for chunk i, then the tasks that send the results back.
 
-    In a hooked layer, HA and AG of the next chunk come before. HB and R come a chunk late, because the
-    experts need not wait for the sums of RS.
+    With sharded experts these are a reduce-scatter inside the node and the combine all-to-all. If callbacks
+    come between the two, they and the combine of a chunk are added one chunk late, because the experts need
+    not wait for the reduce-scatter. The callbacks and the all-gather of the next chunk are added before the
+    experts' task.
+
+    reads, writes: the buffers of the experts' task.
     """
     if i == 0:
         tasks.open(0)

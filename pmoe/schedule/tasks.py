@@ -1,19 +1,20 @@
 """The schedule of a pass as data: a list of tasks in the order in which they are issued.
 
-Everything else interprets this list: the engine runs it, the simulator times it, the timeline draws it.
+The engine runs this list, the simulator predicts its time, and the timeline draws it.
 
 A task starts when its lane is free and the tasks for which it waits have ended. A lane runs its tasks in list
 order. The tasks for which a task waits follow from the buffers that it reads and writes (`link`), so no
 schedule can reuse a buffer too early by mistake.
 
-Forward, n = 3 (a column is no clock tick; lanes run side by side):
+`Kind` explains the letters of the tasks. Forward, n = 3 chunks (columns show the order, not the time; lanes
+run side by side):
 
     communicate  S0 S1 S2 . . . . . R0 . . R1 . . R2
     compute      G0 G1 G2 L0 . . C0 . C1 . C2 . L1 . . O0 O1 O2
 
-If experts are sharded over the ranks of a node (FSMoE's ESP), the link inside the node has a lane of its own.
-AG gathers the rows that S brought before C; RS sums partial outputs before R. AG of one chunk runs beside S
-of another (FSMoE, Fig. 3c; X is the shared expert):
+If experts are sharded over the ranks of a node (FSMoE's ESP), collectives inside the node have a lane of
+their own. AG gathers the rows that S brought before C; RS sums partial outputs before R. AG of one chunk runs
+beside S of another (FSMoE, Fig. 3c; X is the shared expert):
 
     communicate  S0 S1 S2 . . . . . . . . R0 R1 . R2
     intra-node   . . AG0 AG1 AG2 . . . RS0 RS1 . RS2
@@ -35,7 +36,10 @@ PassDirection = Literal["forward", "backward"]
 
 
 class Lane(str, enum.Enum):
-    """The lanes that run tasks. Tasks of one lane run one after another, in list order."""
+    """The lanes of a schedule. A lane is a queue: its tasks run one after another, in list order.
+
+    Lanes run side by side. On a GPU each lane is a CUDA stream.
+    """
 
     COMPUTE = "compute"
     COMMUNICATE = "communicate"
@@ -45,37 +49,42 @@ class Lane(str, enum.Enum):
 
 
 class Kind(str, enum.Enum):
-    """The kinds of tasks. A comment says what a task of each kind does."""
+    """The kinds of tasks, by the letters that schedules and timelines show.
 
-    GATHER = "G"  # copies the rows that leave from T_I (or dT_O) to the send buffer
+    The main ones are S, the dispatch all-to-all; C, which computes the experts; and R, the combine
+    all-to-all. A comment beside each kind says what its tasks do. "Rows that stay" have their expert on their
+    own rank and are not sent.
+    """
+
+    GATHER = "G"  # copies the rows to be sent from T_I (in backward dT_O) to the send buffer
     WEIGHTS = "P"  # sends the routing weights, or returns their gradients: all chunks in one message
     DISPATCH = "S"  # all-to-all to the ranks of the experts
     LOCAL = "L"  # experts on rows that stay on this rank; in backward the gradients of their inputs
     COMPUTE = "C"  # experts on received rows; in backward the gradients of their inputs
-    LOCAL_WGRAD = "LW"  # gradients of parameters from rows that stay
-    WGRAD = "W"  # gradients of parameters from received rows
+    LOCAL_WGRAD = "LW"  # gradients of the experts' parameters from rows that stay
+    WGRAD = "W"  # gradients of the experts' parameters from received rows
     COMBINE = "R"  # all-to-all back to the ranks of the tokens
     ALL_GATHER = "AG"  # all-gather of the rows that S brought, among the ranks that share experts
-    REDUCE_SCATTER = "RS"  # sums the partial outputs of these ranks, each rank for its own rows
-    SHARE_WEIGHTS = "PG"  # AG of the routing weights, or RS of their gradients
-    OPEN = "HA"  # callbacks between S and AG; if experts are not sharded they are a part of C
-    CLOSE = "HB"  # callbacks between RS and R; if experts are not sharded they are a part of C
-    OPEN_AGAIN = "HAI"  # HA of T_DI that is sent again
+    REDUCE_SCATTER = "RS"  # sums the partial outputs of the ranks that share experts, each for its own rows
+    SHARE_WEIGHTS = "PG"  # all-gather of the routing weights, or reduce-scatter of their gradients
+    OPEN = "HA"  # callbacks between S and AG; a part of C if experts are not sharded
+    CLOSE = "HB"  # callbacks between RS and R; a part of C if experts are not sharded
+    OPEN_AGAIN = "HAI"  # backward: HA for T_DI that is sent again
     SHARED = "X"  # the shared expert on all tokens; in backward the gradient of its input
     SHARED_WGRAD = "XW"  # gradients of the shared expert's parameters
-    GRADIENTS = "GAR"  # reduces the data-parallel gradients of other layers that hide behind the pass
+    GRADIENTS = "GAR"  # reduces data-parallel gradients of other layers, beside the experts of this layer
     OUTPUT = "O"  # sums the returned rows of each token: T_O (or dT_I)
-    COPY_ROWS_OUT = "DI"  # D of T_DI: device to host
-    COPY_HIDDEN_OUT = "DM"  # D of T_M
-    LOCAL_COPY_ROWS_OUT = "LDI"  # D of T_DI, of rows that stay
-    LOCAL_COPY_HIDDEN_OUT = "LDM"  # D of T_M, of rows that stay
-    COPY_ROWS_IN = "HI"  # H of T_DI: host to device
-    COPY_HIDDEN_IN = "HM"  # H of T_M
-    LOCAL_COPY_ROWS_IN = "LHI"  # H of T_DI, of rows that stay
-    LOCAL_COPY_HIDDEN_IN = "LHM"  # H of T_M, of rows that stay
-    GATHER_AGAIN = "GI"  # backward: G of T_I, for SI
-    DISPATCH_AGAIN = "SI"  # backward: the S that sends T_DI again
-    ALL_GATHER_AGAIN = "AGI"  # backward: AG of T_DI that is sent again
+    COPY_ROWS_OUT = "DI"  # copies T_DI of received rows from the device to the host
+    COPY_HIDDEN_OUT = "DM"  # copies T_M of received rows to the host
+    LOCAL_COPY_ROWS_OUT = "LDI"  # copies T_DI of rows that stay to the host
+    LOCAL_COPY_HIDDEN_OUT = "LDM"  # copies T_M of rows that stay to the host
+    COPY_ROWS_IN = "HI"  # copies T_DI of received rows from the host to the device
+    COPY_HIDDEN_IN = "HM"  # copies T_M of received rows to the device
+    LOCAL_COPY_ROWS_IN = "LHI"  # copies T_DI of rows that stay to the device
+    LOCAL_COPY_HIDDEN_IN = "LHM"  # copies T_M of rows that stay to the device
+    GATHER_AGAIN = "GI"  # backward: copies rows of T_I to a send buffer, for SI
+    DISPATCH_AGAIN = "SI"  # backward: all-to-all that sends T_DI again
+    ALL_GATHER_AGAIN = "AGI"  # backward: AG for T_DI that is sent again
     RECOMPUTE = "M"  # backward: recomputes T_M from T_DI
     LOCAL_RECOMPUTE = "LM"  # backward: recomputes T_M of rows that stay
 
@@ -83,23 +92,31 @@ class Kind(str, enum.Enum):
     __hash__ = str.__hash__
 
     def at(self, place: str) -> Kind:
-        """Returns the kind of the same task for rows that stay if ``place`` is "_L", else this kind."""
+        """Returns the kind of the same work for rows that stay on this rank, if ``place`` is "_L".
+
+        Rows stay if their expert is on their own rank. If ``place`` is "", returns this kind. Example: W, the
+        gradients of parameters from received rows, becomes LW.
+        """
         return Kind("L" + self.value) if place else self
 
     def again(self, is_again: bool) -> Kind:
-        """Returns the kind of the same task for T_DI that is sent again if ``is_again``, else this kind."""
+        """Returns the kind of the same work for forward's dispatched rows (T_DI), which backward sends again.
+
+        If ``is_again`` is False, returns this kind. Example: S, the dispatch all-to-all, becomes SI.
+        """
         return Kind(self.value + "I") if is_again else self
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One step of a pass.
+    """One task of a pass: some work on one chunk, on one lane.
 
-    kind: the work that it does.
-    chunk: the chunk; the piece for rows that stay; -1 for a task of all chunks.
-    lane: the lane that runs it.
-    reads, writes: names of buffers, "T_DI.0" say.
-    waits: names of earlier tasks, which must end before it starts.
+    kind: the work.
+    chunk: the number of the chunk. Rows that stay on this rank may be cut into fewer pieces than chunks
+        (`piece_of`); their tasks have the number of the piece. -1 if the task is for all chunks.
+    lane: the queue in which the task runs.
+    reads, writes: names of the buffers that it reads and writes, "T_DI.0" say.
+    waits: names of earlier tasks that must end before this task starts.
     """
 
     kind: Kind
@@ -111,7 +128,7 @@ class Task:
 
     @functools.cached_property
     def name(self) -> str:
-        """The kind and the chunk, "S0" say."""
+        """The kind and the chunk, "S0" say; only the kind for a task of all chunks."""
         return self.kind.value + ("" if self.chunk < 0 else str(self.chunk))
 
 
@@ -120,8 +137,9 @@ class Schedule:
     """The tasks of one pass, in the order in which they are issued.
 
     direction: "forward" or "backward".
-    tasks: the tasks, linked.
-    slots: the ring slot of each buffer that lies in one; all other buffers have memory of their own.
+    tasks: the tasks, with ``waits`` filled in.
+    slots: the ring slot of each buffer that lies in one, such as {"T_DI.2": "T_DI[0]"}. A ring slot is memory
+        that buffers use in turn. All other buffers have memory of their own.
     """
 
     direction: str
@@ -130,19 +148,19 @@ class Schedule:
 
     @functools.cached_property
     def lanes(self) -> frozenset[Lane]:
-        """The lanes that have tasks."""
+        """The lanes on which tasks of this schedule run."""
         return frozenset(task.lane for task in self.tasks)
 
     @functools.cached_property
     def kinds(self) -> frozenset[Kind]:
-        """The kinds of its tasks."""
+        """The kinds of tasks that this schedule has."""
         return frozenset(task.kind for task in self.tasks)
 
     @functools.cached_property
     def turns(self) -> dict[str, list[tuple[str, int, str]]]:
-        """The buffers in ring slots by name: (buffer, its chunk, its slot) for each.
+        """The buffers that lie in ring slots: for each name, a list of (buffer, chunk, slot).
 
-        Example: "T_M_L" -> [("T_M_L.3", 3, "T_M[0]")].
+        A ring slot is memory that buffers use in turn. Example: "T_M_L" -> [("T_M_L.3", 3, "T_M[0]")].
         """
         turns: dict[str, list[tuple[str, int, str]]] = {}
         for buffer, slot in self.slots.items():
@@ -166,18 +184,20 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """The stages that a layer has beside its experts. The same on every rank.
+    """The optional stages of a layer, from which its schedules are built. They are the same on every rank.
 
-    local: whether rows may stay on their rank.
-    remote: whether rows may travel.
+    local: whether rows may stay on their rank, because their expert is on it.
+    remote: whether rows may be sent to other ranks.
     sharded: whether experts are split over the ranks of a node.
-    hooked: whether they are, and callbacks see rows between S and AG or between RS and R.
-    shared: whether there is a shared expert.
-    gradients: whether backward carries gradients of other layers.
-    one_lane: whether messages inside a node wait for those between nodes, the baseline that FSMoE is measured
-        against.
+    hooked: whether experts are sharded and, in addition, callbacks run inside the layer. Callbacks then see
+        rows between the dispatch and the all-gather inside the node, or results between the reduce-scatter
+        and the combine.
+    shared: whether there is a shared expert, which computes all tokens.
+    gradients: whether the backward pass also reduces data-parallel gradients of other layers.
+    one_lane: whether collectives inside a node wait for those between nodes. This is the baseline that FSMoE
+        is measured against.
 
-    Raises ValueError if rows neither stay nor travel.
+    Raises ValueError if ``local`` and ``remote`` are both False.
     """
 
     local: bool
@@ -196,12 +216,15 @@ class Stages:
 def finished(
     direction: str, tasks: list[Task], stages: Stages, slots: Mapping[str, str] | None = None
 ) -> Schedule:
-    """Returns the schedule of ``tasks``, linked. Adds GAR in backward if the layer has it.
+    """Returns the schedule of a list of tasks: fills in the tasks for which each task waits (`link`).
 
-    With ``stages.one_lane`` the tasks inside a node are put on the communication lane.
+    In backward it also adds the task that reduces other layers' gradients, if ``stages.gradients`` is set.
+    With ``stages.one_lane`` it moves the tasks inside a node to the communication lane.
+
+    slots: the ring slot of each buffer that lies in one; None if all buffers have memory of their own.
     """
     if stages.gradients and direction == "backward":
-        # Behind the last S and before the next R, while the link would wait for the experts.
+        # After the last S and before the next R, where the link would otherwise wait for the experts.
         last = max((at for at, task in enumerate(tasks) if task.kind is Kind.DISPATCH), default=-1)
         tasks[last + 1 : last + 1] = [make_task(Kind.GRADIENTS, -1, [], ["gradients"])]
     if stages.one_lane:
@@ -211,10 +234,14 @@ def finished(
 
 
 def local_pieces(n: int, *, local: bool, remote: bool) -> int:
-    """Returns m, the number of pieces into which the rows that stay are cut (`piece_of`).
+    """Returns m, the number of pieces into which the rows that stay on this rank are cut.
 
-    m is 0 if no rows stay, and n if none travel. Otherwise it is 2: a piece for the last chunk, and one for
-    all chunks before it; 1 if n = 1.
+    Rows stay if their expert is on this rank. Each piece is one task. m is 0 if no rows stay, and n if no
+    rows are sent. Otherwise m is 2: one piece for all chunks but the last, and one for the last chunk (1 if n
+    = 1). Fewer pieces make larger products, which are faster.
+
+    n: number of chunks.
+    local, remote: whether rows may stay on their rank, and whether rows may be sent.
     """
     if not local:
         return 0
@@ -222,16 +249,22 @@ def local_pieces(n: int, *, local: bool, remote: bool) -> int:
 
 
 def piece_of(chunk: int, n: int, m: int) -> int:
-    """Returns the number of the piece that holds a chunk's rows that stay: max(chunk - (n - m), 0).
+    """Returns the number of the piece with a chunk's rows that stay on this rank: max(chunk - (n - m), 0).
 
-    Each of the last m - 1 chunks has a piece of its own; the first piece holds the rows of all others.
+    Rows stay if their expert is on this rank. Those of n chunks are cut into m pieces, and each piece is
+    computed by one task. The first piece holds the rows of all chunks but the last m - 1, each of which has a
+    piece of its own.
+
     Example: n = 4, m = 2 -> 0, 0, 0, 1.
     """
     return max(chunk - (n - m), 0)
 
 
 def sequential(schedule: Schedule) -> Schedule:
-    """Returns the schedule in which every task waits for the one before: the baseline without overlap."""
+    """Returns a schedule in which every task waits for the task before it.
+
+    It is the baseline without overlap, against which measurements compare other schedules.
+    """
     chained: list[Task] = []
     for task in schedule.tasks:
         waits = (*task.waits, chained[-1].name) if chained else task.waits
@@ -240,12 +273,13 @@ def sequential(schedule: Schedule) -> Schedule:
 
 
 def link(tasks: Iterable[Task], slots: Mapping[str, str] | None = None) -> tuple[Task, ...]:
-    """Returns the tasks with ``waits`` filled in.
+    """Returns the tasks with ``waits`` filled in: the names of the earlier tasks that must end first.
 
-    A task waits for the last writer of every buffer that it reads or writes, and for all readers, since that
-    write, of every buffer that it writes. Buffers of one slot count as one buffer, because they share memory.
+    A task waits for the last writer of every buffer that it reads or writes. It also waits for all tasks that
+    have read, since then, a buffer that it writes. Buffers in one ring slot count as one buffer, because they
+    share its memory.
 
-    slots: the ring slot of each buffer that lies in one.
+    slots: the ring slot of each buffer that lies in one; None if all buffers have memory of their own.
 
     Raises ValueError if a task reads a buffer after its slot was written for another buffer.
     """
@@ -282,7 +316,7 @@ _LANES = {
 
 
 def make_task(kind: Kind, chunk: int, reads: Sequence[str], writes: Sequence[str]) -> Task:
-    """Returns a task on the lane of its kind, not yet linked."""
+    """Returns a task on the lane of its kind, without the tasks for which it waits; `link` adds them."""
     lane = _LANES.get(kind.value, Lane.COMPUTE)
     return Task(kind=kind, chunk=chunk, lane=lane, reads=tuple(reads), writes=tuple(writes))
 
@@ -291,11 +325,15 @@ ENDS_OF_STAGES: dict[PassDirection, tuple[str, ...]] = {
     "forward": ("T_I", "T_DI", "T_DO", "home", "T_O"),
     "backward": ("dT_O", "dT_DO", "dT_DI", "dhome", "dT_I"),
 }
-"""The names of five buffers: the source of G, the results of S, C and R, and the result of O."""
+"""The names of five buffers of a pass.
+
+These are the source of the gather (G), the results of the dispatch (S), the experts (C) and the combine (R),
+and the result of the output task (O).
+"""
 
 
 class PassBuilder:
-    """Builds the list of tasks of a pass. Each method appends tasks, in the order of the calls.
+    """Builds the list of tasks of a pass. Each method appends tasks, so the list has the order of the calls.
 
     A method appends nothing for stages that the layer does not have, and for chunks below 0 or beyond n - 1.
 
@@ -321,29 +359,44 @@ class PassBuilder:
         self._source, self._received, self._result, self._home, self._output = buffers
 
     def add(self, kind: Kind, chunk: int, reads: Sequence[str], writes: Sequence[str]) -> None:
-        """Appends one task."""
+        """Appends one task. ``reads`` and ``writes`` are names of buffers, "T_DI.0" say."""
         self.tasks.append(make_task(kind, chunk, reads, writes))
 
     def finish(self, slots: Mapping[str, str] | None = None) -> Schedule:
-        """Returns the schedule of all tasks. slots: the ring slot of each buffer that lies in one."""
+        """Returns the schedule of all tasks that were appended.
+
+        slots: the ring slot of each buffer that lies in one; None if all buffers have memory of their own.
+        """
         return finished(self.direction, self.tasks, self.stages, slots)
 
     def dispatch(self, i: int, *, again: bool = False) -> None:
-        """Appends G and S of chunk i, and AG if experts are sharded.
+        """Appends the tasks that gather and send the rows of chunk i to the experts' ranks.
 
-        again: whether backward sends T_DI again, so GI, SI and AGI.
+        These are G, S (the dispatch all-to-all), and AG (an all-gather inside the node) if experts are
+        sharded.
+
+        again: whether backward sends forward's rows (T_DI) again. The tasks are then GI, SI and AGI.
         """
         if 0 <= i < self.n:
             self.gather(i, again=again)
             self.send(i, again=again)
 
     def gather(self, i: int, *, again: bool = False) -> None:
-        """Appends G of chunk i; GI if ``again``."""
+        """Appends G of chunk i, which copies the rows to be sent into the send buffer.
+
+        again: True appends GI, which copies forward's rows in backward, to send them again.
+        """
         source = "T_I" if again else self._source
         self.add(Kind.GATHER.again(again), i, [f"{source}.{i}"], [f"send{'_again' * again}.{i}"])
 
     def send(self, i: int, *, again: bool = False) -> None:
-        """Appends S of chunk i, and AG if experts are sharded and no callbacks come between (`open`)."""
+        """Appends S, the dispatch all-to-all of chunk i.
+
+        If experts are sharded, appends AG, the all-gather inside the node, too. In a layer with callbacks
+        between the two (`Stages.hooked`), `open` appends AG instead.
+
+        again: whether backward sends forward's rows (T_DI) again. The tasks are then SI and AGI.
+        """
         suffix = "_again" * again
         arrived = f"arrived{suffix}" if self.stages.sharded else "T_DI" if again else self._received
         self.add(Kind.DISPATCH.again(again), i, [f"send{suffix}.{i}"], [f"{arrived}.{i}"])
@@ -351,19 +404,34 @@ class PassBuilder:
             self._all_gather(i, arrived, again)
 
     def open(self, i: int, *, again: bool = False) -> None:
-        """Appends HA and AG of chunk i in a hooked layer: callbacks, then the all-gather."""
+        """Appends HA and AG of chunk i: callbacks on dispatched rows, and their all-gather inside the node.
+
+        Does nothing unless the layer has sharded experts and callbacks between dispatch and all-gather
+        (`Stages.hooked`).
+
+        again: whether backward sends forward's rows (T_DI) again, and these are the rows. The tasks are then
+            HAI and AGI.
+        """
         if self.stages.hooked and 0 <= i < self.n:
             arrived, opened = (f"{name}{'_again' * again}" for name in ("arrived", "opened"))
             self.add(Kind.OPEN.again(again), i, [f"{arrived}.{i}"], [f"{opened}.{i}"])
             self._all_gather(i, opened, again)
 
     def _all_gather(self, i: int, source: str, again: bool) -> None:
-        """Appends AG of chunk i, which reads the buffer ``source``."""
+        """Appends AG of chunk i, the all-gather of rows inside the node.
+
+        source: the name of the buffer with this rank's own rows.
+        again: whether the rows are those of forward (T_DI) that backward sends again. The task is then AGI.
+        """
         writes = [f"{'T_DI' if again else self._received}.{i}", f"copies{'_again' * again}.{i}"]
         self.add(Kind.ALL_GATHER.again(again), i, [f"{source}.{i}"], writes)
 
     def combine(self, i: int) -> None:
-        """Appends R of chunk i, after RS if experts are sharded. In a hooked layer `close` appends R."""
+        """Appends R, the combine all-to-all of chunk i, which sends results back to the tokens' ranks.
+
+        If experts are sharded, RS comes before: a reduce-scatter of partial results inside the node. In a
+        layer with callbacks between RS and R (`Stages.hooked`), `close` appends R instead.
+        """
         leaving = "leaving" if self.stages.sharded else self._result
         if self.stages.sharded:
             self.add(Kind.REDUCE_SCATTER, i, [f"{self._result}.{i}"], [f"leaving.{i}", f"parts.{i}"])
@@ -371,22 +439,31 @@ class PassBuilder:
             self.add(Kind.COMBINE, i, [f"{leaving}.{i}"], [f"{self._home}.{i}"])
 
     def close(self, i: int) -> None:
-        """Appends HB and R of chunk i in a hooked layer: callbacks on the sums of RS, then R."""
+        """Appends HB and R of chunk i: callbacks on the experts' results, and the combine all-to-all.
+
+        Does nothing unless the layer has sharded experts and callbacks on their summed results
+        (`Stages.hooked`).
+        """
         if self.stages.hooked and 0 <= i < self.n:
             self.add(Kind.CLOSE, i, [f"leaving.{i}"], [f"closed.{i}"])
             self.add(Kind.COMBINE, i, [f"closed.{i}"], [f"{self._home}.{i}"])
 
     def send_weights(self) -> None:
-        """Appends P, which sends the routing weights of all chunks, and PG if experts are sharded."""
+        """Appends P, which sends the routing weights of all chunks to the experts' ranks in one message.
+
+        If experts are sharded, appends PG, too: an all-gather of the weights inside the node.
+        """
         arrived = "weight_arrived" if self.stages.sharded else "weight_DI"
         self.add(Kind.WEIGHTS, -1, ["weight"], [arrived])
         if self.stages.sharded:
             self.add(Kind.SHARE_WEIGHTS, -1, [arrived], ["weight_DI"])
 
     def return_weights(self, chunks: Iterable[int]) -> None:
-        """Appends P, which returns the gradients of the routing weights; PG before it if experts are sharded.
+        """Appends P, which returns the gradients of all routing weights in one message.
 
-        chunks: the order in which their gradients are computed.
+        If experts are sharded, PG comes before P: a reduce-scatter of these gradients inside the node.
+
+        chunks: the chunks, in the order in which their gradients are computed.
         """
         leaving = [f"dweight_DI.{i}" for i in chunks]
         if self.stages.sharded:
@@ -395,7 +472,10 @@ class PassBuilder:
         self.add(Kind.WEIGHTS, -1, leaving, ["dweight"])
 
     def shared(self) -> None:
-        """Appends the tasks of the shared expert. Called while the link has work, the experts none."""
+        """Appends the tasks of the shared expert, which computes all tokens; none if the layer has none.
+
+        Callers place it at a moment when rows are being sent and the other experts have nothing to do.
+        """
         if self.stages.shared and self.direction == "forward":
             self.add(Kind.SHARED, -1, ["T_I"], ["T_S"])
         elif self.stages.shared:
@@ -403,9 +483,10 @@ class PassBuilder:
             self.add(Kind.SHARED_WGRAD, -1, ["pending_S"], ["dw_S"])
 
     def output(self, i: int, piece: int | None = None) -> None:
-        """Appends O of chunk i.
+        """Appends O of chunk i, which sums the results of each of the chunk's tokens.
 
-        piece: the piece that holds the chunk's rows that stay; None for the piece with the chunk's number.
+        piece: the number of the piece that holds the chunk's rows that stay on this rank, because their
+            expert is on it (`piece_of`); None if it equals the chunk's number.
         """
         if 0 <= i < self.n:
             own_piece = i if piece is None else piece

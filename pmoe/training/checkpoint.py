@@ -3,11 +3,12 @@
 Requirements: all ranks see one file system, and every run saves to a folder of its own. `save_checkpoint`
 removes unfinished checkpoints from that folder, because it takes them for the remains of a killed run.
 
-Experts that `pmoe.parallelize` laid out are DTensors; each rank writes and reads its own part of them. The
-files (`pmoe.training.checkpoint_files`) name the experts as one process with all experts would.
+`pmoe.parallelize` makes experts' parameters DTensors; each rank writes and reads its own part of them. The
+names of experts in the files are those that one process with all experts would use, so they do not depend on
+the number of ranks (`pmoe.training.checkpoint_state`).
 
-Loading runs no code from the files: of their pickles, only plain data and the records of
-torch.distributed.checkpoint (DCP) are accepted.
+torch.distributed.checkpoint (DCP) writes and reads the tensors. Loading runs no code from the files: pickled
+plain data and DCP's own records are accepted, and nothing else.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ MAX_PROBLEMS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """Result of `load_checkpoint`: what a checkpoint holds beside the model's and the optimizers' state.
+    """Result of `load_checkpoint`: everything that is not loaded into the model and the optimizers.
 
     Attributes:
         path: folder of the checkpoint.
         step: number of the training step at which it was saved.
         extra: the ``extra`` that `save_checkpoint` got on rank 0.
-        random: True if the random generators were set to their saved states. That needs the number of ranks
-            that saved them.
+        random: True if the random generators were set to their saved states, which needs as many ranks as
+            saved them.
     """
 
     path: Path
@@ -76,17 +77,17 @@ def save_checkpoint(
     """Writes a checkpoint of all ranks into a new subfolder of ``folder`` and returns that subfolder.
 
     Args:
+        folder: folder of the run's checkpoints.
         model: its parameters and buffers, of any shape, and the extra states of its modules are saved.
         optimizer: one optimizer of the model, several, or None. Their states and options are saved.
         step: number of the training step, at least 0.
-        extra: plain data of the run, such as a scheduler's state or the position in the data. Only rank
-            0's is saved.
+        extra: plain data of the run, such as a scheduler's state or the position in the data. Only rank 0's
+            is saved.
         keep: number of newest checkpoints that stay in ``folder``, at least 1. Older ones are removed.
-        group: the ranks that hold the model together. None is the default group, or
-            this process.
+        group: the ranks that hold the model together. None is the default group, or this process.
 
     Collective: every rank must call it. When it returns, the checkpoint is on the disk and is the one that
-    `load_checkpoint` loads. If it ends before (a kill, a full disk), the previous checkpoint is unchanged and
+    `load_checkpoint` loads. If a kill or a full disk interrupts it, the previous checkpoint is unchanged and
     is still the one that is loaded.
 
     Raises CheckpointError on every rank if any rank fails. For example, the model was not parallelized, so
@@ -185,7 +186,10 @@ def load_checkpoint(
 
 
 def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """Returns the optimizers as a list. Raises TypeError for anything that is not an optimizer."""
+    """Returns one optimizer, several, or None as a list of optimizers.
+
+    Raises TypeError for anything that is not an optimizer.
+    """
     several: Any = () if optimizer is None else optimizer
     optimizers: list[Optimizer] = list(several) if isinstance(several, list | tuple) else [several]
     for candidate in optimizers:
@@ -194,8 +198,12 @@ def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer
 
 
 def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the plain data of all ranks. Where several ranks have the same name, the lowest rank's value is
-    taken.
+    """Merges the plain data of all ranks (everything that is not a model's or optimizer's tensor) into one.
+
+    If several ranks have data under the same name, the lowest rank's data are taken.
+
+    of_ranks: for each rank its "step", its "extra", and by name its "model" (extra states of modules),
+        "options" and "values" (of optimizers).
 
     Raises CheckpointError if the ranks gave different steps.
     """
@@ -218,10 +226,14 @@ def _states_to_fill(
     plain: states.Plain,
     metadata: Metadata,
 ) -> dict[str, Tensor]:
-    """Returns the optimizers' state tensors, which DCP then overwrites with the saved values.
+    """Returns the optimizers' state tensors, by their names in the checkpoint, for DCP to read into.
 
     An optimizer that made no step yet has no state, so its state is created first. If the checkpoint does not
-    fit, the optimizers get back the state that they had before.
+    fit, the optimizers get back the state that they had before. Collective.
+
+    names: maps parameters to their names in the checkpoint.
+    plain: the checkpoint's data that are not tensors.
+    metadata: DCP's list of the saved tensors.
     """
     before = [dict(optimizer.state) for optimizer in optimizers]
 
@@ -252,9 +264,12 @@ def _check_fit(
 ) -> None:
     """Raises CheckpointError on every rank if, on any rank, the checkpoint does not fit ``tensors``.
 
+    path: folder of the checkpoint, for the message.
+    names: maps parameters to their names in the checkpoint.
     tensors: this rank's tensors by their names in the checkpoint, of any shape.
+    metadata: DCP's list of the saved tensors.
     part: "model" or "optimizer", the first part of those names.
-    more: further problems that this rank found.
+    more: further mismatches that this rank found, in words.
     """
     of_some_ranks = gathered(ranks, names.of_this_rank(tensors), stage="comparing names")
     problems = [*more, *states.problems_of(tensors, set(tensors).union(*of_some_ranks), metadata, part)]
@@ -270,9 +285,11 @@ def _check_fit(
 
 
 def _on_all(ranks: Ranks, stage: str, act: Callable[[], T]) -> T:
-    """Calls ``act`` and returns its result.
+    """Calls ``act`` on every rank and returns this rank's result.
 
-    Raises CheckpointError on every rank if it raised on any. Collective.
+    Raises CheckpointError on every rank if ``act`` raised on any. Collective.
+
+    stage: what ``act`` does, for the message.
     """
     error = None
     value = None
@@ -285,17 +302,26 @@ def _on_all(ranks: Ranks, stage: str, act: Callable[[], T]) -> T:
 
 
 def _on_first(ranks: Ranks, stage: str, act: Callable[[], T]) -> T:
-    """Calls ``act`` on the first rank only and returns its result on every rank. Collective."""
+    """Calls ``act`` on rank 0 only and returns its result on every rank.
+
+    Raises CheckpointError on every rank if ``act`` raised. Collective.
+
+    stage: what ``act`` does, for the message.
+    """
     value = _on_all(ranks, stage, lambda: act() if ranks.rank == 0 else None)
     return from_first(ranks, value, stage=f"agreeing on a checkpoint ({stage})")  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
 def _by_dcp(ranks: Ranks, stage: str) -> Iterator[dict[str, Any]]:
-    """Turns DCP's errors into CheckpointError. DCP reports them to all ranks as a CheckpointException.
+    """Wraps a call of DCP (torch.distributed.checkpoint) and turns its errors into CheckpointError.
 
-    CheckpointException derives from BaseException, so `except Exception` does not catch it.
     Yields the arguments that tell DCP which ranks take part.
+
+    DCP reports a failure to all ranks as a CheckpointException. That class derives from BaseException, so
+    `except Exception` would not catch it.
+
+    stage: what DCP does, for the message.
     """
     try:
         with warnings.catch_warnings():
@@ -309,10 +335,13 @@ def _by_dcp(ranks: Ranks, stage: str) -> Iterator[dict[str, Any]]:
 
 
 def _raise(stage: str, errors: Sequence[str | None]) -> None:
-    """Raises CheckpointError if any of ``errors`` (one a rank) is not None.
+    """Raises CheckpointError if any rank has an error.
 
-    The message is the same on all ranks: one text if all ranks have the same error, else a text for each
-    rank.
+    The message is the same on all ranks: one text if all ranks have the same error, else a text for each rank
+    that has one.
+
+    stage: what was being done, for the message.
+    errors: for each rank its error in words, or None.
     """
     if not any(errors):
         return

@@ -1,4 +1,4 @@
-"""Files of a checkpoint beside those of DCP, written so that a kill leaves a complete checkpoint.
+"""Files of a checkpoint, written so that a kill at any moment leaves a complete checkpoint.
 
     folder/latest.json               {"folder": "step_00000400", "step": 400}
     folder/step_00000400/
@@ -7,7 +7,8 @@
         random_0.pt  random_1.pt ... written by each rank: the states of its random generators
         sums_0.json  sums_1.json ... written by each rank: a CRC-32 of each file that it wrote
 
-A checkpoint is published in three steps, so that a kill between any two leaves a complete checkpoint:
+A checkpoint is published in three steps. After a kill between any two of them, latest.json still names a
+complete checkpoint:
 
 1. All ranks write their files to step_N.tmp and wait until the disk has them.
 2. The folder is renamed to step_N.
@@ -45,7 +46,10 @@ RECORDS = frozenset(
     | {(FileSystemReader.__module__, "_StorageInfo"), (Metadata.__module__, "_MEM_FORMAT_ENCODING")}
     | {(Metadata.__module__, name) for name in metadata.__all__}
 )
-"""(module, name) of the classes that a checkpoint's pickled list of tensors may contain."""
+"""(module, name) of the classes that a checkpoint's pickled list of tensors may contain.
+
+Other classes are refused, because unpickling them could run any program.
+"""
 
 
 class CheckpointError(ValueError):
@@ -56,10 +60,13 @@ class CheckpointError(ValueError):
 
 
 def new_folder(folder: Path, step: int) -> Path:
-    """Makes and returns the temporary folder that a checkpoint is written to.
+    """Makes and returns the temporary folder, step_N.tmp, that a checkpoint is written to.
 
-    Removes what a killed save, or a removal that was interrupted, left in ``folder``. If the step was saved
-    before, the new folder's name gets a number: step_00000400-2.
+    Removes the unfinished folders that a killed run left in ``folder``. If the same step was saved before,
+    the new folder's name gets a number: step_00000400-2.tmp.
+
+    folder: folder of all checkpoints of the run.
+    step: number of the training step.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in (*folder.glob("step_*.tmp"), *folder.glob(f".{POINTER}.*.tmp")):
@@ -76,7 +83,10 @@ def new_folder(folder: Path, step: int) -> Path:
 
 
 def check_plain(plain: Mapping[str, Any]) -> None:
-    """Raises ValueError if ``plain`` cannot be written, or cannot be read back as plain data and tensors."""
+    """Raises ValueError if ``plain`` cannot be written, or cannot be read back as plain data and tensors.
+
+    plain: everything of a checkpoint that is not a model's or optimizer's tensor.
+    """
     memory = io.BytesIO()
     try:
         torch.save(plain, memory)
@@ -91,7 +101,12 @@ def check_plain(plain: Mapping[str, Any]) -> None:
 
 
 def write_beside(part: Path, rank: int, plain: Mapping[str, Any]) -> None:
-    """Writes the files that DCP does not: random states, checksums and, on rank 0, the plain data."""
+    """Writes the files that DCP does not write: random states, checksums and, on rank 0, the plain data.
+
+    part: the temporary folder of the checkpoint.
+    rank: this rank.
+    plain: everything of the checkpoint that is not a model's or optimizer's tensor.
+    """
     generators: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         generators["cuda"] = torch.cuda.get_rng_state()
@@ -105,9 +120,12 @@ def write_beside(part: Path, rank: int, plain: Mapping[str, Any]) -> None:
 
 
 def publish(part: Path, step: int, keep: int) -> Path:
-    """Makes the finished folder ``part`` the latest checkpoint.
+    """Renames a finished temporary folder to its final name and makes it the latest checkpoint.
 
-    Removes all but the newest ``keep``. Returns its path.
+    Removes all but the newest ``keep`` checkpoints. Returns the folder's path.
+
+    part: the temporary folder, step_N.tmp.
+    step: number of the training step, for latest.json.
     """
     folder = part.parent
     path = part.with_suffix("")
@@ -130,9 +148,12 @@ def publish(part: Path, step: int, keep: int) -> Path:
 
 
 def find(folder: Path, step: int | None) -> str:
-    """Returns the name of a checkpoint's folder: that of ``step``, or the latest if ``step`` is None.
+    """Returns the name of a checkpoint's folder: that of ``step``, or of the latest checkpoint.
 
-    Raises CheckpointError if there is none.
+    folder: folder of all checkpoints of the run.
+    step: number of a training step; None takes the latest checkpoint.
+
+    Raises CheckpointError if there is no such checkpoint.
     """
     if step is None:
         return _last(folder / POINTER)
@@ -147,10 +168,15 @@ def find(folder: Path, step: int | None) -> str:
 
 
 def read(path: Path, rank: int, num_ranks: int) -> tuple[dict[str, Any], Metadata, dict[str, Any] | None]:
-    """Reads everything of a checkpoint except its tensors: (plain.pt, DCP's metadata, random states).
+    """Reads everything of a checkpoint except its tensors, and checks that all files are complete.
 
-    The random states are this rank's; None if another number of ranks saved them. The checksums of all files
-    are compared here, because torch does not: each rank compares those of every ``num_ranks``-th list.
+    Returns (data in plain.pt, DCP's list of tensors, states of this rank's random generators). The states are
+    None if another number of ranks saved the checkpoint.
+
+    The checksums of all files are compared here, because torch compares none. The ranks share this work: each
+    takes every ``num_ranks``-th of the files sums_*.json.
+
+    path: folder of the checkpoint.
 
     Raises OSError or ValueError if a file is missing, damaged or too short.
     """
@@ -171,7 +197,10 @@ def read(path: Path, rank: int, num_ranks: int) -> tuple[dict[str, Any], Metadat
 
 
 def set_random(generators: Mapping[str, Any]) -> None:
-    """Sets the random generators of torch, Python and the current CUDA device to saved states."""
+    """Sets the random generators of torch, Python and the current CUDA device to saved states.
+
+    generators: the content of random_N.pt: a state for "torch", "python" and, if the run had a GPU, "cuda".
+    """
     torch.set_rng_state(generators["torch"])
     random.setstate(generators["python"])
     if "cuda" in generators and torch.cuda.is_available():
@@ -179,7 +208,12 @@ def set_random(generators: Mapping[str, Any]) -> None:
 
 
 def _last(pointer: Path) -> str:
-    """Returns the folder name in latest.json. Raises CheckpointError if the file is missing or damaged."""
+    """Returns the name of the folder that latest.json names.
+
+    Raises CheckpointError if the file is missing or damaged, or if there is no folder of this name.
+
+    pointer: path of latest.json.
+    """
     try:
         name = load_json(pointer, lambda found: found["folder"])
     except FileNotFoundError:
@@ -194,12 +228,12 @@ def _last(pointer: Path) -> str:
 
 
 def _complete(folder: Path) -> list[Path]:
-    """Returns the folders of published checkpoints. A folder without plain.pt is not one."""
+    """Returns the folders of published checkpoints: those without ".tmp" in their name and with plain.pt."""
     return [path for path in folder.glob("step_*") if path.suffix != ".tmp" and (path / PLAIN).exists()]
 
 
 class _Records(pickle.Unpickler):
-    """Unpickles DCP's records and plain data only: an arbitrary pickle could run any program."""
+    """Unpickles DCP's records and plain data only, because an arbitrary pickle could run any program."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in RECORDS or module == "torch" and isinstance(getattr(torch, name), torch.dtype):
@@ -208,9 +242,11 @@ class _Records(pickle.Unpickler):
 
 
 def _read_metadata(path: Path) -> Metadata:
-    """Reads DCP's list of tensors.
+    """Reads DCP's list of the tensors in a checkpoint, from the file .metadata.
 
-    Raises ValueError if one of the files that it names is shorter than it must be.
+    Raises ValueError if a file that the list names is shorter than the tensors in it.
+
+    path: folder of the checkpoint.
     """
     tensor_list, ends = _opened(path / LIST, _listed)
     for name, end in ends.items():
@@ -223,7 +259,10 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def _listed(file: IO[bytes]) -> tuple[Metadata, dict[str, int]]:
-    """Returns the metadata and, for each file, the byte at which its last tensor ends."""
+    """Unpickles DCP's list of tensors.
+
+    Returns the list, and for each data file the byte at which its last tensor ends.
+    """
     tensor_list = _Records(file).load()
     ends = dict[str, int]()
     for place in tensor_list.storage_data.values():
@@ -236,10 +275,10 @@ def _read_plain(path: Path) -> dict[str, Any]:
 
 
 def _opened(path: Path, load: Callable[[IO[bytes]], T]) -> T:
-    """Opens a file and returns ``load`` of it.
+    """Opens a file for reading and returns load(file).
 
-    Raises OSError as ``open`` does. Any other error means that the file is damaged, and becomes a ValueError
-    that says so.
+    Raises OSError if the file cannot be opened. Any other error means that the file is damaged, and becomes a
+    ValueError with the file's path.
     """
     try:
         with open(path, "rb") as file:
@@ -252,7 +291,7 @@ def _opened(path: Path, load: Callable[[IO[bytes]], T]) -> T:
 
 
 def _sum(path: Path) -> int:
-    """Returns the CRC-32 of a file, read in pieces of 4 MiB."""
+    """Returns the CRC-32 of a file, which is read in blocks of 4 MiB."""
     checksum = 0
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
@@ -264,7 +303,10 @@ def _sum(path: Path) -> int:
 
 
 def _write_to_disk(value: object, path: Path) -> None:
-    """Writes a new file and returns when the disk has it, not only the cache of the operating system."""
+    """Writes ``value`` to a new file, and waits until it is on the disk.
+
+    Without the wait it might be in the operating system's cache only, and be lost when the machine fails.
+    """
     with open(path, "xb") as file:
         torch.save(value, file)
         file.flush()
@@ -272,7 +314,7 @@ def _write_to_disk(value: object, path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Returns when the disk has the folder's entries: new files and renames."""
+    """Waits until the folder's entries, such as new files and renames, are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,14 +1,14 @@
-"""Tensors of a model and its optimizers as a checkpoint holds them: their names, and checks that they fit.
+"""Tensors of a model and its optimizers, by their names in a checkpoint, and checks that they fit.
 
     model.NAME              a parameter or buffer
     optimizer.NAME.KEY      the state KEY (such as exp_avg) of the parameter NAME
 
-DCP (torch.distributed.checkpoint) writes these tensors and reads them in place, each rank its own part.
-Everything else is plain data. An optimizer's options are stored for each parameter, not for each group, so
-that a run may load them into groups that are cut differently.
+torch.distributed.checkpoint (DCP) writes these tensors and reads into them in place, each rank its own part.
+Everything else is plain data. An optimizer's options are stored for each parameter and not for each parameter
+group, so that a run may load them into other groups.
 
 NAME is the name that the tensor has in one process with all experts: wrappers add nothing to it, and experts
-that are modules are numbered among all experts.
+that are a user's modules are numbered among all experts.
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ from pmoe.layer import MoELayer
 Plain = dict[str, Any]
 
 RUN_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-"""Entries of a parameter group that are not saved: parameters, and options for how a step is computed.
+"""Entries of an optimizer's parameter group that are not saved.
 
-When a checkpoint is loaded, these stay as the new run has them.
+They are the parameters, and options for how a step is computed. When a checkpoint is loaded, they stay as the
+new run has set them.
 """
 
 
 def check_group(model: nn.Module, num_ranks: int) -> None:
-    """Raises ValueError if a layer is spread over more ranks than take part in the checkpoint.
+    """Raises ValueError if a layer's experts are spread over more ranks than take part in the checkpoint.
 
     One cause: the process group was destroyed before the checkpoint.
+
+    num_ranks: number of ranks that take part.
     """
     for name, layer in model.named_modules():
         if isinstance(layer, MoELayer) and layer.ranks.size > num_ranks:
@@ -52,7 +55,7 @@ def check_group(model: nn.Module, num_ranks: int) -> None:
 
 
 class Names:
-    """Maps the parameters of a model to their names in a checkpoint.
+    """Maps the parameters of a model to their names in a checkpoint, which do not depend on the ranks.
 
     Raises ValueError, with the layer's name, if ranks hold different experts under one name.
     """
@@ -70,8 +73,10 @@ class Names:
         }
 
     def stored(self, name: str) -> str:
-        """Returns the checkpoint's name for a name of ``get_model_state_dict``. Only names of expert modules
-        differ.
+        """Returns the name in the checkpoint of a tensor that torch's get_model_state_dict calls ``name``.
+
+        Only tensors of experts that are a user's modules have another name, because each rank numbers its
+        modules from 0 and the checkpoint numbers all experts.
 
         Example, on a rank whose first expert is 2: "experts.local.1.weight" -> "experts.local.3.weight".
         """
@@ -82,9 +87,11 @@ class Names:
         return name
 
     def of(self, parameter: Tensor) -> str:
-        """Returns the checkpoint's name of a parameter.
+        """Returns the name of a parameter in the checkpoint.
 
         Raises ValueError if it is not a parameter of the model.
+
+        parameter: of any shape.
         """
         if parameter not in self._by_parameter:
             shape = tuple(parameter.shape)
@@ -94,9 +101,9 @@ class Names:
         return self._by_parameter[parameter]
 
     def of_this_rank(self, stored: Iterable[str]) -> set[str]:
-        """Returns those of ``stored`` that other ranks may lack: names of this rank's expert modules.
+        """Returns the names that other ranks may lack: those of experts that are a user's modules.
 
-        stored: names in the checkpoint, with "model." or "optimizer." in front.
+        stored: names of this rank's tensors in the checkpoint, with "model." or "optimizer." in front.
         """
         prefixes = tuple(self._first_experts)
         return {name for name in stored if name.partition(".")[2].startswith(prefixes)}
@@ -117,7 +124,13 @@ def model_state(model: nn.Module, names: Names) -> tuple[dict[str, Tensor], Plai
 
 
 def set_model_state(model: nn.Module, names: Names, plain: Mapping[str, Any]) -> None:
-    """Gives the model its state, extra states included, after DCP has read the tensors in place."""
+    """Completes a model after DCP has read its tensors in place: sets the extra states of its modules.
+
+    Also runs the hooks of load_state_dict.
+
+    names: maps parameters to their names in the checkpoint.
+    plain: saved extra states, by their names in the checkpoint.
+    """
     state = state_dict.get_model_state_dict(model)
     state_dict.set_model_state_dict(
         model, {name: plain.get(f"model.{names.stored(name)}", value) for name, value in state.items()}
@@ -128,9 +141,13 @@ def set_model_state(model: nn.Module, names: Names, plain: Mapping[str, Any]) ->
 
 
 def optimizer_state(names: Names, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Tensor], Plain]:
-    """Returns (state tensors by name, plain data) of all parameters that have optimizer state.
+    """Returns (state tensors by name, plain data) of the parameters of optimizers.
 
-    The plain data are "options" of each parameter's group, and "values": states that are not tensors.
+    The tensors, of any shape, have the names "optimizer.NAME.KEY". The plain data are, by name of the
+    parameter, "options" (of its parameter group) and "values" (its states that are not tensors).
+
+    names: maps parameters to their names in the checkpoint.
+
     Raises ValueError if a parameter of an optimizer is not the model's.
     """
     tensors = dict[str, Tensor]()
@@ -150,9 +167,13 @@ def optimizer_state(names: Names, optimizers: Sequence[Optimizer]) -> tuple[dict
 def set_optimizer_state(
     names: Names, optimizers: Sequence[Optimizer], plain: Plain, metadata: Metadata
 ) -> None:
-    """Sets options and plain states of the optimizers, after DCP has read the tensors in place.
+    """Sets the optimizers' options and plain states, after DCP has read the state tensors in place.
 
     Removes the state of a parameter for which none was saved.
+
+    names: maps parameters to their names in the checkpoint.
+    plain: the saved "options" and "values", by name of the parameter.
+    metadata: DCP's list of the saved tensors.
     """
     saved = _owners(metadata)
     for optimizer, group, parameter in _parameters_of(optimizers):
@@ -169,9 +190,13 @@ def set_optimizer_state(
 
 
 def option_problems(names: Names, optimizers: Sequence[Optimizer], plain: Plain) -> list[str]:
-    """Returns the reasons why the saved options of optimizers do not fit: one text each.
+    """Returns the reasons why saved options of optimizers cannot be loaded, one text each; [] if they can.
 
-    A parameter has no saved options, or parameters that now share a group were saved with different options.
+    Either a parameter has no saved options, or parameters that share a group in this run were saved with
+    different options.
+
+    names: maps parameters to their names in the checkpoint.
+    plain: the saved "options", by name of the parameter.
     """
     problems = []
     options = plain["options"]
@@ -190,9 +215,9 @@ def option_problems(names: Names, optimizers: Sequence[Optimizer], plain: Plain)
 def make_states(optimizers: Sequence[Optimizer]) -> None:
     """Creates the optimizer's state of every trained parameter that has none yet.
 
-    torch creates it by a step with zero gradients and zero learning rates, but only for an optimizer without
-    any state or gradient. So existing states, gradients and options are set aside during the step, and put
-    back.
+    torch creates states by a step with zero gradients and zero learning rates, but only for an optimizer
+    without any state or gradient. So existing states, gradients and options are set aside during the step,
+    and put back afterwards.
     """
     for optimizer in optimizers:
         parameters = [parameter for _, _, parameter in _parameters_of([optimizer])]
@@ -218,8 +243,12 @@ def make_states(optimizers: Sequence[Optimizer]) -> None:
 
 
 def of_saved(tensors: Mapping[str, Tensor], metadata: Metadata) -> dict[str, Tensor]:
-    """Returns the tensors without those of parameters for which no state was saved: these had no gradient
-    yet.
+    """Returns only the optimizer's state tensors of parameters for which a state was saved.
+
+    A parameter that had no gradient yet when the checkpoint was saved had no state.
+
+    tensors: by their names in the checkpoint, of any shape.
+    metadata: DCP's list of the saved tensors.
     """
     saved = _owners(metadata)
     return {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] in saved}
@@ -228,12 +257,14 @@ def of_saved(tensors: Mapping[str, Tensor], metadata: Metadata) -> dict[str, Ten
 def problems_of(
     wanted: Mapping[str, Tensor], all_names: set[str], metadata: Metadata, part: str
 ) -> list[str]:
-    """Returns the reasons why the tensors saved under "part." do not fit: one text each.
+    """Returns the reasons why saved tensors do not fit a model or optimizer, one text each; [] if they fit.
 
     A tensor is missing, is not wanted, or has another shape or dtype.
 
-    wanted: this rank's tensors by name, of any shape.
+    wanted: this rank's tensors by their names in the checkpoint, of any shape.
     all_names: names of the tensors of all ranks.
+    metadata: DCP's list of the saved tensors.
+    part: "model" or "optimizer": which saved tensors are compared.
     """
     saved = {
         name: entry for name, entry in metadata.state_dict_metadata.items() if name.startswith(f"{part}.")
@@ -255,10 +286,13 @@ def problems_of(
 
 
 def in_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the same tensors, with those that consist of two blocks described to DCP as two blocks.
+    """Describes tensors to DCP so that it saves a gated expert's w1 and b1 as two blocks ("boxes").
 
-    In a gated expert's w1 and b1, gate rows come first, then up rows. Over "esp" each half is split for
-    itself, so a rank holds two separate blocks of the whole tensor:
+    Returns the same tensors by name; all others are unchanged. Shapes may be any.
+
+    In the w1 and b1 of gated experts, gate rows come first, then up rows. If an expert's hidden columns are
+    split over ranks ("esp"), each half is split for itself. So a rank holds two separate blocks of the whole
+    tensor:
 
         whole w1      gate 0 | gate 1 | up 0 | up 1
         rank 0 of 2   gate 0,           up 0
@@ -271,7 +305,10 @@ def in_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _in_boxes(tensor: Tensor) -> Tensor:
-    """Returns a tensor as `in_boxes` does: only DTensors with a strided split change."""
+    """Describes one tensor, of any shape, to DCP as several blocks if its halves are split one by one.
+
+    Only a DTensor with a strided split changes; see `in_boxes`.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     split = next((candidate for candidate in tensor.placements if isinstance(candidate, _StridedShard)), None)
@@ -294,7 +331,12 @@ def _in_boxes(tensor: Tensor) -> Tensor:
 
 
 def _check_names_differ(name: str, layer: MoELayer) -> None:
-    """Raises ValueError if the layer's experts have the same names on all ranks and are not DTensors."""
+    """Raises ValueError if ranks hold different experts of a layer under the same names.
+
+    They do not if the experts are DTensors, or a user's modules, which are numbered among all experts.
+
+    name: name of the layer in the model, for the message.
+    """
     if layer.ranks.size == 1 or isinstance(layer.layer_modules.experts, ModuleExperts):
         return
     if not layer.layer_modules.experts.is_parallelized or layer.layer_modules.experts.hidden_dims() is None:
@@ -306,13 +348,16 @@ def _check_names_differ(name: str, layer: MoELayer) -> None:
 
 
 def _unwrapped(model: nn.Module, name: str) -> str:
-    """Returns a name without what DistributedDataParallel, torch.compile and checkpoint_wrapper add to it."""
+    """Returns a module's or parameter's name without the parts that wrappers add.
+
+    Wrappers are DistributedDataParallel, torch.compile and checkpoint_wrapper.
+    """
     (plain_name,) = state_dict._get_fqns(model, name)
     return plain_name
 
 
 def _parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
-    """Yields (optimizer, group, parameter) for each parameter of the optimizers."""
+    """Yields (optimizer, parameter group, parameter) for each parameter of the optimizers."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -320,5 +365,8 @@ def _parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer,
 
 
 def _owners(metadata: Metadata) -> set[str]:
-    """Returns the names of parameters of which anything was saved, with "optimizer." or "model." in front."""
+    """Returns the names of parameters for which anything was saved, with "optimizer." or "model." in front.
+
+    metadata: DCP's list of the saved tensors.
+    """
     return {name.rpartition(".")[0] for name in metadata.state_dict_metadata}

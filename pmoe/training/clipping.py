@@ -1,7 +1,7 @@
-"""Gradient norm, clipping and float16's loss scale for a model whose parameters are spread over ranks.
+"""Gradient norm, clipping and float16's loss scale for a model with parameters spread over ranks.
 
-Why `torch.nn.utils.get_total_norm` is not used: it sums in the gradients' own dtype. bfloat16 has three
-digits, and float16 overflows. The scaling of gradients by the norm is torch's own.
+`torch.nn.utils.get_total_norm` is not used because it sums in the gradients' own dtype: bfloat16 has three
+digits, and float16 overflows. Only the scaling of gradients by the norm is torch's own.
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ def clip_grad_norm_(
             number of copies of an expert is known only from its layer.
         max_norm: largest norm that gradients may have afterwards, at least 0.
         norm_type: order p of the norm, positive or inf.
-        error_if_nonfinite: raise if the norm is not finite.
-        foreach: as in `torch.nn.utils.clip_grad_norm_`.
+        error_if_nonfinite: whether to raise RuntimeError if the norm is not finite.
+        foreach: whether to compute many gradients in one launch; None does so too.
         group: the ranks that hold the model together. None is the default group, or this process.
 
-    Collective: every rank must call it, after gradients were reduced. Data-parallel wrappers and
-    `pmoe.parallelize` leave them reduced. It sends one all-reduce of one number, or of two for norm_type inf.
+    Collective: every rank must call it after gradients were reduced. Data-parallel wrappers and
+    `pmoe.parallelize` reduce them in backward. A call costs one all-reduce of one number, or of two for
+    norm_type inf.
 
     Returns the norm before clipping: a scalar of float32 or a wider dtype, equal on every rank. Up to
     rounding it is the norm that one process with the whole model would compute.
@@ -93,14 +94,17 @@ def clip_grad_norm_(
 def local_gradient(gradient: Tensor) -> Tensor:
     """Returns this rank's part of a gradient, of any shape.
 
-    Waits for a collective that is still computing it.
+    If a collective is still computing the gradient, waits for it.
     """
     local = local_part(gradient)
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def stand_ins(gradients: Iterable[Tensor]) -> list[Tensor]:
-    """Returns tensors that have the given gradients as ``grad``. Functions of torch take them as parameters.
+    """Returns a tensor for each gradient, with the gradient as its ``grad``.
+
+    Functions of torch that take parameters take these tensors instead. So they change this rank's parts of
+    DTensors, which may be on different meshes.
 
     gradients: of any shape.
     """
@@ -112,12 +116,12 @@ def stand_ins(gradients: Iterable[Tensor]) -> list[Tensor]:
 
 
 def device_type_of(group: dist.ProcessGroup | None) -> str:
-    """Returns the type of device, "cuda" or "cpu", whose tensors the group's collectives take."""
+    """Returns "cuda" or "cpu": the type of device of the tensors that the group's collectives accept."""
     return "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group) else "cpu"
 
 
 def _named(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
-    """Returns (name, parameter) pairs. Parameters without a model are named by their position."""
+    """Returns (name, parameter) pairs of a model, or of parameters, which are named by their position."""
     if isinstance(parameters, nn.Module):
         return list(parameters.named_parameters())
     listed = [parameters] if isinstance(parameters, Tensor) else list_of("parameters", parameters)
@@ -127,7 +131,11 @@ def _named(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[tuple[str,
 
 
 def _copies_of_experts(model: object, named: Iterable[tuple[str, Tensor]], num_ranks: int) -> dict[int, int]:
-    """Returns the number of copies of each expert parameter of the model's layers, by the parameter's id.
+    """Returns how many ranks hold a copy of each expert parameter of the model, by the parameter's id.
+
+    model: the model; anything else has no layers.
+    named: (name, parameter) pairs to check, of any shape.
+    num_ranks: number of ranks that hold the model together.
 
     Raises ValueError if an expert parameter comes without its model and is not a DTensor.
     """
@@ -153,7 +161,12 @@ def _copies_of_experts(model: object, named: Iterable[tuple[str, Tensor]], num_r
 def _grouped(
     named: Iterable[tuple[str, Tensor]], copies_of_experts: Mapping[int, int], num_ranks: int
 ) -> GradientGroups:
-    """Returns this rank's gradients, grouped by device, dtype and number of ranks that hold each value."""
+    """Returns this rank's gradients, grouped by device, dtype and number of ranks that hold each value.
+
+    named: (name, parameter) pairs. Parameters of any shape.
+    copies_of_experts: number of copies of expert parameters, by id.
+    num_ranks: number of ranks that hold the model together.
+    """
     groups: GradientGroups = {}
     for name, parameter in named:
         if parameter.grad is not None:
@@ -164,7 +177,15 @@ def _grouped(
 
 
 def _num_copies(name: str, parameter: Tensor, copies_of_experts: Mapping[int, int], num_ranks: int) -> int:
-    """Returns the number of ranks that hold each value of this parameter's gradient."""
+    """Returns the number of ranks that hold each value of a parameter's gradient.
+
+    name: the parameter's name, for errors.
+    parameter: of any shape.
+    copies_of_experts: number of copies of expert parameters, by id.
+    num_ranks: number of ranks that hold the model together.
+
+    Raises ValueError if the gradient is not reduced yet, or num_ranks is not all ranks of the model.
+    """
     gradient = parameter.grad
     parts = 1
     if is_expert(parameter) and not isinstance(gradient, DTensor):
@@ -181,7 +202,14 @@ def _num_copies(name: str, parameter: Tensor, copies_of_experts: Mapping[int, in
 
 
 def _copies_of(name: str, parts: int, num_ranks: int) -> int:
-    """Returns the number of copies of something that is divided into ``parts``, each on one rank."""
+    """Returns num_ranks / parts: the number of copies of something that is cut into ``parts``.
+
+    Each part of each copy is on a rank of its own.
+
+    name: name of the thing, for the error.
+
+    Raises ValueError if the number of ranks is not a multiple of ``parts``.
+    """
     if num_ranks % parts:
         raise ValueError(
             f"group (of size {num_ranks}) must be all ranks that hold the model together: {name} is in "
@@ -193,7 +221,8 @@ def _copies_of(name: str, parts: int, num_ranks: int) -> int:
 def _scalar_device(named: Sequence[tuple[str, Tensor]], ranks: Ranks) -> torch.device:
     """Returns the device on which the norm is reduced: that of the first parameter.
 
-    The first gradient's device would not do, because a rank may have no gradient.
+    The device of a gradient would not do, because a rank may have no gradient. Without parameters it is a
+    device whose tensors the group's collectives accept.
     """
     if named:
         return local_part(named[0][1]).device
@@ -203,7 +232,12 @@ def _scalar_device(named: Sequence[tuple[str, Tensor]], ranks: Ranks) -> torch.d
 def _norm(
     gradients: GradientGroups, norm_type: float, device: torch.device, ranks: Ranks, foreach: bool | None
 ) -> Tensor:
-    """Returns the norm over all ranks: a scalar of float32 or a wider dtype, on ``device``."""
+    """Returns the norm of all ranks' gradients: a scalar of float32 or a wider dtype, on ``device``.
+
+    gradients: this rank's gradients, by (device, dtype, number of ranks that hold each value).
+    norm_type: order of the norm, positive or inf.
+    foreach: False computes the norm of each gradient by a launch of its own.
+    """
     is_largest = math.isinf(norm_type)
     dtype = torch.float32
     total = torch.zeros((), dtype=torch.float64, device=device)

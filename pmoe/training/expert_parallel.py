@@ -1,6 +1,6 @@
-"""Expert parallelism beside DistributedDataParallel or FSDP2, which manage the dense part.
+"""Expert parallelism beside DistributedDataParallel or FSDP2, which manage the dense part of a model.
 
-docs/training.md explains how to use it. Every rank is a data-parallel rank with its own tokens. As in both
+docs/training.md explains how to use it. Every rank is a data-parallel rank with its own tokens. As with these
 wrappers, the loss is the mean over ranks:
 
     gradient = sum of the ranks' gradients / number of ranks
@@ -38,13 +38,13 @@ from pmoe.training.parameter_kinds import grouped_by_kind
 M = TypeVar("M", bound=nn.Module)
 
 WRAPPERS = {"DistributedDataParallel", "FSDPModule"}
-"""Names of classes that manage parameters.
+"""Names of classes that manage parameters for data parallelism.
 
-Compared by name, so that torch's FSDP is not imported needlessly.
+Classes are compared by name, so that torch's FSDP is not imported needlessly.
 """
 
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of a module that names the parameters and buffers that DistributedDataParallel ignores."""
+"""Attribute of a module that lists the parameters and buffers that DistributedDataParallel ignores."""
 
 
 def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
@@ -55,31 +55,31 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
         mesh: device mesh with the dimension "ep", over which experts are spread. It may also have "esp", over
             which each expert's hidden columns are split, and one more dimension, over which experts are
             copied.
-        reduce: sum the gradients of experts over their copies and divide them by the number of the mesh's
-            ranks. This happens in each backward pass, before the gradients are added to those of earlier
-            passes. False leaves it to `pmoe.training.parallel.reduce_gradients`.
+        reduce: whether each backward pass reduces the experts' gradients: sums them over the copies of the
+            experts and divides them by the number of the mesh's ranks, before they are added to the gradients
+            of earlier passes. False leaves it to `pmoe.training.parallel.reduce_gradients`.
 
     What becomes of a layer depends on how it was built:
 
-    - by each rank for itself, with all experts: it is spread (`MoELayer.spread`);
-    - over the mesh's "ep" (and "esp"), by mesh= or group=, or over the default group if that has the same
-      ranks: it stays as it is;
-    - on the meta device: it may also be spread over other ranks and is then spread again.
+    - for one rank, so that every rank has all experts: it is spread over the mesh (`MoELayer.spread`);
+    - for the ranks of the mesh's "ep" (and "esp"): it stays as it is;
+    - on the meta device: it may have been built for other ranks, and is then spread over the mesh.
 
     All copies of an expert get the values of the first copy.
 
     What becomes of the parameters:
 
-    - Parameters of stacked experts become DTensors on ``mesh``: Shard(0) over "ep", hidden columns split over
-      "esp", Replicate over copies. b2 is Replicate over "esp".
-    - Experts that are modules keep plain parameters. They cannot be split over "esp".
+    - "ffn" and "swiglu" experts, which have one tensor for a weight of all experts of the rank: the
+      parameters become DTensors on ``mesh``, Shard(0) over "ep", hidden columns split over "esp", Replicate
+      over copies. The bias b2 is Replicate over "esp".
+    - Experts that are a user's modules keep plain parameters. They cannot be split over "esp".
     - All of these, and buffers of experts, enter the list of names that `DistributedDataParallel` ignores.
     - The dense part does not change.
 
     Collective: every rank of the mesh must call it, before optimizers and data-parallel wrappers are made. An
-    optimizer that was made before and has experts raises ValueError at its next step. A second call with the
-    same mesh only updates the list of names that `DistributedDataParallel` ignores, which that wrapper also
-    does itself.
+    optimizer that was made before the call raises ValueError at its next step, because it has parameters that
+    were replaced. A second call with the same mesh only updates the list of names that
+    `DistributedDataParallel` ignores; that wrapper also does this itself.
 
     Raises ValueError or TypeError, with the layer's name, before any weight is changed: if the model has no
     layer, a layer has other ranks, cannot be spread or is in a data-parallel wrapper, or the mesh has other
@@ -117,9 +117,12 @@ def parallelize(model: M, mesh: DeviceMesh, *, reduce: bool = True) -> M:
 def _checked_layers(
     model: nn.Module, reduce: bool, inner: DeviceMesh, grid: Grid
 ) -> list[tuple[str, MoELayer]]:
-    """Returns the model's layers with their names.
+    """Returns the (name, layer) pairs of the model's MoE layers, after all checks of `parallelize`.
 
-    Raises the errors of `parallelize` about arguments and layers.
+    inner: the part of the mesh with the dimensions "ep" and "esp".
+    grid: the ranks along these dimensions.
+
+    Raises ValueError or TypeError, with the layer's name, if a layer or an argument is wrong.
     """
     check_module(model=model)
     check_flag("reduce", reduce)
@@ -138,7 +141,7 @@ def _checked_layers(
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Returns the parameters, of any shape, of this rank's routed experts.
+    """Returns the parameters, of any shape, of this rank's routed experts. Shared experts are not among them.
 
     FSDP2's ``fully_shard`` takes them as ``ignored_params``.
     """
@@ -153,28 +156,30 @@ def parameter_groups(
     lr: float | Tensor | None = None,
     weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns parameter groups that any optimizer of torch takes, also with foreach=True and fused=True.
+    """Returns parameter groups for any optimizer of torch, also with foreach=True and fused=True.
 
-    These options compute all tensors of a group in one operation. Such an operation cannot mix plain tensors
-    with DTensors, nor DTensors of different meshes, so these get groups of their own.
+    These two options compute all tensors of a group in one operation. Such an operation cannot mix plain
+    tensors with DTensors, nor DTensors of different meshes, so these get groups of their own.
 
     Args:
-        parameters: a model, its parameters (of any shape), or groups as optimizers take them. A group is
-            split, and its parts keep all its options. Groups and parameters keep their order; of a group, the
-            part with plain tensors comes first.
-        lr, weight_decay: options for the parameters of a model. If either is given, parameters are also
-            grouped by kind. The number of dimensions alone does not tell the kind: an expert's bias has two.
-            Each group then has these options, "kind", and "stacked" (True if dimension 0 counts experts):
+        parameters: a model, its parameters (of any shape), or groups as optimizers accept them. A group is
+            split, and its parts keep all its options. Groups and parameters keep their order; plain tensors
+            come first in a group that is split.
+        lr, weight_decay: options for the parameters of a model. If either is not None, parameters are also
+            grouped by kind. The number of dimensions alone does not show the kind: the biases of all experts
+            are one tensor of two dimensions. Each group then has these options, "kind", and "stacked" (True
+            if dimension 0 counts experts):
 
-            - "matrices": weights of two or more dimensions; stacked: experts' w1 and w2, one matrix a slice;
+            - "matrices": weights of two or more dimensions; stacked: experts' w1 and w2, a matrix for each
+              expert;
             - "embeddings": weights of `torch.nn.Embedding` and `torch.nn.EmbeddingBag`;
             - "gates": parameters of gates and shared gates;
-            - "biases": biases, norms and other vectors; stacked: experts' b1 and b2, one bias a slice.
+            - "biases": biases, norms and other vectors; stacked: experts' b1 and b2, a bias for each expert.
 
             Biases, and vectors of gates, get weight_decay 0.
 
     Raises TypeError if ``parameters`` is none of these, or if it is not a model although lr or weight_decay
-    is given.
+    is not None.
     """
     if lr is not None or weight_decay is not None:
         return parameter_groups(_groups_by_kind(parameters, lr, weight_decay))
@@ -198,7 +203,11 @@ def parameter_groups(
 
 
 def _groups_by_kind(model: object, lr: object, weight_decay: object) -> list[dict[str, Any]]:
-    """Returns the groups of `grouped_by_kind`. Raises the errors of `parameter_groups` about its options."""
+    """Returns parameter groups of a model, one for each kind (matrices, embeddings, gates, biases).
+
+    Raises TypeError or ValueError if ``model`` is not a module, or lr or weight_decay is negative or no
+    number.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"parameters ({type(model).__name__}) must be a model where lr or weight_decay is given: its "
@@ -215,15 +224,16 @@ def _groups_by_kind(model: object, lr: object, weight_decay: object) -> list[dic
 
 @dataclass(frozen=True)
 class MeanOverRanks:
-    """Sums gradients of experts over the experts' copies, and divides them by the number of all ranks.
+    """Reduces experts' gradients: sums them over the experts' copies, divides by the number of all ranks.
 
-    Before, each gradient is a sum over the tokens of the ranks among which the experts are spread.
+    Before this reduction, an expert's gradient is a sum over the tokens of all ranks that share one copy of
+    the experts: their tokens are sent to the expert.
 
     num_ranks: number of all ranks of the mesh, the divisor.
     copies: the ranks that hold copies of this rank's experts.
-    ranks: the ranks over which the experts are spread.
+    ranks: the ranks over which one copy of the experts is spread.
     names: names of the experts' parameters, for errors.
-    compared: combinations of requires_grad that were compared before.
+    compared: tuples of requires_grad flags, one flag for each parameter, that the ranks have compared before.
     """
 
     num_ranks: int
@@ -233,11 +243,16 @@ class MeanOverRanks:
     compared: set[tuple[bool, ...]] = field(default_factory=set)
 
     def compare(self, wanted: Sequence[bool], device: torch.device) -> None:
-        """Compares, before a backward pass, which parameters of experts want gradients.
+        """Compares, before a backward pass, which parameters of experts require gradients on each rank.
 
-        Raises ValueError on every rank if copies of an expert differ. Else their all-reduces would not match.
-        Collective. On a GPU, where comparing makes the host wait, it is skipped for combinations that were
-        compared before.
+        Raises ValueError on every rank if copies of an expert differ in this, because their all-reduces would
+        not match.
+
+        Collective. On a GPU, where comparing makes the host wait, it is skipped for flags that were compared
+        before.
+
+        wanted: requires_grad of each parameter.
+        device: of the parameters.
         """
         if self.copies.size == 1 or (device.type != "cpu" and tuple(wanted) in self.compared):
             return
@@ -270,9 +285,9 @@ class MeanOverRanks:
 
 
 def _experts_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the mesh of "ep" and "esp", a part of ``mesh``.
+    """Returns the part of ``mesh`` over which one copy of the experts is spread: "ep" and "esp".
 
-    Raises ValueError if it has other dimensions.
+    Raises ValueError if the mesh has no "ep", has more than one further dimension, or lacks this rank.
     """
     names = dimensions_of(mesh)
     of_experts = tuple(name for name in names if name in (ACROSS, INSIDE))
@@ -287,7 +302,11 @@ def _experts_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _check_layer(layer: MoELayer, inner: DeviceMesh, grid: Grid) -> None:
-    """Raises ValueError or TypeError if `parallelize` cannot take the layer."""
+    """Raises ValueError or TypeError if `parallelize` cannot change this layer.
+
+    inner: the part of the mesh with the dimensions "ep" and "esp".
+    grid: the ranks along these dimensions.
+    """
     coordinates = dict(zip(inner.mesh_dim_names or (), inner.get_coordinate() or (), strict=True))
     for name, ranks in ((ACROSS, grid.ep), (INSIDE, grid.esp)):
         # A process group sorts its ranks, a DTensor does not: with another order, parts would be swapped.
@@ -314,14 +333,21 @@ def _check_wrappers(model: nn.Module) -> None:
 
 
 def _is_over(layer: MoELayer, grid: Grid) -> bool:
-    """Returns whether the layer is spread over the ranks of ``grid``."""
+    """Returns whether the layer's experts are spread over exactly the ranks of ``grid``."""
     pairs = ((layer.grid.ep, grid.ep), (layer.grid.esp, grid.esp))
     return all(own.size == wanted.size == 1 or own.members == wanted.members for own, wanted in pairs)
 
 
 @torch.no_grad()
 def _take_first(experts: Experts, copies: Ranks, inside: Ranks) -> None:
-    """Gives all ranks that hold the same value the first one's, as DistributedDataParallel does."""
+    """Makes copies equal: ranks that must hold the same value take the first such rank's, by a broadcast.
+
+    DistributedDataParallel does the same for dense parameters.
+
+    copies: the ranks that hold copies of this rank's experts.
+    inside: the ranks that share each expert's hidden columns. They hold the same values of parameters that
+        are not split, such as b2.
+    """
     for ranks in (inside, copies):
         if ranks.size == 1:
             continue
@@ -336,7 +362,10 @@ def _take_first(experts: Experts, copies: Ranks, inside: Ranks) -> None:
 
 
 def _lay_out(experts: Experts, mesh: DeviceMesh) -> None:
-    """Replaces parameters of stacked experts, (E_local, ...), by DTensors on the mesh."""
+    """Replaces the experts' parameters, (E_local, ...) for E_local experts of this rank, by DTensors.
+
+    Experts that are a user's modules are not changed.
+    """
     for name, dim in (experts.hidden_dims() or {}).items():
         parameter = experts.get_parameter(name)
         placements: list[Placement] = []
@@ -361,7 +390,7 @@ def _watch_ddp() -> None:
 
     torch reads the names to ignore from the module that it wraps. That module may be a parent of the model
     that was parallelized, for example a LightningModule or a module that adds the loss. So the constructor is
-    replaced by one that first writes the names there.
+    replaced by one that first writes the names into the module.
     """
     wrap: Callable[..., None] = DistributedDataParallel.__init__
 
@@ -378,9 +407,10 @@ def _watch_ddp() -> None:
 
 
 def _mark_experts(model: nn.Module) -> None:
-    """Marks all parameters of parallelized experts as one rank's, also those that were added later.
+    """Sets ``allreduce = False`` on all parameters of parallelized experts, also on later ones.
 
-    Parametrizations and adapters add parameters.
+    Data-parallel wrappers leave marked parameters alone. Parametrizations and adapters may have added
+    parameters since the last call.
     """
     for layer in model.modules():
         if isinstance(layer, MoELayer) and layer.layer_modules.experts.is_parallelized:
@@ -391,7 +421,8 @@ def _mark_experts(model: nn.Module) -> None:
 def _leave_to_experts(module: nn.Module) -> None:
     """Makes DistributedDataParallel ignore the experts' parameters and buffers if it wraps this module.
 
-    torch.compile puts "_orig_mod." in front of names, so each name is added with this prefix too.
+    Their names are added to the list that DistributedDataParallel reads. torch.compile puts "_orig_mod." in
+    front of names, so each name is added with this prefix too.
     """
     names = [name for name, each in module.named_parameters(remove_duplicate=False) if is_expert(each)]
     for at, each in module.named_modules(remove_duplicate=False):

@@ -1,11 +1,12 @@
 """FSMoE's adaptive gradient partitioning (Section 5): which bytes of gradients are all-reduced when.
 
-Dense gradients travel during the backward pass, in the time that dense parts and MoE layers leave free:
+Dense gradients are sent during the backward pass, while dense parts and MoE layers leave the link free:
 
 1. The first step shows the order in which gradients are made, and the seconds of each dense part.
-2. `find_partition` says how many bytes travel beside each dense part and each MoE layer. The numbers come
-   from `pmoe.planner.gradient_partition`, from these seconds and the cost of an all-reduce.
-3. `timetable_of` turns the bytes into ranges of `GradientBuffers`, the flat memory of all gradients.
+2. `find_partition` says how many bytes are sent beside each dense part and each MoE layer. The numbers come
+   from `pmoe.planner.gradient_partition`, which needs these seconds and the cost of an all-reduce.
+3. `timetable_of` turns the numbers of bytes into ranges of `GradientBuffers`, the flat memory of all
+   gradients.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from pmoe.schedule.restore import Restore
 
 @dataclass(frozen=True)
 class GradientRange:
-    """Data of one all-reduce.
+    """A range of the flat gradient memory, sent by one all-reduce.
 
-    memory: (bytes / element size,), a view of a flat buffer.
-    parameters: indices of the parameters that have gradients in it.
+    memory: (number of elements,), a view of a flat buffer.
+    parameters: indices of the parameters that have gradients in the range.
     """
 
     memory: Tensor
@@ -46,12 +47,14 @@ class GradientRange:
 
 
 class GradientBuffers:
-    """Flat memory of gradients in the order of backward, one buffer for each (dtype, device).
+    """Flat memory of all gradients in the order in which backward makes them, for all-reduces of any range.
+
+    There is one buffer for each (dtype, device).
 
     parameters: parameters of any shape.
-    order: indices of all parameters in the order of backward.
-    ends: bytes of the first 0, 1, 2, ... gradients, in the order of the buffers. This is the order of
-        backward if all gradients have one dtype and device.
+    order: indices of all parameters in the order in which backward makes their gradients.
+    ends: bytes of the first 0, 1, 2, ... gradients together, in the order in which they lie in the buffers.
+        This is the order of backward if all gradients have one dtype and device.
     memories: the buffers, each (number of elements,).
     """
 
@@ -73,9 +76,9 @@ class GradientBuffers:
             self.memories.append(memory)
 
     def take(self, at: int) -> None:
-        """Copies the gradient of parameter ``at`` into its place and makes ``grad`` a view of it.
+        """Copies the gradient of parameter number ``at`` into the buffer, and makes ``grad`` a view of it.
 
-        None counts as zeros.
+        A gradient that is None counts as zeros.
         """
         parameter = self._parameters[at]
         view = self._flat[at].view_as(parameter)
@@ -86,7 +89,7 @@ class GradientBuffers:
         parameter.grad = view
 
     def part(self, begin: int, end: int) -> GradientRange:
-        """Returns the range from byte ``begin`` to byte ``end``.
+        """Returns the range of gradients from byte ``begin`` to byte ``end`` of the buffer.
 
         All gradients must have one dtype and device.
         """
@@ -98,11 +101,12 @@ class GradientBuffers:
 
 
 class LayerBackward(NamedTuple):
-    """Record of the moment at which the backward pass of an MoE layer began.
+    """Record of the moment in the first step at which the backward pass of an MoE layer began.
 
     layer: index of the layer.
-    num_made: number of gradients that existed at this moment.
-    dense_seconds: seconds since the previous MoE layer's backward pass ended; 0 for the first layer.
+    num_made: number of gradients that backward had made by then.
+    dense_seconds: seconds of the dense part before it, since the previous MoE layer's backward pass ended; 0
+        for the first layer.
     """
 
     layer: int
@@ -112,20 +116,20 @@ class LayerBackward(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Timetable:
-    """Ranges of gradients to send during one backward pass of the model.
+    """The ranges of gradients to all-reduce during one backward pass of the model, and when to send them.
 
-    The MoE layers' backward passes in it are numbered 0, 1, 2, ... in their order.
+    The backward passes of the MoE layers are numbered i = 0, 1, 2, ... in their order.
 
-    inside: i -> range that is sent beside the experts of MoE pass i.
-    beside: i -> range that is sent beside the dense part that precedes MoE pass i.
-    end: buffers that are sent after the backward pass.
+    inside: i -> range that is sent during the backward pass of MoE layer i, beside its experts.
+    beside: i -> range that is sent beside the dense part that precedes this pass.
+    end: buffers, (number of elements,), that are sent after the backward pass.
 
     Backward, from left to right:
 
         dense part 0 | MoE pass 0 | dense part 1 | MoE pass 1 | dense part 2 | after backward
-        beside[0]    | inside[0]  | beside[1]    | inside[1]  | beside[2]    | end
+                     | inside[0]  | beside[1]    | inside[1]  | beside[2]    | end
 
-    beside[0] does not exist: no gradient is made before the first dense part.
+    Nothing is sent beside dense part 0, because no gradient is made before it.
     """
 
     inside: dict[int, GradientRange] = field(default_factory=dict)
@@ -134,9 +138,12 @@ class Timetable:
 
 
 def timetable_of(found: Partition, buffers: GradientBuffers) -> Timetable:
-    """Returns the ranges that hold a partition's bytes, rounded down to whole elements.
+    """Returns the ranges of gradients to send, from the numbers of bytes of a partition.
 
-    All gradients must have one dtype and device.
+    All gradients must have one dtype and device. Numbers of bytes are rounded down to whole elements.
+
+    found: number of bytes to send beside each dense part and each MoE layer, alternately.
+    buffers: the flat memory of all gradients.
     """
     item = buffers.memories[0].element_size()
     inside: dict[int, GradientRange] = {}
@@ -159,15 +166,16 @@ def find_partition(
     buffers: GradientBuffers,
     ranks: Ranks,
 ) -> Partition:
-    """Returns FSMoE's partition (Section 5.2) for the order and the seconds that a first step showed.
+    """Returns how many bytes of gradients to send beside each dense part and each MoE layer.
 
-    FSMoE's generalized layer is a dense part and an MoE layer. Here dense parts and MoE layers are separate
-    generalized layers, in turn, so that gradients of a dense part may already travel in the MoE layer after
-    it.
+    This is FSMoE's partition (Section 5.2). FSMoE's generalized layer is a dense part and an MoE layer
+    together. Here each of them is a generalized layer of its own, so that gradients of a dense part can be
+    sent during the MoE layer after it.
 
     seen: the backward passes of MoE layers in the first step.
     last_seconds: seconds of the dense part after the last of them.
     layers: the model's MoE layers, by index.
+    buffers: the flat memory of all gradients.
     ranks: the ranks over which gradients are reduced.
 
     Collective: costs may be measured, and all ranks take the first rank's partition.
@@ -185,15 +193,22 @@ def find_partition(
 
 
 def _dense_part(seconds: float, gradient_bytes: int) -> GeneralizedLayer:
-    """Returns a generalized layer that is a dense part alone."""
+    """Returns a generalized layer of FSMoE that consists of a dense part only, without an MoE layer.
+
+    seconds: of the dense part's backward pass.
+    gradient_bytes: bytes of the gradients that it makes.
+    """
     nothing = (DegreeSeconds(1, 0.0, 0.0),)
     return GeneralizedLayer(degrees=nothing, dense_seconds=seconds, gradient_bytes=gradient_bytes)
 
 
 def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
-    """Returns the seconds of a layer's backward pass by pipeline degree, with and without gradients in it.
+    """Returns the seconds of a layer's backward pass by pipeline degree (number of chunks).
 
-    They hold for the tokens of the layer's last call, on the rank that had most. Collective the first time.
+    Each entry has the seconds with and without an all-reduce of gradients inside the pass.
+
+    The seconds hold for the number of tokens of the layer's last call, on the rank that had most. The first
+    call is collective, because costs may be measured.
     """
     rows = next(layer.experts.parameters())
     operations = operations_of(layer.grid, rows.device, rows.dtype)
@@ -210,8 +225,9 @@ def backward_degrees(layer: MoELayer) -> tuple[DegreeSeconds, ...]:
 def all_reduce_line(ranks: Ranks, like: Tensor) -> LineCost:
     """Returns the cost of an all-reduce, seconds = alpha + beta * bytes, of the slowest rank.
 
-    It is read from the store, or measured once together with FSMoE's other lines. Collective.
+    The cost is read from the store of measurements, or measured once. Collective.
 
-    like: a tensor (any shape) of the device and dtype that are reduced.
+    ranks: the ranks that reduce.
+    like: a tensor, of any shape, with the device and dtype of the gradients.
     """
     return operations_of(Grid.of_group(ranks), like.device, like.dtype).all_reduce.line

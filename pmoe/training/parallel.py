@@ -1,8 +1,8 @@
 """Device meshes for DP x MP x EP x ESP, and the reduction of gradients after backward.
 
-They follow FSMoE, Section 2.2 and Fig. 2.
-
-The same P ranks form two meshes:
+They follow FSMoE, Section 2.2 and Fig. 2. DP copies of the dense part are each shared by MP ranks; EDP copies
+of the experts are each spread over EP groups of ESP ranks, which split every expert's hidden columns. The
+same P ranks form two meshes:
 
     dense part   ("dp", "mp")           P = DP * MP
     experts      ("edp", "ep", "esp")   P = EDP * EP * ESP
@@ -12,7 +12,7 @@ Model parallelism of the dense part is that of `torch.distributed.tensor.paralle
 layer on one rank only. If the ranks of "mp" hold the same tokens, split the tokens among these ranks first
 (the ReduceScatter of Fig. 2).
 
-docs/flexible.md has a table of what backward leaves in ``.grad`` and over which ranks it is summed.
+A table in docs/flexible.md shows what backward leaves in ``.grad`` and over which ranks it is summed.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from pmoe.training.clipping import DEVICES, device_type_of, local_gradient
 __all__ = ["Meshes", "is_expert", "make_meshes", "reduce_gradients"]
 
 DP, MP, EDP = "dp", "mp", "edp"
-"""Names of dimensions of the meshes. The other two are "ep" and "esp"."""
+"""Names of dimensions of the meshes. The other two names are "ep" and "esp"."""
 
 BUCKET_BYTES = 32 << 20
-"""Largest size, in bytes, of gradients that share one all-reduce.
+"""Largest number of bytes of gradients that share one all-reduce.
 
-Reducing allocates memory for one bucket.
+Reducing needs additional memory for one such bucket.
 """
 
 
@@ -54,7 +54,8 @@ Reducing allocates memory for one bucket.
 class Meshes:
     """Two device meshes over the same P ranks: one for the dense part, one for the experts.
 
-    See `make_meshes`.
+    `make_meshes` makes them. "dp" counts copies of the dense part and "mp" the ranks that share one; "edp"
+    counts copies of the experts, over "ep" experts are spread, and over "esp" their hidden columns are split.
     """
 
     dense: DeviceMesh
@@ -64,8 +65,9 @@ class Meshes:
 
     @property
     def experts(self) -> DeviceMesh:
-        """Mesh ("ep", "esp") of this rank, for `MoELayer(mesh=...)`: the part of ``sparse`` that holds one
-        copy of experts.
+        """This rank's mesh ("ep", "esp"), over which one copy of the experts is spread.
+
+        Pass it to a layer: `MoELayer(mesh=...)`.
         """
         return self.sparse[ACROSS, INSIDE]
 
@@ -94,7 +96,7 @@ def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | No
         device_type: device type of the meshes, "cuda" or "cpu". None takes that of the group's backend.
 
     Gradients are averaged over DP = P / mp copies of the dense part and EDP = P / (ep * esp) copies of the
-    experts. Ranks along "mp" and along "esp" are neighbours, so that they are in one node.
+    experts. Ranks along "mp" and along "esp" have consecutive numbers, so that they are in one node.
 
     Example, Fig. 2 (P = 4, mp = ep = esp = 2):
 
@@ -133,7 +135,10 @@ def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | No
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Meshes]]
 _made = weakref.WeakKeyDictionary()
-"""Meshes by default group, because a process may destroy its default group and make another."""
+"""Meshes that `make_meshes` made before, by default group.
+
+A process may destroy its default group and make another one, which needs meshes of its own.
+"""
 
 
 @torch.no_grad()
@@ -150,23 +155,25 @@ def reduce_gradients(
     Args:
         model: its parameters may have any shape.
         meshes: the meshes of `make_meshes`.
-        divide_by: divisor of the sum of losses. Which one is right depends on the losses:
+        divide_by: divisor of the sum of losses. It depends on the losses:
 
-            - None means P: the mean of P losses, if each rank computes a loss of its own tokens.
-            - DP, if the ranks of "mp" compute one loss together, from an output that a DTensor gathered.
-              torch counts its gradient once.
+            - None means P, the number of ranks: the mean of P losses, if each rank computes a loss of its own
+              tokens.
+            - DP, the number of copies of the dense part, if the ranks of "mp" compute one loss together, from
+              an output that a DTensor gathered: torch counts the gradient of this loss once.
             - 1 for the sum.
             - The number of all ranks' tokens, possibly a scalar tensor, if each loss is a sum over tokens.
         experts_only: reduce the experts' gradients only, because something else reduces the dense part, for
-            example DistributedDataParallel. It must leave out the parameters for which `is_expert` is True.
+            example DistributedDataParallel. The latter must leave out the parameters for which `is_expert` is
+            True.
         replicated: plain dense parameters that have the same whole gradient on every rank of "mp", because
-            their module gets the same tokens and the same output gradients there. Parameters behind a split
-            of the tokens (such as the gate's) are not of this kind. Parameters before a split by plain
-            indexing are not either: their gradient is that of this rank's part. DTensors need not be named
-            and must not be.
+            their module gets the same tokens and the same output gradients on these ranks. Parameters of
+            modules after a split of the tokens (such as the gate) must not be listed, nor parameters before a
+            split by plain indexing: each rank's gradient then comes from its own part of the tokens. DTensors
+            must not be listed either: their placements show whether they are replicated.
 
     Gradients change in place, in few all-reduces, the same ones on every rank. A gradient that is None counts
-    as zero and becomes zero, also if it is None on every rank. Set requires_grad=False on parameters that are
+    as zero and becomes zero, even if it is None on every rank. Set requires_grad=False on parameters that are
     not trained.
 
     Raises ValueError if a `MoELayer` of the model has other meshes, a DTensor is not on
@@ -197,9 +204,14 @@ def reduce_gradients(
 def _summand(
     name: str, parameter: nn.Parameter, meshes: Meshes, is_replicated: bool
 ) -> tuple[str, int, Tensor]:
-    """Returns (dimension over which to sum, number of equal summands along it, this rank's summand).
+    """Returns over which ranks a parameter's gradient is to be summed, and this rank's part of the sum.
 
-    The dimension is "all", "dp" or "edp". The summand is this rank's memory of the gradient, of any shape.
+    The result is (group, number of ranks of the group that hold the same summand, the summand). The group is
+    "all", "dp" or "edp". The summand is this rank's memory of the gradient, of any shape. Before the sum it
+    must be divided by the number.
+
+    name: the parameter's name, for errors.
+    is_replicated: whether a plain dense parameter has the same whole gradient on every rank of "mp".
     """
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
@@ -242,9 +254,10 @@ def _all_reduce(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) ->
 
 
 def _checked_divisor(divide_by: float | Tensor) -> float | Tensor:
-    """Returns the divisor. Raises ValueError or TypeError if it is not a positive number.
+    """Returns the divisor of the sum of losses: a positive number, or a scalar tensor on a GPU.
 
-    The value of a tensor on a GPU is not checked, because reading it would wait for the device.
+    Raises ValueError or TypeError for anything else. The value of a tensor on a GPU is not checked, because
+    reading it would make the host wait.
     """
     if isinstance(divide_by, Tensor):
         arguments.check_tensors(0, divide_by=divide_by)
@@ -256,9 +269,9 @@ def _checked_divisor(divide_by: float | Tensor) -> float | Tensor:
 
 
 def _checked_replicated(model: nn.Module, replicated: Iterable[nn.Parameter]) -> set[int]:
-    """Returns the ids of ``replicated``.
+    """Returns the ids of the parameters that the user has listed as ``replicated``.
 
-    Raises ValueError if one is not a plain dense parameter of the model.
+    Raises ValueError if one of them is not a plain dense parameter of the model.
     """
     parameters = {id(each): (name, each) for name, each in model.named_parameters()}
     ids = {id(each) for each in arguments.list_of("replicated", replicated)}
@@ -274,7 +287,10 @@ def _checked_replicated(model: nn.Module, replicated: Iterable[nn.Parameter]) ->
 
 
 def _check_layers(model: nn.Module, meshes: Meshes) -> None:
-    """Raises ValueError if a `MoELayer` has other sizes of "ep" and "esp", or reduces its own gradients."""
+    """Raises ValueError if an MoE layer has other sizes of "ep" and "esp" than ``meshes``.
+
+    Also raises it if a layer reduces its experts' gradients itself, because they would be reduced twice.
+    """
     wanted_sizes = (meshes.size(ACROSS), meshes.size(INSIDE))
     for name, layer in model.named_modules():
         if not isinstance(layer, MoELayer):

@@ -1,13 +1,17 @@
-"""Kinds of parameters (matrices, embeddings, gates, biases) that optimizers treat differently.
+"""Kinds of parameters (matrices, embeddings, gates, biases), which optimizers treat differently.
 
-The number of dimensions alone does not tell the kind: an expert's bias has two. See `pmoe.parameter_groups`.
+The number of dimensions alone does not show the kind: the biases of all experts are one tensor of two
+dimensions, (experts, columns). Such a tensor, whose dimension 0 counts experts, is called stacked.
 
     kind          parameters                                          weight decay
-    matrices      products' weights, of two or more dimensions        the given one
-                  stacked: experts' w1, w2, one matrix a slice
-    embeddings    of torch.nn.Embedding and EmbeddingBag              the given one
-    gates         of gates and shared gates                           the given one; vectors and scalars 0
-    biases        biases, norms, other vectors; experts' b1, b2       0
+    matrices      products' weights, of two or more dimensions        as the caller says
+                  stacked: experts' w1, w2, a matrix for each expert
+    embeddings    of torch.nn.Embedding and EmbeddingBag              as the caller says
+    gates         of gates and shared gates                           as the caller says; vectors, scalars 0
+    biases        biases, norms, other vectors                        0
+                  stacked: experts' b1, b2, a bias for each expert
+
+`pmoe.parameter_groups` is the function for users.
 """
 
 from __future__ import annotations
@@ -23,14 +27,14 @@ from pmoe.layer import MoELayer
 KindName = Literal["matrices", "embeddings", "gates", "biases"]
 
 KINDS: tuple[KindName, ...] = ("matrices", "embeddings", "gates", "biases")
-"""All kinds, in the order of the groups."""
+"""All kinds, in the order of the parameter groups."""
 
 
 class ParameterKind(NamedTuple):
-    """Kind of a parameter, as far as its group depends on it.
+    """Kind of a parameter, with the two further properties that its parameter group depends on.
 
-    kind: name of the kind.
-    stacked: True if dimension 0 counts experts.
+    kind: "matrices", "embeddings", "gates" or "biases".
+    stacked: True if dimension 0 of the parameter counts experts.
     decays: True if weight decay applies to it.
     """
 
@@ -42,9 +46,13 @@ class ParameterKind(NamedTuple):
 def grouped_by_kind(
     model: nn.Module, lr: float | Tensor | None, weight_decay: float | None
 ) -> list[dict[str, Any]]:
-    """Returns one parameter group for each `ParameterKind` of the model, with its options.
+    """Returns parameter groups of a model for an optimizer, one for each `ParameterKind`.
 
-    Every parameter (any shape) is in one group. lr, weight_decay: None leaves the option to the optimizer.
+    Every parameter, of any shape, is in one group.
+
+    lr: learning rate of all groups; None leaves it to the optimizer.
+    weight_decay: of the groups to which weight decay applies; None leaves it to the optimizer. The others get
+        0.
     """
     of_kind = dict[ParameterKind, list[Tensor]]()
     for parameter, kind in kinds_of(model).items():
@@ -63,9 +71,10 @@ def grouped_by_kind(
 
 
 def kinds_of(model: nn.Module) -> dict[Tensor, ParameterKind]:
-    """Returns the kind of every parameter (any shape), in the model's order.
+    """Returns the kind of every parameter of a model: matrices, embeddings, gates or biases.
 
-    If modules share a parameter and one of them is a gate or an embedding, that one decides.
+    The parameters, of any shape, are in the model's order. If a gate or an embedding shares its parameter
+    with other modules, the parameter is of the gate's or the embedding's kind.
     """
     gates, embeddings = set[Tensor](), set[Tensor]()
     for module in model.modules():
@@ -90,9 +99,9 @@ def kinds_of(model: nn.Module) -> dict[Tensor, ParameterKind]:
 
 
 def _is_bias(name: str) -> bool:
-    """Returns whether the name is that of a bias.
+    """Returns whether a parameter's name is that of a bias: "bias", or a name that ends in "_bias".
 
-    A bias may have several dimensions, such as one for each head.
+    The number of dimensions does not show it: a bias may have several, such as one for each head.
     """
     own = name.rpartition(".")[2]
     return own == "bias" or own.endswith("_bias")

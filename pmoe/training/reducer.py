@@ -1,14 +1,13 @@
-"""Data-parallel all-reduce of dense gradients inside backward: FSMoE's gradient partitioning (Section 5).
+"""Data-parallel all-reduce of dense gradients during backward: FSMoE's gradient partitioning (Section 5).
 
-Two places of the backward pass have room for it:
+Gradients are sent at two kinds of places in the backward pass, where the link between nodes is idle:
 
 - beside the dense parts of a model, where no all-to-all runs;
-- inside an MoE layer's backward pass, as a task of the lane between nodes. It follows the last dispatch,
-  where the lane would else wait for the experts.
+- inside an MoE layer's backward pass, after its last dispatch, while the layer's experts compute.
 
-`pmoe.planner.gradient_partition` chooses how many bytes travel in which place. The first step sends
+`pmoe.planner.gradient_partition` chooses how many bytes are sent at which place. The first step sends
 everything after backward. At its end all ranks agree on the partition
-(`pmoe.training.gradient_partitioning`), which holds from the second step on.
+(`pmoe.training.gradient_partitioning`), which is used from the second step on.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from pmoe.training.gradient_partitioning import (
 
 
 class GradientReducer:
-    """All-reduces the dense gradients of ``model`` over the ranks of ``group``, inside its backward pass.
+    """All-reduces the dense gradients of ``model`` over the ranks of ``group``, during its backward pass.
 
     A trainer makes one call a step, in place of its own reduction of dense gradients:
 
@@ -53,22 +52,22 @@ class GradientReducer:
         reducer.finish()          # gradients are now the mean over ranks, as after plain all-reduces
         optimizer.step()
 
-    Gradients of experts are not reduced: see `pmoe.training.parallel.reduce_gradients` with experts_only. For
-    gradient accumulation, run all backward passes but the last in ``with reducer.no_sync():``. A parameter
-    without a gradient counts as zero, and gets a gradient.
+    Gradients of experts are not reduced: use `pmoe.training.parallel.reduce_gradients` with
+    experts_only=True. For gradient accumulation, run all backward passes but the last in ``with
+    reducer.no_sync():``. A parameter without a gradient counts as zero, and gets a gradient.
 
     Args:
-        model: its parameters may have any shape. Backward passes of its `MoELayer` modules carry the
-            gradients.
+        model: its parameters may have any shape. Gradients are sent during the backward passes of its
+            `MoELayer` modules.
         group: the ranks to reduce over. None is the default group.
         average: divide the sums by the number of ranks.
-        partition: number of bytes that travel in each place, for dense parts and MoE layers in turn. None
+        partition: how many bytes are sent beside each dense part and each MoE layer, alternately. None
             finds a partition after the first step, from costs that are measured then. False sends everything
             after backward.
 
-    After the first `finish`, ``partition`` holds the partition in use, with predicted seconds. It stays None,
-    and everything is sent after backward, if ranks make gradients in different orders or gradients have
-    several dtypes.
+    After the first `finish`, the attribute ``partition`` is the partition in use, with predicted seconds. It
+    stays None, and everything is sent after backward, if ranks make gradients in different orders or
+    gradients have several dtypes.
 
     Raises ValueError if the model has no dense parameter or one that is a DTensor, TypeError if ``partition``
     is something else.
@@ -124,7 +123,7 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes within this context add to the gradients and send nothing."""
+        """Makes backward passes within the ``with`` block add to the gradients and send nothing."""
         before = self._syncs
         self._syncs = False
         try:
@@ -135,8 +134,9 @@ class GradientReducer:
     def finish(self) -> None:
         """Sends the gradients that were not sent during backward, and waits for all. Collective.
 
-        Call it after each backward pass (the last one of an accumulation). The first call also sets the
-        partition, and raises ValueError if the given partition belongs to another model.
+        Call it after each backward pass; when gradients are accumulated, after the last one. The first call
+        also chooses the partition (which bytes are sent when), and raises ValueError if the caller's
+        partition belongs to another model.
         """
         step = self._step
         buffers = self._finish_first(step) if isinstance(step, FirstStep) else step.finish()
@@ -146,7 +146,12 @@ class GradientReducer:
         self._step = self._new_step()
 
     def _finish_first(self, seen: FirstStep) -> GradientBuffers:
-        """Reduces everything after the first step, and decides what later steps do."""
+        """Reduces all gradients after the first step, and decides when later steps send them.
+
+        Returns the buffers with the sums. Collective.
+
+        seen: the record of the first step.
+        """
         seen.end(len(self.parameters))
         buffers = GradientBuffers(self.parameters, seen.order)
         timetable = Timetable(end=buffers.memories)
@@ -157,9 +162,13 @@ class GradientReducer:
         return buffers
 
     def _may_overlap(self, seen: FirstStep, buffers: GradientBuffers) -> bool:
-        """Returns whether gradients may be sent during backward: all ranks made them in the same order.
+        """Returns whether gradients may be sent during backward in later steps. Collective.
 
-        Collective.
+        They may if all ranks made them in the same order, and all have one dtype and device. Everything is
+        sent after backward if the caller asked for it, or if there is one rank or no MoE layer.
+
+        seen: the record of the first step.
+        buffers: the flat memory of all gradients.
         """
         if self._wanted is False or not seen.layers or len(buffers.memories) > 1 or self.ranks.size == 1:
             return False
@@ -167,7 +176,13 @@ class GradientReducer:
         return all(each == mine for each in gathered(self.ranks, mine, stage="comparing gradients"))
 
     def _timetable(self, seen: FirstStep, buffers: GradientBuffers) -> Timetable:
-        """Returns the timetable of the given partition, or of one that is found now. Collective."""
+        """Returns which ranges of gradients later steps send at which point of backward. Collective.
+
+        They follow from the caller's partition, or from one that is found now.
+
+        seen: the record of the first step.
+        buffers: the flat memory of all gradients.
+        """
         if isinstance(self._wanted, Partition):
             _check_partition(self._wanted, len(seen.layers))
             self.partition = self._wanted
@@ -179,9 +194,9 @@ class GradientReducer:
 
 
 def _dense_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
-    """Returns names and parameters (any shape) of the dense part.
+    """Returns names and parameters, of any shape, of the dense part that require gradients.
 
-    Raises ValueError if there is none, or a DTensor.
+    Raises ValueError if there is no such parameter, or if one of them is a DTensor.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad and not is_expert(p)}
     for name, parameter in named.items():
@@ -196,7 +211,10 @@ def _dense_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
 
 
 def _check_partition(partition: Partition, num_layers: int) -> None:
-    """Raises ValueError if the partition is not one for this number of MoE layers."""
+    """Raises ValueError if a partition does not fit a model with this number of MoE layers.
+
+    It must have a share for each dense part and each MoE layer, and send nothing in the first dense part.
+    """
     num_parts = 2 * num_layers + 1
     if len(partition.shares) != num_parts:
         raise ValueError(
@@ -212,32 +230,33 @@ def _check_partition(partition: Partition, num_layers: int) -> None:
 
 
 class BackwardStep:
-    """One step's reaction to events of the backward pass.
+    """One training step's reaction to events of the backward pass.
 
-    Hooks call these methods; this class does nothing.
+    Hooks of the model call these methods. In this base class they do nothing.
     """
 
     def gradient_is_ready(self, at: int) -> None:
-        """The gradient of parameter ``at`` has been accumulated."""
+        """Called when the gradient of parameter number ``at`` has been accumulated in ``grad``."""
 
     def layer_begins(self, layer: int) -> None:
-        """The backward pass of MoE layer ``layer`` begins."""
+        """Called when the backward pass of MoE layer number ``layer`` begins."""
 
     def inside_layer(self) -> dist.Work | None:
-        """Runs as the task of the layer's schedule that carries gradients.
+        """Called by a task inside an MoE layer's backward pass, to start an all-reduce of gradients.
 
-        Returns the collective that it started.
+        Returns the collective that it started, or None.
         """
         return None
 
     def layer_ends(self) -> None:
-        """The backward pass of an MoE layer has ended. A dense part follows."""
+        """Called when the backward pass of an MoE layer has ended. A dense part follows."""
 
 
 def _step_of(reducer: weakref.ref[GradientReducer]) -> BackwardStep:
     """Returns the reducer's current step, or one that does nothing.
 
-    It does nothing within ``no_sync``, and after the reducer was garbage-collected: hooks hold it weakly.
+    It does nothing within ``no_sync``, and after the reducer was garbage-collected. Hooks refer to the
+    reducer weakly, so they do not keep it alive.
     """
     target = reducer()
     return BackwardStep() if target is None or not target._syncs else target._step
@@ -245,13 +264,14 @@ def _step_of(reducer: weakref.ref[GradientReducer]) -> BackwardStep:
 
 @dataclass(eq=False)
 class CarriedGradients:
-    """Callbacks of an MoE layer's backward pass, during which gradients of other layers travel.
+    """Callbacks by which an MoE layer's backward pass all-reduces gradients of other layers.
 
-    The engine calls them as `pmoe.engine.plan.plan.PassModules.gradients`.
+    The layer has this object as ``layer.gradients``, and the engine calls its methods.
 
-    step: returns the current step.
+    step: a function that returns the reducer's current step.
     at: index of the layer.
-    t_gar: predicted seconds of the all-reduce that the layer carries, for the choice of its degree.
+    t_gar: predicted seconds of the all-reduce inside this layer's backward pass. The choice of the layer's
+        pipeline degree takes them into account.
     """
 
     step: Callable[[], BackwardStep]
@@ -263,7 +283,10 @@ class CarriedGradients:
         self.step().layer_begins(self.at)
 
     def inside(self) -> dist.Work | None:
-        """Called as a task on the lane between nodes. Returns the collective that it started, or None."""
+        """Called as a task of the backward pass, in the queue of collectives between nodes.
+
+        Returns the collective that it started, or None.
+        """
         return self.step().inside_layer()
 
     def ends(self) -> None:
@@ -275,11 +298,11 @@ class CarriedGradients:
 
 
 class FirstStep(BackwardStep):
-    """First step: sends nothing during backward, and records what the partition needs.
+    """The first step: sends nothing during backward, and records what a partition is computed from.
 
     order: indices of parameters in the order of their gradients. Parameters without a gradient come last.
     layers: one record for each backward pass of an MoE layer.
-    last_seconds: seconds of the dense part after the last of them.
+    last_seconds: seconds of the dense part after the last of these passes.
     """
 
     last_seconds: float
@@ -301,7 +324,10 @@ class FirstStep(BackwardStep):
         self._dense_since = self._now()
 
     def end(self, num_parameters: int) -> None:
-        """Ends the recording. Call it after backward."""
+        """Ends the recording. Must be called after backward.
+
+        num_parameters: number of dense parameters.
+        """
         self.last_seconds = self._dense_seconds()
         self.order = list(dict.fromkeys([*self._came, *range(num_parameters)]))
 
@@ -311,9 +337,12 @@ class FirstStep(BackwardStep):
 
 
 class PartitionedStep(BackwardStep):
-    """Later steps: sends gradients during backward, as a timetable says.
+    """A later step: sends ranges of gradients during backward, at the points that a `Timetable` lists.
 
-    names: names of parameters, for errors.
+    buffers: the flat memory of all gradients.
+    timetable: which ranges are sent at which point of backward.
+    ranks: the ranks to reduce over.
+    names: names of the parameters, for errors.
 
     Raises RuntimeError if a gradient does not exist yet when it should be sent.
     """
@@ -348,7 +377,10 @@ class PartitionedStep(BackwardStep):
             self._works.append(self._all_reduce(part.memory))
 
     def finish(self) -> GradientBuffers:
-        """Sends what is left after backward, waits for all, and returns the buffers with the sums."""
+        """Sends the remaining gradients after backward, and waits for all.
+
+        Returns the buffers, which then hold the sums over ranks.
+        """
         for at in range(len(self._names)):
             if at not in self._ready:
                 self._buffers.take(at)

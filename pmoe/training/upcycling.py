@@ -13,9 +13,10 @@ from pmoe.experts.stacked import StackedExperts
 from pmoe.layer import MoELayer
 
 LINEARS = {1: ("w1", "w2"), 2: ("gate_proj", "up_proj", "down_proj")}
-"""Linear layers of a dense module, by `StackedExperts.hidden_factor`.
+"""Names of the linear layers that a dense module must have, by `StackedExperts.hidden_factor`.
 
-Factor 1 (FFN): found by their order. Factor 2 (SwiGLU): found by these names, in the order of w1's rows.
+Factor 1 (FFN): two layers with any names; their order decides which is w1. Factor 2 (SwiGLU): layers with
+these names, the first two in the order of w1's rows.
 """
 
 
@@ -26,22 +27,24 @@ def copy_into_experts(layer: MoELayer, dense: nn.Module | Mapping[str, Tensor]) 
     Args:
         layer: a layer on one rank or several, parallelized or not. Every rank must call it with the same
             values.
-        dense: the network, or its tensors by name. What it must have depends on the kind of experts:
+        dense: the network, or its tensors by name. What it must have depends on the layer's experts, M =
+            d_model and H = d_hidden:
 
-            - "ffn": a module with two `torch.nn.Linear`, of which the first widens; or the tensors w1 (H, M),
-              w2 (M, H), b1 (H,), b2 (M,).
-            - "swiglu": a module with linear layers gate_proj, up_proj and down_proj; or the tensors
-              w1 (2H, M) with gate rows first, w2 (M, H), b1 (2H,), b2 (M,).
-            - experts that are modules: a module of the same kind, or its state dict.
+            - "ffn": a module with two `torch.nn.Linear`, from M to H columns and back; or the tensors w1 (H,
+              M), w2 (M, H), b1 (H,), b2 (M,).
+            - "swiglu": a module with linear layers gate_proj, up_proj and down_proj; or the tensors w1 (2H,
+              M) with gate rows first, w2 (M, H), b1 (2H,), b2 (M,).
+            - experts that are a user's modules: a module of the same class, or its state dict.
 
-    Values are cast to the layer's dtype. If experts are split over "esp", each rank takes its part.
+    Values are cast to the layer's dtype. If the experts' hidden columns are split over ranks ("esp"), each
+    rank takes its columns.
 
-    The experts are also marked as equal on purpose. Without the mark, the next call after a state dict was
-    loaded raises ValueError if ranks have equal experts, because usually all ranks have loaded one rank's
-    file by mistake.
+    The experts are also marked as equal on purpose. Usually equal experts after loading a state dict are a
+    mistake, because all ranks have loaded one rank's file; so the next call would raise ValueError. The mark
+    prevents this.
 
     Raises ValueError, before anything is changed, if names or shapes differ from those of an expert, or if
-    the layer is on the meta device. Raises TypeError for experts of another kind.
+    the layer is on the meta device. Raises TypeError for experts of another class.
     """
     check_kind(MoELayer, "a pmoe.MoELayer", layer=layer)
     check_kind((nn.Module, Mapping), "a module, or tensors by name", dense=dense)
@@ -65,9 +68,12 @@ def copy_into_experts(layer: MoELayer, dense: nn.Module | Mapping[str, Tensor]) 
 def _into_stacked(
     experts: StackedExperts, dense: nn.Module | Mapping[str, Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Returns pairs of a parameter, this rank's part (E_local, ...), and the value that each expert gets.
+    """Returns the copies to make into experts with one tensor for all experts: pairs (target, value).
 
-    The value has the part's shape without E_local.
+    A target is this rank's part of a parameter, (E_local, ...) for E_local experts of this rank. The value
+    has the target's shape without E_local, and goes to every expert.
+
+    dense: the module, or its tensors by name.
     """
     values = _named_as_stacked(experts, dense) if isinstance(dense, nn.Module) else dict(dense)
     dims = experts.hidden_dims() or {}
@@ -90,7 +96,13 @@ def _into_stacked(
 
 
 def _named_as_stacked(experts: StackedExperts, dense: nn.Module) -> dict[str, Tensor]:
-    """Returns the weights and biases of a dense module under the names w1, w2, b1 and b2."""
+    """Returns the weights and biases of a dense module under the names w1, w2, b1 and b2.
+
+    The tensors have the shapes of one expert.
+
+    Raises ValueError if the module has other linear layers than the experts' class needs, or biases in some
+    only.
+    """
     linears = {name: linear for name, linear in dense.named_modules() if isinstance(linear, nn.Linear)}
     wanted = LINEARS.get(experts.hidden_factor, ())
     if experts.hidden_factor == 1:
@@ -118,7 +130,12 @@ def _named_as_stacked(experts: StackedExperts, dense: nn.Module) -> dict[str, Te
 
 
 def _into_module(expert: nn.Module, dense: nn.Module | Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Returns (target, value) pairs for one expert that is a module."""
+    """Returns the copies to make into one expert that is a user's module: pairs (target, value).
+
+    Both have the same shape, which may be any. Targets are the module's own memory.
+
+    dense: a module of the same class, or its state dict.
+    """
     targets = expert.state_dict()  # the module's own memory
     values = dense.state_dict() if isinstance(dense, nn.Module) else dict(dense)
     _check_names(set(values), set(targets))
@@ -137,7 +154,10 @@ def _check_names(names: set[str], wanted: set[str]) -> None:
 
 
 def _check_shape(name: str, value: object, shape: tuple[int, ...]) -> None:
-    """Raises ValueError if a dense tensor has another shape than that of one whole expert."""
+    """Raises ValueError unless a dense tensor has ``shape``, that of one whole expert.
+
+    name: the tensor's name, for the error.
+    """
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:
         given_shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"dense ({name}: {given_shape}) must be of the shape of one whole expert, {shape}")

@@ -1,6 +1,7 @@
 """Makers of symmetric heaps (`pmoe.kernels.heap`), which fused kernels of all ranks read and write.
 
-Each maker takes memory from another place:
+A symmetric heap is memory of the same layout on every rank, which the other ranks can address. Each maker
+takes the memory from another place:
 
     virtual_heaps   one process plays all ranks, on one device; for tests and measurements
     process_heap    one process for each rank, all on one node, by CUDA IPC; ranks may share a device

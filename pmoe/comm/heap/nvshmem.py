@@ -1,6 +1,6 @@
 """Memory of symmetric heaps from NVSHMEM, for ranks of several nodes.
 
-So far it has run with one process only, not with several.
+So far this code has run with one process only, not with several.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from pmoe.kernels import heap as heap_module
 from pmoe.kernels.heap import DeviceMemory
 
 _members: list[int] | None = None
-"""Global ranks with which NVSHMEM was started in this process; None before. It can be started only once."""
+"""Global ranks with which NVSHMEM was started in this process; None before the start.
+
+NVSHMEM can be started only once in a process.
+"""
 
 
 class NvshmemMemory(DeviceMemory):
-    """Memory of NVSHMEM for one group of ranks: see `pmoe.comm.heap.providers.nvshmem_heap`.
+    """Memory that NVSHMEM allocates for a symmetric heap of one group of ranks.
 
     members: global ranks of the group.
     base: address of this rank's memory after `allocate`; 0 before.
@@ -34,7 +37,7 @@ class NvshmemMemory(DeviceMemory):
         self.base = 0
 
     def place(self, device: torch.device) -> tuple[str, str]:
-        """Checks that NVSHMEM can be used, then returns what `DeviceMemory.place` does.
+        """Checks that NVSHMEM can be used. Returns the device code that is loaded, and this node's name.
 
         Raises RuntimeError if NVSHMEM is missing or serves another group of ranks in this process.
         """
@@ -54,12 +57,17 @@ class NvshmemMemory(DeviceMemory):
         return super().place(device)
 
     def give_id(self) -> bytes:
-        """Loads NVSHMEM. Returns the id by which its ranks find each other, on rank 0; b"" elsewhere."""
+        """Loads NVSHMEM's library. Returns on rank 0 the id by which NVSHMEM's ranks find each other.
+
+        Returns b"" on the other ranks.
+        """
         heap_module.loaded_extension().nvshmem_open(extension.nvshmem_library())
         return bytes(heap_module.loaded_extension().nvshmem_unique_id()) if self.ranks.rank == 0 else b""
 
     def start(self, device: torch.device, given_id: bytes) -> None:
         """Starts NVSHMEM on all ranks of the group, with the id of rank 0. Collective.
+
+        given_id: the id that `give_id` has returned on rank 0.
 
         Raises RuntimeError if NVSHMEM gives this process another rank than the group does.
         """
@@ -85,9 +93,11 @@ class NvshmemMemory(DeviceMemory):
         return str(self.ranks.rank).encode()
 
     def open(self, device: torch.device, handle: bytes) -> int:
-        """Returns the address at which this device sees a peer's memory. handle: the peer's rank, as text.
+        """Returns the address at which this device sees a peer's memory.
 
-        Raises RuntimeError if this device's loads and stores do not reach the peer.
+        handle: the peer's rank, as text.
+
+        Raises RuntimeError if loads and stores of this device do not reach the peer's memory.
         """
         peer: int = heap_module.loaded_extension().nvshmem_pointer(device.index, self.base, int(handle))
         if not peer:

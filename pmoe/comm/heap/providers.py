@@ -1,4 +1,8 @@
-"""Makers of symmetric heaps: for virtual ranks of one process, for processes of a node, over NVSHMEM."""
+"""Makers of symmetric heaps: for virtual ranks of one process, for processes of a node, over NVSHMEM.
+
+A symmetric heap is device memory of the same layout on every rank, which the other ranks can address, so that
+fused kernels write rows straight to their destination.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +32,12 @@ from pmoe.warn import warn_once
 def virtual_heaps(
     shape: HeapShape, device: torch.device, *, memory: DeviceMemory | None = None
 ) -> list[Heap]:
-    """Returns the heaps of all W ranks, which this process makes on one device.
+    """Returns symmetric heaps for W virtual ranks, which this one process plays on one device.
 
-    Each heap must be closed. Close none while another one is in use.
+    They are for tests and measurements. Each heap must be closed, but none while another one is in use.
 
-    memory: where the memory comes from; None means CUDA's.
+    shape: the sizes of each heap; W is ``shape.num_ranks``.
+    memory: where the memory comes from; None means CUDA.
 
     Raises RuntimeError with the rank and the bytes if memory does not suffice. All memory is freed then.
     """
@@ -68,12 +73,16 @@ def virtual_heaps(
 def process_heap(
     ranks: Ranks, shape: HeapShape, device: torch.device, *, memory: DeviceMemory | None = None
 ) -> Heap:
-    """Returns this rank's heap, with the heaps of the group's other ranks opened by CUDA IPC. Collective.
+    """Returns this rank's symmetric heap, and opens the heaps of the other ranks by CUDA IPC. Collective.
 
-    If one rank fails, all ranks go through the same collectives, raise the same error and free their memory:
+    All ranks must be on one node. If one rank fails, all ranks go through the same collectives, raise the
+    same error and free their memory:
 
     - ValueError with the values of all ranks, if shapes, dtypes, loaded kernels, bytes or nodes differ.
     - RuntimeError with the rank, if memory does not suffice or a peer's memory cannot be opened.
+
+    shape: the sizes of the heap, the same on all ranks.
+    memory: where the memory comes from; None means CUDA.
     """
     builder = _HeapBuilder(ranks, shape, device, memory or DeviceMemory())
     builder.agree(one_node=True)
@@ -81,13 +90,18 @@ def process_heap(
 
 
 def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
-    """Returns this rank's heap in NVSHMEM's memory, with the heaps of the group's other ranks. Collective.
+    """Returns this rank's symmetric heap in NVSHMEM's memory, and opens the other ranks' heaps. Collective.
 
-    Peers must be within reach of loads and stores: on one node, or over NVLink between nodes. A process can
-    use NVSHMEM with one group of ranks only. So far this has run with one process only, not with several.
+    Loads and stores must reach all peers: on one node, or over NVLink between nodes. A process can use
+    NVSHMEM with one group of ranks only. So far this has run with one process only, not with several.
 
-    Raises on every rank as `process_heap` does. It also raises RuntimeError if NVSHMEM is not built in, if it
-    serves another group already, or if loads and stores of a rank do not reach another rank.
+    shape: the sizes of the heap, the same on all ranks.
+
+    Raises on every rank:
+
+    - ValueError with the values of all ranks, if shapes, dtypes, loaded kernels or bytes differ.
+    - RuntimeError with the rank, if memory does not suffice, if NVSHMEM is not built in or serves another
+      group already, or if loads and stores of a rank do not reach another rank.
     """
     memory = NvshmemMemory(ranks)
     builder = _HeapBuilder(ranks, shape, device, memory)
@@ -98,7 +112,11 @@ def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
 
 
 class CollectiveSteps:
-    """Steps that all ranks take together. If a step fails on one rank, it raises on all."""
+    """Steps that all ranks of a group take together. If a step fails on one rank, it raises on all.
+
+    ranks: the ranks of the group.
+    device: the device on which NCCL's collectives run.
+    """
 
     ranks: Ranks
     device: torch.device
@@ -108,16 +126,19 @@ class CollectiveSteps:
         self.device = device
 
     def gather(self, value: object) -> list[Any]:
-        """Returns the values of all ranks, in order of rank. A collective, which is also a barrier."""
+        """Returns the values of all ranks, in order of rank. A collective, which is also a barrier.
+
+        value: this rank's value: anything that can be pickled.
+        """
         on_cuda = self.device.type == "cuda"
-        with torch.cuda.device(self.device) if on_cuda else contextlib.nullcontext():  # NCCL gathers there
+        with torch.cuda.device(self.device) if on_cuda else contextlib.nullcontext():  # for NCCL
             return gathered(self.ranks, value, stage="the exchange about a symmetric heap")
 
     def attempt(self, work: Callable[[], object], undo: Callable[[], None] = lambda: None) -> list[Any]:
-        """Calls work() on every rank and returns all results, in order of rank. Collective.
+        """Calls work() on every rank and returns the results of all ranks, in order of rank. Collective.
 
-        If work() raises on any rank, every rank calls undo() and raises: ValueError if any rank's error was
-        one, else RuntimeError.
+        If work() raises on any rank, every rank calls undo() and raises the same error with the texts of the
+        failed ranks. The error is a ValueError if the error of any rank is one, else a RuntimeError.
         """
         mine: tuple[object, str | None, bool]
         try:
@@ -134,11 +155,12 @@ class CollectiveSteps:
 
 
 class _HeapBuilder(CollectiveSteps):
-    """A heap of several processes while it is being made, with the memory to be freed if that fails.
+    """Builds a symmetric heap of several processes, and frees its memory if a step fails.
 
     base: address of this rank's memory; None before it is allocated.
-    opened: address of the memory of each peer, by rank.
-    heap: the heap, when all is opened.
+    opened: for each peer, by rank, the address at which this process sees the peer's memory.
+    heap: the heap; None before all peers' memory is open.
+    bound_seconds: how long a kernel may wait for a peer.
     """
 
     bound_seconds: float
@@ -154,7 +176,9 @@ class _HeapBuilder(CollectiveSteps):
     def agree(self, *, one_node: bool) -> None:
         """Raises ValueError or RuntimeError, on every rank, if the ranks cannot have a heap together.
 
-        one_node: whether all ranks must be on one node.
+        They can if they have the same shape, dtype and loaded kernels.
+
+        one_node: whether all ranks must be on one node, too.
         """
         size = self.ranks.size
         facts, hosts = zip(*self.attempt(self.facts), strict=True)
@@ -177,7 +201,7 @@ class _HeapBuilder(CollectiveSteps):
         warn_where_there_is_no_room(spare_blocks(size) if size > 1 else 0)
 
     def facts(self) -> tuple[dict[str, object], str]:
-        """Returns values by name that all ranks must have in common, and a text for this rank's node."""
+        """Returns the values that must be equal on all ranks, by name, and a text for this rank's node."""
         kernels, host = self.memory.place(self.device)
         self.bound_seconds = wait_seconds(self.ranks)
         # Raises for a bad environment variable, before the exchange that carries errors to the other ranks.
@@ -186,7 +210,7 @@ class _HeapBuilder(CollectiveSteps):
         return sizes | {"bytes": self.shape.bytes, "kernels": kernels}, host
 
     def build(self) -> Heap:
-        """Allocates this rank's memory, opens the peers' and returns the heap. Collective."""
+        """Allocates this rank's memory, opens the memory of all peers, and returns the heap. Collective."""
         handles = self.attempt(self.allocate, self.release)
         self.attempt(lambda: self.open_peers(handles), self.release)
         assert self.heap is not None
@@ -194,12 +218,18 @@ class _HeapBuilder(CollectiveSteps):
         return self.heap
 
     def allocate(self) -> bytes:
-        """Allocates this rank's memory. Returns a handle by which peers open it."""
+        """Allocates this rank's memory.
+
+        Returns a handle with which peers open it; b"" if there are no peers.
+        """
         self.base = _allocate(self.memory, self.device, self.shape)
         return self.memory.handle(self.device, self.base) if self.ranks.size > 1 else b""
 
     def open_peers(self, handles: Sequence[bytes]) -> None:
-        """Opens the memory of all peers and makes the heap. handles: of each rank, from `allocate`."""
+        """Opens the memory of all peers and makes the heap.
+
+        handles: for each rank, the handle of its memory, which `allocate` has returned.
+        """
         assert self.base is not None
         addresses = []
         for rank, handle in enumerate(handles):
@@ -222,10 +252,10 @@ class _HeapBuilder(CollectiveSteps):
         )
 
     def release(self) -> None:
-        """Closes the peers' memory, then frees this rank's. Collective.
+        """Closes the peers' memory, then frees this rank's memory. Collective.
 
-        The exchange between both is a barrier: memory is freed when no peer has it open any more. If some
-        rank has no memory, memory whose free() is collective cannot be freed.
+        Between the two is an exchange that serves as a barrier, so memory is freed when no peer has it open
+        any more. If freeing is collective (NVSHMEM) and some rank has no memory, no rank frees its memory.
         """
         _quietly(heap_module.synchronize, self.device)
         for peer in self.opened.values():
@@ -236,7 +266,10 @@ class _HeapBuilder(CollectiveSteps):
 
 
 def _allocate(memory: DeviceMemory, device: torch.device, shape: HeapShape) -> int:
-    """Returns the address of memory for a heap. Raises RuntimeError with the bytes if there is not enough."""
+    """Returns the address of new memory for a heap of this shape.
+
+    Raises RuntimeError with the number of bytes if there is not enough memory.
+    """
     try:
         return memory.allocate(device, shape.bytes)
     except RuntimeError as error:
@@ -249,7 +282,7 @@ def _free(memory: DeviceMemory, device: torch.device, base: int) -> None:
 
 
 def _quietly(work: Callable[..., object], *args: object) -> None:
-    """Calls a function that gives memory back. If it fails, warns instead of raising."""
+    """Calls a function that gives memory back. Warns if the function fails, instead of raising."""
     try:
         work(*args)
     except Exception as error:
@@ -260,17 +293,18 @@ def _quietly(work: Callable[..., object], *args: object) -> None:
 
 
 DEFAULT_WAIT_SECONDS = 600.0
-"""The longest wait if the group has no timeout."""
+"""The longest wait of a kernel for a peer if the group has no timeout."""
 
 MAX_WAIT_SECONDS = 86400.0
-"""The longest wait in any case."""
+"""The longest wait of a kernel for a peer in any case."""
 
 
 def wait_seconds(ranks: Ranks) -> float:
-    """Returns the time after which a kernel of this rank gives up waiting for a peer, in seconds.
+    """Returns how many seconds a kernel of this rank waits for a peer before it gives up.
 
-    It is $PMOE_WAIT_SECONDS, or the group's timeout if that is shorter or the variable is not set: a peer may
-    be as late as for a collective (a checkpoint, an evaluation). A group without a timeout counts as 600 s.
+    It is $PMOE_WAIT_SECONDS, or the group's timeout if that is shorter or the variable is not set. A peer may
+    thus be as late for a kernel as for a collective, because of a checkpoint or an evaluation. A group
+    without a timeout counts as 600 s.
 
     Raises ValueError if the variable is not a number of seconds, more than 0 and at most a day.
     """
@@ -299,22 +333,28 @@ HeapsByKey = dict[tuple[torch.device, HeapShape], Heap]
 
 _heaps: weakref.WeakKeyDictionary[dist.ProcessGroup, HeapsByKey] = weakref.WeakKeyDictionary()
 _without_group: HeapsByKey = {}
-"""The heaps of a rank without a group."""
+"""The heaps of a single rank, which has no process group."""
 
 
 def heaps_of(ranks: Ranks) -> HeapsByKey:
-    """Returns the heaps that `heap_for` has made for this group, in the order in which they were made."""
+    """Returns the heaps that layers of this group share, in the order in which `heap_for` made them.
+
+    The key of a heap is its device and its shape without numbers of rows.
+    """
     return _without_group if ranks.group is None else _heaps.setdefault(ranks.group, {})
 
 
 def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: MakeHeap = process_heap) -> Heap:
-    """Returns the heap that layers of this group, device and shape share, with at least ``shape``'s rows.
+    """Returns a symmetric heap for a layer. Layers share it if their group, device and sizes are the same.
 
-    If there is one with enough rows, nothing is communicated. Else this is a collective, which makes one; so
-    rows must follow from numbers that all ranks share. A heap with too few rows is closed first, on every
-    rank. Tensors on it must not be used any more.
+    Numbers of rows may differ between the layers: the heap has at least as many rows as ``shape`` asks for.
+    If there is a large enough heap, nothing is communicated. Otherwise the call is a collective, which closes
+    the smaller heap on every rank and makes a larger one. So the numbers of rows must be the same on all
+    ranks, and tensors on a closed heap must not be used any more.
 
-    Raises as ``make`` does, and HeapError if the present heap is broken.
+    make: makes the heap: `process_heap` or `nvshmem_heap`.
+
+    Raises the errors of ``make``, and HeapError if the present heap is broken.
     """
     kept = heaps_of(ranks)
     key = (device, replace(shape, rows=0, home_rows=0))
@@ -331,7 +371,7 @@ def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: Make
 
 
 def close_heaps(ranks: Ranks) -> None:
-    """Closes all heaps of this group that layers share. Collective.
+    """Closes all heaps that the layers of this group share. Collective.
 
     Call it on every rank before the group is destroyed, or after a HeapError.
     """
@@ -344,7 +384,10 @@ def close_heaps(ranks: Ranks) -> None:
 
 
 def warn_where_there_is_no_room(spare: int) -> None:
-    """Warns once if a group of NCCL may need more room than fused kernels leave to it.
+    """Warns once if NCCL may need more multiprocessors than fused kernels leave free.
+
+    A fused kernel occupies its multiprocessors until its peers have sent their rows. If NCCL's collectives
+    get too few beside it, ranks may wait for each other in a circle.
 
     spare: number of multiprocessors that fused kernels leave free. 0 checks nothing: the user has said that
         no collective runs beside a layer.
@@ -360,21 +403,24 @@ def warn_where_there_is_no_room(spare: int) -> None:
 
 
 def _groups() -> list[dist.ProcessGroup]:
-    """Returns all process groups of NCCL with several ranks."""
+    """Returns all process groups of this process that use NCCL and have several ranks."""
     groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
     return [group for group in groups if "nccl" in dist.get_backend(group) and dist.get_world_size(group) > 1]
 
 
 def _fits(group: dist.ProcessGroup, spare: int) -> bool:
-    """Returns whether a group takes at most ``spare`` multiprocessors, and no clusters of them."""
+    """Returns whether NCCL takes at most ``spare`` multiprocessors for a group, and no clusters of them.
+
+    A cluster needs neighbouring multiprocessors, which may not be among the free ones.
+    """
     blocks = _asked(group, "NCCL_MAX_CTAS", "max_ctas")
     return 0 <= blocks <= spare and 0 <= _asked(group, "NCCL_CGA_CLUSTER_SIZE", "cga_cluster_size") <= 1
 
 
 def _asked(group: dist.ProcessGroup, variable: str, field: str) -> int:
-    """Returns a setting of NCCL for this group; a negative number if NCCL chooses.
+    """Returns NCCL's setting of this name for a group; a negative number if NCCL chooses it.
 
-    variable: the environment variable, which overrides the group's option, as it does in NCCL.
+    variable: the environment variable of the setting. It overrides the group's option, as it does in NCCL.
     field: the name of the option in the group's ProcessGroupNCCL.Options.config.
     """
     text = os.environ.get(variable, "")

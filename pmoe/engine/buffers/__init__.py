@@ -1,1 +1,1 @@
-"""The memory of a pass: ring slots on the device, and host memory for offloaded tensors."""
+"""The memory of a pass: reused device memory, and host memory for offloaded tensors."""

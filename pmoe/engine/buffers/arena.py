@@ -1,8 +1,10 @@
-"""The memory of a pass: the ring slots of its schedule, taken from a pool that all layers share.
+"""The device memory of a pass, taken from a pool that all layers of a device share.
 
-Each device has one pool. A pass takes its slots when it starts and gives them back when it ends, so layers
-that run one after another use the same memory. Between passes only the tensors that a restore pair keeps are
-in use. Host memory for offloaded tensors is a pool of its own.
+A schedule may let chunks take turns in a few buffers of fixed size, its ring slots. A pass takes the memory
+of its slots from the pool when it starts, and gives it back when it ends. So layers that run one after
+another use the same memory. Between two passes, only the tensors that a layer keeps for backward use memory.
+
+Host memory for offloaded tensors comes from another pool (`pmoe.engine.buffers.host_pool`).
 """
 
 from __future__ import annotations
@@ -25,17 +27,20 @@ if TYPE_CHECKING:
 
 
 class Arena:
-    """The ring slots of one pass, in one piece of device memory.
+    """The memory of the ring slots of one pass, in one tensor.
 
-    buffers: the buffers that lie in slots, (rows, columns) by name; those without rows are left out.
+    A ring slot is a buffer of fixed size in which several chunks take turns.
+
+    buffers: for each buffer that lies in a slot, its tensor (rows, columns), by name and chunk, such as
+        "T_DI.0". Buffers without rows are left out.
     """
 
     def __init__(self, pool: DevicePool, schedule: Schedule, sizes: BufferSizes, like: Tensor) -> None:
         self._pool = pool
         spans, total = arena_elements(slot_elements(schedule, sizes), like.element_size())
         self._memory: Tensor | None = pool.take(total, like, self)
-        # unsafe_split: autograd gives each slot a version of its own, so a write to one does not count as a
-        # change of the others.
+        # unsafe_split gives each slot a version counter of its own. With other views, autograd would take a
+        # write to one slot for a change of all of them.
         pieces = torch.unsafe_split_with_sizes(self._memory, list(spans.values()))
         of_slot = dict(zip(spans, pieces, strict=True))
         self.buffers: dict[str, Tensor] = {}
@@ -46,24 +51,24 @@ class Arena:
                     self.buffers[buffer] = of_slot[slot].as_strided((rows[chunk], columns), (columns, 1))
 
     def close(self) -> None:
-        """Gives the memory back. Called on the compute lane, after all lanes have ended."""
+        """Gives the memory back to the pool. Called on the compute lane, after all lanes have ended."""
         if self._memory is not None:
             self._pool.give_back(self._memory, self)
             self._memory = None
             self.buffers.clear()
 
 
-LARGE_BYTES = 1 << 16  # the C library takes smaller blocks from memory that it has already
+LARGE_BYTES = 1 << 16  # smaller blocks need no pool: the C library's malloc reuses memory for them
 
 
 class DevicePool:
-    """The memory of all passes on one device, and the count of their ring slots.
+    """The device memory that passes take for their buffers, and the count of bytes in use.
 
-    On a GPU it is torch's memory, which torch reuses. On the CPU torch would take it from the system, page by
-    page, for each pass, so the pool keeps its own (`HostPool`).
+    On a GPU torch's caching allocator provides and reuses the memory. On the CPU torch would request new
+    pages from the operating system in each pass, so the pool keeps memory of its own (`HostPool`).
 
-    bytes_in_use: the bytes of ring slots of passes that run now.
-    peak_bytes: the most that were in use.
+    bytes_in_use: bytes of ring slots (buffers in which chunks take turns) of passes that run now.
+    peak_bytes: the largest value that bytes_in_use has had.
     """
 
     peak_bytes: int
@@ -77,20 +82,24 @@ class DevicePool:
 
     @functools.cached_property
     def _own(self) -> HostPool:
-        """The pool's memory on the CPU, made when it is first needed."""
+        """The memory that the pool keeps on the CPU. Created when it is first needed."""
         from pmoe.engine.buffers.host_pool import HostPool
 
         return HostPool(self._device)
 
     @property
     def kept_bytes(self) -> int:
-        """An upper bound of the bytes kept free for later passes. 0 on a GPU, where torch keeps them."""
+        """An upper bound of the free bytes that the pool keeps for later passes.
+
+        It is 0 on a GPU, where torch's allocator keeps free memory.
+        """
         return self._own.kept_bytes if "_own" in self.__dict__ else 0
 
     def new(self, like: Tensor, *shape: int) -> Tensor:
-        """Returns an uninitialised tensor like ``like`` of another shape; it is free when its last view dies.
+        """Returns an uninitialised tensor of the given shape, with the dtype and device of ``like``.
 
-        While torch's profiler runs, it is torch's memory, which the profiler can count.
+        Its memory is free again when no tensor uses it any more. While torch's profiler runs, the memory
+        comes from torch's allocator, so that the profiler counts it.
         """
         is_plain = like.device.type == "cpu" and type(like) in (Tensor, torch.nn.Parameter)
         if is_plain and math.prod(shape) * like.element_size() >= LARGE_BYTES and not _profiler_enabled():
@@ -98,7 +107,13 @@ class DevicePool:
         return like.new_empty(shape)
 
     def take(self, elements: int, like: Tensor, arena: Arena) -> Tensor:
-        """Returns memory (elements,) for the slots of ``arena``, and counts its bytes as in use."""
+        """Returns memory (elements,) for the ring slots of a pass, and counts its bytes as in use.
+
+        Ring slots are buffers in which chunks take turns.
+
+        like: a tensor with the dtype and device of the result.
+        arena: the owner of the memory. Until it calls `give_back`, `trim` raises an error.
+        """
         memory = self.new(like, elements)
         self._running.add(arena)
         self.bytes_in_use += memory.nbytes
@@ -106,12 +121,19 @@ class DevicePool:
         return memory
 
     def give_back(self, memory: Tensor, arena: Arena) -> None:
-        """Ends the use of the memory that ``arena`` took."""
+        """Counts the memory of a pass as no longer in use.
+
+        memory: the result of `take`.
+        arena: the object that took the memory.
+        """
         self._running.discard(arena)
         self.bytes_in_use -= memory.nbytes
 
     def trim(self) -> None:
-        """Gives all free memory back to the system. Raises RuntimeError while a pass runs."""
+        """Gives all free memory back to the operating system, or on a GPU to the CUDA driver.
+
+        Raises RuntimeError while a pass of a layer runs.
+        """
         if self._running:
             raise RuntimeError(
                 f"the pool of {self._device} must not be trimmed while a pass of a layer runs: call trim() "
@@ -122,16 +144,16 @@ class DevicePool:
         self.keep_at_most(0)
 
     def keep_at_most(self, num_bytes: int) -> None:
-        """Gives free memory beyond ``num_bytes`` back to the system."""
+        """Gives free memory back to the operating system, except for about ``num_bytes`` bytes."""
         if (excess := self.kept_bytes - num_bytes) > 0:
             self._own.trim(excess)
 
 
 class Pool:
-    """The memory that all layers of a device share.
+    """The memory that all layers on a device share.
 
-    device: memory on the device.
-    host: host memory for offloaded tensors.
+    device: the pool of device memory.
+    host: the pool of host memory for offloaded tensors.
     """
 
     device: DevicePool
@@ -142,15 +164,16 @@ class Pool:
 
     @functools.cached_property
     def host(self) -> HostPool:
-        """Host memory for offloaded tensors, made when it is first needed."""
+        """The pool of host memory for offloaded tensors. Created when it is first needed."""
         from pmoe.engine.buffers.host_pool import HostPool
 
         return HostPool(self._of)
 
     def trim(self) -> None:
-        """Gives all free memory back to the system, on a GPU also torch's cache.
+        """Gives all free memory of both pools back to the operating system.
 
-        Raises RuntimeError while a pass of a layer runs.
+        On a GPU it also empties the cache of torch's allocator. Raises RuntimeError while a pass of a layer
+        runs.
         """
         self.device.trim()
         if "host" in self.__dict__:
@@ -161,10 +184,13 @@ _pools: dict[torch.device, Pool] = {}
 
 
 def pool(device: torch.device | str = "cpu") -> Pool:
-    """Returns the pool of ``device``, which all layers on it share.
+    """Returns the memory pools of a device, which all layers on it share.
 
-    Its ``device`` and ``host`` each have bytes_in_use, peak_bytes and kept_bytes. ``host.limit_bytes`` may be
-    set. ``trim()`` gives free memory back to the system.
+    device: for example "cpu", or "cuda" for the current GPU.
+
+    The result has two pools, ``device`` and ``host``. Each has the numbers bytes_in_use, peak_bytes and
+    kept_bytes. The attribute ``host.limit_bytes`` may be set. The method ``trim()`` gives free memory back to
+    the operating system.
     """
     device = check_place(device, None)  # "cuda" becomes the current GPU
     if device not in _pools:
@@ -173,6 +199,6 @@ def pool(device: torch.device | str = "cpu") -> Pool:
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """Copies a tensor between device and host. If one of them is on a GPU, the host does not wait."""
+    """Copies a tensor between device and host memory. With a GPU the host does not wait for the copy."""
     with torch.no_grad():
         target.copy_(source, non_blocking=True)

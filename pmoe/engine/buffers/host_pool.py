@@ -1,4 +1,4 @@
-"""Pools of host memory: for tensors offloaded from a GPU (pinned), and for passes that run on the CPU."""
+"""Pools of host memory: pinned for tensors offloaded from a GPU, pageable for passes on the CPU."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from pmoe.schedule.buffer_sizes import ALIGNMENT, aligned
 
 
 class HostMemoryError(RuntimeError):
-    """The host pool has no room for the tensor that should be offloaded."""
+    """Raised if the host pool has no room for a tensor that should be offloaded."""
 
 
 @dataclass(eq=False)
 class _Segment:
-    """One allocation of the pool, from which blocks are taken.
+    """One contiguous allocation of the pool. Tensors get blocks of it.
 
-    memory: a memory mapping, or a pinned tensor.
-    address, num_bytes: its place and its size.
-    free: the free pieces as (start, bytes), sorted by start; starts are offsets in bytes.
-    top: the end of the highest block taken since the last trim. A mapping has no pages beyond it.
+    memory: the mmap object, or the pinned tensor.
+    address, num_bytes: the address of its first byte, and its size.
+    free: the free ranges as (offset, bytes), sorted by offset. Offsets are in bytes from the address.
+    top: the offset at which the highest block ended that was taken since the last trim. In a mapping, only
+        pages below it may use physical memory.
     """
 
     memory: Any
@@ -40,7 +41,10 @@ class _Segment:
     top: int = 0
 
     def give_back(self, start: int, size: int) -> None:
-        """Frees a piece, and joins it with free neighbours."""
+        """Marks a range of bytes as free, and joins it with the free ranges next to it.
+
+        start, size: the range's offset in the segment and its length, in bytes.
+        """
         pieces = sorted([*self.free, (start, size)])
         self.free = joined = pieces[:1]
         for piece_start, room in pieces[1:]:
@@ -50,10 +54,10 @@ class _Segment:
                 joined.append((piece_start, room))
 
     def trim(self, most: int) -> int:
-        """Gives up to ``most`` free bytes back to the system in whole pages, and keeps their addresses.
+        """Gives up to ``most`` free bytes back to the operating system, in whole pages.
 
-        The last pieces go first, because blocks are taken from the first ones. Returns the bytes that are
-        still missing from ``most``.
+        The addresses stay reserved. Ranges at the end of the segment go first, because new blocks are taken
+        from the first ranges. Returns the number of bytes by which it fell short of ``most``.
         """
         for start, room in reversed(self.free):
             end = min(start + room, self.top)
@@ -71,19 +75,19 @@ _MAPPED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE",
 _use_count = torch._C._storage_Use_Count
 _storage: Any = torch._C._construct_storage_from_data_pointer
 _Block = tuple[torch.UntypedStorage, _Segment, int, int]
-"""A block in use: (its storage, which tensors share; its segment; start and bytes in that segment)."""
+"""A block in use: its storage, which tensors share; its segment; its offset and size there in bytes."""
 
 
 class HostPool:
-    """A pool of host memory that hands out tensors and reuses their memory.
+    """A pool of host memory for tensors, which reuses the memory of tensors that are gone.
 
-    limit_bytes: the bytes to which it may grow. By default half of the memory that was available when the
-        pool was made, divided by the ranks of the node.
-    peak_bytes: the most bytes that were in use.
+    limit_bytes: the number of bytes to which the pool may grow. By default it is half of the memory that was
+        available when the pool was created, divided by the number of ranks on the node.
+    peak_bytes: the largest number of bytes that were in use.
 
-    A block is taken from the first free piece that is large enough. It is free again when only the pool holds
-    its storage. The pool finds that by counting references: a callback on the last release would not do,
-    because a thread of gloo may release it after Python has ended.
+    A new tensor gets a block of the first free range that is large enough. The block is free again when
+    nothing but the pool refers to its storage. The pool counts references to find out. A callback at the last
+    release would not be safe: a thread of gloo may release a tensor after the Python interpreter has ended.
     """
 
     limit_bytes: int
@@ -101,23 +105,27 @@ class HostPool:
 
     @property
     def bytes_in_use(self) -> int:
-        """The bytes of all blocks that somebody holds."""
+        """The bytes of all blocks whose storage a tensor still uses."""
         with self._lock:
             self._collect()
             return self._in_use
 
     @property
     def free_bytes(self) -> int:
-        """The bytes that may still be taken: the limit less the bytes in use."""
+        """The bytes that may still be taken: ``limit_bytes`` minus the bytes in use."""
         return max(self.limit_bytes - self.bytes_in_use, 0)
 
     @property
     def kept_bytes(self) -> int:
-        """An upper bound of the free bytes that are not yet given back to the system."""
+        """An upper bound of the free bytes that the pool has not given back to the operating system."""
         return sum(segment.top for segment in self._segments) - self.bytes_in_use
 
     def trim(self, most: int = sys.maxsize) -> None:
-        """Gives up to ``most`` free bytes back to the system. Pinned memory gives all free segments back."""
+        """Gives up to ``most`` free bytes back to the operating system.
+
+        A pinned allocation cannot be given back in parts. So a pinned pool ignores ``most``, and gives back
+        every segment in which no block is in use.
+        """
         with self._lock:
             self._collect()
             if self._pinned:
@@ -126,20 +134,24 @@ class HostPool:
                 most = segment.trim(most)
 
     def new(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Returns an uninitialised tensor in the type of ``like``; torch's own if the pool has no room."""
+        """Returns an uninitialised CPU tensor in the dtype of ``like``, from torch if the pool is full."""
         try:
             return self.take(shape, like.dtype)
         except HostMemoryError:
             return like.new_empty(shape)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns an uninitialised CPU tensor. Raises HostMemoryError, with numbers, beyond the limit."""
+        """Returns an uninitialised CPU tensor in the pool's memory.
+
+        Raises HostMemoryError if the pool would exceed its limit, or has no contiguous range for it. The
+        message has the numbers of bytes.
+        """
         wanted = math.prod(shape) * dtype.itemsize
         if wanted == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         size = aligned(wanted)
         with self._lock:
-            # Looks for blocks that were released only if the bytes might not suffice: blocks may be many.
+            # Looks for released blocks only if the bytes might not suffice, because it takes a loop over all.
             if self._in_use + size > min(self.peak_bytes, self.limit_bytes):
                 self._collect()
             bytes_left = max(self.limit_bytes - self._in_use, 0)
@@ -155,9 +167,13 @@ class HostPool:
             return taken
 
     def _place(self, size: int, wanted: int) -> tuple[_Segment, int]:
-        """Returns the segment and the start of a new block of ``size`` bytes; ``wanted`` is for the error."""
+        """Reserves ``size`` bytes for a block, and returns its segment and its offset there in bytes.
+
+        wanted: the size before it was rounded up, for the message of the HostMemoryError that a full pool
+            raises.
+        """
         place = self._find(size)
-        # Collects released blocks before it touches new pages.
+        # Reuses released blocks before it writes to pages that have no physical memory yet.
         if place is None or place[0].free[place[1]][0] + size > place[0].top:
             self._collect()
             place = self._find(size) or self._grow(size)
@@ -170,12 +186,18 @@ class HostPool:
         return segment, start
 
     def _find(self, size: int) -> tuple[_Segment, int] | None:
-        """Returns the first free piece that is large enough: its segment, and its index in ``free``."""
+        """Returns the first free range of at least ``size`` bytes: its segment, and its index in ``free``.
+
+        Returns None if there is none.
+        """
         pieces = ((segment, i) for segment in self._segments for i in range(len(segment.free)))
         return next(((segment, i) for segment, i in pieces if segment.free[i][1] >= size), None)
 
     def _grow(self, size: int) -> tuple[_Segment, int] | None:
-        """Adds a segment with room for ``size`` bytes, and returns its free piece; None without room."""
+        """Adds a segment with room for ``size`` bytes. Returns its free range (segment, index in ``free``).
+
+        Returns None if the pool's limit or the machine's memory does not allow it.
+        """
         if self._room() < size:  # unused segments, each too small, may take up the limit
             self._drop_free_segments()
         if (room := self._room()) >= size:
@@ -184,18 +206,23 @@ class HostPool:
         return self._find(size)
 
     def _segment(self, pinned_size: int, size: int) -> _Segment:
-        """Makes a segment: pinned_size bytes if the pool is pinned, else a mapping of size bytes."""
+        """Allocates a segment: of pinned_size bytes if the pool is pinned, else a mapping of ``size`` bytes.
+
+        Pinned memory is allocated at once, so a pinned segment is as small as possible. A mapping gets
+        physical memory only when its pages are first written, so it may cover everything that the pool may
+        use.
+        """
         if self._pinned:
             pinned = torch.empty(pinned_size, dtype=torch.uint8, pin_memory=True)
             return _Segment(pinned, pinned.data_ptr(), pinned_size, [(0, pinned_size)])
-        # Maps addresses for all bytes that the pool may use. The system adds a page when it is first written.
+        # Reserves addresses for all bytes that the pool may use. A page gets memory when it is first written.
         memory = mmap.mmap(-1, size, flags=_MAPPED)
-        # Python must not unmap it when it ends: messages may be under way.
+        # The interpreter must not unmap it when it ends, because messages may still read it.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
         return _Segment(memory, ctypes.addressof(ctypes.c_char.from_buffer(memory)), size, [(0, size)])
 
     def _drop_free_segments(self) -> None:
-        """Gives segments without a block in use back to the system."""
+        """Frees the segments in which no block is in use."""
         if self._pinned:
             torch.cuda.synchronize(self._device)  # copies may still read blocks that were released
         for segment in [one for one in self._segments if one.free == [(0, one.num_bytes)]]:
@@ -204,13 +231,13 @@ class HostPool:
                 segment.memory.close()
 
     def _room(self) -> int:
-        """Returns the bytes by which the segments may still grow."""
+        """Returns the bytes by which the segments may still grow until they reach the limit."""
         return self.limit_bytes // ALIGNMENT * ALIGNMENT - sum(
             segment.num_bytes for segment in self._segments
         )
 
     def _collect(self) -> None:
-        """Frees the blocks that only this pool holds."""
+        """Frees the blocks whose storage nothing but this pool refers to."""
         blocks_in_use: list[_Block] = []
         for block, holders in zip(self._blocks, _holders(self._blocks), strict=True):
             if holders > _NONE:
@@ -222,7 +249,7 @@ class HostPool:
 
 
 def _error(text: str) -> HostMemoryError:
-    """Returns the error for memory that could not be taken."""
+    """Returns a HostMemoryError with ``text`` as its reason."""
     return HostMemoryError(f"host memory for offloading: {text}")
 
 
@@ -232,7 +259,7 @@ def _holders(blocks: Sequence[_Block]) -> list[int]:
 
 
 def _available_bytes() -> int:
-    """Returns the bytes of memory that the machine has available; if unknown, all that it has."""
+    """Returns the bytes of memory that are available on the machine; if unknown, all that it has."""
     with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
@@ -241,4 +268,4 @@ def _available_bytes() -> int:
 
 
 _NONE = _holders([(torch.empty(1).untyped_storage(), _Segment(None, 0, 0, []), 0, 0)])[0]
-"""The number of references to a storage that only a pool holds."""
+"""The number of references to a storage that only a pool refers to."""

@@ -1,1 +1,1 @@
-"""Runs the tasks of a schedule, each on its lane: CUDA streams, threads, or the calling thread."""
+"""Runs the tasks of a schedule, each on its lane: a CUDA stream, a thread, or the calling thread."""

@@ -1,11 +1,12 @@
-"""Runs the tasks of a schedule on lanes, side by side.
+"""Runs the tasks of a schedule on lanes. A lane runs its tasks in order; lanes run side by side.
 
-On the CPU a lane is a thread or asynchronous messages, on a GPU a stream (`pmoe.engine.lanes.cuda`). Both run
-the same schedule by the same three methods, so tests with gloo on the CPU test the order on a GPU too:
+On a GPU a lane is a CUDA stream (`pmoe.engine.lanes.cuda`). On the CPU the calling thread computes, gloo
+sends messages asynchronously, and other lanes are threads. All classes of lanes run the same schedules by the
+same three methods, so tests on the CPU with gloo also test the order of tasks on a GPU:
 
-    run(task, action)   for each task in list order: waits for the tasks that it names, then starts it
-    finish()            after the last task: waits for all
-    abandon()           after an error: makes buffers safe to free
+    run(task, action)   for each task, in the order of the schedule: starts it after the tasks it waits for
+    finish()            after the last task: waits for all lanes
+    abandon()           after an error: makes it safe to free the buffers
 """
 
 from __future__ import annotations
@@ -21,13 +22,19 @@ from pmoe.comm.ranks import Ranks
 from pmoe.schedule.tasks import Kind, Lane, Schedule, Task
 
 Action = Callable[[], "dist.Work | None"]
-"""The work of one task. Returns the Work that it started, or None if it has ended."""
+"""A function that runs one task. It returns the Work of the collective that it started, or None.
+
+None means that the task has ended, or that its kernels are in the queue of the current CUDA stream.
+"""
 TaskAction = Callable[[Task], "dist.Work | None"]
-"""The work of any task, which it takes as its argument."""
+"""A function that runs any task, which is its argument. It returns the same as an `Action`."""
 
 
 class Lanes(abc.ABC):
-    """The lanes of one pass, which run its tasks. Each pass makes its own object."""
+    """The lanes that run the tasks of one pass: queues of tasks, which run side by side.
+
+    Each pass creates an object of its own.
+    """
 
     def __init__(self, schedule: Schedule, ranks: Ranks) -> None:
         self._schedule = schedule
@@ -35,18 +42,24 @@ class Lanes(abc.ABC):
 
     @abc.abstractmethod
     def run(self, task: Task, action: Action) -> None:
-        """Runs or starts a task, which begins on its lane after the tasks for which it waits have ended."""
+        """Runs or starts a task on its lane, after the tasks that it waits for (`Task.waits`) have ended.
+
+        action: the function that runs the task.
+        """
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """Makes the compute lane wait for all others, after the last task, so that it sees all results."""
+        """Makes the compute lane wait for all other lanes, so that later computation sees all results.
+
+        Called after the last task.
+        """
 
     def abandon(self) -> None:
-        """Makes it safe, after an error, to free buffers that messages in flight still use."""
+        """Makes it safe to free the buffers of the pass after an error, even if messages still use them."""
         self.finish()
 
     def fail(self, task: Task, error: Exception) -> NoReturn:
-        """Raises ``error`` again, as a RuntimeError that names the stage and this rank."""
+        """Raises a task's error again, as a RuntimeError that names the stage and this rank."""
         chunk = "" if task.chunk < 0 else f" of chunk {task.chunk}"
         stage = f"{task.kind.name.lower()} ({task.name}){chunk}, {self._schedule.direction}"
         with at_stage(stage, self._ranks):
@@ -54,9 +67,9 @@ class Lanes(abc.ABC):
 
 
 class CpuLanes(Lanes):
-    """Lanes on the CPU: this thread computes, and gloo's threads carry asynchronous messages.
+    """Lanes (queues of tasks) on the CPU: the calling thread computes, and gloo sends messages meanwhile.
 
-    `pmoe.engine.lanes.threads` adds lanes that are threads of their own.
+    The subclass `pmoe.engine.lanes.threads.ThreadLanes` adds lanes that are threads of their own.
     """
 
     def __init__(self, schedule: Schedule, ranks: Ranks) -> None:
@@ -84,7 +97,13 @@ class CpuLanes(Lanes):
         self._works.clear()  # not awaited, for a peer may be missing; each Work keeps its own buffers alive
 
     def _wait(self, name: str) -> None:
-        """Waits for the Work that a task started. Raises as `fail` does."""
+        """Waits until the collective that a task started has ended.
+
+        name: the task's name, "S0" for example.
+
+        Raises RuntimeError if the collective failed, with the stage and this rank in the message
+        (`Lanes.fail`).
+        """
         task, work = self._works.pop(name)
         try:
             wait_for(work, self._ranks.group)
@@ -93,7 +112,7 @@ class CpuLanes(Lanes):
 
 
 Actions = Mapping[Kind, Callable[[int], "dist.Work | None"]]
-"""The action of each kind of task, which takes the chunk."""
+"""The function that runs each kind of task. Its argument is the number of the chunk."""
 
 watchers: list[Any] = []
-"""The journals (`pmoe.engine.lanes.recorder.Journal`) that are open now. The newest records each pass."""
+"""The open journals (`pmoe.engine.lanes.recorder.Journal`). Only the newest records the passes that run."""

@@ -1,4 +1,7 @@
-"""The lanes of a GPU: each lane is a stream, and streams wait for each other by events."""
+"""The lanes of a GPU, which run tasks side by side: each lane is a CUDA stream.
+
+A task that must wait for a task of another lane makes its stream wait for an event of that lane's stream.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,15 @@ from pmoe.schedule.tasks import Lane, Schedule, Task
 
 
 class CudaLanes(Lanes):
-    """Lanes that are streams. The compute lane is the current stream; the others are shared by all passes.
+    """Lanes that are CUDA streams: queues of tasks that run side by side.
 
-    Every buffer is allocated on the compute stream and lives until `finish`. By then the compute stream has
-    waited for the other streams, so the allocator may reuse the memory without record_stream. Tensors that
-    users' modules made do not live so long: see `pmoe.engine.variants.offload.hold_for`.
+    The compute lane is the caller's current stream. The streams of the other lanes are shared by all passes
+    on a device.
+
+    All buffers of a pass are allocated on the compute stream, and kept until `finish`. By then the compute
+    stream has waited for the other streams, so torch's allocator may reuse the memory, and record_stream is
+    not needed. Only tensors that users' modules allocate may be freed earlier: see
+    `pmoe.engine.variants.offload.hold_for`.
     """
 
     _streams: dict[tuple[torch.device, Lane], torch.cuda.Stream] = {}
@@ -30,7 +37,7 @@ class CudaLanes(Lanes):
             if (device, lane) not in self._streams:
                 self._streams[device, lane] = torch.cuda.Stream(device)
             self._stream[lane] = self._streams[device, lane]
-            # The caller's work on the current stream comes before the pass.
+            # The pass reads tensors that the caller computes on the current stream.
             self._stream[lane].wait_stream(compute)
         self._await_readers_of_the_host(device)
         lane_of = {task.name: task.lane for task in schedule.tasks}
@@ -63,10 +70,11 @@ class CudaLanes(Lanes):
                 self._events[task.name] = (task.lane, event)
 
     def _await_readers_of_the_host(self, device: torch.device) -> None:
-        """Makes copies out wait for copies in of earlier passes, which may still read the same host memory.
+        """Makes copies to the host wait for earlier passes' copies to the device.
 
-        The host frees that memory when it has issued the copies in, not when they have ended. A pass on
-        another of the caller's streams may get it, without having waited for them.
+        Copies to the device may still read host memory that a copy to the host would overwrite. A pass
+        releases its host memory when its copies to the device are queued, before they have run. A later pass
+        on another stream may then get the same memory.
         """
         copies_in = self._streams.get((device, Lane.COPY_IN))
         if Lane.COPY_OUT in self._stream and copies_in is not None:

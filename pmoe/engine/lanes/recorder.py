@@ -1,4 +1,4 @@
-"""Records when each task of a pass really ran, for the timeline, for statistics and for measuring."""
+"""Records when each task of a pass ran: for the timeline, for statistics, and to measure rates."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from pmoe.schedule.tasks import Schedule, Task
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """The spans of one pass.
+    """The times at which the tasks of one pass ran.
 
-    of: the object whose pass it is, as `run_schedule` got it.
+    of: the object to which the pass belongs, as `run_schedule` got it: the layer's experts module.
     direction: "forward" or "backward".
-    spans: one for each task that ended.
+    spans: the start and end of each task that has ended.
     """
 
     of: object
@@ -35,10 +35,12 @@ class RecordedPass:
 
 @dataclass(eq=False)
 class Journal:
-    """The spans of every pass that ran under `recording`. It is complete when the block has ended.
+    """The times at which tasks ran, for every pass that ran in a `recording` block.
 
-    spans: those of all passes.
-    passes: by pass, in the order in which passes began.
+    A journal is complete only after the block has ended: on a GPU, times are read from events then.
+
+    spans: the start and end of each task, of all passes.
+    passes: one record for each pass, in the order in which the passes began.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -46,15 +48,21 @@ class Journal:
     _unfilled: list[Callable[[], None]] = field(default_factory=list)
 
     def last(self, of: object, direction: str) -> list[Span] | None:
-        """Returns the spans of the last pass of ``of`` in a direction; None if it had none."""
+        """Returns the task times of the last recorded pass of ``of`` in one direction; None without one.
+
+        of: the layer's experts module, by which its passes are recorded.
+        direction: "forward" or "backward".
+        """
         matching = (one for one in reversed(self.passes) if one.of is of and one.direction == direction)
         return next((one.spans for one in matching), None)
 
     def watch(self, schedule: Schedule, act: TaskAction, device: torch.device, of: object) -> TaskAction:
-        """Returns ``act`` so that it notes its start and end: by events on CUDA, by the clock on the CPU.
+        """Returns a function that runs a task as ``act`` does, and also records when it started and ended.
 
-        act: runs a task.
-        of: the object whose pass it is.
+        On CUDA it records events around the task, on the CPU it reads the clock.
+
+        act: the function that runs a task.
+        of: the object to which the pass belongs: the layer's experts module.
         """
         noted = RecordedPass(of, schedule.direction)
         self.passes.append(noted)
@@ -93,7 +101,7 @@ class Journal:
                 note(task, start, time.perf_counter())
                 return None
 
-            # A thread waits for the end. The engine would wait later, when another task needs the result.
+            # A thread waits for the end. The engine itself waits only when a later task needs the result.
             def wait() -> None:
                 with contextlib.suppress(RuntimeError):
                     work.wait()
@@ -109,9 +117,10 @@ class Journal:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Journal]:
-    """Collects the spans of all passes in this process: ``with recording() as journal: step()``.
+    """Records the times of all tasks of all layers in this process: ``with recording() as journal: step()``.
 
-    On the CPU a communication span starts when it is issued: it includes waiting for the lane.
+    On the CPU the recorded time of a message begins when the message is issued. So the time includes waiting
+    for the previous message of the lane.
     """
     journal = Journal()
     watchers.append(journal)
@@ -127,9 +136,12 @@ def recording() -> Iterator[Journal]:
 
 
 def seen(schedule: Schedule, actions: Actions, device: torch.device, ranks: Ranks, of: object) -> TaskAction:
-    """Returns the function that runs a task while torch's profiler or one of `watchers` records.
+    """Returns the function that runs a task while torch's profiler, or a `recording` block, is active.
 
-    In the profiler a task appears by its name, direction and layer.
+    In the profiler a task has a range of its own, named by task, direction and layer.
+
+    actions: the function that runs each kind of task.
+    of: the object to which the pass belongs: the layer's experts module.
     """
 
     def act(task: Task) -> dist.Work | None:

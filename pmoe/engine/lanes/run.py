@@ -1,4 +1,4 @@
-"""Runs a schedule on the lanes of a device."""
+"""Runs a schedule on the lanes of a device: on CUDA streams, or on the CPU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from pmoe.schedule.tasks import Lane, Schedule
 
 
 def lanes_for(rows: Tensor, schedule: Schedule, ranks: Ranks, in_steps: bool = False) -> Lanes:
-    """Returns the lanes for a pass on the device of ``rows``.
+    """Returns new lanes for a pass, which run its tasks: CUDA streams, or on the CPU threads where needed.
 
-    in_steps: whether tasks of communication wait for collectives before they return. On the CPU they need
-        threads then, so that computing goes on.
+    rows: a tensor on the device of the pass.
+    schedule: the tasks that the lanes will run.
+    in_steps: whether some communication tasks wait for a collective before they return, to start another one
+        for example. On the CPU, communication lanes are then threads, so that the calling thread can go on
+        computing.
     """
     if rows.device.type == "cuda":
         from pmoe.engine.lanes.cuda import CudaLanes
@@ -30,7 +33,7 @@ def lanes_for(rows: Tensor, schedule: Schedule, ranks: Ranks, in_steps: bool = F
     return CpuLanes(schedule, ranks)
 
 
-# ---- Running a schedule. Nothing in this part knows of experts or rows
+# ---- Running a schedule. This part does not depend on what tasks do
 
 
 def run_schedule(
@@ -41,13 +44,15 @@ def run_schedule(
     in_steps: bool = False,
     of: object = None,
 ) -> None:
-    """Runs each task of ``schedule``: calls actions[kind](chunk) on the lanes of the device of ``rows``.
+    """Runs each task of a schedule, by calling actions[kind](chunk), on the lanes of a device.
 
-    actions: an action of a communication lane returns the Work that it started; None if it had nothing to do,
-        or has ended. The engine waits for the Work before the first task that the schedule lets wait for it.
-    ranks: the ranks of the layer.
-    in_steps: as in `lanes_for`.
-    of: the object whose pass it is, for `watchers`.
+    actions: the function for each kind of task. A function of a communication task may return the Work of a
+        collective that it started. The lanes wait for this Work before the first task that waits for the
+        communication task.
+    rows: a tensor on the device of the pass.
+    ranks: the layer's ranks.
+    in_steps: whether some communication tasks wait for a collective before they return.
+    of: the object to which the pass belongs, in recorded times: the layer's experts module.
     """
     lanes = lanes_for(rows, schedule, ranks, in_steps)
     recorded: TaskAction | None = None
@@ -66,5 +71,5 @@ def run_schedule(
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether kernels launched on ``device`` now become part of a CUDA graph."""
+    """Returns whether a CUDA graph is being captured on the current stream of ``device``."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,7 @@
-"""Lanes on the CPU that are threads: those that copy, and those that communicate in several steps."""
+"""Lanes on the CPU that are threads, for copies and for communication in several steps.
+
+A lane is a queue of tasks that run one after another, beside the tasks of other lanes.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from pmoe.engine.lanes.base import Action, CpuLanes
 from pmoe.schedule.tasks import Lane, Schedule, Task
 
 COPIES = (Lane.COPY_OUT, Lane.COPY_IN)
-"""The lanes that copy between device and host."""
+"""The lanes that copy between device memory and host memory."""
 
 
 class ThreadLanes(CpuLanes):
-    """Lanes on the CPU where each copy lane is a thread.
+    """Lanes (queues of tasks) on the CPU of which some are threads: for copies, perhaps for communication.
 
-    in_steps: whether communication lanes are threads too. Their tasks then wait for collectives before they
-        return, and computing must go on meanwhile.
+    in_steps: whether communication lanes are threads. True if some communication tasks wait for a collective
+        before they return. In a thread, they do not hold up computation in the calling thread.
     """
 
     def __init__(self, schedule: Schedule, ranks: Ranks, in_steps: bool) -> None:
@@ -39,7 +42,7 @@ class ThreadLanes(CpuLanes):
             begun = [self._works[name][1] for name in task.waits if name in self._works]
             awaited = [
                 work for work in begun if isinstance(work, Future)
-            ]  # in_steps: each task is a thread's
+            ]  # that is all of them: with in_steps, every task in _works runs in a thread
             future = _thread(task.lane).submit(self._communicate, task, action, awaited)
             self._works[task.name] = (task, future)
         else:
@@ -54,21 +57,23 @@ class ThreadLanes(CpuLanes):
                 else:
                     work.cancel()
         super().abandon()
-        self._has_failed = True  # a thread may be between two tasks: it must not begin another
+        self._has_failed = True  # a thread may be between two tasks, and must not begin the second
 
     def _wait(self, name: str) -> None:
         work = self._works[name][1]
         if isinstance(work, Future):
             del self._works[name]
-            work.result()  # its error names the stage already
+            work.result()  # an error names the stage already, because `_communicate` raised it by `fail`
         else:
             super()._wait(name)
 
     def _communicate(self, task: Task, action: Action, awaited: Sequence[Future[Any]]) -> None:
-        """Runs a task of communication in its lane's thread, from its begin to its end.
+        """Runs a communication task from beginning to end, in the thread of its lane.
 
-        After a task that failed, no other begins: a peer that is still at the failed one would take the rows
-        of the next for its rows.
+        After a task has failed, this rank starts no other task. A peer may still be in the collective that
+        failed. It would take rows of a later collective for rows of the failed one.
+
+        awaited: the tasks that must end before this one.
         """
         for future in awaited:
             future.result()
@@ -87,5 +92,5 @@ class ThreadLanes(CpuLanes):
 
 @functools.cache
 def _thread(lane: Lane) -> ThreadPoolExecutor:
-    """Returns the thread of a lane. All passes of the process share it."""
+    """Returns the thread of a lane, as an executor. All passes of this process share it."""
     return ThreadPoolExecutor(1, thread_name_prefix=f"pmoe {lane.value}")

@@ -1,1 +1,1 @@
-"""The forward and the backward pass: what the tasks of a schedule do."""
+"""The forward and the backward pass: the buffers of a pass, and a method for each kind of task."""

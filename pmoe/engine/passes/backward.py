@@ -1,7 +1,9 @@
-"""The backward pass by the engine: one method for each kind of task in its schedule.
+"""The backward pass in the engine: the methods that run its tasks.
 
-Each chunk gets T_DI and T_M back first, as the restore pair says, then its gradients are computed. Gradients
-of parameters are tasks of their own (W), which fill the time while gradients of rows travel.
+For each chunk, backward first restores the experts' input T_DI and hidden activation T_M. The plan's restore
+pair says how: each is kept, offloaded to the host, or made again. Then backward computes gradients, in two
+tasks. Task C computes the gradients of the rows, which other ranks wait for. Task W computes the gradients of
+the parameters, which no rank waits for: it runs while the gradients of rows are sent.
 """
 
 from __future__ import annotations
@@ -22,20 +24,29 @@ from pmoe.experts.products import GradientSum
 class Backward(Pass):
     """The backward pass of a call.
 
-    saved: the state that forward left.
-    kept: T_DI and T_M of forward's units.
-    sums, shared_sums: the gradient of each operand of the experts and of the shared expert, summed over
-        chunks; None for an operand whose gradient is not wanted.
-    weight: (T * K,) the routing weights.
-    weight_of_chunk: those of received rows by chunk, in expert order.
-    grad_weight: (T * K,) the gradients of the routing weights. They return in one message:
-        grad_weight_rows (N,) as the chunks compute them, in expert order; grad_weight_gathered (N,) in the
-        order in which rows arrived; grad_weight_leaving, after RS if experts are sharded, else the same;
-        grad_weight_home (S,) as they come home.
-    rows, hidden: T_DI and T_M of units that are restored and not yet used up.
-    pending: by unit, what `Experts.weight_gradient` needs from `Experts.input_gradient`.
-    grad_hooks: the gradients of hooks' parameters; None for those without one so far.
-    chunks_done: the number of chunks computed so far.
+    T_DI is the experts' input, T_M their hidden activation. N is the number of rows that this rank's experts
+    receive.
+
+    saved: the state that the forward pass left.
+    kept: the saved T_DI and T_M, for each set of rows that forward's experts computed in one task.
+    sums, shared_sums: for each parameter of the experts, and of the shared expert, its gradient summed over
+        chunks; None for a parameter that needs no gradient.
+    weight: (T * K,), the routing weights of T tokens with K choices each.
+    weight_of_chunk: for each chunk (rows,), the routing weights of its received rows, sorted by expert.
+    grad_weight: (T * K,), the gradients of the routing weights. Those for received rows return to the tokens'
+        ranks in one message, by way of these tensors:
+
+        grad_weight_rows       (N,)  as the chunks compute them, sorted by expert
+        grad_weight_gathered   (N,)  in the order in which rows arrived
+        grad_weight_leaving          the numbers to send: after a reduce-scatter if experts are sharded, else
+                                     the same tensor as grad_weight_gathered
+        grad_weight_home       (S,)  the S numbers that return to this rank
+
+    rows, hidden: restored T_DI and T_M that are still needed, by `Unit`.
+    pending: the result of `Experts.input_gradient` that `Experts.weight_gradient` needs, by `Unit`.
+    grad_hooks: the gradients of the parameters of hooks, summed so far; None for a parameter without a
+        gradient yet.
+    chunks_done: the number of chunks whose gradients have been computed so far.
     """
 
     direction: str = "backward"
@@ -45,7 +56,7 @@ class Backward(Pass):
     dispatch_output: str = received
     combine_input: str = sent_back
     brought_by_SI = "T_DI"
-    """The buffer that SI fills, the all-to-all that sends T_DI again."""
+    """The name of the buffer that is filled when backward sends the experts' input again (task SI)."""
 
     saved: ForwardState
     kept: dict[Unit, SavedUnit]
@@ -68,7 +79,7 @@ class Backward(Pass):
         self.saved = saved
         self.kept = saved.kept
         self.parameters = saved.inputs.parameters
-        self.regroup = saved.regroup or self.regroup  # in `once` it became known only during forward
+        self.regroup = saved.regroup or self.regroup  # with send_once=True forward computed it, not the plan
         wanted = saved.inputs.like(saved.wanted)
         additions = self.schedule.num_weight_gradients
         self.sums = gradient_sums(self.parameters, wanted.parameters, additions)
@@ -80,7 +91,7 @@ class Backward(Pass):
         self.pending: dict[Unit, Any] = {}
         weight = saved.inputs.weight_TK
         self.weight = weight.reshape(-1)
-        # Zeros, because a dropped slot has no row and nothing writes its gradient.
+        # Zeros, because a dropped (token, choice) pair has no row, and no task writes its gradient.
         self.grad_weight = weight.new_zeros(weight.numel())
         self.grad_weight_rows = weight.new_empty(self.cut.num_received)
         self.grad_weight_of_chunk = split_by_chunk(self.grad_weight_rows, self.cut)
@@ -91,12 +102,14 @@ class Backward(Pass):
             if plan.joined is not None:
                 received = received.index_select(0, plan.joined.weight_map)
             self.weight_of_chunk = split_by_chunk(received, self.cut)
-            # One tensor, unless experts are sharded: `sharded` replaces the first.
+            # One tensor, unless experts are sharded: `ShardedBackward` then replaces grad_weight_leaving.
             self.grad_weight_leaving = self.grad_weight_gathered = torch.empty_like(self.grad_weight_rows)
             self.grad_weight_home = weight.new_empty(self.weight_message.slot.shape[0])
 
     def run(self) -> list[Tensor | None]:
-        """Runs all tasks and returns the gradients of ``inputs.all``; None for operands without one."""
+        """Runs all tasks, and returns the gradients of ``inputs.all``: a tensor, or None for a missing
+        gradient.
+        """
         gradients = self.plan.modules.gradients
         if gradients is not None:
             gradients.begins()
@@ -113,30 +126,38 @@ class Backward(Pass):
                 grads.append(None if total is None else total.result())
         return [*grads, *self.grad_hooks]
 
-    # ---- T_DI and T_M are restored
+    # ---- Restores the experts' input T_DI and the hidden activation T_M
 
     def gather_again(self, i: int) -> None:
-        """Runs GI of chunk i: copies its tokens from T_I, to be sent again."""
+        """Copies the tokens of chunk i from the layer's input, so that they can be sent again (task GI)."""
         self.gather_rows(self.saved.inputs.x_TM, self.buffer("send_again", i), i)
 
     def dispatch_again(self, i: int) -> dist.Work | None:
-        """Runs SI of chunk i: sends T_DI again."""
+        """Starts the all-to-all that sends the experts' input (T_DI) of chunk i again (task SI)."""
         return self.send_rows("send_again", self.brought_by_SI, i)
 
     def arrived_again(self, i: int) -> Tensor:
-        """Returns the rows of chunk i that SI brought, still by source rank."""
+        """Returns the rows of chunk i that were sent again in backward, still sorted by source rank."""
         return self.buffer("T_DI", i)
 
     def parts(self, unit: Unit) -> list[tuple[SavedUnit, Runs]]:
-        """The records of forward from which a unit of backward is made, each with its runs of rows.
+        """Returns forward's saved tensors for the rows of one backward task, and which of their rows to use.
 
-        One record, whole, if backward has forward's chunks.
+        Here both passes have the same chunks, so the result is one record with all of its rows. The subclass
+        `OffloadingBackward` handles different chunks.
+
+        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
+            because their experts are on this rank.
         """
         whole = slice(0, self.groups(unit).num_rows)
         return [(self.kept[unit], ((whole, whole),))]
 
     def rows_of(self, unit: Unit) -> Tensor:
-        """Returns T_DI of a unit in expert order. The first task that asks arranges it."""
+        """Returns the experts' input (T_DI) for one task, sorted by expert. The first call restores it.
+
+        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
+            because their experts are on this rank.
+        """
         if unit not in self.rows:
             i, at = unit
             if self.plan.restore.dispatched != "communicate":
@@ -150,14 +171,22 @@ class Backward(Pass):
         return self.rows[unit]
 
     def recompute(self, i: int, at: str = "") -> None:
-        """Runs M: recomputes T_M of a unit from T_DI."""
+        """Recomputes the hidden activation T_M from the experts' input T_DI (task M).
+
+        i, at: which rows: those received in chunk i if at is ""; if at is "_L", block i of the rows that are
+            not sent, because their experts are on this rank.
+        """
         unit = (i, at)
         recipe = next((kept.recipe for kept, _ in self.parts(unit)), None)
         expert_rows = self.for_experts(unit, self.rows_of(unit))
         self.hidden[unit] = self.plan.modules.experts.recompute(expert_rows, recipe)
 
     def hidden_of(self, unit: Unit) -> Hidden:
-        """Returns T_M of a unit, and recomputes it if no earlier task restored it."""
+        """Returns the hidden activation T_M for one task; recomputes it if no earlier task restored it.
+
+        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
+            because their experts are on this rank.
+        """
         if unit not in self.hidden:
             if self.plan.restore.hidden == "keep" and not self.plan.rearranged:
                 kept = self.kept[unit].hidden
@@ -169,7 +198,10 @@ class Backward(Pass):
     # ---- gradients
 
     def local(self, j: int) -> None:
-        """Runs L: computes the gradients of the inputs of piece j, whose rows stay on this rank."""
+        """Computes the gradients of block j of the rows that stay on this rank (task L).
+
+        They are the gradients of the rows and of their routing weights, not those of parameters.
+        """
         piece = self.cut.pieces[j]
         unit = (j, "_L")
         slot = self.cut.slot[piece.rows]
@@ -179,7 +211,10 @@ class Backward(Pass):
         self.grad_weight[slot] = grad_weight_N.to(self.grad_weight.dtype)
 
     def compute(self, i: int) -> None:
-        """Runs C: computes the gradients of the inputs of chunk i, dT_DI and those of its routing weights."""
+        """Computes the gradients of the rows received in chunk i, and of their routing weights (task C).
+
+        After the last chunk, the gradients of all routing weights are ready to be sent.
+        """
         out_NM = self.result_of(i)
         grad_NM = self.in_expert_order("dT_DO", i, self.arrived(i))
         grad_weight_N = self._input_gradient((i, ""), grad_NM, self.weight_of_chunk[i], out_NM)
@@ -190,7 +225,16 @@ class Backward(Pass):
             self._weights_in_source_order()
 
     def _input_gradient(self, unit: Unit, grad_NM: Tensor, weight_N: Tensor, out_NM: Tensor) -> Tensor:
-        """Writes dT_DI of a unit to out_NM (N, M), and returns the gradients of its routing weights (N,)."""
+        """Computes the gradients of the experts' inputs for one task: of N rows and of their routing weights.
+
+        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
+            because their experts are on this rank.
+        grad_NM: (N, M), the gradient of the experts' output.
+        weight_N: (N,), the routing weights.
+        out_NM: (N, M), memory for the gradient of the rows.
+
+        Returns the gradient of the routing weights, (N,).
+        """
         expert_rows = self.for_experts(unit, self.rows_of(unit), out_NM)
         _, grad_weight_N, self.pending[unit] = self.plan.modules.experts.input_gradient(
             grad_NM, expert_rows, weight_N, self.hidden_of(unit)
@@ -198,9 +242,9 @@ class Backward(Pass):
         return grad_weight_N
 
     def _weights_in_source_order(self) -> None:
-        """Puts the gradients of routing weights in the order in which rows arrived, for their message.
+        """Puts the gradients of the routing weights into the order of arrival, in which they are sent back.
 
-        Runs after the last chunk, as a part of its task on the compute lane.
+        The task of the last chunk calls it, on the compute lane, where the gradients were computed.
         """
         regroup = self.weight_message.regroup
         if regroup is None:
@@ -209,7 +253,10 @@ class Backward(Pass):
             self.grad_weight_gathered.index_copy_(0, regroup, self.grad_weight_rows)
 
     def weights(self, _: int) -> dist.Work | None:
-        """Runs P: sends the gradients of routing weights of all chunks back to the ranks of their tokens."""
+        """Starts the message that returns the gradients of routing weights to the tokens' ranks (task P).
+
+        One message carries those of all chunks.
+        """
         return self.plan.modules.scalars.exchange(
             self.grad_weight_leaving,
             self.weight_message.recv,
@@ -218,13 +265,19 @@ class Backward(Pass):
         )
 
     def wgrad(self, i: int, at: str = "") -> None:
-        """Runs W: adds the gradients of parameters from a unit, and frees the unit's T_DI."""
+        """Computes the gradients of the parameters for the rows of one task, and adds them (task W).
+
+        Then the experts' input (T_DI) of these rows is freed.
+
+        i, at: which rows: those received in chunk i if at is ""; if at is "_L", block i of the rows that are
+            not sent, because their experts are on this rank.
+        """
         unit = (i, at)
         self.plan.modules.experts.weight_gradient(self.pending.pop(unit), self.groups(unit), self.sums)
         self.rows.pop(unit, None)
 
     def gradients(self, _: int) -> dist.Work | None:
-        """Runs GAR: starts to reduce the gradients of other layers that hide behind this pass."""
+        """Starts the all-reduce of other layers' gradients that runs during this backward pass (task GAR)."""
         work: dist.Work | None = self.plan.modules.gradients.inside()
         return work
 
@@ -232,10 +285,10 @@ class Backward(Pass):
 def gradient_sums(
     parameters: Sequence[Tensor], wanted: Sequence[Any], contributions: int
 ) -> list[GradientSum | None]:
-    """Returns a sum for each parameter whose gradient is wanted, None for the others.
+    """Returns a `GradientSum` for each parameter that needs a gradient, and None for the others.
 
-    wanted: for each parameter, whether its gradient is wanted.
-    contributions: how many tasks add to each sum.
+    wanted: for each parameter, whether it needs a gradient.
+    contributions: how many tasks will add to each sum.
     """
     pairs = zip(parameters, wanted, strict=True)
     return [GradientSum(parameter, contributions) if wants else None for parameter, wants in pairs]

@@ -1,14 +1,20 @@
-"""The base of both passes: the buffers and messages that the tasks of a schedule share.
+"""The base class of both passes: the buffers of a pass, and the tasks that both passes share.
 
-Both passes send rows the same way. Only the names of the buffers differ:
+Both passes send rows to the experts' ranks and back. Only the names of the tensors differ. The tasks are
+gather (G), all-to-all to the experts (S), experts (C), all-to-all back (R), and sum for each token (O):
 
     forward     T_I  -G-> send -S-> T_DI  -C-> T_DO  -R-> home  -O-> T_O
     backward    dT_O -G-> send -S-> dT_DO -C-> dT_DI -R-> dhome -O-> dT_I
     in `Pass`   source              received   sent_back  home_name  result
 
-T_DI and T_M go from forward to backward as the plan's restore pair says. T_DO is not saved, and the routing
-is never decided twice. All other buffers lie in ring slots if the plan rotates, else in memory of their own.
-"_L" marks the buffers of rows that stay on their rank.
+In forward, T_I is the layer's input, T_DI the rows that the experts received, T_DO the experts' output, home
+the output after its return to the tokens' rank, and T_O the layer's output. In backward, dX is the gradient
+of X.
+
+Backward also needs T_DI and the experts' hidden activation T_M. The plan's restore pair says for each of them
+whether it is kept, offloaded to the host, or made again. T_DO is not saved, and backward uses the routing of
+forward. The other buffers lie in ring slots, memory in which chunks take turns, or have memory of their own
+(`PassModules.rotates`). "_L" marks buffers of rows that are not sent, because their experts are on this rank.
 """
 
 from __future__ import annotations
@@ -36,12 +42,16 @@ if TYPE_CHECKING:
     from pmoe.engine.variants.callbacks import HookGraph
 
 Unit = tuple[int, str]
-"""The rows that experts compute in one task: (chunk, "") received rows, (piece, "_L") rows that stay."""
+"""A set of rows that experts compute in one task.
+
+(i, "") is the rows that chunk i received. (j, "_L") is block j of the rows that stay on this rank
+(`PassPlan.pieces`).
+"""
 
 
 @dataclass(frozen=True)
 class AutocastState:
-    """The autocast state of a layer's caller, for one type of device."""
+    """The autocast state in which a layer was called, for one type of device."""
 
     device_type: str
     enabled: bool
@@ -49,34 +59,39 @@ class AutocastState:
 
     @staticmethod
     def now(device_type: str) -> AutocastState:
-        """Returns the state at present."""
+        """Returns the current autocast state for a type of device ("cuda", "cpu")."""
         enabled = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type)
         return AutocastState(device_type, enabled, dtype)
 
     def again(self) -> AbstractContextManager[object]:
-        """Returns a context that restores this state.
+        """Returns a context manager under which this autocast state is active again.
 
-        It does not use autocast's cache. A pass makes cast copies without a graph; from the cache a caller
-        would get them later, even if it needs the graph.
+        Autocast's cache stays off. The cache would hold copies of parameters that were cast without a graph,
+        and later give them to a caller who needs gradients of the parameters.
         """
         return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The tensors of a call that may have gradients, and the caller's autocast.
+    """The tensors of a call that may have gradients, and the autocast state of the layer's caller.
 
-    x_TM: (T, M), T_I, cast to autocast's type.
+    T is the number of tokens, K the number of experts per token.
+
+    x_TM: (T, M), the layer's input T_I, already cast to autocast's dtype.
     weight_TK: (T, K), the routing weights.
-    parameters: the experts' operands, (E_local, ...) each; a module's parameters have any shape.
-    shared_weight_T: (T,) the factor of the shared expert's output; None without a shared expert.
-    shared_parameters: the shared expert's operands.
+    parameters: the tensors with which the experts compute: (E_local, ...) for stacked experts, or parameters
+        of any shape for experts that are a user's modules.
+    shared_weight_T: (T,), the factor by which each token's result of the shared expert is multiplied; None
+        without a shared expert.
+    shared_parameters: the tensors with which the shared expert computes.
     hook_parameters: the parameters of callbacks that are modules.
-    autocast: the type to which the caller's autocast casts rows; None without autocast.
+    autocast: the dtype of the caller's autocast; None without autocast.
     hooks_autocast: the caller's autocast state, in which callbacks' hooks run; None without hooks.
-    compare: compare(wanted, device), which runs before backward and compares among the ranks which of
-        ``parameters`` want gradients. A collective. None if nothing needs it.
+    compare: a function (wanted, device), called before backward; None if it is not needed. ``wanted`` says
+        for each of ``parameters`` whether it needs a gradient. The function is a collective: it compares
+        these bools among the ranks.
     """
 
     x_TM: Tensor
@@ -90,7 +105,10 @@ class Inputs:
     compare: Callable[[Sequence[bool], torch.device], None] | None = None
 
     def autocast_for(self, experts: Experts) -> AbstractContextManager[object]:
-        """Returns the context in which experts compute: the caller's autocast for modules, else none."""
+        """Returns the context manager in which ``experts`` compute: the caller's autocast, or no autocast.
+
+        Only experts that are a user's modules run under autocast. The tensors of all others are cast before.
+        """
         device_type = self.x_TM.device.type
         if self.autocast is None and not torch.is_autocast_enabled(device_type):
             return nullcontext()
@@ -99,12 +117,16 @@ class Inputs:
 
     @property
     def all(self) -> list[Tensor | None]:
-        """All tensors of the call in one list, the order in which the autograd Function takes them."""
+        """All tensors of the call in one list, in the order in which the autograd Function takes them."""
         others = (*self.parameters, *self.shared_parameters, *self.hook_parameters)
         return [self.x_TM, self.weight_TK, self.shared_weight_T, *others]
 
     def like(self, tensors: Sequence[Any]) -> Inputs:
-        """Returns a copy with other tensors in place of these, given in the order of ``all``."""
+        """Returns a copy in which ``tensors`` replace the tensors of this object.
+
+        tensors: one for each tensor of `all`, in the same order. They may be other values, such as None or
+            bools.
+        """
         x_TM, weight_TK, shared_weight_T, *rest = tensors
         shared_start = len(self.parameters)
         hooks_start = len(self.parameters) + len(self.shared_parameters)
@@ -123,11 +145,15 @@ class Inputs:
 
 @dataclass
 class SavedUnit:
-    """The tensors of one unit that forward leaves for backward, on the device or on the host.
+    """The tensors that forward saves for backward, for the rows that experts compute in one task.
 
-    rows_NM: (N, M), T_DI; None if backward sends it again.
-    hidden: T_M, or a module's saved tensors; None if backward recomputes it.
-    recipe: random states and the like, by which `Experts.recompute` repeats T_M exactly; None without any.
+    They are on the device, or on the host if they are offloaded.
+
+    rows_NM: (N, M), the N rows that the experts received (T_DI); None if backward sends them again.
+    hidden: the hidden activation (T_M), or the tensors that autograd saved for a user's modules; None if
+        backward recomputes it.
+    recipe: random states and the like, with which `Experts.recompute` repeats the computation exactly; None
+        if experts need none.
     """
 
     rows_NM: Tensor | None = None
@@ -137,16 +163,16 @@ class SavedUnit:
 
 @dataclass(kw_only=True)
 class ForwardState:
-    """The state that a forward pass leaves for backward, whether the engine or fused kernels ran it.
+    """Everything that a forward pass leaves for backward, whether the engine or fused kernels ran it.
 
     inputs: the tensors of the call.
-    wanted: for each of ``inputs.all``, whether its gradient is wanted; () until backward begins.
-    kept: T_DI and T_M of each unit of ``plan.forward``.
-    weight_received: (N,) the routing weights of received rows, by chunk, in expert order; None if no rows
-        travel.
-    passed: the graphs of hooks, by point and chunk.
-    regroup: for each chunk, the index of `Chunk.regroup` if it became known only in forward
-        (`pmoe.engine.variants.send_once`); else ().
+    wanted: for each of ``inputs.all``, whether it needs a gradient; () until backward begins.
+    kept: the saved tensors, for each set of rows that experts computed in one task in forward.
+    weight_received: (N,), the routing weights of the N rows that this rank's experts received, by chunk, then
+        expert; None if all rows stay on their rank.
+    passed: the autograd graphs of callbacks' hooks, by point and chunk.
+    regroup: for each chunk, the index that sorts arrived rows by expert, if forward computed it
+        (`pmoe.engine.variants.send_once`); () if the plan has it (`Chunk.regroup`).
     """
 
     inputs: Inputs
@@ -158,7 +184,9 @@ class ForwardState:
 
 
 def plan_schedule(plan: Plan, direction: str, keep: bool = True) -> Schedule:
-    """Returns the schedule of a pass of ``plan``. Every rank of the group builds the same one.
+    """Returns the schedule of the forward or backward pass of a plan: its list of tasks.
+
+    All ranks get the same schedule, so their collectives match.
 
     direction: "forward" or "backward".
     keep: whether a backward pass may follow.
@@ -179,23 +207,30 @@ def plan_schedule(plan: Plan, direction: str, keep: bool = True) -> Schedule:
 class Pass:
     """One pass of a call, forward or backward: its buffers, and a method for each kind of task.
 
-    A task of kind K runs the method named after K (`actions`): G is `gather`, S `dispatch`, R `combine`,
-    O `output`. Features that only some layers have are subclasses, each in a file of its own
-    (`pmoe.runners.pipeline`).
+    `actions` maps kinds of tasks to methods, for example G to `gather` and S to `dispatch`. Features that
+    only some layers have are subclasses, each in a file of its own (`pmoe.runners.pipeline`). The module's
+    docstring has a table of the buffers. A buffer may lie in a ring slot: memory of fixed size in which
+    chunks take turns.
 
     direction: "forward" or "backward".
-    received, sent_back: the names of the buffers that the experts read and write.
-    home_name: the name of the buffer of results that come home.
-    brought_by_S, taken_by_R: the names of the buffers that the two all-to-alls fill and send. They differ
-        from received and sent_back only if experts are sharded, where AG and RS come between.
-    parameters: the experts' operands.
-    cut: ``plan.forward`` or ``plan.backward``.
-    source_TM, result_TM: (T, M), T_I and T_O, or dT_O and dT_I.
-    keep: whether forward leaves anything for a backward pass.
-    results: result_TM by chunk.
-    positions: (tokens of the chunk, K) by chunk, the sorted row of each slot (`PassPlan.position`).
-    own: the buffers with memory of their own, by name.
-    home: (rows, M), the results of all chunks; None if the home buffers of chunks take turns in ring slots.
+    received: the name of the buffer that the experts read.
+    sent_back: the name of the buffer that the experts write.
+    home_name: the name of the buffer in which results return to the tokens' rank.
+    dispatch_output: the name of the buffer that the all-to-all to the experts fills. It differs from
+        ``received`` only if experts are sharded, because an all-gather follows.
+    combine_input: the name of the buffer that the all-to-all back sends. It differs from ``sent_back`` only
+        if experts are sharded, because a reduce-scatter comes before.
+    parameters: the tensors with which the experts compute.
+    cut: the plan of this pass, ``plan.forward`` or ``plan.backward``.
+    source_TM, result_TM: (T, M), the pass's input and output for T tokens. In forward they are the layer's
+        input and output, in backward the gradients of the output and the input.
+    keep: whether a backward pass may follow; True in backward.
+    results: result_TM, split by chunk.
+    positions: for each chunk (tokens of the chunk, K), the number of the sorted row of each (token, choice)
+        pair (`PassPlan.position`).
+    own: the buffers that are not in ring slots, by name and chunk, "send.0" for example.
+    home: (rows, M), the results of all chunks on the tokens' rank; None if each chunk has such a buffer in a
+        ring slot.
     """
 
     direction: str
@@ -239,9 +274,9 @@ class Pass:
             restore=plan.restore if keep else None,
             rearranged=plan.rearranged,
         )
-        # On a GPU each lane is a stream, and the allocator knows only the stream that allocated a buffer. So
-        # all buffers that a collective or a copy touches are made on the compute lane, most of them in this
-        # function. They live until the end of the pass, when that lane has waited for the others.
+        # On a GPU each lane is a stream, and torch's allocator knows only the stream that allocated a buffer.
+        # So all buffers that a collective or a copy uses are allocated on the compute lane, most of them in
+        # this function. They are freed when the pass ends, after the compute lane has waited for the others.
         self.pool = pool(source_TM.device).device
         self.arena = Arena(self.pool, self.schedule, self.sizes, source_TM)
         self.own: dict[str, Tensor] = {}
@@ -258,45 +293,60 @@ class Pass:
             rows_kept = sum(piece.groups.num_rows for piece in cut.pieces)
             self.home = self.new(rows_sent + rows_kept + cut.has_drops, source_TM.shape[1])
             if cut.has_drops:
-                self.home[-1].zero_()  # a dropped slot adds this row to its token
+                self.home[-1].zero_()  # the last row, which dropped (token, choice) pairs add to their token
 
     @property
     def weight_message(self) -> WeightMessage:
-        """The message of routing weights. Only for passes in which rows travel."""
+        """The plan of the message of routing weights. Asserts that this pass sends rows to other ranks."""
         assert self.cut.weights is not None
         return self.cut.weights
 
     def make_buffers(self, i: int) -> None:
-        """Makes the buffers from which chunk i is sent. Called if nothing rotates."""
+        """Allocates the buffers from which chunk i is sent. Called only if chunks do not share buffers."""
         self.own_buffer("send", i)
 
     def new(self, rows: int, columns: int) -> Tensor:
-        """Returns uninitialised memory (rows, columns) of the type of the layer's rows."""
+        """Returns uninitialised memory (rows, columns) of the dtype and on the device of the pass's input."""
         return self.pool.new(self.source_TM, rows, columns)
 
     def own_buffer(self, name: str, i: int) -> Tensor:
-        """Returns the buffer ``name`` of chunk i in memory of its own, which it keeps until the pass ends."""
+        """Returns buffer ``name`` of chunk i, in memory that it shares with no other chunk.
+
+        The memory is allocated at the first call, and freed when the pass ends.
+        """
         key = f"{name}.{i}"
         if key not in self.own:
             self.own[key] = self.new(*self.sizes.shape(key))
         return self.own[key]
 
     def buffer(self, name: str, i: int) -> Tensor:
-        """Returns the buffer ``name`` of chunk i: its own memory if it has some, else its ring slot."""
+        """Returns buffer ``name`` of chunk i: memory of its own if it has any, otherwise its ring slot.
+
+        A ring slot is memory in which chunks take turns. A buffer that has neither is allocated
+        (`own_buffer`).
+        """
         key = f"{name}.{i}"
         slots = self.arena.buffers
         return slots[key] if key in slots and key not in self.own else self.own_buffer(name, i)
 
     def temporary(self, name: str, i: int) -> Tensor:
-        """Returns the ring slot of buffer ``name`` of chunk i; without one, new memory.
+        """Returns the ring slot of buffer ``name`` of chunk i; if it has none, newly allocated memory.
 
-        The pass keeps no reference to new memory: it lasts as long as the caller holds it.
+        A ring slot is memory in which chunks take turns. The pass keeps no reference to new memory, so it is
+        freed when the caller drops it.
         """
         slot = self.arena.buffers.get(f"{name}.{i}")
         return self.new(*self.sizes.shape(f"{name}.{i}")) if slot is None else slot
 
     def space(self, unit: Unit) -> Allocate:
-        """Returns the function by which experts get memory while they compute a unit."""
+        """Returns the function from which experts get memory for their intermediate tensors.
+
+        The function returns the ring slot of a buffer (memory in which chunks take turns). If the buffer has
+        no slot, it allocates new memory.
+
+        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
+            because their experts are on this rank.
+        """
         i, at = unit
 
         def place(name: str, rows: int, columns: int) -> Tensor:
@@ -309,49 +359,80 @@ class Pass:
         return place
 
     def groups(self, unit: Unit) -> RowGroups:
-        """Returns the rows of each local expert in a unit."""
+        """Returns how many rows each local expert has among the rows of one task.
+
+        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
+            because their experts are on this rank.
+        """
         i, at = unit
         return self.cut.pieces[i].groups if at else self.cut.chunks[i].received
 
     def for_experts(self, unit: Unit, rows_NM: Tensor, out: Tensor | None = None) -> ExpertRows:
-        """Returns the argument of the experts' functions: T_DI of a unit, and memory for the result."""
+        """Returns the argument for methods of `Experts`: rows, parameters, and memory to compute in.
+
+        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
+            because their experts are on this rank.
+        rows_NM: (N, M), these N rows, sorted by expert (T_DI).
+        out: (N, M), memory for the result; None lets the experts choose it.
+        """
         return ExpertRows(rows_NM, self.groups(unit), self.parameters, self.space(unit), out)
 
     # ---- towards the experts
 
     def gather_rows(self, source_TM: Tensor, out: Tensor, i: int) -> None:
-        """Copies the tokens that chunk i sends from source_TM (T, M) to ``out``, in sorted order."""
+        """Copies the tokens that chunk i sends to ``out``, sorted by destination rank and expert.
+
+        source_TM: (T, M), T tokens; in backward, the gradients of their outputs.
+        out: (rows of the chunk, M).
+        """
         self.plan.modules.order.order(source_TM, self.cut.sent_tokens[i], out)
 
     def gather(self, i: int) -> None:
-        """Runs G of chunk i."""
+        """Copies the tokens of chunk i to its send buffer, sorted by destination rank and expert (task G).
+
+        In backward it copies the gradients of the tokens' outputs.
+        """
         self.gather_rows(self.source_TM, self.buffer("send", i), i)
 
     def gather_local(self, source_TM: Tensor, out: Tensor, j: int) -> Tensor:
-        """Copies the tokens of piece j, which stay on this rank, from source_TM (T, M) to ``out``."""
+        """Copies the tokens of block j of the rows that stay on this rank to ``out``, and returns ``out``.
+
+        source_TM: (T, M), T tokens; in backward, the gradients of their outputs.
+        out: (rows of the block, M).
+        """
         self.plan.modules.order.order(source_TM, self.cut.row_token[self.cut.pieces[j].rows], out)
         return out
 
     def send_rows(self, name: str, received: str, i: int) -> dist.Work | None:
-        """Starts the all-to-all that sends buffer ``name`` of chunk i and fills buffer ``received``."""
+        """Starts the dispatch all-to-all of chunk i; returns its Work, or None if it has ended already.
+
+        name: the buffer that is sent.
+        received: the buffer that is filled.
+        """
         chunk = self.cut.chunks[i]
         return self.plan.modules.dispatch.exchange(
             self.buffer(name, i), chunk.send_rows, self.buffer(received, i), chunk.recv_rows, chunk.relayed[0]
         )
 
     def dispatch(self, i: int) -> dist.Work | None:
-        """Runs S of chunk i."""
+        """Starts the all-to-all that sends chunk i's rows to the ranks of their experts (task S).
+
+        The rows are tokens; in backward, gradients of the tokens' outputs.
+        """
         return self.send_rows("send", self.dispatch_output, i)
 
     def arrived(self, i: int) -> Tensor:
-        """Returns the rows that reached this rank's experts in chunk i, still by source rank."""
+        """Returns the rows that reached this rank's experts in chunk i, still sorted by source rank."""
         return self.buffer(self.received, i)
 
     def in_expert_order(self, name: str, i: int, arrived: Tensor) -> Tensor:
-        """Returns the arrived rows of chunk i sorted by expert; ``arrived`` itself if they are.
+        """Returns the arrived rows of chunk i sorted by expert; ``arrived`` itself if no sorting is needed.
 
-        A row that came once for several experts is copied for each (`pmoe.engine.variants.send_once`).
-        name: buffer of the result, without "_sorted".
+        With ``send_once=True`` one arrived row may be copied for several experts
+        (`pmoe.engine.variants.send_once`).
+
+        name: the buffer for the result, without its ending "_sorted".
+        arrived: (rows, M), sorted by source rank.
         """
         regroup = self.regroup[i]
         if regroup is None:
@@ -361,30 +442,46 @@ class Pass:
     # ---- and back
 
     def result_of(self, i: int) -> Tensor:
-        """Returns the memory into which the experts write chunk i; `in_source_order` makes it ready to leave.
+        """Returns the memory into which the experts write their results for chunk i.
 
-        It is the buffer that leaves, if rows need no sorting.
+        If rows arrived sorted by expert, it is the buffer that is sent back. Otherwise it is a temporary
+        buffer, and `in_source_order` copies the results from there to the buffer that is sent back.
         """
         if self.regroup[i] is None:
             return self.leaving_buffer(i)
         return self.temporary(f"{self.sent_back}_sorted", i)
 
     def leaving_buffer(self, i: int) -> Tensor:
-        """Returns the buffer of chunk i that RS or R sends: the experts' results by source rank."""
+        """Returns the buffer from which the experts' results for chunk i are sent, sorted by source rank."""
         return self.buffer(self.sent_back, i)
 
     def in_source_order(self, i: int, rows_NM: Tensor) -> None:
-        """Puts the experts' results of chunk i, rows_NM (N, M), in the order in which their rows arrived."""
+        """Copies the experts' results for chunk i to the buffer that is sent back, in the order of arrival.
+
+        Does nothing if rows arrived sorted by expert: the experts then wrote to that buffer.
+
+        rows_NM: (N, M), the N results, sorted by expert.
+        """
         regroup = self.regroup[i]
         if regroup is not None:
             self.put_back(self.leaving_buffer(i), regroup, rows_NM)
 
     def put_back(self, leaving_NM: Tensor, regroup: Tensor, rows_NM: Tensor) -> None:
-        """Writes leaving[regroup[i]] = rows[i]: the inverse of `in_expert_order`."""
+        """Undoes the sorting by expert: leaving_NM[regroup[i]] = rows_NM[i] for each of N rows.
+
+        leaving_NM: (N, M), the buffer that is sent back.
+        regroup: (N,) int64, the index by which `in_expert_order` sorted the rows.
+        rows_NM: (N, M), the experts' results.
+        """
         leaving_NM.index_copy_(0, regroup, rows_NM)
 
     def home_rows(self, i: int, at: slice) -> Tensor:
-        """Returns the part of the home buffer for ``at``, a slice of sorted rows that belong to chunk i."""
+        """Returns the part of the home buffer that holds the results of some of chunk i's sorted rows.
+
+        The home buffer collects results on the tokens' rank.
+
+        at: the slice of sorted rows.
+        """
         if self.home is not None:
             return self.home[at]
         home = self.temporary(self.home_name, i)
@@ -392,11 +489,14 @@ class Pass:
         return home if length(at) == home.shape[0] else home[at.start - start : at.stop - start]
 
     def combine_output(self, i: int) -> Tensor:
-        """Returns the memory to which R brings the results of chunk i."""
+        """Returns the memory in which the all-to-all back to the tokens' rank puts the results of chunk i."""
         return self.home_rows(i, self.cut.chunks[i].sent)
 
     def combine(self, i: int) -> dist.Work | None:
-        """Runs R of chunk i."""
+        """Starts the all-to-all that returns chunk i's results to the ranks of their tokens (task R).
+
+        The results are the experts' outputs; in backward, the gradients of the experts' inputs.
+        """
         chunk = self.cut.chunks[i]
         leaving = self.buffer(self.combine_input, i)
         return self.plan.modules.combine.exchange(
@@ -404,9 +504,10 @@ class Pass:
         )
 
     def output(self, i: int) -> None:
-        """Runs O of chunk i: sums each token's rows in the order of its choices.
+        """Sums the results of each token of chunk i into the pass's output (task O).
 
-        The order in which rows came home does not change the sum.
+        Results of a token are added in the order of its choices, not in the order of arrival, so the sum is
+        the same in every run. A shared expert's result is added too. In backward, the results are gradients.
         """
         cut = self.cut
         chunk = self.cut.chunks[i]
@@ -419,7 +520,7 @@ class Pass:
             if cut.has_drops:
                 home[-1].zero_()
         if cut.has_drops:
-            # Slots without a row have a larger number. They read the last row, which is zero.
+            # Pairs without a row have a number beyond the last row. They read the last row, which is zero.
             row_SK = row_SK.clamp(max=home.shape[0] - 1)
         slot_token = self.plan.slot_token
         if slot_token is not None:
@@ -431,9 +532,10 @@ class Pass:
     # ---- run
 
     def actions(self) -> Actions:
-        """Returns the method of each kind of task in the schedule; it takes the chunk.
+        """Maps each kind of task in the schedule to the method that runs it, given the number of a chunk.
 
-        A kind for rows that stay, LOCAL_WGRAD say, is the method `wgrad` with at="_L".
+        A kind for rows that stay on this rank uses the method for received rows with at="_L": `wgrad` for
+        LOCAL_WGRAD, for example.
         """
         return {kind: self._action(kind.name.lower()) for kind in self.schedule.kinds}
 
@@ -442,7 +544,7 @@ class Pass:
         return functools.partial(method, at="_L") if name.startswith("local_") else method
 
     def run_schedule(self) -> None:
-        """Runs all tasks of the pass, then gives its memory back, also after an error."""
+        """Runs all tasks of the pass, then frees its buffers, even if a task raised an error."""
         modules = self.plan.modules
         stages = self.stages
         in_steps = stages.sharded or modules.dispatch.in_steps or modules.combine.in_steps
@@ -453,10 +555,13 @@ class Pass:
             )
         finally:
             self.arena.close()
-            self.own.clear()  # a lane's thread may hold this pass a moment longer
+            self.own.clear()  # frees them now: a lane's thread may refer to this pass a moment longer
             self.home = None
 
 
 def split_by_chunk(per_row: Tensor, cut: PassPlan) -> tuple[Tensor, ...]:
-    """Splits a tensor (N,) of all received rows into the rows of each chunk."""
+    """Splits a tensor (N,), one value for each of the N rows that this rank received, by chunk.
+
+    cut: the plan of the pass, which has the number of rows of each chunk.
+    """
     return per_row.split_with_sizes(list(cut.rows.received))

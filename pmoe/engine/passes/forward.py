@@ -1,4 +1,4 @@
-"""The forward pass by the engine: one method for each kind of task in its schedule."""
+"""The forward pass in the engine: the methods that run its tasks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from pmoe.engine.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Scalars:
-    """One number for each row that travels, sent in one message for all chunks.
+    """The buffers of a message with one number for each row, for all chunks together.
 
-    sent: (S,) the numbers of the rows that this rank sends.
-    own: (rows,) the numbers that this rank receives.
-    arrived: (N,) the numbers of all rows that its experts compute, after the all-gather inside the node.
-    copies: memory from which that all-gather sends.
+    Routing weights are sent in this way. S is the number of rows that this rank sends, N the number of rows
+    that its experts compute.
 
-    If experts are not sharded, own, arrived and copies are one tensor.
+    sent: (S,), the numbers for the rows that this rank sends.
+    own: (rows,), the numbers that the all-to-all brings to this rank.
+    arrived: (N,), the numbers for all rows that this rank's experts compute, after an all-gather inside the
+        node.
+    copies: the memory from which that all-gather sends.
+
+    Without sharded experts there is no all-gather, and own, arrived and copies are the same tensor.
     """
 
     sent: Tensor
@@ -35,10 +39,11 @@ class Forward(Pass):
     """The forward pass of a call.
 
     inputs: the tensors of the call.
-    weight: (T * K,) the routing weights.
-    left: the state for backward, filled while tasks run.
-    scalars: the messages of one number a row; the routing weights come first.
-    weight_of_chunk: the routing weights of received rows by chunk, known once the first chunk is computed.
+    weight: (T * K,), the routing weights of T tokens with K choices each.
+    left: the state for backward, which tasks fill while they run.
+    scalars: the messages with one number for each row, such as the routing weights, which are the first.
+    weight_of_chunk: for each chunk (rows,), the routing weights of its received rows. Set when the experts
+        compute the first chunk.
     """
 
     direction: str = "forward"
@@ -64,38 +69,47 @@ class Forward(Pass):
             self.make_scalars()
 
     def make_scalars(self) -> None:
-        """Makes the messages of one number a row. The first carries the routing weights."""
+        """Allocates the messages with one number for each row. The first one carries the routing weights."""
         self.scalars.append(self.scalar(self.weight.index_select(0, self.weight_message.slot)))
 
     def scalar(self, sent: Tensor) -> Scalars:
-        """Returns memory for a message that sends the numbers ``sent`` (S,)."""
+        """Returns the buffers of a message with one number for each row.
+
+        sent: (S,), the numbers for the S rows that this rank sends.
+        """
         arrived = sent.new_empty(self.cut.num_received)
         return Scalars(sent, arrived, arrived, arrived)
 
     def run(self) -> Tensor:
-        """Runs all tasks and returns T_O (T, M)."""
+        """Runs all tasks of the forward pass, and returns the layer's output T_O (T, M) for T tokens."""
         self.run_schedule()
         return self.result_TM
 
     def weights(self, _: int) -> dist.Work | None:
-        """Runs P: sends the routing weights of all chunks."""
+        """Starts the message that sends the routing weights of all chunks to the experts' ranks (task P)."""
         return self.send_scalars(self.scalars[0])
 
     def send_scalars(self, of_rows: Scalars) -> dist.Work | None:
-        """Starts one message of one number a row."""
+        """Starts the all-to-all of a message with one number for each row; returns its Work.
+
+        of_rows: the buffers of the message.
+        """
         weight_message = self.weight_message
         exchange = self.plan.modules.scalars.exchange
         return exchange(of_rows.sent, weight_message.send, of_rows.own, weight_message.recv)
 
     def local(self, j: int) -> None:
-        """Runs L: computes piece j, whose rows stay on this rank."""
+        """Computes block j of the rows that stay on this rank, because their experts are on it (task L).
+
+        The results are written to the buffer in which combine puts the results from other ranks.
+        """
         piece = self.cut.pieces[j]
         weight_N = self.weight.index_select(0, self.cut.slot[piece.rows])
         rows_NM = self.gather_local(self.source_TM, self.temporary("T_DI_L", j), j)
         self._compute((j, "_L"), rows_NM, weight_N, self.home_rows(j, piece.rows))
 
     def compute(self, i: int) -> None:
-        """Runs C: computes the rows received in chunk i."""
+        """Lets the experts compute the rows that this rank received in chunk i (task C)."""
         if self.left.weight_received is None:
             self.left.weight_received = self.sorted_weights()
             self.weight_of_chunk = split_by_chunk(self.left.weight_received, self.cut)
@@ -106,13 +120,20 @@ class Forward(Pass):
         self.in_source_order(i, out_NM)
 
     def sorted_weights(self) -> Tensor:
-        """Returns the routing weights of the received rows, (N,), by chunk and in expert order."""
+        """Returns the routing weights of the N received rows, (N,), sorted by chunk, then expert."""
         arrived = self.scalars[0].arrived
         regroup = self.weight_message.regroup
         return arrived if regroup is None else arrived.index_select(0, regroup)
 
     def _compute(self, unit: Unit, rows_NM: Tensor, weight_N: Tensor, out_NM: Tensor) -> None:
-        """Computes T_DO of a unit into out_NM (N, M), and puts away what backward needs of it."""
+        """Computes the experts' output for the rows of one task, and saves what backward needs.
+
+        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
+            because their experts are on this rank.
+        rows_NM: (N, M), the N rows, sorted by expert (T_DI).
+        weight_N: (N,), the routing weight of each row.
+        out_NM: (N, M), memory for the result (T_DO).
+        """
         experts = self.plan.modules.experts
         restore = self.plan.restore
         remakes = self.keep and restore.hidden != "keep"
@@ -128,20 +149,25 @@ class Forward(Pass):
             self.save_for_backward(unit, kept, rows_NM, changed)
 
     def save_for_backward(self, unit: Unit, kept: SavedUnit, rows_NM: Tensor, changed: bool) -> None:
-        """Stores T_DI of a unit for backward if it is kept. Subclasses move tensors to the host.
+        """Stores the experts' input T_DI for backward, if the layer keeps it on the device between the
+        passes.
 
-        kept: the unit's record, which has T_M already.
-        rows_NM: (N, M), T_DI of the unit.
-        changed: whether modules changed rows_NM in place.
+        The subclass `OffloadingForward` overrides this method, and copies tensors to the host.
+
+        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
+            because their experts are on this rank.
+        kept: the record to fill. It contains the hidden activation T_M already.
+        rows_NM: (N, M), the N rows of T_DI.
+        changed: whether a user's module changed rows_NM in place.
         """
         if self.plan.restore.dispatched == "keep":
             kept.rows_NM = rows_NM
 
     def _check_recipe(self, recipe: Any, changed: bool) -> None:
-        """Raises RuntimeError if the experts cannot be recomputed in backward.
+        """Raises RuntimeError if backward could not recompute the hidden activation T_M from the input T_DI.
 
-        recipe: the random states and the like before the computation.
-        changed: whether modules changed T_DI in place.
+        recipe: what `Experts.recipe` returned before the computation, random states for example.
+        changed: whether a user's module changed T_DI in place.
         """
         if changed:
             raise RuntimeError(

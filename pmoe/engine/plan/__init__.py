@@ -1,1 +1,1 @@
-"""Plans a call: which rows each chunk sends, receives and computes, for both passes."""
+"""Plans a call: decides for both passes which rows each chunk (micro-batch) sends, receives and computes."""

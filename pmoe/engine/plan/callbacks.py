@@ -1,8 +1,9 @@
 """Callbacks: a user's hooks at six points of a layer (FSMoE, section 3.1).
 
-Chunks pass the four points inside the layer one by one (`pmoe.engine.variants.callbacks`).
+Two points are before and after the layer. The other four are inside, and chunks (micro-batches) reach them
+one by one (`pmoe.engine.variants.callbacks`).
 
-Letters: N rows, M = d_model, W columns of rows that travel.
+Letters: N rows of a chunk, M = d_model.
 """
 
 from __future__ import annotations
@@ -14,21 +15,25 @@ import torch
 from torch import Tensor, nn
 
 POINTS = ("before_dispatch", "after_dispatch", "before_combine", "after_combine")
-"""The points inside the layer, in the order in which a chunk passes them in forward."""
+"""The points inside the layer, in the order in which a chunk reaches them in forward."""
 
 
 class Callback:
-    """Hooks at six points of a layer. Subclasses override some; each returns the tensor to go on with.
+    """A user's hooks at six points of a layer. A subclass overrides those that it needs.
 
-    Inside the layer, hooks get (N, M) rows of one chunk, N >= 0, and must return as many.
+    Each hook returns the tensor with which the layer continues. The four hooks inside the layer get the rows
+    of one chunk (micro-batch), (N, M) with M = d_model, and must return as many rows. N may be 0.
 
-    - before_dispatch may return rows (N, W) of any W and type, the same on every rank. They travel to the
-      experts' ranks, where after_dispatch must turn them into (N, M) rows of the layer's type.
-    - before_combine and after_combine do the same for results, which have their routing weights applied.
-    - If memory_reuse sends rows again in backward, they pass before_dispatch and after_dispatch again.
+    - before_dispatch may return rows with any number of columns and any dtype, the same on every rank. The
+      all-to-all sends them like that, and after_dispatch must turn them into (N, M) rows of the layer's
+      dtype.
+    - before_combine and after_combine may do the same with results of the experts. Results are already
+      multiplied by their routing weights.
+    - If ``memory_reuse`` sends rows again in backward, before_dispatch and after_dispatch run again on these
+      rows.
     - A callback that is also a torch.nn.Module is a part of the layer, and its parameters are trained.
     - Hooks run in the autocast state of the layer's caller. Under autocast, rows that they return are cast to
-      the layer's type.
+      the layer's dtype.
     """
 
     def before_moe_start(self, x: Tensor) -> Tensor:
@@ -36,36 +41,40 @@ class Callback:
         return x
 
     def before_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
-        """Gets the rows of a chunk before dispatch sends them, (N, M), and returns (N, W)."""
+        """Gets the N rows of a chunk before dispatch sends them, (N, d_model); returns (N, columns)."""
         return rows
 
     def after_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
-        """Gets the rows of a chunk as they arrived, (N, W), and returns (N, M)."""
+        """Gets the N rows of a chunk after dispatch has brought them, (N, columns); returns (N, d_model)."""
         return rows
 
     def before_combine(self, rows: Tensor, chunk: int) -> Tensor:
-        """Gets the results of a chunk, (N, M), each times its routing weight, and returns (N, W)."""
+        """Gets the N results of a chunk before combine sends them back, (N, d_model); returns (N, columns).
+
+        Each result is already multiplied by its routing weight.
+        """
         return rows
 
     def after_combine(self, rows: Tensor, chunk: int) -> Tensor:
-        """Gets the results of a chunk as they came home, (N, W), and returns (N, M)."""
+        """Gets the N results of a chunk on the rank of their tokens, (N, columns); returns (N, d_model)."""
         return rows
 
     def before_moe_end(self, y: Tensor) -> Tensor:
-        """Gets the layer's output, (..., d_model), and returns any value."""
+        """Gets the layer's output, (..., d_model), and returns any value, which the layer then returns."""
         return y
 
 
 Hook = Callable[[Tensor, int], Tensor]
-"""hook(rows, chunk) -> the rows that replace them."""
+"""Signature of a hook inside the layer: hook(rows, chunk number) -> rows that replace them."""
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """The hooks of a layer's callbacks at the points inside it.
+    """All hooks inside the layer, collected from the layer's callbacks.
 
-    at: for each point, the overridden hooks as (name, hook), in the order of the callbacks.
-    modules: the callbacks that are modules.
+    at: for each point inside the layer ("before_dispatch", ...), the hooks that callbacks override, as (name,
+        hook), in the order of the callbacks.
+    modules: the callbacks that are torch modules.
     """
 
     at: dict[str, tuple[tuple[str, Hook], ...]]
@@ -73,12 +82,14 @@ class Hooks:
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        """The parameters of callbacks that are modules. Not cached, because they may be replaced."""
+        """The parameters of callbacks that are modules. Not cached, because a module's parameters may be
+        replaced.
+        """
         return tuple(parameter for module in self.modules for parameter in module.parameters())
 
     @staticmethod
     def of(callbacks: Iterable[Callback]) -> Hooks | None:
-        """Collects the hooks of callbacks; None if they override none inside the layer."""
+        """Collects the callbacks' hooks inside the layer; None if no callback overrides such a hook."""
         callbacks = tuple(callbacks)
         hooks_at = {
             point: tuple(
@@ -93,15 +104,17 @@ class Hooks:
         return Hooks(hooks_at, tuple(callback for callback in callbacks if isinstance(callback, nn.Module)))
 
     def has(self, point: str) -> bool:
-        """Whether a point has hooks."""
+        """Whether any callback has a hook at this point, "before_dispatch" for example."""
         return bool(self.at.get(point))
 
     def run(self, point: str, rows: Tensor, chunk: int, like: Tensor) -> Tensor:
-        """Runs all hooks of a point one after another and returns the rows (N, W) of the last one.
+        """Runs all hooks of a point, one after another, and returns the rows of the last hook, (N, columns).
 
-        rows: (N, M), or (N, W) as they travelled.
-        like: a tensor with the layer's columns and type, which the rows must have after the last hook. They
-            may have others if they then travel to a point that has hooks too.
+        point: one of `POINTS`, "before_dispatch" for example.
+        rows: (N, columns), the N rows of the chunk. Before an all-to-all, columns is d_model.
+        chunk: the number of the chunk, for the hooks and for error messages.
+        like: a tensor with the layer's columns and dtype. The result must have these too. Only rows of a
+            ``before_`` point may differ, if there are hooks at the ``after_`` point, which turn them back.
 
         Raises TypeError or ValueError if a hook returns anything else.
         """
@@ -116,7 +129,7 @@ class Hooks:
                     f"callback {name} returned shape {tuple(rows.shape)} for the {num_rows} rows of chunk "
                     f"{chunk}; it must return as many rows as it was given, (N, columns)"
                 )
-        # Whether rows go on to the experts or to their tokens as they are, not to other hooks.
+        # True if no further hook changes these rows before the experts, or the sum for each token, use them.
         is_used = point == point_after or not self.has(point_after)
         if is_used and rows.is_floating_point() and torch.is_autocast_enabled(rows.device.type):
             # Under autocast norms and sums return float32. The next product would cast it anyway.

@@ -1,17 +1,18 @@
-"""Makes the plan of a call: sorts its slots, and cuts them into chunks by the exchanged row counts.
+"""Makes the plan of a call: sorts its (token, choice) pairs, and cuts them into chunks (micro-batches).
 
-Nothing is communicated and the host waits for nothing: the counts are on the host already.
+The ranks have exchanged their row counts before, and the counts are on the host. So a plan is made without
+communication, and without a synchronisation of host and device.
 
-Row counts are exchanged in bins, which are finer than chunks. A chunk is a run of neighbouring bins, so that
-forward and backward may have different numbers of chunks over the same bins. Example: n = 2 chunks in
-forward, 4 in backward, so lcm(2, 4) = 4 bins:
+Row counts are exchanged for bins: small ranges of tokens. A chunk is a run of neighbouring bins, so forward
+and backward may have different numbers of chunks over the same bins. Example: n = 2 chunks in forward and 4
+in backward need lcm(2, 4) = 4 bins:
 
-    bins       0 | 1 | 2 | 3
-    forward    chunk 0 | chunk 1
-    backward   0 | 1 | 2 | 3
+    bins                 0 | 1 | 2 | 3
+    chunks of forward      0   |   1
+    chunks of backward   0 | 1 | 2 | 3
 
-Within a chunk the rows of an expert are sorted by bin. So the rows that an expert has in one bin are one run
-in a chunk of either pass, and whole runs can be copied from forward's chunks to backward's
+Within a chunk the rows of an expert are sorted by bin. So an expert's rows of one bin are contiguous in the
+chunks of both passes, and backward can copy them as a block from forward's chunks
 (`pmoe.engine.plan.regroup_chunks`).
 """
 
@@ -42,14 +43,16 @@ if TYPE_CHECKING:
 
 
 class SortedSlots:
-    """The routing of a call, which sorts and counts its slots for any number of chunks.
+    """The routing of a call, with its slots sorted and counted for any number of chunks.
 
-    Each order is computed when it is first asked for and then kept: trials of several n share it.
+    A slot is one (token, choice) pair. Results are cached by number of chunks, because trials of several
+    numbers ask for the same ones again.
 
     expert_TK: (T, K) int64, the global expert of each slot.
-    keep_TK: (T, K) bool, whether the slot is kept; None keeps all.
-    tokens: the number of tokens, and the token of each slot if tokens do not all have K slots.
-    padding: as in `Plan`; the slots are padded rows then.
+    keep_TK: (T, K) bool, whether each slot is kept; None keeps all.
+    tokens: the number of tokens, and the token of each slot if tokens have different numbers of slots.
+    padding: the map between tokens and padded rows, with ``pad_to_capacity=True``; else None. Each padded row
+        then counts as a token with one slot.
     """
 
     expert_TK: Tensor
@@ -69,7 +72,7 @@ class SortedSlots:
         self._counted: dict[int, Tensor] = {}
 
     def slots(self, n: int) -> SortedRows:
-        """All slots, sorted by chunk and expert for n chunks; dropped ones last."""
+        """Returns all (token, choice) pairs, sorted by chunk and expert for n chunks; dropped ones last."""
         if n not in self._sorted:
             modules = self.modules
             num_pieces = self.num_pieces(n)
@@ -81,52 +84,89 @@ class SortedSlots:
         return self._sorted[n]
 
     def num_pieces(self, n: int) -> int:
-        """Returns m, the number of pieces into which the rows that stay are cut, for n chunks."""
+        """Returns m, the number of pieces (blocks) in which rows that stay on this rank are computed.
+
+        n: number of chunks.
+        """
         stages = self.modules.stages
         if self.modules.rotates:
             return n * stages.local
         return local_pieces(n, local=stages.local, remote=stages.remote)
 
     def sent(self, n: int) -> SortedRows:
-        """The slots whose rows leave: `slots`, or fewer if slots share a row (`DeduplicatedSlots`)."""
+        """Returns the (token, choice) pairs in the order in which dispatch sends their rows.
+
+        Here that is the order of `slots`. `DeduplicatedSlots` overrides it, because several pairs share a row
+        there.
+
+        n: number of chunks.
+        """
         return self.slots(n)
 
     def count(self, bins: int) -> Tensor:
-        """(bins, E) int64, kept rows in each bin for each expert of all ranks."""
+        """Returns the number of kept (token, choice) pairs for each bin and each expert of all ranks.
+
+        The result is (bins, E) int64.
+
+        bins: the number of equal ranges of tokens in which pairs are counted.
+        """
         if bins not in self._counted:
             num_experts = self.modules.num_experts
             self._counted[bins] = count_rows(self.expert_TK, self.keep_TK, bins, num_experts, self.tokens)
         return self._counted[bins]
 
     def count_once(self, bins: int) -> Tensor | None:
-        """(bins, P) rows for each rank if a token travels once to a rank (`DeduplicatedSlots`); else None."""
+        """Returns the number of rows for each rank, (bins, ranks), if a token is sent only once to each rank.
+
+        Returns None here, where a token is sent once for each of its experts. `DeduplicatedSlots` overrides
+        this method.
+
+        bins: the number of equal ranges of tokens in which rows are counted.
+        """
         return None
 
     def number_rows(
         self, n: int, weights: WeightMessage, shared: RankCounts, fine: Tensor
     ) -> DeduplicatedRows | None:
-        """The row that carries the token of each routing weight; None if every slot has a row of its own.
+        """Returns numbers by which a receiver finds the row of each routing weight.
+
+        Returns None here, because each weight has a row of its own. `DeduplicatedSlots`, in which several
+        weights share a row, overrides this method.
 
         n: number of chunks.
         weights: the message of routing weights.
-        shared: the row counts, joined to n chunks.
-        fine: (W, n, E_local, bins of a chunk) rows that arrive, by source, chunk, expert and bin.
+        shared: the row counts of n chunks, exchanged among the ranks.
+        fine: (ranks, n, E_local, bins of a chunk) rows that arrive, by source rank, chunk, expert and bin. A
+            bin is a range of tokens; a chunk has several.
         """
         return None
 
     def plan(self, counts: RankCounts, choice: Choice) -> Plan:
-        """Returns the plan of this call with the chosen numbers of chunks and restore pair.
+        """Returns the plan of this call, once the numbers of chunks and the restored tensors are chosen.
 
-        The caller hides it from checkpoints, which count operations and expect as many in both passes: trials
-        of several n may have sorted these slots already in one of the passes.
+        counts: the exchanged row counts.
+        choice: the number of chunks of each pass, and how backward restores the experts' input and hidden
+            activation.
+
+        The caller must hide this function from activation checkpointing, which expects the same operations
+        when it recomputes the forward pass. Trials of several numbers of chunks may have sorted these pairs
+        in one of the two runs, so that only the other run does the operations.
         """
         with publishing_failures(self.modules.grid.all, "the plan of a pass"):
             return make_plan(self, *self._deep_enough(choice, counts.depth), counts, choice.restore)
 
     def _deep_enough(self, choice: Choice, depth: dict[int, int]) -> tuple[int, int]:
-        """Returns n of forward and n of backward, doubled until no chunk overflows a ring slot on any rank.
+        """Returns the numbers of chunks of both passes, doubled until all chunks fit into their buffers.
 
-        depth: for each n, how often it is doubled (`RankCounts.depth`); empty if nothing rotates.
+        If chunks use a few buffers of fixed size in turn, a chunk with too many rows would overflow its
+        buffer. All ranks get the same result, because both arguments are the same on all ranks.
+
+        Backward gets forward's number of chunks if it would otherwise need a part of a saved autograd graph,
+        of hooks or of experts that are a user's modules.
+
+        choice: the number of chunks of each pass before doubling, and which tensors are kept.
+        depth: depth[n] says how often a number n must be doubled (`RankCounts.depth`); empty if chunks have
+            buffers of their own.
         """
         forward, backward = choice.forward, choice.backward
         if depth:
@@ -137,13 +177,18 @@ class SortedSlots:
 
 
 def make_plan(orders: SortedSlots, n: int, n_backward: int, shared: RankCounts, restore: Restore) -> Plan:
-    """Cuts the sorted rows into n chunks for forward and n_backward for backward. The host waits for nothing.
+    """Cuts the sorted rows into n chunks for forward and n_backward for backward.
 
-    shared: the exchanged row counts, in a number of bins that n and n_backward divide.
-    restore: what becomes of T_DI and T_M between the passes.
+    The host does not wait for the device.
+
+    orders: the sorted (token, choice) pairs.
+    shared: the exchanged row counts of bins (ranges of tokens). The number of bins is a multiple of n and of
+        n_backward.
+    restore: whether the experts' input and hidden activation are kept, offloaded or made again between the
+        passes.
     """
     modules = orders.modules
-    # The coarsest bins whose borders include those of both passes' chunks (see the picture above).
+    # The fewest bins of which the chunks of both passes can be made: see the module's docstring.
     num_bins = math.lcm(n, n_backward)
     bins = shared if shared.send.shape[0] == num_bins else shared.joined(num_bins)
     forward = backward = _cut(orders, n, bins)
@@ -168,7 +213,11 @@ def make_plan(orders: SortedSlots, n: int, n_backward: int, shared: RankCounts, 
 
 
 def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
-    """Cuts the sorted rows into n chunks for one pass. bins: row counts in bins that both passes share."""
+    """Returns the plan of one pass, with the sorted rows cut into n chunks.
+
+    orders: the sorted (token, choice) pairs.
+    bins: the row counts for the bins (ranges of tokens) of which the chunks of both passes consist.
+    """
     modules = orders.modules
     tokens = orders.tokens
     top_k = orders.expert_TK.shape[1]
@@ -192,7 +241,7 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     come_by_chunk = come_rows.tolist()
     are_several = _are_several(come_rows)
     by_expert = recv.sum(1).tolist()
-    # Computed for all chunks at once: on a GPU, one chunk at a time would be several launches for each.
+    # For all chunks at once, because on a GPU a loop over chunks would launch several kernels for each.
     received_ends = _ends(recv_device)
     local_counts: list[list[int]] = []
     local_ends: Sequence[Tensor | None] = ()
@@ -205,7 +254,7 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     chunks = []
     pieces = []
     first_row = 0
-    # Rows by (source rank, chunk, expert, bin of the chunk), the order in which they arrive from one source.
+    # Row counts by (source rank, chunk, expert, bin of the chunk). Rows of one source arrive in this order.
     fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
     for i in range(n):
         send_rows = sent_by_chunk[i]
@@ -227,8 +276,8 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
             )
         )
         first_row += sum(send_rows)
-        # As `sort_rows` sorts them: with a piece for each chunk, piece i follows the rows that chunk i sends;
-        # fewer pieces follow the rows of all chunks.
+        # The order of `sort_rows`: with a piece for each chunk, piece i follows the rows that chunk i sends.
+        # Fewer pieces follow the rows of all chunks.
         following_pieces = range(i, i + 1) if num_pieces == n else range(num_pieces if i == n - 1 else 0)
         for j in following_pieces:
             end = first_row + sum(local_counts[j])
@@ -260,13 +309,19 @@ def _weight_journey(
 ) -> WeightMessage:
     """Plans the message that carries the routing weights of all chunks.
 
-    slot: (rows,) kept slots in sorted order.
-    send, recv: (n, P, E_local), (n, W, E_local) rows that travel, on the host.
-    fine: (W, n, E_local, bins of a chunk) rows that arrive, where the rows are.
+    There are n chunks, P ranks over which experts are distributed, and W ranks from which rows come.
+
+    slot: (rows,) int64, the kept (token, choice) pairs in sorted order.
+    expert_TK: (T, K) int64, the global expert of each pair.
+    send: (n, P, E_local) rows that this rank sends to each rank, on the host.
+    recv: (n, W, E_local) rows that each rank sends to this one, on the host.
+    fine: (W, n, E_local, bins of a chunk) rows that arrive, on the device of the rows. A bin is a range of
+        tokens; a chunk has several.
     """
     destination = expert_TK.reshape(-1)[slot] // send.shape[2]
     if modules.stages.local:
-        # Weights of rows that stay are not sent: behind all ranks, where the slice below leaves them out.
+        # Weights of rows that stay on this rank are not sent. A destination beyond all ranks sorts them
+        # behind all others, and the slice below leaves them out.
         destination = torch.where(destination == modules.grid.all.rank, send.shape[1], destination)
     come_rows = recv.sum((0, 2))
     send_rows = send.sum((0, 2)).tolist()
@@ -282,11 +337,14 @@ def _weight_journey(
 
 
 def _by_place(come: Sequence[int], grid: Grid) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Splits row counts by source into those that S brings to this rank, and sums for each rank inside.
+    """Splits row counts by source rank into counts for the all-to-all and counts for the all-gather.
 
-    come: (W,) rows from each source in the order in which gathered rows lie: L blocks of P, a block for each
-        rank inside the node.
-    Returns the (P,) counts of this rank's own block, and the (L,) sums of the blocks; () without sharding.
+    come: (P * L,) rows from each source rank: L blocks of P numbers. Each block belongs to one of the L ranks
+        over which every expert is split. It has the rows that arrive there from the P ranks over which
+        experts are distributed.
+
+    Returns (P,), the numbers of this rank's block, for the all-to-all; and (L,), the sum of each block, for
+    the all-gather inside the node. The sums are () if experts are not sharded.
     """
     width = grid.ep.size
     own_start = grid.esp.rank * width
@@ -295,18 +353,21 @@ def _by_place(come: Sequence[int], grid: Grid) -> tuple[tuple[int, ...], tuple[i
 
 
 def _are_several(come_nW: Tensor) -> Any:
-    """Whether each chunk has rows from more than one rank. If not, they arrive in expert order.
+    """Returns for each chunk whether its rows come from more than one rank, so that they must be sorted.
 
-    come_nW: (n, W) rows by chunk and source rank, on the host; or (W,), which gives one bool.
+    Rows from a single rank arrive in expert order already.
+
+    come_nW: (n, W) rows by n chunks and W source ranks, on the host. Given (W,), the result is one bool.
     """
     return (come_nW.count_nonzero(-1) > 1).tolist()
 
 
 def _regroup(counts_WG: Tensor, rows_by_source: Sequence[int]) -> Tensor:
-    """(N,) int64 index that turns rows sorted by (source rank, group) into rows by (group, source rank).
+    """Returns the (N,) int64 index that sorts N rows from (source rank, group) to (group, source rank).
 
-    counts_WG: (W, G) rows by source rank and group, where the rows are.
-    rows_by_source: W numbers on the host, whose sum is N; they spare the host a wait for the device.
+    counts_WG: (W, G) number of rows from each of W ranks in each of G groups, on the device of the rows.
+    rows_by_source: (W,) numbers of rows on the host; their sum is N. With N known on the host, no
+        synchronisation with the device is needed.
     """
     size, num_groups = counts_WG.shape
     group = torch.arange(num_groups, device=counts_WG.device).repeat(size)
@@ -315,9 +376,9 @@ def _regroup(counts_WG: Tensor, rows_by_source: Sequence[int]) -> Tensor:
 
 
 def _ends(counts_nWE: Tensor) -> Sequence[Tensor | None]:
-    """Running sums of each chunk's rows over experts, (E_local,) int32 a chunk, as grouped_mm takes them.
+    """Returns for each chunk where each expert's rows end, (E_local,) int32, the offsets of ``grouped_mm``.
 
-    None for each chunk on the CPU, which loops over the experts.
+    Returns None for each chunk on the CPU, where a loop over the experts needs no offsets.
 
     counts_nWE: (n, W, E_local) rows by chunk, source rank and expert.
     """
@@ -327,6 +388,12 @@ def _ends(counts_nWE: Tensor) -> Sequence[Tensor | None]:
 
 
 def _by_piece(counts_nE: Tensor, m: int) -> Tensor:
-    """Joins the row counts of n chunks to those of m pieces, (m, E); see `pmoe.schedule.tasks.piece_of`."""
+    """Sums row counts of n chunks to row counts of m pieces: (m, E).
+
+    A piece is a block of rows that stay on this rank. The first n - m + 1 chunks share the first piece; each
+    other chunk has a piece of its own (`pmoe.schedule.tasks.piece_of`).
+
+    counts_nE: (n, E) rows by chunk and expert.
+    """
     joined = counts_nE.shape[0] - m + 1
     return torch.cat([counts_nE[:joined].sum(0, keepdim=True), counts_nE[joined:]])

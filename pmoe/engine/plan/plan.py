@@ -1,24 +1,32 @@
-"""The plan of one call: for each chunk, which rows go where. `pmoe.engine.plan.make_plan` makes it.
+"""The plan of one call: for each chunk (micro-batch), which rows go to which rank and expert.
 
-A slot is one of the T * K (token, choice) pairs. A row is a slot that was kept. Rows are sorted so that each
-chunk sends one block. The rows that stay on this rank are cut into m pieces (`pmoe.schedule.tasks.piece_of`):
+`pmoe.engine.plan.make_plan` makes the plan. A slot is one of the T * K (token, choice) pairs of this rank.
+The gate may drop slots, for example beyond an expert's capacity. Every other slot gets a row: a copy of its
+token, with M columns.
 
-    m = n   | chunk 0 sends | piece 0 | chunk 1 sends | piece 1 | dropped slots |
-    m < n   | chunk 0 sends | chunk 1 sends | piece 0 | piece 1 | dropped slots |
+The slots are sorted so that the rows which a chunk sends are contiguous. Rows whose expert is on this rank
+are not sent. They are divided into m pieces, each of which is computed by one task
+(`pmoe.schedule.tasks.piece_of`). A piece for each chunk follows that chunk; fewer pieces follow all chunks:
 
-On the way to the experts the rows of one chunk change their order:
+    n = 2, m = 2   | chunk 0 sends | piece 0 | chunk 1 sends | piece 1 | dropped slots |
+    n = 3, m = 2   | chunk 0 sends | chunk 1 sends | chunk 2 sends | piece 0 | piece 1 | dropped slots |
 
-    T_I             by token
-      G             copies the tokens PassPlan.row_token[Chunk.sent]
-    send buffer     by destination rank, then expert     Chunk.send_rows
-      S             all-to-all
-    arrived rows    by source rank, then expert          Chunk.recv_rows
-      AG            only if experts are sharded          Chunk.gathered
-      Chunk.regroup
-    T_DI            by expert, then source rank          Chunk.received
+The rows of a chunk change their order on the way to the experts (T_I is the layer's input, T_DI the experts'
+input):
 
-Results take the same way back. R brings the result of slot s to the row `PassPlan.position` [s] of the home
-buffer, which has the order of the sorted rows.
+    tensor or task              order of the rows                   field with the numbers
+    T_I                         by token
+      gather (G)                                                    PassPlan.row_token[Chunk.sent]
+    send buffer                 by destination rank, then expert    Chunk.send_rows
+      all-to-all (S)
+    arrived rows                by source rank, then expert         Chunk.recv_rows
+      all-gather (AG),                                              Chunk.gathered
+      if experts are sharded
+      sort by expert                                                Chunk.regroup
+    T_DI                        by expert, then source rank         Chunk.received
+
+Results return in the opposite order of tasks. The all-to-all R writes them to the home buffer on the tokens'
+rank, in which rows have the order of the sorted slots: the result of slot s is row `PassPlan.position` [s].
 """
 
 from __future__ import annotations
@@ -48,7 +56,7 @@ if TYPE_CHECKING:
 
 
 def length(at: slice) -> int:
-    """Returns the number of rows of a slice with a start and a stop."""
+    """Returns the number of rows that a slice selects: stop - start. Neither of them may be None."""
     return int(at.stop - at.start)
 
 
@@ -56,18 +64,23 @@ def length(at: slice) -> int:
 class Chunk:
     """One micro-batch of this rank: a range of its tokens, and the rows that it sends and receives.
 
-    tokens: slice of this rank's tokens.
-    slots: slice of the T * K slots of these tokens.
-    sent: slice of the sorted rows, those that leave for other ranks.
-    send_rows, recv_rows: (P,) rows to and from each rank across the nodes.
-    received: (E_local,) rows of each local expert, as the experts read them.
-    regroup: (N,) int64, for each row in expert order its place among the arrived rows. None if both orders
-        are the same, and in `pmoe.engine.variants.send_once`, where it is known only after numbers have
-        arrived.
-    relayed: two sequences, for dispatch and for combine: the numbers of `Exchange.relay_counts`.
-    gathered: (L,) rows that each rank inside the node received; () if experts are not sharded.
+    tokens: slice of this rank's T tokens.
+    slots: slice of this rank's T * K (token, choice) pairs: those of the chunk's tokens.
+    sent: slice of this rank's sorted rows: those that the dispatch all-to-all sends.
+    send_rows: (P,) numbers of rows to each of the P ranks over which experts are distributed.
+    recv_rows: (P,) numbers of rows from each of these ranks.
+    received: number of rows of each local expert, (E_local,), in the order in which experts read them.
+    regroup: (N,) int64, the index that sorts the N arrived rows by expert: T_DI, the experts' input, is
+        arrived[regroup]. None if arrived rows are in this order already. Also None with ``send_once=True``:
+        forward then computes the index from numbers that arrive with the routing weights
+        (`pmoe.engine.variants.send_once`).
+    relayed: for dispatch and for combine, the numbers of other ranks' rows that this rank passes on in a
+        hierarchical all-to-all (`Exchange.relay_counts`).
+    gathered: (L,) numbers of rows that arrive at each of the L ranks over which every expert is split, before
+        their all-gather; () if experts are not sharded.
 
-    Example: rank 0 sends rows for its experts a, a, b, and rank 1 sends rows for a, b.
+    Example: rank 0 sends rows for the experts a, a, b of this rank, and rank 1 sends rows for a, b. A name
+    such as a0 is a row for expert a from rank 0.
 
         arrived   a0 a0 b0 a1 b1        recv_rows (3, 2)
         regroup    0  1  3  2  4
@@ -86,26 +99,26 @@ class Chunk:
 
     @functools.cached_property
     def num_sent(self) -> int:
-        """Rows that leave this rank."""
+        """The number of rows that the chunk's dispatch all-to-all sends."""
         return sum(self.send_rows)
 
     @functools.cached_property
     def num_arrived(self) -> int:
-        """Rows that S brings to this rank."""
+        """The number of rows that this rank receives in the chunk's dispatch all-to-all."""
         return sum(self.recv_rows)
 
     @property
     def num_gathered(self) -> int:
-        """Rows after AG; those that S brings if experts are not sharded."""
+        """The number of rows after the all-gather inside the node; without sharded experts `num_arrived`."""
         return sum(self.gathered) if self.gathered else self.num_arrived
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalChunk:
-    """Rows that stay on this rank and are computed as one task.
+    """Rows that are computed in one task and not sent, because their experts are on this rank.
 
-    rows: slice of the sorted rows.
-    groups: (E_local,) rows of each local expert.
+    rows: slice of this rank's sorted rows.
+    groups: number of these rows for each local expert, (E_local,).
     """
 
     rows: slice
@@ -114,13 +127,15 @@ class LocalChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightMessage:
-    """The one message of routing weights, which carries those of all chunks.
+    """The all-to-all of routing weights: a single message for all chunks of a pass.
 
-    slot: (S,) the slots whose weights leave, sorted by destination rank, then chunk and expert.
-    send, recv: (P,) weights to and from each rank across the nodes.
-    regroup: (N,) as `Chunk.regroup`, over all chunks: turns the order (source rank, chunk, expert) into
-        (chunk, expert, source rank). None if both are the same.
-    gathered: (L,) as `Chunk.gathered`, over all chunks.
+    slot: (S,) int64, the S (token, choice) pairs whose weights are sent, sorted by destination rank, then
+        chunk, then expert.
+    send, recv: (P,) numbers of weights to and from each of the P ranks over which experts are distributed.
+    regroup: (N,) int64, the index that sorts the N arrived weights: from (source rank, chunk, expert) to
+        (chunk, expert, source rank), the order in which experts read rows. None if both orders are the same.
+    gathered: (L,) numbers of weights that arrive at each of the L ranks over which every expert is split; ()
+        if experts are not sharded.
     """
 
     slot: Tensor
@@ -132,18 +147,23 @@ class WeightMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class PassPlan:
-    """The cut of one pass, forward or backward: its chunks, its pieces, and the order of their rows.
+    """The plan of one pass, forward or backward: its chunks, and the order of its rows.
 
-    chunks: n micro-batches.
-    pieces: the rows that stay on this rank, in m pieces; () if all rows travel.
-    weights: the message of routing weights; None if no row travels on any rank.
-    slot: (T * K,) the slots in sorted order, dropped ones last (`SortedRows.slot`).
-    row_token: (rows,) the token of each sorted row, of rows that leave and of rows that stay.
-    position: (T * K,) the sorted row of each slot, which is where its result comes home. A slot without a row
-        has the number of sorted rows, or more.
+    A slot is one of the T * K (token, choice) pairs of this rank.
+
+    chunks: the n micro-batches.
+    pieces: the rows that are not sent, because their experts are on this rank, in m blocks that are computed
+        one by one; () if all rows are sent.
+    weights: the message of routing weights; None if all rows of all ranks stay on their rank.
+    slot: (T * K,) int64, the slots in sorted order, dropped ones last (`SortedRows.slot`).
+    row_token: (rows,) int64, the token of each sorted row, whether it is sent or not.
+    position: (T * K,) int64, the sorted row of each slot. The slot's result returns to this row of the home
+        buffer, which collects results on the tokens' rank. For a slot without a row it is the number of
+        sorted rows, or more.
     has_drops: whether some slots may have no row.
-    once: the numbers of merged rows, if a token travels once to each rank (`pmoe.engine.variants.send_once`).
-        Fewer rows than slots travel then, and one result comes home for several slots.
+    once: where the receiver finds the row of each routing weight, if a token is sent only once to each rank
+        (`pmoe.engine.variants.send_once`); else None. Slots then share rows, and one result returns for
+        several slots.
     """
 
     chunks: tuple[Chunk, ...]
@@ -157,14 +177,15 @@ class PassPlan:
 
     @functools.cached_property
     def sent_tokens(self) -> list[Tensor]:
-        """The token of each row that leaves, (num_sent,) int64 for each chunk."""
+        """The token of each row that the dispatch all-to-all sends: (num_sent,) int64 for each chunk."""
         return [self.row_token[chunk.sent] for chunk in self.chunks]
 
     @functools.cached_property
     def rows(self) -> ChunkRows:
-        """Number of rows of each buffer of the pass, for each chunk.
+        """The number of rows of each buffer of the pass, for each chunk.
 
-        If there are fewer pieces than chunks, no buffer rotates, and ``local`` and ``home`` are not used.
+        Rows that stay on this rank are computed in blocks (`pieces`). If there are fewer blocks than chunks,
+        the result's fields ``local`` and ``home`` have no meaning, and nothing reads them.
         """
         chunks = self.chunks
         n = len(self.chunks)
@@ -184,14 +205,16 @@ class PassPlan:
 
     @property
     def num_received(self) -> int:
-        """N, the rows that this rank's experts receive in all chunks."""
+        """N, the number of rows that this rank's experts receive in all chunks together."""
         return sum(self.rows.received)
 
     @functools.cached_property
     def home(self) -> list[slice]:
-        """The sorted rows of each chunk's tokens: the slice of those that it sends and of its piece.
+        """The slice of sorted rows of each chunk's tokens: the rows that are sent, then those that are not.
 
-        With fewer pieces than chunks the slices mean nothing, and nothing reads them.
+        The results of these rows return to the same places of the home buffer, which collects results on the
+        tokens' rank. The slices mean something only if rows that are not sent are computed in one block for
+        each chunk, or if there are none. Nothing reads them otherwise.
         """
         sent = [chunk.sent for chunk in self.chunks]
         if not self.pieces:
@@ -201,17 +224,21 @@ class PassPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PassModules(abc.ABC):
-    """The modules of a layer (FSMoE, section 3.1), its place among the ranks, and its stages.
+    """The modules of a layer (FSMoE, section 3.1), the ranks that share it, and its stages.
 
-    The same for all calls of a layer. `pmoe.call.modules.LayerModules` implements it.
+    They are the same for all calls of a layer. `pmoe.call.modules.LayerModules` implements the class.
 
-    grid: this rank's place among the ranks across the nodes and inside one.
+    grid: the layer's ranks: those over which experts are distributed, and those that share each expert.
+    experts: this rank's experts.
+    shared_expert: the expert that computes every token; None if there is none.
+    order: copies tokens to rows, and sums the rows of each token.
+    dispatch, combine: the all-to-alls of rows, to the experts' ranks and back.
     scalars: the all-to-all of routing weights.
     callbacks: the user's `Callback` objects.
-    gradients: data-parallel gradients of other layers, which a backward pass carries (FSMoE, section 5); None
-        without a `pmoe.GradientReducer`. Backward calls ``begins`` and ``ends``, and ``inside`` as a task of
-        its schedule. The Work that ``inside`` returns runs between the last S and the first R, for ``t_gar``
-        seconds.
+    gradients: the reducer of other layers' data-parallel gradients, which are all-reduced during this layer's
+        backward pass (FSMoE, section 5); None without a `pmoe.GradientReducer`. Backward calls ``begins`` and
+        ``ends``, and runs ``inside`` as a task after the last dispatch. ``t_gar`` is the predicted time of
+        the all-reduce in seconds.
     traffic: counts the bytes that this rank sends.
     """
 
@@ -229,12 +256,12 @@ class PassModules(abc.ABC):
     @property
     @abc.abstractmethod
     def stages(self) -> Stages:
-        """The stages of every call. They do not depend on rows, so they are the same on every rank."""
+        """The stages of every call. No stage depends on row counts, so all ranks have the same stages."""
 
     @property
     @abc.abstractmethod
     def rotates(self) -> bool:
-        """Whether buffers rotate through ring slots."""
+        """Whether chunks take turns in a few fixed-size buffers (ring slots), or have their own buffers."""
 
     @property
     @abc.abstractmethod
@@ -243,7 +270,7 @@ class PassModules(abc.ABC):
 
     @functools.cached_property
     def hooks(self) -> Hooks | None:
-        """The callbacks' hooks at the four points inside the layer; None if there are none."""
+        """The callbacks' hooks at the four points inside the layer; None if there are no such hooks."""
         if not self.callbacks:
             return None
         from pmoe.engine.plan.callbacks import Hooks
@@ -252,12 +279,12 @@ class PassModules(abc.ABC):
 
     @functools.cached_property
     def num_experts(self) -> int:
-        """E, the number of experts of all ranks."""
+        """E, the number of experts of all ranks together."""
         return self.grid.ep.size * self.experts.num_local_experts
 
     @functools.cached_property
     def staying(self) -> range:
-        """The global numbers of this rank's experts if its rows for them do not travel; else empty."""
+        """The global indices of this rank's experts, if rows for them are not sent; else an empty range."""
         count = self.experts.num_local_experts
         first_expert = self.grid.ep.rank * count
         return range(first_expert, first_expert + count * self.stages.local)
@@ -265,17 +292,21 @@ class PassModules(abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that forward and backward of one call need beside tensors.
+    """Everything that the forward and the backward pass of one call need, apart from tensors of values.
 
-    It is decided once per call, so backward reverses exactly the routing that forward used.
+    A call is planned once, so backward uses exactly the routing that forward used.
 
-    modules: the layer's modules and its place among the ranks.
-    forward, backward: how each pass cuts the batch. Their numbers of chunks may differ.
-    joined: where the rows of backward's chunks are in forward's chunks; None if the chunks are the same.
-    top_k: K, slots of a token.
-    restore: what becomes of T_DI and T_M between the passes.
-    slot_token: (S,) the token of each slot, if the gate does not give every token K slots; else None.
-    padding: how rows are padded to the capacity, or None. With it, forward and backward cut padded rows.
+    modules: the layer's modules and ranks.
+    forward, backward: the plan of each pass. The two may have different numbers of chunks.
+    joined: where backward's chunks find their rows in forward's chunks; None if both passes have the same
+        chunks.
+    top_k: K, the number of experts that each token chooses.
+    restore: for the experts' input T_DI and the hidden activation T_M: whether they are kept for backward,
+        offloaded to the host, or made again.
+    slot_token: (S,) int64, the token of each of the S (token, choice) pairs, if the gate gives tokens
+        different numbers of experts; None if each token has K.
+    padding: the map between tokens and padded rows, with ``pad_to_capacity=True``; else None. Both passes
+        then run on padded rows in place of tokens.
     """
 
     modules: PassModules

@@ -1,11 +1,12 @@
-"""Places of rows for a backward pass that has other chunks than its forward.
+"""Maps the rows of backward's chunks to forward's chunks, if the two have different numbers of chunks.
 
-Both passes cut the same bins (`pmoe.engine.plan.make_plan`). In a chunk, rows are sorted by expert, then by
-bin. Example with experts a and b, bins 0 and 1, forward in 1 chunk and backward in 2:
+Both passes consist of the same bins, small ranges of tokens (`pmoe.engine.plan.make_plan`). In a chunk, rows
+are sorted by expert, then by bin. Example with experts a and b, bins 0 and 1, forward in 1 chunk and backward
+in 2:
 
     forward, chunk 0     a0 a1 b0 b1       (a0: the rows of expert a in bin 0)
-    backward, chunk 0    a0 b0             copied from runs 0 and 2 of forward's chunk 0
-    backward, chunk 1    a1 b1             copied from runs 1 and 3
+    backward, chunk 0    a0 b0             copied from blocks 0 and 2 of forward's chunk 0
+    backward, chunk 1    a1 b1             copied from blocks 1 and 3
 
 Letters: N rows, E experts, W ranks, L bins.
 """
@@ -21,16 +22,22 @@ from torch import Tensor
 from pmoe.experts.base import Runs
 
 ChunkRuns = tuple[tuple[tuple[int, Runs], ...], ...]
-"""The sources of each backward chunk: a pair (forward chunk, runs of its rows) for each that it needs."""
+"""The forward chunks from which the rows of each backward chunk are copied.
+
+An entry of a backward chunk is (number of a forward chunk, pairs of slices). A pair says which rows of the
+forward chunk become which rows of the backward chunk.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRegrouping:
-    """Places of backward's rows in forward's chunks.
+    """The map from the rows of backward's chunks to the rows of forward's chunks.
 
-    received: the sources of backward's chunks of received rows.
-    local: the sources of backward's pieces, of rows that stayed on this rank.
-    weight_map: (N,) int64, for each received row in backward's order, its number in forward's order.
+    received: for the rows that experts receive: the forward chunks, and their rows, that each backward chunk
+        is copied from.
+    local: the same for each block of the rows that stay on this rank (`PassPlan.pieces`).
+    weight_map: (N,) int64, for each of the N received rows in backward's order, its number in forward's
+        order.
     """
 
     received: ChunkRuns
@@ -41,12 +48,14 @@ class ChunkRegrouping:
 def join_chunks(
     recv_LWE: Tensor, recv_device_LWE: Tensor, stay_LE: Tensor, n: int, n_backward: int
 ) -> ChunkRegrouping:
-    """Returns the places of backward's rows in forward's chunks, from row counts by bin.
+    """Returns where backward's chunks find their rows in forward's chunks.
+
+    A bin is a range of tokens. There are L bins, W ranks and E local experts.
 
     recv_LWE: (L, W, E) received rows by bin, source rank and expert, on the host.
-    recv_device_LWE: the same where the rows are.
-    stay_LE: (L, E) rows that stay on this rank, on the host.
-    n, n_backward: chunks of forward and of backward; both divide L.
+    recv_device_LWE: the same numbers, on the device of the rows.
+    stay_LE: (L, E) rows that stay on this rank, by bin and expert, on the host.
+    n, n_backward: numbers of chunks of forward and of backward; both divide L.
     """
     return ChunkRegrouping(
         received=_join(recv_LWE.sum(1), n, n_backward),
@@ -56,9 +65,12 @@ def join_chunks(
 
 
 def _join(counts_LE: Tensor, n: int, n_backward: int) -> ChunkRuns:
-    """Returns the sources of each backward chunk. Runs that are neighbours in both passes become one.
+    """Returns for each backward chunk which rows of which forward chunks it consists of.
 
-    counts_LE: (L, E) rows by bin and expert, on the host.
+    Blocks of rows that are neighbours in both passes are joined, so that fewer copies are needed.
+
+    counts_LE: (L, E) rows by L bins (ranges of tokens) and E experts, on the host.
+    n, n_backward: numbers of chunks of forward and of backward.
     """
     rows, begin = (numbers.view(n_backward, -1).tolist() for numbers in _pieces(counts_LE, n, n_backward))
     forward_chunk = counts_LE.unflatten(0, (n, -1)).sum((1, 2))
@@ -72,12 +84,12 @@ def _join(counts_LE: Tensor, n: int, n_backward: int) -> ChunkRuns:
                 continue
             chunk = bisect_right(chunk_begin, block_begin) - 1
             chunk_runs = runs.setdefault(chunk, [])
-            # The block's first row, counted in forward's chunk and in backward's chunk.
+            # The block's first row: its number in forward's chunk (forward_start) and in backward's (start).
             forward_start = block_begin - chunk_begin[chunk]
             start = end
             end = end + num_rows
             if chunk_runs and (chunk_runs[-1][0].stop, chunk_runs[-1][1].stop) == (forward_start, start):
-                # The block follows the last run in both chunks: they become one run.
+                # The block follows the previous one in both chunks, so one copy serves both.
                 forward_start, start = chunk_runs[-1][0].start, chunk_runs.pop()[1].start
             chunk_runs.append((slice(forward_start, forward_start + end - start), slice(start, end)))
         joined.append(tuple((i, tuple(chunk_runs)) for i, chunk_runs in sorted(runs.items())))
@@ -85,10 +97,13 @@ def _join(counts_LE: Tensor, n: int, n_backward: int) -> ChunkRuns:
 
 
 def _forward_index(counts_LE: Tensor, n: int, n_backward: int, num_rows: int) -> Tensor:
-    """Returns the result of `_join` as an index: (num_rows,) the forward row of each backward row.
+    """Returns the number in forward's order of each row in backward's order, (num_rows,) int64.
 
-    counts_LE: (L, E) rows by bin and expert, where the rows are.
-    num_rows: their sum, on the host.
+    The rows of all chunks of a pass are numbered one after another.
+
+    counts_LE: (L, E) rows by L bins (ranges of tokens) and E experts, on the device of the rows.
+    n, n_backward: numbers of chunks of forward and of backward.
+    num_rows: the sum of counts_LE, known on the host.
     """
     rows, begin = _pieces(counts_LE, n, n_backward)
     shift = begin - (rows.cumsum(0) - rows)
@@ -96,13 +111,17 @@ def _forward_index(counts_LE: Tensor, n: int, n_backward: int, num_rows: int) ->
 
 
 def _pieces(counts_LE: Tensor, n: int, n_backward: int) -> tuple[Tensor, Tensor]:
-    """Returns (rows, first forward row) of each block of backward; a block has one bin and one expert.
+    """Returns the size and the first forward row of each block of rows with one bin and one expert.
 
-    Both are (L * E,) int64 in backward's order of rows: chunk, expert, bin.
+    A bin is a range of tokens; a chunk consists of whole bins. Both results are (L * E,) int64, for L bins
+    and E experts. Blocks are in the order of backward's rows: by chunk, then expert, then bin.
+
+    counts_LE: (L, E) rows by bin and expert.
+    n, n_backward: numbers of chunks of forward and of backward.
     """
 
     def by_chunk(per_bin: Tensor, chunks: int) -> Tensor:
-        """Flattens (L, E) to the order of rows in a pass: chunk, expert, bin of the chunk."""
+        """Flattens values by bin and expert, (L, E), to the order of rows: chunk, then expert, then bin."""
         bins: Tensor = per_bin.unflatten(0, (chunks, -1))
         return bins.transpose(1, 2).reshape(-1)
 

@@ -1,1 +1,1 @@
-"""Features that only some layers need, one a file. Its classes stand in front of both passes of `passes/`."""
+"""Features that only some layers have: each is a pair of subclasses, of the forward and the backward pass."""

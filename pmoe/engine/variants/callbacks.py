@@ -1,13 +1,15 @@
-"""Passes of a layer with callbacks that have hooks inside it (`pmoe.Callback`).
+"""Passes of a layer with callbacks (`pmoe.Callback`) that have hooks inside the layer.
 
-The graph of each hook is kept from forward to backward, where autograd differentiates it. In backward a chunk
-passes the four points in the opposite order:
+In forward, the autograd graph of each hook is recorded and kept. In backward, autograd differentiates the
+graphs. The tasks of a chunk are gather (G), all-to-all to the experts (S), experts (C), all-to-all back (R)
+and sum (O). Backward runs the gradients of the hooks in the opposite order:
 
     forward    G before_dispatch  S  after_dispatch  C  before_combine   R  after_combine   O
     backward   G after_combine    S  before_combine  C  after_dispatch   R  before_dispatch O
 
-With sharded experts, hooks see rows between S and AG, and results between RS and R, in tasks of their own
-(HA, HB). Without, the hooks beside C run in the task of the experts.
+Hooks between S and R are a part of task C. But if experts are sharded, an all-gather (AG) comes after S and a
+reduce-scatter (RS) before R. Hooks then run between S and AG, and between RS and R, in tasks of their own
+(HA, HB).
 """
 
 from __future__ import annotations
@@ -27,38 +29,50 @@ from pmoe.experts.expert_autograd import Graph, SavedTensorSlots, gradients, rec
 
 
 class _Hooked(Pass):
-    """A pass with hooks at four places of a chunk's way.
+    """A pass that runs the hooks of callbacks at four points of each chunk: before and after two all-to-alls.
 
-    leaving_points: the points before and after S.
-    returning_points: the points before and after R.
+    leaving_points: the points before and after the all-to-all to the experts.
+    returning_points: the points before and after the all-to-all back.
     """
 
     leaving_points: tuple[str, str]
     returning_points: tuple[str, str]
 
     call_inputs: Inputs
-    """The tensors of the call, and its caller's autocast state."""
+    """The tensors of the call, and the autocast state of the layer's caller."""
 
     @property
     def hooks(self) -> Hooks:
-        """The hooks of the layer's callbacks."""
+        """The hooks of the layer's callbacks at the points inside the layer."""
         hooks = self.plan.modules.hooks
         assert hooks is not None
         return hooks
 
     def run_hooks(self, point: str, rows: Tensor, i: int) -> Tensor:
-        """Runs the hooks of a point on ``rows`` of chunk i, in the caller's autocast state."""
+        """Runs the hooks of a point on rows of chunk i, in the autocast state of the layer's caller.
+
+        point: a point inside the layer, "before_dispatch" for example.
+        """
         autocast = self.call_inputs.hooks_autocast
         assert autocast is not None
         with autocast.again():
             return self.hooks.run(point, rows, i, self.source_TM)
 
     def at(self, point: str, i: int, rows: Tensor) -> Tensor:
-        """Runs the hooks of a point on ``rows`` of chunk i in forward, their gradients in backward."""
+        """Runs the hooks of a point on rows of chunk i; in backward, the gradients of these hooks.
+
+        point: a point inside the layer, "before_dispatch" for example.
+        rows: (N, columns), the N rows; in backward, the gradients of the hooks' results.
+
+        Returns the rows with which the pass continues.
+        """
         raise NotImplementedError
 
     def changed(self, point: str, i: int, rows: Tensor) -> Tensor:
-        """Returns the result of the hooks of a point, contiguous, and keeps nothing for backward."""
+        """Runs the hooks of a point on rows of chunk i without recording a graph; returns contiguous rows.
+
+        point: a point inside the layer, "before_dispatch" for example.
+        """
         if not self.hooks.has(point):
             return rows
         with torch.no_grad():
@@ -71,7 +85,11 @@ class _Hooked(Pass):
     # ---- towards the experts
 
     def gather(self, i: int) -> None:
-        """Runs G of chunk i, and the first hooks. They may change columns and type, so buffers are new."""
+        """Copies the tokens of chunk i to its send buffer, then runs the first hooks on them (task G).
+
+        Hooks may change the number of columns and the dtype. So the buffers of the all-to-all are allocated
+        to fit their result.
+        """
         if not self._any(self.leaving_points):
             super().gather(i)
             return
@@ -83,7 +101,7 @@ class _Hooked(Pass):
         self.own[f"{self.dispatch_output}.{i}"] = leaving.new_empty(chunk.num_arrived, leaving.shape[1])
 
     def open(self, i: int) -> None:
-        """Runs HA of chunk i: hooks see the rows that S brought, before AG."""
+        """Runs hooks on the arrived rows of chunk i, before the all-gather inside the node (task HA)."""
         self.own[f"arrived.{i}"] = self.at(self.leaving_points[1], i, self.buffer("arrived", i))
 
     def arrived(self, i: int) -> Tensor:
@@ -99,21 +117,23 @@ class _Hooked(Pass):
 
     def in_source_order(self, i: int, rows_NM: Tensor) -> None:
         if self.stages.sharded:
-            self.own_buffer("leaving", i)  # not a ring slot: hooks' graphs may keep it until backward
+            self.own_buffer("leaving", i)  # no ring slot, because graphs of hooks may keep it until backward
         super().in_source_order(i, rows_NM)
         if self._any(self.returning_points) and not self.stages.sharded:
             self._return_changed(self.sent_back, i, self.leaving_buffer(i))
 
     def close(self, i: int) -> None:
-        """Runs HB of chunk i: hooks see the sums of RS, before R."""
+        """Runs hooks on the results of chunk i, after the reduce-scatter inside the node (task HB)."""
         if self._any(self.returning_points):
             self._return_changed("leaving", i, self.buffer("leaving", i))
 
     def _return_changed(self, name: str, i: int, rows_NM: Tensor) -> None:
-        """Stores the hooks' result as the buffer that leaves, and makes a buffer for the results at home.
+        """Runs hooks on results of chunk i, and stores what they return as the buffer that is sent back.
 
-        name: the buffer that R sends.
-        rows_NM: (N, M), the results of chunk i.
+        Also allocates a buffer of the same columns and dtype for the results that come back to this rank.
+
+        name: the buffer that is sent back.
+        rows_NM: (N, M), the N results.
         """
         leaving = self.at(self.returning_points[0], i, rows_NM)
         self.own[f"{name}.{i}"] = leaving
@@ -132,7 +152,7 @@ class _Hooked(Pass):
 
 
 class HookedForward(_Hooked, Forward):
-    """A forward pass that runs the user's hooks and keeps their graphs."""
+    """A forward pass that runs the user's hooks, and keeps their autograd graphs if backward may follow."""
 
     leaving_points: tuple[str, str] = ("before_dispatch", "after_dispatch")
     returning_points: tuple[str, str] = ("before_combine", "after_combine")
@@ -145,7 +165,7 @@ class HookedForward(_Hooked, Forward):
         if not (self.keep and self.hooks.has(point)):
             return self.changed(point, i, rows)
         run = functools.partial(self.run_hooks, point, i=i)
-        # Tensors in the memory of the hooks' parameters are not saved for backward: they exist anyway.
+        # Parameters, and views of them, are not saved for backward, because they stay in memory anyway.
         shelf = SavedTensorSlots(
             frozenset(parameter.untyped_storage().data_ptr() for parameter in self.inputs.hook_parameters)
         )
@@ -158,7 +178,7 @@ class HookedForward(_Hooked, Forward):
 
 
 class HookedBackward(_Hooked, Backward):
-    """A backward pass that differentiates the hooks' graphs."""
+    """A backward pass that differentiates the autograd graphs of the user's hooks."""
 
     leaving_points: tuple[str, str] = ("after_combine", "before_combine")
     returning_points: tuple[str, str] = ("after_dispatch", "before_dispatch")
@@ -184,7 +204,7 @@ class HookedBackward(_Hooked, Backward):
             of_rows = torch.zeros(passed.shape, dtype=passed.dtype, device=rows.device)
         return of_rows.contiguous()
 
-    # ---- If T_DI is sent again, its rows pass the hooks before and after S again
+    # ---- If the experts' input is sent again, the hooks before and after the all-to-all run again too
 
     def gather_again(self, i: int) -> None:
         if not self._any(("before_dispatch", "after_dispatch")):
@@ -207,12 +227,12 @@ class HookedBackward(_Hooked, Backward):
 
 @dataclass(frozen=True)
 class HookGraph:
-    """The graph of the hooks of one point for one chunk, kept for backward.
+    """The autograd graph of the hooks of one point for one chunk, kept from forward to backward.
 
     graph: the recorded graph.
-    tensors: the tensors that it saved.
-    shape, dtype: those of the rows that entered it.
-    parameters: the hooks' parameters, the leaves of the graph.
+    tensors: the tensors that the graph saved. Backward puts them back before it differentiates the graph.
+    shape, dtype: shape and dtype of the rows that the hooks got.
+    parameters: the parameters of callbacks that are modules; backward computes their gradients.
     """
 
     graph: Graph

@@ -1,8 +1,10 @@
-"""Passes that keep T_DI or T_M on the host between them (MPipeMoE's S1 to S3).
+"""Passes that copy the experts' input T_DI or hidden activation T_M to host memory.
 
-Forward copies tensors out (tasks D), backward copies them in (tasks H). Backward uses the same copies if it
-has other chunks than forward: it collects its rows from the chunks that forward kept
-(`pmoe.engine.plan.regroup_chunks`).
+They run MPipeMoE's strategies S1 to S3. Forward copies tensors to the host (tasks D), and backward copies
+them back to the device (tasks H).
+
+Backward uses the same tasks if nothing is offloaded but its chunks differ from forward's. They then copy rows
+from the chunks that forward kept on the device (`pmoe.engine.plan.regroup_chunks`).
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ from pmoe.warn import warn_once
 
 
 class OffloadingForward(Forward):
-    """A forward pass that copies T_DI or T_M to the host.
+    """A forward pass that copies the experts' input T_DI or hidden activation T_M to host memory.
 
-    leaving_device: by tensor and unit, the pairs (host memory, tensor on the device) still to be copied.
-    host_bytes_due: host bytes that T_DI of later units still needs.
+    leaving_device: the copies that are still to be made, as pairs (host tensor, device tensor), by tensor
+        name and `Unit` (the rows of one task).
+    host_bytes_due: the bytes of host memory that T_DI of the rows not yet computed will need.
     """
 
     host_bytes_due: int
@@ -44,11 +47,19 @@ class OffloadingForward(Forward):
             self.host_bytes_due = sum(aligned(groups.num_rows * row_bytes) for groups in units)
 
     def copy_rows_out(self, i: int, at: str = "") -> None:
-        """Runs DI of a unit: copies T_DI to the host."""
+        """Copies the experts' input T_DI of the rows of one task to host memory (task DI).
+
+        i, at: which rows: those received in chunk i if at is ""; if at is "_L", block i of the rows that are
+            not sent, because their experts are on this rank.
+        """
         self._copy_out("T_DI", (i, at))
 
     def copy_hidden_out(self, i: int, at: str = "") -> None:
-        """Runs DM of a unit: copies T_M to the host."""
+        """Copies the hidden activation T_M of the rows of one task to host memory (task DM).
+
+        i, at: which rows: those received in chunk i if at is ""; if at is "_L", block i of the rows that are
+            not sent, because their experts are on this rank.
+        """
         self._copy_out("T_M", (i, at))
 
     def save_for_backward(self, unit: Unit, kept: SavedUnit, rows_NM: Tensor, changed: bool) -> None:
@@ -59,16 +70,16 @@ class OffloadingForward(Forward):
             self.host_bytes_due -= aligned(rows_NM.nbytes)
             try:
                 kept.rows_NM = self._to_host(unit, "T_DI", [rows_NM])[0]
-            except HostMemoryError:  # enough bytes are free, but not in one piece: a copy stays on the device
+            except HostMemoryError:  # no contiguous range is large enough: a copy stays on the device
                 kept.rows_NM = rows_NM.clone()
         if hidden is not None and restore.hidden == "offload":
             try:
-                # Leaves the room that T_DI of later units needs.
+                # Leaves the host memory that T_DI of rows not yet computed will need.
                 tensors = self._to_host(unit, "T_M", hidden.tensors, leave=self.host_bytes_due)
                 kept.hidden = replace(hidden, tensors=tensors)
             except HostMemoryError as error:
-                # T_M cannot be recomputed from other chunks if modules drew random numbers, nor from an input
-                # that they changed.
+                # Modules that drew random numbers cannot be recomputed in other chunks. Modules that changed
+                # their input cannot be recomputed at all. T_M then stays on the device.
                 if kept.recipe is None or not (self.plan.rearranged or changed):
                     warn_once(f"{error}. T_M that does not fit is recomputed in backward instead")
                     kept.hidden = None
@@ -76,12 +87,15 @@ class OffloadingForward(Forward):
                     warn_once(f"{error}. T_M that does not fit stays on the device")
 
     def _to_host(self, unit: Unit, tensor: str, tensors: Sequence[Tensor], leave: int = 0) -> list[Tensor]:
-        """Takes host memory for the tensors of a unit. A later task copies them.
+        """Takes host memory for tensors, and returns it. A later task copies the tensors.
 
-        tensor: "T_DI" or "T_M".
-        leave: host bytes that must stay free for others.
+        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
+            because their experts are on this rank.
+        tensor: "T_DI" (the experts' input) or "T_M" (their hidden activation).
+        tensors: the tensors on the device.
+        leave: bytes of host memory that must stay free for other tensors.
 
-        Raises HostMemoryError if there is too little.
+        Raises HostMemoryError if there is too little host memory.
         """
         host = pool(self.source_TM.device).host
         wanted = sum(aligned(source.nbytes) for source in tensors)
@@ -95,24 +109,35 @@ class OffloadingForward(Forward):
         return targets
 
     def _copy_out(self, name: str, unit: Unit) -> None:
-        """Copies tensors for which `_to_host` took memory."""
+        """Starts the copies to the host for which `_to_host` took memory.
+
+        name: "T_DI" (the experts' input) or "T_M" (their hidden activation).
+        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
+            because their experts are on this rank.
+        """
         for target, tensor in self.leaving_device.pop((name, unit), ()):
             if not self._lies_in_a_slot(tensor):
-                # The tensor was allocated on the compute lane and is freed when this returns, maybe before
-                # the copy has ended.
+                # The tensor was allocated on the compute lane. It is freed when this method returns, maybe
+                # before the copy has ended.
                 hold_for(current_stream(tensor), tensor)
             copy(target, tensor)
 
     def _lies_in_a_slot(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in a ring slot. All slots of a pass share one storage."""
+        """Whether a tensor lies in a ring slot (a buffer in which chunks take turns).
+
+        All ring slots of a pass share one storage.
+        """
         slot = next(iter(self.arena.buffers.values()), None)
         return slot is not None and slot.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 class OffloadingBackward(Backward):
-    """A backward pass that fetches T_DI or T_M from the host, or from other chunks of forward.
+    """A backward pass that copies T_DI or T_M from the place where forward kept them.
 
-    compute_stream: the stream of the compute lane; None on the CPU.
+    T_DI is the experts' input, T_M their hidden activation. The place is host memory, or forward's chunks on
+    the device if backward has another number of chunks.
+
+    compute_stream: the CUDA stream of the compute lane; None on the CPU.
     """
 
     compute_stream: torch.cuda.Stream | None
@@ -129,7 +154,13 @@ class OffloadingBackward(Backward):
         return [(self.kept[chunk, at], runs) for chunk, runs in (joined.local if at else joined.received)[i]]
 
     def copy_rows_in(self, i: int, at: str = "") -> None:
-        """Runs HI of a unit: copies T_DI into its slot, from the host or from chunks that forward kept."""
+        """Copies the experts' input T_DI of the rows of one task to a device buffer (task HI).
+
+        The source is host memory, or chunks that forward kept on the device.
+
+        i, at: which rows: those received in chunk i if at is ""; if at is "_L", block i of the rows that are
+            not sent, because their experts are on this rank.
+        """
         unit = (i, at)
         rows_NM = self.temporary(f"T_DI{at}", i)
         for kept, runs in self.parts(unit):
@@ -139,23 +170,30 @@ class OffloadingBackward(Backward):
         self.rows[unit] = rows_NM
 
     def copy_hidden_in(self, i: int, at: str = "") -> None:
-        """Runs HM of a unit: copies T_M into its slot; tensors that modules saved, to new memory."""
+        """Copies the hidden activation T_M of the rows of one task to a device buffer (task HM).
+
+        The source is host memory, or chunks that forward kept on the device. If a part of T_M did not fit on
+        the host, nothing is copied, and a later task recomputes T_M.
+
+        i, at: which rows: those received in chunk i if at is ""; if at is "_L", block i of the rows that are
+            not sent, because their experts are on this rank.
+        """
         unit = (i, at)
         parts = self.parts(unit)
         experts = self.plan.modules.experts
         saved = [(kept.hidden, runs) for kept, runs in parts if kept.hidden is not None]
         if not saved or len(saved) < len(parts):
-            return  # some of it did not fit on the host: `hidden_of` recomputes it when it is needed
+            return  # a part did not fit on the host: `hidden_of` recomputes T_M when it is needed
         hidden = experts.join(saved, self.groups(unit).num_rows, space=self.space(unit))
         if experts.columns(self.source_TM.device.type).hidden == 0 and self.plan.restore.hidden == "offload":
             hidden = replace(hidden, tensors=[self._fetched(tensor) for tensor in hidden.tensors])
         self.hidden[unit] = hidden
 
     def _fetched(self, tensor: Tensor) -> Tensor:
-        """Returns a copy on the device of a tensor on the host."""
+        """Returns a copy of a host tensor in new device memory."""
         target = torch.empty_like(tensor, device=self.source_TM.device)
         copy(target, tensor)
-        # Allocated on the copy lane's stream; the compute lane reads and frees it.
+        # The tensor was allocated on the copy lane's stream. The compute lane reads it and frees it.
         hold_for(self.compute_stream, target)
         return target
 
@@ -171,23 +209,23 @@ class OffloadingBackward(Backward):
 
 
 def current_stream(tensor: Tensor) -> torch.cuda.Stream | None:
-    """Returns the stream on which operators of the device of ``tensor`` run now; None on the CPU."""
+    """Returns the current CUDA stream of the device of ``tensor``; None on the CPU."""
     return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
 def hold_for(stream: torch.cuda.Stream | None, tensor: Tensor) -> None:
-    """Tells the allocator that ``stream`` uses ``tensor``, which another stream allocated.
+    """Keeps a freed tensor's memory from being reused before ``stream`` has finished its work with it.
 
-    The allocator then reuses the memory, once freed, only after that use has ended. None does nothing.
+    Needed if another stream allocated the tensor (``record_stream``). Does nothing if stream is None.
     """
     if stream is not None:
         tensor.record_stream(stream)
 
 
 def check_host_memory(restore: Restore, where: torch.device) -> None:
-    """Raises ValueError if no host memory is left for a layer that offloads.
+    """Raises ValueError if no host memory is left for a layer that offloads tensors.
 
-    restore: the layer's pair, for the message.
+    restore: which tensors the layer offloads, for the message.
     where: the layer's device.
     """
     if where.type == "meta":

@@ -1,20 +1,21 @@
-"""Padding to capacity: every rank sends every expert the same number of rows, padded with zeros.
+"""Padding to capacity: every rank sends every expert the same number of rows, filled up with zeros.
 
-The row counts then follow from the number of tokens alone. No counts are exchanged, the host waits for
-nothing, and a CUDA graph that holds a call can be replayed with other routing.
+The row counts then follow from the number of tokens alone. So no counts are exchanged, the host does not wait
+for the device, and a CUDA graph that contains a call can be replayed with other routing.
 
-A schedule runs the padded rows as if each were a token with one choice. `Padding` copies tokens to padded
-rows, and sums their results. A row without a token is zero, and so are its routing weight and its gradient:
-it adds nothing, but it is sent and computed.
+Both passes run on padded rows as if each row were a token with a single expert. `Padding` copies tokens to
+padded rows, and sums the results of each token. A padded row without a token is zero, and so are its routing
+weight and its gradient: it is sent and computed, but changes no result.
 
-Example: 2 experts a and b, capacity 5, in 2 bins of 3 rows each:
+A bin is a part of the rows, so that chunks can be made of whole bins. Example: 2 experts a and b, capacity 5,
+in 2 bins of 3 rows for each expert. The place of a row is its number among the rows of its expert:
 
     row      0  1  2 | 3  4  5 || 6  7  8 | 9 10 11
     bin             0          ||         1
     expert       a   |    b    ||    a    |    b
     place    0  1  2 | 0  1  2 || 3  4  - | 3  4  -      (-: always empty, because the capacity is 5)
 
-Letters: T tokens of this rank, K choices, E experts of all W ranks, N padded rows, F bins, M = d_model.
+Letters: T tokens of this rank, K experts per token, E experts of all ranks, N padded rows, M = d_model.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from pmoe.ordering.sorted import count_rows, sort_rows
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedRowCounts:
-    """The number of padded rows: for every expert ``capacity``, rounded up to a multiple of ``bins``.
+    """The number and order of padded rows: ``capacity`` for each expert, made divisible by ``bins``.
 
-    num_experts: E.
-    capacity: rows of an expert that are kept on each rank.
-    bins: F. Rows are sorted by (bin, expert, place among the expert's rows), so n chunks have equal numbers
-        of rows for every n that divides F.
+    num_experts: E, the number of experts of all ranks.
+    capacity: the number of rows of each expert that a rank keeps.
+    bins: the number of equal parts of the rows. Rows are sorted by bin, then by expert. So n chunks have
+        equally many rows, for every n that divides ``bins``.
 
-    Rounding up keeps no more rows: places from ``capacity`` on stay empty. Example: capacity 5 in 2 bins is 3
-    rows a bin; with 2 experts N = 12.
+    Capacity is rounded up to a multiple of ``bins``; the added rows stay empty. Example: capacity 5 in 2 bins
+    gives 3 rows in each bin for each expert; with 2 experts that is N = 12 rows.
     """
 
     num_experts: int
@@ -53,28 +54,30 @@ class PaddedRowCounts:
 
     @property
     def rows_a_bin(self) -> int:
-        """Rows of one expert in one bin: ceil(capacity / bins)."""
+        """The number of rows of one expert in one of the ``bins`` equal parts: ceil(capacity / bins)."""
         return -(-self.capacity // self.bins)
 
     @property
     def num_rows(self) -> int:
-        """N, all padded rows of a rank."""
+        """N, the number of padded rows of a rank."""
         return self.num_experts * self.bins * self.rows_a_bin
 
     def expert_of_rows(self, device: torch.device) -> Tensor:
-        """Returns (N, 1) int64, the expert of each padded row, as a gate returns it for K = 1."""
+        """Returns the expert of each of the N padded rows, (N, 1) int64: routing with one expert per row."""
         expert_N = torch.arange(self.num_rows, device=device) // max(self.rows_a_bin, 1) % self.num_experts
         return expert_N.unsqueeze(1)
 
     def counts(
         self, num_ranks: int, device: torch.device, *, max_tokens: int, needs_grad: bool
     ) -> RankCounts:
-        """Returns the row counts that an exchange would find: all equal.
+        """Returns the row counts of a call in the form in which an exchange of counts would return them.
 
-        num_ranks: W.
-        device: of the rows.
+        All counts are equal, so no exchange is needed.
+
+        num_ranks: the number of ranks of the layer.
+        device: the device of the rows.
         max_tokens: the largest number of tokens of any rank.
-        needs_grad: whether backward may follow, on any rank.
+        needs_grad: whether any rank needs gradients of the call.
         """
         shape = (self.bins, num_ranks, self.num_experts // num_ranks)
         counts = torch.full(shape, self.rows_a_bin, dtype=torch.int64, device="cpu")
@@ -89,9 +92,13 @@ class PaddedRowCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """The map between tokens and padded rows. Each direction is the transpose of the other.
+    """The map between tokens and padded rows. Its methods copy values from one to the other.
 
-    slot_N: (N,) int64, the slot of each padded row, in 0 ... T * K - 1; T * K for a row without one.
+    A slot is a (token, choice) pair. `spread` goes from tokens to rows, and `gather` from rows to tokens.
+    They are transposes of each other, so each computes the gradient of the other.
+
+    slot_N: (N,) int64, the slot of each of the N padded rows, a number in 0 ... T * K - 1; T * K for an empty
+        row.
     position_TK: (T, K) int64, the padded row of each slot; N for a dropped slot.
     """
 
@@ -99,31 +106,41 @@ class Padding:
     position_TK: Tensor
 
     def spread(self, tokens_TM: Tensor) -> Tensor:
-        """Returns (N, M): each padded row is its token, or zero."""
+        """Returns the token of each of the N padded rows, (N, M); zeros for rows without a token.
+
+        tokens_TM: (T, M), the tokens.
+        """
         return _taken(tokens_TM, self.slot_N // self.position_TK.shape[1])
 
     def gather(self, rows_NM: Tensor) -> Tensor:
-        """Returns (T, M): the sum of each token's rows, added in the order of its choices."""
+        """Returns for each of T tokens the sum of its rows, (T, M), added in the order of its choices.
+
+        rows_NM: (N, M), the N padded rows.
+        """
         top_k = self.position_TK.shape[1]
         rows_SM = _taken(rows_NM, self.position_TK.view(-1))  # a copy: users may change T_O in place
         return rows_SM if top_k == 1 else rows_SM.unflatten(0, (-1, top_k)).sum(1)
 
     def spread_weights(self, weight_TK: Tensor) -> Tensor:
-        """Returns (N, 1): the routing weight of each padded row, or zero."""
+        """Returns the routing weight of each of the N padded rows, (N, 1); zero for rows without a token."""
         return _taken(weight_TK.reshape(-1), self.slot_N).unsqueeze(1)
 
     def gather_weights(self, weight_N1: Tensor) -> Tensor:
-        """Returns (T, K): for each slot the value of its padded row, zero if dropped."""
+        """Returns for each (token, choice) pair the value of its padded row, (T, K); zero for dropped pairs.
+
+        weight_N1: (N, 1), a value for each of the N padded rows: the gradient of its routing weight.
+        """
         return _taken(weight_N1.reshape(-1), self.position_TK.view(-1)).view_as(self.position_TK)
 
 
 def make_padding(expert_TK: Tensor, splits: PaddedRowCounts) -> tuple[Padding, Tensor]:
-    """Returns the padding of a batch, and kept_E, (E,) int64, the rows that each expert keeps.
+    """Returns the padding of a batch, and the number of rows that each of E experts keeps, (E,) int64.
 
-    expert_TK: (T, K) int64, the expert of each slot.
+    expert_TK: (T, K) int64, the expert of each (token, choice) pair.
+    splits: the capacity, and the number of padded rows.
 
-    Keeps the first ``capacity`` rows of each expert in token order, as `pmoe.gates.capacity` does. The host
-    waits for nothing.
+    Each expert keeps the first ``capacity`` rows in token order, as `pmoe.gates.capacity` does. The host does
+    not wait for the device.
     """
     num_slots = expert_TK.numel()
     num_rows = splits.num_rows
@@ -142,7 +159,11 @@ def make_padding(expert_TK: Tensor, splits: PaddedRowCounts) -> tuple[Padding, T
 
 
 def _taken(rows: Tensor, index: Tensor) -> Tensor:
-    """Returns rows[index], (S, ...); zero for an index (S,) equal to the number of rows."""
+    """Returns rows[index]; zeros where the index is equal to the number of rows.
+
+    rows: (rows, ...).
+    index: (S,), S numbers from 0 to the number of rows. The result is (S, ...).
+    """
     count = rows.shape[0]
     columns = rows.shape[1:]
     if not count:
@@ -156,11 +177,13 @@ def _taken(rows: Tensor, index: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedCallKey:
-    """The values that all ranks must share in a padded call. Calls with equal values are one kind.
+    """The values of a padded call that must be equal on all ranks, because no exchange would correct them.
 
-    num_tokens: T.
+    On a GPU the ranks compare them only at the first call with these values.
+
+    num_tokens: T, the number of tokens of a rank.
     needs_grad: whether backward may follow.
-    dtype: of the rows that reach the experts.
+    dtype: the dtype of the rows that reach the experts.
     """
 
     num_tokens: int
@@ -177,11 +200,14 @@ class PaddedCallKey:
         *,
         training: bool,
     ) -> CountsExchange:
-        """Sends these values to the other ranks, for `check_same_calls`. Collective; the host waits once.
+        """Starts to send these values to the other ranks. `check_same_calls` checks the result.
 
-        num_experts: E.
-        device: of the rows.
-        fault: the fault of this rank, a `Fault` or its number as an int64 scalar on the device.
+        A collective. The host waits once, when the caller calls ``finish`` on the result.
+
+        num_experts: E, the number of experts of all ranks.
+        device: the device of the rows.
+        fault: an error of this rank, which all ranks shall raise: a `Fault`, or its number as an int64 scalar
+            on the device.
         traffic: counts the bytes sent.
         training: whether the layer is in training mode. Ranks may differ in it.
         """
@@ -192,9 +218,9 @@ class PaddedCallKey:
 
 
 def check_same_calls(told: RankCounts) -> None:
-    """Raises ValueError on every rank if ranks have other numbers of tokens, or other needs of gradients.
+    """Raises ValueError on every rank if the ranks differ in their number of tokens or in `needs_grad`.
 
-    told: the result of `PaddedCallKey.exchange`.
+    told: the finished exchange of `PaddedCallKey.exchange`.
     """
     tokens, needs_grad = told.recv[:, :, 0].tolist()
     if len(set(tokens)) > 1:
@@ -213,7 +239,7 @@ def check_same_calls(told: RankCounts) -> None:
 
 
 def _padded(plan: Plan, inputs: Inputs) -> Inputs:
-    """Returns the inputs with padded rows in place of tokens."""
+    """Returns the inputs of a call with padded rows in place of tokens."""
     padding = plan.padding
     x_TM = inputs.x_TM
     assert padding is not None
@@ -223,7 +249,7 @@ def _padded(plan: Plan, inputs: Inputs) -> Inputs:
 
 
 class PaddedForward(Forward):
-    """A forward pass of padded rows, with tokens as its input and output."""
+    """A forward pass that runs on padded rows. Its input and output are tokens."""
 
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
         super().__init__(plan, _padded(plan, inputs), keep)
@@ -236,7 +262,7 @@ class PaddedForward(Forward):
 
 
 class PaddedBackward(Backward):
-    """A backward pass of padded rows, with gradients of tokens as its input and output."""
+    """A backward pass that runs on padded rows. Its input and output are gradients of tokens."""
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: ForwardState) -> None:
         assert plan.padding is not None

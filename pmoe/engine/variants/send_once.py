@@ -1,15 +1,16 @@
-"""Passes in which a token travels once to each rank, even to several experts of it (send_once=True).
+"""Passes that send a token only once to each rank, even for several experts there (``send_once=True``).
 
-The rank that receives the row copies it for each expert, and sums their results before they return. Example:
-the K = 3 experts of a token are on ranks 2, 0 and 2.
+The rank that receives the row copies it for each of these experts, and sums their results before it returns
+them as one row. Example: the K = 3 experts of a token are on ranks 2, 0 and 2. A slot is a (token, choice)
+pair:
 
     slot (choice)      0        1        2
     rank               2        0        2
-    carrier            0        1        0         the slot in whose row the token travels
-    row                sent     sent     -         2 rows travel instead of 3
+    carrier            0        1        0         the slot whose row carries the token
+    row                sent     sent     -         2 rows are sent instead of 3
 
-Every slot still sends its routing weight. With the weight it sends the number of its carrier's row, counted
-in the block of rows that go to one rank in one chunk, so that the other rank knows which row to copy.
+A routing weight is still sent for every slot. With each weight goes a number, which says in which row its
+token is: counted from 0 among the rows that go to the same rank in the same chunk.
 """
 
 from __future__ import annotations
@@ -33,14 +34,17 @@ from pmoe.planner.degree import Choice
 
 
 def carriers(rank_TK: Tensor, keep_TK: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns (carrier_TK, carries_TK): the slot in whose row a token travels, and whether a slot is one.
+    """Returns (carrier_TK, carries_TK): which slot's row carries the token for each slot.
+
+    A slot is a (token, choice) pair. Slots of one token whose experts are on the same rank share one row.
 
     rank_TK: (T, K) int64, the rank of each slot's expert.
     keep_TK: (T, K) bool, whether the slot is kept; None keeps all.
-    carrier_TK: (T, K) int64, for each slot the first kept choice of its token that has the same rank.
-    carries_TK: (T, K) bool, whether the slot is its own carrier. A dropped slot carries nothing.
+    carrier_TK: (T, K) int64, for each slot the first kept choice of its token with the same rank.
+    carries_TK: (T, K) bool, whether a slot is its own carrier, so that a row is sent for it. False if it is
+        dropped.
 
-    Example: ranks (2, 0, 2) of one token -> carriers (0, 1, 0), and the first two carry.
+    Example: ranks (2, 0, 2) of one token -> carriers (0, 1, 0), carries (True, True, False).
     """
     same_TKK = rank_TK.unsqueeze(2) == rank_TK.unsqueeze(1)
     if keep_TK is not None:
@@ -51,7 +55,10 @@ def carriers(rank_TK: Tensor, keep_TK: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 class DeduplicatedSlots(SortedSlots):
-    """The routing of a call in which a token travels once to each rank, in the row of its first slot."""
+    """The sorted routing of a call in which a token is sent only once to each rank.
+
+    The first of a token's choices on a rank gets a row. The token's other choices on that rank share it.
+    """
 
     def __init__(
         self, modules: PassModules, expert_TK: Tensor, keep_TK: Tensor | None, tokens: Tokens
@@ -63,7 +70,10 @@ class DeduplicatedSlots(SortedSlots):
         self._sent: dict[int, SortedRows] = {}
 
     def count_once(self, bins: int) -> Tensor:
-        """(bins, ranks) int64, the rows that travel to each rank."""
+        """Returns the number of rows that go to each rank, (bins, ranks) int64.
+
+        bins: the number of equal ranges of tokens in which rows are counted.
+        """
         return count_rows(self._rank_TK, self._carries_TK, bins, self._num_ranks, self.tokens)
 
     def sent(self, n: int) -> SortedRows:
@@ -76,7 +86,14 @@ class DeduplicatedSlots(SortedSlots):
     def number_rows(
         self, n: int, weights: WeightMessage, shared: RankCounts, fine: Tensor
     ) -> DeduplicatedRows:
-        """Returns the number of each weight's row, counted from the first row of its chunk and rank."""
+        """Returns numbers by which a receiver finds the row of each routing weight.
+
+        n: number of chunks.
+        weights: the message of routing weights.
+        shared: the row counts of n chunks, exchanged among the ranks.
+        fine: (ranks, n, E_local, bins of a chunk) rows that arrive, by source rank, chunk, expert and bin. A
+            bin is a range of tokens; a chunk has several.
+        """
         come_nW = shared.received_once_device
         tokens = self.tokens
         assert come_nW is not None
@@ -84,7 +101,7 @@ class DeduplicatedSlots(SortedSlots):
         slot = weights.slot
         row = self.sent(n).position[slot // top_k * top_k + self._carrier_TK.view(-1)[slot]]
         token = slot // top_k if tokens.of_slot is None else tokens.of_slot[slot]
-        # Subtracts the place where the rows of (chunk, rank) begin among all rows that this rank sends.
+        # A row's number counts from the first row of its (chunk, destination rank) among the rows sent.
         sent = self.count_once(n).view(-1)
         chunk = ((token + 1) * n - 1) // max(tokens.count, 1)
         destination = self._rank_TK.reshape(-1)[slot]
@@ -103,12 +120,14 @@ class DeduplicatedSlots(SortedSlots):
 
 @dataclass(frozen=True, kw_only=True)
 class DeduplicatedRows:
-    """The numbers by which a rank finds the row of each routing weight that arrives.
+    """Numbers by which a rank finds the row that carries the token of each routing weight.
 
-    number: (S,) int32, for each weight that this rank sends, the number of its row among the rows that this
-        rank sends to the same rank in the same chunk.
-    base: (N,) int64, for each weight that arrives, the place where its source's rows begin among all rows
-        that arrive in the chunk. The sum of base and the arrived number is the place of its row.
+    Several weights may have the same row.
+
+    number: (S,) int32, for each of the S weights that this rank sends: the number of its row among the rows
+        that go to the same rank in the same chunk. This number is sent with the weight.
+    base: (N,) int64, for each of the N weights that arrive: where the rows of its source rank begin among all
+        rows that arrive in its chunk. The weight's row is base + the number that arrived.
     """
 
     number: Tensor
@@ -116,14 +135,17 @@ class DeduplicatedRows:
 
 
 class _Once(Pass):
-    """A pass whose results of one row are summed, not only sorted, before they return."""
+    """A pass in which the experts' results for one row are summed before they return to the token's rank."""
 
     def put_back(self, leaving_NM: Tensor, regroup: Tensor, rows_NM: Tensor) -> None:
         leaving_NM.zero_().index_add_(0, regroup, rows_NM)
 
 
 class OnceForward(_Once, Forward):
-    """A forward pass that sends the numbers of rows beside the weights, and copies rows by them."""
+    """A forward pass in which one received row is copied for several experts.
+
+    With the routing weights it sends numbers that say which row to copy.
+    """
 
     number: Scalars
     regroup: tuple[Tensor, ...]
@@ -142,7 +164,11 @@ class OnceForward(_Once, Forward):
         return waited
 
     def sorted_weights(self) -> Tensor:
-        """Returns the routing weights in expert order. Sets `regroup` too, from the numbers that arrived."""
+        """Returns the N routing weights that arrived, (N,), sorted by chunk and expert.
+
+        Also computes `regroup` from the numbers that arrived with the weights: for each chunk, the index that
+        copies and sorts the received rows.
+        """
         assert self.cut.once is not None
         row = self.cut.once.base + self.number.arrived
         regroup = self.weight_message.regroup
@@ -152,4 +178,4 @@ class OnceForward(_Once, Forward):
 
 
 class OnceBackward(_Once, Backward):
-    """A backward pass that sums the gradients of a row's copies before they return."""
+    """A backward pass in which the gradients of all copies of a row are summed before they return."""

@@ -1,12 +1,14 @@
-"""Passes with experts that are sharded over the ranks of a node (FSMoE's ESP).
+"""Passes of a layer whose experts are sharded over the ranks of a node (ESP in FSMoE).
 
-Each rank of a node has a part of the hidden columns of the same experts, so each needs the rows of all:
+Each rank of a node holds a part of the hidden columns of the same experts. So each rank needs the rows of all
+ranks of its node:
 
-    S    brings rows from one rank of each node               arrived
-    AG   the ranks of a node send each other these rows       T_DI
-    C    each rank computes its part of every result          T_DO
-    RS   each rank gets the sums of the parts of its rows     leaving
-    R    sends them back
+    task                  what it does                                               its result
+    all-to-all (S)        brings rows from one rank of each node                     arrived
+    all-gather (AG)       the ranks of a node send each other these rows             T_DI
+    experts (C)           each rank computes a partial sum of every result           T_DO
+    reduce-scatter (RS)   each rank gets the complete sums for the rows it brought   leaving
+    all-to-all (R)        sends these results back to their tokens' ranks            home
 """
 
 from __future__ import annotations
@@ -23,14 +25,17 @@ from pmoe.engine.plan.plan import Plan
 
 
 class _Sharded(Pass):
-    """A pass with AG behind S and RS before R."""
+    """A pass with two more collectives, inside the node: an all-gather and a reduce-scatter.
+
+    The all-gather comes after the all-to-all to the experts, the reduce-scatter before the all-to-all back.
+    """
 
     dispatch_output: str = "arrived"
     combine_input: str = "leaving"
 
     @functools.cached_property
     def sharing(self) -> ShardCollectives:
-        """The collectives inside the node."""
+        """The collectives of the ranks that share these experts, inside the node."""
         return ShardCollectives(self.plan.modules.grid.esp, self.plan.modules.traffic)
 
     def make_buffers(self, i: int) -> None:
@@ -39,13 +44,15 @@ class _Sharded(Pass):
         self.own_buffer("copies", i)
 
     def all_gather(self, i: int) -> None:
-        """Runs AG of chunk i."""
+        """Gathers the rows of chunk i from all ranks inside the node (task AG)."""
         self.gather_inside("arrived", self.received, "copies", i)
 
     def gather_inside(self, arrived: str, received: str, copies: str, i: int) -> None:
-        """Gathers buffer ``arrived`` of chunk i inside the node into buffer ``received``.
+        """Gathers a buffer of chunk i from all ranks inside the node into another buffer.
 
-        copies: the buffer that is sent from.
+        arrived: the name of the buffer with this rank's rows.
+        received: the name of the buffer for the rows of all ranks.
+        copies: the name of a scratch buffer, from which rows are sent.
         """
         chunk = self.cut.chunks[i]
         self.sharing.all_gather(
@@ -54,12 +61,15 @@ class _Sharded(Pass):
 
     def in_source_order(self, i: int, rows_NM: Tensor) -> None:
         super().in_source_order(i, rows_NM)
-        # Allocates them on the compute lane, before RS uses them on another.
+        # Allocates them here, on the compute lane. RS uses them on another lane (see `Pass.__init__`).
         self.buffer("leaving", i)
         self.buffer("parts", i)
 
     def reduce_scatter(self, i: int) -> None:
-        """Runs RS of chunk i."""
+        """Sums the partial results of chunk i over the ranks inside the node (task RS).
+
+        Each rank gets the sums for the rows that the all-to-all had brought to it.
+        """
         chunk = self.cut.chunks[i]
         self.sharing.reduce_scatter(
             self.buffer(self.sent_back, i), self.buffer("leaving", i), chunk.gathered, self.buffer("parts", i)
@@ -67,7 +77,7 @@ class _Sharded(Pass):
 
 
 class ShardedForward(_Sharded, Forward):
-    """A forward pass with sharded experts, which gathers routing weights inside the node too."""
+    """A forward pass with sharded experts. It also gathers routing weights inside the node."""
 
     def scalar(self, sent: Tensor) -> Scalars:
         own_rows = sum(self.weight_message.recv)
@@ -75,7 +85,7 @@ class ShardedForward(_Sharded, Forward):
         return Scalars(sent, sent.new_empty(own_rows), sent.new_empty(self.cut.num_received), copies)
 
     def share_weights(self, _: int) -> None:
-        """Runs PG: gathers the routing weights of all chunks inside the node."""
+        """Gathers the routing weights of all chunks from all ranks inside the node (task PG)."""
         for scalars in self.scalars:
             self.sharing.all_gather(
                 scalars.own, scalars.arrived, self.weight_message.gathered, scalars.copies
@@ -83,7 +93,7 @@ class ShardedForward(_Sharded, Forward):
 
 
 class ShardedBackward(_Sharded, Backward):
-    """A backward pass with sharded experts, which sums gradients of routing weights inside the node too."""
+    """A backward pass with sharded experts. It also sums the gradients of routing weights inside the node."""
 
     grad_weight_leaving: Tensor
     grad_weight_parts: Tensor
@@ -97,13 +107,14 @@ class ShardedBackward(_Sharded, Backward):
         self.grad_weight_parts = self.grad_weight_rows.new_empty(own_rows * self.sharing.esp.size)
 
     def all_gather_again(self, i: int) -> None:
-        """Runs AGI of chunk i: gathers T_DI that was sent again."""
+        """Gathers the rows of chunk i that were sent again, from all ranks inside the node (task AGI)."""
         self.gather_inside("arrived_again", "T_DI", "copies_again", i)
 
     def share_weights(self, _: int) -> None:
-        """Runs PG: sums the gradients of routing weights, of which each rank inside has a part.
+        """Sums the gradients of routing weights over the ranks inside the node (task PG).
 
-        A gradient is an inner product over hidden columns, and each rank has a part of these columns.
+        Such a gradient is an inner product over hidden columns. Each rank has some of these columns, and so a
+        part of the sum.
         """
         leaving = self.grad_weight_leaving
         parts = self.grad_weight_parts

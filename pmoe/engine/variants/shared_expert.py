@@ -1,4 +1,4 @@
-"""Passes with a shared expert, which computes all tokens of its rank; no row of it travels."""
+"""Passes of a layer with a shared expert, which computes every token on the token's own rank."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from pmoe.experts.base import ExpertRows, Experts
 from pmoe.experts.products import RowGroups
 
 SHARED: Unit = (-1, "_S")
-"""The unit of the shared expert: all tokens of the rank."""
+"""The key of the shared expert's tensors, where other keys name a chunk: all tokens of the rank."""
 
 
 class _WithSharedExpert(Pass):
-    """A pass with a task of the shared expert (X).
+    """A pass with a task that computes the shared expert (task X).
 
-    shared_TM: (T, M), the shared expert's result or dT_I; None before the task. `Pass.output` adds it.
+    shared_TM: (T, M), the shared expert's results for T tokens; in backward, the gradients of its inputs.
+        None until the task has run. `Pass.output` adds it to the routed experts' results.
     """
 
     shared_TM: Tensor | None
 
     @property
     def expert(self) -> Experts:
-        """The shared expert."""
+        """The layer's shared expert."""
         expert = self.plan.modules.shared_expert
         assert expert is not None
         return expert
@@ -43,18 +44,22 @@ class _WithSharedExpert(Pass):
         return RowGroups(counts=(tokens,), ends=ends)
 
     def all_tokens(self, inputs: Inputs) -> ExpertRows:
-        """Returns all tokens as the shared expert's rows, with new memory for its result."""
+        """Returns the argument for methods of the shared expert: all tokens, its parameters and new memory.
+
+        inputs: the tensors of the call.
+        """
         self.shared_TM = torch.empty_like(self.result_TM)
         return ExpertRows(inputs.x_TM, self.groups(SHARED), inputs.shared_parameters, out=self.shared_TM)
 
 
 class SharedExpertForward(_WithSharedExpert, Forward):
-    """A forward pass with a shared expert."""
+    """A forward pass of a layer with a shared expert."""
 
     def shared(self, _chunk: int) -> None:
-        """Runs X: computes the shared expert's output for all tokens.
+        """Computes the shared expert's output for all tokens (task X).
 
-        Raises RuntimeError if a module changes its input in place, because the routed experts read it too.
+        Raises RuntimeError if it is a user's module that changes its input in place, because the routed
+        experts read the same input.
         """
         inputs = self.inputs
         expert = self.expert
@@ -78,17 +83,18 @@ class SharedExpertForward(_WithSharedExpert, Forward):
 
 
 class SharedExpertBackward(_WithSharedExpert, Backward):
-    """A backward pass with a shared expert.
+    """A backward pass of a layer with a shared expert.
 
-    shared_pending: the state that the task XW needs from X.
-    grad_shared_weight: (T,) the gradient of the factor of the shared expert's output.
+    shared_pending: the result of `Experts.input_gradient` that `Experts.weight_gradient` needs.
+    grad_shared_weight: (T,), for each of T tokens the gradient of the factor by which the shared expert's
+        output was multiplied.
     """
 
     shared_pending: Any
     grad_shared_weight: Tensor
 
     def shared(self, _chunk: int) -> None:
-        """Runs X: computes the gradients of the shared expert's inputs."""
+        """Computes the gradients of the shared expert's inputs and of the factors of its outputs (task X)."""
         inputs = self.saved.inputs
         hidden = self.kept[SHARED].hidden
         assert inputs.shared_weight_T is not None and hidden is not None
@@ -100,6 +106,6 @@ class SharedExpertBackward(_WithSharedExpert, Backward):
         )
 
     def shared_wgrad(self, _: int) -> None:
-        """Runs XW: computes the gradients of the shared expert's parameters."""
+        """Computes the gradients of the shared expert's parameters (task XW)."""
         self.expert.weight_gradient(self.shared_pending, self.groups(SHARED), self.shared_sums)
         self.shared_pending = None

@@ -1,17 +1,24 @@
-"""pmoe in fairseq: models ``transformer_lm_pmoe`` and ``transformer_pmoe``, criteria and a trainer.
+"""pmoe in fairseq: two models with experts, two criteria with the load-balance loss, and a trainer.
 
-`__main__` runs fairseq's commands with this plugin. If fairseq can be imported without help (Python 3.10, or
-the fork fairseq-fixed), its own commands work too: ``fairseq-train --user-dir``, followed by the folder that
-``python -m pmoe.integrations.fairseq user-dir`` prints.
+The models are ``transformer_lm_pmoe`` (language model) and ``transformer_pmoe`` (translation). fairseq loads
+them as a plugin, in one of two ways:
 
-- `options` reads the options of the command line.
-- `checks` refuses options that cannot work.
+- ``python -m pmoe.integrations.fairseq train ...`` runs fairseq's commands with this plugin (`__main__`).
+- fairseq's own commands take ``--user-dir FOLDER``, where FOLDER is what ``python -m
+  pmoe.integrations.fairseq user-dir`` prints. This works where ``import fairseq`` does: with Python 3.10, or
+  with the fork fairseq-fixed.
+
+Modules:
+
+- `options` defines the --moe options of the command line.
+- `checks` refuses options that cannot work together.
 - `models` puts experts into fairseq's transformers.
-- `criterions` adds the auxiliary loss.
-- `plugin` corrects how data parallelism treats the gradients, norms and checkpoints of experts.
-- `checkpoint` gathers all ranks' experts into one file, and takes a rank's own out of it.
+- `criterions` adds the load-balance loss.
+- `plugin` has the trainer, which treats gradients, norms and checkpoints of experts correctly under data
+  parallelism.
+- `checkpoint` gathers the experts of all ranks into one file, and picks a rank's own experts out of it.
 
-Nothing of fairseq is imported before it is used.
+This package imports nothing of fairseq until fairseq itself is used.
 """
 
 from __future__ import annotations
@@ -19,8 +26,8 @@ from __future__ import annotations
 from pathlib import Path
 
 USER_DIR = Path(__file__).resolve().parent / "user_dir" / "pmoe_fairseq"
-"""The folder for ``--user-dir``.
+"""The folder to pass as fairseq's ``--user-dir``.
 
-fairseq puts the folder above it on sys.path and imports this one as a top-level module. So its name must be
-unique, and nothing else may lie beside it.
+fairseq adds the parent folder to sys.path and imports this folder as a top-level module. So its name must be
+unique, and its parent folder must hold nothing else.
 """

@@ -25,17 +25,22 @@ allow_fairseq_defaults()
 from pmoe.integrations.fairseq import USER_DIR  # noqa: E402
 
 COMMANDS = ("train", "hydra-train", "preprocess", "eval-lm", "generate", "interactive", "validate", "score")
-"""fairseq's commands, the modules of fairseq_cli. score has no --user-dir."""
+"""Commands of fairseq that `main` can run; each is a module of fairseq_cli. score takes no --user-dir."""
 
 INSTALL = (
     'pip install "numpy<2" hydra-core==1.3.2 omegaconf==2.3.0 bitarray cffi cython regex sacrebleu tqdm && '
     "pip install --no-deps fairseq==0.12.2"
 )
-"""The commands that install fairseq, as error messages show them."""
+"""The shell commands that install fairseq, as error messages show them."""
 
 
 def main(arguments: list[str]) -> None:
-    """Runs one command. arguments: those of the command line, without the program."""
+    """Runs one command: a command of fairseq with pmoe's plugin, "options", "user-dir" or "--help".
+
+    arguments: the arguments of the command line, without the program name.
+
+    Exits with a message if there is no such command.
+    """
     name, *rest = arguments or ["--help"]
     if name == "user-dir":
         print(USER_DIR)
@@ -50,9 +55,13 @@ def main(arguments: list[str]) -> None:
 
 
 def _run(name: str, rest: list[str]) -> None:
-    """Runs one of fairseq's commands with these arguments and the plugin.
+    """Runs a command of fairseq with pmoe's plugin.
 
-    Exits with the commands of `INSTALL` if fairseq cannot be imported.
+    name: the command, one of `COMMANDS`.
+    rest: its arguments. Unless they set --user-dir (for hydra-train: common.user_dir), the plugin's folder is
+        added.
+
+    Exits with the commands of `INSTALL` in a message if fairseq cannot be imported.
     """
     try:
         importlib.import_module("fairseq")
@@ -62,7 +71,8 @@ def _run(name: str, rest: list[str]) -> None:
     given_names = {argument.partition("=")[0] for argument in rest}
     added_arguments: list[str] = []
     if name == "hydra-train":
-        # hydra composes its configuration, and needs the models for it, before it reads common.user_dir.
+        # hydra needs the models to compose its configuration, which happens before it reads
+        # common.user_dir. So the plugin is imported first.
         import pmoe.integrations.fairseq.plugin  # noqa: F401 - it registers the models
 
         added_arguments = [] if "common.user_dir" in given_names else [f"common.user_dir={USER_DIR}"]
@@ -73,7 +83,10 @@ def _run(name: str, rest: list[str]) -> None:
 
 
 def _print_options() -> None:
-    """Prints all --moe options. fairseq's own --help ends before it has read those of the architecture."""
+    """Prints every --moe option with its default and its description.
+
+    fairseq's own --help cannot: it ends before fairseq has read the options of the chosen architecture.
+    """
     from pmoe.integrations.fairseq.options import PLACES, layer_options
 
     for option in (*PLACES, *layer_options()):
@@ -82,7 +95,7 @@ def _print_options() -> None:
 
 
 if __name__ == "__main__":
-    # fairseq starts a process for each GPU. multiprocessing imports the main module there, but never a
-    # __main__.py; the shim makes fairseq importable in these processes.
+    # fairseq starts a process for each GPU. multiprocessing imports the main module in each of them, but
+    # not if the module is a __main__.py. With the shim as main module, these processes can import fairseq.
     __spec__ = importlib.util.find_spec("pmoe.integrations.fairseq.shim")
     main(sys.argv[1:])

@@ -1,13 +1,14 @@
-"""Checkpoints: one file with the experts of all ranks, their parameters and their optimiser state.
+"""fairseq checkpoints of models with experts: one file holds the experts of all ranks.
 
-The file is the one that a single process with all experts would save. So any number of ranks can load it, and
-generate and eval-lm can too.
+The file is the same that a single process with all experts would save: their parameters and their optimiser
+state. So any number of ranks can load it, and fairseq's generate and eval-lm can, too.
 
-Experts are dimension 0 of each of their parameters, and of every tensor of the same length that an optimiser
-keeps for a parameter. W ranks hold all experts together: rank r holds rows [r * E / W, (r + 1) * E / W). If
-there are more ranks, each W consecutive ones hold a copy of all experts, and the first W write the file.
+Every parameter of experts has one entry for each expert along dimension 0. So has each tensor that an
+optimiser stores for the parameter, if its dimension 0 has the same length.
 
-Letters: W ranks, E experts.
+W ranks together hold all E experts: rank r holds entries r * E / W to (r + 1) * E / W - 1. If there are more
+than W ranks, each group of W consecutive ranks holds a copy of all experts. The first W ranks then write the
+file.
 """
 
 from __future__ import annotations
@@ -25,23 +26,29 @@ from pmoe.comm.ranks import Ranks
 
 
 def gather_model(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """Returns a model's ``state`` with the experts of all ranks in place of this rank's.
+    """Returns a model's state dict in which the experts are those of all ranks, for a checkpoint.
 
-    On rank 0 they are on the host; on other ranks they are None. Collective: every rank must call it.
+    state: the model's ``state_dict()``, with this rank's experts.
+
+    On rank 0 the experts' tensors are on the host; on other ranks they are None. Collective: every rank must
+    call it.
     """
     layers = _expert_names(model)
     return {**state, **{name: _gathered(state[name], layer.ranks) for name, layer in layers.items()}}
 
 
 def own_experts(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``state``, which has all experts, with only this rank's experts.
+    """Returns a state dict with only this rank's experts, made from one with all experts.
 
-    Raises ValueError if ``state`` has another number of experts than the model.
+    model: the model that will load the result.
+    state: the state dict of a checkpoint, with all experts.
+
+    Raises ValueError if the number of experts in ``state`` is not the model's.
     """
     own_state = dict(state)
     for name, layer in _expert_names(model).items():
         if name not in own_state:
-            continue  # load_state_dict raises, with the names of all missing tensors
+            continue  # load_state_dict will raise an error that names all missing tensors
         if own_state[name].shape[0] != layer.num_experts:
             raise ValueError(
                 f"{name} of the checkpoint (experts: {own_state[name].shape[0]}) must hold --moe-num-experts "
@@ -52,27 +59,31 @@ def own_experts(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gather_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Returns an optimiser's state dict with the experts of all ranks in place of this rank's, on rank 0.
+    """Returns an optimiser's state dict in which the experts are those of all ranks, for a checkpoint.
 
-    state: the optimiser's ``state_dict()``.
-    ranks: those that hold all experts together.
+    state: the optimiser's ``state_dict()``, with this rank's experts.
+    ranks: the ranks that together hold all experts.
 
-    On other ranks the tensors are None. Collective: every rank must call it.
+    On ranks other than 0 the experts' tensors are None. Collective: every rank must call it.
     """
     return _changed(optimizer, state, 1, lambda kept, _: _gathered(kept, ranks))
 
 
 def own_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Returns a state dict of `gather_optimizer` with only this rank's experts."""
+    """Returns an optimiser's state dict with only this rank's experts, made from one with all experts.
+
+    state: a state dict that `gather_optimizer` returned.
+    ranks: the ranks that together hold all experts.
+    """
     rank = ranks.rank
     return _changed(optimizer, state, ranks.size, lambda kept, size: kept.narrow(0, rank * size, size))
 
 
 def for_inference(config: Any) -> Any:
-    """Returns a model's configuration for its checkpoint: one in which every process holds all experts.
+    """Returns a model's configuration for a checkpoint, changed so that every process holds all experts.
 
-    Several processes that build the model from it can then generate or evaluate without waiting for each
-    other.
+    Processes that build the model from it for generate or eval-lm need nothing of each other. With experts
+    spread over them, they would wait for each other, because their batches differ.
     """
     if isinstance(config, Namespace):
         return Namespace(**{**vars(config), "moe_expert_parallel": "false"})
@@ -80,9 +91,9 @@ def for_inference(config: Any) -> Any:
 
 
 def _expert_names(model: nn.Module) -> dict[str, MoELayer]:
-    """Returns the layer of each parameter of experts, by the parameter's name in the state dict.
+    """Returns the MoE layer of each experts' parameter, by the parameter's name in the model's state dict.
 
-    The order is the same on all ranks, which gather one parameter after the other.
+    The order is the same on all ranks, which gather the parameters one by one in this order.
     """
     return {
         f"{prefix}.experts.{name}": layer
@@ -98,12 +109,14 @@ def _changed(
     num_parts: int,
     change: Callable[[Tensor, int], Tensor | None],
 ) -> dict[str, Any]:
-    """Returns an optimiser's ``state`` in which tensors that belong to experts are replaced.
+    """Returns an optimiser's state dict in which the tensors of experts are replaced.
 
-    num_parts: number of ranks whose experts ``state`` holds: 1, or W.
-    change: function from a tensor and the number of this rank's experts to the new tensor.
+    state: the state dict.
+    num_parts: number of ranks whose experts ``state`` holds: 1, or all ranks that share the experts.
+    change: function from a tensor and this rank's number of experts to the new tensor.
 
-    Replaced are tensors of parameters marked ``expert`` that have one row for each expert.
+    A tensor is replaced if it belongs to a parameter with the attribute ``expert`` and has one entry for each
+    expert along dimension 0.
     """
     changed = {**state, "state": dict(state["state"])}
     for own_group, stored_group in zip(optimizer.param_groups, state["param_groups"], strict=True):
@@ -120,13 +133,17 @@ def _changed(
 
 
 def _gathered(own: Tensor, ranks: Ranks) -> Tensor | None:
-    """Returns the rows of all ``ranks`` on rank 0's host; None on other ranks.
+    """Returns a tensor of experts concatenated over all ranks, on rank 0's host; None on other ranks.
 
-    Called for one tensor after the other, so that only one is whole on the device at a time.
+    own: the tensor with this rank's experts along dimension 0, any shape.
+    ranks: the ranks that together hold all experts.
+
+    The caller gathers one tensor after the other, so that no more than one whole tensor is on the device at a
+    time.
     """
     own = own.detach().contiguous()
     if dist.get_rank() != ranks.rank:
-        return None  # this rank is among those that hold a copy, which is not written
+        return None  # this rank holds a copy of experts that other ranks write
     if ranks.size == 1:
         return own.cpu()
     parts = [torch.empty_like(own) for _ in range(ranks.size)] if ranks.rank == 0 else None

@@ -1,6 +1,6 @@
-"""Refuses options that cannot work together, with what to change.
+"""Refuses fairseq options that cannot work together, with messages that say what to change.
 
-`check_model` runs before a model is built, `check_training` before its trainer is.
+`check_model` runs before a model is built, `check_training` before a trainer is.
 """
 
 from __future__ import annotations
@@ -12,18 +12,26 @@ from pmoe.arguments import is_int
 from pmoe.integrations.fairseq.options import layer_arguments, places
 
 LOOK_AHEAD = (gates.ExpertChoiceGate, gates.SoftGate)
-"""Gates in which later tokens influence the routing of earlier ones: a decoder must not use them."""
+"""Gates that a decoder must not use: in them later tokens change the routing of earlier tokens."""
 
 NOT_BY_ELEMENT = ("adafactor", "composite", "lamb")
-"""Optimisers that scale by norms or means over a parameter, or consist of several optimisers."""
+"""Optimisers that cannot update experts on several ranks.
+
+adafactor and lamb scale the update of a parameter by norms or means over the whole parameter, of which each
+rank holds only a part. composite consists of several optimisers.
+"""
 
 
 def layers_with_experts(config: Any, side: str) -> list[int]:
-    """Returns the indices of the layers with experts, in the encoder or in the decoder.
+    """Returns the indices of the layers that get experts, in the encoder or in the decoder.
 
+    Every freq-th layer gets experts, where freq is --moe-freq, or --moe-encoder-freq or --moe-decoder-freq if
+    given.
+
+    config: the model's options.
     side: "encoder" or "decoder".
 
-    Raises ValueError if the distance of layers with experts is no count, or larger than the number of layers.
+    Raises ValueError if freq is not a whole number from 0 to the number of layers.
     """
     place_options = places(config)
     side_freq = place_options[f"{side}_freq"]
@@ -42,9 +50,12 @@ def layers_with_experts(config: Any, side: str) -> list[int]:
 
 
 def check_model(config: Any, sides: tuple[str, ...]) -> None:
-    """Raises ValueError for options with which fairseq would build another model than they describe.
+    """Raises ValueError for options with which fairseq could not build the model that they describe.
 
-    sides: "encoder" and "decoder", those that the model has. Arguments of MoELayer are checked by the layer.
+    config: the model's options.
+    sides: "encoder" and "decoder", or only the one that the model has.
+
+    Arguments of MoELayer are not checked here: the layer checks them itself.
     """
     layers_of_side = {side: layers_with_experts(config, side) for side in sides}
     if not any(layers_of_side.values()):
@@ -83,7 +94,7 @@ def check_model(config: Any, sides: tuple[str, ...]) -> None:
 def check_training(config: Any, criterion: Any, *, num_ranks: int, device_type: str) -> None:
     """Raises ValueError if fairseq cannot train a model with experts with these options.
 
-    config: a FairseqConfig.
+    config: fairseq's options, a FairseqConfig.
     criterion: the training criterion.
     num_ranks: number of data-parallel ranks.
     device_type: "cuda" or "cpu".

@@ -1,18 +1,17 @@
-"""fairseq's criteria with the load-balance loss of experts added, and their numbers in the log.
+"""fairseq's criteria with the load-balance loss of experts added, which also log numbers about experts.
 
-    training      loss += moe_aux_weight * sample_size * sum of the layers' l_aux
+    training      loss += moe_aux_weight * sample_size * sum of l_aux over the MoE layers
     validation    nothing is added, so that losses can be compared with those of other models
 
-fairseq divides gradients by the sample size (tokens, or sentences) of all ranks. So the ranks' auxiliary
-losses are averaged with their sample sizes as weights.
+l_aux is a layer's load-balance loss. fairseq sums gradients over all ranks and divides them by the total
+sample size (tokens, or sentences). So the result is the average of the ranks' load-balance losses, weighted
+by their sample sizes.
 
 Logged are
 
-    moe_loss      the sum of the layers' l_aux
-    moe_load      rows of the busiest expert over the mean, in the least balanced layer; 1 is even
-    moe_dropped   rows dropped because of the capacity, in percent
-
-Letters: L layers with experts, E experts.
+    moe_loss      the sum of l_aux over the MoE layers
+    moe_load      rows of the busiest expert / mean rows of an expert, in the least balanced layer; 1 is even
+    moe_dropped   rows that were dropped because their expert was over its capacity, in percent
 """
 
 from __future__ import annotations
@@ -31,38 +30,48 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from torch import Tensor
 
 AUX_WEIGHT = 0.01
-"""The default weight of the load-balance loss."""
+"""Default of the option moe_aux_weight, the weight of the load-balance loss."""
 
 
 class WithAuxiliaryLoss:
-    """A mixin that adds the load-balance loss to a criterion; it must come first among the bases.
+    """A mixin that adds the load-balance loss of experts to a criterion of fairseq.
 
-    moe_aux_weight: the weight of the loss.
+    It must come first among the base classes, because its methods call those of the criterion by super().
+
+    moe_aux_weight: the weight of the load-balance loss.
     """
 
     moe_aux_weight = AUX_WEIGHT
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
-        """Builds fairseq's criterion, and sets the weight from the configuration."""
+        """Returns fairseq's criterion with the weight of the load-balance loss that the configuration has."""
         criterion = super().build_criterion(cfg, task)  # type: ignore[misc]
         criterion.moe_aux_weight = getattr(cfg, "moe_aux_weight", AUX_WEIGHT)
         return criterion
 
     def forward(self, model: Any, sample: Any, reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
-        """Returns the loss (a scalar, or one for each token), the sample size and the numbers to log."""
+        """Returns the loss with the load-balance loss added, the sample size, and the numbers to log.
+
+        The loss is a scalar, or has one element for each token if ``reduce`` is False.
+        """
         loss, sample_size, logged = super().forward(model, sample, reduce=reduce)  # type: ignore[misc]
         return (self.with_experts(model, loss, sample_size, logged), sample_size, logged)
 
     def with_experts(self, model: Any, loss: Tensor, sample_size: Any, logged: dict[str, Any]) -> Tensor:
-        """Returns the loss plus the auxiliary loss.
+        """Returns ``loss`` plus the weighted load-balance loss, and adds numbers about experts to ``logged``.
 
-        logged: the numbers to log. It gets sums, because fairseq adds them up over ranks and batches.
+        In validation, or if the weight is 0, ``loss`` is returned as it is.
+
+        loss: a scalar, or one element for each token, of any shape.
+        sample_size: number of tokens or sentences by which fairseq divides the loss.
+        logged: the numbers to log. Those of experts are sums and not means, because fairseq adds them up over
+            ranks and batches.
         """
         layers = model.moe_layers
         moe_loss = torch.stack([layer.l_aux for layer in layers]).sum()
         for layer in layers:
-            layer.l_aux = layer.fc1.l_aux = None  # it would keep the graph of this pass alive
+            layer.l_aux = layer.fc1.l_aux = None  # l_aux would keep the graph of this pass alive
         logged["moe_loss"] = moe_loss.detach() * sample_size
         logged["moe_rows"] = torch.stack([layer.fc1.tokens_per_expert for layer in layers]).double()
         logged["moe_rows_asked"] = sum(layer.fc1.ran.num_tokens * layer.fc1.top_k for layer in layers)
@@ -73,7 +82,10 @@ class WithAuxiliaryLoss:
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
-        """Logs the numbers of experts, from the sums of all ranks and batches."""
+        """Logs moe_loss, moe_load and moe_dropped, from the numbers of all ranks and batches.
+
+        logging_outputs: the numbers to log of each batch on each rank.
+        """
         super().reduce_metrics(logging_outputs)  # type: ignore[misc]
         names = ("sample_size", "moe_loss", "moe_rows", "moe_rows_asked")
         sample_size, moe_loss, rows_LE, asked = (sum(log[name] for log in logging_outputs) for name in names)
@@ -86,7 +98,10 @@ class WithAuxiliaryLoss:
 
 
 def _with_weight(config: type, name: str) -> type:
-    """Returns a dataclass ``name`` with the fields of fairseq's ``config`` and moe_aux_weight."""
+    """Returns a dataclass called ``name`` with the fields of ``config`` and the field moe_aux_weight.
+
+    config: fairseq's dataclass of a criterion's options.
+    """
     field = dataclasses.field(
         default=AUX_WEIGHT, metadata={"help": "weight of the experts' load-balance loss, per layer and token"}
     )
@@ -97,7 +112,7 @@ def _with_weight(config: type, name: str) -> type:
     "cross_entropy_pmoe", dataclass=_with_weight(CrossEntropyCriterionConfig, "CrossEntropyPMoEConfig")
 )
 class CrossEntropyPMoE(WithAuxiliaryLoss, CrossEntropyCriterion):  # type: ignore[misc]
-    """fairseq's cross entropy, with the load-balance loss of experts."""
+    """fairseq's cross entropy, with the load-balance loss of experts added."""
 
 
 @register_criterion(
@@ -105,4 +120,4 @@ class CrossEntropyPMoE(WithAuxiliaryLoss, CrossEntropyCriterion):  # type: ignor
     dataclass=_with_weight(LabelSmoothedCrossEntropyCriterionConfig, "LabelSmoothedCrossEntropyPMoEConfig"),
 )
 class LabelSmoothedCrossEntropyPMoE(WithAuxiliaryLoss, LabelSmoothedCrossEntropyCriterion):  # type: ignore[misc]
-    """fairseq's label-smoothed cross entropy, with the load-balance loss of experts."""
+    """fairseq's label-smoothed cross entropy, with the load-balance loss of experts added."""

@@ -1,16 +1,16 @@
 """fairseq's transformers with experts in place of the feed-forward part of every --moe-freq-th layer.
 
-``transformer_lm_pmoe`` is a language model, ``transformer_pmoe`` is for translation.
+``transformer_lm_pmoe`` is a language model, ``transformer_pmoe`` a translation model.
 
-The auxiliary loss leaves a layer as one more output:
+The load-balance loss l_aux gets from a layer to the criterion in four steps:
 
-    layer (fc1 is the MoELayer)  ->  x, attention, l_aux
-    checkpoint                       runs the layer again in backward
-    forward hook                     stores l_aux in layer.l_aux, and removes it from the output
-    criterion                        reads layer.l_aux
+    layer (fc1 is the MoELayer)   returns x, attention, l_aux
+    fairseq's checkpoint          returns the same outputs; recomputes the layer in backward
+    forward hook `_keep_loss`     stores l_aux in layer.l_aux, and removes it from the outputs
+    criterion                     reads layer.l_aux
 
-If it were stored inside the layer, it would be cut off from the graph under fairseq's activation
-checkpointing, which only connects outputs to the second run.
+The layer itself must not store l_aux: under fairseq's activation checkpointing, only outputs of a layer are
+connected to the recomputed graph, and a stored l_aux would have no gradient.
 
 Letters: L positions, B sequences, M = d_model.
 """
@@ -36,30 +36,45 @@ from pmoe.integrations.fairseq.options import PLACES, layer_arguments, layer_opt
 from pmoe.training.parallel import make_meshes
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_accurate": "gelu", "swish": "silu"}
-"""The layer's activation for each --activation-fn of fairseq."""
+"""Maps fairseq's --activation-fn to the activation argument of `pmoe.MoELayer`."""
 
 
 class FeedForwardExperts(MoELayer):
-    """A `pmoe.MoELayer` of tokens (L, B, M) that leaves padding out.
+    """A `pmoe.MoELayer` for fairseq's tokens (L, B, M) that sends no padding to experts.
 
-    Padding goes to no expert, uses no capacity and does not count in the auxiliary loss. Its output is 0.
+    Letters: L positions, B sequences, M = d_model. Padding uses no capacity and does not count in the
+    load-balance loss. Its output is 0.
     """
 
     is_padding_BL: Tensor | None = None
-    """(B, L) bool, or None without padding. The layer around this one sets it before each call."""
+    """(B, L) bool, True for padding; None if there is none. The transformer layer sets it before each call.
+
+    B sequences, L positions.
+    """
 
     def forward(self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Returns (L, B, M), the experts' output for the tokens x (L, B, M)."""
+        """Returns the experts' output (L, B, M) for the tokens x (L, B, M): L positions, B sequences, M =
+        d_model.
+
+        mask: (L, B) bool, True for tokens that go to experts. None takes the tokens that are not padding.
+        """
         if mask is None and self.is_padding_BL is not None:
             mask = ~self.is_padding_BL.t()
         return super().forward(x, token_ids, mask)
 
 
 class MoEDecoderLayer(TransformerDecoderLayerBase):  # type: ignore[misc]
-    """fairseq's decoder layer with experts in its fc1."""
+    """fairseq's decoder layer with a MoELayer as its first linear layer, fc1.
+
+    The MoELayer also does the work of the activation and of fc2.
+    """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Returns fairseq's output and attention, and the auxiliary loss."""
+        """Returns (output, attention weights, l_aux), for tokens x (L, B, M).
+
+        The first two are those of fairseq's layer, the third is the load-balance loss, a scalar. Letters: L
+        positions, B sequences, M = d_model.
+        """
         # The decoder passes every argument behind incremental_state by name.
         self.fc1.is_padding_BL = kwargs.get("self_attn_padding_mask")
         x, attention, _ = super().forward(x, *args, **kwargs)
@@ -67,45 +82,61 @@ class MoEDecoderLayer(TransformerDecoderLayerBase):  # type: ignore[misc]
 
 
 class MoEEncoderLayer(TransformerEncoderLayerBase):  # type: ignore[misc]
-    """fairseq's encoder layer with experts in its fc1."""
+    """fairseq's encoder layer with a MoELayer as its first linear layer, fc1.
+
+    The MoELayer also does the work of the activation and of fc2.
+    """
 
     def forward(
         self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns fairseq's output, and the auxiliary loss."""
+        """Returns (output, l_aux) for tokens x (L, B, M): L positions, B sequences, M = d_model.
+
+        The output is that of fairseq's layer; l_aux is the load-balance loss, a scalar.
+        """
         self.fc1.is_padding_BL = encoder_padding_mask
         return super().forward(x, encoder_padding_mask, attn_mask), self.fc1.l_aux
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        # fairseq's encoder layer first copies tensors for torch's fused dense layer, which is not used here.
+        # fairseq's method first copies tensors for torch's fused transformer layer, which is not used with
+        # experts.
         nn.Module._load_from_state_dict(self, *args, **kwargs)
 
 
 def put_experts(side: Any, name: str, config: Any) -> list[nn.Module]:
-    """Replaces layers of a fairseq encoder or decoder by layers with experts, and returns these.
+    """Replaces every --moe-freq-th layer of a fairseq encoder or decoder by a layer with experts.
 
-    side: the encoder or decoder. name: "encoder" or "decoder". config: the model's options.
+    side: the encoder or decoder.
+    name: "encoder" or "decoder".
+    config: the model's options.
+
+    Returns the new layers.
     """
     indices = layers_with_experts(config, name)
     for index in indices:
         side.layers[index] = _build(side, name, config)
     if name == "encoder":
         for layer in side.layers:
-            # torch's fused dense layer takes the batch first. fairseq would transpose it for all layers or
-            # none.
+            # torch's fused transformer layer takes the batch as dimension 0. fairseq transposes the batch for
+            # all layers or for none, and the layers with experts take it as dimension 1.
             layer.can_use_fastpath = False
     return [side.layers[index] for index in indices]
 
 
 def _build(side: Any, name: str, config: Any) -> nn.Module:
-    """Builds one layer with experts. Arguments are those of `put_experts`."""
+    """Returns a new transformer layer with experts.
+
+    side: the encoder or decoder that the layer is for.
+    name: "encoder" or "decoder".
+    config: the model's options.
+    """
     transformer = side.cfg
     layer: Any
     if name == "encoder":
         layer = MoEEncoderLayer(transformer)
-        layer._parameters.clear()  # copies of its modules' parameters, for torch's fused dense layer
+        layer._parameters.clear()  # second references to parameters, for torch's fused layer
     else:
-        has_no_encoder = side.layers[0].encoder_attn is None  # as in the layers that fairseq has built
+        has_no_encoder = side.layers[0].encoder_attn is None  # as in the layers that are replaced
         layer = MoEDecoderLayer(transformer, no_encoder_attn=has_no_encoder)
     layer.fc1 = _experts(getattr(transformer, name), transformer.activation_fn, config)
     layer.fc2 = layer.activation_fn = nn.Identity()
@@ -117,9 +148,11 @@ def _build(side: Any, name: str, config: Any) -> nn.Module:
 
 
 def _experts(sizes: Any, activation_fn: str, config: Any) -> FeedForwardExperts:
-    """Builds the experts of one layer.
+    """Returns the experts of one transformer layer.
 
-    sizes: fairseq's configuration of the encoder or decoder. activation_fn: fairseq's.
+    sizes: fairseq's configuration of the encoder or decoder, with embed_dim and ffn_embed_dim.
+    activation_fn: fairseq's option --activation-fn, used if there is no --moe-activation.
+    config: the model's options.
 
     Raises ValueError for options that MoELayer refuses.
     """
@@ -139,12 +172,19 @@ def _experts(sizes: Any, activation_fn: str, config: Any) -> FeedForwardExperts:
     except (TypeError, ValueError) as error:
         raise ValueError(f"--moe-* options (named as in pmoe.MoELayer): {error}") from error
     for parameter in experts.experts.parameters():
-        parameter.expert = True  # type: ignore[attr-defined]  # fairseq's mark: not reduced, not in the norm
+        parameter.expert = True  # type: ignore[attr-defined]  # so that fairseq does not reduce it
     return experts
 
 
 def _expert_ranks(config: Any) -> Ranks:
-    """Returns the ranks that hold all experts together."""
+    """Returns the ranks over which the experts of a layer are spread.
+
+    They are this rank alone, all ranks, or a group of --moe-expert-parallel-size consecutive ranks.
+
+    config: the model's options.
+
+    Raises ValueError if that size does not divide the number of ranks.
+    """
     place_options = places(config)
     if not place_options["expert_parallel"]:
         return Ranks.single()
@@ -162,7 +202,10 @@ def _expert_ranks(config: Any) -> Ranks:
 
 
 def _keep_loss(layer: Any, _: Any, output: tuple[Any, ...]) -> Any:
-    """A forward hook that stores the auxiliary loss, and returns the output that fairseq expects."""
+    """A forward hook that moves the load-balance loss from a layer's outputs to ``layer.l_aux``.
+
+    Returns the outputs that fairseq expects of its own layers: x, or (x, attention, None).
+    """
     *rest, layer.l_aux = output
     return (*rest, None) if len(rest) > 1 else rest[0]
 
@@ -170,7 +213,7 @@ def _keep_loss(layer: Any, _: Any, output: tuple[Any, ...]) -> Any:
 # ---- the models
 
 
-# All options are strings, so that "none" is a value of every one of them.
+# All options are strings, so that every option can have the value "none".
 HELP = {option: option.help.replace("%", "%%") for option in (*PLACES, *layer_options())}
 MoELanguageModelConfig: type = dataclasses.make_dataclass(
     "MoELanguageModelConfig",
@@ -183,9 +226,9 @@ MoELanguageModelConfig: type = dataclasses.make_dataclass(
 
 
 class ExpertParallelModel:
-    """A mixin of both models: loads checkpoints that hold all experts.
+    """A mixin for models that load checkpoints with all experts on ranks that hold a part of the experts.
 
-    moe_layers: the layers with experts, those of the encoder first.
+    moe_layers: the transformer layers with experts, those of the encoder first.
     """
 
     moe_layers: list[nn.Module]
@@ -193,18 +236,29 @@ class ExpertParallelModel:
     def load_state_dict(
         self, state_dict: dict[str, Any], strict: bool = True, model_cfg: Any = None, args: Any = None
     ) -> Any:
-        """Loads a state dict as fairseq does, but takes only this rank's experts out of all."""
+        """Loads a checkpoint's state dict as fairseq does, but only this rank's experts from it.
+
+        state_dict: the state dict, with all experts: tensors of any shape by name.
+
+        Raises ValueError if the number of experts in ``state_dict`` is not the model's.
+        """
         own = own_experts(self, state_dict)
         return super().load_state_dict(own, strict, model_cfg, args)  # type: ignore[misc]
 
 
 @register_model("transformer_lm_pmoe", dataclass=MoELanguageModelConfig)
 class TransformerLanguageModelPMoE(ExpertParallelModel, TransformerLanguageModel):  # type: ignore[misc]
-    """fairseq's language model with experts in its decoder."""
+    """fairseq's transformer language model, with experts in its decoder layers."""
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> TransformerLanguageModelPMoE:
-        """Builds the model. Raises ValueError for options that cannot work."""
+        """Builds the model and replaces layers by layers with experts.
+
+        args: the model's options.
+        task: fairseq's task.
+
+        Raises ValueError for options that cannot work together.
+        """
         check_model(args, ("decoder",))
         model = super().build_model(args, task)
         model.moe_layers = put_experts(model.decoder, "decoder", args)
@@ -213,18 +267,24 @@ class TransformerLanguageModelPMoE(ExpertParallelModel, TransformerLanguageModel
 
 @register_model("transformer_pmoe")
 class TransformerPMoE(ExpertParallelModel, TransformerModel):  # type: ignore[misc]
-    """fairseq's translation model with experts in its encoder and decoder."""
+    """fairseq's transformer for translation, with experts in its encoder and decoder layers."""
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Adds the --moe options to fairseq's."""
+        """Adds fairseq's options for transformers, and the --moe options, to a parser."""
         super().add_args(parser)
         for option, text in HELP.items():
             parser.add_argument(option.flag, default=option.default, help=text)
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> TransformerPMoE:
-        """Builds the model. Raises ValueError for options that cannot work."""
+        """Builds the model and replaces layers by layers with experts.
+
+        args: the model's options.
+        task: fairseq's task.
+
+        Raises ValueError for options that cannot work together.
+        """
         base_architecture(args)
         check_model(args, ("encoder", "decoder"))
         model = super().build_model(args, task)

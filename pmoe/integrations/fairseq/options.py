@@ -1,7 +1,7 @@
-"""The --moe options of the command line: the arguments of `pmoe.MoELayer`, and those of `PLACES`.
+"""The --moe options of the command line: one for each argument of `pmoe.MoELayer`, and those of `PLACES`.
 
-``--moe-top-k 2`` is top_k=2. Names, defaults and help are read from the layer's signature and docstring, so
-an argument that is added to the layer is an option here.
+``--moe-top-k 2``, for example, is the argument top_k=2. Names, defaults and help texts are read from the
+layer's signature and docstring, so a new argument of the layer is an option without any change here.
 
 Values are strings: ``true``, ``false``, ``none``, numbers, lists such as ``0,0,1,1``, pairs such as
 ``keep/recompute`` (a `pmoe.Restore`), or words.
@@ -19,22 +19,25 @@ from typing import Any
 from pmoe import MoELayer, Restore
 
 NOT_OPTIONS = ("d_model", "group", "mesh", "callbacks", "device", "dtype")
-"""Arguments of MoELayer that are no options: the model or fairseq decides them, or only a program can."""
+"""Arguments of MoELayer that are not options of the command line.
+
+The model or fairseq decides them, or they are objects that no text can give.
+"""
 
 FOLLOWS = {
     "d_hidden": "--encoder-ffn-embed-dim or --decoder-ffn-embed-dim",
     "activation": "--activation-fn",
 }
-"""Arguments that take the value of an option of fairseq's, named here, if their own option is none."""
+"""Arguments of MoELayer that default to an option of fairseq, by name: the text that names this option."""
 
 
 @dataclass(frozen=True)
 class CommandOption:
-    """An option of the command line.
+    """A --moe option of the command line.
 
-    name: without ``moe_``.
-    default: as text.
-    help: its description.
+    name: its name without the prefix "moe_", such as "top_k".
+    default: the default value, as text.
+    help: the description for the help.
     """
 
     name: str
@@ -43,7 +46,7 @@ class CommandOption:
 
     @property
     def flag(self) -> str:
-        """The option as it is written on the command line: "--moe-top-k"."""
+        """The option as it is written on the command line, such as "--moe-top-k"."""
         return "--moe-" + self.name.replace("_", "-")
 
 
@@ -68,11 +71,14 @@ PLACES = (
         "all ranks",
     ),
 )
-"""Options that are no arguments of MoELayer: which layers have experts, and which ranks hold them."""
+"""Options that are not arguments of MoELayer: which layers have experts, and which ranks hold them."""
 
 
 def layer_options() -> tuple[CommandOption, ...]:
-    """Returns an option for each argument of MoELayer, except `NOT_OPTIONS`, with the layer's default."""
+    """Returns an option for each argument of MoELayer, except those in `NOT_OPTIONS`.
+
+    Defaults are MoELayer's, except "none" for arguments that default to an option of fairseq.
+    """
     described = _descriptions(inspect.getdoc(MoELayer) or "")
     parameters = inspect.signature(MoELayer).parameters
     return tuple(
@@ -87,14 +93,19 @@ def layer_options() -> tuple[CommandOption, ...]:
 
 
 def layer_arguments(config: Any) -> dict[str, Any]:
-    """Returns the arguments for MoELayer, from the ``moe_`` fields of a model's configuration."""
+    """Returns the arguments for MoELayer by name, from a model's options.
+
+    config: the model's options, with attributes such as ``moe_top_k``.
+    """
     return {option.name: value_of(config, option) for option in layer_options()}
 
 
 def value_of(config: Any, option: CommandOption) -> Any:
-    """Returns an option's value; its default if the configuration lacks it, as in older checkpoints.
+    """Returns the value of an option; its default if the configuration lacks it, as older checkpoints do.
 
-    Raises ValueError if its text is no value.
+    config: the model's options.
+
+    Raises ValueError if the option's text cannot be parsed.
     """
     text = getattr(config, f"moe_{option.name}", None)
     try:
@@ -104,19 +115,24 @@ def value_of(config: Any, option: CommandOption) -> Any:
 
 
 def places(config: Any) -> Mapping[str, Any]:
-    """Returns the values of the options in `PLACES`, by name."""
+    """Returns the values of the options in `PLACES` by name, from a model's options."""
     return {option.name: value_of(config, option) for option in PLACES}
 
 
 def as_text(value: object) -> str:
-    """Returns the text of a value, from which `parse` returns the value; "none" for a missing default."""
+    """Returns a default value as text that `parse` turns back into the value.
+
+    None, and the lack of a default, become "none".
+    """
     if value is None or value is inspect.Parameter.empty:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def parse(text: str) -> Any:
-    """Returns the value of an option's text. Raises ValueError for a pair that is no `pmoe.Restore`.
+    """Returns the value that an option's text stands for.
+
+    Raises ValueError for a text with "/" that is no restore pair such as "keep/recompute" (`pmoe.Restore`).
 
     Example: "none" -> None, "true" -> True, "2" -> 2, "1.5" -> 1.5, "0,1" -> [0, 1], "2GiB" -> "2GiB".
     """
@@ -135,7 +151,7 @@ def parse(text: str) -> Any:
 
 
 def _descriptions(text: str) -> dict[str, str]:
-    """Returns the description of each argument in a docstring's "Args:"."""
+    """Returns the description of each argument, by name, from the "Args:" part of a docstring."""
     arguments_text = text.partition("\nArgs:\n")[2].partition("\nAttributes:")[0]
     descriptions: dict[str, str] = {}
     for names, words in re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*|\n)*)", arguments_text, re.MULTILINE):

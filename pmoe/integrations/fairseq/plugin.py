@@ -1,15 +1,18 @@
-"""The plugin: importing it registers models, criteria and the trainer with fairseq.
+"""The plugin: importing this module registers pmoe's models, criteria and trainer with fairseq.
 
-fairseq's trainer leaves parameters marked ``expert`` out of its reduction (legacy_ddp). `MoETrainer` does the
-rest for experts that are spread over the data-parallel ranks:
+Parameters of experts have the attribute ``expert``. fairseq's trainer (with legacy_ddp) does not reduce their
+gradients over ranks. If experts are spread over the data-parallel ranks, three more things must be done, by
+`MoETrainer`:
 
-- An expert's gradient is a sum over the tokens of all ranks; gradients of dense parameters are means over
-  ranks, which fairseq multiplies by the number of ranks. So experts' gradients are divided first.
-- The norm that --clip-norm limits must include the experts of every rank.
-- One rank writes checkpoints, so it must be sent all experts.
+- Scale the gradients. An expert's gradient is a sum over the tokens of all ranks, those of other parameters
+  are means over ranks. fairseq multiplies all of them by the number of ranks, so gradients of experts are
+  divided by it first.
+- Include the experts of all ranks in the norm that --clip-norm limits.
+- Send all experts to rank 0, which alone writes checkpoints.
 
-fairseq has no registry of trainers. Its training command finds the class by its name in its own module, so
-the class is replaced there. For a model without experts the new trainer does the same as fairseq's.
+fairseq has no registry of trainers. Its training command finds the trainer class by its name in a module, so
+this plugin replaces the class in that module. For a model without experts, the new trainer does the same as
+fairseq's.
 """
 
 from __future__ import annotations
@@ -43,17 +46,19 @@ logger: logging.Logger = logging.getLogger(__name__)
 class NanDetectorBesideGates(NanDetector):  # type: ignore[misc]
     """fairseq's search for NaNs after a failed step, without hooks on gates.
 
-    Its hooks need modules that return tensors; a gate returns a `pmoe.Routing`.
+    fairseq's hooks work only on modules that return tensors, but a gate returns a `pmoe.Routing`.
     """
 
     def add_hooks(self, module: nn.Module) -> None:
-        """Adds fairseq's hooks to a module, unless it is a gate."""
+        """Adds fairseq's hooks that look for NaNs to a module, unless the module is a gate."""
         if not isinstance(module, Gate):
             super().add_hooks(module)
 
 
 class MoETrainer(Trainer):  # type: ignore[misc]
-    """fairseq's trainer, with what experts need; for a model without experts it changes nothing.
+    """fairseq's trainer, changed for models with experts: gradients, gradient norm and checkpoints.
+
+    For a model without experts it does the same as fairseq's trainer.
 
     has_experts: whether the model is one of pmoe's.
     """
@@ -61,7 +66,11 @@ class MoETrainer(Trainer):  # type: ignore[misc]
     has_experts: bool
 
     def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any, quantizer: Any = None) -> None:
-        """Takes fairseq's arguments. Raises ValueError for options that experts cannot be trained with."""
+        """Checks the options, then constructs fairseq's trainer from its arguments.
+
+        Raises ValueError for options with which a model with experts cannot be trained, and for pmoe's
+        criteria with a model without experts.
+        """
         self.has_experts = isinstance(model, ExpertParallelModel)
         self._gathered: dict[str, Any] | None = None
         self._is_stepping = False
@@ -79,8 +88,9 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             )
         super().__init__(cfg, task, model, criterion, quantizer)
         if self.is_spread:
-            # Each rank reads the file and takes its experts. Otherwise rank 0 would read it and send all of
-            # it to the others, with a pickled configuration that torch.load refuses since torch 2.6.
+            # Each rank reads the file and takes its own experts from it. Otherwise rank 0 would read the file
+            # and send the whole content to the other ranks, with a pickled configuration that torch.load
+            # refuses since torch 2.6.
             cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
             self.ranks: Ranks = model.moe_layers[0].fc1.ranks
             size = self.ranks.size
@@ -90,14 +100,22 @@ class MoETrainer(Trainer):  # type: ignore[misc]
 
     @property
     def is_spread(self) -> bool:
-        """Whether the experts are on several ranks, each with a part of them or a copy."""
+        """Whether the model has experts and several ranks train it.
+
+        Each rank then holds a part of the experts, or a copy of all.
+        """
         return self.has_experts and self.data_parallel_world_size > 1
 
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
-        """Runs fairseq's step, then updates the biases of gates that have them."""
+        """Runs fairseq's training step, then updates the balancing biases of gates that have biases.
+
+        If experts are on several ranks, a batch that does not fit into memory raises an error, even if
+        raise_oom is False. fairseq would skip the batch, but then the other ranks would wait for this rank.
+        """
         self._is_stepping = True
         try:
-            # fairseq skips a batch for which memory is too small. The other ranks would wait for that rank.
+            # Without raise_oom, fairseq skips a batch that does not fit into memory, and the other ranks
+            # would wait for this rank.
             logged = super().train_step(samples, raise_oom=raise_oom or self.is_spread)
         finally:
             self._is_stepping = False
@@ -107,24 +125,31 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         return logged
 
     def valid_step(self, sample: Any, raise_oom: bool = False) -> Any:
-        """Runs fairseq's validation step, which must not skip a batch on one rank alone."""
+        """Runs fairseq's validation step.
+
+        If experts are on several ranks, a batch that does not fit into memory raises an error, even if
+        raise_oom is False. fairseq would skip the batch, but then the other ranks would wait for this rank.
+        """
         return super().valid_step(sample, raise_oom=raise_oom or self.is_spread)
 
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
-        """Limits the norm of all gradients, experts of other ranks included; returns it, a scalar."""
+        """Scales all gradients down if their norm exceeds ``clip_norm``. Returns the norm, a scalar.
+
+        The norm includes the experts of all ranks, so every rank gets the same.
+        """
         if not self.has_experts:
             return super().clip_grad_norm(clip_norm)  # type: ignore[no-any-return]
         return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=self.with_experts)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def with_experts(self, dense_norm: Tensor) -> Tensor:
-        """Reduces the experts' gradients, and returns the norm of all gradients, a scalar.
+        """Reduces the gradients of experts over ranks, and returns the norm of all gradients, a scalar.
 
-        dense_norm: a scalar, the norm of the dense parameters' gradients.
+        dense_norm: a scalar, the norm of the gradients of all other parameters.
 
-        Experts' gradients are summed over their copies and scaled as those of dense parameters are. The norm
-        includes the experts of other ranks. fairseq calls this when all gradients are where its optimiser
-        reads them, and scales all of them afterwards.
+        Gradients of an expert are summed over the copies of the expert, and scaled to means over ranks, as
+        other gradients are. The norm includes the experts of other ranks. fairseq calls this method after the
+        backward pass, when its optimiser's gradients are complete, and scales all of them afterwards.
         """
         gradients = [
             parameter.grad
@@ -141,10 +166,11 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         return (dense_norm.double().square() + squared_norm).sqrt().to(dense_norm.dtype)
 
     def consolidate_optimizer(self) -> None:
-        """Gathers all experts on rank 0, for the checkpoint that it writes next.
+        """Gathers all experts and their optimiser state on rank 0, for the checkpoint that it writes next.
 
-        fairseq calls it on every rank before it saves. It also calls it when a step has failed, perhaps on
-        one rank alone. Then nothing is gathered, because the others would not take part.
+        fairseq calls this method on every rank before it saves a checkpoint. fairseq also calls it after a
+        step has failed, perhaps on a single rank. Nothing is gathered then, because the other ranks would not
+        take part.
         """
         super().consolidate_optimizer()
         if not self.is_spread or self._is_stepping:
@@ -157,9 +183,9 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns fairseq's state dict with all experts, as `consolidate_optimizer` has gathered them.
+        """Returns the trainer's state dict for a checkpoint, with the experts of all ranks.
 
-        Raises RuntimeError if that was not called before.
+        Raises RuntimeError if experts are on several ranks and `consolidate_optimizer` has not gathered them.
         """
         state: dict[str, Any] = super().state_dict()
         if not self.has_experts:
@@ -173,7 +199,10 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         return state
 
     def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> None:
-        """Writes a checkpoint as fairseq does; in a failing step it warns instead, if ranks share experts."""
+        """Writes a checkpoint as fairseq does. In a failed step with several ranks, only logs a warning.
+
+        After a failure, the experts of the other ranks cannot be gathered.
+        """
         if self.is_spread and self._is_stepping:
             what = "is not written: the other ranks' experts cannot be fetched in a failing step"
             logger.warning(f"{os.path.basename(filename)} {what}")
@@ -181,14 +210,17 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         super().save_checkpoint(filename, extra_state)
 
     def _build_optimizer(self) -> None:
-        """Builds fairseq's optimiser. It then loads only this rank's experts from a checkpoint."""
+        """Builds fairseq's optimiser, changed to load only this rank's experts from a checkpoint with all."""
         super()._build_optimizer()
         if not self.is_spread:
             return
         load = self._optimizer.load_state_dict
 
         def load_own(state: dict[str, Any], overrides: Any = None) -> None:
-            """Loads this rank's part of a state dict with all experts."""
+            """Loads this rank's part of an optimiser's state dict that has all experts.
+
+            overrides: passed on to fairseq's method unchanged.
+            """
             load(own_optimizer(self._optimizer.optimizer, state, self.ranks), overrides)
 
         self._optimizer.load_state_dict = load_own
@@ -196,8 +228,8 @@ class MoETrainer(Trainer):  # type: ignore[misc]
 
 # ---- registration with fairseq
 
-# torch.load refuses types that it is not told are safe. Checkpoints of models with options from argparse
-# hold a Namespace. They hold arrays if a validation's metrics were arrays (--eval-bleu).
+# torch.load refuses types that are not declared safe. Checkpoints hold a Namespace if the model's options
+# come from argparse, and numpy arrays if a validation's metrics are arrays (--eval-bleu).
 _arrays: Any = numpy.core.multiarray  # type: ignore[attr-defined]
 torch.serialization.add_safe_globals(
     [

@@ -1,8 +1,8 @@
-"""Makes fairseq 0.12.2 importable in Python 3.11 and later.
+"""Makes ``import fairseq`` (0.12.2) work in Python 3.11 and later.
 
-fairseq's configurations have instances of dataclasses as default values of fields. Since Python 3.11 a
-default is refused as mutable if its class has no hash, and a dataclass that compares by value has none.
-Python 3.10 refused only lists, dicts and sets.
+fairseq's configurations are dataclasses with fields whose defaults are instances of other dataclasses. Since
+Python 3.11, a dataclass field must not have a default without a hash, and a dataclass that compares by value
+has no hash. Python 3.10 refused only lists, dicts and sets as defaults.
 """
 
 from __future__ import annotations
@@ -13,23 +13,27 @@ from typing import Any
 
 
 def allow_fairseq_defaults() -> None:
-    """Gives fairseq's dataclasses that are defaults of fields the hash of plain objects.
+    """Lets fairseq's dataclasses be defaults of dataclass fields, by giving them the hash of plain objects.
 
-    Call it before fairseq is imported. A second call does nothing, nor does any before Python 3.11.
+    Call this function before fairseq is imported. A second call does nothing. Before Python 3.11 nothing is
+    needed, and it does nothing.
     """
     if sys.version_info < (3, 11) or getattr(dataclasses, "_allows_fairseq_defaults", False):
         return
     get_field = dataclasses._get_field  # type: ignore[attr-defined]
 
     def get_field_of_fairseq(cls: type, name: str, *rest: Any) -> Any:
-        """Does what dataclasses._get_field does, after giving the field's default a hash."""
+        """Gives the class of the field's default a hash if the class is fairseq's.
+
+        Then calls dataclasses._get_field, which this function replaces.
+        """
         default = getattr(cls, name, None)
         if isinstance(default, dataclasses.Field):
             default = default.default
         kind: Any = type(default)
         is_fairseq = kind.__module__.partition(".")[0] == "fairseq"
         if is_fairseq and dataclasses.is_dataclass(kind) and vars(kind).get("__hash__", kind) is None:
-            # Not a default_factory instead of the default: fairseq reads the default of the field.
+            # A default_factory would also be allowed, but fairseq reads the field's default.
             kind.__hash__ = object.__hash__  # type: ignore[method-assign]
         return get_field(cls, name, *rest)
 

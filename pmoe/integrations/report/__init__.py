@@ -1,1 +1,1 @@
-"""`pmoe report`: a page about a training run, made from the files of `StatsWriter`."""
+"""`pmoe report`: makes an HTML page about a training run, from the files that `StatsWriter` wrote."""

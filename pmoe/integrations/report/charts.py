@@ -1,4 +1,7 @@
-"""Charts of a report, drawn by matplotlib: lines over steps, and heat maps. Titles and legends are HTML."""
+"""Charts for the report page, as SVG elements made with matplotlib: lines over steps, and heat maps.
+
+Titles, legends and notes of charts are HTML and not part of the SVG.
+"""
 
 from __future__ import annotations
 
@@ -20,53 +23,72 @@ if TYPE_CHECKING:
 Numbers = NDArray[np.float64]
 
 NONE = "–"
-"""Text in place of a missing number."""
+"""Text that stands for a missing number."""
 
 BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 
 LARGEST = 1e300
-"""Values beyond it count as not finite, because the arithmetic of axes would overflow."""
+"""Largest absolute value that is drawn. Larger values count as not finite.
+
+matplotlib's computations for the axes could overflow with them.
+"""
 
 
 def format_number(value: float) -> str:
-    """Returns a number with about four digits: 0.00123, 1.23, 123.4, 12,345, 1.23e+09."""
+    """Returns a number as text, with about four digits.
+
+    Examples: "0.00123", "1.23", "123.4", "12,345", "1.23e+09", and "not finite".
+    """
     if not math.isfinite(value):
         return "not finite"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e8 else f"{value:.4g}"
 
 
 def format_seconds(value: float) -> str:
-    """Returns seconds with a prefix. Example: 0.0123 -> "12.3 ms". Needs matplotlib."""
+    """Returns a time as text with a unit such as ms. Needs matplotlib.
+
+    value: seconds. Example: 0.0123 -> "12.3 ms".
+    """
     from matplotlib.ticker import EngFormatter
 
     return EngFormatter("s")(float(f"{value:.4g}")) if value else "0"
 
 
 def format_bytes(value: float | None) -> str:
-    """Returns bytes with a unit. Example: 3 * 2**20 -> "3 MiB"."""
+    """Returns a number of bytes as text with a unit; `NONE` for None.
+
+    Example: 3 * 2**20 -> "3 MiB".
+    """
     if value is None:
         return NONE
     return next((f"{format_number(value / size)} {unit}" for size, unit in BYTES if value >= size), "0")
 
 
 def format_share(value: float) -> str:
-    """Returns a share in percent. Example: 0.031 -> "3.1%"."""
+    """Returns a share as text in percent.
+
+    value: from 0 to 1. Example: 0.031 -> "3.1%".
+    """
     if 0 < value < 0.001:
         return "under 0.1%"
     return f"{value:.1%}" if 0 < value < 0.0995 else f"{value:.0%}"
 
 
 def median(values: Iterable[float]) -> float | None:
-    """Returns the median of the finite values, the lower of two in the middle. None if there is none."""
+    """Returns the median of the finite values, or None if no value is finite.
+
+    Of two middle values it is the lower one, so that the result is one of the values.
+    """
     finite = [value for value in values if math.isfinite(value)]
     return median_low(finite) if finite else None
 
 
 class Bins(NamedTuple):
-    """Groups of neighbouring points of a line, B of them.
+    """Groups of neighbouring points of a line, which are drawn as one point each. There are B groups.
 
-    x: (B,) mean x of the points.
-    mean, low, high: (B,) mean, smallest and largest finite y; NaN if a bin has none.
+    x: (B,) mean x of the points of each group.
+    mean, low, high: (B,) mean, smallest and largest finite y of each group; NaN for a group without finite
+        values.
     """
 
     x: Numbers
@@ -76,9 +98,11 @@ class Bins(NamedTuple):
 
 
 def bins_of(xs: ArrayLike, ys: ArrayLike, max_points: int) -> Bins:
-    """Returns at most ``max_points`` bins, each of the same number of points (the last may have fewer).
+    """Groups the points of a line into at most ``max_points`` groups of neighbouring points.
 
-    xs, ys: (N,), with N at least 1.
+    xs, ys: (N,), coordinates of the N points, at least one, by ascending x.
+
+    All groups have the same number of points, except that the last one may have fewer.
     """
     x, y = np.asarray(xs, float), nan_unless_finite(ys)
     starts = np.arange(0, len(x), -(-len(x) // max_points))
@@ -92,7 +116,7 @@ def bins_of(xs: ArrayLike, ys: ArrayLike, max_points: int) -> Bins:
 
 
 def nan_unless_finite(ys: ArrayLike) -> Numbers:
-    """Returns the values with NaN in place of those that are not finite."""
+    """Returns the values as an array, with NaN in place of values that are not finite or above `LARGEST`."""
     y = np.asarray(ys, float)
     return np.where(np.abs(y) <= LARGEST, y, np.nan)
 
@@ -101,20 +125,24 @@ def nan_unless_finite(ys: ArrayLike) -> Numbers:
 
 
 COLUMN = (330, 200)
-"""Width and height of a chart in CSS pixels: as wide as a phone, or as a column of the page."""
+"""Width and height of a chart in CSS pixels.
+
+The width is that of a phone's screen, and of a column of the page on wider screens.
+"""
 
 MAX_POINTS = 300
-"""Largest number of points of a line. More could not be seen apart in a column."""
+"""Largest number of points of a line. More could not be told apart in a chart of this width."""
 
 ROUND = (1, 2, 5, 10)
-"""Steps between ticks: one of these numbers, times a power of 10."""
+"""Allowed distances between ticks of an axis: one of these numbers times a power of 10."""
 
 
 def axes_svg(label: str, size: tuple[int, int], draw: Callable[[Axes], None]) -> str:
-    """Returns an SVG element with one pair of axes, on which ``draw`` draws. Steps run to the right.
+    """Returns an SVG element with one chart; the x axis shows steps.
 
-    label: text for screen readers.
+    label: description for screen readers.
     size: width and height in CSS pixels.
+    draw: function that draws the content on the given axes.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -147,17 +175,21 @@ def line_chart(
     max_points: int = MAX_POINTS,
     is_filled: bool = False,
 ) -> str:
-    """Returns a chart of values over steps: one line for each name, until the colours are used up.
+    """Returns a chart as HTML: values over steps, with one line for each name.
 
-    A line goes through the means of neighbouring points. A band shows their smallest and largest value.
-    Values that are not finite leave gaps, which are marked at the top. A few very large values may be cut
-    off; the note says so.
+    There are at most as many lines as the theme has colours; further ones are left out. A line goes through
+    the means of neighbouring points, and a band around it shows their smallest and largest values. Values
+    that are not finite are left out and marked at the top of the chart. If a few values are so large that the
+    others could not be told apart, the axis ends below them, and the note says so.
 
-    floor: a value that the axis must show.
-    show: makes texts of values. The axis uses it too, if it is `format_seconds` or `format_share`.
+    title: title of the chart.
+    curves: the values of each line, by name.
+    unit: text beside the title, such as the unit of the values.
+    floor: a value that the y axis must include; None for none.
+    show: makes texts of values. If it is `format_seconds` or `format_share`, the y axis has its unit too.
     note: text below the chart.
-    max_points: largest number of points of a line. Longer lines are drawn as bins.
-    is_filled: fill the area between line and axis.
+    max_points: largest number of points of a line. Longer lines are drawn by means of neighbouring points.
+    is_filled: whether to fill the area below each line.
     """
     from matplotlib.ticker import EngFormatter, PercentFormatter
 
@@ -192,10 +224,13 @@ def line_chart(
 
 
 def _range(ordered: Any, floor: float | None) -> tuple[float, float, float | None]:
-    """Returns (lower end, upper end, cut) of an axis for ascending values (N,).
+    """Returns (lower end, upper end, cut value) for the y axis of a chart.
 
-    cut is the largest value if it lies above the upper end, else None. The upper end leaves out the largest
-    values if they would squeeze the other 95 percent into the lower third.
+    ordered: (N,) the N finite values, ascending.
+    floor: a value that the axis must include; None for none.
+
+    The cut value is the largest value if it lies above the upper end, otherwise None. The axis ends below the
+    largest values if they would squeeze the smallest 95 percent into the lowest third.
     """
     low, high = float(ordered[0]), float(ordered[-1])
     if floor is not None:
@@ -210,7 +245,14 @@ def _range(ordered: Any, floor: float | None) -> tuple[float, float, float | Non
 
 
 def _draw_line(axis: Axes, bins: Bins, gaps: Sequence[int], colour: str, is_filled: bool) -> None:
-    """Draws one line with its band, its single points, and marks at its gaps."""
+    """Draws one line on the axes, with its band, and marks for values that are not finite.
+
+    axis: the axes.
+    bins: the points of the line, with the smallest and largest values for the band.
+    gaps: the steps with values that are not finite.
+    colour: colour of line and band.
+    is_filled: whether to fill the area below the line.
+    """
     x, mean = bins.x, bins.mean
     if np.any(bins.high > bins.low):
         axis.fill_between(x, bins.low, bins.high, color=colour, alpha=0.2, lw=0, gid="band")
@@ -227,12 +269,17 @@ def _draw_line(axis: Axes, bins: Bins, gaps: Sequence[int], colour: str, is_fill
 
 
 def _gaps(curve: Curve) -> list[int]:
-    """Returns the steps whose values are not finite."""
+    """Returns the steps at which the value of a curve is not finite."""
     return [x for x, y in zip(curve.steps, nan_unless_finite(curve.values), strict=True) if np.isnan(y)]
 
 
 def _about_gaps(gaps: Mapping[str, Sequence[int]]) -> str:
-    """Returns a sentence about the values that are not finite, or ""."""
+    """Returns a sentence about the values that are not finite: their number, and the step of the first.
+
+    Returns "" if all values are finite.
+
+    gaps: the steps with such values, by name of a line.
+    """
     steps = [step for steps_of_name in gaps.values() for step in steps_of_name]
     if not steps:
         return ""
@@ -244,19 +291,26 @@ def _about_gaps(gaps: Mapping[str, Sequence[int]]) -> str:
 # ---- heat maps
 
 OCTAVES = 2
-"""Largest number of doublings that shades tell apart: ratios from 1/4 to 4."""
+"""Number of doublings, up and down, over which colours of a heat map differ.
+
+With 2, ratios from 1/4 to 4 have different colours. Ratios beyond have the colours of these ends.
+"""
 
 SHADES = ((0, "#236ec8eb"), (0.5, "#236ec800"), (0.5, "#d6452800"), (1, "#d64528f0"))
-"""Colours of a ratio's logarithm from low to high. "Even" is transparent."""
+"""Colours for the logarithm of a ratio, from low to high. The ratio 1, an even share, is transparent."""
 NOTHING, UNKNOWN = "#9637c8", "#80808060"
-"""Colours of the ratio 0 and of an unknown ratio."""
+"""NOTHING is the colour of the ratio 0, UNKNOWN that of a ratio that is not known."""
 
 
 def shades(ratios: Any) -> Any:
-    """Returns the colours (..., 4) of ratios (...): red, green, blue, opacity, each from 0 to 1.
+    """Returns the colours of ratios in a heat map.
 
-    A ratio of 1 is an even share, 0 is no rows, NaN is unknown. Blue is less than even, red is more, on a
-    scale of doublings. An even share is transparent, so that it fits a light page and a dark one.
+    ratios: array of any shape (...): rows of an expert / mean rows of an expert. 0 means no rows, NaN not
+        known.
+
+    The result has shape (..., 4): red, green, blue and opacity, from 0 to 1. Blue means less than an even
+    share and red more, on a logarithmic scale. An even share is transparent, so that it looks right on a
+    light and on a dark page.
     """
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
@@ -268,7 +322,14 @@ def shades(ratios: Any) -> Any:
 
 
 def heat_map(title: str, steps: Sequence[float], ratios: Any, y_label: str, note: str = "") -> str:
-    """Returns a picture of ratios (rows, steps), the first row on top, in the colours of `shades`."""
+    """Returns a heat map as HTML, with the colours of `shades`.
+
+    title: title of the chart.
+    steps: the step of each column, ascending.
+    ratios: (number of rows, number of columns) values / their even share; the first row is on top.
+    y_label: what a row stands for, such as "expert".
+    note: text below the chart.
+    """
     from matplotlib.ticker import MaxNLocator
 
     num_rows = len(ratios)
@@ -287,7 +348,7 @@ def heat_map(title: str, steps: Sequence[float], ratios: Any, y_label: str, note
 
 
 def heat_legend(what: str) -> str:
-    """Returns a legend of the colours of `shades`.
+    """Returns a legend, as HTML, for the colours of the heat maps.
 
     what: title of the legend.
     """

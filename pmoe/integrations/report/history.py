@@ -1,4 +1,4 @@
-"""The numbers of a run by layer and step, and a summary of the run."""
+"""The data of a training run arranged for the report: rows by layer, losses, and summary numbers."""
 
 from __future__ import annotations
 
@@ -14,41 +14,51 @@ from pmoe.integrations.report.charts import NONE, median
 from pmoe.integrations.run_folder import PASSES, TIME, Curve, Row, Run
 
 LONG_NAME = 24
-"""Longest layer name, in characters, for which a phone's screen has room."""
+"""Longest name of a layer, in characters, that fits on a phone's screen. Longer names are shortened."""
 
 COMMUNICATION = ("communication", "exposed")
 
 
 @dataclass(frozen=True)
 class History:
-    """Rows of a run by layer, with the short names of layers."""
+    """A run's logged rows by layer, and numbers computed from them.
+
+    run: all data of the run.
+    by_layer: the rows of each layer by ascending step, under the name that the layer has on the page.
+    """
 
     run: Run
     by_layer: dict[str, list[Row]]
 
     @property
     def latest(self) -> dict[str, Row]:
-        """Last row of each layer."""
+        """The last logged row of each layer, by name."""
         return {name: rows[-1] for name, rows in self.by_layer.items()}
 
     @property
     def last_step(self) -> int:
-        """Last step that has any number."""
+        """The last step for which any number was logged."""
         ends: list[int] = [row.step for row in self.latest.values()]
         return max(ends + [curve.steps[-1] for curve in self.run.scalars.values()])
 
     def last(self, name: str) -> float | None:
-        """Returns the last value of a scalar; None if there is no scalar of this name."""
+        """Returns the last value of the scalar ``name``; None if no scalar of this name was logged."""
         return self.run.scalars[name].values[-1] if name in self.run.scalars else None
 
     @property
     def loss(self) -> tuple[str, Curve] | None:
-        """Name and curve of the scalar "loss", else of the first scalar with "loss" in its name."""
+        """Name and values of the run's main loss; None if there is no loss.
+
+        It is the scalar "loss", or else the first scalar with "loss" in its name.
+        """
         return min(self.losses.items(), key=lambda named: named[0] != "loss", default=None)
 
     @property
     def last_losses(self) -> list[float]:
-        """Last fiftieth of the loss's finite values, at least one. Their mean is the loss of the run."""
+        """The last 2 percent of the main loss's finite values, at least one value. Empty if there is no loss.
+
+        The page shows their mean as the loss of the run, because a single value may be noisy.
+        """
         finite = [value for value in self.loss[1].values if math.isfinite(value)] if self.loss else []
         return finite[-max(1, len(finite) // 50) :]
 
@@ -59,12 +69,15 @@ class History:
 
     @property
     def imbalance(self) -> float | None:
-        """Largest of the layers' latest imbalances."""
+        """The worst imbalance of any layer in its last logged row; None if no layer had rows.
+
+        Imbalance is rows of the busiest expert / mean rows of an expert.
+        """
         return max((row.imbalance for row in self.latest.values() if row.imbalance is not None), default=None)
 
     @property
     def drop_rate(self) -> float | None:
-        """Latest drop rate of all layers together: dropped rows / rows before any were dropped."""
+        """Share of rows that all layers together dropped in their last logged rows; None if unknown."""
         rows = self.latest.values()
         slots = [
             (row.num_slots, row.drop_rate) for row in rows if row.num_slots and row.drop_rate is not None
@@ -74,18 +87,20 @@ class History:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Median seconds per step from one set of statistics to the next.
+        """Median seconds of a training step; None with fewer than two steps with statistics.
 
-        A median, because a pause between two sessions would distort a mean.
+        It is a median, because a pause between two sessions of the run would distort a mean.
         """
         times = self.run.scalars.get(TIME, Curve())
         pairs = itertools.pairwise(zip(times.steps, times.values, strict=True))
         return median((b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs if b[0] > a[0])
 
     def seconds_by_step(self, name: str) -> Curve:
-        """Seconds of both passes, summed over all layers, at the recorded steps.
+        """Returns the seconds of communication in both passes, summed over all layers, for each step.
 
-        name: one of `COMMUNICATION`.
+        Only steps with recorded times are in the result.
+
+        name: "communication" for all communication; "exposed" for that without computation at the same time.
         """
         seconds = defaultdict[int, float](float)
         for row in itertools.chain.from_iterable(self.by_layer.values()):
@@ -95,12 +110,20 @@ class History:
         return Curve(sorted(seconds), [seconds[step] for step in sorted(seconds)])
 
     def median_seconds(self, name: str) -> float | None:
-        """Median over the recorded steps of `seconds_by_step`."""
+        """Returns the median seconds of communication in a step, over all steps with recorded times.
+
+        Returns None if no step has recorded times.
+
+        name: "communication" for all communication; "exposed" for that without computation at the same time.
+        """
         return median(self.seconds_by_step(name).values)
 
 
 def history_of(run: Run) -> History:
-    """Returns the rows of a run by layer. If a step has several rows of a layer, the last one counts."""
+    """Returns a run's rows by layer, with short names of the layers.
+
+    If a step has several rows of a layer, the last one counts.
+    """
     by_layer: dict[str, dict[int, Row]] = {}
     for row in run.rows:
         by_layer.setdefault(row.layer, {})[row.step] = row
@@ -109,8 +132,9 @@ def history_of(run: Run) -> History:
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Returns the name that each layer has on the page. Long names lose the parts at both ends that all have
-    in common.
+    """Returns the name of each layer on the page, by its full name.
+
+    If any name is longer than `LONG_NAME`, all names lose the parts at both ends that they have in common.
 
     Example: "model.decoder.layers.0.feed_forward" and "model.decoder.layers.1.feed_forward" become "layer 0"
     and "layer 1".
@@ -131,24 +155,34 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def stretches(rows: Iterable[Row]) -> list[tuple[str, ...]]:
-    """Returns the ranges of steps over which a layer ran in the same way: (steps, path, n, n of backward,
-    restore pair).
+    """Returns the ranges of steps in which a layer ran in the same way, as texts for a table.
+
+    rows: the rows of one layer, by ascending step.
+
+    Each range is (steps, path, n of forward, n of backward, restore pair): path is the code that ran, n the
+    number of chunks, and the restore pair says what became of the dispatched rows (T_DI) and the hidden
+    activation (T_M) between the passes.
     """
     groups = [(how, [row.step for row in group]) for how, group in itertools.groupby(rows, _how)]
     return [(f"{steps[0]:,}" + f" – {steps[-1]:,}" * (len(steps) > 1), *how) for how, steps in groups]
 
 
 def _how(row: Row) -> tuple[str, ...]:
-    """Returns how a layer ran at a step, in words: path, n of both passes, restore pair."""
+    """Returns how a layer ran at a step: path, n of forward, n of backward, and restore pair, as texts.
+
+    Path is the code that ran, n the number of chunks, and the restore pair says what became of the dispatched
+    rows (T_DI) and the hidden activation (T_M) between the passes.
+    """
     n_forward, n_backward = (NONE if n is None else str(n) for n in (row.n_forward, row.n_backward))
     is_kept = row.path == "pipeline" and row.n_backward is not None
     return (row.path, n_forward, n_backward, row.restore or ("kept" if is_kept else NONE))
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """Returns the latest numbers and a median step's seconds as plain data.
+    """Returns the main numbers of a run as plain data, for JSON.
 
-    None stands for a number that is not known.
+    They are the latest values, except that seconds are medians over steps. A number that is not known is
+    None.
     """
     history = history_of(run)
     losses = history.last_losses

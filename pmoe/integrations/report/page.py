@@ -1,6 +1,7 @@
-"""Makes the page about a run: numbers and charts here, sections and their texts in `report.html`.
+"""Makes the page about a run: this module has its numbers and charts, `report.html` its sections and texts.
 
-Long runs are thinned (`charts`). If a model has many layers, the later ones are folded away.
+Lines of long runs have fewer points than steps (`charts`). If a model has many layers, part of them is hidden
+until the reader unfolds it.
 """
 
 from __future__ import annotations
@@ -18,27 +19,34 @@ from pmoe.integrations.report.history import COMMUNICATION, History, history_of,
 from pmoe.planner.drawing import SERIES, template
 
 SMOOTHED = 100
-"""Number of points of a loss curve: means of neighbouring points, in a band, show the trend of a noisy loss.
+"""Number of points of a loss curve.
+
+They are means of neighbouring values, in a band from smallest to largest, so that a noisy loss shows its
+trend.
 """
 
 MAX_LINES = 6
-"""Largest number of layers that have a line each.
+"""Largest number of layers for which a chart has one line each.
 
-For more layers, the median, largest and smallest are drawn.
+With more layers, it has three lines: median, largest and smallest value over the layers.
 """
 
 MAX_SHOWN = 6
-"""Number of heat maps that are not folded away. A table shows twice this number of lines."""
+"""Number of heat maps that are visible before the reader unfolds the rest. A table shows twice as many lines.
+"""
 
 MAX_COLUMNS = 120
 """Largest number of columns of a heat map."""
 
 MAX_STRETCHES = 8
-"""Largest number of lines for one layer in the table of n and restore pairs."""
+"""Largest number of lines for one layer in the table that says with which n and restore pair it ran.
+
+n is the number of chunks. Older lines are left out.
+"""
 
 
 def run_page(run: files.Run) -> str:
-    """Returns the page as HTML that needs no other file.
+    """Returns the page about a run as HTML, with all pictures and styles inside.
 
     Raises ImportError if matplotlib is not installed.
     """
@@ -73,7 +81,7 @@ def run_page(run: files.Run) -> str:
 
 
 def _load_charts(history: History) -> list[str]:
-    """Returns charts of imbalance and of dropped rows."""
+    """Returns charts of the imbalance between experts and between ranks, and of dropped rows if any."""
     drawn: list[str] = []
     for whose, field in (("expert", "imbalance"), ("rank", "rank_imbalance")):
         title = f"Imbalance: rows of the busiest {whose}"
@@ -84,9 +92,14 @@ def _load_charts(history: History) -> list[str]:
 
 
 def _by_layer(history: History, title: str, field: str, **options: Any) -> list[str]:
-    """Returns a chart with one line for each layer.
+    """Returns a list with one chart of a field of the logged rows; an empty list if no layer has values.
 
-    For more than `MAX_LINES` layers the lines are their median, largest and smallest value.
+    The chart has one line for each layer. For more than `MAX_LINES` layers, its lines are the median, largest
+    and smallest value over the layers.
+
+    title: title of the chart.
+    field: name of the field, such as "imbalance".
+    options: further arguments of `charts.line_chart`.
     """
     by_name: dict[str, files.Curve] = {}
     for name, rows in history.by_layer.items():
@@ -98,7 +111,12 @@ def _by_layer(history: History, title: str, field: str, **options: Any) -> list[
 
 
 def _of_many(title: str, by_name: Mapping[str, files.Curve], **options: Any) -> str:
-    """Returns a chart of the largest, median and smallest value over many layers."""
+    """Returns a chart of the largest, median and smallest value over many layers.
+
+    title: title of the chart.
+    by_name: the values of each layer.
+    options: further arguments of `charts.line_chart`.
+    """
     values = defaultdict[int, list[float]](list)
     for curve in by_name.values():
         for step, value in zip(curve.steps, curve.values, strict=True):
@@ -116,9 +134,10 @@ def _of_many(title: str, by_name: Mapping[str, files.Curve], **options: Any) -> 
 
 
 def _heat_maps(history: History) -> list[str]:
-    """Returns a heat map for each layer. The `MAX_SHOWN` layers whose last row is most uneven come first.
+    """Returns a heat map for each layer: how its rows are spread over experts and steps.
 
-    Within both groups, layers have the model's order.
+    The `MAX_SHOWN` layers with the largest imbalance in their last row come first, because the page shows
+    these and folds the rest. Apart from that, layers are in the model's order.
     """
     ran = {
         name: rows for name, rows in history.by_layer.items() if any(sum(r.tokens_per_expert) for r in rows)
@@ -128,7 +147,13 @@ def _heat_maps(history: History) -> list[str]:
 
 
 def _heat_map(name: str, rows: Sequence[files.Row]) -> str:
-    """Returns the heat map of a layer. If it has too many steps, neighbouring steps are added up."""
+    """Returns the heat map of one layer: one line for each expert, one column for each step.
+
+    name: name of the layer.
+    rows: its logged rows.
+
+    If there are more than `MAX_COLUMNS` steps, each column adds up neighbouring steps.
+    """
     last = rows[-1].tokens_per_expert
     rows = [row for row in rows if len(row.tokens_per_expert) == len(last)]
     starts = np.arange(0, len(rows), -(-len(rows) // MAX_COLUMNS))
@@ -150,9 +175,10 @@ def _heat_map(name: str, rows: Sequence[files.Row]) -> str:
 
 
 def _choices(history: History) -> list[list[str]]:
-    """Returns lines of a table that says how layers ran over which steps.
+    """Returns the lines of a table: over which steps a layer ran with which code, n and restore pair.
 
-    Layers that always ran in the same way share their lines.
+    n is the number of chunks; the restore pair says what became of the dispatched rows (T_DI) and the hidden
+    activation (T_M) between the passes. Layers that ran in the same way at all steps share their lines.
     """
     names_of: dict[tuple[tuple[str, ...], ...], list[str]] = {}
     for name, rows in history.by_layer.items():
@@ -167,7 +193,7 @@ def _choices(history: History) -> list[list[str]]:
 
 
 def _communication(history: History) -> list[str]:
-    """Returns charts of communication. Empty if nothing travelled."""
+    """Returns charts of the time that layers communicate; an empty list if nothing was sent between ranks."""
     names = ("something travels", "and nothing is computed")
     curves = dict(zip(names, map(history.seconds_by_step, COMMUNICATION), strict=True))
     if not any(curves[names[0]].values):
@@ -188,13 +214,20 @@ def _communication(history: History) -> list[str]:
 
 
 def _tensors(history: History) -> list[tuple[str, list[int]]]:
-    """Returns bars of memory: (name of a layer, bytes of each of `TENSORS`)."""
+    """Returns the data of a bar chart of memory: (layer's name, bytes of each tensor in `TENSORS`).
+
+    Bytes are those of rank 0 at the last logged step.
+    """
     rows = [(name, row) for name, row in history.latest.items() if row.T_I_bytes is not None]
     return [(name, [getattr(row, f"{tensor}_bytes") or 0 for tensor in files.TENSORS]) for name, row in rows]
 
 
 def _predicted(history: History) -> list[list[str]]:
-    """Returns lines of a table of predicted memory: name of a layer, restore pair, each of `PREDICTED`."""
+    """Returns the lines of a table of predicted memory: name, restore pair and bytes of each layer.
+
+    The restore pair says what becomes of the dispatched rows (T_DI) and the hidden activation (T_M) between
+    the passes. The bytes are the fields in `PREDICTED`.
+    """
     return [
         [
             name,
@@ -210,21 +243,27 @@ def _predicted(history: History) -> list[list[str]]:
 
 
 def _losses(history: History) -> list[str]:
-    """Returns charts of the losses, each with as many lines as the theme has colours."""
+    """Returns charts of all losses of the run.
+
+    A chart has as many lines as the theme has colours; further losses get another chart.
+    """
     named = list(history.losses.items())
     groups = [named[i : i + len(SERIES)] for i in range(0, len(named), len(SERIES))]
     return [charts.line_chart("Loss", dict(group), max_points=SMOOTHED) for group in groups]
 
 
 def _others(history: History) -> list[str]:
-    """Returns a chart for each scalar that has no other place on the page."""
+    """Returns a chart for each scalar that no other part of the page shows."""
     shown = (*history.losses, files.TIME, files.POOL_PEAK, files.HOST_POOL_PEAK)
     others = {name: curve for name, curve in history.run.scalars.items() if name not in shown}
     return [charts.line_chart(name, {name: curve}) for name, curve in others.items()]
 
 
 def _as_built(run: files.Run) -> tuple[dict[str, Any], list[list[str]]]:
-    """Returns (options that all layers have in common, a table of the other options with its header)."""
+    """Returns the options of the layers: those that all layers share, and a table of the others.
+
+    The first row of the table is its header.
+    """
     layers = run.sessions[-1].get("layers") or [] if run.sessions else []
     names = list(layers[0]) if layers else []
     alike = {

@@ -1,9 +1,9 @@
-"""pmoe in transformers: importing this registers "pmoe" as an implementation of experts."""
+"""pmoe in transformers: importing this package registers "pmoe" as an implementation of experts."""
 
 from pmoe.integrations.transformers.registry import register
 
-# Before the other imports, which need a release of transformers with these registries: this one raises an
-# error that says what to install.
+# Before the other imports, which need a new release of transformers. If the release is too old, register()
+# raises an error that says what to install.
 register()
 
 from pmoe.integrations.transformers.layers import configure, layers  # noqa: E402

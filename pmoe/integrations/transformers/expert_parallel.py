@@ -1,7 +1,7 @@
-"""pmoe as an expert-parallel implementation of transformers.
+"""The expert-parallel implementation "pmoe" of transformers.
 
-transformers spreads the experts over the ranks: whole experts, in order. pmoe's pipeline sends tokens to
-them.
+transformers gives each rank some of the experts: whole experts, in order. pmoe's pipeline sends each token to
+the ranks of its experts and back.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pmoe.integrations.transformers.padding import run_tokens
 
 
 class PipelinedEP(EPImplementation):
-    """Dispatch, experts and combine of one experts module, with the options of `configure`.
+    """Runs dispatch, experts and combine of one experts module, with the options of `configure`.
 
-    transformers builds it before it loads weights. Raises ValueError then if pmoe does not know the layout
-    of the module's weights.
+    transformers constructs it before it loads weights. The constructor raises ValueError if pmoe does not
+    know the layout of the module's weights.
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
@@ -32,20 +32,29 @@ class PipelinedEP(EPImplementation):
         self.module = experts
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Returns the experts' outputs (T, M), summed with their weights for each token.
+        """Returns for each token the weighted sum of its experts' outputs, (T, M).
 
-        hidden_states: (T, M), this rank's tokens.
-        top_k_index, top_k_weights: (T, K), the routing; experts are numbered over the whole group.
+        Letters: T tokens of this rank, K experts of each token, M model width.
+
+        hidden_states: (T, M), the tokens.
+        top_k_index: (T, K) integers, the experts of each token, numbered from 0 over all ranks of the group.
+        top_k_weights: (T, K), their weights.
         """
         return run_tokens(self.module, self._run, hidden_states, top_k_index, top_k_weights)
 
     def _run(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Computes tokens that `__call__` was given, without padding."""
+        """Returns the experts' outputs (T, M) for the tokens of a call from which padding was removed.
+
+        Letters: T tokens, K experts of each token, M model width.
+
+        hidden_states: (T, M), the tokens.
+        top_k_index, top_k_weights: (T, K), the experts of each token and their weights.
+        """
         group = self.ep_mesh.get_group()
         if self.tp_mesh.size() == 1:
             return run_module(self.module, hidden_states, top_k_index, top_k_weights, group)
-        # Under tensor parallelism several ranks hold the same batch. Each sends a part of it of its own;
-        # otherwise experts would compute every token once for each of these ranks.
+        # Under tensor parallelism several ranks hold the same batch. Each of them sends another part of it,
+        # because otherwise experts would compute every token once for each of these ranks.
         batch = (hidden_states, top_k_index, top_k_weights)
         rows, index, weights = (_part(each, self.tp_mesh) for each in batch)
         y = run_module(self.module, rows, index, weights, group)
@@ -53,9 +62,11 @@ class PipelinedEP(EPImplementation):
 
 
 def _part(batch: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Returns this rank's rows of a tensor that all ranks of ``mesh`` hold.
+    """Returns this rank's part of the rows of a tensor. All ranks of ``mesh`` hold the whole tensor.
 
-    In backward, the gradients of all parts are gathered on every rank.
+    batch: the tensor, split along dimension 0, of any shape.
+
+    In backward, every rank gets the gradients of all parts.
     """
     shared = DTensor.from_local(batch, mesh, [Replicate()], run_check=False)
     part: Tensor = shared.redistribute(placements=[Shard(0)]).to_local()
@@ -63,10 +74,14 @@ def _part(batch: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _whole(part: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Tensor:
-    """Returns the rows of all ranks of ``mesh``, in order, on each of them. shape: of the result, (T, M)."""
+    """Returns a tensor (T, M) made of the rows of all ranks of ``mesh``, in order, on each of these ranks.
+
+    part: this rank's rows.
+    shape: shape of the result, (T, M): T rows of all ranks, M model width.
+    """
     strides: Any = (shape[1], 1)
     rows = DTensor.from_local(
         part.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=strides
     )
     whole: Tensor = rows.full_tensor()
-    return whole.clone()  # FSDP2 warns of a view: an operation in place on it would drop FSDP2's hook
+    return whole.clone()  # FSDP2 warns about a view, because a later change in place would drop FSDP2's hook

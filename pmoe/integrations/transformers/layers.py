@@ -1,11 +1,11 @@
-"""The MoELayer that runs an experts module of transformers, and the options of all these layers.
+"""The MoE layers that run the experts modules of transformers, and the options of all these layers.
 
-- Each experts module has a layer of its own, in a table outside of the module. So a model's state_dict,
-  copies and pickles do not contain it.
-- Options are checked when `configure` is called, by building a small layer with them.
-- A layer holds the module's parameters and the routing only during a call.
+- Each experts module has a `MoELayer`, stored in a table outside of the module. So a model's state_dict,
+  copies and pickles do not contain the layer.
+- `configure` checks options at once, by building a small layer with them.
+- A layer refers to the module's parameters and to the routing only during a call.
 
-Letters: T tokens of this rank, K choices, M model width.
+Letters: T tokens of this rank, K experts of each token, M model width.
 """
 
 from __future__ import annotations
@@ -48,22 +48,25 @@ OPTIONS = (
     "nodes",
     "send_once",
 )
-"""Arguments of `MoELayer` that decide how experts are run. What is computed is up to the model."""
+"""Arguments of `MoELayer` that `configure` takes: those that decide how experts are run.
+
+The arguments that decide what is computed, such as the activation, come from the model.
+"""
 
 _options: Mapping[str, Any] = {}
-"""The options of the last `configure`."""
+"""The options that the last call of `configure` set."""
 
 
 def configure(**options: Any) -> None:
-    """Sets how the experts of all models are run, from their next call on.
+    """Sets how pmoe runs the experts of all transformers models, from their next call on.
 
-    options: any of `OPTIONS`, as `pmoe.MoELayer` takes them. Options that are left out get MoELayer's
-        defaults, so configure() sets everything back. A ``memory_budget`` is for each layer.
+    options: arguments of `pmoe.MoELayer`, any of `OPTIONS`. Those that are left out are set back to
+        MoELayer's defaults. A ``memory_budget`` limits each layer by itself.
 
-    Every rank must set the same options. Do not call it between a forward pass under gradient checkpointing
-    and its backward pass, which runs the forward pass again.
+    Every rank must set the same options. Do not call this function between a forward pass under gradient
+    checkpointing and its backward pass, because the recomputation must use the same options.
 
-    Raises ValueError or TypeError, naming option, value and rule, and changes nothing then.
+    Raises ValueError or TypeError if an option is unknown or has a wrong value. Nothing is changed then.
 
     Example: configure(pipeline=4, memory_reuse="S4", memory_budget="2GiB")
     """
@@ -84,12 +87,13 @@ def configure(**options: Any) -> None:
 
 @dataclass(frozen=True)
 class _Built:
-    """A layer, with the sizes and options that it was built for.
+    """The MoE layer that runs one experts module.
 
-    made_for: sizes, group and options. If they change, another layer is built.
+    made_for: the sizes, group and options with which the layer was built. If a call has others, a new layer
+        is built.
     layer: the layer.
-    turn: a lock, because a layer holds the routing and the parameters of one call, and threads of a server
-        may share a model.
+    turn: a lock that lets only one thread use the layer. Threads of a server may share a model, but a layer
+        can hold the routing and parameters of only one call.
     """
 
     made_for: tuple[Any, ...]
@@ -98,20 +102,27 @@ class _Built:
 
 
 _layers: weakref.WeakKeyDictionary[nn.Module, _Built] = weakref.WeakKeyDictionary()
-"""The layer of each experts module that has been called. It does not keep the module alive."""
+"""The layer of each experts module that has been called.
+
+The keys are weak references, so the table does not keep a module alive.
+"""
 
 
 def layers(model: nn.Module) -> dict[str, MoELayer]:
-    """Returns the layers that run a model's experts, by the names of the experts modules.
+    """Returns the MoE layers that run a model's experts, by the names of the experts modules.
 
-    Only modules that have been called have a layer. Ask a layer for ``row_counts``, ``tokens_per_expert`` and
-    ``traffic`` of its last forward pass, and for ``predict_memory``.
+    Experts modules that were never called have no layer yet. Each layer gives numbers about its last forward
+    pass (``row_counts``, ``tokens_per_expert``, ``traffic``) and can predict memory (``predict_memory``).
+
+    model: a model of transformers, or any module that contains one.
     """
     check_module(model=model)
     return {name: _layers[each].layer for name, each in model.named_modules() if each in _layers}
 
 
-finders.append(layers)  # so that `pmoe.stats` finds these layers, which are no submodules of the model
+finders.append(
+    layers
+)  # `pmoe.stats` would not find these layers, because they are no submodules of the model
 
 
 @contextmanager
@@ -122,11 +133,15 @@ def _layer_of(
     num_experts: int,
     group: dist.ProcessGroup | None,
 ) -> Iterator[MoELayer]:
-    """Yields the layer of an experts module, to one thread at a time.
+    """Yields the MoE layer for a call of an experts module, to one thread at a time.
 
-    experts: the module's experts in this call. top_k, num_experts, group: of the call.
+    The layer is built at the module's first call, and built again if sizes, group or options have changed.
 
-    The layer is built at the first call, and again if sizes, group or options have changed.
+    module: the experts module.
+    experts: its parameters, as experts that a MoELayer can run.
+    top_k: number of experts of each token.
+    num_experts: number of experts of all ranks.
+    group: the ranks over which the experts are spread; None if this rank holds all experts.
     """
     _, d_hidden, d_model = experts.stacks.w2.shape
     if not experts.stacks.transposed:
@@ -155,17 +170,20 @@ def run_module(
     top_k_weights: Tensor,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Runs an experts module by pmoe; returns (T, M), each token's sum of weighted outputs.
+    """Runs an experts module by pmoe. Returns each token's weighted sum of expert outputs, (T, M).
+
+    Letters: T tokens of this rank, K experts of each token, M model width.
 
     module: an experts module of transformers.
-    hidden_states: (T, M), tokens.
-    top_k_index: (T, K) integers, the experts of each token. The index behind the last expert means no expert.
+    hidden_states: (T, M), the tokens.
+    top_k_index: (T, K) integers, the experts of each token. E, the number of experts of all ranks, means no
+        expert.
     top_k_weights: (T, K), their weights.
-    group: the ranks over which the experts are spread, evenly and in order. None if this rank holds all, as
-        in transformers' registry of experts implementations.
+    group: the ranks over which the experts are spread, evenly and in order. None if this rank holds all
+        experts, as when transformers calls this function for experts_implementation="pmoe".
 
-    Raises ValueError if pmoe does not know the module's layout, or for a bad routing. Bad values of the
-    routing raise on every rank of the group.
+    Raises ValueError if pmoe does not know the layout of the module's weights, or for a wrong routing. A
+    routing with wrong values raises on every rank of the group.
     """
     if group is not None or getattr(module, "_is_expert_parallel", False):
         return _run(module, group, hidden_states, top_k_index, top_k_weights)
@@ -179,7 +197,14 @@ def _run(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """Runs all rows that are given; arguments and result are those of `run_module`."""
+    """Runs an experts module by pmoe, without looking for padding. Returns (T, M).
+
+    module, group: as in `run_module`: the experts module, and the ranks over which its experts are spread.
+    hidden_states: (T, M), T tokens of width M.
+    top_k_index, top_k_weights: (T, K), the K experts of each token and their weights.
+
+    Raises ValueError as `run_module` does.
+    """
     experts = borrow(module)
     num_experts = experts.num_local_experts * (1 if group is None else dist.get_world_size(group))
     if top_k_index.dim() != 2 or top_k_weights.shape != top_k_index.shape:
@@ -187,7 +212,7 @@ def _run(
             f"top_k_weights (shape {tuple(top_k_weights.shape)}) must be of the shape of top_k_index "
             f"({tuple(top_k_index.shape)}), one row a token"
         )
-    # Among several ranks the layer checks its input itself, so that the error is raised on all of them.
+    # With several ranks the layer itself checks its input, because it raises the error on all ranks.
     if group is None:
         check_same_place(module, hidden_states=hidden_states)
     keep_TK = top_k_index != num_experts
@@ -201,6 +226,6 @@ def _run(
         try:
             with gate.routing(expert_TK, top_k_weights, keep_TK):
                 y: Tensor = layer(hidden_states)
-        finally:  # the layer keeps the sizes, but not the module's parameters
+        finally:  # between calls the layer knows the sizes, but does not hold the module's parameters
             layer.experts = type(experts)(experts.stacks.stand_ins())
     return y.to(hidden_states.dtype)

@@ -1,13 +1,16 @@
-"""Reads an experts module of transformers as pmoe's experts; refuses modules that pmoe does not know.
+"""Reads an experts module of transformers as experts that a MoELayer can run.
 
-The weights are views of the module's own parameters, and the activation is the module's own:
+The weights are the module's own parameters, not copies, and the activation is the module's own function:
 
     up_proj, or gate_up_proj   w1    (E, G, M), or (E, M, G) if is_transposed
     down_proj                  w2    (E, M, H), or (E, H, M) if is_transposed
     *_bias                     b1, b2
     post_expert_norm           norm
 
-Letters: E experts of this rank, M model width, H intermediate width, G = H, or 2H with a gate.
+Modules with another layout are refused.
+
+Letters: E experts of this rank, M model width, H intermediate width, G = H, or 2H if the module has a gate
+projection.
 """
 
 from __future__ import annotations
@@ -30,20 +33,25 @@ FLAGS = {
     "is_transposed": False,
     "is_concatenated": True,
 }
-"""Flags of transformers' registry, with the value that they have in releases without them.
+"""Flags that transformers sets on experts modules, with the values to assume if a release does not.
 
-is_concatenated says how columns of gate and up are mixed. The module's own ``_apply_gate`` knows it, so pmoe
-need not.
+is_concatenated says whether the columns of the gate and up projections are concatenated or interleaved. pmoe
+does not need it, because the module's own ``_apply_gate`` separates them.
 """
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""dtypes of weights that are not quantised."""
+"""Allowed dtypes of weights. Any other dtype means that the weights are quantised."""
 
 ADVICE = 'use experts_implementation="grouped_mm" (or "eager") for this model'
 
 
 def borrow(module: nn.Module) -> borrowed.BorrowedExperts | borrowed.NormedExperts:
-    """Returns a module's experts, for one call. Raises ValueError if pmoe does not know its layout."""
+    """Returns a module's experts as `MoELayer` can run them, for one call. Their weights are not copied.
+
+    module: an experts module of transformers.
+
+    Raises ValueError if pmoe does not know the layout of the module's weights.
+    """
     check(module)
     up = _up_name(module)
     has_bias = _flag(module, "has_bias")
@@ -63,7 +71,12 @@ def borrow(module: nn.Module) -> borrowed.BorrowedExperts | borrowed.NormedExper
 
 
 def check(module: nn.Module) -> None:
-    """Raises ValueError if pmoe does not know a module's layout. Checks all that does not need weights."""
+    """Raises ValueError if pmoe cannot run an experts module. Its weights need not be loaded yet.
+
+    It checks the module's class, its flags, and the names, dtypes and dimensions of its parameters.
+
+    module: an experts module of transformers.
+    """
     name = type(module).__name__
     if not hasattr(module, "has_bias"):
         raise ValueError(
@@ -107,23 +120,29 @@ def check(module: nn.Module) -> None:
 
 
 def _flag(module: nn.Module, name: str) -> bool:
-    """Returns a flag of the module, or the value of `FLAGS`."""
+    """Returns the module's attribute ``name``, one of `FLAGS`, or the default in `FLAGS` if it has none."""
     return bool(getattr(module, name, FLAGS[name]))
 
 
 def _up_name(module: nn.Module) -> str:
-    """Returns the name of the module's first weight: gate_up_proj, or up_proj without a gate."""
+    """Returns the name of the parameter of the first linear layer of the experts.
+
+    It is "gate_up_proj" if the experts have a gate projection, else "up_proj".
+    """
     return "gate_up_proj" if _flag(module, "has_gate") else "up_proj"
 
 
 def _expected(module: nn.Module) -> set[str]:
-    """Returns the names of the parameters that a module with these flags has."""
+    """Returns the names of the parameters that a module must have, given its flags has_gate and has_bias."""
     names = {_up_name(module), "down_proj"}
     return names | {f"{name}_bias" for name in names} if _flag(module, "has_bias") else names
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:
-    """Returns a parameter by its name. Raises ValueError if it is a DTensor."""
+    """Returns a parameter of the module, of any shape, by its name.
+
+    Raises ValueError if it is a DTensor.
+    """
     tensor: Tensor = getattr(module, name)
     if hasattr(tensor, "to_local"):
         raise ValueError(
@@ -135,7 +154,13 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
 
 
 def _check_shapes(module: nn.Module, stacks: borrowed.Stacks) -> None:
-    """Raises ValueError if w1 does not fit w2: the same experts and width, G = H or 2H."""
+    """Raises ValueError if the shapes of w1 and w2 do not fit together.
+
+    Both must have the same number of experts and the same model width. If w2 takes H input features, w1 must
+    have H output features, or 2H if the module has a gate projection.
+
+    stacks: the weights of the module.
+    """
     w1, w2 = map(stacks.out_features_first, (stacks.w1, stacks.w2))
     experts, d_model, hidden = w2.shape
     shape = (experts, hidden * (2 if _flag(module, "has_gate") else 1), d_model)
@@ -148,10 +173,13 @@ def _check_shapes(module: nn.Module, stacks: borrowed.Stacks) -> None:
 
 
 def check_same_place(module: nn.Module, **inputs: Tensor) -> None:
-    """Raises ValueError if tensors are not on the device, or not of the dtype, of the first weight.
+    """Raises ValueError if tensors differ in device or dtype from the module's first weight.
 
-    inputs: the tensors, by name; without any, the module's own parameters. Parameters on the meta device are
-        refused. dtypes may differ under autocast.
+    module: an experts module of transformers.
+    inputs: the tensors to check, of any shape, by name. Without any, the module's own parameters are checked,
+        and refused if they are on the meta device.
+
+    Under autocast dtypes may differ.
     """
     name = type(module).__name__
     first_name = _up_name(module)
@@ -175,9 +203,10 @@ def check_same_place(module: nn.Module, **inputs: Tensor) -> None:
 
 
 def _activation(module: Any) -> tuple[type[borrowed.BorrowedExperts | borrowed.NormedExperts], Any]:
-    """Returns the class of the experts, and their activation: a name if pmoe has kernels for it.
+    """Returns the class for a module's experts, and their activation.
 
-    Otherwise the activation is the module's own function, which autograd differentiates.
+    The activation is the name of a nonlinearity for which pmoe has kernels ("silu", "relu", "gelu",
+    "swiglu"). Otherwise it is the module's own function, which autograd differentiates.
     """
     function = getattr(module, "act_fn", None)
     name = _name_of(function)
@@ -194,7 +223,7 @@ def _activation(module: Any) -> tuple[type[borrowed.BorrowedExperts | borrowed.N
 
 
 def _name_of(activation: object) -> str | None:
-    """Returns pmoe's name of an activation; None if pmoe does not have it."""
+    """Returns the name that pmoe has for an activation function; None if pmoe has no kernels for it."""
     if activation is F.silu or isinstance(activation, nn.SiLU | SiLUActivation):
         return "silu"
     if activation is F.relu or isinstance(activation, nn.ReLU):

@@ -1,19 +1,20 @@
-"""`skip_padding`: padding in a batch of a transformers model goes to no expert.
+"""`skip_padding`: rows of padding in a batch of a transformers model are sent to no expert.
 
-Only the model's own forward gets the attention mask; its experts get rows. So a hook before that forward
-keeps the mask for the thread, the experts inside look it up, and a hook behind the forward drops it:
+The attention mask is an argument of the model's forward, but its experts modules only get rows. So a forward
+pre-hook of the model stores the mask for this thread, the experts modules read it, and a forward hook deletes
+it:
 
     MixtralForCausalLM
-      MixtralModel         begin: the mask (B, L) of this call        end: forgotten
+      MixtralModel         pre-hook `begin`: stores the mask (B, L)     hook `end`: deletes it
         layers.0
           mlp.experts      rows (B * S, M): those of tokens are computed, the others are zeros
 
-A checkpoint runs a decoder layer again in backward. The model's forward has ended by then, and may have run
-for other batches. So each checkpoint function of the model is wrapped (`Carrying`): the function that it
-keeps for the second pass carries the mask of the first one.
+Gradient checkpointing recomputes a decoder layer in backward. The mask is deleted by then, and the model may
+have run other batches. So each checkpoint function of the model is wrapped by `Carrying`, which stores the
+mask of the forward pass for the recomputation.
 
-Letters: B sequences, S positions of this call, L positions with those in a cache, T = B * S rows, N of them
-tokens, K choices, M model width.
+Letters: B sequences, S positions of this call, L positions including those in a key-value cache, T = B * S
+rows, N of them tokens and not padding, K experts of each token, M model width.
 """
 
 from __future__ import annotations
@@ -34,42 +35,47 @@ from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.engine.lanes.run import is_captured
 
 ATTRIBUTE = "_pmoe_padding"
-"""The attribute of an experts module that holds the `CallPadding` of its model. That is no submodule or
-parameter. Copies and pickles of the model keep it."""
+"""The attribute of an experts module that holds the `CallPadding` of the model around it.
+
+A CallPadding is neither a submodule nor a parameter. Copies and pickles of the model contain it.
+"""
 
 CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
-"""Attributes of modules that hold a checkpoint function.
+"""Names of attributes that hold a module's checkpoint function.
 
-The first is that of transformers' own layers, the second that of torch's CheckpointWrapper, which accelerate
-puts around layers under FSDP.
+The first is that of transformers' own layers. The second is that of torch's CheckpointWrapper, which
+accelerate puts around layers under FSDP.
 """
 
 CACHES = ("cache", "past_key_values")
-"""Names of the argument for a cache, in different releases of transformers."""
+"""Names that releases of transformers give to forward's argument for the key-value cache."""
 
 
 def skip_padding(model: nn.Module) -> SkippedPadding:
-    """Keeps padding, which ``attention_mask`` hides, away from the experts of ``model``.
+    """Keeps padding, as ``attention_mask`` marks it, away from the experts of ``model``.
 
-    From the next call of the model on, rows of padding are not sent and not computed, their experts' output
-    is 0, and ``tokens_per_expert`` and `pmoe.stats` do not count them. Outputs and gradients of the other
-    tokens do not change, because no token attends to padding. A second `skip_padding` changes nothing.
+    From the next call of the model on, rows of padding are neither sent nor computed. Their experts' output
+    is 0, and ``tokens_per_expert`` and `pmoe.stats` do not count them. Outputs and gradients of all other
+    tokens stay the same, because no token attends to padding. A second call of this function changes nothing.
 
-    Labels of padding must be -100. With padding on the left, the first token's label must be -100 too:
-    transformers' losses predict it from the padding before it.
+    Labels at padding must be -100, so that they are not part of the loss. If padding is on the left, the
+    label of the first token must also be -100, because transformers' losses predict the first token from the
+    padding before it.
 
-    model: a model of transformers, or a module that contains one (DistributedDataParallel, PEFT). The mask
-    (B, L) is the one that reaches the inner model with the experts; 0 is padding. Nothing is skipped
+    model: a model of transformers, or a module that contains one (DistributedDataParallel, PEFT).
 
-    - if the mask is None, has four dimensions, or is not as long as the call's tokens and its cache,
-    - if experts get other rows than those of the call's tokens,
-    - with another implementation of experts than "pmoe", or in a CUDA graph.
+    The mask is the one that the innermost model with the experts gets: (B, L) for B sequences and L positions
+    including cached ones; 0 is padding. Nothing is skipped
 
-    Returns a handle, whose ``remove()`` ends the skipping. Call `skip_padding` before torch.compile, and on
-    every rank or on none.
+    - if the mask is None, has four dimensions, or has another length than cached and new positions together,
+    - if the experts get other rows than those of the call's tokens,
+    - if the model uses another experts implementation than "pmoe", or runs in a CUDA graph.
 
-    Raises ValueError if ``model`` has no experts of transformers' registry, and for models whose attention
-    mixes padding into tokens (DeepSeek-V4's).
+    Returns a handle; its ``remove()`` ends the skipping. Call `skip_padding` before torch.compile, and on all
+    ranks or none.
+
+    Raises ValueError if ``model`` has no experts that pmoe can run, and for models with attention that mixes
+    padding into tokens (DeepSeek-V4).
 
     Example: handle = skip_padding(model)
     """
@@ -91,13 +97,13 @@ def skip_padding(model: nn.Module) -> SkippedPadding:
 
 
 class SkippedPadding:
-    """The handle that `skip_padding` returns. It does not keep the model alive."""
+    """The handle that `skip_padding` returns, to end the skipping. It does not keep the model alive."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
 
     def remove(self) -> None:
-        """Ends the skipping: padding goes to experts again. A second call changes nothing."""
+        """Ends the skipping, so that padding is sent to experts again. A second call changes nothing."""
         model = self._model()
         for module in () if model is None else model.modules():
             vars(module).pop(ATTRIBUTE, None)
@@ -112,10 +118,11 @@ class SkippedPadding:
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module | None]]:
-    """Yields each experts module of transformers' registry, with the innermost model that contains it.
+    """Yields each experts module with the innermost transformers model that contains it.
 
-    That model's mask fits the rows. None instead of the model if it takes no mask (an encoder of images), or
-    if no model contains the module.
+    The attention mask that this model gets fits the rows of the experts. The second value is None if no
+    transformers model contains the module, or if the innermost one takes no attention mask (an encoder of
+    images, for example).
     """
     from transformers.modeling_utils import PreTrainedModel
 
@@ -131,7 +138,13 @@ def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module | None]]:
 
 
 def _check_layers(owner: nn.Module | None) -> None:
-    """Raises ValueError for attention over sums of neighbouring positions: masks do not keep padding out."""
+    """Raises ValueError for a model with compressed attention, which mixes padding into other tokens.
+
+    Such layers attend to sums over neighbouring positions, padding included, and no mask prevents this. If
+    padding were skipped, the results for tokens would change.
+
+    owner: the model that directly contains the experts; None is accepted.
+    """
     kinds = getattr(getattr(owner, "config", None), "layer_types", None) or ()
     compressed = sorted({kind for kind in kinds if "compressed" in kind})
     if compressed:
@@ -143,7 +156,7 @@ def _check_layers(owner: nn.Module | None) -> None:
 
 
 def _of_owner(owner: nn.Module) -> CallPadding:
-    """Returns the `CallPadding` of a model. If there is none, makes one and registers its hooks."""
+    """Returns the `CallPadding` of a model. Makes one and registers its hooks if the model has none."""
     for hook in owner._forward_pre_hooks.values():
         padding = getattr(hook, "__self__", None)
         if isinstance(padding, CallPadding):
@@ -155,7 +168,10 @@ def _of_owner(owner: nn.Module) -> CallPadding:
 
 
 def _remove_hooks(module: nn.Module) -> None:
-    """Removes hooks without their handles, because a copy of a model has hooks and no handles of them."""
+    """Removes the hooks of `CallPadding` from a module.
+
+    It searches the module's tables of hooks, because a copy of a model has the hooks but no handles for them.
+    """
     for hooks, options in (
         (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
         (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
@@ -170,7 +186,7 @@ def _remove_hooks(module: nn.Module) -> None:
 
 @functools.cache
 def _arguments(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Returns the names of the arguments that a class's forward takes by position, without self."""
+    """Returns the names of the arguments of a class's forward method, without self."""
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
@@ -178,9 +194,10 @@ def _arguments(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 class TokenRows:
-    """The rows of a call that are tokens, as opposed to padding.
+    """A mask of the rows in a model's call: tokens or padding.
 
-    is_token_T: (T,) bool. It is a copy, because a caller may overwrite the mask before backward.
+    is_token_T: (T,) bool for the T rows of the call. It must not share memory with the attention mask,
+        because the caller may overwrite the attention mask before backward.
     """
 
     def __init__(self, is_token_T: Tensor) -> None:
@@ -188,9 +205,10 @@ class TokenRows:
         self._tokens: Tensor | None = None
 
     def tokens(self, device: torch.device) -> Tensor | None:
-        """Returns (N,) int64, the rows that are tokens, in order; None if all rows are.
+        """Returns the indices of the rows that are tokens, (N,) int64 for N tokens, ascending.
 
-        The host waits for the device once in each call of the model.
+        Returns None if all rows are tokens. In each call of the model, the host waits for the device once, at
+        the first call of this method.
         """
         if self._tokens is None:
             with torch.no_grad(), hidden_from_checkpoints():
@@ -201,15 +219,15 @@ class TokenRows:
 
 
 class CallPadding:
-    """The hooks of one model, and the key by which its experts find the rows of the present call.
+    """The forward hooks of one model, which store the rows of tokens for the experts inside the model.
 
-    It has no state, because several threads may call a model, and autograd's threads run the second pass of a
-    checkpoint.
+    The rows are stored for each thread, by this object as key. The object itself has no state, because
+    several threads may call the model, and recomputations of checkpoints run in autograd's threads.
     """
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook: remembers which rows are tokens."""
+        """A forward pre-hook of the model: stores which rows of this call are tokens, for the experts."""
         rows = _rows_of_call(module, args, kwargs)
         _calls.by_padding[self] = rows
         if rows is not None and torch.is_grad_enabled():
@@ -217,12 +235,15 @@ class CallPadding:
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def end(self, *_: Any) -> None:
-        """A forward hook, called after errors, too."""
+        """A forward hook of the model: deletes what `begin` stored, also if forward raised an error."""
         _calls.by_padding.pop(self, None)
 
 
 class _Calls(threading.local):
-    """This thread's rows of each model that runs now; None where all rows are computed."""
+    """The models that run in this thread now, each with the rows that are tokens.
+
+    by_padding: rows by the `CallPadding` of a model; None for a model that computes all rows.
+    """
 
     def __init__(self) -> None:
         self.by_padding: dict[CallPadding, TokenRows | None] = {}
@@ -232,9 +253,13 @@ _calls = _Calls()
 
 
 def _rows_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TokenRows | None:
-    """Returns the rows of a call that are tokens; None if there is no mask that fits the rows.
+    """Returns which rows of a model's call are tokens.
 
-    module: the model. args, kwargs: the arguments of its forward.
+    module: the model.
+    args, kwargs: the arguments of its forward.
+
+    Returns None if the call has no attention mask or one that does not fit its tokens, or if a CUDA graph is
+    being captured. All rows are then computed.
     """
     arguments = dict(zip(_arguments(type(module).forward), args, strict=False)) | dict(kwargs)
     mask = arguments.get("attention_mask")
@@ -248,14 +273,17 @@ def _rows_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     cache = next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
     num_cached = 0 if cache is None else _seen(cache)
     num_sequences, num_positions = tokens.shape[:2]
-    # A static cache has a count on the device, no int. Its masks have four dimensions anyway.
+    # A static cache counts its positions in a tensor, not an int. Its masks have four dimensions anyway.
     if not isinstance(num_cached, int) or mask.shape != (num_sequences, num_cached + num_positions):
         return None
     return TokenRows((mask[:, num_cached:] != 0).reshape(-1))
 
 
 def _seen(cache: Any) -> Any:
-    """Returns how many positions a cache holds; None if it cannot tell, as one without attention layers."""
+    """Returns how many positions a key-value cache holds: an int, or a tensor for some caches.
+
+    Returns None if the cache does not know, for example that of a model without attention layers.
+    """
     try:
         return cache.get_seq_length()
     except (AttributeError, ValueError):
@@ -266,7 +294,10 @@ def _seen(cache: Any) -> Any:
 
 
 class Carrying:
-    """A checkpoint function whose second pass skips the rows that its first pass skipped."""
+    """A checkpoint function that gives the recomputation the same rows of tokens as the forward pass had.
+
+    checkpoint: the model's own checkpoint function, which this object calls.
+    """
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self.checkpoint = checkpoint
@@ -283,7 +314,7 @@ class Carrying:
 
 @contextmanager
 def _calls_are(rows: dict[CallPadding, TokenRows | None]) -> Iterator[None]:
-    """Makes these rows the ones of this thread, inside the block."""
+    """Makes ``rows`` this thread's rows of tokens for the block, and restores the earlier rows after it."""
     before = _calls.by_padding
     _calls.by_padding = dict(rows)
     try:
@@ -293,10 +324,10 @@ def _calls_are(rows: dict[CallPadding, TokenRows | None]) -> Iterator[None]:
 
 
 def _wrap_checkpoints(module: nn.Module) -> None:
-    """Wraps the checkpoint functions of the model, of its layers and of the layers' direct children.
+    """Wraps checkpoint functions by `Carrying`: the model's, its layers' and those of the layers' children.
 
-    It runs at each call, because a checkpoint function may be set at any time. A look at all modules would
-    take too long.
+    This runs at each call of the model, because a checkpoint function may be set at any time. To look at all
+    modules would take too long.
     """
     layers = [layer for child in module.children() if isinstance(child, nn.ModuleList) for layer in child]
     inside = [part for layer in layers for part in layer._modules.values() if part is not None]
@@ -311,19 +342,26 @@ def _wrap_checkpoints(module: nn.Module) -> None:
 # ---- a call of experts
 
 RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A function from hidden states (T, M), expert indices (T, K) and weights (T, K) to outputs (T, M)."""
+"""A function that runs experts for some rows: hidden states (T, M), expert indices (T, K) and weights (T, K).
+
+It returns outputs (T, M). Letters: T rows, K experts of each row, M model width.
+"""
 
 
 def run_tokens(
     module: nn.Module, run: RunExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Runs the rows that are tokens; returns (T, M), their results and zeros for padding.
+    """Runs experts for the rows that are tokens. Returns outputs (T, M), with zeros for padding.
+
+    Letters: T rows, K experts of each row, M model width.
 
     module: the experts module.
-    run: computes the rows that it is given.
-    hidden_states, top_k_index, top_k_weights: (T, M), (T, K) and (T, K).
+    run: computes the outputs of the rows that it gets.
+    hidden_states: (T, M), the rows.
+    top_k_index, top_k_weights: (T, K), the experts of each row and their weights.
 
-    All rows are run if the model skips no padding, or if its call has another number of rows.
+    All rows are computed if `skip_padding` was not called for the model, or if the call of the model has
+    another number of rows than T.
     """
     padding = module.__dict__.get(ATTRIBUTE)
     if padding is None:
@@ -335,7 +373,14 @@ def run_tokens(
 def _run_tokens(
     padding: CallPadding, run: RunExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Runs the rows that are tokens, outside of a compiled graph: their number is known only at run time."""
+    """Runs experts for the rows that are tokens. Returns outputs (T, M), with zeros for padding.
+
+    padding: the key of the model's rows in this thread. The other arguments are those of `run_tokens`: T rows
+        of width M with K experts each.
+
+    torch.compile leaves this function out of its graphs, because the number of tokens is known only at run
+    time.
+    """
     rows = _calls.by_padding.get(padding)
     if rows is None or not all(
         each.shape[:1] == rows.is_token_T.shape for each in (hidden_states, top_k_index, top_k_weights)

@@ -1,4 +1,8 @@
-"""Adds pmoe to the registries of transformers that the installed release has."""
+"""Registers pmoe with transformers, in as many registries as the installed release has.
+
+transformers has a registry of experts implementations, which run all experts on one rank, and newer releases
+one of expert-parallel implementations, which spread experts over ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,15 @@ import warnings
 from typing import Any
 
 EXPERTS = "transformers.integrations.moe"
-"""The module of the registry of experts implementations."""
+"""The module of transformers that has the registry of experts implementations."""
 EXPERT_PARALLEL = "transformers.distributed.expert_parallel"
-"""The module of the registry of expert-parallel implementations."""
+"""The module of transformers that has the registry of expert-parallel implementations."""
 
 
 def register() -> None:
-    """Adds "pmoe" to the registries. A second call changes nothing.
+    """Adds "pmoe" to the registries of transformers. A second call changes nothing.
 
-    Raises ImportError without transformers, or if it is too old. Warns if it has no registry of
+    Raises ImportError if transformers is not installed or too old. Warns if the release has no registry of
     expert-parallel implementations.
     """
     try:
@@ -33,8 +37,8 @@ def register() -> None:
         )
     from pmoe.integrations.transformers.layers import run_module
 
-    # FP8 experts look into a registry of their own. pmoe is entered there too, so that its refusal of
-    # quantised weights is raised, with the reason, instead of an unknown name.
+    # transformers looks up implementations for FP8 experts in another registry. pmoe does not support FP8,
+    # but is added there too: the error is then pmoe's, which gives the reason, and not "unknown name".
     for registry in (interface, _find("transformers.integrations.finegrained_fp8", "FP8ExpertsInterface")):
         if registry is not None:
             registry.register("pmoe", run_module)
@@ -53,7 +57,10 @@ def register() -> None:
 
 
 def _find(module: str, name: str) -> Any:
-    """Returns an attribute of a module; None if this release has no such module or attribute."""
+    """Returns an attribute of a module; None if this release of transformers lacks one of them.
+
+    module, name: the names of the module and of the attribute.
+    """
     try:
         return getattr(importlib.import_module(module), name, None)
     except ImportError:

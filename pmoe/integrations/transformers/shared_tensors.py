@@ -1,15 +1,16 @@
-"""Experts whose parameters belong to a module of another library; no parameter is copied.
+"""Experts that use the parameters of a module of another library, without copying them.
 
-These experts are built for one call, and autograd keeps them until the call's backward. So a call always uses
-the tensors that the module holds at that time, even if they were moved, sharded or replaced since the last
-call. Gradients are computed in the layout of the module's own parameters.
+An object of these classes is made for one call, and autograd keeps it until the call's backward. So each call
+uses the tensors that the module has at that time, even if they were moved, sharded or replaced since the last
+call. Gradients have the layout of the module's own parameters.
 
-    BorrowedSwiGLU       gated by silu, with pmoe's kernels
-    BorrowedFFN          one of pmoe's nonlinearities, with pmoe's kernels
-    BorrowedActivation   any other activation, differentiated by autograd
-    NormedExperts        experts with a norm after them, differentiated by autograd
+    BorrowedSwiGLU       SwiGLU experts, computed by pmoe's kernels
+    BorrowedFFN          experts with another nonlinearity of pmoe, computed by pmoe's kernels
+    BorrowedActivation   experts with any other activation, which autograd differentiates
+    NormedExperts        experts followed by a norm, which autograd differentiates
 
-Letters: those of `pmoe.experts`; G columns of T_M (H, or 2H if gated).
+Letters: E experts of this rank, N rows, M = d_model, H = d_hidden, G columns of T_M, the hidden activation
+before the nonlinearity (G = H, or 2H for gated experts).
 """
 
 from __future__ import annotations
@@ -31,23 +32,26 @@ from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.schedule.buffer_sizes import HiddenColumns
 
 GRAPH = 6
-"""Upper bound on the tensors as wide as T_M that autograd holds while it differentiates an activation.
+"""Upper bound on the memory that autograd takes to differentiate an activation function.
 
-Measured: 5 for the square of relu, 3.5 for gpt-oss's clamped gate.
+Unit: tensors of the size of T_M, the hidden activation. Measured: 5 for the square of relu, 3.5 for gpt-oss's
+clamped gate.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stacks:
-    """Tensors and activation of an experts module, as the module holds them.
+    """The tensors and the activation of an experts module, each tensor stacked over experts.
+
+    Letters: E experts of this rank, N rows, M = d_model, H = d_hidden, G = H, or 2H for gated experts.
 
     w1: (E, G, M), or (E, M, G) if transposed.
     w2: (E, M, H), or (E, H, M) if transposed.
     b1, b2: (E, G) and (E, M); None without biases.
-    transposed: whether weights lie in-features first.
-    activation: the name of one of pmoe's nonlinearities, or the module's own function from T_M (N, G) to the
-        activated hidden (N, H). The function must treat each row by itself.
-    norm: a module that normalizes rows of T_DO (N, M); None without one.
+    transposed: whether weights have the dimensions (in, out) and not (out, in).
+    activation: name of a nonlinearity of pmoe, or the module's own function from the hidden activation T_M
+        (N, G) to its output (N, H). The function must compute each row independently of the others.
+    norm: a module that normalizes the rows (N, M) of the experts' output; None if there is none.
     """
 
     w1: Tensor
@@ -60,19 +64,21 @@ class Stacks:
 
     @property
     def named(self) -> dict[str, Tensor]:
-        """The tensors that are not None, by name."""
+        """The tensors w1, w2, b1 and b2 by name, without those that are None, in the shapes of `Stacks`."""
         tensors = {"w1": self.w1, "w2": self.w2, "b1": self.b1, "b2": self.b2}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def out_features_first(self, weight: Tensor) -> Tensor:
-        """Returns a view of a weight (E, out, in), however the module holds it."""
+        """Returns a view of a weight with the dimensions (E, out, in), for E experts.
+
+        weight: (E, out, in), or (E, in, out) if ``transposed``.
+        """
         return weight.transpose(1, 2) if self.transposed else weight
 
     def stand_ins(self) -> Stacks:
-        """Returns tensors of the same shapes, dtypes and device that hold no memory and are no parameters.
+        """Returns tensors of the same shapes, dtypes and device that take no memory and are not parameters.
 
-        A layer keeps them between calls, so that it knows the sizes but does not keep the module's tensors
-        alive.
+        A layer holds these between calls. So it knows the sizes and does not keep the module's tensors alive.
         """
         tensors = {name: each.new_empty(()).expand(each.shape) for name, each in self.named.items()}
         name = self.activation if isinstance(self.activation, str) else None
@@ -80,12 +86,12 @@ class Stacks:
 
 
 class BorrowedExperts(StackedExperts):
-    """Two-layer experts whose parameters are another module's.
+    """Two-layer experts that use the parameters of another module.
 
-    ``parameters()`` returns the module's tensors, but they are not registered, moved or marked as pmoe's own
-    experts are.
+    ``parameters()`` yields these parameters. They stay registered in the other module only, so `.to()` on the
+    experts does not move them.
 
-    stacks: the module's tensors.
+    stacks: the tensors and the activation.
     """
 
     num_local_experts: int
@@ -100,7 +106,7 @@ class BorrowedExperts(StackedExperts):
         Experts.__init__(self)
         self.stacks = stacks
         w1, w2 = (stacks.out_features_first(each.detach()) for each in (stacks.w1, stacks.w2))
-        # Not by setattr, which would register them as parameters of this module.
+        # setattr would register the tensors as parameters of this module.
         vars(self).update(w1=w1, w2=w2, b1=stacks.b1, b2=stacks.b2)
         self.num_local_experts, self._d_model, self.all_hidden = w2.shape
         self.hidden_factor = w1.shape[1] // w2.shape[2]
@@ -118,7 +124,10 @@ class BorrowedExperts(StackedExperts):
         return self.stacks.b1 is not None
 
     def operands(self) -> list[Tensor]:
-        """Returns the module's own tensors, which `pmoe.integrations.transformers.layout` has checked."""
+        """Returns the module's own tensors, (E, out, in) or (E, in, out) for weights and (E, out) for biases.
+
+        `pmoe.integrations.transformers.layout` has checked them.
+        """
         return list(self.stacks.named.values())
 
     def weights(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -131,8 +140,8 @@ class BorrowedExperts(StackedExperts):
         if not self.stacks.transposed:
             super().weight_gradient(pending, groups, sums)
             return
-        # A gradient in-features first is the transpose of the usual one: (A^T B)^T = B^T A, so the factors
-        # are exchanged.
+        # The gradient of a weight (in, out) is the transpose of that of a weight (out, in). Because of
+        # (A^T B)^T = B^T A, it is computed by exchanging the factors.
         rows_NM, grad_hidden_NG, active_NH, grad_out_NM = pending
         w1, w2, b1, b2 = split_parameters(sums)
         if w1 is not None:
@@ -143,46 +152,58 @@ class BorrowedExperts(StackedExperts):
 
 
 class BorrowedSwiGLU(BorrowedExperts, SwiGLUExperts):
-    """Experts with silu(first half) * second half as activation, computed by pmoe's own kernels."""
+    """SwiGLU experts: silu(first half of the columns) * second half, computed by pmoe's kernels."""
 
 
 class BorrowedFFN(BorrowedExperts, FFNExperts):
-    """Experts with one of pmoe's own nonlinearities as activation, given by name."""
+    """Experts with a nonlinearity for which pmoe has kernels, given by its name ("relu", "gelu", "silu")."""
 
 
 class BorrowedActivation(BorrowedExperts):
-    """Experts with any function as activation, from T_M (N, G) to the activated hidden (N, H).
+    """Experts with any activation function, from the hidden activation T_M (N, G) to its output (N, H).
 
-    Forward keeps only T_M, as other experts do. Backward computes the function again under autograd, for a
-    block of rows at a time.
+    N rows, H = d_hidden, G = H, or 2H for gated experts. Forward saves only T_M, as pmoe's own experts do.
+    Backward computes the function again under autograd, for a block of rows at a time.
     """
 
     _writes_over: bool | None = None
-    """Whether the function changes its input in place; None until it was called with at least one row."""
+    """Whether the function changes its argument in place; None until it was called with at least one row."""
 
     def columns(self, device_type: str) -> HiddenColumns:
-        """Returns the columns that these experts hold for a row, those that autograd holds included."""
+        """Returns how many columns of memory a row takes, including the tensors that autograd makes.
+
+        device_type: "cuda" or "cpu".
+        """
         return replace(super().columns(device_type), graph=GRAPH * self.hidden_factor * self.num_hidden)
 
     def _scratch_rows(self, device_type: str) -> int:
-        """Returns the rows of a block: few enough for all that autograd holds, at least 16."""
+        """Returns how many rows form a block: so few that autograd's tensors fit into the scratch memory.
+
+        It is at least 16. device_type: "cuda" or "cpu".
+        """
         wide = max(1, 4 // self.element_size)  # some functions compute in float32
         return max(super()._scratch_rows(device_type) // (GRAPH * self.hidden_factor * wide), 16)
 
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
-        """Writes the activated hidden of hidden_NG to active_NH, a block of rows at a time."""
+        """Writes the activation function of hidden_NG to active_NH, for a block of rows at a time.
+
+        hidden_NG: (N, G), the hidden activation: N rows, G = H, or 2H for gated experts.
+        active_NH: (N, H), where H = d_hidden.
+        """
         block_rows = self._scratch_rows(hidden_NG.device.type)
         for hidden, active in zip(hidden_NG.split(block_rows), active_NH.split(block_rows), strict=True):
             active.copy_(self._activated(hidden))
 
     def _activated(self, hidden_NG: Tensor) -> Tensor:
-        """Returns the activated hidden (N, H), without changing hidden_NG.
+        """Returns the activation function's result (N, H) for hidden_NG (N, G), which stays unchanged.
 
-        A function that writes to its argument, as ``nn.SiLU(inplace=True)`` does, is given a copy. T_M is
-        needed again; in backward it is also a leaf, which autograd does not let a function change.
+        N rows, H = d_hidden, G = H, or 2H for gated experts. A function that writes to its argument, such as
+        ``nn.SiLU(inplace=True)``, gets a copy, for two reasons: hidden_NG is needed again; and in backward it
+        is a leaf that requires a gradient, which autograd does not allow to be changed in place.
         """
         if self._writes_over is None:
-            # Found out once, by a row of zeros. Tensors made under inference_mode count no changes.
+            # A call with one row of zeros shows it. Tensors made under inference_mode have no version number
+            # that would count changes.
             probe = torch.zeros_like(hidden_NG[:1]) if hidden_NG.shape[0] else None
             if probe is not None and not probe.is_inference():
                 version = probe._version
@@ -193,7 +214,12 @@ class BorrowedActivation(BorrowedExperts):
         return active
 
     def activation_gradient(self, grad_NG: Tensor, hidden_NG: Tensor) -> None:
-        """Replaces the gradient of the activated hidden, the first H columns of grad_NG, by that of T_M."""
+        """Replaces the gradient of the activation's output by the gradient of its input, in grad_NG.
+
+        grad_NG: (N, G). Its first H columns hold the gradient of the output before; all G columns hold that
+            of the input afterwards.
+        hidden_NG: (N, G), the input of the activation: N rows, H = d_hidden, G = H, or 2H for gated experts.
+        """
         with torch.enable_grad():
             hidden = hidden_NG.detach().requires_grad_()
             active = self._activated(hidden)
@@ -202,12 +228,13 @@ class BorrowedActivation(BorrowedExperts):
 
 
 class NormedExperts(ModuleExperts):
-    """Experts with one norm after all of them, which each row of T_DO passes before the routing weight.
+    """Experts with one norm for all of them, applied to their output before the routing weights are.
 
-    They are differentiated by autograd, as experts that are modules are, so memory is not predicted.
+    Autograd differentiates them, as it does a user's modules, so pmoe cannot predict their memory.
 
-    stacks: the module's tensors, with activation and norm.
-    views: for each tensor, its views by expert.
+    stacks: the tensors of the module, with its activation and norm.
+    views: for each tensor by name, one view for each expert; weights are (out, in) or (in, out), biases
+        (out,).
     """
 
     stacks: Stacks
@@ -234,7 +261,7 @@ class NormedExperts(ModuleExperts):
             yield from self.stacks.norm.named_parameters(prefix="norm")
 
     def _run(self, expert: int, rows_NM: Tensor) -> Tensor:
-        """Returns one expert's output (N, M) for its rows, after the norm."""
+        """Returns one expert's normalized output (N, M) for its rows rows_NM (N, M): N rows, M = d_model."""
         weights = {name: parts[expert] for name, parts in self.views.items()}
         w1, w2 = (weights[name].t() if self.stacks.transposed else weights[name] for name in ("w1", "w2"))
         active_NH = self.stacks.activation(F.linear(rows_NM, w1, weights.get("b1")))

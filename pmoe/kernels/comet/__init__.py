@@ -1,19 +1,21 @@
-"""COMET's two fused kernels: dispatch + product, and product + top-k reduction + combine.
+"""COMET's two fused kernels: dispatch + product, and product + sum over top-k choices + combine.
 
-    launcher   one launch for the ranks of this process, and how its blocks are divided
-    launches   the four fused steps and the plain dispatch, as launches
-    steps      the same steps for one rank, as a layer calls them
+    launcher    launches a kernel, and splits its thread blocks between communication and computation
+    operators   the forward and backward steps as launches, for all ranks of this process
+    backend     the same steps for a process with one rank, as a layer calls them
 
-Rows are written straight into the heap of the rank that computes them (`pmoe.kernels.heap`). Tiles of a
-product start as soon as their rows have arrived. On the way back, columns of the result leave as soon as they
-are computed. The kernels are in cuda/comet (COMET, sections 3.1 and 3.2; arXiv 2502.19811).
+The dispatching kernel writes each row straight into the symmetric heap (`pmoe.kernels.heap`) of the rank that
+computes it. A tile of the product starts as soon as its rows have arrived. The combining kernel sends back
+columns of the result as soon as they are computed. The kernels are in cuda/comet (COMET, sections 3.1 and
+3.2; arXiv 2502.19811).
 
-Rows that arrived are sorted by expert. An expert's rows are sorted by source rank: this rank first, then
-upwards around the ranks. Rows of one source keep the order in which it sends them, which is token order.
+Rows that arrived are sorted by expert. The rows of one expert are sorted by the rank that sent them: first
+this rank, then the next higher ranks, then from rank 0 on. Rows from the same rank are in token order.
 
-One process may run several ranks on one device (virtual ranks, for tests and measurements). They are then
-launched together.
+For tests and measurements, one process may run several ranks on one device ("virtual ranks"). They share each
+launch.
 
-Letters: T tokens of this rank, K choices, S rows that leave, N rows that arrive, W ranks, E experts of a
-rank, P parts of the columns, M = d_model, H = d_hidden, G = H or 2H rows of w1.
+Letters: T tokens of this rank, K choices of a token, S rows that this rank sends, N rows that it receives, W
+ranks, E experts of one rank, P groups of columns with a partial sum each, M = d_model, H = d_hidden, G =
+columns of the hidden activation before the nonlinearity: H, or 2H for SwiGLU.
 """

@@ -1,4 +1,4 @@
-"""The fused steps for one rank in one process, as a layer calls them."""
+"""COMET's fused forward and backward steps for one rank in one process, as a layer calls them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from pmoe.kernels.heap import Heap
 
 
 class Steps:
-    """The steps of a fused layer; see `launches` for what each computes. Every step is a collective.
+    """The fused launches of a layer's forward and backward pass, for the single rank of this process.
 
-    All ranks must call the same steps in the same order.
+    Every method that launches is a collective: all ranks must call the same methods in the same order.
 
-    find_heap: returns the heap that serves this call now. Between forward and backward a larger batch may
-        replace it by a larger heap. The two passes need no memory in common.
+    find_heap: function that returns the symmetric heap to use now. Between forward and backward a larger
+        batch may replace the heap by a larger one. That does no harm, because backward reads nothing that
+        forward left in the heap.
+    divide: function that returns how a launch splits its thread blocks between communication and computation.
     """
 
     def __init__(self, find_heap: Callable[[], Heap], divide: Divide) -> None:
@@ -31,7 +33,7 @@ class Steps:
 
     @property
     def launcher(self) -> Launcher:
-        """The launcher of the heap that is current now."""
+        """The launcher for the heap that is in use now."""
         heap = self._find_heap()
         if heap is not self._made.heaps[0]:
             self._made = Launcher([heap], self._divide)
@@ -39,10 +41,10 @@ class Steps:
 
     @contextlib.contextmanager
     def all_or_give_up(self) -> Iterator[None]:
-        """Runs all steps of a pass in the block, or gives the heap up if one fails.
+        """A block that contains all launches of one pass. If the block raises, the heap becomes unusable.
 
-        This rank alone may run out of memory between two steps. A round that was left in the middle cannot be
-        continued.
+        This rank alone may fail between two launches, for example if it runs out of memory. The other ranks
+        would then take flags of this rank's next pass for flags of the pass that it left.
         """
         try:
             yield
@@ -51,18 +53,28 @@ class Steps:
             raise
 
     def dispatch(self, fused_routing: FusedRouting, x_TM: Tensor, weight_TK: Tensor) -> None:
-        """Sends rows and routing weights to the ranks that compute them.
+        """Sends tokens as rows, with their routing weights, to the ranks of their experts.
 
-        There `rows` and `row_weight` return them.
+        On the receiving ranks `rows` and `row_weight` return what arrived.
+
+        journey: where the rows of this rank's tokens go, and which rows arrive.
+        x_TM: (T, M), T tokens of d_model columns.
+        weight_TK: (T, K), routing weights of the K choices of each token.
         """
         launches.dispatch(self.launcher, [fused_routing], x_TM, float_weights(weight_TK))
 
     def rows(self, fused_routing: FusedRouting) -> Tensor:
-        """Returns the rows that the last dispatch brought here, (N, M). Valid until the next combine."""
+        """Returns the N rows that the last dispatch brought to this rank, (N, M), without a copy.
+
+        They are valid until the next `product_combine` or `gradient_combine`. M = d_model.
+        """
         return self.launcher.heaps[0].rows(fused_routing.num_received)
 
     def row_weight(self, fused_routing: FusedRouting) -> Tensor:
-        """Returns the routing weights of these rows, (N,) float32. Valid until the next combine."""
+        """Returns the routing weights, (N,) float32, of the N rows that the last dispatch brought here.
+
+        They are not copied, and are valid until the next `product_combine` or `gradient_combine`.
+        """
         return self.launcher.heaps[0].row_weight(fused_routing.num_received)
 
     def dispatch_hidden(
@@ -74,7 +86,18 @@ class Steps:
         b1: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor | None, Tensor]:
-        """Returns T_M (N, G), or None unless ``keep`` is set in options, and the activated hidden (N, H)."""
+        """Dispatches tokens to their experts' ranks, and computes w1's product and the nonlinearity there.
+
+        journey: where the rows of this rank's tokens go, and which N rows arrive.
+        x_TM: (T, M), this rank's T tokens of M = d_model columns.
+        weight_TK: (T, K), the routing weights of the K choices of each token.
+        w1, b1: first weight (E, G, M) and bias (E, G) of this rank's E experts. G is H = d_hidden, or 2H for
+            SwiGLU.
+        options: ``activation``, the nonlinearity's name, and ``keep``, whether to return the first result.
+
+        Returns the hidden activation before the nonlinearity (T_M), (N, G), or None if ``keep`` is False; and
+        the activation after the nonlinearity, (N, H).
+        """
         hidden, active = launches.dispatch_hidden(
             self.launcher, [fused_routing], x_TM, float_weights(weight_TK), [w1], [b1], **options
         )
@@ -83,15 +106,31 @@ class Steps:
     def product_combine(
         self, fused_routing: FusedRouting, active_NH: Tensor, w2: Tensor, b2: Tensor | None
     ) -> Tensor:
-        """Returns T_O (T, M) from the activated hidden (N, H)."""
+        """Multiplies by w2, sends the results back to their tokens' ranks, and sums those of each token.
+
+        journey: the `FusedRouting` that was dispatched.
+        active_NH: (N, H), activation after the nonlinearity, of the N rows that arrived. H = d_hidden.
+        w2, b2: second weight (E, M, H) and bias (E, M) of this rank's E experts.
+
+        Returns the layer's output (T_O) for this rank's T tokens, (T, M).
+        """
         return launches.product_combine(self.launcher, [fused_routing], [active_NH], [w2], [b2])
 
     def dispatch_hidden_gradient(
         self, fused_routing: FusedRouting, grad_TM: Tensor, weight_TK: Tensor, *of_rank: Any, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns dT_M (N, G), the activated hidden (N, H) and parts of the weights' gradients (P, N).
+        """Dispatches the output's gradient to the experts' ranks, and computes the hidden gradient there.
 
-        of_rank: w2, b2 and T_M.
+        journey: where the rows of this rank's tokens go, and which N rows arrive.
+        grad_TM: (T, M), gradient of the layer's output for this rank's T tokens.
+        weight_TK: (T, K), the routing weights of the K choices of each token.
+        of_rank: w2, b2 and the hidden activation before the nonlinearity (T_M), (N, G), of this rank. G is H
+            = d_hidden, or 2H for SwiGLU.
+        options: ``activation``, the nonlinearity's name.
+
+        Returns three tensors: the gradient of T_M, (N, G); the activation after the nonlinearity times the
+        routing weights, (N, H); and P parts of the gradient of each row's routing weight, (P, N), which must
+        be added up.
         """
         grad_hidden, active, dots = launches.dispatch_hidden_gradient(
             self.launcher,
@@ -106,10 +145,21 @@ class Steps:
     def gradient_combine(
         self, fused_routing: FusedRouting, grad_hidden_NG: Tensor, w1: Tensor, dots_PN: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns dT_I (T, M) and the gradients of the routing weights (T, K)."""
+        """Multiplies by w1, sends the rows' gradients to their tokens' ranks, and sums those of each token.
+
+        journey: the `FusedRouting` that was dispatched.
+        grad_hidden_NG: (N, G), gradient of the hidden activation before the nonlinearity, of the N rows that
+            arrived. G is H = d_hidden, or 2H for SwiGLU.
+        w1: (E, G, M), first weight of this rank's E experts.
+        dots_PN: (P, N), the third result of `dispatch_hidden_gradient`: P parts of the gradient of each row's
+            routing weight.
+
+        Returns the gradient of the layer's input for this rank's T tokens, (T, M), and the gradient of the
+        routing weights, (T, K).
+        """
         return launches.gradient_combine(self.launcher, [fused_routing], [grad_hidden_NG], [w1], [dots_PN])
 
 
 def float_weights(weight_TK: Tensor) -> Tensor:
-    """Returns routing weights as the kernels read them: contiguous float32, without a graph."""
+    """Returns routing weights (T, K) in the form that kernels read: contiguous float32 without a graph."""
     return weight_TK.detach().to(torch.float32).contiguous()

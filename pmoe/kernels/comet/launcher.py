@@ -1,4 +1,4 @@
-"""Launches a fused kernel for the ranks of this process, and decides whether a device can."""
+"""Launches a fused kernel for the ranks of this process, and finds out why a device cannot run it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from pmoe.kernels.heap import Heap
 from pmoe.schedule.tasks import PassDirection
 
 MAX_RANKS, MAX_EXPERTS, MAX_CHUNKS = 64, 1024, 64
-"""Limits of cuda/comet/layout.h. MAX_EXPERTS counts those of all ranks, MAX_CHUNKS those of columns."""
+"""Limits of cuda/comet/layout.h: ranks, experts of all ranks, and groups of columns that are sent together.
+"""
 
 SPARE_BLOCKS = "PMOE_SPARE_BLOCKS"
-"""The environment variable that says how many multiprocessors fused kernels leave to others."""
+"""Environment variable: number of multiprocessors that fused kernels leave free for other kernels."""
 
 
 def ranks_refusal(device: torch.device, num_ranks: int, experts: int) -> str | None:
-    """Returns why the fused kernels do not take so many ranks of so many experts each; None if they do."""
+    """Returns why the fused kernels cannot run with this number of ranks and experts; None if they can.
+
+    experts: experts of one rank.
+    """
     if num_ranks > MAX_RANKS:
         return f"{num_ranks} ranks: the fused kernels take at most {MAX_RANKS}"
     if num_ranks * experts > MAX_EXPERTS:
@@ -41,11 +45,12 @@ def ranks_refusal(device: torch.device, num_ranks: int, experts: int) -> str | N
 
 
 def loading_refusal(device: torch.device, num_ranks: int) -> str | None:
-    """Returns why kernels of several processes must not wait for each other; None if they may.
+    """Returns why fused kernels of several processes could wait for each other forever; None if not.
 
-    By default CUDA loads a kernel at its first launch, and that may wait until running kernels have ended. A
-    running fused kernel may wait for a peer, which waits for this process's next launch: none of them would
-    end.
+    By default CUDA loads a kernel at its first launch, and loading may wait until running kernels have ended.
+    A fused kernel that runs on this rank may wait for another rank, and that rank may wait for this rank's
+    next launch. If the next launch must first load a kernel, none of them ever ends. With
+    CUDA_MODULE_LOADING=EAGER all kernels are loaded at the start.
     """
     if num_ranks == 1 or device.type != "cuda" or extension.module().loads_eagerly():
         return None
@@ -54,15 +59,21 @@ def loading_refusal(device: torch.device, num_ranks: int) -> str | None:
 
 @functools.cache
 def path_facts(hopper: bool) -> dict[str, int]:
-    """Returns "tile_rows" and "tile_columns" of a path's kernels, and "board_words" (see `ranks_refusal`)."""
+    """Returns sizes of the kernels by name: "tile_rows", "tile_columns" and "board_words".
+
+    "board_words" is the most counters of rows that fit into the shared memory of a block (see
+    `ranks_refusal`).
+
+    hopper: whether the kernels are the sm_90a code or the sm_80 code.
+    """
     facts: dict[str, int] = extension.module().comet_path(hopper)
     return facts
 
 
 def spare_blocks(num_ranks: int = 1) -> int:
-    """Returns how many multiprocessors fused kernels leave to other kernels.
+    """Returns the number of multiprocessors that fused kernels leave free for other kernels.
 
-    It is $PMOE_SPARE_BLOCKS; without the variable SPARE, or 0 for one rank. See `pmoe.comm.heap.providers`.
+    It is $PMOE_SPARE_BLOCKS if that is set. Otherwise it is 0 if there is only one rank, else `SPARE`.
 
     Raises ValueError if the variable is not a whole number.
     """
@@ -81,27 +92,27 @@ def processors(device: torch.device) -> int:
 
 
 MAX_VIRTUAL = 4
-"""The most ranks of one launch, as in cuda/peers/sizes.h."""
+"""The most ranks of one launch, all in this process: kMostVirtual of cuda/peers/sizes.h."""
 
 FusedKernel = Literal["dispatch", "combine"]
 
 KERNELS: dict[FusedKernel, int] = {"dispatch": 0, "combine": 1}
-"""Codes of `Kernel` of cuda/comet/launch.h."""
+"""Codes of the two fused kernels: `Kernel` of cuda/comet/launch.h."""
 
 COLUMNS = 256
-"""`Division.chunk_columns` is a multiple of it."""
+"""`Division.chunk_columns` must be a multiple of this number of columns."""
 
 RULE_COLUMNS = 512
-"""`Division.chunk_columns` if nothing was measured."""
+"""The value of `Division.chunk_columns` if no measured value is known."""
 
 
 @dataclass(frozen=True, order=True)
 class Division:
-    """The division of a fused kernel's thread blocks between communication and computation.
+    """The split of a fused kernel's work: blocks that communicate, and columns that are sent together.
 
-    n_c: number of blocks that communicate. The others compute.
-    chunk_columns: columns that the combining kernel finishes before it sends them (T_N in the paper), a
-        multiple of 256. The dispatching kernel does not use it.
+    n_c: number of thread blocks that communicate. All other blocks compute.
+    chunk_columns: number of columns that the combining kernel computes before it sends them (T_N in the
+        paper), a multiple of 256. The dispatching kernel does not use it.
 
     Raises TypeError or ValueError if n_c is below 1 or chunk_columns is not a multiple of 256.
     """
@@ -116,17 +127,19 @@ class Division:
 
 
 Divide = Callable[[FusedKernel, PassDirection], Division]
-"""A function (kernel, direction) that returns the division of a launch. It must be the same on every rank."""
+"""A function (kernel, direction) that returns the `Division` of a launch. It must be the same on all ranks.
+"""
 
 
 class Launcher:
     """Launches fused kernels for the ranks that this process runs.
 
-    heaps: the heap of each of these ranks.
-    divide: returns the division of each launch.
-    device, hopper: where the kernels run, and whether as sm_90a code.
-    blocks: thread blocks of each rank.
-    tile_columns: columns of a tile of a product.
+    heaps: the symmetric heap of each of these ranks.
+    divide: function that returns how a launch splits its thread blocks between communication and computation.
+    device: the device on which all these ranks run.
+    hopper: whether the device runs the kernels' sm_90a code.
+    blocks: number of thread blocks of each rank.
+    tile_columns: number of columns of a tile of a product.
     """
 
     heaps: tuple[Heap, ...]
@@ -137,7 +150,7 @@ class Launcher:
     tile_columns: int
 
     def __init__(self, heaps: Sequence[Heap], divide: Divide) -> None:
-        """Raises ValueError if the device cannot run the kernels, or if there are 0 or too many ranks."""
+        """Raises ValueError if the device cannot run the kernels, or if there are no heaps or too many."""
         if not 1 <= len(heaps) <= MAX_VIRTUAL:
             raise ValueError(
                 f"heaps ({len(heaps)}) must be 1 to {MAX_VIRTUAL}, one for each rank of the launch"
@@ -151,7 +164,7 @@ class Launcher:
         if why is not None:
             raise ValueError(f"the fused kernels cannot run: {why}")
         self.hopper = code == "sm_90a"
-        # Ranks of one launch do not wait for other processes, so together they count as one.
+        # Multiprocessors are left to NCCL, which only several processes use: count processes, not ranks.
         spare = spare_blocks(shape.num_ranks // len(heaps))
         self.blocks = (processors(self.device) - spare) // len(heaps)
         if self.blocks < 2:
@@ -171,10 +184,12 @@ class Launcher:
         epilogue: int = PLAIN,
         activation: int = 0,
     ) -> None:
-        """Launches one kernel.
+        """Launches one kernel for all ranks of this process.
 
-        ranks: for each rank the fields of cuda/comet/read.h that only this launch needs; see `launches`.
-        epilogue, activation: what follows the product, as codes of `pmoe.kernels.gemm`.
+        kernel, direction: which of the two kernels, and for which pass.
+        ranks: for each rank, the arguments that only this launch needs, by their names in cuda/comet/read.h:
+            the result of a function ``..._fields`` of `pmoe.kernels.comet.operators`.
+        epilogue, activation: codes of `pmoe.kernels.gemm` for what is computed after the product.
         """
         division = self.divide(kernel, direction)
         extension.module().comet(
@@ -191,10 +206,12 @@ class Launcher:
         )
 
     def begin(self, *, is_round: bool = True) -> dict[str, int]:
-        """Returns device, stream, element type and blocks of the next launch, ordered after all earlier ones.
+        """Returns the launch's arguments that do not depend on the rank: device, stream, dtype code, blocks.
 
-        is_round: whether the launch begins a new round, as dispatch does. Combine belongs to the round of its
-            dispatch.
+        It makes the current stream wait for all earlier launches with the same heaps.
+
+        is_round: whether the launch begins a new round of the heaps, as dispatch does. Combine belongs to the
+            round of the dispatch before it, whose rows it uses.
 
         Raises HeapError for a broken heap.
         """
@@ -207,16 +224,17 @@ class Launcher:
         return {"device": self.device.index or 0, "stream": stream, "element": element, "blocks": self.blocks}
 
     def _divided(self, division: Division, own: dict[str, int]) -> dict[str, int]:
-        """Returns a rank's division as fields.
+        """Returns a rank's number of communicating blocks, and of columns that are sent together, by name.
 
-        A rank that computes nothing communicates with all its blocks.
+        own: the rank's other arguments of the launch. If "computes" is 0 there, all blocks of the rank
+            communicate.
         """
         n_c = max(1, min(division.n_c, self.blocks - 1)) if own["computes"] else self.blocks
         columns = chunk_columns(division, self.heaps[0].shape.d_model, self.tile_columns)
         return {"n_c": n_c, "chunk_columns": columns, "local_experts": self.heaps[0].shape.experts}
 
     def rank_fields(self, heap: Heap) -> dict[str, int]:
-        """Returns the fields of a rank that every launch needs, by their names in cuda/comet/read.h."""
+        """Returns a rank's arguments that every launch needs, by their names in cuda/comet/read.h."""
         shape = heap.shape
         return {
             "ranks": shape.num_ranks,
@@ -234,12 +252,17 @@ class Launcher:
 
 
 def chunk_columns(division: Division, columns: int, tile_columns: int) -> int:
-    """Returns how many columns are sent at a time: whole tiles, and so many that there are at most 64 chunks.
+    """Returns the number of columns that the combining kernel sends at a time, in whole tiles.
 
-    columns: of the result. tile_columns: of a tile.
+    It is division.chunk_columns, rounded up to whole tiles, but not more than all columns of the result. It
+    is larger if there would be over 64 groups of columns, the most that the kernels take.
 
-    Example: in tiles of 128, division.chunk_columns 200 of 600 columns -> 256; 1000 of 600 -> 640, all there
-        are.
+    division: how the launch splits its work.
+    columns: number of columns of the result.
+    tile_columns: number of columns of a tile.
+
+    Example: tiles of 128 columns, a result of 600 columns: chunk_columns 200 -> 256; 1000 -> 640, all
+    columns.
     """
     all_columns = -(-columns // tile_columns) * tile_columns
     min_columns = max(division.chunk_columns, -(-all_columns // MAX_CHUNKS))
@@ -250,9 +273,9 @@ _last_stream: weakref.WeakKeyDictionary[Heap, torch.cuda.Stream] = weakref.WeakK
 
 
 def _stream_behind(heaps: Sequence[Heap], device: torch.device) -> int:
-    """Returns the current stream, made to wait for earlier launches with these heaps on other streams.
+    """Makes the current stream wait for earlier launches with these heaps. Returns its address.
 
-    Rounds of a heap must follow each other.
+    Launches that use the same heap must not overlap. Earlier ones may have been on other streams.
     """
     stream = torch.cuda.current_stream(device)
     for heap in heaps:

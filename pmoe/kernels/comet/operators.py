@@ -1,16 +1,21 @@
-"""The four fused steps and the plain dispatch, each one launch for all ranks of this process.
+"""The fused forward and backward steps, each one launch for all ranks of this process.
 
-    forward    dispatch_hidden            dispatch + first product + nonlinearity
-               product_combine            second product + sum over choices + combine
-    backward   dispatch_hidden_gradient   dispatch of dT_O + gradient of the hidden
-               gradient_combine           gradient of the rows + sum over choices + combine
-               dispatch                   rows alone, if T_DI is sent again
+    forward    dispatch_hidden            dispatch + w1's product + nonlinearity
+               product_combine            w2's product + sum over each token's choices + combine
+    backward   dispatch_hidden_gradient   dispatch of the output's gradient + gradient of the hidden
+                                          activation
+               gradient_combine           gradient of the rows + sum over each token's choices + combine
+               dispatch                   dispatch alone, if the layer's input is sent a second time
 
-Arguments that belong to a rank are lists, one entry a rank. Tensors by token hold the tokens of all these
-ranks.
+Arguments that each rank has are lists with an entry for each rank. Tensors that are indexed by token hold the
+tokens of all these ranks.
 
-The functions ``..._fields`` return the fields of a launch: addresses, strides and sizes. They raise
-ValueError, naming the tensor, for operands that the kernels would read wrongly.
+The functions ``..._fields`` return a rank's arguments of a launch by name: addresses, strides and sizes. They
+raise ValueError, naming the tensor, if the kernels could not read an operand correctly.
+
+Letters: T tokens, K choices of a token, S rows that a rank sends, N rows that it receives, W ranks, E experts
+of one rank, P groups of columns with a partial sum each, M = d_model, H = d_hidden, G = columns of the hidden
+activation before the nonlinearity: H, or 2H for SwiGLU.
 """
 
 from __future__ import annotations
@@ -30,19 +35,24 @@ from pmoe.kernels.operands import address, at, check_memory, check_tensor
 
 @dataclass(frozen=True, kw_only=True)
 class FusedRouting:
-    """The destinations of the rows of one rank's tokens, and the rows that come to it, all in int32.
+    """Destinations of the rows of one rank's tokens, and counts of the rows that arrive at the rank.
+
+    All tensors are int32. A slot is one of the T * K (token, choice) pairs. Each slot that is not dropped has
+    a row.
 
     rank: this rank.
-    expert_TK: (T, K), numbers among the experts of all ranks.
-    position_TK: (T, K), the place of each slot's row among the rows that this rank sends, which are sorted by
+    expert_TK: (T, K), global expert index of each slot.
+    position_TK: (T, K), index of each slot's row among the rows that this rank sends, which are sorted by
         expert, then by token; -1 if the slot is dropped.
-    slot_S: (S,), the slot of each row that this rank sends.
-    send_WE: (W, E), this rank's rows for each rank's experts, on the device.
-    recv_WE: (W, E), rows from each rank for this rank's experts, on the device.
-    num_received: N, or an upper bound of it.
-    first_token, num_tokens: this rank's tokens, if the tensors by token hold those of several ranks.
-    first_row: the first position of this rank's rows then, as `pmoe.kernels.route` numbers them with one
-        chunk for each rank.
+    slot_S: (S,), slot of each of the S rows that this rank sends.
+    send_WE: (W, E), number of rows that this rank sends to each of the E experts of each of the W ranks, on
+        the device.
+    recv_WE: (W, E), number of rows that each rank sends to each of this rank's experts, on the device.
+    num_received: N, the number of rows that arrive, or an upper bound.
+    first_token, num_tokens: the range of this rank's tokens, if several ranks of this process share the
+        tensors that are indexed by token. None: all tokens are this rank's.
+    first_row: number of rows that lower ranks of this process send, which is subtracted from position_TK; 0
+        if tensors are not shared.
     """
 
     rank: int
@@ -58,17 +68,23 @@ class FusedRouting:
 
     @property
     def top_k(self) -> int:
-        """K, choices of a token."""
+        """K, the number of choices of a token."""
         return self.expert_TK.shape[1]
 
     @property
     def ends_E(self) -> Tensor:
-        """(E,) int32, the running sum of the rows that arrive for each expert."""
+        """The index behind the last arriving row of each expert of this rank, (E,) int32."""
         return self.recv_WE.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 def routing_fields(heap: Heap, fused_routing: FusedRouting) -> dict[str, int]:
-    """Returns the fields that say where rows go. Raises ValueError if the heap has too few rows."""
+    """Returns a launch's arguments about where rows go, by their names in cuda/comet/read.h.
+
+    heap: this rank's symmetric heap.
+    journey: where the rows of this rank's tokens go, and which rows arrive.
+
+    Raises ValueError if the heap has room for fewer rows, or if a tensor is not as the kernels need it.
+    """
     shape = heap.shape
     if fused_routing.num_received > shape.rows:
         raise ValueError(
@@ -104,7 +120,13 @@ def routing_fields(heap: Heap, fused_routing: FusedRouting) -> dict[str, int]:
 
 
 def check_tokens(heap: Heap, expert_TK: Tensor, source_TM: Tensor, weight_TK: Tensor) -> None:
-    """Raises ValueError unless kernels can read rows by token, (T, M), and routing weights, (T, K)."""
+    """Raises ValueError unless kernels can read the rows and routing weights that are to be dispatched.
+
+    heap: this rank's symmetric heap, whose dtype and d_model the rows must have.
+    expert_TK: (T, K), the experts of T tokens, K choices of each.
+    source_TM: (T, M), a row of M = d_model columns for each token.
+    weight_TK: (T, K), the routing weights.
+    """
     shape = heap.shape
     device = heap.device
     rows_shape = (expert_TK.shape[0], shape.d_model)
@@ -119,7 +141,13 @@ def check_tokens(heap: Heap, expert_TK: Tensor, source_TM: Tensor, weight_TK: Te
 def dispatch_fields(
     heap: Heap, fused_routing: FusedRouting, source_TM: Tensor, weight_TK: Tensor
 ) -> dict[str, int]:
-    """Returns the fields of a launch that dispatches: rows of tokens leave, and arrive as the product's A."""
+    """Returns the arguments of a launch that sends tokens as rows, and multiplies the rows that arrive.
+
+    heap: this rank's symmetric heap. Rows that arrive in it are the first operand of the product.
+    journey: where the rows of this rank's tokens go, and which rows arrive.
+    source_TM: (T, M), a row for each of T tokens.
+    weight_TK: (T, K), the routing weights of the K choices of each token, which are sent with the rows.
+    """
     check_tokens(heap, fused_routing.expert_TK, source_TM, weight_TK)
     shape = heap.shape
     places = shape.places
@@ -137,10 +165,12 @@ def dispatch_fields(
 
 
 def combine_fields(heap: Heap, fused_routing: FusedRouting, a: Tensor, result_TM: Tensor) -> dict[str, int]:
-    """Returns the fields of a launch that combines.
+    """Returns the arguments of a launch that multiplies rows, and sends the results back to their tokens.
 
-    a: (rows, columns), the first operand of the product, whose result is written where dispatched rows lay.
-    result_TM: (T, M), receives the sum of each token's rows.
+    heap: this rank's symmetric heap. The results overwrite the rows that were dispatched into it.
+    journey: the `FusedRouting` by which the rows were dispatched.
+    a: (rows, columns), the first operand of the product.
+    result_TM: (T, M), memory for the sum of each token's results.
     """
     shape = heap.shape
     check_tensor("rows", a, dtypes=[shape.dtype], device=heap.device)
@@ -167,9 +197,12 @@ def combine_fields(heap: Heap, fused_routing: FusedRouting, a: Tensor, result_TM
 def check_expert_weight(
     name: str, weight: Tensor, bias: Tensor | None, heap: Heap, *, columns: int
 ) -> tuple[int, int, int]:
-    """Raises ValueError unless a weight fits the heap's experts. Returns its three sizes.
+    """Raises ValueError unless kernels can read an expert weight and its bias. Returns the weight's shape.
 
-    columns: which of its dimensions is d_model.
+    name: the weight's name, for the error.
+    weight: a matrix for each expert of this rank, in one tensor of three dimensions.
+    heap: this rank's symmetric heap, whose dtype, d_model and number of experts the weight must have.
+    columns: index of the weight's dimension that must be d_model, 1 or 2.
     """
     check_memory(dense={name: weight, "bias": bias})
     shape = heap.shape
@@ -188,7 +221,13 @@ def check_expert_weight(
 def dispatch(
     launcher: Launcher, fused_routings: Sequence[FusedRouting], x_TM: Tensor, weight_TK: Tensor
 ) -> None:
-    """Sends rows, (T, M), and their routing weights, (T, K), to the ranks that compute them."""
+    """Sends tokens as rows, with their routing weights, to the ranks of their experts; computes nothing.
+
+    launcher: has the heap of each rank of this process.
+    journeys: for each of these ranks, where the rows of its tokens go.
+    x_TM: (T, M), the tokens of these ranks.
+    weight_TK: (T, K), the routing weights of the K choices of each token.
+    """
     fields = [
         {**dispatch_fields(heap, fused_routing, x_TM, weight_TK), "computes": 0}
         for heap, fused_routing in zip(launcher.heaps, fused_routings, strict=True)
@@ -207,13 +246,21 @@ def dispatch_hidden(
     activation: str,
     keep: bool,
 ) -> tuple[list[Tensor] | None, list[Tensor]]:
-    """Dispatches rows and computes T_M = rows w1[e]^T + b1[e] and the activated hidden on each rank.
+    """Sends tokens to the ranks of their experts, and computes there w1's product and the nonlinearity.
 
-    x_TM: (T, M). weight_TK: (T, K).
-    w1, b1: of each rank, (E, G, M) and (E, G).
+    The product is T_M = rows w1[e]^T + b1[e] for the rows of each expert e.
 
-    Returns lists with an entry for each rank: T_M (N, G), or None unless ``keep``, and the activated hidden
-    (N, H).
+    launcher: has the heap of each rank of this process.
+    journeys: for each of these ranks, where the rows of its tokens go, and which N rows arrive.
+    x_TM: (T, M), the tokens of these ranks.
+    weight_TK: (T, K), the routing weights of the K choices of each token.
+    w1, b1: for each rank, weight (E, G, M) and bias (E, G) of its E experts. G is H = d_hidden, or 2H for
+        SwiGLU.
+    activation: name of the nonlinearity.
+    keep: whether to store and return T_M.
+
+    Returns two lists with an entry for each rank: T_M, (N, G), or None instead of the list unless ``keep``;
+    and the activation after the nonlinearity, (N, H).
     """
     fields = []
     hidden = []
@@ -245,14 +292,21 @@ def product_combine(
     w2: Sequence[Tensor],
     b2: Sequence[Tensor | None],
 ) -> Tensor:
-    """Returns T_O (T, M): the sum over each token's rows of (active w2[e]^T + b2[e]) * weight.
+    """Multiplies by w2, sends results back to their tokens' ranks, and sums those of each token.
 
-    active: of each rank, the activated hidden (N, H).
-    w2, b2: of each rank, (E, M, H) and (E, M).
+    A token's output is the sum over its rows of (active w2[e]^T + b2[e]) * routing weight. The weights are
+    those that the last dispatch sent.
 
-    The weights are those that the dispatch before it sent. Each rank sums its own rows of a token before they
-    travel. The token's owner adds these sums in the order of the token's choices, so results repeat to the
-    bit.
+    launcher: has the heap of each rank of this process.
+    journeys: for each of these ranks, the `FusedRouting` that was dispatched.
+    active: for each rank, the activation after the nonlinearity, (N, H), of the N rows that arrived. H =
+        d_hidden.
+    w2, b2: for each rank, weight (E, M, H) and bias (E, M) of its E experts.
+
+    Returns the layer's output (T_O) for all T tokens of these ranks, (T, M).
+
+    Each expert rank first sums its own results of a token and sends the sum. The token's rank adds these sums
+    in the order of the token's choices, so the output is the same bits in each run.
     """
     fields = []
     result_TM = active[0].new_empty(fused_routings[0].expert_TK.shape[0], launcher.heaps[0].shape.d_model)
@@ -283,18 +337,26 @@ def dispatch_hidden_gradient(
     *,
     activation: str,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Dispatches dT_O, (T, M), and computes three tensors from it on each rank:
+    """Dispatches the output's gradient, and computes the hidden activation's gradient on each expert rank.
 
-        dT_M times the rows' weights              (N, G)
-        the activated hidden times the weights    (N, H)
-        parts of the weights' gradients           (P, N), to be summed over P in this order
+    launcher: has the heap of each rank of this process.
+    journeys: for each of these ranks, where the rows of its tokens go, and which N rows arrive.
+    grad_TM: (T, M), gradient of the layer's output for the tokens of these ranks.
+    weight_TK: (T, K), the routing weights of the K choices of each token.
+    w2, b2: for each rank, weight (E, M, H) and bias (E, M) of its E experts. H = d_hidden.
+    hidden: for each rank, the hidden activation before the nonlinearity (T_M), (N, G), of the N rows that
+        arrive. G is H, or 2H for SwiGLU.
+    activation: name of the nonlinearity.
 
-    The weights' gradient is <activated hidden, grad w2[e]> + <grad, b2[e]>. Each of the first P - 1 parts is
-    the inner product over some columns, the last part is the bias's; without a bias all P are parts of the
-    inner product.
+    Returns three lists with an entry for each rank:
 
-    weight_TK: (T, K).
-    w2, b2, hidden: of each rank, (E, M, H), (E, M) and T_M (N, G).
+        gradient of T_M, times the rows' routing weights                     (N, G)
+        activation after the nonlinearity, times the rows' routing weights   (N, H)
+        P parts of the gradient of each row's routing weight                 (P, N)
+
+    The sum of the P parts, in their order, is <activation, grad w2[e]> + <grad, b2[e]> for a row of expert e.
+    With a bias the last part is the second term. The other parts are the first term, each over some of the
+    columns.
     """
     fields = []
     grad_hidden = []
@@ -329,9 +391,12 @@ def dispatch_hidden_gradient(
 
 
 def _dots_with_bias(rows_NM: Tensor, bias_EM: Tensor, ends_E: Tensor) -> Tensor:
-    """Returns the inner product of each row with the bias of its expert: (N,) float32.
+    """Returns the inner product of each row with the bias of its expert, (N,) float32.
 
-    ends_E: (E,), the running sum of rows by expert. Rows beyond the last expert's use its bias.
+    rows_NM: (N, M), N rows sorted by expert.
+    bias_EM: (E, M).
+    ends_E: (E,), for each expert the index behind its last row. Rows behind those of the last expert use its
+        bias.
     """
     by_expert_NE = rows_NM.float() @ bias_EM.float().t()
     row_N = torch.arange(rows_NM.shape[0], dtype=torch.int32, device=rows_NM.device)
@@ -346,13 +411,21 @@ def gradient_combine(
     w1: Sequence[Tensor],
     dots: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Returns dT_I (T, M) and the gradients of the routing weights (T, K), 0 for dropped slots.
+    """Multiplies by w1, sends the rows' gradients to their tokens' ranks, and sums those of each token.
 
-    dT_I of a token is the sum of dT_M w1[e] over its rows, added in the order of `product_combine`.
+    The gradient of a token is the sum of grad w1[e] over its rows, added in the same order as in
+    `product_combine`.
 
-    of_hidden: dT_M of each rank, (N, G).
-    w1: of each rank, (E, G, M).
-    dots: parts of the weights' gradients of each rank, (P, N).
+    launcher: has the heap of each rank of this process.
+    journeys: for each of these ranks, the `FusedRouting` that was dispatched.
+    of_hidden: for each rank, the gradient of the hidden activation before the nonlinearity, (N, G), of the N
+        rows that arrived. G is H = d_hidden, or 2H for SwiGLU.
+    w1: for each rank, the weight (E, G, M) of its E experts.
+    dots: for each rank, the third result of `dispatch_hidden_gradient`: P parts of the gradient of each row's
+        routing weight, (P, N).
+
+    Returns the gradient of the layer's input for all T tokens of these ranks, (T, M), and the gradient of the
+    routing weights, (T, K), which is 0 for dropped choices.
     """
     fields = []
     num_tokens, top_k = fused_routings[0].expert_TK.shape

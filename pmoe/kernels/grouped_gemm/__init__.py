@@ -1,22 +1,27 @@
-"""Grouped products, fused with the operations that follow: rows sorted by expert times that expert's matrix.
+"""Grouped products: rows sorted by expert, each times the weight matrix of its expert.
 
-    products    the products, by the kernels of cuda/grouped_gemm or by `reference`; no gradients
+What follows a product in the layer (bias, nonlinearity, routing weights) is computed in the same kernel.
+
+    products    the products, computed by the kernels of cuda/grouped_gemm or by `reference`; no gradients
     operators   the same with gradients, as torch operators
-    launch      one launch
-    checks      what operands must be
+    reference   the same as PyTorch expressions, for any dtype and device
+    launch      launches one kernel
+    checks      checks of operands
 
-Expert e owns the rows from ends[e - 1] to ends[e], and ends[E - 1] is N. The ends stay on the device, so the
-host waits for nothing:
+``ends`` says which rows belong to which expert: expert e has the rows from ends[e - 1] up to but not
+including ends[e] (for expert 0 they begin at 0), and the last entry is N. The ends stay on the device, so the
+host does not wait for row counts:
 
     ends     2         2         5
     rows     0 1       -         2 3 4
     expert   0         1         2
 
-`product` and `hidden` may gather their rows from tokens: row r of the N is then row slot[r] // K of the
-tokens, and the dispatched rows (T_DI) need not exist. Gradients take rows that are in place.
+`product` and `hidden` can read their rows directly from the tokens: row r is then token slot[r] // K, where
+slot[r] is the row's index among the T * K (token, choice) pairs. The dispatched input (T_DI) then need not be
+stored. Only stored rows can be used to compute gradients.
 
-Letters: N rows, E experts, K choices, S slots, I in-features, O out-features, M = d_model, H = d_hidden,
-G = H or 2H rows of w1.
+Letters: T tokens, K choices of a token, N rows, E experts, I in-features, O out-features, M = d_model, H =
+d_hidden, G = columns of the hidden activation before the nonlinearity: H, or 2H for SwiGLU.
 """
 
 from pmoe.kernels.gemm import layout_problem, refusal

@@ -1,4 +1,4 @@
-"""Checks on the operands of grouped products, and the slots by which rows are gathered.
+"""Checks of the operands of grouped products, and `RowSlots`, by which rows are gathered from tokens.
 
 Every check raises ValueError.
 """
@@ -15,12 +15,12 @@ from pmoe.kernels.operands import MAX_ROWS, check_floating, check_tensor
 
 
 class RowSlots(NamedTuple):
-    """The slot of each of N rows. Slot s belongs to token s // top_k.
+    """The slot of each of N rows. A slot is one of the T * K (token, choice) pairs.
 
-    slot_N: (N,) int32, below T*K.
-    top_k: K.
+    slot_N: (N,) int32, from 0 to T * K - 1. The token of a slot is slot // top_k.
+    top_k: K, the number of choices of a token.
 
-    Weights of rows are then given by slot, (T*K,).
+    Routing weights are then indexed by slot, (T * K,), and not by row.
     """
 
     slot_N: Tensor
@@ -38,11 +38,19 @@ def check_operands(
     bias: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> int:
-    """Checks the operands of a product and returns N, the number of rows.
+    """Checks the operands of a grouped product, and returns N, the number of rows that are multiplied.
 
-    columns: which dimension of the weight the rows have as columns: 2 for a product, 1 for its input
-        gradient.
-    slots, gathered: whether rows are tokens, of which ``slots`` says which to gather.
+    rows: (N, columns), or the tokens (T, columns) if ``gathered``.
+    weight: (E, O, I), a matrix for each of E experts.
+    ends: (E,) int32, the index behind each expert's last row.
+    columns: the dimension of the weight that has the rows' number of columns: 2 for a product, 1 for the
+        gradient of its rows.
+    slots: slot of each row, or None.
+    gathered: whether rows are read from tokens, at the tokens of ``slots``.
+    bias: (E, O), or None.
+    scale: factor of each row, or of each slot if there are slots; or None.
+
+    Raises ValueError if an operand does not fit the others.
     """
     check_tensor("weight", weight, shape=("E", "O", "I"))
     check_floating("weight", weight)
@@ -60,8 +68,8 @@ def check_operands(
     if bias is not None:
         check_tensor("bias", bias, shape=weight.shape[:2], dtypes=[weight.dtype], device=weight.device)
     if scale is not None:
-        # With slots the scale is by slot. If rows are gathered, it has a number for each slot of the tokens.
-        # If they are in place, the number of tokens is unknown, and it must have at least N numbers.
+        # With slots the scale is indexed by slot. If rows are gathered, it has a number for each slot of the
+        # tokens. Otherwise the number of tokens is unknown, and the scale must have at least N numbers.
         check_tensor("scale", scale, shape=("N",), device=rows.device)
         check_floating("scale", scale)
         count = rows.shape[0] * slots.top_k if slots is not None and gathered else num_rows
@@ -72,9 +80,12 @@ def check_operands(
 
 
 def check_rows(name: str, rows: Tensor, shape: tuple[int | str, int | str], like: Tensor) -> None:
-    """Raises ValueError unless rows have this shape, and the dtype and device of ``like``.
+    """Raises ValueError unless a tensor has this shape, and the dtype and device of ``like``.
 
-    They must be at most 2**31 - 1.
+    It also raises ValueError for more than 2**31 - 1 rows.
+
+    name: the tensor's name, for the error.
+    shape: the required sizes; a string stands for any size.
     """
     check_tensor(name, rows, shape=shape, dtypes=[like.dtype], device=like.device)
     if rows.shape[0] > MAX_ROWS:
@@ -82,7 +93,11 @@ def check_rows(name: str, rows: Tensor, shape: tuple[int | str, int | str], like
 
 
 def hidden_width(num_hidden: int, activation: str) -> int:
-    """Returns H from the number of w1's rows, which is H, or 2H for swiglu."""
+    """Returns H, the number of columns of an expert's hidden activation after the nonlinearity.
+
+    num_hidden: number of rows of each expert's first weight. It is H, or 2H for "swiglu"; then it raises
+        ValueError for an odd number.
+    """
     if activation != "swiglu":
         return num_hidden
     if num_hidden % 2:
@@ -93,7 +108,14 @@ def hidden_width(num_hidden: int, activation: str) -> int:
 
 
 def weight_gradient_shape(grad: Tensor, rows: Tensor, ends_E: Tensor) -> tuple[int, int, int]:
-    """Returns (E, O, I) after checking the operands."""
+    """Checks the operands of a weight's gradient, and returns the weight's shape (E, O, I).
+
+    grad: (N, O), gradient of the product, N rows sorted by expert.
+    rows: (N, I), the product's rows.
+    ends_E: (E,) int32, for each of E experts the index behind its last row.
+
+    Raises ValueError if an operand does not fit the others.
+    """
     check_rows("grad", grad, ("rows", "O"), rows)
     check_rows("rows", rows, ("rows", "I"), grad)
     if grad.shape[0] != rows.shape[0]:

@@ -1,4 +1,4 @@
-"""One launch of a grouped product by the kernels of cuda/grouped_gemm, and which devices have them."""
+"""Launches a grouped product with the kernels of cuda/grouped_gemm, on devices that have them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from pmoe.kernels.grouped_gemm.checks import RowSlots
 from pmoe.warn import warn_once
 
 SHARING = 0
-"""How the two blocks of a cluster share operands on Hopper: `ShardCollectives` of cuda/grouped_gemm/launch.h.
+"""The operand that the two blocks of a cluster load only once for both, on Hopper.
 
-0 chooses by rule, 1 shares nothing, 2 shares B, 3 shares A.
+0 lets a rule choose, 1 is none, 2 is the weights (B), 3 is the rows (A): `Sharing` of
+cuda/grouped_gemm/launch.h.
 """
 
 _spare = ContextVar("multiprocessors that products leave free in this thread", default=0)
@@ -27,9 +28,12 @@ _spare = ContextVar("multiprocessors that products leave free in this thread", d
 
 @contextlib.contextmanager
 def beside_communication(spare: int = SPARE) -> Iterator[None]:
-    """Makes products in the block leave multiprocessors free for communication beside them.
+    """Makes products in a with-block leave multiprocessors to communication kernels that run meanwhile.
 
-    spare: how many. Blocks of a product then take tiles as they start: a block that starts late takes fewer.
+    spare: number of multiprocessors to leave free.
+
+    Each thread block of a product then takes its next tile from a shared counter. So a block that starts
+    late, behind a communication kernel, takes fewer tiles and delays none.
     """
     token = _spare.set(spare)
     try:
@@ -39,10 +43,13 @@ def beside_communication(spare: int = SPARE) -> Iterator[None]:
 
 
 def path_for(device: torch.device, dtype: torch.dtype, **columns: int) -> str | None:
-    """Returns which code computes these operands ("sm_90a" or "sm_80"), or None if the reference must.
+    """Returns which kernels compute a product, "sm_90a" or "sm_80"; None if the reference must compute it.
 
-    It is None on the CPU, and on a device without kernels, which warns once. Raises ValueError for operands
-    that do not fit the kernels that there are.
+    It is None on the CPU, and on a CUDA device that cannot run the kernels; then it warns once.
+
+    columns: sizes that must be multiples of 8, by name.
+
+    Raises ValueError if the device can run the kernels, but they do not take this dtype or these sizes.
     """
     if device.type != "cuda":
         return None
@@ -65,12 +72,13 @@ def launch(
     epilogue: int = PLAIN,
     **fields: Any,
 ) -> None:
-    """Launches a product on the current stream.
+    """Launches a grouped product on the current stream.
 
     kernels: the result of `path_for`.
-    form, epilogue: codes of `pmoe.kernels.gemm`.
+    form, epilogue: codes of `pmoe.kernels.gemm`: which product, and what is computed after it.
     like: a tensor with the operands' dtype and device.
-    ends: (E,), the running sum of rows by expert.
+    ends: (E,), for each of E experts the index behind its last row.
+    slots: slot of each row, if rows are gathered from tokens or routing weights are indexed by slot; or None.
     fields: the other arguments, by their names in cuda/grouped_gemm/bind.cpp.
     """
     if spare := _spare.get():

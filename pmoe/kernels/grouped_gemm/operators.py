@@ -1,4 +1,4 @@
-"""The grouped products as ``torch.library`` operators, with gradients, and fakes for tracing."""
+"""The grouped products as ``torch.library`` operators, with gradients and fakes (shapes for tracing)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _product_backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
 product_op.register_autograd(_product_backward, setup_context=_save_product)
 
 
-# ---- products with gradients. Gathering, scale and nonlinearity are operations of their own here, not fused
+# ---- products with gradients. Gathering, scaling and the nonlinearity are separate operations, not fused
 
 
 def grouped_product(
@@ -78,9 +78,21 @@ def grouped_product(
     slots: RowSlots | None = None,
     gathered: bool = False,
 ) -> Tensor:
-    """Computes `product`, (N, O), with gradients of rows, weight, bias and scale. ends[E - 1] must be N.
+    """Computes a grouped product, (N, O), with gradients of rows, weight, bias and scale.
 
-    Gathered rows and unscaled products take memory of their own, and a scaled product is rounded twice.
+    The result for a row of expert e is (row weight[e]^T + bias[e]) * scale, for N rows, E experts, I
+    in-features and O out-features.
+
+    rows: (N, I), sorted by expert, or the tokens (T, I) if ``gathered``.
+    weight_EOI: (E, O, I).
+    ends_E: (E,) int32, the index behind each expert's last row. The last entry must be N.
+    bias_EO: (E, O), or None.
+    scale: factor of each row, (N,); of each slot if there are slots; or None.
+    slots: slot of each row, its index among all (token, choice) pairs; or None.
+    gathered: whether rows are read from tokens: row r is then rows[slot[r] // top_k].
+
+    Unlike `pmoe.kernels.grouped_gemm.product`, which fuses these operations, it stores gathered rows and the
+    product before scaling, and rounds a scaled product twice.
     """
     num_rows = check_operands(
         rows, weight_EOI, ends_E, 2, slots=slots, gathered=gathered, bias=bias_EO, scale=scale
@@ -100,9 +112,15 @@ def grouped_hidden(
     bias_EG: Tensor | None = None,
     slots: RowSlots | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `hidden`, T_M (N, G) and the activated hidden (N, H), with gradients.
+    """Computes an expert's first product and nonlinearity, with gradients of rows, weight and bias.
 
-    Rows are gathered if slots are given. Gradients are those of rows, weight and bias.
+    rows: (N, I), N rows sorted by expert, or the tokens (T, I) if there are slots.
+    weight_EGI, bias_EG: first weight (E, G, I) and bias (E, G) of E experts.
+    ends_E: (E,) int32, the index behind each expert's last row. The last entry must be N.
+    activation: name of the nonlinearity. G is H = d_hidden, or 2H for "swiglu".
+    slots: slot of each row, its index among all (token, choice) pairs, if rows are read from tokens; or None.
+
+    Returns the hidden activation before the nonlinearity (T_M), (N, G), and after it, (N, H).
     """
     activation_code(activation)
     hidden_width(weight_EGI.shape[1], activation)
@@ -112,7 +130,10 @@ def grouped_hidden(
 
 
 def _positions(slots: RowSlots, num_tokens: int) -> Tensor:
-    """Returns (T, K): the row of each slot, or N for a slot that has no row."""
+    """Returns the row of each slot, (T, K) int32, for T tokens with K choices each.
+
+    A slot is a (token, choice) pair. A slot without a row gets the number of rows, which is no row's index.
+    """
     slot_N = slots.slot_N
     num_rows = slots.slot_N.shape[0]
     position = torch.full((num_tokens * slots.top_k,), num_rows, dtype=torch.int32, device=slot_N.device)
@@ -121,9 +142,14 @@ def _positions(slots: RowSlots, num_tokens: int) -> Tensor:
 
 
 def sum_by_expert(rows_NO: Tensor, ends_E: Tensor, weight_N: Tensor | None = None) -> Tensor:
-    """Returns (E, O): the sum of each expert's rows, each times its weight if there are weights.
+    """Returns the sum of the rows of each of E experts, (E, O). It can be traced.
 
-    It is a product with a column of ones or weights, which sums in a fixed order. Atomic adds would not.
+    rows_NO: (N, O), N rows of O columns, sorted by expert.
+    ends_E: (E,) int32, the index behind each expert's last row.
+    weight_N: (N,), factor of each row; None means 1.
+
+    It is computed as a grouped product with a column of ones or weights, because that adds in a fixed order.
+    Atomic adds would not.
     """
     column = rows_NO.new_zeros(rows_NO.shape[0], 8)  # 8 columns, because kernels need 16 bytes a row
     column[:, 0] = 1 if weight_N is None else weight_N

@@ -1,4 +1,7 @@
-"""The grouped products, computed by the kernels or the reference. They have no gradients: see `operators`."""
+"""The grouped products without gradients, computed by the kernels or by the reference.
+
+`pmoe.kernels.grouped_gemm.operators` has the products with gradients.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +27,22 @@ def product(
     out: Tensor | None = None,
     form: int = FORWARD,
 ) -> Tensor:
-    """Returns (rows weight[e]^T + bias[e]) * scale for the rows of each expert e: (N, O), rounded once.
+    """Returns (rows weight[e]^T + bias[e]) * scale for the rows of each expert e, (N, O), rounded once.
 
-    rows: (N, I), or (T, I) tokens if gathered: row r of the N is then rows[slot[r] // top_k].
-    weight_EOI: (E, O, I).
-    ends_E: (E,) int32, the running sum of rows by expert. Rows behind ends[E - 1] are left alone.
+    rows: (N, I), N rows sorted by expert. If ``gathered``, tokens (T, I): row r of the N is then rows[slot[r]
+        // top_k].
+    weight_EOI: (E, O, I), for E experts.
+    ends_E: (E,) int32, the index behind each expert's last row. Result rows from ends[E - 1] on are not
+        written.
     bias_EO: (E, O), or None.
-    scale: (N,) float32, by row; by slot if slots are given.
-    slots: the slot of each row.
-    gathered: whether rows are tokens.
-    out: (N, O), memory for the result, whose rows may lie apart; None allocates it.
-    form: INPUT multiplies by weight[e] itself, as `input_gradient` does; it takes no slots.
+    scale: (N,) float32, factor of each row. If slots are given, it is indexed by slot.
+    slots: the slot of each row, its index among all (token, choice) pairs; or None.
+    gathered: whether rows are read from tokens.
+    out: (N, O), memory for the result, which may have gaps between rows; None allocates it.
+    form: FORWARD; or INPUT to compute rows weight[e] without the transpose, (N, I), as `input_gradient` does.
+        INPUT takes no slots.
 
-    Raises ValueError for operands that do not fit. `grouped_product` has a gradient.
+    Raises ValueError for operands that do not fit. `grouped_product` is the same with gradients.
     """
     columns = 2 if form == FORWARD else 1
     if form != FORWARD and slots is not None:
@@ -69,7 +75,13 @@ def product(
 def input_gradient(
     grad_NO: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, out: Tensor | None = None
 ) -> Tensor:
-    """Returns grad weight[e] for the rows of each expert e: (N, I)."""
+    """Returns grad weight[e] for the rows of each expert e, (N, I): the gradient of a product's rows.
+
+    grad_NO: (N, O), gradient of the product, N rows sorted by expert.
+    weight_EOI: (E, O, I), for E experts.
+    ends_E: (E,) int32, the index behind each expert's last row.
+    out: (N, I), memory for the result; None allocates it.
+    """
     return product(grad_NO, weight_EOI, ends_E, out=out, form=INPUT)
 
 
@@ -85,13 +97,19 @@ def hidden(
     active: Tensor | None = None,
     keep: bool = True,
 ) -> tuple[Tensor | None, Tensor]:
-    """Returns T_M = rows weight[e]^T + bias[e], (N, G), and its activated hidden, (N, H).
+    """Computes an expert's first product and nonlinearity in one kernel.
 
-    slots: if given, rows are tokens, gathered by them.
+    rows: (N, I), N rows sorted by expert. If there are slots, tokens (T, I): row r of the N is then
+        rows[slot[r] // top_k].
+    weight_EGI, bias_EG: first weight (E, G, I) and bias (E, G) of E experts; the bias may be None.
+    ends_E: (E,) int32, the index behind each expert's last row.
+    activation: name of the nonlinearity. G is H = d_hidden, or 2H for "swiglu".
+    slots: the slot of each row, its index among all (token, choice) pairs; or None.
     out, active: memory for the two results; None allocates it.
-    keep: False computes T_M without storing it, and returns None for it.
+    keep: whether to store and return the first result.
 
-    The activated hidden is computed from T_M as it was rounded. The other arguments are those of `product`.
+    Returns the hidden activation before the nonlinearity (T_M = rows weight[e]^T + bias[e]), (N, G), or None
+    unless ``keep``; and the activation after the nonlinearity, (N, H), computed from T_M after rounding.
     """
     code = activation_code(activation)
     gathered = slots is not None
@@ -136,17 +154,24 @@ def hidden_gradient(
     out: Tensor | None = None,
     active: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Goes back through an expert's second product and its nonlinearity. Returns three tensors:
+    """Computes the gradient of an expert's hidden activation, with two tensors that backward also needs.
 
-        dT_M                            (N, G)           times scale
-        the activated hidden            (N, H)           times scale if ``weighs_active``
-        <activated hidden, grad w2[e]>  (N,) float32     the routing weights' gradients, without <grad, b2>
+    grad_NM: (N, M), gradient of the layer's output for each of N rows, not yet multiplied by the routing
+        weight. M = d_model.
+    weight_EMH: second weight (E, M, H) of E experts. H = d_hidden.
+    hidden_NG: (N, G), hidden activation before the nonlinearity (T_M). G is H, or 2H for "swiglu".
+    scale_N: (N,) float32, routing weight of each row.
+    ends_E: (E,) int32, the index behind each expert's last row.
+    activation: name of the nonlinearity.
+    weighs_active: whether the second result is multiplied by the routing weights.
+    out, active: memory for the first two results; None allocates it. To save memory, out may be hidden_NG
+        itself, or active may be the first H columns of hidden_NG, but not both.
 
-    grad_NM: (N, M), dT_DO before it is multiplied by the routing weight.
-    weight_EMH: w2.
-    hidden_NG: T_M.
-    scale_N: (N,) float32, the routing weights.
-    out, active: memory for the first two. out may be hidden itself, or active the first columns of hidden.
+    Returns three tensors:
+
+        gradient of T_M                     (N, G)        times the routing weights
+        activation after the nonlinearity   (N, H)        times the routing weights if ``weighs_active``
+        <this activation, grad weight[e]>   (N,) float32  without a bias, the gradient of the routing weights
     """
     code = activation_code(activation)
     num_rows = checks.check_operands(grad_NM, weight_EMH, ends_E, 1, scale=scale_N)
@@ -191,12 +216,15 @@ def weight_gradient(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """Returns grad[rows of e]^T rows[rows of e] for each expert e: (E, O, I).
+    """Returns the gradient of each expert's weight, grad[rows of e]^T rows[rows of e], (E, O, I).
 
     It is zero for an expert without rows.
 
+    grad_NO: (N, O), gradient of the product, N rows sorted by expert.
+    rows_NI: (N, I), the product's rows.
+    ends_E: (E,) int32, for each of E experts the index behind its last row.
     out: (E, O, I), contiguous, of the rows' dtype or float32; None allocates it.
-    accumulate: adds the products to ``out``, which must be float32.
+    accumulate: whether to add the gradient to ``out``, which must be float32.
     """
     shape = checks.weight_gradient_shape(grad_NO, rows_NI, ends_E)
     num_rows = rows_NI.shape[0]
@@ -221,6 +249,6 @@ def weight_gradient(
 
 
 def _check_scale_memory(scale: Tensor | None) -> None:
-    """Raises ValueError unless a scale is as kernels read it: float32 and contiguous, at any address."""
+    """Raises ValueError unless kernels can read a scale: it must be float32 and contiguous. None passes."""
     if scale is not None and scale.numel():
         check_tensor("scale", scale, dtypes=[torch.float32], contiguous=True)

@@ -1,4 +1,7 @@
-"""The plain definition of every grouped product, for any dtype and device. It reads `ends_E` on the host."""
+"""The grouped products as PyTorch expressions, for any dtype and device.
+
+They define what the kernels compute. They copy ``ends`` to the host, so on a GPU the host waits.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,38 @@ from pmoe.kernels.grouped_gemm.checks import RowSlots
 
 
 def gather(rows: Tensor, slots: RowSlots | None, gathered: bool) -> Tensor:
-    """Returns the N rows: gathered from tokens by slots, or the rows themselves."""
+    """Returns the N rows of a product.
+
+    rows: the N rows, which are returned as they are; or tokens, if ``gathered``.
+    slots: slot of each row, its index among all (token, choice) pairs. Row r is read from token slot[r] //
+        top_k.
+    """
     if not gathered or slots is None:
         return rows
     return rows.index_select(0, slots.slot_N.long() // slots.top_k)
 
 
 def by_row(scale: Tensor, slots: RowSlots | None) -> Tensor:
-    """Returns the scale of each row, (N,), from a scale that is by slot if there are slots."""
+    """Returns the scale of each of N rows, (N,).
+
+    scale: (N,); or by slot if there are slots, that is by index among all (token, choice) pairs.
+    """
     return scale if slots is None else scale.index_select(0, slots.slot_N.long())
 
 
 def product(
     rows: Tensor, weight_EOI: Tensor, ends_E: Tensor, bias: Tensor | None, scale_N: Tensor | None, out: Tensor
 ) -> Tensor:
-    """Fills out (N, O) with (rows weight[e]^T + bias[e]) * scale, rounded once."""
+    """Fills out (N, O) with (rows weight[e]^T + bias[e]) * scale for the rows of each expert e.
+
+    Every number is rounded once.
+
+    rows: (N, I), N rows sorted by expert.
+    weight_EOI: (E, O, I), for E experts.
+    ends_E: (E,), the index behind each expert's last row.
+    bias: (E, O), or None.
+    scale_N: (N,), factor of each row; or None.
+    """
     wide = torch.promote_types(rows.dtype, torch.float32)
     scale_N = None if scale_N is None else scale_N.to(wide)
     for expert, at in _groups(ends_E):
@@ -49,7 +69,13 @@ def hidden_gradient(
     out: Tensor,
     active: Tensor,
 ) -> Tensor:
-    """Fills out (N, G) and active (N, H), and returns the inner products (N,); see `products`."""
+    """Computes the gradient of the hidden activation from that of the expert's output.
+
+    The arguments are those of `pmoe.kernels.grouped_gemm.hidden_gradient`. There are N rows of H = d_hidden
+    columns, and G is H, or 2H for "swiglu". It fills out (N, G) with the gradient of the hidden activation
+    before the nonlinearity, and active (N, H) with the activation after it. It returns the inner products of
+    that activation with its gradient, (N,), which are the gradient of the routing weights.
+    """
     wide = torch.promote_types(grad.dtype, torch.float32)
     grad_active = active.new_empty(active.shape, dtype=wide)
     transposed = weight_EMH.transpose(1, 2).to(wide)
@@ -64,7 +90,13 @@ def hidden_gradient(
 
 
 def weight_gradient(grad: Tensor, rows: Tensor, ends_E: Tensor, out: Tensor, accumulate: bool) -> Tensor:
-    """Fills out (E, O, I) with grad[rows of e]^T rows[rows of e], or adds it."""
+    """Fills out (E, O, I) with grad[rows of e]^T rows[rows of e] for each expert e, or adds that to out.
+
+    grad: (N, O), gradient of the product, N rows sorted by expert.
+    rows: (N, I), the product's rows.
+    ends_E: (E,), for each of E experts the index behind its last row.
+    accumulate: whether to add.
+    """
     if not accumulate:
         out.zero_()
     for expert, at in _groups(ends_E):
@@ -73,7 +105,10 @@ def weight_gradient(grad: Tensor, rows: Tensor, ends_E: Tensor, out: Tensor, acc
 
 
 def activate(activation: str, hidden_NG: Tensor) -> Tensor:
-    """Returns the activated hidden (N, H) in the dtype of hidden (N, G)."""
+    """Returns the activation after the nonlinearity, (N, H), from the activation before it, (N, G).
+
+    It has the same dtype. G is H = d_hidden, or 2H for "swiglu"; there are N rows.
+    """
     wide = hidden_NG.to(torch.promote_types(hidden_NG.dtype, torch.float32))
     if activation == "swiglu":
         gate, up = wide.chunk(2, dim=1)
@@ -83,9 +118,12 @@ def activate(activation: str, hidden_NG: Tensor) -> Tensor:
 
 
 def slope(activation: str, hidden_NG: Tensor, grad_NH: Tensor) -> Tensor:
-    """Returns the gradient of hidden (N, G) from that of the activated hidden (N, H).
+    """Returns the gradient before a nonlinearity, (N, G), from the gradient after it, (N, H).
 
-    It consists of plain operations, so unlike autograd.grad it can be traced.
+    It consists of plain operations: unlike torch.autograd.grad, these can be traced.
+
+    hidden_NG: (N, G), the hidden activation before the nonlinearity. G is H, or 2H for "swiglu".
+    grad_NH: (N, H), gradient of the activation after the nonlinearity.
     """
     if activation == "swiglu":
         gate, up = hidden_NG.chunk(2, dim=1)
@@ -99,7 +137,10 @@ def slope(activation: str, hidden_NG: Tensor, grad_NH: Tensor) -> Tensor:
 
 
 def _groups(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yields (expert, slice of its rows) for each expert that has rows."""
+    """Yields (expert, slice of its rows) for each expert that has rows.
+
+    ends_E: (E,), the index behind each expert's last row. Raises ValueError if they decrease.
+    """
     start = 0
     for expert, end in enumerate(ends_E.tolist()):
         if end < start:

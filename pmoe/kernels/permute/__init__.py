@@ -1,20 +1,21 @@
-"""Moves rows to where their experts read them (permute), and back with a weighted sum (unpermute).
+"""Copies tokens into the order of their experts (permute), and sums results back by token (unpermute).
 
-``position_TK`` says where among the N routed rows the row of slot (t, k) lies:
+A slot is one of the T * K (token, choice) pairs. ``position_TK`` has the index of each slot's row among the N
+rows that are sorted by expert:
 
-    position   [[1, 0],      x          routed rows
+    position   [[1, 0],      x          rows
                 [2, 5]]      0   ->     1, 0        row 0 is slot (0, 1), row 1 is slot (0, 0)
                              1   ->     2           row 2 is slot (1, 0); slot (1, 1) is dropped, as N = 3
 
-A position outside 0 .. num_rows - 1 is a dropped slot: its row is neither read nor written. The positions in
-this range must be distinct and cover it. Nothing checks that.
+A position outside 0 .. num_rows - 1 means that the slot is dropped: its row is neither read nor written. The
+other positions must be distinct and include each number from 0 to num_rows - 1. This is not checked.
 
-On CUDA the kernels of cuda/permute do the work, on the CPU PyTorch operations. These also run on CUDA, with
-one warning, if the kernels are missing or refuse (`refusal`). Sums are float32 or wider, in the order of k,
-and rounded once. Their order does not depend on the number of tokens: a token gets the same bits in any
-batch.
+On CUDA the kernels of cuda/permute are used, on the CPU PyTorch operations. If the kernels are missing or do
+not take the tensors (`refusal`), PyTorch operations are also used on CUDA, with one warning. Sums are
+computed in float32 or wider, in the order of choices, and rounded once. So a token has the same result, to
+the bit, in any batch.
 
-Letters: T tokens, K choices, N routed rows (num_rows), M columns.
+Letters: T tokens, K choices of a token, N rows (num_rows), M columns.
 """
 
 from pmoe.kernels.permute.operators import permute, refusal, unpermute

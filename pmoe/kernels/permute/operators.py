@@ -1,6 +1,7 @@
-"""Permute and unpermute as ``torch.library`` operators; each computes the other's gradient.
+"""Permute and unpermute as ``torch.library`` operators; each is used for the other's gradient.
 
-`move` launches the kernels of cuda/permute into given tensors, without the cost of a custom operator.
+`move` launches the kernels of cuda/permute directly. It writes into given tensors, and saves the host time of
+a custom operator.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from pmoe.kernels.permute import reference
 from pmoe.warn import warn_once
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Codes of the dtypes that the kernels move: `RowType` of cuda/permute/launch.h."""
+"""Codes of the dtypes of rows that the kernels take: `RowType` of cuda/permute/launch.h."""
 
 MAX_CHOICES = 256
-"""The most choices of a token: kMostChoices of cuda/permute/kernel.cuh."""
+"""The most choices of a token (K) that the kernels take: kMostChoices of cuda/permute/kernel.cuh."""
 
 PARTS = 0
-"""Thread groups that share a token; 0 leaves it to cuda/permute/layout.h. Benchmarks set it."""
+"""Number of thread groups that share a token; 0 lets cuda/permute/layout.h choose. Benchmarks set it."""
 
 
 def refusal(device: torch.device, dtype: torch.dtype, top_k: int) -> str | None:
-    """Returns why the kernels would not move rows of this dtype on this device; None if they would.
+    """Returns why the kernels cannot permute rows of this dtype on this device; None if they can.
 
-    top_k: choices of a token.
+    top_k: number of choices of a token.
     """
     if dtype not in TYPES:
         return f"dtype {dtype}: the kernels move {', '.join(map(str, TYPES))}"
@@ -52,7 +53,7 @@ def move(
     d_weight_TK: Tensor | None = None,
     **rows: Tensor,
 ) -> None:
-    """Launches one kernel. It writes the last of ``rows``, and d_weight if it computes gradients:
+    """Launches one of four kernels, which fills the last tensor of ``rows``, and d_weight_TK if given.
 
         permute(x, rows)                       rows[position] = weight * x
         unpermute(rows, y)                     y = sum over k of weight * rows[position]
@@ -61,13 +62,20 @@ def move(
         unpermute_backward(d_y, rows, d_rows)  d_rows[position] = weight * d_y
                                                d_weight = <d_y, rows[position]>
 
-    Rows that no slot names are left alone. d_weight is 0 for dropped slots. Without any slot or column
-    everything that the kernel writes is 0.
+    kernel: name of the kernel.
+    position_TK: (T, K) int32, row of each of the K choices of T tokens. A position outside 0 .. num_rows - 1
+        means that the choice is dropped.
+    weight_TK: (T, K) float32, or None for 1.
+    num_rows: number of rows that are sorted by expert.
+    d_weight_TK: (T, K) float32, memory for the gradient of the weights, which is 0 for dropped choices; None
+        if it is not needed.
+    rows: the kernel's other tensors by the names above, with M columns each. If a name ends with "rows", the
+        tensor has the rows that are sorted by expert, (num_rows, M); otherwise a row for each token, (T, M).
 
-    kernel: one of the four names.
-    position_TK: (T, K) int32. weight_TK, d_weight_TK: (T, K) float32.
-    rows: operands by name. Names that end with "rows" are routed rows, (num_rows, M); the others are by
-        token, (T, M).
+    Rows to which no position points are not written. If there are no tokens, choices or columns, everything
+    that the kernel would write becomes 0.
+
+    Raises ValueError for tensors that the kernels cannot read.
     """
     first, *_, last = rows.values()
     check_slots_memory(position_TK, weight=weight_TK, d_weight=d_weight_TK)
@@ -106,9 +114,13 @@ def move(
 def check_given(
     position_TK: Tensor, weight_TK: Tensor | None, num_rows: int | None = None, **rows: Tensor
 ) -> None:
-    """Checks shapes, dtypes and devices; the first of ``rows`` says the columns and dtype of the others.
+    """Raises ValueError unless the tensors have matching shapes, dtypes and devices.
 
-    rows: as for `move`.
+    position_TK: (T, K) int32 or int64.
+    weight_TK: (T, K), float32, or float64 if the rows are float64; or None.
+    num_rows: number of rows that are sorted by expert; None if one of ``rows`` has it as its size.
+    rows: tensors by name. The first one determines the dtype and number of columns of all. Those with names
+        that end with "rows" may have any number of rows; the others must have T rows.
     """
     first = next(iter(rows.values()))
     check_tensor("position", position_TK, shape=("T", "K"), dtypes=[torch.int32, torch.int64])
@@ -131,11 +143,15 @@ def check_given(
         )
 
 
-# ---- checks on memory, as the kernels read and write it
+# ---- checks of strides and addresses, without which the kernels would read other memory
 
 
 def check_slots_memory(position_TK: Tensor, **weights: Tensor | None) -> None:
-    """Checks that positions are contiguous int32, and weights contiguous float32 of the same shape."""
+    """Raises ValueError unless kernels can read positions and weights of (token, choice) pairs.
+
+    Positions must be contiguous int32, and weights contiguous float32 of the same shape. The weight None
+    passes.
+    """
     check_tensor("position", position_TK, dtypes=[torch.int32], contiguous=True)
     for name, weight in weights.items():
         if weight is not None:
@@ -143,7 +159,10 @@ def check_slots_memory(position_TK: Tensor, **weights: Tensor | None) -> None:
 
 
 def check_rows_memory(**rows: Tensor) -> None:
-    """Checks that each row is a multiple of 16 bytes, and that kernels can read the rows' memory."""
+    """Raises ValueError unless kernels can read the rows: their size, strides and address.
+
+    The size of a row must be a multiple of 16 bytes.
+    """
     for name, tensor in rows.items():
         columns = tensor.shape[1]
         size = tensor.element_size()
@@ -161,17 +180,18 @@ def check_rows_memory(**rows: Tensor) -> None:
 def permute(x_TM: Tensor, position_TK: Tensor, num_rows: int, weight_TK: Tensor | None = None) -> Tensor:
     """Returns rows (N, M) with rows[position[t, k]] = weight[t, k] * x[t], rounded once.
 
-    x_TM: (T, M). On CUDA a row's bytes, the address and the row stride must be multiples of 16, and columns
-        adjacent. Strides may exceed 2**31.
-    position_TK: (T, K) int32, contiguous. On the CPU int64 and other strides are allowed too.
-    num_rows: N.
-    weight_TK: (T, K) float32, contiguous on CUDA; float64 with float64 rows. None copies x[t] bit by bit.
+    x_TM: (T, M), T tokens of M columns. On CUDA the bytes of a row, the address and the row stride must be
+        multiples of 16 bytes, and the column stride must be 1. Strides may exceed 2**31.
+    position_TK: (T, K) int32, contiguous, the row of each of the K choices of a token. On the CPU int64 and
+        other strides are allowed too. A position outside 0 .. N - 1 means that the choice is dropped.
+    num_rows: N, the number of rows.
+    weight_TK: (T, K) float32, contiguous on CUDA; float64 if the rows are float64. None copies x[t] bit by
+        bit.
 
-    Gradients are those of x and weight. Raises ValueError, naming the tensor and the number, before any
-    launch.
+    x and weight get gradients. Raises ValueError, with the tensor's name and value, before any launch.
 
-    Example: x = [[1], [2]], position = [[1, 0], [2, 5]], num_rows = 3 -> [[1], [1], [2]]; slot (1, 1) is
-        dropped.
+    Example: x = [[1], [2]], position = [[1, 0], [2, 5]], num_rows = 3 -> [[1], [1], [2]]; choice (1, 1) is
+    dropped.
     """
     rows: Tensor = _permute(x_TM, position_TK, num_rows, weight_TK)
     return rows
@@ -180,8 +200,14 @@ def permute(x_TM: Tensor, position_TK: Tensor, num_rows: int, weight_TK: Tensor 
 def unpermute(rows_NM: Tensor, position_TK: Tensor, weight_TK: Tensor | None = None) -> Tensor:
     """Returns y (T, M) with y[t] = sum over k of weight[t, k] * rows[position[t, k]], in the order of k.
 
-    A token whose slots are all dropped gets 0. Gradients are those of rows and weight. Operands and errors
-    are as in `permute`.
+    rows_NM: (N, M), N rows of M columns. On CUDA the bytes of a row, the address and the row stride must be
+        multiples of 16 bytes, and the column stride must be 1.
+    position_TK: (T, K) int32, contiguous on CUDA, the row of each of the K choices of a token. A position
+        outside 0 .. N - 1 means that the choice is dropped.
+    weight_TK: (T, K) float32, contiguous on CUDA; float64 if the rows are float64. None means 1.
+
+    A token whose choices are all dropped gets 0. Rows and weight get gradients. Raises ValueError, with the
+    tensor's name and value, before any launch.
 
     Example: rows = [[1], [10], [99]], position = [[1, 0], [2, 3]], weight = [[2, 3], [4, 5]] -> [[23], [396]]
     """
@@ -190,10 +216,12 @@ def unpermute(rows_NM: Tensor, position_TK: Tensor, weight_TK: Tensor | None = N
 
 
 def _runs_kernel(name: str, position: Tensor, weight: Tensor | None, **rows: Tensor) -> bool:
-    """Returns whether the kernels run; warns once why not.
+    """Returns whether the kernels can be used; if not, warns once for each reason.
 
-    Memory that kernels could not read raises ValueError in either case, so that a script fails
-    with the same error everywhere.
+    name: the operator's name, for the warning.
+
+    Even if the kernels cannot be used, it raises ValueError for tensors with strides or an address that they
+    could not read. Otherwise a script would work on one machine and raise on another.
     """
     first = next(iter(rows.values()))
     reason = refusal(first.device, first.dtype, position.shape[1])
@@ -240,7 +268,12 @@ def _(rows: Tensor, position: Tensor, weight: Tensor | None) -> Tensor:
 
 @torch.library.custom_op("pmoe::permute_backward", mutates_args=(), device_types=("cpu", "cuda"))
 def _permute_backward(d_rows: Tensor, x: Tensor, position: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (d_x, d_weight) in one pass over d_rows."""
+    """Returns the gradients (d_x, d_weight) of `permute`, from a single pass over d_rows.
+
+    d_rows: (N, M), gradient of the N rows.
+    x: (T, M), T tokens of M columns.
+    position, weight: (T, K), for K choices of each token.
+    """
     check_given(position, weight, d_rows=d_rows, x=x)
     if not (x.is_cuda and _runs_kernel("permute_backward", position, weight, x=x, d_rows=d_rows)):
         d_weight = reference.dots(x, d_rows, position, weight)
@@ -254,7 +287,12 @@ def _permute_backward(d_rows: Tensor, x: Tensor, position: Tensor, weight: Tenso
 
 @torch.library.custom_op("pmoe::unpermute_backward", mutates_args=(), device_types=("cpu", "cuda"))
 def _unpermute_backward(d_y: Tensor, rows: Tensor, position: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (d_rows, d_weight) in one pass over rows."""
+    """Returns the gradients (d_rows, d_weight) of `unpermute`, from a single pass over rows.
+
+    d_y: (T, M), gradient of the result, for T tokens of M columns.
+    rows: (N, M), the N rows.
+    position, weight: (T, K), for K choices of each token.
+    """
     check_given(position, weight, rows=rows, d_y=d_y)
     if not (rows.is_cuda and _runs_kernel("unpermute_backward", position, weight, d_y=d_y, rows=rows)):
         d_rows = reference.permute(d_y, position, rows.shape[0], weight)
@@ -272,11 +310,14 @@ def _(grad: Tensor, given: Tensor, position: Tensor, weight: Tensor) -> tuple[Te
     return given.new_empty(given.shape), weight.new_empty(weight.shape)
 
 
-# ---- autograd: one launch computes the gradients of rows and weights, if those of weights are needed
+# ---- autograd. If the weights need a gradient, one launch computes it together with that of the rows
 
 
 def _readable(grad: Tensor) -> Tensor:
-    """Returns an incoming gradient in a layout that kernels read; autograd may pass an expanded tensor."""
+    """Returns an incoming gradient, copied if kernels could not read its strides or its alignment.
+
+    Autograd may pass an expanded tensor, for example.
+    """
     offset_bytes = grad.storage_offset() * grad.element_size()
     if not grad.is_cuda or (strides_fit(grad) and offset_bytes % VECTOR_BYTES == 0):
         return grad

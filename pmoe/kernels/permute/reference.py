@@ -1,4 +1,4 @@
-"""Permute and unpermute as PyTorch operations, on any device, without waiting for it."""
+"""Permute and unpermute as PyTorch operations, for any device. They do not make the host wait."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from torch import Tensor
 
 
 def permute(x_TM: Tensor, position_TK: Tensor, num_rows: int, weight_TK: Tensor | None) -> Tensor:
-    """Returns rows (N, M) with rows[position[t, k]] = weight[t, k] * x[t]."""
+    """Returns rows (N, M) with rows[position[t, k]] = weight[t, k] * x[t].
+
+    x_TM: (T, M), T tokens of M columns.
+    position_TK: (T, K), the row of each of K choices; outside 0 .. N - 1 if the choice is dropped.
+    num_rows: N.
+    weight_TK: (T, K), or None for 1.
+    """
     rows = x_TM.new_empty(num_rows + 1, x_TM.shape[1])  # dropped slots write to the last row
     for k, position_T in enumerate(position_TK.unbind(1)):
         into_T = torch.where(_in_range(position_T, num_rows), position_T, num_rows).long()
@@ -16,7 +22,13 @@ def permute(x_TM: Tensor, position_TK: Tensor, num_rows: int, weight_TK: Tensor 
 
 
 def unpermute(rows_NM: Tensor, position_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
-    """Returns y (T, M) with y[t] = sum over k of weight[t, k] * rows[position[t, k]]."""
+    """Returns y (T, M) with y[t] = sum over k of weight[t, k] * rows[position[t, k]].
+
+    rows_NM: (N, M), N rows of M columns.
+    position_TK: (T, K), the row of each of K choices of T tokens; outside 0 .. N - 1 if the choice is
+        dropped.
+    weight_TK: (T, K), or None for 1.
+    """
     num_rows, columns = rows_NM.shape
     y = rows_NM.new_zeros(position_TK.shape[0], columns, dtype=_wide(rows_NM.dtype))
     for k, position_T in enumerate(position_TK.unbind(1) if num_rows else ()):
@@ -26,7 +38,15 @@ def unpermute(rows_NM: Tensor, position_TK: Tensor, weight_TK: Tensor | None) ->
 
 
 def dots(of_tokens_TM: Tensor, rows_NM: Tensor, position_TK: Tensor, like_TK: Tensor) -> Tensor:
-    """Returns <of_tokens[t], rows[position[t, k]]>: (T, K) of the dtype of like_TK, 0 for dropped slots."""
+    """Returns the inner product of each token with the row of each of its choices, (T, K).
+
+    It is <of_tokens[t], rows[position[t, k]]>, and 0 for dropped choices: the gradient of the weights.
+
+    of_tokens_TM: (T, M), T tokens of M columns.
+    rows_NM: (N, M), N rows.
+    position_TK: (T, K), the row of each of K choices; outside 0 .. N - 1 if the choice is dropped.
+    like_TK: a tensor (T, K) with the result's dtype.
+    """
     num_rows = rows_NM.shape[0]
     wide = _wide(rows_NM.dtype)
     dot_TK = torch.zeros_like(like_TK, memory_format=torch.contiguous_format)
@@ -37,21 +57,28 @@ def dots(of_tokens_TM: Tensor, rows_NM: Tensor, position_TK: Tensor, like_TK: Te
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of sums: float32, or float64 for float64 rows."""
+    """Returns the dtype in which rows of this dtype are summed: float64 for float64, otherwise float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _in_range(position_T: Tensor, num_rows: int) -> Tensor:
-    """Returns which positions are those of rows; the others are dropped slots."""
+    """Returns which positions, (T,), are indices of one of num_rows rows, as bool (T,).
+
+    The others mean a dropped choice.
+    """
     return (position_T >= 0) & (position_T < num_rows)
 
 
 def _scaled(rows: Tensor, weight_TK: Tensor | None, k: int) -> Tensor:
-    """Returns weight[:, k] * rows in float32 or wider."""
+    """Returns weight[:, k] * rows in float32 or wider, for (T, M) rows. The weight None means 1."""
     wide = rows.to(_wide(rows.dtype))
     return wide if weight_TK is None else wide * weight_TK[:, k : k + 1]
 
 
 def _rows_at(rows_NM: Tensor, position_T: Tensor) -> Tensor:
-    """Returns the row at each position; for a dropped slot any row. N must not be 0."""
+    """Returns the row at each position, (T, M). If a position is out of range, it returns any row there.
+
+    rows_NM: (N, M), N rows of M columns. N must not be 0.
+    position_T: (T,), a position for each of T tokens.
+    """
     return rows_NM.index_select(0, position_T.long().clamp(0, rows_NM.shape[0] - 1))

@@ -1,4 +1,7 @@
-"""Routing as ``torch.library`` operators with fakes and a gradient, by the kernels or the reference."""
+"""Routing as ``torch.library`` operators, with fakes for tracing and a gradient.
+
+The operators use the kernels of cuda/route if these can run, and otherwise the reference.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +27,20 @@ from pmoe.warn import warn_once
 def route(
     logits_TE: Tensor, top_k: int, *, normalize: bool, num_chunks: int = 1, z_loss_weight: float = 0.0
 ) -> Routes:
-    """Routes each token to its top_k experts by softmax over all experts; returns `Routes`.
+    """Routes each token to the top_k experts with the largest logits, with softmax weights.
 
-    logits_TE: (T, E) float32 or float64.
-    top_k: experts of a token: those with the largest logits, ties as in `top_indices`.
+    logits_TE: (T, E) float32 or float64, the gate's logits of T tokens for E experts.
+    top_k: number of experts of a token. Of equal logits the lowest expert index wins.
     normalize: whether a token's weights are divided by their sum.
-    num_chunks: n, the chunks that rows are sorted by.
-    z_loss_weight: weight of the z-loss in l_aux.
+    num_chunks: n, the number of chunks of consecutive tokens. Rows are sorted by chunk before they are sorted
+        by expert.
+    z_loss_weight: factor of the z-loss in the auxiliary loss.
 
-    Backward needs logits, expert, weight and counts; nothing else is saved.
+    Returns `Routes`. Only four tensors are saved for backward: logits, expert, weight and counts.
 
     Raises ValueError for logits that are not a contiguous (T, E) of float32 or float64 on a CPU or CUDA
-    device, top_k outside 1..E, num_chunks below 1, a negative z_loss_weight, more than 2**31 - 1 slots.
+    device, top_k outside 1..E, num_chunks below 1, a negative z_loss_weight, or more than 2**31 - 1 (token,
+    choice) pairs.
 
     Example: logits [[0, 2, 1], [3, 0, 0]], top_k=2 -> expert [[1, 2], [0, 1]], position [[1, 3], [0, 2]],
     slot [2, 0, 3, 1], counts [[1, 2, 1]], ends [[1, 3, 4]].
@@ -46,16 +51,18 @@ def route(
 
 
 class DeferredRouting(NamedTuple):
-    """Routes that have their autograd graph but no values yet. A later launch writes the values.
+    """The routing of a call before it is computed: tensors without values, but with their autograd graph.
 
-    The caller of `deferred_routing` passes it to a launch, which writes weight, expert, counts and l_aux by
-    address.
-    Nothing may read these before. If there is no such launch, `keep` writes all routes.
+    A later launch (of FlashDMoE's kernel) writes the values of weight, expert, counts and l_aux into these
+    tensors. Until then nothing may read them. If no such launch follows, `keep` must be called, which
+    computes the values.
 
-    logits_TE: (T, E), the logits; without values too if ``product`` is given.
-    routes: the tensors that are to be written.
-    options: arguments of `route`.
-    product: x (T, M) and the gate's weight (E, M), if the same launch also computes the logits x weight^T.
+    logits_TE: (T, E), the gate's logits of T tokens for E experts. If ``product`` is given, they have no
+        values yet either.
+    routes: the tensors that will be written.
+    options: arguments of `route`: top_k, normalize and z_loss_weight.
+    product: the tokens (T, M) and the gate's weight (E, M), if the launch must also compute the logits x
+        weight^T; else None.
     """
 
     logits_TE: Tensor
@@ -64,7 +71,7 @@ class DeferredRouting(NamedTuple):
     product: tuple[Tensor, Tensor] | None = None
 
     def keep(self) -> None:
-        """Computes all routes now, for a call without a launch that writes them."""
+        """Computes the routing now and writes it into the tensors. For calls in which no launch does that."""
         if self.product is not None:
             x_TM, weight_EM = self.product
             with torch.autocast(x_TM.device.type, enabled=False):
@@ -76,17 +83,21 @@ class DeferredRouting(NamedTuple):
 def deferred_routing(
     logits_TE: Tensor, top_k: int, *, normalize: bool, z_loss_weight: float
 ) -> DeferredRouting:
-    """Returns routes that nothing has computed yet; the arguments are those of `route`."""
+    """Returns the tensors of a routing without computing their values, which a later launch must write.
+
+    logits_TE: (T, E), the gate's logits of T tokens for E experts.
+    top_k, normalize, z_loss_weight: arguments of `route`.
+    """
     routes = Routes(*torch.ops.pmoe.route(logits_TE, top_k, normalize, 1, z_loss_weight, writes=False))
-    # Users' schedules may set these to numpy numbers. The launch takes Python's.
+    # Users may set these to numpy numbers during training. The launch takes Python numbers only.
     options = {"top_k": int(top_k), "normalize": bool(normalize), "z_loss_weight": float(z_loss_weight)}
     return DeferredRouting(logits_TE.detach(), routes, options)
 
 
 def refusal(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> str | None:
-    """Returns why the kernels would not route these logits; None if they would.
+    """Returns why the kernels cannot route with these logits and sizes; None if they can.
 
-    CUDA is started only if the logits are on a CUDA device.
+    It starts CUDA only if the logits are on a CUDA device.
     """
     num_tokens, num_experts = logits_TE.shape
     if logits_TE.device.type != "cuda":
@@ -100,9 +111,9 @@ def refusal(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _refusal_of_sizes(device: int, num_experts: int, top_k: int, num_chunks: int) -> str | None:
-    """Returns why the kernels would not take these sizes on a device; None if they would.
+    """Returns why the kernels do not take these sizes on a CUDA device; None if they do.
 
-    Cached, because preparing a kernel is slow.
+    The result is cached, because the check prepares the kernel, which is slow.
     """
     module = extension.load()
     if module is None:
@@ -117,7 +128,10 @@ def _refusal_of_sizes(device: int, num_experts: int, top_k: int, num_chunks: int
 
 
 def _runs_kernel(logits_TE: Tensor, top_k: int, num_chunks: int) -> bool:
-    """Returns whether the kernels run; for float32 logits on CUDA, warns once why not."""
+    """Returns whether the kernels can be used.
+
+    If float32 logits are on CUDA and the kernels still cannot be used, it warns once for each reason.
+    """
     reason = refusal(logits_TE, top_k, num_chunks)
     if reason is not None and logits_TE.is_cuda and logits_TE.dtype == torch.float32:
         message = f"routes are computed by PyTorch instead of the kernel: {reason}"
@@ -152,14 +166,16 @@ def route_backward(
     grad_weight_TK: Tensor | None = None,
     grad_l_aux: Tensor | None = None,
 ) -> Tensor:
-    """Returns the gradient of the logits (T, E) from tensors of `route` and the gradients of its results.
+    """Returns the logits' gradient, (T, E), from the gradients of the routing weights and of the loss.
 
-    normalize, z_loss_weight: as in `route`.
+    logits_TE: (T, E), as passed to `route`, for T tokens and E experts.
+    expert_TK, weight_TK, counts_nE: tensors of its result: (T, K), (T, K), and (n, E) for n chunks.
+    normalize, z_loss_weight: as passed to `route`.
     grad_weight_TK: (T, K), gradient of the weights; None stands for zeros.
     grad_l_aux: scalar, gradient of the auxiliary loss; None stands for zero.
 
-    Raises ValueError for tensors that are not contiguous, or of other shapes, dtypes or devices than `Routes`
-    has.
+    Raises ValueError for tensors that are not contiguous, or that have other shapes, dtypes or devices than
+    `Routes` says.
     """
     saved = (logits_TE, expert_TK, weight_TK, counts_nE)
     gradients = (grad_weight_TK, grad_l_aux)
@@ -170,7 +186,8 @@ def route_backward(
         return reference.route_backward(*saved, normalize, z_loss_weight, *gradients)
     grad_logits_TE = torch.empty_like(logits_TE)
     problem = _problem(logits_TE, top_k, num_chunks, normalize, z_loss_weight)
-    # The kernel also takes the weights' gradient as partial sums by row: (sums, positions, number). Not here.
+    # The kernel can also add up the weights' gradient from partial sums of each row, given as (address of the
+    # sums, address of the rows' positions, number of sums). That is not used here.
     in_parts = (0, 0, 0)
     places = map(address, (*saved, grad_weight_TK))
     extension.module().route_backward(
@@ -216,11 +233,16 @@ def _differentiate_route(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | 
 _route.register_autograd(_differentiate_route, setup_context=_save_route)
 
 
-# ---- launches on the current stream; their tensors have been checked
+# ---- launches on the current stream. The callers have checked the tensors
 
 
 def launch_route(logits_TE: Tensor, out: Routes, *, normalize: bool, z_loss_weight: float = 0.0) -> None:
-    """Writes all tensors of ``out``, which must come from `empty_routes`."""
+    """Launches the routing kernels on the current stream. They write all tensors of ``out``.
+
+    logits_TE: (T, E), which must have been checked.
+    out: the result of `empty_routes`.
+    normalize, z_loss_weight: arguments of `route`.
+    """
     num_chunks, num_experts = out.counts_nE.shape
     module = extension.module()
     problem = _problem(logits_TE, out.weight_TK.shape[1], num_chunks, normalize, z_loss_weight)
@@ -230,7 +252,7 @@ def launch_route(logits_TE: Tensor, out: Routes, *, normalize: bool, z_loss_weig
 
 
 def _problem(logits_TE: Tensor, top_k: int, num_chunks: int, normalize: bool, z_loss_weight: float) -> Any:
-    """Returns the arguments that the launches of both directions share, the current stream included."""
+    """Returns the arguments that forward and backward launches share, with the current stream."""
     num_tokens, num_experts = logits_TE.shape
     device = cuda_index(logits_TE.device)
     stream = torch.cuda.current_stream(device).cuda_stream

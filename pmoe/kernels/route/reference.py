@@ -1,6 +1,6 @@
-"""The result of routing, and routing and its gradient as PyTorch expressions.
+"""`Routes`, the result of routing, and PyTorch expressions that compute it and its gradient.
 
-The expressions run on the CPU, for float64, and if the kernels refuse.
+The expressions are used on the CPU, for float64, and if the CUDA kernels cannot be used.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from pmoe.kernels.operands import MAX_ROWS, check_tensor
 
 
 class Routes(NamedTuple):
-    """The experts and weights of each token, and the place of each slot's row.
+    """The experts and weights of each token, and the order of their rows by expert.
 
-    A slot is one of the T*K (token, choice) pairs. Rows are the slots sorted by (chunk, expert), in token
-    order within these. Chunk c holds the tokens from floor(c T / n) to floor((c + 1) T / n). No slot is
-    dropped.
+    There are T tokens with K choices each. A slot is one of the T * K (token, choice) pairs, and no slot is
+    dropped. The N = T * K rows are the slots sorted by chunk, then by expert, then by token. Chunk c of n has
+    the tokens from floor(c T / n) up to but not including floor((c + 1) T / n).
 
-    weight_TK: (T, K) float32 (float64 for float64 logits), the routing weights. They have a gradient, as
-        l_aux has.
+    weight_TK: (T, K) float32 (float64 for float64 logits), the routing weights, with a gradient.
     expert_TK: (T, K) int32, the experts, best first.
     position_TK: (T, K) int32, the row of each slot.
     slot_N: (N,) int32, the slot of each row: the inverse of position.
-    counts_nE: (n, E) int32, rows by chunk and expert.
-    ends_nE: (n, E) int32, the running sum of counts over all chunks and experts. With n = 1 these are the
-        ends that a grouped product takes.
-    l_aux: scalar, E * sum_e f_e P_e + z_loss_weight * mean_t logsumexp(logits_t)^2. f_e is the share of slots
-        that went to e, P_e the mean probability of e. It is 0 without tokens.
+    counts_nE: (n, E) int32, number of rows of each chunk for each of E experts.
+    ends_nE: (n, E) int32, running sum of the counts over all chunks and experts. With n = 1 grouped products
+        take it as ``ends``.
+    l_aux: scalar with a gradient, the auxiliary loss E * sum_e f_e P_e + z_loss_weight * mean_t
+        logsumexp(logits_t)^2. f_e is the share of slots that went to expert e, P_e the mean probability of e.
+        Without tokens it is 0.
     """
 
     weight_TK: Tensor
@@ -43,7 +43,10 @@ class Routes(NamedTuple):
 
 
 def empty_routes(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> Routes:
-    """Returns uninitialised routes for a launch to write."""
+    """Returns the tensors of `Routes` without values, for a kernel to write.
+
+    logits_TE: (T, E), which determines sizes, dtype and device.
+    """
     num_tokens, num_experts = logits_TE.shape
 
     def ints(*shape: int) -> Tensor:
@@ -60,11 +63,14 @@ def empty_routes(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> Routes:
     )
 
 
-# ---- checks on arguments. Each raises ValueError with the argument and its value
+# ---- checks of arguments. Each raises ValueError with the argument and its value
 
 
 def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: float) -> None:
-    """Checks what does not depend on the number of tokens, which may be unknown while a graph is traced."""
+    """Raises ValueError for arguments of `route` that are invalid for any number of tokens.
+
+    While a graph is traced, the number of tokens may be unknown. So it is not checked here.
+    """
     check_tensor("logits", logits_TE, shape=("T", "E"), dtypes=[torch.float32, torch.float64])
     num_experts = logits_TE.shape[1]
     if num_experts < 1:
@@ -81,7 +87,7 @@ def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: f
 
 
 def check_logits_memory(logits_TE: Tensor, top_k: int) -> None:
-    """Checks that logits are contiguous, and that positions of all slots fit into int32."""
+    """Raises ValueError unless logits (T, E) are contiguous, and T * top_k positions fit into int32."""
     check_tensor("logits", logits_TE, contiguous=True)
     if logits_TE.shape[0] * top_k > MAX_ROWS:
         raise ValueError(
@@ -98,7 +104,10 @@ def check_route_backward(
     grad_weight_TK: Tensor | None,
     grad_l_aux: Tensor | None,
 ) -> None:
-    """Checks the operands of `route_backward`: shapes, dtypes, device, memory."""
+    """Raises ValueError unless the arguments of `route_backward` have its shapes, dtypes and device.
+
+    They must be contiguous.
+    """
     check_tensor("expert", expert_TK, shape=("T", "K"))
     check_tensor("counts", counts_nE, shape=("n", "E"))
     top_k = expert_TK.shape[1]
@@ -126,16 +135,19 @@ def check_route_backward(
 
 
 ROUNDS = 16
-"""The most choices for which `top_indices` searches maxima one by one; for more, sorting is faster."""
+"""The most choices that `top_indices` finds one at a time. For more choices sorting is faster."""
 
 
 def top_indices(score_TE: Tensor, top_k: int) -> Tensor:
-    """Returns indices (T, K) of the top_k largest scores, best first. Ties go to the lowest index.
+    """Returns indices of the top_k largest scores of each row, (T, K) int64, best first.
 
-    NaN counts as the largest score, negative infinity as the lowest finite number. A token's indices are
-    always distinct. torch.topk promises nothing about ties.
+    score_TE: (T, E), scores of T tokens for E experts.
+
+    Of equal scores the lowest index wins; torch.topk promises nothing about them. NaN counts as the largest
+    score, and negative infinity as the lowest finite number. The indices of a row are always distinct.
     """
-    # A copy, in which a score becomes negative infinity once it is taken. No other score is: all are clamped.
+    # A copy in which chosen scores become negative infinity. Clamping makes all other scores finite, so that
+    # none is chosen twice.
     left_TE = score_TE.detach().clamp(min=torch.finfo(score_TE.dtype).min)
     if top_k == 1:
         return left_TE.argmax(-1, keepdim=True)
@@ -152,7 +164,14 @@ def top_indices(score_TE: Tensor, top_k: int) -> Tensor:
 def route(
     logits_TE: Tensor, top_k: int, *, normalize: bool, num_chunks: int = 1, z_loss_weight: float = 0.0
 ) -> Routes:
-    """Computes `Routes` with PyTorch expressions, which autograd can differentiate."""
+    """Computes `Routes` with PyTorch expressions, which autograd can differentiate.
+
+    logits_TE: (T, E), the gate's logits of T tokens for E experts.
+    top_k: number of experts of a token.
+    normalize: whether a token's weights are divided by their sum.
+    num_chunks: number of chunks of consecutive tokens, by which rows are sorted first.
+    z_loss_weight: factor of the z-loss in the auxiliary loss.
+    """
     num_tokens, num_experts = logits_TE.shape
     probability_TE = logits_TE.softmax(-1)
     expert_TK = top_indices(logits_TE, top_k)
@@ -161,7 +180,7 @@ def route(
         weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
 
     token_T = torch.arange(num_tokens, device=logits_TE.device)
-    # The inverse of the chunks' bounds: floor(c T / n) <= t < floor((c + 1) T / n).
+    # The chunk c of token t, so that floor(c T / n) <= t < floor((c + 1) T / n).
     chunk_T = ((token_T + 1) * num_chunks - 1) // max(num_tokens, 1)
     key_N = (chunk_T.unsqueeze(1) * num_experts + expert_TK).reshape(-1)
     counts = torch.zeros(num_chunks * num_experts, dtype=torch.int64, device=logits_TE.device)
@@ -191,7 +210,12 @@ def route_backward(
     grad_weight_TK: Tensor | None = None,
     grad_l_aux: Tensor | None = None,
 ) -> Tensor:
-    """Returns the logits' gradient (T, E), by the formulas that the kernel computes."""
+    """Returns the gradient of the logits, (T, E), with the formulas that the CUDA kernel uses.
+
+    The arguments are those of the operator `pmoe.kernels.route.operators.route_backward`: tensors of
+    `Routes`, and the gradients of the weights, (T, K), and of the auxiliary loss, a scalar. None stands for
+    zeros.
+    """
     num_tokens, num_experts = logits_TE.shape
     p_TE = logits_TE.softmax(-1)
     grad_p_TE = torch.zeros_like(p_TE)
@@ -213,5 +237,8 @@ def route_backward(
 
 
 def _balance_scale(num_tokens: int, num_experts: int, top_k: int) -> float:
-    """Returns the factor of sum_e slots_e * sum_t p_te in the balance loss E * sum_e f_e P_e."""
+    """Returns the factor s with which s * sum_e slots_e * sum_t p_te is the balance loss E * sum_e f_e P_e.
+
+    slots_e is the number of slots of expert e, p_te the probability of expert e for token t.
+    """
     return num_experts / (max(num_tokens * top_k, 1) * max(num_tokens, 1))

@@ -1,1 +1,1 @@
-"""The folder above the one that fairseq's ``--user-dir`` names; it holds nothing else."""
+"""The parent folder of fairseq's ``--user-dir``. fairseq adds it to sys.path, so it holds nothing else."""

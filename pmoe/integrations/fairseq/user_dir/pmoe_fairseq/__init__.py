@@ -1,3 +1,3 @@
-"""The module that fairseq imports for ``--user-dir``; importing it registers the plugin."""
+"""The module that fairseq imports for ``--user-dir``. Importing it registers pmoe's plugin."""
 
 import pmoe.integrations.fairseq.plugin  # noqa: F401

@@ -15,7 +15,7 @@ class Call:
     """The arguments of one call of a layer, and the modules that the call uses.
 
     layer       the layer that was called
-    parts       its modules and options
+    modules     its modules and options
     scheduled   parts, without the shared expert if that is called as a module instead of being computed
                 by a task of the schedule (`LayerModules.calls_shared_expert`)
     x           (..., M), the input, M = d_model. It is not checked yet: a rank reports a wrong input to

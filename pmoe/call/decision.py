@@ -95,7 +95,7 @@ class CountsSource(Protocol):
 
     Arguments of both methods:
 
-        parts    the modules that the schedule computes. Their experts may not be those of ``call.parts``,
+        modules  the modules that the schedule computes. Their experts may not be those of ``call.modules``,
                  because a wrapper of the experts may call another module than the first one that it holds
         inputs   the rows and parameters of the call
     """
@@ -110,7 +110,7 @@ class CountsSource(Protocol):
         host may wait. It is not called in the second pass of activation checkpointing, which uses the numbers
         of the first pass.
 
-        parts: the modules that the schedule computes.
+        modules: the modules that the schedule computes.
         inputs: the rows and parameters of the call.
         """
 
@@ -119,7 +119,7 @@ class CountsSource(Protocol):
 
         Starts no collective, and the host does not wait.
 
-        parts: the modules that the schedule computes.
+        modules: the modules that the schedule computes.
         inputs: the rows and parameters of the call.
         agreed: the result of `agree`, perhaps from the first pass of activation checkpointing.
         """

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class LayerCache:
     """Facts that a layer has found out in its calls. They stay valid when its options change.
 
-    differed       whether the ranks held different experts when they last compared them; None before
-    compared       `LayerModules.given` at the last call. It holds no modules, because it would keep replaced
+    differed       whether the ranks held different experts when they last compared them; None before compared
+    `LayerModules.compared_options` at the last call. It holds no modules, because it would keep replaced
                    modules alive
     words          the layer's options as texts, when ranks last compared them
     padded_kinds   the kinds of calls with padded rows that ranks have compared
@@ -67,10 +67,10 @@ class LayerModules(PassModules):
 
     The other fields:
 
-        spec               the options of the layer
+        options            the options of the layer
         trusts_gate        whether the layer itself made the gate. Only a user's gate is checked in each call
         callback_modules   the callbacks that are modules
-        known              what the layer has found out in its calls
+        cache              what the layer has found out in its calls
     """
 
     options: LayerOptions

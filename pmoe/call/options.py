@@ -159,7 +159,7 @@ class _HasSpec(Protocol):
 
 
 def option(name: str) -> Any:
-    """Returns a property of a layer that reads the option of this name from the layer's ``spec``.
+    """Returns a property of a layer that reads the option of this name from the layer's ``options``.
 
     The property has no setter, because ``MoELayer.__setattr__`` stores new values.
     """

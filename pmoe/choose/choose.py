@@ -28,7 +28,7 @@ def choose(
     (micro-batches) and the pair, nothing is chosen or tried. Otherwise `pmoe.choose.open_choice.choose_among`
     chooses. On a GPU, the kernels for the experts' products are measured first, if that was not done before.
 
-    parts: the modules and options of the layer.
+    modules: the modules and options of the layer.
     counts: the row counts, after the ranks have exchanged them.
     inputs: the rows and parameters of the call, with which trials run.
     orders: the routing of the call, from which plans for trials are made.

@@ -49,7 +49,7 @@ def measure_products_of(modules: LayerModules, counts: RankCounts, inputs: Input
 
     Collective if something is measured. Nothing is measured on the CPU, where there is only one way.
 
-    parts: the modules and options of the layer.
+    modules: the modules and options of the layer.
     counts: the row counts, after the ranks have exchanged them.
     inputs: the rows and parameters of the call.
     """

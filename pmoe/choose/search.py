@@ -1,6 +1,6 @@
 """The search by trials for the number of chunks n (MPipeMoE, Algorithm 1), used by ``pipeline=True``.
 
-Layers on one process group that agree in everything that changes their seconds (`key_of`) share their
+Layers on one process group that agree in everything that changes their seconds (`key_of_degrees`) share their
 results. If $PMOE_CACHE is set, rank 0 also keeps the results in a file for later runs.
 """
 
@@ -113,10 +113,10 @@ def search(
 def learned_degrees(modules: LayerModules, path: str | Path | None = None) -> LearnedDegrees:
     """Returns the results of trials that hold for this layer: the fastest number of chunks by tokens.
 
-    Layers on one process group share the results if they have the same `key_of`, which holds everything that
-    changes the seconds.
+    Layers on one process group share the results if they have the same `key_of_degrees`, which holds
+    everything that changes the seconds.
 
-    parts: the modules and options of the layer.
+    modules: the modules and options of the layer.
     path: a file with results that replace the present ones (`pmoe.MoELayer.load_degrees`). None takes the
         results that this process has, or else those of the file in $PMOE_CACHE.
 
@@ -174,7 +174,7 @@ Tables = dict[str, GranularityTable]
 def stored_path(key: Mapping[str, Any]) -> Path | None:
     """Returns the file in $PMOE_CACHE that keeps the results of trials with this key between runs.
 
-    key: everything that changes the seconds of trials (`key_of`).
+    key: everything that changes the seconds of trials (`key_of_degrees`).
 
     Returns None if $PMOE_CACHE is not set.
     """
@@ -196,7 +196,7 @@ def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Ma
     tables: for each restore pair and dtype of rows, the fastest number of chunks by tokens.
     path: the file.
     key: everything that changes the seconds of trials, such as the device, the ranks and the options
-        (`key_of`). `load_degrees` refuses the file for a layer with another key.
+        (`key_of_degrees`). `load_degrees` refuses the file for a layer with another key.
 
     Raises OSError if the file cannot be written, and TypeError if JSON cannot hold the key.
     """
@@ -209,7 +209,7 @@ def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[in
     """Returns the results of trials that `save_degrees` wrote to ``path``, if the file has the same key.
 
     path: the file.
-    key: everything that changes the seconds of trials (`key_of`).
+    key: everything that changes the seconds of trials (`key_of_degrees`).
     candidates: numbers of chunks that the tables may contain; None allows all.
 
     Raises OSError if the file cannot be read. Raises ValueError, which names the path, for a file without
@@ -238,7 +238,7 @@ def load_degrees(path: PathLike, key: Mapping[str, Any], candidates: Sequence[in
 def _check_key(found: Any, here: Mapping[str, Any]) -> None:
     """Raises ValueError if the key of a file is not this layer's. The message has the first two differences.
 
-    found: the key in the file: everything that changes the seconds of trials (`key_of`).
+    found: the key in the file: everything that changes the seconds of trials (`key_of_degrees`).
     here: the key of this layer.
     """
     if not isinstance(found, dict):
@@ -255,7 +255,7 @@ class LearnedDegrees:
 
     Layers of one process group with equal keys share one object. All ranks of the group hold equal tables.
 
-    key: everything that changes the seconds of trials (`key_of`).
+    key: everything that changes the seconds of trials (`key_of_degrees`).
     tables: for each restore pair and dtype of the rows, the fastest n of both passes by number of tokens.
     path: the file in which rank 0 keeps the tables between runs; None on other ranks, and if $PMOE_CACHE is
         not set.
@@ -294,10 +294,10 @@ def load_learned(
     """Returns rank 0's results of trials for layers with this key, the same on every rank. Collective.
 
     ranks: the process group of the layer.
-    key: everything that changes the seconds of trials (`key_of`). Every rank uses the key of rank 0.
+    key: everything that changes the seconds of trials (`key_of_degrees`). Every rank uses the key of rank 0.
     candidates: numbers of chunks that a file may contain.
     path: the file to load. None takes the results that rank 0's process has, or else those of the file in
-        $PMOE_CACHE (`kept_path`).
+        $PMOE_CACHE (`stored_path`).
 
     Raises OSError or ValueError on every rank if rank 0 cannot use ``path`` (`load_degrees`). If the file in
     $PMOE_CACHE cannot be used, only warns: the next trials replace it.
@@ -326,7 +326,7 @@ def learned_in_this_process(ranks: Ranks, key: Mapping[str, Any], path: Path | N
     """Returns the results of trials that this process has for layers with this key; empty ones at first.
 
     ranks: the process group of the layer.
-    key: everything that changes the seconds of trials (`key_of`).
+    key: everything that changes the seconds of trials (`key_of_degrees`).
     path: the file in which new results will be kept. If the process has results already, their file stays the
         same.
 
@@ -340,9 +340,8 @@ def _stored_tables(path: Path | None, key: Mapping[str, Any], candidates: Sequen
 
     Warns about a file that cannot be used.
 
-    path: the file, or None.
-    key: everything that changes the seconds of trials (`key_of`). A file with another key is not used.
-    candidates: numbers of chunks that the file may contain.
+    path: the file, or None. key: everything that changes the seconds of trials (`key_of_degrees`). A file
+    with another key is not used. candidates: numbers of chunks that the file may contain.
     """
     about = "what trials found before is not used, and measured again"
     return {} if path is None else read_or_default({}, about, lambda: load_degrees(path, key, candidates))

@@ -22,7 +22,7 @@ def requested_slots(modules: LayerModules, routed: RoutedBatch) -> Slots | None:
     fits into a ring slot on every rank, and whether the host memory of every rank has room for an offloaded
     T_DI (the dispatched rows). Chunks are micro-batches; ring slots are the buffers that they share.
 
-    parts: the modules and options of the layer.
+    modules: the modules and options of the layer.
     routed: the batch after the gate.
 
     Returns None if the layer's chunks share no buffers: then there are no limits.

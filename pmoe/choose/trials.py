@@ -56,7 +56,7 @@ def adaptive_degree(max_rows: int, num_ranks: int) -> int:
 class TrialBatch:
     """A batch after gating and the exchange of row counts: all that a trial needs.
 
-    parts: the modules and options of the layer.
+    modules: the modules and options of the layer.
     counts: the row counts, after the ranks have exchanged them.
     inputs: the rows and parameters of the call.
     orders: the routing of the call, from which plans are made.

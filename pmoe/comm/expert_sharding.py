@@ -26,7 +26,7 @@ class ShardCollectives:
     On the CPU a call returns when the collective has ended. On a GPU the current stream waits for the
     collective, and the host does not.
 
-    inside: the L ranks.
+    esp: the L ranks.
     traffic: where the bytes of the collectives are counted.
     """
 

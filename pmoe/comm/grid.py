@@ -23,8 +23,8 @@ class Grid:
     """The W = P * L ranks of a layer, and the two process groups of which this rank is a member.
 
     all: the W ranks. They exchange row counts.
-    across: the P ranks that hold the same columns of different experts. Rows are dispatched among them.
-    inside: the L ranks that hold different columns of the same experts. Rows are gathered among them.
+    ep: the P ranks that hold the same columns of different experts. Rows are dispatched among them.
+    esp: the L ranks that hold different columns of the same experts. Rows are gathered among them.
     order: (W,), the number in ``all`` of the rank at each place of the grid, line by line. After the
         gathering, rows lie in this order of their source ranks.
 

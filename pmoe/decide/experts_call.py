@@ -136,7 +136,8 @@ class ExpertsCall:
                 return run(replace(self.decision, routed=routed, inputs=inputs))
             # A wrapper may call other experts than the first that it holds. PEFT, for one, trains a copy.
             modules = call.scheduled
-            modules = modules if experts is modules.experts else replace(modules, experts=experts)
+            if experts is not modules.experts:
+                modules = replace(modules, experts=experts)
             self._had_grad = torch.is_grad_enabled()
             assert self._source is not None
             self.decision = decide(self._source, modules, inputs)

@@ -145,7 +145,7 @@ class Experts(nn.Module, abc.ABC):
 
     The methods of a pass compute one chunk (micro-batch) of N rows with M = d_model columns. Their arguments:
 
-    given: the chunk's rows, with the parameters and memory to compute with (`ExpertRows`).
+    expert_rows: the chunk's rows, with the parameters and memory to compute with (`ExpertRows`).
     weight_N: (N,), the routing weight of each row.
     """
 
@@ -377,7 +377,7 @@ class Experts(nn.Module, abc.ABC):
 
         The output is already multiplied by weight_N.
 
-        given: the chunk's rows, with the parameters and memory to compute with.
+        expert_rows: the chunk's rows, with the parameters and memory to compute with.
         weight_N: (N,), the routing weight of each row.
         keep: False returns None in place of the hidden activation T_M.
         """
@@ -405,7 +405,7 @@ class Experts(nn.Module, abc.ABC):
     def recompute(self, expert_rows: ExpertRows, recipe: Any) -> Hidden:
         """Computes the hidden activation T_M of a chunk's rows (T_DI) again, in backward.
 
-        given: the chunk's rows, with the parameters and memory to compute with.
+        expert_rows: the chunk's rows, with the parameters and memory to compute with.
         recipe: the result of `recipe` before forward's `compute`; None if the rank had no rows in forward.
         """
 
@@ -433,7 +433,7 @@ class Experts(nn.Module, abc.ABC):
 
         grad_NM: (N, M), the gradient of the output T_DO. It may be overwritten. The third result may refer to
             it, so its memory must stay as it is until `weight_gradient` has run.
-        given: the chunk's rows, with the parameters and memory to compute with.
+        expert_rows: the chunk's rows, with the parameters and memory to compute with.
         weight_N: (N,), the routing weight of each row.
         hidden: the result of `compute`, `recompute` or `join`.
         """

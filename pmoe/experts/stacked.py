@@ -368,7 +368,7 @@ class StackedExperts(Experts):
         gradient dT_M.
 
         grad_NM: (N, M), the gradient of the output. It is overwritten.
-        given: the chunk's rows, with the parameters and memory to compute with.
+        expert_rows: the chunk's rows, with the parameters and memory to compute with.
         weight_N: (N,), the routing weight of each row.
         hidden: T_M, and whether it may be overwritten.
         """

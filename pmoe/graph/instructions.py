@@ -90,7 +90,7 @@ def peak_bytes(
 
     instructions: the pass, in order.
     kept: names of results and inputs that are held to the end, because the graph returns them.
-    given: bytes of each input of the graph, by name.
+    input_bytes: bytes of each input of the graph, by name.
     """
     last_use = {
         name: index

@@ -152,7 +152,7 @@ def listed(
     instructions: the pass, in order.
     limit: bytes. While results take more, weight gradients that free memory run first.
     kept: names of results and inputs that the graph returns, so that their memory is not freed.
-    given: bytes of each input of the graph, by name.
+    input_bytes: bytes of each input of the graph, by name.
     """
     return _List(instructions, limit, kept, input_bytes or {}).run()
 

@@ -67,8 +67,8 @@ class RoutingInput:
 
     T tokens, K choices of a token. A is the number of experts of all ranks.
 
-    expert_TK: (T, K) int64 or int32, global indices of experts.
-    promise: if it is not None, the launch itself chooses the experts and writes them into ``promise.routes``,
+    expert_TK: (T, K) int64 or int32, global indices of experts. deferred: if it is not None, the launch
+    itself chooses the experts and writes them into ``deferred.routes``,
         to which expert_TK then belongs.
     keep_TK: (T, K) bool, False for choices that are dropped; None keeps all.
     capacity: the most rows of this rank that each expert keeps, the first ones in token order. None means as
@@ -140,10 +140,10 @@ def pass_tensors(
 def forward_tensors(
     heap: Heap, arguments: RankTensors, chosen: RoutingInput, *, keeps_input: bool, keeps_hidden: bool
 ) -> RankTensors:
-    """Returns the arguments of a forward launch: ``given`` and new tensors that the launch fills.
+    """Returns the arguments of a forward launch: ``arguments`` and new tensors that the launch fills.
 
     heap: this rank's symmetric heap.
-    given: the result of `pass_tensors`.
+    arguments: the result of `pass_tensors`.
     chosen: the experts of each token.
     keeps_input, keeps_hidden: whether backward needs the dispatched input (T_DI) and the hidden activation
         before the nonlinearity (T_M).
@@ -213,14 +213,14 @@ def backward_tensors(
 ) -> RankTensors:
     """Returns the arguments of a backward launch, with new tensors that the launch fills.
 
-    given: the result of `pass_tensors`.
+    arguments: the result of `pass_tensors`.
     places: the tensors of forward that `PLACES` names, by name.
     kept: two tensors of forward, or None for those that were not kept: the dispatched input (T_DI) and the
         hidden activation before the nonlinearity (T_M). Without the first, the launch sends the layer's input
         again. Without the second, it computes the hidden activation again.
     needs: which of w1, w2, b1 and b2 need a gradient, four bools.
 
-    The result contains ``given``, the tensors of forward, and new tensors for the results:
+    The result contains ``arguments``, the tensors of forward, and new tensors for the results:
 
         weight_gradient              (T, K) float32   for T tokens with K choices each: gradient of the
                                                       routing weights; 0 for dropped choices
@@ -296,7 +296,7 @@ def _by_cell(arguments: RankTensors, columns: int, dtype: torch.dtype | None = N
     A cell is the part of a rank's heap for the rows that one rank sends to one expert. The shape is (P, C,
     columns), for P cells of C rows each.
 
-    given: the result of `pass_tensors`, from which P and C are taken.
+    arguments: the result of `pass_tensors`, from which P and C are taken.
     dtype: None means the dtype of the rows.
     """
     active_PCH: Tensor = arguments["active"]

@@ -58,7 +58,7 @@ def check_arguments(
 def check_together(modules: LayerModules, shared_expert: int | nn.Module | None) -> None:
     """Raises ValueError if a layer's options contradict each other or the layer's modules.
 
-    parts: the layer's modules and options.
+    modules: the layer's modules and options.
     shared_expert: MoELayer's argument ``shared_expert``, for errors.
     """
     options = modules.options
@@ -134,9 +134,9 @@ def make_layer_gate(
 ) -> nn.Module:
     """Returns the gate of a layer: makes the one of that name, or checks a user's module.
 
-    spec: the layer's options.
+    options: the layer's options.
     gate, normalize_gate, z_loss_weight: arguments of `pmoe.MoELayer`.
-    options: device and dtype of the parameters.
+    factory_options: device and dtype of the parameters.
 
     Raises TypeError or ValueError for arguments that do not fit together.
     """
@@ -168,7 +168,7 @@ def make_experts(
     ranks.
 
     expert, activation, bias: arguments of `pmoe.MoELayer`.
-    options: device and dtype of the parameters.
+    factory_options: device and dtype of the parameters.
     """
     sizes = (layer.d_model, layer.d_hidden, layer.num_local_experts)
     if isinstance(expert, str):
@@ -226,8 +226,8 @@ def _warn_of_other_processes() -> None:
 def check_fit(num_experts: int, d_hidden: int, grid: Grid, across: str) -> None:
     """Raises ValueError if experts or their hidden columns cannot be divided evenly among the ranks.
 
-    grid: the ranks. Experts are divided among ``grid.across``, each expert's hidden columns among
-        ``grid.inside``.
+    grid: the ranks. Experts are divided among ``grid.ep``, each expert's hidden columns among
+        ``grid.esp``.
     across: name of the ranks that share the experts, for errors.
     """
     if num_experts % grid.ep.size:

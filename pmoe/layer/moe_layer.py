@@ -305,9 +305,9 @@ class MoELayer(OldAttributes, nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute. Options are checked, and a new module makes `parts` be collected again.
+        """Sets an attribute. Options are checked, and a new module makes `layer_modules` be collected again.
 
-        An option, such as ``layer.pipeline``, is stored in a new `spec`.
+        An option, such as ``layer.pipeline``, is stored in new `options`.
         """
         if name in LayerOptions.__dataclass_fields__ or name in Switches.__dataclass_fields__:
             construct.set_option(self, name, value)

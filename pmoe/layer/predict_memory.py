@@ -38,7 +38,7 @@ def predict_memory(
 
     `pmoe.MoELayer.predict_memory` is the method for users and lists the errors.
 
-    parts: the layer's modules and options.
+    modules: the layer's modules and options.
     num_tokens: number of this rank's tokens; without row_counts, the largest number of any rank.
     row_counts: row counts of a batch; None predicts an upper bound for any routing.
     pipeline, pipeline_backward: number of chunks (micro-batches) of forward and of backward; None takes the
@@ -78,7 +78,7 @@ def check_predictable(modules: LayerModules) -> None:
     Either a feature of the layer takes unknown memory, or the layer uses fused kernels, which allocate memory
     of their own for rows.
 
-    parts: the layer's modules and options.
+    modules: the layer's modules and options.
     """
     reason = modules.refusal("memory")
     if reason is None and modules.options.fused:
@@ -93,7 +93,7 @@ def check_predictable(modules: LayerModules) -> None:
 def check_budget(modules: LayerModules) -> None:
     """Raises ValueError if a layer cannot keep a memory budget, because part of its memory is unknown.
 
-    parts: the layer's modules and options.
+    modules: the layer's modules and options.
     """
     reason = modules.refusal("memory budget")
     like = modules.reference_parameter
@@ -109,7 +109,7 @@ def check_budget(modules: LayerModules) -> None:
 def unknown(modules: LayerModules) -> tuple[str, ...]:
     """Returns notes about memory that a prediction does not count, because the modules are a user's own.
 
-    parts: the layer's modules and options.
+    modules: the layer's modules and options.
     """
     notes = [note for feature, note in USERS_OWN.items() if feature in modules.features]
     shared = modules.shared_expert
@@ -129,7 +129,7 @@ def _ways(
     A restore pair says what becomes of T_DI (received rows) and T_M (hidden activations) between the passes.
     There is one choice if the layer leaves nothing open.
 
-    parts: the layer's modules and options.
+    modules: the layer's modules and options.
     pipeline, pipeline_backward: number of chunks of forward and of backward; None takes what the layer's
         options allow.
     memory_reuse: the restore pair, "S1" to "S4" or a Restore; None takes what the layer's options allow.
@@ -156,7 +156,7 @@ def _of_way(
 ) -> PredictedMemory:
     """Predicts the memory of one choice: the numbers of chunks, and what is kept for backward.
 
-    parts: the layer's modules and options.
+    modules: the layer's modules and options.
     sizes: sizes of the layer.
     call: numbers of the call's tokens and rows that do not depend on routing.
     counts: row counts of a batch; None predicts an upper bound for any routing.

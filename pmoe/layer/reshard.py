@@ -20,7 +20,7 @@ from pmoe.layer.construct import check_fit
 def check_spread(modules: LayerModules, mesh: DeviceMesh) -> None:
     """Raises ValueError or TypeError, with the reason, if a layer cannot be spread over a mesh.
 
-    parts: the layer's modules and options.
+    modules: the layer's modules and options.
     mesh: a device mesh with "ep" (experts) and perhaps "esp" (each expert's hidden columns).
     """
     dimensions_of(mesh)
@@ -61,7 +61,7 @@ def reset_parameters(modules: LayerModules) -> None:
     The values are those that building the layer under the same seed would give. Every rank must call it,
     under one seed.
 
-    parts: the layer's modules and options.
+    modules: the layer's modules and options.
     """
     first_expert = modules.grid.ep.rank * modules.experts.num_local_experts
     if isinstance(modules.gate, Gate):

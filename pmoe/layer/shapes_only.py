@@ -32,7 +32,7 @@ from pmoe.gates.base import at_least_float32
 def has_no_values(modules: LayerModules, x: Tensor) -> bool:
     """Returns whether a call computes shapes only, because the input or the parameters hold no numbers.
 
-    parts: the layer's modules and options.
+    modules: the layer's modules and options.
     x: (..., M), the input.
     """
     like = modules.reference_parameter
@@ -49,7 +49,7 @@ def computed_shapes(modules: LayerModules, x: Tensor) -> tuple[Tensor, LastCall]
     of x, of the parameters, and of a router outside of the layer, so that backward gives all of them
     gradients.
 
-    parts: the layer's modules and options.
+    modules: the layer's modules and options.
     x: (..., M), the input.
 
     Raises what a real call raises for a wrong shape, dtype or device.

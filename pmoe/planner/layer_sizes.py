@@ -50,7 +50,7 @@ class LayerSizes:
     has_drops: whether some choices of a token may have no row, because its expert is full.
     gate_scores: number of tensors that the gate saves for backward, each with one score per token and expert.
     cast_from: under autocast, bytes of an element of the tokens and parameters before the cast; else 0.
-    inside: number of ranks that each expert is split over.
+    esp_size: number of ranks that each expert is split over.
     rotates: whether buffers are ring slots: a few pieces of memory that chunks use in turn.
     relays: ranks of a node, if a hierarchical all-to-all makes a rank pass on the rows of so many ranks; 0 if
         each row travels straight to its rank.
@@ -89,7 +89,7 @@ class LayerSizes:
     def ep_size(self) -> int:
         """Number of groups of ranks that the experts are distributed over.
 
-        The ``inside`` ranks of a group split the hidden columns of the group's experts: num_ranks =
+        The ``esp_size`` ranks of a group split the hidden columns of the group's experts: num_ranks =
         num_across * inside.
         """
         return self.num_ranks // self.esp_size
@@ -142,7 +142,7 @@ def sizes_from_options(
     Args:
         d_model, d_hidden, num_experts, top_k, expert, bias, dtype: the layer's arguments of these names.
         num_ranks: number of ranks that the layer's experts are on.
-        inside: number of ranks that each expert is split over. It divides num_ranks.
+        esp_size: number of ranks that each expert is split over. It divides num_ranks.
         device_type: "cpu" or "cuda". Experts hold more columns for each row on "cuda".
 
     Raises ValueError if top_k is above num_experts, or if num_ranks / inside does not divide num_experts.

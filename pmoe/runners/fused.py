@@ -148,7 +148,7 @@ class KernelsRunner(abc.ABC):
 class FusedRunner(KernelsRunner):
     """A runner that computes both passes by COMET's kernels.
 
-    journey: the destinations of the rows of this rank's tokens, and where rows arrive from.
+    fused_routing: the destinations of the rows of this rank's tokens, and where rows arrive from.
     """
 
     fused_routing: FusedRouting

@@ -51,7 +51,8 @@ class ChunkRows:
     arrived: rows that the dispatch all-to-all brings; None if they are the received ones.
     gathered: rows after the all-gather inside the node, if experts are sharded; None if they are the received
         ones.
-    inside: the number of ranks that share each expert, one number for all chunks; below 2 if experts are not
+    esp_size: the number of ranks that share each expert, one number for all chunks; below 2 if experts are
+    not
         sharded.
     """
 

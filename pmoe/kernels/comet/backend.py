@@ -57,7 +57,7 @@ class Steps:
 
         On the receiving ranks `rows` and `row_weight` return what arrived.
 
-        journey: where the rows of this rank's tokens go, and which rows arrive.
+        fused_routing: where the rows of this rank's tokens go, and which rows arrive.
         x_TM: (T, M), T tokens of d_model columns.
         weight_TK: (T, K), routing weights of the K choices of each token.
         """
@@ -88,7 +88,7 @@ class Steps:
     ) -> tuple[Tensor | None, Tensor]:
         """Dispatches tokens to their experts' ranks, and computes w1's product and the nonlinearity there.
 
-        journey: where the rows of this rank's tokens go, and which N rows arrive.
+        fused_routing: where the rows of this rank's tokens go, and which N rows arrive.
         x_TM: (T, M), this rank's T tokens of M = d_model columns.
         weight_TK: (T, K), the routing weights of the K choices of each token.
         w1, b1: first weight (E, G, M) and bias (E, G) of this rank's E experts. G is H = d_hidden, or 2H for
@@ -108,7 +108,7 @@ class Steps:
     ) -> Tensor:
         """Multiplies by w2, sends the results back to their tokens' ranks, and sums those of each token.
 
-        journey: the `FusedRouting` that was dispatched.
+        fused_routing: the `FusedRouting` that was dispatched.
         active_NH: (N, H), activation after the nonlinearity, of the N rows that arrived. H = d_hidden.
         w2, b2: second weight (E, M, H) and bias (E, M) of this rank's E experts.
 
@@ -121,7 +121,7 @@ class Steps:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Dispatches the output's gradient to the experts' ranks, and computes the hidden gradient there.
 
-        journey: where the rows of this rank's tokens go, and which N rows arrive.
+        fused_routing: where the rows of this rank's tokens go, and which N rows arrive.
         grad_TM: (T, M), gradient of the layer's output for this rank's T tokens.
         weight_TK: (T, K), the routing weights of the K choices of each token.
         of_rank: w2, b2 and the hidden activation before the nonlinearity (T_M), (N, G), of this rank. G is H
@@ -147,7 +147,7 @@ class Steps:
     ) -> tuple[Tensor, Tensor]:
         """Multiplies by w1, sends the rows' gradients to their tokens' ranks, and sums those of each token.
 
-        journey: the `FusedRouting` that was dispatched.
+        fused_routing: the `FusedRouting` that was dispatched.
         grad_hidden_NG: (N, G), gradient of the hidden activation before the nonlinearity, of the N rows that
             arrived. G is H = d_hidden, or 2H for SwiGLU.
         w1: (E, G, M), first weight of this rank's E experts.

@@ -81,7 +81,7 @@ def routing_fields(heap: Heap, fused_routing: FusedRouting) -> dict[str, int]:
     """Returns a launch's arguments about where rows go, by their names in cuda/comet/read.h.
 
     heap: this rank's symmetric heap.
-    journey: where the rows of this rank's tokens go, and which rows arrive.
+    fused_routing: where the rows of this rank's tokens go, and which rows arrive.
 
     Raises ValueError if the heap has room for fewer rows, or if a tensor is not as the kernels need it.
     """
@@ -144,7 +144,7 @@ def dispatch_fields(
     """Returns the arguments of a launch that sends tokens as rows, and multiplies the rows that arrive.
 
     heap: this rank's symmetric heap. Rows that arrive in it are the first operand of the product.
-    journey: where the rows of this rank's tokens go, and which rows arrive.
+    fused_routing: where the rows of this rank's tokens go, and which rows arrive.
     source_TM: (T, M), a row for each of T tokens.
     weight_TK: (T, K), the routing weights of the K choices of each token, which are sent with the rows.
     """
@@ -168,7 +168,7 @@ def combine_fields(heap: Heap, fused_routing: FusedRouting, a: Tensor, result_TM
     """Returns the arguments of a launch that multiplies rows, and sends the results back to their tokens.
 
     heap: this rank's symmetric heap. The results overwrite the rows that were dispatched into it.
-    journey: the `FusedRouting` by which the rows were dispatched.
+    fused_routing: the `FusedRouting` by which the rows were dispatched.
     a: (rows, columns), the first operand of the product.
     result_TM: (T, M), memory for the sum of each token's results.
     """
@@ -224,7 +224,7 @@ def dispatch(
     """Sends tokens as rows, with their routing weights, to the ranks of their experts; computes nothing.
 
     launcher: has the heap of each rank of this process.
-    journeys: for each of these ranks, where the rows of its tokens go.
+    fused_routings: for each of these ranks, where the rows of its tokens go.
     x_TM: (T, M), the tokens of these ranks.
     weight_TK: (T, K), the routing weights of the K choices of each token.
     """
@@ -251,7 +251,7 @@ def dispatch_hidden(
     The product is T_M = rows w1[e]^T + b1[e] for the rows of each expert e.
 
     launcher: has the heap of each rank of this process.
-    journeys: for each of these ranks, where the rows of its tokens go, and which N rows arrive.
+    fused_routings: for each of these ranks, where the rows of its tokens go, and which N rows arrive.
     x_TM: (T, M), the tokens of these ranks.
     weight_TK: (T, K), the routing weights of the K choices of each token.
     w1, b1: for each rank, weight (E, G, M) and bias (E, G) of its E experts. G is H = d_hidden, or 2H for
@@ -298,7 +298,7 @@ def product_combine(
     those that the last dispatch sent.
 
     launcher: has the heap of each rank of this process.
-    journeys: for each of these ranks, the `FusedRouting` that was dispatched.
+    fused_routings: for each of these ranks, the `FusedRouting` that was dispatched.
     active: for each rank, the activation after the nonlinearity, (N, H), of the N rows that arrived. H =
         d_hidden.
     w2, b2: for each rank, weight (E, M, H) and bias (E, M) of its E experts.
@@ -340,7 +340,7 @@ def dispatch_hidden_gradient(
     """Dispatches the output's gradient, and computes the hidden activation's gradient on each expert rank.
 
     launcher: has the heap of each rank of this process.
-    journeys: for each of these ranks, where the rows of its tokens go, and which N rows arrive.
+    fused_routings: for each of these ranks, where the rows of its tokens go, and which N rows arrive.
     grad_TM: (T, M), gradient of the layer's output for the tokens of these ranks.
     weight_TK: (T, K), the routing weights of the K choices of each token.
     w2, b2: for each rank, weight (E, M, H) and bias (E, M) of its E experts. H = d_hidden.
@@ -417,7 +417,7 @@ def gradient_combine(
     `product_combine`.
 
     launcher: has the heap of each rank of this process.
-    journeys: for each of these ranks, the `FusedRouting` that was dispatched.
+    fused_routings: for each of these ranks, the `FusedRouting` that was dispatched.
     of_hidden: for each rank, the gradient of the hidden activation before the nonlinearity, (N, G), of the N
         rows that arrived. G is H = d_hidden, or 2H for SwiGLU.
     w1: for each rank, the weight (E, G, M) of its E experts.

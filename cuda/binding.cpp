@@ -1,7 +1,8 @@
-// pmoe._cuda: the functions that the kernels' folders bind (module.h), and facts about their kernels.
+// The Python module pmoe._cuda: the functions that each kernel's folder binds (module.h), and facts about all
+// kernels.
 //
-// No torch header is used. Tensors arrive as addresses and streams as integers, so one build works with every
-// torch of this Python.
+// No torch header is used. Tensors are passed as addresses and streams as integers, so one build works with
+// every version of torch for this Python.
 
 #include <cuda_runtime.h>
 #include <dlfcn.h>

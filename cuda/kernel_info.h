@@ -1,5 +1,5 @@
-// Facts about a kernel, for pmoe.kernels.status() and for the disassembly tests. Plain C++, since .cu files
-// include it too.
+// Facts about a kernel, for pmoe.kernels.status() and for tests that disassemble kernels. It is plain C++,
+// because .cu files include it, too.
 #pragma once
 
 #include <vector>

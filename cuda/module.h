@@ -1,5 +1,5 @@
-// How a kernel's folder adds itself to pmoe._cuda without an edit elsewhere. Its bind.cpp, which g++
-// compiles, has one line:
+// Lets the folder of a kernel add itself to the Python module pmoe._cuda, without an edit elsewhere. The
+// folder's bind.cpp, which g++ compiles, has one line:
 //
 //   static const pmoe::Module module(bind_permute, list_permute_kernels);
 #pragma once
@@ -12,20 +12,20 @@
 
 namespace pmoe {
 
-// One folder's part of pmoe._cuda. All of them form a linked list.
+// The part of pmoe._cuda that one folder adds. All parts form a linked list.
 class Module {
  public:
   using Bind = void (*)(pybind11::module_&);
   using List = void (*)(std::vector<KernelInfo>&);
 
   // bind: adds the folder's functions to pmoe._cuda.
-  // list: appends the folder's kernels.
+  // list: appends facts about the folder's kernels.
   Module(Bind bind, List list) : bind(bind), list(list), next(first()) { first() = this; }
   Module(const Module&) = delete;
   Module& operator=(const Module&) = delete;
 
-  // Returns the head of the list; null before the first folder joins. It is a static of a function because
-  // constructors of other files may run before those of this one.
+  // Returns the head of the list; null before the first folder is added. The head is a static variable of a
+  // function, because constructors of other files may run before those of this file.
   static const Module*& first() {
     static const Module* head = nullptr;
     return head;

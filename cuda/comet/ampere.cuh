@@ -1,4 +1,5 @@
-// COMET's two kernels with the instructions of sm_80. hopper.cuh explains them.
+// COMET's two kernels with the instructions of sm_80: one sends rows to their experts and computes the first
+// product, the other computes the second product and sends the results back. hopper.cuh explains them.
 #pragma once
 #include "comet/combine.cuh"
 #include "comet/dispatch.cuh"
@@ -7,8 +8,8 @@
 
 namespace pmoe::comet {
 
-// Words of the ArrivalBoard. With it a block stays within the 99 KiB of shared memory that devices 8.6
-// and 8.9 have.
+// Size of an ArrivalBoard (row counts by source rank and expert) in 32-bit words. With this size a block
+// needs at most 99 KiB of shared memory, which devices of compute capability 8.6 and 8.9 have.
 constexpr int kSmallBoardWords = 768;
 
 struct AmpereShared {
@@ -77,13 +78,14 @@ __global__ void __launch_bounds__(ampere::kThreads, 1)
   const ColumnWalk walk(board, r.chunks, shape, block - r.communicating, r.blocks - r.communicating);
   ampere::compute<T, kForm, Epilogue::kPlain, Activation::kNone>(
       f.problem, shared.gemm, walk, [](const Tile&) {},
-      // Called after all threads of the block have stored their part and have synchronized.
+      // Called after all threads of the block have stored their part of the tile and have synchronized.
       [&](const Tile& tile) {
         if (thread != 0) return;
         peers::test_delay(r.watch, blockIdx.x + 5000);
         tile_done(r, tile.column / r.chunks.chunk_columns);
       });
-  // Nothing more is loaded into the stages, so the send table uses their memory.
+  // All products are computed and nothing more is loaded into the stages, so the send table can use their
+  // memory.
   SendTable send_table(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
   sync_block();
   fill_send_table(r, send_table, thread, ampere::kThreads, sync);

@@ -1,10 +1,12 @@
-// Sends rows from communicating warps of Hopper by bulk copies through shared memory.
+// Sends rows to other ranks on Hopper by bulk copies (cp.async.bulk) through shared memory.
 //
-// One lane starts the copies, no row is held in registers, and four times as many bytes are in flight as
-// through registers. A communicating block has no tiles, so the memory of their stages is free.
+// In COMET's kernels some blocks only communicate; this is the code of their warps. One lane of a warp starts
+// the copies. No row is held in registers, and four times as many bytes are in flight as with copies through
+// registers. A communicating block multiplies nothing, so the shared memory that other blocks use for
+// operands is free.
 //
-// Built with -DPMOE_LANE_COPIES, rows go through registers as on other devices. That helps to find out which
-// of the two is at fault.
+// Built with -DPMOE_LANE_COPIES, rows go through registers as on other devices. If results are wrong, this
+// shows whether the bulk copies are at fault.
 #pragma once
 #include "comet/dispatch.cuh"
 
@@ -13,7 +15,8 @@ namespace pmoe::comet {
 constexpr int kBulkSlots = 4, kBulkBytes = 4096;  // slots of a warp: parts of rows in flight
 constexpr int kStoring = 1;                       // slots whose stores may still read them
 
-// The slots of one warp, in shared memory.
+// The buffers of one warp in shared memory: kBulkSlots slots, each with a barrier that is signalled when a
+// load has filled the slot.
 struct BulkRing {
   alignas(128) uint8_t slot[kBulkSlots][kBulkBytes];
   uint64_t full[kBulkSlots];
@@ -21,13 +24,15 @@ struct BulkRing {
 
 #if PMOE_HOPPER_CODE
 
-// Sends pieces of rows by bulk copies; see LaneCopies for the interface.
+// Copies rows to another rank by bulk copies. begin() and finish() are explained at LaneCopies.
 //
-// A row is cut into parts of kBulkBytes and a rest. Parts are numbered through all pieces, and part i goes
-// through slot i % kBulkSlots: a bulk load fills the slot, a bulk store empties it.
+// A row is cut into parts of kBulkBytes bytes; its last part may be shorter. Parts are numbered from 0 on,
+// over all calls, and part i goes through slot i % kBulkSlots: a bulk load fills the slot, and a bulk store
+// empties it.
 //
-// loaded_, stored_: parts whose load or store has been started.
-// first_: parts stored by all earlier pieces.
+// loaded_: number of parts whose load has been started.
+// stored_: number of parts whose store has been started.
+// first_: number of parts that earlier calls of finish() have stored.
 class BulkCopies {
  public:
   __device__ __forceinline__ BulkCopies(BulkRing& ring, const WarpTeam& team) : ring_(ring) {
@@ -41,7 +46,8 @@ class BulkCopies {
   __device__ __forceinline__ void begin(const Rank& r, uint8_t* to, int from, int rows,
                                         const WarpTeam& team) {
     if (team.lane != 0) return;
-    // The target has granted its inbox, so its reads of the round before must stay before these bulk writes.
+    // The receiving rank has announced that its buffer is free. This fence keeps these bulk writes after its
+    // reads of the round before.
     fence_proxy_async_global();
     to_ = to, slot_ = r.slot + from, rows_ = rows, offset_ = 0;
     for (int i = 0; i < kBulkSlots && rows_ > 0; ++i) load(r);
@@ -67,7 +73,7 @@ class BulkCopies {
   }
 
  private:
-  // Starts the load of the next part. Its slot must be free.
+  // Starts the load of the next part of a row into its slot, which must be free.
   __device__ __forceinline__ void load(const Rank& r) {
     const int64_t left = r.layout.row_bytes - offset_;
     const int bytes = static_cast<int>(smaller<int64_t>(left, kBulkBytes));

@@ -1,8 +1,10 @@
-// The work of communicating warps in the combining kernel (COMET, section 3.2.1).
+// The work of communicating warps in COMET's combining kernel (COMET, section 3.2.1), which computes the
+// second product and sends results back.
 //
-// As soon as a chunk of columns is computed, they sum those rows of each token that are on this rank, and
-// write the sum into the heap of the token's owner. The owner adds up what the ranks have sent, always in the
-// order of the token's choices.
+// The result's columns are cut into chunks. As soon as a chunk is computed, these warps sum, for each token,
+// its rows on this rank, and write the sum into the heap of the rank that owns the token. (A heap is device
+// memory that all ranks can write.) The owner then adds the sums of all ranks, always in the order of the
+// token's choices, so that the result is the same in every run.
 #pragma once
 #include "comet/rank.h"
 #include "common/device.cuh"
@@ -16,8 +18,11 @@ using peers::WarpTeam;
 constexpr int kAtOnce = 4;  // tokens that a warp sums at the same time
 constexpr int kAcross = 2;  // vectors of each token that a lane sums at the same time at home
 
-// Returns this rank's links. Addresses of regions are computed before loops: an offset takes a hundred
-// instructions, and the compiler does not keep it from one store to the next.
+// Returns this rank's array of links, one for each received row: where the row's result goes, and which row
+// belongs to the same token.
+//
+// Callers compute such addresses before their loops, because computing an offset takes a hundred
+// instructions, and the compiler computes it again after every store.
 __device__ __forceinline__ const Link* own_links(const Rank& r) {
   return reinterpret_cast<const Link*>(r.own() + r.layout.links());
 }
@@ -28,13 +33,14 @@ __device__ __forceinline__ Link read_link(const Link* link) {
           static_cast<int32_t>(w.word[3])};
 }
 
-// Sends the sums of one piece, for the columns of one chunk.
+// Sends the summed results of a run of received rows to the ranks of their tokens, for one chunk of columns.
 //
-// Only a row that is its token's first one on this rank starts a sum. Its links lead to the token's other
-// rows on this rank, which are added in that order. The sum goes to the row of `home` where the owner expects
-// it.
+// A token may have several rows on this rank. Its first row starts the sum, and the links of the rows lead to
+// the other ones, which are added in that order. The sum is written into the region `home` of the heap of the
+// rank that sent the row, at the row's own place there.
 //
-// first_row, rows: the piece in this rank's inbox.
+// first_row, rows: the run of rows in this rank's inbox (the rows that it received).
+// chunk: number of the chunk of columns.
 template <class T>
 __device__ __forceinline__ void send_sums(const Rank& r, int first_row, int rows, int chunk,
                                           const WarpTeam& team) {
@@ -69,7 +75,8 @@ __device__ __forceinline__ void send_sums(const Rank& r, int first_row, int rows
         next[b] = row[b] < 0 ? -1 : link[b].next;
         more |= at[b] >= 0;
       }
-      // Follows the links of kAtOnce tokens side by side. Each link is loaded one step before it is needed.
+      // Follows the links of kAtOnce tokens side by side. Each link is loaded one iteration before it is
+      // needed, to hide the latency.
       while (more) {
         Words loaded[kAtOnce];
         int after_next[kAtOnce];
@@ -96,8 +103,9 @@ __device__ __forceinline__ void send_sums(const Rank& r, int first_row, int rows
   }
 }
 
-// Sends the gradients of a piece's routing weights to the rows' sources. The parts of each gradient are
-// added in their order.
+// Sends the gradients of the routing weights of a run of received rows to the ranks that sent these rows.
+//
+// Each gradient is an inner product in several parts, which are added in a fixed order.
 __device__ __forceinline__ void send_dots(const Rank& r, int first_row, int rows, const WarpTeam& team) {
   const Link* const links = own_links(r) + first_row;
   for (int i = team.lane; i < rows; i += team.lanes) {
@@ -109,19 +117,21 @@ __device__ __forceinline__ void send_dots(const Rank& r, int first_row, int rows
   }
 }
 
-// Waits until all `tiles` tiles of a chunk are computed.
+// Waits until this rank's computing blocks have stored all `tiles` tiles of a chunk of columns.
 __device__ __forceinline__ void await_done(const Rank& r, int chunk, uint32_t tiles) {
   peers::wait_until_reached(
       r.watch, [&] { return load_acquire(&r.counters()->done[chunk]); }, tiles, Wait::kDone, r.rank, 0,
       chunk);
 }
 
-// Counts a tile as stored. A computing block calls it after its threads have synchronized.
+// Counts one tile of a chunk of columns as stored. A computing block calls this after its threads have
+// synchronized.
 __device__ __forceinline__ void tile_done(const Rank& r, int chunk) {
   add_acq_rel(&r.counters()->done[chunk], 1);
 }
 
-// Counts this warp's part of a chunk as sent. The last warp of the rank raises the flags of all sources.
+// Counts one warp that has sent its part of a chunk of columns. The last warp of this rank then raises a flag
+// at every rank, which says that this rank's sums of the chunk are there.
 __device__ __forceinline__ void chunk_sent(const Rank& r, int chunk, const WarpTeam& team) {
   sync_warp();
   peers::test_delay(r.watch, team.number + 2000);
@@ -131,10 +141,10 @@ __device__ __forceinline__ void chunk_sent(const Rank& r, int chunk, const WarpT
     peers::signal(r.watch, r.heap(peer) + r.layout.returned(r.rank, chunk));
 }
 
-// Waits until a chunk has come home from every rank to which this rank sent rows.
+// Waits until the sums of a chunk of columns have come back from every rank to which this rank sent rows.
 //
-// Other ranks are awaited first. This rank's own part may be late only because another rank is, and the
-// report must name the rank that is really late.
+// Other ranks are awaited before this rank itself. This rank may be late only because another rank is late,
+// and the error report must name the rank that is really late.
 __device__ __forceinline__ void await_returns(const Rank& r, const SendTable& send_table, int chunk,
                                               const WarpTeam& team) {
 #pragma unroll 1
@@ -146,10 +156,13 @@ __device__ __forceinline__ void await_returns(const Rank& r, const SendTable& se
   }
 }
 
-// Returns the row of `home` that holds what a choice's rank has sent for the token. Only the token's first
-// choice on that rank has one; other choices give -1.
+// Returns the row of the region `home` that holds the sum of a token's rows on one rank, or -1.
 //
-// slot: the token's first slot.
+// The sum lies at the place of the token's first choice on that rank. A later choice on the same rank, and a
+// dropped one, give -1, so that no sum is added twice.
+//
+// slot: the token's first (token, choice) slot.
+// choice: which of the token's choices.
 __device__ __forceinline__ int home_row(const Rank& r, int64_t slot, int choice) {
   const int position = read(r.position + slot + choice);
   if (position < 0) return -1;
@@ -160,7 +173,7 @@ __device__ __forceinline__ int home_row(const Rank& r, int64_t slot, int choice)
   return position - r.first_row;
 }
 
-// Adds up the results of all tokens for one chunk of columns.
+// Adds the sums of all ranks for each token of this rank, for one chunk of columns, and stores the results.
 template <class T>
 __device__ __forceinline__ void sum_tokens(const Rank& r, int chunk, const WarpTeam& team) {
   const int vectors = static_cast<int>(r.chunks.width(chunk) * int64_t{sizeof(T)} / 16);
@@ -207,7 +220,9 @@ __device__ __forceinline__ void sum_tokens(const Rank& r, int chunk, const WarpT
   }
 }
 
-// Sends this rank's part of a chunk, as soon as it is computed. tiles: number of tiles in the chunk.
+// Sends this rank's sums for a chunk of columns, as soon as the chunk is computed.
+//
+// tiles: number of tiles in the chunk.
 template <class T>
 __device__ __forceinline__ void send_chunk(const Rank& r, const ArrivalBoard& board, int chunk, int tiles,
                                            const WarpTeam& team) {
@@ -226,7 +241,7 @@ __device__ __forceinline__ void send_chunk(const Rank& r, const ArrivalBoard& bo
   chunk_sent(r, chunk, team);
 }
 
-// Waits for a chunk from all ranks, and adds it up.
+// Waits for the sums of a chunk of columns from all ranks, and adds them for each token of this rank.
 template <class T>
 __device__ __forceinline__ void sum_chunk(const Rank& r, const SendTable& send_table, int chunk,
                                           const WarpTeam& team) {
@@ -234,7 +249,7 @@ __device__ __forceinline__ void sum_chunk(const Rank& r, const SendTable& send_t
   sum_tokens<T>(r, chunk, team);
 }
 
-// Number of row tiles of the product, and columns of a tile.
+// The tiles of the second product: how many tiles lie below each other, and how many columns a tile has.
 struct Tiling {
   int row_tiles, columns;
 
@@ -243,13 +258,14 @@ struct Tiling {
   }
 };
 
-// Runs a communicating warp. While a chunk is sent, the one before is summed:
+// Runs a communicating warp. While one chunk of columns is sent, the chunk before it is summed on its tokens'
+// ranks:
 //
 //   step   0    1    2   ...  last     last + 1
 //   send   c0   c1   c2       c_last
 //   sum         c0   c1       ...      c_last
 //
-// helpers: number of computing warps that join for the last chunk, because nothing is left to compute.
+// helpers: number of computing warps that help with the last chunk, because nothing is left to compute.
 template <class T>
 __device__ __forceinline__ void combine(const Rank& r, const ArrivalBoard& board, const SendTable& send_table,
                                         Tiling tiling, const WarpTeam& team, int helpers) {
@@ -263,9 +279,10 @@ __device__ __forceinline__ void combine(const Rank& r, const ArrivalBoard& board
   }
 }
 
-// Runs a computing warp after its last tile: its share of the last chunk.
+// Runs a computing warp after its last tile: it helps to send and to sum the last chunk of columns.
 //
-// all: this warp's number among all warps that work on the last chunk. Communicating warps come first.
+// all: this warp's number among all warps that work on the last chunk, and how many they are. Communicating
+//     warps have the lowest numbers.
 template <class T>
 __device__ __forceinline__ void combine_last_chunk(const Rank& r, const ArrivalBoard& board,
                                                    const SendTable& send_table, Tiling tiling,

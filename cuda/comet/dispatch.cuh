@@ -1,5 +1,8 @@
-// The work of communicating warps in the dispatching kernel. They grant room, write rows into peers' heaps,
-// and raise flags.
+// The work of communicating warps in COMET's dispatching kernel, which sends rows to their experts and
+// computes the first product.
+//
+// A heap is device memory that all ranks can write. These warps tell each other rank where in this rank's
+// heap its rows go, write this rank's rows into other ranks' heaps, and raise flags when rows are written.
 #pragma once
 #include "comet/rank.h"
 #include "common/device.cuh"
@@ -10,11 +13,13 @@ namespace pmoe::comet {
 
 using peers::WarpTeam;
 
-// Copies pieces of rows to a peer. Here rows go through registers; in bulk.cuh through shared memory.
+// Copies runs of rows to another rank, through registers. (BulkCopies in bulk.cuh copies through shared
+// memory instead.)
 //
-// begin(r, to, from, rows, team): starts copying the rows `from`, from + 1, ... of this rank's order to `to`.
-//     The caller then works out the rows' links.
-// finish(r, team): when it returns to a lane, everything that this lane has copied is written.
+// begin(r, to, from, rows, team): starts to copy `rows` rows of this rank's sorted rows, from row `from` on,
+// to the address `to`. While the copies are in flight, the caller computes other data of these rows.
+// finish(r, team): ends the copies. When it returns to a lane, everything that this lane has copied is
+// written.
 class LaneCopies {
  public:
   __device__ __forceinline__ void begin(const Rank& r, uint8_t* to, int from, int rows, const WarpTeam&) {
@@ -37,7 +42,10 @@ class LaneCopies {
   int rows_, token_[kPiece];
 };
 
-// Fills the board from the received counts, by all threads of a block. sync() is their barrier.
+// Fills the board with the first row of each source rank and expert in this rank's inbox, from the numbers of
+// rows that this rank receives.
+//
+// All threads of a block call it. sync() is their barrier.
 template <class Sync>
 __device__ __forceinline__ void fill_board(const Rank& r, ArrivalBoard& board, int thread, int threads,
                                            const Sync& sync) {
@@ -46,21 +54,25 @@ __device__ __forceinline__ void fill_board(const Rank& r, ArrivalBoard& board, i
       threads, sync);
 }
 
-// Fills the send table from this rank's counts, by all threads of a block. sync() is their barrier.
+// Fills the send table with the first row for each target rank and expert, from the numbers of rows that this
+// rank sends.
+//
+// All threads of a block call it. sync() is their barrier.
 template <class Sync>
 __device__ __forceinline__ void fill_send_table(const Rank& r, SendTable& send_table, int thread, int threads,
                                                 const Sync& sync) {
   send_table.fill([&](int i) { return read(r.send_counts + i); }, thread, threads, sync);
 }
 
-// Grants every peer its room: where its rows begin in this rank's inbox, and that the inbox is free. It is
-// free, because all reads of the round before are finished when this kernel runs. It also resets the
-// counters.
+// Tells every rank where its rows begin in this rank's inbox (the grants), and that the inbox is free. It
+// also resets the counters of finished tiles.
 //
-// A rank that has failed grants nothing. It has not waited for a late peer, which may still read the grants
-// of the round before.
+// The inbox is free because this kernel starts after all reads of the launches before it.
 //
-// The threads of one block call it together; sync() is their barrier.
+// If a wait of this rank has timed out, it grants nothing: a late rank may still read the grants of the round
+// before.
+//
+// All threads of one block call it. sync() is their barrier.
 template <class Sync>
 __device__ __forceinline__ void grant(const Rank& r, const ArrivalBoard& board, int thread, int threads,
                                       const Sync& sync) {
@@ -80,8 +92,11 @@ __device__ __forceinline__ void grant(const Rank& r, const ArrivalBoard& board, 
     peers::signal(r.watch, r.heap(peer) + r.layout.granted(r.rank));
 }
 
-// Returns the link of a slot's row: where its product comes home, and the token's next row on the same
-// target.
+// Returns the link of a row: where its result goes on the sending rank, and which row on the target rank is
+// the same token's next one.
+//
+// slot: the row's (token, choice) slot.
+// grants: where this rank's rows for each expert of the target begin in the target's inbox.
 __device__ __forceinline__ Link link_of(const Rank& r, const SendTable& send_table, const int32_t* grants,
                                         int target, int slot) {
   const int experts = r.experts(), token = r.by_choices.divide(slot), choice = slot - token * r.choices;
@@ -103,7 +118,8 @@ __device__ __forceinline__ Link link_of(const Rank& r, const SendTable& send_tab
   return link;
 }
 
-// Writes all rows of this rank to where they are computed. The warps take pieces in turn.
+// Writes all rows of this rank into the inboxes of the ranks that compute them. The warps take runs of rows
+// (pieces) in turn.
 template <class Copies>
 __device__ __forceinline__ void send_rows(const Rank& r, const SendTable& send_table, const WarpTeam& team,
                                           Copies& copies) {
@@ -127,7 +143,7 @@ __device__ __forceinline__ void send_rows(const Rank& r, const SendTable& send_t
     const int from = r.first_row + send_table.first(target, piece.expert) + piece.begin;
     auto* const weights = reinterpret_cast<float*>(heap + r.layout.weights()) + to;
     auto* const links = reinterpret_cast<Link*>(heap + r.layout.links()) + to;
-    // The rows are in flight while their links are worked out, which takes up to five dependent reads.
+    // While the rows are in flight, their links are computed, which takes up to five dependent reads.
     copies.begin(r, r.inbox(target, to), from, piece.rows, team);
     for (int row = team.lane; row < piece.rows; row += team.lanes) {
       const int slot = read(r.slot + from + row);
@@ -145,8 +161,11 @@ __device__ __forceinline__ void send_rows(const Rank& r, const SendTable& send_t
   }
 }
 
-// Waits until the rows [begin, end) of the inbox, which belong to one expert, have arrived from all sources.
-// Lane i of `lanes` waits for every lanes-th piece, so all lanes together wait for all pieces.
+// Waits until the rows [begin, end) of this rank's inbox have arrived. They belong to one expert and may come
+// from several ranks.
+//
+// Rows arrive in pieces of at most kPiece rows, each with a flag. Lane i of `lanes` waits for every lanes-th
+// piece, so all lanes together wait for all pieces.
 __device__ __forceinline__ void await_rows(const Rank& r, const ArrivalBoard& board, int expert, int begin,
                                            int end, int lane, int lanes) {
   int turn = 0;
@@ -156,7 +175,7 @@ __device__ __forceinline__ void await_rows(const Rank& r, const ArrivalBoard& bo
     if (from >= to) continue;
     const int source = source_at(level, r.rank, r.ranks());
     const int lowest = (from - first) / kPiece, highest = (to - 1 - first) / kPiece;
-    // Pieces are numbered across levels, so that every lane gets its share.
+    // Lanes take the pieces of all source ranks in turn, so that every lane gets its share.
     for (int number = lowest + (lane - turn % lanes + lanes) % lanes; number <= highest; number += lanes)
       peers::await(r.watch, r.own() + r.layout.arrival(source, expert, first, number), Wait::kArrival, source,
                    expert, number);
@@ -164,7 +183,7 @@ __device__ __forceinline__ void await_rows(const Rank& r, const ArrivalBoard& bo
   }
 }
 
-// Waits until every row has arrived. For a launch that multiplies nothing.
+// Waits until every row has arrived. It is for a launch that only sends rows and computes no product.
 __device__ __forceinline__ void await_all(const Rank& r, const ArrivalBoard& board, const WarpTeam& team) {
   PieceWalk walk(r.ranks(), r.experts());
   const auto rows = [&](int level, int e) { return board.rows(level, e); };

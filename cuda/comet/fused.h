@@ -1,4 +1,5 @@
-// The arguments of a fused launch: for each rank that this process runs, its product and its communication.
+// The arguments of a launch of COMET's fused kernels. A process may run several ranks in one launch (in
+// tests); each has its own product and its own communication.
 #pragma once
 #include <cuda.h>
 
@@ -12,7 +13,7 @@ using peers::kMostVirtual;
 constexpr int kBoardWords = 2 * kMostExperts;
 constexpr int kSendTableWords = kMostExperts + 1;
 
-// One rank's part of a launch.
+// The arguments of one rank in a launch: its tensor maps, its product, and its communication.
 struct Fused {
   CUtensorMap a_map, b_map;
   Problem problem;

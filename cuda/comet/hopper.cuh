@@ -1,12 +1,12 @@
 // COMET's two kernels on Hopper (COMET, section 3.2.1: thread block specialisation).
 //
-// Some of a rank's blocks communicate. The others compute as in grouped_gemm/hopper.cuh, except for the order
-// of their tiles, and for what a tile waits for and announces:
+// Some blocks of a rank only communicate. The others compute a grouped product as in grouped_gemm/hopper.cuh,
+// but with another order of tiles, and with waits and signals:
 //
-//   kernel          communicating blocks           computing blocks
-//   dispatch_gemm   grant, send rows               wait for a tile's rows, then multiply it
-//   gemm_combine    send sums of column chunks,    multiply, count finished tiles of a chunk,
-//                   sum what comes home            then help with the last chunk
+//   kernel          communicating blocks               computing blocks
+//   dispatch_gemm   say where rows go, send rows       wait for a tile's rows, then multiply them
+//   gemm_combine    send sums of column chunks, add    multiply, count the finished tiles of each chunk,
+//                   the sums that come back            then help with the last chunk
 #pragma once
 #include "comet/bulk.cuh"
 #include "comet/combine.cuh"
@@ -18,7 +18,7 @@ namespace pmoe::comet {
 
 constexpr int kWalkBytes = 128;
 
-// The place of a block's tile, if blocks form pairs with tiles side by side.
+// The columns of a block's tile, if two blocks form a pair with tiles side by side.
 struct PairTile {
   int first;                   // column of this block's tile in the pair
   int chunk_columns, columns;  // of the result; no tile crosses the end of a chunk
@@ -33,7 +33,8 @@ struct HopperShared {
 static_assert(sizeof(HopperShared) <= 232448 - 1024, "more shared memory than a block of Hopper has");
 static_assert(sizeof(hopper::Shared::a) >= 4 * kSendTableWords, "the send table must fit into the stages");
 
-// The shared memory of a block that dispatches. It takes the place of a computing block's stages.
+// The shared memory of a communicating block in the dispatching kernel. It has no operands, so it uses the
+// memory in which a computing block keeps them.
 struct DispatchShared {
   BulkRing ring[hopper::kThreads / 32];
   int32_t send_table[kSendTableWords];
@@ -42,9 +43,11 @@ static_assert(sizeof(DispatchShared) <= sizeof(hopper::Shared));
 
 #if PMOE_HOPPER_CODE
 
-// A warp's walk over tiles, kept in shared memory: neither the walk nor its address fits into the registers
-// of a warp that has accumulators or loads. A tile beyond the last column gets no rows, so that nothing of it
-// is stored.
+// A warp's walk over the tiles that its block computes, kept in shared memory.
+//
+// It is not kept in registers, because a warp that has accumulators or loads operands has no registers left,
+// not even for the walk's address. A tile beyond the last column gets no rows, so that nothing of it is
+// stored.
 template <class Walk>
 class WarpWalk {
  public:
@@ -78,8 +81,10 @@ class WarpWalk {
   }
 };
 
-// A block's tiles where two blocks share A: of each pair side by side, the tile of the block's rank in the
-// cluster. `walk` finds pairs, and goes over half of the columns.
+// The tiles of a block, if the two blocks of a cluster share operand A: of each pair of tiles side by side,
+// the first block of the cluster takes the left one.
+//
+// walk: finds pairs of tiles; it counts half of the columns.
 template <class Walk>
 class PairWalk {
  public:
@@ -91,7 +96,7 @@ class PairWalk {
     return more;
   }
 
-  // Returns whether a tile lies beyond the columns of its chunk.
+  // Returns whether a tile lies beyond the last column of its chunk of columns.
   __device__ __forceinline__ static bool is_beyond(const Tile& tile) {
     const PairTile& own = block().pair_tile;
     const int begin = (tile.column - own.first) / own.chunk_columns * own.chunk_columns;
@@ -106,7 +111,7 @@ class PairWalk {
   }
 };
 
-// Prepares a computing block before its first tile.
+// Initialises the barriers and pair_tile of a computing block, before its first tile.
 __device__ __forceinline__ void begin_tiles(const Problem& p, HopperShared& shared, int tile_columns,
                                             const Chunks& chunks) {
   if (threadIdx.x == 0) {
@@ -116,7 +121,8 @@ __device__ __forceinline__ void begin_tiles(const Problem& p, HopperShared& shar
   hopper::sync_before(p.blocks_across);
 }
 
-// Loads all tiles of a block, each as soon as its rows have arrived. The first warp runs it.
+// Loads the operands of all tiles of a block, each tile as soon as its rows have arrived. The first warp of
+// the block runs it.
 template <Form kForm, bool kHalves, class Walk>
 __device__ __forceinline__ void load_as_rows_arrive(const Fused& f, const ArrivalBoard& board,
                                                     HopperShared& shared, Walk walk) {
@@ -125,8 +131,8 @@ __device__ __forceinline__ void load_as_rows_arrive(const Fused& f, const Arriva
   Ring<hopper::kStages> ring;
   Tile tile;
   while (walk.next(tile)) {
-    // Also done for a tile beyond the columns, since half of its rows are loaded for the other block of the
-    // pair.
+    // The wait is needed for a tile beyond the columns, too: this block loads half of the pair's rows also
+    // for the other block.
     const int begin = tile.group_begin + tile.row;
     const int rows = smaller(hopper::kRows, tile.group_rows - tile.row);
     await_rows(f.rank, board, tile.expert, begin, begin + rows, lane, 32);
@@ -223,7 +229,8 @@ __global__ void __launch_bounds__(hopper::kThreads, 1) gemm_combine(const __grid
           peers::test_delay(r.watch, blockIdx.x + 5000);
           tile_done(r, tile.column / r.chunks.chunk_columns);
         });
-    // Nothing more is loaded into the stages, so the send table uses their memory.
+    // All products are computed and nothing more is loaded into the stages, so the send table can use their
+    // memory.
     const int self = thread_again() - hopper::kLoaders;
     const auto together = [] { sync_named(2, hopper::kMultipliers); };
     together();

@@ -1,11 +1,12 @@
-// Selects the kernel that is compiled for a Which.
+// Selects the compiled instance of a kernel template by the values in a Which.
 #pragma once
 #include "comet/launch.h"
 #include "grouped_gemm/instances.cuh"
 
 namespace pmoe::comet {
 
-// Calls use.dispatch<form, epilogue, activation>() or use.combine<form>() with the values as constants.
+// Calls use.dispatch<form, epilogue, activation>() or use.combine<form>(), with the values of `which` as
+// template arguments.
 template <class Use>
 FusedKernel with_constants(const Which& which, const Use& use) {
   if (which.kernel == Kernel::kCombine)

@@ -1,4 +1,4 @@
-// Launches of the fused kernels. It knows no PyTorch, only pointers, sizes and a stream.
+// Launches of COMET's fused kernels. This code uses no PyTorch, only pointers, sizes and a stream.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace pmoe::comet {
 
 enum class Kernel : int { kDispatch, kCombine };
 
-// Selects a kernel: the values that are constants when it is compiled.
+// Selects a compiled kernel: the values that are template arguments of the kernels.
 struct Which {
   Kernel kernel;
   Element element;
@@ -22,13 +22,14 @@ struct Which {
 
 using FusedKernel = void (*)(Launch);
 
-// The kernels of each element type and path. Each is a translation unit of its own.
+// Each returns the kernel for one element type and one set of instructions. Each is a translation unit of its
+// own, so that they compile in parallel.
 FusedKernel hopper_bf16(const Which&);
 FusedKernel hopper_fp16(const Which&);
 FusedKernel ampere_bf16(const Which&);
 FusedKernel ampere_fp16(const Which&);
 
-// One of the two ways to compute: with Hopper's instructions, or with those of sm_80.
+// One of the two implementations of the kernels: with Hopper's instructions, or with those of sm_80.
 struct Path {
   const char* name;
   FusedKernel (*kernel)(const Which&);
@@ -39,20 +40,22 @@ struct Path {
 
 extern const Path hopper_path, ampere_path;
 
-// Returns the kernel's name, as users and errors show it.
+// Returns the kernel's name, which users and error messages show.
 std::string name_of(const Which&, const Path&);
 
-// Returns whether computing blocks may form pairs whose tiles lie side by side. Both blocks of a cluster must
-// compute, or neither, and the columns must suffice for both.
+// Returns whether computing blocks may form pairs (clusters of two) whose tiles lie side by side.
+//
+// They may only if both blocks of each cluster compute, or both communicate, and if there are enough columns
+// for two tiles.
 bool may_pair_blocks(const Path&, const Which&, const Launch&, int ranks);
 
-// Launches a kernel. All blocks of all ranks are resident, or the launch fails. Throws std::runtime_error if
-// CUDA refuses it.
+// Launches a kernel. It is a cooperative launch: all blocks of all ranks are resident at once, or it fails,
+// because the blocks wait for each other. Throws std::runtime_error if CUDA refuses it.
 //
-// a_rows: (ranks,) rows of A that may be read.
+// a_rows: (ranks,) number of rows of operand A that may be read.
 void launch(const Path&, const Which&, Launch&, int ranks, const int64_t* a_rows, void* stream);
 
-// Visits every kernel of a path.
+// Calls visit(which) for every kernel of one implementation.
 template <class Visit>
 void for_each(Visit visit) {
   for (Element element : {Element::kBf16, Element::kFp16}) {

@@ -1,35 +1,36 @@
-// A rank's symmetric heap: which region lies where, and which rank writes it. The host sizes the heap by it,
-// the kernels address the heap by it.
+// The layout of a rank's symmetric heap: device memory that all ranks can write. The host computes its size
+// from this, and the kernels compute addresses.
 //
-// No byte is written by two ranks (FlashDMoE, theorem 5.3.1). Regions that belong to one peer are indexed by
-// that peer's number. Rows lie at exact offsets, which the receiving rank grants. Nothing is padded to a
-// capacity.
+// No byte is written by two ranks (FlashDMoE, theorem 5.3.1): a region that other ranks write has a part for
+// each of them. Rows are not padded to a capacity. Instead the receiving rank computes from the row counts
+// where each sender's rows begin, and writes these offsets (grants) into the sender's heap.
 //
-//   region    at        written by       content
-//   grants    peer p    p                where this rank's rows for each of p's experts begin in p's inbox
-//   granted   peer p    p                flag: the grants are written, and p's inbox is free
-//   inbox     row r     the row's source rows that have arrived, later the products of this rank's experts
-//   weights   row r     the row's source routing weights
-//   links     row r     the row's source see `Link`
-//   arrivals  source s  s                flags by piece: its rows, weights and links are written
-//   home      row i     the rank where   sums of a token's rows on one rank, at the place of the first of
-//                       row i went       these rows in the order in which this rank sent them
-//   dots      row i     the same rank    gradients of routing weights, for every row
-//   returned  peer p    p                flags by column chunk: p has written its rows of `home`
-//   counters            this rank        counters shared by its own blocks
+//   region    part for   written by       content
+//   grants    rank p     p                where this rank's rows for each of p's experts begin in p's inbox
+//   granted   rank p     p                flag: the grants are written, and p's inbox is free
+//   inbox     row r      the row's sender rows that have arrived, later the products of this rank's experts
+//   weights   row r      the row's sender routing weights
+//   links     row r      the row's sender see `Link`
+//   arrivals  sender s   s                a flag for each piece (up to kPiece rows): its rows, weights and
+//                                         links are written
+//   home      row i      the rank where   sum of a token's rows on one rank, at the place of the first of
+//                        row i went       these rows in the order in which this rank sent its rows
+//   dots      row i      the same rank    gradients of routing weights, for every row
+//   returned  rank p     p                a flag for each chunk of columns: p has written its rows of `home`
+//   counters             this rank        counters shared by its own blocks
 //
-// In the dispatching kernel:
+// In the dispatching kernel (first product):
 //
-//   target rank t                           source rank s
+//   receiving rank                          sending rank
 //   writes grants and raises granted   -->  waits for granted
 //   waits for arrival                  <--  writes rows, weights, links, and raises the piece's arrival
 //   multiplies the tile
 //
-// In the combining kernel:
+// In the combining kernel (second product):
 //
-//   target rank t                           source rank s
-//   writes sums of a column chunk,
-//   raises returned                    -->  waits for returned, adds up its tokens
+//   receiving rank                          sending rank
+//   writes sums of a chunk of columns,
+//   raises returned                    -->  waits for returned, adds the sums of each token
 //
 // Letters: W ranks, E experts of a rank.
 #pragma once
@@ -46,7 +47,8 @@ constexpr int kMostExperts = 1024;  // of all ranks together
 constexpr int kPiece = 16;          // rows that are written and announced together
 constexpr int kMostChunks = 64;     // chunks of columns
 
-// Says what to do with a row's product. The row's source writes it beside the row.
+// A record for each received row: what to do with the row's product. The sending rank writes it beside the
+// row.
 struct alignas(16) Link {
   int32_t home;    // the row's place in the order in which its source sent it
   int32_t next;    // the row of the same token's next choice on this rank, or -1
@@ -54,14 +56,15 @@ struct alignas(16) Link {
   int32_t first;   // 1 if it is its token's first row on this rank, else 0
 };
 
-// Counters that the blocks of one rank share.
+// Counters that the blocks of one rank share, in the rank's own heap.
 struct Counters {
   uint32_t failed;             // nonzero after a wait has timed out: no more waits, no more flags
   uint32_t done[kMostChunks];  // tiles of each column chunk that are computed
   uint32_t sent[kMostChunks];  // warps that have sent their part of each column chunk
 };
 
-// Byte offsets of the regions. Every region begins at a multiple of 1024 bytes.
+// Sizes of a heap, and functions that return the byte offsets of its regions. Every region begins at a
+// multiple of 1024 bytes.
 struct Layout {
   int32_t ranks, experts;  // W, E
   int64_t rows;            // rows that may arrive
@@ -92,12 +95,14 @@ struct Layout {
   PMOE_HD int64_t home() const { return inbox() + align_region(rows * row_bytes); }
   PMOE_HD int64_t bytes() const { return home() + align_region(home_rows * row_bytes); }
 
-  // Returns the number of a piece's flag among those of its source.
+  // Returns the index of a piece's arrival flag among the flags of its sending rank. A piece is a run of at
+  // most kPiece rows of one expert.
   //
-  // From one expert to the next, first_row grows at least by the number of the source's rows there. Adding
-  // `expert` makes up for the rounding. So no two pieces share a flag.
+  // Different pieces of a sender have different flags: from one expert to the next, first_row grows at least
+  // by the number of the sender's rows, and adding `expert` makes up for rounding first_row / kPiece down.
   //
-  // first_row: where the source's rows for the expert begin in the inbox.
+  // first_row: where the sender's rows for this expert begin in the inbox.
+  // number: number of the piece among those of this sender and expert.
   PMOE_HD int64_t piece(int expert, int64_t first_row, int number) const {
     return first_row / kPiece + expert + number;
   }
@@ -106,12 +111,12 @@ struct Layout {
   }
 };
 
-// The order in which a rank goes through sources: itself first, then upwards around. source_at() is the
-// inverse of level_of().
+// level_of() and source_at() map between a source rank and its level. The level is the source's place in this
+// rank's order: this rank itself is at level 0, then come the ranks above it, then rank 0 and on.
 PMOE_HD constexpr int level_of(int source, int rank, int ranks) { return (source - rank + ranks) % ranks; }
 PMOE_HD constexpr int source_at(int level, int rank, int ranks) { return (rank + level) % ranks; }
-// Returns to whom a rank sends at a step. At step l a rank sends to the one for which it is the source at
-// level l, so every rank receives from its sources in its own order.
+// Returns the rank to which a rank sends at a step. At step l a rank sends to the rank that has it at level
+// l, so every rank receives rows in the order of its levels.
 PMOE_HD constexpr int target_at(int step, int rank, int ranks) { return (rank - step + ranks) % ranks; }
 
 }  // namespace pmoe::comet

@@ -1,6 +1,6 @@
-// The orders on which all roles of COMET's kernels agree: rows by expert and source, pieces of rows that
-// travel, tiles by arrival of their rows, tiles by chunks of columns. They are plain arithmetic, which every
-// role computes for itself.
+// The orders that all blocks of COMET's kernels must know: rows by expert and source rank, runs of rows that
+// are sent together, tiles by the arrival of their rows, tiles by chunks of columns. Each block computes
+// these orders by itself, from the row counts.
 //
 // Letters: W ranks, E experts of a rank.
 #pragma once
@@ -10,11 +10,14 @@
 
 namespace pmoe::comet {
 
-// The arrival board: where the rows that a rank receives begin in its inbox, by expert and source.
+// The arrival board: a table of where the rows that a rank receives begin in its inbox, by expert and source
+// rank.
 //
-// Rows of expert e from the source at level l are rows first(l, e) to first(l + 1, e) - 1 (COMET, section
-// 3.1.2: sorted by source rank, local rows first). With two ranks and two experts, which receive 2 and 1 own
-// rows and 3 and 3 rows of the other rank, the memory is:
+// Rows of an expert are sorted by source, this rank's own rows first (COMET, section 3.1.2). The source at
+// level l is the l-th in that order. Its rows for expert e are rows first(l, e) to first(l + 1, e) - 1.
+//
+// Example with two ranks and two experts. The experts receive 2 and 1 rows of this rank and 3 and 3 rows of
+// the other rank. The table is:
 //
 //             expert 0   expert 1
 //   level 0      0          5       this rank's own rows
@@ -25,7 +28,7 @@ class ArrivalBoard {
   PMOE_HD ArrivalBoard(int32_t* memory, int ranks, int experts)
       : first_(memory), ranks_(ranks), experts_(experts) {}
 
-  // Returns the size of the memory in 32-bit words. The last line is the experts' ends.
+  // Returns the size of the table in 32-bit words. Its last line has the ends of the experts' rows.
   PMOE_HD static constexpr int words(int ranks, int experts) { return (ranks + 1) * experts; }
 
   PMOE_HD int first(int level, int expert) const { return first_[level * experts_ + expert]; }
@@ -37,9 +40,9 @@ class ArrivalBoard {
   PMOE_HD int ranks() const { return ranks_; }
   PMOE_HD int experts() const { return experts_; }
 
-  // Fills the board by `threads` threads together.
+  // Fills the table; `threads` threads call it together.
   //
-  // count(source, expert): number of rows.
+  // count(source, expert): number of rows from a source rank for an expert.
   // sync(): a barrier of these threads.
   template <class Count, class Sync>
   PMOE_HD void fill(int rank, const Count& count, int thread, int threads, const Sync& sync) {
@@ -69,8 +72,7 @@ class ArrivalBoard {
   int ranks_, experts_;
 };
 
-// A table of where the rows that a rank sends begin in its own order, by target and expert. It is filled like
-// an ArrivalBoard.
+// The send table: where the rows that a rank sends begin in its own sorted order, by target rank and expert.
 class SendTable {
  public:
   PMOE_HD SendTable(int32_t* memory, int ranks, int experts)
@@ -87,8 +89,12 @@ class SendTable {
   PMOE_HD int ranks() const { return ranks_; }
   PMOE_HD int experts() const { return experts_; }
 
-  // Fills the table in three steps: each thread sums a stretch of its own, one thread sums the stretches, and
-  // each thread adds what comes before its stretch. count(i): rows for target * E + expert.
+  // Fills the table; `threads` threads call it together. It is a prefix sum in three steps: each thread sums
+  // a range of its own, one thread sums the ranges, and each thread adds the sum of all ranges before its
+  // own.
+  //
+  // count(i): number of rows for target rank i / E and its expert i % E.
+  // sync(): a barrier of these threads.
   template <class Count, class Sync>
   PMOE_HD void fill(const Count& count, int thread, int threads, const Sync& sync) {
     const int all = ranks_ * experts_, each = ceil_div(all, threads);
@@ -114,19 +120,26 @@ class SendTable {
   int ranks_, experts_;
 };
 
-// A run of at most kPiece rows of one step and one expert: the unit in which rows are written and announced.
+// A piece: a run of at most kPiece rows with the same expert and the same sending and receiving rank. Its
+// rows are written together and announced by one flag.
+//
+// A step stands for the other rank: a rank sends to, and receives from, all ranks in a fixed order
+// (layout.h).
 struct Piece {
   int step, expert;
   int number;       // number of this piece among those of its step and expert
   int begin, rows;  // the rows, counted from the first one of its step and expert
 };
 
-// Finds pieces by number: by step, then by expert. Numbers must only rise from call to call.
+// Finds pieces of rows by their number. Pieces are numbered by step (the other rank), then by expert. From
+// call to call the numbers must rise, because the walk only goes forward.
 class PieceWalk {
  public:
   PMOE_HD PieceWalk(int steps, int experts) : steps_(steps), experts_(experts) {}
 
-  // Finds piece number `index`; returns false if there is none. rows(step, expert): number of rows.
+  // Finds piece number `index`; returns false if there is none.
+  //
+  // rows(step, expert): number of rows of that step and expert.
   template <class Rows>
   PMOE_HD bool find(int index, const Rows& rows, Piece& piece) {
     while (step_ < steps_) {
@@ -153,8 +166,10 @@ class PieceWalk {
   int step_ = 0, expert_ = 0, before_ = 0;
 };
 
-// Finds a tile's place among tiles that are `height` down and `across` wide: by bands of kBand, inside a band
-// down the rows first (grouped_gemm/tiles.h).
+// Finds the row and column of tile number `inside` in a rectangle of tiles, `height` down and `across` wide.
+// Tiles are numbered by bands of kBand tile rows, and inside a band column by column (grouped_gemm/tiles.h).
+//
+// down, right: results: the tile's row and column in the rectangle.
 PMOE_HD void place_in_bands(int inside, int height, int across, int& down, int& right) {
   const int band = inside / (kBand * across), first = band * kBand;
   const int rows = smaller(kBand, height - first), rest = inside - band * kBand * across;
@@ -162,8 +177,10 @@ PMOE_HD void place_in_bands(int inside, int height, int across, int& down, int& 
   right = rest / rows;
 }
 
-// Tiles in the order in which their rows arrive (COMET, section 3.1.2, figure 5): first those whose rows are
-// all this rank's own, by expert; then those that the next source completes; and so on.
+// A block's tiles in the order in which their rows arrive (COMET, section 3.1.2, figure 5).
+//
+// First come the tiles that have only this rank's own rows, by expert; then the tiles that the rows of the
+// next source rank complete; and so on.
 template <class Shape>
 class ArrivalWalk {
  public:
@@ -195,8 +212,11 @@ class ArrivalWalk {
   }
 
  private:
-  // Returns the number of the expert's row tiles that are complete when the sources up to this level have
-  // sent. The last, partly filled tile is complete with the last source that has rows.
+  // Returns how many row tiles of the current expert are complete when the sources up to this level have sent
+  // their rows.
+  //
+  // The expert's last tile may be partly filled. It is complete with the last source that has rows for this
+  // expert.
   PMOE_HD int complete(int level) const {
     if (level < 0) return 0;
     const int last = board_.first(level + 1, expert_), rows = last - board_.begin(expert_);
@@ -216,7 +236,8 @@ class ArrivalWalk {
   int before_ = 0;
 };
 
-// Columns cut into chunks. Both sides of the combining kernel count by these sizes.
+// The chunks of columns into which the second product is cut. The rank that computes and the rank that
+// receives the result use the same sizes.
 struct Chunks {
   int columns, chunk_columns;
 
@@ -225,16 +246,17 @@ struct Chunks {
   PMOE_HD int width(int chunk) const { return smaller(chunk_columns, columns - begin(chunk)); }
 };
 
-// Returns the number of row tiles of all experts.
+// Returns the number of row tiles of all experts of this rank. rows: rows of a tile.
 PMOE_HD int row_tiles(const ArrivalBoard& board, int rows) {
   int tiles = 0;
   for (int e = 0; e < board.experts(); ++e) tiles += ceil_div(board.end(e) - board.begin(e), rows);
   return tiles;
 }
 
-// Tiles by chunks of columns, inside a chunk by expert (COMET, section 3.1.2, figure 6). A chunk of columns
-// is computed for all rows, and is sent while the next one is computed. chunk_columns must be a multiple of
-// the tile's columns.
+// A block's tiles ordered by chunk of columns, and inside a chunk by expert (COMET, section 3.1.2, figure 6).
+//
+// A chunk is computed for all rows, then sent while the next chunk is computed. chunk_columns must be a
+// multiple of a tile's columns.
 template <class Shape>
 class ColumnWalk {
  public:

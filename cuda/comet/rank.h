@@ -1,4 +1,5 @@
-// The arguments of one rank's part of a fused launch, besides its product (grouped_gemm/problem.h).
+// The arguments of one rank in a launch of COMET's kernels, except those of its product
+// (grouped_gemm/problem.h).
 #pragma once
 #include "comet/layout.h"
 #include "comet/order.h"
@@ -11,27 +12,29 @@ using peers::Report;
 using peers::Wait;
 using peers::Watch;
 
-// One rank: its heap, its routing, and its part of the work.
+// The arguments of one rank: its heap, its routing, and its part of the work.
 struct Rank {
   Layout layout;          // of every rank's heap
   uint8_t* const* heaps;  // (W,) heaps, as this rank addresses them
   int rank = 0;
   Watch watch;
 
-  // Row counts by rank and expert. send_counts[target * E + e]: rows that this rank sends. recv_counts[source
-  // * recv_stride + e]: rows that it receives.
+  // Row counts by rank and expert; E is the number of experts of a rank.
+  //
+  // send_counts: [target * E + e] is the number of rows that this rank sends to expert e of a rank.
+  // recv_counts: [source * recv_stride + e] is the number of rows that this rank receives from a rank.
   const int32_t* send_counts = nullptr;
   const int32_t* recv_counts = nullptr;
   int64_t recv_stride = 0;
 
-  // The routing of this rank's tokens.
+  // The routing of this rank's T tokens, with K choices each. A slot is a (token, choice) pair.
   //
-  // expert: (T, K) global number of each slot's expert.
+  // expert: (T, K) the expert of each slot, a number among the experts of all ranks.
   // weight: (T, K) routing weight of each slot.
-  // position: (T, K) place of each slot's row in sorted order; -1 if the row is not sent.
+  // position: (T, K) place of each slot's row in the order sorted by expert; -1 if the row is not sent.
   // slot: slot of each row in sorted order.
   // first_row: the first row in sorted order that this launch sends. A row's place among the sent rows, and
-  //     so in `home`, is position - first_row.
+  //     in the region `home`, is position - first_row.
   const int32_t* expert = nullptr;
   const float* weight = nullptr;
   const int32_t* position = nullptr;
@@ -40,11 +43,11 @@ struct Rank {
   int choices = 1;                 // K
   Divisor by_choices, by_experts;  // K, E
 
-  // dispatch: rows of tokens, layout.row_bytes bytes each.
+  // For the dispatching kernel: the rows of this rank's tokens, layout.row_bytes bytes each.
   const uint8_t* source = nullptr;
   int64_t source_stride = 0;  // bytes
 
-  // combine: the tokens' sums, from first_token on.
+  // For the combining kernel: the results of this rank's tokens, of which the first is token first_token.
   uint8_t* result = nullptr;
   int64_t result_stride = 0;  // bytes
   int first_token = 0, tokens = 0;

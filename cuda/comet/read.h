@@ -1,5 +1,5 @@
-// Reads a launch from Python dicts into the kernels' structures. It needs no CUDA, so that tests can launch
-// the same way on the CPU.
+// Converts the arguments of a launch from Python dicts into the kernels' structures. It needs no CUDA, so
+// that tests can launch the same way on the CPU.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -59,10 +59,11 @@ inline void read_rank(Fields& fields, Rank& r) {
   r.computes = fields.small("computes");
 }
 
-// Reads the launch.
+// Returns the arguments of a launch, read from Python dicts.
 //
 // ranks: one dict for each rank.
-// a_rows: receives, for each rank, the number of rows of A that may be read.
+// blocks: number of blocks of each rank.
+// a_rows: result: for each rank, the number of rows of operand A that may be read.
 inline Launch read_launch(const py::list& ranks, int blocks, int64_t (&a_rows)[kMostVirtual]) {
   Launch all;
   const int count = peers::count_ranks(ranks);

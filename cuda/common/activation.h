@@ -1,26 +1,26 @@
 // The nonlinearities of an expert and their derivatives, computed in float.
 //
 // On the device, e^x and 1 / x are the hardware's approximations. Their error is a few units in the last
-// place of a float. That is harmless, because every result is rounded to 16 bits afterwards.
+// place of a float, which is harmless, because every result is rounded to 16 bits afterwards.
 #pragma once
 #include <cmath>
 
 #include "host_device.h"
 
-// Wraps every value that the device only approximates. A test redefines this macro to add the same error on
-// the host.
+// Wraps every value that the device only approximates. A test redefines this macro so that the host makes an
+// error of the same size.
 #if !defined(PMOE_APPROXIMATED)
 #define PMOE_APPROXIMATED(value) (value)
 #endif
 
 namespace pmoe {
 
-// The nonlinearity between an expert's two products. For kSwiglu the hidden columns are two halves, the
-// gate's half first, and the activated hidden is silu(gate) * other (arXiv 2002.05202).
+// The nonlinearity between an expert's two products. For kSwiglu the hidden columns are two halves, gate and
+// up, and the activated hidden is silu(gate) * up (arXiv 2002.05202).
 enum class Activation : int { kNone, kRelu, kGelu, kSilu, kSwiglu };
 
-// Returns 2^x. On the device the result is 0 below 2^-126; exp2f() and __expf() would need four more
-// instructions to handle that range.
+// Returns 2^x. On the device the result is 0 below 2^-126, because exp2f() and __expf() need four more
+// instructions to be right there.
 PMOE_HD float power_of_two(float x) {
 #if defined(__CUDA_ARCH__)
   float power;
@@ -33,7 +33,7 @@ PMOE_HD float power_of_two(float x) {
 
 constexpr float kLog2e = 1.4426950408889634f;  // e^x = 2^(x kLog2e)
 
-// Returns 1 / x for x >= 1. Infinity gives 0; so does, on the device, any x above 2^126.
+// Returns 1 / x for x >= 1. Infinity gives 0. On the device, any x above 2^126 gives 0, too.
 PMOE_HD float reciprocal(float x) {
 #if defined(__CUDA_ARCH__)
   float inverse;
@@ -55,7 +55,7 @@ PMOE_HD float sigmoid(float x) { return reciprocal(1.0f + power_of_two(-kLog2e *
 // a branch and twice the instructions.
 //
 // x: the argument.
-// density_times_root: e^(-x^2 / 2), which the caller needs as well and has computed already.
+// density_times_root: e^(-x^2 / 2). The caller needs this value for the derivative, so it passes it on.
 PMOE_HD float normal_below(float x, float density_times_root) {
   const float z = fabsf(x) * 0.70710678118654752f;
   const float t = reciprocal(1.0f + 0.5f * z);
@@ -100,8 +100,8 @@ struct Silu {
 };
 
 template <Activation kActivation>
-// The nonlinearity of a single column. For kSwiglu this is the gate's, silu; the product with the other half
-// is the caller's.
+// The nonlinearity of a single column. For kSwiglu it is silu, which applies to the gate's half; the caller
+// multiplies the result by the other half.
 struct Function;
 template <>
 struct Function<Activation::kRelu> : Relu {};

@@ -1,13 +1,13 @@
 // The operations that kernels may use, with one implementation for the GPU and two for tests on the CPU.
 //
-// - nvcc compiles the PTX instructions themselves (device_ptx.cuh, hopper_ptx.cuh).
-// - tests/cuda/emulator.h has the same names on the CPU. A kernel's own source runs there, every thread of
-//   it.
-// - tests/cuda/threads.h has the few that the protocol of cuda/peers needs, on plain threads under
+// - For the GPU, nvcc compiles PTX instructions (device_ptx.cuh, hopper_ptx.cuh).
+// - tests/cuda/emulator.h has functions of the same names for the CPU. It runs a kernel's own source with all
+//   of its threads.
+// - tests/cuda/threads.h has the few functions that the protocol of cuda/peers needs, for plain threads under
 //   ThreadSanitizer (PMOE_THREADS).
 //
-// For the emulator's sake kernels follow two rules. They reach shared memory only through shared_memory().
-// They synchronize only full warps, whole blocks, or the threads of a named barrier.
+// The emulator demands two rules of kernels. They access shared memory only through shared_memory(). They
+// synchronize only full warps, whole blocks, or the threads of a named barrier.
 #pragma once
 #include "host_device.h"
 

@@ -1,4 +1,5 @@
-// The PTX instructions behind device.cuh, except Hopper's own. Functions are named like the instructions.
+// The PTX instructions that implement device.cuh on the GPU, except those that only Hopper has. Functions are
+// named like the instructions.
 #pragma once
 #include <cuda.h>  // only for the type CUtensorMap; its encoder is looked up in the driver at run time
 #include <cuda_runtime.h>
@@ -8,7 +9,7 @@
 #include "host_device.h"
 #include "scalar.h"
 
-// 1 in code for sm_90a, else 0. Hopper's own instructions exist only there.
+// 1 in code that is compiled for sm_90a, else 0. Some instructions of Hopper exist only in such code.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define PMOE_HOPPER_CODE 1
 #else
@@ -30,7 +31,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Returns threadIdx.x, read from its special register again, so that no register is held for it in between.
+// Returns threadIdx.x, read from its special register at each call, so that no general register is held for
+// it between calls.
 __device__ __forceinline__ int thread_again() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
@@ -58,14 +60,14 @@ __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
 
-// Synchronizes the first `threads` threads that arrive at barrier `id` (1 to 15). The count must be a
+// Waits at the named barrier `id` (1 to 15) until `threads` threads have arrived there. The number must be a
 // multiple of 32.
 __device__ __forceinline__ void sync_named(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Makes the compiler treat the value as a new one. Numbers derived from the old value are then computed
-// again, instead of being kept in registers.
+// Makes the compiler treat the value as unknown. Numbers that depend on the value are then computed once more
+// after this call, instead of being kept in registers.
 __device__ __forceinline__ void make_opaque(int64_t& value) { asm volatile("" : "+l"(value)); }
 __device__ __forceinline__ void make_opaque(int& value) { asm volatile("" : "+r"(value)); }
 
@@ -90,9 +92,11 @@ __device__ __forceinline__ void store16(void* p, const Words& v) {
   *reinterpret_cast<uint4*>(p) = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
 }
 
-// Adds to two neighbouring floats, aligned to 8 bytes, that no other thread touches in this launch. On Hopper
-// the memory system does the addition, so the thread does not wait for a read. That addition treats numbers
-// below 2^-126 as 0.
+// Adds to two neighbouring floats in memory, at an address that is a multiple of 8 bytes. No other thread may
+// access them in this launch.
+//
+// On Hopper the memory system does the addition, so the thread does not wait for a read. That addition treats
+// numbers below 2^-126 as 0.
 __device__ __forceinline__ void add_pair(float* p, float first, float second) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(first), "f"(second)
@@ -109,11 +113,12 @@ __device__ __forceinline__ void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
-// Stores 16 bytes to shared memory. The asynchronous proxy reads them only after fence_proxy_async().
+// Stores 16 bytes to shared memory. Before wgmma or a bulk copy reads them (the asynchronous proxy),
+// fence_proxy_async() is needed.
 __device__ __forceinline__ void store16_shared(void* p, const Words& v) { store16(p, v); }
 
-// Starts a copy of 16 bytes into shared memory; if `valid` is false, writes zeros and does not read src. The
-// 256 bytes around src may be brought into the L2 cache too, since they are likely to be read next.
+// Starts a copy of 16 bytes into shared memory. If `valid` is false, it writes zeros and does not read src.
+// The 256 bytes around src may be loaded into the L2 cache as well, because they are likely to be read next.
 __device__ __forceinline__ void cp_async16(void* dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(dst)), "l"(src),
                "r"(valid ? 16 : 0)
@@ -135,8 +140,8 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
   return v;
 }
 
-// Reads a word without ordering any other access. This suits polling: several such loads can be in flight at
-// the same time. A load_acquire must follow once a word has the awaited value.
+// Reads a word without ordering any other access. It is for polling: several of these loads can be in flight
+// at the same time. When the word has the awaited value, a load_acquire must follow.
 __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
   uint32_t v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");

@@ -26,8 +26,10 @@ Function driver_function(const char* name, unsigned version) {
   return reinterpret_cast<Function>(entry);
 }
 
-// Throws std::runtime_error if `result` is an error. The message begins with call(), a text that names the
-// function and its arguments; call is invoked only on an error.
+// Throws std::runtime_error if `result` is an error.
+//
+// call: returns a text that names the failed function and its arguments, for the message. It is only invoked
+//     on an error.
 template <class Call>
 void check_driver(CUresult result, const Call& call) {
   if (result == CUDA_SUCCESS) return;

@@ -1,4 +1,5 @@
-// The PTX instructions behind device.cuh that exist only on Hopper, in code for sm_90a.
+// The PTX instructions that implement the part of device.cuh that only Hopper has. They exist only in code
+// for sm_90a.
 #pragma once
 #include "device_ptx.cuh"
 
@@ -13,8 +14,8 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
                : "memory");
 }
 
-// Makes newly initialised barriers visible to the asynchronous proxy. A barrier of the whole block must
-// follow.
+// Makes newly initialised barriers visible to bulk copies (the asynchronous proxy). A barrier of the whole
+// block must follow.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -23,7 +24,8 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
 }
 
-// Arrives once at the barrier, and raises by `bytes` the number of bytes that its current phase waits for.
+// Arrives once at the barrier, and adds `bytes` to the number of bytes that must be loaded before its current
+// phase ends.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes)
                : "memory");
@@ -44,14 +46,14 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
       : "memory");
 }
 
-// Orders this thread's ordinary writes to shared memory before later reads by wgmma or TMA. The readers must
-// synchronize with this thread after the fence.
+// Orders this thread's ordinary writes to shared memory before later reads by wgmma or TMA. After the fence,
+// this thread and the threads that start these reads must synchronize.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Orders ordinary writes to global memory before this thread's later bulk reads of it. The thread must have
-// seen these writes by an acquire.
+// Orders ordinary writes to global memory, by any thread, before this thread's later bulk copies. This thread
+// must have observed the writes by an acquire load.
 __device__ __forceinline__ void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
@@ -95,15 +97,15 @@ __device__ __forceinline__ void bulk_store(void* dst, const void* src, int bytes
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until all but this thread's last kLeft groups of bulk stores have read shared memory. It may then be
-// overwritten.
+// Waits until at most kLeft of this thread's groups of bulk stores still read shared memory. The memory of
+// the other groups may then be overwritten.
 template <int kLeft>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
 }
 
-// Waits until all but this thread's last kLeft groups of bulk stores are written. They are then visible to
-// its ordinary accesses, so a flag that it sets with release semantics announces them.
+// Waits until at most kLeft of this thread's groups of bulk stores are unfinished. The data of the other
+// groups is then visible to this thread, so a flag that the thread sets with release semantics announces it.
 template <int kLeft>
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kLeft) : "memory");
@@ -131,7 +133,9 @@ __device__ __forceinline__ uint32_t cluster_address(const void* p, uint32_t rank
   return remote;
 }
 
-// Arrives once at a barrier of any block of the cluster. bar: a result of cluster_address().
+// Arrives once at a barrier of any block of the cluster.
+//
+// bar: the barrier's address, a result of cluster_address().
 __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t bar) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
 }
@@ -140,8 +144,8 @@ __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* bar, uint32_t rank)
   mbarrier_arrive_remote(cluster_address(bar, rank));
 }
 
-// Stores 16 bytes at the corresponding address of block `rank` of the cluster. The bytes are counted at that
-// block's corresponding barrier.
+// Stores 16 bytes in the shared memory of block `rank` of the cluster, at the address that corresponds to
+// `place` in this block. The bytes count at the barrier of that block that corresponds to `bar`.
 __device__ __forceinline__ void store_async(Words* place, const Words& v, uint64_t* bar, uint32_t rank) {
   asm volatile(
       "{\n"
@@ -155,8 +159,9 @@ __device__ __forceinline__ void store_async(Words* place, const Words& v, uint64
       : "memory");
 }
 
-// Loads one box into several blocks of the cluster at once: to the corresponding address, and counted at the
-// corresponding barrier, of every block whose bit is set in `ranks`.
+// Loads one box of a tensor into the shared memory of several blocks of the cluster at once. In every block
+// whose bit is set in `ranks`, the box goes to the address that corresponds to `dst`, and its bytes count at
+// the barrier that corresponds to `bar`.
 __device__ __forceinline__ void tma_load_2d_to(void* dst, const TensorMap* map, uint64_t* bar, int x, int y,
                                                uint16_t ranks) {
   asm volatile(
@@ -198,7 +203,7 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
-// Keeps the compiler from moving uses of the accumulators across this point.
+// Prevents the compiler from moving uses of the accumulators across this point.
 template <int kCount>
 __device__ __forceinline__ void pin_accumulators(float (&d)[kCount]) {
 #pragma unroll

@@ -1,4 +1,5 @@
-// Code that host and device share: macros for functions of both, and small integer arithmetic.
+// Code that host and device share: macros for functions that are compiled for both, and small integer
+// arithmetic.
 #pragma once
 #include <cstdint>
 #include <utility>
@@ -18,8 +19,8 @@ PMOE_HD constexpr int64_t ceil_div(A a, B b) {
   return (static_cast<int64_t>(a) + static_cast<int64_t>(b) - 1) / static_cast<int64_t>(b);
 }
 
-// Rounds up a / b for a >= 0 and b > 0. The sum stays within 32 bits: a device would divide 64-bit numbers by
-// a function call.
+// Returns a / b rounded up, for a >= 0 and b > 0. The sum stays within 32 bits, because a device divides
+// 64-bit numbers by a slow function call.
 PMOE_HD constexpr int ceil_div(int a, int b) {
   return static_cast<int>((static_cast<uint32_t>(a) + static_cast<uint32_t>(b) - 1) /
                           static_cast<uint32_t>(b));
@@ -43,8 +44,8 @@ PMOE_HD int count_bits(uint32_t mask) {
 #endif
 }
 
-// Calls each(Index<i>{}) for i from 0 to kCount - 1: a loop that is always unrolled. A compiler may ignore
-// #pragma unroll for a loop of thousands of instructions.
+// Calls each(Index<i>{}) for i from 0 to kCount - 1. Unlike a loop with #pragma unroll, this is always
+// unrolled: a compiler may ignore the pragma for a loop of thousands of instructions.
 template <int kIndex>
 struct Index {
   static constexpr int value = kIndex;
@@ -81,7 +82,7 @@ struct Divisor {
   }
 };
 
-// 16 bytes, the most that one thread loads or stores at a time.
+// Data of 16 bytes, the most that one thread loads or stores at a time.
 struct alignas(16) Words {
   uint32_t word[4];
 };

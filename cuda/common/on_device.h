@@ -1,4 +1,5 @@
-// Makes a call's device current, with its context, in whatever thread the call is made.
+// Makes the device of a call the current one, and creates its CUDA context, in any thread that makes the
+// call.
 #pragma once
 #include "common/driver.h"
 
@@ -13,16 +14,17 @@ inline bool has_context(int device) {
   return state(device, &flags, &active) == CUDA_SUCCESS && active != 0;
 }
 
-// Makes a device current for as long as this object lives, then restores the one before.
+// Makes a device current while this object exists; the destructor makes the earlier device current again.
 class OnDevice {
  public:
-  // Sets the device even if it is current already. A thread that has made no call of the runtime, such as
-  // autograd's thread or one that the user started, has no context yet, and calls of the driver fail without
-  // one. From CUDA 12 on, cudaSetDevice creates it.
+  // Sets the device even if it is current already. A thread that has not called the CUDA runtime, such as
+  // autograd's thread or a thread of the user, has no context yet, and calls of the driver fail without a
+  // context. From CUDA 12 on, cudaSetDevice creates the context.
   explicit OnDevice(int device) {
     int before = 0;
     check(cudaGetDevice(&before), "cudaGetDevice");
-    // Setting a device back would create a context there, so one without a context is not set back.
+    // To set an earlier device that has no context would create a context on it. So only a device that has a
+    // context is set again in the destructor.
     const bool goes_back = before != device && has_context(before);
     check(cudaSetDevice(device), ("cudaSetDevice(" + std::to_string(device) + ")").c_str());
     if (goes_back) before_ = before;

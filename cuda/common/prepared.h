@@ -1,4 +1,4 @@
-// Launches a kernel. Everything that pmoe launches goes through Prepared.
+// Launches a kernel. Every launch of pmoe is made by Prepared.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -18,12 +18,12 @@ struct Grid {
   bool together = false;  // cooperative launch: all blocks are resident at once, or the launch fails
 };
 
-// Lets a kernel use `bytes` of dynamic shared memory on the current device. Throws std::runtime_error if a
-// block of the device cannot have that much.
+// Allows a kernel to use `bytes` of dynamic shared memory on the current device. Throws std::runtime_error if
+// a block of the device cannot have that much.
 //
-// It must be called before the kernel's first launch, and before a query of how many blocks are resident. The
-// limit is always set to the device's maximum: setting a smaller one would also limit launches of the same
-// kernel by other threads.
+// It must be called before the kernel's first launch, and before a query of how many of its blocks are
+// resident. The limit is always set to the device's maximum, because a smaller one would also apply to
+// launches of the same kernel by other threads.
 inline void allow_shared(const void* kernel, int bytes) {
   constexpr int kAllowed = 48 << 10;  // available without raising the limit
   if (bytes <= kAllowed) return;
@@ -43,7 +43,9 @@ inline void allow_shared(const void* kernel, int bytes) {
 template <class... Parameters>
 class Prepared {
  public:
-  // Prepares a launch on the current device. name: the kernel's name in error messages.
+  // Prepares a launch on the current device.
+  //
+  // name: the kernel's name in error messages.
   Prepared(std::string name, void (*kernel)(Parameters...), const Grid& grid, void* stream)
       : name_(std::move(name)), kernel_(kernel), grid_(grid), stream_(static_cast<cudaStream_t>(stream)) {
     allow_shared(reinterpret_cast<const void*>(kernel), grid.shared_bytes);

@@ -1,4 +1,5 @@
-// Element types of rows, and their rounding (to nearest, ties to even), the same on host and device.
+// The element types of rows (bf16, fp16, float). Rounding is to nearest, ties to even, and the same on host
+// and device.
 #pragma once
 #include <type_traits>
 
@@ -93,8 +94,9 @@ PMOE_HD T narrow(float x) {
   return Scalar<T>::narrow(x);
 }
 
-// Rounds two neighbouring values into one 32-bit word, the first in the low half. One instruction rounds
-// both; the compiler alone would take two slower ones if the rounded values are read again.
+// Rounds two neighbouring values to 16 bits each and packs them into one 32-bit word, the first in the low
+// half. One instruction rounds both; without it the compiler would use two slower ones if the rounded values
+// are read again.
 template <class T>
 PMOE_HD uint32_t pack2(float first, float second) {
   static_assert(sizeof(T) == 2, "two 16-bit values");

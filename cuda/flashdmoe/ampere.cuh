@@ -1,8 +1,9 @@
-// The forward pass of a layer in one launch, with the instructions of sm_80: routing, dispatch, both
-// products, combine.
+// The forward pass of a layer in one launch (FlashDMoE), with the instructions of sm_80: routing, dispatch,
+// both products of the experts, combine.
 //
-// The first block of each rank is its "operating system": one warp is the scheduler, the others are
-// subscribers. All other blocks are processors. Blocks need not all be resident: the first block and any one
+// The first block of each rank manages the others (the paper's "operating system"): one of its warps is the
+// scheduler, which hands out tasks, and its other warps are subscribers, which wait for other ranks. All
+// other blocks are processors, which do tasks. Blocks need not all be resident: the first block and any one
 // processor make progress, since no block waits for a block that has not started.
 #pragma once
 #include "flashdmoe/products.cuh"
@@ -16,7 +17,7 @@ struct AmpereShared {
   int place;
 };
 static_assert(sizeof(AmpereShared) <= 99 * 1024, "more shared memory than a block of 8.6 has");
-// Routing tasks use all threads of a block, and the memory of its stages.
+// Routing tasks use all threads of a block, and the shared memory in which products keep their operands.
 using AmpereRouting = RoutingShape<ampere::kThreads>;
 static_assert(kRoutingBytes<AmpereRouting> <= sizeof(ampere::Shared));
 static_assert(ampere::kDepth == kTileDepth && ampere::kThreads == kComputeThreads);
@@ -33,7 +34,10 @@ __device__ __forceinline__ void compute(AmpereShared& shared, const Problem& p, 
                                                     nothing, pieces);
 }
 
-// Computes a tile of the first product. rows: row 0 of the task's cell in T_DI.
+// Computes a tile of the first product, T_DI w1^T, and the nonlinearity. T_DI are the rows that arrived.
+//
+// cell: the tile's rows among those of their source rank and expert (a cell).
+// rows: row 0 of the cell.
 template <class T, Activation kActivation>
 __device__ __forceinline__ void compute_first(const Member& m, AmpereShared& shared, const Task& task,
                                               const CellTile& cell, const void* rows) {
@@ -43,12 +47,12 @@ __device__ __forceinline__ void compute_first(const Member& m, AmpereShared& sha
       cell.tile(task, ampere::tile_columns(kHalves)));
 }
 
-// Does a routing task or a product's tile of the forward pass.
+// Does one task of the forward pass: a routing task, or a tile of a product.
 template <class T, Activation kActivation>
 __device__ __forceinline__ void compute_sm80(const Member& m, AmpereShared& shared, const Task& task) {
   if (task.type == TaskType::kCount || task.type == TaskType::kPlace)
     return route_group<AmpereRouting>(m.pass, task);
-  // The code of one product serves both kinds of task, because each copy of it is long.
+  // The same code computes two kinds of product, because each copy of the code is long.
   if (task.type == TaskType::kScores || task.type == TaskType::kGemm1) {
     const bool scores = task.type == TaskType::kScores;
     Problem p;
@@ -66,7 +70,9 @@ __device__ __forceinline__ void compute_sm80(const Member& m, AmpereShared& shar
   if (m.experts.input != nullptr) keep_rows(m, task, cell, static_cast<int>(threadIdx.x));
 }
 
-// Runs a block. compute(member, task) does a routing task or a product's tile.
+// Runs a block: the scheduler and the subscribers, or a processor.
+//
+// compute(member, task): does a routing task, or a tile of a product.
 template <class T, class Compute>
 __device__ __forceinline__ void run_block_sm80(const Launch& launch, AmpereShared& shared,
                                                const Compute& compute) {

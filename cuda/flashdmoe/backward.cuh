@@ -1,9 +1,11 @@
-// The backward pass of a layer in one launch, with the instructions of sm_80.
+// The backward pass of a layer in one launch (FlashDMoE), with the instructions of sm_80.
 //
-// dY travels to the experts; so does T_I once more if T_DI was not kept. The gradients of both products and
-// of the nonlinearity are computed tile by tile. dX and the routing weights' gradients come home. The
-// parameters' gradients are summed when all rows of an expert have been computed, by source and row, so that
-// they are the same bit for bit in every run.
+// dY, the gradient of the output, is sent to the experts. So is the layer's input T_I, if the rows that
+// arrived in forward (T_DI) were not kept. The gradients of both products and of the nonlinearity are
+// computed tile by tile. dX and the gradients of the routing weights are sent back.
+//
+// The gradients of the experts' parameters are sums over rows. They are computed when all rows of an expert
+// are done, always by source rank and row, so that they are the same bit for bit in every run.
 #pragma once
 #include "flashdmoe/ampere.cuh"
 #include "grouped_gemm/parts.h"
@@ -12,7 +14,7 @@ namespace pmoe::flashdmoe {
 
 static_assert(sizeof(ampere::Shared::a) >= kBiasBytes);
 
-// Does a product's tile, or a bias gradient, of the backward pass.
+// Does one task of the backward pass: a tile of a product, or a part of a bias gradient.
 template <class T, Activation kActivation>
 __device__ __forceinline__ void multiply_back(const Member& m, AmpereShared& shared, const Task& task) {
   const int wide = wide_columns(m.experts, kActivation), thread = static_cast<int>(threadIdx.x);

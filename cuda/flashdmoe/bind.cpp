@@ -1,4 +1,4 @@
-// Python binding of FlashDMoE's kernels. Addresses and streams arrive as integers.
+// Python binding of FlashDMoE's kernels. Addresses and streams are passed as integers.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -41,8 +41,9 @@ Layout layout_of(int ranks, int experts, int rows, int64_t row_bytes, bool is_po
 
 bool are_halves(Activation activation) { return pmoe::are_halves(pmoe::Epilogue::kHidden, activation); }
 
-// Lays out the workspace and returns its bytes. Its parts lie at the same offsets for every activation,
-// number of blocks and architecture, because all of them share it.
+// Assigns addresses in the workspace to the parts of a pass, and returns the workspace's size in bytes. The
+// parts lie at the same offsets for every activation, number of blocks and architecture, because all launches
+// share one workspace.
 int64_t place(Pass& pass, const Experts& experts, int most_tokens, uint8_t* base) {
   pass.processors = kMostBlocks - 1;
   return place_for_all(pass, experts, true, kTileRows, kFewestTileColumns, most_tokens, base);
@@ -80,7 +81,7 @@ void read_choice(Fields& fields, Pass& pass) {
                           " if the launch chooses experts");
 }
 
-// Reads one rank's part of a launch. Rows of tokens must lie without gaps.
+// Returns the arguments of one rank, read from its Python dict. Rows of tokens must be contiguous in memory.
 Member read_member(Fields& fields, const Which& which, int blocks) {
   Member m;
   Pass& pass = m.pass;
@@ -145,8 +146,8 @@ void run(int device, std::uintptr_t stream, bool hopper, bool is_backward, int e
   launch(which, all, blocks, reinterpret_cast<void*>(stream));
 }
 
-// Returns the byte offsets of the regions of a rank's heap, whose last region is the workspace; "bytes", the
-// size of the heap; and "L", the size of the tensor L.
+// Returns the byte offsets of the regions of a rank's heap, of which the last is the workspace; "bytes", the
+// size of the heap; and "L", the size of the tensor L that holds rows.
 py::dict layout_dict(int ranks, int experts, int rows, int home_rows, int64_t row_bytes, int d_hidden,
                      bool sends_again, bool is_pool, bool is_staged) {
   Pass pass;

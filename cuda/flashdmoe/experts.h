@@ -1,4 +1,5 @@
-// The arguments of a launch: for each rank that this process runs, its pass and its experts.
+// The arguments of a launch: for each rank that this process runs, its pass (routing, rows, tasks) and its
+// experts.
 #pragma once
 #include "flashdmoe/pass.h"
 
@@ -6,10 +7,12 @@ namespace pmoe::flashdmoe {
 
 using peers::kMostVirtual;
 
-// A rank's experts and the activations of its cells. Everything is of the rows' type, except dots.
+// A rank's experts, and the activations of the rows that arrived. All tensors have the rows' dtype, except
+// dots.
 //
-// An activation is a tensor of (cells * C, columns): a cell has C rows, of which those that no row has
-// arrived for are left as they are. In a pool it is (C, columns).
+// A cell holds the rows of one source rank for one expert; it has room for C rows. An activation is a tensor
+// (number of cells * C, columns), in which rows that did not arrive keep old values. If all cells share one
+// pool of C rows (layout.h), it is (C, columns).
 struct Experts {
   int model = 0, hidden = 0;  // M, H; G = H, or 2 H for SwiGLU
   const void *w1 = nullptr, *b1 = nullptr, *w2 = nullptr, *b2 = nullptr;
@@ -17,13 +20,13 @@ struct Experts {
   void* wide = nullptr;    // T_M, G columns: the first product writes it; null: not kept
   void* active = nullptr;  // H columns: the activated hidden; in backward times the routing weight
 
-  // Backward.
+  // For the backward pass.
   void* gradient = nullptr;  // dT_M, G columns
   float* dots = nullptr;     // (parts, cells * C) partial gradients of routing weights
   void *of_w1 = nullptr, *of_w2 = nullptr, *of_b1 = nullptr, *of_b2 = nullptr;  // null: not wanted
 };
 
-// One rank's part of a launch.
+// The arguments of one rank in a launch.
 struct Member {
   Pass pass;
   Experts experts;
@@ -36,9 +39,10 @@ struct Launch {
 };
 static_assert(sizeof(Launch) <= 4096, "more bytes than a kernel's arguments may have");
 
-// Plans the tasks of a forward pass: routing, if it is asked for, and the tiles of the products.
+// Sets how many tasks a forward pass has: routing, if the launch does it, and the tiles of the products.
 //
-// halves: true for SwiGLU, whose tiles of the first product have half as many columns of each half.
+// halves: true for SwiGLU. A tile of its first product has matching columns of both halves, so it covers half
+//     as many of each.
 // columns: columns of a product's tile.
 inline void plan_forward(Pass& pass, const Experts& experts, bool halves, int columns) {
   const int most = smaller(pass.processors, kMostGroups);
@@ -53,11 +57,12 @@ inline void plan_forward(Pass& pass, const Experts& experts, bool halves, int co
   pass.stages.columns[1] = ceil_div(experts.model, columns);
 }
 
-// Plans the tasks of a backward pass.
+// Sets how many tasks a backward pass has.
 //
-// halves, columns: as for plan_forward().
-// rows: rows of a weight gradient's tile.
-// recomputes: T_M is computed again from T_DI.
+// halves: true for SwiGLU, whose hidden columns are two halves.
+// rows: rows of a tile of a weight's gradient.
+// columns: columns of a product's tile.
+// recomputes: whether T_M, the hidden activation, is computed once more from T_DI.
 inline void plan_backward(Pass& pass, const Experts& experts, bool halves, int rows, int columns,
                           bool recomputes) {
   const int model = experts.model, hidden = experts.hidden, wide = halves ? 2 * hidden : hidden;
@@ -77,8 +82,8 @@ inline void plan_backward(Pass& pass, const Experts& experts, bool halves, int r
   pass.is_backward = true;
 }
 
-// Lays out a workspace for both passes, and returns its bytes. Its parts lie at the same offsets for any set
-// of wanted gradients and for up to `tokens` tokens.
+// Assigns addresses in one workspace to the parts of both passes, and returns its size in bytes. A part lies
+// at the same offset for any set of wanted gradients and for any number of tokens up to `tokens`.
 inline int64_t place_for_all(Pass& pass, const Experts& experts, bool halves, int rows, int columns,
                              int tokens, uint8_t* base) {
   Experts all = experts;

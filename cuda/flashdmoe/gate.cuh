@@ -1,13 +1,13 @@
-// Routing inside the launch (FlashDMoE, Algorithm 1), built from the stages of cuda/route.
+// Routing inside the launch (FlashDMoE, Algorithm 1), built from the code of cuda/route.
 //
 // It chooses a token's experts and weights from its scores, unless they were chosen before the launch. It
-// then finds the place of each slot's row among its expert's rows, in the order of tokens, and how many rows
-// each expert has.
+// then finds, for each (token, choice) slot, the place of its row among the rows of its expert, in the order
+// of tokens, and counts the rows of each expert.
 //
-// Tokens are cut into groups, and each group has two tasks. The first (kCount) chooses, and counts the
-// group's rows by expert. When all groups have been counted, the second (kPlace) places the group's rows
-// behind those of all groups before it. No group waits for another one, and the result does not depend on the
-// order of tasks.
+// Tokens are cut into groups, and each group has two tasks. The first task (kCount) chooses experts, and
+// counts the group's rows by expert. When all groups have been counted, the second task (kPlace) places the
+// group's rows behind those of all groups before it. So no group waits for another one inside a task, and the
+// result does not depend on the order of tasks.
 #pragma once
 #include "flashdmoe/experts.h"
 #include "route/choose.cuh"
@@ -15,13 +15,13 @@
 
 namespace pmoe::flashdmoe {
 
-// The shape of routing by kThreads threads. A warp chooses for one token at a time; each of its lanes has up
-// to eight scores.
+// How kThreads threads share the routing. A warp chooses for one token at a time; each of its lanes has up to
+// eight of the token's scores.
 template <int kThreads>
 using RoutingShape = route::Shape<32, kMostChosen / 32, kThreads / 32>;
 
-// One group of tokens, as a block routes it. The place of a slot's row does not depend on how tokens are cut
-// into groups.
+// One group of tokens, which a block routes. The place of a row among those of its expert does not depend on
+// how tokens are cut into groups.
 template <class Shape>
 class Group {
  public:
@@ -39,7 +39,8 @@ class Group {
     slots_ = route::slots_of_warp<Shape>(stages_.sizes, at_);
   }
 
-  // Chooses the group's experts, counts rows by expert, and sums what the loss is made of.
+  // Chooses experts for the group's tokens, counts the group's rows by expert, and sums the probabilities
+  // that the gate's loss needs.
   __device__ __forceinline__ void choose() const {
     route::Sums<Shape> sums;
     sums.clear();
@@ -47,13 +48,14 @@ class Group {
     route::write_sums<Shape>(stages_, at_, shared_, sums);
   }
 
-  // Counts the group's rows by expert, if the experts were chosen before.
+  // Counts the group's rows by expert, if the experts were chosen before the launch.
   __device__ __forceinline__ void count() const {
     int32_t* const rows_E = pass_.routing.rows + int64_t{at_.block} * experts_;
     count_warps([&](int expert, int32_t rows) { write(rows_E + expert, rows); });
   }
 
-  // Places the group's rows. Group 0 also writes the counts of all groups, and the loss.
+  // Finds the place of each of the group's rows among those of its expert. The task of group 0 also writes
+  // the number of rows of each expert over all groups, and the gate's loss.
   __device__ __forceinline__ void place() const {
     count_warps([](int, int32_t) {});
     const route::ChunkCounts counts = route::count_chunk<Shape>(stages_, shared_, 0, at_.block);
@@ -79,15 +81,20 @@ class Group {
   }
 
  private:
-  // Counts the rows of each warp. found(expert, rows): called with the rows of all warps.
+  // Counts the rows of each warp by expert.
+  //
+  // found(expert, rows): called for each expert with the rows of all warps together.
   template <class Found>
   __device__ __forceinline__ void count_warps(const Found& found) const {
     route::count_slots<Shape>(at_, shared_, experts_, slots_, choice());
     route::add_warps<Shape>(shared_, experts_, found);
   }
 
-  // Returns, for each expert of all ranks, where its products come home in a pool: after those of all experts
-  // before it, at the beginning of a tile. Returns null without a pool. total_E: rows of each expert.
+  // Returns, for each expert of all ranks, the row of this rank's pool from which on the results of its rows
+  // are stored: behind those of all experts before it, at the beginning of a tile. Returns null if rows are
+  // not in a pool (layout.h).
+  //
+  // total_E: number of this rank's rows for each expert.
   __device__ __forceinline__ const int32_t* homes(const int32_t* total_E) const {
     const Layout& layout = pass_.layout;
     if (!layout.is_pool) return nullptr;
@@ -101,7 +108,8 @@ class Group {
     return home_E;
   }
 
-  // Returns a function that maps a slot to the expert of its row, or to -1 if the gate has dropped it.
+  // Returns a function that maps a (token, choice) slot to the expert of its row, or to -1 if the gate has
+  // dropped the slot.
   __device__ __forceinline__ auto choice() const {
     return [this](int64_t slot) -> int32_t {
       const uint8_t* const keep = pass_.routing.keep;
@@ -109,7 +117,7 @@ class Group {
     };
   }
 
-  // Returns the expert that the gate has chosen for a slot.
+  // Returns the expert that the gate has chosen for a slot, whether the slot is kept or not.
   __device__ __forceinline__ int32_t chosen(int64_t slot) const {
     const int64_t* const wide = pass_.routing.chosen;
     return wide == nullptr ? read(pass_.expert + slot) : static_cast<int32_t>(read(wide + slot));
@@ -123,13 +131,13 @@ class Group {
   route::Forward stages_ = {};
 };
 
-// Bytes of shared memory that routing needs.
+// Bytes of shared memory that a routing task needs.
 template <class Shape>
 constexpr int kRoutingBytes =
     4 * larger(route::ForwardShared<Shape>::area(route::kMostExperts) + 3 * route::kMostExperts,
                route::ForwardShared<Shape>::words(kMostChosen, route::kMostChoices));
 
-// Does a routing task (kCount or kPlace) by all threads of Shape.
+// Does a routing task (kCount or kPlace) of one group of tokens; all threads of Shape call it.
 template <class Shape>
 __device__ __forceinline__ void route_group(const Pass& pass, const Task& task) {
   const Group<Shape> group(pass, task.tile);

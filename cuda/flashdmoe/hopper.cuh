@@ -1,8 +1,12 @@
-// The passes of a layer in one launch on Hopper. ampere.cuh and backward.cuh explain what they compute.
+// Both passes of a layer in one launch each (FlashDMoE) on Hopper. ampere.cuh and backward.cuh explain what
+// they compute.
 //
-// A processor has nine warps. The first asks the scheduler for tasks, and loads their operands by the tensor
-// memory accelerator, as in grouped_gemm/hopper.cuh. The other eight multiply, and do all tasks that are no
-// products. A task's steps go through the ring of stages from where the steps of the task before have ended.
+// A processor is a block with nine active warps. The first warp asks the scheduler for tasks, and loads their
+// operands by the tensor memory accelerator, as in grouped_gemm/hopper.cuh. The other eight warps multiply,
+// and do all tasks that are not products.
+//
+// Operands pass through a ring of stages in shared memory, one step of the reduction in each stage. A task's
+// steps begin at the stage behind the last one of the task before.
 #pragma once
 #include <cstddef>
 
@@ -11,29 +15,32 @@
 #include "grouped_gemm/hopper.cuh"
 #include "grouped_gemm/parts.h"
 
-// Marks a lambda that must be inlined. If it were a function that is called, the compiler would make products
-// wait for each other there.
+// Marks a lambda that must be inlined. If the compiler made it a function, it would let products wait for
+// each other at the call.
 #define PMOE_INLINE __attribute__((always_inline))
 
 namespace pmoe::flashdmoe {
 
 struct HopperShared {
   hopper::Shared gemm;
-  // The current product. There are no registers for it beside the accumulators.
+  // The current product, its tile and its rows. They are in shared memory because no registers are left
+  // beside the accumulators.
   Problem problem;
   Tile tile;
   CellPieces pieces;  // for the gradient of a weight
   int begin;          // where the cell's rows begin in A's map
   uint32_t steps;     // steps of all products before this one
-  // place: place of the current task in tQ. number: this processor. index: its rank in the launch.
+  // place: place of the current task in the task queue tQ.
+  // number: number of this processor among those of its rank.
+  // index: number of the rank in the launch.
   int place, number, index;
 };
 static_assert(sizeof(HopperShared) <= 232448 - 1024, "more shared memory than a block of Hopper has");
 static_assert(hopper::kDepth == kTileDepth && hopper::kMultipliers == kComputeThreads);
 static_assert(sizeof(hopper::Shared::exchange) >= kBiasBytes, "biases are summed in the exchange buffers");
 
-// The shape of routing tasks. The threads that multiply do them, in the memory of the stages, which are empty
-// between products.
+// How threads share a routing task. The threads that multiply do it, in the shared memory of the stages,
+// which are empty between products.
 struct HopperRouting : RoutingShape<kComputeThreads> {
   static constexpr int kFirstThread = hopper::kLoaders, kBarrier = 1;
 };
@@ -41,24 +48,26 @@ static_assert(kRoutingBytes<HopperRouting> <= offsetof(hopper::Shared, exchange)
 
 #if PMOE_HOPPER_CODE
 
-// Registers of a thread, the same for every product.
+// Registers of a thread. The numbers are those of the grouped product, and the same for every product of a
+// pass.
 constexpr int kLoaderRegisters = hopper::kLoaderRegisters;
 constexpr int kMultiplierRegisters = hopper::kMultiplierRegisters;
 
-// sync_all() synchronizes the warp that loads with those that multiply; sync_multipliers() only those that
-// multiply.
+// sync_all() synchronizes the warp that loads with the warps that multiply; sync_multipliers() only the warps
+// that multiply.
 __device__ __forceinline__ void sync_all() { sync_named(2, 32 + hopper::kMultipliers); }
 __device__ __forceinline__ void sync_multipliers() { sync_named(1, hopper::kMultipliers); }
 
 // ---- the warp that loads
 //
-// Its first thread receives a task by an acquire. The task's operands were written by other threads, and are
-// read through the asynchronous proxy. So a proxy fence must come between the two.
+// Its first thread receives a task by an acquire load. Other threads have written the task's operands, and
+// bulk copies (the asynchronous proxy) read them. So a proxy fence must come between the acquire and the
+// copies.
 
-// Loads all steps of one tile.
+// Loads the operands of one tile, in all steps along the reduction.
 //
-// begin: where the cell's rows begin in A's map.
-// steps: steps that this block has loaded so far; updated.
+// begin: where the rows of the tile's source rank and expert begin in A's tensor map.
+// steps: number of steps that this block has loaded so far; updated.
 template <Form kForm, bool kHalves = false>
 __device__ __forceinline__ void load(HopperShared& shared, const MapPair& maps, const Problem& p,
                                      const Tile& tile, int begin, uint32_t& steps) {
@@ -68,7 +77,7 @@ __device__ __forceinline__ void load(HopperShared& shared, const MapPair& maps, 
   sync_all();
   if (thread_again() == 0) {
     if constexpr (peers::kPlant != peers::Plant::kNoProxyFence) fence_proxy_async_global();
-    // The values are read again, because they were not kept in registers.
+    // The tile is read from shared memory, because there are no registers to keep it across the barrier.
     Tile own = shared.tile;
     own.group_begin = shared.begin;
     const hopper::Loader<kForm, kHalves, 1> loader{maps.a, maps.b, shared.problem, 0};
@@ -85,8 +94,9 @@ __device__ __forceinline__ void load(HopperShared& shared, const MapPair& maps, 
   sync_warp();
 }
 
-// row_in_heap() returns the row of a cell's row `offset` in the map of L; row_by_cell() returns that of its
-// row 0 in tensors that a rank keeps by cell.
+// Both functions return where a cell's rows begin; a cell holds the rows of one source rank for one expert.
+// row_in_heap() returns the number of the cell's row `offset` among all rows of L in this rank's heap.
+// row_by_cell() returns the number of the cell's row 0 in tensors that a rank keeps for all cells.
 __device__ __forceinline__ int row_in_heap(const Layout& layout, int peer, Round round, int expert,
                                            int offset = 0) {
   return static_cast<int>(layout.row({peer, round, Staging::kIncoming, expert, offset}));
@@ -95,7 +105,10 @@ __device__ __forceinline__ int row_by_cell(const Layout& layout, int peer, int e
   return static_cast<int>(layout.first_row(peer, expert));
 }
 
-// Loads a tile of the first product.
+// Loads a tile of the first product, T_DI w1^T.
+//
+// begin: where the tile's cell begins in A's tensor map.
+// steps: number of steps that this block has loaded so far; updated.
 template <class T, Activation kActivation>
 __device__ __forceinline__ void load_first(const Member& m, HopperShared& shared, const MapPair& maps,
                                            const Task& task, const CellTile& cell, int begin,
@@ -105,7 +118,7 @@ __device__ __forceinline__ void load_first(const Member& m, HopperShared& shared
                                 cell.tile(task, hopper::tile_columns(kHalves)), begin, steps);
 }
 
-// Loads the tile of a forward task. Other tasks have nothing to load.
+// Loads the operands of a task of the forward pass, if it is a product. Other tasks have nothing to load.
 template <class T, Activation kActivation>
 __device__ __forceinline__ void load_forward(const Member& m, HopperShared& shared, const Maps<3>& maps,
                                              const Task& task, uint32_t& steps) {
@@ -117,7 +130,7 @@ __device__ __forceinline__ void load_forward(const Member& m, HopperShared& shar
                                row_in_heap(layout, task.peer, Round::kDispatch, task.expert, cell_offset),
                                steps);
   } else if (task.type == TaskType::kScores || task.type == TaskType::kGemm1) {
-    // The code of one product serves both.
+    // The same code loads two kinds of product.
     const bool scores = task.type == TaskType::kScores;
     Problem p;
     Tile tile;
@@ -135,7 +148,9 @@ __device__ __forceinline__ void load_forward(const Member& m, HopperShared& shar
 
 // ---- the warps that multiply
 
-// Multiplies one tile. meanwhile(): what these warps do while the first stages are loaded.
+// Multiplies one tile.
+//
+// meanwhile(): other work, which these warps do while the first stages are being loaded.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, class Meanwhile>
 __device__ __forceinline__ void multiply(HopperShared& shared, const Meanwhile& meanwhile) {
   sync_all();
@@ -148,7 +163,8 @@ __device__ __forceinline__ void multiply(HopperShared& shared, const Meanwhile& 
                                                           shared.pieces);
   else
     hopper::multiply<T, kForm, kEpilogue, kActivation, 1>(shared.problem, shared.gemm, walk, nothing, ring);
-  // Without this barrier the compiler would let the warp reconverge only where all products of a pass end.
+  // Without this barrier the compiler would let the threads of the warp converge only behind the code of all
+  // products.
   sync_warp();
 }
 
@@ -157,11 +173,12 @@ __device__ __forceinline__ void multiply(HopperShared& shared) {
   multiply<T, kForm, kEpilogue, kActivation>(shared, [] {});
 }
 
-// Does a routing task or a product's tile of the forward pass.
+// Does one task of the forward pass: a routing task, or a tile of a product.
 template <class T, Activation kActivation>
 __device__ __forceinline__ void multiply_forward(const Member& m, HopperShared& shared, const Task& task,
                                                  int thread) {
-  // T_DI is copied before the product, which leaves no registers for the task.
+  // The rows that arrived (T_DI) are copied before the product begins, because the product leaves no
+  // registers for the task.
   if (task.type == TaskType::kGemm0) {
     multiply<T, Form::kForward, Epilogue::kHidden, kActivation>(shared, [&]() PMOE_INLINE {
       if (m.experts.input != nullptr) keep_rows(m, task, CellTile(m.pass, task), thread);
@@ -177,10 +194,10 @@ __device__ __forceinline__ void multiply_forward(const Member& m, HopperShared& 
 
 // ---- blocks
 
-// Runs a block.
+// Runs a block: the scheduler and the subscribers, or a processor.
 //
-// load(member, index, task, steps): loads the tile of a product.
-// multiply(member, task, thread): multiplies it, or does a routing task.
+// load(member, index, task, steps): loads the operands of a tile. index: the rank's number in the launch.
+// multiply(member, task, thread): multiplies the tile, or does a routing task.
 template <class T, class Load, class Multiply>
 __device__ __forceinline__ void run_block_sm90a(const Launch& launch, HopperShared& shared, const Load& load,
                                                 const Multiply& multiply) {
@@ -190,8 +207,8 @@ __device__ __forceinline__ void run_block_sm90a(const Launch& launch, HopperShar
     sync_block();
     const auto own_number = [&] { return read(&shared.number); };
     const auto sync = [] { sync_all(); };
-    // Returns the index of this rank, read again at each use. The compiler would otherwise load the launch's
-    // arguments once, and hold them in registers.
+    // Returns the number of this rank in the launch, read from shared memory at each use. The compiler would
+    // otherwise load the launch's arguments once, and hold them in registers.
     const auto rank_index = [&] {
       int own = read(&shared.index);
       make_opaque(own);

@@ -1,4 +1,5 @@
-// The backward pass of a layer in one launch on Hopper: the tasks of backward.cuh on the tiles of hopper.cuh.
+// The backward pass of a layer in one launch on Hopper: the tasks of backward.cuh, computed with the tiles of
+// hopper.cuh.
 #pragma once
 #include "flashdmoe/hopper.cuh"
 
@@ -6,13 +7,16 @@ namespace pmoe::flashdmoe {
 
 #if PMOE_HOPPER_CODE
 
-// Returns the row of a cell's T_DI in its map, whether T_DI was kept or is sent again. kept: the row if it
-// was kept.
+// Returns where a cell's rows of T_DI begin in their tensor map. T_DI are the rows that arrived in forward; a
+// cell holds those of one source rank for one expert.
+//
+// kept: the answer if forward has kept T_DI. Otherwise T_DI is sent again, and lies in the heap.
+// offset: where the cell begins in a pool; else 0.
 __device__ __forceinline__ int row_of_input(const Member& m, int peer, int expert, int kept, int offset) {
   return m.experts.input != nullptr ? kept : row_in_heap(m.pass.layout, peer, Round::kAgain, expert, offset);
 }
 
-// Loads the tile of a backward task.
+// Loads the operands of a task of the backward pass, if it is a product.
 template <class T, Activation kActivation>
 __device__ __forceinline__ void load_backward(const Member& m, HopperShared& shared, const Maps<5>& maps,
                                               const Task& task, uint32_t& steps) {
@@ -46,8 +50,8 @@ __device__ __forceinline__ void load_backward(const Member& m, HopperShared& sha
                        cell.tile(task, hopper::kColumns), static_cast<int>(cell.first), steps);
 }
 
-// Does a product's tile or a bias gradient of the backward pass. The threads of a warp come together before
-// each product; do_task says why.
+// Does one task of the backward pass: a tile of a product, or a part of a bias gradient. The threads of a
+// warp synchronize before each product, because its instructions need a converged warp.
 template <class T, Activation kActivation>
 __device__ __forceinline__ void multiply_backward(const Member& m, HopperShared& shared, const Task& task,
                                                   int thread) {
@@ -61,7 +65,8 @@ __device__ __forceinline__ void multiply_backward(const Member& m, HopperShared&
   if (task.type == TaskType::kHiddenGradient)
     return multiply<T, Form::kInput, Epilogue::kHiddenGradient, kActivation>(shared);
   if (task.type == TaskType::kWeightGradient) return multiply<T, Form::kWeight, Epilogue::kPlain>(shared);
-  // The routing weights' gradients go first, because the product leaves no registers for the task.
+  // The gradients of the routing weights are sent before the product begins, because the product leaves no
+  // registers for the task.
   multiply<T, Form::kInput, Epilogue::kPlain, Activation::kNone>(shared, [&]() PMOE_INLINE {
     send_tile_dots<T>(m, task, hopper_row_dot_parts(m.experts.hidden), thread);
   });

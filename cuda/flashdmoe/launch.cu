@@ -22,15 +22,16 @@ BackwardKernel hopper_backward(const Which& which) {
                                          : hopper_backward_fp16(which.activation);
 }
 
-// The operands of one product, as tensor maps need them. A is the whole tensor that contains the rows of
-// every task.
+// The operands of one product, as its tensor maps describe them. A is the whole tensor that contains the rows
+// of all tasks.
 struct Mapped {
   Form form;
   Problem problem;
   int64_t a_rows, b_rows = 0;
 };
 
-// Returns the rank's own heap, which begins with its word `failed`.
+// Returns the beginning of the rank's own heap. The word `failed`, to which `watch` points, lies at a known
+// offset.
 const uint8_t* own_heap(const Pass& pass) {
   return reinterpret_cast<const uint8_t*>(pass.watch.failed) - pass.layout.failed();
 }
@@ -42,8 +43,8 @@ struct Rows {
 
 Rows rows_of_heap(const Pass& pass) { return {own_heap(pass) + pass.layout.begin(), pass.layout.rows()}; }
 
-// Describes a product of rows and weights. Problem::d stays null: a map needs it only for an operand without
-// rows, and there is none here.
+// Describes a product of rows and weights for its tensor maps. Problem::d stays null, because encode_maps()
+// only uses it for an operand without rows, and A has rows here.
 Mapped of_rows(Form form, const Rows& rows, const void* weights, int n, int k, int experts) {
   Mapped mapped = {form, {}, rows.count};
   Problem& p = mapped.problem;
@@ -58,14 +59,15 @@ void map_forward(const Which& which, const Member& m, Mapped (&mapped)[3]) {
   mapped[kFirstProduct] = of_rows(Form::kForward, rows_of_heap(m.pass), e.w1, wide, e.model, experts);
   mapped[kSecondProduct] = of_rows(Form::kForward, {e.active, cells}, e.w2, e.model, e.hidden, experts);
   const void* const gate = m.pass.routing.choice.weight;
-  // Without such tasks the map must still point somewhere.
+  // If the launch has no task with the gate's product, its map is not used, but must still point to valid
+  // memory.
   mapped[kGateProduct] = mapped[kFirstProduct];
   if (m.pass.routing.scored() > 0)
     mapped[kGateProduct] =
         of_rows(Form::kForward, {m.pass.source, m.pass.tokens}, gate, m.pass.layout.cells(), e.model, 1);
 }
 
-// Describes a sum over rows, which both operands have.
+// Describes a product that is a sum over rows, A^T B, for its tensor maps. Both operands have rows.
 Mapped over_rows(const Rows& a, const Rows& b, int m, int n) {
   Mapped mapped = {Form::kWeight, {}, a.count, b.count};
   Problem& p = mapped.problem;

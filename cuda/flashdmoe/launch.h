@@ -1,4 +1,4 @@
-// Launches of FlashDMoE's kernels. It knows no PyTorch, only pointers, sizes and a stream.
+// Launches of FlashDMoE's kernels. This code uses no PyTorch, only pointers, sizes and a stream.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace pmoe::flashdmoe {
 
-// Selects a kernel: the values that are constants when it is compiled.
+// Selects a compiled kernel: the values that are template arguments of the kernels.
 struct Which {
   Element element;
   Activation activation;
@@ -20,7 +20,8 @@ using PassKernel = void (*)(Launch);
 using ForwardKernel = void (*)(HopperLaunch<3>);
 using BackwardKernel = void (*)(HopperLaunch<5>);
 
-// The kernels of each path, element type and pass. Each is a translation unit of its own.
+// Each returns the kernel for one set of instructions, element type and pass. Each is a translation unit of
+// its own, so that they compile in parallel.
 ForwardKernel hopper_bf16(Activation);
 ForwardKernel hopper_fp16(Activation);
 BackwardKernel hopper_backward_bf16(Activation);
@@ -30,13 +31,13 @@ PassKernel ampere_fp16(Activation);
 PassKernel backward_bf16(Activation);
 PassKernel backward_fp16(Activation);
 
-// Returns the kernel, for cudaFuncGetAttributes.
+// Returns the kernel's address, for cudaFuncGetAttributes.
 const void* kernel_of(const Which&);
 
-// Returns the kernel's name, as users and errors show it.
+// Returns the kernel's name, which users and error messages show.
 std::string name_of(const Which&);
 
-// How a kernel is launched.
+// The threads and shared memory of a block, and the columns of a tile, for one set of instructions.
 struct Path {
   int threads, shared_bytes;  // of a block
   int tile_columns;
@@ -44,11 +45,12 @@ struct Path {
 
 const Path& path_of(const Which&);
 
-// Launches a pass with `blocks` blocks for each rank. They need not be resident together, since a rank's
-// first block and any one processor make progress. Throws std::runtime_error if CUDA refuses the launch.
+// Launches a pass with `blocks` blocks for each rank. The blocks need not be resident together, since a
+// rank's first block and any one processor make progress. Throws std::runtime_error if CUDA refuses the
+// launch.
 void launch(const Which&, const Launch&, int blocks, void* stream);
 
-// Visits every kernel.
+// Calls visit(which) for every kernel.
 template <class Visit>
 void for_each(Visit visit) {
   for (bool is_backward : {false, true})

@@ -1,34 +1,36 @@
-// The symmetric tensor layout L of FlashDMoE (section 5.3) and the flags beside it: what lies where in a
-// rank's heap, and which rank writes it.
+// The symmetric tensor layout L of FlashDMoE (section 5.3), and the flags beside it: which data lies where in
+// a rank's heap, and which rank writes it. A heap is device memory that all ranks can write.
 //
-//   L in R^(P x R x B x E x C x H): P ranks, R rounds (dispatch and combine), B staging buffers (outgoing and
-//   incoming rows), E experts of a rank, C rows of an expert's capacity, H columns of a row.
+//   L in R^(P x R x B x E x C x H): P ranks, R rounds (dispatch and combine), B staging buffers (outgoing
+//   and incoming rows), E experts of a rank, C rows of an expert's capacity, H columns of a row.
 //
-// If a backward pass sends the layer's input again, there is a third round, beside the gradients' dispatch.
+// A third round is added if a backward pass sends the layer's input again, beside the gradients' dispatch.
 //
-// A cell (p, r, b, e) has C rows, a whole number of tiles. If fewer rows have come, the other rows of the
-// last tile are left as they are and never travel (in-place padding, section 5.4). If every peer reaches a
-// rank by stores, nothing is staged, and its L may have B = 1, half the size.
+// A cell (p, r, b, e) holds the rows that one rank sends to one expert: C rows, a whole number of tiles. If
+// fewer rows arrive, the other rows of the last tile keep old values and are never sent (in-place padding,
+// section 5.4). If every rank can write to a rank's heap directly, no rows are staged, and its L has B = 1
+// and half the size.
 //
-// Without a capacity, the cells of a round share one pool of C rows, L(r, b, c). Each cell begins at a tile
-// boundary, at an offset that its rank has granted. Results come home into a pool too, at offsets that the
-// rows' source has announced. places.cuh does this.
+// Without a capacity, all cells of a round share one pool of C rows, L(r, b, c). The receiving rank chooses
+// an offset in the pool for each cell, at the beginning of a tile. The results come back into a pool of the
+// sending rank, at offsets that the sending rank has chosen. places.cuh does both.
 //
 //   region     at                  written by   content
-//   granted    peer p              p            flag: p has begun the round, and its cells are free
+//   granted    rank p              p            flag: p has begun the launch, and its cells are free
 //   announced  source s            s            flag: s has written its row counts into `counts`
-//   counts     source s, expert e  s            rows
-//   homes      source s, expert e  s            pool: the offset at which their products come home
-//   known      source s            this rank    pool, flag: the offsets of s's rows are chosen
-//   placed     peer p              p            pool, flag: p has written this rank's offsets into `offsets`
-//   offsets    peer p, expert e    p            pool: granted by p
+//   counts     source s, expert e  s            number of rows
+//   homes      source s, expert e  s            pool: the offset in s's pool for these rows' results
+//   known      source s            this rank    pool, flag: this rank has chosen the offsets of s's rows
+//   placed     rank p              p            pool, flag: p has written this rank's offsets into `offsets`
+//   offsets    rank p, expert e    p            pool: where this rank's rows begin in p's pool
 //   arrivals   (s, e, tile)        s            flag: the tile's rows are in L (s, dispatch, incoming, e)
-//   returned   (p, e, tile)        p            flag: their products are in L (p, combine, incoming, e)
+//   returned   (p, e, tile)        p            flag: their results are in L (p, combine, incoming, e)
 //   weights    source s, row       s            backward: the routing weights of the rows in a cell of L
 //   dots       p, row              p            backward: the gradients of the weights of this rank's rows
-//   L          (p, r, b, e, c)     p, or this rank where b is outgoing
+//   L          (p, r, b, e, c)     p, or this rank if b is outgoing
 //
-// A round between a source s and the rank t of an expert (the lines with * only with a pool):
+// A launch, as a sending rank s (the source) and the rank t of an expert see it. The lines with * are only
+// needed with a pool:
 //
 //   source s                               rank t
 //                                     <--  raises granted
@@ -37,8 +39,8 @@
 //                                     <--  * writes offsets, raises known and placed
 //   writes a tile's rows,
 //   raises its arrival                -->  multiplies the tile
-//                                     <--  writes the products, raises returned
-//   adds up its tokens
+//                                     <--  writes the results, raises returned
+//   adds the results of each token
 #pragma once
 #include "common/host_device.h"
 #include "peers/sizes.h"
@@ -53,7 +55,8 @@ constexpr int kRounds = 2;  // R of a pass that sends nothing again
 enum class Round : int { kDispatch, kCombine, kAgain };
 enum class Staging : int { kOutgoing, kIncoming };
 
-// The place of a row in L. c counts from the beginning of its cell, or of the pool.
+// The position of a row in the tensor L, by rank p, round r, buffer b, expert e and row c. c counts from the
+// beginning of the row's cell (the rows of one rank for one expert), or of the pool if cells share one.
 struct Coordinates {
   int p;
   Round r;
@@ -61,14 +64,17 @@ struct Coordinates {
   int e, c;
 };
 
-// Returns whether rank `source` may write there in the L of rank `target` (definition 5.3.2). Between
-// devices, and from a device to itself, it may write only rows that arrive from `source`; staged rows, only
-// in its own L.
+// Returns whether rank `source` may write the row at position i in the heap of rank `target` (definition
+// 5.3.2).
+//
+// A rank may write incoming rows only in the part of the heap that is for its own rows. It may write outgoing
+// (staged) rows only in its own heap.
 PMOE_HD constexpr bool is_valid(int source, int target, const Coordinates& i) {
   return i.b == Staging::kIncoming ? i.p == source : source == target;
 }
 
-// Sizes and byte offsets of all regions. Every region begins at a multiple of 1024 bytes.
+// Sizes of a heap, and functions that return the byte offsets of its regions. Every region begins at a
+// multiple of 1024 bytes.
 struct Layout {
   int32_t ranks, experts;  // P, E
   int32_t capacity;        // C: a multiple of tile_rows; of a cell, or of the pool
@@ -104,7 +110,8 @@ struct Layout {
   PMOE_HD int64_t offsets(int peer) const {
     return placed(0) + align_region(int64_t{ranks} * kFlagBytes) + int64_t{peer} * experts * 4;
   }
-  // tile: counted from the beginning of its cell, or of the pool, like `c` of a row.
+  // tile: number of the tile, counted from the beginning of its cell (the rows of one rank for one expert),
+  //     or of the pool if all cells share one.
   PMOE_HD int64_t arrival(int source, int e, int tile) const {
     return offsets(0) + align_region(int64_t{cells()} * 4) + (first_row(source, e) / tile_rows + tile) * 4;
   }
@@ -128,17 +135,19 @@ struct Layout {
     return is_pool ? slab * capacity + i.c : (slab * experts + i.e) * capacity + i.c;
   }
   PMOE_HD int64_t rows() const { return int64_t{all_rows()} * rounds * buffers; }
-  // Returns Size(L) in bytes.
+  // Returns the size of the tensor L in bytes.
   PMOE_HD int64_t size() const { return rows() * row_bytes; }
-  // first_row() returns where a cell begins in a tensor that a rank keeps for all cells; 0 in a pool, which
-  // all cells share. rows_of_rank() returns the number of rows in L from a rank's part to the next one's.
+  // first_row() returns where a cell (the rows of one rank for one expert) begins in a tensor that a rank
+  // keeps for all cells; 0 if cells share a pool. rows_of_rank() returns the number of rows of L from one
+  // rank's part to the next rank's part.
   PMOE_HD int64_t first_row(int rank, int e) const { return is_pool ? 0 : int64_t{cell(rank, e)} * capacity; }
   PMOE_HD int64_t rows_of_rank() const {
     return is_pool ? 0 : int64_t{rounds} * buffers * experts * capacity;
   }
   PMOE_HD int64_t bytes() const { return begin() + align_region(size()); }
 
-  // Returns the coordinates of the row that holds a byte of L. Not for a pool.
+  // Returns the position of the row that contains the byte at `offset` of the heap. Not for a pool, in which
+  // a row does not determine its rank and expert.
   PMOE_HD Coordinates of_byte(int64_t offset) const {
     int64_t row = (offset - begin()) / row_bytes;
     Coordinates i;

@@ -1,8 +1,8 @@
-// The arguments of a launch on Hopper: those of the ranks' passes, and the tensor maps that load their
-// operands.
+// The arguments of a launch on Hopper: those of the ranks' passes, and the tensor maps by which their
+// operands are loaded.
 //
-// Together they exceed 4096 bytes. Devices from compute capability 7.0 on take that from a driver of CUDA
-// 12.1 or later.
+// Together they may exceed 4096 bytes. Devices from compute capability 7.0 on accept that, with a driver of
+// CUDA 12.1 or later.
 #pragma once
 #include <cuda.h>
 
@@ -14,8 +14,8 @@ struct MapPair {
   CUtensorMap a, b;
 };
 
-// Index of a product's maps. Forward has the first three. Backward has kFirstProduct and those from
-// kHiddenProduct on, which count from 1 again.
+// Index of a product's tensor maps. Forward has the first three products. Backward has kFirstProduct and
+// those from kHiddenProduct on, which are numbered from 1 again because the two passes do not share an array.
 enum MappedProduct {
   kFirstProduct,
   kSecondProduct,

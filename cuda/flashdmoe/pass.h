@@ -1,4 +1,4 @@
-// The arguments of one rank's part of a persistent launch, besides its experts.
+// The arguments of one rank in a launch of FlashDMoE's persistent kernel, except those of its experts.
 #pragma once
 #include <type_traits>
 
@@ -17,30 +17,35 @@ constexpr int kRoutedTokens = 64;   // fewest tokens of a group that is routed
 constexpr int kMostGroups = 128;    // largest number of groups; each group reads the counts of all
 constexpr int kMostChosen = 256;    // largest number of experts of all ranks if the launch chooses
 
-// The values of a processor's mailbox for tasks: not running, idle, or kFirstTask + i, which means that it
-// has the task at place i of tQ. The processor writes the first two, the scheduler the last.
+// The values of a processor's mailbox, a word of memory by which the scheduler gives it tasks. kAbsent: the
+// processor is not running. kIdle: it wants a task. kFirstTask + i: it has the task at place i of the task
+// queue tQ. The processor writes kAbsent and kIdle, the scheduler writes tasks.
 constexpr uint32_t kAbsent = 0, kIdle = 1, kFirstTask = 2;  // kFirstTask + i: the task at place i of tQ
 
-// The state of an expert's rows in Pass::expert_progress:
+// The progress of an expert's rows, for the gradients that are sums over all of its rows:
 //
-//   expert_progress[e] = kSourceAnnounced * (sources that have announced their rows)
-//                      + (their tiles that are not done)
+//   expert_progress[e] = kSourceAnnounced * (number of ranks that have announced their row counts)
+//                      + (number of their tiles that are not done)
 //
-// An expert is complete when all sources have announced and no tile is left. Sums over its rows wait for
-// that. kCompleteBit, a bit of Watch::not_waited, makes a test's sums not wait.
+// The sums begin when all ranks have announced and no tile is left. A test sets kCompleteBit in
+// Watch::not_waited to let them begin too early, and expects wrong results.
 constexpr uint32_t kSourceAnnounced = 1u << 20;
 constexpr uint32_t kCompleteBit = 1u << 8;
 
-// Another bit of Watch::not_waited, for tests: rows are placed before all groups of tokens have been counted.
+// A bit of Watch::not_waited, for tests: rows are placed before all groups of tokens have been counted, which
+// must give wrong results.
 constexpr uint32_t kCountedBit = 1u << 9;
 
-// Another such bit: experts are chosen before all scores are computed.
+// A bit of Watch::not_waited, for tests: experts are chosen before all scores are computed, which must give
+// wrong results.
 constexpr uint32_t kScoredBit = 1u << 11;
 
-// Another such bit: a cell's offset is used before it is chosen.
+// A bit of Watch::not_waited, for tests: the offset of a source's rows in the pool is used before it is
+// chosen, which must give wrong results.
 constexpr uint32_t kKnownBit = 1u << 10;
 
-// The tasks of one expert's parameter gradients; 0 for a gradient that is not wanted.
+// The numbers of tasks for the parameter gradients of one expert. They are 0 for a gradient that is not
+// wanted.
 struct WeightTasks {
   int down[2] = {}, across[2] = {};  // tiles of w1's gradient and of w2's
   int bias[2] = {};                  // tasks along the columns of b1's gradient and of b2's
@@ -48,8 +53,8 @@ struct WeightTasks {
   PMOE_HD int tasks() const { return down[0] * across[0] + down[1] * across[1] + bias[0] + bias[1]; }
 };
 
-// The gate's choice, if the launch makes it. From the scores of all experts it makes Pass::expert and
-// Pass::weight, and the numbers for the gate's loss and gradient.
+// The gate's choice of experts, if the launch makes it (is_asked). From the scores of all experts it computes
+// Pass::expert, Pass::weight, the gate's loss, and the numbers that the gate's gradient needs.
 struct GateChoice {
   bool is_asked = false;
   bool normalizes = false;                  // divides a token's weights by their sum
@@ -62,8 +67,8 @@ struct GateChoice {
   float* z = nullptr;            // (groups,): squared logsumexp, summed over the group's tokens
 };
 
-// The routing tasks of a launch, which come before any row leaves. From the chosen experts they make
-// Pass::counts, slot, expert and row. Without groups these are given.
+// The routing tasks of a launch, which come before any row is sent. From the chosen experts they compute
+// Pass::counts, slot, expert and row. If there are no groups, the caller passes these ready.
 struct RoutingTasks {
   bool is_asked = false;
   int products[2] = {};             // tiles of the gate's product: down (tokens) and across (experts)
@@ -78,23 +83,25 @@ struct RoutingTasks {
   PMOE_HD int tasks() const { return scored() + 2 * groups; }
 };
 
-// One rank's part of a launch: its heap, routing, rows and tasks.
+// The arguments of one rank in a launch: its heap, routing, rows and tasks.
 struct Pass {
   Layout layout;          // of every rank's heap
   uint8_t* const* heaps;  // (P,) heaps, as this rank addresses them
   int rank = 0;
   Watch watch;
 
-  // The routing of this rank's tokens.
+  // The routing of this rank's S tokens, with k choices each. A slot is a (token, choice) pair. C is the
+  // capacity, or the size of the pool if cells (the rows of one rank for one expert) share one.
   //
-  // counts: (P * E) rows of each expert of all ranks; at most C each.
-  // home: (P * E) where an expert's products come home in the pool; null without a pool.
-  // offset: (P, E) where each cell of this rank begins in the pool; forward writes it, backward reads it.
-  // slot: the slot of an expert's c-th row, at [expert * C + c]; in a pool, at [c].
+  // counts: (P * E) number of rows for each expert of all ranks; at most C each.
+  // home: (P * E) with a pool: the row of this rank's pool where the results of each expert begin; else null.
+  // offset: (P, E) with a pool: where the rows of each rank for each expert of this rank begin in the pool.
+  //     Forward writes it, backward reads it.
+  // slot: the slot of the c-th row of an expert, at [expert * C + c]; in a pool, at [c].
   // expert: (S, k) expert of each slot.
-  // row: (S, k) the slot's c: its place among its expert's rows, in a pool plus the expert's home; -1 if it
-  //     is dropped.
-  // weight: (S, k) routing weight of each slot; written if the launch chooses.
+  // row: (S, k) the c of each slot's row: its place among the rows of its expert, in a pool plus the expert's
+  //     `home`; -1 if the slot is dropped.
+  // weight: (S, k) routing weight of each slot; written if the launch chooses the experts.
   int32_t* counts = nullptr;
   int32_t* home = nullptr;
   int32_t* offset = nullptr;
@@ -111,7 +118,8 @@ struct Pass {
   uint8_t* result = nullptr;        // T_O, or dX in backward
   int64_t result_stride = 0;        // bytes
 
-  // Backward only: weights and their gradients travel with the rows, and T_I if it is sent again.
+  // For the backward pass only: routing weights and their gradients are sent with the rows, and so is T_I
+  // (the layer's input) if it is sent again.
   bool is_backward = false;
   const uint8_t* again = nullptr;    // T_I, or null if it is not sent again
   int64_t again_stride = 0;          // bytes
@@ -120,7 +128,7 @@ struct Pass {
   Stages stages;
   WeightTasks weights;
 
-  // The workspace, which a rank keeps from round to round. It must be zero before the first round.
+  // The workspace, memory that a rank keeps from launch to launch. It must be zero before the first launch.
   Queue queue = {};
   uint32_t* mailboxes = nullptr;        // (processors,): see kAbsent
   uint32_t* finished_tiles = nullptr;   // (stages, tiles of all cells): finished tiles across of each stage
@@ -134,7 +142,10 @@ struct Pass {
   PMOE_HD const int32_t* announced_rows(int source_rank) const {
     return reinterpret_cast<const int32_t*>(own() + layout.counts(source_rank));
   }
-  // Returns the counter of a task's row tile in a stage. offset: where the task's cell begins.
+  // Returns the counter of finished tiles for a task's row tile, in one of the products that the tile goes
+  // through (a stage).
+  //
+  // offset: where the rows of the task's source and expert begin in the pool; else 0.
   PMOE_HD uint32_t* finished_counter(const Task& t, int stage, int offset) const {
     return finished_tiles + int64_t{stage} * layout.all_tiles() +
            (layout.first_row(t.peer, t.expert) + offset) / layout.tile_rows + t.tile;
@@ -144,17 +155,17 @@ struct Pass {
   }
 };
 
-// Returns the largest possible number of tasks in a round.
+// Returns the largest possible number of tasks in a launch, for the size of the task queue.
 PMOE_HD int64_t most_tasks(const Pass& pass) {
   const Layout& layout = pass.layout;
   return int64_t{layout.all_tiles()} * (1 + pass.stages.tasks()) +
          int64_t{layout.experts} * pass.weights.tasks() + pass.groups() + pass.routing.tasks();
 }
 
-// Lays out the workspace in memory that begins at a multiple of 1024 bytes, and returns its bytes. The pass's
-// sizes must be set before. The memory must be zero before the first round.
+// Assigns addresses in the workspace to the parts of a pass, and returns the workspace's size in bytes. The
+// pass's sizes must be set before. The memory must be zero before the first launch.
 //
-// base: beginning of the memory; null: only the bytes are counted.
+// base: beginning of the memory, a multiple of 1024; null only counts the bytes.
 inline int64_t place_workspace(Pass& pass, uint8_t* base) {
   int64_t taken = 0;
   const auto take = [&](auto*& part, int64_t count) {

@@ -1,39 +1,47 @@
-// The offsets at which cells begin in a pool that they share (layout.h), counted like `c` of a row. The
-// offset of a cell with rows of its own is 0.
+// Offsets in a pool, the buffer that all rows of a round share if there is no capacity (layout.h).
 //
-// A source announces how many rows come, and at which of its own offsets their products come home. The rows'
-// rank gives each cell the next tiles of its pool, and tells the source where they begin. Which source comes
-// first decides where rows lie and nothing else, because sums go by source and row.
+// A cell holds the rows that one rank (the source) sends to one expert. The source announces how many rows it
+// sends, and at which offset of its own pool it wants their results. The receiving rank gives each cell the
+// next free tiles of its pool, and writes their offset to the source. The order in which sources announce
+// changes the offsets, but not the results, because sums are computed by source and row.
+//
+// Without a pool every cell has memory of its own, and its offset is 0.
 #pragma once
 #include "flashdmoe/pass.h"
 #include "peers/protocol.h"
 
 namespace pmoe::flashdmoe {
 
-// Returns where the rows of `source` for this rank's expert e begin on this rank.
+// Returns the offset in this rank's pool at which the rows of rank `source` for this rank's expert e begin; 0
+// without a pool.
 __device__ __forceinline__ int offset_of(const Pass& pass, int source, int e) {
   return pass.layout.is_pool ? read(pass.offset + pass.layout.cell(source, e)) : 0;
 }
 
-// Returns where this rank's rows for the peer's expert e begin on the peer.
+// Returns the offset in the peer's pool at which this rank's rows for the peer's expert e begin; 0 without a
+// pool.
 __device__ __forceinline__ int offset_at(const Pass& pass, int peer, int e) {
   if (!pass.layout.is_pool) return 0;
   return read(reinterpret_cast<const int32_t*>(pass.own() + pass.layout.offsets(peer)) + e);
 }
 
-// Returns where the products of this rank's rows for an expert of all ranks come home.
+// Returns the offset in this rank's pool at which the results of this rank's rows for an expert begin; 0
+// without a pool.
+//
+// expert: a number among the experts of all ranks.
 __device__ __forceinline__ int own_home(const Pass& pass, int expert) {
   return pass.layout.is_pool ? read(pass.home + expert) : 0;
 }
 
-// Returns where the products of `source`'s rows for this rank's expert e go in the heap of `source`.
+// Returns the offset in the pool of rank `source` at which the results of its rows for this rank's expert e
+// begin; 0 without a pool.
 __device__ __forceinline__ int home_at(const Pass& pass, int source, int e) {
   if (!pass.layout.is_pool) return 0;
   return read(reinterpret_cast<const int32_t*>(pass.own() + pass.layout.homes(source)) + e);
 }
 
-// Writes to a peer how many rows come for each of its experts, and where their products come home. The caller
-// then raises the flag.
+// Writes to another rank how many rows this rank sends to each of its experts and, with a pool, at which
+// offsets this rank wants their results. The caller raises the flag that announces it.
 __device__ __forceinline__ void write_counts(const Pass& pass, int peer) {
   const Layout& layout = pass.layout;
   auto* const counts = reinterpret_cast<int32_t*>(pass.heaps[peer] + layout.counts(pass.rank));
@@ -45,8 +53,8 @@ __device__ __forceinline__ void write_counts(const Pass& pass, int peer) {
   }
 }
 
-// Gives room in the pool to a source that has announced its rows, and tells it. Backward uses the offsets of
-// forward.
+// Chooses where the rows of a source begin in this rank's pool, and writes these offsets to the source. The
+// source has announced how many rows it sends. Backward uses the offsets of forward.
 __device__ __forceinline__ void grant_room(const Pass& pass, int source) {
   const Layout& layout = pass.layout;
   const int32_t* const counts = pass.announced_rows(source);
@@ -55,7 +63,7 @@ __device__ __forceinline__ void grant_room(const Pass& pass, int source) {
     uint32_t tiles = 0;
     for (int e = 0; e < layout.experts; ++e) tiles += static_cast<uint32_t>(layout.tiles(read(counts + e)));
     uint32_t next = add_acq_rel(&pass.queue.state->granted, tiles);
-    // The host has compared the rows with the size of the pool, so this is an error of the host.
+    // The host has checked that the rows fit into the pool, so if they do not, the host is wrong.
     if (next + tiles > static_cast<uint32_t>(layout.all_tiles()))
       return peers::report(pass.watch, peers::Wait::kRoom, source, 0, 0);
     for (int e = 0; e < layout.experts; ++e) {

@@ -1,5 +1,6 @@
-// Processors (FlashDMoE, Algorithm 4): blocks that do one task after another. After a task they raise the
-// flag of its result, and put the tasks that follow from it into tQ. They wait only for the scheduler.
+// Processors (FlashDMoE, Algorithm 4): blocks that do one task after another. After a task a processor raises
+// the flag of the task's result, and puts the tasks that this result makes possible into the task queue tQ.
+// Processors wait only for the scheduler.
 #pragma once
 #include "flashdmoe/places.cuh"
 #include "flashdmoe/queue.h"
@@ -8,7 +9,8 @@
 
 namespace pmoe::flashdmoe {
 
-// Returns the place of the next task in tQ, or -1 after the last one. One thread calls it.
+// Returns the place of this processor's next task in the task queue tQ, or -1 after the last task. One thread
+// calls it.
 __device__ __forceinline__ int next_task(const Pass& pass, int processor) {
   uint32_t* const mailbox = &pass.mailboxes[processor];
   store_release(mailbox, kIdle);
@@ -18,8 +20,8 @@ __device__ __forceinline__ int next_task(const Pass& pass, int processor) {
       pause();
       continue;
     }
-    // `over` must be read before the mailbox. Every task is handed out before the round is over, so if the
-    // round is over then, a task for this processor is visible in its mailbox.
+    // `over` must be read before the mailbox. Every task is handed out before the launch is over. So if
+    // `over` is set, a task for this processor is already visible in its mailbox.
     const bool is_over = peers::reached(load_acquire(&pass.queue.state->over), pass.watch.epoch);
     const uint32_t value = load_acquire(mailbox);
     if (value >= kFirstTask) return static_cast<int>(value - kFirstTask);
@@ -29,20 +31,22 @@ __device__ __forceinline__ int next_task(const Pass& pass, int processor) {
   return -1;
 }
 
-// Returns the address of a row's number in a region of floats.
+// Returns the address of a row's float in a region that has one float for each row.
 __device__ __forceinline__ float* of_row(uint8_t* floats, int row) {
   return reinterpret_cast<float*>(floats) + row;
 }
 
-// Sends the layer's input of a row whose gradient travels.
+// Sends the layer's input of one row, in backward. Its gradient is sent by the same task.
 __device__ __forceinline__ void send_again(const Pass& pass, const Task& task, int row, int token, int lane,
                                            int lanes) {
   uint8_t* const to = pass.at(task.peer, {pass.rank, Round::kAgain, Staging::kIncoming, task.expert, row});
   peers::copy_row(to, pass.again + token * pass.again_stride, pass.layout.row_bytes, {lane, lanes, 0, 1});
 }
 
-// Sends a tile of rows to its expert. Each warp copies one row at a time. warp: index among the block's
-// `warps` warps.
+// Sends a tile of rows to the rank of their expert. Each warp copies one row at a time.
+//
+// lane, lanes: index of the thread in its warp, and threads of a warp.
+// warp, warps: index of the warp in its block, and warps of a block.
 __device__ __forceinline__ void send_tile(const Pass& pass, const Task& task, int lane, int lanes, int warp,
                                           int warps) {
   const Layout& layout = pass.layout;
@@ -63,11 +67,15 @@ __device__ __forceinline__ void send_tile(const Pass& pass, const Task& task, in
   }
 }
 
-// Sends the gradients of the routing weights of a tile's rows to the rows' source. Each warp takes one
-// row at a time.
+// Sends the gradients of the routing weights of a tile's rows to the rank that sent the rows. Each warp takes
+// one row at a time.
 //
-// parts, count: partial inner products, added in their order.
-// bias: the experts' b2 or null; it adds <dY, b2>, over `columns` columns.
+// A gradient is the inner product <dY, output of the expert>, computed in `count` parts, which are added in a
+// fixed order.
+//
+// parts: the parts of all rows.
+// bias: the experts' second bias b2, or null. The parts do not contain <dY, b2>, so it is added here, over
+//     `columns` columns.
 template <class T>
 __device__ __forceinline__ void send_dots(const Pass& pass, const Task& task, const float* parts, int count,
                                           const T* bias, int columns, int lane, int lanes, int warp,
@@ -99,8 +107,9 @@ __device__ __forceinline__ void send_dots(const Pass& pass, const Task& task, co
   }
 }
 
-// Adds up the results of a task's tokens, always in the order of a token's choices (equations 5.1 and 5.2;
-// weights are normalised already). In backward the rows that come back contain the weights already.
+// Adds the results of each of a task's tokens, always in the order of the token's choices (equations 5.1 and
+// 5.2). The weights are normalised before. In backward the returned rows are multiplied by their weights
+// already.
 template <class T>
 __device__ __forceinline__ void combine_tokens(const Pass& pass, const Task& task, int lane, int lanes,
                                                int warp, int warps) {
@@ -135,15 +144,16 @@ __device__ __forceinline__ void combine_tokens(const Pass& pass, const Task& tas
   }
 }
 
-// Counts a finished tile across. Returns whether it was the last one of its row tile; the count is then 0
-// again, for the next round.
+// Counts a finished tile among the `columns` tiles of a row of tiles. Returns whether it was the last one.
+// The last one sets the count back to 0, for the next launch.
 __device__ __forceinline__ bool is_last(uint32_t* count, int columns) {
   if (add_acq_rel(count, 1u) + 1 != static_cast<uint32_t>(columns)) return false;
   write(count, 0u);
   return true;
 }
 
-// Does what follows from a task that all threads of the block have finished. One of them calls it.
+// Ends a task: raises the flag of its result, or pushes the tasks that it makes possible. All threads of the
+// block have finished the task; one of them calls this.
 __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
   const Layout& layout = pass.layout;
   peers::test_delay(pass.watch, 7300 + task.tile);
@@ -172,11 +182,11 @@ __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
   if (ends && task.type == TaskType::kHiddenGradient) count_tiles(pass, task.expert, 0u - 1u);
 }
 
-// Runs a processor until the round is over.
+// Runs a processor until the launch is over.
 //
 // pass(): returns the rank's Pass.
 // processor(): returns the number of this processor.
-// place: a word of shared memory.
+// place: a word of shared memory, by which the threads get the place of the task.
 // is_first: true for the thread that asks for tasks and reports their end.
 // sync(): a barrier of all threads that call this function.
 // work(task): does a task; all these threads call it.
@@ -195,14 +205,15 @@ __device__ __forceinline__ void run_processor(const GetPass& pass, const Number&
   }
 }
 
-// Does a task by `warps` warps of `lanes` threads. compute(task): does a routing task, or a tile of a
-// product.
+// Does a task by `warps` warps of `lanes` threads.
+//
+// compute(task): does a task that is neither dispatch nor combine: a routing task or a tile of a product.
 template <class T, class Compute>
 __device__ __forceinline__ void do_task(const Pass& pass, const Task& task, int thread, int warps, int lanes,
                                         const Compute& compute) {
   const int warp = thread / lanes, lane = thread % lanes;
   // All threads of a warp have the same task, and must be converged when they begin a product. The shuffle
-  // lets the compiler see that.
+  // lets the compiler know that they agree.
   Task own = task;
   own.type = static_cast<TaskType>(shfl(static_cast<int>(task.type), 0));
   if (own.type == TaskType::kDispatch) send_tile(pass, own, lane, lanes, warp, warps);
@@ -212,7 +223,7 @@ __device__ __forceinline__ void do_task(const Pass& pass, const Task& task, int 
   if (own.type != TaskType::kDispatch && own.type != TaskType::kCombine) compute(own);
 }
 
-// Runs a processor all of whose threads do the same.
+// Runs a processor whose threads all take part in every task (on Hopper, one warp only loads).
 template <class T, class Sync, class Compute>
 __device__ __forceinline__ void run_uniform_processor(const Pass& pass, int processor, int* place, int thread,
                                                       int warps, int lanes, const Sync& sync,

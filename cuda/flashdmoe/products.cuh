@@ -1,4 +1,5 @@
-// The operands and results of a pass's products, the same for the tiles of every architecture.
+// The operands and results of the products of FlashDMoE's passes. They are the same for the tiles of every
+// architecture.
 #pragma once
 #include "flashdmoe/experts.h"
 #include "flashdmoe/gate.cuh"
@@ -12,7 +13,7 @@ namespace pmoe::flashdmoe {
 constexpr int kTileDepth = 64;        // rows or columns of the reduction in one step
 constexpr int kComputeThreads = 256;  // threads of a processor that compute
 
-// A walk that has a single tile.
+// A walk over tiles that has a single tile.
 struct OneTile {
   Tile tile;
   bool is_left = true;
@@ -24,13 +25,15 @@ struct OneTile {
   }
 };
 
-// Returns the address of a row in a tensor of T, or null if the tensor is null.
+// Returns the address of a row in a tensor of elements T, or null if the tensor is null.
+//
+// stride: elements between rows.
 template <class T>
 PMOE_HD void* row_of(const void* base, int64_t row, int64_t stride) {
   return base == nullptr ? nullptr : const_cast<T*>(static_cast<const T*>(base)) + row * stride;
 }
 
-// The rows of a task: one tile of a cell's rows.
+// The rows of a task: one tile of the rows that one source rank has sent to one expert (a cell).
 struct CellTile {
   int64_t first;  // where the cell begins among the rows of all cells
   int count, row, rows;
@@ -46,14 +49,14 @@ struct CellTile {
   }
 };
 
-// Returns the tile of a weight's gradient.
+// Returns the tile of a weight's gradient that a task computes.
 __device__ __forceinline__ Tile weight_tile(const Task& task, const Problem& p, int rows, int columns) {
   const int row = task.tile * rows;
   return {task.expert, 0, 0, row, smaller(rows, p.m - row), task.column * columns};
 }
 
-// arrived() returns where the rows of a task's cell have arrived; home() returns where their products go, in
-// the heap of the rows' source.
+// arrived() returns the address in this rank's heap at which the rows of a task's source and expert have
+// arrived. home() returns the address in the source's heap at which their results are written.
 __device__ __forceinline__ uint8_t* arrived(const Pass& pass, const Task& task, Round round) {
   const int cell_offset = offset_of(pass, task.peer, task.expert);
   return pass.at(pass.rank, {task.peer, round, Staging::kIncoming, task.expert, cell_offset});
@@ -63,15 +66,18 @@ __device__ __forceinline__ uint8_t* home(const Pass& pass, const Task& task) {
   return pass.at(task.peer, {pass.rank, Round::kCombine, Staging::kIncoming, task.expert, home_offset});
 }
 
-// Returns G: the number of hidden columns, twice as many for SwiGLU.
+// Returns the number of columns of the hidden activation T_M: d_hidden, twice as many for SwiGLU.
 PMOE_HD int wide_columns(const Experts& e, Activation activation) {
   return activation == Activation::kSwiglu ? 2 * e.hidden : e.hidden;
 }
 
 // ---- forward
 
-// Returns GEMM_0 of a task: T_DI w1^T and the nonlinearity. rows: row 0 of its cell in T_DI; null if a map
-// loads it.
+// Returns the first product of a task: T_DI w1^T and the nonlinearity, GEMM_0 in the paper. T_DI are the rows
+// that arrived.
+//
+// cell: the task's rows among those of their source rank and expert (a cell).
+// rows: row 0 of the cell in T_DI; null if a tensor map loads the rows.
 template <class T, Activation kActivation>
 __device__ __forceinline__ Problem first_product(const Experts& e, const CellTile& cell, const void* rows) {
   Problem p;
@@ -82,7 +88,8 @@ __device__ __forceinline__ Problem first_product(const Experts& e, const CellTil
   return p;
 }
 
-// Returns GEMM_1 of a task: the activated hidden rows times w2^T, written to where the rows come from.
+// Returns the second product of a task: the activated hidden rows times w2^T, GEMM_1 in the paper. The
+// results are written into the heap of the rank that sent the rows.
 template <class T>
 __device__ __forceinline__ Problem second_product(const Member& m, const Task& task, const CellTile& cell) {
   const Experts& e = m.experts;
@@ -93,8 +100,8 @@ __device__ __forceinline__ Problem second_product(const Member& m, const Task& t
   return p;
 }
 
-// Returns the gate's product x Wg^T, whose tiles are the scores of tokens. gate_tile() returns the tile of a
-// task.
+// gate_product() returns the gate's product x Wg^T, the scores of all tokens. gate_tile() returns the tile of
+// the product that a task computes.
 template <class T>
 __device__ __forceinline__ Problem gate_product(const Member& m) {
   const Pass& pass = m.pass;
@@ -112,8 +119,10 @@ __device__ __forceinline__ Tile gate_tile(const Pass& pass, const Task& task, in
           task.column * columns};
 }
 
-// Copies a tile's rows of T_DI to where they are kept. Each of the tiles across copies some of them. thread:
-// index among the kComputeThreads threads.
+// Copies the arrived rows of a tile (T_DI) to memory that backward reads. All tiles of the same rows share
+// the work: each copies some of the rows.
+//
+// thread: index among the kComputeThreads threads.
 __device__ __forceinline__ void keep_rows(const Member& m, const Task& task, const CellTile& cell,
                                           int thread) {
   const int64_t bytes = m.pass.layout.row_bytes;
@@ -127,11 +136,13 @@ __device__ __forceinline__ void keep_rows(const Member& m, const Task& task, con
 
 // ---- backward
 
-// The rows of an expert, by source, in steps of kTileDepth; each source begins a new step.
+// The rows of an expert, by source rank, as a weight's gradient sums over them: in steps of kTileDepth rows.
+// Each source begins a new step.
 //
-// counts, offsets: row counts, and in a pool the offsets where rows begin; of source s at [s * stride].
-// a_begin, b_begin: row 0 of source 0 in the operands.
-// a_apart, b_apart: rows from a source's row 0 to the next source's.
+// counts: number of rows of source s at [s * stride].
+// offsets: where the rows of source s begin in the pool, at [s * stride]; null without a pool.
+// a_begin, b_begin: row 0 of source 0 in the operands A and B.
+// a_apart, b_apart: number of rows from a source's row 0 to the next source's row 0.
 struct CellPieces {
   using Step = OnePiece<kTileDepth>::Step;
 
@@ -158,13 +169,13 @@ struct CellPieces {
   }
 };
 
-// The place of a source's rows of T_DI, kept or sent again: the first row, and the number of rows from there
-// to the next source's first.
+// The address of a source's rows of T_DI, which forward has kept or which were sent again, and the number of
+// rows from there to the next source's rows.
 struct InputRows {
   const void* begin;
   int apart;
 
-  // offset: where the source's rows begin in the pool, else 0.
+  // offset: where the source's rows begin in the pool; else 0.
   template <class T>
   static __device__ __forceinline__ InputRows of(const Member& m, int peer, int expert, int offset) {
     const Layout& layout = m.pass.layout;
@@ -176,8 +187,8 @@ struct InputRows {
   }
 };
 
-// Returns the product dY w2 of a task. Its epilogue computes dT_M, the activated hidden, and the routing
-// weights' gradients.
+// Returns the product dY w2 of a task. Its epilogue computes the hidden activation's gradient dT_M, the
+// activated hidden rows, and the gradients of the routing weights.
 template <class T, Activation kActivation>
 __device__ __forceinline__ Problem hidden_gradient(const Member& m, const Task& task, const CellTile& cell) {
   const Experts& e = m.experts;
@@ -194,7 +205,8 @@ __device__ __forceinline__ Problem hidden_gradient(const Member& m, const Task& 
   return p;
 }
 
-// Returns the product dT_M w1 of a task, whose result goes to where the rows come from.
+// Returns the product dT_M w1 of a task, the gradient of the expert's input. The results are written into the
+// heap of the rank that sent the rows.
 template <class T, Activation kActivation>
 __device__ __forceinline__ Problem input_gradient(const Member& m, const Task& task, const CellTile& cell) {
   const Experts& e = m.experts;
@@ -205,8 +217,11 @@ __device__ __forceinline__ Problem input_gradient(const Member& m, const Task& t
   return p;
 }
 
-// Returns the sum for one tile of a weight's gradient: dW1 = dT_M^T T_DI if task.peer is 0, dW2 = dY^T active
-// if it is 1. pieces receives the rows.
+// Returns the product for one tile of a weight's gradient, a sum over an expert's rows: dW1 = dT_M^T T_DI if
+// task.peer is 0, dW2 = dY^T active if it is 1.
+//
+// wide: number of columns of dT_M.
+// pieces: result: the rows by source, in the steps of the sum.
 template <class T>
 __device__ __forceinline__ Problem weight_gradient(const Member& m, const Task& task, int wide,
                                                    CellPieces& pieces) {
@@ -235,15 +250,15 @@ __device__ __forceinline__ Problem weight_gradient(const Member& m, const Task& 
 // Bytes of shared memory that bias_gradient() needs.
 constexpr int kBiasBytes = kComputeThreads / 8 * kBiasColumns * 4;
 
-// Sums 64 columns of a bias's gradient: db1 = the sum of dT_M if task.peer is 0, db2 = the sum of dY times
-// the routing weight if it is 1.
+// Sums 64 columns of a bias's gradient over an expert's rows: db1 = the sum of dT_M if task.peer is 0, db2 =
+// the sum of dY times the routing weight if it is 1.
 //
-// Eight threads are a group, which has every 32nd row. A group adds its rows in their order, and then the
-// groups' sums are added in the order of groups.
+// Eight threads form a group, which takes every 32nd row and adds its rows in their order. Then the groups'
+// sums are added in the order of groups, so that the result is the same in every run.
 //
 // shared: kBiasBytes of memory.
 // thread: index among the kComputeThreads threads.
-// sync(): their barrier.
+// sync(): the barrier of these threads.
 template <class T, class Sync>
 __device__ __forceinline__ void bias_gradient(const Member& m, uint8_t* shared, const Task& task, int wide,
                                               int thread, const Sync& sync) {
@@ -283,8 +298,10 @@ __device__ __forceinline__ void bias_gradient(const Member& m, uint8_t* shared, 
   write(to + int64_t{task.expert} * columns + column, narrow<T>(all));
 }
 
-// Sends the routing weights' gradients of a tile home, together with the first columns of dX. parts:
-// number of parts of a row's inner product.
+// Sends the gradients of the routing weights of a tile's rows to the rank that sent the rows. Of the tiles
+// side by side, only the first one does it.
+//
+// parts: number of parts in which a row's inner product was computed.
 template <class T>
 __device__ __forceinline__ void send_tile_dots(const Member& m, const Task& task, int parts, int thread) {
   const Experts& e = m.experts;
@@ -295,11 +312,14 @@ __device__ __forceinline__ void send_tile_dots(const Member& m, const Task& task
 
 // ---- blocks
 
-// Runs a block of kThreads threads. process(member, number, index) runs processor `number` of the member with
-// this index in the launch.
+// Runs a block of kThreads threads: the scheduler and the subscribers in the first block of a rank, a
+// processor in the others.
+//
+// run(member, number, index): runs processor `number` of the rank with this index in the launch.
 template <int kThreads, class Run>
 __device__ __forceinline__ void run_block(const Launch& launch, const Run& run) {
-  // Ranks take turns, so that the first blocks that start include some of every rank.
+  // Successive blocks belong to different ranks, so that the blocks that start first include some of every
+  // rank.
   const int ranks = launch.ranks, block = static_cast<int>(blockIdx.x) / ranks;
   const int index = static_cast<int>(blockIdx.x) % ranks;
   const Member& m = launch.of_rank[index];
@@ -309,7 +329,8 @@ __device__ __forceinline__ void run_block(const Launch& launch, const Run& run) 
     Scheduler(m.pass, thread, 32).run(kThreads - 32);
   else
     Subscriber(m.pass, thread - 32, kThreads - 32).run();
-  // Without this barrier the compiler would let these warps reconverge only at the end of the kernel.
+  // Without this barrier the compiler would let the threads of these warps converge only at the end of the
+  // kernel.
   sync_warp();
 }
 

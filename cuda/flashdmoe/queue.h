@@ -1,13 +1,16 @@
-// Puts tasks into the task queue tQ. Subscribers and processors call this.
+// Puts tasks into the task queue tQ. Subscribers (threads that wait for other ranks) and processors (blocks
+// that do tasks) call this.
 #pragma once
 #include "common/device.cuh"
 #include "flashdmoe/pass.h"
 
 namespace pmoe::flashdmoe {
 
-// Pushes `down` x `columns` tasks, which differ only in their tile (task.tile and on) and column (0 and on).
-// They occupy neighbouring places of tQ, and one release publishes all of them. Tasks of the same column
-// follow each other, so that its weights are still in the L2 cache.
+// Puts down * columns tasks into the task queue tQ. They differ only in their tile (task.tile, task.tile + 1,
+// ...) and their column (0, 1, ...).
+//
+// The tasks get neighbouring places of the queue, and one release store publishes all of them. Tasks of the
+// same column follow each other, so that the column's weights are still in the L2 cache.
 __device__ __forceinline__ void push(const Queue& queue, Task task, int columns = 1, int down = 1) {
   const auto count = static_cast<uint32_t>(columns * down);
   if (count == 0) return;
@@ -20,8 +23,8 @@ __device__ __forceinline__ void push(const Queue& queue, Task task, int columns 
   store_release(&first->ready, count);
 }
 
-// Pushes the tasks that wait for all rows of an expert: the gradients of its parameters, which are sums by
-// source and row.
+// Pushes the tasks for the gradients of an expert's parameters. They are sums over rows in a fixed order, so
+// they begin when all rows of the expert are done.
 __device__ __forceinline__ void push_sums(const Pass& pass, int expert) {
   const WeightTasks& all = pass.weights;
   for (int i = 0; i < 2; ++i) {
@@ -30,10 +33,11 @@ __device__ __forceinline__ void push_sums(const Pass& pass, int expert) {
   }
 }
 
-// Changes an expert's count of announced sources and tiles left (see kSourceAnnounced). The caller that makes
-// the expert complete pushes its sums.
+// Updates the progress of an expert's rows (see kSourceAnnounced): the ranks that have announced their rows,
+// and the tiles that are not done. The caller that completes it pushes the tasks for the gradients of the
+// expert's parameters.
 //
-// change: kSourceAnnounced + tiles when a source has announced its rows; -1 when a tile is done.
+// change: kSourceAnnounced + the number of tiles, when a rank has announced its rows; -1 when a tile is done.
 __device__ __forceinline__ void count_tiles(const Pass& pass, int expert, uint32_t change) {
   const uint32_t all = static_cast<uint32_t>(pass.layout.ranks) * kSourceAnnounced;
   const uint32_t now = add_acq_rel(&pass.expert_progress[expert], change) + change;

@@ -1,8 +1,8 @@
-// The scheduler of FlashDMoE (Algorithm 2): one warp that assigns ready tasks to idle processors.
+// The scheduler of FlashDMoE (Algorithm 2): one warp that assigns ready tasks to idle processors (blocks).
 //
 // It is work-conserving: while a task is ready, no processor stays idle. Lane l of the warp serves the
-// processors l, l + lanes, l + 2 lanes, ... In each round every lane looks for an idle processor among its
-// own. The lanes that find one take the next tasks from the head of the queue, lowest lane first.
+// processors l, l + lanes, l + 2 lanes, ... In each iteration every lane looks for an idle processor among
+// its own. The lanes that find one take the next tasks from the head of the task queue, lowest lane first.
 #pragma once
 #include "flashdmoe/pass.h"
 #include "peers/protocol.h"
@@ -16,8 +16,8 @@ class Scheduler {
 
   // Runs until the pass is over.
   //
-  // subscribers: number of threads that must report that all their messages have arrived before the pass may
-  //     end.
+  // subscribers: number of threads that wait for other ranks. All of them must report that everything has
+  //     arrived before the pass may end.
   __device__ __forceinline__ void run(int subscribers) {
     State* const state = pass_.queue.state;
     uint64_t since = 0;
@@ -31,8 +31,8 @@ class Scheduler {
       if (has_idle != had_idle && lane_ == 0) store_release(&state->has_idle_processor, has_idle ? 1u : 0u);
       had_idle = has_idle;
       has_ended = taken == 0 && ready_ == 0 && !is_busy && is_over(subscribers);
-      // The bound counts from when no task waited or ran, or from the last task that was handed out: while
-      // tasks wait or run, some of them must end within the bound.
+      // The time limit restarts when a task is handed out, and while no task is waiting or running. While
+      // tasks are waiting or running, some of them must end within the limit.
       const uint64_t now = nanoseconds();
       if (taken > 0 || since == 0 || !(is_busy || ready_ > 0)) since = now;
       if (now - since > pass_.watch.bound) peers::report(pass_.watch, Wait::kDone, pass_.rank, 0, 0);
@@ -40,7 +40,8 @@ class Scheduler {
     }
     sync_warp();
     if (lane_ != 0) return;
-    // The next round begins with zeros. After a failure the heap is lost, so nothing is reset.
+    // The next launch begins with zeros. After a failure nothing is reset, because the heap is not used
+    // again.
     if (has_ended)
       write(&state->tail, 0u), write(&state->expected_tasks, 0u), write(&state->finished_subscribers, 0u),
           write(&state->granted, 0u), write(&state->routed, 0u);
@@ -49,14 +50,15 @@ class Scheduler {
   }
 
  private:
-  // The state of a lane's processors, as their mailboxes show it.
+  // The state of the processors that a lane serves, as their mailboxes show it.
   struct ProcessorStates {
     int idle;  // an idle processor of this lane, or -1
     bool any_busy;
   };
 
-  // Reads the mailboxes of this lane's processors. kInOrder: with acquire, so that everything that idle
-  // processors have done is visible.
+  // Reads the mailboxes of the processors that this lane serves.
+  //
+  // kInOrder: reads with acquire, so that everything that idle processors have done is visible afterwards.
   template <bool kInOrder>
   __device__ __forceinline__ ProcessorStates poll_mailboxes() const {
     constexpr int kAtOnce = kInOrder ? 1 : 4;  // loads in flight
@@ -81,7 +83,7 @@ class Scheduler {
     return found;
   }
 
-  // Returns whether all tasks of the round have been handed out, and none is running.
+  // Returns whether all tasks of the launch have been handed out, and none is running.
   __device__ __forceinline__ bool is_over(int subscribers) {
     const bool have_finished =
         load_acquire(&pass_.queue.state->finished_subscribers) == static_cast<uint32_t>(subscribers);
@@ -91,8 +93,8 @@ class Scheduler {
     return ballot(poll_mailboxes<true>().any_busy) == 0;
   }
 
-  // Finds how many tasks are ready after those known. The place where a push begins says how many tasks it
-  // has published. Each lane loads one place.
+  // Finds out how many more tasks are ready, behind those that are known. A push stores the number of its
+  // tasks at its first place in the queue, so that number is read. Each lane loads one place.
   __device__ __forceinline__ void find_ready() {
     const int place = head_ + ready_ + lane_;
     const uint32_t pushed = place < pass_.queue.room ? load_acquire(&pass_.queue.entry[place].ready) : 0;
@@ -105,7 +107,10 @@ class Scheduler {
     sync_warp();
   }
 
-  // Hands the next ready tasks to the lanes' idle processors. Returns how many were handed out.
+  // Gives the next ready tasks to idle processors, at most one for each lane. Returns how many tasks were
+  // given.
+  //
+  // idle: an idle processor of this lane, or -1.
   __device__ __forceinline__ int hand_out(int idle) {
     const uint32_t waiting = ballot(idle >= 0);
     const int first = count_bits(waiting & ((1u << lane_) - 1));

@@ -1,8 +1,10 @@
-// Subscribers (FlashDMoE, Algorithm 3): threads that poll the flags which other ranks raise, and turn what
-// has arrived into tasks. Only they wait for other ranks; processors never do.
+// Subscribers (FlashDMoE, Algorithm 3): threads that poll the flags which other ranks raise, and push the
+// tasks that arrived data makes possible. Only subscribers wait for other ranks; processors (the blocks that
+// do tasks) never do.
 //
-// Each thread has its own peers, cells and groups of tokens: number, number + count, ... It polls all of
-// them in turn, so if one is late, the others go on.
+// Each subscriber serves some of the ranks, of the cells (rows of one rank for one expert) and of the groups
+// of tokens: those with its number, number + count, ... It polls all of them in turn, so if one is late, the
+// others go on.
 #pragma once
 #include "flashdmoe/places.cuh"
 #include "flashdmoe/queue.h"
@@ -10,17 +12,20 @@
 
 namespace pmoe::flashdmoe {
 
-// The values of Pass::next_tile, how far a cell of incoming rows has come:
+// The values of Pass::next_tile: which tiles of a cell have arrived. A cell holds the rows that one rank (the
+// source) sends to one expert.
 //
-//   kUnannounced   the source has not announced its rows yet
-//   1 + tile       all tiles before this one have been pushed
+//   kUnannounced   the source has not announced its row counts yet
+//   1 + tile       the tasks of all tiles before this one have been pushed
 //   kAllArrived    all tiles have arrived
 constexpr int32_t kUnannounced = 0, kAllArrived = -1;
 
-// Largest number of tiles of a cell that are pushed together. A column of weights is then read once for them.
+// Largest number of tiles of one rank and expert whose tasks are pushed together. A column of weights is then
+// read once for all of them.
 constexpr int kTilesTogether = 8;
 
-// The first thing that a thread found missing in this poll, and since when nothing has arrived.
+// The first thing that a subscriber found missing in this round of polling, and the time since when nothing
+// has arrived. A timeout reports both.
 struct Missing {
   Wait wait = Wait::kNone;
   int peer = 0, expert = 0, part = 0;
@@ -29,10 +34,10 @@ struct Missing {
   __device__ __forceinline__ void note(Wait what, int of, int e, int tile) {
     if (wait == Wait::kNone) wait = what, peer = of, expert = e, part = tile;
   }
-  // Ends a poll of all flags. Returns false if the wait was too long, which it reports, or if the rank has
-  // failed.
+  // Ends a round of polling. Returns false if the rank has failed, or if nothing has arrived for too long,
+  // which it reports.
   //
-  // has_progress: true if something has arrived in this poll.
+  // has_progress: true if something has arrived in this round of polling.
   __device__ __forceinline__ bool may_go_on(const Watch& watch, bool has_progress) {
     if (peers::has_failed(watch)) return false;
     const uint64_t now = nanoseconds();
@@ -54,7 +59,7 @@ class Subscriber {
     slot_ = group_ * kCombineTokens * pass.choices;
   }
 
-  // Runs until everything of this thread has arrived.
+  // Runs until everything that this thread waits for has arrived.
   __device__ __forceinline__ void run() {
     const Watch& watch = pass_.watch;
     peers::test_delay(watch, 7000 + number_);
@@ -86,7 +91,10 @@ class Subscriber {
   }
 
  private:
-  // Returns whether a flag of this round is raised.
+  // Returns whether a flag has been raised in this launch.
+  //
+  // flag: its offset in this rank's heap.
+  // wait: the reason to wait for it.
   __device__ __forceinline__ bool is_raised(int64_t flag, Wait wait) const {
     if (pass_.watch.not_waited >> static_cast<int>(wait) & 1) return true;
     const auto* const word = reinterpret_cast<const uint32_t*>(pass_.own() + flag);
@@ -98,14 +106,15 @@ class Subscriber {
     has_progress_ = true;
   }
 
-  // Pushes routing tasks of one type for this thread's groups of tokens.
+  // Pushes the routing tasks of one type for the groups of tokens that this thread serves.
   __device__ __forceinline__ void route(TaskType type) {
     for (int group = number_; group < pass_.routing.groups; group += count_, ++expected_tasks_)
       push({type, pass_.rank, 0, group, 0});
   }
 
-  // Returns whether this rank's own rows have their places. It starts the counting of groups when all scores
-  // are computed, and the placing when all groups are counted.
+  // Returns whether the destinations of this rank's own rows are known. If not yet, it pushes the routing
+  // tasks that may begin: counting when all scores are computed, placing when all groups of tokens are
+  // counted.
   __device__ __forceinline__ bool is_routed(Missing& missing) {
     if (is_routed_) return true;
     const auto scored = static_cast<uint32_t>(pass_.routing.scored());
@@ -126,8 +135,10 @@ class Subscriber {
     return is_routed_;
   }
 
-  // Announces to a peer how many rows come, as soon as the peer has begun the round. Returns whether that is
-  // done.
+  // Announces to a rank how many rows this rank sends to it, when that rank has begun the launch. Returns
+  // whether it is announced.
+  //
+  // bit: the bit of that rank in announced_.
   __device__ __forceinline__ bool announce_counts(int peer, uint64_t bit, Missing& missing) {
     if (announced_ & bit) return true;
     if (!is_routed_) return false;
@@ -143,8 +154,10 @@ class Subscriber {
     return true;
   }
 
-  // Pushes the tasks that send this rank's rows to a peer, as soon as it is known where they go. Returns
-  // whether that is done.
+  // Pushes the tasks that send this rank's rows to another rank, when their destination there is known.
+  // Returns whether the tasks are pushed.
+  //
+  // bit: the bit of that rank in sent_.
   __device__ __forceinline__ bool send(int peer, uint64_t bit, Missing& missing) {
     if (sent_ & bit) return true;
     if (!(announced_ & bit)) return false;
@@ -163,7 +176,10 @@ class Subscriber {
     return true;
   }
 
-  // Gives room in the pool to a source, as soon as it has announced its rows. Returns whether that is done.
+  // Chooses where a source's rows begin in this rank's pool (the buffer for all rows without a capacity),
+  // when the source has announced its row counts. Returns whether that is done, or not needed.
+  //
+  // bit: the bit of the source in granted_.
   __device__ __forceinline__ bool grant(int source, uint64_t bit, Missing& missing) {
     if (granted_ & bit || !pass_.layout.is_pool) return true;
     if (!is_raised(pass_.layout.announced(source), Wait::kAnnounced)) {
@@ -176,13 +192,15 @@ class Subscriber {
     return true;
   }
 
-  // Returns whether a source has announced its rows, and this rank has chosen where they go.
+  // Returns whether a source has announced its row counts and, with a pool, this rank has chosen where its
+  // rows begin.
   __device__ __forceinline__ bool is_known(int source) const {
     if (!pass_.layout.is_pool) return is_raised(pass_.layout.announced(source), Wait::kAnnounced);
     return pass_.watch.not_waited & kKnownBit || is_raised(pass_.layout.known(source), Wait::kAnnounced);
   }
 
-  // Pushes the first product's tasks for tiles of a cell that have arrived. Returns whether all tiles have.
+  // Pushes the tasks of the first product for the tiles of a cell that have arrived. A cell holds the rows of
+  // one rank for one expert. Returns whether all of its tiles have arrived.
   __device__ __forceinline__ bool push_arrived_tiles(int cell, Missing& missing) {
     const Layout& layout = pass_.layout;
     int32_t next_tile = read(&pass_.next_tile[cell]);
@@ -206,8 +224,8 @@ class Subscriber {
     const int limit = smaller(next_tile + kTilesTogether, tiles + 1);
     while (arrived < limit && is_raised(layout.arrival(source, e, first + arrived - 1), Wait::kArrival))
       ++arrived;
-    // If more tiles could still be pushed together with these, they wait for more, unless a processor is
-    // idle.
+    // Tiles whose tasks are pushed together share the reading of weights. So while fewer than the limit have
+    // arrived, they wait for more, unless a processor is idle.
     if (arrived > next_tile) {
       missing.since = 0;
       if (arrived == limit || load_relaxed(&pass_.queue.state->has_idle_processor) != 0) {
@@ -223,8 +241,8 @@ class Subscriber {
     return next_tile == kAllArrived;
   }
 
-  // Pushes the combine task of each of this thread's groups of tokens, in order, as soon as all products of
-  // the group have come back. Returns whether all groups are done.
+  // Pushes the combine tasks of this thread's groups of tokens, in order, each when all results of the group
+  // have come back. Returns whether all of these tasks are pushed.
   __device__ __forceinline__ bool push_combines(Missing& missing) {
     if (!is_routed_) return false;
     const Layout& layout = pass_.layout;

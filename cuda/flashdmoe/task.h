@@ -1,11 +1,11 @@
-// Tasks (FlashDMoE, section 5.2): tiles of work. Subscribers and processors push them to the task queue tQ;
-// the scheduler hands them to processors.
+// Tasks (FlashDMoE, section 5.2): tiles of work. Subscribers and processors push tasks to the task queue tQ,
+// and the scheduler gives them to processors.
 #pragma once
 #include "common/host_device.h"
 
 namespace pmoe::flashdmoe {
 
-// Kinds of tasks. Those of routing come first.
+// The types of tasks. Those of routing come first, because other code compares types by their order.
 enum class TaskType : uint32_t {
   kScores,  // the gate's product: a tile of its scores
   kCount,   // a group of tokens: chooses experts, if the launch does, and counts rows by expert
@@ -20,8 +20,8 @@ enum class TaskType : uint32_t {
   kCombine,
 };
 
-// One task, packed into 16 bytes. Type, peer and expert are the metadata M of the paper's tuple; what is
-// multiplied follows from them.
+// One task, which packed() stores in 16 bytes. Type, peer and expert are the metadata M of the paper's tuple;
+// the operands of its product follow from them.
 struct Task {
   TaskType type;
   int peer;    // dispatch: the receiver; products of rows: the rows' source
@@ -41,7 +41,8 @@ struct Task {
 
 constexpr int kMostStages = 3;
 
-// The products that a tile of rows goes through one after the other, and the number of tiles across each has.
+// The products (stages) that a tile of rows goes through one after the other, and how many tiles each product
+// has side by side.
 struct Stages {
   TaskType type[kMostStages] = {TaskType::kGemm0, TaskType::kGemm1};
   int columns[kMostStages] = {1, 1, 0};
@@ -55,16 +56,19 @@ struct Stages {
   PMOE_HD int tasks() const { return columns[0] + columns[1] + columns[2]; }
 };
 
-// A place of tQ. It is used once a round: a push reserves its places by adding to the tail.
+// A place of the task queue tQ. It is used once in a launch: a push reserves places by adding to the queue's
+// tail.
 struct alignas(32) Entry {
   Words task;
   uint32_t ready;  // tasks from here on that are written; stored last, cleared by the scheduler
 };
 
-// The counters that the actors of one rank share. Everything but `over` is zero between rounds.
+// The counters that scheduler, subscribers and processors of one rank share. All but `over` are zero between
+// launches.
 struct State {
   uint32_t tail;  // of tQ
-  // Tasks that finished subscribers expect; after the last one, all tasks of the round.
+  // Number of tasks that the subscribers which have finished expect. When all subscribers have finished, it
+  // is the number of all tasks of the launch.
   uint32_t expected_tasks;
   uint32_t finished_subscribers;  // subscribers to whom everything has arrived
   uint32_t granted;               // tiles of the pool that are given away

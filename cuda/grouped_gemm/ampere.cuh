@@ -1,8 +1,8 @@
-// The grouped product with the instructions of sm_80. It runs wherever Hopper's does not, as machine code or
-// from PTX.
+// The grouped product (one matrix product for each expert's rows) with the instructions of sm_80. It runs
+// where the kernels for Hopper do not, as machine code or from PTX.
 //
-// cp.async fills a ring of stages in shared memory, ldmatrix loads fragments from the stages, and mma.sync
-// multiplies.
+// Three instructions do the work: cp.async copies operands into a ring of stages in shared memory, ldmatrix
+// loads fragments from a stage into registers, and mma.sync multiplies them.
 #pragma once
 #include "box.h"
 #include "common/device.cuh"
@@ -39,8 +39,10 @@ PMOE_HD constexpr int tile_columns(bool halves) { return halves ? kColumns / 2 :
 
 using OnePiece = pmoe::OnePiece<kDepth>;
 
-// Copies the operands of one stage into shared memory. As in hopper.cuh, a line is a row of the operand as it
-// lies in memory.
+// Copies the operands of one step of the reduction into one stage of shared memory. A line is a row of an
+// operand as it lies in memory.
+//
+// tall: copies 128 lines of 64 columns. flat: copies kDepth lines of 64 columns.
 template <class T, Form kForm, bool kHalves>
 struct Loader {
   const Problem& p;
@@ -52,8 +54,10 @@ struct Loader {
   __device__ __forceinline__ Loader(const Problem& problem, int thread)
       : p(problem), tall(thread), flat(thread) {}
 
-  // Finds the rows of memory that A's lines come from. They are the same for every step of a tile, except for
-  // form kWeight, whose steps go along the rows.
+  // Finds the rows of memory from which the lines of A are copied.
+  //
+  // They are the same for every step of a tile. Form kWeight does without, because its steps go along the
+  // rows.
   __device__ __forceinline__ void find_rows(const Tile& tile, Tall& source) const {
     find_sources(
         kForm == Form::kForward && p.a_gathered ? p.slot : nullptr, p.top_k, tile.group_begin,
@@ -87,7 +91,8 @@ struct Loader {
       Tall source;
       PMOE_UNROLL
       for (int i = 0; i < BoxCopy<kThreads, 128>::kPerThread; ++i) {
-        // If columns are in halves, a warp has 32 lines of the gate's half and 32 lines of its partner's.
+        // For SwiGLU, a warp has 32 lines of weights of the gate's half, and the 32 matching lines of the
+        // other half.
         const int line = tall.line(i);
         const int column = tile.column + (kHalves ? line / kWarpWidth * 32 + line % 32 : line);
         source[i] = column < columns ? column + (kHalves && line % kWarpWidth >= 32 ? columns : 0) : -1;
@@ -108,13 +113,13 @@ struct Loader {
   }
 };
 
-// Returns the address of a chunk. ldmatrix loads four 8 x 8 matrices; lane l must give it the address of line
-// l % 8 of matrix l / 8.
+// Returns the address of 16 bytes (a chunk) of a line. ldmatrix loads four 8 x 8 matrices; lane l must pass
+// the address of line l % 8 of matrix l / 8.
 __device__ __forceinline__ const uint8_t* place(const uint8_t* box, int line, int chunk) {
   return box + chunk_offset(line, chunk);
 }
 
-// Loads A's fragment of the 16 rows from `row` on, for the 16 numbers of the reduction from 16 i on.
+// Loads a warp's fragment of A: the 16 rows from `row` on, and the i-th 16 numbers of the reduction.
 template <bool kTranspose>
 __device__ __forceinline__ void load_fragment_a(uint32_t (&r)[4], const uint8_t* a, int row, int i,
                                                 int lane) {
@@ -127,8 +132,8 @@ __device__ __forceinline__ void load_fragment_a(uint32_t (&r)[4], const uint8_t*
   }
 }
 
-// Loads B's fragments of the 16 columns from `column` on: r[0] and r[1] hold the first 8, r[2] and r[3] the
-// others.
+// Loads a warp's fragments of B: the 16 columns from `column` on, and the i-th 16 numbers of the reduction.
+// r[0] and r[1] hold the first 8 columns, r[2] and r[3] the others.
 template <bool kTranspose>
 __device__ __forceinline__ void load_fragment_b(uint32_t (&r)[4], const uint8_t* b, int column, int i,
                                                 int lane) {
@@ -141,8 +146,8 @@ __device__ __forceinline__ void load_fragment_b(uint32_t (&r)[4], const uint8_t*
   }
 }
 
-// Multiplies one stage: adds its part of the product to the accumulators d of this warp, whose rows begin at
-// 32 `down` and whose columns begin at kWarpWidth `across`.
+// Multiplies the operands of one stage, and adds the result to this warp's accumulators d. The warp's rows
+// begin at 32 * down in the tile, and its columns at kWarpWidth * across.
 template <class T, Form kForm>
 __device__ __forceinline__ void multiply_stage(const uint8_t* a, const uint8_t* b, float (&d)[2][2][16],
                                                int down, int across, int lane) {
@@ -169,9 +174,9 @@ __device__ __forceinline__ void multiply_stage(const uint8_t* a, const uint8_t* 
 // Computes all tiles of a block. All threads of the block call it.
 //
 // walk: the block's tiles; next(tile) returns false after the last.
-// ready(tile): called by all threads before anything of the tile's rows is loaded.
+// ready(tile): called by all threads before any row of the tile is loaded.
 // stored(tile): called by all threads when the whole tile is stored.
-// pieces: the rows that form kWeight sums over.
+// pieces: for form kWeight: the rows over which it sums, in steps.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, class Walk, class Ready,
           class Stored, class Pieces = OnePiece>
 __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk walk, const Ready& ready,
@@ -213,8 +218,8 @@ __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk w
     for (int m = 0; m < 2; ++m) {
       Stores store(p, tile, down * 32 + m * 16, lane, shared.a[0] + thread / 32 * kExchangeBytes);
       const int column = tile.column + across * (kHalves ? 32 : kWarpWidth);
-      // A block of the epilogue is both groups of 32 accumulated columns. For a gradient whose hidden columns
-      // are in halves it is one group.
+      // One call of the epilogue takes both groups of 32 accumulated columns. For the gradient of a hidden
+      // activation in two halves (SwiGLU) it takes one group.
       constexpr int kBlocks = kHalves ? 1 : kWarpWidth / Stores::kBlockColumns;
       PMOE_UNROLL
       for (int i = 0; i < kBlocks; ++i) {
@@ -224,7 +229,8 @@ __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk w
       }
       store.finish(tile.column / kColumns * kWarpColumns + across);
     }
-    // The next tile's first stages are filled at once, so every warp must be done with its exchange.
+    // The first stages of the next tile are filled at once, so every warp must have ended its exchange
+    // through the stages.
     sync_block();
     stored(tile);
   }
@@ -232,9 +238,9 @@ __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk w
 
 // The tiles of one block, in the order in which it computes them.
 //
-// The first thread finds the number of the next tile and passes it on through shared memory. Numbers use two
-// places in turn. A thread that reads its number late still reads it before the next sync_block(), and the
-// place is written again only after that.
+// The first thread finds the number of the next tile, and passes it to all threads through shared memory.
+// Numbers alternate between two places. So a thread that is late still reads the right number: the place is
+// written again only after the next sync_block(), which that thread must reach first.
 template <Form kForm, bool kHalves>
 class BlockWalk {
  public:

@@ -1,5 +1,5 @@
-// Python binding of the grouped products. Addresses and streams arrive as integers;
-// pmoe/kernels/grouped_gemm/products.py has checked what they point to.
+// Python binding of the grouped products. Addresses and streams are passed as integers;
+// pmoe/kernels/grouped_gemm/products.py has checked the tensors.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -40,7 +40,7 @@ void list_kernels(std::vector<pmoe::KernelInfo>& found) {
   pmoe::for_each_grouped_gemm(1, [&](const GroupedGemm& which) { add(which, pmoe::ampere_path); });
 }
 
-// Fills in how the two blocks of a cluster share an operand; kByRule chooses by the shape.
+// Sets which operand the two blocks of a cluster share. kByRule chooses it by the product's shape.
 void share(GroupedGemm& which, pmoe::Problem& p, Sharing sharing) {
   if (sharing == Sharing::kByRule) sharing = pmoe::best_sharing(which.form, p, pmoe::ceil_div(p.n, 256));
   which.cluster = sharing == Sharing::kB ? 2 : 1;
@@ -89,7 +89,8 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
 
 void bind_grouped_gemm(py::module_& m) {
   using py::arg;
-  // A launch blocks while the queue of launches is full. The GIL is released, so that other threads go on.
+  // A launch blocks while the queue of launches is full. The GIL is released meanwhile, so that other threads
+  // can run.
   m.def("grouped_gemm", &grouped_gemm, py::kw_only(), arg("device"), arg("stream"), arg("hopper"),
         arg("element"), arg("form"), arg("epilogue") = 0, arg("activation") = 0, arg("a"), arg("a_rows"),
         arg("a_stride"), arg("b"), arg("b_rows") = 0, arg("b_stride") = 0, arg("d"), arg("d_stride"),

@@ -1,7 +1,8 @@
-// The layout of operands in shared memory: boxes of lines of 64 elements of 16 bits, 128 bytes a line.
+// The layout of operands in shared memory. An operand is stored in boxes; a box has lines of 64 elements of
+// 16 bits, which are 128 bytes.
 //
-// It is the tensor memory accelerator's 128-byte swizzle. A line is eight chunks of 16 bytes, and chunk c of
-// line i lies at place c ^ (i % 8):
+// It is the 128-byte swizzle of the tensor memory accelerator. A line is eight chunks of 16 bytes, and chunk
+// c of line i lies at place c ^ (i % 8):
 //
 //   line 0   0 1 2 3 4 5 6 7
 //   line 1   1 0 3 2 5 4 7 6
@@ -21,7 +22,7 @@ constexpr int kChunks = 8;  // chunks of a line, 8 elements each
 
 PMOE_HD constexpr int box_bytes(int lines) { return lines * kLineBytes; }
 
-// Returns the byte offset of a chunk in its box.
+// Returns the byte offset in a box of one 16-byte chunk of a line.
 PMOE_HD constexpr int chunk_offset(int line, int chunk) {
   return line * kLineBytes + ((chunk ^ (line & 7)) << 4);
 }

@@ -1,13 +1,15 @@
-// The epilogue: turns accumulators into the stored result (bias, nonlinearity or its gradient, weights).
+// The epilogue: turns accumulators into the stored result (bias, nonlinearity or its gradient, routing
+// weights).
 //
-// A warp stores 16 rows. It works on two places of 32 columns at a time, 16 floats a thread for each place,
-// in the layout in which the matrix instructions of both paths leave them. Lane l holds, for j in 0..3 and h
-// in 0..1, in values[4 j + 2 h + {0, 1}]:
+// A warp stores 16 rows. In one call (a block) it takes two groups of 32 columns, 16 floats a thread for each
+// group. The floats are laid out as the matrix instructions leave them. Lane l holds, for j in 0..3 and h in
+// 0..1, in values[4 j + 2 h + {0, 1}]:
 //
 //   row l / 4 + 8 h,   columns 8 j + 2 (l % 4) + {0, 1}
 //
-// The two places are neighbouring columns, or matching columns of a SwiGLU gate and its partner. All
-// arithmetic is done in this layout. An Exchange converts from it and to it where memory is read or written.
+// The two groups are neighbouring columns, or matching columns of the two halves (gate and up) of a SwiGLU
+// expert. All arithmetic is done in this layout. An Exchange converts from and to it where memory is read or
+// written.
 #pragma once
 #include "common/device.cuh"
 #include "common/scalar.h"
@@ -17,17 +19,18 @@
 
 namespace pmoe {
 
-// Rounds 16 rows x 64 columns of floats to fragments of T, two neighbouring values in a word.
+// Rounds 16 rows x 64 columns of floats to elements T, and packs two neighbouring values into each word.
 template <class T>
 __device__ __forceinline__ void round_all(const float (&values)[32], uint32_t (&word)[16]) {
   PMOE_UNROLL
   for (int i = 0; i < 16; ++i) word[i] = pack2<T>(values[2 * i], values[2 * i + 1]);
 }
 
-// Asks for a tile's T_M to be brought into the L2 cache. It is called when the tile's products begin.
+// Starts to load the part of T_M (the hidden activation) that a tile needs into the L2 cache. It is called
+// when the tile's product begins.
 //
-// The gradient of SwiGLU reads both halves of T_M for 16 rows x `width` columns a warp. The registers do not
-// suffice to load them ahead of time.
+// The gradient of SwiGLU reads both halves of T_M: 16 rows x `width` columns of each for a warp. There are
+// too few registers to load them ahead of time.
 //
 // row: the first of the warp's 16 rows in the tile.
 template <class T>
@@ -44,15 +47,17 @@ __device__ __forceinline__ void prefetch_halves(const Problem& p, const Tile& ti
   }
 }
 
-// Stores 16 rows of a tile. All 32 lanes of a warp must call each member together.
+// Stores 16 rows of a tile. All 32 lanes of a warp must call each member function together.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, bool kByMatrix>
 class Store {
  public:
   static constexpr bool kGated = kActivation == Activation::kSwiglu;
-  // True if the two places of a block are a gate's columns and its partner's.
+  // True if the two groups of columns of a block are matching columns of the two halves (gate and up) of
+  // SwiGLU.
   static constexpr bool kHalves = are_halves(kEpilogue, kActivation);
-  // Number of result columns in a block; for hidden columns in halves, of each half. Gradients take only 32
-  // at a time, because the accumulators, T_M and two results of more columns do not fit the registers.
+  // Number of result columns that one call of block() stores; of each half, for hidden columns in two halves.
+  // Gradients take only 32 at a time, because there are too few registers for accumulators, T_M and two
+  // results of more columns.
   static constexpr int kBlockColumns = kGated || kEpilogue == Epilogue::kHiddenGradient ? 32 : 64;
 
   // row: the first of the 16 rows in the tile.
@@ -72,12 +77,13 @@ class Store {
     }
   }
 
-  // The numbers that a block of the gradient reads from memory: 16 rows of T_M.
+  // The values of T_M (the hidden activation) that one call of block() needs for the gradient: 16 rows.
   struct Ahead {
     Words hidden[4];
   };
 
-  // Loads what the block at `column` needs. It is called before the block's turn, to hide the latency.
+  // Loads the values of T_M that the call of block() at `column` will need. It is called earlier than
+  // block(), to hide the latency.
   __device__ __forceinline__ void fetch(int column, Ahead& ahead) const {
     if constexpr (kEpilogue == Epilogue::kHiddenGradient) {
       const int chunk = exchange_.column(), own = column + chunk % 32;
@@ -92,21 +98,22 @@ class Store {
     }
   }
 
-  // Stores one block.
+  // Stores one block of columns.
   //
-  // first, second: 16 x 32 of the product each.
+  // first, second: accumulators of 16 rows x 32 columns each.
   // column: where `first` begins in the result, or in its half. `second` is 32 columns further on, or at the
   //     same column of the other half. A gradient uses `first` only.
-  // ahead: what fetch() has loaded for this block.
-  // next(): called once, as soon as `ahead` may be overwritten, to fetch the next block's. That is at the
-  //     beginning; for the gradient of SwiGLU it is after half of the results are stored, when registers are
-  //     free.
+  // ahead: the values that fetch() has loaded for this block.
+  // next(): fetches the values of the next block; called once, as soon as `ahead` may be overwritten. That is
+  // at the beginning, or, for the gradient of SwiGLU, when half of the results are stored and registers are
+  // free.
   template <class Next>
   __device__ __forceinline__ void block(const float* first, const float* second, int column,
                                         const Ahead& ahead, const Next& next) {
     const Ahead own = ahead;
     if constexpr (!kGated) next();
-    // Otherwise the compiler would keep the addresses of all rows in registers, and would spill accumulators.
+    // Without these calls the compiler would keep the addresses of all rows in registers, and would spill
+    // accumulators.
     make_opaque(first_);
     exchange_.recompute_addresses();
     float values[32];
@@ -137,9 +144,10 @@ class Store {
     }
   }
 
-  // Stores the inner products of the rows. Must be called after the last block.
+  // Stores the inner products of the rows, which are the gradients of their routing weights. It must be
+  // called after the last block.
   //
-  // part: which part of the columns they belong to; see Problem::row_dots.
+  // part: number of the part of the columns over which this warp has summed; see Problem::row_dots.
   __device__ __forceinline__ void finish(int part) {
     if constexpr (kEpilogue == Epilogue::kHiddenGradient) {
       PMOE_UNROLL
@@ -154,13 +162,15 @@ class Store {
   }
 
  private:
-  // Returns the factor of row h's activated hidden.
+  // Returns the factor by which the activated hidden of row h is multiplied: its routing weight if
+  // weighs_active is set, else 1.
   __device__ __forceinline__ float scale(int h) const { return p_.weighs_active ? weight_[h] : 1.0f; }
 
   // Returns the number of columns of the result, or of one half if it has two.
   __device__ __forceinline__ int columns() const { return kHalves ? p_.n / 2 : p_.n; }
 
-  // at() returns the offset of a column in the lane's i-th row; exists() returns whether that row exists.
+  // Both functions are about the i-th row that this lane stores. at() returns the offset of one of its
+  // columns; exists() returns whether the row is one of the tile's rows.
   __device__ __forceinline__ int64_t at(int64_t stride, int i, int column) const {
     return (first_ + exchange_.row(i)) * stride + column;
   }
@@ -177,8 +187,8 @@ class Store {
       if (exists(i) && own < columns) store16(static_cast<T*>(base) + at(stride, i, own), rows[i]);
   }
 
-  // Stores 32 columns of the first half, and the same 32 of the other half `apart` elements further on. If
-  // `apart` is 0, stores only the first.
+  // Stores 32 columns of the first half, and the matching 32 columns of the other half, which lie `apart`
+  // elements further on. If `apart` is 0, it stores only the first.
   __device__ __forceinline__ void store_halves(const uint32_t (&word)[16], void* base, int64_t stride,
                                                int column, int apart) const {
     Words rows[4];
@@ -190,7 +200,7 @@ class Store {
       if (exists(i)) store16(static_cast<T*>(base) + at(stride, i, own + (chunk < 32 ? 0 : apart)), rows[i]);
   }
 
-  // Stores 32 columns of two results.
+  // Stores 32 columns of two different results.
   __device__ __forceinline__ void store_two(const uint32_t (&word)[16], void* first, int64_t first_stride,
                                             void* second, int64_t second_stride, int column) const {
     Words rows[4];
@@ -210,7 +220,7 @@ class Store {
     store_words(word, p_.d, kForm == Form::kWeight ? p_.n : p_.d_stride, column, p_.n);
   }
 
-  // Adds the bias. It is the same for both rows of a lane.
+  // Adds the bias. A lane has two rows, which get the same bias.
   __device__ __forceinline__ void add_bias(float (&values)[32], int column) const {
     const T* bias = static_cast<const T*>(p_.bias) + int64_t{expert_} * p_.n;
     PMOE_UNROLL
@@ -227,8 +237,8 @@ class Store {
     }
   }
 
-  // Stores the hidden activation and the activated hidden. The latter is computed from the rounded hidden
-  // values, since backward has only those.
+  // Stores the hidden activation, and the activated hidden. The activated hidden is computed from the rounded
+  // hidden activation, because backward has only the rounded one.
   __device__ __forceinline__ void store_hidden(const float (&values)[32], int column) const {
     uint32_t hidden[16], active[16];
     round_all<T>(values, hidden);
@@ -251,8 +261,10 @@ class Store {
     }
   }
 
-  // Stores the gradient of the hidden activation. values: the gradient of the activated hidden, <dT_DO, w2>,
-  // not yet multiplied by the routing weight; so <active, values> is the gradient of the routing weight.
+  // Stores the gradient of the hidden activation.
+  //
+  // values: <dT_DO, w2>, the gradient of the activated hidden, not yet multiplied by the routing weight. So
+  //     <active, values> is the gradient of the routing weight.
   template <class Next>
   __device__ __forceinline__ void store_hidden_gradient(const float (&values)[32], int column,
                                                         const Ahead& ahead, const Next& next) {
@@ -291,7 +303,7 @@ class Store {
     }
   }
 
-  // Computes active = silu(x) * up, and the gradients of x and up from the gradient of active, weight * grad.
+  // Computes active = silu(x) * up, and the gradients of x and up. The gradient of active is weight * grad.
   static __device__ __forceinline__ void gated(float x, float up, float grad, float weight, float& active,
                                                float& grad_x, float& grad_up) {
     const float s = sigmoid(x), value = x * s, weighted = weight * grad;

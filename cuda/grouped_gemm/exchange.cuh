@@ -15,19 +15,21 @@ namespace pmoe {
 
 constexpr int kExchangeBytes = box_bytes(16);
 
-// kByMatrix: store fragments by stmatrix, an instruction of Hopper; else word by word.
+// kByMatrix: whether fragments are stored by stmatrix, an instruction of Hopper; else they are stored word by
+//     word.
 template <bool kByMatrix>
 class Exchange {
  public:
   __device__ __forceinline__ Exchange(void* buffer, int lane)
       : buffer_(static_cast<uint8_t*>(buffer)), lane_(lane) {}
 
-  // The row, of the 16, of the lane's i-th chunk, and the first of its columns, of the 64.
+  // row() returns the row (of 16) of the i-th 16 bytes that this lane has; column() returns their first
+  // column (of 64).
   __device__ __forceinline__ int row(int i) const { return lane_ / 8 + 4 * i; }
   __device__ __forceinline__ int column() const { return lane_ % 8 * 8; }
 
   __device__ __forceinline__ void to_rows(const uint32_t (&word)[16], Words (&rows)[4]) const {
-    // Other lanes may still read what the buffer held before.
+    // Other lanes may still be reading the previous content of the buffer.
     sync_warp();
     if constexpr (kByMatrix) {
       PMOE_UNROLL
@@ -61,7 +63,8 @@ class Exchange {
     }
   }
 
-  // Makes the compiler recompute addresses in the buffer from here on, instead of keeping them in registers.
+  // Makes the compiler compute addresses in the buffer once more after this call, instead of keeping them in
+  // registers.
   __device__ __forceinline__ void recompute_addresses() { make_opaque(lane_); }
 
  private:
@@ -69,7 +72,8 @@ class Exchange {
     return buffer_ + chunk_offset(row(i), lane_ % 8);
   }
 
-  // Returns the lane's line of four 8 x 8 matrices: fragments j and j + 1 of both halves of the rows.
+  // Returns the address that this lane passes to ldmatrix or stmatrix for four 8 x 8 matrices: columns 8 j to
+  // 8 j + 15 of all 16 rows.
   __device__ __forceinline__ uint8_t* of_matrix(int j) const {
     const int matrix = lane_ / 8;
     return buffer_ + chunk_offset(matrix % 2 * 8 + lane_ % 8, j + matrix / 2);

@@ -1,14 +1,15 @@
-// Gathers rows of memory into boxes of shared memory, 16 bytes per thread and copy.
+// Gathers rows of memory into boxes of shared memory (box.h). Each copy of a thread is 16 bytes.
 //
-// Hopper's tensor memory accelerator cannot gather, so rows are gathered by these copies on every device. The
-// sm_80 path loads all operands with them.
+// Hopper's tensor memory accelerator cannot gather rows by an index, so gathered rows are copied by this code
+// on every device. The implementation for sm_80 loads all operands by it.
 #pragma once
 #include "box.h"
 #include "common/device.cuh"
 
 namespace pmoe {
 
-// Fills boxes of kLines lines by kThreads threads. A thread copies the same chunk of each of its lines.
+// Fills boxes of kLines lines by kThreads threads. A thread copies the same 16-byte chunk of each of its
+// lines.
 template <int kThreads, int kLines>
 struct BoxCopy {
   static constexpr int kLinesAtOnce = kThreads / kChunks;
@@ -40,16 +41,18 @@ struct BoxCopy {
   }
 };
 
-// Finds the rows of an operand that kCount of the N sorted rows are read from.
+// Finds the rows of an operand from which kCount of the N sorted rows are read.
 //
-// slot: (N,) slot of each row, whose token slot / top_k is the row to read; null if rows are not gathered.
-// group_begin, group_rows: the rows of the expert.
-// line: line(i) is the i-th wanted row in this group.
-// source: (kCount,) result; -1 for lines from group_rows on.
+// slot: (N,) the (token, choice) slot of each sorted row; row slot / top_k of the operand, its token, is
+//     read. Null if rows are not gathered.
+// group_begin, group_rows: the first sorted row of the expert, and the number of its rows.
+// line: line(i) returns which row of the expert is the i-th wanted one.
+// source: (kCount,) result: rows of the operand; -1 where line(i) is beyond the expert's rows.
 template <int kCount, class Line>
 __device__ __forceinline__ void find_sources(const int32_t* slot, const Divisor& top_k, int group_begin,
                                              int group_rows, const Line& line, int32_t (&source)[kCount]) {
-  // All loads start, none behind a branch, before the first one is waited for.
+  // All loads are started before the first one is waited for, and none is behind a branch, so that they
+  // overlap.
   PMOE_UNROLL
   for (int i = 0; i < kCount; ++i) {
     source[i] = group_begin + smaller(line(i), group_rows - 1);

@@ -1,17 +1,18 @@
-// The grouped product on Hopper: in each block one warpgroup loads and two multiply.
+// The grouped product (one matrix product for each expert's rows) on Hopper. In each block one warpgroup
+// loads operands and two multiply.
 //
-// Operands travel by the tensor memory accelerator through a ring of stages in shared memory (A's gathered
-// rows by cp.async instead), where warpgroup products read them. The grid is persistent: while the
-// multiplying warpgroups store a tile, the loading one fills the ring for the next.
+// Operands are loaded by the tensor memory accelerator into a ring of stages in shared memory, from which
+// warpgroup products read them. (If the rows of A are gathered, cp.async loads them.) The grid is persistent:
+// while the multiplying warpgroups store a tile, the loading warpgroup fills the ring for the next tile.
 //
-// Two blocks may form a cluster and share an operand; each loads half of it into both blocks:
+// Two blocks may form a cluster and share an operand; each block loads half of that operand into both blocks:
 //
 //   tiles of the two blocks    share   by                       loads from the L2 cache
 //   one below the other        B       kCluster == 2            a third less
 //   side by side               A       Problem::blocks_across   a sixth less
 //
-// A stage is then empty when the multiplying warps of both blocks have released it, and full when the loads
-// of both blocks have arrived.
+// In a cluster, a stage is empty when the multiplying warps of both blocks have released it, and full when
+// the loads of both blocks have arrived.
 #pragma once
 #include "epilogue.h"
 #include "gather.cuh"
@@ -22,12 +23,14 @@ namespace pmoe::hopper {
 
 #if PMOE_HOPPER_CODE
 
-// Loads boxes of both operands by the tensor memory accelerator. Lines of a box run along the operand's rows
-// in memory. The boxes of one stage are:
+// Loads both operands of one stage by the tensor memory accelerator, in boxes of 64 columns. A line of a box
+// is a part of a row of the operand. The boxes of one stage are (k, m: columns of A; "halves" are those of
+// SwiGLU):
 //
-//   forward   A: 128 rows x 64 of k          B: twice 128 rows x 64 of k (of the two halves, or neighbours)
-//   input     A: 128 rows x 64 of k          B: four times 64 of k x 64 columns
-//   weight    A: twice 64 rows x 64 of m     B: four times 64 rows x 64 columns
+//   form      A                       B
+//   forward   128 rows x 64 of k      twice 128 rows x 64 of k (of the two halves, or neighbours)
+//   input     128 rows x 64 of k      four times 64 of k x 64 columns
+//   weight    twice 64 rows x 64 of m four times 64 rows x 64 columns
 template <Form kForm, bool kHalves, int kCluster>
 struct Loader {
   const TensorMap& a_map;
@@ -35,7 +38,8 @@ struct Loader {
   const Problem& p;
   int rank;  // rank of the block in its cluster
 
-  // begin: first row of the piece of rows in which the step's `depth` is counted.
+  // begin: the first row of A that belongs to this tile's expert; for form kWeight, the first row of the piece
+  // of rows in which this step lies.
   __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const Tile& tile, int begin,
                                          int depth) const {
     if (kCluster == 1 && p.blocks_across > 1) {
@@ -87,7 +91,7 @@ struct Loader {
   }
 };
 
-// Loads all steps of one tile. A single thread runs it.
+// Loads the operands of one tile, in all steps along the reduction. A single thread runs it.
 template <Form kForm, bool kHalves, int kCluster, class Pieces = OnePiece>
 __device__ __forceinline__ void load_tile(const Loader<kForm, kHalves, kCluster>& loader, Shared& shared,
                                           const Tile& tile, Ring<kStages>& ring, Pieces pieces = {}) {
@@ -101,7 +105,7 @@ __device__ __forceinline__ void load_tile(const Loader<kForm, kHalves, kCluster>
   }
 }
 
-// Loads all tiles of a block. A single thread runs it.
+// Loads the operands of all tiles of a block by the tensor memory accelerator. A single thread runs it.
 template <Form kForm, bool kHalves, int kCluster>
 __device__ __forceinline__ void load_by_tma(const Loader<kForm, kHalves, kCluster>& loader, Shared& shared,
                                             BlockWalk<kForm, kHalves, kCluster> walk) {
@@ -113,11 +117,11 @@ __device__ __forceinline__ void load_by_tma(const Loader<kForm, kHalves, kCluste
   for (Tile tile; next(tile);) load_tile(loader, shared, tile, ring);
 }
 
-// Loads all tiles of a block whose A is gathered.
+// Loads the operands of all tiles of a block whose rows of A are gathered.
 //
-// All loading threads copy rows of A; the first also issues the loads of B. The full barrier of a stage is
-// signalled kLag stages later, when its copies have landed: each thread waits for its own copies and makes
-// them visible to warpgroup products, then its warp arrives.
+// All loading threads copy rows of A by cp.async; the first thread also starts the loads of B. The full
+// barrier of a stage is signalled kLag stages later, when its copies have arrived: each thread waits for its
+// own copies and makes them visible to warpgroup products, then its warp arrives at the barrier.
 template <class T, bool kHalves, int kCluster>
 __device__ __forceinline__ void load_by_copies(const Loader<Form::kForward, kHalves, kCluster>& loader,
                                                Shared& shared,
@@ -125,8 +129,9 @@ __device__ __forceinline__ void load_by_copies(const Loader<Form::kForward, kHal
   const Problem& p = loader.p;
   const int thread = static_cast<int>(threadIdx.x);
   const BoxCopy<kLoaders, kRows> boxes(thread);
-  // Counts of stages since the start. The stage and its parity follow from them, since there are no registers
-  // for a Ring.
+  // Numbers of stages since the start: those whose copies have been issued, and those that have been
+  // announced. A stage's index and its parity are computed from them, because there are no registers for a
+  // Ring.
   uint32_t issued = 0, announced = 0;
   const auto announce_but = [&](uint32_t left) {
 #pragma unroll 1
@@ -166,20 +171,20 @@ __device__ __forceinline__ void load_by_copies(const Loader<Form::kForward, kHal
   announce_but(0);
 }
 
-// Returns the matrix descriptor of an operand in shared memory (PTX ISA, "matrix descriptor"). The operand
-// has a 128-byte swizzle, and 1024 bytes between groups of 8 lines. A transposed operand has its further
-// columns one box later.
+// Returns the matrix descriptor of an operand in shared memory (PTX ISA, "matrix descriptor"). It says that
+// the operand has a 128-byte swizzle, and 1024 bytes between groups of 8 lines. For a transposed operand it
+// also says that the next 64 columns lie one box later.
 //
-// The shuffle makes the value equal in all lanes, so that the compiler computes it once a warp, in uniform
-// registers, where the products want it.
+// The shuffle makes the value equal in all lanes, so that the compiler computes it once for a warp, in
+// uniform registers, where wgmma needs it.
 __device__ __forceinline__ uint64_t descriptor(const void* p, bool transposed) {
   const uint32_t leading = transposed ? box_bytes(kDepth) / 16 : 1;
   const uint32_t low = shfl((shared_address(p) & 0x3FFFFu) >> 4 | leading << 16, 0);
   return low | (1024ull / 16) << 32 | 1ull << 62;
 }
 
-// Zeroes the lines of a stage that lie beyond the expert's rows: they belong to the next expert. Both
-// operands must be cleared, because zero times infinity is not zero.
+// Sets the lines of a stage beyond the expert's rows to zero, because they belong to the next expert. Both
+// operands are cleared, because zero times infinity is not zero.
 //
 // first: the first line to clear.
 __device__ __forceinline__ void clear_lines(Shared& shared, int stage, int first, int thread) {
@@ -197,7 +202,7 @@ __device__ __forceinline__ void clear_lines(Shared& shared, int stage, int first
 }
 
 // Releases a stage in every block that loads into it: lane i arrives at the barrier of block i of the
-// cluster. All that a step needs is one register.
+// cluster. An object takes one register.
 class Release {
  public:
   __device__ __forceinline__ explicit Release(Shared& shared) {
@@ -216,15 +221,15 @@ class Release {
 // Multiplies and stores all tiles of a block. All multiplying threads call it.
 //
 // walk: the block's tiles; next(tile) returns false after the last.
-// stored(tile): called by every one of these threads when it has stored its part of the tile.
-// ring: where the first tile's steps begin.
-// pieces: the rows that form kWeight sums over.
+// stored(tile): called by each of these threads when it has stored its part of the tile.
+// ring: the stage at which the first tile's steps begin.
+// pieces: for form kWeight: the rows over which it sums, in steps.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int kCluster, class Walk,
           class Stored, class Pieces = OnePiece>
 __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk walk, const Stored& stored,
                                          Ring<kStages> ring = {}, Pieces pieces = {}) {
   constexpr bool kTransposeA = kForm == Form::kWeight, kTransposeB = kForm != Form::kForward;
-  // Bytes from one 16 of the reduction to the next.
+  // Bytes in an operand from one group of 16 numbers of the reduction to the next.
   constexpr int kForwardA = kTransposeA ? 16 * kLineBytes : 32;
   constexpr int kForwardB = kTransposeB ? 16 * kLineBytes : 32;
   constexpr bool kHalves = are_halves(kEpilogue, kActivation);
@@ -266,18 +271,19 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
       }
       previous = ring.stage;
     }
-    // The epilogue's first reads are in flight while the last products are computed.
+    // The first reads of the epilogue are started before the last products are finished.
     using Stores = Store<T, kForm, kEpilogue, kActivation, true>;
     const int self = thread_again() - kLoaders;
     Stores store(p, tile, self / 32 * 16, self % 32, shared.exchange[self / 32]);
     typename Stores::Ahead ahead;
     if constexpr (!Stores::kGated) store.fetch(tile.column, ahead);
-    // This wait is needed even if there was no step: with a wait on some paths only, the compiler would
+    // This wait is needed even if no step was computed: with a wait on some paths only, the compiler would
     // insert waits of its own.
     wgmma_wait<0>();
     pin_accumulators(d);
     if (end > 0) release(previous);
-    // If a tile holds two halves, their accumulators are 64 apart. A block of 32 columns has no second place.
+    // If a tile holds matching columns of two halves, their accumulators are 64 floats apart. A block of 32
+    // columns has no second group.
     constexpr int kStep = Stores::kBlockColumns, kBlocks = tile_columns(kHalves) / kStep;
     constexpr int kApart = kHalves ? 64 : kStep == 64 ? 16 : 0;
     unrolled<kBlocks>([&](auto index) {
@@ -298,7 +304,7 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
 //
 // full_arrivals: arrivals that complete a stage, besides its bytes.
 // cluster: number of blocks in the cluster.
-// walking_loaders: number of loading warps (or 1 for a single thread) that read the walk's tiles.
+// walking_loaders: number of loading warps that read the numbers of tiles; 1 if a single thread does.
 __device__ __forceinline__ void init_barriers(Shared& shared, int full_arrivals, int cluster,
                                               int walking_loaders) {
   shared.cluster = cluster;
@@ -313,7 +319,9 @@ __device__ __forceinline__ void init_barriers(Shared& shared, int full_arrivals,
   fence_mbarrier_init();
 }
 
-// Waits until the barriers of all blocks of the cluster are initialised. Nothing may arrive at them before.
+// Waits until the barriers of all blocks of the cluster are initialised. Before that nothing may arrive at
+// them.
+//
 // blocks: number of blocks in the cluster.
 __device__ __forceinline__ void sync_before(int blocks) {
   if (blocks > 1)
@@ -322,8 +330,8 @@ __device__ __forceinline__ void sync_before(int blocks) {
     sync_block();
 }
 
-// Waits until the other block of the cluster is done: it may still load into this block's shared memory, or
-// release a stage here.
+// Waits until the other block of the cluster is done. Until then it may load into this block's shared memory,
+// or release one of its stages.
 __device__ __forceinline__ void sync_after(int blocks) {
   if (blocks > 1) sync_cluster();
 }
@@ -345,7 +353,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                   copies ? kLoaders / 32 : 1);
   }
   sync_before(kCluster * p.blocks_across);
-  // Each branch recomputes what both need, because a thread has few registers where it branches.
+  // Each branch computes the values that both branches need by itself, because a thread has few registers at
+  // this point.
   using Walk = BlockWalk<kForm, kHalves, kCluster>;
   if (threadIdx.x < kLoaders) {
     fewer_registers<kLoaderRegisters>();

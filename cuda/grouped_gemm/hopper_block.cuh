@@ -1,4 +1,4 @@
-// One block of Hopper's grouped products: its sizes, its shared memory, and the tiles that it computes.
+// One block of Hopper's grouped product: its sizes, its shared memory, and the tiles that it computes.
 #pragma once
 #include "box.h"
 #include "common/device.cuh"
@@ -20,8 +20,8 @@ static_assert(kLag < kStages, "the ring must not wait for itself");
 
 constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
 
-// Passes tiles on, from the thread that finds them to all threads that load or multiply them. That thread is
-// the first one of a cluster's first block.
+// A ring in shared memory that passes tiles from the thread that finds them to all threads that load or
+// multiply them. That thread is the first one of a cluster's first block.
 struct TileRing {
   struct alignas(16) Place {
     Tile tile;
@@ -30,7 +30,8 @@ struct TileRing {
   };
   Place place[kTilesAhead];
   uint64_t full[kTilesAhead], empty[kTilesAhead];
-  // The walk of the thread that finds tiles. It has no registers for it beside the sources of gathered rows.
+  // The state of the walk over tiles, of the thread that finds them. The thread has no registers for it
+  // beside the row numbers of gathered rows.
   alignas(16) uint8_t walk[64];
 };
 
@@ -49,7 +50,9 @@ constexpr int kSharedBytes = sizeof(Shared);
 // Registers of a thread. setmaxnreg takes multiples of 8, and a multiprocessor has 65,536.
 constexpr int kLoaderRegisters = 40, kMultiplierRegisters = 232;
 
-// Returns the number of result columns in a tile; of each half if a tile holds matching columns of both.
+// Returns the number of result columns in a tile.
+//
+// halves: whether a tile holds matching columns of two halves (SwiGLU); the answer then counts one half.
 PMOE_HD constexpr int tile_columns(bool halves) { return halves ? kColumns / 2 : kColumns; }
 
 using OnePiece = pmoe::OnePiece<kDepth>;
@@ -68,14 +71,14 @@ PMOE_HD int steps(const Problem& p, const Tile& tile, const Pieces& pieces = {})
 // Returns the rank of this block in its cluster; 0 without clusters.
 __device__ __forceinline__ int rank_in_cluster() { return static_cast<int>(cluster_rank()); }
 
-// Returns the number of columns that a walk goes over. Where two tiles lie side by side the walk covers half
-// of the columns, and finds the first tile of each pair; its column is doubled later.
+// Returns the number of columns that a walk over tiles counts. If two blocks have tiles side by side, the
+// walk finds pairs of tiles, so it counts half of the columns, and a tile's column is doubled later.
 __device__ __forceinline__ int columns_of_walk(const Problem& p, bool halves) {
   return ceil_div(halves ? p.n / 2 : p.n, p.blocks_across);
 }
 
-// The tiles of one block, as the cluster's walk hands them on. Each block takes its own rows or columns of
-// the tile that is found for the cluster.
+// The tiles of one block, read from the ring in which the cluster's first block publishes them. Each block
+// takes its own rows or columns of the tile that is found for the cluster.
 template <Form kForm, bool kHalves, int kCluster>
 class BlockWalk {
  public:
@@ -83,16 +86,18 @@ class BlockWalk {
   using Walk = TileWalk<kForm, Shape>;
   using Place = TileRing::Place;
 
-  // Starts the walk. The first thread of every block calls it before its first publish_tile().
+  // Starts the walk over tiles. The first thread of every block calls this before its first publish_tile().
   __device__ __forceinline__ static void begin(const Problem& p) {
     static_assert(sizeof(Walk) <= sizeof(TileRing::walk));
     kept() = Walk(p.ends, p.experts, p.m, columns_of_walk(p, kHalves), Shape());
   }
 
-  // Finds the next tile for all blocks of a cluster. The first thread of every block calls it before each
-  // next(); the one of the cluster's first block does the finding.
+  // Finds the next tile for all blocks of a cluster. The first thread of every block calls this before each
+  // next(). Only the first block of the cluster finds the tile; the others announce how many bytes they
+  // expect.
   //
-  // A tile number from a counter takes about a microsecond. The stages that are full by then last longer.
+  // To take a tile's number from a counter lasts about a microsecond. The stages that are full by then hide
+  // this time.
   __device__ __forceinline__ void publish_tile(const Problem& p) const {
     const int at = turn_ % kTilesAhead;
     mbarrier_arrive_expect(&ring().full[at], sizeof(Place));
@@ -114,12 +119,12 @@ class BlockWalk {
       for (int i = 0; i < 2; ++i) store_async(place + i, words[i], &ring().full[at], rank);
   }
 
-  // Reads the next tile; returns false after the last.
+  // Reads the next tile from the ring; returns false after the last.
   //
-  // A tile can be outside the result while the other tile of its pair is inside. It then has no rows (rows <=
-  // 0): it is computed, but not stored.
+  // If two blocks form a pair, a tile may lie outside the result while its neighbour lies inside. That tile
+  // has no rows (rows <= 0): it is computed, but not stored.
   //
-  // alone: true if a single thread calls it, false if a whole warp does.
+  // alone: true if a single thread calls this, false if a whole warp does.
   __device__ __forceinline__ bool next(Tile& tile, bool alone = false) {
     const int at = turn_ % kTilesAhead;
     mbarrier_wait(&ring().full[at], turn_ / kTilesAhead % 2);

@@ -1,11 +1,12 @@
-// Selects the kernel that is compiled for a GroupedGemm. Each pair of element type and path is a translation
-// unit of its own (hopper_bf16.cu, ...), so that they compile in parallel.
+// Selects the compiled instance of a kernel template by the values in a GroupedGemm. Each pair of element
+// type and set of instructions is a translation unit of its own (hopper_bf16.cu, ...), so that they compile
+// in parallel.
 #pragma once
 #include "launch.h"
 
 namespace pmoe {
 
-// Calls use.template operator()<form, epilogue, activation>() with the activation as a constant.
+// Calls use.template operator()<form, epilogue, activation>(), with `activation` as a template argument.
 template <Form kForm, Epilogue kEpilogue, class Use>
 auto with_activation(Activation activation, const Use& use) {
   switch (activation) {
@@ -20,7 +21,8 @@ auto with_activation(Activation activation, const Use& use) {
   }
 }
 
-// Calls use.template operator()<form, epilogue, activation>() with the values of `which` as constants.
+// Calls use.template operator()<form, epilogue, activation>(), with the values of `which` as template
+// arguments.
 template <class Use>
 auto with_constants(const GroupedGemm& which, const Use& use) {
   if (which.epilogue == Epilogue::kHidden)

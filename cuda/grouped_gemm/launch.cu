@@ -11,7 +11,8 @@ namespace pmoe {
 
 namespace {
 
-// A tensor of 16-bit elements in memory, innermost dimension first, and its boxes of 64 columns.
+// A tensor of 16-bit elements in memory, as a tensor map describes it: its sizes, innermost dimension first,
+// and the number of lines of its boxes. A box has 64 columns.
 struct Layout {
   const void* base;
   int rank;
@@ -20,7 +21,7 @@ struct Layout {
   uint32_t lines;   // lines of a box
 };
 
-// Returns the text by which an error names the call of the encoder.
+// Returns a text that names the encoder of tensor maps and its arguments, for error messages.
 std::string describe_map(Element element, const Layout& layout, const cuuint64_t* sizes,
                          const cuuint64_t* strides) {
   std::string text = "cuTensorMapEncodeTiled(";
@@ -103,7 +104,7 @@ std::string name_of(const GroupedGemm& which, const GroupedGemmPath& path) {
 void encode_maps(Element element, Form form, const Problem& p, int64_t a_rows, int64_t b_rows,
                  TensorMap* a_map, TensorMap* b_map) {
   const bool by_weight = form == Form::kWeight;
-  // An operand without rows is never loaded, but its map must still point somewhere.
+  // An operand without rows is never loaded, but its map must still point to valid memory.
   const void* a = a_rows ? p.a : p.d;
   const void* b = by_weight && !b_rows ? p.d : p.b;
   const Layout of_a = by_weight ? rows_of(a, p.m, a_rows, p.a_stride, hopper::kDepth)
@@ -111,7 +112,8 @@ void encode_maps(Element element, Form form, const Problem& p, int64_t a_rows, i
   const Layout of_b = by_weight                ? rows_of(b, p.n, b_rows, p.b_stride, hopper::kDepth)
                       : form == Form::kForward ? matrices(b, p.k, p.n, p.experts, 128)
                                                : matrices(b, p.n, p.k, p.experts, hopper::kDepth);
-  // A gathered A is not loaded by a map, and its strides may be such that no map can describe it.
+  // If the rows of A are gathered, A is not loaded by a tensor map, and its strides may be such that no map
+  // can describe it.
   if (!p.a_gathered) encode(a_map, element, of_a);
   encode(b_map, element, of_b);
 }

@@ -1,4 +1,4 @@
-// Launches the grouped products. It knows no PyTorch, only pointers, sizes and a stream.
+// Launches the grouped products. This code uses no PyTorch, only pointers, sizes and a stream.
 #pragma once
 #include <cuda.h>
 
@@ -11,7 +11,7 @@ namespace pmoe {
 
 enum class Element : int { kBf16, kFp16 };
 
-// Selects a kernel: the values that are constants when it is compiled.
+// Selects a compiled kernel: the values that are template arguments of the kernels.
 struct GroupedGemm {
   Element element;
   Form form;
@@ -28,13 +28,13 @@ struct GroupedGemm {
 // kA: operand A; the two tiles lie side by side.
 enum class Sharing : int { kByRule, kNothing, kB, kA };
 
-// One of the two ways to compute a product.
+// One of the two implementations of the product: with Hopper's instructions, or with those of sm_80.
 //
 // name: "sm_90a" or "sm_80".
 // function: returns the kernel, for cudaFuncGetAttributes.
-// launch: launches on the current device. a_rows and b_rows are the rows of A and B in memory; b_rows counts
-//     only if B has N rows. Throws std::runtime_error if CUDA refuses the launch.
-// threads, shared_bytes: of a block.
+// launch: launches on the current device. a_rows and b_rows are the rows of A and B in memory; b_rows is only
+//     read if B has N rows. Throws std::runtime_error if CUDA refuses the launch.
+// threads, shared_bytes: threads and bytes of shared memory of a block.
 struct GroupedGemmPath {
   const char* name;
   const void* (*function)(const GroupedGemm&);
@@ -45,27 +45,32 @@ struct GroupedGemmPath {
 
 extern const GroupedGemmPath hopper_path, ampere_path;
 
-// Returns the kernel's name, as users and errors show it.
+// Returns the kernel's name, which users and error messages show.
 std::string name_of(const GroupedGemm&, const GroupedGemmPath&);
 
-// Makes the tensor maps by which Hopper's path loads the operands. a_rows, b_rows: as in GroupedGemmPath.
-// Throws std::runtime_error if the driver refuses one.
+// Makes the tensor maps by which the kernels for Hopper load their operands. Throws std::runtime_error if the
+// driver refuses a map.
+//
+// a_rows, b_rows: rows of A and B in memory; b_rows is only read if B has N rows.
 void encode_maps(Element, Form, const Problem&, int64_t a_rows, int64_t b_rows, CUtensorMap* a_map,
                  CUtensorMap* b_map);
 
-// Returns whether a row of `tiles` tiles may be cut into pairs. An odd number wastes one tile, so at most an
-// eighth of the tiles is then wasted, about as much as sharing saves.
+// Returns whether the tiles of the result's columns, `tiles` in number, may be cut into pairs for clusters of
+// two blocks. An odd number wastes one tile. From 7 tiles on that is at most an eighth, about as much as
+// sharing an operand saves.
 inline bool may_pair_tiles(int tiles) { return tiles % 2 == 0 || tiles >= 7; }
 
-// Chooses what the two blocks of a cluster share. Sharing B saves more, but needs groups of many rows, 1024
-// on average. Sharing A needs enough tiles side by side (may_pair_tiles), and an A that is not gathered.
+// Chooses which operand the two blocks of a cluster share.
+//
+// Sharing B saves more, but needs groups of many rows, 1024 on average. Sharing A needs enough tiles side by
+// side (may_pair_tiles), and rows of A that are not gathered.
 inline Sharing best_sharing(Form form, const Problem& p, int tiles_across) {
   const int rows = form == Form::kWeight ? p.m : p.rows / larger(p.experts, 1);
   if (rows >= 1024) return Sharing::kB;
   return !p.a_gathered && may_pair_tiles(tiles_across) ? Sharing::kA : Sharing::kNothing;
 }
 
-// Visits every kernel of a path.
+// Calls visit(which) for every kernel of one implementation.
 template <class Visit>
 void for_each_grouped_gemm(int cluster, Visit visit) {
   for (Element element : {Element::kBf16, Element::kFp16}) {

@@ -1,4 +1,5 @@
-// Number of parts into which each kernel splits the inner product of a row.
+// Number of parts into which each kernel splits the inner product of a row with its gradient, because several
+// blocks or warps compute it.
 #pragma once
 #include "common/host_device.h"
 

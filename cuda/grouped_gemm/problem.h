@@ -1,8 +1,8 @@
-// One grouped product: its operands, its rows, and what its epilogue does with the result.
+// The arguments of one grouped product: its operands, its rows, and what its epilogue does with the result.
 //
-// The N rows are sorted by expert: expert e owns rows ends[e - 1] to ends[e] - 1, with ends[-1] = 0. The
-// group sizes exist only on the device. In form kForward the rows of A may be gathered: row r is then read
-// from row slot[r] / top_k of A, which is the token of a (token, choice) slot.
+// The N rows are sorted by expert: expert e has rows ends[e - 1] to ends[e] - 1, with ends[-1] = 0. The host
+// does not know these numbers, only the device. In form kForward the rows of A may be gathered: row r is then
+// read from row slot[r] / top_k of A, which is the token of a (token, choice) slot.
 #pragma once
 #include "common/activation.h"
 #include "common/host_device.h"
@@ -22,8 +22,8 @@ enum class Epilogue : int {
   kWideOrPlain,     // as kPlain, or D = product in float if Problem::wide is set
 };
 
-// Returns whether a tile holds matching columns of both halves of the hidden columns, which the epilogue
-// joins.
+// Returns whether a tile holds matching columns of the two halves of the hidden columns (gate and up of
+// SwiGLU). The epilogue then computes silu(gate) * up from them.
 PMOE_HD constexpr bool are_halves(Epilogue epilogue, Activation activation) {
   return epilogue == Epilogue::kHidden && activation == Activation::kSwiglu;
 }

@@ -1,10 +1,12 @@
-// A position in a ring of stages, kept by the producer and by each consumer. Each stage has two barriers:
+// A position in a ring of stages in shared memory. The producer of operands and each consumer keep one. Each
+// stage has two barriers:
 //
 //   barrier   a phase ends when                         who waits for it
 //   full      the operands of the stage have arrived    consumers
 //   empty     every consumer has released the stage     the producer
 //
-// Both sides go through the same sequence of steps. The phase of a stage flips each time round the ring.
+// Producer and consumers go through the same sequence of steps, and a stage's phase changes once for each
+// time around the ring.
 #pragma once
 #include "common/host_device.h"
 
@@ -20,8 +22,8 @@ struct Ring {
     return {static_cast<int>(steps % kStages), steps / kStages % 2};
   }
 
-  // Parities to wait for. In the first round the producer has nothing to wait for, so it waits for the phase
-  // before the first, which counts as ended.
+  // The parities of the phases to wait for. The first time around the ring the producer has nothing to wait
+  // for, so it waits for the phase before the first, which counts as ended.
   PMOE_HD uint32_t empty_parity() const { return phase ^ 1; }
   PMOE_HD uint32_t full_parity() const { return phase; }
 

@@ -1,18 +1,18 @@
 // The order of tiles: which tile of the result each block computes, and when.
 //
-// The grid is persistent, and one numbering covers all tiles. Block b of G computes tiles b, b + G, b + 2G,
-// ... If something else may hold multiprocessors, each block takes its next number from a counter instead, so
-// that no tile waits for a block that starts late. A tile's result does not depend on the block that computes
-// it. Every role of a block gets the same numbers and so finds the same tiles.
+// The grid is persistent, and tiles have one numbering. Block b of G computes tiles b, b + G, b + 2G, ... If
+// other kernels may occupy multiprocessors, each block takes its next number from a counter instead, so that
+// no tile waits for a block that starts late. A tile's result does not depend on the block that computes it.
+// All threads of a block get the same numbers, so they find the same tiles.
 //
-// Tiles are numbered by expert; within an expert by bands of kBand row tiles; within a band down the rows
-// first. With a band of 2, an expert of 3 x 4 tiles is numbered:
+// Tiles are numbered by expert; within an expert by bands of kBand rows of tiles; within a band column by
+// column. With a band of 2, an expert of 3 x 4 tiles is numbered:
 //
 //   0 2 4 6
 //   1 3 5 7
 //   8 9 10 11
 //
-// The tiles that are computed at the same time then form a rectangle of the result. They share rows and
+// The tiles that are computed at the same time then form a rectangle of the result, and share rows and
 // columns of the operands in the L2 cache.
 #pragma once
 #include "common/host_device.h"
@@ -30,10 +30,10 @@ struct Tile {
   int column;                   // first column in the result (in each half, if columns are halved)
 };
 
-// Returns the number of the turn-th tile of a block or cluster. Numbers rise; one beyond all tiles means the
-// end.
+// Returns the number of the turn-th tile of a block or cluster. Numbers rise from turn to turn. A number
+// beyond all tiles means that none is left.
 //
-// counter: where the number is taken from; null: it is first + turn * step.
+// counter: the number is taken from this counter; null: it is first + turn * step.
 // add: add(counter, 1) adds 1 and returns the value before.
 template <class Add>
 PMOE_HD int tile_number(uint32_t* counter, const Add& add, int first, int step, int turn) {
@@ -44,7 +44,8 @@ struct TileShape {
   int rows, columns;  // rows and columns of the result in one tile
 };
 
-// A TileShape of constants, so that kernels multiply and shift instead of dividing.
+// A TileShape whose numbers are compile-time constants, so that kernels multiply and shift instead of
+// dividing.
 template <int kRows, int kColumns>
 struct FixedShape {
   static constexpr int rows = kRows, columns = kColumns;
@@ -54,14 +55,14 @@ struct FixedShape {
 template <Form kForm, class Shape = TileShape>
 class TileWalk {
  public:
-  // columns: number of columns of the result, or of one half if columns are halved.
+  // columns: number of columns of the result; of one half, if a tile holds matching columns of two halves.
   PMOE_HD TileWalk(const int32_t* ends, int experts, int m, int columns, Shape shape)
       : ends_(ends), experts_(experts), m_(m), shape_(shape), across_(ceil_div(columns, shape.columns)) {
     load_group();
   }
 
-  // Finds tile number `index`; returns false if there is none. Numbers must not fall from call to call. (2^31
-  // tiles would be a result of 70 terabytes, so an int suffices.)
+  // Finds tile number `index`; returns false if there is none. Numbers must not fall from call to call,
+  // because the walk only goes forward. (2^31 tiles would be a result of 70 terabytes, so an int suffices.)
   PMOE_HD bool find(int index, Tile& tile) {
     while (expert_ < experts_ && index - before_ >= down_ * across_) {
       before_ += down_ * across_;

@@ -1,5 +1,5 @@
-// Python binding of heaps. Addresses and streams arrive as integers, handles as bytes. pmoe/kernels/heap.py
-// is the Python side.
+// Python binding of heaps (device memory that other ranks can write). Addresses and streams are passed as
+// integers, handles as bytes. pmoe/kernels/heap.py is the Python side.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -20,8 +20,8 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Most of these functions wait for the device or the driver. The GIL is released, so that other threads go
-// on.
+// Most of these functions wait for the device or the driver. The GIL is released meanwhile, so that other
+// threads can run.
 using no_gil = py::call_guard<py::gil_scoped_release>;
 
 void bind_heap(py::module_& m) {

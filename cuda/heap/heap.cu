@@ -27,7 +27,7 @@ __global__ void await_flag_kernel(const uint32_t* flag, uint32_t wanted, uint64_
   }
 }
 
-// Returns a hint for the user about an error of opening a peer's memory.
+// Returns a hint for the user, if another rank's memory could not be opened.
 std::string hint_for(cudaError_t error) {
   if (error == cudaErrorPeerAccessUnsupported)
     return ": these devices cannot access each other's memory by NVLink or PCIe (see nvidia-smi topo -p2p w)";

@@ -1,6 +1,6 @@
-// Device memory that other ranks write into, from this process or from others of the node. comet/layout.h and
-// flashdmoe/layout.h say what lies in it. A flag tests whether a peer reaches it. Plain C++: no CUDA header,
-// no torch.
+// Heaps are device memory that other ranks write into, from this process or from other processes of the node.
+// comet/layout.h and flashdmoe/layout.h describe their content. A flag in a heap tests whether another rank
+// can write to it. This header is plain C++: no CUDA header, no torch.
 //
 // Every function throws std::runtime_error if CUDA refuses, and std::invalid_argument for an impossible
 // number.
@@ -14,28 +14,29 @@
 
 namespace pmoe::heap {
 
-// Granularity in which other processes see memory. If an allocation shared a block of this size with a heap,
-// other processes could access it too; so a heap fills whole blocks.
+// Unit in which memory is shared between processes. If another allocation lay in the same block of this size
+// as a heap, other processes could access it, too; so a heap fills whole blocks.
 constexpr int64_t kBlockBytes = int64_t{2} << 20;
 
-// Size of a handle, by which one process opens another one's memory.
+// Size in bytes of a handle, by which one process opens the memory of another one.
 constexpr int kHandleBytes = 64;
 
-// Allocates zeroed memory, in whole blocks of its own. Waits for the device.
+// Allocates zeroed memory, in whole blocks of kBlockBytes. The host waits for the device.
 void* allocate(int device, int64_t bytes);
 void release(int device, void* base);
 
-// Returns the handle of memory from allocate().
+// Returns the handle of memory from allocate(), for other processes to open it.
 std::string handle(int device, void* base);
-// Maps the memory of another process, on the same device or on another one. That process must keep it until
-// close().
+// Maps the memory of another process, on the same device or on another one, and returns its address here. The
+// other process must keep the memory until close().
 void* open(int device, const std::string& handle);
 void close(int device, void* peer);
 
-// The two sides of one flag; each is a launch on a stream of its own.
+// Raises a flag, and waits for a flag. Each function launches a kernel on a stream.
 //
-// waited: receives the nanoseconds until the flag reached `wanted` (by signed difference), or -1 if it did
-//     not within `bound` nanoseconds. The host reads it after the stream has finished.
+// waited: receives the nanoseconds until the flag reached `wanted`, or -1 if it did not within `bound`
+//     nanoseconds. The host reads it after the stream has finished. Values of the flag are compared by their
+//     signed difference, so they may wrap around.
 void raise_flag(int device, void* stream, uint32_t* flag, uint32_t value);
 void await_flag(int device, void* stream, const uint32_t* flag, uint32_t wanted, uint64_t bound,
                 int64_t* waited);

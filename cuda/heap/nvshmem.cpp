@@ -1,9 +1,10 @@
-// NVSHMEM as a provider of heaps: memory that ranks of other nodes reach by loads and stores, where NVLink
-// goes to them. It is compiled only where setup.py finds NVSHMEM's headers. One process has run it; it has
-// never run between several.
+// NVSHMEM as a provider of heaps: memory that ranks of other nodes access by loads and stores, if NVLink
+// connects the nodes. This file is only compiled if setup.py finds NVSHMEM's headers. It has been run with
+// one process, never with several.
 //
-// Only NVSHMEM's host interface is used, and the kernels know nothing of it. A peer whose memory cannot be
-// mapped is refused. The library is opened when it is first needed, so that pmoe works without it.
+// Only NVSHMEM's host interface is used, and the kernels do not know of it. If the memory of some rank cannot
+// be mapped, the heap is refused. The library is opened when it is first needed, so that pmoe works without
+// it.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <host/nvshmem_api.h>
@@ -28,7 +29,8 @@ using Address = std::uintptr_t;
 using pmoe::check;
 using pmoe::OnDevice;
 
-// NVSHMEM's host library. If another part of the process has opened it already, this is the same library.
+// NVSHMEM's host library, opened by dlopen. If other code of the process has opened it before, this is the
+// same library.
 class Library {
  public:
   explicit Library(const char* path) : file_(dlopen(path, RTLD_NOW | RTLD_GLOBAL)) {
@@ -88,8 +90,10 @@ std::string unique_id() {
   return std::string(reinterpret_cast<const char*>(&id), sizeof id);
 }
 
-// Joins this process to NVSHMEM, together with all ranks that call it with the same id; only once a process.
-// Returns (rank, number of ranks) as NVSHMEM has them afterwards.
+// Joins this process to NVSHMEM, together with all ranks that pass the same id. A process can do that only
+// once.
+//
+// Returns (rank, number of ranks) as NVSHMEM reports them afterwards.
 std::pair<int, int> init(int device, const std::string& id, int rank, int ranks) {
   if (id.size() != sizeof(nvshmemx_uniqueid_t))
     throw std::invalid_argument("id (" + std::to_string(id.size()) + " bytes) must have this many bytes: " +
@@ -110,7 +114,7 @@ std::pair<int, int> init(int device, const std::string& id, int rank, int ranks)
   return {nvshmem.my_pe(), nvshmem.n_pes()};
 }
 
-// Allocates zeroed memory. Collective over NVSHMEM's ranks, like release().
+// Allocates zeroed memory. Collective over NVSHMEM's ranks, as release() is.
 Address allocate(int device, int64_t bytes) {
   const OnDevice on_device(device);
   void* const base = library().allocate(static_cast<size_t>(bytes));
@@ -128,7 +132,8 @@ void release(int device, Address base) {
   library().release(reinterpret_cast<void*>(base));
 }
 
-// Returns where this rank sees a peer's part, or 0 if loads and stores cannot reach it.
+// Returns the address in this process of another rank's part of an allocation, or 0 if loads and stores
+// cannot access it.
 Address pointer(int device, Address base, int peer) {
   const OnDevice on_device(device);
   return reinterpret_cast<Address>(library().pointer(reinterpret_cast<void*>(base), peer));

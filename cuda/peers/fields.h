@@ -1,5 +1,5 @@
-// Reads the arguments of a launch from Python dicts: the parts that all fused launches have. It needs no
-// CUDA, so that tests can launch the same way on the CPU.
+// Reads the arguments that all fused launches have in common from Python dicts. It needs no CUDA, so that
+// tests can launch the same way on the CPU.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -13,7 +13,8 @@ namespace pmoe::peers {
 
 namespace py = pybind11;
 
-// Reads the fields of a rank by name. A missing field is 0. finish() throws if the dict has other fields.
+// Reads the fields of one rank's dict by name. A missing field is 0. finish() throws if the dict has fields
+// that were not read, so a misspelt name is found.
 class Fields {
  public:
   explicit Fields(const py::dict& dict) : dict_(dict) {}

@@ -1,25 +1,30 @@
-// The protocol by which blocks and ranks announce that data is ready: flags that only rise, bounded waits.
+// The protocol by which blocks and ranks announce that data is ready: flags that only rise, and waits with a
+// time limit.
 //
-// A round is a launch of the dispatching kernel and the launch of the combining kernel after it (one launch
-// for FlashDMoE). A heap's rounds are numbered from 1, the same on all ranks. A flag holds the number of the
-// last round (epoch) in which it was raised. One rank writes it, with release, after what it announces.
-// Readers load it with acquire before they use that. Nothing is reset between rounds.
+// A round is one launch of FlashDMoE's kernel, or the launches of COMET's dispatching and combining kernels
+// together. The rounds of a heap (memory that all ranks can write) are numbered from 1, the same on all
+// ranks; the number is called epoch.
 //
-// comet/layout.h and flashdmoe/layout.h draw which rank waits for which flag.
+// A flag holds the number of the last round in which it was raised. One rank writes a flag, with release,
+// after the data that it announces. Other threads load the flag with acquire before they use the data.
+// Nothing is reset between rounds, because the number tells the rounds apart.
 //
-// A wait that exceeds its bound is reported, once per rank. From then on no thread of the rank waits any
-// more, and none raises a flag for another rank. So the kernel ends; those of the other ranks end after their
-// own bound. The results of the round are worthless.
+// comet/layout.h and flashdmoe/layout.h show which rank waits for which flag.
 //
-// The kernels compile this file. So do the emulator and plain threads under ThreadSanitizer (tests/cuda).
-// These tests plant mistakes by PMOE_PLANT and Watch::not_waited, and must find them.
+// If a wait exceeds its time limit, the rank reports it, once. From then on no thread of the rank waits, and
+// none raises a flag of another rank. So the kernel ends, and the kernels of the other ranks end after their
+// own limits. The results of the round are wrong.
+//
+// The kernels compile this file, and so do tests on the CPU: the emulator, and plain threads under
+// ThreadSanitizer (tests/cuda). These tests plant mistakes by PMOE_PLANT and Watch::not_waited, and must find
+// them.
 #pragma once
 #include "common/device.cuh"
 #include "peers/watch.h"
 
 namespace pmoe::peers {
 
-// A mistake that a test compiles in.
+// The mistakes that a test can compile in, to prove that it finds them.
 enum class Plant : int { kNothing, kNoProxyFence };
 #ifndef PMOE_PLANT
 #define PMOE_PLANT kNothing
@@ -33,7 +38,10 @@ PMOE_HD uint32_t hash32(uint32_t x) {
   return x ^ x >> 16;
 }
 
-// Delays some callers by up to 16 microseconds, in tests that set Watch::delay_seed.
+// Delays some callers by up to 16 microseconds, in tests that set Watch::delay_seed. That changes the order
+// in which threads reach their waits.
+//
+// who: number of the caller, which decides the delay.
 __device__ __forceinline__ void test_delay(const Watch& watch, uint32_t who) {
   if (watch.delay_seed == 0) return;
   const uint32_t chance = hash32(watch.delay_seed ^ hash32(who ^ watch.epoch * 0x9E3779B9u));
@@ -42,16 +50,17 @@ __device__ __forceinline__ void test_delay(const Watch& watch, uint32_t who) {
   while (nanoseconds() < until) pause();
 }
 
-// Returns whether a counter that only rises has reached `wanted`. The difference is signed, so it may wrap
-// around.
+// Returns whether a counter that only rises has reached `wanted`. The signed difference is compared, so the
+// counter may wrap around.
 __device__ __forceinline__ bool reached(uint32_t value, uint32_t wanted) {
   return static_cast<int32_t>(value - wanted) >= 0;
 }
 
-// Returns whether a wait of this rank has timed out.
+// Returns whether a wait of this rank has exceeded its time limit.
 __device__ __forceinline__ bool has_failed(const Watch& watch) { return load_acquire(watch.failed) != 0; }
 
-// Reports what could not be awaited. Only the rank's first report is written; its field `wait` comes last.
+// Reports the wait that exceeded its time limit. Only the rank's first report is written. Its field `wait` is
+// written last, because the host reads the other fields when it sees that one.
 __device__ __forceinline__ void report(const Watch& watch, Wait wait, int peer, int expert, int part) {
   if (add_acq_rel(watch.failed, 1) != 0) return;
   write(&watch.report->peer, peer);
@@ -62,7 +71,10 @@ __device__ __forceinline__ void report(const Watch& watch, Wait wait, int peer, 
   store_release_system(reinterpret_cast<uint32_t*>(&watch.report->wait), static_cast<uint32_t>(wait));
 }
 
-// Waits until value() reaches `wanted`, or the rank has failed, or the time is over, which is then reported.
+// Waits until value() has reached `wanted`. Returns earlier if the rank has failed, or if the time limit is
+// exceeded, which is then reported.
+//
+// wait, peer, expert, part: written into the report.
 template <class Value>
 __device__ __forceinline__ void wait_until_reached(const Watch& watch, const Value& value, uint32_t wanted,
                                                    Wait wait, int peer, int expert, int part) {
@@ -81,15 +93,15 @@ __device__ __forceinline__ void wait_until_reached(const Watch& watch, const Val
   }
 }
 
-// Waits until another rank has raised a flag in this round.
+// Waits until another rank has raised a flag of this rank in this round. The time limit applies.
 __device__ __forceinline__ void await(const Watch& watch, const void* flag, Wait wait, int peer, int expert,
                                       int part) {
   const auto* const word = static_cast<const uint32_t*>(flag);
   wait_until_reached(watch, [&] { return load_acquire_system(word); }, watch.epoch, wait, peer, expert, part);
 }
 
-// Raises a flag of another rank, unless this rank has failed. The threads whose writes it announces must have
-// synchronized before.
+// Raises a flag of another rank, unless this rank has failed. The threads whose writes the flag announces
+// must have synchronized with this thread before.
 __device__ __forceinline__ void signal(const Watch& watch, void* flag) {
   if (has_failed(watch)) return;
   store_release_system(static_cast<uint32_t*>(flag), watch.epoch);

@@ -1,18 +1,18 @@
-// Copies and sums of rows by the lanes of a warp, 16 bytes at a time.
+// Copies and sums of rows, computed by the lanes of a warp, 16 bytes at a time.
 #pragma once
 #include "common/device.cuh"
 #include "common/scalar.h"
 
 namespace pmoe::peers {
 
-// A team of threads that works on one piece: the lanes of a warp. In tests with a thread for each warp it is
-// one thread.
+// A team of threads that works on the same rows: the lanes of a warp. In tests with one thread for each warp,
+// a team is one thread.
 struct WarpTeam {
   int lane, lanes;
   int number, count;  // number of this team, and how many communicating ones the rank has
 };
 
-// Vectors of 16 bytes that a lane loads before it stores the first one.
+// Number of 16-byte vectors that a lane loads before it stores the first one.
 constexpr int kInFlight = 8;
 
 // Copies a row by all lanes of a team.
@@ -20,8 +20,8 @@ __device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from, int64
                                          const WarpTeam& team) {
   const int vectors = static_cast<int>(bytes / 16);
   for (int first = team.lane; first < vectors; first += kInFlight * team.lanes) {
-    // Initialised, because the compiler would otherwise keep registers for it through all of the block's
-    // other work.
+    // Initialised, because the compiler would otherwise reserve registers for it during all other work of the
+    // block.
     Words loaded[kInFlight] = {};
     PMOE_UNROLL
     for (int i = 0; i < kInFlight; ++i) {

@@ -1,11 +1,11 @@
-// Sizes on which the heaps and the launches of all kernels agree.
+// Sizes that are the same for the heaps and the launches of all fused kernels.
 #pragma once
 #include "common/host_device.h"
 
 namespace pmoe::peers {
 
-// Largest number of ranks in a launch: normally one; several virtual ranks share a device in tests and
-// measurements. The kernels differ only in how they count blocks.
+// Largest number of ranks in a launch. It is normally one; in tests and measurements several virtual ranks
+// share a device. Which blocks belong to which rank differs between the kernels.
 constexpr int kMostVirtual = 4;
 
 constexpr int kFlagBytes = 32;  // a flag that is polled has a 32-byte sector of its own

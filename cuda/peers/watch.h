@@ -1,13 +1,14 @@
-// How long a rank waits, and what it reports to the host when a wait was too long.
+// The time limits of a rank's waits, and the report that the host reads when a wait was too long.
 #pragma once
 #include <cstdint>
 
 namespace pmoe::peers {
 
-// The reasons of waits. pmoe/kernels/heap.py says them in words.
+// The reasons to wait. pmoe/kernels/heap.py has a text for each.
 enum class Wait : int { kNone, kGrant, kArrival, kDone, kReturn, kAnnounced, kRouted, kPlaced, kRoom };
 
-// The report of a failed wait, in memory that the host reads. It is written once, `wait` last.
+// The report of a wait that was too long, in memory that the host reads. It is written once, with `wait`
+// last.
 struct Report {
   int32_t wait;          // a Wait
   int32_t peer;          // the rank that was awaited
@@ -16,7 +17,7 @@ struct Report {
   int32_t rank;
 };
 
-// Bounds and reports of the waits of one rank in one launch.
+// The time limit and the report of the waits of one rank in one launch.
 struct Watch {
   uint32_t* failed;  // nonzero after a timeout; in the rank's own heap
   Report* report;

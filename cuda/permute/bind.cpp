@@ -1,5 +1,5 @@
-// Python binding of the permutes. Addresses and streams arrive as integers; pmoe/kernels/permute/operators.py
-// has checked what they point to.
+// Python binding of the permutes. Addresses and streams are passed as integers;
+// pmoe/kernels/permute/operators.py has checked the tensors.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -34,7 +34,8 @@ permute::RowsAt rows(Address data, int64_t stride_bytes) {
 
 float* floats(Address data) { return reinterpret_cast<float*>(data); }
 
-// A launch blocks while the queue of launches is full. The GIL is released, so that other threads go on.
+// A launch blocks while the queue of launches is full. The GIL is released meanwhile, so that other threads
+// can run.
 using no_gil = py::call_guard<py::gil_scoped_release>;
 
 void bind_permute(py::module_& m) {

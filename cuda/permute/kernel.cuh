@@ -1,12 +1,12 @@
-// Kernels that copy rows into the order in which experts read them, and back. They know no torch.
+// Kernels that copy tokens into rows sorted by expert, and sum the rows of each token. They use no torch.
 //
-// Every kernel goes through tokens, not through routed rows: a token's own row is read once, and its K routed
-// rows are read or written once each, wherever they are. A position outside 0 .. num_rows - 1 marks a dropped
-// slot, whose row is neither read nor written. Sums are float32, added in a fixed order, and rounded once.
-// layout.h says which thread copies what.
+// Every kernel goes through tokens, not through sorted rows: a token's own row is read once, and each of its
+// K sorted rows is read or written once, wherever it is. A position outside 0 .. num_rows - 1 marks a dropped
+// slot (a (token, choice) pair), whose row is neither read nor written. Sums are float32, added in a fixed
+// order, and rounded once. layout.h says which thread copies which bytes.
 //
-// Letters: T tokens, K choices, N routed rows. `a` is the tensor with one row per token, `b` the one with K
-// rows per token.
+// Letters: T tokens, K choices, N sorted rows. `a` is the tensor with one row for each token, `b` the tensor
+// with K rows for each token.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -17,7 +17,7 @@
 
 namespace pmoe::permute {
 
-// Rows of a tensor. Each begins on a multiple of 16 bytes.
+// The rows of a tensor, as a kernel reads or writes them. Each row begins on a multiple of 16 bytes.
 struct Rows {
   uint8_t* base;
   int64_t stride_bytes;
@@ -27,7 +27,8 @@ struct Rows {
   }
 };
 
-// Positions of the routed rows of all slots, and their weights.
+// The (token, choice) slots of all tokens: the position of each slot's row among the sorted rows, and its
+// weight.
 struct Slots {
   const int32_t* position;  // (T, K)
   const float* weight;      // (T, K); null if the kernel is not weighted
@@ -37,7 +38,7 @@ struct Slots {
   PMOE_HD bool kept(int32_t position) const { return static_cast<uint32_t>(position) < num_rows; }
 };
 
-// ---- 16 bytes as numbers
+// ---- 16 bytes as floats or 16-bit numbers
 
 template <class T>
 constexpr int kPerVector = 16 / static_cast<int>(sizeof(T));
@@ -110,17 +111,19 @@ PMOE_HD float add_dot(float sum, const Words& v, const Words& w) {
   return sum;
 }
 
-// ---- steps that all kernels share
+// ---- functions that all kernels share
 
-// Some choices of one token: the position of each one's row (-1 if dropped) and its weight (0 if dropped).
+// Some choices of one token: the position of each choice's row (-1 if dropped), and its weight (0 if
+// dropped).
 template <int kChoices>
 struct Chosen {
   int32_t row[kChoices];
   float weight[kChoices];
 };
 
-// Loads the choices k0, k0 + 1, ... of a token. Choices past the last one count as dropped. So do all choices
-// if `alive` is false, which says that there is no such token.
+// Loads the choices k0, k0 + 1, ... of a token. Choices beyond the last one count as dropped.
+//
+// alive: whether the token exists; if not, all choices count as dropped.
 template <int kChoices, bool kWeighted>
 __device__ __forceinline__ Chosen<kChoices> load_chosen(const Slots& slots, int64_t token, int32_t k0,
                                                         bool alive = true) {
@@ -141,7 +144,8 @@ __device__ __forceinline__ Chosen<kChoices> load_chosen(const Slots& slots, int6
   return found;
 }
 
-// Loads a lane's vectors of a slice. Vectors past the row's end are zeros; so are all if `row` is negative.
+// Loads a lane's 16-byte vectors of one slice of a row. Vectors beyond the row's end are zeros; all are zeros
+// if `row` is negative.
 template <int kVectors>
 __device__ __forceinline__ void load_slice(Words (&v)[kVectors], const Cut& cut, const Rows& rows,
                                            int64_t row, int32_t from) {
@@ -153,7 +157,7 @@ __device__ __forceinline__ void load_slice(Words (&v)[kVectors], const Cut& cut,
   }
 }
 
-// Stores a lane's vectors of a slice, except those past the row's end.
+// Stores a lane's 16-byte vectors of one slice of a row, except those beyond the row's end.
 template <int kVectors>
 __device__ __forceinline__ void store_slice(const Words (&v)[kVectors], const Cut& cut, const Rows& rows,
                                             int64_t row, int32_t from) {
@@ -184,8 +188,8 @@ __device__ __forceinline__ void store_sums(const float (&sum)[kVectors][kPerVect
 
 // ---- permute: b[position] = weight * a[token]
 
-// The numbers of blocks in __launch_bounds__ are small, so that the compiler has many registers for loads.
-// All positions are then loaded at once, then all vectors of all rows, before anything is used.
+// The number of blocks in __launch_bounds__ is small, so that the compiler has many registers for loads. All
+// positions are then loaded at once, then all vectors of all rows, before any is used.
 constexpr int kThreads = 256;
 constexpr int kPermuteVectors = 4;
 constexpr int kPermuteChoices = 4;  // number of positions loaded together
@@ -237,9 +241,9 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
 }
 
-// ---- both gradients at once: that of the rows, and that of the weights, <a[token], b[position]>
+// ---- both gradients at once: of the rows, and of the weights, <a[token], b[position]>
 
-// Which operation backward_kernel is the gradient of.
+// The operation whose gradient backward_kernel computes.
 enum class Of { kPermute, kUnpermute };
 
 constexpr int kMostChoices = 256;  // the inner products of a block's 32 groups then take 32 KiB
@@ -248,13 +252,14 @@ inline int dots_bytes(const Cut& cut, int choices) {
   return cut.groups() * choices * static_cast<int>(sizeof(float));
 }
 
-// Returns the inner products of this thread's group: K floats of the block's (groups, K) in shared memory.
+// Returns the memory for the inner products of this thread's group (the threads that share a slice of a row):
+// K floats of the block's (groups, K) in shared memory.
 __device__ __forceinline__ float* dots_of_group(const Cut& cut, const Slots& slots) {
   return reinterpret_cast<float*>(shared_memory()) + cut.group(threadIdx.x) * slots.choices;
 }
 
-// Sums dot[] over the lanes of each group. Lane 0 then stores the first `left` sums, or adds them to those
-// stored before if `write` is false. dot[] is zero afterwards. All lanes of a warp must call it.
+// Sums dot[] over the lanes of each group. Lane 0 then stores the first `left` sums or, if `write` is false,
+// adds them to the sums stored before. dot[] is zero afterwards. All lanes of a warp must call it.
 template <int kChoices>
 __device__ __forceinline__ void keep_dots(float* of_group, float (&dot)[kChoices], const Cut& cut,
                                           int32_t lane, int32_t left, bool write) {
@@ -269,8 +274,8 @@ __device__ __forceinline__ void keep_dots(float* of_group, float (&dot)[kChoices
   }
 }
 
-// Adds up the parts of each token, in their order, into d_weight. A dropped slot's gradient is 0, whatever
-// a[token] holds.
+// Sums the inner products of each token, which several groups of threads have computed in parts, in a fixed
+// order into d_weight. The gradient of a dropped slot is 0, even if a[token] is not finite.
 __device__ __forceinline__ void write_dots(const Cut& cut, const Slots& slots, float* d_weight) {
   const float* all = reinterpret_cast<const float*>(shared_memory());
   const int64_t first_token = cut.block_token(blockIdx.x);
@@ -320,7 +325,8 @@ __global__ void __launch_bounds__(kThreads, 2)
           if (chosen.row[j] >= 0) store_scaled<T>(x, chosen.weight[j], cut, out, chosen.row[j], from);
         }
       }
-      // If all choices fit into registers, their sums stay there until the part's last slice.
+      // If the inner products of all choices fit into registers, they stay there until the group's last slice
+      // of the row.
       const bool fit = slots.choices <= kChoices;
       if (!fit || start + cut.step() >= cut.row_vectors)
         keep_dots(of_group + k0, dot, cut, at.lane, slots.choices - k0, fit || start == begin);

@@ -47,8 +47,8 @@ void with_type(RowType type, const Use& use) {
   throw std::invalid_argument("type (" + std::to_string(static_cast<int>(type)) + ") must be 0, 1 or 2");
 }
 
-// Number of vectors and choices that a lane loads together: always eight vectors of routed rows, those of two
-// choices or of four.
+// Number of 16-byte vectors and of choices that a lane loads together. It is always eight vectors of sorted
+// rows: four of each of two choices, or two of each of four.
 template <int kVectorsValue, int kChoicesValue>
 struct Shape {
   static constexpr int kVectors = kVectorsValue, kChoices = kChoicesValue;
@@ -88,7 +88,7 @@ void backward(const Moving& m, const char* name, const RowsAt& a, const RowsAt& 
 void permute(const Moving& m, RowsAt x, RowsAt rows) {
   const Slots slots = slots_of(m);
   const Cut cut = make_cut(m.tokens, m.row_bytes, kPermuteVectors, kThreads, false, m.parts);
-  // Without weights the kernel copies bytes, of any type.
+  // Without weights the kernel only copies bytes, so the element type does not matter.
   if (m.weight == nullptr)
     return launch(m, "permute", permute_kernel<float, false>, 0, cut, slots, rows_at(x), rows_at(rows));
   with_type(m.type, [&](auto type) {

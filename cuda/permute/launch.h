@@ -1,4 +1,4 @@
-// Launches of the kernels in kernel.cuh. Plain C++: no CUDA header, no torch.
+// Launches of the kernels in kernel.cuh. This header is plain C++: no CUDA header, no torch.
 #pragma once
 
 #include <cstdint>
@@ -10,22 +10,22 @@ namespace pmoe::permute {
 
 enum class RowType : int { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
 
-// Rows of a tensor. A row begins on a multiple of 16 bytes, and its length and stride are multiples of 16
+// The rows of a tensor. A row begins on a multiple of 16 bytes, and its length and stride are multiples of 16
 // bytes.
 struct RowsAt {
   void* data;
   int64_t stride_bytes;
 };
 
-// The arguments that the four launches have in common.
+// The arguments that the four launches have in common. A slot is a (token, choice) pair.
 //
 // device, stream: where the kernel runs.
 // type: element type of the rows.
-// tokens, choices, num_rows: T, K and N.
+// tokens, choices, num_rows: T, K, and N, the number of sorted rows.
 // row_bytes: bytes of a row, a multiple of 16.
 // position: (T, K) row of each slot in the sorted order; outside 0 .. N - 1 if the slot is dropped.
 // weight: (T, K), or null for weights of 1.
-// parts: groups of threads that share a token (layout.h); 0 chooses.
+// parts: groups of threads that share a token (layout.h); 0 lets the launch choose.
 struct Moving {
   int device;
   void* stream;
@@ -39,19 +39,21 @@ struct Moving {
   int parts;
 };
 
-// All launches return before the work is done. They throw std::invalid_argument, before launching anything,
-// if T, K or a row's bytes are out of range, and std::runtime_error if CUDA refuses the launch.
+// All launches return before the work is done. If T, K or a row's bytes are out of range, they throw
+// std::invalid_argument before launching anything. If CUDA refuses the launch, they throw std::runtime_error.
 
-// Launches rows[position] = weight * x.
+// Launches rows[position] = weight * x: copies each token to its sorted rows.
 void permute(const Moving& moving, RowsAt x, RowsAt rows);
 
-// Launches y = sum over k of weight * rows[position].
+// Launches y = sum over k of weight * rows[position]: sums the sorted rows of each token.
 void unpermute(const Moving& moving, RowsAt rows, RowsAt y);
 
-// Launches d_x = sum over k of weight * d_rows[position], and d_weight = <x, d_rows[position]>.
+// Launches the gradient of permute(): d_x = sum over k of weight * d_rows[position], and d_weight = <x,
+// d_rows[position]>.
 void permute_backward(const Moving& moving, RowsAt x, RowsAt d_rows, RowsAt d_x, float* d_weight);
 
-// Launches d_rows[position] = weight * d_y, and d_weight = <d_y, rows[position]>.
+// Launches the gradient of unpermute(): d_rows[position] = weight * d_y, and d_weight = <d_y,
+// rows[position]>.
 void unpermute_backward(const Moving& moving, RowsAt d_y, RowsAt rows, RowsAt d_rows, float* d_weight);
 
 void list_kernels(std::vector<KernelInfo>& found);

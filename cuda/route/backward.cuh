@@ -1,14 +1,15 @@
-// The kernel for the gradient of the logits, from the gradients of the weights and of the loss.
+// The kernel that computes the gradient of the logits, from the gradients of the routing weights and of the
+// loss l_aux.
 //
-// It computes the softmax p of each token again. With c_k the token's chosen experts, w_k their weights, g_k
-// the gradients of these weights, a the gradient of l_aux, and h_k = g_k, or, if weights are normalised, h_k
-// = (g_k - sum_j g_j w_j) / sum_j p_cj:
+// It computes the softmax p of each token once more. For one token, c_k are its chosen experts, w_k their
+// weights, and g_k the gradients of these weights. a is the gradient of l_aux. h_k is g_k, or, if weights are
+// normalised, (g_k - sum_j g_j w_j) / sum_j p_cj. Then
 //
 //   dp_e = a * balance_scale * load_e + (h_k if e = c_k)
 //
 //   dx_e = p_e * (dp_e - sum_f p_f dp_f + a * z_scale * 2 * logsumexp(x))
 //
-// layout.h says which lane has what, and explains the letters. P is the number of partial sums.
+// layout.h says which lane has which experts, and explains the letters. P is the number of partial sums.
 #pragma once
 #include "route/tokens.cuh"
 
@@ -34,7 +35,7 @@ struct Backward {
   float* grad_logits_TE;
 };
 
-// Returns the gradient of a slot's weight.
+// Returns the gradient of a slot's routing weight, given or as a sum of parts; 0 if there is none.
 __device__ __forceinline__ float weight_gradient(const Backward& a, int64_t slot) {
   if (a.grad_weight_TK != nullptr) return a.grad_weight_TK[slot];
   if (a.partial_PN == nullptr) return 0.0f;
@@ -45,7 +46,8 @@ __device__ __forceinline__ float weight_gradient(const Backward& a, int64_t slot
   return sum;
 }
 
-// The choices of a warp's tokens, staged in shared memory: for each its weight's gradient, weight and expert.
+// The choices of a warp's tokens, in shared memory: for each the gradient of its weight, its weight, and its
+// expert.
 struct Choices {
   float* gradient;
   float* weight;
@@ -74,7 +76,8 @@ __device__ __forceinline__ void stage_choices(const Backward& a, int64_t first_s
   }
 }
 
-// Computes dp for the experts of this lane, without the share of the loss.
+// Computes dp, the gradient of the probabilities, for the experts of this lane. The part that comes from the
+// balance loss is not included.
 template <class S>
 __device__ __forceinline__ void probability_gradient(const Choices& chosen_K, int choices, bool normalize,
                                                      int of_token, const float (&p)[S::kPer],
@@ -104,7 +107,9 @@ __device__ __forceinline__ void probability_gradient(const Choices& chosen_K, in
     if (mine >> j & 1) dp[j] = (dp[j] - inner) * inverse;
 }
 
-// Computes dx for the experts of this lane. z: what the z-loss adds inside the parentheses.
+// Computes dx, the gradient of the logits, for the experts of this lane.
+//
+// z: the term of the z-loss: a * z_scale * 2 * logsumexp(x).
 template <class S>
 __device__ __forceinline__ void softmax_gradient(const float (&p)[S::kPer], const float (&dp)[S::kPer],
                                                  float z, float (&dx)[S::kPer]) {
@@ -116,7 +121,8 @@ __device__ __forceinline__ void softmax_gradient(const float (&p)[S::kPer], cons
   for (int j = 0; j < S::kPer; ++j) dx[j] = p[j] * (dp[j] - inner + z);
 }
 
-// Computes the share of the balance loss in dp of each expert of this lane: a * balance_scale * load_e.
+// Computes the part of dp (the gradient of the probabilities) that comes from the balance loss, for each
+// expert of this lane: grad_l_aux * balance_scale * load_e.
 template <class S>
 __device__ __forceinline__ void balance_gradient(const Backward& a, float grad_l_aux, int of_token,
                                                  float (&added)[S::kPer]) {
@@ -130,7 +136,7 @@ __device__ __forceinline__ void balance_gradient(const Backward& a, float grad_l
   }
 }
 
-// Computes the gradient of all logits. Each warp goes through a contiguous range of tokens.
+// Computes the gradient of all logits. Each warp takes a contiguous range of tokens.
 template <class S>
 __global__ void __launch_bounds__(S::kThreads) backward_kernel(const __grid_constant__ Backward a) {
   const Place<S> at;

@@ -1,5 +1,5 @@
-// Python binding of the routing. Addresses and streams arrive as integers; pmoe/kernels/route/reference.py
-// has checked what they point to.
+// Python binding of the routing. Addresses and streams are passed as integers;
+// pmoe/kernels/route/reference.py has checked the tensors.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -54,7 +54,8 @@ void bind_route(py::module_& m) {
         "Makes the kernels ready. Raises RuntimeError if the device cannot run them.");
   m.def("route_workspace_bytes", &route::workspace_bytes,
         "Returns the bytes of workspace that a forward launch needs.");
-  // A launch blocks while the queue of launches is full. The GIL is released, so that other threads go on.
+  // A launch blocks while the queue of launches is full. The GIL is released meanwhile, so that other threads
+  // can run.
   m.def("route", &forward, py::call_guard<py::gil_scoped_release>());
   m.def("route_backward", &backward, py::call_guard<py::gil_scoped_release>());
 }

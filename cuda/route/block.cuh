@@ -1,10 +1,10 @@
-// Arguments and shared memory of both forward kernels.
+// The arguments and the shared memory of the two forward kernels of the routing.
 #pragma once
 #include "route/tokens.cuh"
 
 namespace pmoe::route {
 
-// The arguments of both kernels. Letters as in layout.h.
+// The arguments of the two forward kernels: T tokens, E experts, K choices, N = T*K slots, n chunks.
 struct Forward {
   Sizes sizes;
   Rows rows;
@@ -22,7 +22,7 @@ struct Forward {
   Workspace workspace;
 };
 
-// The shared memory of a block, as ForwardShared lays it out.
+// The shared memory of a block of a forward kernel, divided as ForwardShared says.
 template <class S>
 struct Shared {
   int32_t* rows_WE;  // rows of each warp by expert; in place_rows() those of the warps before it

@@ -1,12 +1,12 @@
-// The first forward kernel (see kernel.cuh): chooses experts and weights of a block's tokens, and sums for
-// the losses.
+// The first of the two forward kernels (kernel.cuh): chooses experts and weights for a block's tokens, and
+// sums the numbers that the losses need.
 #pragma once
 #include "route/block.cuh"
 
 namespace pmoe::route {
 
-// An expert that may be the next choice: first the best one of a lane, then of all lanes of a token. Key 0
-// means that there is none.
+// An expert that may be a token's next choice: first the best of one lane's experts, then the best of all
+// lanes of the token. Key 0 means that there is none.
 struct Candidate {
   uint32_t key;
   int32_t expert;
@@ -30,9 +30,9 @@ __device__ __forceinline__ Candidate best_of_token(Candidate best) {
 // Chooses the token's top_k experts, best first.
 //
 // x: scores of this lane's experts.
-// numerator, sum: the softmax; the probability is numerator / sum.
-// of_token: which of the token's lanes this is.
-// probability_K, expert_K: results, in this token's staging memory.
+// numerator, sum: the softmax; a probability is numerator / sum.
+// of_token: which of the token's lanes this lane is.
+// probability_K, expert_K: results, in the shared memory for this token's choices.
 template <class S>
 __device__ __forceinline__ void choose(const float (&x)[S::kPer], const float (&numerator)[S::kPer],
                                        float sum, int num_experts, int top_k, int of_token,
@@ -60,7 +60,7 @@ __device__ __forceinline__ void choose(const float (&x)[S::kPer], const float (&
   }
 }
 
-// Sums that a lane collects over its warp's tokens.
+// Sums that a lane collects over its warp's tokens, for the losses.
 template <class S>
 struct Sums {
   float probability[S::kPer];
@@ -81,10 +81,11 @@ struct Sums {
   }
 };
 
-// Writes the staged choices of a warp's tokens, and counts them.
+// Writes the choices of a warp's tokens from shared to global memory, and counts them by expert.
 //
-// first: the first token. `choices` choices follow, in neighbouring places.
-// rows_E: counts of this warp by expert, which it adds to.
+// first: the first token.
+// choices: number of choices of these tokens, which follow each other in memory.
+// rows_E: the warp's counts by expert, to which the choices are added.
 __device__ __forceinline__ void write_choices(const Forward& a, int64_t first, int choices, int lane,
                                               const float* probability, const int32_t* expert,
                                               int32_t* rows_E) {
@@ -108,7 +109,7 @@ __device__ __forceinline__ void write_choices(const Forward& a, int64_t first, i
 // Chooses experts and weights for all tokens of one warp.
 //
 // shared: rows_WE receives the warp's counts by expert.
-// sums: receives the sums of this lane.
+// sums: receives what this lane has summed for the losses.
 template <class S>
 __device__ __forceinline__ void choose_tokens(const Forward& a, const Place<S>& at, const Shared<S>& shared,
                                               Sums<S>& sums) {
@@ -127,7 +128,7 @@ __device__ __forceinline__ void choose_tokens(const Forward& a, const Place<S>& 
   load_row<S>(a.logits_TE, a.rows, first + at.token, first + at.token < end, at.of_token, x);
   PMOE_ROLLED
   for (; first < end; first += S::kTokens) {
-    // The next rows are loaded while these are worked on.
+    // The logits of the next tokens are loaded while the present ones are processed.
     float next[S::kPer];
     const int64_t later = first + S::kTokens + at.token;
     load_row<S>(a.logits_TE, a.rows, later, later < end, at.of_token, next);
@@ -146,8 +147,8 @@ __device__ __forceinline__ void choose_tokens(const Forward& a, const Place<S>& 
   }
 }
 
-// Writes what the second kernel needs of this block into the workspace: rows and probabilities by expert, and
-// the sum for the z-loss.
+// Writes the block's results into the workspace, for the second kernel: number of rows and summed
+// probabilities by expert, and the sum for the z-loss.
 template <class S>
 __device__ __forceinline__ void write_sums(const Forward& a, const Place<S>& at, const Shared<S>& shared,
                                            Sums<S>& sums) {

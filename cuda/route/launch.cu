@@ -21,8 +21,8 @@ int attribute(cudaDeviceAttr which, int device) {
 
 int multiprocessors(int device) { return attribute(cudaDevAttrMultiProcessorCount, device); }
 
-// Returns how many blocks of a kernel a multiprocessor of the current device holds at a time. The answer is
-// cached, because the query takes microseconds.
+// Returns how many blocks of a kernel can be resident on a multiprocessor of the current device. The answer
+// is cached, because the query takes microseconds.
 int blocks_resident(int device, const void* kernel, int threads, int shared_bytes) {
   static std::mutex mutex;
   static std::map<std::tuple<int, const void*, int>, int> known;
@@ -36,7 +36,7 @@ int blocks_resident(int device, const void* kernel, int threads, int shared_byte
   return known[{device, kernel, shared_bytes}] = blocks;
 }
 
-// A kernel compiled for one Shape, and what its launch needs.
+// A kernel compiled for one Shape, and the numbers that its launch needs.
 template <class Call>
 struct Chosen {
   void (*kernel)(Call);
@@ -131,7 +131,8 @@ void list(const Chosen<Call> (&kernels)[kCount], std::vector<KernelInfo>& found)
                      4 * each.shared_words(each.experts, smaller(each.experts, kMostChoices))});
 }
 
-// Sizes of a launch. One block for each multiprocessor: those that own tokens, and the one that adds up.
+// Returns the sizes of a launch. It has one block for each multiprocessor: those with tokens, and one that
+// adds up the counts and the loss.
 Sizes sizes_of(const Problem& p) {
   const int experts = static_cast<int>(p.num_experts), chunks = static_cast<int>(p.num_chunks);
   const int block_tokens = pick(kFirst, experts).tokens;

@@ -1,5 +1,5 @@
-// Launches of the routing kernels. Plain C++: no CUDA header, no torch. Launches return without waiting. All
-// addresses point to device memory.
+// Launches of the routing kernels. This header is plain C++: no CUDA header, no torch. Launches return
+// without waiting. All addresses are of device memory.
 //
 // Letters: T tokens, E experts, K choices, N = T*K slots, n chunks, P partial sums.
 #pragma once
@@ -46,22 +46,23 @@ struct BackwardTensors {
   float* grad_logits_TE;
 };
 
-// Returns why there is no kernel for these sizes, or an empty string. It does not look at the device.
+// Returns why there is no kernel for these sizes, or an empty string. It does not need a device.
 std::string refusal(int64_t num_tokens, int64_t num_experts, int64_t top_k, int64_t num_chunks);
 
-// Makes the kernels ready on a device. Throws std::runtime_error if the device cannot run them: it has no
-// code for them, or too little shared memory.
+// Loads the kernels on a device. Throws std::runtime_error if the device cannot run them, because they were
+// not compiled for it, or because it has too little shared memory.
 void prepare(int device, int64_t num_experts, int64_t top_k);
 
-// Returns the size of the workspace of forward(). Its content before the launch does not matter. Nothing else
-// may use it until the stream has passed forward().
+// Returns the size in bytes of the workspace that forward() needs. Its content before the launch does not
+// matter. Other work may use it only after the stream has finished forward().
 int64_t workspace_bytes(const Problem& problem);
 
-// Launches the two forward kernels. Throws std::invalid_argument, before launching, for the reasons of
-// refusal() and for a workspace that is too small; throws std::runtime_error for an error of CUDA.
+// Launches the two forward kernels. Throws std::invalid_argument, before launching, if refusal() gives a
+// reason or the workspace is too small; throws std::runtime_error for an error of CUDA.
 void forward(const Problem& problem, const ForwardTensors& tensors);
 
-// Launches the backward kernel, unless there are no tokens. Throws as forward() does.
+// Launches the backward kernel, unless there are no tokens. Throws std::invalid_argument, before launching,
+// if refusal() gives a reason; throws std::runtime_error for an error of CUDA.
 void backward(const Problem& problem, const BackwardTensors& tensors);
 
 void list_kernels(std::vector<KernelInfo>& found);

@@ -1,16 +1,17 @@
-// The cut of tokens among blocks and warps, and the layout of memory. The host sizes by it, the kernels
-// address by it. It knows no device.
+// The division of tokens among blocks and warps, and the layout of memory. The host computes sizes from this,
+// and the kernels compute addresses. It calls no function of a device.
 //
-// Tokens are cut into chunks, chunks into blocks, blocks into warps. Part i of any cut begins at token
+// Tokens are divided into chunks, chunks into blocks, blocks into warps. Part i of any division begins at
+// token
 //
 //   floor(i * T / parts)
 //
-// just as in pmoe.ordering.sorted.chunk_bounds. A multiple of n parts refines n chunks, so each block and
-// each warp lies in one chunk. Slots are sorted by (chunk, expert), and inside a block or warp only the
-// expert varies.
+// as in pmoe.ordering.sorted.chunk_bounds. If the number of parts is a multiple of n, no part crosses the end
+// of a chunk, so each block and each warp lies in one chunk. Slots ((token, choice) pairs) are sorted by
+// (chunk, expert), and inside a block or warp only the expert differs.
 //
 // Letters: T tokens, E experts, K choices, N = T*K slots, n chunks, B blocks of a chunk, G = n*B blocks that
-// own tokens, W warps of a block.
+// have tokens, W warps of a block.
 #pragma once
 #include <cfloat>
 #include <cmath>
@@ -25,13 +26,13 @@ constexpr int kMostChoices = 32;
 constexpr int kMostChunks = 64;
 constexpr int64_t kMostSlots = (int64_t{1} << 31) - 1;  // positions are int32
 
-// Returns the first token of part i.
+// Returns the first token of part i, if the tokens are divided into `parts` parts.
 PMOE_HD constexpr int64_t bound(int64_t num_tokens, int64_t i, int64_t parts) {
   return i * num_tokens / parts;
 }
 
-// How a warp reads rows of logits. kLanes neighbouring lanes share a token. Each lane has kPer experts of it,
-// in runs of four. A block has kWarps warps. With kLanes = 2 and kPer = 8:
+// The way in which a warp reads rows of logits. kLanes neighbouring lanes share a token. Each lane has kPer
+// experts of the token, in runs of four. A block has kWarps warps. With kLanes = 2 and kPer = 8:
 //
 //   expert   0..3   4..7   8..11   12..15
 //   lane      0      1       0       1
@@ -43,19 +44,19 @@ struct Shape {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kTokens = 32 / kLanes;  // tokens that a warp has at a time
   static constexpr int kExperts = kLanes * kPer;
-  // The first of the threads that route, and their named barrier, in blocks where other threads do other
-  // work. Barrier 0 is that of the whole block.
+  // The first of the threads that route, and their named barrier, for blocks in which other threads do other
+  // work. Barrier 0 is the barrier of the whole block.
   static constexpr int kFirstThread = 0, kBarrier = 0;
   static_assert(kPer % 4 == 0 && 32 % kLanes == 0);
 
-  // expert() returns the j-th expert of a token's lane; it ascends with j. owner() returns the lane of an
+  // expert() returns the j-th expert of a token's lane; it rises with j. owner() returns the lane that has an
   // expert.
   PMOE_HD static constexpr int expert(int lane, int j) { return j / 4 * (4 * kLanes) + 4 * lane + j % 4; }
   PMOE_HD static constexpr int owner(int expert) { return expert / 4 % kLanes; }
 };
 
-// The shapes that pmoe compiles. For more than 256 experts a block has fewer warps, because a thread needs
-// more registers and a warp more shared memory.
+// The shapes for which pmoe compiles kernels. For more than 256 experts a block has fewer warps, because a
+// thread needs more registers and a warp needs more shared memory.
 template <int kLanes, int kPer>
 using Kept = Shape<kLanes, kPer, (kPer > 8 ? 8 : 16)>;
 
@@ -73,8 +74,8 @@ PMOE_HD uint32_t bits_of(float value) {
   return bits;
 }
 
-// Maps a score to an integer of the same order as pmoe.kernels.route.top_indices: NaN is above everything,
-// both zeros are equal, and negative infinity equals the lowest finite number. The result is never 0, which
+// Maps a score to an integer that sorts as pmoe.kernels.route.top_indices does: NaN is above everything, both
+// zeros are equal, and negative infinity equals the lowest finite number. The result is never 0, because 0
 // marks an expert that is taken already or does not exist.
 PMOE_HD uint32_t order_key(float score) {
   if (score != score) return 0xFFFFFFFFu;
@@ -84,7 +85,8 @@ PMOE_HD uint32_t order_key(float score) {
 
 // ---- sizes
 
-// Factors of the losses: balance_scale is E / (N * T), z_scale the z-loss's weight over T (0 leaves it out).
+// Factors of the losses: balance_scale() is E / (N * T); z_scale() is the z-loss's weight divided by T, where
+// 0 leaves the z-loss out.
 inline float balance_scale(int64_t num_tokens, int64_t num_experts, int64_t top_k) {
   const double tokens = static_cast<double>(larger(num_tokens, int64_t{1}));
   return static_cast<float>(static_cast<double>(num_experts) /
@@ -105,8 +107,9 @@ struct Sizes {
   PMOE_HD int64_t first_token(int64_t warp, int warps) const {
     return bound(num_tokens, warp, int64_t{blocks()} * warps);
   }
-  // Returns the number of rows of all earlier chunks. Nothing is dropped, so it is known before anything is
-  // counted. It is bound() with 32-bit divisions: a device divides 64-bit numbers by a function call.
+  // Returns the number of rows of all earlier chunks. No slot is dropped, so it is known before anything is
+  // counted. It is bound() with 32-bit divisions, because a device divides 64-bit numbers by a slow function
+  // call.
   PMOE_HD int64_t first_row(int32_t chunk) const {
     const auto tokens = static_cast<uint32_t>(num_tokens), chunks = static_cast<uint32_t>(num_chunks);
     const auto at = static_cast<uint32_t>(chunk);
@@ -114,15 +117,15 @@ struct Sizes {
   }
 };
 
-// Returns B, the blocks of a chunk: enough that each warp has the tokens that it takes at a time, but with
-// all chunks at most most_blocks blocks. It is at least 1.
+// Returns B, the number of blocks of a chunk: enough that each warp has its tokens in one iteration, but at
+// most most_blocks blocks for all chunks together. It is at least 1.
 inline int32_t chunk_blocks(int64_t num_tokens, int32_t num_chunks, int64_t block_tokens,
                             int64_t most_blocks) {
   const int64_t enough = ceil_div(ceil_div(num_tokens, block_tokens), num_chunks);
   return static_cast<int32_t>(larger(int64_t{1}, smaller(enough, most_blocks / num_chunks)));
 }
 
-// Numbers that blocks of the first forward kernel pass on to those of the second.
+// The numbers that each block of the first forward kernel passes to the second one.
 struct Workspace {
   int32_t* rows_GE;       // rows by expert
   float* probability_GE;  // probabilities summed over the block's tokens
@@ -139,9 +142,9 @@ struct Workspace {
   }
 };
 
-// Sizes and offsets in the shared memory of a forward block, in 4-byte words:
+// Sizes and offsets in the shared memory of a block of a forward kernel, in 4-byte words:
 //
-//   rows_WE (W * E) | sum_W (W) | area, which serves one phase after the other
+//   rows_WE (W * E) | sum_W (W) | area, which the phases of the kernels use one after the other
 template <class S>
 struct ForwardShared {
   PMOE_HD static constexpr int staged(int top_k) {
@@ -160,7 +163,8 @@ struct ForwardShared {
   }
 };
 
-// Shared memory of a backward block, in words: gradient, weight and expert of each warp's choices.
+// Size of the shared memory of a block of the backward kernel, in 4-byte words: the gradient, weight and
+// expert of each choice of its warps' tokens.
 template <class S>
 PMOE_HD constexpr int backward_words(int top_k) {
   return 3 * S::kWarps * S::kTokens * top_k;

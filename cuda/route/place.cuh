@@ -1,16 +1,18 @@
-// The second forward kernel (see kernel.cuh): places of rows, counts of chunks, and the losses.
+// The second of the two forward kernels (kernel.cuh): computes the places of rows, the counts of chunks, and
+// the losses.
 #pragma once
 #include "route/block.cuh"
 
 namespace pmoe::route {
 
-// Rows of a chunk by expert, in the shared area.
+// The rows of a chunk by expert: those of earlier blocks, and those of all blocks. The arrays are in shared
+// memory.
 struct ChunkCounts {
   int32_t* before_E;
   int32_t* total_E;
 };
 
-// Counts a chunk's rows by expert: total_E for all of its blocks, before_E for the first `blocks_before`.
+// Counts the rows of a chunk by expert: total_E counts all of its blocks, before_E the first `blocks_before`.
 template <class S>
 __device__ __forceinline__ ChunkCounts count_chunk(const Forward& a, const Shared<S>& shared, int chunk,
                                                    int blocks_before) {
@@ -39,9 +41,10 @@ __device__ __forceinline__ ChunkCounts count_chunk(const Forward& a, const Share
   return found;
 }
 
-// Goes through n values with a running sum, by one warp: calls visit(i, sum of all values before, value).
+// Goes through n values and their prefix sums; one warp calls it. For each value it calls visit(i, sum of all
+// values before, value).
 //
-// sum: the running sum at the beginning.
+// sum: the sum at the beginning, which is added to all prefix sums.
 template <class Visit>
 __device__ __forceinline__ void scan(const int32_t* value, int n, int lane, int32_t sum, Visit visit) {
   PMOE_ROLLED
@@ -59,8 +62,8 @@ __device__ __forceinline__ void scan(const int32_t* value, int n, int lane, int3
   }
 }
 
-// Returns the lanes whose slots have the same expert as this lane's, this lane included; 0 if this lane has
-// no slot. One ballot for each bit of the expert's number finds them.
+// Returns a mask of the lanes whose slots have the same expert as this lane's slot, this lane included; 0 if
+// this lane has no slot. It takes one ballot for each bit of an expert's number.
 __device__ __forceinline__ uint32_t same_expert(int32_t expert, bool valid, int num_experts) {
   uint32_t same = ballot(valid);
   PMOE_ROLLED
@@ -72,7 +75,7 @@ __device__ __forceinline__ uint32_t same_expert(int32_t expert, bool valid, int 
   return valid ? same : 0;
 }
 
-// A range of slots.
+// A range of (token, choice) slots.
 struct Slots {
   int64_t begin, end;
 };
@@ -84,8 +87,9 @@ __device__ __forceinline__ Slots slots_of_warp(const Sizes& sizes, const Place<S
           sizes.first_token(part + 1, S::kWarps) * sizes.top_k};
 }
 
-// Counts rows by expert for each warp of the block, into rows_WE. choice(slot): the slot's expert, or -1 if
-// it has no row.
+// Counts rows by expert for each warp of the block, into rows_WE.
+//
+// choice(slot): returns the slot's expert, or -1 if the slot is dropped.
 template <class S, class Choice>
 __device__ __forceinline__ void count_slots(const Place<S>& at, const Shared<S>& shared, int num_experts,
                                             const Slots& slots, const Choice& choice) {
@@ -101,8 +105,9 @@ __device__ __forceinline__ void count_slots(const Place<S>& at, const Shared<S>&
   sync<S>();
 }
 
-// Replaces each warp's counts in rows_WE by the rows of the block's warps before it. One thread per expert
-// calls found(expert, rows of all warps).
+// Replaces each warp's counts in rows_WE by the number of rows of the block's warps before it.
+//
+// found(expert, rows): called once for each expert, with the rows of all warps.
 template <class S, class Found>
 __device__ __forceinline__ void add_warps(const Shared<S>& shared, int num_experts, const Found& found) {
   PMOE_ROLLED
@@ -118,12 +123,12 @@ __device__ __forceinline__ void add_warps(const Shared<S>& shared, int num_exper
   }
 }
 
-// Goes through a warp's slots in their order, and calls put(slot, expert, placed) for each. placed: number of
-// rows of that expert before it in this block. A slot whose expert is -1 is not counted.
+// Goes through a warp's slots in their order, and calls put(slot, expert, placed) for each. `placed` is the
+// number of rows of that expert before this slot in the block. A slot whose expert is -1 is not counted.
 template <class S, class Choice, class Put>
 __device__ __forceinline__ void place_slots(const Place<S>& at, const Shared<S>& shared, int num_experts,
                                             const Slots& slots, const Choice& choice, const Put& put) {
-  // Rows placed so far, by this warp or the block's warps before it.
+  // Number of rows placed so far, by this warp and by the block's warps before it.
   int32_t* const rows_E = shared.rows_WE + at.warp * num_experts;
   PMOE_ROLLED
   for (int64_t begin = slots.begin; begin < slots.end; begin += 32) {
@@ -140,15 +145,15 @@ __device__ __forceinline__ void place_slots(const Place<S>& at, const Shared<S>&
   }
 }
 
-// Finds the position of each row of a block that owns tokens.
+// Computes the position of each row of a block's tokens in the order sorted by chunk and expert.
 template <class S>
 __device__ __forceinline__ void place_rows(const Forward& a, const Place<S>& at, const Shared<S>& shared) {
   const int num_experts = a.sizes.num_experts, blocks = a.sizes.chunk_blocks;
   const int chunk = at.block / blocks;
   const Slots slots = slots_of_warp<S>(a.sizes, at);
   const auto choice = [&](int64_t slot) { return a.expert_TK[slot]; };
-  // Rows are counted again: the counts of the first kernel's warps are gone with their shared memory, and the
-  // choices are still in the cache.
+  // Rows are counted once more: the counts of the first kernel's warps were lost with their shared memory,
+  // and the choices are still in the cache.
   count_slots<S>(at, shared, num_experts, slots, choice);
   add_warps<S>(shared, num_experts, [](int, int32_t) {});
   const ChunkCounts counts = count_chunk<S>(a, shared, chunk, at.block % blocks);
@@ -179,7 +184,9 @@ __device__ __forceinline__ float block_sum(const Place<S>& at, const Shared<S>& 
   return sum;
 }
 
-// Writes counts and ends of all chunks. load_E receives the rows of each expert in all chunks.
+// Writes the counts of rows of all chunks, and where each expert's rows end.
+//
+// load_E: receives the number of rows of each expert in all chunks.
 template <class S>
 __device__ __forceinline__ void add_counts(const Forward& a, const Place<S>& at, const Shared<S>& shared,
                                            int32_t* load_E) {
@@ -200,8 +207,10 @@ __device__ __forceinline__ void add_counts(const Forward& a, const Place<S>& at,
   sync_block();
 }
 
-// Returns sum_e load_e * (probability of e, summed over tokens); only thread 0 has it.
+// Returns the balance loss without its factor: the sum over experts e of load_e * (probability of e, summed
+// over tokens). Only thread 0 has the result.
 //
+// load_E: number of rows of each expert.
 // partial: scratch memory of max(threads, E) floats.
 template <class S>
 __device__ __forceinline__ float balance(const Forward& a, const Place<S>& at, const Shared<S>& shared,
@@ -229,7 +238,10 @@ __device__ __forceinline__ float balance(const Forward& a, const Place<S>& at, c
   return block_sum(at, shared, mine);
 }
 
-// Writes l_aux. load_E, partial: as in balance().
+// Computes the loss l_aux (balance loss and z-loss) and writes it.
+//
+// load_E: number of rows of each expert.
+// partial: scratch memory of max(threads, E) floats.
 template <class S>
 __device__ __forceinline__ void write_loss(const Forward& a, const Place<S>& at, const Shared<S>& shared,
                                            const int32_t* load_E, float* partial) {
@@ -242,7 +254,7 @@ __device__ __forceinline__ void write_loss(const Forward& a, const Place<S>& at,
     *a.l_aux = a.balance_scale * balanced + (a.z_scale == 0.0f ? 0.0f : a.z_scale * z);
 }
 
-// The work of the block that owns no tokens: counts of all chunks, and the loss.
+// Runs the block that has no tokens: it writes the counts of all chunks, and the loss.
 template <class S>
 __device__ __forceinline__ void add_up(const Forward& a, const Place<S>& at, const Shared<S>& shared) {
   int32_t* const load_E = shared.ints(2 * a.sizes.num_experts);

@@ -1,13 +1,13 @@
-// Code that forward and backward share: a warp's tokens, their rows of logits in registers, the softmax.
-// layout.h says which lane has what, and explains the letters.
+// Code that the forward and backward kernels share: a warp's tokens, their logits in registers, the softmax.
+// layout.h says which lane has which experts, and explains the letters.
 #pragma once
 #include <cmath>
 
 #include "common/device.cuh"
 #include "route/layout.h"
 
-// Put before loops of few rounds. The compiler would unroll them, and in a kernel of microseconds the loading
-// of code would dominate.
+// Stands before loops with few iterations, which the compiler would otherwise unroll. In a kernel of a few
+// microseconds, loading the longer code would take most of the time.
 #if defined(__CUDACC__)
 #define PMOE_ROLLED _Pragma("unroll 1")
 #else
@@ -16,7 +16,7 @@
 
 namespace pmoe::route {
 
-// The rows of logits. The rows of their gradient lie the same way.
+// The rows of logits. The rows of their gradient have the same layout.
 struct Rows {
   int64_t num_tokens;
   int32_t num_experts;
@@ -27,7 +27,7 @@ struct Rows {
 template <class S>
 __device__ __forceinline__ int own_thread() {
   if constexpr (S::kBarrier == 0) return static_cast<int>(threadIdx.x);
-  // The block does other work too, and has no register to keep the index.
+  // Blocks that do other work, too, have no register to keep the index.
   else
     return thread_again() - S::kFirstThread;
 }
@@ -39,8 +39,9 @@ __device__ __forceinline__ void sync() {
     sync_named(S::kBarrier, S::kThreads);
 }
 
-// The place of a thread: its lane, its warp, which of the warp's kTokens tokens it works on (token), and
-// which of that token's kLanes lanes it is (of_token). block: index among the blocks that own tokens.
+// The place of a thread in its block and among tokens: its lane, its warp, the number of its token among the
+// kTokens tokens that the warp has at a time (token), and its number among that token's kLanes lanes
+// (of_token). block: index among the blocks that have tokens.
 template <class S>
 struct Place {
   int block = static_cast<int>(blockIdx.x);
@@ -50,7 +51,8 @@ struct Place {
   int token = lane / S::kLanes;
 };
 
-// Sum and maximum over the lanes of a token. Every lane gets the same bits.
+// token_sum() and token_max() return the sum and the maximum over the lanes of a token. Every lane gets the
+// same bits.
 template <class S>
 __device__ __forceinline__ float token_sum(float value) {
   PMOE_UNROLL
@@ -71,8 +73,8 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
-// Loads a lane's logits of a token: -inf for an expert that does not exist, 0 for a token that does not
-// exist.
+// Loads the logits of one token for this lane's experts: -inf for an expert that does not exist, 0 for a
+// token that does not exist.
 template <class S>
 __device__ __forceinline__ void load_row(const float* logits_TE, const Rows& rows, int64_t token, bool valid,
                                          int of_token, float (&x)[S::kPer]) {
@@ -116,8 +118,8 @@ struct Softmax {
   __device__ float log_sum() const { return largest + logf(sum); }
 };
 
-// Computes numerator[j] = e^(x[j] - largest), and their sum. A row that contains NaN or +inf, or only -inf,
-// gives NaN in all places, as in torch.
+// Computes numerator[j] = e^(x[j] - largest), and the sum over all experts. A row that contains NaN or +inf,
+// or only -inf, gives NaN in all places, as in torch.
 template <class S>
 __device__ __forceinline__ Softmax softmax(const float (&x)[S::kPer], float (&numerator)[S::kPer]) {
   float most = x[0];

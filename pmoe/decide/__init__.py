@@ -1,11 +1,13 @@
-"""The first half of a call, before any row moves: decides its routing, its row counts, and its runner.
+"""The first half of a call of the layer, before any row is sent: routes the tokens and decides how to run.
 
     begin           checks that all ranks can make this call together
-    sources         picks the source of row counts: exact, fused, padded, or one rank's
-    route           checks the input and calls the gate; every source begins with it
-    experts_call    `decide`: the ranks agree on the numbers, and the source builds a `Decision`
-                    `run`: computes what was decided
+    sources         picks where the row counts come from (rows sent from each rank to each expert): an
+                    exchange among ranks, the capacity, or the kernels of a single rank
+    route           checks the input and calls the gate
+    experts_call    `decide`: the ranks agree on row counts, number of chunks and restore pair (how backward
+                    gets dropped activations back); the result is a `Decision`
+                    `run`: sends the rows and computes the experts according to the `Decision`
 
-The other modules hold what only some layers or calls need: custom gates, CUDA graphs, fused kernels, state
+The other modules are for features that only some layers use: custom gates, CUDA graphs, fused kernels, state
 dicts.
 """

@@ -1,4 +1,4 @@
-"""The beginning of a call: checks that need no routing. Some of them are collectives."""
+"""The checks at the beginning of a layer's call that need no routing. Some of the checks are collectives."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from pmoe.engine.lanes.run import is_captured
 def begin_call(
     layer: nn.Module, modules: LayerModules, x: Tensor, token_ids: Tensor | None, mask: Tensor | None
 ) -> Call:
-    """Checks what can be checked before routing, and returns the call. Collective as `check_ranks` is.
+    """Runs the checks that are possible before routing, and returns the record of the call.
 
     layer: the module that was called.
-    modules: its modules.
-    x: (..., M), the input.
-    token_ids: (...) int64, for gates that route by them; else None.
-    mask: (...) bool, True where x has a token; None if all rows are tokens.
+    modules: the modules and options of the layer.
+    x: (..., M), the input; M is d_model.
+    token_ids: (...) int64, for gates that route by token id; None for other gates.
+    mask: (...) bool, True where x has a token and False where x has padding; None if all rows are tokens.
 
-    Raises RuntimeError if a CUDA graph is being captured that cannot hold the call, and ValueError as
-    `check_ranks` does.
+    With several ranks, the check of the ranks may be a collective (`check_ranks`).
+
+    Raises RuntimeError if a CUDA graph is being captured and cannot hold this call. Raises ValueError if
+    options differ between ranks, or if a wrapper such as DDP or FSDP manages the experts.
     """
     call = Call(
         layer=layer,
@@ -48,10 +50,14 @@ def begin_call(
 def check_ranks(modules: LayerModules) -> None:
     """Checks that all ranks of the layer can make this call together.
 
-    In most calls that needs no message. `pmoe.decide.rank_consistency.check_same_options` says when several
-    ranks compare the layer, which is a collective.
+    Most calls need no communication for this check. Ranks compare the options of the layer, by a collective,
+    at the first call and after an option or the process group was replaced
+    (`pmoe.decide.rank_consistency.check_same_options`).
 
-    Raises ValueError on every rank if options differ, or if a wrapper of another library manages the experts.
+    modules: the modules and options of the layer.
+
+    Raises ValueError on every rank if options differ, or if a wrapper such as DDP or FSDP manages the
+    experts: each rank holds other experts, so a wrapper must not average or shard them.
     """
     ranks = modules.ranks
     if modules.grid.reconnect():

@@ -1,4 +1,6 @@
-"""Calls during the capture of a CUDA graph: refuses those that a graph cannot hold, before any launch."""
+"""The check of calls during the capture of a CUDA graph: refuses, before any launch, what a graph cannot
+hold.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from pmoe.engine.lanes.base import watchers
 def check_capturable(call: Call) -> None:
     """Raises RuntimeError, before anything is launched, if a CUDA graph cannot hold the call.
 
-    A graph cannot hold a call that waits for the device, measures something, or makes something that outlasts
-    the graph.
+    A graph cannot hold a call in which the host waits for the device, a call that measures times, or a call
+    that allocates something which is used after the graph.
     """
     modules = call.modules
     check_input(modules, call.x)
@@ -35,7 +37,12 @@ def check_capturable(call: Call) -> None:
 
 
 def _padded_refusal(call: Call) -> str | None:
-    """Returns why a graph cannot hold a call of a layer with pad_to_capacity; None if it can."""
+    """Returns why a graph cannot hold this call of a layer with ``pad_to_capacity``; None if it can.
+
+    With ``pad_to_capacity`` each rank sends a fixed number of rows to each expert, so the host need not wait
+    for row counts. Other reasons remain: the tasks are being timed, random state would be restored on the
+    host, or the ranks have not yet compared a call with this number of tokens.
+    """
     modules = call.modules
     x_TM = call.x.reshape(-1, modules.options.d_model)
     kind = kind_of(modules, x_TM, autocast_dtype(x_TM) or x_TM.dtype)

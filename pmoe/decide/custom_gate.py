@@ -1,7 +1,8 @@
-"""Checks of a user's gate: the module when the layer is built, and its `Routing` in every call.
+"""The checks of a gate that is a user's module: when the layer is built, and of its `Routing` in every call.
 
-Shapes and dtypes are checked on the host, which raises at once. Checking values on the host would wait for
-the device, so a wrong value becomes a `Fault` on the device, which travels with the row counts.
+Shapes and dtypes are checked on the host, and a wrong one raises at once. To check values on the host, the
+host would have to wait for the device. So values are checked on the device. A wrong value gives the number of
+a `Fault`, which the ranks exchange together with the row counts, so that all ranks raise.
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ from pmoe.comm.counts import Fault
 from pmoe.gates.base import Mix, Routing
 
 NEEDED = ("expert", "weight", "l_aux", "dispatch", "combine")
-"""Fields of a `Routing`, and of its `Mix` if it has one, that may not be None.
+"""The fields of a `Routing`, and of its `Mix` if it has one, that may not be None.
 
-All but the first are floating-point tensors.
+``expert`` is an integer tensor, and the other fields are floating-point tensors.
 """
 
 
 def check_gate(
     gate: nn.Module, capacity_factor: float | None, normalize_gate: bool | None, z_loss_weight: float
 ) -> None:
-    """Raises TypeError if a user's gate is no module, ValueError for options that only pmoe's gates take.
+    """Raises an error if a user's gate is not a module, or if an option applies to pmoe's own gates only.
 
-    The arguments are those of `pmoe.MoELayer`.
+    gate: the user's gate.
+    capacity_factor: the layer's capacity factor; it must be None if the gate itself drops rows over capacity.
+    normalize_gate, z_loss_weight: options of pmoe's own gates; they must be left out for a user's gate.
+
+    Raises TypeError if the gate is not a module, and ValueError for the options.
     """
     check_kind(nn.Module, "a name or a torch.nn.Module", gate=gate)
     if normalize_gate is not None or z_loss_weight:
@@ -45,15 +50,16 @@ def check_gate(
 
 
 def clamped_with_fault(routing: Routing, x_TM: Tensor, num_experts: int) -> tuple[Routing, Tensor]:
-    """Returns a routing that is safe to compute with, and the `Fault` of the given one.
+    """Returns the gate's routing with all indices inside their ranges, and the `Fault` of the original.
 
-    Indices outside their range are clamped into it, so that no kernel reads outside its memory before the
-    ranks learn of the fault. The weights are cast to float32, or to float64 for float64 tokens.
+    Indices outside their range are clamped, so that no kernel reads outside its memory before the ranks have
+    exchanged the fault. The weights are cast to float32, or to float64 for float64 tokens.
 
-    routing: what the gate returned; its shapes and dtypes are checked (`check_routing`).
+    routing: the result of the gate; its shapes and dtypes are checked already (`check_routing`).
     x_TM: (T, M), the tokens.
+    num_experts: number of experts of all ranks.
 
-    The fault is an int64 scalar on the device.
+    The fault is its number as an int64 scalar on the device, so the host does not wait.
     """
     expert = routing.expert
     weight = routing.weight
@@ -68,18 +74,19 @@ def clamped_with_fault(routing: Routing, x_TM: Tensor, num_experts: int) -> tupl
         faults[Fault.TOKEN] = ((token < 0) | (token >= num_tokens)).any() | (token.diff() < 0).any()
         token = token.clamp(0, max(num_tokens - 1, 0))
     fault = torch.stack([holds.long() * int(fault_kind) for fault_kind, holds in faults.items()]).amax()
-    # Routing weights travel among ranks, so they must have the same dtype on all of them.
+    # Routing weights are sent to other ranks, so they must have the same dtype on all ranks.
     weight = weight.to(torch.float64 if x_TM.dtype == torch.float64 else torch.float32)
     return replace(routing, expert=expert.clamp(0, num_experts - 1), weight=weight, token=token), fault
 
 
 def check_routing(modules: LayerModules, routing: object, x_TM: Tensor) -> None:
-    """Checks types, shapes, dtypes and devices of what a user's gate returned.
+    """Checks the types, shapes, dtypes and devices of the value that a user's gate returned.
 
-    routing: what it returned; it must be a `Routing` of the tokens.
+    modules: the modules and options of the layer.
+    routing: the value that the gate returned; it must be a `Routing` of these tokens.
     x_TM: (T, M), the tokens.
 
-    Raises TypeError or ValueError that names the gate and the field.
+    Raises TypeError or ValueError with the names of the gate and of the wrong field.
     """
     gate_name = type(modules.gate).__name__
     num_tokens = x_TM.shape[0]

@@ -1,4 +1,4 @@
-"""Digests of parameter values. Ranks compare the digests instead of the values."""
+"""Digests of the values of parameters. Ranks compare these digests instead of sending the values."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from pmoe.experts.marks import is_expert
 from pmoe.experts.operands import local_part
 
 MOST_VALUES = 1 << 16
-"""The largest number of values that a digest reads of one tensor. They are evenly spread over it.
+"""The largest number of values of one tensor that a digest reads. The values are evenly spread over the
+tensor.
 
-Few routers have more values than this; a shared expert does.
+Few routers have more values than this number, so routers are mostly read in full. A shared expert is sampled.
 """
 
 DENSE = ("gate", "shared_expert", "shared_gate", "callbacks")
-"""The dense parts of a layer: every rank holds them, and must hold the same values."""
+"""The parts of a layer that are not sharded: every rank holds a copy, and all copies must be equal."""
 
 SAME_VALUES = (
     "Build the model under the same torch.manual_seed on every rank, or wrap it by "
     "DistributedDataParallel(pmoe.parallelize(model, mesh)), or send rank 0's values to all: "
     "torch.distributed.broadcast(parameter.data, src=0)"
 )
-"""The end of messages: how to give the dense parts the same values on all ranks."""
+"""The last sentence of error messages: how to give the dense (replicated) parts equal values on all ranks."""
 
 
 @torch.no_grad()
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """Returns a digest of the tensors' names, shapes, dtypes and values, bit by bit; "" for no tensors.
+    """Returns a digest of the names, shapes, dtypes and values (bit by bit) of tensors; "" for no tensors.
 
-    The host reads the values, so it waits for a GPU. Only name, shape and dtype count for a tensor without
-    readable values: on the meta device, not yet materialised, or of a subclass that stores them in its own
-    way.
+    The values are copied to the host, so the host waits for a GPU. For tensors without readable values only
+    the name, shape and dtype count: tensors on the meta device, uninitialised parameters, and tensor
+    subclasses that store values in their own format.
     """
     if not tensors:
         return ""
@@ -54,16 +55,17 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 
 def dense_tensors(modules: LayerModules, part: str) -> dict[str, Tensor]:
-    """Returns the tensors of a dense part whose values ranks can compare, by name.
+    """Returns the tensors of one replicated part of the layer that must be equal on all ranks, by name.
 
-    These are its parameters, and the buffers of pmoe's own gates that state dicts hold. Every rank has the
-    same names. Left out is what may differ between ranks:
+    These are the part's parameters and, for pmoe's own gates, also the buffers that state dicts hold. The
+    names are the same on every rank. The following are left out, because they may differ between ranks:
 
     - tensors that are split over ranks (sharded DTensors, Megatron's tensor-parallel weights);
     - parameters of experts;
-    - callbacks that have no hook inside the layer.
+    - all callbacks, if none of them has a hook inside the layer.
 
-    part: a name of `DENSE`.
+    modules: the modules and options of the layer.
+    part: a name of `DENSE`, such as "gate".
     """
     if part == "callbacks":
         hook_modules = () if modules.hooks is None else modules.hooks.modules
@@ -75,12 +77,16 @@ def dense_tensors(modules: LayerModules, part: str) -> dict[str, Tensor]:
 
 
 def dense_values(modules: LayerModules) -> dict[str, str]:
-    """Returns a digest of the values of each dense part, by the names of `DENSE`."""
+    """Returns a digest of the values of each replicated part of the layer, by the part's name in `DENSE`."""
     return {part: fingerprint(dense_tensors(modules, part)) for part in DENSE}
 
 
 def _tensors_of(root: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors that `dense_tensors` compares of one module, each with a name below ``root``."""
+    """Yields the tensors of one module that must be equal on all ranks, each with its name.
+
+    root: the name of the module in the layer; the names of the tensors begin with it.
+    module: the module.
+    """
     for name, parameter in module.named_parameters():
         if not (_lies_in_parts(parameter) or is_expert(parameter)):
             yield f"{root}.{name}", parameter
@@ -91,7 +97,7 @@ def _tensors_of(root: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _lies_in_parts(tensor: Tensor) -> bool:
-    """Returns whether a tensor is split over ranks, so that each rank holds other values."""
+    """Returns whether a tensor is split over ranks (by DTensor or Megatron), so that its values differ."""
     placements = getattr(tensor, "placements", ())
     return getattr(tensor, "tensor_model_parallel", False) or not all(
         placement.is_replicate() for placement in placements

@@ -1,4 +1,8 @@
-"""Row counts by one exchange among all ranks. This rank sorts its rows while the counts travel."""
+"""Row counts by one exchange among all ranks. The rank sorts its rows while the counts are exchanged.
+
+A row is a copy of a token for one of its experts. The row counts say how many rows each rank sends to each
+expert of the other ranks.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +30,14 @@ from pmoe.runners.pipeline import PipelineRunner
 
 
 class ExactCounts:
-    """A `CountsSource` that exchanges row counts. The pipeline engine runs the call in chunks.
+    """The source of a call's row counts that gets them by an exchange among all ranks.
+
+    The call then runs in chunks (micro-batches) on the pipeline engine. The class implements `CountsSource`.
 
     call     the call
     routed   its tokens with their routing
-    orders   its slots, sorted by chunk and expert for each number of chunks that is asked for
-    fuses    whether fused kernels may take the call (`kernels_may_take_it`)
+    orders   sorts the (token, choice) slots of the call by chunk and expert, for each number of chunks
+    fuses    whether fused kernels may compute the call (`kernels_may_take_it`)
     """
 
     call: Call
@@ -43,9 +49,10 @@ class ExactCounts:
     _counts_FE: Tensor
 
     def __init__(self, call: Call) -> None:
-        """Routes the call, begins the exchange of its row counts, and sorts its rows if it can already.
+        """Routes the call, starts the exchange of its row counts, and sorts its rows if n is already known.
 
-        A checkpoint's second pass exchanges nothing, because it takes over the counts of the first.
+        n is the number of chunks. The second pass of an activation checkpoint exchanges nothing, because it
+        uses the counts of the first pass.
         """
         self.call = call
         self.routed = route_batch(call)
@@ -55,7 +62,8 @@ class ExactCounts:
         orders_type = DeduplicatedSlots if modules.options.send_once else SortedSlots
         self.fuses = False
         self._exchange = None
-        # Checkpoints expect as many operations in both passes, and the second one exchanges nothing.
+        # A checkpoint expects both of its passes to save the same tensors, but the second pass exchanges
+        # nothing. So the exchange is hidden from the checkpoint.
         with publishing_failures(modules.ranks, "the exchange of row counts"), hidden_from_checkpoints():
             self.orders = orders_type(
                 call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token)
@@ -68,16 +76,20 @@ class ExactCounts:
             self.sort_early()
 
     def kernels_may_take_it(self) -> bool:
-        """Returns whether fused kernels may take the call, judged before its row counts are known.
+        """Returns whether fused kernels may compute the call, as far as is known before the row counts.
 
-        The answer is the same on all ranks.
+        The answer is the same on all ranks. It is always False here; `FusedCounts` overrides it.
         """
         return False
 
     def _begin_exchange(self, fault: Tensor | Fault) -> CountsExchange:
-        """Begins the exchange of row counts, in bins that join to every number of chunks that may be used.
+        """Starts the exchange of row counts and returns it. Collective.
 
-        fault: the fault to report, or an int64 scalar on the device with its number.
+        Rows are counted in bins: parts of the batch that are smaller than chunks. Neighbouring bins can be
+        joined to the chunks of any n that may be chosen later.
+
+        fault: a fault of this rank, which the exchange reports to the other ranks: a `Fault`, or its number
+            as an int64 scalar on the device.
         """
         modules = self.call.modules
         routed = self.routed
@@ -101,9 +113,10 @@ class ExactCounts:
         )
 
     def sort_early(self) -> None:
-        """Sorts the rows while the counts travel, if the counts cannot change the number of chunks.
+        """Sorts the rows while the counts are exchanged, if the counts cannot change the number of chunks n.
 
-        They can if several n are possible, or if ring slots may need a finer cut under skewed routing.
+        The counts can change n in two cases: several n are possible, or the layer uses ring slots (buffers of
+        fixed size that chunks share), because a batch with skewed routing may be cut into more chunks.
         """
         options = self.call.modules.options
         if len(options.degrees) == 1 and not options.rotates:
@@ -111,7 +124,11 @@ class ExactCounts:
             self.orders.sent(options.degrees[0])
 
     def finish_exchange(self) -> RankCounts:
-        """Waits for the counts and returns them. Raises what `LoadedExchange.finish` raises."""
+        """Waits for the exchange of row counts and returns the counts.
+
+        Raises FaultError or ValueError on all ranks if any rank has a fault, or if two ranks hold equal
+        experts since a state dict was loaded (`LoadedExchange.finish`).
+        """
         exchange = self._exchange
         assert exchange is not None
         # The exchange refers to this object. Without this line, the two would be a reference cycle, and their
@@ -120,13 +137,26 @@ class ExactCounts:
         return exchange.finish()
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-        """Waits for the counts, then chooses n of both passes and the restore pair (`CountsSource.agree`)."""
+        """Waits for the row counts, then chooses n for both passes and the restore pair, the same on all
+        ranks.
+
+        n is the number of chunks. The restore pair says how backward gets two activations back: the rows that
+        the experts received, and their hidden activation.
+
+        modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
+        inputs: the rows and parameters of the call.
+        """
         self.orders.modules = modules
         counts = self.finish_exchange()
         return AgreedChoice(counts=counts, choice=choose(self.call.modules, counts, inputs, self.orders))
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
-        """Cuts the sorted rows into chunks (`CountsSource.decision`)."""
+        """Cuts the sorted rows into chunks, and returns the decision to run them on the pipeline engine.
+
+        modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
+        inputs: the rows and parameters of the call.
+        agreed: the result of `agree`: the row counts, and the choice of n and the restore pair.
+        """
         assert agreed.counts is not None
         assert agreed.choice is not None
         self.orders.modules = modules
@@ -136,7 +166,14 @@ class ExactCounts:
 
 
 def in_chunks(call: Call, routed: RoutedBatch, inputs: Inputs, plan: Plan, counts: HostRowCounts) -> Decision:
-    """Returns the decision to run by the pipeline engine."""
+    """Returns the decision to run a call in chunks (micro-batches) on the pipeline engine.
+
+    call: the call.
+    routed: its tokens with their routing.
+    inputs: the rows and parameters of the call.
+    plan: the rows that each chunk sends and receives.
+    counts: the row counts, for statistics after the call.
+    """
     return Decision(
         call=call,
         routed=routed,
@@ -149,19 +186,21 @@ def in_chunks(call: Call, routed: RoutedBatch, inputs: Inputs, plan: Plan, count
 
 
 class LoadedExchange:
-    """The exchange of a call's row counts, in which a rank also reports that its experts were loaded.
+    """An exchange of row counts in which a rank can also report that its experts were loaded.
 
-    Loading is reported as a fault, because the exchange carries one number for each rank beside the counts:
+    Every rank must hold other experts. If a state dict was loaded on any rank, all ranks compare their
+    experts before the call goes on. The report of a loaded state dict is sent as a fault, because the
+    exchange already has one number for the fault of each rank:
 
-        first exchange    any rank reports Fault.LOADED: the counts are not used
+        first exchange    if any rank reports Fault.LOADED, all ranks discard the counts
         check_loaded      all ranks compare their experts
-        second exchange   the counts again, with each rank's true fault
+        second exchange   sends the counts once more, with the true fault of each rank
 
-    If no rank has loaded experts, the first exchange is the only one.
+    If no rank has loaded experts, only the first exchange takes place.
 
-    modules: the layer's modules.
+    modules: the modules and options of the layer.
     routed: the tokens with their routing, and the fault of this rank.
-    begin: starts an exchange with the fault that it gets.
+    begin: starts an exchange of the row counts; its argument is the fault to report.
     """
 
     def __init__(
@@ -173,10 +212,13 @@ class LoadedExchange:
         self._exchange = begin(Fault.LOADED if modules.experts.was_loaded else routed.gated.fault)
 
     def finish(self) -> RankCounts:
-        """Waits for the counts and returns them.
+        """Waits for the row counts and returns them.
 
-        Raises FaultError on all ranks if any rank reported a fault; the faulty rank raises the error behind
-        it. Raises ValueError on all ranks if two ranks hold equal experts since a state dict was loaded.
+        If any rank has loaded experts from a state dict, all ranks first compare their experts and exchange
+        the counts a second time.
+
+        Raises FaultError on all ranks if any rank reported a fault; the rank with the fault raises the
+        original error instead. Raises ValueError on all ranks if two ranks hold equal experts after loading.
         """
         try:
             return self._exchange.finish()

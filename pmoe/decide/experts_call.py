@@ -1,14 +1,17 @@
-"""The call of a layer's experts as a module: inside it the call is decided and run.
+"""The call of the layer's experts as a module. Inside this call pmoe decides how to run, and runs.
 
-The layer calls its experts, which may be wrapped by other libraries, so that their hooks run:
+The layer calls its experts as a module, so that hooks run and so that a wrapper of another library works:
 
     ExpertsCall.__call__
       layer.experts(x_TM, run=...)       forward pre-hooks: may replace the rows
-        ExpertsCall._run                 reads the parameters of the experts that were really called
-          decide                         row counts, n, the restore pair, the runner
-          run                            the runner computes T_O
+        ExpertsCall._run                 reads the parameters of the experts that the wrapper calls
+          decide                         row counts, number of chunks n, restore pair, runner
+          run                            the runner computes the layer's output T_O
                                          forward hooks: may replace T_O
       + the shared expert's output       if the shared expert is called as a module, too
+
+The restore pair says how backward gets two activations back: the rows that the experts received, and their
+hidden activation. The runner is the object that computes both passes.
 """
 
 from __future__ import annotations
@@ -32,16 +35,17 @@ from pmoe.gates.base import at_least_float32
 
 
 def decide(source: CountsSource, modules: LayerModules, inputs: Inputs) -> Decision:
-    """Decides how a routed call runs: its row counts, the number of chunks, the restore pair, the runner.
+    """Decides how a routed call runs: row counts, number of chunks, restore pair, and runner.
 
-    All ranks agree on everything that changes the order of collectives. A checkpoint's second pass takes over
-    what they agreed on in the first.
+    The restore pair says how backward gets dropped activations back. The runner is the object that computes
+    both passes. All ranks agree on everything that changes the order of collectives. The second pass of an
+    activation checkpoint uses what the ranks agreed on in the first pass.
 
-    Trials and comparisons happen in only one pass of a checkpoint. A checkpoint raises an error if its two
-    passes save different tensors, so these operations are hidden from it.
+    A checkpoint raises an error if its two passes save different tensors. Time measurements and comparisons
+    between ranks happen in one pass only, so the checkpoint's hooks are switched off for them.
 
-    source: the call's source of row counts.
-    modules: the modules that the schedule computes, as in `CountsSource`.
+    source: provides the row counts of the call.
+    modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
     inputs: the rows and parameters of the call.
     """
     with hidden_from_checkpoints():
@@ -50,7 +54,11 @@ def decide(source: CountsSource, modules: LayerModules, inputs: Inputs) -> Decis
 
 
 def run(decision: Decision) -> Tensor:
-    """Moves rows and multiplies, as decided. Returns the results (T, M) of the tokens."""
+    """Sends the rows, computes the experts and combines the results, according to the decision.
+
+    Returns (T, M), one result for each token. A gate that routes mixtures of tokens (SoftMoE) has its results
+    mixed back to tokens.
+    """
     inputs = decision.inputs
     mix = decision.routed.gated.routing.mix
     modules = decision.call.modules
@@ -60,29 +68,32 @@ def run(decision: Decision) -> Tensor:
 
 
 class ExpertsCall:
-    """One call of a layer's experts as a module, so that their hooks enclose all of their work.
+    """One call of the layer's experts as a module. Hooks of the experts enclose all of its work.
 
     call       the call
     routed     its tokens with their routing
-    decision   how the call was run; None before
+    decision   the decision by which the call was run; None until it has run
     """
 
     def __init__(self, source: CountsSource) -> None:
         self.call: Call = source.call
         self.routed: RoutedBatch = source.routed
         self.decision: Decision | None = None
-        # Set to None after its use, which frees everything that only planning needs.
+        # Set to None after its use: this frees what only planning needs.
         self._source: CountsSource | None = source
-        # Whether the error came from `_run`. Deciding and running publish their errors for peers themselves.
+        # Whether the error came from `_run`, in which `decide` and `run` have published it for the other
+        # ranks already.
         self._has_told = False
         self._had_grad = False  # whether gradients were enabled in the first run
 
     def __call__(self) -> tuple[Decision, Tensor]:
-        """Decides the call and runs it. Returns the decision and the results (T, M) of the tokens.
+        """Decides how the call runs, and runs it. Returns the decision and the results (T, M) of the tokens.
 
-        An error that a hook raises on this rank alone is published, because the other ranks wait for it.
+        If a hook raises an error on this rank, the error is published to the other ranks, because they would
+        wait for this rank.
 
-        Raises ValueError if a hook returns no tensor of T rows, or if the module does not call its experts.
+        Raises ValueError if a forward hook returns something else than a tensor of T rows, or if a wrapper of
+        the experts did not call them.
         """
         call = self.call
         x_TM = self.routed.x_TM
@@ -108,10 +119,11 @@ class ExpertsCall:
         return self.decision, y_TM
 
     def _check_second_run(self) -> None:
-        """Raises RuntimeError if a reentrant checkpoint around the experts alone runs them again.
+        """Raises RuntimeError if a reentrant checkpoint around the experts alone runs them a second time.
 
-        Its first run is without gradients and its second run with them. Such a checkpoint passes on only the
-        gradients of its arguments. The routing weights are not among these, so their gradient would be lost.
+        A checkpoint with ``use_reentrant=True`` runs first without gradients, then with gradients, and passes
+        on only the gradients of its arguments. The routing weights are not among the arguments, so their
+        gradient would be lost.
         """
         if torch.is_grad_enabled() and not self._had_grad:
             raise RuntimeError(
@@ -120,10 +132,13 @@ class ExpertsCall:
             )
 
     def _run(self, experts: Experts, x_TM: Tensor) -> Tensor:
-        """Decides and computes, inside of the call of the experts.
+        """Decides and computes the call; the experts module runs this method inside its forward.
 
-        experts: those that were called.
-        x_TM: (T, M), the rows after the experts' forward pre-hooks.
+        experts: the experts that run it. A wrapper may call another object than the layer's own experts.
+        x_TM: (T, M), the rows after the forward pre-hooks of the experts.
+
+        Returns (T, M), the results of the tokens. A checkpoint around the experts may run this method a
+        second time, which computes once more by the decision of the first time.
         """
         call = self.call
         routed = self.routed
@@ -134,7 +149,8 @@ class ExpertsCall:
             if self.decision is not None:  # a checkpoint around the experts alone is running them again
                 self._check_second_run()
                 return run(replace(self.decision, routed=routed, inputs=inputs))
-            # A wrapper may call other experts than the first that it holds. PEFT, for one, trains a copy.
+            # A wrapper may call other experts than the first `Experts` module that it holds. PEFT, for
+            # example, trains a copy.
             modules = call.scheduled
             if experts is not modules.experts:
                 modules = replace(modules, experts=experts)
@@ -150,11 +166,13 @@ class ExpertsCall:
 
 
 def _checked_rows(x_TM: Tensor, before_TM: Tensor) -> Tensor:
-    """Returns the rows by which a hook has replaced the layer's rows.
+    """Returns the rows that a forward pre-hook of the experts put in place of the layer's rows, checked.
 
+    x_TM: the value that the hook returned.
     before_TM: (T, M), the rows that the layer passed to its experts.
 
-    Raises ValueError if the new rows differ from them in shape, dtype or device: routing is decided already.
+    Raises ValueError if the new rows differ from the old ones in shape, dtype or device. The routing is
+    decided before the hook runs, so a hook may only change values.
     """
     wanted = (before_TM.shape, before_TM.dtype, before_TM.device)
     if not isinstance(x_TM, Tensor) or (x_TM.shape, x_TM.dtype, x_TM.device) != wanted:
@@ -166,9 +184,12 @@ def _checked_rows(x_TM: Tensor, before_TM: Tensor) -> Tensor:
 
 
 def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
-    """Returns the layer's output: y_TM in the shape of the input, after the callbacks' ``before_moe_end``.
+    """Returns the layer's output: the results in the shape of the input, after the callbacks' last hook.
 
-    y_TM: (T, M), the results of the tokens. With a mask, the rows of padding are added as zeros.
+    That hook is ``before_moe_end``. If the call has a mask, the rows of padding are added as zeros.
+
+    decision: the decision by which the call was run.
+    y_TM: (T, M), the results of the tokens.
     """
     x = decision.routed.x
     call = decision.call
@@ -182,10 +203,10 @@ def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
 
 
 def _among_padding(y_NM: Tensor, mask: Tensor) -> Tensor:
-    """Returns (..., M): the results of the N tokens at their places, and zeros where the mask is False.
+    """Returns (..., M), the results of the tokens in the shape of the mask, with zeros for padding.
 
-    y_NM: (N, M), the results of the tokens.
-    mask: (...), as in `Call`.
+    y_NM: (N, M), the results of the N tokens, in their order.
+    mask: (...), True where the input has a token; N values are True.
     """
     y = y_NM.new_zeros(*mask.shape, *y_NM.shape[1:])
     return y.index_put((mask.bool(),), y_NM)
@@ -195,12 +216,13 @@ def _among_padding(y_NM: Tensor, mask: Tensor) -> Tensor:
 
 
 def make_inputs(call: Call, routed: RoutedBatch, experts: Experts) -> Inputs:
-    """Returns the rows and parameters of the passes, cast as autocast would cast them.
+    """Returns the rows and parameters with which a call is computed, cast to autocast's dtype if it is on.
 
-    Parameters are read in every call, because those of a module may be replaced between calls.
+    Parameters are read in every call, because the parameters of a module may be replaced between calls.
 
-    routed: the tokens with their routing.
-    experts: those that were called. They may be another object than in the last call.
+    call: the call.
+    routed: its tokens with their routing.
+    experts: the experts to compute. A wrapper may call other experts in each call.
 
     Raises ValueError if parameters differ from the rows in dtype or device.
     """
@@ -229,10 +251,14 @@ def make_inputs(call: Call, routed: RoutedBatch, experts: Experts) -> Inputs:
 
 
 def _operands(experts: Experts, dtype: torch.dtype | None, rows_TM: Tensor) -> list[Tensor]:
-    """Returns the operands of experts, cast to ``dtype``, autocast's type; None casts nothing.
+    """Returns the parameters of experts in the form that products take, cast to autocast's dtype.
 
-    Experts that are modules run under autocast themselves, so their operands stay as they are.
-    rows_TM: (T, M), the rows, whose dtype and device the operands must have.
+    Experts that are a user's modules run under autocast themselves, so their parameters are not cast.
+
+    dtype: autocast's dtype; None casts nothing.
+    rows_TM: (T, M), the rows, whose dtype and device the parameters must have.
+
+    Raises ValueError if they have another dtype or device than the rows.
     """
     values = experts.operands()
     if experts.runs_under_autocast:
@@ -248,11 +274,14 @@ def _operands(experts: Experts, dtype: torch.dtype | None, rows_TM: Tensor) -> l
 
 
 def shared_weight(modules: LayerModules, x_TM: Tensor) -> Tensor:
-    """Returns the factors (T,) of the shared expert's output, in float32 or wider: sigmoid(shared_gate(x)).
+    """Returns (T,), the factor of the shared expert's output for each token: sigmoid(shared_gate(x)).
 
-    They are 1 if there is no gate for the shared expert.
+    The dtype is float32, or float64 for float64 rows. All factors are 1 if the layer has no gate for the
+    shared expert.
 
-    Raises ValueError if the gate returns anything but (T, 1).
+    x_TM: (T, M), the rows.
+
+    Raises ValueError if the gate returns another shape than (T, 1).
     """
     gate = modules.shared_gate
     if gate is None:
@@ -268,9 +297,14 @@ def shared_weight(modules: LayerModules, x_TM: Tensor) -> Tensor:
 
 
 def shared_output(modules: LayerModules, x_TM: Tensor) -> Tensor:
-    """Returns (T, M): the output of the shared expert, called as a module, times its factor.
+    """Returns (T, M), the output of the shared expert, times the factor of each token.
 
-    Raises ValueError if the module returns another shape.
+    The shared expert is called as a module here, so that its hooks run. A factor is the sigmoid of the shared
+    expert's gate, or 1 without a gate.
+
+    x_TM: (T, M), the rows.
+
+    Raises ValueError if the module returns another shape than (T, M).
     """
     module = modules.shared_module
     assert module is not None

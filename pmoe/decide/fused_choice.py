@@ -1,11 +1,14 @@
 """The choice of fused kernels: which calls of a layer they compute, and the runner of those calls.
 
-There are two kinds: COMET's kernels (``fused`` is True, "forward" or "auto"), and FlashDMoE's, one persistent
-kernel for each pass (``fused="persistent"``). A call that they do not take runs in chunks, on all ranks. pmoe
-then warns once for each reason, except with "auto".
+A fused kernel overlaps communication with the products of the experts inside one launch. There are two kinds:
+COMET's kernels (``fused`` is True, "forward" or "auto"), and FlashDMoE's, one persistent kernel for each pass
+(``fused="persistent"``).
 
-The reasons are asked for in this order. Each step knows more than the one before, and has the same answer on
-all ranks:
+If the fused kernels refuse a call, all ranks run it in chunks (micro-batches) instead. pmoe then warns once
+for each reason, except with "auto".
+
+Three functions ask for reasons to refuse, in this order. Each one knows more than the one before, and gives
+the same answer on all ranks:
 
     layer_refusal   options and modules of the layer
     may_fuse        also the dtype and device of the rows
@@ -44,7 +47,9 @@ from pmoe.warn import warn_once
 
 
 def layer_refusal(modules: LayerModules) -> str | None:
-    """Returns why fused kernels never take a call of this layer; None if they may take some.
+    """Returns why fused kernels refuse every call of this layer; None if they may compute some.
+
+    modules: the modules and options of the layer.
 
     The answer is the same on every rank.
     """
@@ -54,28 +59,37 @@ def layer_refusal(modules: LayerModules) -> str | None:
 
 
 def is_persistent(modules: LayerModules) -> bool:
-    """Returns whether a layer asks for FlashDMoE's persistent kernel instead of COMET's kernels."""
+    """Returns whether a layer asks for FlashDMoE's persistent kernel (``fused="persistent"``)."""
     return modules.options.fused == "persistent"
 
 
 def stacked(modules: LayerModules) -> StackedExperts:
-    """Returns the experts of a layer that kernels take: they take only stacked ones."""
+    """Returns the layer's experts as `StackedExperts`: all local experts' weights in one tensor each.
+
+    Kernels compute only such experts, so the callers have checked their type before.
+    """
     assert isinstance(modules.experts, StackedExperts)
     return modules.experts
 
 
 def fused_pair(modules: LayerModules) -> Restore | None:
-    """Returns the restore pair of fused calls: the first possible pair that does not offload.
+    """Returns the restore pair of calls by fused kernels: the first possible pair that does not offload.
 
-    None if all possible pairs offload, which the kernels cannot do.
+    A restore pair says how backward gets two activations back: the rows that the experts received, and their
+    hidden activation. The result is None if all pairs that the options allow offload to the host, because
+    fused kernels cannot offload.
     """
     return next((pair for pair in modules.pairs if not pair.offloads), None)
 
 
 def may_fuse(modules: LayerModules, device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether fused kernels may take a call, before its row counts are known. Warns if not.
+    """Returns whether fused kernels may compute a call, before its row counts are known.
 
-    device, dtype: of the rows that reach the experts.
+    If not, it warns of the reason (with fused="auto" it does not warn).
+
+    modules: the modules and options of the layer.
+    device: device of the rows that reach the experts.
+    dtype: dtype of these rows.
 
     The answer is the same on every rank.
     """
@@ -91,16 +105,22 @@ def may_fuse(modules: LayerModules, device: torch.device, dtype: torch.dtype) ->
 
 
 def _warn_unfused(modules: LayerModules, why: str) -> None:
-    """Warns that a call is not fused. With fused="auto" there is no warning.
+    """Warns that fused kernels do not compute a call. With fused="auto" there is no warning.
 
-    `warn_once` compares texts up to the first colon. So a reason with numbers behind a colon warns only once.
+    `warn_once` compares warnings up to the first colon. So a reason with numbers after a colon warns only
+    once.
+
+    why: the reason, which ends the sentence "... falls back to the unfused layer because".
     """
     if modules.options.fused != "auto":
         warn_once(f"fused ({modules.options.fused!r}) falls back to the unfused layer because {why}")
 
 
 class _PromisedLogits(Logits):
-    """The logits x weight^T of a gate, without values: a later launch computes them."""
+    """The logits x weight^T of a gate as a tensor without values, which a later kernel launch computes.
+
+    The tensor is on the autograd graph already, so gradients reach the gate's weight and x.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TM: Tensor, weight_EM: Tensor) -> Tensor:
@@ -109,18 +129,21 @@ class _PromisedLogits(Logits):
 
 
 def defer_routing(call: Call, x_TM: Tensor) -> DeferredRouting | None:
-    """Returns the routing as tensors that the persistent launch will fill; None if it needs values before.
+    """Returns the routing as tensors without values yet, which the launch of the persistent kernel fills.
 
-    The launch also computes the gate's product, if the gate's weight and the rows have the same 16-bit dtype,
-    the number of experts is even, and the kernel can read the weight where it lies.
+    The persistent kernel can compute the routing itself, which saves launches before it. It also computes the
+    gate's product x weight^T if all of these hold: the rows and the gate's weight have the same 16-bit dtype,
+    the number of experts is even, and the kernel can read the weight at its address.
 
-    Only for a layer that exchanges no row counts before the launch (`pmoe.decide.one_rank_counts`,
-    `pmoe.decide.padded_counts`).
+    Returns None if the layer needs the values earlier, so that the gate must be called first. Besides
+    unsupported options, there are two reasons: a checkpoint may run the call twice (it compares the routing
+    of both passes), or the gate has hooks (they must see the routing).
 
+    Only for a layer that exchanges no row counts before the launch, because counting needs the routing's
+    values (`pmoe.decide.one_rank_counts`, `pmoe.decide.padded_counts`).
+
+    call: the call.
     x_TM: (T, M), the rows.
-
-    Two kinds of calls need values before the launch: a call that a checkpoint may run again, because it is
-    recognised by its routing, and a call of a gate with hooks, because these must see the routing.
     """
     modules = call.modules
     options = call.modules.options
@@ -150,12 +173,12 @@ def kernels_runner(
     chosen: RoutingInput,
     fused_routing: Callable[[], FusedRouting] | None = None,
 ) -> KernelsRunner:
-    """Returns the runner of a call by fused kernels.
+    """Returns the runner that computes a call by fused kernels, COMET's or the persistent one.
 
-    steps: the operators of the kernels.
-    chosen: the routing, for the persistent kernel.
-    fused_routing: makes the routing in the form that COMET's kernels take. The persistent kernel does
-        without.
+    modules: the modules and options of the layer. steps: the operators that launch the kernels. chosen: the
+    experts that the gate chose, for the persistent kernel. fused_routing: returns the destinations of the
+    rows, for COMET's kernels; None for the persistent kernel, which
+        computes them itself.
     """
     restore = fused_pair(modules) or KEEP  # None only without a backward pass, which restores nothing
     passes: dict[str, Any] = {"steps": steps, "activation": stacked(modules).activation, "restore": restore}
@@ -166,10 +189,13 @@ def kernels_runner(
 
 
 def find_steps(modules: LayerModules, inputs: Inputs, counts: RankCounts) -> Steps | None:
-    """Returns the operators of the fused kernels for a call; None if they do not take it.
+    """Returns the operators that launch fused kernels for a call; None if fused kernels refuse the call.
 
-    Warns of the reason, except with fused="auto". Collective the first time for a device, dtype and sizes.
+    If they refuse it, this warns of the reason, except with fused="auto". Collective at the first call with a
+    device, dtype and sizes, because all ranks must agree; the answer is then cached.
 
+    modules: the modules and options of the layer.
+    inputs: the rows and parameters of the call.
     counts: the row counts of the call.
     """
     if counts.max_rows is None:
@@ -200,9 +226,11 @@ def make_request(
     max_rows: int,
     needs_grad: bool,
 ) -> fused_steps.Request:
-    """Returns what a call asks of the fused kernels.
+    """Returns the properties of a call that decide whether fused kernels compute it.
 
-    device, dtype: of the rows that reach the experts.
+    modules: the modules and options of the layer.
+    device: device of the rows that reach the experts.
+    dtype: dtype of these rows.
     max_tokens: the largest number of tokens of any rank.
     max_rows: the largest number of rows that any rank receives.
     needs_grad: whether a backward pass may follow.

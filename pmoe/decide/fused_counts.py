@@ -1,4 +1,8 @@
-"""Exact row counts for a layer that asks for fused kernels. Calls that these do not take run in chunks."""
+"""Exchanged row counts for a layer that asks for fused kernels. Calls that these refuse run in chunks.
+
+A row is a copy of a token for one of its experts. The row counts say how many rows each rank sends to each
+expert of the other ranks. A chunk is a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +25,15 @@ from pmoe.runners.fused import FusedForwardRunner, FusedRunner
 
 
 class FusedCounts(ExactCounts):
-    """A `CountsSource` that exchanges row counts, for calls that fused kernels may compute.
+    """The source of row counts of a layer that asks for fused kernels: ranks exchange the counts.
 
-    What computes a call follows from the two optional fields of `AgreedChoice`:
+    The class implements `CountsSource`. Two optional fields of the `AgreedChoice` say what computes a call.
+    ``steps`` are the operators of the fused kernels; ``choice`` has the number of chunks of the pipeline
+    engine:
 
         steps   choice   forward            backward
         set     None     fused kernels      fused kernels
-        set     set      fused kernels      pipeline engine (fused="forward")
+        set     set      fused kernels      pipeline engine (with fused="forward")
         None    set      pipeline engine    pipeline engine
     """
 
@@ -36,13 +42,14 @@ class FusedCounts(ExactCounts):
         super().__init__(call)
 
     def kernels_may_take_it(self) -> bool:
-        """Returns whether fused kernels may take the call (`may_fuse`)."""
+        """Returns whether fused kernels may compute the call, before its row counts are known."""
         return may_fuse(self.call.modules, self.routed.x_TM.device, self.routed.dtype)
 
     def sort_early(self) -> None:
-        """Sorts the rows while the counts travel, as the kernels or the chunks need them.
+        """Sorts the rows while the counts are exchanged: by expert for COMET's kernels, else by chunk.
 
-        The persistent kernel sorts them itself. In a checkpoint's second pass no counts travel.
+        Nothing is sorted for the persistent kernel, which sorts the rows itself, nor in the second pass of a
+        checkpoint, in which no counts are exchanged.
         """
         if self.fuses and not is_persistent(self.call.modules):
             self._sort_for_kernels()
@@ -50,7 +57,11 @@ class FusedCounts(ExactCounts):
             super().sort_early()
 
     def _sort_for_kernels(self) -> SortedRows:
-        """Returns the kept slots sorted by expert, as COMET's kernels take them. Sorts once for a call."""
+        """Returns the (token, choice) slots sorted by expert, as COMET's kernels take them, dropped slots
+        last.
+
+        The result is computed once for a call.
+        """
         if self._sorted is None:
             orders = self.orders
             num_experts = self.call.modules.options.num_experts
@@ -58,7 +69,13 @@ class FusedCounts(ExactCounts):
         return self._sorted
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-        """Waits for the counts and chooses what computes the call (`CountsSource.agree`)."""
+        """Waits for the row counts, then chooses fused kernels, the pipeline engine, or one for each pass.
+
+        All ranks choose the same.
+
+        modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
+        inputs: the rows and parameters of the call.
+        """
         own_modules = self.call.modules
         self.orders.modules = modules
         counts = self.finish_exchange()
@@ -70,7 +87,12 @@ class FusedCounts(ExactCounts):
         return AgreedChoice(counts=counts, steps=steps, choice=choice)
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
-        """Builds the decision to run by kernels, by the pipeline engine, or by both."""
+        """Builds the decision to run by fused kernels, by the pipeline engine, or by one for each pass.
+
+        modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
+        inputs: the rows and parameters of the call.
+        agreed: the result of `agree`.
+        """
         if agreed.steps is None:
             return super().decision(modules, inputs, agreed)
         assert agreed.counts is not None
@@ -95,7 +117,7 @@ class FusedCounts(ExactCounts):
         )
 
     def _journey(self, shared: RankCounts) -> FusedRouting:
-        """Returns the routing of the call in the form that COMET's kernels take.
+        """Returns the destinations of this rank's rows and the rows that it receives, for COMET's kernels.
 
         shared: the exchanged row counts.
         """

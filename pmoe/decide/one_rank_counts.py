@@ -1,6 +1,7 @@
-"""Row counts of a call on one rank, where the routing kernel sorts the rows: no count reaches the host.
+"""Row counts of a call on one rank: GPU kernels route and sort the rows, and the counts stay on the device.
 
-The kernels of `pmoe.runners.one_rank` compute the call, or the fused kernels if the layer asks for them.
+So the host does not wait for the device. The kernels of `pmoe.runners.one_rank` compute the call, or the
+fused kernels if the layer asks for them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from pmoe.runners.one_rank import OneRankRunner
 
 
 class OneRankCounts:
-    """A `CountsSource` whose row counts stay on the device, for calls that kernels of one rank compute.
+    """The source of row counts of a call on one rank that GPU kernels compute. The host gets no counts.
+
+    The class implements `CountsSource`.
 
     call     the call
     routed   its tokens with their routing
@@ -48,11 +51,13 @@ class OneRankCounts:
     routed: RoutedBatch
 
     def __init__(self, call: Call, x: Tensor, x_TM: Tensor, agreed: AgreedChoice) -> None:
-        """Routes the call by the kernels.
+        """Routes the call by GPU kernels, now or later inside the launch of the persistent kernel.
 
+        call: the call.
         x: (..., M), the input after the callbacks' ``before_moe_start``.
-        x_TM: (T, M), its rows.
-        agreed: with the operators of the fused kernels, or without for the kernels of one rank.
+        x_TM: (T, M), the rows of x.
+        agreed: which kernels compute the call: its ``steps`` launch the fused kernels; None stands for the
+            kernels of `pmoe.runners.one_rank`.
         """
         self.call = call
         modules = call.modules
@@ -68,9 +73,9 @@ class OneRankCounts:
 
     @staticmethod
     def of(call: Call) -> OneRankCounts | None:
-        """Routes a call and returns its source; None if the kernels do not take it.
+        """Routes a call by the kernels of one rank, and returns the source of its row counts.
 
-        The host then needs the row counts, so another source must provide them.
+        Returns None if the kernels refuse the call. Another source must then provide the counts on the host.
         """
         modules = call.modules
         replay = call.replay
@@ -88,11 +93,16 @@ class OneRankCounts:
         return None if agreed is None else OneRankCounts(call, x, x_TM, agreed)
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-        """Returns what is known since the construction: there is no other rank to agree with."""
+        """Returns the choice of kernels that the constructor got: there is no other rank to agree with."""
         return self._agreed
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
-        """Builds the decision to run by the kernels of one rank, or by fused kernels."""
+        """Builds the decision to run by the kernels of one rank, or by fused kernels if the layer wants them.
+
+        modules: not used, because the kernels take the layer's own experts.
+        inputs: the rows and parameters of the call.
+        agreed: the choice of kernels.
+        """
         own_modules = self.call.modules
         routes = self._routes
         counts_E = routes.counts_nE[0].view(1, 1, -1)
@@ -117,7 +127,7 @@ class OneRankCounts:
         )
 
     def _journey(self) -> FusedRouting:
-        """Returns the routing of the call in the form that COMET's kernels take."""
+        """Returns the destinations of the call's rows, in the form that COMET's fused kernels take."""
         routes = self._routes
         return FusedRouting(
             rank=0,
@@ -131,9 +141,12 @@ class OneRankCounts:
 
 
 def _kernels(call: Call, x_TM: Tensor) -> AgreedChoice | None:
-    """Returns what computes a call on one rank; None if the kernels do not take it.
+    """Returns which kernels compute a call on one rank; None if all of them refuse it.
 
-    ``steps`` of the result are the operators of the fused kernels, or None for the kernels of one rank.
+    ``steps`` of the result launch the fused kernels. ``steps`` is None for the kernels of
+    `pmoe.runners.one_rank`.
+
+    x_TM: (T, M), the rows of the input.
     """
     modules = call.modules
     dtype = autocast_dtype(x_TM) or x_TM.dtype
@@ -151,8 +164,9 @@ def _kernels(call: Call, x_TM: Tensor) -> AgreedChoice | None:
 
 
 def kernels_refusal(modules: LayerModules, x_TM: Tensor) -> str | None:
-    """Returns why the kernels of `pmoe.runners.one_rank` do not compute a call; None if they do.
+    """Returns why the kernels of `pmoe.runners.one_rank` do not compute a call; None if they compute it.
 
+    modules: the modules and options of the layer.
     x_TM: (T, M), the rows of the input.
     """
     return modules.refusal("one rank") or one_rank.kernel_refusal(
@@ -166,9 +180,13 @@ def kernels_refusal(modules: LayerModules, x_TM: Tensor) -> str | None:
 
 
 def _routes(call: Call, x_TM: Tensor, agreed: AgreedChoice) -> tuple[Routes, DeferredRouting | None]:
-    """Returns the routing of a call, and its promise if a persistent launch is to compute it.
+    """Returns the routing of a call, and a `DeferredRouting` if the persistent kernel will compute it.
 
-    Without a promise, the gate's product and the routing are computed now.
+    A deferred routing has tensors without values, which the launch of the persistent kernel fills. If the
+    second result is None, the gate's product and the routing are computed now.
+
+    x_TM: (T, M), the rows of the input.
+    agreed: which kernels compute the call.
     """
     if agreed.steps is not None and (deferred := defer_routing(call, x_TM)) is not None:
         return deferred.routes, deferred

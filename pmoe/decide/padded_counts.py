@@ -1,16 +1,19 @@
-"""Row counts of a layer with pad_to_capacity: they follow from the number of tokens, so none are exchanged.
+"""Row counts of a layer with ``pad_to_capacity``: computed from the number of tokens, not exchanged.
 
-Every rank sends every expert the same number of rows. Places without a row are padded with zeros:
+Every rank sends every expert the same number of rows, the capacity. If fewer rows were routed to an expert,
+zeros are added; if more were routed, the last ones are dropped:
 
     capacity 3, 2 experts     expert 0       expert 1
     rows that were routed     a b            c d e f
     rows that are sent        a b 0          c d e        f is dropped, 0 is padding
 
-Where rows go depends on no value that is on the device, so the host does not wait, and a CUDA graph can hold
-the call. In exchange, all ranks must have the same number of tokens. They compare it, and report faults:
+The host needs no value from the device to send these rows, so the host does not wait, and a CUDA graph can
+hold the call. In return, all ranks must have the same number of tokens. The ranks compare that number, and
+report faults (wrong input or routing on one rank), in these calls:
 
     on the CPU    in every call
-    on CUDA       in the first call of each kind (`PaddedCallKey`), and when a checkpoint routes again
+    on CUDA       in the first call with a number of tokens, dtype and need of gradients (`PaddedCallKey`),
+                  and when a checkpoint routes the same tokens a second time
 """
 
 from __future__ import annotations
@@ -41,17 +44,22 @@ from pmoe.ordering.sorted import Tokens
 
 
 def kind_of(modules: LayerModules, x_TM: Tensor, dtype: torch.dtype) -> PaddedCallKey:
-    """Returns the kind of a padded call. Calls of one kind are compared once on CUDA.
+    """Returns the values of a padded call that must be equal on all ranks: tokens, dtype, need of gradients.
 
+    On CUDA, ranks compare these values once, in the first call that has them.
+
+    modules: the modules and options of the layer.
     x_TM: (T, M), the rows.
-    dtype: of the rows that reach the experts.
+    dtype: dtype of the rows that reach the experts.
     """
     needs_grad = modules.asks_for_gradients(x_TM, *modules.gate.parameters())
     return PaddedCallKey(num_tokens=x_TM.shape[0], needs_grad=needs_grad, dtype=dtype)
 
 
 class PaddedCounts:
-    """A `CountsSource` for rows that are padded to capacity. It runs in chunks, or by a persistent kernel.
+    """The source of row counts of a layer with ``pad_to_capacity``: every count equals the capacity.
+
+    The call runs in chunks (micro-batches), or by a persistent kernel. The class implements `CountsSource`.
 
     call     the call
     routed   its tokens with their routing
@@ -61,7 +69,9 @@ class PaddedCounts:
     routed: RoutedBatch
 
     def __init__(self, call: Call) -> None:
-        """Routes the call. If the persistent launch chooses the experts, the routing has no values yet."""
+        """Routes the call. If the persistent kernel is to compute the routing, its tensors have no values
+        yet.
+        """
         self.call = call
         modules = call.modules
         self._deferred: DeferredRouting | None = None
@@ -73,7 +83,11 @@ class PaddedCounts:
         self._splits = splits_of(modules, self._kind.num_tokens, top_k=expert_TK.shape[1])
 
     def _ask_gate(self, call: Call, x_TM: Tensor) -> CheckedRouting:
-        """Returns the gate's routing, or tensors that the persistent launch will fill (`defer_routing`)."""
+        """Returns the routing: the gate's, or tensors that the persistent kernel will fill when it is
+        launched.
+
+        x_TM: (T, M), the rows.
+        """
         if may_fuse(call.modules, x_TM.device, cast_dtype(call.modules, x_TM) or x_TM.dtype):
             self._deferred = defer_routing(call, x_TM)
         if self._deferred is None:
@@ -82,7 +96,16 @@ class PaddedCounts:
         return CheckedRouting(routing=Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux))
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-        """Compares the ranks' calls, then chooses the persistent kernel, or n and the restore pair."""
+        """Checks that the ranks' calls agree, then chooses the persistent kernel, or n and the restore pair.
+
+        n is the number of chunks. The restore pair says how backward gets two activations back: the rows that
+        the experts received, and their hidden activation.
+
+        modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
+        inputs: the rows and parameters of the call.
+
+        Raises ValueError on every rank if the ranks have different numbers of tokens.
+        """
         own_modules = self.call.modules
         _compare(self.call, self.routed, self._kind)
         if may_fuse(own_modules, self._device, self.routed.dtype):
@@ -94,7 +117,12 @@ class PaddedCounts:
         return AgreedChoice(choice=choose(own_modules, self._device_counts, inputs, orders))
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
-        """Builds the decision to run in chunks of padded rows, or by the persistent kernel."""
+        """Builds the decision to run in chunks of padded rows, or by the persistent kernel.
+
+        modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
+        inputs: the rows and parameters of the call.
+        agreed: the result of `agree`.
+        """
         if agreed.choice is None:
             return self._by_kernels(inputs, agreed)
         orders, kept_E = self._padded(modules)
@@ -104,7 +132,11 @@ class PaddedCounts:
         return in_chunks(self.call, self.routed, inputs, plan, totals)
 
     def _by_kernels(self, inputs: Inputs, agreed: AgreedChoice) -> Decision:
-        """Builds the decision to run by the persistent kernel, which counts the kept rows itself."""
+        """Builds the decision to run by the persistent kernel, which counts the rows within capacity itself.
+
+        inputs: the rows and parameters of the call.
+        agreed: the result of `agree`, with the operators that launch the kernel.
+        """
         assert agreed.steps is not None
         splits = self._splits
         kept_E = torch.empty(splits.num_experts, dtype=torch.int32, device=self._device)
@@ -126,18 +158,18 @@ class PaddedCounts:
 
     @functools.cached_property
     def _host_counts(self) -> RankCounts:
-        """The row counts with all tensors on the host."""
+        """The row counts, with all tensors on the host."""
         return self._counts_on(torch.device("cpu"))
 
     @functools.cached_property
     def _device_counts(self) -> RankCounts:
-        """The row counts with `RankCounts.recv_device` on the device of the rows."""
+        """The row counts, with `RankCounts.recv_device` on the device of the rows."""
         return self._counts_on(self._device)
 
     def _counts_on(self, device: torch.device) -> RankCounts:
-        """Returns the counts of padded rows in bins. They are equal for all ranks and experts.
+        """Returns the row counts, padding included. They are equal for all ranks and experts.
 
-        device: that of `RankCounts.recv_device`.
+        device: the device of `RankCounts.recv_device`; the other tensors are on the host.
         """
         splits = self._splits
         max_tokens = -(-splits.num_rows // self.routed.routing.expert.shape[1])
@@ -145,10 +177,14 @@ class PaddedCounts:
         return splits.counts(num_ranks, device, max_tokens=max_tokens, needs_grad=self._kind.needs_grad)
 
     def _padded(self, modules: LayerModules) -> tuple[SortedSlots, Tensor]:
-        """Returns the padded rows as slots that can be sorted, and the number of kept rows by expert, (E,).
+        """Returns the padded rows, ready to be sorted into chunks, and the number of real rows of each
+        expert.
 
-        Both are made of the routing, once for a call. A deferred routing is computed for it, because no
-        persistent launch will compute it.
+        Both results are computed once for a call. The second has shape (E,) and does not count padding. If
+        the routing has no values yet (`defer_routing`), it is computed now, because the persistent kernel
+        will not be launched.
+
+        modules: the layer's modules, with the experts that were really called (a wrapper may call a copy).
         """
         if self._padded_rows is None:
             if self._deferred is not None:
@@ -161,9 +197,18 @@ class PaddedCounts:
 
 
 def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
-    """Compares the kind of the call among ranks, and reports faults, when the module's docstring says so.
+    """Checks that the ranks' padded calls agree, and exchanges faults, unless they were compared before.
 
-    Raises ValueError on every rank if the ranks' calls differ, and FaultError if any rank reports a fault.
+    On the CPU every call is compared. On CUDA the host waits for the exchange, so ranks compare only the
+    first call with the values of ``kind``, and a call in which a checkpoint routes the same tokens a second
+    time.
+
+    call: the call.
+    routed: its tokens with their routing, and the fault of this rank.
+    kind: the number of tokens, dtype and need of gradients of this rank's call.
+
+    Raises ValueError on every rank if ranks have different numbers of tokens or needs of gradients, and
+    FaultError on every rank if any rank reports a fault.
     """
     modules = call.modules
     known_kinds = modules.cache.padded_kinds
@@ -171,7 +216,8 @@ def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
     is_again = routed.gated.is_again
     compares = compares_always(device)
     if routed.failure is not None and known_kinds and not compares:
-        # On CUDA this rank may be the only one to exchange: peers that know the kind of their call do not.
+        # On CUDA this rank may be the only one to start an exchange, because other ranks skip it if they have
+        # compared a call with their number of tokens before. So this rank raises without them.
         raise routed.failure
     if kind in known_kinds and not (compares or is_again):
         return
@@ -194,8 +240,8 @@ def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
 
 
 def compares_always(device: torch.device) -> bool:
-    """Returns whether ranks compare every padded call, not only the first of each kind.
+    """Returns whether ranks compare every padded call, instead of the first with the same number of tokens.
 
-    They do on the CPU. On CUDA the host would wait for the device in every call.
+    True on the CPU. On CUDA the host would have to wait for the device in every call.
     """
     return device.type != "cuda"

@@ -1,7 +1,7 @@
-"""The comparison of a layer among its ranks: all must have the same options and the same dense values.
+"""The comparison of a layer between its ranks: options and replicated values must be the same on all ranks.
 
-If ranks differed in options, they would wait for each other until the group's timeout, misread each other's
-messages, or train different models. `check_same_options` says when they compare.
+Replicated values are those of the gate, the shared expert and callbacks. If options differed, ranks would
+wait for each other until the group's timeout, misread each other's messages, or train different models.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ from pmoe.warn import warn_once
 
 
 def check_same_options(modules: LayerModules) -> None:
-    """Begins a call of several ranks. Compares the layer among them if that is due.
+    """Begins a call of several ranks, and compares the layer's options between ranks if they may differ.
 
-    It is due at the first call of a layer, at the next call after its options were set, and at the next call
-    after a new default process group has taken the place of a destroyed one. Comparing is a collective.
+    Ranks compare at the first call of a layer, at the next call after its options were set, and at the next
+    call after a new default process group has replaced a destroyed one. Only then is this function a
+    collective.
 
-    Raises ValueError on every rank if options differ, or if a wrapper of another library manages the experts.
+    modules: the modules and options of the layer.
+
+    Raises ValueError on every rank if options differ, or if a wrapper such as DDP or FSDP manages the
+    experts.
     """
     cache = modules.cache
     changed = ""
@@ -47,17 +51,18 @@ def check_same_options(modules: LayerModules) -> None:
 
 
 def compare_options(modules: LayerModules) -> bool:
-    """Compares a layer among its ranks. Returns whether the ranks hold different experts. Collective.
+    """Compares a layer between its ranks, and returns whether the ranks hold different experts. Collective.
 
-    One reduction compares digests of these on all ranks:
+    One reduction compares digests of the following on all ranks. Replicated parts are the gate, the shared
+    expert and callbacks, which every rank holds:
 
-        options                  must be the same; else ValueError with the option, values and ranks
-        values of dense parts    must be the same; else a warning
-        experts                  if they differed at construction, one rank's must not have been copied to
-                                 all others since then; else ValueError
+        options                       must be the same; ValueError with the option, values and ranks if not
+        values of replicated parts    must be the same; a warning if not
+        experts                       must differ, as when they were built; ValueError if the experts of one
+                                      rank have been copied to all ranks since
 
-    If any rank's experts were loaded from a state dict, `check_loaded` compares these, too. It raises
-    ValueError if two ranks loaded the same ones.
+    If experts of any rank were loaded from a state dict, the ranks also compare the loaded experts, and
+    ValueError is raised if two ranks hold the same.
 
     All ranks raise the same errors and issue the same warnings.
     """
@@ -75,8 +80,8 @@ def compare_options(modules: LayerModules) -> bool:
     )
     if experts.was_loaded or not all_loaded_or_none:
         check_loaded(modules)
-    # The experts differed at construction, and are the same on all ranks now. On some rank they are as they
-    # were built, and on others they have changed: so those were overwritten by copies of that rank's experts.
+    # The experts differed at construction, and are the same on all ranks now. On some rank they have not
+    # changed since, and on the others they have: so a copy of that rank's experts has overwritten the others.
     elif are_same and not (were_same or all_changed_or_none):
         raise ValueError(COPIED)
     unequal_options = [
@@ -95,10 +100,11 @@ def compare_options(modules: LayerModules) -> bool:
 
 
 def _options_that_differ(modules: LayerModules, names: list[str], mine: str) -> str:
-    """Returns the error for options that differ among ranks. Collective.
+    """Returns the error message for options that differ between ranks. Collective: it collects the values.
 
-    names: the options.
-    mine: this rank's value of the first one.
+    modules: the modules and options of the layer.
+    names: the names of the options that differ.
+    mine: this rank's value of the first option.
     """
     values_of_ranks = gathered(modules.ranks, mine, stage="showing the layer's options")
     values = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values_of_ranks))
@@ -107,9 +113,12 @@ def _options_that_differ(modules: LayerModules, names: list[str], mine: str) -> 
 
 
 def _values_that_differ(modules: LayerModules, part: str) -> str:
-    """Returns the warning for a dense part whose values differ among ranks. Collective.
+    """Returns the warning for a replicated part of the layer whose values differ between ranks. Collective.
 
-    It names the first tensor that differs, and the ranks that have the same values of it.
+    The warning names the first tensor that differs, and which ranks have equal values of that tensor.
+
+    modules: the modules and options of the layer.
+    part: the name of the part, such as "gate".
     """
     own_digests = {name: fingerprint({name: tensor}) for name, tensor in dense_tensors(modules, part).items()}
     digests_of_ranks = gathered(modules.ranks, own_digests, stage="showing values that differ")
@@ -136,11 +145,11 @@ def _values_that_differ(modules: LayerModules, part: str) -> str:
 
 
 def changed_options(words_before: Mapping[str, str], now: LayerModules) -> str:
-    """Returns in words which options of a layer were set since its last call; "" for none.
+    """Returns a text that lists the options of a layer that were set since its last call; "" for none.
 
-    The other ranks show this text in an error, if they have not set the same options.
+    If the other ranks have not set the same options, they show this text in an error.
 
-    words_before: `options_in_words` at the last comparison.
+    words_before: the options as texts, by name, when the ranks last compared them.
     now: the layer's modules and options now.
 
     Example: "has set pipeline (4) of MoELayer 1 since its last call, and other ranks have not: ..."

@@ -1,7 +1,7 @@
 """The first stage of a call: checks the input and calls the gate.
 
-If the input or the routing of one rank is wrong, the other ranks must not wait for its rows. So the error
-becomes a `Fault`, which travels with the row counts, and all ranks raise together.
+If the input or the routing of one rank is wrong, the other ranks must not wait for its rows. So the rank
+exchanges the number of a `Fault` together with its row counts, and all ranks raise.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from pmoe.gates.capacity import expert_capacity, within_capacity
 
 
 def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None = None) -> RoutedBatch:
-    """Checks the input of a call and routes its tokens.
+    """Checks the input of a call and routes its tokens to experts.
 
-    ask: returns the checked routing of the rows (T, M); None calls the gate (`run_gate`).
+    ask: returns the checked routing of the rows (T, M) of the call; None calls the gate (`run_gate`).
 
-    A single rank raises an error at once. If there are several ranks, a failed rank returns no tokens and the
-    error. It then takes part in the exchange of row counts, which reports its fault to the other ranks. A
-    checkpoint's second pass has no exchange, so it raises at once, too.
+    On a single rank an error is raised at once. With several ranks, a rank that fails returns an empty batch
+    with the error, because it must still take part in the exchange of row counts: the exchange reports the
+    fault, and all ranks raise. The second pass of a checkpoint has no exchange, so an error is raised at once
+    there.
     """
     modules = call.modules
     try:
@@ -47,9 +48,10 @@ def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None
 def apply_start_callbacks(call: Call) -> Tensor:
     """Returns the checked input after the callbacks' ``before_moe_start``: (..., M), or (N, M) with a mask.
 
-    With a mask, N is the number of its tokens: callbacks and the gate do not see padding.
+    N is the number of tokens under the mask: callbacks and the gate do not get the rows of padding.
 
-    Raises what `check_input` raises, and FaultError if one of several ranks' callbacks fails.
+    Raises TypeError or FaultError for a wrong input, and FaultError if a callback fails on one of several
+    ranks.
     """
     x = call.x if call.mask is None else _tokens_of(call)
     for callback in call.modules.callbacks:
@@ -65,7 +67,10 @@ def apply_start_callbacks(call: Call) -> Tensor:
 
 
 def _tokens_of(call: Call) -> Tensor:
-    """Returns the rows (N, M) of the input that are tokens. Raises FaultError if the mask does not fit it."""
+    """Returns the rows (N, M) of the input that are tokens: those where the mask of the call is True.
+
+    Raises FaultError if the mask does not fit the input.
+    """
     x = call.x
     mask = call.mask
     check_input(call.modules, x)
@@ -88,11 +93,12 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
 
     x_TM: (T, M), the rows.
 
-    Three checks give a fault, each without waiting for the device; the last one that applies wins:
+    Three checks on the device can give a fault, which the ranks exchange later, so the host does not wait. If
+    several checks fail, the last one in this list is reported:
 
-    - values of a user's gate outside their range (`clamped_with_fault`);
-    - logits that are not finite, unless ``check_finite`` is False;
-    - routing that differs from the first run, if a checkpoint runs these tokens again.
+    - values that a user's gate returned are outside their range (`clamped_with_fault`);
+    - logits are not finite, unless ``check_finite`` is False;
+    - a checkpoint runs these tokens a second time, and the routing differs from the first pass.
     """
     modules = call.modules
     options = call.modules.options
@@ -131,9 +137,12 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
 
 
 def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | None:
-    """Returns which slots are kept, (T, K) bool: those within the capacity; None keeps all.
+    """Returns which (token, choice) slots are within the capacity, (T, K) bool; None keeps all slots.
 
-    A gate that decides itself what is kept is obeyed. Padded calls drop rows later, when they pad them.
+    If the gate itself decides which slots are kept, its answer is returned. With ``pad_to_capacity`` slots
+    are dropped later, when rows are padded.
+
+    x_TM: (T, M), the tokens.
     """
     options = modules.options
     decides = bool(getattr(modules.router, "decides_capacity", False))
@@ -148,9 +157,12 @@ def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | Non
 
 
 def _routing(call: Call, x_TM: Tensor) -> Routing:
-    """Calls the gate with the rows, and with the token ids if it routes by them.
+    """Calls the gate with the rows, and also with the token ids if the gate routes by them.
 
-    Raises ValueError if it needs ids that are missing, or if it scores another number of experts.
+    x_TM: (T, M), the rows.
+
+    Raises ValueError if the gate needs token ids that are missing, or if one of pmoe's own gates returns
+    scores for another number of experts than the layer has.
     """
     gate = call.modules.gate
     ids = call.token_ids
@@ -172,11 +184,12 @@ def _routing(call: Call, x_TM: Tensor) -> Routing:
 
 
 def check_num_experts(modules: LayerModules, num_scores: int | None) -> None:
-    """Raises ValueError if the gate scores more or fewer experts than the layer has.
+    """Raises ValueError if the gate returns scores for another number of experts than the layer has.
 
-    That happens if a tool has replaced the parameters of the gate.
+    This happens if a tool has replaced the parameters of the gate.
 
-    num_scores: the number of scores of each token; None if the gate gives none.
+    modules: the modules and options of the layer.
+    num_scores: the number of scores of each token; None if the gate returns no scores.
     """
     num_experts = modules.options.num_experts
     if num_scores not in (None, num_experts):
@@ -188,7 +201,11 @@ def check_num_experts(modules: LayerModules, num_scores: int | None) -> None:
 
 
 def _nothing_routed(modules: LayerModules, error: Exception) -> RoutedBatch:
-    """Returns a batch of no tokens, with the error and its fault, for a rank that could not route its own."""
+    """Returns an empty batch with an error and its `Fault`, for a rank that could not route its tokens.
+
+    A fault is a number that ranks send with their row counts. The rank needs this batch to take part in that
+    exchange, which reports the fault to all ranks.
+    """
     like = (
         torch.empty(0)
         if modules.reference_parameter is None or modules.reference_parameter.is_meta
@@ -206,19 +223,22 @@ def _nothing_routed(modules: LayerModules, error: Exception) -> RoutedBatch:
 
 
 def is_fetched(modules: LayerModules) -> bool:
-    """Returns whether a library may fetch the experts' parameters when their modules are called.
+    """Returns whether another library may load the experts' parameters when their modules are called.
 
-    The offloading of accelerate does so by hooks. Until then it keeps the parameters on the meta device.
+    accelerate's offloading, for example, does so by hooks. Until the call, such a library keeps the
+    parameters on the meta device, so their device must not be compared with the input's.
     """
     return any(map(is_watched, modules.experts_module.modules()))
 
 
 def check_input(modules: LayerModules, x: Tensor) -> None:
-    """Checks kind, shape, device and dtype of the input.
+    """Checks that the input is a plain tensor of the right shape, device and dtype.
 
-    x: (..., M); it must be on the device of the parameters, and have their dtype unless it is cast.
+    modules: the modules and options of the layer.
+    x: (..., M); it must be on the device of the parameters. It must have their dtype, unless autocast or
+        FSDP's mixed precision casts it.
 
-    Raises TypeError if x is no tensor, and otherwise FaultError, which is a ValueError.
+    Raises TypeError if x is not a tensor, and FaultError (a ValueError) for the other mistakes.
     """
     d_model = modules.options.d_model
     like = modules.reference_parameter
@@ -248,9 +268,9 @@ def check_input(modules: LayerModules, x: Tensor) -> None:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Returns the dtype to which autocast casts rows; None if it leaves them as they are.
+    """Returns the dtype to which autocast casts the rows; None if the rows keep their dtype.
 
-    Without autocast it does, and it never casts float64.
+    The rows keep their dtype if autocast is off, if they are float64, or if they are on the meta device.
     """
     if x.is_meta or not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
         return None
@@ -260,8 +280,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def cast_dtype(modules: LayerModules, x: Tensor) -> torch.dtype | None:
     """Returns the dtype to which rows and parameters are cast for the experts; None if nothing is cast.
 
-    It is autocast's dtype, or else the dtype of x if FSDP's mixed precision has cast x and the gate to 16
-    bits. FSDP does not manage the experts, so it leaves them in float32.
+    If autocast is on, this is autocast's dtype. Otherwise it is the dtype of x, if FSDP's mixed precision has
+    cast x and the gate to 16 bits: FSDP does not manage the experts, so it leaves the experts in float32.
+
+    modules: the modules and options of the layer.
+    x: (..., M), the input.
     """
     autocast = autocast_dtype(x)
     if autocast is not None or x.dtype not in (torch.bfloat16, torch.float16):

@@ -1,4 +1,4 @@
-"""The choice of a call's source of row counts."""
+"""The choice of where a call's row counts come from (how many rows go from each rank to each expert)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from pmoe.call.decision import CountsSource
 
 
 def counts_source(call: Call) -> CountsSource:
-    """Routes a call and returns its source of row counts: the first of the following that fits.
+    """Routes a call and returns the source of its row counts: the first that fits of four.
 
-    The host waits for the device only if ranks exchange counts:
+    Row counts say how many rows each rank sends to each expert. The four sources, in the order in which they
+    are asked:
 
-        OneRankCounts   no other rank takes part, and kernels take the call: no counts reach the host
-        PaddedCounts    pad_to_capacity: the capacity gives every count in advance
-        FusedCounts     fused kernels are wanted: ranks exchange counts
-        ExactCounts     otherwise: ranks exchange counts
+        OneRankCounts   only one rank takes part, and GPU kernels compute the call. The counts stay on the
+                        device
+        PaddedCounts    the layer has pad_to_capacity: every count equals the capacity
+        FusedCounts     the layer asks for fused kernels: ranks exchange counts, and the host waits for them
+        ExactCounts     all other calls: ranks exchange counts, and the host waits for them
     """
     modules = call.modules
     if modules.may_run_on_one_rank:

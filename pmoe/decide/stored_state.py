@@ -1,17 +1,18 @@
-"""Checks of state dicts, so that no rank loads the experts of another rank.
+"""The checks of state dicts, so that no rank loads the experts of another rank.
 
-Each rank's ``state_dict()`` has that rank's experts, under names that every rank uses. Without checks, rank
-0's file would load on every rank, and every rank would then have rank 0's experts. Three checks prevent it:
+Each rank's ``state_dict()`` holds the experts of that rank, and every rank uses the same names for its
+experts. Without checks, rank 0's file could be loaded on every rank, and every rank would then have rank 0's
+experts. Three checks prevent this:
 
-    state_dict()        writes into ``_metadata`` whose experts these are      `_say_whose`
+    state_dict()        records in ``_metadata`` which experts it holds        `_say_whose`
                         refuses callers that write one file for all ranks      `_refuse_one_file`
-    load_state_dict()   refuses experts of another rank, by that metadata      `_check_whose`
-    the next call       compares the ranks' experts, if a rank loaded values   `check_loaded`
-                        that may be another's (safetensors and dicts made by
-                        hand have no metadata): they must differ by rank
+    load_state_dict()   refuses experts that the metadata says are another's   `_check_whose`
+    the next call       compares the ranks' experts, which must differ, if     `check_loaded`
+                        any rank has loaded a state dict without metadata
+                        (safetensors, or a dict made by hand)
 
-Loading is not a collective: one rank may load and the others not. So a rank that has loaded says so with the
-row counts of its next call, and all ranks compare before that call goes on
+Loading is not a collective: one rank may load while the others do not. So a rank that has loaded reports it
+together with the row counts of its next call, and all ranks compare their experts before that call goes on
 (`pmoe.decide.exact_counts.LoadedExchange`).
 """
 
@@ -32,7 +33,10 @@ from pmoe.experts.base import Experts
 from pmoe.experts.operands import local_part
 
 KEY = "pmoe.experts"
-"""The key of an `ExpertPlace` in the metadata of a state dict, which torch.save and torch.load keep."""
+"""The key of an `ExpertPlace` in the metadata of a state dict.
+
+torch.save and torch.load keep this metadata (``_metadata``).
+"""
 
 CURE = (
     "Save with pmoe.save_checkpoint(folder, model, optimizer, step=step) and load with "
@@ -42,13 +46,15 @@ CURE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlace:
-    """The experts that a rank holds: a range of all experts, and a part of their hidden columns.
+    """The record of which experts a rank holds: a range of all experts, and a part of their hidden columns.
 
-    first_expert       number of the first one
-    num_local_experts  length of the range
-    num_experts        number of all experts
-    shard, num_shards  the part of the hidden columns, and the number of parts
-    rank, num_ranks    this rank in the group that holds all experts, and the size of the group
+    first_expert       number of the first expert of the range
+    num_local_experts  number of experts in the range
+    num_experts        number of experts of all ranks
+    shard              number of the part, if each expert's hidden columns are split over ranks; else 0
+    num_shards         number of parts into which an expert is split; 1 if experts are not split
+    rank               this rank in the group that holds all experts
+    num_ranks          size of that group
     """
 
     first_expert: int
@@ -61,7 +67,11 @@ class ExpertPlace:
 
     @staticmethod
     def of(grid: Grid, num_experts: int) -> ExpertPlace:
-        """Returns this rank's place. num_experts: of all ranks."""
+        """Returns the record of the experts that this rank holds.
+
+        grid: the ranks of the layer.
+        num_experts: number of experts of all ranks.
+        """
         local = num_experts // grid.ep.size
         return ExpertPlace(
             first_expert=grid.ep.rank * local,
@@ -75,9 +85,10 @@ class ExpertPlace:
 
     @property
     def holds(self) -> tuple[int, ...]:
-        """The fields that say which values a rank holds. Values may be loaded only if these are equal.
+        """The fields that say which values a rank holds. Values may be loaded only if these fields are equal.
 
-        The number of ranks is not among them, because another number of ranks may hold the same experts.
+        The rank and the number of ranks are left out, because a group of another size may hold the same
+        experts on some rank.
         """
         return self.first_expert, self.num_local_experts, self.num_experts, self.shard, self.num_shards
 
@@ -88,12 +99,13 @@ class ExpertPlace:
 
 
 def watch(experts: Experts, grid: Grid, num_experts: int) -> None:
-    """Sets the place of experts, so that their state dicts record it and loading checks it.
+    """Records which experts this rank holds, so that state dicts include the record and loading checks it.
 
+    experts: the experts of this rank, which get hooks for ``state_dict()`` and ``load_state_dict()``.
     grid: the ranks of the layer.
-    num_experts: of all ranks.
+    num_experts: number of experts of all ranks.
 
-    It may be called again, if the ranks have changed.
+    It may be called a second time after the ranks have changed.
     """
     if not experts.is_parallel:
         return
@@ -107,7 +119,15 @@ def watch(experts: Experts, grid: Grid, num_experts: int) -> None:
 
 
 def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
-    """Writes into the metadata of a state dict whose experts it has: a hook of ``state_dict()``."""
+    """Records in the metadata of a state dict which experts it holds. This is a hook of ``state_dict()``.
+
+    experts: the module whose state dict is made.
+    state: the state dict; not used.
+    prefix: the name of the module in the model, with a dot at the end.
+    local_metadata: the metadata of the module, which is changed.
+
+    Raises ValueError if the caller will write this rank's state dict as the only file.
+    """
     place: ExpertPlace = experts.place
     if place.num_ranks > 1:
         _refuse_one_file(experts, place, prefix.rstrip("."))
@@ -118,7 +138,7 @@ def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[s
 class Writer:
     """A function of another library that writes the state dict of one rank as the only file.
 
-    name: how errors call it.
+    name: the name of the function in error messages.
     on_all_ranks: whether it asks every rank for a state dict, or only the rank that writes.
     """
 
@@ -142,26 +162,29 @@ ONE_FILE = {
         )
     },
 }
-"""Callers that write the state dict of one rank as the only file, by their module and function.
+"""Functions that write the state dict of one rank as the only file, by (module, function).
 
-Lightning's strategies that write distributed files use other functions.
+Strategies of Lightning that write distributed files use other functions.
 """
 
 DCP = "torch.distributed.checkpoint.state_dict"
-"""The module of DCP, torch's distributed checkpoints. Its state dicts cover all ranks by DTensors.
+"""The module of torch's distributed checkpoints (DCP).
 
-In a full state dict, a plain tensor has the values of one rank only.
+DCP covers the experts of all ranks if they are DTensors. A plain tensor in a full state dict has the values
+of one rank only.
 """
 
 
 def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
-    """Raises ValueError if the caller will write this state dict as the only file.
+    """Raises ValueError if the caller of ``state_dict()`` will write this state dict as the only file.
 
-    A state dict does not know its use, so this searches the call stack for the nearest function of `ONE_FILE`
-    or of `DCP`. Other callers pass. If they write one file, `_check_whose` refuses it when it is loaded.
+    A state dict does not know for what it is used. So this function searches the call stack for the nearest
+    function of `ONE_FILE`, or for DCP. Other callers are not refused. If such a caller writes one file, that
+    file is refused when it is loaded (`_check_whose`).
 
-    place: the experts of this rank.
-    name: the experts' name in the model, for errors.
+    experts: the experts of this rank.
+    place: which experts they are.
+    name: the name of the experts module in the model, for errors.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -198,11 +221,17 @@ def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
 def _check_whose(
     experts: Experts, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
 ) -> None:
-    """Checks whose experts a state dict has, before it is loaded: a hook of ``load_state_dict()``.
+    """Checks which experts a state dict holds, before it is loaded. This is a hook of ``load_state_dict()``.
 
-    Raises ValueError, and publishes it, if the state dict records other experts than this rank's. Otherwise
-    the layer's next call compares the ranks, with two exceptions: the values are certainly this rank's own
-    (`_is_own`), or the state dict records that all ranks had equal experts.
+    experts: the module that loads.
+    state: the state dict of the whole model.
+    prefix: the name of the module in the model, with a dot at the end.
+    local_metadata: the metadata of the module; empty if the state dict has none.
+
+    Raises ValueError, and publishes the error to the other ranks, if the metadata records other experts than
+    this rank holds. Otherwise the layer's next call compares the experts of all ranks, with two exceptions:
+    the values are certainly this rank's own (`_is_own`), or the metadata records that all ranks had equal
+    experts.
     """
     place: ExpertPlace = experts.place
     parameters = {
@@ -238,9 +267,12 @@ def _check_whose(
 def _is_own(value: Any, parameter: Tensor) -> bool:
     """Returns whether a loaded value is certainly this rank's own.
 
-    It is if it shares the memory of the parameter, because DCP reads into that memory. It also is if it is a
-    DTensor over the same mesh object. An unpickled DTensor has another mesh object, even if the meshes are
-    equal.
+    It is in two cases. If it shares the memory of the parameter, then DCP has read into that memory. If it is
+    a DTensor over the same mesh object as the parameter, it was made in this process; an unpickled DTensor
+    has another mesh object, even if the meshes are equal.
+
+    value: a value of the state dict.
+    parameter: the parameter to be loaded.
     """
     if not isinstance(value, Tensor):
         return False
@@ -256,10 +288,12 @@ def _is_own(value: Any, parameter: Tensor) -> bool:
 
 
 def check_loaded(modules: LayerModules) -> None:
-    """Compares the ranks' experts after any rank has loaded some. Collective over the layer's ranks.
+    """Checks that all ranks hold different experts, after any rank has loaded a state dict. Collective.
+
+    modules: the modules and options of the layer.
 
     Raises ValueError on all ranks if two ranks hold the same values, unless a rank has set
-    ``experts.may_be_equal``, because they are equal on purpose. The comparison resets that flag.
+    ``experts.may_be_equal``, because equal experts are intended. The check resets that flag.
     """
     experts = modules.experts
     own = fingerprint(dict(experts.named_parameters())), experts.may_be_equal

@@ -551,7 +551,7 @@ class MoELayer(OldAttributes, nn.Module):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(with_new_names(state))
+        super().__setstate__(with_new_names(state))  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         reuse = "" if self.restore is False else f"memory_reuse={self.restore}, "

@@ -38,8 +38,8 @@ struct Loader {
   const Problem& p;
   int rank;  // rank of the block in its cluster
 
-  // begin: the first row of A that belongs to this tile's expert; for form kWeight, the first row of the piece
-  // of rows in which this step lies.
+  // begin: the first row of A that belongs to this tile's expert; for form kWeight, the first row of the
+  //     piece of rows in which this step lies.
   __device__ __forceinline__ void load_a(uint8_t* a, uint64_t* full, const Tile& tile, int begin,
                                          int depth) const {
     if (kCluster == 1 && p.blocks_across > 1) {

@@ -57,7 +57,7 @@ def check_ranks(modules: LayerModules) -> None:
     modules: the modules and options of the layer.
 
     Raises ValueError on every rank if options differ, or if a wrapper such as DDP or FSDP manages the
-    experts: each rank holds other experts, so a wrapper must not average or shard them.
+    experts: each rank holds different experts, so a wrapper must not average or shard them.
     """
     ranks = modules.ranks
     if modules.grid.reconnect():

@@ -188,7 +188,7 @@ def in_chunks(call: Call, routed: RoutedBatch, inputs: Inputs, plan: Plan, count
 class LoadedExchange:
     """An exchange of row counts in which a rank can also report that its experts were loaded.
 
-    Every rank must hold other experts. If a state dict was loaded on any rank, all ranks compare their
+    Each rank must hold different experts. If a state dict was loaded on any rank, all ranks compare their
     experts before the call goes on. The report of a loaded state dict is sent as a fault, because the
     exchange already has one number for the fault of each rank:
 

@@ -1,8 +1,10 @@
-"""The bench: times actions alone or side by side on the lanes of a device.
+"""Times work alone or side by side, on the lanes on which the engine runs tasks.
 
-All ranks time the same actions. Actions may be collectives, so all ranks must run an action equally often.
-How often follows from numbers that all ranks have agreed on (`Bench.largest`), never from a rank's own
-clock.
+A lane is a queue of tasks that run one after another. There are three: computation, messages between ranks,
+and copies to and from the host.
+
+All ranks time the same work. It may be a collective, so all ranks must run it equally often. The number of
+runs follows from numbers on which all ranks have agreed (`Bench.largest`), never from a rank's own clock.
 """
 
 from __future__ import annotations
@@ -33,29 +35,29 @@ from pmoe.planner.cost_model import COMMUNICATE, COMPUTE, COPY
 from pmoe.planner.profile import FORMAT, WIDTH, Identity, Versions
 
 AGREEING = "agreeing on a profile"
-"""Stage that an error names when ranks agree on numbers."""
+"""The stage that an error names if ranks fail to agree on numbers."""
 
 MESSAGES = "measuring messages"
-"""Stage that an error names when ranks measure messages."""
+"""The stage that an error names if ranks fail while they measure messages."""
 
 TimedCall = Callable[[], object]
-"""A piece of work without arguments: a product, a message, a copy."""
+"""Work to be timed, as a function without arguments: a product, a message, or a copy."""
 
 Marks = list[float]
-"""Times of one lane in seconds, on any clock: when it began, and when it ended each of its actions."""
+"""Times of one lane in seconds, on any clock: the start of the lane, then the end of each run."""
 
 LaneRuns = Mapping[str, tuple[TimedCall, int]]
-"""Maps each lane to (its action, how often it is repeated)."""
+"""The work of each lane: (a function, how often it is repeated)."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Runs actions on three lanes, as the engine would.
+    """Runs work on three lanes (computation, messages, copies), as the engine would, and times it.
 
     ranks: the ranks that measure together.
-    device: where the actions run.
-    run: repeats the action of each lane as often as asked, one after another; lanes run side by side.
-        Returns the marks of each lane.
+    device: the device on which the work runs.
+    run: repeats the work of each lane as often as asked, one run after another; lanes run side by side.
+        Returns for each lane the time of its start and of the end of each run.
     """
 
     ranks: Ranks
@@ -63,7 +65,7 @@ class Bench:
     run: Callable[[LaneRuns], dict[str, Marks]]
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """Returns the largest of each value over all ranks. It is also a barrier.
+        """Returns the largest of each value over all ranks. It is a reduction, so it is also a barrier.
 
         Every rank must pass the same number of values.
         """
@@ -72,10 +74,12 @@ class Bench:
 
 @contextmanager
 def open_bench(ranks: Ranks, device: torch.device) -> Iterator[Bench]:
-    """Opens the bench of a device, until the block ends.
+    """Returns a context with a `Bench` for a device.
 
-    Computation uses the calling thread, or its current stream. Messages and copies have a thread or a
-    stream each.
+    Computation uses the calling thread (on CUDA, its current stream). Messages and copies have a thread (on
+    CUDA, a stream) each.
+
+    ranks: the ranks that measure together.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -88,7 +92,13 @@ def open_bench(ranks: Ranks, device: torch.device) -> Iterator[Bench]:
 
 
 def _run_on_threads(threads: Mapping[str, ThreadPoolExecutor], work: LaneRuns) -> dict[str, Marks]:
-    """Runs the lanes side by side, each on its own thread."""
+    """Runs the work of all lanes side by side, each lane on its own thread.
+
+    threads: the thread of each lane, except for computation, which runs on the calling thread.
+    work: the function of each lane, and how often it is repeated.
+
+    Returns for each lane the time of its start and of the end of each run.
+    """
     started = {lane: threads[lane].submit(_repeat, *todo) for lane, todo in work.items() if lane != COMPUTE}
     marks = {COMPUTE: _repeat(*work[COMPUTE])} if COMPUTE in work else {}
     return marks | {lane: future.result() for lane, future in started.items()}
@@ -97,7 +107,14 @@ def _run_on_threads(threads: Mapping[str, ThreadPoolExecutor], work: LaneRuns) -
 def _run_on_streams(
     device: torch.device, streams: Mapping[str, torch.cuda.Stream], work: LaneRuns
 ) -> dict[str, Marks]:
-    """Runs the lanes side by side on streams. The host only enqueues, and does not wait in between."""
+    """Runs the work of all lanes side by side on CUDA streams. The host only enqueues work until all is
+    enqueued.
+
+    streams: the stream of each lane.
+    work: the function of each lane, and how often it is repeated.
+
+    Returns for each lane the time of its start and of the end of each run, in seconds.
+    """
 
     def mark(lane: str) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -120,7 +137,10 @@ def _run_on_streams(
 
 
 def _repeat(action: TimedCall, count: int) -> Marks:
-    """Runs the action ``count`` times and returns when it began and when each run ended."""
+    """Runs a function ``count`` times. Returns when the first run began, then when each run ended.
+
+    The times are in seconds.
+    """
     marks = [time.perf_counter()]
     for _ in range(count):
         action()
@@ -135,12 +155,14 @@ def seconds_of(
     repeats: int,
     of: Callable[[list[float]], float] = statistics.median,
 ) -> float:
-    """Returns the seconds of one action that runs alone, on the slowest rank.
+    """Returns the seconds of one run of a function that runs alone, on the slowest rank. Collective.
 
-    One run before the others does not count. Collective.
+    One more run comes first, which does not count.
 
+    lane: the lane on which it runs.
+    action: the function.
     repeats: number of runs that count.
-    of: makes one number of their seconds; the median by default.
+    of: makes one number of the seconds of all runs; the median by default.
     """
     bench.largest([0.0])  # begin together
     marks = bench.run({lane: (action, repeats + 1)})[lane][1:]
@@ -148,11 +170,11 @@ def seconds_of(
 
 
 def exchange(ranks: Ranks, sent: Tensor, received: Tensor, n: int) -> None:
-    """Sends n rows to every other rank and receives n from each, in one all-to-all. Own rows are not sent.
+    """Sends n rows to every other rank and receives n from each, by one all-to-all. Own rows are not sent.
 
-    sent, received: ((W - 1) * n, ...), in order of rank.
+    sent, received: ((W - 1) * n, ...), rows in the order of ranks; W is the number of ranks.
 
-    Raises RuntimeError if a peer fails.
+    Raises RuntimeError if another rank fails.
     """
     assert ranks.group is not None
     splits = [n] * ranks.size
@@ -164,10 +186,10 @@ def exchange(ranks: Ranks, sent: Tensor, received: Tensor, n: int) -> None:
 
 
 def identity(ranks: Ranks, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Identity:
-    """Returns the identity of a profile that `pmoe.measure.rates.measure` would measure here.
+    """Returns the device, ranks, backend, dtype and versions for which a profile measured here is valid.
 
-    Not collective. Raises ValueError for a device that is neither a CPU nor CUDA, and for a dtype that is
-    not floating point.
+    Not collective. Raises ValueError for a device that is neither a CPU nor CUDA, and for a dtype that is not
+    floating point.
     """
     device = torch.device(device)
     if device.type not in WIDTH:
@@ -187,11 +209,11 @@ def identity(ranks: Ranks, device: torch.device | str, dtype: torch.dtype = torc
 
 
 LINKS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_NET", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
-"""Environment variables that select the link which messages use."""
+"""Environment variables that select the network over which messages are sent."""
 
 
 def _full_name(device: torch.device) -> str:
-    """Returns the name of the device. A CPU's includes the number of threads that compute."""
+    """Returns the name of the device. For a CPU it includes the number of threads that compute."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")  # of Linux
@@ -202,7 +224,7 @@ def _full_name(device: torch.device) -> str:
 
 
 def _backend(ranks: Ranks, device: torch.device) -> str:
-    """Returns the backend of the group for tensors on ``device``; "none" for one rank."""
+    """Returns the backend of the group ("nccl", "gloo") for tensors on ``device``; "none" for one rank."""
     if ranks.size == 1:
         return "none"
     config = dist.get_backend_config(ranks.group)  # "cpu:gloo,cuda:nccl"

@@ -1,6 +1,7 @@
-"""Stored divisions of the fused kernels' thread blocks, and their agreement on all ranks.
+"""Stored measurements of how to divide the thread blocks of fused kernels, and the choice on all ranks.
 
-There is one file for each device name, beside the profiles, in $PMOE_CACHE or ~/.cache/pmoe:
+In a fused kernel, n_c of the thread blocks communicate and the others compute. The best n_c is measured once
+and stored. There is one file for each device name, beside the profiles, in $PMOE_CACHE or ~/.cache/pmoe:
 
     {"format": 1,
      "entries": [{"device_name": "NVIDIA H200", "num_blocks": 132, "num_ranks": 8, ..., "kernel": "dispatch",
@@ -8,8 +9,8 @@ There is one file for each device name, beside the profiles, in $PMOE_CACHE or ~
                   "seconds": [[1, 512, 0.0021], ...], "when": "2026-..."}, ...],
      "layers": [{"device_name": "NVIDIA H200", ..., "fused_forward": 0.0031, ..., "when": "2026-..."}, ...]}
 
-All ranks use the division that follows from rank 0's table (`pmoe.planner.block_split`). The files of other
-ranks are not read.
+All ranks use the division that follows from rank 0's files (`pmoe.planner.block_split`). The files of other
+ranks are not read, so that ranks cannot differ.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ from pmoe.planner.layer_sizes import check_fits
 from pmoe.warn import log
 
 AGREEING = "agreeing on divisions of the fused kernels"
-"""Stage that an error names."""
+"""The stage that an error names if ranks fail to agree on divisions."""
 
 T = TypeVar("T")
 
 _agreed: dict[tuple[str, FusedLayerSizes], Any] = {}
-"""Answers of rank 0's table, by the group's name and the kernel or layer."""
+"""The answers that ranks got from rank 0's table, by (name of the group, sizes of the kernel or layer)."""
 
 
 def fused_layer_sizes(
@@ -67,14 +68,16 @@ def fused_layer_sizes(
     dtype: torch.dtype,
     **sizes: Any,
 ) -> FusedLayerSizes:
-    """Returns the sizes of a layer on this CUDA device.
+    """Returns the sizes of a layer on this CUDA device, by which measurements are stored and found.
 
-    Its rank receives as many rows as it sends, tokens * top_k.
+    A rank is assumed to receive as many rows as it sends, tokens * top_k.
 
+    num_experts: number of experts of all ranks.
+    tokens: number of tokens of a rank.
     sizes: d_model, d_hidden, gated and virtual of `FusedLayerSizes`.
 
-    Raises ValueError if num_ranks does not divide num_experts, for top_k above num_experts, and as
-    `FusedLayerSizes` does.
+    Raises ValueError if num_ranks does not divide num_experts, if top_k is above num_experts, or if
+    `FusedLayerSizes` refuses a size.
     """
     check_fits(num_experts, top_k, num_ranks)
     return FusedLayerSizes(
@@ -89,12 +92,17 @@ def fused_layer_sizes(
 
 
 def agreed(ranks: Ranks, kernel: FusedKernelSizes, device: torch.device) -> Division:
-    """Returns the division of this kernel by rank 0's table, on every rank; see `DivisionTable.find`.
+    """Returns how many thread blocks of a fused kernel communicate, by rank 0's table, on every rank.
 
-    Collective when a kernel is asked for the first time. Its answer is then remembered until `forget`.
+    The answer is the measured division, the one of the nearest sizes, or that of a rule
+    (`DivisionTable.find`).
+
+    Collective when a group asks for a kernel the first time. The answer is then cached until `forget`.
+
+    kernel: sizes of the kernel.
 
     Raises ValueError on every rank if the sizes differ between ranks: rows must be a number that all ranks
-    share. Raises RuntimeError, naming stage and rank, if a peer is missing.
+    share. Raises RuntimeError, with the names of the stage and the rank, if another rank is missing.
     """
 
     def found(table: DivisionTable) -> Division:
@@ -106,18 +114,21 @@ def agreed(ranks: Ranks, kernel: FusedKernelSizes, device: torch.device) -> Divi
 
 
 def agreed_layer(ranks: Ranks, sizes: FusedLayerSizes, device: torch.device) -> LayerSeconds | None:
-    """Returns the times of the fused and the chunked layer by rank 0's table, on every rank.
+    """Returns the measured times of the fused and of the chunked layer by rank 0's table, on every rank.
 
-    None if the table has none; see `DivisionTable.find_layer_times`. Collective and raising as `agreed`.
+    None if the table has no times for these sizes, nor for half or twice as many rows.
+
+    Collective when a group asks for a layer the first time; the answer is then cached until `forget`. Raises
+    ValueError on every rank if the sizes differ between ranks, and RuntimeError if another rank is missing.
     """
     sizes = sizes_of(sizes)
     return _of_rank_0(ranks, device, sizes, lambda table: table.find_layer_times(sizes))
 
 
 def forget() -> None:
-    """Forgets everything that ranks agreed on, so that the next call reads rank 0's table again.
+    """Clears the cache of answers, so that the next call reads rank 0's files once more.
 
-    Either all ranks must call it, or none.
+    Either all ranks must call it, or none, because the next call is then a collective.
     """
     _agreed.clear()
 
@@ -125,7 +136,13 @@ def forget() -> None:
 def _of_rank_0(
     ranks: Ranks, device: torch.device, sizes: FusedLayerSizes, found: Callable[[DivisionTable], T]
 ) -> T:
-    """Returns what rank 0 found in its table, on every rank. Collective if it is not remembered."""
+    """Returns what rank 0 finds in its table, on every rank. Collective if the answer is not cached.
+
+    sizes: sizes of the kernel or layer.
+    found: finds the answer in the table; only rank 0 calls it.
+
+    Raises ValueError on every rank if the sizes differ between ranks.
+    """
     key = (ranks.name, sizes)
     if key not in _agreed:
         if not all(same(ranks, device, [digest([str(sizes)])], stage=AGREEING)):
@@ -139,11 +156,13 @@ def _of_rank_0(
 
 
 FORMAT = 1
-"""Version of the file's format. It rises with every change of a field's meaning."""
+"""The version of the file's format. It rises whenever the meaning of a field changes."""
 
 
 def division_path(device_name: str, folder: PathLike | None = None) -> Path:
-    """Returns the file for devices of this name, in `cache_folder`.
+    """Returns the file with the measurements of devices of this name.
+
+    folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
 
     Raises RuntimeError if there is no home folder.
     """
@@ -151,10 +170,12 @@ def division_path(device_name: str, folder: PathLike | None = None) -> Path:
 
 
 def load_divisions(folder: PathLike | None = None) -> DivisionTable:
-    """Returns the entries of all files in the folder as one table.
+    """Returns the measurements of all files in the folder as one table.
 
     It raises nothing, because other ranks may be waiting. A file that is corrupt or of another format is
-    left out, with one warning.
+    skipped, with one warning.
+
+    folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
     """
     entries: dict[FusedKernelSizes, Entry] = {}
     layers: dict[FusedLayerSizes, LayerSeconds] = {}
@@ -171,11 +192,14 @@ def load_divisions(folder: PathLike | None = None) -> DivisionTable:
 
 
 def save_divisions(found: DivisionTable, folder: PathLike | None = None) -> Path:
-    """Merges measurements of one device into its file, and returns the file's path.
+    """Merges measurements of one device into the device's file, and returns the file's path.
 
-    Older entries of the same kernels are replaced. A reader never sees half of the file, but of two
-    processes that write at once one may lose what it added. A file of this format's name that cannot be
-    used is replaced, with a warning.
+    Older measurements of the same kernels and layers are replaced. A reader never sees a partly written file,
+    but if two processes write at the same time, the additions of one may be lost. A file that has the name
+    but cannot be used is replaced, with a warning.
+
+    found: the measurements.
+    folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
 
     Raises OSError or RuntimeError if the file cannot be written.
     """
@@ -187,16 +211,16 @@ def save_divisions(found: DivisionTable, folder: PathLike | None = None) -> Path
 
 
 def read_divisions(path: PathLike) -> DivisionTable:
-    """Returns the table of one file.
+    """Returns the measurements of one file as a table.
 
-    Raises OSError if it cannot be read, and ValueError, with the file and the field, if it is no table or
-    of another format.
+    Raises OSError if the file cannot be read, and ValueError, with the file and the field, if its content is
+    not a table or is of another format.
     """
     return load_json(path, _table_from, "measure again with: pmoe profile --kernels")
 
 
 def _usable(path: Path) -> DivisionTable:
-    """Returns the table of a file, or an empty table if it cannot be used.
+    """Returns the measurements of a file, or an empty table if the file is missing or cannot be used.
 
     Warns about a file that exists and cannot be used.
     """
@@ -205,7 +229,7 @@ def _usable(path: Path) -> DivisionTable:
 
 
 def as_fields(table: DivisionTable) -> dict[str, list[dict[str, Any]]]:
-    """Returns the table as JSON can hold it, sorted by the text of the sizes."""
+    """Returns a table as dicts and lists that JSON can store, sorted by the text of the sizes."""
 
     def rows(held: Mapping[Any, Any], numbers: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:
         return [{**asdict(sizes), **numbers(held[sizes])} for sizes in sorted(held, key=str)]
@@ -214,7 +238,7 @@ def as_fields(table: DivisionTable) -> dict[str, list[dict[str, Any]]]:
 
 
 def _entry_numbers(entry: Entry) -> dict[str, Any]:
-    """Returns an entry without its sizes."""
+    """Returns the fields of one measurement as JSON can store them, without the sizes of the kernel."""
     seconds = [
         [*astuple(division), division_seconds] for division, division_seconds in sorted(entry.seconds.items())
     ]
@@ -222,7 +246,12 @@ def _entry_numbers(entry: Entry) -> dict[str, Any]:
 
 
 def _table_from(held: Mapping[str, Any]) -> DivisionTable:
-    """Returns the table that the fields of a file hold. Raises ValueError if they are not of this format."""
+    """Returns the table that the fields of a file describe.
+
+    held: the content of the file.
+
+    Raises ValueError if they are not of this format.
+    """
     if held.get("format") != FORMAT:
         raise ValueError(f"format ({held.get('format')!r}) must be {FORMAT}")
     entries = held.get("entries")
@@ -238,7 +267,13 @@ def _table_from(held: Mapping[str, Any]) -> DivisionTable:
 
 
 def _entry(name: str, value: Any) -> Entry:
-    """Returns one entry of a file. Raises CorruptFileError, with the name of the field, if it is none."""
+    """Returns one measurement of a file.
+
+    name: the name of the field, for errors.
+    value: the field as JSON gives it.
+
+    Raises CorruptFileError, with the name of the field, if it is not a measurement.
+    """
     sizes = typed(FusedKernelSizes, value, name)
     division = typed(Division, value, name)
     try:

@@ -1,8 +1,9 @@
-"""Measures divisions of fused kernels, and the fused layer beside the chunked one.
+"""Measures fused kernels: how many thread blocks should communicate, and whether fusing is faster.
 
-See COMET, Section 3.2.2. The ranks are processes, or virtual ranks of one process that share a device. With
-virtual ranks the tokens of all ranks are rows of one tensor. Those of rank r begin at row floor(r T / W),
-as `pmoe.kernels.route` cuts chunks.
+See COMET, Section 3.2.2. The ranks are processes, or "virtual" ranks: several ranks in one process that share
+a device. With virtual ranks the tokens of all ranks are rows of one tensor. The tokens of rank r begin at row
+floor(r T / W), where T is the number of all tokens and W the number of ranks, because `pmoe.kernels.route`
+cuts tokens into chunks this way.
 """
 
 from __future__ import annotations
@@ -40,16 +41,18 @@ from pmoe.planner.block_split import (
 )
 
 WARM_UP = 2
-"""Number of rounds before those that count."""
+"""Number of rounds that run before the rounds that count."""
 
 ROUNDS = 7
 """Number of rounds that count."""
 
 
 def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[FusedRouting]:
-    """Returns the journeys of these ranks' rows.
+    """Returns for each of these ranks where its rows go and which rows it receives, for COMET's kernels.
 
-    routes: routing of the tokens of all ranks, with one chunk for each rank.
+    routes: the routing of the tokens of all ranks, cut into one chunk for each rank.
+    shape: sizes of the heap, the device memory that all ranks can write.
+    ranks: the ranks whose rows are wanted.
     """
     experts = shape.experts
     top_k = routes.expert_TK.shape[1]
@@ -74,9 +77,12 @@ def journeys_of(routes: Routes, shape: HeapShape, ranks: Iterable[int]) -> list[
 def even_routes(
     num_tokens: int, top_k: int, num_experts: int, num_ranks: int, device: torch.device
 ) -> Routes:
-    """Returns an even routing: the tokens of every rank choose every expert equally often. One chunk a rank.
+    """Returns a routing in which the tokens of every rank choose every expert equally often.
 
-    num_tokens: T, of all ranks.
+    It has one chunk for each rank, as virtual ranks need it.
+
+    num_tokens: number of tokens of all ranks.
+    num_experts: number of experts of all ranks.
     """
     slot = torch.arange(num_tokens * top_k, device=device)
     expert_TK = (slot % num_experts).view(num_tokens, top_k)
@@ -87,12 +93,16 @@ def even_routes(
 def time_division(
     kernel: FusedKernelSizes, division: Division, *, top_k: int, device: torch.device, group: Ranks
 ) -> float:
-    """Returns the seconds of one fused kernel with one division of its blocks, as a median of rounds.
+    """Returns the seconds of one fused kernel with a number of communicating blocks, as a median of rounds.
 
-    Rows are random and evenly routed. Collective over ``group``, whose ranks share nothing but the heap.
-    With virtual ranks it runs in one process.
+    Rows are random and evenly routed. Collective over ``group``. With virtual ranks (several ranks in this
+    process) it runs in one process.
 
-    Raises as `process_heap` and `virtual_heaps` do, and HeapError if a rank waits in vain.
+    kernel: the kernel and its sizes.
+    division: number of communicating blocks, and columns that are sent at a time.
+
+    Raises HeapError if a rank waits too long for another one, and the errors of allocating the heap: the
+    device memory that all ranks can write (`process_heap`, `virtual_heaps`).
     """
     dtype: torch.dtype = getattr(torch, kernel.dtype)
     ranks = kernel.num_ranks
@@ -136,11 +146,13 @@ def _launches(
     x_TM: Tensor,
     weight_TK: Tensor,
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Returns two launches: the one that must run before the timed kernel, and that kernel's own.
+    """Returns two functions: one launches the kernels that must run first, one launches the timed kernel.
 
-    w1, w2: (E, G, M) and (E, M, H) for each rank of this process.
-    x_TM: (T, M).
-    weight_TK: (T, K).
+    fused_routings: destinations of the rows of each rank of this process.
+    w1: (E, G, M) for each rank of this process; G is the number of w1's rows, d_hidden or twice as many.
+    w2: (E, M, H) for each rank of this process; H = d_hidden.
+    x_TM: (T, M), the tokens of all ranks.
+    weight_TK: (T, K), their routing weights.
     """
     act = "swiglu" if kernel.gated else "gelu"
     no_bias = [None] * len(w1)
@@ -170,17 +182,19 @@ def _launches(
 
 
 def _agree_among(ranks: Ranks, device: torch.device) -> Agree:
-    """Returns `largest` of these ranks."""
+    """Returns a function that takes the largest of each value over these ranks."""
     return partial(largest, ranks, device, stage=AGREEING)
 
 
 def measure_kernels(
     layers: Sequence[FusedLayerSizes], ranks: Ranks, device: torch.device, *, top_k: int
 ) -> DivisionTable:
-    """Measures every fused kernel of these layers with every division of a sweep.
+    """Measures every fused kernel of these layers, each with several numbers of communicating blocks.
 
-    Rows are random and evenly routed. Divisions that cannot be measured are left out, with a warning.
-    Collective; see `sweep`.
+    Rows are random and evenly routed. A division that cannot be measured is left out, with a warning.
+    Collective: all ranks must pass the same layers (`sweep`).
+
+    layers: sizes of the layers.
     """
     seconds = partial(time_division, top_k=top_k, device=device, group=ranks)
     kernels = [kernel for layer in dict.fromkeys(layers) for kernel in all_kernel_sizes(layer)]
@@ -191,22 +205,24 @@ def measure_kernels(
 def sweep(
     kernels: Sequence[FusedKernelSizes], time: Callable[[FusedKernelSizes, Division], float], agree: Agree
 ) -> list[Entry]:
-    """Measures every candidate division of every kernel, and the division of `rule`.
+    """Measures kernels with several numbers of communicating blocks. Returns the fastest of each kernel.
 
-    The seconds of the slowest rank count; of equal divisions the one with fewer communicating blocks.
-    Kernels without any measured division are left out.
+    The seconds of the slowest rank count. Of equally fast divisions (numbers of communicating blocks, and of
+    columns sent at a time), the one with fewer communicating blocks is chosen. Kernels for which no division
+    could be measured are left out.
 
     Args:
-        kernels: the same on every rank.
-        time: gives the seconds of one division on this rank. It may be collective, because all ranks try
+        kernels: the kernels; the same on every rank.
+        time: returns the seconds of one division on this rank. It may be collective, because all ranks try
             the same divisions in the same order.
         agree: takes the largest of each value over the ranks.
 
-    If ``time`` raises on one rank, that rank warns and the division counts on no rank. It must not raise on
-    one rank alone, since the others would wait.
+    If ``time`` raises on one rank, that rank warns, and the division counts on no rank. If ``time`` is
+    collective, it must raise on all ranks or on none, since the others would wait.
 
-    Collective: one reduction, and one more for each kernel. Raises ValueError on every rank if the ranks
-        pass different kernels.
+    Collective: one reduction, and one more for each kernel.
+
+    Raises ValueError on every rank if the ranks pass different kernels.
     """
     own_digest = float(digest(map(str, kernels)))
     highest, minus_lowest = agree([own_digest, -own_digest])
@@ -236,9 +252,13 @@ def sweep(
 
 
 def _seconds_or_inf(time: Callable[[], float], name: str, warned: set[str]) -> float:
-    """Returns the measured seconds, or infinity if they cannot be measured on this rank.
+    """Returns the measured seconds, or infinity if this rank cannot measure them.
 
     Warns once for each reason.
+
+    time: measures the seconds.
+    name: what is measured, for the warning.
+    warned: the reasons that were given before; updated.
     """
     try:
         seconds = float(time())
@@ -252,11 +272,12 @@ def _seconds_or_inf(time: Callable[[], float], name: str, warned: set[str]) -> f
 
 
 def time_layers(fused: nn.Module, chunked: nn.Module, x_TM: Tensor, ranks: Ranks) -> LayerSeconds:
-    """Returns the median seconds of both layers' passes, on the slowest rank.
+    """Returns the median seconds of a fused and of a chunked layer, forward and step, on the slowest rank.
 
-    Rounds of both layers alternate. Collective. Clears the gradients of both.
+    A step is a forward and a backward pass. Rounds of both layers alternate. Collective. Clears the gradients
+    of both layers.
 
-    x_TM: (T, M), the input of both.
+    x_TM: (T, M), the input of both layers.
     """
     dy_TM = torch.randn_like(x_TM)
     clock = clock_of(x_TM.device)

@@ -1,8 +1,8 @@
-"""A check that pmoe's kernels compute correctly on this device: one small case beside plain PyTorch.
+"""A check that pmoe's kernels compute correctly on this device: one small case, compared with plain PyTorch.
 
 The case has the experts' products with everything that is fused into them, in both passes and in the dtype
-that is asked for. The reference is the loop over experts, twice: on the same device in the same dtype, and
-in float64 on the CPU.
+that is asked for. It is compared with a loop over experts, once on the same device in the same dtype, and
+once in float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels.registry import LOOP, PMOE, PRODUCTS
 
 COUNTS = (70, 0, 33, 1)
-"""Rows of each expert: more than a tile of the kernels has, none, and fewer."""
+"""Number of rows of each expert: more than a tile of the kernels has, none, and fewer than a tile has."""
 
 NUM_MODEL = 136
-"""M of the case."""
+"""d_model of the case."""
 
 NUM_HIDDEN = 72
-"""H of the case."""
+"""d_hidden of the case."""
 
 
 @dataclass(frozen=True)
 class KernelCase:
-    """A case that is checked once in a process.
+    """The properties of a check. Each case is checked once in a process.
 
-    device: where the kernels run.
-    dtype: of rows and weights.
-    activation: as `pmoe.kernels.grouped_gemm` names it.
+    device: the device on which the kernels run.
+    dtype: dtype of rows and weights.
+    activation: the nonlinearity: "relu", "gelu", "silu" or "swiglu".
     bias: whether experts have biases.
     """
 
@@ -47,12 +47,12 @@ class KernelCase:
 
     @classmethod
     def of(cls, experts: StackedExperts, device: torch.device, dtype: torch.dtype) -> KernelCase:
-        """Returns the case for the kernels that these experts would use."""
+        """Returns the case that checks the kernels which these experts would use."""
         return cls(device, dtype, experts.fused_activation or "gelu", experts.has_bias)
 
 
 def mismatch(case: KernelCase) -> str | None:
-    """Returns which result the kernels compute wrongly, with the numbers; None if all are right."""
+    """Returns a text that names a wrong result of the kernels, with its error; None if all are right."""
     generator = torch.Generator().manual_seed(0)
     kind: ExpertName = "swiglu" if case.activation == "swiglu" else "ffn"
     activation = cast(ActivationName, case.activation)  # SwiGLU experts do not look at it
@@ -79,14 +79,14 @@ def first_wrong(
     exact: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> str | None:
-    """Returns a text about the first wrong result, or None.
+    """Returns a text about the first result that is wrong; None if all are right.
 
         |result - exact| / |exact| must be at most max(2 |plain - exact| / |exact|, 2 eps of the dtype)
 
     names: names of the results.
     found: the kernels' results, any shape.
-    plain: the loop's results in the same dtype.
-    exact: the loop's results in float64.
+    plain: the results of a loop over experts in the same dtype.
+    exact: the results of a loop over experts in float64.
     """
     for name, result, usual, value in zip(names, found, plain, exact, strict=True):
         error, allowed = (
@@ -99,10 +99,13 @@ def first_wrong(
 
 
 def _both_passes(experts: StackedExperts, operands: Sequence[Tensor]) -> list[Tensor]:
-    """Returns T_DO, T_M, and the gradients of rows, routing weights and parameters.
+    """Computes both passes of experts by the kernels that are selected now.
 
-    operands: rows (N, M), their incoming gradients (N, M), routing weights (N,), and the experts'
+    operands: rows (N, M), the gradient of their outputs (N, M), routing weights (N,), and the experts'
         parameters.
+
+    Returns the experts' output T_DO, their hidden activation T_M, and the gradients of rows, routing weights
+    and parameters.
     """
     rows_NM, grad_NM, narrow_N, *parameters = operands
     weight_N = narrow_N.to(torch.promote_types(narrow_N.dtype, torch.float32))

@@ -1,6 +1,7 @@
-"""Kinds of work of one lane, in pieces of any size, and the line of their seconds over size.
+"""Work of one lane in any size, and the line through its seconds: seconds = alpha + beta * size.
 
-WIDTH the columns and rows of the measured weight.
+A lane is a queue of tasks that run one after another: computation, messages, or copies. WIDTH is the number
+of columns and rows of the weight by which products are measured.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from pmoe.planner.costs import Fit, fit, from_zero
 from pmoe.planner.profile import GOOD_FIT, WIDTH
 
 MAX_ROWS = {"cpu": 8192, "cuda": 16384}
-"""Largest number of rows that the measured weight is applied to, by device type."""
+"""Largest number of rows in a measured product, by device type."""
 
 FIRST_ROWS = {"cpu": 64, "cuda": 256}
-"""Smallest number of these rows. It grows up to MAX_ROWS until a product takes long enough to be timed."""
+"""Smallest number of rows in a measured product. The number grows until a product takes long enough."""
 
 FIRST_BYTES = 2**14
-"""Smallest size of a message or a copy."""
+"""Smallest size of a message or a copy, in bytes."""
 
 MAX_BYTES = 2**26
-"""Largest size of a message or a copy. It is reached in the same way as MAX_ROWS."""
+"""Largest size of a message or a copy, in bytes. Sizes grow until a message takes long enough."""
 
 TRIES = 7
-"""Number of runs of each size in that search.
+"""Number of runs of each size, while a size is searched that takes long enough. The fastest run counts.
 
-Beside other processes a message may take many times its fastest.
+Several runs are needed, because beside other processes a message may take many times as long as usual.
 """
 
 
@@ -39,8 +40,8 @@ Beside other processes a message may take many times its fastest.
 class Effort:
     """The effort of a measurement: how long and how often work runs.
 
-    piece_seconds: seconds of the largest size of each line.
-    span_seconds: how long lanes run side by side.
+    piece_seconds: seconds that the largest size of each line should take.
+    span_seconds: seconds for which lanes run side by side.
     repeats: runs of each size.
     rounds: runs of each combination of lanes.
     """
@@ -57,12 +58,14 @@ USUAL = Effort(piece_seconds=5e-3, span_seconds=0.1, repeats=15, rounds=7)
 
 @dataclass(frozen=True, kw_only=True)
 class LaneWork:
-    """A kind of work that comes in units.
+    """A kind of work that can be made in any size: products, messages or copies.
 
-    lane: the lane that does it.
-    size: multiply-adds or bytes of a unit.
+    The size is a number of units: rows of a product, or elements of a message or copy.
+
+    lane: the lane on which it runs: computation, messages or copies.
+    size: multiply-adds or bytes of one unit.
     first_units, max_units: smallest and largest number of units to try.
-    make: makes one piece of work of a number of units.
+    make: returns a function that does work of a number of units.
     """
 
     lane: str
@@ -73,7 +76,10 @@ class LaneWork:
 
 
 def products(device: torch.device, dtype: torch.dtype) -> LaneWork:
-    """Returns products as a kind of work. A unit is a row that the measured weight is applied to."""
+    """Returns products as a kind of work. The size is a number of rows that are multiplied by a weight.
+
+    dtype: dtype of the rows and of the weight, which has WIDTH rows and columns.
+    """
     width = WIDTH[device.type]
     generator = torch.Generator(device).manual_seed(0)  # leaves the caller's random numbers as they are
 
@@ -94,8 +100,10 @@ def transfer(
 ) -> LaneWork:
     """Returns messages or copies as a kind of work.
 
-    size: bytes of a unit.
-    make: makes a piece of a number of units.
+    lane: the lane on which they run.
+    size: bytes of one unit.
+    make: returns a function that sends or copies a number of units.
+    first_bytes: smallest size to try.
     """
     first_units = max(16, first_bytes // size)
     max_units = max(64, MAX_BYTES // size)
@@ -110,7 +118,7 @@ def messages(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> LaneWork
     others = ranks.size - 1
 
     def make(elements: int) -> TimedCall:
-        # Ones, because memory that was never written may not be there yet.
+        # Ones, because the operating system provides a page of memory only when it is first written.
         sent, received = torch.ones(2, others * elements, dtype=dtype, device=device)
         return lambda: exchange(ranks, sent, received, elements)
 
@@ -118,11 +126,12 @@ def messages(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> LaneWork
 
 
 def longest_units(bench: Bench, work: LaneWork, piece_seconds: float) -> int:
-    """Returns the number of units for the largest size of a line.
+    """Returns the number of units for the largest size of a line. Collective, because the work may be a
+    collective.
 
-    A piece of it takes about ``piece_seconds``, and at least three times as long as the smallest size.
-    Otherwise the fixed cost of a task would hide its size. Of a few tries the fastest counts, because an
-    interruption would make the size too small.
+    Work of this size takes about ``piece_seconds``, and at least three times as long as work of the smallest
+    size. In smaller work, the fixed cost of a task would hide the effect of its size. Of a few tries the
+    fastest counts, because a try that something else interrupts would make the size too small.
     """
     units = work.first_units
     first_seconds = seconds = seconds_of(bench, work.lane, work.make(units), TRIES, min)
@@ -135,12 +144,14 @@ def longest_units(bench: Bench, work: LaneWork, piece_seconds: float) -> int:
 
 
 def measured_line(bench: Bench, work: LaneWork, sizes: Iterable[int], repeats: int) -> Fit:
-    """Returns the line through the seconds of some sizes.
+    """Returns the line through the measured seconds of some sizes. Collective, because the work may be a
+    collective.
 
-    If they are not on a line they are measured twice. If caches or noise make the smaller sizes cheaper
-    than any line with alpha, beta >= 0 allows, the line goes from zero through the largest size.
+    If the seconds are not on a line, they are measured a second time. If caches or noise make the smaller
+    sizes cheaper than any line with alpha, beta >= 0 allows, the line goes from zero through the largest
+    size.
 
-    sizes: in units.
+    sizes: numbers of units.
     repeats: runs of each size.
     """
     sizes = list(sizes)

@@ -1,7 +1,7 @@
 """The cost of a user's own module: measures forward and backward for several numbers of rows.
 
-The module is a black box (FSMoE, Section 3.2): it is only called. Nothing is sent, so a module that
-communicates inside cannot be measured on one rank.
+The module is a black box (FSMoE, Section 3.2): it is only called. A module that communicates with other ranks
+inside cannot be measured on one rank.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pmoe.measure.timing import clock_of, median_seconds
 from pmoe.planner.costs import Fit, fit
 
 ModuleInputs = Tensor | tuple[Any, ...]
-"""Arguments of a module: one tensor, or a tuple of all arguments."""
+"""The arguments of a module: one tensor, or a tuple of all arguments."""
 
 TABLES = "_parameters", "_buffers", "_modules"
-"""Attributes of a module that hold what assigning to other attributes changes."""
+"""Attributes of a module in which parameters, buffers and child modules are stored."""
 
 RUNS = 5
-"""Number of timed runs for each number of rows. One more runs before them."""
+"""Number of timed runs for each number of rows. One more run comes first, which does not count."""
 
 
 def profile_module(
@@ -37,24 +37,26 @@ def profile_module(
 ) -> tuple[Fit, Fit]:
     """Returns the seconds of a module's forward and backward pass, as lines over the number of rows.
 
-    Each line is fitted by least squares (`Fit`) through the median of five runs for each number of
-    ``rows``.
+    Each line, seconds = alpha + beta * rows, is fitted by least squares through the median of five runs for
+    each number of ``rows``.
 
     Args:
         module: any module. It runs in the mode, training or not, that it is in.
         rows: two or more distinct numbers of rows.
-        make_input: the number of columns of a random tensor (rows, columns), which gets the dtype and
-            device of the module's first floating-point parameter; or a function that makes the module's
-            arguments for a number of rows.
+        make_input: the number of columns of a random tensor (rows, columns), which gets the dtype and device
+            of the module's first floating-point parameter; or a function that makes the module's arguments
+            for a number of rows.
 
-    Backward starts from all tensors that are found in the result, and goes to the module's parameters and
-    to its floating-point arguments. If no tensor of the result requires a gradient, backward takes no time.
+    Backward starts from all tensors that are found in the result, and computes gradients of the module's
+    parameters and of its floating-point arguments. If no tensor of the result requires a gradient, backward
+    takes no time.
 
-    The module is left as it was: buffers, attributes of it and its children, gradients, and torch's random
-    numbers. No gradient is accumulated, so no hook on that runs. A change inside an attribute, such as in a
-    list, stays.
+    The module is left as it was: buffers, attributes of the module and its children, gradients, and torch's
+    random numbers. No gradient is accumulated into a parameter, so hooks on that do not run. A change inside
+    an attribute, such as in a list, is not undone.
 
-    Raises ValueError for rows without two distinct numbers or below 1, and for make_input below 1.
+    Raises ValueError if rows has fewer than two distinct numbers or a number below 1, or if make_input is
+    below 1.
 
     Example: a module of 1 ms and 2 us a row, rows 100, 200, 400 -> forward alpha 1e-3, beta 2e-6.
     """
@@ -83,8 +85,11 @@ def _timed_run(
 ) -> tuple[float, float]:
     """Returns the seconds of one forward and of one backward pass.
 
-    The module gets copies, because it may change its arguments in place, and autograd forbids writing to a
-    leaf that requires a gradient. The measured gradients are those of the arguments before the change.
+    The module gets copies of its arguments, because it may change them in place, and autograd forbids writing
+    to a leaf that requires a gradient. The gradients are those of the copies before the change.
+
+    arguments: the module's arguments.
+    now: a clock in seconds, which waits for the device.
     """
     copies = [_copied(argument) for argument in arguments]
     starts: list[Any] = [get_gradient_edge(argument) for argument in copies if _wants_gradient(argument)]
@@ -102,22 +107,24 @@ def _timed_run(
 
 
 def _wants_gradient(argument: object) -> bool:
-    """Whether an argument is a tensor that requires a gradient."""
+    """True if an argument is a tensor that requires a gradient."""
     return isinstance(argument, Tensor) and argument.requires_grad
 
 
 def _copied(argument: Any) -> Any:
-    """Returns a copy of a tensor, and any other argument as it is.
+    """Returns a copy of a tensor, or any other argument as it is.
 
-    The copy of a tensor that requires a gradient belongs to the graph.
+    The copy of a tensor that requires a gradient is part of the graph.
     """
     return argument.clone() if isinstance(argument, Tensor) else argument
 
 
 def _arguments(made: ModuleInputs) -> tuple[Any, ...]:
-    """Returns the module's arguments as a tuple.
+    """Returns the arguments of a module as a tuple, prepared for a backward pass.
 
     Floating-point tensors are detached and require gradients, so they are leaves of the graph.
+
+    made: one tensor, or a tuple of all arguments.
     """
     check_kind((Tensor, tuple), "a tensor or a tuple", **{"what make_input made": made})
     return tuple(
@@ -129,7 +136,10 @@ def _arguments(made: ModuleInputs) -> tuple[Any, ...]:
 
 
 def _random_input(module: nn.Module, columns: int) -> Callable[[int], Tensor]:
-    """Returns a function that makes a random tensor (rows, columns) for a number of rows."""
+    """Returns a function that makes a random tensor (rows, columns) for a number of rows.
+
+    The tensor has the dtype and device of the module's first floating-point parameter.
+    """
     check_count(make_input=columns)
     like = next(
         (parameter for parameter in module.parameters() if parameter.is_floating_point()), torch.empty(0)
@@ -139,9 +149,9 @@ def _random_input(module: nn.Module, columns: int) -> Callable[[int], Tensor]:
 
 @contextmanager
 def _left_as_it_was(module: nn.Module) -> Iterator[None]:
-    """Restores a module and torch's random numbers when the block ends.
+    """Returns a context that restores a module and torch's random numbers when it ends.
 
-    It restores attributes, buffers and their values.
+    It restores the module's attributes, its buffers and the values of the buffers, and those of its children.
     """
     attributes: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (table, dict(table))

@@ -1,9 +1,10 @@
-"""Measures the lines of FSMoE's performance models (Eq. 1): products and four collectives.
+"""Measures the lines of FSMoE's performance models (Eq. 1): seconds of products and of four collectives.
 
-The collectives are those of a layer with sharded experts, measured on its groups. The paper measures the
-sizes of Section 6.2 and takes the mean of five runs. Here it is the median, on the slowest rank, after one
-run that does not count. All of the paper's sizes take minutes on a slow link. So by default a line goes
-through five sizes, of which the largest takes some milliseconds.
+A line is seconds = alpha + beta * size. The collectives are those of a layer whose experts are sharded over
+ranks, measured on the layer's groups. The paper measures the sizes of Section 6.2 and takes the mean of five
+runs. Here it is the median of the runs, on the slowest rank, after one run that does not count. On a slow
+network all of the paper's sizes take minutes. So by default a line goes through five sizes, of which the
+largest takes some milliseconds.
 """
 
 from __future__ import annotations
@@ -36,27 +37,27 @@ from pmoe.planner.costs import FREE, Fit
 from pmoe.planner.profile import WIDTH, Operations
 
 MESSAGE_STEP_BYTES = 4 * 2**18
-"""First size of a message in Section 6.2, and the distance of the others, in bytes.
+"""The smallest size of a message in Section 6.2 in bytes; the other sizes are its multiples.
 
-It is that of 2^18 float32 elements. Other dtypes are measured with the same bytes.
+It is the size of 2^18 float32 elements. Other dtypes are measured with the same number of bytes.
 """
 
 MESSAGE_STEPS = 24
-"""Number of these sizes: 2^18, 2 * 2^18, ..., 24 * 2^18 elements."""
+"""Number of sizes of messages in Section 6.2: 2^18, 2 * 2^18, ..., 24 * 2^18 elements."""
 
 GEMM_STEP = 2**19
-"""First size of a product in Section 6.2, and the distance of the others, in elements.
+"""The smallest size of a product in Section 6.2 in elements; the other sizes are its multiples.
 
-Here they are elements of the matrix that the measured weight is applied to.
+Here they are elements of the matrix that is multiplied by a weight.
 """
 
 GEMM_STEPS = 12
-"""Number of these sizes: 2^19, 2 * 2^19, ..., 12 * 2^19 elements."""
+"""Number of sizes of products in Section 6.2: 2^19, 2 * 2^19, ..., 12 * 2^19 elements."""
 
 SMALLER = (16, 4)
-"""Divisors of the first size. The two smaller sizes are measured too.
+"""Divisors of the smallest size of Section 6.2, which give two more sizes to measure.
 
-Large messages alone do not show alpha.
+They are needed because the seconds of large messages alone do not determine alpha, the fixed cost.
 """
 
 
@@ -70,20 +71,21 @@ def measure_operations(
     quick: bool = False,
     full: bool = False,
 ) -> Operations:
-    """Measures FSMoE's operations. Collective among ``ranks``; every rank returns the same.
+    """Measures FSMoE's operations: a product and four collectives. Collective; all ranks return the same.
 
     Args:
-        across: ranks among which rows are dispatched and gradients are summed, for example one of each
+        ranks: all ranks that measure.
+        across: ranks among which rows are dispatched and gradients are summed, for example one rank of each
             node.
         inside: ranks that share each expert, for example those of a node.
         quick: smaller sizes and fewer runs.
-        full: all sizes of Section 6.2.
+        full: all sizes of Section 6.2 of the paper.
 
     ``across`` and ``inside`` are subsets of ``ranks`` that are equally large on every rank; None stands for
-    all ranks. Different groups are measured at the same time, as they would run; the slowest counts.
+    all ranks. Different groups are measured at the same time, as they run in a layer; the slowest counts.
 
-    Raises as `identity` does; ValueError for groups that are not within ``ranks`` or not equally large;
-    RuntimeError if a peer fails.
+    Raises ValueError for a device or dtype that cannot be measured, and for groups that are not within
+    ``ranks`` or not equally large; RuntimeError if another rank fails.
     """
     begin = time.perf_counter()
     device = torch.device(device)
@@ -100,10 +102,14 @@ def measure_operations(
 
 
 def part_of(whole: Ranks, device: torch.device, name: str, part: Ranks | None) -> Ranks:
-    """Returns ``part``, or ``whole`` if it is None. Collective.
+    """Returns ``part``, or ``whole`` if it is None, after checking it on all ranks. Collective.
 
-    Raises ValueError on every rank if on any rank it is not within ``whole``, or if sizes differ between
-    ranks.
+    whole: all ranks that measure.
+    name: name of the argument, for errors.
+    part: some of these ranks.
+
+    Raises ValueError on every rank if on any rank ``part`` is not within ``whole``, or if its size differs
+    between ranks.
     """
     part = whole if part is None else part
     own = set(part.members)
@@ -126,15 +132,15 @@ def part_of(whole: Ranks, device: torch.device, name: str, part: Ranks | None) -
 def _operations(
     device: torch.device, dtype: torch.dtype, across: Ranks, inside: Ranks
 ) -> dict[str, LaneWork]:
-    """Returns the kinds of work by the names of their lines in `Operations`.
+    """Returns the work to measure, by the name of its line in `Operations`.
 
-    Those of one rank are left out, because nothing travels there.
+    Collectives among a single rank are left out, because nothing is sent.
     """
     sharing = ShardCollectives(inside, Traffic())
     size = dtype.itemsize
 
-    # Zeros, so that repeated sums stay finite. They are written, because memory that was never written may
-    # not be there yet.
+    # Zeros, so that repeated sums stay finite. They are written, because the operating system provides a page
+    # of memory only when it is first written.
     def zeros(elements: int) -> Tensor:
         return torch.empty(elements, dtype=dtype, device=device).zero_()
 
@@ -161,7 +167,11 @@ def _operations(
 
 
 def _line(bench: Bench, work: LaneWork, effort: Effort, full: bool) -> Fit:
-    """Measures the line of one kind of work over five sizes, or over those of Section 6.2 (``full``)."""
+    """Returns the measured line of one kind of work: over five sizes, or over those of Section 6.2
+    (``full``).
+
+    Collective, because the work may be a collective.
+    """
     if full:
         product = work.lane == COMPUTE
         steps = GEMM_STEPS if product else MESSAGE_STEPS
@@ -174,7 +184,7 @@ def _line(bench: Bench, work: LaneWork, effort: Effort, full: bool) -> Fit:
 
 
 def with_stage(ranks: Ranks, function: TimedCall) -> TimedCall:
-    """``function`` as a call whose errors name the stage."""
+    """Returns the function wrapped so that its errors name the stage "measuring messages"."""
 
     def call() -> object:
         with at_stage(MESSAGES, ranks):

@@ -1,7 +1,8 @@
-"""Decides, the same on every rank, whether pmoe's kernels compute a product.
+"""Decides, the same on every rank, whether pmoe's kernels or plain torch compute a product.
 
-The kernels are checked first, once in a process (`pmoe.measure.kernel_check`). The ranks then compare what
-their processes know, and measure the rest together. The seconds of the slowest rank count.
+First the kernels are checked for wrong results, once in a process (`pmoe.measure.kernel_check`). Then the
+ranks compare which products each process has measured, and measure the rest together. The seconds of the
+slowest rank count.
 """
 
 from __future__ import annotations
@@ -23,36 +24,43 @@ from pmoe.measure.timing import event_seconds, marked, median_seconds, timestamp
 from pmoe.warn import warn_once
 
 TIE = 0.01
-"""The kernels must be faster than the plain way by this fraction of its seconds."""
+"""The kernels must be faster than the plain computation by this fraction of its seconds to be chosen."""
 
 UNKNOWN = 0
-"""Code of a request that was not measured here. 1 and 2 are the codes of the two candidates that compete."""
+"""Code of a product that this rank has not measured. 1 and 2 stand for the faster of the two candidates."""
 
 UNWILLING = 9
-"""Code of a request that pmoe's kernels, or all plain ways, refuse on this rank. The largest code wins."""
+"""Code of a product that pmoe's kernels, or all plain candidates, refuse on this rank.
+
+It is the largest code, so it wins in the maximum over ranks.
+"""
 
 
 def measure_choices(
     registry: Registry, requests: Sequence[ProductRequest], agree: Agree, case: KernelCase
 ) -> None:
-    """Makes the registry know which of two candidates is faster, for each request for which two compete.
+    """Measures for each product whether pmoe's kernels or a plain candidate is faster. Stores the results.
 
-    Collective. The ranks exchange up to three reductions:
+    Products for which a valid choice is stored on all ranks are not measured. Collective. The ranks use up to
+    three reductions:
 
         1. facts      architectures of the kernels, digests of requests and codes, whether kernels are wrong
-        2. codes      what each rank knows of each request; only if the digests of codes differ
-        3. seconds    of both candidates; only if a request is unknown, or known differently, on a rank
+        2. codes      what each rank knows of each product; only if the digests of codes differ
+        3. seconds    of both candidates; only if some rank does not know a product, or ranks differ
 
     Nothing is done in deterministic mode, which must be on for all ranks or for none.
 
     Args:
-        requests: all of one device. If they differ between ranks nothing is measured, with a warning.
+        registry: the candidates, and the place of the results.
+        requests: the products, all of one device. If they differ between ranks nothing is measured, with a
+            warning.
         agree: takes the largest of each value over the ranks.
-        case: checks the kernels. If it fails on any rank, the registry distrusts the kernels on all.
+        case: the check of the kernels. If it fails on any rank, the registry refuses the kernels on all
+            ranks.
 
-    Trouble on one rank, such as no memory, leaves requests unmeasured; it warns and never raises on one
-    rank alone. Raises ValueError on every rank if kernels are loaded on some, and the ranks' binaries or
-    compute capabilities differ.
+    Trouble on one rank, such as too little memory, leaves products unmeasured. It gives a warning and never
+    an error on one rank alone. Raises ValueError on every rank if some rank has kernels, and the ranks'
+    binaries or compute capabilities differ.
     """
     if not requests or torch.are_deterministic_algorithms_enabled():
         return
@@ -88,9 +96,11 @@ def measure_choices(
 
 
 def _code(registry: Registry, request: ProductRequest, pair: tuple[str, str] | None) -> int:
-    """Returns what this rank knows of a request.
+    """Returns a code for what this rank knows of a product, so that ranks can compare it by numbers.
 
-    UNKNOWN, UNWILLING, or 1 + the place of the faster candidate in ``pair``.
+    The code is UNKNOWN, UNWILLING, or 1 + the index of the faster candidate in ``pair``.
+
+    pair: names of the two candidates; None if there are not two.
     """
     if pair is None:
         return UNWILLING
@@ -99,7 +109,10 @@ def _code(registry: Registry, request: ProductRequest, pair: tuple[str, str] | N
 
 
 def _fault(registry: Registry, case: KernelCase) -> str | None:
-    """Returns what the kernels compute wrongly here, or None. It raises nothing, because other ranks wait."""
+    """Returns a text about a wrong result of the kernels on this rank; None if the check finds none.
+
+    It raises nothing, because other ranks are waiting.
+    """
     if case not in registry.faults:
         try:
             with (
@@ -116,7 +129,10 @@ def _fault(registry: Registry, case: KernelCase) -> str | None:
 def _measure_unknown(
     registry: Registry, unknown: Sequence[tuple[ProductRequest, tuple[str, str]]], agree: Agree
 ) -> None:
-    """Measures these requests on all ranks and stores the results in the registry. Collective."""
+    """Measures products on all ranks and stores the results in the registry. Collective.
+
+    unknown: the products, each with the names of its two candidates.
+    """
     failures: dict[ProductRequest, str] = {}
     own = [second for request, pair in unknown for second in _seconds(request, pair, failures)]
     release_memory(unknown[0][0].device)
@@ -137,7 +153,10 @@ def _seconds(
 ) -> list[float]:
     """Returns the seconds of both candidates on this rank; infinities if they cannot be measured.
 
-    It raises nothing, because other ranks wait.
+    It raises nothing, because other ranks are waiting.
+
+    pair: names of the candidates.
+    failures: receives the reason.
     """
     device = request.device
     try:
@@ -157,7 +176,7 @@ def _seconds(
 
 
 def _range(values: Sequence[float], agree: Agree) -> tuple[list[float], list[float]]:
-    """Returns the smallest and the largest of each value over the ranks, from one reduction."""
+    """Returns the smallest and the largest of each value over the ranks, from a single reduction."""
     maxima = agree([*values, *(-value for value in values)])
     return [-value for value in maxima[len(values) :]], maxima[: len(values)]
 
@@ -165,7 +184,7 @@ def _range(values: Sequence[float], agree: Agree) -> tuple[list[float], list[flo
 # ---- timing: candidates take turns on the same random operands, and compute as a layer does
 
 WARM_UP = 2
-"""Number of rounds before those that count."""
+"""Number of rounds that run before the rounds that count."""
 
 MIN_ROUNDS = 3
 """Smallest number of rounds that count."""
@@ -174,19 +193,22 @@ MAX_ROUNDS = 15
 """Largest number of rounds that count."""
 
 SPAN_SECONDS = 0.03
-"""Seconds that the rounds which count should take together, within these limits."""
+"""Seconds that the rounds which count should take together. MIN_ROUNDS and MAX_ROUNDS limit them."""
 
 LEAD_CYCLES = 3_000_000
-"""Cycles that the device sleeps, some 2 ms, while the host enqueues the timed work.
+"""Clock cycles, some 2 ms, for which the device sleeps while the host enqueues the timed work.
 
-Without this the device would wait for the host between launches, and the host's time would count.
+Without this the device would wait for the host between launches, and the host's time would be measured.
 """
 
 
 def candidate_seconds(request: ProductRequest, names: Sequence[str]) -> list[float]:
     """Returns the median seconds of each candidate for this product, on the current stream.
 
-    The candidates take turns in rounds, so that a changing clock or a filling cache affects all of them.
+    The candidates take turns in rounds, so that a change of the clock rate or of the cache affects all of
+    them.
+
+    names: names of the candidates.
     """
     operands, groups = random_operands(request)
     runs = [partial(marked, partial(compute, name, operands, groups)) for name in names]
@@ -203,21 +225,24 @@ def candidate_seconds(request: ProductRequest, names: Sequence[str]) -> list[flo
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the bytes that a tensor may still take: free on the device, and held unused by torch."""
+    """Returns how many bytes new tensors can use: those free on the device, and those that torch holds
+    unused.
+    """
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def release_memory(device: torch.device) -> None:
-    """Frees the memory that torch holds unused, after the operands of a measurement are gone."""
+    """Frees the memory that torch holds unused, after the operands of a measurement were deleted."""
     with torch.cuda.device(device):
         torch.cuda.empty_cache()
 
 
 def compute(way: str, operands: ProductOperands, groups: RowGroups) -> None:
-    """Computes one product as a layer does, with the result in its place.
+    """Computes one product as a layer does, and writes the result into the operands' ``out``.
 
-    way: name of a candidate.
+    way: name of the candidate that computes it.
+    groups: the rows of each expert.
     """
     form, first, second, experts, bias, out = operands
     if form == "forward":
@@ -230,9 +255,10 @@ def compute(way: str, operands: ProductOperands, groups: RowGroups) -> None:
 
 
 def random_operands(request: ProductRequest) -> tuple[ProductOperands, RowGroups]:
-    """Returns random operands. Rows are spread evenly over all experts but one, which has none.
+    """Returns random operands of a product, and the rows of each expert.
 
-    The caller's random numbers stay as they are.
+    Rows are spread evenly over all experts but one, which has none. The caller's random numbers stay as they
+    are.
     """
     device = request.device
     experts = request.experts
@@ -258,7 +284,10 @@ def random_operands(request: ProductRequest) -> tuple[ProductOperands, RowGroups
 
 
 def needed_bytes(request: ProductRequest) -> int:
-    """Returns the bytes of the operands, of the result, and of a second result that some ways make first."""
+    """Returns the bytes that a measurement of a product needs.
+
+    They are those of the operands, of the result, and of a second result that some candidates make first.
+    """
     rows = request.rows
     columns = request.in_features + request.out_features
     weights = request.experts * request.in_features * request.out_features

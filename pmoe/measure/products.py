@@ -1,7 +1,7 @@
-"""Products of a layer: measures once which kernels compute them faster, the same on all ranks.
+"""The products of a layer: measures once which kernels compute them faster, the same on all ranks.
 
-The requests follow from the experts' sizes and from the largest number of rows, which all ranks share. So
-all ranks measure the same products, or none; see `pmoe.measure.product_choices`.
+The products to measure follow from the experts' sizes and from the largest number of rows, which are the same
+on all ranks. So all ranks measure the same products, or none (`pmoe.measure.product_choices`).
 """
 
 from __future__ import annotations
@@ -22,43 +22,46 @@ from pmoe.measure.kernel_check import KernelCase
 from pmoe.measure.product_choices import measure_choices
 
 FINEST = 32
-"""Products are measured from 1 / FINEST of a rank's even share of rows on.
+"""The smallest number of measured rows is 1 / FINEST of a rank's share under even routing.
 
-Chunks, and rows that stay, have fewer rows than the share. For still fewer rows the rule for unmeasured
-products holds.
+Chunks, and rows that stay on their rank, have fewer rows than the share. For still fewer rows the rule for
+unmeasured products applies.
 """
 
 LARGEST = 2
-"""Products are measured up to LARGEST times the share, for skewed routing."""
+"""The largest number of measured rows is LARGEST times a rank's share, for skewed routing."""
 
 FUSED_SAVES = 0.05
-"""Fraction of the products' seconds that fusing saves, at least.
+"""The fraction of all products' seconds that the fused kernels of a single rank save, at least.
 
-Unfused products need copies, sorting and activations of their own. These take a quarter on an H200, with
-products of more than a millisecond (`bench/bench_alone.py`).
+Products that are not fused need copies, sorting and activations as separate kernels. These take a quarter of
+the time on an H200, with products of more than a millisecond (`bench/bench_alone.py`).
 """
 
 _measured: set[tuple[object, ...]] = set()
-"""Keys of everything that this process has measured."""
+"""Keys of the products that this process has measured."""
 
 
 def measure_products(
     experts: Experts, ranks: Ranks, dtype: torch.dtype, device: torch.device, max_rows: int, needs_grad: bool
 ) -> None:
-    """Measures the products of these experts, the first time that so many rows come.
+    """Measures which kernels compute the products of these experts faster, once for a number of rows.
 
-    Collective over ``ranks`` then. Later calls with as many rows, rounded up to a power of two, do nothing.
+    It is then collective over ``ranks``. Later calls with the same number of rows, rounded up to a power of
+    two, do nothing.
 
     Args:
-        dtype: of the rows.
-        max_rows: rows of the rank that has most tokens, evenly routed.
+        experts: the experts of this rank.
+        ranks: the ranks of the layer.
+        dtype: dtype of the rows.
+        max_rows: rows that the rank with the most tokens would receive under even routing.
         needs_grad: whether a backward pass may follow.
 
     All of these, and the experts' sizes, must be the same on every rank. Nothing is measured on the CPU, in
     deterministic mode (which must be on for all ranks or for none), while a CUDA graph is captured, for
-    experts that are modules, and for dtypes and sizes that pmoe's kernels do not take.
+    experts that are a user's modules, and for dtypes and sizes that pmoe's kernels refuse.
 
-    Raises ValueError on every rank if their kernels are of different architectures.
+    Raises ValueError on every rank if the ranks' kernels are for different architectures.
     """
     if device.type != "cuda" or not max_rows or not isinstance(experts, StackedExperts):
         return
@@ -78,9 +81,14 @@ def measure_products(
 def slower_kernels(
     experts: StackedExperts, dtype: torch.dtype, device: torch.device, rows: int, *, needs_grad: bool
 ) -> str | None:
-    """Returns why the kernels of a single rank would be slower than the usual path; None if they are not.
+    """Returns why the fused kernels of a single rank would be slower than the usual path; None if not.
 
-    Single products may be slower, because fusing saves `FUSED_SAVES` of all products' seconds.
+    Single products may be slower in the fused kernels, because fusing saves `FUSED_SAVES` of the time of all
+    products.
+
+    experts: the experts of this rank.
+    rows: number of rows of the products.
+    needs_grad: whether a backward pass may follow.
     """
     taken = 0.0
     fastest = 0.0
@@ -103,9 +111,11 @@ def slower_kernels(
 def product_requests(
     experts: StackedExperts, dtype: torch.dtype, device: torch.device, max_rows: int, *, needs_grad: bool
 ) -> list[ProductRequest]:
-    """Returns every product of these experts; none if the kernels do not take the dtype or the sizes.
+    """Returns the products of these experts to be measured; none if the kernels refuse dtype or sizes.
 
-    max_rows: as in `measure_products`. Rows are measured in powers of two.
+    max_rows: rows that the rank with the most tokens would receive under even routing. Products are measured
+        with powers of two around this number.
+    needs_grad: whether a backward pass may follow, which has products of its own.
     """
     if grouped_gemm.layout_problem(dtype, d_model=experts.d_model, hidden=experts.num_hidden) is not None:
         return []
@@ -122,7 +132,10 @@ def product_requests(
 def _products(
     experts: StackedExperts, dtype: torch.dtype, device: torch.device, rows: int, needs_grad: bool
 ) -> Iterator[tuple[str, ProductRequest]]:
-    """Yields (name of a weight, product) for every product of the experts."""
+    """Yields (name of a weight, product) for every product of the experts with a number of rows.
+
+    needs_grad: whether the products of a backward pass are included.
+    """
     forms: tuple[Form, ...] = ("forward", "input", "weight") if needs_grad else ("forward",)
     for name, (num_experts, num_out, num_in) in experts.shapes().items():
         for form in forms:

@@ -1,11 +1,11 @@
 """The profile of a device and a group of ranks: loaded from its file, or measured once and stored.
 
-A profile holds a line for each kind of work, measured alone (`pmoe.measure.rates`,
-`pmoe.measure.operations`), and how much computation, communication and copies slow each other, measured
-side by side (MPipeMoE, Section II.C; FSMoE, Section 4.1).
+A profile holds a line, seconds = alpha + beta * size, for each kind of work measured alone
+(`pmoe.measure.rates`, `pmoe.measure.operations`). It also holds how much computation, communication and
+copies slow each other, measured side by side (MPipeMoE, Section II.C; FSMoE, Section 4.1).
 
-All ranks hold the same profile: the numbers of the slowest. There is one file for each device, group and
-dtype. Other files in the folder are ignored.
+All ranks hold the same profile, with the numbers of the slowest rank. There is one file for each device,
+group and dtype. Other files in the folder are ignored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pmoe.planner.profile import FORMAT, Identity, Profile
 from pmoe.warn import log, warn_once
 
 NAMED = re.compile(r"(?!division_|degrees_).*_v\d+\.json")
-"""Names that `profile_path` gives files. The folder also holds files of other kinds."""
+"""Pattern of the names that `profile_path` gives files. The folder also holds files of other kinds."""
 
 
 def load_or_measure(
@@ -50,20 +50,21 @@ def load_or_measure(
     across: Ranks | None = None,
     inside: Ranks | None = None,
 ) -> Profile:
-    """Returns the stored profile if every rank has a valid one; otherwise measures and stores one.
+    """Returns the stored profile if every rank has a valid one; otherwise measures a profile and stores it.
 
-    Collective; every rank returns the same profile, and rank 0 stores it. Ranks on different kinds of
-    devices measure every time.
+    Collective; every rank returns the same profile, and rank 0 stores it. Ranks on different kinds of devices
+    measure every time, because their files never agree.
 
-    operations: whether the profile must have FSMoE's lines for ``across`` and ``inside`` (see
-        `measure_operations`). If the file has none, or those of groups of other sizes, only these are
+    operations: whether the profile must have FSMoE's lines (`measure_operations`) for the groups ``across``
+        and ``inside``. If the file has none, or has lines of groups of other sizes, only these lines are
         measured and replaced.
 
-    Warns once about a file that cannot be used, and replaces it. A file of an older format has another name
-    and is left alone. If the folder cannot be written, it warns and will measure again next time. Rank 0
+    Warns once about a file that cannot be used, and replaces it. A file of an older format has another name,
+    and is not touched. If the folder cannot be written, it warns, and the next run measures again. Rank 0
     warns if lines fit badly although they were measured twice.
 
-    Raises as `identity` and `measure_operations` do.
+    Raises ValueError for a device or dtype that cannot be measured and for unequal groups; RuntimeError if
+    another rank fails.
     """
     device = torch.device(device)
     profile = stored = _found_by_all(ranks, device, identity(ranks, device, dtype))
@@ -93,9 +94,11 @@ def load_or_measure(
 
 
 def _found_by_all(ranks: Ranks, device: torch.device, here: Identity) -> Profile | None:
-    """Returns rank 0's stored profile if every rank has one that is valid here; else None.
+    """Returns rank 0's stored profile if every rank has one that is valid on that rank; else None.
 
     Collective.
+
+    here: the device, ranks and versions for which a profile must be valid.
     """
     own_profile = None
     fault = None
@@ -105,7 +108,7 @@ def _found_by_all(ranks: Ranks, device: torch.device, here: Identity) -> Profile
         pass
     except (OSError, ValueError) as error:
         fault = error
-    # Only the lowest of the ranks with a fault warns: its place is the largest.
+    # Only the lowest of the ranks with a fault warns: its value of `place` is the largest.
     place = ranks.size - ranks.rank
     own_state = [float(own_profile is None), float(place if fault else 0)]
     missing, warning = largest(ranks, device, own_state, stage=AGREEING)
@@ -117,16 +120,22 @@ def _found_by_all(ranks: Ranks, device: torch.device, here: Identity) -> Profile
 
 
 PROFILES: dict[tuple[str, torch.device, torch.dtype], Profile] = {}
-"""Profiles in use in this process, by the name of their ranks, device and dtype."""
+"""The profiles that this process uses, by (name of the ranks, device, dtype)."""
 
 
 def profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Profile:
-    """Returns the profile in use, or else the result of `load_or_measure`. Collective the first time."""
+    """Returns the profile that this process uses. The first time it is loaded or measured.
+
+    Collective the first time (`load_or_measure`).
+    """
     return PROFILES.get((ranks.name, device, dtype)) or load_or_measure(ranks, device, dtype)
 
 
 def profile_path(who: Identity, folder: PathLike | None = None) -> Path:
-    """Returns the file that is named after an identity, in `cache_folder`."""
+    """Returns the file of the profile for a device, group, dtype and versions (an identity).
+
+    folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
+    """
     cuda = f"cuda {who.versions.cuda}" if who.versions.cuda else "no cuda"
     nodes = f"{who.num_nodes} nodes" if who.num_nodes > 1 else ""
     place = [who.device, f"{who.num_ranks} ranks", nodes, who.backend, who.link]
@@ -135,17 +144,20 @@ def profile_path(who: Identity, folder: PathLike | None = None) -> Path:
 
 
 def save_profile(profile: Profile, path: PathLike) -> None:
-    """Writes the whole file or none. Makes the folder. Raises OSError if it cannot be written."""
+    """Writes a profile to a file, completely or not at all. Makes the folder.
+
+    Raises OSError if the file cannot be written.
+    """
     save_json(path, dataclasses.asdict(profile))
 
 
 def load_profile(path: PathLike, *, expected: Identity | None = None) -> Profile:
     """Returns the profile in a file.
 
-    expected: the identity that it must have; None for any.
+    expected: the device, group, dtype and versions that it must be for; None accepts any.
 
-    Raises FileNotFoundError; CorruptFileError if the file holds no profile; ValueError, with both values,
-    if it holds that of another device, number of ranks, backend, dtype or version.
+    Raises FileNotFoundError if there is no file; CorruptFileError if the file holds no profile; ValueError,
+    with both values, if its device, number of ranks, backend, dtype or version is not the expected one.
     """
     profile = load_json(path, profile_from, "`pmoe profile` writes it")
     if expected is not None and profile.identity != expected:
@@ -156,9 +168,11 @@ def load_profile(path: PathLike, *, expected: Identity | None = None) -> Profile
 
 
 def stored_profiles(folder: PathLike | None = None) -> dict[Path, Profile | OSError | ValueError]:
-    """Returns each stored profile, or the reason why it cannot be used, by file.
+    """Returns, for each file with a profile, the profile, or the error that makes it unusable.
 
     Files of other kinds are left out.
+
+    folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
     """
     profiles: dict[Path, Profile | OSError | ValueError] = {}
     for path in sorted(cache_folder(folder).glob("*.json")):
@@ -171,9 +185,12 @@ def stored_profiles(folder: PathLike | None = None) -> dict[Path, Profile | OSEr
 
 
 def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) -> tuple[Path, Profile]:
-    """Returns the file and the profile of the one stored profile for this number of ranks and dtype.
+    """Returns the file and the profile if exactly one stored profile fits this number of ranks and dtype.
 
-    Raises ValueError if none or several fit. It lists the stored profiles, and says how to measure one.
+    folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
+
+    Raises ValueError if none or several fit. The error lists the stored profiles, and says how to measure
+    one.
     """
     stored = stored_profiles(folder)
     fitting = [
@@ -193,7 +210,7 @@ def find_profile(folder: PathLike | None = None, *, num_ranks: int, dtype: str) 
 
 
 def profile_from(fields: Mapping[str, Any]) -> Profile:
-    """Returns the profile whose `dataclasses.asdict` these fields are.
+    """Returns the profile that the fields of a file describe, as `dataclasses.asdict` has written them.
 
     Raises CorruptFileError if a field is missing or has another type, and ValueError for another format.
     """

@@ -1,6 +1,7 @@
-"""Measures a `Profile`: a line for each kind of work, and how much the lanes slow each other.
+"""Measures a `Profile`: a line for each kind of work, and how much the kinds of work slow each other.
 
-`measure` is collective: see `pmoe.measure.timing`.
+A line is seconds = alpha + beta * size. `measure` is collective, so the number of runs follows from its
+arguments and from numbers on which all ranks agree (`pmoe.measure.timing`).
 """
 
 from __future__ import annotations
@@ -35,21 +36,24 @@ from pmoe.planner.costs import FREE, Fit
 from pmoe.planner.profile import Profile
 
 FIRST_COPY_BYTES = 2**20
-"""Smallest size of a measured copy."""
+"""Smallest size of a measured copy, in bytes."""
 
 MIN_SPEED = 1e-3
-"""Smallest relative speed of a lane, for lanes that others bring to a halt. A speed of 0 has no inverse."""
+"""Smallest relative speed of a lane (a kind of work) that other lanes bring to a halt.
+
+The speed is not 0, because it is divided by.
+"""
 
 
 def measure(
     ranks: Ranks, device: torch.device | str, dtype: torch.dtype = torch.float32, *, quick: bool = False
 ) -> Profile:
-    """Measures a profile. Collective; every rank returns the same.
+    """Measures a profile of a device and these ranks. Collective; every rank returns the same.
 
     It takes about ten seconds, or one or two if ``quick``. The device and the ranks should do nothing else
     meanwhile.
 
-    Raises as `identity` does, and RuntimeError if a peer fails.
+    Raises ValueError for a device or dtype that cannot be measured, and RuntimeError if another rank fails.
     """
     begin = time.perf_counter()
     device = torch.device(device)
@@ -76,7 +80,10 @@ def measure(
 
 
 def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, LaneWork]:
-    """Returns the kinds of work by the names of their lines in a `Profile`."""
+    """Returns the kinds of work to measure (products, messages, copies), by the names of their lines.
+
+    Messages are left out if there is a single rank.
+    """
     ranks = bench.ranks
     device = bench.device
 
@@ -96,7 +103,10 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, LaneWork]:
 
 
 def _in_turn(calls: Sequence[TimedCall]) -> None:
-    """Runs the calls one after another. A piece of the copy lane is a copy out and a copy in."""
+    """Runs functions one after another, as one piece of work.
+
+    On the lane for copies the functions are a copy to the host and a copy from it.
+    """
     for call in calls:
         call()
 
@@ -104,11 +114,16 @@ def _in_turn(calls: Sequence[TimedCall]) -> None:
 def _interference(bench: Bench, pieces: Mapping[str, TimedCall], effort: Effort) -> Interference:
     """Measures how much lanes slow each other, for every combination of two or three lanes. Collective.
 
+    A lane is a queue of tasks that run one after another: computation, messages, or copies.
+
         speed of a lane beside others / its speed alone        median over rounds, of the slowest rank
 
-    Every lane gets so many pieces that all lanes take about the same time alone. Beside messages, whose
-    number all ranks must know in advance, the other lanes get twice as many, so that they stay busy.
-    `speeds` looks only at the time in which all lanes are busy, so it does not matter which ends first.
+    Every lane runs its work so often that all lanes take about the same time alone. Beside messages, whose
+    number all ranks must know in advance, the other lanes run twice as often, so that they stay busy.
+    `speeds` only counts the time in which all lanes are busy, so it does not matter which lane ends first.
+
+    pieces: a function for each lane that does some work.
+    effort: how long and how often the work runs.
     """
     alone = {lane: seconds_of(bench, lane, piece, TRIES, min) for lane, piece in pieces.items()}
     span = max(effort.span_seconds, 4 * max(alone.values()))
@@ -138,14 +153,15 @@ def _interference(bench: Bench, pieces: Mapping[str, TimedCall], effort: Effort)
 
 
 def speeds(marks: Mapping[str, Marks]) -> dict[str, float]:
-    """Returns the pieces per second of each lane, in the time in which all lanes are busy.
+    """Returns the runs per second of each lane, during the time in which all lanes are busy.
 
-    This time lasts from the start of the last lane to the end of the first. A piece that is only partly in
-    it counts by that part. If the lanes never run together, the time from the first to the last mark is
-    used.
+    This time lasts from the start of the last lane to the end of the first. A run that is only partly inside
+    this time counts by that part. If the lanes never run together, the time from the first to the last mark
+    is used.
 
-    Example: {a: 0, 2, 4, 6; b: 1, 5} -> from 1 to 5, a: 2 pieces, 0.5 per second, b: 1 piece, 0.25 per
-    second.
+    marks: for each lane the time of its start, then the end of each run.
+
+    Example: {a: 0, 2, 4, 6; b: 1, 5} -> from 1 to 5, a: 2 runs, 0.5 per second, b: 1 run, 0.25 per second.
     """
     import numpy as np  # not needed to import pmoe
 

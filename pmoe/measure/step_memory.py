@@ -1,7 +1,7 @@
-"""Peak memory of a real step, from the allocator's own events. It is exact for any allocation on CUDA.
+"""The peak memory of a real step, from the allocator's own events. On CUDA it is exact.
 
-On the CPU it counts all tensors that this thread makes. Another thread may free some: gloo's threads
-sometimes free what they have sent. That is noticed only when the address is used again, so a count may be
+On the CPU it counts all tensors that this thread makes. Other threads may free some of them: gloo's threads
+sometimes free what they have sent. That is noticed only when the address is used again, so the peak may be
 too high, but never too low.
 """
 
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 
 def step_peak_bytes(module: nn.Module, x: Tensor, dy: Tensor) -> int:
-    """Returns the most bytes that module(x) and its backward from dy add to the bytes held before.
+    """Returns the peak of the bytes that forward and backward of a module add to the bytes held before.
 
-    y and the gradients are held until the end. Clears the module's gradients.
+    The output and the gradients are held until the end. Clears the module's gradients.
 
-    x, dy: input and gradient of the output, of any shape that the module takes.
+    x: the input, of any shape that the module takes.
+    dy: the gradient of the output, from which backward starts; the same shape as the output.
     """
     device = next(module.parameters()).device
     module.zero_grad(set_to_none=True)
@@ -28,7 +29,7 @@ def step_peak_bytes(module: nn.Module, x: Tensor, dy: Tensor) -> int:
 
 
 def _peak_on_cuda(module: nn.Module, x: Tensor, dy: Tensor, device: torch.device) -> int:
-    """Returns the peak by the CUDA allocator's own statistics."""
+    """Returns the peak of added bytes, from the statistics of the CUDA allocator."""
     torch.cuda.synchronize(device)
     bytes_before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -39,7 +40,7 @@ def _peak_on_cuda(module: nn.Module, x: Tensor, dy: Tensor, device: torch.device
 
 
 def _peak_on_cpu(module: nn.Module, x: Tensor, dy: Tensor) -> int:
-    """Returns the peak by the profiler's events of CPU allocations."""
+    """Returns the peak of added bytes, from the profiler's events of CPU allocations."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -60,7 +61,7 @@ def _peak_on_cpu(module: nn.Module, x: Tensor, dy: Tensor) -> int:
 
 
 def events_of(profile: torch.profiler.profile) -> list[Any]:
-    """Returns all events of a profile, allocations included, in order of time."""
+    """Returns all events of a profile in order of time, allocations included."""
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
     events = []
     pending = list(profile.profiler.kineto_results.experimental_event_tree())

@@ -1,6 +1,6 @@
-"""Files for values that outlive a run: one JSON object a file, written completely or not at all.
+"""Files for values that outlive a run. Each file is one JSON object, written completely or not at all.
 
-Files that pmoe names itself are in $PMOE_CACHE, or in ~/.cache/pmoe if that is not set.
+Files whose names pmoe chooses are in $PMOE_CACHE, or in ~/.cache/pmoe if that is not set.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 
 class CorruptFileError(ValueError):
-    """Raised for a file whose content is not what it should be: no JSON, a missing field, a wrong type."""
+    """Raised for a file with unusable content: it is not JSON, or a field is missing or of a wrong type."""
 
 
 def cache_folder(folder: PathLike | None = None) -> Path:
-    """Returns ``folder``, or else $PMOE_CACHE, or else ~/.cache/pmoe.
+    """Returns ``folder`` if it is set, or else $PMOE_CACHE, or else ~/.cache/pmoe.
 
     Raises RuntimeError if there is no home folder.
     """
@@ -38,7 +38,9 @@ def cache_folder(folder: PathLike | None = None) -> Path:
 
 
 def cache_path(key: Iterable[str], folder: PathLike | None = None) -> Path:
-    """Returns the file of a key in `cache_folder`.
+    """Returns the path of the file whose name is made of the parts of a key.
+
+    folder: None stands for $PMOE_CACHE or ~/.cache/pmoe.
 
     Example: ("division", "NVIDIA H200", "v1") -> division_nvidia-h200_v1.json
     """
@@ -47,12 +49,12 @@ def cache_path(key: Iterable[str], folder: PathLike | None = None) -> Path:
 
 
 def load_json(path: PathLike, parse: Callable[[dict[str, Any]], T], remedy: str = "remove it") -> T:
-    """Returns what ``parse`` makes of a file's JSON object.
+    """Reads a file with a JSON object, and returns the value that ``parse`` makes of the object.
 
-    remedy: says what to do about an unusable file, at the end of the message.
+    remedy: the end of error messages, which says what to do about an unusable file.
 
-    Raises OSError if the file cannot be read; CorruptFileError if it holds no JSON object; the ValueError
-    of ``parse``, with the path in front.
+    Raises OSError if the file cannot be read; CorruptFileError if it holds no JSON object; the ValueError of
+    ``parse``, with the path in front.
     """
     try:
         content = json.loads(Path(path).read_bytes())
@@ -67,11 +69,11 @@ def load_json(path: PathLike, parse: Callable[[dict[str, Any]], T], remedy: str 
 
 
 def read_or_default(otherwise: T, about: str, read: Callable[[], T]) -> T:
-    """Returns what ``read`` returns, or ``otherwise`` if the file is missing or unusable.
+    """Returns the value that ``read`` returns, or ``otherwise`` if the file is missing or unusable.
 
     Warns about an unusable file.
 
-    about: what the warning begins with.
+    about: the beginning of the warning.
     """
     try:
         return read()
@@ -83,11 +85,14 @@ def read_or_default(otherwise: T, about: str, read: Callable[[], T]) -> T:
 
 
 def save_json(path: PathLike, fields: Mapping[str, Any], **options: Any) -> None:
-    """Writes a file completely or not at all, so a reader never sees half of it. Makes the folder.
+    """Writes a JSON file completely or not at all, so that a reader never sees a part of it. Makes the
+    folder.
 
-    options: of `json.dumps`.
+    fields: the content.
+    options: arguments of `json.dumps`.
 
-    Raises OSError if it cannot be written, and TypeError or ValueError for values that JSON cannot hold.
+    Raises OSError if the file cannot be written, and TypeError or ValueError for values that JSON cannot
+    hold.
     """
     path = Path(path)
     text = json.dumps(fields, indent=1, **{"allow_nan": False, **options}) + "\n"
@@ -106,13 +111,13 @@ def save_json(path: PathLike, fields: Mapping[str, Any], **options: Any) -> None
 
 
 def typed(kind: Any, value: Any, name: str) -> Any:
-    """Checks a value that was read from JSON, and returns it as ``kind``.
+    """Returns a value that was read from JSON as another type, after checking it.
 
     Args:
-        kind: type of a dataclass's field, such as int or dict[str, float], or a dataclass, which is then
-            built.
-        value: as JSON gives it.
-        name: of the field, for errors.
+        kind: the type of a dataclass's field, such as int or dict[str, float], or a dataclass, which is then
+            built from the value's fields.
+        value: the value as JSON gives it.
+        name: name of the field, for errors.
 
     Raises CorruptFileError if the value has another type, a number is negative or not finite, a field is
     missing, or the dataclass refuses its fields.

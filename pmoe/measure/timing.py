@@ -1,8 +1,8 @@
 """The timing loop: runs take turns in rounds, and the median of each run counts, on the slowest rank.
 
-A run is one call that returns the seconds of its parts. Other work on the machine affects all runs of a
-round. How often runs are repeated follows from the arguments alone, never from a clock, so that runs may be
-collectives.
+A run is a function that returns the seconds of its parts, such as forward and backward. Runs take turns, so
+that other work on the machine affects all of them. The number of repeats follows from the arguments alone,
+never from a clock, so that runs may be collectives.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROGRESS_SECONDS = 5
 
 
 def timestamp() -> str:
-    """Returns the time now in ISO 8601, UTC, to the second."""
+    """Returns the present time in UTC, in ISO 8601 format, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
@@ -41,14 +41,14 @@ def in_turns(
     begin: Callable[[], object] | None = None,
     rotate: bool = False,
 ) -> list[list[Sequence[Part]]]:
-    """Runs all runs in turn for a number of rounds, and returns for each run its parts of every round.
+    """Calls functions in turn for a number of rounds. Returns, for each function, its results of every round.
 
     Args:
-        runs: each returns its parts.
+        runs: the functions; each returns its parts, such as the seconds of forward and of backward.
         rounds: rounds that count.
-        warm_up: rounds before them, which do not count.
-        begin: called before each run, such as `begin_together`.
-        rotate: whether each round starts one run later, so that no run always follows the same one.
+        warm_up: rounds that run before these and do not count.
+        begin: called before each run; for example a barrier of all ranks (`begin_together`).
+        rotate: whether each round starts one function later, so that no function always follows the same one.
 
     Raises ValueError for rounds below 1 and warm_up below 0.
 
@@ -86,13 +86,18 @@ def median_seconds(
     seconds: Callable[[Part], float] = float,  # type: ignore[assignment]
     agree: Agree | None = None,
 ) -> list[list[float]]:
-    """Returns for each run, and each of its parts, the median seconds over the rounds.
+    """Calls functions in turn for a number of rounds. Returns the median seconds of each part of each
+    function.
 
     Args:
-        rounds, warm_up, begin: as in `in_turns`.
-        seconds: gives the seconds of a part. It is called when all rounds are over, so that nothing between
-            runs waits for a device.
-        agree: if given, takes the slowest rank's medians, by one reduction at the end.
+        runs: the functions; each returns its parts, such as the seconds of forward and of backward.
+        rounds: rounds that count.
+        warm_up: rounds that run before these and do not count.
+        begin: called before each run; for example a barrier of all ranks (`begin_together`).
+        seconds: returns the seconds of a part, which may be a pair of CUDA events. It is called when all
+            rounds are over, so that the host does not wait for a device between runs.
+        agree: takes the largest of each value over the ranks, so that the slowest rank's medians count; one
+            reduction at the end. None keeps this rank's medians.
     """
     medians = [
         [statistics.median(map(seconds, part)) for part in zip(*samples, strict=True)]
@@ -105,12 +110,18 @@ def median_seconds(
 
 
 def begin_together(ranks: Ranks) -> Callable[[], object] | None:
-    """Returns a barrier of these ranks, for the argument ``begin`` of rounds; None for one rank."""
+    """Returns a function that is a barrier of these ranks; None for a single rank.
+
+    It is for the argument ``begin`` of `in_turns` and `median_seconds`.
+    """
     return functools.partial(dist.barrier, group=ranks.group) if ranks.size > 1 else None
 
 
 def clock_of(*devices: torch.device) -> Callable[[], float]:
-    """Returns a clock in seconds that first waits for all work on the CUDA devices among these."""
+    """Returns a clock in seconds that waits for all work on these CUDA devices before it reads the time.
+
+    Devices that are not CUDA devices are ignored.
+    """
     on_gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
 
     def when_done() -> float:
@@ -122,9 +133,9 @@ def clock_of(*devices: torch.device) -> Callable[[], float]:
 
 
 def marked(work: Callable[[], object]) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-    """Runs ``work`` between two CUDA events on the current stream, and returns them as one part.
+    """Runs ``work`` between two CUDA events on the current stream. Returns a list with the pair of events.
 
-    `event_seconds` reads the seconds between them.
+    `event_seconds` returns the seconds between them later, so the host does not wait here.
     """
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
@@ -134,7 +145,7 @@ def marked(work: Callable[[], object]) -> list[tuple[torch.cuda.Event, torch.cud
 
 
 def event_seconds(part: tuple[torch.cuda.Event, torch.cuda.Event]) -> float:
-    """Returns the seconds between two CUDA events. Waits for the second."""
+    """Returns the seconds between two CUDA events. The host waits for the second one."""
     begin, end = part
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3

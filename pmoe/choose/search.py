@@ -22,11 +22,11 @@ from pmoe.choose.trials import TrialBatch, adaptive_degree, measure_trials
 from pmoe.comm.agreement import digest, from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import identity
-from pmoe.measure.store import PathLike, cache_path, load_json, read_or_default, save_json
+from pmoe.measure.store import PathLike, cache_path, load_json, read_or_default, save_json, save_or_warn
 from pmoe.planner.degree import Choice
 from pmoe.planner.granularity import GranularityTable, PassDegrees
 from pmoe.schedule.restore import Restore
-from pmoe.warn import log, warn_once
+from pmoe.warn import log
 
 # ---- the search
 
@@ -279,10 +279,11 @@ class LearnedDegrees:
         An OSError is not raised, because it would stop rank 0 while the other ranks go on.
         """
         if self.path is not None:
-            try:
-                save_degrees(self.tables, self.path, self.key)
-            except OSError as error:
-                warn_once(f"what trials found could not be kept, and will be measured again: {error}")
+            path = self.path
+            save_or_warn(
+                "what trials found could not be kept, and will be measured again",
+                lambda: save_degrees(self.tables, path, self.key),
+            )
 
 
 _LEARNED: dict[tuple[str, str], LearnedDegrees] = {}  # by name of the group and key as JSON

@@ -10,7 +10,6 @@ beta from one long message (`link_of`).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -27,7 +26,7 @@ from pmoe.graph.lower import CALLS, OPS, calls_of, communicates, is_result, labe
 from pmoe.measure.bench import open_bench, seconds_of
 from pmoe.measure.line_fits import messages
 from pmoe.measure.profile import profile_of
-from pmoe.measure.store import cache_path, load_json, read_or_default, save_json, typed
+from pmoe.measure.store import cache_path, load_json, read_or_default, save_json, save_or_warn, typed
 from pmoe.measure.timing import clock_of
 from pmoe.planner.costs import LineCost
 
@@ -64,10 +63,10 @@ class Costs:
         key = ("operators", str(device.type), torch.__version__, str(torch.get_num_threads()))
         self._path = cache_path(key)
         self.seconds: dict[str, float] = read_or_default(
-            {}, "stored costs of operators are not used", self._kept
+            {}, "stored costs of operators are not used", self._stored
         )
 
-    def _kept(self) -> dict[str, float]:
+    def _stored(self) -> dict[str, float]:
         """Returns the seconds in the file. Raises OSError or ValueError if the file cannot be used."""
         remedy = "they are measured again, and the file is replaced"
         return load_json(
@@ -75,9 +74,11 @@ class Costs:
         )
 
     def save(self) -> None:
-        """Writes the seconds to the file. If the folder is not writable, nothing is kept for the next run."""
-        with contextlib.suppress(OSError):
-            save_json(self._path, {"seconds": self.seconds})
+        """Writes the seconds to the file. Warns if it cannot be written: the next run measures again."""
+        save_or_warn(
+            "costs of operators could not be kept, and will be measured again",
+            lambda: save_json(self._path, {"seconds": self.seconds}),
+        )
 
 
 @functools.cache

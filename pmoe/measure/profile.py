@@ -32,6 +32,7 @@ from pmoe.measure.store import (
     cache_path,
     load_json,
     save_json,
+    save_or_warn,
     typed,
 )
 from pmoe.planner.profile import FORMAT, Identity, Profile
@@ -80,13 +81,11 @@ def load_or_measure(
             measured = measure_operations(ranks, device, dtype, across=across, inside=inside)
             profile = replace(profile, operations=measured)
     if ranks.rank == 0 and profile is not stored:
-        try:
-            save_profile(profile, profile_path(profile))
-            log.info("stored the profile in %s", profile_path(profile))
-        except OSError as error:  # an error on rank 0 alone would leave the other ranks waiting
-            warnings.warn(
-                f"the profile could not be saved, so the next run measures again: {error}", stacklevel=2
-            )
+        path = profile_path(profile)
+        save_or_warn(
+            "the profile could not be saved, so the next run measures again",
+            lambda: save_profile(profile, path),
+        )
     if ranks.rank == 0 and profile.doubt:
         warn_once(profile.doubt)
     PROFILES[ranks.name, device, dtype] = profile

@@ -84,6 +84,20 @@ def read_or_default(otherwise: T, about: str, read: Callable[[], T]) -> T:
         return otherwise
 
 
+def save_or_warn(about: str, save: Callable[[], object]) -> None:
+    """Calls ``save``, which writes a file, and warns instead of raising if the file cannot be written.
+
+    Values that outlive a run save time, but no run needs them. An error on rank 0 alone, which writes the
+    file, would leave the other ranks waiting.
+
+    about: the beginning of the warning.
+    """
+    try:
+        save()
+    except OSError as error:
+        warn_once(f"{about}: {error}", for_each_reason=True)
+
+
 def save_json(path: PathLike, fields: Mapping[str, Any], **options: Any) -> None:
     """Writes a JSON file completely or not at all, so that a reader never sees a part of it. Makes the
     folder.

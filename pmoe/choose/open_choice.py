@@ -114,14 +114,17 @@ def _chooser_of(batch: TrialBatch) -> Chooser:
 
 
 def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
-    """Returns the measured seconds of both passes with each choice; None if trials must not run.
+    """Returns the measured seconds of both passes with each choice; None if trials must not or cannot run.
 
     Trials must not run if `TrialBatch.trials_allowed` forbids them, if the backward pass also reduces other
     layers' gradients, or if a rank lacks host memory: a choice that offloads would fail there.
     """
     if not batch.trials_allowed or batch.modules.gradients is not None or batch.counts.host_shortage:
         return None  # on a rank with too little host memory, a choice that offloads would fail
-    return measure_trials(batch, choices)
+    measured = measure_trials(batch, choices)
+    if len(measured) < len(choices):
+        return None
+    return [(measured[choice].forward, measured[choice].backward) for choice in choices]
 
 
 def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:

@@ -20,26 +20,18 @@ from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes.base import Inputs
 from pmoe.engine.plan.make_plan import SortedSlots
-from pmoe.measure.profile import profile_of
-from pmoe.measure.timing import begin_together, clock_of, median_seconds
+from pmoe.measure.profile import profile_of, stored_profile_of
+from pmoe.measure.timing import begin_together, clock_of, in_turns
 from pmoe.planner.degree import DEGREES, Choice
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.profile import Profile
+from pmoe.planner.timed_rounds import MOST_ROUNDS, Timed, timed_rounds
 from pmoe.runners.pipeline import PipelineRunner
 
 MIN_ROWS = 1024
 """Smallest number of rows of a chunk. With fewer, small products cost more than better overlap saves.
 
 bench/bench_overlap.py: with 4096 rows of a rank, 2 to 4 chunks are best."""
-
-REPEATS = 3
-"""Timed runs of each choice."""
-
-CLOSE = 1.15
-"""Choices that take at most this many times the fastest choice's seconds are timed again."""
-
-MORE = 7
-"""Timed runs of each choice that is close to the fastest, after the first ones."""
 
 
 def adaptive_degree(max_rows: int, num_ranks: int) -> int:
@@ -84,6 +76,13 @@ class TrialBatch:
         """
         return profile_of(self.modules.ranks, self.inputs.x_TM.device, self.inputs.x_TM.dtype)
 
+    def stored_profile(self) -> Profile | None:
+        """Returns the profile of this device and group if it was measured before; None otherwise.
+
+        Collective the first time.
+        """
+        return stored_profile_of(self.modules.ranks, self.inputs.x_TM.device, self.inputs.x_TM.dtype)
+
     @property
     def trials_allowed(self) -> bool:
         """Whether trials may run: they are worth their time, and change nothing in the model.
@@ -104,36 +103,43 @@ class TrialBatch:
         return PipelineRunner(self.orders.plan(self.counts, choice))
 
 
-def measure_trials(batch: TrialBatch, choices: Sequence[Choice]) -> list[tuple[float, float]]:
-    """Returns the median seconds of forward and backward with each choice. Collective.
+def measure_trials(
+    batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
+) -> dict[Choice, Timed]:
+    """Returns the seconds of forward and backward with each choice. Collective.
 
-    1. Each choice runs one step that is not timed.
-    2. All choices run in turns and are timed.
-    3. Choices close to the fastest are timed again, because two equal steps on a CPU may differ by a tenth.
-
-    Each median is the largest of any rank, so all ranks time the same choices again. The bytes that trials
-    send do not count as traffic of the model.
+    Each choice runs one step that is not timed. Then the choices run in turns and are timed, until it is
+    clear which one is the fastest (`pmoe.planner.timed_rounds`). After each round the ranks agree on the
+    seconds of the slowest rank, so all ranks time the same choices again. The bytes that trials send do not
+    count as traffic of the model.
 
     batch: the routed batch.
-    choices: the numbers of chunks and restore pairs to try.
+    choices: the numbers of chunks and restore pairs to try, each once.
+    most_rounds: largest number of timed rounds.
+
+    A choice whose run takes infinite seconds on any rank is left out of the result, on every rank.
     """
     ranks = batch.modules.ranks
     device = batch.inputs.x_TM.device
     traffic = batch.modules.traffic
     traffic_before = replace(traffic)
     clock = clock_of(device)
-    runs = [functools.partial(_run_both, batch.runner(choice), batch.inputs, clock) for choice in choices]
-    agree = functools.partial(largest, ranks, device, stage="agreeing on the fastest trials")
-    timed = functools.partial(median_seconds, begin=begin_together(ranks), agree=agree)
-    medians = timed(runs, REPEATS)
-    fastest = min(map(sum, medians))
-    close = [index for index, median in enumerate(medians) if sum(median) <= CLOSE * fastest]
-    if len(close) > 1:
-        again = timed([runs[index] for index in close], MORE, warm_up=0)
-        for index, median in zip(close, again, strict=True):
-            medians[index] = median
+    runs = {
+        choice: functools.partial(_run_both, batch.runner(choice), batch.inputs, clock) for choice in choices
+    }
+
+    def run_round(round_choices: Sequence[Choice]) -> list[tuple[float, float]]:
+        """Runs each choice once. Returns the seconds of (forward, backward) of each, on the slowest rank."""
+        turns = in_turns(
+            [runs[choice] for choice in round_choices], 1, warm_up=0, begin=begin_together(ranks)
+        )
+        own_seconds = [seconds for [passes] in turns for seconds in passes]
+        agreed = largest(ranks, device, own_seconds, stage="agreeing on the seconds of trials")
+        return list(zip(agreed[::2], agreed[1::2], strict=True))
+
+    times = timed_rounds(choices, run_round, most_rounds)
     vars(traffic).update(vars(traffic_before))
-    return [(forward, backward) for forward, backward in medians]
+    return times
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ number falls.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -349,6 +350,6 @@ def _count(value: object) -> int:
 
 def _ratio(value: object) -> float:
     """Returns ``value`` if it is a finite number of at least 0. Raises ValueError otherwise."""
-    if type(value) not in (int, float) or not 0 <= value < math.inf:  # type: ignore[operator]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{value!r} must be a finite number of at least 0")
-    return float(value)  # type: ignore[arg-type]
+    return float(value)

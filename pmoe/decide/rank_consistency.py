@@ -60,8 +60,8 @@ def compare_options(modules: LayerModules) -> bool:
 
         options                       must be the same; ValueError with the option, values and ranks if not
         values of replicated parts    must be the same; a warning if not
-        experts                       normally differ. They may be equal if they were built equal. ValueError if
-                                      they were built different and one rank's have overwritten all others
+        experts                       normally differ. They may be equal if they were built equal. ValueError
+                                      if they were built different and one rank's have overwritten all others
 
     If experts of any rank were loaded from a state dict, the ranks also compare the loaded experts, and
     ValueError is raised if two ranks hold the same.

@@ -16,7 +16,7 @@ class Call:
 
     layer       the layer that was called
     modules     the layer's modules and options
-    scheduled   the same, but without the shared expert if that is called as a module instead of being
+    scheduled   ``modules``, but without the shared expert if that is called as a module instead of being
                 computed by a task of the schedule (`LayerModules.calls_shared_expert`)
     x           (..., M), the input, M = d_model. It is not checked yet: a rank reports a wrong input to
                 the other ranks together with its row counts

@@ -98,9 +98,9 @@ class CountsSource(Protocol):
 
     Arguments of both methods:
 
-        modules  the modules that the schedule computes. ``call.modules`` has the first `Experts` inside a
-                 wrapper. The wrapper may hold several and call another one, so the experts that it really
-                 called are in this argument
+        modules  the modules that the schedule computes, with the experts that were really called. If a
+        wrapper
+                 holds several `Experts`, it may call another one than the first, which ``call.modules`` has
         inputs   the rows and parameters of the call
     """
 

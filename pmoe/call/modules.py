@@ -47,7 +47,10 @@ class LayerCache:
     choosers: dict[Any, Any] = field(default_factory=dict)
 
     def forget_ranks(self) -> None:
-        """Makes the ranks compare experts and padded calls again, because they have a new process group."""
+        """Makes the ranks compare their experts and their calls with padded rows again.
+
+        It is called when the ranks have a new process group.
+        """
         self.differed = None
         self.padded_kinds.clear()
 

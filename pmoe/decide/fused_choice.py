@@ -77,8 +77,8 @@ def fused_pair(modules: LayerModules) -> Restore | None:
     """Returns the restore pair of calls by fused kernels: the first possible pair that does not offload.
 
     A restore pair says how backward gets two activations back: the rows that the experts received, and their
-    hidden activation. Fused kernels cannot offload to the host. If all pairs that the options allow do, the
-    result is None.
+    hidden activation. Fused kernels cannot offload to the host. If all pairs that the options allow offload,
+    the result is None.
     """
     return next((pair for pair in modules.pairs if not pair.offloads), None)
 

@@ -198,11 +198,11 @@ class PaddedCounts:
 
 
 def _compare(call: Call, routed: RoutedBatch, kind: PaddedCallKey) -> None:
-    """Checks that the ranks' padded calls agree, and exchanges faults, unless earlier calls have done so.
+    """Checks that the ranks' calls agree, and exchanges faults, unless earlier calls have done so.
 
-    On the CPU every call is compared. On CUDA the host waits for the exchange, so ranks compare only the
-    first call with the values of ``kind``, and a call in which a checkpoint routes the same tokens a second
-    time.
+    It is for layers with ``pad_to_capacity``. On the CPU every call is compared. On CUDA the host waits for
+    the exchange, so ranks compare only the first call with the values of ``kind``, and a call in which a
+    checkpoint routes the same tokens a second time.
 
     call: the call.
     routed: its tokens with their routing, and the fault of this rank.

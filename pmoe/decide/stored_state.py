@@ -5,8 +5,8 @@ experts. Without checks, rank 0's file could be loaded on every rank, and every 
 experts. Three checks prevent this:
 
     state_dict()        records in ``_metadata`` which experts it holds        `_say_whose`
-                        refuses callers that write one file for all ranks      `_refuse_one_file`
-    load_state_dict()   refuses experts that the metadata says are another's   `_check_whose`
+                        raises if the caller writes one file for all ranks     `_refuse_one_file`
+    load_state_dict()   raises if the metadata names another rank's experts    `_check_whose`
     the next call       compares the ranks' experts, which must differ, if     `check_loaded`
                         any rank has loaded a state dict without metadata
                         (safetensors, or a dict made by hand)

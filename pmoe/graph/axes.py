@@ -240,9 +240,9 @@ class _Inference:
         return rule
 
     def _fits(self, node: fx.Node, axis: Axis) -> bool:
-        """Returns whether a tensor already has this axis, or is free to get it.
+        """Returns whether a tensor already has this axis, or has no axis yet and may get it.
 
-        No free tensor can get the axis `SUM`: it exists as one whole tensor, not as summands.
+        A tensor without an axis cannot get `SUM`, because it exists as one whole tensor, not as summands.
         """
         known = self.axes[node]
         return known == axis or (known is None and node in self._free and axis != SUM)
@@ -498,7 +498,7 @@ def _view(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(aten.new_zeros.default)
 def _new(node: fx.Node) -> Iterator[Combination]:
-    """Yields the ways to cut a ``new_zeros`` into parts: along each dimension as large as in its source."""
+    """Yields the ways to cut a ``new_zeros``: along each dimension that has the same size in its source."""
     for dim, sizes in enumerate(zip(shape(tensors(node)[0]), shape(node), strict=False)):
         if sizes[0] == sizes[1]:
             yield Combination((dim,), dim)

@@ -201,7 +201,7 @@ def _join_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _join_backward(ctx: Any, grad: Tensor) -> Any:
-    """Returns the gradients of the rows: each row gets a copy of the gradient of its value."""
+    """Returns the gradients of the rows: each row gets the gradient of the sum that it is part of."""
     travelled, stayed = pack(grad, *ctx.saved_tensors, ctx.top_k)
     return travelled, stayed, None, None, None, None, None, None
 

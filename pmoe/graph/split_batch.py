@@ -192,9 +192,9 @@ class Route:
 def routes(graph: fx.Graph) -> list[Route]:
     """Finds the MoELayers of a backward graph, in order. Returns [] for a forward graph.
 
-    A layer can be cut into parts only if the sorted slots (a slot is one choice of one token) are an input of
-    the graph, and gradients of rows travel between ranks. If any layer cannot be cut, the result is [] too,
-    and no layer is cut.
+    A layer can be cut into parts only if forward has saved its sorted slots (a slot is one choice of one
+    token) as an input of the backward graph, and if gradients of rows travel between ranks. If any layer
+    cannot be cut, the result is [] too, and no layer is cut.
     """
     found_routes = []
     joins = graph.find_nodes(op="call_function", target=moe.join.default)

@@ -130,15 +130,14 @@ class Cluster:
 def legs(dispatch: ExchangeName, machines: int, local: int) -> list[dict[str, tuple[int, float]]]:
     """Returns the collectives that an all-to-all consists of.
 
-    They run one after another, in the result's order.
+    They run one after another, in the order of the list.
 
     Each collective is a dict. The dict maps each link that the collective uses ("inside" a machine, "outside"
     between machines) to two numbers of the busiest rank: how many messages the rank sends or receives on the
     link, and how many bytes these have together, as a fraction of R.
 
     Letters: A machines of L ranks each, W = A L ranks; R bytes of all rows that a rank sends, split evenly
-        over
-    the W ranks.
+    over the W ranks.
 
         flat               each rank sends R / W to each of the L - 1 other ranks of its machine,
                                and to each of the W - L ranks of other machines

@@ -165,8 +165,8 @@ class LayerCosts:
         return a2a, ag, rs, exp
 
     def backward(self) -> LayerCosts:
-        """Returns the costs of a backward pass, if this object has those of forward: only the experts'
-        double.
+        """Returns the costs of a backward pass from those of forward (this object): the experts' cost
+        doubles.
 
         Section 4.4 of FSMoE says to double alpha, beta and the size of the products. Read literally, experts
         would take four times as long. The paper's Table 2 measures twice as long, so only alpha and beta are

@@ -183,12 +183,12 @@ def pass_seconds(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: flo
 def simulated_degrees(
     costs: LayerCosts, options: ScheduleOptions, degrees: Sequence[int]
 ) -> tuple[DegreeSeconds, ...]:
-    """Returns the seconds of a pass for each number of chunks, by the length of an all-reduce meanwhile.
+    """Returns the seconds of a pass for each number of chunks, depending on the seconds of an all-reduce.
 
-    The all-reduce of other layers' gradients takes t_gar seconds and is one task. The longest path through
-    the schedule either includes this task or does not, so
+    The all-reduce is that of other layers' gradients. It runs during the pass as one task of t_gar seconds.
+    The longest path through the schedule either includes this task or does not, so
 
-        seconds = max(alone, beside + t_gar)
+        seconds of the pass = max(alone, beside + t_gar)
 
     Two simulations for each number of chunks are enough. The first has t_gar = 0 and gives ``alone``. The
     second has t_gar = 2 * alone, long enough for the task to be on the longest path, and gives ``beside``.

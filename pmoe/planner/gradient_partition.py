@@ -72,8 +72,7 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
     With dozens of layers it takes a tenth of a second.
 
     Example: one layer, 1000 bytes ready, 1 s per byte, 300 s in the dense part, no idle time of the link
-        beside
-    its experts -> 300 bytes beside the dense part, 700 at the end.
+    beside its experts -> 300 bytes beside the dense part, 700 at the end.
     """
     sources = (ready_bytes, *(layer.gradient_bytes for layer in layers))
     # Bytes that are ready when each layer's backward starts.
@@ -121,12 +120,12 @@ GENERATIONS = 100
 class ExposedSeconds:
     """FSMoE's Eq. 5: seconds that all-reduces add to backward, for given bytes beside each MoE part.
 
-    Some gradient bytes are already placed where their all-reduce costs no time ("free bytes"). The methods of
-    this class add "extra" bytes beside MoE parts, and compute the cost.
+    Some gradient bytes are already placed where their all-reduce costs no time. The methods of this class get
+    "extra" bytes, which are reduced beside MoE parts on top of these, and compute the cost.
 
     layers: in the order of backward.
     all_reduce: seconds of an all-reduce by bytes.
-    dense, moe: for each layer, the free bytes beside its dense part and beside its MoE part.
+    dense, moe: for each layer, the bytes that cost no time beside its dense part and beside its MoE part.
     total: bytes of all gradients.
     """
 
@@ -139,7 +138,7 @@ class ExposedSeconds:
     def placed(self, extra: Sequence[int]) -> tuple[list[Share], int]:
         """Returns the all-reduces during each layer's backward pass, and the bytes left for the end.
 
-        extra: for each layer, bytes to reduce beside its MoE part, added to the bytes that are free there.
+        extra: for each layer, bytes to reduce beside its MoE part, on top of those that cost no time there.
         """
         shares = []
         for layer, dense, moe, more in zip(self.layers, self.dense, self.moe, extra, strict=True):
@@ -158,14 +157,14 @@ class ExposedSeconds:
     def exposed(self, extra: Sequence[int]) -> float:
         """Returns the seconds that the all-reduces of all gradients add to the backward pass.
 
-        extra: for each layer, bytes to reduce beside its MoE part, added to the bytes that are free there.
+        extra: for each layer, bytes to reduce beside its MoE part, on top of those that cost no time there.
         """
         return float(self.of_candidates(np.array(extra, dtype=float)[:, None])[0])
 
     def left(self, extra: Sequence[int]) -> int:
         """Returns the bytes that no layer reduces, so that they are left for the end of the backward pass.
 
-        extra: for each layer, bytes to reduce beside its MoE part, added to the bytes that are free there.
+        extra: for each layer, bytes to reduce beside its MoE part, on top of those that cost no time there.
         """
         return self.total - sum(self.dense) - sum(self.moe) - sum(extra)
 
@@ -174,7 +173,7 @@ class ExposedSeconds:
         """A function that computes the added seconds of S candidates at once: (D, S) -> (S,).
 
         Its argument has one column for each candidate and one row for each of D layers. An element is how
-        many gradient bytes are reduced beside the layer's MoE part, added to those that cost no time there.
+        many gradient bytes are reduced beside the layer's MoE part, on top of those that cost no time there.
         The result has, for each candidate, the seconds that all-reduces add to the backward pass.
         """
         line = self.all_reduce
@@ -214,9 +213,9 @@ def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
     number from 0 to 1 for each layer: the fraction that the layer takes of the bytes that earlier layers left
     to it. So every candidate is valid.
 
-    The added seconds are not smooth: as a layer takes more bytes, they stay equal for a while and rise then.
-    An evolution comes near such a point but does not hit it. So these points are tried at last, layer by
-    layer (`_polished`).
+    The added seconds are not smooth: as a layer takes more bytes, they stay equal up to some number of bytes
+    and rise from there. An evolution comes near that number but does not hit it. So these numbers are tried
+    at last, layer by layer (`_polished`).
 
     problem: computes the seconds that candidates add to the backward pass.
     rooms: for each layer, the most extra bytes that it may take.

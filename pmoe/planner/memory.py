@@ -429,9 +429,9 @@ def _scores(sizes: LayerSizes, call: CallRows) -> int:
 
 
 def _widened(sizes: LayerSizes, call: CallRows) -> int:
-    """Returns the bytes of the tokens that the gate copies to float32 at a time; 0 if they are float32.
+    """Returns the bytes of the float32 copies of tokens that the gate makes; 0 if tokens are float32.
 
-    The gate copies a block of tokens at a time.
+    The gate copies a block of tokens at a time, so only one block counts.
     """
     return min(call.tokens, BLOCK_ROWS) * sizes.d_model * WIDE * (sizes.element_size < WIDE)
 

@@ -355,7 +355,7 @@ class Chooser:
             tried: measures the seconds of a few choices by trials; its result is None if trials are not
                 allowed.
             host_is_full: excludes choices that offload T_DI (the rows that experts received) to the host. If
-                all choices do, T_DI is sent again in backward instead.
+                all choices offload T_DI, they are changed: T_DI is sent again in backward instead.
 
         Raises ValueError, with the smallest budget that would be enough, if no choice stays within the
         budget.

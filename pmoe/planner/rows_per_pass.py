@@ -41,8 +41,8 @@ class PassRows:
     def largest_unit(self) -> int:
         """Rows of the largest matrix product of the pass.
 
-        The received rows of each chunk are multiplied by themselves. So are the rows that stay on this rank,
-        chunk by chunk or joined to fewer products.
+        The rows that a chunk received are one product. The rows that stay on this rank are one product for
+        each chunk, or for several chunks together.
         """
         return max((*self.extent.received, *self.extent.local), default=0)
 

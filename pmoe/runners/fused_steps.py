@@ -113,8 +113,8 @@ def steps_for(request: Request) -> Steps | str:
 def _kernel_steps(request: Request) -> Steps | str:
     """Returns the kernels with the heap that all layers of these sizes share, or why there is no heap.
 
-    A heap is memory to which all ranks can write. This function refuses only for numbers that all ranks
-    share, or for an error that all ranks raise, so all ranks get the same answer.
+    A heap is memory to which all ranks can write. All ranks get the same answer: it follows from numbers that
+    all ranks share, or from an error that all ranks raise.
     """
     ranks = request.ranks
     shape = heap_shape(request)

@@ -125,7 +125,7 @@ def keep_for_backward(plan: Plan, left: ForwardState) -> Saved:
 
 
 def _checked(plan: Plan, inputs: Inputs) -> Inputs:
-    """Returns the inputs in the form in which autograd saves them, and checks them for changes in place.
+    """Returns the inputs in the form in which autograd saves them, so that changes in place are detected.
 
     Autograd raises in backward if a saved tensor was changed in place. There is one exception: if experts are
     a user's modules and the autograd graph of their forward pass is kept for backward, that graph checks the

@@ -34,7 +34,8 @@ def virtual_heaps(
 ) -> list[Heap]:
     """Returns symmetric heaps for W virtual ranks, which this one process plays on one device.
 
-    They are for tests and measurements. Each heap must be closed, but none while another one is in use.
+    They are for tests and measurements. All heaps must be closed, but only when none of them is in use any
+    more.
 
     shape: the sizes of each heap; W is ``shape.num_ranks``.
     memory: where the memory comes from; None means CUDA.

@@ -30,7 +30,7 @@ class _Segment:
     memory: the mmap object, or the pinned tensor.
     address, num_bytes: the address of its first byte, and its size.
     free: the free ranges as (offset, bytes), sorted by offset. Offsets are in bytes from the address.
-    top: an offset in bytes, below which all blocks ended that were taken since the last trim. In a mapping,
+    top: the largest offset in bytes at which a block ended that was taken since the last trim. In a mapping,
         only pages below this offset may use physical memory.
     """
 

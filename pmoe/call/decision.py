@@ -99,8 +99,8 @@ class CountsSource(Protocol):
     Arguments of both methods:
 
         modules  the modules that the schedule computes, with the experts that were really called. If a
-        wrapper
-                 holds several `Experts`, it may call another one than the first, which ``call.modules`` has
+                 wrapper holds several `Experts`, it may call another one than the first, which
+                 ``call.modules`` has
         inputs   the rows and parameters of the call
     """
 

@@ -90,7 +90,7 @@ class LayerModules(PassModules):
     def without_shared_expert(self) -> LayerModules:
         """A copy of this record without the shared expert, for a schedule that does not compute it.
 
-        It is used if the layer calls the shared expert as a module, after or before the schedule.
+        It is used if the layer calls the shared expert as a module, beside the schedule.
         """
         return replace(self, shared_expert=None)
 

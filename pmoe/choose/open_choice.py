@@ -33,21 +33,23 @@ from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 WRONG = 2.0
-"""Largest factor between the measured and the predicted seconds of a step, either way.
+"""Largest factor by which the measured and the predicted seconds of a step may differ, up or down.
 
-Beyond it, the profile from which the seconds were predicted is wrong."""
+If they differ more, the profile from which the seconds were predicted counts as wrong.
+"""
 
 HOST_SECONDS = 2e-3
-"""Seconds that the work of the host may add to a predicted step."""
+"""Seconds for work of the host that a step may take in addition to `WRONG` times the prediction."""
 
 _compared: set[str] = set()
-"""Profiles that were compared with a measured step already, by the time when they were made."""
+"""Profiles that were already compared with a measured step. A profile is named by the time when it was made.
+"""
 
 
 def measure_products_of(modules: LayerModules, counts: RankCounts, inputs: Inputs) -> None:
     """Measures which kernels compute the experts' products fastest, if that was not done before.
 
-    Collective if something is measured. Nothing is measured on the CPU, where there is only one way.
+    Collective if something is measured. Nothing is measured on the CPU, which has only one implementation.
 
     modules: the modules and options of the layer.
     counts: the row counts, after the ranks have exchanged them.
@@ -101,7 +103,7 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
 def _chooser_of(batch: TrialBatch) -> Chooser:
     """Returns the object that chooses by predicted costs for a layer's options and dtype of rows.
 
-    Its earlier choices are stored in it, so the same choice is not made twice.
+    The object is kept in the layer's cache and remembers its choices, so the same choice is not made twice.
     """
     modules = batch.modules
     options = modules.options
@@ -127,8 +129,8 @@ def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
 def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
     """Compares the predicted and the measured time of a step with this choice, and returns the choice.
 
-    The prediction uses a profile, the measured rates of this machine. If prediction and step are far apart,
-    rank 0 warns that the profile may be wrong, once for each profile. Collective.
+    The prediction uses a profile, the measured rates of this machine. If the two times are far apart, rank 0
+    warns that the profile may be wrong, once for each profile. Collective.
     """
     counts = batch.counts
     x_TM = batch.inputs.x_TM
@@ -173,7 +175,7 @@ def _within_budget(batch: TrialBatch) -> Choice:
     kept, offloaded or made again for backward.
 
     Raises ValueError on every rank if no choice is within the budget. The message names the smallest budget
-    that would do.
+    that would be enough.
     """
     options = batch.modules.options
     counts = batch.counts

@@ -341,8 +341,10 @@ def _stored_tables(path: Path | None, key: Mapping[str, Any], candidates: Sequen
 
     Warns about a file that cannot be used.
 
-    path: the file, or None. key: everything that changes the seconds of trials (`key_of_degrees`). A file
-    with another key is not used. candidates: numbers of chunks that the file may contain.
+    path: the file, or None.
+    key: everything that changes the seconds of trials (`key_of_degrees`). A file with another key is not
+        used.
+    candidates: numbers of chunks that the file may contain.
     """
     about = "what trials found before is not used, and measured again"
     return {} if path is None else read_or_default({}, about, lambda: load_degrees(path, key, candidates))

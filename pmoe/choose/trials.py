@@ -28,9 +28,10 @@ from pmoe.planner.profile import Profile
 from pmoe.runners.pipeline import PipelineRunner
 
 MIN_ROWS = 1024
-"""Smallest number of rows of a chunk. With fewer, small products cost more than better overlap saves.
+"""Smallest number of rows of a chunk. Smaller products lose more time than better overlap would save.
 
-bench/bench_overlap.py: with 4096 rows of a rank, 2 to 4 chunks are best."""
+Measured by bench/bench_overlap.py: with 4096 rows of a rank, 2 to 4 chunks are best.
+"""
 
 REPEATS = 3
 """Timed runs of each choice."""
@@ -39,7 +40,7 @@ CLOSE = 1.15
 """Choices that take at most this many times the fastest choice's seconds are timed again."""
 
 MORE = 7
-"""Timed runs of each choice that is close to the fastest, after the first ones."""
+"""Number of additional timed runs of each choice that is close to the fastest (`CLOSE`)."""
 
 
 def adaptive_degree(max_rows: int, num_ranks: int) -> int:

@@ -47,19 +47,20 @@ class PipelineRunner:
 
 
 Variant = tuple[type[Any], type[Any]]
-"""Type of the two classes of a feature, for the forward and the backward pass.
+"""Type of the two classes of a feature, one for the forward pass and one for the backward pass.
 
-A method of such a class calls the next class by super()."""
+Their methods call the next class's method by super().
+"""
 
 
 def _variants(plan: Plan, *, moves: bool) -> list[Variant]:
     """Returns the classes of the features that a pass needs; the first class's methods are called first.
 
-    Imports only the files of these features.
+    Only the files of these features are imported.
 
     plan: the plan of the call.
-    moves: whether the pass copies T_DI (dispatched rows) or T_M (hidden activation) to the host, or, in
-        backward, reads them from the host or regroups them.
+    moves: whether the pass copies T_DI (dispatched rows) or T_M (hidden activation) to the host; in
+        backward, whether it reads them from the host or regroups them.
     """
     modules = plan.modules
     variants: list[Variant] = []
@@ -124,7 +125,7 @@ def keep_for_backward(plan: Plan, left: ForwardState) -> Saved:
 
 
 def _checked(plan: Plan, inputs: Inputs) -> Inputs:
-    """Returns the inputs in the form in which autograd saves them, and checks them for changes in place.
+    """Returns the inputs in the form in which autograd saves them, so that changes in place are detected.
 
     Autograd raises in backward if a saved tensor was changed in place. There is one exception: if experts are
     a user's modules and the autograd graph of their forward pass is kept for backward, that graph checks the

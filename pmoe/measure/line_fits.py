@@ -7,7 +7,7 @@ of columns and rows of the weight by which products are measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -64,12 +64,14 @@ class LaneWork:
 
     lane: the lane on which it runs: computation, messages or copies.
     size: multiply-adds or bytes of one unit.
+    unit_bytes: bytes of memory that one unit takes while the work exists.
     first_units, max_units: smallest and largest number of units to try.
     make: returns a function that does work of a number of units.
     """
 
     lane: str
     size: int
+    unit_bytes: int
     first_units: int
     max_units: int
     make: Callable[[int], TimedCall]
@@ -92,7 +94,14 @@ def products(device: torch.device, dtype: torch.dtype) -> LaneWork:
 
     first_units = FIRST_ROWS[device.type]
     max_units = MAX_ROWS[device.type]
-    return LaneWork(lane=COMPUTE, size=width * width, first_units=first_units, max_units=max_units, make=make)
+    return LaneWork(
+        lane=COMPUTE,
+        size=width * width,
+        unit_bytes=2 * width * dtype.itemsize,
+        first_units=first_units,
+        max_units=max_units,
+        make=make,
+    )
 
 
 def transfer(
@@ -107,7 +116,23 @@ def transfer(
     """
     first_units = max(16, first_bytes // size)
     max_units = max(64, MAX_BYTES // size)
-    return LaneWork(lane=lane, size=size, first_units=first_units, max_units=max_units, make=make)
+    return LaneWork(
+        lane=lane,
+        size=size,
+        unit_bytes=2 * size,  # there is a tensor to read and a tensor to write
+        first_units=first_units,
+        max_units=max_units,
+        make=make,
+    )
+
+
+def within_bytes(work: LaneWork, most_bytes: float) -> LaneWork:
+    """Returns the same kind of work with sizes that take at most ``most_bytes`` bytes of memory.
+
+    The smallest size stays possible, whatever it takes.
+    """
+    max_units = max(work.first_units, min(work.max_units, most_bytes / work.unit_bytes))
+    return replace(work, max_units=int(max_units))
 
 
 def messages(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> LaneWork:

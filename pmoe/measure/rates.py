@@ -29,6 +29,7 @@ from pmoe.measure.line_fits import (
     messages,
     products,
     transfer,
+    within_bytes,
 )
 from pmoe.measure.timing import timestamp
 from pmoe.planner.cost_model import COMMUNICATE, COPY, FACTORS, Interference
@@ -46,12 +47,20 @@ The speed is not 0, because it is divided by.
 
 
 def measure(
-    ranks: Ranks, device: torch.device | str, dtype: torch.dtype = torch.float32, *, quick: bool = False
+    ranks: Ranks,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    quick: bool = False,
+    most_bytes: float = math.inf,
 ) -> Profile:
     """Measures a profile of a device and these ranks. Collective; every rank returns the same.
 
     It takes about ten seconds, or one or two if ``quick``. The device and the ranks should do nothing else
     meanwhile.
+
+    most_bytes: about how many bytes the tensors that are measured may take together, the same on every rank.
+        With few bytes, the profile is that of small products and messages.
 
     Raises ValueError for a device or dtype that cannot be measured, and RuntimeError if another rank fails.
     """
@@ -62,7 +71,9 @@ def measure(
     lines: dict[str, Fit] = {"message": FREE}
     pieces: dict[str, list[TimedCall]] = {}
     with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
-        for name, kind in _kinds(bench, dtype).items():
+        kinds = _kinds(bench, dtype)
+        for name, any_size in kinds.items():
+            kind = within_bytes(any_size, most_bytes / len(kinds))
             units = longest_units(bench, kind, effort.piece_seconds)
             lines[name] = measured_line(bench, kind, (units // 16, units // 4, units), effort.repeats)
             pieces.setdefault(kind.lane, []).append(kind.make(units))

@@ -132,8 +132,8 @@ class TrialBatch:
 def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]:
     """Returns the predicted peak of a step with each choice, in bytes, on the rank that needs most.
 
-    The prediction uses the row counts of the batch, and holds to about two percent
-    (`pmoe.planner.memory.predict`). Collective.
+    Gradients of parameters are not counted: they take the same memory with every choice. The prediction uses
+    the row counts of the batch, and holds to about two percent (`pmoe.planner.memory.predict`). Collective.
     """
     modules = batch.modules
     counts = batch.counts
@@ -148,7 +148,7 @@ def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]
         )
         is_rearranged = degrees[0] != degrees[1]
         memory = predict(sizes, call, forward, backward, choice.restore, rearranged=is_rearranged)
-        own_peaks.append(float(memory.peak))
+        own_peaks.append(float(memory.promised))
     device = batch.inputs.x_TM.device
     return largest(modules.ranks, device, own_peaks, stage="comparing the predicted memory of choices")
 

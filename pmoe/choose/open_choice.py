@@ -15,7 +15,12 @@ import functools
 from collections.abc import Sequence
 
 from pmoe.call.modules import LayerModules
-from pmoe.choose.part_of_batch import measure_in_little_memory
+from pmoe.choose.part_of_batch import (
+    MIN_TOKENS,
+    first_tokens,
+    measure_in_little_memory,
+    share_of_tokens,
+)
 from pmoe.choose.search import degrees_by_search
 from pmoe.choose.slots import without_host_offload
 from pmoe.choose.solve import degrees_by_solver
@@ -141,8 +146,14 @@ def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
     profile = PROFILES.get((ranks.name, x_TM.device, x_TM.dtype))
     if profile is None or profile.when in _compared or not _may_try(batch):
         return choice
-    [measured] = measure_trials(batch, [choice])
     _compared.add(profile.when)
+    share = share_of_tokens(batch, [choice])
+    if share * counts.max_tokens < MIN_TOKENS:
+        return choice
+    if share < 1.0:
+        batch = first_tokens(batch, share)
+        counts = batch.counts
+    [measured] = measure_trials(batch, [choice])
     seconds = step_seconds(batch.sizes, profile, counts.max_tokens, choice)
     [rows] = largest(ranks, x_TM.device, [float(counts.recv.sum())], stage="comparing a profile with a step")
     # The prediction is for even routing; the measured step waits for the rank that receives most rows.

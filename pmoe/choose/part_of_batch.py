@@ -34,7 +34,10 @@ MIN_TOKENS = 256
 """Smallest number of tokens of a trial. Trials of fewer say nothing about the whole batch."""
 
 ALIKE = 1.08
-"""Largest ratio of the predicted memory of choices that are tried on the whole batch."""
+"""Largest ratio of the memory of trials on the whole batch to the memory of the smallest step."""
+
+ROOM = 0.85
+"""Part of the smallest step's memory that a trial may take. The call holds the rest, such as its routing."""
 
 
 def measure_in_little_memory(
@@ -51,11 +54,11 @@ def measure_in_little_memory(
     Returns None if so few tokens fit into the memory that trials would say nothing. Raises OutOfMemoryError
     on every rank if some rank has too little memory for every choice.
     """
-    share = 1.0 if batch.modules.options.budget is not None else _share_of_tokens(batch, choices)
-    if share == 1.0:
-        return measure_trials(batch, choices)
+    share = share_of_tokens(batch, choices)
     if share * batch.counts.max_tokens < MIN_TOKENS:
         return None
+    if share == 1.0:
+        return measure_trials(batch, choices)
     seconds = measure_trials(first_tokens(batch, share), choices)
     forward = _scaled([choice.forward for choice in choices], choices, [pair[0] for pair in seconds], share)
     backward = _scaled([choice.backward for choice in choices], choices, [pair[1] for pair in seconds], share)
@@ -86,16 +89,26 @@ def _scaled(
     ]
 
 
-def _share_of_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> float:
+def share_of_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> float:
     """Returns the part of the tokens with which all choices stay within the memory of the smallest step.
 
-    Collective. The smallest step is that with the fewest bytes of all choices that the layer has.
+    Collective. The smallest step is that with the fewest bytes of all choices that the layer has. With a
+    memory budget the result is 1: all tokens.
     """
     options = batch.modules.options
+    if options.budget is not None:
+        return 1.0
     pairs = tuple(dict.fromkeys(choice.restore for choice in choices))
     smallest = min(predicted_peaks(batch, all_choices([(n, n) for n in options.degrees], pairs)))
     largest_tried = max(predicted_peaks(batch, choices))
-    return 1.0 if largest_tried <= ALIKE * smallest else smallest / largest_tried
+    sizes = batch.sizes
+    # A model may free the layer's output before backward, so a step need not hold it. A trial does.
+    output = batch.counts.max_tokens * sizes.d_model * sizes.element_size
+    if largest_tried <= ALIKE * (smallest - output):
+        return 1.0
+    # The gradients of the experts' parameters do not shrink with the tokens.
+    gradients = sizes.expert_parameters * sizes.element_size
+    return max(ROOM * (smallest - output) - gradients, 0.0) / (largest_tried - gradients)
 
 
 def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:

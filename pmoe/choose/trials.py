@@ -21,7 +21,7 @@ from pmoe.call.sizes import memory_shape, rows_of_call
 from pmoe.comm.agreement import largest
 from pmoe.comm.counts import RankCounts
 from pmoe.comm.failures import publishing_failures
-from pmoe.engine.passes.base import ForwardState, Inputs
+from pmoe.engine.passes.base import Inputs
 from pmoe.engine.plan.make_plan import SortedSlots
 from pmoe.engine.plan.plan import Plan
 from pmoe.engine.variants.trial import TrialBackward, TrialForward, is_out_of_memory
@@ -130,10 +130,10 @@ class TrialBatch:
 
 
 def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]:
-    """Returns the predicted peak of a step with each choice, in bytes, on the rank that needs most.
+    """Returns the predicted peak of both passes with each choice, in bytes, on the rank that needs most.
 
-    Gradients of parameters are not counted: they take the same memory with every choice. The prediction uses
-    the row counts of the batch, and holds to about two percent (`pmoe.planner.memory.predict`). Collective.
+    The gate's memory is not counted, because trials do not route. The gradients of the experts' parameters
+    are counted. The prediction uses the row counts of the batch (`pmoe.planner.memory.predict`). Collective.
     """
     modules = batch.modules
     counts = batch.counts
@@ -148,7 +148,7 @@ def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]
         )
         is_rearranged = degrees[0] != degrees[1]
         memory = predict(sizes, call, forward, backward, choice.restore, rearranged=is_rearranged)
-        own_peaks.append(float(memory.promised))
+        own_peaks.append(float(max(memory.forward_peak, memory.backward_peak)))
     device = batch.inputs.x_TM.device
     return largest(modules.ranks, device, own_peaks, stage="comparing the predicted memory of choices")
 
@@ -207,7 +207,6 @@ class Trial:
         self.choice = choice
         self.has_failed = False
         self.failure: Exception | None = None
-        self._plan: Plan | None = None
 
     @torch.no_grad()
     def run(self) -> tuple[float, float]:
@@ -221,15 +220,15 @@ class Trial:
             return DROPPED
         inputs = self.batch.inputs
         with publishing_failures(self.batch.modules.ranks, "a trial"):
-            forward, made = self._timed(
-                lambda: make_forward(self._plan_of_choice(), inputs, True, TrialForward)
-            )
+            # Made for each run: the plans of all choices together would take more memory than a step.
+            plan, _ = self._timed(lambda: self.batch.plan(self.choice))
+            forward, made = self._timed(lambda: make_forward(_some(plan), inputs, True, TrialForward))
             if self._any_failed() or forward is None:
                 return DROPPED
             y_TM, ran = self._timed(forward.run)
             self.failure = self.failure or forward.failure
             forward_seconds = made + ran
-            backward, made = self._timed(lambda: self._backward(forward.left, y_TM))
+            backward, made = self._timed(lambda: self._backward(forward, _some(y_TM)))
             if self._any_failed() or backward is None:
                 return DROPPED
             _, ran = self._timed(backward.run)
@@ -239,22 +238,14 @@ class Trial:
                 return DROPPED
         return forward_seconds, backward_seconds
 
-    def _plan_of_choice(self) -> Plan:
-        """Returns the plan of the choice, which is made once."""
-        if self._plan is None:
-            self._plan = self.batch.plan(self.choice)
-        return self._plan
-
-    def _backward(self, left: ForwardState, grad_TM: Tensor | None) -> TrialBackward:
+    def _backward(self, forward: TrialForward, grad_TM: Tensor) -> TrialBackward:
         """Returns the backward pass after a forward pass, with its buffers.
 
-        left: the state that the forward pass left.
         grad_TM: (T, M), the gradient of the layer's output.
         """
-        assert grad_TM is not None
-        wanted = self.batch.inputs.all
-        left.wanted = [tensor is not None and tensor.requires_grad for tensor in wanted]
-        return make_backward(self._plan_of_choice(), grad_TM, left, TrialBackward)
+        state = forward.left
+        state.wanted = [tensor is not None and tensor.requires_grad for tensor in self.batch.inputs.all]
+        return make_backward(forward.plan, grad_TM, state, TrialBackward)
 
     def _timed(self, function: Callable[[], T]) -> tuple[T | None, float]:
         """Returns the result of a function and its seconds; (None, 0) after this rank ran out of memory.
@@ -283,6 +274,12 @@ class Trial:
         )
         self.has_failed = bool(failed)
         return self.has_failed
+
+
+def _some(value: T | None) -> T:
+    """Returns a value that is not None."""
+    assert value is not None
+    return value
 
 
 def _warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int) -> None:

@@ -39,6 +39,9 @@ from pmoe.planner.profile import Profile
 FIRST_COPY_BYTES = 2**20
 """Smallest size of a measured copy, in bytes."""
 
+WEIGHT_SHARE = 16
+"""The weight of the measured products takes at most one such part of the bytes that measuring may take."""
+
 MIN_SPEED = 1e-3
 """Smallest relative speed of a lane (a kind of work) that other lanes bring to a halt.
 
@@ -71,7 +74,7 @@ def measure(
     lines: dict[str, Fit] = {"message": FREE}
     pieces: dict[str, list[TimedCall]] = {}
     with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
-        kinds = _kinds(bench, dtype)
+        kinds = _kinds(bench, dtype, most_bytes)
         for name, any_size in kinds.items():
             kind = within_bytes(any_size, most_bytes / len(kinds))
             units = longest_units(bench, kind, effort.piece_seconds)
@@ -90,10 +93,12 @@ def measure(
     return from_first(ranks, profile, stage="sharing a profile")
 
 
-def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, LaneWork]:
+def _kinds(bench: Bench, dtype: torch.dtype, most_bytes: float) -> dict[str, LaneWork]:
     """Returns the kinds of work to measure (products, messages, copies), by the names of their lines.
 
     Messages are left out if there is a single rank.
+
+    most_bytes: about how many bytes the tensors that are measured may take together.
     """
     ranks = bench.ranks
     device = bench.device
@@ -105,7 +110,7 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, LaneWork]:
         target, source = (outside, inside) if out else (inside, outside)
         return lambda: target.copy_(source, non_blocking=True)
 
-    kinds = {"compute": products(device, dtype)}
+    kinds = {"compute": products(device, dtype, most_bytes / WEIGHT_SHARE)}
     if ranks.size > 1:
         kinds["message"] = messages(ranks, device, dtype)
     for name, out in (("copy_out", True), ("copy_in", False)):

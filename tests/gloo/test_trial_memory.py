@@ -111,7 +111,7 @@ def job(
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_a_choice_that_is_too_large_for_one_rank_is_dropped_on_all(name: str) -> None:
-    """Larger chunks have larger ring slots: those of n = 1 and 2 are above the limit, those of n = 8 below."""
+    """Larger chunks have larger ring slots: of n = 1 and 2 above the limit, of n = 8 below."""
     first, second = ranks(2).run(job, name, None, 800_000, {"memory_reuse": "S4"})
     assert first["ran"] == second["ran"] and first["ran"][0] >= 4, first["error"]
     assert first["same"] and second["same"]

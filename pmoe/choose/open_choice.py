@@ -15,6 +15,12 @@ import functools
 from collections.abc import Sequence
 
 from pmoe.call.modules import LayerModules
+from pmoe.choose.part_of_batch import (
+    MIN_TOKENS,
+    first_tokens,
+    measure_in_little_memory,
+    share_of_tokens,
+)
 from pmoe.choose.search import degrees_by_search
 from pmoe.choose.slots import without_host_offload
 from pmoe.choose.solve import degrees_by_solver
@@ -121,9 +127,13 @@ def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
     Trials must not run if `TrialBatch.trials_allowed` forbids them, if the backward pass also reduces other
     layers' gradients, or if a rank lacks host memory: a choice that offloads would fail there.
     """
-    if not batch.trials_allowed or batch.modules.gradients is not None or batch.counts.host_shortage:
-        return None  # on a rank with too little host memory, a choice that offloads would fail
-    return measure_trials(batch, choices)
+    return measure_in_little_memory(batch, choices) if _may_try(batch) else None
+
+
+def _may_try(batch: TrialBatch) -> bool:
+    """Returns whether trials may run on a batch."""
+    # On a rank with too little host memory, a choice that offloads would fail.
+    return batch.trials_allowed and batch.modules.gradients is None and not batch.counts.host_shortage
 
 
 def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
@@ -136,14 +146,21 @@ def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
     x_TM = batch.inputs.x_TM
     ranks = batch.modules.ranks
     profile = PROFILES.get((ranks.name, x_TM.device, x_TM.dtype))
-    if profile is None or profile.when in _compared or (measured := _tried(batch, [choice])) is None:
+    if profile is None or profile.when in _compared or not _may_try(batch):
         return choice
     _compared.add(profile.when)
+    share = share_of_tokens(batch, [choice])
+    if share * counts.max_tokens < MIN_TOKENS:
+        return choice
+    if share < 1.0:
+        batch = first_tokens(batch, share)
+        counts = batch.counts
+    [measured] = measure_trials(batch, [choice])
     seconds = step_seconds(batch.sizes, profile, counts.max_tokens, choice)
     [rows] = largest(ranks, x_TM.device, [float(counts.recv.sum())], stage="comparing a profile with a step")
     # The prediction is for even routing; the measured step waits for the rank that receives most rows.
     seconds *= rows / (batch.rows * batch.modules.grid.esp.size)
-    took = sum(measured[0])
+    took = sum(measured)
     if ranks.rank == 0 and not seconds / WRONG <= took <= WRONG * seconds + HOST_SECONDS:
         warn_once(
             f"the profile of {profile.when} is contradicted by the first steps, so choices may be wrong: "

@@ -6,8 +6,9 @@ of columns and rows of the weight by which products are measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +29,9 @@ FIRST_BYTES = 2**14
 
 MAX_BYTES = 2**26
 """Largest size of a message or a copy, in bytes. Sizes grow until a message takes long enough."""
+
+SMALLEST = 16
+"""Smallest number of units of the largest work of a line, of whose units a sixteenth is measured, too."""
 
 TRIES = 7
 """Number of runs of each size, while a size is searched that takes long enough. The fastest run counts.
@@ -64,23 +68,28 @@ class LaneWork:
 
     lane: the lane on which it runs: computation, messages or copies.
     size: multiply-adds or bytes of one unit.
+    unit_bytes: bytes of memory that one unit takes while the work exists.
     first_units, max_units: smallest and largest number of units to try.
     make: returns a function that does work of a number of units.
     """
 
     lane: str
     size: int
+    unit_bytes: int
     first_units: int
     max_units: int
     make: Callable[[int], TimedCall]
 
 
-def products(device: torch.device, dtype: torch.dtype) -> LaneWork:
+def products(device: torch.device, dtype: torch.dtype, most_bytes: float = math.inf) -> LaneWork:
     """Returns products as a kind of work. The size is a number of rows that are multiplied by a weight.
 
     dtype: dtype of the rows and of the weight, which has WIDTH rows and columns.
+    most_bytes: how many bytes the weight may take. A smaller weight stands for WIDTH if that takes more.
     """
     width = WIDTH[device.type]
+    while width > SMALLEST and width * width * dtype.itemsize > most_bytes:
+        width //= 2
     generator = torch.Generator(device).manual_seed(0)  # leaves the caller's random numbers as they are
 
     def make(rows: int) -> TimedCall:
@@ -92,7 +101,14 @@ def products(device: torch.device, dtype: torch.dtype) -> LaneWork:
 
     first_units = FIRST_ROWS[device.type]
     max_units = MAX_ROWS[device.type]
-    return LaneWork(lane=COMPUTE, size=width * width, first_units=first_units, max_units=max_units, make=make)
+    return LaneWork(
+        lane=COMPUTE,
+        size=width * width,
+        unit_bytes=2 * width * dtype.itemsize,
+        first_units=first_units,
+        max_units=max_units,
+        make=make,
+    )
 
 
 def transfer(
@@ -107,7 +123,21 @@ def transfer(
     """
     first_units = max(16, first_bytes // size)
     max_units = max(64, MAX_BYTES // size)
-    return LaneWork(lane=lane, size=size, first_units=first_units, max_units=max_units, make=make)
+    return LaneWork(
+        lane=lane,
+        size=size,
+        unit_bytes=2 * size,  # there is a tensor to read and a tensor to write
+        first_units=first_units,
+        max_units=max_units,
+        make=make,
+    )
+
+
+def within_bytes(work: LaneWork, most_bytes: float) -> LaneWork:
+    """Returns the same kind of work with sizes that take at most ``most_bytes`` bytes of memory."""
+    max_units = max(SMALLEST, int(min(work.max_units, most_bytes / work.unit_bytes)))
+    first_units = min(work.first_units, max(SMALLEST, max_units // 4))
+    return replace(work, first_units=first_units, max_units=max_units)
 
 
 def messages(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> LaneWork:

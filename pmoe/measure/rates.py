@@ -29,6 +29,7 @@ from pmoe.measure.line_fits import (
     messages,
     products,
     transfer,
+    within_bytes,
 )
 from pmoe.measure.timing import timestamp
 from pmoe.planner.cost_model import COMMUNICATE, COPY, FACTORS, Interference
@@ -38,6 +39,9 @@ from pmoe.planner.profile import Profile
 FIRST_COPY_BYTES = 2**20
 """Smallest size of a measured copy, in bytes."""
 
+WEIGHT_SHARE = 16
+"""The weight of the measured products takes at most one such part of the bytes that measuring may take."""
+
 MIN_SPEED = 1e-3
 """Smallest relative speed of a lane (a kind of work) that other lanes bring to a halt.
 
@@ -46,12 +50,20 @@ The speed is not 0, because it is divided by.
 
 
 def measure(
-    ranks: Ranks, device: torch.device | str, dtype: torch.dtype = torch.float32, *, quick: bool = False
+    ranks: Ranks,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    quick: bool = False,
+    most_bytes: float = math.inf,
 ) -> Profile:
     """Measures a profile of a device and these ranks. Collective; every rank returns the same.
 
     It takes about ten seconds, or one or two if ``quick``. The device and the ranks should do nothing else
     meanwhile.
+
+    most_bytes: about how many bytes the tensors that are measured may take together, the same on every rank.
+        With few bytes, the profile is that of small products and messages.
 
     Raises ValueError for a device or dtype that cannot be measured, and RuntimeError if another rank fails.
     """
@@ -62,7 +74,9 @@ def measure(
     lines: dict[str, Fit] = {"message": FREE}
     pieces: dict[str, list[TimedCall]] = {}
     with torch.inference_mode(False), torch.no_grad(), open_bench(ranks, device) as bench:
-        for name, kind in _kinds(bench, dtype).items():
+        kinds = _kinds(bench, dtype, most_bytes)
+        for name, any_size in kinds.items():
+            kind = within_bytes(any_size, most_bytes / len(kinds))
             units = longest_units(bench, kind, effort.piece_seconds)
             lines[name] = measured_line(bench, kind, (units // 16, units // 4, units), effort.repeats)
             pieces.setdefault(kind.lane, []).append(kind.make(units))
@@ -79,10 +93,12 @@ def measure(
     return from_first(ranks, profile, stage="sharing a profile")
 
 
-def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, LaneWork]:
+def _kinds(bench: Bench, dtype: torch.dtype, most_bytes: float) -> dict[str, LaneWork]:
     """Returns the kinds of work to measure (products, messages, copies), by the names of their lines.
 
     Messages are left out if there is a single rank.
+
+    most_bytes: about how many bytes the tensors that are measured may take together.
     """
     ranks = bench.ranks
     device = bench.device
@@ -94,7 +110,7 @@ def _kinds(bench: Bench, dtype: torch.dtype) -> dict[str, LaneWork]:
         target, source = (outside, inside) if out else (inside, outside)
         return lambda: target.copy_(source, non_blocking=True)
 
-    kinds = {"compute": products(device, dtype)}
+    kinds = {"compute": products(device, dtype, most_bytes / WEIGHT_SHARE)}
     if ranks.size > 1:
         kinds["message"] = messages(ranks, device, dtype)
     for name, out in (("copy_out", True), ("copy_in", False)):

@@ -139,7 +139,8 @@ class LayerModules(PassModules):
         """
         parameters = itertools.chain(self.experts.parameters(), self.gate.parameters())
         reference = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
-        return None if reference is None else local_part(reference)
+        is_distributed = hasattr(reference, "to_local")
+        return local_part(reference) if is_distributed and reference is not None else reference
 
     def no_loss(self) -> Tensor:
         """Returns the value of the auxiliary loss (l_aux) before any call: zero, a scalar.

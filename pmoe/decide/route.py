@@ -37,12 +37,13 @@ def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None
     try:
         x = apply_start_callbacks(call)
         x_TM = x.reshape(-1, modules.options.d_model)
+        autocast = cast_dtype(modules, x_TM)
         gated = call.replay.route(x_TM, lambda: (ask or run_gate)(call, x_TM))
     except Exception as error:
         if modules.ranks.size == 1 or call.replay.is_replay:
             raise
         return _nothing_routed(modules, error)
-    return RoutedBatch(x=x, x_TM=x_TM, gated=gated, autocast=cast_dtype(modules, x_TM))
+    return RoutedBatch(x=x, x_TM=x_TM, gated=gated, autocast=autocast)
 
 
 def apply_start_callbacks(call: Call) -> Tensor:

@@ -117,9 +117,10 @@ class MoELayer(OldAttributes, nn.Module):
             products, a slow reference), or a `pmoe.Order`.
         callbacks: `pmoe.Callback` objects, which may replace rows at six points of a call.
 
-    Options such as ``layer.pipeline`` may be set on a built layer, the same on all ranks; the four sizes may
-    not. `switches` (`pmoe.call.options.Switches`) turns steps of a call off for measurements. `l_aux`, `ran`,
-    `tokens_per_expert` and `row_counts` describe the last call. `traffic` counts the bytes sent in all calls.
+    Options such as ``layer.pipeline`` may be set on a built layer, to the same value on all ranks; d_model,
+    d_hidden, num_experts and top_k may not. `switches` (`pmoe.call.options.Switches`) turns steps of a call
+    off for measurements. `l_aux`, `ran`, `tokens_per_expert` and `row_counts` describe the last call.
+    `traffic` counts the bytes sent in all calls.
 
     Parameters: ``gate.weight`` (E, M); ``experts.w1`` (E / W, H, M), for "swiglu" (E / W, 2H, M) with the H
     gate rows first; ``experts.w2`` (E / W, M, H). Expert parameters have the attribute ``allreduce = False``:

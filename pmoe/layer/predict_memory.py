@@ -94,7 +94,7 @@ def check_predictable(modules: LayerModules) -> None:
 
 
 def check_budget(modules: LayerModules) -> None:
-    """Raises ValueError if a layer cannot keep a memory budget, because part of its memory is unknown.
+    """Raises ValueError if a layer cannot promise a memory budget, because part of its memory is unknown.
 
     modules: the layer's modules and options.
     """
@@ -131,9 +131,9 @@ def _ways(
 ) -> list[Choice]:
     """Lists the settings for which memory is predicted: numbers of chunks of both passes, and a restore pair.
 
-    A restore pair says how backward gets back T_DI (received rows) and T_M (hidden activations). What an
-    argument fixes is the same in all settings. What no argument fixes has all values that the layer may
-    choose. The list has one element if the arguments and the layer's options fix everything.
+    A restore pair says how backward gets back T_DI (received rows) and T_M (hidden activations). An argument
+    that is not None fixes its value in all settings. Otherwise every value that the layer's options allow is
+    combined with every other. The list has one element if arguments and options leave no choice.
 
     modules: the layer's modules and options.
     pipeline, pipeline_backward: number of chunks of forward and of backward; None takes what the layer's

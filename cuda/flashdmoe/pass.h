@@ -98,8 +98,7 @@ struct Pass {
   //
   // counts: (P * E) number of this rank's rows for each expert of all ranks; at most C each.
   // home: (P * E) without a capacity: for each expert of all ranks, where the results of this rank's rows
-  // begin
-  //     in this rank's pool; else null.
+  //     begin in this rank's pool; else null.
   // offset: (P, E) without a capacity: where the rows of each rank for each expert of this rank begin in this
   //     rank's pool; else null. Forward writes it, backward reads it.
   // slot: the slot of an expert's c-th row, at [expert * C + c]; without a capacity, at [home[expert] + c].

@@ -37,8 +37,7 @@ __device__ __forceinline__ void push_sums(const Pass& pass, int expert) {
 // expert, and all tiles are done, it pushes the tasks for the gradients of the expert's parameters.
 //
 // change: kSourceAnnounced + the rank's number of tiles, when a rank has announced its rows; -1 when a tile
-// is
-//     done.
+//     is done.
 __device__ __forceinline__ void count_tiles(const Pass& pass, int expert, uint32_t change) {
   const uint32_t all = static_cast<uint32_t>(pass.layout.ranks) * kSourceAnnounced;
   const uint32_t now = add_acq_rel(&pass.expert_progress[expert], change) + change;

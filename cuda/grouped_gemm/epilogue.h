@@ -106,9 +106,8 @@ class Store {
   //     same column of the other half. A gradient uses `first` only.
   // ahead: the values that fetch() has loaded for this block.
   // next(): calls fetch() for the next block. It is called once, as soon as `ahead` may be overwritten: at
-  // the
-  //     beginning, or, for the gradient of SwiGLU, when half of the results are stored and registers are
-  // free.
+  //     the beginning, or, for the gradient of SwiGLU, when half of the results are stored and registers are
+  //     free.
   template <class Next>
   __device__ __forceinline__ void block(const float* first, const float* second, int column,
                                         const Ahead& ahead, const Next& next) {
@@ -267,8 +266,7 @@ class Store {
   // Stores the gradient of the hidden activation.
   //
   // values: dT_DO w2, the gradient of the activation after the nonlinearity, not yet multiplied by the
-  // routing
-  //     weight. So its inner product with that activation is the gradient of the routing weight.
+  //     routing weight. So its inner product with that activation is the gradient of the routing weight.
   template <class Next>
   __device__ __forceinline__ void store_hidden_gradient(const float (&values)[32], int column,
                                                         const Ahead& ahead, const Next& next) {

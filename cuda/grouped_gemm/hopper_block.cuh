@@ -53,8 +53,7 @@ constexpr int kLoaderRegisters = 40, kMultiplierRegisters = 232;
 // Returns the number of result columns in a tile.
 //
 // halves: true if a tile holds the same columns of both halves of the hidden columns (SwiGLU). The result is
-// then
-//     the number of columns in each half.
+//     then the number of columns in each half.
 PMOE_HD constexpr int tile_columns(bool halves) { return halves ? kColumns / 2 : kColumns; }
 
 using OnePiece = pmoe::OnePiece<kDepth>;

@@ -33,7 +33,7 @@ struct Tile {
 // Returns the number of the tile that a block or cluster computes as its turn-th. Numbers rise from turn to
 // turn. A number beyond all tiles means that no tile is left.
 //
-// counter: the number is taken from this counter; null: it is first + turn * step.
+// counter: a counter in memory from which the number is taken; null: the number is first + turn * step.
 // add: add(counter, 1) adds 1 and returns the value before.
 template <class Add>
 PMOE_HD int tile_number(uint32_t* counter, const Add& add, int first, int step, int turn) {

@@ -159,11 +159,10 @@ class HeapShape:
         (`pmoe.kernels.flashdmoe`): the most rows that one rank can send to one expert, rounded up to whole
         tiles; with is_pool, the most rows that a rank can receive.
     home_rows: COMET: the most rows that a rank can send, because their results are written back into its
-    heap.
-        FlashDMoE: the most tokens of a rank.
+        heap. FlashDMoE: the most tokens of a rank.
     d_model, dtype: number of columns and dtype of a row.
-    d_hidden: FlashDMoE: the experts' hidden size, because the heap also has buffers of these kernels. COMET:
-    0.
+    d_hidden: FlashDMoE: the experts' hidden size, because the heap also has buffers of these kernels.
+        COMET: 0.
     sends_again: FlashDMoE only: whether backward may dispatch the layer's input a second time, for which the
         heap needs room beside the dispatched gradients.
     is_pool: FlashDMoE only: False gives the rows from each rank for each expert a buffer of their own, of

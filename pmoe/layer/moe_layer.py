@@ -101,8 +101,7 @@ class MoELayer(OldAttributes, nn.Module):
         memory_budget: a limit for the layer's memory, in bytes or such as "2GiB", which holds for any
             routing. If pipeline or memory_reuse is True, the layer takes the fastest values within the limit.
         slack: with memory_reuse, micro-batches share buffers of ceil(slack * T * K / n) rows. If routing is
-        so
-            uneven that a micro-batch does not fit, the call is cut into more micro-batches.
+            so uneven that a micro-batch does not fit, the call is cut into more micro-batches.
 
         group: the process group; None is the default group, and `Ranks.single()` one rank.
         mesh: a device mesh in place of group. Its dimension "ep" spreads experts; the optional dimension

@@ -19,8 +19,8 @@ class EinsumOrder(Order):
     elsewhere. `order` computes the rows D @ x from tokens x, (T, M) with M = d_model. `restore` computes the
     tokens' results D^T @ y from the rows' results y, (N, M).
 
-    If an element of a token is NaN or infinite, its column becomes NaN in all rows of the chunk, because 0
-    times NaN or infinity is NaN.
+    If element j of a token is NaN or infinite, column j becomes NaN in all rows of the chunk, because 0 times
+    NaN or infinity is NaN.
     """
 
     def order(self, tokens_TM: Tensor, token_N: Tensor, out: Tensor) -> None:

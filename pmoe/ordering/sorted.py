@@ -110,9 +110,12 @@ def sort_rows(
 ) -> SortedRows:
     """Sorts the (token, choice) pairs in the order of their rows: by chunk, then by expert.
 
-    Pairs of experts on this rank, whose rows are not sent, are sorted by piece (the pairs of one or several
-    chunks), then by expert. The module's docstring shows where pieces are among chunks. Pairs of the same
-    chunk or piece and expert stay in token order. Dropped pairs come last.
+    Rows for experts on this rank are not sent. They are cut into m parts, called pieces: piece 0 has those of
+    the first n - m + 1 chunks, and each other piece those of one chunk. Each piece is sorted by expert, too.
+    Pairs of the same chunk or piece and the same expert stay in token order. Dropped pairs come last:
+
+        n = 2, m = 2   chunk 0 sent | piece 0 | chunk 1 sent | piece 1 | dropped
+        n = 3, m = 2   chunk 0 sent | chunk 1 sent | chunk 2 sent | piece 0 | piece 1 | dropped
 
     expert_TK: (T, K) int64, global expert indices of the K choices of T tokens. If tokens have different
         numbers of experts: (S, 1), one line for each of the S (token, choice) pairs.

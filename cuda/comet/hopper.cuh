@@ -143,8 +143,8 @@ __device__ __forceinline__ void load_as_rows_arrive(const Fused& f, const Arriva
     sync_warp();
     if (lane == 0) {
       peers::test_delay(f.rank.watch, blockIdx.x + 4000);
-      // The lanes have read flags: other ranks have written the rows. This fence orders the bulk
-      // loads that follow after those writes.
+      // The lanes have read flags: other ranks have written the rows. This fence orders
+      // the bulk loads that follow after those writes.
       if constexpr (peers::kPlant != peers::Plant::kNoProxyFence) fence_proxy_async_global();
       hopper::load_tile(loader, shared.gemm, tile, ring);
     }

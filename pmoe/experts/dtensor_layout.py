@@ -27,9 +27,9 @@ from pmoe.experts.marks import is_expert
 from pmoe.experts.operands import local_part
 
 Reduce = Callable[[Sequence[Tensor]], None]
-"""A function that reduces gradients in place: this rank's parts, of any shape.
+"""A function that reduces this rank's gradients over ranks, in place. They may have any shape.
 
-It is a collective, called with the same parameters in the same order on every rank.
+It is a collective. Every rank calls it with the gradients of the same parameters, in the same order.
 """
 
 
@@ -89,8 +89,8 @@ def local_values(
 ) -> list[Tensor]:
     """Returns this rank's part of each value of experts that `pmoe.parallelize` has made DTensors.
 
-    placements: the DTensor placements by name of the value, as `pmoe.parallelize` chose them. Names that are
-        not in it belong to values that remain plain tensors.
+    placements: the DTensor placements that `pmoe.parallelize` chose, by name of the value. A value without
+        placements is a plain tensor.
     reduce: reduces the gradients of all values in backward; None reduces nothing.
     names: the values' names.
     values: DTensors or plain tensors, of any shape, in the order of ``names``.

@@ -195,8 +195,8 @@ def measure_kernels(
 ) -> DivisionTable:
     """Measures every fused kernel of these layers, each with several numbers of communicating blocks.
 
-    Rows are random and evenly routed. A division that cannot be measured is left out, with a warning.
-    Collective: all ranks must pass the same layers (`sweep`).
+    Rows are random and evenly routed. A kernel that cannot be measured with any number of communicating
+    blocks is left out, with a warning. Collective: all ranks must pass the same layers (`sweep`).
 
     layers: sizes of the layers.
     """

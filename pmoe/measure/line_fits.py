@@ -112,7 +112,7 @@ def transfer(
 
 
 def messages(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> LaneWork:
-    """Returns all-to-alls as a kind of work, in which each rank sends as many elements to every other rank.
+    """Returns all-to-alls as a kind of work. Each rank sends the same number of elements to every other rank.
 
     A unit is one element for each other rank. There must be two or more ranks.
     """

@@ -211,7 +211,7 @@ def _summand(
     - the group over which to sum: "all", "dp" or "edp";
     - a number by which the gradient must be divided before the sum: how many ranks of the group have the same
       gradient, which would otherwise be counted several times;
-    - this rank's gradient, of any shape. It is the memory of ``parameter.grad``, so it can be summed in place.
+    - this rank's gradient, of any shape. It is the memory of ``parameter.grad``, which is summed in place.
 
     name: the parameter's name, for errors.
     is_replicated: whether a plain dense parameter has the same whole gradient on every rank of "mp".

@@ -45,8 +45,9 @@ std::string name_of(const Which&, const Path&);
 
 // Returns whether computing blocks may form pairs (clusters of two) that compute two tiles side by side.
 //
-// The two blocks of a cluster must both compute or both communicate, so the numbers of communicating and of
-// computing blocks must be even. There must be enough columns for two tiles.
+// Only Hopper's kernels can. The two blocks of a cluster must both compute or both communicate, so a rank's
+// numbers of blocks and of communicating blocks must be even. An odd number of tiles must not waste too much
+// (may_pair_tiles).
 bool may_pair_blocks(const Path&, const Which&, const Launch&, int ranks);
 
 // Launches a kernel. The blocks wait for each other, so it is a cooperative launch: either all blocks of all

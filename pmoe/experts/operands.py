@@ -25,10 +25,10 @@ DERIVED = ("_orig", "_g", "_v")
 
 
 def value_names(module: nn.Module) -> list[str]:
-    """Returns the dotted attribute names of the weights and biases that a module computes with, such as "w1".
+    """Returns the dotted attribute names of the weights and biases that a module computes with.
 
-    They are in the order of the parameters. One value may be computed from several parameters, for example by
-    a parametrization; its name is then listed once.
+    An example is "w1". Names are in the order of the parameters. One value may be computed from several
+    parameters, for example by a parametrization; its name is then listed once.
     """
     names = dict.fromkeys(_value_name(module, name) for name, _ in module.named_parameters())
     return list(names)

@@ -23,7 +23,7 @@ from pmoe.kernels.registry import GROUPED_MM, LOOP, PMOE, PRODUCTS, Form, Produc
 
 @dataclass(frozen=True, kw_only=True)
 class RowGroups:
-    """How many of N rows belong to each local expert. The rows are sorted by expert.
+    """Numbers of rows of each local expert, among N rows that are sorted by expert.
 
     counts: E numbers on the host: the rows of each of the rank's E experts.
     ends: (E,) int32 on the rows' device, the running sum of counts, which CUDA kernels read; None on the CPU.

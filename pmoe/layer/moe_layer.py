@@ -62,10 +62,9 @@ class MoELayer(OldAttributes, nn.Module):
     """A Mixture-of-Experts layer: experts are spread over ranks, tokens are sent to them in micro-batches.
 
     The gate sends each token to top_k experts. The token's output is the sum of these experts' outputs, each
-    times its routing weight. The E experts are spread over W ranks: rank r holds experts r * E / W up to, but
-    not including, (r + 1) * E / W. A row is the copy of one token for one of its experts. All-to-alls carry
-    the rows of one micro-batch between ranks while experts compute another micro-batch (MPipeMoE, section
-    III.B). See docs/choosing.md.
+    times its routing weight. Of W ranks, rank r holds the experts r * E / W to (r + 1) * E / W - 1.
+    All-to-alls carry one micro-batch's rows (copies of tokens) between ranks while experts compute another
+    micro-batch (MPipeMoE, section III.B). See docs/choosing.md.
 
     Args:
         d_model: M, the columns of input and output.
@@ -73,7 +72,6 @@ class MoELayer(OldAttributes, nn.Module):
         num_experts: E, the experts of all ranks together; a multiple of the number of ranks.
         top_k: K, the experts that each token goes to.
         device, dtype: those of the parameters.
-
         expert: "ffn", "swiglu", a callable that builds one expert, a ModuleList of this rank's experts, or a
             `pmoe.experts.Experts`. An expert that is a user's module maps N rows, (N, M), to (N, M).
         activation: the nonlinearity of "ffn": "relu", "gelu" (exact) or "silu".
@@ -84,11 +82,10 @@ class MoELayer(OldAttributes, nn.Module):
         gate: a name in `pmoe.gates.GATES`, or a module that maps (T, M) to a `pmoe.Routing`.
         normalize_gate: whether a token's weights are divided by their sum; None is the gate's default.
         z_loss_weight: the factor of the router z-loss in l_aux.
-        capacity_factor: each rank keeps, for each expert, its first ceil(capacity_factor * T * K / E) rows,
-            the capacity, and drops the others; None keeps all.
-        pad_to_capacity: pads the rows of every expert to the capacity, so the host waits for no row counts.
-        check_finite: True raises on every rank if gate logits of any rank are not finite; False does not
-            check. None is True, except with pad_to_capacity, where the host would have to wait for the check.
+        capacity_factor: a rank keeps its first ceil(factor * T * K / E) rows for an expert; None keeps all.
+        pad_to_capacity: pads the rows of every expert to this number, so the host waits for no row counts.
+        check_finite: whether gate logits that are not finite raise on every rank. None means True, unless
+            pad_to_capacity is True: the check would make the host wait.
 
         pipeline: n, the number of micro-batches; False is 1. True finds n by trials (MPipeMoE, Algorithm 1);
             "solve" computes it from measured costs (FSMoE, Algorithm 1).
@@ -100,31 +97,25 @@ class MoELayer(OldAttributes, nn.Module):
             or a `pmoe.Restore` free and restore them; True takes the cheapest of S1 to S4 (MPipeMoE, Eq. 10).
         memory_budget: a limit for the layer's memory, in bytes or such as "2GiB", which holds for any
             routing. If pipeline or memory_reuse is True, the layer takes the fastest values within the limit.
-        slack: with memory_reuse, micro-batches share buffers of ceil(slack * T * K / n) rows. If routing is
-            so uneven that a micro-batch does not fit, the call is cut into more micro-batches.
+        slack: micro-batches share buffers of ceil(slack * T * K / n) rows; n grows under skewed routing.
 
         group: the process group; None is the default group, and `Ranks.single()` one rank.
-        mesh: a device mesh in place of group. Its dimension "ep" spreads experts; the optional dimension
-            "esp" splits each expert's hidden columns.
+        mesh: in place of group, a device mesh: "ep" spreads experts, "esp" splits each one's hidden columns.
         dispatch: the all-to-all to experts: "flat", "hierarchical_1d", "hierarchical_2d", "auto" (which takes
             the fastest of them), or a `pmoe.Dispatch`.
         combine: the all-to-all of the results: one of these names or a `pmoe.Combine`; None is as dispatch.
-        nodes: for hierarchical all-to-alls: the number of ranks in each node, or a list with the node of each
-            rank; None reads LOCAL_WORLD_SIZE.
+        nodes: if hierarchical, ranks of a node, or a list of each rank's node; None reads LOCAL_WORLD_SIZE.
         send_once: sends a token only once to a rank that holds several of its top_k experts.
-        order: how tokens are copied into rows, and rows are summed: "sorted", "einsum" (GShard's matrix
-            products, a slow reference), or a `pmoe.Order`.
+        order: copies tokens into rows: "sorted", "einsum" (GShard's, a slow reference), or a `pmoe.Order`.
         callbacks: `pmoe.Callback` objects, which may replace rows at six points of a call.
 
-    Options such as ``layer.pipeline`` may be set on a built layer, to the same value on all ranks; d_model,
-    d_hidden, num_experts and top_k may not. `switches` (`pmoe.call.options.Switches`) turns steps of a call
-    off for measurements. `l_aux`, `ran`, `tokens_per_expert` and `row_counts` describe the last call.
-    `traffic` counts the bytes sent in all calls.
+    Options such as ``layer.pipeline`` may be set on a built layer, the same on all ranks; the sizes d_model
+    to top_k may not. `switches` (`pmoe.call.options.Switches`) turns steps off for measurements. `l_aux`,
+    `ran`, `tokens_per_expert` and `row_counts` describe the last call, `traffic` counts bytes of all calls.
 
-    Parameters: ``gate.weight`` (E, M); ``experts.w1`` (E / W, H, M), for "swiglu" (E / W, 2H, M) with the H
-    gate rows first; ``experts.w2`` (E / W, M, H). Expert parameters have the attribute ``allreduce = False``:
-    their gradients are already sums over all ranks' tokens. If all ranks use the same seed, together they
-    hold the values that a single rank would hold.
+    ``gate.weight`` is (E, M); ``experts.w1`` (E / W, H, M), for "swiglu" (E / W, 2H, M), gate rows first;
+    ``experts.w2`` (E / W, M, H). Expert parameters have ``allreduce = False``: their gradients are sums over
+    all ranks' tokens already. Under one seed, all ranks together hold the values of a layer on one rank.
 
     Raises ValueError or TypeError, naming argument, value and rule, when built or when an option is set.
     """

@@ -104,10 +104,10 @@ def local_gradient(gradient: Tensor) -> Tensor:
 
 
 def stand_ins(gradients: Iterable[Tensor]) -> list[Tensor]:
-    """Returns, for each gradient, an empty tensor with the gradient as its ``grad``, in place of a parameter.
+    """Returns, for each gradient, an empty tensor that has the gradient as its ``grad``.
 
-    Functions of torch that change the gradients of parameters get these tensors. So they change this rank's
-    parts of DTensors, and need not handle DTensors on different meshes.
+    Functions of torch that change the gradients of parameters get these tensors in place of the parameters.
+    So they change this rank's parts of DTensors, and need not handle DTensors on different meshes.
 
     gradients: of any shape.
     """

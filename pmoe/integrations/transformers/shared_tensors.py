@@ -240,10 +240,10 @@ class BorrowedActivation(BorrowedExperts):
 
 
 class NormedExperts(ModuleExperts):
-    """Experts of a transformers module with a norm, which is applied to their output before routing weights.
+    """Experts of a transformers module that normalizes their output, by one norm for all experts.
 
-    All experts share the norm. Autograd differentiates them, as it does a user's modules, so pmoe cannot
-    predict their memory.
+    The norm is applied before the routing weights. Autograd differentiates these experts, as it does a user's
+    modules, so pmoe cannot predict their memory.
 
     stacks: the tensors of the module, with its activation and norm.
     views: for each tensor by name, one view for each expert; weights are (out, in) or (in, out), biases

@@ -266,7 +266,7 @@ class Launcher:
 
 
 def chunk_columns(division: Division, columns: int, tile_columns: int) -> int:
-    """Returns the number of columns that the combining kernel sends together, a multiple of a tile's columns.
+    """Returns the number of columns of the result that the combining kernel sends together.
 
     It is division.chunk_columns, rounded up to whole tiles, but at most the columns of the whole result. It
     is larger if there would be over 64 groups of columns, the most that the kernels take.

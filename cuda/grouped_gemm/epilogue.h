@@ -32,7 +32,7 @@ __device__ __forceinline__ void round_all(const float (&values)[32], uint32_t (&
 // The gradient of SwiGLU reads both halves of T_M: 16 rows x `width` columns of each for a warp. There are
 // too few registers to load them ahead of time, as other gradients do.
 //
-// row: the first of the warp's 16 rows in the tile.
+// row: index, in the tile, of the first of the warp's 16 rows.
 template <class T>
 __device__ __forceinline__ void prefetch_halves(const Problem& p, const Tile& tile, int row, int lane,
                                                 int width) {
@@ -60,7 +60,7 @@ class Store {
   // accumulators, T_M and two results of more columns.
   static constexpr int kBlockColumns = kGated || kEpilogue == Epilogue::kHiddenGradient ? 32 : 64;
 
-  // row: the first of the 16 rows in the tile.
+  // row: index, in the tile, of the first of the 16 rows that this warp stores.
   // buffer: kExchangeBytes of shared memory that only this warp uses.
   __device__ __forceinline__ Store(const Problem& p, const Tile& tile, int row, int lane, void* buffer)
       : p_(p), exchange_(buffer, lane), lane_(lane), expert_(tile.expert), left_(tile.rows - row) {

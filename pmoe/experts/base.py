@@ -313,12 +313,12 @@ class Experts(nn.Module, abc.ABC):
         self.operand_names = tuple(value_names(self))
 
     def operands(self) -> list[Tensor]:
-        """Returns this rank's part of each parameter value, (E_local, ...), as the tensors to compute with.
+        """Returns the weights and biases to compute with: this rank's part of each, (E_local, ...).
 
-        E_local is the number of this rank's experts. A value is what an attribute such as ``w1`` gives: the
-        parameter, or a pruned, parametrized or dequantised tensor. Each attribute is read once, together with
-        its autograd graph, so that gradients flow back to the parameters that the value was computed from. If
-        `pmoe.parallelize` set ``reduce``, they pass through it.
+        E_local is the number of this rank's experts. Each tensor is the present value of an attribute such as
+        ``w1``: a parameter, or a pruned, parametrized or dequantised tensor. Each attribute is read once,
+        together with its autograd graph, so that gradients flow back to the parameters from which it was
+        computed. If `pmoe.parallelize` set ``reduce``, that function reduces the gradients over ranks.
 
         Raises ValueError if a value is missing or has another size than the experts need.
         """

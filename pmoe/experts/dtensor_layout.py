@@ -49,7 +49,8 @@ def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
 def _watch_optimizers() -> None:
     """Registers two hooks on the steps of all optimizers of this process; later calls do nothing.
 
-    The first hook raises if an optimizer has a replaced parameter. The second one marks DTensors as changed.
+    The first hook runs before a step, and raises if the optimizer has a parameter that was replaced. The
+    second runs after a step, and increments the version counters of the DTensors that the step has changed.
     """
     register_optimizer_step_pre_hook(_check_optimizer)
     register_optimizer_step_post_hook(_count_versions)
@@ -166,9 +167,9 @@ def _check_unchanged(before: list[tuple[Tensor, int]]) -> None:
 
 
 def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
-    """Returns this rank's part of a gradient as a DTensor with the mesh and placements of its parameter.
+    """Wraps this rank's gradient in a DTensor with the mesh and placements of the parameter.
 
-    gradient: of any shape.
+    gradient: this rank's part of the gradient, of any shape.
     like: the parameter. If it is no DTensor, the gradient is returned unchanged.
     """
     from torch.distributed.tensor import DTensor

@@ -10,9 +10,9 @@ and the result is turned back into the type of x:
     another subclass of Tensor   x as a plain Tensor         what the class's ``__torch_function__`` returns
     on the meta device or fake   nothing                     a tensor without values (`layer.shapes_only`)
 
-The layer also comes here for a plain x while a ``TorchDispatchMode`` is active, such as FakeTensorMode or the
-mode of selective activation checkpointing. FakeTensorMode makes the call one without values. make_fx and
-torch.export are refused, and other modes change nothing.
+`MoELayer.forward` also uses this file for a plain x while a ``TorchDispatchMode`` is active. Under
+FakeTensorMode the result has no values. Selective activation checkpointing must see no operator of the layer
+(`pmoe.checkpointing.selective`). make_fx and torch.export are refused. Other modes change nothing.
 
 `pmoe.call.tensor_kinds.refused_kind` says which types are refused. A rank that refuses its input reports this
 to the other ranks in the exchange of row counts, so that every rank raises and none waits.
@@ -133,9 +133,9 @@ def _local(of_tokens: Any) -> Tensor | None:
 def _as_function(x: Tensor, layer: MoELayer, *of_tokens: Tensor | None) -> Tensor:
     """Runs the layer on a tensor subclass like an operator of torch, through ``__torch_function__``.
 
-    If x has a ``__torch_function__``, this calls it with this function as the operator. The class's default
-    then calls this function again with ``__torch_function__`` disabled. That second call runs the layer on x
-    as a plain Tensor, and the class wraps the result.
+    If x's class has a ``__torch_function__``, that method is called, with `_as_function` as the operator. Its
+    default calls `_as_function` a second time with ``__torch_function__`` disabled, and wraps the result in
+    the class. The second call runs the layer on x as a plain Tensor.
 
     x: (..., d_model), the input, of a subclass of Tensor. A class that unwraps it passes a plain Tensor.
     of_tokens: forward's arguments token_ids and mask, (...): one value for each token, or None.

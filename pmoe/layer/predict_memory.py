@@ -110,11 +110,11 @@ def check_budget(modules: LayerModules) -> None:
 
 
 def unknown(modules: LayerModules) -> tuple[str, ...]:
-    """Returns notes about a layer's modules that are a user's own, so that predictions count them in part.
+    """Returns notes about a layer's modules that are a user's own, whose memory is not fully predicted.
 
     modules: the layer's modules and options.
 
-    The notes are for `PredictedMemory.unknown`. () if all modules are pmoe's own.
+    The notes are for `PredictedMemory.unknown`. There are none if all modules are pmoe's own.
     """
     notes = [note for feature, note in USERS_OWN.items() if feature in modules.features]
     shared = modules.shared_expert

@@ -123,9 +123,9 @@ PROFILES: dict[tuple[str, torch.device, torch.dtype], Profile] = {}
 
 
 def profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Profile:
-    """Returns this process's profile for these ranks, this device and this dtype.
+    """Returns the profile that this process uses. The first time it is loaded or measured.
 
-    The first call loads or measures the profile (`load_or_measure`), and is a collective.
+    Collective the first time (`load_or_measure`).
     """
     return PROFILES.get((ranks.name, device, dtype)) or load_or_measure(ranks, device, dtype)
 

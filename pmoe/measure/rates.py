@@ -43,9 +43,9 @@ WEIGHT_SHARE = 16
 """The weight of the measured products takes at most one such part of the bytes that measuring may take."""
 
 MIN_SPEED = 1e-3
-"""Smallest relative speed of a lane (a kind of work) that other lanes bring to a halt.
+"""Smallest relative speed that is stored for a lane (a queue of tasks) while other lanes run.
 
-The speed is not 0, because it is divided by.
+A measured speed of 0 is replaced by this number, because code divides by the speed.
 """
 
 
@@ -119,9 +119,9 @@ def _kinds(bench: Bench, dtype: torch.dtype, most_bytes: float) -> dict[str, Lan
 
 
 def _in_turn(calls: Sequence[TimedCall]) -> None:
-    """Runs functions one after another, as one piece of work.
+    """Calls several functions one after another.
 
-    On the lane for copies the functions are a copy to the host and a copy from it.
+    So a copy to the host and a copy from the host can be timed as one piece of work.
     """
     for call in calls:
         call()
@@ -130,13 +130,15 @@ def _in_turn(calls: Sequence[TimedCall]) -> None:
 def _interference(bench: Bench, pieces: Mapping[str, TimedCall], effort: Effort) -> Interference:
     """Measures how much lanes slow each other, for every combination of two or three lanes. Collective.
 
-    A lane is a queue of tasks that run one after another: computation, messages, or copies.
+    A lane is a queue of tasks that run one after another: computation, messages, or copies. The result for a
+    lane and the lanes beside it is
 
-        speed of a lane beside others / its speed alone        median over rounds, of the slowest rank
+        (runs per second beside the others) / (runs per second alone)
 
-    Every lane runs its work so often that all lanes take about the same time alone. Beside messages, whose
-    number all ranks must know in advance, the other lanes run twice as often, so that they stay busy.
-    `speeds` only counts the time in which all lanes are busy, so it does not matter which lane ends first.
+    as a median over rounds, on the slowest rank. Every lane runs its work so often that all lanes take about
+    the same time alone. All ranks must send equally many messages, so their number is fixed in advance; the
+    other lanes run twice as often, so that they do not end before the messages. `speeds` only counts the time
+    in which all lanes are busy, so it does not matter which lane ends first.
 
     pieces: a function for each lane that does some work.
     effort: how long and how often the work runs.
@@ -171,11 +173,11 @@ def _interference(bench: Bench, pieces: Mapping[str, TimedCall], effort: Effort)
 def speeds(marks: Mapping[str, Marks]) -> dict[str, float]:
     """Returns the runs per second of each lane, during the time in which all lanes are busy.
 
-    This time lasts from the start of the last lane to the end of the first. A run that is only partly inside
-    this time counts by that part. If the lanes never run together, the time from the first to the last mark
-    is used.
+    This time begins when the last lane starts, and ends when the first lane ends. A run that is only partly
+    inside this time counts by that part. If no time has all lanes busy, the time from the first start to the
+    last end is used.
 
-    marks: for each lane the time of its start, then the end of each run.
+    marks: for each lane: when the lane started, then when each of its runs ended, in seconds.
 
     Example: {a: 0, 2, 4, 6; b: 1, 5} -> from 1 to 5, a: 2 runs, 0.5 per second, b: 1 run, 0.25 per second.
     """

@@ -56,7 +56,7 @@ from bench.searches import (
 )
 from bench.timing import OUT, table, write_json
 from pmoe.choose import open_choice, search
-from pmoe.choose import trials as pmoe_trials
+from pmoe.choose.trials import Trial
 
 NOISES = (*(Noise(run) for run in (0.0, 0.01, 0.02, 0.03)), Noise(0.01, 0.01))
 MOST_SEARCHES, MOST_REGRET = 16, 0.3
@@ -139,23 +139,28 @@ class Trials:
     def counting(self) -> contextlib.ExitStack:
         """Returns a context in which trials are counted."""
         stack = contextlib.ExitStack()
-        for module, kind in ((search, "search"), (open_choice, "other")):
-            measured = functools.partial(self.measured, module.measure_trials, kind)
-            stack.enter_context(mock.patch.object(module, "measure_trials", measured))
-        run_both = functools.partial(self.ran, pmoe_trials._run_both)
-        stack.enter_context(mock.patch.object(pmoe_trials, "_run_both", run_both))
+        for module, name, kind in (
+            (search, "measure_in_little_memory", "search"),
+            (open_choice, "measure_in_little_memory", "other"),
+            (open_choice, "measure_trials", "other"),
+        ):
+            measured = functools.partial(self.measured, getattr(module, name), kind)
+            stack.enter_context(mock.patch.object(module, name, measured))
+        run = Trial.run
+
+        def counted_run(trial: Trial) -> tuple[float, float]:
+            self.runs[self.running] += 1
+            return run(trial)
+
+        stack.enter_context(mock.patch.object(Trial, "run", counted_run))
         return stack
 
-    def measured(self, measure_trials: Callable[..., Any], kind: str, *args: Any) -> Any:
+    def measured(self, measure: Callable[..., Any], kind: str, *args: Any) -> Any:
         self.running = kind
         begin = time.perf_counter()
-        times = measure_trials(*args)
+        times = measure(*args)
         self.seconds[kind] += time.perf_counter() - begin
         return times
-
-    def ran(self, run_both: Callable[..., Any], *args: Any) -> Any:
-        self.runs[self.running] += 1
-        return run_both(*args)
 
 
 @own_cache()

@@ -19,7 +19,8 @@ import torch
 from pmoe.arguments import check_path
 from pmoe.call.description import options_in_words
 from pmoe.call.modules import LayerModules
-from pmoe.choose.trials import TrialBatch, adaptive_degree, measure_trials
+from pmoe.choose.part_of_batch import measure_in_little_memory
+from pmoe.choose.trials import NoChoiceFitsError, TrialBatch, adaptive_degree
 from pmoe.comm.agreement import digest, from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import identity
@@ -58,7 +59,8 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
         degrees = search(
             table, batch, restore, options.degrees, apart=options.rotates and not options.send_once
         )
-        learned.keep()
+        if degrees is not None:
+            learned.keep()
     if degrees is None:
         n = adaptive_degree(batch.rows, 2 if options.rotates else modules.ranks.size)
         degrees = PassDegrees(n, n)
@@ -79,18 +81,27 @@ def search(
     numbers: the numbers of chunks to choose from, in rising order.
     apart: whether forward and backward may have different n.
 
-    Returns None if no trial could run.
+    Returns None if trials need more memory than a step takes (`measure_in_little_memory`). Raises
+    OutOfMemoryError on every rank if some rank has too little memory for every number of chunks.
     """
     max_tokens = batch.counts.max_tokens
     predicted = predicted_seconds(batch, restore, numbers)
 
+    misfits: list[NoChoiceFitsError] = []
+
     def measure(tried: Sequence[PassDegrees], most_rounds: int) -> dict[PassDegrees, Timed]:
         log.info("pipeline=True tries n=%s for %d tokens a rank", ", ".join(map(str, tried)), max_tokens)
         choices = {degrees: Choice(**vars(degrees), restore=restore) for degrees in tried}
-        measured = measure_trials(batch, list(choices.values()), most_rounds)
+        try:
+            measured = measure_in_little_memory(batch, list(choices.values()), most_rounds) or {}
+        except NoChoiceFitsError as error:  # on every rank; other numbers of chunks may fit
+            misfits.append(error)
+            return {}
         return {degrees: measured[choice] for degrees, choice in choices.items() if choice in measured}
 
     times = times_by_trials(known, max_tokens, numbers, measure, predicted=predicted, apart=apart)
+    if not times and misfits:
+        raise min(misfits, key=lambda error: error.least_mebibytes)
     if not times:
         return None
     best = known.record(max_tokens, times)

@@ -27,7 +27,7 @@ from pmoe.choose.trials import TrialBatch, measure_trials, predicted_peaks
 from pmoe.comm.counts import CountsExchange, Fault, Slots
 from pmoe.ordering.sorted import Tokens
 from pmoe.planner.degree import Choice, all_choices
-from pmoe.planner.timed_rounds import MOST_ROUNDS, Timed
+from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes
 from pmoe.schedule.restore import Restore
 
 MIN_TOKENS = 256
@@ -42,7 +42,7 @@ ROOM = 0.85
 
 def measure_in_little_memory(
     batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
-) -> dict[Choice, Timed] | None:
+) -> dict[Choice, PassTimes] | None:
     """Returns the seconds of forward and backward with each choice, by trials. Collective.
 
     No trial takes more memory than the smallest step of the layer, unless the user gave a memory budget:
@@ -64,7 +64,7 @@ def measure_in_little_memory(
     return times_of_whole(measure_trials(first_tokens(batch, share), choices, most_rounds), share)
 
 
-def times_of_whole(measured: Mapping[Choice, Timed], share: float) -> dict[Choice, Timed]:
+def times_of_whole(measured: Mapping[Choice, PassTimes], share: float) -> dict[Choice, PassTimes]:
     """Returns the times of both passes of the whole batch with each choice, from trials on a part of it.
 
     The noise of a run grows if the part of the seconds that grows with the tokens does.
@@ -80,7 +80,7 @@ def times_of_whole(measured: Mapping[Choice, Timed], share: float) -> dict[Choic
     for choice, timed in measured.items():
         step = forward[choice] + backward[choice]
         noise = timed.noise * max(timed.step / share / step, 1.0) if step else timed.noise
-        times[choice] = Timed(forward[choice], backward[choice], step, timed.runs, noise)
+        times[choice] = PassTimes(forward[choice], backward[choice], step, timed.runs, noise)
     return times
 
 

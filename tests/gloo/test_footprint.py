@@ -20,7 +20,7 @@ from pmoe.choose import open_choice, part_of_batch
 from pmoe.choose import search as searched
 from pmoe.engine.buffers.arena import Arena
 from pmoe.measure import profile
-from pmoe.planner.timed_rounds import Timed
+from pmoe.planner.timed_rounds import PassTimes
 from pmoe.schedule.restore import ALL_PAIRS
 from tests.allocated import Allocated
 from tests.pool import ranks
@@ -239,7 +239,7 @@ def searching_job(rank: int, world: int, folder: str, fastest: str, options: dic
         times = {}
         for choice in choices:
             passes = choice.forward**speed, choice.backward**speed
-            times[choice] = Timed(*passes, step=sum(passes), runs=3, noise=0.0)
+            times[choice] = PassTimes(*passes, step=sum(passes), runs=3, noise=0.0)
         return times
 
     layer = pmoe.MoELayer(64, 256, 4, pipeline=True, **options)

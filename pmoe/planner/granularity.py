@@ -330,7 +330,10 @@ def _measured(B: int, times: Mapping[PassDegrees, PassTimes]) -> BatchRange:
     for degrees, timed in times.items():
         slower = timed.step / times[fastest].step - 1
         error = timed.standard_error(times[fastest])
-        worst = slower / error if error else math.inf if slower else 0.0
+        if error > 0:
+            worst = slower / error
+        else:  # exact seconds: any difference counts
+            worst = math.inf if slower > 0 else 0.0
         if worst <= CONTRADICTED:
             excess[degrees] = Excess(slower, worst)
         margin = max((1 + slower) / (1 + timed.resolution(times[fastest])), 1.0)

@@ -7,7 +7,7 @@ Each trial costs a training step. So only those n are tried that can be the fast
     beyond all ranges        the n of the nearest range, one step less and one step more
     without any range        every n
 
-With a profile, only those of them are tried that are predicted to take at most FAR times the seconds of the
+With a profile, only those of them are tried that are predicted to take at most NEAR times the seconds of the
 fastest n. More are tried if the measurements ask for it:
 
     beyond the outermost n   if it is clearly faster than its neighbour, the next n may be faster still
@@ -22,7 +22,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from pmoe.planner.granularity import GranularityTable, PassDegrees, rounded
-from pmoe.planner.timed_rounds import FAR, MOST_ROUNDS, PassTimes
+from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes
+
+NEAR = 1.25
+"""An n is tried if it is predicted to take at most this many times the seconds of the fastest n."""
 
 LATER_ROUNDS = 3
 """Largest number of timed rounds of a search with a table that has ranges already.
@@ -42,14 +45,14 @@ Its result may lack degrees that cannot run."""
 def near_numbers(predicted: Mapping[int, float] | None) -> list[int] | None:
     """Returns the numbers of chunks that are predicted to be nearly the fastest, in order of seconds.
 
-    These are the numbers within FAR of the fastest, and always two of them.
+    These are the numbers within NEAR of the fastest, and always two of them.
 
     predicted: predicted seconds of a step by n. None if nothing is predicted; the result is None too.
     """
     if predicted is None:
         return None
     ordered = sorted(predicted, key=lambda n: (predicted[n], n))
-    return [n for n in ordered if n in ordered[:2] or predicted[n] <= FAR * predicted[ordered[0]]]
+    return [n for n in ordered if n in ordered[:2] or predicted[n] <= NEAR * predicted[ordered[0]]]
 
 
 def is_contradicted(predicted: Mapping[int, float], times: Mapping[PassDegrees, PassTimes]) -> bool:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 BITS = 5
 """Number of significant binary digits to which B is rounded: neighbours differ by 3 to 6 percent."""
 
-CLOSE = 1.0
+CLOSE = 0.7
 """Standard errors within which an n counts as fast as the fastest n."""
 
 CONTRADICTED = 4.0

@@ -26,8 +26,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-FAR = 1.25
-"""A choice that takes more than this many times the fastest choice's seconds is not measured twice."""
+FAR = 1.15
+"""A choice that takes more than this many times the fastest choice's seconds is timed only once."""
 
 CLEAR = 2.0
 """Standard errors of a difference beyond which it is no accident."""

@@ -172,7 +172,7 @@ def test_a_margin_ends_where_another_range_begins() -> None:
 
 
 CLOSE_CALL = {2: 1.0, 4: 1.005, 8: 1.4}
-"""With 2 % of noise, 4 is as fast as 2 within a standard error, and 8 is slower."""
+"""With 2 % of noise, 4 is as fast as 2 within half a standard error, and 8 is slower."""
 
 
 def test_what_is_equally_fast_within_the_noise_joins_its_neighbour() -> None:

@@ -55,16 +55,16 @@ def test_a_choice_that_is_far_slower_is_timed_once_and_one_that_is_clearly_slowe
     jitter = {"a": (0.98, 1.0, 1.02), "d": (1.03, 0.99, 1.01)}  # a and d are too close to tell
 
     def seconds(choice: str, run: int) -> float:
-        return jitter[choice][run % 3] if choice in jitter else {"b": 1.3, "c": 1.15}[choice]
+        return jitter[choice][run % 3] if choice in jitter else {"b": 1.3, "c": 1.12}[choice]
 
     rounds, times = rounds_of(seconds, most_rounds=4)
     assert rounds == ["abcd", "abcd", "acd", "ad", "ad"]  # the first round is not timed
-    assert times["b"].step == 1.3 and times["c"].step == 1.15
+    assert times["b"].step == 1.3 and times["c"].step == 1.12
     assert times["b"].forward == 0.25 * 1.3 and times["b"].backward == 0.75 * 1.3
 
 
 def test_the_rounds_end_as_soon_as_one_choice_is_left() -> None:
-    assert rounds_of(steady(a=1.0, b=1.1, c=1.2, d=2.0))[0] == ["abcd", "abcd", "abc"]
+    assert rounds_of(steady(a=1.0, b=1.1, c=1.14, d=2.0))[0] == ["abcd", "abcd", "abc"]
     assert rounds_of(steady(a=1.0, b=1.4, c=1.3, d=2.0))[0] == ["abcd", "abcd", "a"]
 
 
@@ -80,7 +80,7 @@ def test_equal_choices_are_timed_until_what_is_left_is_not_worth_more_runs() -> 
 
 def test_a_noisy_machine_is_measured_to_the_last_round() -> None:
     draw = random.Random(0)
-    noisy: Seconds = lambda choice, run: draw.gauss(1.0, 0.1)  # noqa: E731
+    noisy: Seconds = lambda choice, run: draw.uniform(0.95, 1.05)  # noqa: E731
     for most in (2, 5, 9):
         rounds, _ = rounds_of(noisy, "ab", most_rounds=most)
         assert rounds == ["ab"] * (most + 1)

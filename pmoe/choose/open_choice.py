@@ -12,6 +12,7 @@ budget, the pair is chosen first, then n:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 from pmoe.call.modules import LayerModules
@@ -122,12 +123,18 @@ def _chooser_of(batch: TrialBatch) -> Chooser:
 
 
 def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
-    """Returns the measured seconds of both passes with each choice; None if trials must not run.
+    """Returns the measured seconds of both passes with each choice; None if trials must not or cannot run.
 
     Trials must not run if `TrialBatch.trials_allowed` forbids them, if the backward pass also reduces other
     layers' gradients, or if a rank lacks host memory: a choice that offloads would fail there.
     """
-    return measure_in_little_memory(batch, choices) if _may_try(batch) else None
+    if not _may_try(batch):
+        return None
+    measured = measure_in_little_memory(batch, choices)
+    if not measured:
+        return None
+    seconds = {choice: (timed.forward, timed.backward) for choice, timed in measured.items()}
+    return [seconds.get(choice, (math.inf, math.inf)) for choice in choices]
 
 
 def _may_try(batch: TrialBatch) -> bool:
@@ -155,12 +162,12 @@ def _compared_with_steps(batch: TrialBatch, choice: Choice) -> Choice:
     if share < 1.0:
         batch = first_tokens(batch, share)
         counts = batch.counts
-    [measured] = measure_trials(batch, [choice])
+    timed = measure_trials(batch, [choice])[choice]
     seconds = step_seconds(batch.sizes, profile, counts.max_tokens, choice)
     [rows] = largest(ranks, x_TM.device, [float(counts.recv.sum())], stage="comparing a profile with a step")
     # The prediction is for even routing; the measured step waits for the rank that receives most rows.
     seconds *= rows / (batch.rows * batch.modules.grid.esp.size)
-    took = sum(measured)
+    took = timed.forward + timed.backward
     if ranks.rank == 0 and not seconds / WRONG <= took <= WRONG * seconds + HOST_SECONDS:
         warn_once(
             f"the profile of {profile.when} is contradicted by the first steps, so choices may be wrong: "

@@ -14,9 +14,8 @@ memory of the layer's smallest step. The seconds of the whole batch follow from 
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,7 +27,7 @@ from pmoe.choose.trials import TrialBatch, measure_trials, predicted_peaks
 from pmoe.comm.counts import CountsExchange, Fault, Slots
 from pmoe.ordering.sorted import Tokens
 from pmoe.planner.degree import Choice, all_choices
-from pmoe.schedule.restore import Restore
+from pmoe.planner.timed_rounds import MOST_ROUNDS, Timed
 
 MIN_TOKENS = 256
 """Smallest number of tokens of a trial. Trials of fewer say nothing about the whole batch."""
@@ -41,52 +40,55 @@ ROOM = 0.85
 
 
 def measure_in_little_memory(
-    batch: TrialBatch, choices: Sequence[Choice]
-) -> list[tuple[float, float]] | None:
+    batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
+) -> dict[Choice, Timed]:
     """Returns the seconds of forward and backward with each choice, by trials. Collective.
 
     No trial takes more memory than the smallest step of the layer, unless the user gave a memory budget:
     every choice within the budget may then run on the whole batch.
 
     batch: the routed batch.
-    choices: the numbers of chunks and restore pairs to try.
+    choices: the numbers of chunks and restore pairs to try, each once.
+    most_rounds: largest number of timed rounds.
 
-    Returns None if so few tokens fit into the memory that trials would say nothing. Raises OutOfMemoryError
-    on every rank if some rank has too little memory for every choice.
+    A choice for which a rank had too little memory is left out. All are left out if so few tokens fit into
+    the memory that trials would say nothing. Raises OutOfMemoryError on every rank if some rank has too
+    little memory for every choice.
     """
     share = share_of_tokens(batch, choices)
     if share * batch.counts.max_tokens < MIN_TOKENS:
-        return None
+        return {}
     if share == 1.0:
-        return measure_trials(batch, choices)
-    seconds = measure_trials(first_tokens(batch, share), choices)
-    forward = _scaled([choice.forward for choice in choices], choices, [pair[0] for pair in seconds], share)
-    backward = _scaled([choice.backward for choice in choices], choices, [pair[1] for pair in seconds], share)
-    return list(zip(forward, backward, strict=True))
+        return measure_trials(batch, choices, most_rounds)
+    return _scaled(measure_trials(first_tokens(batch, share), choices, most_rounds), share)
 
 
-def _scaled(
-    degrees: Sequence[int], choices: Sequence[Choice], seconds: Sequence[float], share: float
-) -> list[float]:
-    """Returns the seconds of one pass of the whole batch with each choice, from trials on a part of it.
+def _scaled(of_part: Mapping[Choice, Timed], share: float) -> dict[Choice, Timed]:
+    """Returns the seconds of the whole batch with each choice, from trials on a part of it.
 
-    degrees: number of chunks of the pass with each choice.
-    choices: the choices. Those with one restore pair share a line.
-    seconds: seconds of the pass with each choice; infinite if the choice was dropped.
+    of_part: the seconds of the part. Choices with one restore pair share a line for each pass.
     share: the part of the tokens that the trials had.
     """
-    by_pair: dict[Restore, dict[int, list[float]]] = {}
-    for n, choice, measured in zip(degrees, choices, seconds, strict=True):
-        if measured < math.inf:
-            by_pair.setdefault(choice.restore, {}).setdefault(n, []).append(measured)
-    whole = {
-        pair: seconds_of_whole({n: statistics.mean(times) for n, times in by_degree.items()}, share)
-        for pair, by_degree in by_pair.items()
-    }
-    return [
-        whole[choice.restore][n] if measured < math.inf else math.inf
-        for n, choice, measured in zip(degrees, choices, seconds, strict=True)
-    ]
+    scaled = {}
+    for pair in dict.fromkeys(choice.restore for choice in of_part):
+        of_pair = {choice: timed for choice, timed in of_part.items() if choice.restore == pair}
+        forward = _of_whole([(choice.forward, timed.forward) for choice, timed in of_pair.items()], share)
+        backward = _of_whole([(choice.backward, timed.backward) for choice, timed in of_pair.items()], share)
+        for choice, timed in of_pair.items():
+            passes = forward[choice.forward], backward[choice.backward]
+            scaled[choice] = replace(timed, forward=passes[0], backward=passes[1], step=sum(passes))
+    return scaled
+
+
+def _of_whole(measured: Iterable[tuple[int, float]], share: float) -> dict[int, float]:
+    """Returns `seconds_of_whole` of pairs (number of chunks, seconds), by number of chunks.
+
+    Several trials of one number count as their mean.
+    """
+    by_degree: dict[int, list[float]] = {}
+    for n, seconds in measured:
+        by_degree.setdefault(n, []).append(seconds)
+    return seconds_of_whole({n: statistics.mean(times) for n, times in by_degree.items()}, share)
 
 
 def share_of_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> float:

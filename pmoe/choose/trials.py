@@ -25,13 +25,14 @@ from pmoe.engine.passes.base import Inputs
 from pmoe.engine.plan.make_plan import SortedSlots
 from pmoe.engine.plan.plan import Plan
 from pmoe.engine.variants.trial import TrialBackward, TrialForward, is_out_of_memory
-from pmoe.measure.profile import profile_of
-from pmoe.measure.timing import begin_together, clock_of, median_seconds
+from pmoe.measure.profile import profile_of, stored_profile_of
+from pmoe.measure.timing import begin_together, clock_of, in_turns
 from pmoe.planner.degree import DEGREES, Choice, all_choices
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.memory import predict
 from pmoe.planner.profile import Profile
 from pmoe.planner.rows_per_pass import counted_rows
+from pmoe.planner.timed_rounds import MOST_ROUNDS, Timed, timed_rounds
 from pmoe.runners.pipeline import make_backward, make_forward
 from pmoe.warn import warn_once
 
@@ -40,16 +41,6 @@ MIN_ROWS = 1024
 
 Measured by bench/bench_overlap.py: with 4096 rows of a rank, 2 to 4 chunks are best.
 """
-
-REPEATS = 3
-"""Timed runs of each choice."""
-
-CLOSE = 1.15
-"""Choices that take at most this many times the fastest choice's seconds are timed again."""
-
-MORE = 7
-"""Number of additional timed runs of each choice that is close to the fastest (`CLOSE`)."""
-
 
 MEASURING_SHARE = 0.5
 """Part of the smallest step's peak that a measurement may take. The call holds some memory already."""
@@ -110,6 +101,13 @@ class TrialBatch:
         choices = all_choices([(n, n) for n in options.degrees], self.modules.pairs)
         return MEASURING_SHARE * min(predicted_peaks(self, choices))
 
+    def stored_profile(self) -> Profile | None:
+        """Returns the profile of this device and group if it was measured before; None otherwise.
+
+        Collective the first time.
+        """
+        return stored_profile_of(self.modules.ranks, self.inputs.x_TM.device, self.inputs.x_TM.dtype)
+
     @property
     def trials_allowed(self) -> bool:
         """Whether trials may run: they are worth their time, and change nothing in the model.
@@ -158,40 +156,43 @@ DROPPED = (math.inf, math.inf)
 """The seconds of a choice for which a rank had too little memory."""
 
 
-def measure_trials(batch: TrialBatch, choices: Sequence[Choice]) -> list[tuple[float, float]]:
-    """Returns the median seconds of forward and backward with each choice. Collective.
+def measure_trials(
+    batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
+) -> dict[Choice, Timed]:
+    """Returns the seconds of forward and backward with each choice. Collective.
 
-    1. Each choice runs one step that is not timed.
-    2. All choices run in turns and are timed.
-    3. Choices close to the fastest are timed again, because two equal steps on a CPU may differ by a tenth.
+    Each choice runs one step that is not timed. Then the choices run in turns and are timed, until it is
+    clear which one is the fastest (`pmoe.planner.timed_rounds`). After each round the ranks agree on the
+    seconds of the slowest rank, so all ranks time the same choices again. The bytes that trials send do not
+    count as traffic of the model.
 
-    Each median is the largest of any rank, so all ranks time the same choices again. The bytes that trials
-    send do not count as traffic of the model. If any rank runs out of memory with a choice, all ranks drop
-    the choice: its seconds are infinite (`DROPPED`), and rank 0 warns once.
+    If any rank runs out of memory with a choice, all ranks leave the choice out of the result, and rank 0
+    warns once.
 
     batch: the routed batch.
-    choices: the numbers of chunks and restore pairs to try.
+    choices: the numbers of chunks and restore pairs to try, each once.
+    most_rounds: largest number of timed rounds.
 
-    Raises OutOfMemoryError on every rank if all choices are dropped.
+    Raises OutOfMemoryError on every rank if no choice is left.
     """
     ranks = batch.modules.ranks
     device = batch.inputs.x_TM.device
     traffic = batch.modules.traffic
     traffic_before = replace(traffic)
-    agree = functools.partial(largest, ranks, device, stage="agreeing on the fastest trials")
-    timed = functools.partial(median_seconds, begin=begin_together(ranks), agree=agree)
-    trials = [Trial(batch, choice) for choice in choices]
-    medians = [tuple(seconds) for seconds in timed([trial.run for trial in trials], REPEATS)]
-    medians = [DROPPED if trial.has_failed else median for trial, median in zip(trials, medians, strict=True)]
-    fastest = min(map(sum, medians))
-    close = [index for index, median in enumerate(medians) if sum(median) <= CLOSE * fastest < math.inf]
-    if len(close) > 1:
-        again = timed([trials[index].run for index in close], MORE, warm_up=0)
-        for index, median in zip(close, again, strict=True):
-            medians[index] = DROPPED if trials[index].has_failed else tuple(median)
+    trials = {choice: Trial(batch, choice) for choice in choices}
+
+    def run_round(round_choices: Sequence[Choice]) -> list[tuple[float, float]]:
+        """Runs each choice once. Returns the seconds of (forward, backward) of each, on the slowest rank."""
+        runs = [trials[choice].run for choice in round_choices]
+        turns = in_turns(runs, 1, warm_up=0, begin=begin_together(ranks))
+        own_seconds = [seconds for [passes] in turns for seconds in passes]
+        agreed = largest(ranks, device, own_seconds, stage="agreeing on the seconds of trials")
+        return list(zip(agreed[::2], agreed[1::2], strict=True))
+
+    times = timed_rounds(choices, run_round, most_rounds)
     vars(traffic).update(vars(traffic_before))
-    _warn_of_dropped(batch, [trial for trial in trials if trial.has_failed], len(trials))
-    return [(forward, backward) for forward, backward in medians]
+    _warn_of_dropped(batch, [trial for trial in trials.values() if trial.has_failed], len(trials))
+    return times
 
 
 class Trial:

@@ -100,12 +100,15 @@ def load_or_measure(
     return profile
 
 
-def _found_by_all(ranks: Ranks, device: torch.device, here: Identity) -> Profile | None:
+def _found_by_all(
+    ranks: Ranks, device: torch.device, here: Identity, otherwise: str = "it is measured again"
+) -> Profile | None:
     """Returns rank 0's stored profile if every rank has one that is valid on that rank; else None.
 
     Collective.
 
     here: the device, ranks and versions for which a profile must be valid.
+    otherwise: what happens to a profile that cannot be used, in words of a warning.
     """
     own_profile = None
     fault = None
@@ -120,14 +123,17 @@ def _found_by_all(ranks: Ranks, device: torch.device, here: Identity) -> Profile
     own_state = [float(own_profile is None), float(place if fault else 0)]
     missing, warning = largest(ranks, device, own_state, stage=AGREEING)
     if fault and warning == place:
-        warnings.warn(f"{fault}; it is measured again", stacklevel=3)
+        warnings.warn(f"{fault}; {otherwise}", stacklevel=3)
     if own_profile is None or missing:
         return None
     return from_first(ranks, own_profile, stage="sharing a profile")
 
 
-PROFILES: dict[tuple[str, torch.device, torch.dtype], Profile] = {}
-"""The profiles that this process uses, by (name of the ranks, device, dtype)."""
+PROFILES: dict[tuple[str, torch.device, torch.dtype], Profile | None] = {}
+"""The profiles that this process uses, by (name of the ranks, device, dtype).
+
+None if there was no stored profile, and none was measured since then.
+"""
 
 
 WHOLE_BYTES = 2**28
@@ -155,6 +161,17 @@ def profile_of(
     if profile is None or most_bytes > WIDER * _limits.get(key, math.inf):
         profile = load_or_measure(ranks, device, dtype, most_bytes=most_bytes)
     return profile
+
+
+def stored_profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Profile | None:
+    """Returns the profile that this process uses. The first time it is loaded, but never measured.
+
+    Collective the first time. Returns None if no profile was measured, in this process or before.
+    """
+    key = (ranks.name, device, dtype)
+    if key not in PROFILES:
+        PROFILES[key] = _found_by_all(ranks, device, identity(ranks, device, dtype), "it is not used")
+    return PROFILES[key]
 
 
 def profile_path(who: Identity, folder: PathLike | None = None) -> Path:

@@ -232,9 +232,18 @@ def searching_job(rank: int, world: int, folder: str, fastest: str, options: dic
     profile.PROFILES.clear()
     measured = part_of_batch.measure_in_little_memory
 
-    def stated(batch: Any, choices: Any) -> Any:
-        measured(batch, choices)
-        return [(float(c.forward ** SPEEDS[fastest]), float(c.backward ** SPEEDS[fastest])) for c in choices]
+    def stated(batch: Any, choices: Any, most_rounds: int = 3) -> Any:
+        timed = measured(batch, choices, most_rounds)
+        power = SPEEDS[fastest]
+        return {
+            choice: replace(
+                timed[choice],
+                forward=float(choice.forward**power),
+                backward=float(choice.backward**power),
+                step=float(choice.forward**power + choice.backward**power),
+            )
+            for choice in choices
+        }
 
     layer = pmoe.MoELayer(64, 256, 4, pipeline=True, **options)
     x = torch.randn(4096, 64, generator=torch.Generator().manual_seed(rank)).requires_grad_()

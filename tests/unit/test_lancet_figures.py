@@ -55,4 +55,4 @@ def test_the_command_prints_assumptions_and_refuses_others_options(capsys: pytes
     assert re.search(r"^all-to-alls +20 microseconds", capsys.readouterr().out, re.M)
     with pytest.raises(SystemExit):
         main(["simulate", "lancet", "--contention", "1.5"])
-    assert "--contention (1.5) is for fsmoe-table5, not for lancet" in capsys.readouterr().err
+    assert "--contention (1.5) is for fsmoe, not for lancet" in capsys.readouterr().err
